@@ -1,0 +1,39 @@
+# make train | make test | make lint | make bench.  Each sets up .venv first; the second time that takes no time.
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 python; do \
+	"$$p" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo "$$p" && break; done)
+PY := .venv/bin/python
+# The stamp's name holds what the environment depends on: this folder, the pins and the interpreter.
+STAMP := .venv/installed-$(shell { pwd; cat pyproject.toml constraints.txt; "$(PYTHON)" -V; } 2>/dev/null | cksum | cut -d' ' -f1)
+
+.PHONY: train test lint bench docs setup clean
+
+train: setup
+	@$(PY) examples/train_shakespeare.py $(ARGS)
+
+test: setup lint
+	@$(PY) -m pytest $(ARGS)
+
+lint: setup
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+
+bench: setup
+	@$(PY) -m nanoray.bench $(or $(ARGS),--help)
+
+docs: setup
+	@$(PY) -m nanoray.metrics > docs/metrics.md
+
+setup: $(STAMP)
+
+$(STAMP):
+	@test -n "$(PYTHON)" || { echo "nanoray needs Python 3.10 to 3.13 on the PATH; or: make $(MAKECMDGOALS) PYTHON=/path/to/python"; exit 1; }
+	@echo "setting up .venv with $$("$(PYTHON)" -V) (once; minutes on a slow line) ..."
+	@"$(PYTHON)" -m venv --clear .venv
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf .venv build nanoray.egg-info .mypy_cache .ruff_cache .pytest_cache

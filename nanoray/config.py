@@ -1,0 +1,359 @@
+"""The one definition of what a run is: YAML keys, command line flags, help, and config.json all come from `Config`.
+
+Later layers win: field defaults, then `--preset`, then `--config FILE`, then flags. Values may arrive as text (a flag, or
+YAML's `3e-4`, which YAML reads as a string); pydantic turns them into the declared types or says why it cannot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from nanoray.errors import ConfigError
+
+PRESET_DIR = Path(__file__).resolve().parent.parent / "examples" / "configs"
+DEFAULT_PRESET = "shakespeare-cpu"
+VOCAB_MULTIPLE = 64  # embeddings are padded to this many rows: matrix products like round sizes
+
+_GROUPS = {
+    "run": "run",
+    "data": "data",
+    "model": "model",
+    "batch": "batch",
+    "optim": "optimisation",
+    "dist": "devices and process group",
+    "log": "logging, evaluation, checkpoints",
+    "fault": "faults",
+}
+# Overriding a key of these groups makes it another recipe, so a preset's expected loss no longer applies to it.
+_RECIPE_GROUPS = ("data", "model", "batch", "optim")
+_KEEPS_RECIPE = {"dataset", "data_url", "data_dir", "micro_batch_size", "grad_accum_steps", "compile"}
+
+Positive = Annotated[int, Field(gt=0)]
+Natural = Annotated[int, Field(ge=0)]
+
+
+def _field(default: Any, group: str, **limits: Any) -> Any:
+    return Field(default, json_schema_extra={"group": group}, **limits)
+
+
+class Config(BaseModel):
+    """A training run, complete and immutable. Each attribute's docstring is the help text of its flag."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    name: str = _field("run", "run", pattern=r"^[A-Za-z0-9._-]+$")
+    """what the run is called: the end of its folder's name (default: the preset's or file's name)"""
+    out_dir: str = _field("runs", "run", min_length=1)
+    """folder that gets one folder per run; on several nodes it must be shared storage"""
+    resume: str = _field("none", "run", min_length=1)
+    """none | auto (newest run in out_dir that fits this model) | PATH of a run folder or of one checkpoint"""
+    seed: int = _field(1337, "run", ge=0, lt=2**63)
+    """seed of the initial weights, of the sample order and of dropout"""
+
+    dataset: str = _field("auto", "data", min_length=1)
+    """auto (cached, else download, else Python's standard library) | shakespeare | stdlib | PATH of a text file, or of
+    a folder with train.bin and val.bin"""
+    data_url: str = _field("", "data")
+    """where `shakespeare` comes from instead: an http(s):// or file:// URL; its sha256 must still match"""
+    data_dir: str = _field("", "data")
+    """cache of downloads and tokens (default: $XDG_CACHE_HOME/nanoray or ~/.cache/nanoray)"""
+    tokenizer: Literal["auto", "char", "byte", "gpt2"] = _field("auto", "data")
+    """auto (char for Shakespeare, else byte) | char | byte | gpt2 (needs: pip install tiktoken)"""
+    val_fraction: float = _field(0.1, "data", gt=0, lt=0.5)
+    """share of the text, at its end, kept for validation"""
+
+    n_layer: Positive = _field(4, "model")
+    """transformer blocks"""
+    n_head: Positive = _field(4, "model")
+    """attention heads; must divide n_embd"""
+    n_embd: Positive = _field(128, "model")
+    """width of the residual stream"""
+    block_size: Positive = _field(64, "model")
+    """context length in tokens; attention memory grows with it, so halve it when a micro batch of 1 does not fit"""
+    dropout: float = _field(0.0, "model", ge=0, lt=1)
+    """dropout probability while training"""
+    bias: bool = _field(False, "model")
+    """biases in linear layers and layer norms, as GPT-2 has them"""
+
+    micro_batch_size: Natural = _field(0, "batch")
+    """sequences per rank per forward pass (0 = follows from the global batch). Out of memory? Halve it and leave
+    global_batch_size: accumulation doubles and the result stays the same"""
+    grad_accum_steps: Natural = _field(0, "batch")
+    """micro steps per optimizer step (0 = follows from the global batch, else 1)"""
+    global_batch_size: Natural = _field(0, "batch")
+    """sequences per optimizer step over all ranks (0 = micro_batch_size x grad_accum_steps x ranks)"""
+
+    max_steps: Positive = _field(2000, "optim")
+    """optimizer steps of the whole schedule"""
+    optimizer: Literal["adamw", "sgd"] = _field("adamw", "optim")
+    """adamw (fused) | sgd (plain, no momentum: for parity tests, it hides nothing)"""
+    lr: float = _field(1e-3, "optim", gt=0)
+    """peak learning rate"""
+    min_lr: float = _field(1e-4, "optim", ge=0)
+    """learning rate at the end of the schedule"""
+    schedule: Literal["cosine", "wsd", "constant"] = _field("cosine", "optim")
+    """cosine | wsd (warm-up, stable, linear decay) | constant, all after a linear warm-up"""
+    warmup_steps: Natural = _field(100, "optim")
+    """steps of linear warm-up"""
+    decay_fraction: float = _field(0.65, "optim", gt=0, le=1)
+    """wsd: the last part of the steps, over which the rate falls linearly to min_lr"""
+    weight_decay: float = _field(0.1, "optim", ge=0)
+    """AdamW's decoupled decay, on matrices and embeddings only"""
+    beta1: float = _field(0.9, "optim", ge=0, lt=1)
+    """AdamW: decay of the first moment"""
+    beta2: float = _field(0.99, "optim", ge=0, lt=1)
+    """AdamW: decay of the second moment"""
+    grad_clip: float = _field(1.0, "optim", ge=0)
+    """clip gradients to this global norm (0 = off)"""
+    scaling: Literal["none", "nanochat"] = _field("none", "optim")
+    """nanochat: derive max_steps, global batch, lr and weight decay from the model's size and print why;
+    a value given as a flag is kept"""
+    tokens_per_param: float = _field(12.0, "optim", gt=0)
+    """scaling=nanochat: training tokens per scaling parameter (matrices + lm_head)"""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = _field("auto", "optim")
+    """auto (the fastest safe one here, printed with its reason) | fp32 | bf16 | fp16 (with a loss scaler);
+    weights and optimizer state are float32 in all of them"""
+    compile: bool = _field(False, "optim")
+    """torch.compile each block: slower start, faster steps on GPUs"""
+
+    workers: Positive | Literal["auto"] = _field("auto", "dist")
+    """ranks; auto = every GPU or MIG slice, else 2 on CPU (1 on a single core)"""
+    device: Literal["auto", "cuda", "mig", "cpu"] = _field("auto", "dist")
+    """cuda (whole GPUs) | mig (slices) | cpu | auto (the first of these that is there)"""
+    backend: Literal["auto", "nccl", "gloo"] = _field("auto", "dist")
+    """process group: auto = NCCL on distinct GPUs, gloo on CPU and where NCCL refuses a shared GPU"""
+    placement: Literal["pack", "spread"] = _field("pack", "dist")
+    """pack ranks on few nodes, or spread them over many"""
+    cpus_per_worker: float = _field(0.0, "dist", ge=0)
+    """CPUs reserved per rank (0 = an equal share of the node's on CPU, 1 with a GPU)"""
+    bucket_mb: float = _field(0.0, "dist", ge=0)
+    """DDP's gradient bucket in MB (0 = 25 on GPU, 1 on CPU); it fixes the order of sums, so a resume keeps it"""
+    timeout_s: float = _field(60.0, "dist", gt=0)
+    """a collective that waits longer than this fails, and with it the attempt"""
+    init_timeout_s: float = _field(60.0, "dist", gt=0)
+    """ranks that have not met after this long fail"""
+    ray_address: str = _field("auto", "dist", min_length=1)
+    """auto (RAY_ADDRESS, else a new local Ray) | local | HOST:PORT"""
+    placement_timeout_s: float = _field(4.0, "dist", gt=0)
+    """wait this long for busy resources before giving up; raise it on an autoscaling cluster"""
+
+    log_every: Positive = _field(10, "log")
+    """steps between metric records; logging is what synchronises with the device"""
+    eval_every: Natural = _field(250, "log")
+    """steps between evaluations on the validation split (0 = never)"""
+    eval_samples: Positive = _field(240, "log")
+    """validation sequences per evaluation, evenly spaced; the same ones at every world size"""
+    checkpoint_every: Natural = _field(250, "log")
+    """steps between checkpoints (0 = only at the end and when asked to stop)"""
+    keep_checkpoints: Positive = _field(2, "log")
+    """newest checkpoints to keep, besides the best one"""
+    stop_at: Natural = _field(0, "log")
+    """stop after this step as if asked to: checkpoint, exit 0 (0 = run to max_steps)"""
+    sample_tokens: Natural = _field(300, "log")
+    """tokens of text to generate at the end (0 = none)"""
+    tensorboard: bool = _field(True, "log")
+    """write TensorBoard events to the run's tb/ folder"""
+
+    max_failures: Natural = _field(3, "fault")
+    """restarts from the newest checkpoint after a worker dies, before giving up; progress of 10 steps refills it"""
+    fault: str = _field("", "fault")
+    """break something on purpose: KIND:rank=R,step=S,phase=P[;...] with KIND kill | raise | hang | slow | nan"""
+
+    expected_val_loss: dict[str, float] = Field({}, json_schema_extra={"group": "log", "flag": False})
+    """per dataset: the validation loss the complete recipe should reach or beat"""
+
+    @model_validator(mode="after")
+    def _refuse_conflicts(self) -> Config:
+        if self.n_embd % self.n_head:
+            raise ValueError(
+                f"n_embd = {self.n_embd} is not a multiple of n_head = {self.n_head}; "
+                f"try n_embd {self.n_embd // self.n_head * self.n_head or self.n_head}"
+            )
+        if self.stop_at > self.max_steps:
+            raise ValueError(
+                f"stop_at = {self.stop_at} is beyond max_steps = {self.max_steps}; lower stop_at or raise max_steps"
+            )
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr = {self.min_lr} is above lr = {self.lr}; lower min_lr or raise lr")
+        if self.backend == "nccl" and self.device == "cpu":
+            raise ValueError("backend = nccl needs GPUs, but device = cpu; use backend gloo or auto")
+        if self.data_url and self.dataset not in ("auto", "shakespeare"):
+            raise ValueError(
+                f"data_url would be ignored: dataset = {self.dataset} is not downloaded; "
+                "drop data_url, or use dataset shakespeare"
+            )
+        if not (self.micro_batch_size or self.global_batch_size):
+            raise ValueError("no batch size: give micro_batch_size (per rank) or global_batch_size (all ranks)")
+        return self
+
+    def to_json(self) -> str:
+        """The configuration as JSON text; `--config` reads it back."""
+        return json.dumps(self.model_dump(), indent=2) + "\n"
+
+
+class Batch(NamedTuple):
+    """The batch arithmetic of a run: global = micro x accum x dp sequences."""
+
+    micro: int
+    accum: int
+    dp: int
+
+    @property
+    def global_size(self) -> int:
+        return self.micro * self.accum * self.dp
+
+
+def resolve_batch(config: Config, dp: int) -> Batch:
+    """Split the global batch over `dp` ranks, or multiply the per-rank batch up to it.
+
+    Raises ConfigError when the sizes contradict each other or do not divide.
+    """
+    micro, accum, total = config.micro_batch_size, config.grad_accum_steps, config.global_batch_size
+    if not total:
+        return Batch(micro, accum or 1, dp)
+    if micro and accum and micro * accum * dp != total:
+        raise ConfigError(
+            f"micro_batch_size*grad_accum_steps*ranks = {micro}*{accum}*{dp} = {micro * accum * dp}, but "
+            f"global_batch_size = {total}; drop one of the three, or set global_batch_size {micro * accum * dp}"
+        )
+    share = (micro or accum or 1) * dp
+    if total % share:
+        unit = f"micro_batch_size*ranks = {micro}*{dp}" if micro else f"grad_accum_steps*ranks = {accum or 1}*{dp}"
+        near = max(share, round(total / share) * share)
+        raise ConfigError(
+            f"global_batch_size = {total} is not a multiple of {unit} = {share}; "
+            f"try global_batch_size {near}, or another number of workers"
+        )
+    return Batch(micro, total // share, dp) if micro else Batch(total // share, accum or 1, dp)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A configuration and how it came to be."""
+
+    config: Config
+    given: frozenset[str]  # keys set by flags
+    dry_run: bool = False
+
+
+def parse_args(argv: list[str], prog: str, description: str) -> Loaded:
+    """Turn a command line into a Config. Raises ConfigError; `--help` prints and exits 0."""
+    parser = _build_parser(prog, description)
+    known, unknown = parser.parse_known_args(argv)
+    if unknown:
+        _refuse_unknown(
+            unknown[0].split("=")[0], [f"--{k}" for k in (*_flags(), "config", "preset", "dry_run")], "flag"
+        )
+    flags = vars(known)
+    file, preset, dry_run = flags.pop("config", None), flags.pop("preset", None), flags.pop("dry_run", False)
+    return Loaded(load_config(file, preset, flags), frozenset(flags), dry_run)
+
+
+def load_config(file: str | None = None, preset: str | None = None, overrides: dict[str, Any] | None = None) -> Config:
+    """Merge preset, file and overrides into a Config. Without file and preset: the default preset."""
+    overrides = overrides or {}
+    merged: dict[str, Any] = {}
+    if preset or not file:
+        merged |= {"name": preset or DEFAULT_PRESET} | _read_preset(preset or DEFAULT_PRESET)
+    if file:
+        merged |= {"name": Path(file).stem} | _read_yaml(Path(file))
+    if not merged.keys() <= Config.model_fields.keys():
+        _refuse_unknown(next(k for k in merged if k not in Config.model_fields), list(Config.model_fields), "key")
+    # A batch given per rank replaces a global one from below; a global one replaces accumulation from below.
+    if {"micro_batch_size", "grad_accum_steps"} <= overrides.keys() and "global_batch_size" not in overrides:
+        merged.pop("global_batch_size", None)
+    elif "global_batch_size" in overrides:
+        merged.pop("grad_accum_steps", None)
+    if any(_group(k) in _RECIPE_GROUPS and k not in _KEEPS_RECIPE for k in overrides):
+        merged.pop("expected_val_loss", None)
+    return make_config(merged | overrides)
+
+
+def make_config(values: dict[str, Any]) -> Config:
+    """Validate `values` into a Config; a pydantic error becomes a one-line ConfigError that names key and value."""
+    unknown = [k for k in values if k not in Config.model_fields]
+    if unknown:
+        _refuse_unknown(unknown[0], list(Config.model_fields), "key")
+    try:
+        return Config(**values)
+    except ValidationError as error:
+        problems = []
+        for item in error.errors():
+            message = item["msg"].removeprefix("Value error, ")
+            key = str(item["loc"][0]) if item["loc"] else ""
+            problems.append(f"{key} = {values.get(key)!r}: {message}" if key else message)
+        raise ConfigError("; ".join(dict.fromkeys(problems))) from None
+
+
+def _read_preset(preset: str) -> dict[str, Any]:
+    path = PRESET_DIR / f"{preset}.yaml"
+    if not path.is_file():
+        names = sorted(p.stem for p in PRESET_DIR.glob("*.yaml"))
+        _refuse_unknown(preset, names, f"preset (in {PRESET_DIR})")
+    return _read_yaml(path)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read config file {path}: {error.strerror}; check the path") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} is not YAML: {' '.join(str(error).split())}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(k, str) for k in values):
+        raise ConfigError(f"config file {path} must hold `key: value` lines, not a {type(values).__name__}")
+    return values
+
+
+def _refuse_unknown(name: str, known: list[str], kind: str) -> None:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+    raise ConfigError(f"unknown {kind} {name}; {hint}")
+
+
+def _extra(key: str) -> dict[str, Any]:
+    extra = Config.model_fields[key].json_schema_extra
+    return extra if isinstance(extra, dict) else {}
+
+
+def _group(key: str) -> str | None:
+    return _extra(key).get("group") if key in Config.model_fields else None
+
+
+def _flags() -> list[str]:
+    return [key for key in Config.model_fields if _extra(key).get("flag", True)]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def _build_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    parser = _Parser(prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--config", metavar="FILE", help="YAML (or config.json) with any of the keys below")
+    parser.add_argument("--preset", metavar="NAME", help=f"a file of examples/configs (default: {DEFAULT_PRESET})")
+    parser.add_argument("--dry_run", action="store_true", help="print what would run and where, take nothing, exit 0")
+    groups = {key: parser.add_argument_group(title) for key, title in _GROUPS.items()}
+    for key in _flags():
+        field = Config.model_fields[key]
+        doc = " ".join((field.description or "").split()).replace("%", "%%")
+        boolean = field.annotation is bool
+        groups[_extra(key)["group"]].add_argument(
+            f"--{key}",
+            metavar="true|false" if boolean else "X",
+            nargs="?" if boolean else None,
+            const="true" if boolean else None,
+            help=f"{doc} [{field.default}]",
+        )
+    return parser
