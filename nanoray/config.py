@@ -1,7 +1,7 @@
 """The one definition of what a run is: YAML keys, command line flags, help, and config.json all come from `Config`.
 
-Later layers win: field defaults, then `--preset`, then `--config FILE`, then flags. Values may arrive as text (a flag, or
-YAML's `3e-4`, which YAML reads as a string); pydantic turns them into the declared types or says why it cannot.
+Later layers win: field defaults, then `--preset`, then `--config FILE`, then flags. Values may arrive as text (a flag,
+or YAML's `3e-4`, which YAML reads as a string); pydantic turns them into the declared types or says why it cannot.
 """
 
 from __future__ import annotations
@@ -163,9 +163,9 @@ class Config(BaseModel):
     """write TensorBoard events to the run's tb/ folder"""
 
     max_failures: Natural = _field(3, "fault")
-    """restarts from the newest checkpoint after a worker dies, before giving up; progress of 10 steps refills it"""
+    """restarts from the newest checkpoint after a worker dies, over the whole run, before giving up"""
     fault: str = _field("", "fault")
-    """break something on purpose: KIND:rank=R,step=S,phase=P[;...] with KIND kill | raise | hang | slow | nan"""
+    """break something on purpose: KIND:rank=R,step=S,phase=P[;...] with KIND kill | raise | hang | slow"""
 
     expected_val_loss: dict[str, float] = Field({}, json_schema_extra={"group": "log", "flag": False})
     """per dataset: the validation loss the complete recipe should reach or beat"""

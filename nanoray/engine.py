@@ -1,0 +1,380 @@
+"""THE LOOP, top to bottom, without Ray: it runs the same in one process, under torchrun, and in a Ray actor.
+
+Whatever changes weights, gradients, schedule or what a resume would see stands inline in `fit`. Callbacks only observe.
+Blocks that talk to the other ranks say "(all ranks)".
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from nanoray import checkpoint
+from nanoray.callbacks import Callback, now
+from nanoray.checkpoint import TrainState
+from nanoray.config import Batch
+from nanoray.data import TokenData
+from nanoray.errors import CheckpointError, TrainingDiverged
+from nanoray.faults import ProgressStamp, parse_plan
+from nanoray.mesh import Mesh
+from nanoray.metrics import mfu_percent
+from nanoray.model import GPT, flops_per_token
+from nanoray.optim import load_optimizer_tensors, lr_at, optimizer_tensors
+from nanoray.precision import LossScaler, autocast
+from nanoray.run import RunSpec
+
+log = logging.getLogger("nanoray")
+CHECKPOINT_TRIES = 3  # checkpoints in a row that may fail (a full disk, say) before the run does
+
+
+class RuntimeEngine:
+    """One rank's share of a training run."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        batch: Batch,
+        mesh: Mesh,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        data: TokenData,
+        callbacks: Sequence[Callback],
+        should_stop: Callable[[], bool],
+    ) -> None:
+        """Take the parts that `train` built. `model` is the GPT or its DDP wrapper; only rank 0 has callbacks."""
+        self.spec, self.cfg, self.batch, self.mesh = spec, spec.config, batch, mesh
+        self.model, self.optimizer, self.data, self.callbacks = model, optimizer, data, callbacks
+        self.gpt: GPT = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model  # type: ignore[assignment]
+        self.params = [p for p in self.gpt.parameters() if p.requires_grad]
+        self.scaler = LossScaler(mesh.device, enabled=self.cfg.precision == "fp16")
+        self.should_stop = should_stop
+        self.peak_flops: float | None = None  # of all ranks together; unknown device: no MFU
+        self.step = 0  # completed optimizer steps
+        self.samples = 0  # sequences consumed by them: the one integer that resumes the data
+        self.val_loss: float | None = None
+        self.best_val_loss: float | None = None
+        self._faults = [f for f in parse_plan(self.cfg.fault) if f.rank == mesh.rank and f.attempt == spec.attempt]
+        self._stamp = ProgressStamp(spec.stamp(mesh.rank))
+        self._saved_step = -1
+        self._failed_saves = 0
+        self._checkpoint_s: float | None = None
+
+    def fit(self) -> dict[str, Any]:
+        """Train until max_steps, stop_at, or until any rank is asked to stop. (all ranks)
+
+        Returns the outcome as plain data. Raises TrainingDiverged when the loss stops being finite, and whatever a
+        process group raises when a peer dies.
+        """
+        cfg, batch, mesh, model, device = self.cfg, self.batch, self.mesh, self.model, self.mesh.device
+        self._enter("init")
+        self._warm_up()
+        self._restore()
+        last = min(cfg.max_steps, cfg.stop_at or cfg.max_steps)
+        batches = self._batches()
+        x, y = next(batches)
+        first_step_s = train_loss = None
+        stopping = False
+        window_start, window_steps, data_s = time.perf_counter(), 0, 0.0
+        total_s, total_steps = 0.0, 0
+
+        while self.step < last and not stopping:
+            # (all ranks) Does anybody want to stop? Asked now, answered when the step is done: compute hides it.
+            vote = mesh.vote(self.should_stop())
+            lr = lr_at(self.step, cfg)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+
+            # Forward and backward over the micro batches; only the last backward talks.
+            loss_sum = torch.zeros((), device=device)
+            for micro in range(batch.accum):
+                sync = micro == batch.accum - 1
+                with nullcontext() if sync or mesh.world_size == 1 else model.no_sync():  # type: ignore[operator]
+                    self._enter("forward")
+                    with autocast(device.type, cfg.precision):
+                        loss = model(x, y)  # mean over (B, T)
+                    self._enter("data")
+                    data_start = time.perf_counter()
+                    x, y = next(batches)  # the next micro batch, while a GPU still works on this one
+                    data_s += time.perf_counter() - data_start
+                    self._enter("backward")
+                    self.scaler.scale(loss / batch.accum).backward()  # (all ranks) all-reduce of gradients, if sync
+                loss_sum += loss.detach()
+
+            # Clip, update, forget the gradients. With fp16 all ranks skip the same steps.
+            self._enter("optimizer")
+            grads = [p.grad for p in self.params if p.grad is not None]
+            self.scaler.unscale(grads)
+            logged = self._is_logged(self.step + 1, last)
+            grad_norm = torch.zeros(())
+            if cfg.grad_clip or self.scaler.enabled or logged:
+                grad_norm = get_total_norm(grads)
+            if cfg.grad_clip:
+                clip_grads_with_norm_(self.params, cfg.grad_clip, grad_norm)
+            if self.scaler.enabled:
+                mesh.all_reduce(self.scaler.judge(grad_norm), op="max")  # (all ranks) one float
+            self.scaler.step(self.optimizer)
+            self.optimizer.zero_grad(set_to_none=True)
+            self.step += 1
+            self.samples += batch.global_size
+            window_steps += 1
+
+            # (all ranks) On logged steps: average the loss, wait for the device, evaluate, record, checkpoint.
+            if logged:
+                self._enter("log")
+                train_loss = mesh.all_reduce_mean(loss_sum / batch.accum).item()
+                record = self._record(train_loss, lr, grad_norm.item())
+                elapsed = time.perf_counter() - window_start
+                if first_step_s is None:
+                    first_step_s = time.time() - self.spec.started
+                else:
+                    record |= self._speed(elapsed, window_steps, data_s)
+                    total_s, total_steps = total_s + elapsed, total_steps + window_steps
+                if self._evaluation_due(last):
+                    record |= self._evaluate()
+                self._emit(record)
+                if self._checkpoint_due():
+                    self._save()
+                window_start, window_steps, data_s = time.perf_counter(), 0, 0.0
+            stopping = vote.result()
+
+        if self._saved_step != self.step:
+            self._save()
+        self._enter("done")
+        return {
+            "exit_reason": self._exit_reason(stopping),
+            "step": self.step,
+            "train_loss": train_loss,
+            "val_loss": self.val_loss,
+            "tok_per_sec": self._tok_per_step * total_steps / total_s if total_s else None,
+            "step_ms": 1e3 * total_s / total_steps if total_steps else None,
+            "first_step_s": first_step_s,
+            "world_size": mesh.world_size,
+            "backend": mesh.backend,
+            "backend_reason": mesh.backend_reason,
+            "device": str(device),
+            "precision": cfg.precision,
+            "resumed_from": self.spec.resume or None,
+            "torch": torch.__version__,
+        }
+
+    # What the loop calls, in the order in which it does.
+
+    def _enter(self, phase: str) -> None:
+        """Stamp where this rank is, and let a planned fault fire. Under a microsecond without faults."""
+        self._stamp.set(self.step + 1, phase)
+        for fault in self._faults:
+            if fault.step == self.step + 1 and fault.phase == phase:
+                self._faults.remove(fault)
+                log.warning("fault plan fires: %s", fault)
+                fault.fire(self.spec.folder / "faults.jsonl")
+
+    def _warm_up(self) -> None:
+        """Run one forward and backward whose result is thrown away. (all ranks)
+
+        DDP regroups its buckets after the first backward, which changes the order of sums. With the regrouping behind
+        it, every step of a fresh and of a resumed run sums in the same order: that is what makes resume bit-exact at 3
+        and more ranks. It also finds a lack of memory, and compiles, before the first step.
+        """
+        rng = self._rng_state()
+        x, y = self.data.train_batch(0, self.batch.micro)
+        with autocast(self.mesh.device.type, self.cfg.precision):
+            loss = self.model(x, y)
+        loss.backward()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._set_rng_state(rng)
+
+    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's micro batches (B, T) from the cursor on; the sample order knows nothing of ranks."""
+        samples, (size, accum, dp) = self.samples, self.batch
+        while True:
+            for micro in range(accum):
+                yield self.data.train_batch(samples + (micro * dp + self.mesh.rank) * size, size)
+            samples += self.batch.global_size
+
+    def _is_logged(self, step: int, last: int) -> bool:
+        """Whether step ends in a record: every log_every, the first, the last, and where something else is due."""
+        due = (self.cfg.log_every, self.cfg.eval_every, self.cfg.checkpoint_every)
+        return step == last or self._is_first(step) or any(every and step % every == 0 for every in due)
+
+    def _is_first(self, step: int) -> bool:
+        return step == self._first_step
+
+    def _evaluation_due(self, last: int) -> bool:
+        every = self.cfg.eval_every
+        return bool(every) and (self.step % every == 0 or self.step == self.cfg.max_steps)
+
+    def _checkpoint_due(self) -> bool:
+        return bool(self.cfg.checkpoint_every) and self.step % self.cfg.checkpoint_every == 0
+
+    @property
+    def _tok_per_step(self) -> int:
+        return self.batch.global_size * self.cfg.block_size
+
+    def _record(self, loss: float, lr: float, grad_norm: float) -> dict[str, Any]:
+        """Build the record of this step; raise TrainingDiverged, on all ranks alike, when going on makes no sense."""
+        scaled: dict[str, Any] = {}
+        if self.scaler.enabled:
+            scaled["train/loss_scale"], scaled["train/skipped_steps"] = self.scaler.check(self.step)
+        if not math.isfinite(loss) or not (math.isfinite(grad_norm) or self.scaler.enabled):
+            raise TrainingDiverged(
+                f"at step {self.step} the loss is {loss} and the gradient norm {grad_norm} (lr {lr:.3g}, samples "
+                f"{self.samples - self.batch.global_size} to {self.samples - 1}); lower lr, set grad_clip, or look at "
+                "that data. No checkpoint was written after the last good one"
+            )
+        peak = torch.cuda.max_memory_allocated() if self.mesh.device.type == "cuda" else _peak_resident_bytes()
+        return {
+            "step": self.step,
+            "attempt": self.spec.attempt,
+            "time": now(),
+            "train/loss": loss,
+            "train/lr": lr,
+            "train/grad_norm": grad_norm if math.isfinite(grad_norm) else 0.0,
+            "train/tokens": self.samples * self.cfg.block_size,
+            "mem/peak_gib": peak / 2**30,
+            **scaled,
+        }
+
+    def _speed(self, elapsed_s: float, steps: int, data_s: float) -> dict[str, float]:
+        tok_per_sec = self._tok_per_step * steps / elapsed_s
+        speed = {
+            "time/step_ms": 1e3 * elapsed_s / steps,
+            "time/data_ms": 1e3 * data_s / steps,
+            "perf/tok_per_sec": tok_per_sec,
+        }
+        if self.peak_flops:
+            speed["perf/mfu"] = mfu_percent(tok_per_sec, flops_per_token(self.gpt.shape), self.peak_flops)
+        if self._checkpoint_s is not None:
+            speed["time/checkpoint_s"], self._checkpoint_s = self._checkpoint_s, None
+        return speed
+
+    @torch.no_grad()
+    def _evaluate(self) -> dict[str, float]:
+        """Return the mean loss over the same validation windows at every world size. (all ranks)"""
+        self._enter("eval")
+        start = time.perf_counter()
+        windows = self.data.val_windows(self.cfg.eval_samples)[self.mesh.rank :: self.mesh.world_size]
+        total = torch.zeros(2, dtype=torch.float64 if self.mesh.device.type == "cpu" else torch.float32)
+        total = total.to(self.mesh.device)  # sum of losses, number of windows
+        self.gpt.eval()
+        for first in range(0, len(windows), self.batch.micro):
+            starts = windows[first : first + self.batch.micro]
+            x, y = self.data.val_batch(starts)
+            with autocast(self.mesh.device.type, self.cfg.precision):
+                loss = self.gpt(x, y)
+            total += torch.stack([loss * len(starts), torch.full_like(loss, len(starts))])
+        self.gpt.train()
+        loss_sum, count = self.mesh.all_reduce(total).tolist()
+        self.val_loss = loss_sum / count
+        if math.isfinite(self.val_loss) and (self.best_val_loss is None or self.val_loss < self.best_val_loss):
+            self.best_val_loss = self.val_loss
+        return {"val/loss": self.val_loss, "time/eval_s": time.perf_counter() - start}
+
+    def _emit(self, record: dict[str, Any]) -> None:
+        for callback in self.callbacks:
+            callback.on_record(record)
+
+    def note(self, text: str) -> None:
+        """Say one line to whoever watches. (rank 0 only; elsewhere it only goes to the rank's log)"""
+        log.info(text)
+        for callback in self.callbacks:
+            callback.on_note(text)
+
+    def _exit_reason(self, stopping: bool) -> str:
+        if self.step >= self.cfg.max_steps:
+            return "finished"
+        return "stopped" if stopping else "stop_at"
+
+    # Checkpoints: rank 0 writes, all ranks contribute their random state.
+
+    def _save(self) -> None:
+        """Write a checkpoint of this step. (all ranks)
+
+        A checkpoint that cannot be written (a full disk) costs a warning; training goes on, and the third failure in a
+        row ends it.
+        """
+        self._enter("checkpoint")
+        start = time.perf_counter()
+        rng = self.mesh.gather(self._rng_state())
+        self._saved_step = self.step
+        if rng is None:
+            return
+        state = TrainState(
+            model=self.gpt.state_dict(),
+            optimizer=optimizer_tensors(self.optimizer, self.gpt),
+            rng=rng,
+            scaler=self.scaler.state_dict(),
+            meta={
+                "step": self.step,
+                "samples_seen": self.samples,
+                "world_size": self.mesh.world_size,
+                "attempt": self.spec.attempt,
+                "val_loss": self.val_loss,
+                "best_val_loss": self.best_val_loss,
+                "model_shape": self.gpt.shape.to_dict(),
+                "config": self.cfg.model_dump(),
+                "dataset": self.spec.dataset.to_dict(),
+            },
+        )
+        try:
+            checkpoint.save(self.spec.checkpoints, state, self.cfg.keep_checkpoints, str(self.spec.attempt))
+            self._failed_saves = 0
+        except CheckpointError as error:
+            self._failed_saves += 1
+            if self._failed_saves >= CHECKPOINT_TRIES:
+                raise
+            self.note(f"warning  checkpoint of step {self.step} skipped, training goes on: {error}")
+        self._checkpoint_s = time.perf_counter() - start
+        log.info("checkpoint of step %d took %.3f s", self.step, self._checkpoint_s)
+
+    def _restore(self) -> None:
+        """Load the checkpoint that spec.resume names, if any. (all ranks)"""
+        self._first_step = 1
+        path = self.spec.resume
+        if not path:
+            return
+        state = checkpoint.load(Path(path))
+        checkpoint.check_shape(state, self.gpt.shape.to_dict(), path)
+        self.gpt.load_state_dict(state.model)
+        load_optimizer_tensors(self.optimizer, self.gpt, state.optimizer)
+        self.scaler.load_state_dict(state.scaler)
+        meta = state.meta
+        self.step, self.samples = meta["step"], meta["samples_seen"]
+        self.val_loss, self.best_val_loss = meta["val_loss"], meta["best_val_loss"]
+        self._saved_step, self._first_step = self.step, self.step + 1
+        self.note(f"resume  from step {self.step} of {path}")
+        if meta["world_size"] == self.mesh.world_size:
+            self._set_rng_state(state.rng[self.mesh.rank])
+        else:
+            self.note(
+                f"resume  written by {meta['world_size']} ranks, now {self.mesh.world_size}: same batches, but sums in "
+                "another order and new dropout masks, so losses agree closely and not bit for bit"
+            )
+        if meta["dataset"]["tokens_sha256"] != self.spec.dataset.tokens_sha256:
+            self.note(f"resume  the dataset is another one now ({meta['dataset']['name']} then)")
+
+    def _rng_state(self) -> dict[str, Tensor]:
+        state = {"cpu": torch.get_rng_state()}
+        if self.mesh.device.type == "cuda":
+            state["cuda"] = torch.cuda.get_rng_state(self.mesh.device)
+        return state
+
+    def _set_rng_state(self, state: dict[str, Tensor]) -> None:
+        torch.set_rng_state(state["cpu"])
+        if "cuda" in state and self.mesh.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda"], self.mesh.device)
+
+
+def _peak_resident_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

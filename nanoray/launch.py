@@ -1,0 +1,349 @@
+"""The Ray driver: place one actor per slot, start them, watch, recover, report. It alone prints.
+
+connect ─► place (placement group) ─► Gang: actors, ranks, rendezvous ─► watch ──► outcome
+                                        ▲                                   │
+                                        └── next attempt, newest checkpoint ┴── a rank died
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, GetTimeoutError, OutOfMemoryError, RayActorError, RayError
+from ray.util.placement_group import remove_placement_group
+
+from nanoray.callbacks import Console
+from nanoray.config import Config, Loaded, parse_args, resolve_batch
+from nanoray.data import prepare
+from nanoray.devices import Slots, available_cpus, discover_gpus, local_slots
+from nanoray.errors import ConfigError, NanorayError, PlacementError, WorkerFailed
+from nanoray.faults import ProgressStamp
+from nanoray.mesh import RankDevice, Rendezvous, choose_backend, network_env
+from nanoray.placement import START_TIMEOUT_S, Placement, connected, strategy
+from nanoray.report import closing_lines, dry_run_lines, plan
+from nanoray.run import RunSpec, open_run, write_summary
+from nanoray.worker import Worker
+
+POLL_S = 0.25
+DRAIN_S = 1.5  # after the first failure, wait this long for the others: a survivor's error often arrives first
+LOG_LINES = 8
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `python -m nanoray.launch` and return its exit code."""
+    started = time.time()
+    try:
+        loaded = parse_args(
+            sys.argv[1:] if argv is None else argv,
+            "python -m nanoray.launch",
+            "Train on Ray: one actor per GPU, MIG slice or CPU share.",
+        )
+        return launch(loaded, started)
+    except NanorayError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def launch(loaded: Loaded, started: float) -> int:
+    """Train what `loaded` asks for on Ray and return the exit code. Raises NanorayError for what it refuses."""
+    config = loaded.config
+    address = ray_address(config)
+    slots = None
+    if address == "local":
+        workers = None if config.workers == "auto" else config.workers
+        slots = local_slots(config.device, workers, discover_gpus(), available_cpus())
+        config = config.model_copy(update={"workers": slots.workers})
+    if loaded.dry_run:
+        return _dry_run(loaded, config, address, slots)
+    if config.workers != "auto" and config.scaling == "none":
+        resolve_batch(config, config.workers)  # impossible arithmetic fails before Ray starts
+    dataset = prepare(config)
+    with connected(address, slots, config), signals() as stop:
+        place = Placement.make(config)
+        try:
+            config, notes = plan(replace(loaded, config=config), place.workers, dataset.vocab_size)
+            spec = open_run(config, dataset, started)
+            spec = replace(spec, notes=(*notes, *spec.notes))
+            outcome, restarts = _attempts(spec, place, stop)
+        finally:
+            remove_placement_group(place.group)
+    summary = write_summary(spec, outcome, restarts)
+    if not outcome.get("ok"):
+        raise WorkerFailed(outcome["message"])
+    print("\n".join(closing_lines(spec, summary)), flush=True)
+    return outcome["exit_code"]
+
+
+def ray_address(config: Config) -> str:
+    """Return `local`, or the address of the cluster to connect to: --ray_address, else RAY_ADDRESS."""
+    if config.ray_address != "auto":
+        return config.ray_address
+    return os.environ.get("RAY_ADDRESS") or "local"
+
+
+def _dry_run(loaded: Loaded, config: Config, address: str, slots: Slots | None) -> int:
+    if slots is None and config.workers == "auto":
+        raise ConfigError(f"a dry run does not ask the cluster at {address} what it has; give --workers N")
+    dp = slots.workers if slots else int(config.workers)
+    dataset = prepare(config)
+    config, notes = plan(replace(loaded, config=config), dp, dataset.vocab_size)
+    where = f"{dp} × {slots.kind} on this machine ({slots.reason})" if slots else f"{dp} actors on {address}"
+    print("\n".join(dry_run_lines(config, notes, resolve_batch(config, dp), dataset, where)))
+    return 0
+
+
+# Start, watch, recover.
+
+
+@dataclass
+class Failure:
+    """Why a rank ended, and how close that is to the root cause (lower is closer)."""
+
+    rank: int
+    closeness: int  # 0 process or node died, out of memory; 1 an exception; 2 a collective that lost its peer
+    title: str
+    detail: str = ""
+    retry: bool = True
+    exit_code: int = 1
+    step: int = 0
+    signature: str = ""  # equal for failures that repeat themselves
+
+
+@dataclass
+class Gang:
+    """The actors of one attempt, in rank order."""
+
+    spec: RunSpec
+    place: Placement
+    actors: list[Any] = field(default_factory=list)
+    facts: list[dict[str, Any]] = field(default_factory=list)
+    runs: list[Any] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Create the actors, give them ranks, let them meet, and start training."""
+        spec, place = self.spec, self.place
+        threads = max(1, int(place.bundle["CPU"]))
+        env = {"RAY_worker_niceness": "0", "OMP_NUM_THREADS": str(threads)} | network_env()
+        remote: Any = ray.remote(concurrency_groups={"control": 1})(Worker)  # type: ignore[call-overload]
+        suffix = f".{spec.attempt}" if spec.attempt else ""
+        for rank, index in enumerate(place.order):
+            self.actors.append(
+                remote.options(
+                    name=f"{spec.folder.name}-rank{rank}{suffix}",
+                    num_cpus=place.bundle["CPU"],
+                    num_gpus=place.bundle.get("GPU", 0),
+                    scheduling_strategy=strategy(place.group, index),
+                    runtime_env={"env_vars": env},
+                    max_restarts=0,  # Ray would re-execute silently; the driver restarts the whole gang
+                    max_task_retries=0,
+                ).remote(spec.folder.name, rank)
+            )
+        store = (
+            self.actors[0].open_store.remote(place.workers, spec.config.init_timeout_s) if place.workers > 1 else None
+        )
+        self.facts = ray.get([a.describe.remote() for a in self.actors], timeout=START_TIMEOUT_S)
+        rendezvous = self._rendezvous(threads)
+        host, port = ray.get(store, timeout=START_TIMEOUT_S) if store else ("", 0)
+        self.runs = [
+            actor.run.remote(spec.to_dict(), replace(r, master_addr=host, master_port=port))
+            for actor, r in zip(self.actors, rendezvous, strict=True)
+        ]
+
+    def _rendezvous(self, threads: int) -> list[Rendezvous]:
+        kind, facts = self.place.kind, self.facts
+        version = None
+        if kind != "cpu":
+            version = ray.get(self.actors[0].nccl_version.remote(), timeout=START_TIMEOUT_S)
+        # Ray's ids of slices are UUIDs of slices: the same node with slices is taken for the same card.
+        cards = [RankDevice(kind, f["node"], "" if kind == "mig" else ",".join(f["devices"])) for f in facts]
+        choice = choose_backend(cards, self.spec.config.backend, version)
+        nodes = list(dict.fromkeys(f["node"] for f in facts))
+        secret = secrets.token_hex(16)
+        ranks = []
+        for rank, fact in enumerate(facts):
+            neighbours = [r for r, other in enumerate(facts) if other["node"] == fact["node"]]
+            ranks.append(
+                Rendezvous(
+                    rank=rank,
+                    world_size=len(facts),
+                    local_rank=neighbours.index(rank),
+                    local_world_size=len(neighbours),
+                    node_rank=nodes.index(fact["node"]),
+                    device="cpu" if kind == "cpu" else "cuda:0",
+                    backend=choice.backend,
+                    backend_reason=choice.reason,
+                    env=tuple(choice.env.items()),
+                    threads=threads,
+                    secret=secret,
+                )
+            )
+        return ranks
+
+    def watch(self, console: Console, stop: Stop) -> tuple[dict[str, Any] | None, list[Failure]]:
+        """Print what rank 0 says until all ranks are done. Return rank 0's outcome, or the failures of this attempt."""
+        pending = {ref: rank for rank, ref in enumerate(self.runs)}
+        outcome: dict[str, Any] | None = None
+        failures: list[Failure] = []
+        give_up = float("inf")
+        told = False
+        while pending and time.monotonic() < give_up:
+            if stop.requested and not told:
+                told = True
+                for actor in self.actors:
+                    actor.stop.remote()
+            ready, _ = ray.wait(list(pending), num_returns=1, timeout=POLL_S)
+            self._drain(console)
+            for ref in ready:
+                rank = pending.pop(ref)
+                result, failure = self._result(ref, rank)
+                if failure:
+                    failures.append(failure)
+                    give_up = min(give_up, time.monotonic() + DRAIN_S)
+                elif rank == 0:
+                    outcome = result
+        self._drain(console)
+        return (None if failures else outcome), failures
+
+    def _drain(self, console: Console) -> None:
+        with suppress(RayError):  # a dead rank 0 is reported by its run
+            for kind, value in ray.get(self.actors[0].poll.remote(), timeout=5):
+                console.on_note(value) if kind == "note" else console.on_record(value)
+
+    def _result(self, ref: Any, rank: int) -> tuple[dict[str, Any] | None, Failure | None]:
+        step, phase = ProgressStamp.read(self.spec.stamp(rank)) or (0, "init")
+        fact = self.facts[rank]
+        where = f"rank {rank} (pid {fact['pid']}, node {fact['ip']})"
+        try:
+            result = ray.get(ref)
+        except OutOfMemoryError as error:
+            title = f"{where} was ended by Ray's memory monitor in {phase} of step {step}"
+            return None, Failure(rank, 0, title, str(error), step=step, signature="oom")
+        except RayActorError as error:
+            what = "died" if isinstance(error, ActorDiedError) else "is out of reach"
+            cause = "killed, or crashed without a Python exception" if what == "died" else "its node is lost or busy"
+            title = f"{where} {what} in {phase} of step {step}: {cause}"
+            return None, Failure(rank, 0, title, self._log_tail(rank), step=step)
+        except RayError as error:
+            return None, Failure(rank, 1, f"{where} failed: {error}", step=step, signature=type(error).__name__)
+        if result["ok"]:
+            return result, None
+        lines = f"{result['error']}: {result['message']}"
+        return None, Failure(
+            rank,
+            2 if result["kind"] == "collective" else 1,
+            f"{where} failed in {result['phase']} of step {result['step']}: {lines}",
+            "" if result["kind"] == "refused" else result["traceback"],
+            retry=result["kind"] != "refused",
+            exit_code=result["exit_code"],
+            step=result["step"],
+            signature=lines,
+        )
+
+    def _log_tail(self, rank: int) -> str:
+        with suppress(OSError):
+            lines = self.spec.log(rank).read_text(encoding="utf-8", errors="replace").splitlines()
+            return "\n".join(["its log ends:", *lines[-LOG_LINES:]])
+        return ""
+
+    def end(self) -> None:
+        """End every actor of this attempt. What they came to is on disk and in the driver already."""
+        for actor in self.actors:
+            ray.kill(actor)
+
+
+def _attempts(spec: RunSpec, place: Placement, stop: Stop) -> tuple[dict[str, Any], int]:
+    """Run attempts until one ends well, nothing is left to try, or the user has had enough."""
+    console = Console(spec.config.max_steps)
+    previous: Failure | None = None
+    restarts = 0
+    while True:
+        gang = Gang(spec, place)
+        try:
+            gang.start()
+            outcome, failures = gang.watch(console, stop)
+        except GetTimeoutError:
+            raise PlacementError(
+                f"the actors did not start within {START_TIMEOUT_S:g} s; look at `ray logs`, and whether "
+                "every node has this nanoray and torch"
+            ) from None
+        except RayActorError as error:
+            failures, outcome = [Failure(0, 0, f"an actor died while starting: {error}")], None
+        finally:
+            gang.end()
+        if outcome is not None:
+            outcome["exit_code"] = stop.exit_code if outcome["exit_reason"] == "stopped" else 0
+            return outcome, restarts
+        cause = min(failures, key=lambda f: f.closeness)
+        consequences = [f"  rank {f.rank}: {f.title}" for f in failures if f is not cause]
+        print("\n".join(["", f"failure  {cause.title}", *_indented(cause.detail), *consequences]), flush=True)
+        repeated = bool(cause.signature) and previous is not None
+        repeated = repeated and (previous.signature, previous.step) == (cause.signature, cause.step)  # type: ignore[union-attr]
+        why = ""
+        if not cause.retry:
+            why = "a restart cannot cure that"
+        elif repeated:
+            why = "it failed twice in the same way at the same step"
+        elif restarts >= spec.config.max_failures:
+            why = f"max_failures = {spec.config.max_failures} restart(s) are used up"
+        elif stop.requested:
+            why = "a stop was asked for"
+        if why:
+            message = f"{cause.title}. Gave up: {why}. Checkpoints and logs: {spec.folder}"
+            return {"ok": False, "exit_reason": f"failed: {cause.title}", "exit_code": 1, "message": message}, restarts
+        restarts, previous = restarts + 1, cause
+        spec = spec.next_attempt()
+        print(f"restart  {restarts}/{spec.config.max_failures} from the newest checkpoint\n", flush=True)
+
+
+def _indented(text: str) -> list[str]:
+    return ["  " + line for line in text.rstrip().splitlines()]
+
+
+class Stop:
+    """What signals asked for: the first asks every rank to stop after this step, a second Ctrl-C stops now."""
+
+    def __init__(self) -> None:
+        self.signal = 0
+
+    def __call__(self, signum: int, frame: Any) -> None:
+        if self.signal == signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        if not self.signal:
+            self.signal = signum
+            os.write(2, b"\nstopping after this step, with a checkpoint (Ctrl-C once more: stop now)\n")
+
+    @property
+    def requested(self) -> bool:
+        return bool(self.signal)
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 128 + the signal, as shells count."""
+        return 128 + self.signal if self.signal else 0
+
+
+@contextmanager
+def signals() -> Iterator[Stop]:
+    """Catch SIGINT and SIGTERM for the time of a run. A second SIGINT ends the process with exit code 130."""
+    stop = Stop()
+    old = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    finally:
+        for signum, handler in old.items():
+            signal.signal(signum, handler)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,350 @@
+"""From a rendezvous record to a process group: the ranks meet, prove that they agree, and form their groups.
+
+    Rendezvous (who am I, where is the store) ── join() ──► Mesh (groups, device) ── used by the loop
+                                                  │
+                        roll call: every rank writes its facts into the TCPStore and reads rank 0's
+
+torch is imported inside the functions that need it: the Ray driver uses the first half of this file, and starts two
+seconds sooner without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from nanoray.errors import ConfigError, RendezvousError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.distributed import ProcessGroup, TCPStore, Work
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Who this rank is and where the others are. Made by the Ray driver, or read from the environment."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    master_addr: str = ""
+    master_port: int = 0
+    device: str = "cpu"  # "cpu" or "cuda:I" as this process counts
+    backend: str = "gloo"
+    backend_reason: str = "one rank: no process group"
+    env: tuple[tuple[str, str], ...] = ()  # what the backend needs in the environment
+    threads: int = 1  # intra-op threads of torch
+    secret: str = ""  # prefix of every key in the store: strangers that dial our port see nothing
+    agent_store: bool = False  # torchrun's agent already serves the store
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> Rendezvous:
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torchrun or a StatefulSet sets them.
+
+        None of them: one process. Some of them: ConfigError that names the missing ones.
+        """
+        wanted = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        missing = [key for key in wanted if key not in env]
+        if "RANK" not in env and "WORLD_SIZE" not in env:
+            return cls()
+        if missing:
+            raise ConfigError(
+                f"the environment sets {', '.join(k for k in wanted if k in env)} but not {', '.join(missing)}; "
+                "set all four (torchrun does), or none for one process"
+            )
+        try:
+            rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
+            local_rank, local_world = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
+            node_rank, port = int(env.get("GROUP_RANK", rank // max(1, local_world))), int(env["MASTER_PORT"])
+        except ValueError as error:
+            raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_RANK, MASTER_PORT must be whole numbers: {error}") from None
+        if not 0 <= rank < world:
+            raise ConfigError(f"RANK = {rank} is outside 0..WORLD_SIZE-1 = {world - 1}; ranks count from 0")
+        return cls(
+            rank=rank,
+            world_size=world,
+            local_rank=local_rank,
+            local_world_size=local_world,
+            node_rank=node_rank,
+            master_addr=env["MASTER_ADDR"],
+            master_port=port,
+            secret=env.get("TORCHELASTIC_RUN_ID", "env"),
+            agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
+
+
+class BackendChoice(NamedTuple):
+    """Which process group backend runs, why, and the environment variables it needs on every rank."""
+
+    backend: str
+    reason: str
+    env: dict[str, str]
+
+
+class RankDevice(NamedTuple):
+    """What the choice of a backend depends on, per rank. `gpu` is the physical card: slices of one share it."""
+
+    kind: str  # cpu | cuda | mig
+    node: str
+    gpu: str
+
+
+def choose_backend(
+    ranks: Sequence[RankDevice], requested: str, nccl_version: tuple[int, int, int] | None
+) -> BackendChoice:
+    """Choose NCCL or gloo for these devices. `nccl_version` is the library in force, None without one.
+
+    NCCL refuses two ranks on one GPU or on slices of one before 2.30 ("Duplicate GPU detected"), allows a shared GPU
+    from 2.30.3 and MIG slices from 2.31 with a switch (NCCL release notes; NVIDIA/nccl#1716).
+    Raises ConfigError when `requested` cannot work.
+    """
+    if any(r.kind == "cpu" for r in ranks):
+        if requested == "nccl":
+            raise ConfigError("backend = nccl, but ranks run on CPU; use backend gloo or auto, or device cuda")
+        return BackendChoice("gloo", "asked for" if requested == "gloo" else "CPU ranks", {})
+    if requested == "gloo":
+        return BackendChoice("gloo", "asked for", {})
+    version = ".".join(map(str, nccl_version or ())) or "missing"
+    if nccl_version is None:
+        if requested == "nccl":
+            raise ConfigError("backend = nccl, but this torch build has no NCCL; use backend gloo")
+        return BackendChoice("gloo", "this torch build has no NCCL", {})
+    cards = [(r.node, r.gpu) for r in ranks]
+    if len(set(cards)) == len(cards):
+        return BackendChoice("nccl", f"one rank per GPU, NCCL {version}", {})
+    mig = any(r.kind == "mig" for r in ranks)
+    what, needed = ("slices of one GPU", (2, 31, 0)) if mig else ("ranks that share a GPU", (2, 30, 3))
+    if nccl_version >= needed:
+        env = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MNNVL_ENABLE": "0"}
+        return BackendChoice("nccl", f"{what}: NCCL {version} allows it with NCCL_MULTI_RANK_GPU_ENABLE=1", env)
+    least = ".".join(map(str, needed))
+    if requested == "nccl":
+        raise ConfigError(
+            f"backend = nccl, but NCCL {version} refuses {what}; use backend gloo or auto, "
+            f"or install nvidia-nccl-cu13>={least}"
+        )
+    return BackendChoice("gloo", f"{what}: NCCL {version} refuses that (from {least} on it does not)", {})
+
+
+def runtime_nccl_version() -> tuple[int, int, int] | None:
+    """Return the version of the NCCL library in force, which may differ from the one torch was built with."""
+    import torch
+    import torch.distributed as dist
+
+    if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        return None
+    from torch.distributed import ProcessGroupNCCL
+
+    text = getattr(ProcessGroupNCCL, "get_runtime_nccl_version", torch.cuda.nccl.version)()
+    numbers = re.findall(r"\d+", str(text))
+    return (int(numbers[0]), int(numbers[1]), int(numbers[2]))
+
+
+def open_store(host: str, world_size: int, timeout_s: float) -> TCPStore:
+    """Serve the store that the ranks meet in, on a port that the kernel picks. (rank 0 only)
+
+    Finding a free port first and binding it later is a race (ray-project/ray#35907); binding port 0 is none.
+    """
+    from torch.distributed import TCPStore
+
+    return TCPStore(host, 0, world_size, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+@dataclass
+class Mesh:
+    """The ranks of a run as this rank sees them. With one rank there is no process group and collectives do nothing."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    backend: str
+    backend_reason: str
+    control_group: ProcessGroup | None = None  # gloo on CPU: stop votes and RNG states, apart from gradients
+    store: Any = field(default=None, repr=False)
+
+    def all_reduce_mean(self, tensor: Tensor) -> Tensor:
+        """Average `tensor` over all ranks, in place. (all ranks)"""
+        if self.world_size > 1:
+            import torch.distributed as dist
+
+            dist.all_reduce(tensor)
+            tensor /= self.world_size
+        return tensor
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Sum (or max) `tensor` over all ranks, in place. (all ranks)"""
+        if self.world_size > 1:
+            import torch.distributed as dist
+
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
+        return tensor
+
+    def vote(self, flag: bool) -> Vote:
+        """Start to ask whether any rank raises `flag`; the answer is read later, so compute hides it. (all ranks)"""
+        import torch
+
+        ballot = torch.tensor([flag], dtype=torch.uint8)
+        if self.world_size == 1:
+            return Vote(ballot, None)
+        import torch.distributed as dist
+
+        return Vote(ballot, dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=self.control_group, async_op=True))
+
+    def gather(self, value: T) -> list[T] | None:
+        """Collect one picklable value per rank on rank 0; the others get None. (all ranks)"""
+        if self.world_size == 1:
+            return [value]
+        import torch.distributed as dist
+
+        values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(value, values, dst=0, group=self.control_group)
+        return values
+
+    def broadcast(self, value: T) -> T:
+        """Return rank 0's value on every rank. (all ranks)"""
+        if self.world_size == 1:
+            return value
+        import torch.distributed as dist
+
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.control_group)
+        return box[0]
+
+    def barrier(self) -> None:
+        """Wait until every rank is here. (all ranks)"""
+        if self.world_size > 1:
+            import torch.distributed as dist
+
+            dist.barrier(group=self.control_group)
+
+
+class Vote(NamedTuple):
+    """A question to all ranks that is still under way."""
+
+    ballot: Tensor
+    work: Work | None
+
+    def result(self) -> bool:
+        """Wait for the answer. (all ranks)"""
+        if self.work is not None:
+            self.work.wait()
+        return bool(self.ballot.item())
+
+
+def join(
+    rendezvous: Rendezvous,
+    facts: Mapping[str, str],
+    timeout_s: float,
+    init_timeout_s: float,
+    store: TCPStore | None = None,
+) -> Mesh:
+    """Meet the other ranks, check that all hold the same `facts`, and form the process groups. (all ranks)
+
+    `store` is the server that rank 0 opened with `open_store`, where there is one. Raises RendezvousError that names
+    the absent ranks, or the fact that differs with both values.
+    """
+    import torch
+    import torch.distributed as dist
+
+    r, device = rendezvous, torch.device(rendezvous.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if r.world_size == 1:
+        return Mesh(0, 1, 0, device, "none", r.backend_reason)
+    deadline = time.monotonic() + init_timeout_s
+    if store is None:
+        store = connect_store(r, init_timeout_s)
+    prefix = dist.PrefixStore(f"nanoray/{r.secret}", store)
+    _roll_call(prefix, r, facts, deadline)
+    dist.init_process_group(
+        r.backend,
+        store=dist.PrefixStore("default", prefix),
+        rank=r.rank,
+        world_size=r.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if r.backend == "nccl" else None,
+    )
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    return Mesh(r.rank, r.world_size, r.local_rank, device, r.backend, r.backend_reason, control, store)
+
+
+def connect_store(r: Rendezvous, timeout_s: float) -> TCPStore:
+    """Serve the store at MASTER_ADDR:MASTER_PORT (rank 0) or connect to it, within `timeout_s`."""
+    from torch.distributed import TCPStore
+
+    def connect() -> TCPStore:
+        return TCPStore(
+            r.master_addr,
+            r.master_port,
+            r.world_size,
+            is_master=r.rank == 0 and not r.agent_store,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+
+    where = f"{r.master_addr}:{r.master_port}"
+    return _within(
+        timeout_s, connect, f"rank {r.rank} cannot reach the store at {where}; is rank 0 up, and the port free?"
+    )
+
+
+def _within(seconds: float, call: Callable[[], T], complaint: str) -> T:
+    """Run `call` with a deadline of its own: a TCPStore client that dials a silent listener ignores its timeout."""
+    box: list[Any] = []
+
+    def target() -> None:
+        try:
+            box.append((call(), None))
+        except Exception as error:  # handed to the caller's thread below
+            box.append((None, error))
+
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    thread.join(seconds + 1)
+    if not box:
+        raise RendezvousError(f"{complaint} (no answer for {seconds:g} s)")
+    value, error = box[0]
+    if error is not None:
+        raise RendezvousError(f"{complaint} ({' '.join(str(error).split())[:200]})")
+    return value
+
+
+def _roll_call(store: Any, r: Rendezvous, facts: Mapping[str, str], deadline: float) -> None:
+    """Wait until every rank has written its facts; compare ours with rank 0's. (all ranks)"""
+    facts = {**facts, "WORLD_SIZE": str(r.world_size), "backend": r.backend}
+    keys = [f"facts/{rank}" for rank in range(r.world_size)]
+    store.set(keys[r.rank], json.dumps(facts))
+    try:
+        store.wait(keys, timedelta(seconds=max(0.1, deadline - time.monotonic())))
+    except Exception:  # torch raises several types here; the store itself says who is absent
+        absent = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        raise RendezvousError(
+            f"rank {r.rank} waited in vain for rank {', '.join(absent)} of {r.world_size}; "
+            "look at their logs, or raise init_timeout_s if they are only slow"
+        ) from None
+    for key, ours in facts.items():
+        theirs = json.loads(store.get(keys[0])).get(key)
+        if theirs != ours:
+            raise RendezvousError(
+                f"rank {r.rank} has {key} = {ours}, rank 0 has {theirs}; "
+                "start every rank with the same code, configuration and versions"
+            )
+
+
+def network_env(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the NCCL, gloo and UCX variables of this environment, to pass on to the actors as they are."""
+    source = os.environ if env is None else env
+    return {k: v for k, v in source.items() if k.startswith(("NCCL_", "GLOO_", "UCX_", "TORCH_NCCL_", "TP_"))}

@@ -1,0 +1,125 @@
+"""The registry of everything a run records: name, unit, meaning, healthy range. What is not in it cannot be emitted.
+
+`python -m nanoray.metrics` prints the table that stands in docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number of a run, as it stands in metrics.jsonl, in TensorBoard and (with _ for /) among Ray's metrics."""
+
+    name: str
+    unit: str
+    meaning: str
+    healthy: str
+
+
+METRICS: dict[str, Metric] = {
+    m.name: m
+    for m in (
+        Metric(
+            "train/loss",
+            "nat/token",
+            "cross entropy of this step's global batch: mean over all ranks and micro steps, before the update",
+            "starts near ln(vocabulary size), falls; equal on all ranks",
+        ),
+        Metric("train/lr", "1", "learning rate that this step's update used", "follows the schedule"),
+        Metric(
+            "train/grad_norm",
+            "1",
+            "global L2 norm of the averaged gradient, unscaled, before clipping",
+            "0.1 to 2 after warm-up; spikes mean bad batches or too high a rate",
+        ),
+        Metric("train/tokens", "token", "tokens trained on so far: samples_seen x block_size", "grows linearly"),
+        Metric(
+            "train/loss_scale",
+            "1",
+            "fp16 only: factor on the loss before backward",
+            "2^10 to 2^20; below 1 the run stops",
+        ),
+        Metric(
+            "train/skipped_steps",
+            "step",
+            "fp16 only: steps whose update was skipped on every rank because a gradient overflowed",
+            "a handful at the start, then one per growth interval",
+        ),
+        Metric(
+            "val/loss",
+            "nat/token",
+            "cross entropy over eval_samples windows of the validation split, all ranks together",
+            "close to train/loss; rising while train/loss falls means overfitting",
+        ),
+        Metric(
+            "time/step_ms",
+            "ms",
+            "wall time per optimizer step: mean since the last record, without evaluation and checkpoints",
+            "steady; the first step is not in it",
+        ),
+        Metric("time/data_ms", "ms", "of step_ms: host time spent on fetching batches", "under 2 % of step_ms"),
+        Metric("time/eval_s", "s", "wall time of this evaluation", "small against eval_every steps"),
+        Metric(
+            "time/checkpoint_s",
+            "s",
+            "wall time of the newest checkpoint before this record, during which training waited",
+            "small against checkpoint_every steps",
+        ),
+        Metric(
+            "perf/tok_per_sec",
+            "token/s",
+            "tokens per second of all ranks: global batch x block_size / step_ms",
+            "steady",
+        ),
+        Metric(
+            "perf/mfu",
+            "%",
+            "model FLOPs utilisation: tok_per_sec x flops_per_token / (ranks x peak FLOP/s of the device or slice); "
+            "flops_per_token = 6 x parameters without positions + 12 x L x H x Q x T. Only on devices of known peak",
+            "30 to 55 on large GPUs",
+        ),
+        Metric(
+            "mem/peak_gib",
+            "GiB",
+            "rank 0: peak memory of PyTorch's CUDA allocator; on CPU the peak resident set",
+            "flat",
+        ),
+    )
+}
+
+
+def check_record(record: dict[str, Any]) -> None:
+    """Assert that every metric of `record` is registered: an unexplained number is a bug."""
+    strangers = [key for key in record if "/" in key and key not in METRICS]
+    assert not strangers, f"metrics without an entry in METRICS: {strangers}"
+
+
+def mfu_percent(tok_per_sec: float, flops_per_token: float, peak_flops: float) -> float:
+    """Return model FLOPs utilisation in percent (PaLM, Chowdhery et al. 2022, appendix B)."""
+    return 100.0 * tok_per_sec * flops_per_token / peak_flops
+
+
+def to_markdown() -> str:
+    """Return docs/metrics.md."""
+    rows = [f"| `{m.name}` | {m.unit} | {m.meaning} | {m.healthy} |" for m in METRICS.values()]
+    return "\n".join(
+        [
+            "# Metrics",
+            "",
+            "Made by `python -m nanoray.metrics`. `metrics.jsonl` in a run's folder holds one record per logged step,",
+            "with these keys and `step`, `attempt` (restarts so far) and `time` (Unix seconds), floats in full precision.",
+            "TensorBoard shows the same names. Ray exports them as `ray_nanoray_train_loss` and so on, tagged with `run`",
+            "and `rank`.",
+            "",
+            "| name | unit | meaning | healthy |",
+            "| --- | --- | --- | --- |",
+            *rows,
+        ]
+    )
+
+
+if __name__ == "__main__":
+    print(to_markdown())

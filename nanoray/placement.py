@@ -1,0 +1,176 @@
+"""Where ranks run: connect to a cluster or start a local Ray, and reserve one slot per rank, or say why not."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from nanoray.config import Config
+from nanoray.devices import Slots, available_cpus, cpu_share
+from nanoray.errors import PlacementError
+from nanoray.worker import bound_devices
+
+_TOKEN_FILE = Path("~/.ray/auth_token").expanduser()
+START_TIMEOUT_S = 90.0  # for a process to start and answer
+
+
+@contextmanager
+def connected(address: str, slots: Slots | None, config: Config) -> Iterator[None]:
+    """Connect to a cluster, or start a local Ray and leave nothing of it behind."""
+    options: dict[str, Any] = {
+        "namespace": "nanoray",
+        "log_to_driver": False,  # ranks log to their own files; the driver alone prints
+        "logging_level": logging.ERROR,
+        "configure_logging": True,
+    }
+    temp = None
+    if slots is not None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a local Ray does not phone home
+        temp = tempfile.mkdtemp(prefix="nanoray-", dir="/tmp" if os.access("/tmp", os.W_OK) else None)
+        if slots.devices:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(d.uuid for d in slots.devices)
+        if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"} & os.environ.keys() and not _TOKEN_FILE.exists():
+            # Ray guards a local cluster with a token, for whoever reaches an open one runs code in it. Give it one for
+            # this run alone: otherwise it writes one into the user's home.
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        options |= {
+            "num_cpus": max(1, int(available_cpus())),
+            "num_gpus": len(slots.devices),
+            "include_dashboard": True,
+            "dashboard_host": "127.0.0.1",
+            "object_store_memory": 80 * 2**20,  # nothing of size ever goes through it
+            "_temp_dir": temp,
+        }
+    try:
+        try:
+            context = ray.init(address=address, **options)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise PlacementError(
+                f"cannot connect to Ray at {address}: {' '.join(str(error).split())[:300]}; check `ray status`, "
+                "RAY_ADDRESS and RAY_AUTH_MODE, or use --ray_address local"
+            ) from None
+        where = f"local, {slots.reason}" if slots else f"cluster at {address}"
+        dashboard = f" · dashboard http://{context.dashboard_url}" if context.dashboard_url else ""
+        print(f"ray    {where}{dashboard}", flush=True)
+        yield
+    finally:
+        ray.shutdown()
+        if temp:
+            shutil.rmtree(temp, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A placement group whose bundles are ordered as the ranks will be: by node, then by device."""
+
+    group: PlacementGroup
+    kind: str  # cpu | cuda | mig
+    bundle: dict[str, float]
+    order: tuple[int, ...]  # bundle index of each rank
+
+    @property
+    def workers(self) -> int:
+        return len(self.order)
+
+    @classmethod
+    def make(cls, config: Config) -> Placement:
+        """Reserve one bundle per rank. Raises PlacementError, with what each node has, when that cannot be done."""
+        nodes = _nodes()
+        gpus = sum(node["total"].get("GPU", 0) for node in nodes)
+        kind = {"auto": "cuda" if gpus else "cpu"}.get(config.device, config.device)
+        if kind == "cpu":
+            cpus = [node["total"].get("CPU", 0.0) for node in nodes]
+            workers = (2 if sum(cpus) >= 2 else 1) if config.workers == "auto" else config.workers
+            bundle = {"CPU": config.cpus_per_worker or cpu_share([c for c in cpus if c > 0], workers)}
+        else:
+            workers = max(1, int(gpus)) if config.workers == "auto" else config.workers
+            bundle = {"GPU": 1.0, "CPU": config.cpus_per_worker or 1.0}
+        asked = f"{workers} × {_resources(bundle)}"
+        if sum(_fits(node["total"], bundle) for node in nodes) < workers:
+            raise PlacementError(f"asked for {asked}, but the cluster can never hold it; {_table(nodes, 'total')}")
+        group = placement_group([bundle] * workers, strategy=config.placement.upper())
+        try:
+            ray.get(group.ready(), timeout=config.placement_timeout_s)
+        except GetTimeoutError:
+            state = placement_group_table(group)["stats"]["scheduling_state"]
+            remove_placement_group(group)
+            raise PlacementError(
+                f"asked for {asked}, not free within {config.placement_timeout_s:g} s ({state}); "
+                f"{_table(_nodes(), 'available')}; wait for other jobs, or raise --placement_timeout_s"
+            ) from None
+        try:
+            slots = _slots_of(group, kind, workers)
+            if config.device == "mig" and not all(devices[0].startswith("MIG-") for _, devices, _ in slots):
+                raise PlacementError(
+                    f"device = mig, but Ray handed out {[devices[0] for _, devices, _ in slots]}; start Ray with "
+                    "CUDA_VISIBLE_DEVICES set to the slices' MIG- UUIDs and --num-gpus to their number"
+                )
+        except BaseException:
+            remove_placement_group(group)
+            raise
+        mig = kind != "cpu" and all(devices[0].startswith("MIG-") for _, devices, _ in slots)
+        return cls(group, "mig" if mig else kind, bundle, tuple(index for _, _, index in sorted(slots)))
+
+
+def _slots_of(group: PlacementGroup, kind: str, workers: int) -> list[tuple[str, list[str], int]]:
+    """Return (node, device ids, bundle index) per bundle. The order of bundles says nothing about that of GPUs."""
+    if kind == "cpu":
+        node_of = placement_group_table(group)["bundles_to_node_id"]
+        return [(node_of[index], [], index) for index in range(workers)]
+    probe = ray.remote(num_cpus=0, num_gpus=1)(_probe)
+    refs = [probe.options(scheduling_strategy=strategy(group, index)).remote() for index in range(workers)]
+    found = ray.get(refs, timeout=START_TIMEOUT_S)
+    return [(node, [_zero_padded(d) for d in devices], index) for index, (node, devices) in enumerate(found)]
+
+
+def _probe() -> tuple[str, list[str]]:
+    return ray.get_runtime_context().get_node_id(), bound_devices()
+
+
+def _zero_padded(device: str) -> str:
+    return device.zfill(4) if device.isdigit() else device  # GPU 10 comes after GPU 9
+
+
+def strategy(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrategy:
+    return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+
+
+def _nodes() -> list[dict[str, Any]]:
+    from ray._private.state import available_resources_per_node  # there is no public call that tells it per node
+
+    available = available_resources_per_node()
+    alive = [n for n in ray.nodes() if n["Alive"]]
+    return [
+        {"ip": n["NodeManagerAddress"], "total": n["Resources"], "available": available.get(n["NodeID"], {})}
+        for n in alive
+    ]
+
+
+def _fits(resources: dict[str, float], bundle: dict[str, float]) -> int:
+    return min(int(resources.get(name, 0) / amount + 1e-6) for name, amount in bundle.items())
+
+
+def _resources(values: dict[str, float]) -> str:
+    return " + ".join(f"{values.get(name, 0):g} {name}" for name in ("GPU", "CPU") if name in values) or "nothing"
+
+
+def _table(nodes: list[dict[str, Any]], column: str) -> str:
+    return f"{column} per node: " + "; ".join(f"{n['ip']} has {_resources(n[column])}" for n in nodes)

@@ -1,0 +1,94 @@
+"""Mixed precision: the autocast region, and an fp16 loss scaler whose skip decision all ranks share.
+
+Weights, gradients and optimizer state stay float32; only matrix products and attention run in 16 bits. Loss scaling
+cures gradients that underflow fp16. Nothing here would cure updates lost in 16-bit weights: there are no such weights.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from nanoray.errors import TrainingDiverged
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(device_type: str, precision: str) -> AbstractContextManager:
+    """Return the region in which matrix products run in `precision`; for fp32 it does nothing."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device_type, dtype=_DTYPES[precision])
+
+
+class LossScaler:
+    """Dynamic loss scaling (Micikevicius et al. 2018), kept on the device so that no step waits for the host.
+
+    The scale halves when a gradient overflowed and doubles after `growth_interval` good steps, up to 2^24. The caller
+    reduces `found_inf` over all ranks before `step`, so every rank skips the same steps.
+    """
+
+    GROWTH_INTERVAL = 1000
+    INITIAL, LARGEST = 2.0**16, 2.0**24
+
+    def __init__(self, device: torch.device, enabled: bool) -> None:
+        self.enabled = enabled
+        self._state = torch.tensor([self.INITIAL, 0.0, 0.0], device=device)  # scale, good steps in a row, skipped
+        self.found_inf = torch.zeros((), device=device)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Multiply the loss by the scale."""
+        return loss * self._state[0] if self.enabled else loss
+
+    def unscale(self, grads: list[Tensor]) -> None:
+        """Divide the gradients by the scale, in place."""
+        if self.enabled:
+            torch._foreach_mul_(grads, 1.0 / self._state[0])
+
+    def judge(self, grad_norm: Tensor) -> Tensor:
+        """Set and return `found_inf`: 1 where the gradients' norm is not finite. Reduce it with MAX over ranks."""
+        self.found_inf = (~torch.isfinite(grad_norm)).to(self._state.dtype).reshape(())
+        return self.found_inf
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step a fused optimizer, unless `found_inf`; then move the scale. The decision never reaches the host."""
+        if not self.enabled:
+            optimizer.step()
+            return
+        optimizer.found_inf = self.found_inf  # type: ignore[attr-defined]  # torch's protocol for fused optimizers
+        optimizer.grad_scale = None  # type: ignore[attr-defined]
+        optimizer.step()
+        scale, good, skipped = self._state.unbind()
+        bad = self.found_inf > 0
+        grown = torch.where(good + 1 >= self.GROWTH_INTERVAL, (scale * 2).clamp(max=self.LARGEST), scale)
+        self._state = torch.stack(
+            [
+                torch.where(bad, scale / 2, grown),
+                torch.where(bad | (good + 1 >= self.GROWTH_INTERVAL), torch.zeros_like(good), good + 1),
+                skipped + self.found_inf,
+            ]
+        )
+
+    def check(self, step: int) -> tuple[float, int]:
+        """Return (scale, steps skipped); raise TrainingDiverged when the scale is exhausted. Waits for the device."""
+        scale, _, skipped = self._state.tolist()
+        if scale < 1.0:
+            raise TrainingDiverged(
+                f"fp16 loss scale fell to {scale:g} by step {step} ({int(skipped)} steps skipped): gradients overflow "
+                "at any scale; lower lr, check the data for outliers, or use precision bf16"
+            )
+        return scale, int(skipped)
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the state as floats; empty when disabled."""
+        if not self.enabled:
+            return {}
+        return dict(zip(("scale", "good_steps", "skipped"), self._state.tolist(), strict=True))
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Put back what `state_dict` returned; a state without a scale (another precision) starts afresh."""
+        if self.enabled and state:
+            values = [state["scale"], state["good_steps"], state["skipped"]]
+            self._state = torch.tensor(values, device=self._state.device)

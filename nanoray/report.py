@@ -1,0 +1,71 @@
+"""What a run says before it starts and after it ends. The driver prints it, so no torch is imported until it must."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nanoray.callbacks import clock, short
+from nanoray.config import Batch, Config, Loaded, resolve_batch
+from nanoray.data import DatasetInfo
+from nanoray.run import RunSpec, expected_loss
+
+
+def plan(loaded: Loaded, dp: int, dataset_vocab: int) -> tuple[Config, list[str]]:
+    """Apply the scaling rules and check the batch arithmetic; return the final configuration and its derivation."""
+    config, notes = loaded.config, []
+    if config.scaling == "nanochat":
+        from nanoray.model import ModelShape, scaling_parameters
+        from nanoray.optim import derive_scaling
+
+        params = scaling_parameters(ModelShape.of(config, dataset_vocab))
+        config, derived = derive_scaling(config, loaded.given, params, dp)
+        notes = [f"scale  {d.key} = {d.value:.4g}: {d.reason}" for d in derived]
+    resolve_batch(config, dp)
+    return config, notes
+
+
+def dry_run_lines(config: Config, notes: list[str], batch: Batch, dataset: DatasetInfo, placement: str) -> list[str]:
+    """Return what `--dry_run` prints: mesh, batch arithmetic, parameters, memory, placement."""
+    from nanoray.model import ModelShape, count_parameters, memory_estimate
+
+    shape = ModelShape.of(config, dataset.vocab_size)
+    precision = "fp32" if config.precision == "auto" else config.precision
+    memory = memory_estimate(shape, batch.micro, precision)
+    parts = " + ".join(f"{name} {size / 2**20:,.1f}" for name, size in memory.items() if name != "total")
+    return [
+        f"mesh       {batch.dp} rank(s) = dp {batch.dp}",
+        f"placement  {placement}",
+        f"data       {dataset.note}, vocabulary {dataset.vocab_size}",
+        f"batch      {batch.micro} seq × {batch.accum} accum × {batch.dp} dp × {config.block_size} tok = "
+        f"{batch.global_size * config.block_size:,} tok/step, {config.max_steps:,} steps = "
+        f"{batch.global_size * config.block_size * config.max_steps:,} tok",
+        f"model      {count_parameters(shape):,} parameters",
+        f"memory     {memory['total'] / 2**20:,.1f} MiB per rank at {precision}: {parts}",
+        *notes,
+        "dry run: nothing was started",
+    ]
+
+
+def closing_lines(spec: RunSpec, summary: dict[str, Any]) -> list[str]:
+    """Return the last lines of a run: the loss against the one to expect, a sample, where things are, what next."""
+    expected = expected_loss(spec)
+    lines = [""]
+    val = summary["val_loss"]
+    verdict = ""
+    if val is not None and expected is not None and summary["exit_reason"] == "finished":
+        verdict = f" (expected ≤ {expected}: {'ok' if val <= expected else 'NOT REACHED'})"
+    loss = f"val loss {val:.4f}{verdict}" if val is not None else f"train loss {summary['train_loss']}"
+    speed = f" · {short(summary['tok_per_sec'])} tok/s" if summary["tok_per_sec"] else ""
+    restarts = f" · {summary['restarts']} restart(s)" if summary["restarts"] else ""
+    lines.append(
+        f"{summary['exit_reason']:<6} {summary['steps']} steps in {clock(summary['total_s'])} · {loss}{speed}{restarts}"
+    )
+    if summary.get("sample"):
+        lines += ["sample", *("  " + line for line in summary["sample"].splitlines())]
+    lines += [
+        f"files  {spec.folder}",
+        f"next   tensorboard --logdir {spec.folder.parent}",
+        f"       python -m nanoray.sample {spec.folder} --prompt 'To be'",
+        f"       python -m nanoray.launch --resume {spec.folder} --max_steps {2 * spec.config.max_steps}",
+    ]
+    return lines

@@ -1,0 +1,173 @@
+"""What a run is on disk and on the wire: its folder, the `RunSpec` that every rank gets, and its summary.
+
+runs/2026-11-21_101500_shakespeare-cpu/
+    config.json      the configuration; `--config` reads it
+    run.json         the RunSpec: dataset, versions, command
+    metrics.jsonl    one record per logged step, the truth
+    summary.json     how it ended
+    checkpoints/step_00000250/ ...
+    tb/              TensorBoard
+    logs/rank0.log   what each rank said;  rank0.stamp: where it was last
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nanoray import __version__
+from nanoray.config import Config
+from nanoray.data import DatasetInfo
+from nanoray.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """Everything about a run that all ranks share. Plain data: it travels as JSON."""
+
+    config: Config
+    dataset: DatasetInfo
+    folder: Path
+    started: float  # Unix seconds of the command
+    resume: str = ""  # a run folder or a step folder to start from
+    attempt: int = 0
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-safe dict; `from_dict` reads it back."""
+        return {
+            "config": self.config.model_dump(),
+            "dataset": self.dataset.to_dict(),
+            "folder": str(self.folder),
+            "started": self.started,
+            "resume": self.resume,
+            "attempt": self.attempt,
+            "notes": list(self.notes),
+            "nanoray": __version__,
+            "command": sys.argv,
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> RunSpec:
+        """Rebuild a RunSpec from `to_dict`."""
+        return cls(
+            config=Config(**values["config"]),
+            dataset=DatasetInfo.from_dict(values["dataset"]),
+            folder=Path(values["folder"]),
+            started=values["started"],
+            resume=values["resume"],
+            attempt=values["attempt"],
+            notes=tuple(values["notes"]),
+        )
+
+    def next_attempt(self) -> RunSpec:
+        """Return the spec of a restart: same run, resumed from its own newest checkpoint."""
+        return replace(self, attempt=self.attempt + 1, resume=str(self.folder), notes=())
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def log(self, rank: int) -> Path:
+        """Return the path of a rank's log file."""
+        return self.folder / "logs" / f"rank{rank}.log"
+
+    def stamp(self, rank: int) -> Path:
+        """Return the path of a rank's progress stamp."""
+        return self.folder / "logs" / f"rank{rank}.stamp"
+
+
+def open_run(config: Config, dataset: DatasetInfo, started: float) -> RunSpec:
+    """Make the run's folder, or find the one to continue, and write config.json and run.json. (one process)
+
+    `--resume auto` and the folder of a run under out_dir continue in that folder; a single checkpoint, or a run that
+    lives elsewhere, starts a new folder from it. Raises CheckpointError when there is nothing to resume at a PATH.
+    """
+    out_dir = Path(config.out_dir).expanduser().resolve()
+    resume, notes, folder = "", [], None
+    if config.resume != "none":
+        from nanoray.checkpoint import find_run  # imports torch, which a fresh run's driver can do without
+        from nanoray.model import ModelShape
+
+        shape = ModelShape.of(config, dataset.vocab_size).to_dict()
+        found = find_run(out_dir, config.resume, shape)
+        if found is None:
+            notes.append(f"resume  nothing to resume in {out_dir}: starting afresh")
+        else:
+            notes += [f"resume  {note}" for note in found.notes]
+            asked_for_step = (Path(config.resume) / "state.json").exists()
+            own = found.run_dir.resolve().parent == out_dir and not asked_for_step
+            folder = found.run_dir.resolve() if own else None
+            resume = str(found.run_dir.resolve() if own else found.path.resolve())
+    folder = folder or _new_folder(out_dir, config.name)
+    for name in ("checkpoints", "logs"):
+        (folder / name).mkdir(exist_ok=True)
+    spec = RunSpec(config, dataset, folder, started, resume, 0, tuple(notes))
+    write_json(folder / "config.json", config.model_dump())
+    write_json(folder / "run.json", spec.to_dict())
+    return spec
+
+
+def _new_folder(out_dir: Path, name: str) -> Path:
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        stem = f"{time.strftime('%Y-%m-%d_%H%M%S')}_{name}"
+        for suffix in ("", *(f"_{n}" for n in range(2, 1000))):
+            folder = out_dir / (stem + suffix)
+            try:
+                folder.mkdir()
+            except FileExistsError:
+                continue
+            return folder
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make a run folder in out_dir = {out_dir}: {error.strerror}; give a writable --out_dir"
+        ) from None
+    raise ConfigError(f"out_dir = {out_dir} already has 999 runs of this second; use another --name")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON so that a reader never sees half of it."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    os.replace(aside, path)
+
+
+def write_summary(spec: RunSpec, outcome: dict[str, Any], restarts: int) -> dict[str, Any]:
+    """Write and return summary.json: what the run came to, and why it ended. (one process)"""
+    summary = {
+        "exit_reason": outcome.get("exit_reason"),
+        "exit_code": outcome.get("exit_code"),
+        "steps": outcome.get("step"),
+        "val_loss": outcome.get("val_loss"),
+        "expected_val_loss": expected_loss(spec),
+        "train_loss": outcome.get("train_loss"),
+        "tok_per_sec": outcome.get("tok_per_sec"),
+        "step_ms": outcome.get("step_ms"),
+        "first_step_s": outcome.get("first_step_s"),
+        "total_s": round(time.time() - spec.started, 3),
+        "world_size": outcome.get("world_size"),
+        "backend": outcome.get("backend"),
+        "backend_reason": outcome.get("backend_reason"),
+        "precision": outcome.get("precision"),
+        "device": outcome.get("device"),
+        "restarts": restarts,
+        "resumed_from": outcome.get("resumed_from"),
+        "dataset": spec.dataset.name,
+        "dataset_note": spec.dataset.note,
+        "sample": outcome.get("sample"),
+        "nanoray": __version__,
+        "torch": outcome.get("torch"),
+    }
+    write_json(spec.folder / "summary.json", summary)
+    return summary
+
+
+def expected_loss(spec: RunSpec) -> float | None:
+    """Return the validation loss that the complete recipe should reach on this dataset, where it is known."""
+    return spec.config.expected_val_loss.get(spec.dataset.name)

@@ -1,0 +1,76 @@
+"""Generate text from a checkpoint: `python -m nanoray.sample runs/2026-... --prompt 'To be' --max_new_tokens 200`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from nanoray.checkpoint import TrainState, find_run
+from nanoray.data import DatasetInfo, tokenizer_from_json
+from nanoray.errors import CheckpointError, ConfigError, NanorayError
+from nanoray.model import GPT, ModelShape, generate
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `python -m nanoray.sample` and return its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m nanoray.sample", description="Generate text from a checkpoint.", allow_abbrev=False
+    )
+    parser.add_argument("path", nargs="?", default="runs", help="run folder, step folder, or out_dir (its newest run)")
+    parser.add_argument("--prompt", default="\n", help="text to continue [a newline]")
+    parser.add_argument("--max_new_tokens", type=int, default=300, help="tokens to generate [300]")
+    parser.add_argument("--num_samples", type=int, default=1, help="how many samples [1]")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy, 1 samples as trained [0.8]")
+    parser.add_argument("--top_k", type=int, default=200, help="sample among the k most likely tokens [200]")
+    parser.add_argument("--seed", type=int, default=1337, help="seed of the sampling [1337]")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
+    args = parser.parse_args(argv)
+    try:
+        for number, text in enumerate(samples(args)):
+            print(("" if number == 0 else "---\n") + text, flush=True)
+        return 0
+    except NanorayError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def samples(args: argparse.Namespace) -> list[str]:
+    """Return the texts that `args` asks for. Raises CheckpointError or ConfigError with the remedy."""
+    state, where = load_state(Path(args.path))
+    gpt, dataset = rebuild(state, torch.device(args.device))
+    tokenizer = tokenizer_from_json(dataset.tokenizer)
+    tokens = tokenizer.encode(args.prompt)
+    if not len(tokens):
+        raise ConfigError("the prompt is empty; give --prompt at least one character")
+    prompt = torch.tensor([tokens.tolist()] * max(1, args.num_samples), device=args.device)  # (B, T)
+    source = torch.Generator(device=args.device).manual_seed(args.seed)
+    out = generate(gpt, prompt, args.max_new_tokens, args.temperature, args.top_k, source)
+    print(f"{where} · step {state.meta['step']} · val loss {state.meta['val_loss']}", file=sys.stderr)
+    return [tokenizer.decode(row) for row in out.tolist()]
+
+
+def load_state(path: Path) -> tuple[TrainState, Path]:
+    """Load the newest valid checkpoint of a run folder, a step folder, or of the newest run in an out_dir."""
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist; give a run folder, such as runs/2026-...")
+    is_run = any((path / name).exists() for name in ("state.json", "checkpoints")) or path.name == "checkpoints"
+    found = find_run(path, str(path) if is_run else "auto", {})
+    if found is None:
+        raise CheckpointError(f"{path} holds no run with a valid checkpoint; train first, or give another folder")
+    for note in found.notes:
+        print(f"warning: {note}", file=sys.stderr)
+    return found.state, found.path
+
+
+def rebuild(state: TrainState, device: torch.device) -> tuple[GPT, DatasetInfo]:
+    """Build the model that a checkpoint holds, in evaluation mode, and say what it was trained on."""
+    gpt = GPT(ModelShape(**state.meta["model_shape"])).to(device)
+    gpt.load_state_dict(state.model)
+    return gpt.eval(), DatasetInfo.from_dict(state.meta["dataset"])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,38 @@
+"""Fixtures shared by all tests. Ray's and nanoray's own state stay out of the user's home."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+for variable in ("RAY_ADDRESS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+    os.environ.pop(variable, None)
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep token caches of tests out of ~/.cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text file with something to learn: random words of a small vocabulary, 60 kB."""
+    source = random.Random(0)
+    words = ["".join(source.choices("abcdefgh", k=source.randint(2, 6))) for _ in range(40)]
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text(" ".join(source.choices(words, k=12000)) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def shakespeare() -> Path:
+    """The real Shakespeare, where NANORAY_TEST_SHAKESPEARE names it."""
+    path = os.environ.get("NANORAY_TEST_SHAKESPEARE", "")
+    if not path or not Path(path).is_file():
+        pytest.skip("NANORAY_TEST_SHAKESPEARE does not name a copy of tinyshakespeare's input.txt")
+    return Path(path)
