@@ -370,9 +370,9 @@ class RuntimeEngine:
         return state
 
     def _set_rng_state(self, state: dict[str, Tensor]) -> None:
-        torch.set_rng_state(state["cpu"])
+        torch.set_rng_state(state["cpu"].clone())  # a view into a checkpoint's buffer is not aligned as it must be
         if "cuda" in state and self.mesh.device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda"], self.mesh.device)
+            torch.cuda.set_rng_state(state["cuda"].clone(), self.mesh.device)
 
 
 def _peak_resident_bytes() -> int:

@@ -157,6 +157,8 @@ def sample_text(gpt: GPT, spec: RunSpec) -> str | None:
     tokenizer = tokenizer_from_json(spec.dataset.tokenizer)
     device = next(gpt.parameters()).device
     prompt = torch.tensor([tokenizer.encode("\n").tolist()], device=device)  # (1, T)
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # one token is too little work to share: threads would only wait for each other
     source = torch.Generator(device=device).manual_seed(spec.config.seed)
     tokens = generate(gpt, prompt, spec.config.sample_tokens, temperature=0.8, top_k=200, generator=source)
     return tokenizer.decode(tokens[0].tolist()).strip("\n")

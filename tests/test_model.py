@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -29,6 +30,15 @@ from nanoray.model import (
 GPT2 = ModelShape(n_layer=12, n_head=12, n_embd=768, block_size=1024, bias=True, vocab_size=50257)
 # 65 tokens: lm_head cuts the padding away. 60: it masks 4 rows. 64: there is no padding.
 VOCABULARIES = pytest.mark.parametrize("vocab_size", [65, 60, 64])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Tensors of a few kilobytes gain nothing from threads, and on a busy machine each barrier costs a time slice."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def shape_of(vocab_size: int = 65, *, bias: bool = True, block_size: int = 8, n_layer: int = 2) -> ModelShape:
@@ -172,6 +182,7 @@ def test_the_loss_is_float32_under_bf16_autocast() -> None:
     assert half.dtype == full.dtype == torch.float32
     assert half.item() == pytest.approx(full.item(), rel=0.01)
     assert half.item() != full.item()
+    assert model.bfloat16()(idx, targets).dtype == torch.float32  # and without autocast's help
 
 
 # --- weights and dropout ----------------------------------------------------------------------------------------------

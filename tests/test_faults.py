@@ -1,0 +1,64 @@
+"""Fault plans, progress stamps, and telling a cause from its consequences."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from nanoray.errors import ConfigError
+from nanoray.faults import Fault, InjectedFault, ProgressStamp, is_collective_error, parse_plan
+
+
+def test_a_plan_is_data() -> None:
+    plan = parse_plan("kill:rank=1,step=30,phase=backward; slow:rank=0,step=5,seconds=0.2,attempt=2")
+    assert plan == (Fault("kill", 1, 30, "backward"), Fault("slow", 0, 5, "forward", 2, 0.2))
+    assert parse_plan("") == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("explode:rank=0,step=1", "KIND is one of kill, raise, hang, slow"),
+        ("kill:rank=0", "is not KIND:rank=R,step=S"),
+        ("kill:rank=x,step=1", "is not KIND:rank=R,step=S"),
+        ("kill:rank=0,step=1,phase=lunch", "phase one of init, data, forward"),
+        ("kill:rank=0,step=1,color=red", "there is no key color"),
+    ],
+)
+def test_an_unreadable_plan_shows_its_part(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_plan(text)
+    assert message in str(error.value)
+
+
+def test_a_fault_is_on_record_before_it_fires(tmp_path: Path) -> None:
+    with pytest.raises(InjectedFault, match="raise on rank 2 at step 7 in eval"):
+        Fault("raise", 2, 7, "eval").fire(tmp_path / "faults.jsonl")
+    assert json.loads((tmp_path / "faults.jsonl").read_text())["step"] == 7
+
+
+def test_a_stamp_tells_where_a_rank_was(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.stamp"
+    stamp = ProgressStamp(path)
+    stamp.set(812, "backward")
+    assert ProgressStamp.read(path) == (812, "backward")
+    assert ProgressStamp.read(tmp_path / "none") is None
+    path.write_bytes(b"short")
+    assert ProgressStamp.read(path) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "collective"),
+    [
+        (RuntimeError("[../gloo/pair.cc:42] Connection closed by peer [127.0.0.1]:1"), True),
+        (RuntimeError("Timed out waiting 60000ms for recv operation to complete"), True),
+        (dist.DistBackendError("NCCL error"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("connection closed by peer"), False),
+    ],
+)
+def test_consequences_are_told_from_causes(error: Exception, collective: bool) -> None:
+    assert is_collective_error(error) is collective
