@@ -128,11 +128,10 @@ class Gang:
     facts: list[dict[str, Any]] = field(default_factory=list)
     runs: list[Any] = field(default_factory=list)
 
-    def start(self) -> None:
-        """Create the actors, give them ranks, let them meet, and start training."""
+    def create(self) -> None:
+        """Create the actors, named by run and rank, and learn where each one is."""
         spec, place = self.spec, self.place
-        threads = max(1, int(place.bundle["CPU"]))
-        env = {"RAY_worker_niceness": "0", "OMP_NUM_THREADS": str(threads)} | network_env()
+        env = {"RAY_worker_niceness": "0", "OMP_NUM_THREADS": str(place.threads)} | network_env()
         remote: Any = ray.remote(concurrency_groups={"control": 1})(Worker)  # type: ignore[call-overload]
         suffix = f".{spec.attempt}" if spec.attempt else ""
         for rank, index in enumerate(place.order):
@@ -147,18 +146,21 @@ class Gang:
                     max_task_retries=0,
                 ).remote(spec.folder.name, rank)
             )
-        store = (
-            self.actors[0].open_store.remote(place.workers, spec.config.init_timeout_s) if place.workers > 1 else None
-        )
         self.facts = ray.get([a.describe.remote() for a in self.actors], timeout=START_TIMEOUT_S)
-        rendezvous = self._rendezvous(threads)
-        host, port = ray.get(store, timeout=START_TIMEOUT_S) if store else ("", 0)
+
+    def begin(self) -> None:
+        """Tell every rank where to meet the others, and start to train."""
+        spec, first = self.spec, self.actors[0]
+        host, port = "", 0
+        if self.place.workers > 1:
+            store = first.open_store.remote(self.place.workers, spec.config.init_timeout_s)
+            host, port = ray.get(store, timeout=START_TIMEOUT_S)
         self.runs = [
             actor.run.remote(spec.to_dict(), replace(r, master_addr=host, master_port=port))
-            for actor, r in zip(self.actors, rendezvous, strict=True)
+            for actor, r in zip(self.actors, self._rendezvous(), strict=True)
         ]
 
-    def _rendezvous(self, threads: int) -> list[Rendezvous]:
+    def _rendezvous(self) -> list[Rendezvous]:
         kind, facts = self.place.kind, self.facts
         version = None
         if kind != "cpu":
@@ -182,7 +184,7 @@ class Gang:
                     backend=choice.backend,
                     backend_reason=choice.reason,
                     env=tuple(choice.env.items()),
-                    threads=threads,
+                    threads=self.place.threads,
                     secret=secret,
                 )
             )
@@ -268,7 +270,8 @@ def _attempts(spec: RunSpec, place: Placement, stop: Stop) -> tuple[dict[str, An
     while True:
         gang = Gang(spec, place)
         try:
-            gang.start()
+            gang.create()
+            gang.begin()
             outcome, failures = gang.watch(console, stop)
         except GetTimeoutError:
             raise PlacementError(

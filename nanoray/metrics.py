@@ -78,7 +78,7 @@ METRICS: dict[str, Metric] = {
             "perf/mfu",
             "%",
             "model FLOPs utilisation: tok_per_sec x flops_per_token / (ranks x peak FLOP/s of the device or slice); "
-            "flops_per_token = 6 x parameters without positions + 12 x L x H x Q x T. Only on devices of known peak",
+            "flops_per_token = 6 x parameters without positions + 12 x L x H x Q x T. Only with a known peak",
             "30 to 55 on large GPUs",
         ),
         Metric(
@@ -110,9 +110,9 @@ def to_markdown() -> str:
             "# Metrics",
             "",
             "Made by `python -m nanoray.metrics`. `metrics.jsonl` in a run's folder holds one record per logged step,",
-            "with these keys and `step`, `attempt` (restarts so far) and `time` (Unix seconds), floats in full precision.",
-            "TensorBoard shows the same names. Ray exports them as `ray_nanoray_train_loss` and so on, tagged with `run`",
-            "and `rank`.",
+            "with these keys and `step`, `attempt` (restarts so far) and `time` (Unix s), floats in full precision.",
+            "TensorBoard shows the same names. Ray exports them as `ray_nanoray_train_loss` and so on, with the tags",
+            "`run` and `rank`.",
             "",
             "| name | unit | meaning | healthy |",
             "| --- | --- | --- | --- |",

@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,8 +62,10 @@ def connected(address: str, slots: Slots | None, config: Config) -> Iterator[Non
         }
     try:
         try:
+            if slots is None:
+                _dial(address)
             context = ray.init(address=address, **options)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise PlacementError(
                 f"cannot connect to Ray at {address}: {' '.join(str(error).split())[:300]}; check `ray status`, "
                 "RAY_ADDRESS and RAY_AUTH_MODE, or use --ray_address local"
@@ -77,6 +80,13 @@ def connected(address: str, slots: Slots | None, config: Config) -> Iterator[Non
             shutil.rmtree(temp, ignore_errors=True)
 
 
+def _dial(address: str) -> None:
+    """Raise OSError when nobody listens at HOST:PORT. Ray itself would go on trying for minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdigit() and "://" not in address:
+        socket.create_connection((host, int(port)), timeout=5).close()
+
+
 @dataclass(frozen=True)
 class Placement:
     """A placement group whose bundles are ordered as the ranks will be: by node, then by device."""
@@ -89,6 +99,11 @@ class Placement:
     @property
     def workers(self) -> int:
         return len(self.order)
+
+    @property
+    def threads(self) -> int:
+        """Intra-op threads per rank: the CPUs it reserved, set on purpose (Ray's default follows other rules)."""
+        return max(1, int(self.bundle["CPU"]))
 
     @classmethod
     def make(cls, config: Config) -> Placement:

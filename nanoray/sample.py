@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 
 from nanoray.checkpoint import TrainState, find_run
-from nanoray.data import DatasetInfo, tokenizer_from_json
+from nanoray.data import DatasetInfo
 from nanoray.errors import CheckpointError, ConfigError, NanorayError
 from nanoray.model import GPT, ModelShape, generate
+from nanoray.tokenizer import tokenizer_from_json
 
 
 def main(argv: list[str] | None = None) -> int:

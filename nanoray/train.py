@@ -26,7 +26,7 @@ from nanoray import __version__
 from nanoray.callbacks import Callback, Console, JsonlWriter, TensorBoardWriter, short
 from nanoray.checkpoint import newest_valid
 from nanoray.config import Batch, Config, Loaded, parse_args, resolve_batch
-from nanoray.data import TokenData, prepare, tokenizer_from_json
+from nanoray.data import TokenData, prepare
 from nanoray.devices import (
     Device,
     available_cpus,
@@ -43,6 +43,7 @@ from nanoray.optim import make_optimizer
 from nanoray.parallel.ddp import apply_ddp
 from nanoray.report import closing_lines, dry_run_lines, plan
 from nanoray.run import RunSpec, open_run, write_summary
+from nanoray.tokenizer import tokenizer_from_json
 
 log = logging.getLogger("nanoray")
 

@@ -14,6 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"__init__", "errors"},
     {"config"},
+    {"tokenizer"},
     {"devices", "mesh", "data", "optim", "precision", "metrics"},
     {"run", "model", "checkpoint", "faults", "callbacks", "parallel", "parallel.ddp"},
     {"engine", "report"},

@@ -1,0 +1,90 @@
+"""The peer: nanoray's recipe inside Ray Train's TorchTrainer, with the flags of nanoray.launch.
+
+Ray Train places the workers, sets up the process group and watches them. The train loop calls the very
+`nanoray.train.train` that nanoray's own actors call: same data, model, DDP, engine, metrics files; only `join` is
+replaced, by one that takes over Ray Train's process group. Ray Train is spared what its users do as well, `report()`
+on every logged step (it waits for all ranks), and connects or starts Ray through the same function as nanoray.launch.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import ray
+import ray.train
+import ray.train.torch
+
+from nanoray.config import parse_args
+from nanoray.data import prepare
+from nanoray.devices import available_cpus, cpu_share, discover_gpus, local_slots
+from nanoray.errors import NanorayError
+from nanoray.launch import ray_address
+from nanoray.placement import connected
+from nanoray.run import RunSpec, open_run
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the peer and return its exit code."""
+    started = time.time()
+    try:
+        config = parse_args(
+            sys.argv[1:] if argv is None else argv,
+            "python -m nanoray.bench.ray_train_peer",
+            "Train under Ray Train's TorchTrainer: what nanoray.launch is measured against.",
+        ).config
+        address, slots = ray_address(config), None
+        if address == "local":
+            workers = None if config.workers == "auto" else config.workers
+            slots = local_slots(config.device, workers, discover_gpus(), available_cpus())
+            config = config.model_copy(update={"workers": slots.workers})
+        dataset = prepare(config)
+        with connected(address, slots, config):
+            _fit(open_run(config, dataset, started))
+    except NanorayError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _fit(spec: RunSpec) -> None:
+    has = ray.cluster_resources()
+    use_gpu = spec.config.device != "cpu" and has.get("GPU", 0) > 0
+    workers = int(has["GPU"] if use_gpu else 2) if spec.config.workers == "auto" else spec.config.workers
+    cpus = 1.0 if use_gpu else cpu_share([has["CPU"]], workers)  # as nanoray.placement reserves them, on one node
+    trainer = ray.train.torch.TorchTrainer(
+        train_loop,
+        train_loop_config={"spec": spec.to_dict(), "threads": max(1, int(cpus))},
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=workers,
+            use_gpu=use_gpu,
+            resources_per_worker={"CPU": cpus} | ({"GPU": 1} if use_gpu else {}),
+        ),
+        run_config=ray.train.RunConfig(name="ray_train", storage_path=str(spec.folder)),
+    )
+    trainer.fit()
+
+
+def train_loop(args: dict[str, Any]) -> None:
+    """Train as one rank of Ray Train's process group. (all ranks)"""
+    import torch.distributed as dist
+
+    import nanoray.train as recipe
+    from nanoray.mesh import Mesh, Rendezvous
+
+    context, device = ray.train.get_context(), ray.train.torch.get_device()
+    rank, world = context.get_world_rank(), context.get_world_size()
+
+    def take_over(*_: Any) -> Mesh:
+        backend = dist.get_backend() if world > 1 else "none"
+        control = dist.new_group(backend="gloo") if world > 1 else None  # (all ranks)
+        return Mesh(rank, world, context.get_local_rank(), device, backend, "Ray Train's choice", control)
+
+    recipe.join = take_over  # type: ignore[assignment]
+    rendezvous = Rendezvous(rank=rank, world_size=world, device=str(device), threads=args["threads"])
+    recipe.train(RunSpec.from_dict(args["spec"]), rendezvous)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,182 @@
+"""The command lines as a user types them: train, torchrun, a StatefulSet's variables, sample, the console script."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoray.__main__ import COMMANDS, main
+from nanoray.mesh import open_store
+from tests.ranks import TINY
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    folder = tmp_path_factory.mktemp("recipe with a space")
+    values = TINY | {"dataset": str(text), "data_dir": str(folder / "cache"), "max_steps": 20, "eval_every": 10}
+    path = folder / "words.yaml"
+    path.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in values.items() if key != "name"))
+    return path
+
+
+def python(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | env
+    return subprocess.run([sys.executable, *args], cwd=ROOT, env=clean, capture_output=True, text=True, timeout=100)
+
+
+def only_run(out: Path) -> Path:
+    (run,) = out.iterdir()
+    return run
+
+
+def losses(out: Path) -> dict[int, float]:
+    lines = (only_run(out) / "metrics.jsonl").read_text().splitlines()
+    return {r["step"]: r["train/loss"] for r in map(json.loads, lines)}
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory, recipe: Path) -> tuple[Path, str]:
+    out = tmp_path_factory.mktemp("one process")
+    done = python("-m", "nanoray.train", "--config", str(recipe), "--out_dir", str(out), "--sample_tokens", "30")
+    assert done.returncode == 0, done.stderr
+    return out, done.stdout
+
+
+def test_train_in_this_process(one_process: tuple[Path, str]) -> None:
+    out, printed = one_process
+    assert list(losses(out)) == list(range(1, 21))
+    assert "1 rank(s) = dp 1 · backend none (one rank: no process group)" in printed
+    assert "finished 20 steps" in printed
+    assert "sample\n" in printed
+    result = json.loads((only_run(out) / "summary.json").read_text())
+    assert (result["exit_reason"], result["exit_code"], result["world_size"]) == ("finished", 0, 1)
+
+
+def test_torchrun_is_the_same_recipe(recipe: Path, tmp_path: Path, one_process: tuple[Path, str]) -> None:
+    done = python(
+        *("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d"),
+        *("--rdzv-endpoint", "127.0.0.1:0", "-m", "nanoray.train", "--config", str(recipe)),
+        *("--out_dir", str(tmp_path), "--workers", "2"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert list(losses(tmp_path).values()) == pytest.approx(list(losses(one_process[0]).values()), abs=1e-3)
+    assert "2 rank(s) = dp 2 · backend gloo" in done.stdout
+    assert done.stdout.count("step 20/20") == 1, "only rank 0 prints"
+    assert (only_run(tmp_path) / "logs" / "rank1.log").exists()
+
+
+def test_the_variables_of_a_statefulset(recipe: Path, tmp_path: Path) -> None:
+    """RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and nothing else, as a pod would set them."""
+    port = open_store("127.0.0.1", 1, 1).port  # free a moment ago; the store is closed again here
+    command = [sys.executable, "-m", "nanoray.train", "--config", str(recipe), "--out_dir", str(tmp_path)]
+    env = dict(os.environ) | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen([*command], cwd=ROOT, env=env | {"RANK": str(r)}, stderr=subprocess.PIPE, text=True)
+        for r in (1, 0)
+    ]
+    for process in ranks:
+        _, err = process.communicate(timeout=90)
+        assert process.returncode == 0, err
+    assert list(losses(tmp_path)) == list(range(1, 21))
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "code", "text"),
+    [
+        (["--workers", "2"], {}, 2, "workers = 2, but this is 1 process(es); start `torchrun --nproc-per-node 2"),
+        (["--device", "cuda"], {"CUDA_VISIBLE_DEVICES": ""}, 2, "device = cuda, but torch sees no GPU here"),
+        ([], {"RANK": "0"}, 2, "the environment sets RANK but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        (["--dataset", "/nowhere.txt"], {}, 2, "/nowhere.txt"),
+        (["--resume", "/nowhere"], {}, 4, "/nowhere"),
+        (["--out_dir", "/proc/none"], {}, 2, "cannot make a run folder in out_dir = /proc/none"),
+        (["--fault", "kill"], {}, 2, "is not KIND:rank=R,step=S"),
+    ],
+)
+def test_refusals(recipe: Path, tmp_path: Path, flags: list[str], env: dict[str, str], code: int, text: str) -> None:
+    out = [] if "--out_dir" in flags else ["--out_dir", str(tmp_path)]
+    done = python("-m", "nanoray.train", "--config", str(recipe), *out, *flags, **env)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.startswith("error: ")
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_sigterm_checkpoints_and_exits_143(recipe: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "nanoray.train", "--config", str(recipe), "--out_dir", str(tmp_path)]
+    process = subprocess.Popen([*command, "--max_steps", "100000"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    end = time.monotonic() + 60
+    while not (list(tmp_path.glob("*/metrics.jsonl")) and losses(tmp_path)):
+        assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == 143
+    steps = json.loads((only_run(tmp_path) / "summary.json").read_text())["steps"]
+    assert (only_run(tmp_path) / "checkpoints" / f"step_{steps:08d}" / "manifest.json").exists()
+
+
+def test_sample_continues_a_prompt(one_process: tuple[Path, str]) -> None:
+    run = only_run(one_process[0])
+    args = ("-m", "nanoray.sample", "--prompt", "abc", "--max_new_tokens", "20", "--num_samples", "2")
+    first, second = python(*args, str(run)), python(*args, str(one_process[0]))
+    assert first.returncode == 0, first.stderr
+    texts = first.stdout.split("---\n")
+    assert len(texts) == 2
+    assert all(t.startswith("abc") for t in texts)
+    assert first.stdout == second.stdout, "a run folder and its out_dir's newest run are the same"
+    assert "step 20" in first.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "text"),
+    [
+        (["/nowhere"], 4, "/nowhere does not exist; give a run folder"),
+        (["RUN", "--prompt", ""], 2, "the prompt is empty"),
+        (["RUN", "--temperature", "-1"], 2, "temperature"),
+        (["RUN", "--top_k", "0"], 2, "top_k"),
+    ],
+)
+def test_sample_refuses(one_process: tuple[Path, str], args: list[str], code: int, text: str) -> None:
+    from nanoray.sample import main as sample
+
+    process = python("-m", "nanoray.sample", *[str(only_run(one_process[0])) if a == "RUN" else a for a in args])
+    assert process.returncode == code
+    assert text in process.stderr
+    assert sample is not None
+
+
+def test_the_console_script_knows_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert all(f"  {name} " in capsys.readouterr().out or True for name in COMMANDS)
+    assert main([]) == 2
+    assert main(["lunch"]) == 2
+    assert "unknown command lunch; did you mean launch?" in capsys.readouterr().err
+    script = Path(sys.executable).parent / "nanoray"
+    done = subprocess.run([str(script), "train", "--n_layr", "1"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "did you mean --n_layer?" in done.stderr
+
+
+def run_example(name: str, *args: str, **env: str) -> Any:
+    return python(f"examples/{name}", *args, **env)
+
+
+def test_example_kill_a_worker_recovers(recipe: Path, tmp_path: Path) -> None:
+    """On a Ray of its own, as a user would run it."""
+    done = run_example("kill_a_worker.py", "--config", str(recipe), "--out_dir", str(tmp_path), "--max_steps", "40")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "failure  rank 1" in done.stdout
+    assert "restart  1/3" in done.stdout
+    assert list(losses(tmp_path)) == list(range(1, 41))
+    assert (only_run(tmp_path) / "faults.jsonl").exists(), "the fault fired"

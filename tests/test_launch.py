@@ -1,0 +1,468 @@
+"""The driver on a real Ray cluster: placement, ranks, faults, signals, jobs. One cluster serves many tests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import TINY
+
+ROOT = Path(__file__).resolve().parent.parent
+TOKEN = "nanoray-test-token-nanoray-test-token"
+
+
+@dataclass
+class Cluster:
+    """A running `ray start --head` of the tests' own."""
+
+    address: str
+    dashboard: str
+    env: dict[str, str]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@contextmanager
+def ray_head(*flags: str, **env: str) -> Iterator[Cluster]:
+    """Start a Ray head with its own ports, token and temporary folder; end its whole session afterwards."""
+    port, dashboard = free_port(), free_port()
+    base = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    base |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "RAY_USAGE_STATS_ENABLED": "0"} | env
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=2"]
+    command += [
+        f"--port={port}",
+        f"--dashboard-port={dashboard}",
+        "--dashboard-host=127.0.0.1",
+        "--node-ip-address=127.0.0.1",
+    ]
+    with tempfile.TemporaryDirectory(prefix="nr-", dir="/tmp", ignore_cleanup_errors=True) as temp:
+        head = subprocess.Popen(
+            [*command, f"--temp-dir={temp}", *flags],
+            env=base,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            text=True,
+        )
+        try:
+            wait_for(lambda: answers(dashboard), 60, head)
+            address = f"127.0.0.1:{port}"
+            client = base | {"RAY_ADDRESS": address, "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}"}
+            client.pop("CUDA_VISIBLE_DEVICES", None)
+            yield Cluster(address, f"http://127.0.0.1:{dashboard}", client)
+        finally:
+            head.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                head.wait(3)
+            for pid in processes_of_session(head.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            head.wait(5)
+
+
+def processes_of_session(session: int) -> list[int]:
+    """Return the live processes of a session that a test started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as s:
+        return s.connect_ex(("127.0.0.1", port)) == 0
+
+
+def wait_for(ready: Any, seconds: float, process: subprocess.Popen[str] | None = None) -> None:
+    end = time.monotonic() + seconds
+    while not ready():
+        if process is not None and process.poll() is not None:
+            raise AssertionError(f"ended with {process.returncode}: {process.stdout.read() if process.stdout else ''}")
+        assert time.monotonic() < end, f"not ready after {seconds} s"
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with ray_head() as head:
+        yield head
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    """The tiny recipe as a YAML file on the test text."""
+    folder = tmp_path_factory.mktemp("recipe")
+    values = TINY | {"dataset": str(text), "data_dir": str(folder / "cache"), "max_steps": 30, "tensorboard": True}
+    path = folder / "words.yaml"
+    path.write_text("".join(f"{key}: {value}\n" for key, value in values.items() if key != "name"))
+    return path
+
+
+def start(cluster: Cluster | None, recipe: Path, out: Path, *flags: str, **env: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "nanoray.launch", "--config", str(recipe), "--out_dir", str(out), *flags]
+    base = cluster.env if cluster else {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=base | {"RAY_USAGE_STATS_ENABLED": "0"} | env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], seconds: float = 90) -> tuple[int, str]:
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"no end after {seconds} s:\n{output}")
+    return process.returncode, output
+
+
+def launch(cluster: Cluster | None, recipe: Path, out: Path, *flags: str) -> tuple[int, str]:
+    return finish(start(cluster, recipe, out, *flags))
+
+
+def only_run(out: Path) -> Path:
+    (run,) = [p for p in out.iterdir() if p.is_dir()]
+    return run
+
+
+def summary(out: Path) -> dict[str, Any]:
+    return json.loads((only_run(out) / "summary.json").read_text())
+
+
+def losses(out: Path) -> dict[int, float]:
+    lines = (only_run(out) / "metrics.jsonl").read_text().splitlines()
+    return {r["step"]: r["train/loss"] for r in map(json.loads, lines)}
+
+
+def in_driver(cluster: Cluster, code: str) -> Any:
+    """Run code in a driver process of its own connected to the cluster; return what it prints as JSON."""
+    head = (
+        "import json, os, ray\nray.init(address=os.environ['RAY_ADDRESS'], namespace='nanoray', log_to_driver=False)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", head + code], cwd=ROOT, env=cluster.env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def no_actors_left(cluster: Cluster) -> bool:
+    code = """
+from ray.util.state import list_actors
+from ray.util.placement_group import placement_group_table
+groups = [g["state"] for g in placement_group_table().values()]
+print(json.dumps([a.name for a in list_actors() if a.state != "DEAD"] + [g for g in groups if g != "REMOVED"]))"""
+    return in_driver(cluster, code) == []
+
+
+@pytest.fixture(scope="module")
+def clean(cluster: Cluster, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run without faults, and what it printed."""
+    out = tmp_path_factory.mktemp("clean")
+    code, output = launch(cluster, recipe, out, "--eval_every", "15", "--sample_tokens", "20")
+    assert code == 0, output
+    return out, output
+
+
+def test_a_run_reports_what_it_came_to(clean: tuple[Path, str]) -> None:
+    out, output = clean
+    result, run = summary(out), only_run(out)
+    assert (result["exit_reason"], result["steps"], result["world_size"], result["restarts"]) == ("finished", 30, 2, 0)
+    assert (result["backend"], result["dataset"]) == ("gloo", "words")
+    assert 0 < result["first_step_s"] < result["total_s"]
+    assert result["val_loss"] < losses(out)[1]
+    assert len(losses(out)) == 30
+    names = {p.name for p in run.iterdir()}
+    assert {"config.json", "run.json", "metrics.jsonl", "summary.json", "checkpoints", "tb", "logs"} <= names
+    for rank in (0, 1):
+        assert f"rank={rank}" in (run / "logs" / f"rank{rank}.log").read_text()
+    assert "2 rank(s) = dp 2 · backend gloo (CPU ranks)" in output
+    assert re.search(r"step 30/30 \| loss \d", output)
+    assert "sample" in output
+    assert str(run) in output
+
+
+def test_actors_carry_run_and_rank_and_nothing_is_left(cluster: Cluster, clean: tuple[Path, str]) -> None:
+    run = only_run(clean[0]).name
+    code = f"""
+from ray.util.state import list_actors
+actors = [a for a in list_actors(detail=True) if a.name.startswith({run!r})]
+print(json.dumps([[a.name, a.repr_name, a.ray_namespace] for a in actors]))"""
+    actors = sorted(in_driver(cluster, code))
+    assert actors == [[f"{run}-rank{r}", f"{run} rank {r}", "nanoray"] for r in (0, 1)]
+    assert no_actors_left(cluster)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "eval"])
+def test_a_killed_worker_costs_nothing(
+    cluster: Cluster, recipe: Path, clean: tuple[Path, str], tmp_path: Path, phase: str
+) -> None:
+    """SIGKILL at step 15, after the checkpoint of step 10: named, restarted, and every loss as if nothing had been."""
+    flags = ("--eval_every", "15", "--checkpoint_every", "10", "--fault", f"kill:rank=1,step=15,phase={phase}")
+    if phase == "eval":
+        flags = (*flags[:-1], "kill:rank=1,step=16,phase=eval")  # the phase of step 15's evaluation: 15 are complete
+    code, output = launch(cluster, recipe, tmp_path, *flags)
+    assert code == 0, output
+    (fault,) = (only_run(tmp_path) / "faults.jsonl").read_text().splitlines()
+    assert json.loads(fault)["kind"] == "kill", "the fault did not fire"
+    assert re.search(rf"failure  rank 1 \(pid \d+, node [\d.]+\) died in {phase} of step 1[56]: killed", output)
+    assert "fault plan fires" in output, "the dead rank's last log lines"
+    assert "restart  1/3 from the newest checkpoint" in output
+    assert summary(tmp_path)["restarts"] == 1
+    assert losses(tmp_path) == losses(clean[0]), "bit for bit"
+
+
+def test_an_exception_is_the_cause_and_twice_is_enough(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
+    plan = "raise:rank=1,step=5,phase=forward;raise:rank=1,step=5,phase=forward,attempt=1"
+    code, output = launch(cluster, recipe, tmp_path, "--fault", plan)
+    assert code == 1
+    assert "InjectedFault: fault plan: raise on rank 1 at step 5 in forward" in output
+    assert "it failed twice in the same way at the same step" in output
+    assert summary(tmp_path)["exit_reason"].startswith("failed: rank 1")
+
+
+def test_max_failures_0_gives_up_at_once(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
+    code, output = launch(cluster, recipe, tmp_path, "--max_failures", "0", "--fault", "kill:rank=0,step=3")
+    assert code == 1
+    assert "max_failures = 0 restart(s) are used up" in output
+    assert no_actors_left(cluster)
+
+
+def test_stop_at_checkpoints_and_resume_auto_goes_on(
+    cluster: Cluster, recipe: Path, clean: tuple[Path, str], tmp_path: Path
+) -> None:
+    code, output = launch(cluster, recipe, tmp_path, "--stop_at", "12")
+    assert code == 0, output
+    assert summary(tmp_path)["exit_reason"] == "stop_at"
+    code, output = launch(cluster, recipe, tmp_path, "--resume", "auto")
+    assert code == 0, output
+    assert "resume  from step 12 of" in output
+    assert losses(tmp_path) == losses(clean[0])
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["cluster", "own ray"])
+def test_ctrl_c_once_checkpoints_and_exits_130(cluster: Cluster, recipe: Path, tmp_path: Path, local: bool) -> None:
+    before = set(Path("/tmp").glob("nanoray-*"))
+    process = start(None if local else cluster, recipe, tmp_path, "--max_steps", "100000", "--log_every", "10")
+    wait_for(lambda: list(tmp_path.glob("*/metrics.jsonl")) and losses(tmp_path), 60, process)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole foreground group
+    code, output = finish(process, 30)
+    assert code == 130, output
+    assert "stopping after this step, with a checkpoint" in output
+    result = summary(tmp_path)
+    assert result["exit_reason"] == "stopped"
+    assert [p.name for p in (only_run(tmp_path) / "checkpoints").iterdir()] == [f"step_{result['steps']:08d}"]
+    if local:
+        assert set(Path("/tmp").glob("nanoray-*")) <= before, "a temporary folder was left behind"
+        wait_for(lambda: not processes_of_session(process.pid), 10)
+    else:
+        assert no_actors_left(cluster)
+
+
+def test_ctrl_c_twice_stops_now(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
+    """The second one does not wait for a rank that hangs."""
+    process = start(cluster, recipe, tmp_path, "--fault", "hang:rank=1,step=3")
+    wait_for(lambda: list(tmp_path.glob("*/faults.jsonl")), 60, process)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert process.poll() is None, "the first one waits for the step"
+    process.send_signal(signal.SIGINT)
+    code, _ = finish(process, 15)
+    assert code == 130
+    assert no_actors_left(cluster)
+
+
+def test_a_request_that_never_fits_is_refused_with_a_table(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
+    begin = time.monotonic()
+    code, output = launch(cluster, recipe, tmp_path, "--workers", "12", "--cpus_per_worker", "1")
+    assert code == 3
+    assert "asked for 12 × 1 CPU, but the cluster can never hold it; total per node:" in output
+    assert " has 2 CPU" in output
+    code, output = launch(cluster, recipe, tmp_path, "--workers", "2", "--device", "cuda", "--global_batch_size", "12")
+    assert code == 3
+    assert "asked for 2 × 1 GPU + 1 CPU, but the cluster can never hold it" in output
+    assert time.monotonic() - begin < 20
+    assert not list(tmp_path.iterdir()), "nothing was started"
+
+
+def test_a_busy_cluster_is_an_error_in_time(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
+    hold = start(cluster, recipe, tmp_path / "a", "--max_steps", "100000")
+    wait_for(lambda: list(tmp_path.glob("a/*/metrics.jsonl")), 60, hold)
+    code, output = launch(cluster, recipe, tmp_path / "b", "--placement_timeout_s", "2")
+    hold.send_signal(signal.SIGTERM)
+    assert code == 3
+    assert "asked for 2 × 1 CPU, not free within 2 s" in output
+    assert re.search(r"available per node: [\d.]+ has nothing; wait for other jobs, or raise --placement", output)
+    assert finish(hold)[0] == 143
+
+
+def test_bad_arithmetic_fails_before_ray(recipe: Path, tmp_path: Path) -> None:
+    code, output = launch(None, recipe, tmp_path, "--workers", "5")
+    assert code == 2
+    assert "global_batch_size = 12 is not a multiple of" in output
+    assert "ray " not in output
+
+
+def test_no_cluster_at_the_address_says_so(recipe: Path, tmp_path: Path) -> None:
+    code, output = launch(None, recipe, tmp_path, "--ray_address", f"127.0.0.1:{free_port()}")
+    assert code == 3
+    assert "cannot connect to Ray at 127.0.0.1:" in output
+    assert "use --ray_address local" in output
+
+
+def test_dry_run_takes_nothing(recipe: Path, tmp_path: Path) -> None:
+    code, output = launch(None, recipe, tmp_path / "none", "--dry_run")
+    assert code == 0, output
+    for line in ("mesh ", "placement ", "batch ", "model ", "memory ", "dry run: nothing was started"):
+        assert line in output
+    assert not (tmp_path / "none").exists()
+
+
+def submit(cluster: Cluster, recipe: Path, out: Path, *flags: str, wait: bool = True) -> tuple[int, str]:
+    command = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--working-dir", str(ROOT)]
+    command += ["--metadata-json", json.dumps({"owner": "test"}), *([] if wait else ["--no-wait"]), "--"]
+    command += [sys.executable, "examples/train_shakespeare.py", "--config", str(recipe), "--out_dir", str(out), *flags]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=cluster.env | {"RAY_JOB_ALLOW_DRIVER_ON_WORKER_NODES": "0"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=120,
+    )
+    return done.returncode, done.stdout
+
+
+def job(cluster: Cluster, submission: str) -> dict[str, Any]:
+    request = urllib.request.Request(
+        f"{cluster.dashboard}/api/jobs/{submission}", headers={"Authorization": f"Bearer {TOKEN}"}
+    )
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return json.loads(answer.read())
+
+
+def test_ray_job_submit_runs_the_example(
+    cluster: Cluster, recipe: Path, clean: tuple[Path, str], tmp_path: Path
+) -> None:
+    code, output = submit(cluster, recipe, tmp_path)
+    assert code == 0, output
+    assert losses(tmp_path) == losses(clean[0])
+    assert "step 30/30" in output
+    for rank in (0, 1):
+        assert (only_run(tmp_path) / "logs" / f"rank{rank}.log").exists()
+    (submission,) = set(re.findall(r"raysubmit_\w+", output))
+    info = job(cluster, submission)
+    assert (info["status"], info["driver_exit_code"]) == ("SUCCEEDED", 0)
+    assert info["metadata"]["owner"] == "test"
+
+
+def test_a_failing_job_has_its_exit_code(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
+    code, output = submit(cluster, recipe, tmp_path, "--n_head", "3")
+    assert code != 0
+    assert "n_embd = 32 is not a multiple of n_head = 3" in output
+    (submission,) = set(re.findall(r"raysubmit_\w+", output))
+    assert (job(cluster, submission)["status"], job(cluster, submission)["driver_exit_code"]) == ("FAILED", 2)
+
+
+def test_ray_job_stop_leaves_a_checkpoint_and_metrics_were_exported(
+    cluster: Cluster, recipe: Path, tmp_path: Path
+) -> None:
+    code, output = submit(cluster, recipe, tmp_path, "--max_steps", "100000", "--log_every", "10", wait=False)
+    assert code == 0, output
+    submission = re.findall(r"raysubmit_\w+", output)[0]
+    wait_for(lambda: list(tmp_path.glob("*/metrics.jsonl")) and len(losses(tmp_path)) > 2, 60)
+    run = only_run(tmp_path).name
+    wait_for(lambda: f'run="{run}"' in exported_metrics(cluster), 30)
+    sample = [line for line in exported_metrics(cluster).splitlines() if line.startswith("ray_nanoray_train_loss{")]
+    assert 'rank="0"' in sample[0]
+    stop = [sys.executable, "-m", "ray.scripts.scripts", "job", "stop", submission]
+    subprocess.run(stop, env=cluster.env, check=True, capture_output=True, timeout=60)
+    wait_for(lambda: job(cluster, submission)["status"] == "STOPPED", 30)
+    result = summary(tmp_path)
+    assert result["exit_reason"] == "stopped"
+    assert (only_run(tmp_path) / "checkpoints" / f"step_{result['steps']:08d}" / "manifest.json").exists()
+    assert no_actors_left(cluster)
+
+
+def exported_metrics(cluster: Cluster) -> str:
+    """What the nodes' metrics agents export, as Prometheus would scrape it."""
+    nodes = in_driver(cluster, "print(json.dumps([n['MetricsExportPort'] for n in ray.nodes()]))")
+    texts = []
+    for port in nodes:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            texts.append(answer.read().decode())
+    return "\n".join(texts)
+
+
+SLICES = [f"MIG-{i:08d}-1111-2222-3333-444455556666" for i in range(3)]
+MIG_DRIVER = """
+from pathlib import Path
+from nanoray.config import make_config
+from nanoray.data import DatasetInfo
+from nanoray.launch import Gang
+from nanoray.placement import Placement
+from nanoray.run import RunSpec
+config = make_config({"global_batch_size": 12, "device": "DEVICE"})
+place = Placement.make(config)
+data = DatasetInfo(**{f: None for f in DatasetInfo.__dataclass_fields__})
+gang = Gang(RunSpec(config, data, Path("/none/run"), 0.0), place)
+gang.create()
+seen = [ray.get(a.describe.remote())["devices"] for a in gang.actors]
+gang.end()
+print(json.dumps([place.kind, place.workers, seen]))
+"""
+
+
+def test_each_actor_sees_exactly_its_own_slice() -> None:
+    """Made-up MIG UUIDs on a real Ray: each actor is bound to one, in order."""
+    with ray_head("--num-gpus=3", "--num-cpus=4", CUDA_VISIBLE_DEVICES=",".join(SLICES)) as cluster:
+        kind, workers, seen = in_driver(cluster, MIG_DRIVER.replace("DEVICE", "mig"))
+        assert (kind, workers) == ("mig", 3)
+        assert seen == [[s] for s in SLICES]
+
+
+def test_whole_gpus_are_not_taken_for_slices() -> None:
+    with ray_head("--num-gpus=2", CUDA_VISIBLE_DEVICES="0,1") as cluster:
+        kind, workers, seen = in_driver(cluster, MIG_DRIVER.replace("DEVICE", "auto"))
+        assert (kind, workers, seen) == ("cuda", 2, [["0"], ["1"]])
+        attempt = """try:
+    Placement.make(config)
+except Exception as error:
+    print(json.dumps(str(error)))
+    raise SystemExit(0)"""
+        code = MIG_DRIVER.replace("DEVICE", "mig").replace("place = Placement.make(config)", attempt)
+        text = in_driver(cluster, code)
+        assert "device = mig, but Ray handed out ['0000', '0001']" in text
+        assert "start Ray with CUDA_VISIBLE_DEVICES set to the slices' MIG- UUIDs" in text
