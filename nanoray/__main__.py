@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: nanoray COMMAND [--help | flags]\n")
-        print("\n".join(f"  {name:<8}{text}" for name, (_, text) in COMMANDS.items()))
+        print("\n".join(f"  {name:<8} {text}" for name, (_, text) in COMMANDS.items()))
         return 0 if argv else 2
     if argv[0] not in COMMANDS:
         close = difflib.get_close_matches(argv[0], COMMANDS, n=1)

@@ -26,7 +26,7 @@ from nanoray.config import Config, Loaded, parse_args, resolve_batch
 from nanoray.data import prepare
 from nanoray.devices import Slots, available_cpus, discover_gpus, local_slots
 from nanoray.errors import ConfigError, NanorayError, PlacementError, WorkerFailed
-from nanoray.faults import ProgressStamp
+from nanoray.faults import ProgressStamp, parse_plan
 from nanoray.mesh import RankDevice, Rendezvous, choose_backend, network_env
 from nanoray.placement import START_TIMEOUT_S, Placement, connected, strategy
 from nanoray.report import closing_lines, dry_run_lines, plan
@@ -65,7 +65,8 @@ def launch(loaded: Loaded, started: float) -> int:
     if loaded.dry_run:
         return _dry_run(loaded, config, address, slots)
     if config.workers != "auto" and config.scaling == "none":
-        resolve_batch(config, config.workers)  # impossible arithmetic fails before Ray starts
+        resolve_batch(config, config.workers)  # what cannot be fails before Ray starts
+    parse_plan(config.fault)
     dataset = prepare(config)
     with connected(address, slots, config), signals() as stop:
         place = Placement.make(config)

@@ -7,6 +7,8 @@ from typing import Any
 from nanoray.callbacks import clock, short
 from nanoray.config import Batch, Config, Loaded, resolve_batch
 from nanoray.data import DatasetInfo
+from nanoray.errors import ConfigError
+from nanoray.faults import parse_plan
 from nanoray.run import RunSpec, expected_loss
 
 
@@ -21,6 +23,9 @@ def plan(loaded: Loaded, dp: int, dataset_vocab: int) -> tuple[Config, list[str]
         config, derived = derive_scaling(config, loaded.given, params, dp)
         notes = [f"scale  {d.key} = {d.value:.4g}: {d.reason}" for d in derived]
     resolve_batch(config, dp)
+    for fault in parse_plan(config.fault):
+        if fault.rank >= dp:
+            raise ConfigError(f"fault on rank {fault.rank} would never fire: ranks are 0 to {dp - 1}")
     return config, notes
 
 

@@ -43,7 +43,8 @@ WIDTH_384 = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "globa
 BF16_UNITS = frozenset({"amx_bf16", "avx512_bf16"})
 FIRST, WHOLE, STEP = (METRICS[name][0] for name in ("first_step_s", "whole_run_s", "step_ms"))
 BLOCKS_PER_ROUND = 4  # blocks of steps are short: more of them for the same minutes
-WINDOW_STEPS = 40
+PAIRS_PER_ROUND = 12  # a loud and a quiet window: 1 % is little against the noise of a shared machine
+WINDOW_STEPS = 20
 
 
 @dataclass
@@ -91,7 +92,8 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     if rounds < 1 or steps < 2:
         raise ConfigError(f"rounds = {rounds}, steps = {steps}; at least 1 round of 2 steps is needed")
     slots = local_slots(args.device, args.workers, discover_gpus(), available_cpus())
-    folder = Path(tempfile.mkdtemp(prefix="nrb-", dir="/tmp" if Path("/tmp").is_dir() else None))  # short: sockets
+    long = len(tempfile.gettempdir()) > 30  # Ray's sockets lie below it, and a socket's path has 107 characters
+    folder = Path(tempfile.mkdtemp(prefix="nrb-", dir="/tmp" if long else None))
     (folder / "tmp").mkdir()  # torchrun and killed daemons leave things in TMPDIR
     plan = Plan(args, arms, rounds, steps, slots, folder, arm_environment() | {"TMPDIR": str(folder / "tmp")})
     try:
@@ -199,8 +201,8 @@ def _compute(plan: Plan, report: Report, group: tuple[str, ...], shape: dict[str
                 found[arm] = [warm_ms]
             except ChildFailed as error:
                 _fail(plan, report, arm, error)
-        slowest_ms = max((values[0] for values in found.values() if values), default=1.0)
-        steps = max(2, round((200 if plan.args.quick else 1000) / slowest_ms))
+        fastest_ms = min((values[0] for values in found.values() if values), default=1000.0)
+        steps = max(2, round((200 if plan.args.quick else 1000) / fastest_ms))
         for turn in range(-1, blocks):  # one more, thrown away: memory and caches settle
             for arm in arms[turn % len(arms) :] + arms[: turn % len(arms)]:
                 try:
@@ -241,8 +243,7 @@ def _block(ranks: list[Child], steps: int) -> float:
 def _traffic(plan: Plan, report: Report) -> None:
     """Run the loud and quiet windows on the cluster, and add their ratios."""
     name, metric = "traffic", "step, loud / quiet"
-    note = "stamps, records every 10 steps to jsonl, TensorBoard, Ray gauges and the polling driver / none of it"
-    pairs = 2 if plan.args.quick else BLOCKS_PER_ROUND * plan.rounds
+    pairs = 2 if plan.args.quick else PAIRS_PER_ROUND * plan.rounds
     values = {"name": name, "out_dir": str(plan.folder), "log_every": 10, "eval_every": 0, "checkpoint_every": 0}
     values |= {"max_steps": 2 * pairs * WINDOW_STEPS + 10, "sample_tokens": 0, "device": "cpu"} | plan.data
     result: dict[str, Any] = {"ratios": [], "emit_ms": [], "quiet_ms": []}
@@ -256,9 +257,10 @@ def _traffic(plan: Plan, report: Report) -> None:
                 result = json.loads(child.tail().splitlines()[-1])
         except (ChildFailed, ValueError) as error:
             _fail(plan, report, name, error)
-    report.rows.append(_row(plan, name, metric, "ratio", result["ratios"], f"{note}; windows of {WINDOW_STEPS} steps"))
+    note = f"windows of {WINDOW_STEPS} steps with all reporting / with none of it"
+    report.rows.append(_row(plan, name, metric, "ratio", result["ratios"], note))
     report.rows.append(_row(plan, name, "quiet step", "ms", result["quiet_ms"]))
-    note = "time the loop waits for its callbacks, per record; one record is due every 10 steps"
+    note = "what of it the loop waits for: jsonl, TensorBoard, Ray gauges; one record every 10 steps"
     report.rows.append(_row(plan, name, "callbacks of a record", "ms", result["emit_ms"], note))
 
 

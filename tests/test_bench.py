@@ -1,0 +1,359 @@
+"""The benchmarks: their statistics against closed forms, their verdicts, and one short run with real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoray.bench import __main__ as bench
+from nanoray.bench import train
+from nanoray.bench.launchers import LAUNCHERS, Moments, command, moments
+from nanoray.bench.processes import Child, ChildFailed, arm_environment, session_members
+from nanoray.bench.report import MIN_JUDGED, Report, Row, Target, conditions, markdown, number, ratio, table
+from nanoray.bench.traffic import EDGE, is_loud, pair_ratios
+
+
+def row(*values: float, arm: str = "a", metric: str = "m", error: str = "") -> Row:
+    return Row(arm, metric, "s", values, "", error)
+
+
+# Statistics
+
+
+def test_median_range_and_quartiles() -> None:
+    five = row(5, 1, 4, 2, 3)
+    assert (five.n, five.median, five.quartiles) == (5, 3, (2, 4))
+    assert row(1, 2, 3, 10).median == 2.5
+    assert row(7).quartiles == (7, 7)
+    assert {k: five.to_dict()[k] for k in ("min", "max", "n", "values")} == {
+        "min": 1,
+        "max": 5,
+        "n": 5,
+        "values": [5, 1, 4, 2, 3],
+    }
+
+
+def test_a_ratio_pairs_values_of_the_same_round() -> None:
+    """The machine is three times slower in round 2: pairs do not see it, a ratio of medians would."""
+    upper, lower = row(2, 6, 2.2), row(1, 3, 2)
+    paired = ratio("u / l", "m", upper, lower)
+    assert paired.values == pytest.approx((2, 2, 1.1))
+    assert paired.median == 2 != upper.median / lower.median
+    assert ratio("u / l", "m", row(2, 6), row(1)).values == (2,)  # the arm below failed in round 2
+
+
+def test_a_ratio_of_a_failed_arm_is_failed() -> None:
+    failed = ratio("u / l", "m", row(1), row(error="exit code 3"))
+    assert failed.to_dict() == {
+        "arm": "u / l",
+        "metric": "m",
+        "unit": "ratio",
+        "note": "",
+        "error": "exit code 3",
+        "n": 0,
+        "values": [],
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "relation", "verdict", "failed"),
+    [
+        ([1.0] * 5, "<=", "ok", False),
+        ([1.02] * 5, "<=", "ok", False),
+        ([1.0, 1.0, 1.03, 1.03, 1.03], "<=", "MISSED", True),
+        ([1.03] * 5, ">=", "ok", False),
+        ([1.01] * 5, ">=", "MISSED", True),
+        ([1.03] * (MIN_JUDGED - 1), "<=", "missed, not judged: n = 4 < 5", False),
+        ([1.0], "<=", "ok, not judged: n = 1 < 5", False),
+        ([], "<=", "not measured", True),
+    ],
+)
+def test_verdicts(values: list[float], relation: str, verdict: str, failed: bool) -> None:
+    target = Target("t", row(*values), relation, 1.02)
+    assert (target.verdict, target.failed) == (verdict, failed)
+
+
+def test_a_target_that_does_not_apply_says_why() -> None:
+    target = Target("t", row(1.0), ">=", 1.9, "no such unit")
+    assert (target.verdict, target.failed) == ("does not apply: no such unit", False)
+
+
+def test_loud_and_quiet_windows_pair_up() -> None:
+    assert [is_loud(w) for w in range(8)] == [True, False, False, True] * 2
+    # Loud costs 10 %, while the machine gets slower by a tenth from pair to pair.
+    seconds = [1.1, 1.0, 1.2, 1.32, 1.43, 1.3, 9.9]
+    assert pair_ratios(seconds) == pytest.approx([1.1, 1.1, 1.1])
+    assert EDGE % 10, "an edge on a record would count its callbacks in the wrong window"
+
+
+# What is printed and written
+
+
+def report_of(*rows: Row) -> Report:
+    return Report("train", conditions("train", ["--quick"]), list(rows))
+
+
+def test_the_table_is_aligned_and_a_failed_row_says_failed() -> None:
+    lines = table([row(1.5, 2.5), row(arm="longer name", error="exit code 3\nsecond line"), row(250.4)])
+    assert lines[0].split() == ["arm", "metric", "unit", "median", "min", "..", "max", "n"]
+    assert lines[1].split() == ["a", "m", "s", "2.00", "1.50", "..", "2.50", "2"]
+    assert lines[2].split(maxsplit=5) == ["longer", "name", "m", "s", "FAILED", "0  exit code 3"]
+    assert lines[3].split()[3:] == ["250", "250", "..", "250", "1"]
+    assert len({line.index(" m ") for line in lines[1:]}) == 1
+
+
+def test_numbers_keep_three_digits() -> None:
+    assert [number(v) for v in (1234.5, 12.345, 1.2345, 0.12345)] == ["1234", "12.3", "1.23", "0.123"]
+
+
+def test_the_markdown_table() -> None:
+    assert markdown(("arm", "s"), [("a", "1")]) == ["| arm | s |", "| --- | ---: |", "| a | 1 |"]
+
+
+def test_json_shape(tmp_path: Path) -> None:
+    report = report_of(row(1, 2, 3), row(error="gone", arm="b"))
+    report.targets.append(Target("t", report.rows[0], "<=", 2))
+    report.write(tmp_path / "r.json")
+    written = json.loads((tmp_path / "r.json").read_text())
+    assert {"conditions", "rows", "targets", "failures", "ok"} <= written.keys()
+    assert {"command", "date", "versions", "cpu", "gpus", "load"} <= written["conditions"].keys()
+    assert {"nanoray", "torch", "ray", "python"} == written["conditions"]["versions"].keys()
+    assert written["conditions"]["command"] == "python -m nanoray.bench train --quick"
+    assert [r["n"] for r in written["rows"]] == [3, 0]
+    assert written["targets"][0]["measured"] == 2
+    assert os.listdir(tmp_path) == ["r.json"]
+
+
+def test_the_last_line_says_ok_or_failed_and_why() -> None:
+    report = report_of(row(1.0))
+    assert report.lines()[-1] == "OK  1 rows, 0 target(s)"
+    report.failures.append("ray: exit code 3\nlast line of its log")
+    report.targets.append(Target("speed", row(*[2.0] * 5), "<=", 1))
+    assert report.failed
+    assert report.lines()[-1] == "FAILED  ray: exit code 3; speed: MISSED"
+    assert "  | last line of its log" in report.lines()
+
+
+# The command line
+
+
+def test_help_lists_the_benches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {name:<12}{text}" in out for name, (_, text) in bench.BENCHES.items())
+    assert bench.main([]) == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["trian"], "unknown bench trian; did you mean train?"),
+        (["xyz"], "unknown bench xyz; known: train"),
+        (["train", "--round", "3"], "unknown flag --round; did you mean --rounds?"),
+        (["train", "--rounds", "x"], "argument --rounds: invalid int value: 'x'"),
+        (["train", "--arms", "plain,horovod"], "unknown arm horovod; known: plain, torchrun, "),
+        (["train", "--steps", "1"], "at least 1 round of 2 steps is needed"),
+        (["train", "--figure", "f.docx"], "figure = f.docx: unknown kind of file; end it in .png, .svg, .pdf"),
+        (["train", "--json", "nowhere/f.json"], "cannot write nowhere/f.json: its folder is missing or read-only"),
+    ],
+)
+def test_wrong_flags_are_refused_before_anything_starts(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.main(argv) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_every_launcher_gets_the_same_recipe() -> None:
+    recipe = ["--preset", "tiny"]
+    commands = {arm: command(arm, 3, recipe, "127.0.0.1:6379") for arm in LAUNCHERS}
+    assert all(argv[-2:] == recipe for argv in commands.values())
+    assert "--nproc-per-node=3" in commands["torchrun"]
+    assert all("--workers 3" in " ".join(commands[arm]) for arm in LAUNCHERS[2:])
+    for arm in ("ray", "torchtrainer"):
+        assert "--ray_address 127.0.0.1:6379" in " ".join(commands[arm])
+        assert "--ray_address local" in " ".join(commands[f"{arm}-init"])
+
+
+# Processes
+
+
+def child(code: str, log: Path, pipes: bool = False) -> Child:
+    return Child([sys.executable, "-c", code], arm_environment(), log, pipes)
+
+
+def test_a_failed_child_shows_its_last_lines(tmp_path: Path) -> None:
+    bad = child("print('the reason'); raise SystemExit(3)", tmp_path / "log")
+    with bad, pytest.raises(ChildFailed, match=r"exit code 3\nthe reason"):
+        bad.wait(20)
+    with child("import time; print('busy', flush=True); time.sleep(60)", tmp_path / "log") as slow:
+        while "busy" not in slow.tail():
+            time.sleep(0.01)
+        with pytest.raises(ChildFailed, match=r"no end within 0.1 s\nbusy"):
+            slow.wait(0.1)
+    assert slow.process.returncode == -signal.SIGTERM
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="sessions are read from /proc")
+def test_ending_a_child_ends_what_it_started(tmp_path: Path) -> None:
+    """The grandchild ignores SIGTERM, has its own process group, and its parent is gone: as Ray's daemons can be."""
+    code = (
+        "import os, signal, time\n"
+        "if os.fork() == 0:\n"
+        "    os.setpgid(0, 0); signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)\n"
+    )
+    with child(code, tmp_path / "log") as parent:
+        parent.wait(20)
+        while "up" not in parent.tail():
+            time.sleep(0.01)
+        assert len(session_members(parent.process.pid)) == 1
+    assert not session_members(parent.process.pid)
+
+
+def test_arms_inherit_no_ranks_and_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "RAY_ADDRESS", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "1")
+    env = arm_environment()
+    assert not {"RANK", "WORLD_SIZE", "RAY_ADDRESS", "TORCHELASTIC_RUN_ID"} & env.keys()
+    assert env["RAY_AUTH_MODE"] == "token"
+    assert len(env["RAY_AUTH_TOKEN"]) == 64
+
+
+def test_the_gate_times_exactly_the_steps_it_was_asked_for(tmp_path: Path) -> None:
+    """A loop of 50 ms steps behind a gate, asked for 3 and then for 1."""
+    code = (
+        "import os, sys, time\nfrom nanoray.bench.compute import Gate\n"
+        "gate = Gate(sys.stdout)\nwhile not gate():\n    time.sleep(0.05)\n"
+    )
+    with child(code, tmp_path / "log", pipes=True) as loop:
+        assert loop.answer(30) == {"ready": True}
+        for steps in (3, 1):
+            start = time.perf_counter()
+            loop.ask(str(steps))
+            step_ms = loop.answer(30)["step_ms"]
+            assert 50 <= step_ms <= 1e3 * (time.perf_counter() - start) / steps + 1
+        with pytest.raises(ChildFailed, match=r"no answer within 0\.1 s"):
+            loop.answer(0.1)
+
+
+# What a run's files say
+
+
+def write_run(folder: Path, steps: list[int], started: float) -> None:
+    run = folder / "run"
+    (run / "logs").mkdir(parents=True)
+    (run / "run.json").write_text(json.dumps({"started": started + 1.5}))
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started + 4)) + ",250"
+    (run / "logs" / "rank0.log").write_text(f"{stamp} INFO attempt 0\n")
+    times = {"time/step_ms": 20.0}
+    records: list[dict[str, Any]] = [{"step": s, "time": started + 6 + s, "train/loss": 4.0 - s} for s in steps]
+    for i, record in enumerate(records[1:]):
+        record |= {"time/step_ms": times["time/step_ms"] + 10 * i}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+
+
+def test_the_moments_of_a_run_add_up(tmp_path: Path) -> None:
+    started = 1_700_000_000.0
+    write_run(tmp_path, [1, 2, 3, 4], started)
+    found = moments(tmp_path, started, whole_s=12.0, steps=4)
+    assert found == Moments(7.0, 12.0, 30.0, 1.5, 2.75, 2.75, 2.0, 0.0)
+    assert found.imports_s + found.until_rank_s + found.until_step_s == found.first_step_s
+
+
+def test_a_run_with_other_steps_is_no_measurement(tmp_path: Path) -> None:
+    write_run(tmp_path, [1, 2, 3], time.time())
+    with pytest.raises(ValueError, match="steps 1 to 3 instead of 1 to 4"):
+        moments(tmp_path, time.time(), 1.0, steps=4)
+
+
+# Real runs
+
+
+FLAGS = ["--quick", "--preset", "tiny", "--steps", "6", "--rounds", "1"]
+
+
+def test_a_failed_arm_is_reported_and_the_others_go_on(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torchrun is replaced by a command that fails, plain by one whose loss is wrong, ray by one that is right."""
+
+    def fake(argv: list[str], env: object, folder: Path, timeout_s: float, steps: int) -> Moments:
+        arm = folder.name.rsplit("-", 1)[0]
+        if arm == "torchrun":
+            raise ChildFailed("exit code 3\nthe last line of its output")
+        return Moments(2.0, 3.0, 20.0, 0.5, 0.5, 1.0, 1.0, {"plain": 2.0, "ray-init": 2.3}[arm])
+
+    monkeypatch.setattr(train, "run_once", fake)
+    argv = ["train", *FLAGS, "--dataset", str(text), "--arms", "plain,torchrun,ray-init"]
+    assert bench.main([*argv, "--json", str(tmp_path / "r.json")]) == 1
+    out = capsys.readouterr().out
+    assert "FAILED  torchrun: exit code 3\n  | the last line of its output" in out
+    assert "| torchrun | FAILED | FAILED | FAILED |" in out
+    assert "| plain | 2.00 (2.00–2.00) | 3.00 (3.00–3.00) | 20.0 (20.0–20.0) |" in out
+    assert "ray-init: wrong: loss 2.3000 after 6 steps, others 2.0000" in out
+    assert out.splitlines()[-1].startswith("FAILED  ")
+    failed = [r for r in json.loads((tmp_path / "r.json").read_text())["rows"] if r["arm"] == "torchrun"]
+    assert {r["metric"] for r in failed} == {train.FIRST, train.WHOLE, train.STEP}
+    assert all(r["values"] == [] and r["error"] for r in failed)
+
+
+def test_arms_take_turns_at_going_first(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def fake(argv: list[str], env: object, folder: Path, timeout_s: float, steps: int) -> Moments:
+        order.append(folder.name)
+        return Moments(*[1.0] * 8)
+
+    monkeypatch.setattr(train, "run_once", fake)
+    arms = ["--arms", "plain,torchrun,ray-init", "--rounds", "3"]
+    assert bench.main(["train", "--preset", "tiny", "--dataset", str(text), *arms]) == 0
+    assert [name.rsplit("-", 1)[0] for name in order[::3]] == ["plain", "torchrun", "ray-init"]
+    assert [name.rsplit("-", 1)[1] for name in order] == list("000111222")
+
+
+def test_a_real_quick_run(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ["--json", str(tmp_path / "r.json"), "--figure", str(tmp_path / "r.png")]
+    assert bench.main(["train", *FLAGS, "--dataset", str(text), "--arms", "plain,torchrun", *files]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1].startswith("OK  ")
+    assert "| plain | " in out
+    written = json.loads((tmp_path / "r.json").read_text())
+    assert "quick" in written["conditions"]
+    found = {(r["arm"], r["metric"]): r["median"] for r in written["rows"]}
+    for arm in ("plain", "torchrun"):
+        assert 0 < found[arm, train.FIRST] < found[arm, train.WHOLE]
+        assert found[arm, train.STEP] > 0
+    assert (tmp_path / "r.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_ctrl_c_leaves_nothing_behind(text: Path) -> None:
+    temp = tempfile.mkdtemp(prefix="t-", dir="/tmp")  # a short path, as /tmp is
+    argv = [sys.executable, "-m", "nanoray.bench", "train", *FLAGS, "--steps", "100000", "--arms", "plain"]
+    env = os.environ | {"TMPDIR": temp}
+    run = subprocess.Popen([*argv, "--dataset", str(text)], env=env, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (started := children_of(run.pid)) and time.monotonic() < deadline and run.poll() is None:
+        time.sleep(0.1)
+    assert started
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=30)
+    assert run.returncode == 130
+    assert "nothing was written" in err
+    assert not any(session_members(pid) for pid in started)
+    os.rmdir(temp)  # raises when something is in it
+
+
+def children_of(pid: int) -> list[int]:
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    if not path.exists():
+        pytest.skip("this kernel does not list children")
+    return [int(p) for p in path.read_text().split()]
