@@ -120,11 +120,9 @@ class TokenData:
 
     def __init__(self, info: DatasetInfo, block_size: int, seed: int, device: torch.device | None = None) -> None:
         """Open `info`. Raises DataError when its files are not of the sizes that `prepare` wrote down."""
-        self._splits = {
-            "train": _map(info, "train.bin", info.train_tokens),
-            "val": _map(info, "val.bin", info.val_tokens),
-        }
-        assert min(info.train_tokens, info.val_tokens) > block_size, "prepare refuses this"
+        counts = {"train": info.train_tokens, "val": info.val_tokens}
+        self._splits = {split: _map(info, f"{split}.bin", tokens) for split, tokens in counts.items()}
+        assert min(counts.values()) > block_size, "prepare refuses this"
         self.block_size = block_size
         self.device = device
         self._key = _mix(np.array([seed], np.uint64))  # (1,): numpy warns of overflow in scalars, not in arrays
@@ -253,8 +251,7 @@ def _get_shakespeare(config: Config, tries: int, total_s: float) -> _Source:
 
 def _download(url: str, tries: int, total_s: float) -> bytes:
     """Read an http(s):// or file:// URL, or a bare path; wait and try again where that can help."""
-    if "://" not in url:
-        url = _absolute(url).as_uri()
+    url = url if "://" in url else _absolute(url).as_uri()
     if not url.startswith(("http://", "https://", "file://")):
         raise _FetchFailed("not an http(s):// or file:// URL")
     if url.startswith("file://"):

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def launch(loaded: Loaded, started: float) -> int:
     """Train what `loaded` asks for on Ray and return the exit code. Raises NanorayError for what it refuses."""
-    config = loaded.config
+    config = lasting_out_dir(loaded.config)
     address = ray_address(config)
     slots = None
     if address == "local":
@@ -89,6 +90,15 @@ def ray_address(config: Config) -> str:
     if config.ray_address != "auto":
         return config.ray_address
     return os.environ.get("RAY_ADDRESS") or "local"
+
+
+def lasting_out_dir(config: Config) -> Config:
+    """Move a relative out_dir out of the copy of the working directory that Ray makes for a job and deletes later."""
+    if "runtime_resources" not in Path.cwd().parts or Path(config.out_dir).is_absolute():
+        return config
+    lasting = Path.home() / "nanoray" / config.out_dir
+    print(f"out    {lasting}: the job's working directory is a copy that Ray deletes (--out_dir chooses)", flush=True)
+    return config.model_copy(update={"out_dir": str(lasting)})
 
 
 def _dry_run(loaded: Loaded, config: Config, address: str, slots: Slots | None) -> int:

@@ -36,7 +36,7 @@ from nanoray.devices import (
     peak_flops,
 )
 from nanoray.engine import RuntimeEngine
-from nanoray.errors import ConfigError, NanorayError
+from nanoray.errors import ConfigError, DataError, NanorayError
 from nanoray.mesh import Mesh, RankDevice, Rendezvous, choose_backend, connect_store, join, runtime_nccl_version
 from nanoray.model import GPT, ModelShape, count_parameters, generate
 from nanoray.optim import make_optimizer
@@ -60,6 +60,7 @@ def train(
     `watchers` see notes and records on rank 0. `should_stop` is asked once per step: True on any rank stops all ranks
     after the same step, with a checkpoint. Raises NanorayError for what nanoray refuses.
     """
+    require_shared_folder(spec, rendezvous)
     log_to(spec.log(rendezvous.rank))
     os.environ.update(rendezvous.env)
     torch.set_num_threads(rendezvous.threads)
@@ -103,6 +104,20 @@ def train(
         for callback in callbacks:
             callback.close()
     return outcome
+
+
+def require_shared_folder(spec: RunSpec, rendezvous: Rendezvous) -> None:
+    """Raise when this node does not see the run's folder, or has another dataset than the driver prepared."""
+    if not (spec.folder / "run.json").exists():
+        raise ConfigError(
+            f"rank {rendezvous.rank} on {platform.node()} does not see the run's folder {spec.folder}; "
+            "give an --out_dir on storage that all nodes share"
+        )
+    if not spec.dataset.path.exists() and prepare(spec.config).tokens_sha256 != spec.dataset.tokens_sha256:
+        raise DataError(
+            f"rank {rendezvous.rank} on {platform.node()} prepared other tokens of dataset = {spec.config.dataset} than "
+            "the driver did; give a --data_dir on storage that all nodes share"
+        )
 
 
 def facts(spec: RunSpec) -> dict[str, str]:

@@ -71,13 +71,18 @@ def ray_head(*flags: str, **env: str) -> Iterator[Cluster]:
             client.pop("CUDA_VISIBLE_DEVICES", None)
             yield Cluster(address, f"http://127.0.0.1:{dashboard}", client)
         finally:
-            head.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                head.wait(3)
-            for pid in processes_of_session(head.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            head.wait(5)
+            end_session(head)
+
+
+def end_session(leader: subprocess.Popen[Any]) -> None:
+    """End a process that a test started as a session leader, and what is left of its session."""
+    leader.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        leader.wait(3)
+    for pid in processes_of_session(leader.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    leader.wait(5)
 
 
 def processes_of_session(session: int) -> list[int]:
@@ -424,6 +429,28 @@ def exported_metrics(cluster: Cluster) -> str:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
             texts.append(answer.read().decode())
     return "\n".join(texts)
+
+
+def test_ranks_are_sorted_by_node_and_spread_over_two(
+    recipe: Path, tmp_path: Path, clean: tuple[Path, str], cluster: Cluster
+) -> None:
+    """A second node joins; --placement spread puts one rank on each, and nothing else changes."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={cluster.address}", "--block"]
+    node = subprocess.Popen(
+        [*command, "--num-cpus=1"], env=cluster.env, stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        wait_for(lambda: len(in_driver(cluster, "print(json.dumps(list(ray.nodes())))")) == 2, 30)
+        code, output = launch(cluster, recipe, tmp_path, "--placement", "spread")
+        assert code == 0, output
+        logs = [(only_run(tmp_path) / "logs" / f"rank{r}.log").read_text() for r in (0, 1)]
+        assert [re.findall(r"local_rank=(\d), local_world_size=(\d), node_rank=(\d)", t)[0] for t in logs] == [
+            ("0", "1", "0"),
+            ("0", "1", "1"),
+        ]
+        assert losses(tmp_path) == losses(clean[0])
+    finally:
+        end_session(node)
 
 
 SLICES = [f"MIG-{i:08d}-1111-2222-3333-444455556666" for i in range(3)]
