@@ -115,7 +115,7 @@ def require_shared_folder(spec: RunSpec, rendezvous: Rendezvous) -> None:
         )
     if not spec.dataset.path.exists() and prepare(spec.config).tokens_sha256 != spec.dataset.tokens_sha256:
         raise DataError(
-            f"rank {rendezvous.rank} on {platform.node()} prepared other tokens of dataset = {spec.config.dataset} than "
+            f"rank {rendezvous.rank} on {platform.node()} prepared other tokens of {spec.config.dataset} than "
             "the driver did; give a --data_dir on storage that all nodes share"
         )
 
