@@ -29,7 +29,7 @@ def test_presets_are_the_four_and_load() -> None:
 def test_shakespeare_cpu_is_nanogpts_cpu_recipe() -> None:
     c = load_config(preset="shakespeare-cpu")
     assert (c.n_layer, c.n_head, c.n_embd, c.block_size, c.global_batch_size) == (4, 4, 128, 64, 12)
-    assert (c.max_steps, c.dropout, c.lr, c.min_lr, c.warmup_steps, c.beta2) == (2000, 0.0, 1e-3, 1e-4, 100, 0.99)
+    assert (c.max_steps, c.dropout, c.lr, c.min_lr, c.warmup_steps, c.beta2) == (2000, 0.0, 3e-3, 1e-4, 100, 0.99)
     assert c.expected_val_loss["shakespeare"] == 1.88
 
 
@@ -87,7 +87,7 @@ ERRORS = [
     (["--n_layer", "0"], "n_layer = '0': Input should be greater than 0"),
     (["--n_head", "3"], "n_embd = 128 is not a multiple of n_head = 3; try n_embd 126"),
     (["--stop_at", "3000"], "stop_at = 3000 is beyond max_steps = 2000; lower stop_at or raise max_steps"),
-    (["--min_lr", "1"], "min_lr = 1.0 is above lr = 0.001; lower min_lr or raise lr"),
+    (["--min_lr", "1"], "min_lr = 1.0 is above lr = 0.003; lower min_lr or raise lr"),
     (["--backend", "nccl", "--device", "cpu"], "backend = nccl needs GPUs, but device = cpu; use backend gloo or auto"),
     (["--dataset", "stdlib", "--data_url", "file:///x"], "data_url would be ignored: dataset = stdlib"),
     (["--preset", "tinny"], "did you mean tiny?"),
