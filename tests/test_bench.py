@@ -104,10 +104,10 @@ def report_of(*rows: Row) -> Report:
 
 def test_the_table_is_aligned_and_a_failed_row_says_failed() -> None:
     lines = table([row(1.5, 2.5), row(arm="longer name", error="exit code 3\nsecond line"), row(250.4)])
-    assert lines[0].split() == ["arm", "metric", "unit", "median", "min", "..", "max", "n"]
-    assert lines[1].split() == ["a", "m", "s", "2.00", "1.50", "..", "2.50", "2"]
+    assert lines[0].split() == ["arm", "metric", "unit", "median", "quartiles", "min", "..", "max", "n"]
+    assert lines[1].split() == ["a", "m", "s", "2.00", "1.75", "..", "2.25", "1.50", "..", "2.50", "2"]
     assert lines[2].split(maxsplit=5) == ["longer", "name", "m", "s", "FAILED", "0  exit code 3"]
-    assert lines[3].split()[3:] == ["250", "250", "..", "250", "1"]
+    assert lines[3].split()[3:] == ["250", "250", "..", "250", "250", "..", "250", "1"]
     assert len({line.index(" m ") for line in lines[1:]}) == 1
 
 

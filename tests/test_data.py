@@ -767,3 +767,11 @@ def test_prepare_needs_no_torch(sample_file: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(builtins, "__import__", guarded)
     assert prepare(config(sample_file)).name == "beer"
+
+
+def test_shakespeare_is_recognised_by_its_content(shakespeare: Path, tmp_path: Path) -> None:
+    """A copy under another name is the same dataset: the same tokenizer, and the same loss to expect."""
+    copy = tmp_path / "input.txt"
+    copy.write_bytes(shakespeare.read_bytes())
+    info = prepare(make_config({"global_batch_size": 12, "dataset": str(copy), "data_dir": str(tmp_path / "cache")}))
+    assert (info.name, info.tokenizer["kind"], info.vocab_size) == ("shakespeare", "char", 65)

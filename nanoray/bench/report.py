@@ -165,19 +165,21 @@ def _condition(value: Any) -> str:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Return the rows as aligned text: arm, metric, unit, median, spread, n, note."""
-    cells = [("arm", "metric", "unit", "median", "min .. max", "n", "")]
+    """Return the rows as aligned text: arm, metric, unit, median, middle half, range, n, note."""
+    cells = [("arm", "metric", "unit", "median", "quartiles", "min .. max", "n", "")]
     for row in rows:
         if row.values:
-            spread = f"{number(min(row.values))} .. {number(max(row.values))}"
-            cells.append((row.arm, row.metric, row.unit, number(row.median), spread, str(row.n), row.note))
+            half, span = (
+                f"{number(low)} .. {number(high)}" for low, high in (row.quartiles, (min(row.values), max(row.values)))
+            )
+            cells.append((row.arm, row.metric, row.unit, number(row.median), half, span, str(row.n), row.note))
         else:
-            cells.append((row.arm, row.metric, row.unit, "FAILED", "", "0", row.error.splitlines()[0]))
-    width = [max(len(line[i]) for line in cells) for i in range(6)]
-    right = {3, 5}
+            cells.append((row.arm, row.metric, row.unit, "FAILED", "", "", "0", row.error.splitlines()[0]))
+    width = [max(len(line[i]) for line in cells) for i in range(7)]
+    right = {3, 6}
     return [
-        "  ".join(c.rjust(width[i]) if i in right else c.ljust(width[i]) for i, c in enumerate(line[:6])).rstrip()
-        + (f"  {line[6]}" if line[6] else "")
+        "  ".join(c.rjust(width[i]) if i in right else c.ljust(width[i]) for i, c in enumerate(line[:7])).rstrip()
+        + (f"  {line[7]}" if line[7] else "")
         for line in cells
     ]
 
