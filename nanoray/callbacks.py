@@ -63,7 +63,7 @@ class TensorBoardWriter:
     """TensorBoard events under tb/: the configuration as text, and every metric as a scalar over steps."""
 
     def __init__(self, folder: Path, config_json: str, resume_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # 0.2 s that a run without TensorBoard does not pay
+        from torch.utils.tensorboard import SummaryWriter  # imported only by runs that write events
 
         self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1 if resume_step else None, flush_secs=5)
         self._writer.add_text("config", "```json\n" + config_json + "\n```")

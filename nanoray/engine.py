@@ -134,18 +134,20 @@ class RuntimeEngine:
                 self._enter("log")
                 train_loss = mesh.all_reduce_mean(loss_sum / batch.accum).item()
                 record = self._record(train_loss, lr, grad_norm.item())
-                elapsed = time.perf_counter() - window_start
+                window_end = time.perf_counter()
+                elapsed, window_start = window_end - window_start, window_end
                 if first_step_s is None:
                     first_step_s = time.time() - self.spec.started
                 else:
                     record |= self._speed(elapsed, window_steps, data_s)
                     total_s, total_steps = total_s + elapsed, total_steps + window_steps
+                window_steps, data_s = 0, 0.0
                 if self._evaluation_due(last):
                     record |= self._evaluate()
+                    window_start += record["time/eval_s"]  # a pause is no part of a step; callbacks are
                 self._emit(record)
                 if self._checkpoint_due():
-                    self._save()
-                window_start, window_steps, data_s = time.perf_counter(), 0, 0.0
+                    window_start += self._save()
             stopping = vote.result()
 
         if self._saved_step != self.step:
@@ -165,7 +167,7 @@ class RuntimeEngine:
             "device": str(device),
             "precision": cfg.precision,
             "resumed_from": self.spec.resume or None,
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),  # its own class would make the driver import torch to read it
         }
 
     # What the loop calls, in the order in which it does.
@@ -297,8 +299,8 @@ class RuntimeEngine:
 
     # Checkpoints: rank 0 writes, all ranks contribute their random state.
 
-    def _save(self) -> None:
-        """Write a checkpoint of this step. (all ranks)
+    def _save(self) -> float:
+        """Write a checkpoint of this step; return how long training waited, in seconds. (all ranks)
 
         A checkpoint that cannot be written (a full disk) costs a warning; training goes on, and the third failure in a
         row ends it.
@@ -308,7 +310,7 @@ class RuntimeEngine:
         rng = self.mesh.gather(self._rng_state())
         self._saved_step = self.step
         if rng is None:
-            return
+            return time.perf_counter() - start
         state = TrainState(
             model=self.gpt.state_dict(),
             optimizer=optimizer_tensors(self.optimizer, self.gpt),
@@ -336,6 +338,7 @@ class RuntimeEngine:
             self.note(f"warning  checkpoint of step {self.step} skipped, training goes on: {error}")
         self._checkpoint_s = time.perf_counter() - start
         log.info("checkpoint of step %d took %.3f s", self.step, self._checkpoint_s)
+        return self._checkpoint_s
 
     def _restore(self) -> None:
         """Load the checkpoint that spec.resume names, if any. (all ranks)"""

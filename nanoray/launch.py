@@ -34,7 +34,7 @@ from nanoray.report import closing_lines, dry_run_lines, plan
 from nanoray.run import RunSpec, open_run, write_summary
 from nanoray.worker import Worker
 
-POLL_S = 0.25
+POLL_S = 0.5
 DRAIN_S = 1.5  # after the first failure, wait this long for the others: a survivor's error often arrives first
 LOG_LINES = 8
 
@@ -142,7 +142,9 @@ class Gang:
     def create(self) -> None:
         """Create the actors, named by run and rank, and learn where each one is."""
         spec, place = self.spec, self.place
-        env = {"RAY_worker_niceness": "0", "OMP_NUM_THREADS": str(place.threads)} | network_env()
+        # A runtime_env costs half a second: Ray cannot use the workers that it keeps ready. Root does without, for it
+        # may raise its priority itself (raise_priority); what the network needs travels in the Rendezvous.
+        runtime_env = None if os.geteuid() == 0 else {"env_vars": {"RAY_worker_niceness": "0"}}
         remote: Any = ray.remote(concurrency_groups={"control": 1})(Worker)  # type: ignore[call-overload]
         suffix = f".{spec.attempt}" if spec.attempt else ""
         for rank, index in enumerate(place.order):
@@ -152,7 +154,7 @@ class Gang:
                     num_cpus=place.bundle["CPU"],
                     num_gpus=place.bundle.get("GPU", 0),
                     scheduling_strategy=strategy(place.group, index),
-                    runtime_env={"env_vars": env},
+                    runtime_env=runtime_env,
                     max_restarts=0,  # Ray would re-execute silently; the driver restarts the whole gang
                     max_task_retries=0,
                 ).remote(spec.folder.name, rank)
@@ -194,7 +196,7 @@ class Gang:
                     device="cpu" if kind == "cpu" else "cuda:0",
                     backend=choice.backend,
                     backend_reason=choice.reason,
-                    env=tuple(choice.env.items()),
+                    env=tuple((network_env() | choice.env).items()),
                     threads=self.place.threads,
                     secret=secret,
                 )

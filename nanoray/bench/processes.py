@@ -149,12 +149,14 @@ def free_port() -> int:
 
 @contextmanager
 def ray_head(folder: Path, env: Mapping[str, str], slots: Slots) -> Iterator[tuple[str, Child]]:
-    """Run a Ray head on loopback with this machine's CPUs and `slots.devices`; yield its address. Ends it at the end.
+    """Run a Ray head with this machine's CPUs and `slots.devices`; yield its address. Ends it at the end.
+
+    Ray listens on all interfaces, also when told 127.0.0.1: the token in `env` keeps strangers out.
 
     `folder` must have a short path: Ray's sockets lie in it, and a socket's path has at most 107 characters.
     """
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
-    command += ["--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", "--port=0"]
+    command += ["--dashboard-host=127.0.0.1", "--port=0"]
     command += [f"--ray-client-server-port={free_port()}", "--min-worker-port=0", "--max-worker-port=0"]
     command += [f"--num-cpus={max(1, int(available_cpus()))}", f"--num-gpus={len(slots.devices)}"]
     command += [f"--object-store-memory={80 * 2**20}", f"--temp-dir={folder}"]

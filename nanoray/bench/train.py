@@ -9,7 +9,7 @@ Launchers, each running the same recipe with the same seed, round by round in ro
     torchtrainer       Ray Train's TorchTrainer around nanoray's recipe (ray_train_peer.py), on the same cluster
     torchtrainer-init  the same with its own Ray
 
-The cluster is this benchmark's own: a head on loopback that idles beside every arm, whichever is running. Then what a
+The cluster is this benchmark's own: a head that idles beside every arm, whichever is running. Then what a
 step costs on CPU (compute.py: baseline, engine, engine-2, and at width 384 baseline-384, engine-384), and what
 watching it costs (traffic.py: traffic).
 """
