@@ -57,7 +57,7 @@ METRICS: dict[str, Metric] = {
         Metric(
             "time/step_ms",
             "ms",
-            "wall time per optimizer step: mean since the last record, with callbacks, without evaluation and checkpoints",
+            "wall time per optimizer step: mean since the last record, without evaluation and checkpoints",
             "steady; the first step is not in it",
         ),
         Metric("time/data_ms", "ms", "of step_ms: host time spent on fetching batches", "under 2 % of step_ms"),

@@ -65,7 +65,7 @@ def train(
     os.environ.update(rendezvous.env)
     torch.set_num_threads(rendezvous.threads)
     torch.set_float32_matmul_precision("high")  # TF32 for what stays float32 on GPUs
-    log.info("attempt %d, pid %d, %s", spec.attempt, os.getpid(), rendezvous)
+    log.info("attempt %d, pid %d, nice %d, %s", spec.attempt, os.getpid(), os.nice(0), rendezvous)
     mesh = join(rendezvous, facts(spec), spec.config.timeout_s, spec.config.init_timeout_s, store)
     device = this_device(mesh)
     precision, why = resolve_precision(spec.config, device)

@@ -211,7 +211,10 @@ def test_a_run_reports_what_it_came_to(clean: tuple[Path, str]) -> None:
     names = {p.name for p in run.iterdir()}
     assert {"config.json", "run.json", "metrics.jsonl", "summary.json", "checkpoints", "tb", "logs"} <= names
     for rank in (0, 1):
-        assert f"rank={rank}" in (run / "logs" / f"rank{rank}.log").read_text()
+        log = (run / "logs" / f"rank{rank}.log").read_text()
+        assert f"rank={rank}" in log
+        assert "nice 0," in log, "Ray's default of 15 would put training behind everything else"
+        assert "threads=1" in log
     assert "2 rank(s) = dp 2 · backend gloo (CPU ranks)" in output
     assert re.search(r"step 30/30 \| loss \d", output)
     assert "sample" in output
