@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import sys
 from typing import Any
 
 from nanoray.callbacks import clock, short
@@ -34,7 +37,9 @@ def dry_run_lines(config: Config, notes: list[str], batch: Batch, dataset: Datas
     from nanoray.model import ModelShape, count_parameters, memory_estimate
 
     shape = ModelShape.of(config, dataset.vocab_size)
-    precision = "fp32" if config.precision == "auto" else config.precision
+    precision, hint = (
+        (config.precision, "") if config.precision != "auto" else ("fp32", " (auto may pick a smaller one)")
+    )
     memory = memory_estimate(shape, batch.micro, precision)
     parts = " + ".join(f"{name} {size / 2**20:,.1f}" for name, size in memory.items() if name != "total")
     return [
@@ -45,7 +50,7 @@ def dry_run_lines(config: Config, notes: list[str], batch: Batch, dataset: Datas
         f"{batch.global_size * config.block_size:,} tok/step, {config.max_steps:,} steps = "
         f"{batch.global_size * config.block_size * config.max_steps:,} tok",
         f"model      {count_parameters(shape):,} parameters",
-        f"memory     {memory['total'] / 2**20:,.1f} MiB per rank at {precision}: {parts}",
+        f"memory     {memory['total'] / 2**20:,.1f} MiB per rank at {precision}{hint}: {parts}",
         *notes,
         "dry run: nothing was started",
     ]
@@ -59,7 +64,10 @@ def closing_lines(spec: RunSpec, summary: dict[str, Any]) -> list[str]:
     verdict = ""
     if val is not None and expected is not None and summary["exit_reason"] == "finished":
         verdict = f" (expected ≤ {expected}: {'ok' if val <= expected else 'NOT REACHED'})"
-    loss = f"val loss {val:.4f}{verdict}" if val is not None else f"train loss {summary['train_loss']}"
+    train = summary["train_loss"]
+    loss = (
+        f"val loss {val:.4f}{verdict}" if val is not None else "no loss" if train is None else f"train loss {train:.4f}"
+    )
     speed = f" · {short(summary['tok_per_sec'])} tok/s" if summary["tok_per_sec"] else ""
     restarts = f" · {summary['restarts']} restart(s)" if summary["restarts"] else ""
     lines.append(
@@ -67,10 +75,18 @@ def closing_lines(spec: RunSpec, summary: dict[str, Any]) -> list[str]:
     )
     if summary.get("sample"):
         lines += ["sample", *("  " + line for line in summary["sample"].splitlines())]
-    lines += [
-        f"files  {spec.folder}",
-        f"next   tensorboard --logdir {spec.folder.parent}",
-        f"       python -m nanoray.sample {spec.folder} --prompt 'To be'",
-        f"       python -m nanoray.launch --resume {spec.folder} --max_steps {2 * spec.config.max_steps}",
+    run = shlex.quote(_from_here(str(spec.folder)))
+    python = shlex.quote(_from_here(sys.executable))
+    return [
+        *lines,
+        f"files  {run}",
+        f"next   {python} -m tensorboard.main --logdir {shlex.quote(_from_here(str(spec.folder.parent)))}",
+        f"       {python} -m nanoray.sample {run} --prompt 'To be'",
+        f"       {python} -m nanoray.launch --resume {run} --max_steps {2 * spec.config.max_steps}",
     ]
-    return lines
+
+
+def _from_here(path: str) -> str:
+    """Write a path below the working directory as a relative one: shorter to read, and to copy."""
+    here = os.getcwd() + os.sep
+    return path.removeprefix(here)
