@@ -13,9 +13,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from nanoray.data import prepare
-
 from nanoray.config import make_config
+from nanoray.data import prepare
 from nanoray.mesh import Rendezvous, open_store
 from nanoray.run import RunSpec, open_run
 
