@@ -1,0 +1,108 @@
+"""The README tells the truth: every command runs, every path exists, every figure stands in a committed result."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanoray.__main__ import COMMANDS
+from nanoray.config import parse_args
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```\n(.*?)```", README, re.DOTALL)
+COMMAND = re.compile(r"^(make|python|python3|torchrun|ray|tensorboard|\.venv/bin/\S+|CUDA_VISIBLE_DEVICES=\S+) ", re.M)
+COMMANDS_IN_BLOCKS = [
+    line.split("  #")[0].strip() for block in BLOCKS for line in block.splitlines() if COMMAND.match(line)
+]
+
+
+def test_it_is_short_and_has_no_placeholder() -> None:
+    assert len(README.splitlines()) <= 200
+    assert not re.search(r"\b(FIGURE|TRANSCRIPT|BENCH|FILEMAP)\b", README)
+
+
+def test_links_and_files_exist() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert target.startswith("http") or (ROOT / target).exists(), target
+    for name in re.findall(r"^((?:nanoray|examples|tests|docs)/\S*)", README, re.M):
+        assert (ROOT / name).exists(), name
+
+
+def test_file_map_names_every_module() -> None:
+    for path in (ROOT / "nanoray").glob("*.py"):
+        if not path.name.startswith("__"):
+            assert path.name in README, path.name
+
+
+@pytest.mark.parametrize("command", COMMANDS_IN_BLOCKS)
+def test_commands_parse(command: str, tmp_path: Path) -> None:
+    """Each flag exists and each file is there. What trains runs for real below, and in the other tests."""
+    words = [w for w in shlex.split(command.replace("&&", "")) if "=" not in w or w.startswith("-")]
+    for word in words:
+        if word.startswith("examples/"):
+            assert (ROOT / word).is_file()
+    module = next((w for w in words if w.startswith("nanoray.")), "")
+    if module in ("nanoray.train", "nanoray.launch"):
+        flags = words[words.index(module) + 1 :]
+        assert parse_args(flags, "x", "y").config
+    elif module:
+        assert module.removeprefix("nanoray.") in COMMANDS
+    elif words[0] == "make":
+        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
+        assert words[1] in targets
+    else:
+        assert words[0].split("/")[-1] in ("python3", "python", "ray", "tensorboard")
+
+
+def python(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    return subprocess.run([sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=150)
+
+
+def test_the_first_minute_as_a_new_user_without_internet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """examples/train_shakespeare.py from another folder, nothing cached, a proxy that leads nowhere: a short run."""
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    script = str(ROOT / "examples" / "train_shakespeare.py")
+    done = python(script, "--max_steps", "40", "--eval_every", "20", "--log_every", "20", cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "stdlib: source text of Python" in done.stdout
+    assert "Shakespeare is not cached and the download failed" in done.stdout
+    assert re.search(r"step +40/40 \| loss \d\.\d+ \| val \d\.\d+", done.stdout)
+    (run,) = (folder / "runs").iterdir()
+    assert json.loads((run / "summary.json").read_text())["dataset"] == "stdlib"
+    next_commands = [line[7:] for line in done.stdout.splitlines() if " -m nanoray.sample " in line]
+    sampled = subprocess.run(next_commands[0], shell=True, cwd=folder, capture_output=True, text=True, timeout=60)
+    assert sampled.returncode == 0, sampled.stderr
+    assert "To be" in sampled.stdout
+
+
+def test_dry_run_of_the_large_preset(tmp_path: Path) -> None:
+    """The 124 M parameter recipe on 8 ranks, planned on a machine with none of them."""
+    done = python(
+        *("-m", "nanoray.launch", "--preset", "gpt2-124m", "--workers", "8", "--dry_run"),
+        *("--tokenizer", "byte", "--dataset", "stdlib", "--device", "cpu", "--ray_address", "10.0.0.1:6379"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "12 seq × 5 accum × 8 dp × 1024 tok = 491,520 tok/step" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_figures_stand_in_a_committed_result() -> None:
+    """Every number of the README's tables is a median of docs/results/train-cpu.json, rounded as printed."""
+    rows = json.loads((ROOT / "docs" / "results" / "train-cpu.json").read_text())["rows"]
+    medians = {f"{row['median']:.3g}" for row in rows if row["median"] is not None}
+    cells = re.findall(r"\| (\d[\d.]*) \(", README)
+    assert cells, "no table"
+    assert [c for c in cells if c not in medians] == []
