@@ -65,7 +65,7 @@ class TensorBoardWriter:
     def __init__(self, folder: Path, config_json: str, resume_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # imported only by runs that write events
 
-        self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1 if resume_step else None, flush_secs=5)
+        self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1, flush_secs=5)
         self._writer.add_text("config", "```json\n" + config_json + "\n```")
 
     def on_note(self, text: str) -> None:
@@ -104,7 +104,8 @@ class Console:
             parts += [f"{record['time/step_ms']:.3g} ms", f"{short(record['perf/tok_per_sec'])} tok/s"]
         if "perf/mfu" in record:
             parts.append(f"mfu {record['perf/mfu']:.1f} %")
-        self._first = self._first or (record["time"], step)
+        if self._first is None or step < self._first[1]:  # a restart may begin before the first line
+            self._first = (record["time"], step)
         seconds, steps = record["time"] - self._first[0], step - self._first[1]
         if steps:
             parts.append(f"eta {clock(seconds / steps * (self._max_steps - step))}")

@@ -254,7 +254,38 @@ def parse_args(argv: list[str], prog: str, description: str) -> Loaded:
         )
     flags = vars(known)
     file, preset, dry_run = flags.pop("config", None), flags.pop("preset", None), flags.pop("dry_run", False)
-    return Loaded(load_config(file, preset, flags), frozenset(flags), dry_run)
+    of_run = {} if file or preset else _config_of_run(flags.get("resume", "none"))
+    config = make_config(of_run | flags) if of_run else load_config(file, preset, flags)
+    for key in flags.keys() & _COUNTS_IF.keys():
+        other, value = _COUNTS_IF[key]
+        if getattr(config, other) not in value:
+            raise ConfigError(
+                f"{key} = {flags[key]} would be ignored: {other} = {getattr(config, other)}; drop --{key}"
+            )
+    return Loaded(config, frozenset(flags), dry_run)
+
+
+# Flags that count only together with another key's value.
+_COUNTS_IF = {
+    "min_lr": ("schedule", ("cosine", "wsd")),
+    "decay_fraction": ("schedule", ("wsd",)),
+    "weight_decay": ("optimizer", ("adamw",)),
+    "beta1": ("optimizer", ("adamw",)),
+    "beta2": ("optimizer", ("adamw",)),
+    "tokens_per_param": ("scaling", ("nanochat",)),
+}
+_NOT_INHERITED = ("resume", "stop_at", "fault", "workers", "out_dir")  # what one command asked for, not what the run is
+
+
+def _config_of_run(resume: str) -> dict[str, Any]:
+    """Return the keys of the run that `--resume PATH` names (its folder, or one of its checkpoints), if it has any."""
+    if resume in ("none", "auto"):
+        return {}
+    path = Path(resume).expanduser()
+    for folder in (path, path.parent, path.parent.parent):
+        if (folder / "config.json").is_file():
+            return {k: v for k, v in _read_yaml(folder / "config.json").items() if k not in _NOT_INHERITED}
+    return {}
 
 
 def load_config(file: str | None = None, preset: str | None = None, overrides: dict[str, Any] | None = None) -> Config:
@@ -270,6 +301,7 @@ def load_config(file: str | None = None, preset: str | None = None, overrides: d
     # A batch given per rank replaces a global one from below; a global one replaces accumulation from below.
     if {"micro_batch_size", "grad_accum_steps"} <= overrides.keys() and "global_batch_size" not in overrides:
         merged.pop("global_batch_size", None)
+        merged.pop("expected_val_loss", None)
     elif "global_batch_size" in overrides:
         merged.pop("grad_accum_steps", None)
     if any(_group(k) in _RECIPE_GROUPS and k not in _KEEPS_RECIPE for k in overrides):

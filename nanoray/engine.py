@@ -61,12 +61,14 @@ class RuntimeEngine:
         self.should_stop = should_stop
         self.peak_flops: float | None = None  # of all ranks together; unknown device: no MFU
         self.step = 0  # completed optimizer steps
+        self._current = 0  # the step being computed, or just completed: where faults and stamps are
         self.samples = 0  # sequences consumed by them: the one integer that resumes the data
         self.val_loss: float | None = None
         self.best_val_loss: float | None = None
         self._faults = [f for f in parse_plan(self.cfg.fault) if f.rank == mesh.rank and f.attempt == spec.attempt]
         self._stamp = ProgressStamp(spec.stamp(mesh.rank))
         self._saved_step = -1
+        self._evaluated_step = -1
         self._failed_saves = 0
         self._checkpoint_s: float | None = None
 
@@ -90,6 +92,7 @@ class RuntimeEngine:
 
         while self.step < last and not stopping:
             # (all ranks) Does anybody want to stop? Asked now, answered when the step is done: compute hides it.
+            self._current = self.step + 1
             vote = mesh.vote(self.should_stop())
             lr = lr_at(self.step, cfg)
             for group in self.optimizer.param_groups:
@@ -142,7 +145,7 @@ class RuntimeEngine:
                     record |= self._speed(elapsed, window_steps, data_s)
                     total_s, total_steps = total_s + elapsed, total_steps + window_steps
                 window_steps, data_s = 0, 0.0
-                if self._evaluation_due(last):
+                if self._evaluation_due():
                     record |= self._evaluate()
                     window_start += record["time/eval_s"]  # a pause is no part of a step; callbacks are
                 self._emit(record)
@@ -151,7 +154,7 @@ class RuntimeEngine:
             stopping = vote.result()
 
         if self._saved_step != self.step:
-            self._save()
+            self._save(final=True)
         self._enter("done")
         return {
             "exit_reason": self._exit_reason(stopping),
@@ -174,9 +177,9 @@ class RuntimeEngine:
 
     def _enter(self, phase: str) -> None:
         """Stamp where this rank is, and let a planned fault fire. Under a microsecond without faults."""
-        self._stamp.set(self.step + 1, phase)
-        for fault in self._faults:
-            if fault.step == self.step + 1 and fault.phase == phase:
+        self._stamp.set(self._current, phase)
+        for fault in self._faults[:]:
+            if fault.step == self._current and fault.phase == phase:
                 self._faults.remove(fault)
                 log.warning("fault plan fires: %s", fault)
                 fault.fire(self.spec.folder / "faults.jsonl")
@@ -212,7 +215,7 @@ class RuntimeEngine:
     def _is_first(self, step: int) -> bool:
         return step == self._first_step
 
-    def _evaluation_due(self, last: int) -> bool:
+    def _evaluation_due(self) -> bool:
         every = self.cfg.eval_every
         return bool(every) and (self.step % every == 0 or self.step == self.cfg.max_steps)
 
@@ -277,9 +280,10 @@ class RuntimeEngine:
             total += torch.stack([loss * len(starts), torch.full_like(loss, len(starts))])
         self.gpt.train()
         loss_sum, count = self.mesh.all_reduce(total).tolist()
-        self.val_loss = loss_sum / count
-        if math.isfinite(self.val_loss) and (self.best_val_loss is None or self.val_loss < self.best_val_loss):
-            self.best_val_loss = self.val_loss
+        self.val_loss, self._evaluated_step = loss_sum / count, self.step
+        if not math.isfinite(self.val_loss):
+            raise TrainingDiverged(f"at step {self.step} the validation loss is {self.val_loss}; lower lr")
+        self.best_val_loss = min(self.val_loss, self.best_val_loss or math.inf)
         return {"val/loss": self.val_loss, "time/eval_s": time.perf_counter() - start}
 
     def _emit(self, record: dict[str, Any]) -> None:
@@ -299,18 +303,31 @@ class RuntimeEngine:
 
     # Checkpoints: rank 0 writes, all ranks contribute their random state.
 
-    def _save(self) -> float:
-        """Write a checkpoint of this step; return how long training waited, in seconds. (all ranks)
+    def _save(self, final: bool = False) -> float:
+        """Write a checkpoint of this step; return the seconds that training waited. (all ranks)
 
         A checkpoint that cannot be written (a full disk) costs a warning; training goes on, and the third failure in a
-        row ends it.
+        row, or a failed last one, ends it. Weights that are not finite are never written: all ranks raise
+        TrainingDiverged.
         """
         self._enter("checkpoint")
         start = time.perf_counter()
         rng = self.mesh.gather(self._rng_state())
         self._saved_step = self.step
-        if rng is None:
-            return time.perf_counter() - start
+        if not torch.isfinite(get_total_norm(self.params)):
+            raise TrainingDiverged(
+                f"after step {self.step} the weights are not finite; lower lr, or set grad_clip. The last checkpoint "
+                "before it is good"
+            )
+        if rng is not None:
+            self._write(rng, final)
+        self.mesh.barrier()  # (all ranks) wait here, where patience is long, and not in the next collective
+        self._checkpoint_s = time.perf_counter() - start
+        log.info("checkpoint of step %d took %.3f s", self.step, self._checkpoint_s)
+        return self._checkpoint_s
+
+    def _write(self, rng: list[dict[str, Tensor]], final: bool) -> None:
+        """Write the checkpoint's files. (rank 0 only)"""
         state = TrainState(
             model=self.gpt.state_dict(),
             optimizer=optimizer_tensors(self.optimizer, self.gpt),
@@ -321,7 +338,7 @@ class RuntimeEngine:
                 "samples_seen": self.samples,
                 "world_size": self.mesh.world_size,
                 "attempt": self.spec.attempt,
-                "val_loss": self.val_loss,
+                "val_loss": self.val_loss if self._evaluated_step == self.step else None,
                 "best_val_loss": self.best_val_loss,
                 "model_shape": self.gpt.shape.to_dict(),
                 "config": self.cfg.model_dump(),
@@ -333,12 +350,9 @@ class RuntimeEngine:
             self._failed_saves = 0
         except CheckpointError as error:
             self._failed_saves += 1
-            if self._failed_saves >= CHECKPOINT_TRIES:
+            if final or self._failed_saves >= CHECKPOINT_TRIES:
                 raise
             self.note(f"warning  checkpoint of step {self.step} skipped, training goes on: {error}")
-        self._checkpoint_s = time.perf_counter() - start
-        log.info("checkpoint of step %d took %.3f s", self.step, self._checkpoint_s)
-        return self._checkpoint_s
 
     def _restore(self) -> None:
         """Load the checkpoint that spec.resume names, if any. (all ranks)"""

@@ -31,7 +31,7 @@ from nanoray.faults import ProgressStamp, parse_plan
 from nanoray.mesh import RankDevice, Rendezvous, choose_backend, network_env
 from nanoray.placement import START_TIMEOUT_S, Placement, connected, strategy
 from nanoray.report import closing_lines, dry_run_lines, plan
-from nanoray.run import RunSpec, open_run, write_summary
+from nanoray.run import RunSpec, open_run, summary_on_failure, write_summary
 from nanoray.worker import Worker
 
 POLL_S = 0.5
@@ -75,12 +75,15 @@ def launch(loaded: Loaded, started: float) -> int:
             config, notes = plan(replace(loaded, config=config), place.workers, dataset.vocab_size)
             spec = open_run(config, dataset, started)
             spec = replace(spec, notes=(*notes, *spec.notes))
-            outcome, restarts = _attempts(spec, place, stop)
+            with summary_on_failure(spec):
+                outcome, restarts = _attempts(spec, place, stop)
         finally:
             remove_placement_group(place.group)
     summary = write_summary(spec, outcome, restarts)
     if not outcome.get("ok"):
-        raise WorkerFailed(outcome["message"])
+        error = WorkerFailed(outcome["message"])
+        error.exit_code = outcome["exit_code"]
+        raise error
     print("\n".join(closing_lines(spec, summary)), flush=True)
     return outcome["exit_code"]
 
@@ -142,6 +145,8 @@ class Gang:
     def create(self) -> None:
         """Create the actors, named by run and rank, and learn where each one is."""
         spec, place = self.spec, self.place
+        for rank in range(place.workers):
+            spec.stamp(rank).unlink(missing_ok=True)  # where the last attempt's rank was says nothing of this one's
         # A runtime_env costs half a second: Ray cannot use the workers that it keeps ready. Root does without, for it
         # may raise its priority itself (raise_priority); what the network needs travels in the Rendezvous.
         runtime_env = None if os.geteuid() == 0 else {"env_vars": {"RAY_worker_niceness": "0"}}
@@ -291,8 +296,8 @@ def _attempts(spec: RunSpec, place: Placement, stop: Stop) -> tuple[dict[str, An
                 f"the actors did not start within {START_TIMEOUT_S:g} s; look at `ray logs`, and whether "
                 "every node has this nanoray and torch"
             ) from None
-        except RayActorError as error:
-            failures, outcome = [Failure(0, 0, f"an actor died while starting: {error}")], None
+        except RayError as error:
+            failures, outcome = [Failure(0, 0, f"an actor failed while starting: {error}")], None
         finally:
             gang.end()
         if outcome is not None:
@@ -314,7 +319,13 @@ def _attempts(spec: RunSpec, place: Placement, stop: Stop) -> tuple[dict[str, An
             why = "a stop was asked for"
         if why:
             message = f"{cause.title}. Gave up: {why}. Checkpoints and logs: {spec.folder}"
-            return {"ok": False, "exit_reason": f"failed: {cause.title}", "exit_code": 1, "message": message}, restarts
+            code = 1 if cause.retry else cause.exit_code
+            return {
+                "ok": False,
+                "exit_reason": f"failed: {cause.title}",
+                "exit_code": code,
+                "message": message,
+            }, restarts
         restarts, previous = restarts + 1, cause
         spec = spec.next_attempt()
         print(f"restart  {restarts}/{spec.config.max_failures} from the newest checkpoint\n", flush=True)
@@ -331,7 +342,7 @@ class Stop:
         self.signal = 0
 
     def __call__(self, signum: int, frame: Any) -> None:
-        if self.signal == signum == signal.SIGINT:
+        if self.signal and signum == signal.SIGINT:
             raise KeyboardInterrupt
         if not self.signal:
             self.signal = signum

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, TCPStore, Work
 
 T = TypeVar("T")
+PATIENCE_S = 900.0  # for what one rank does alone while the others wait: writing and verifying checkpoints
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Rendezvous:
     master_port: int = 0
     device: str = "cpu"  # "cpu" or "cuda:I" as this process counts
     backend: str = "gloo"
-    backend_reason: str = "one rank: no process group"
+    backend_reason: str = ""
     env: tuple[tuple[str, str], ...] = ()  # what the backend needs in the environment
     threads: int = 1  # intra-op threads of torch
     secret: str = ""  # prefix of every key in the store: strangers that dial our port see nothing
@@ -80,7 +81,8 @@ class Rendezvous:
             node_rank=node_rank,
             master_addr=env["MASTER_ADDR"],
             master_port=port,
-            secret=env.get("TORCHELASTIC_RUN_ID", "env"),
+            # torchrun's store outlives a restart: its attempts must not read each other's keys
+            secret=f"{env.get('TORCHELASTIC_RUN_ID', 'env')}.{env.get('TORCHELASTIC_RESTART_COUNT', '0')}",
             agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
 
@@ -172,7 +174,8 @@ class Mesh:
     device: torch.device
     backend: str
     backend_reason: str
-    control_group: ProcessGroup | None = None  # gloo on CPU: stop votes and RNG states, apart from gradients
+    control_group: ProcessGroup | None = None  # gloo on CPU: stop votes, apart from gradients
+    patient_group: ProcessGroup | None = None  # gloo on CPU with a long timeout: where rank 0 may be busy with files
     store: Any = field(default=None, repr=False)
 
     def all_reduce_mean(self, tensor: Tensor) -> Tensor:
@@ -210,7 +213,7 @@ class Mesh:
         import torch.distributed as dist
 
         values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(value, values, dst=0, group=self.control_group)
+        dist.gather_object(value, values, dst=0, group=self.patient_group)
         return values
 
     def broadcast(self, value: T) -> T:
@@ -220,7 +223,7 @@ class Mesh:
         import torch.distributed as dist
 
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.control_group)
+        dist.broadcast_object_list(box, src=0, group=self.patient_group)
         return box[0]
 
     def barrier(self) -> None:
@@ -228,7 +231,7 @@ class Mesh:
         if self.world_size > 1:
             import torch.distributed as dist
 
-            dist.barrier(group=self.control_group)
+            dist.barrier(group=self.patient_group)
 
 
 class Vote(NamedTuple):
@@ -263,7 +266,7 @@ def join(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if r.world_size == 1:
-        return Mesh(0, 1, 0, device, "none", r.backend_reason)
+        return Mesh(0, 1, 0, device, "none", "one rank: no process group")
     deadline = time.monotonic() + init_timeout_s
     if store is None:
         store = connect_store(r, init_timeout_s)
@@ -278,7 +281,8 @@ def join(
         device_id=device if r.backend == "nccl" else None,
     )
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    return Mesh(r.rank, r.world_size, r.local_rank, device, r.backend, r.backend_reason, control, store)
+    patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(timeout_s, PATIENCE_S)))
+    return Mesh(r.rank, r.world_size, r.local_rank, device, r.backend, r.backend_reason, control, patient, store)
 
 
 def connect_store(r: Rendezvous, timeout_s: float) -> TCPStore:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nanoray.config import Config
+from nanoray.config import Config, make_config
 from nanoray.errors import CheckpointError
 
 
@@ -100,7 +100,7 @@ def derive_scaling(config: Config, given: frozenset[str], scaling_params: int, d
     ]
     derived = [d for d in derived if d.key not in given]
     updates = {d.key: d.value for d in derived} | {"expected_val_loss": {}, "scaling": "none"}
-    return Config(**(config.model_dump() | updates)), derived
+    return make_config(config.model_dump() | updates), derived
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:

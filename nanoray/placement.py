@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -65,7 +65,7 @@ def connected(address: str, slots: Slots | None, config: Config) -> Iterator[Non
             if slots is None:
                 _dial(address)
             context = ray.init(address=address, **options)
-        except (OSError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError, RayError) as error:
             raise PlacementError(
                 f"cannot connect to Ray at {address}: {' '.join(str(error).split())[:300]}; check `ray status`, "
                 "RAY_ADDRESS and RAY_AUTH_MODE, or use --ray_address local"
@@ -120,7 +120,10 @@ class Placement:
             bundle = {"GPU": 1.0, "CPU": config.cpus_per_worker or 1.0}
         asked = f"{workers} × {_resources(bundle)}"
         if sum(_fits(node["total"], bundle) for node in nodes) < workers:
-            raise PlacementError(f"asked for {asked}, but the cluster can never hold it; {_table(nodes, 'total')}")
+            raise PlacementError(
+                f"asked for {asked}, but the cluster can never hold it; {_table(nodes, 'total')}; "
+                "lower --workers or --cpus_per_worker, or add nodes"
+            )
         group = placement_group([bundle] * workers, strategy=config.placement.upper())
         try:
             ray.get(group.ready(), timeout=config.placement_timeout_s)

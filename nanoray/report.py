@@ -29,6 +29,8 @@ def plan(loaded: Loaded, dp: int, dataset_vocab: int) -> tuple[Config, list[str]
     for fault in parse_plan(config.fault):
         if fault.rank >= dp:
             raise ConfigError(f"fault on rank {fault.rank} would never fire: ranks are 0 to {dp - 1}")
+        if fault.step > config.max_steps:
+            raise ConfigError(f"fault at step {fault.step} would never fire: max_steps is {config.max_steps}")
     return config, notes
 
 

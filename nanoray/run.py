@@ -16,6 +16,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -66,8 +68,8 @@ class RunSpec:
         )
 
     def next_attempt(self) -> RunSpec:
-        """Return the spec of a restart: same run, resumed from its own newest checkpoint."""
-        return replace(self, attempt=self.attempt + 1, resume=str(self.folder), notes=())
+        """Return the spec of a restart; it starts from the run's own newest checkpoint, if there is one by then."""
+        return replace(self, attempt=self.attempt + 1, notes=())
 
     @property
     def checkpoints(self) -> Path:
@@ -100,13 +102,14 @@ def open_run(config: Config, dataset: DatasetInfo, started: float) -> RunSpec:
             notes.append(f"resume  nothing to resume in {out_dir}: starting afresh")
         else:
             notes += [f"resume  {note}" for note in found.notes]
-            asked_for_step = (Path(config.resume) / "state.json").exists()
+            asked_for_step = (Path(config.resume).expanduser() / "state.json").exists()
             own = found.run_dir.resolve().parent == out_dir and not asked_for_step
             folder = found.run_dir.resolve() if own else None
             resume = str(found.run_dir.resolve() if own else found.path.resolve())
     folder = folder or _new_folder(out_dir, config.name)
     for name in ("checkpoints", "logs"):
         (folder / name).mkdir(exist_ok=True)
+    (folder / "summary.json").unlink(missing_ok=True)  # how an earlier part of the run ended is no longer true
     spec = RunSpec(config, dataset, folder, started, resume, 0, tuple(notes))
     write_json(folder / "config.json", config.model_dump())
     write_json(folder / "run.json", spec.to_dict())
@@ -136,6 +139,18 @@ def write_json(path: Path, value: Any) -> None:
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     aside.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     os.replace(aside, path)
+
+
+@contextmanager
+def summary_on_failure(spec: RunSpec) -> Iterator[None]:
+    """Write summary.json also when the run ends in an exception, and pass that on."""
+    try:
+        yield
+    except BaseException as error:
+        code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
+        reason = f"failed: {type(error).__name__}: {error}"
+        write_summary(spec, {"exit_reason": reason, "exit_code": code}, restarts=spec.attempt)
+        raise
 
 
 def write_summary(spec: RunSpec, outcome: dict[str, Any], restarts: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import torch
 
 from nanoray import __version__
 from nanoray.callbacks import Callback, Console, JsonlWriter, TensorBoardWriter, short
-from nanoray.checkpoint import newest_valid
+from nanoray.checkpoint import load, newest_valid
 from nanoray.config import Batch, Config, Loaded, parse_args, resolve_batch
 from nanoray.data import TokenData, prepare
 from nanoray.devices import (
@@ -36,13 +37,13 @@ from nanoray.devices import (
     peak_flops,
 )
 from nanoray.engine import RuntimeEngine
-from nanoray.errors import ConfigError, DataError, NanorayError
+from nanoray.errors import CheckpointError, ConfigError, DataError, NanorayError, RendezvousError
 from nanoray.mesh import Mesh, RankDevice, Rendezvous, choose_backend, connect_store, join, runtime_nccl_version
 from nanoray.model import GPT, ModelShape, count_parameters, generate
 from nanoray.optim import make_optimizer
 from nanoray.parallel.ddp import apply_ddp
 from nanoray.report import closing_lines, dry_run_lines, plan
-from nanoray.run import RunSpec, open_run, write_summary
+from nanoray.run import RunSpec, open_run, summary_on_failure, write_summary
 from nanoray.tokenizer import tokenizer_from_json
 
 log = logging.getLogger("nanoray")
@@ -64,12 +65,13 @@ def train(
     log_to(spec.log(rendezvous.rank))
     os.environ.update(rendezvous.env)
     torch.set_num_threads(rendezvous.threads)
-    torch.set_float32_matmul_precision("high")  # TF32 for what stays float32 on GPUs
     log.info("attempt %d, pid %d, nice %d, %s", spec.attempt, os.getpid(), os.nice(0), rendezvous)
     mesh = join(rendezvous, facts(spec), spec.config.timeout_s, spec.config.init_timeout_s, store)
+    if mesh.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32 for what stays float32
     device = this_device(mesh)
-    precision, why = resolve_precision(spec.config, device)
-    resume, notes = mesh.broadcast(find_checkpoint(spec) if mesh.rank == 0 else ("", ()))  # (all ranks)
+    precision, why = agree_on_precision(mesh, resolve_precision(spec.config, mesh))
+    resume, resume_step, notes = mesh.broadcast(find_checkpoint(spec) if mesh.rank == 0 else ("", 0, ()))  # (all ranks)
     config = spec.config.model_copy(update={"precision": precision})
     spec = replace(spec, config=config, resume=resume, notes=(*spec.notes, *notes))
     cfg, batch = spec.config, resolve_batch(spec.config, mesh.world_size)
@@ -86,7 +88,6 @@ def train(
 
     callbacks: list[Callback] = []
     if mesh.rank == 0:
-        resume_step = int(Path(resume).name.removeprefix("step_")) if resume else 0
         callbacks = [*watchers, JsonlWriter(spec.folder / "metrics.jsonl", resume_step)]
         if cfg.tensorboard:
             callbacks.append(TensorBoardWriter(spec.folder / "tb", cfg.to_json(), resume_step))
@@ -97,9 +98,12 @@ def train(
         engine.note(line)
     try:
         outcome = engine.fit()
-        if mesh.rank == 0:
-            outcome["sample"] = sample_text(gpt, spec) if outcome["exit_reason"] == "finished" else None
         mesh.barrier()  # nobody leaves while another rank still needs it
+        if mesh.rank == 0 and outcome["exit_reason"] == "finished":
+            try:
+                outcome["sample"] = sample_text(gpt, spec)
+            except NanorayError as error:  # the training is done and saved; a sample is an extra
+                engine.note(f"warning  no sample of text: {error}")
     finally:
         for callback in callbacks:
             callback.close()
@@ -135,25 +139,40 @@ def facts(spec: RunSpec) -> dict[str, str]:
 
 
 def this_device(mesh: Mesh) -> Device | None:
-    """Return what NVML says of the GPU or slice this rank computes on; None on CPU."""
+    """Return what NVML says of the GPU or slice this rank computes on; None on CPU, or when NVML does not know."""
     if mesh.device.type != "cuda":
         return None
-    gpus = discover_gpus()
-    index = mesh.device.index or 0
-    return gpus[index] if index < len(gpus) else None
+    usable = [gpu for gpu in discover_gpus() if not gpu.mig_mode]  # a card in MIG mode only holds slices
+    properties = torch.cuda.get_device_properties(mesh.device)
+    own = [gpu for gpu in usable if str(properties.uuid) in gpu.uuid]
+    alike = [gpu for gpu in usable if abs(gpu.memory_bytes / properties.total_memory - 1) < 0.1]
+    same_kind = {(gpu.name, gpu.profile) for gpu in alike}
+    return own[0] if own else alike[0] if len(same_kind) == 1 else None
 
 
-def resolve_precision(config: Config, device: Device | None) -> tuple[str, str]:
-    """Return the precision to train in and the reason for it."""
-    kind = device.kind if device else "cpu"
-    bf16_gpu = torch.cuda.get_device_capability()[0] >= 8 if device else None
-    return choose_precision(config.precision, kind, config.n_embd, cpu_features(), bf16_gpu)
+def resolve_precision(config: Config, mesh: Mesh) -> tuple[str, str]:
+    """Return the precision that suits this rank, and the reason for it."""
+    cuda = mesh.device.type == "cuda"
+    bf16_gpu = torch.cuda.get_device_capability(mesh.device)[0] >= 8 if cuda else None
+    return choose_precision(config.precision, mesh.device.type, config.n_embd, cpu_features(), bf16_gpu)
+
+
+def agree_on_precision(mesh: Mesh, own: tuple[str, str]) -> tuple[str, str]:
+    """Return one precision for all ranks; where unlike nodes propose several, one that all can do. (all ranks)"""
+    proposals = mesh.gather(own)
+    choice = own
+    if proposals is not None and len({precision for precision, _ in proposals}) > 1:
+        lowest = "fp32" if any(precision == "fp32" for precision, _ in proposals) else "fp16"
+        choice = (lowest, f"ranks differ: {', '.join(precision for precision, _ in proposals)}")
+    return mesh.broadcast(choice)
 
 
 def describe(spec: RunSpec, batch: Batch, mesh: Mesh, device: Device | None, why_precision: str) -> list[str]:
     """Return the lines that say what is about to run, each derived value with its reason."""
     cfg, shape = spec.config, ModelShape.of(spec.config, spec.dataset.vocab_size)
-    where = device.name if device else f"CPU, {torch.get_num_threads()} thread(s) per rank"
+    where = f"CPU, {torch.get_num_threads()} thread(s) per rank"
+    if mesh.device.type == "cuda":
+        where = device.name if device else torch.cuda.get_device_name(mesh.device)
     return [
         f"nanoray {__version__} · run {spec.folder} · {mesh.world_size} rank(s) = dp {batch.dp} · "
         f"backend {mesh.backend} ({mesh.backend_reason}) · {where}",
@@ -180,13 +199,23 @@ def sample_text(gpt: GPT, spec: RunSpec) -> str | None:
     return tokenizer.decode(tokens[0].tolist()).strip("\n")
 
 
-def find_checkpoint(spec: RunSpec) -> tuple[str, tuple[str, ...]]:
-    """Return the step folder to resume from ("" for none), and notes on damaged ones passed over. (rank 0 only)"""
-    given = Path(spec.resume)
-    if not spec.resume or (given / "state.json").exists():
-        return spec.resume, ()
-    newest, notes = newest_valid(given / "checkpoints")
-    return str(newest.path) if newest else "", tuple(f"resume  {note}" for note in notes)
+def find_checkpoint(spec: RunSpec) -> tuple[str, int, tuple[str, ...]]:
+    """Return the checkpoint to start from ("" for none), its step, and notes on damaged ones. (rank 0 only)
+
+    The run's own newest comes first: a restart must not fall back to where the run came from. Raises CheckpointError
+    when there are only damaged ones, for starting afresh would hide that they are lost.
+    """
+    if not spec.resume and not spec.attempt:
+        return "", 0, ()
+    newest, damaged = newest_valid(spec.checkpoints)
+    if newest is None and spec.resume and Path(spec.resume) != spec.folder:
+        return spec.resume, load(Path(spec.resume)).meta["step"], ()
+    if newest is None and damaged:
+        raise CheckpointError(
+            f"every checkpoint of {spec.folder} is damaged: {'; '.join(damaged)}; start again with --resume none"
+        )
+    notes = tuple(f"resume  {note}" for note in damaged)
+    return (str(newest.path), newest.state.meta["step"], notes) if newest else ("", 0, notes)
 
 
 def log_to(path: Path) -> None:
@@ -240,59 +269,80 @@ def _run(loaded: Loaded, started: float) -> int:
     store = None
     if rendezvous.world_size > 1:
         store = connect_store(rendezvous, config.init_timeout_s)
-    if rendezvous.rank == 0:
-        dataset = prepare(config)
-        config, notes = plan(loaded, rendezvous.world_size, dataset.vocab_size)
-        spec = open_run(config, dataset, started)
-        spec = replace(spec, notes=(*notes, *spec.notes))
-        if store:
-            store.set(f"nanoray/{rendezvous.secret}/spec", json.dumps(spec.to_dict()))
-    else:
-        spec = RunSpec.from_dict(json.loads(store.get(f"nanoray/{rendezvous.secret}/spec")))  # type: ignore[union-attr]
+    rendezvous = _with_backend(rendezvous, config, store)
+    spec = _shared_spec(loaded, rendezvous, store, started)
     stop = StopSignals()
     watchers = [Console(spec.config.max_steps)] if rendezvous.rank == 0 else []
-    outcome = train(spec, rendezvous, watchers, stop.requested, store)
-    outcome["exit_code"] = stop.exit_code
+    with summary_on_failure(spec) if rendezvous.rank == 0 else nullcontext():
+        outcome = train(spec, rendezvous, watchers, stop.requested, store)
+    code = stop.exit_code if outcome["exit_reason"] == "stopped" else 0
     if rendezvous.rank == 0:
-        summary = write_summary(spec, outcome, restarts=0)
+        summary = write_summary(spec, outcome | {"exit_code": code}, restarts=0)
         print("\n".join(closing_lines(spec, summary)), flush=True)
     if rendezvous.world_size > 1:
         # The results are on disk. Tearing down gloo's threads can hang; the kernel does it reliably.
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(stop.exit_code)
-    return stop.exit_code
+        os._exit(code)
+    return code
+
+
+def _shared_spec(loaded: Loaded, rendezvous: Rendezvous, store: Any, started: float) -> RunSpec:
+    """Open the run on rank 0 and hand its record to the others through the store; hand on a refusal, too."""
+    key = f"nanoray/{rendezvous.secret}/spec"
+    if rendezvous.rank > 0:
+        values = json.loads(store.get(key))
+        if "refused" in values:
+            raise RendezvousError(f"rank 0 refused the run: {values['refused']}")
+        return RunSpec.from_dict(values)
+    try:
+        dataset = prepare(loaded.config)
+        config, notes = plan(loaded, rendezvous.world_size, dataset.vocab_size)
+        spec = open_run(config, dataset, started)
+    except NanorayError as error:
+        if store:
+            store.set(key, json.dumps({"refused": str(error)}))
+        raise
+    spec = replace(spec, notes=(*notes, *spec.notes))
+    if store:
+        store.set(key, json.dumps(spec.to_dict()))
+    return spec
 
 
 def _local_rendezvous(config: Config) -> Rendezvous:
-    """Read the rendezvous from the environment and give it a device, a backend and threads."""
+    """Read the rendezvous from the environment and give it a device and threads."""
     rendezvous = Rendezvous.from_env(os.environ)
+    slices = [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d.startswith("MIG-")]
+    if len(slices) > 1:  # CUDA would show every process the first one only
+        os.environ["CUDA_VISIBLE_DEVICES"] = slices[rendezvous.local_rank % len(slices)]
     gpus = torch.cuda.device_count() if config.device != "cpu" else 0
     if config.device in ("cuda", "mig") and not gpus:
         raise ConfigError(f"device = {config.device}, but torch sees no GPU here; use device cpu, or `nanoray check`")
-    ranks_here = max(1, rendezvous.local_world_size)
-    if gpus and rendezvous.world_size > 1:
-        index = rendezvous.local_rank % gpus
-        shared = ranks_here > gpus
-        kind = "mig" if config.device == "mig" else "cuda"
-        me = RankDevice(kind, str(rendezvous.node_rank), str(index))
-        choice = choose_backend([me, me] if shared else [me], config.backend, runtime_nccl_version())
-        device = f"cuda:{index}"
-    elif gpus:
-        device, choice = "cuda:0", None
-    else:
-        device = "cpu"
-        choice = choose_backend([RankDevice("cpu", "", "")], config.backend, None)
+    if gpus and config.device in ("cuda", "mig") and (config.device == "mig") != bool(slices):
+        raise ConfigError(
+            f"device = {config.device}, but CUDA_VISIBLE_DEVICES names {'MIG slices' if slices else 'no MIG slice'}; "
+            f"use --device {'mig' if slices else 'cuda'}, or set CUDA_VISIBLE_DEVICES"
+        )
+    threads = config.cpus_per_worker or available_cpus() / max(1, rendezvous.local_world_size)
+    device = f"cuda:{rendezvous.local_rank % gpus}" if gpus else "cpu"
+    return replace(rendezvous, device=device, threads=max(1, int(threads)))
+
+
+def _with_backend(rendezvous: Rendezvous, config: Config, store: Any) -> Rendezvous:
+    """Choose the backend from the cards that all ranks name in the store, so that all choose alike. (all ranks)"""
     if rendezvous.world_size == 1:
-        choice = None
-    return replace(
-        rendezvous,
-        device=device,
-        threads=max(1, int(config.cpus_per_worker or available_cpus() / ranks_here)),
-        backend=choice.backend if choice else "none",
-        backend_reason=choice.reason if choice else "one rank: no process group",
-        env=tuple(choice.env.items()) if choice else (),
-    )
+        return rendezvous
+    me = RankDevice("cpu", "", "")
+    if rendezvous.device != "cpu":
+        mig = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-")
+        card = "" if mig else str(torch.cuda.get_device_properties(rendezvous.device).uuid)
+        me = RankDevice("mig" if mig else "cuda", platform.node(), card)
+    prefix = f"nanoray/{rendezvous.secret}/card"
+    store.set(f"{prefix}/{rendezvous.rank}", json.dumps(me))
+    cards = [RankDevice(*json.loads(store.get(f"{prefix}/{rank}"))) for rank in range(rendezvous.world_size)]
+    choice = choose_backend(cards, config.backend, None if me.kind == "cpu" else runtime_nccl_version())
+    env = tuple(choice.env.items())
+    return replace(rendezvous, backend=choice.backend, backend_reason=choice.reason, env=env)
 
 
 class StopSignals:
@@ -304,7 +354,7 @@ class StopSignals:
         signal.signal(signal.SIGTERM, self._handle)
 
     def _handle(self, signum: int, frame: Any) -> None:
-        if self._signal == signal.SIGINT == signum:
+        if self._signal and signum == signal.SIGINT:
             os._exit(130)
         self._signal = self._signal or signum
         os.write(2, b"\nstopping after this step, with a checkpoint (once more: stop now)\n")

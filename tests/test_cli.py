@@ -111,6 +111,26 @@ def test_refusals(recipe: Path, tmp_path: Path, flags: list[str], env: dict[str,
     assert "Traceback" not in done.stderr
 
 
+def test_resume_of_a_path_needs_no_other_flag(recipe: Path, tmp_path: Path) -> None:
+    """As the last lines of every run suggest: the run's own configuration, and more steps."""
+    done = python("-m", "nanoray.train", "--config", str(recipe), "--out_dir", str(tmp_path), "--stop_at", "5")
+    assert done.returncode == 0, done.stderr
+    run = only_run(tmp_path)
+    done = python("-m", "nanoray.train", "--resume", str(run), "--out_dir", str(tmp_path), "--max_steps", "8")
+    assert done.returncode == 0, done.stderr
+    assert list(losses(tmp_path)) == list(range(1, 9))
+    assert json.loads((run / "config.json").read_text())["n_embd"] == TINY["n_embd"]
+
+
+def test_a_refused_run_says_so_in_its_summary(recipe: Path, tmp_path: Path) -> None:
+    flags = ("--optimizer", "sgd", "--grad_clip", "0", "--lr", "1e30", "--warmup_steps", "0")
+    done = python("-m", "nanoray.train", "--config", str(recipe), "--out_dir", str(tmp_path), *flags)
+    assert done.returncode == 5
+    result = json.loads((only_run(tmp_path) / "summary.json").read_text())
+    assert result["exit_code"] == 5
+    assert result["exit_reason"].startswith("failed: TrainingDiverged: at step 2")
+
+
 def test_sigterm_checkpoints_and_exits_143(recipe: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "nanoray.train", "--config", str(recipe), "--out_dir", str(tmp_path)]
     process = subprocess.Popen([*command, "--max_steps", "100000"], cwd=ROOT, stdout=subprocess.PIPE, text=True)

@@ -72,10 +72,23 @@ def test_config_json_reads_back(tmp_path: Path) -> None:
     assert json.loads(c.to_json())["lr"] == c.lr
 
 
+def test_resuming_a_path_takes_that_runs_configuration(tmp_path: Path) -> None:
+    """What the run is comes from its config.json; what the earlier command asked for (stop_at, fault) does not."""
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step_00000012").mkdir(parents=True)
+    first = parse("--preset", "tiny", "--lr", "2e-3", "--stop_at", "12", "--fault", "kill:rank=0,step=1")
+    (run / "config.json").write_text(first.to_json())
+    for path in (run, run / "checkpoints", run / "checkpoints" / "step_00000012"):
+        c = parse("--resume", str(path), "--max_steps", "99")
+        assert (c.n_layer, c.lr, c.max_steps, c.stop_at, c.fault, c.resume) == (2, 2e-3, 99, 0, "", str(path))
+    assert parse("--resume", str(run), "--preset", "shakespeare-cpu").n_layer == 4, "a preset that is given wins"
+
+
 def test_another_recipe_loses_the_expected_loss() -> None:
     assert parse("--log_every", "5", "--workers", "1").expected_val_loss
     assert not parse("--n_layer", "5").expected_val_loss
     assert not parse("--max_steps", "100").expected_val_loss
+    assert not parse("--micro_batch_size", "6", "--grad_accum_steps", "40").expected_val_loss
 
 
 ERRORS = [
@@ -95,6 +108,8 @@ ERRORS = [
     (["--dropout", "1"], "dropout = '1': Input should be less than 1"),
     (["--precision", "fp8"], "precision = 'fp8': Input should be 'auto', 'fp32', 'bf16' or 'fp16'"),
     (["--global_batch_size", "0"], "no batch size: give micro_batch_size (per rank) or global_batch_size (all ranks)"),
+    (["--beta1", "0.8", "--optimizer", "sgd"], "beta1 = 0.8 would be ignored: optimizer = sgd; drop --beta1"),
+    (["--decay_fraction", "0.5"], "decay_fraction = 0.5 would be ignored: schedule = cosine; drop --decay_fraction"),
     (["--name", "a/b"], "name = 'a/b': String should match pattern"),
 ]
 

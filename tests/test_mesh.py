@@ -39,6 +39,13 @@ def test_rendezvous_from_torchruns_environment() -> None:
     assert (r.master_addr, r.master_port, r.agent_store) == ("10.0.0.1", 29500, True)
 
 
+def test_a_torchrun_restart_reads_no_key_of_the_attempt_before() -> None:
+    first, second = (
+        Rendezvous.from_env(TORCHRUN | {"TORCHELASTIC_RUN_ID": "r", "TORCHELASTIC_RESTART_COUNT": n}) for n in "01"
+    )
+    assert first.secret != second.secret
+
+
 def test_rendezvous_as_a_statefulset_sets_it() -> None:
     r = Rendezvous.from_env({"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "train-0", "MASTER_PORT": "29500"})
     assert (r.rank, r.local_rank, r.local_world_size, r.node_rank, r.agent_store) == (2, 0, 1, 2, False)

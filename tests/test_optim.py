@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nanoray.config import Config, load_config, make_config
-from nanoray.errors import CheckpointError
+from nanoray.errors import CheckpointError, ConfigError
 from nanoray.model import ModelShape, scaling_parameters
 from nanoray.optim import derive_scaling, load_optimizer_tensors, lr_at, make_optimizer, optimizer_tensors
 
@@ -112,3 +112,9 @@ def test_scaling_keeps_what_flags_gave() -> None:
     scaled, derived = derive_scaling(c, frozenset({"lr", "max_steps"}), 10**8, dp=2)
     assert (scaled.lr, scaled.max_steps) == (1e-3, 7)
     assert not {"lr", "max_steps"} & {d.key for d in derived}
+
+
+def test_scaling_that_contradicts_another_flag_is_a_config_error() -> None:
+    c = load_config(preset="gpt2-124m", overrides={"stop_at": "1900", "max_steps": "2000", "warmup_steps": "1"})
+    with pytest.raises(ConfigError, match="stop_at = 1900 is beyond max_steps = "):
+        derive_scaling(c, frozenset({"stop_at"}), 10**6, dp=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from nanoray.data import TokenData
 from nanoray.errors import CheckpointError
 from nanoray.model import GPT, ModelShape
 from nanoray.run import RunSpec
+from nanoray.train import find_checkpoint
 from tests.ranks import TINY, make_spec, records, run_ranks, series
 
 # Plain SGD without clipping: AdamW and clipping would hide a constant factor on the gradient.
@@ -125,13 +127,83 @@ def test_bf16_stays_near_fp32(text: Path, tmp_path: Path) -> None:
     assert ours != theirs, "bf16 did not take effect"
 
 
-def test_divergence_stops_all_ranks_and_spares_the_checkpoints(text: Path, tmp_path: Path) -> None:
+def test_divergence_stops_all_ranks_and_no_bad_checkpoint_is_written(text: Path, tmp_path: Path) -> None:
+    """The loss of step 1 is finite, the weights after it are not: the checkpoint of step 1 must not exist."""
     spec = make_spec(text, tmp_path, optimizer="sgd", grad_clip=0, lr=1e30, warmup_steps=0, checkpoint_every=1)
     outcomes = run_ranks(spec, 2)
     assert [o["error"] for o in outcomes] == ["TrainingDiverged"] * 2
-    assert "lower lr" in outcomes[1]["message"]
-    saved = [p.name for p in spec.checkpoints.iterdir()]
-    assert saved == ["step_00000001"], "only the step whose loss was still finite"
+    assert "after step 1 the weights are not finite; lower lr" in outcomes[1]["message"]
+    assert not list(spec.checkpoints.iterdir())
+
+
+def test_a_loss_that_is_not_finite_names_the_samples(text: Path, tmp_path: Path) -> None:
+    spec = make_spec(text, tmp_path, optimizer="sgd", grad_clip=0, lr=1e30, warmup_steps=0)
+    outcomes = run_ranks(spec, 2)
+    assert [o["error"] for o in outcomes] == ["TrainingDiverged"] * 2
+    assert "at step 2 the loss is nan" in outcomes[1]["message"]
+    assert "samples 12 to 23); lower lr" in outcomes[1]["message"]
+
+
+def test_a_slow_disk_is_no_failed_collective(text: Path, tmp_path: Path) -> None:
+    """Rank 0 takes twice the collectives' timeout to write: the others wait where patience is long."""
+    plan = "slow:rank=0,step=4,phase=checkpoint,seconds=4"
+    spec = make_spec(text, tmp_path, checkpoint_every=4, timeout_s=2, fault=plan)
+    train(spec, 2)
+    assert json.loads((spec.folder / "faults.jsonl").read_text())["kind"] == "slow", "the fault did not fire"
+    assert len(records(spec)) == TINY["max_steps"]
+
+
+def test_a_checkpoint_knows_only_the_validation_loss_of_its_own_step(text: Path, tmp_path: Path) -> None:
+    spec = make_spec(text, tmp_path, eval_every=4, checkpoint_every=3, max_steps=7, keep_checkpoints=9)
+    train(spec, 1)
+    steps = {p.name: json.loads((p / "state.json").read_text())["meta"] for p in spec.checkpoints.iterdir()}
+    assert [steps[f"step_0000000{s}"]["val_loss"] is None for s in (3, 6, 7)] == [True, True, False]
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_a_failure(text: Path, tmp_path: Path) -> None:
+    """In mid-run it costs a warning; at the end it would cost the run."""
+    spec = make_spec(text, tmp_path, checkpoint_every=5)
+    spec.checkpoints.rmdir()
+    spec.checkpoints.write_text("not a folder")
+    (outcome,) = run_ranks(spec, 1)
+    assert outcome["error"] == "CheckpointError"
+    assert len(records(spec)) == TINY["max_steps"]
+    assert "checkpoint of step 5 skipped, training goes on" in spec.log(0).read_text()
+
+
+def test_a_restart_before_the_first_own_checkpoint_goes_back_to_where_the_run_came_from(
+    text: Path, tmp_path: Path
+) -> None:
+    origin = make_spec(text, tmp_path / "a", stop_at=4)
+    train(origin, 1)
+    copy = tmp_path / "best"  # any name will do
+    shutil.copytree(origin.checkpoints / "step_00000004", copy)
+    spec = make_spec(text, tmp_path / "b", resume=str(copy))
+    assert spec.folder.parent == tmp_path / "b"
+    assert find_checkpoint(spec) == (str(copy), 4, ())
+    assert find_checkpoint(spec.next_attempt()) == (str(copy), 4, ())
+    train(spec, 1)
+    assert list(series(spec)) == [5, 6, 7, 8]
+    assert find_checkpoint(spec.next_attempt())[1] == 8, "now its own newest comes first"
+
+
+def test_only_damaged_checkpoints_are_not_a_fresh_start(text: Path, tmp_path: Path) -> None:
+    spec = make_spec(text, tmp_path)
+    train(spec, 1)
+    (spec.checkpoints / "step_00000008" / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match=r"every checkpoint of .* is damaged: .*start again with --resume none"):
+        find_checkpoint(spec.next_attempt())
+    assert find_checkpoint(spec) == ("", 0, ()), "a fresh first attempt does not look"
+
+
+def test_a_sample_that_fails_does_not_fail_the_training(tmp_path: Path) -> None:
+    path = tmp_path / "no newline.txt"
+    path.write_text("abcdefgh " * 500)
+    spec = make_spec(path, tmp_path / "out", tokenizer="char", sample_tokens=5, max_steps=2, warmup_steps=1)
+    (outcome,) = train(spec, 1)
+    assert outcome["exit_reason"] == "finished"
+    assert outcome.get("sample") is None
+    assert "no sample of text: " in spec.log(0).read_text()
 
 
 def test_ranks_that_disagree_are_refused(text: Path, tmp_path: Path) -> None:
