@@ -135,7 +135,7 @@ class Config(BaseModel):
     cpus_per_worker: float = _field(0.0, "dist", ge=0)
     """CPUs reserved per rank (0 = an equal share of the node's on CPU, 1 with a GPU)"""
     bucket_mb: float = _field(0.0, "dist", ge=0)
-    """DDP's gradient bucket in MB (0 = 25 on GPU, 1 on CPU); it fixes the order of sums, so a resume keeps it"""
+    """DDP's gradient bucket in MB (0 = 25 on GPU, 2 on CPU); it fixes the order of sums, so a resume keeps it"""
     timeout_s: float = _field(60.0, "dist", gt=0)
     """a collective that waits longer than this fails, and with it the attempt"""
     init_timeout_s: float = _field(60.0, "dist", gt=0)
