@@ -191,7 +191,7 @@ def describe(spec: RunSpec, batch: Batch, mesh: Mesh, device: Device | None, why
     if mesh.device.type == "cuda":
         where = device.name if device else torch.cuda.get_device_name(mesh.device)
     return [
-        f"nanoray {__version__} · run {spec.folder} · {mesh.world_size} rank(s) = dp {batch.dp} · "
+        f"nanoray {__version__} · run {spec.folder.name} · {mesh.world_size} rank(s) = dp {batch.dp} · "
         f"backend {mesh.backend} ({mesh.backend_reason}) · {where}",
         f"data   {spec.dataset.note} · {short(spec.dataset.train_tokens)} train + {short(spec.dataset.val_tokens)} val "
         f"tokens, vocabulary {spec.dataset.vocab_size}",

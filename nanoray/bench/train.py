@@ -323,7 +323,8 @@ def draw(report: Report, path: Path) -> None:
         begin = {arm: begin[arm] + width for arm, width in zip(started, widths, strict=True)}
     left.set(title="command to first optimizer step", xlabel="seconds, medians")
     left.legend(fontsize=8)
-    timed = [r for r in report.rows if r.metric in (STEP, "compute: step") and r.values]
+    timed = [r for r in report.rows if r.metric in (STEP, "compute: step") and r.unit == "ms" and r.values]
+    timed = [r for r in timed if r.arm not in WIDE]  # another scale
     spread = [[r.median - min(r.values) for r in timed], [max(r.values) - r.median for r in timed]]
     right.barh([r.arm for r in timed], [r.median for r in timed], xerr=spread, color="0.6", capsize=3)
     right.set(title="optimizer step", xlabel="ms, median and range")
