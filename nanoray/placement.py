@@ -64,7 +64,8 @@ def connected(address: str, slots: Slots | None, config: Config) -> Iterator[Non
         try:
             if slots is None:
                 _dial(address)
-            context = ray.init(address=address, **options)
+            with _temporary_files_in(temp):
+                context = ray.init(address=address, **options)
         except (OSError, RuntimeError, ValueError, RayError) as error:
             raise PlacementError(
                 f"cannot connect to Ray at {address}: {' '.join(str(error).split())[:300]}; check `ray status`, "
@@ -78,6 +79,22 @@ def connected(address: str, slots: Slots | None, config: Config) -> Iterator[Non
         ray.shutdown()
         if temp:
             shutil.rmtree(temp, ignore_errors=True)
+
+
+@contextmanager
+def _temporary_files_in(folder: str | None) -> Iterator[None]:
+    """Let processes that are started here put their temporary files into `folder`: Ray's dashboard forgets some."""
+    if folder is None:
+        yield
+        return
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = folder
+    try:
+        yield
+    finally:
+        os.environ.pop("TMPDIR")
+        if before is not None:
+            os.environ["TMPDIR"] = before
 
 
 def _dial(address: str) -> None:
