@@ -58,7 +58,7 @@ def ray_head(*flags: str, **env: str) -> Iterator[Cluster]:
     with tempfile.TemporaryDirectory(prefix="nr-", dir="/tmp", ignore_cleanup_errors=True) as temp:
         head = subprocess.Popen(
             [*command, f"--temp-dir={temp}", *flags],
-            env=base,
+            env=base | {"TMPDIR": temp},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
