@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,14 +22,14 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, OutOfMemoryError, Ra
 from ray.util.placement_group import remove_placement_group
 
 from nanoray.callbacks import Console
-from nanoray.config import Config, Loaded, parse_args, resolve_batch
+from nanoray.config import Config, Loaded, resolve_batch
 from nanoray.data import prepare
 from nanoray.devices import Slots, available_cpus, discover_gpus, local_slots
-from nanoray.errors import ConfigError, NanorayError, PlacementError, WorkerFailed
+from nanoray.errors import ConfigError, PlacementError, WorkerFailed
 from nanoray.faults import ProgressStamp, parse_plan
 from nanoray.mesh import RankDevice, Rendezvous, choose_backend, network_env
 from nanoray.placement import START_TIMEOUT_S, Placement, connected, strategy
-from nanoray.report import closing_lines, dry_run_lines, plan
+from nanoray.report import closing_lines, dry_run_lines, plan, run_command
 from nanoray.run import RunSpec, open_run, summary_on_failure, write_summary
 from nanoray.worker import Worker
 
@@ -41,17 +40,8 @@ LOG_LINES = 8
 
 def main(argv: list[str] | None = None) -> int:
     """Run `python -m nanoray.launch` and return its exit code."""
-    started = time.time()
-    try:
-        loaded = parse_args(
-            sys.argv[1:] if argv is None else argv,
-            "python -m nanoray.launch",
-            "Train on Ray: one actor per GPU, MIG slice or CPU share.",
-        )
-        return launch(loaded, started)
-    except NanorayError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    what = "Train on Ray: one actor per GPU, MIG slice or CPU share."
+    return run_command(launch, argv, "python -m nanoray.launch", what)
 
 
 def launch(loaded: Loaded, started: float) -> int:

@@ -5,14 +5,26 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 from nanoray.callbacks import clock, short
-from nanoray.config import Batch, Config, Loaded, resolve_batch
+from nanoray.config import Batch, Config, Loaded, parse_args, resolve_batch
 from nanoray.data import DatasetInfo
-from nanoray.errors import ConfigError
+from nanoray.errors import ConfigError, NanorayError
 from nanoray.faults import parse_plan
 from nanoray.run import RunSpec, expected_loss
+
+
+def run_command(run: Callable[[Loaded, float], int], argv: list[str] | None, prog: str, what: str) -> int:
+    """Parse a command line and run it; print what nanoray refuses, and return the exit code."""
+    started = time.time()
+    try:
+        return run(parse_args(sys.argv[1:] if argv is None else argv, prog, what), started)
+    except NanorayError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
 
 
 def plan(loaded: Loaded, dp: int, dataset_vocab: int) -> tuple[Config, list[str]]:

@@ -15,7 +15,6 @@ import os
 import platform
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -27,7 +26,7 @@ import torch
 from nanoray import __version__
 from nanoray.callbacks import Callback, Console, JsonlWriter, TensorBoardWriter, short
 from nanoray.checkpoint import load, newest_valid
-from nanoray.config import Batch, Config, Loaded, parse_args, resolve_batch
+from nanoray.config import Batch, Config, Loaded, resolve_batch
 from nanoray.data import TokenData, prepare
 from nanoray.devices import (
     Device,
@@ -43,7 +42,7 @@ from nanoray.mesh import Mesh, RankDevice, Rendezvous, choose_backend, connect_s
 from nanoray.model import GPT, ModelShape, count_parameters, generate
 from nanoray.optim import make_optimizer
 from nanoray.parallel.ddp import apply_ddp
-from nanoray.report import closing_lines, dry_run_lines, plan
+from nanoray.report import closing_lines, dry_run_lines, plan, run_command
 from nanoray.run import RunSpec, open_run, summary_on_failure, write_summary
 from nanoray.tokenizer import tokenizer_from_json
 
@@ -254,17 +253,8 @@ def log_to(path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run `python -m nanoray.train`: one rank, or this process' share of a torchrun. Return the exit code."""
-    started = time.time()
-    try:
-        loaded = parse_args(
-            sys.argv[1:] if argv is None else argv,
-            "python -m nanoray.train",
-            "Train in this process; under torchrun, as one rank of many. No Ray.",
-        )
-        return _run(loaded, started)
-    except NanorayError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    what = "Train in this process; under torchrun, as one rank of many. No Ray."
+    return run_command(_run, argv, "python -m nanoray.train", what)
 
 
 def _run(loaded: Loaded, started: float) -> int:
@@ -282,7 +272,8 @@ def _run(loaded: Loaded, started: float) -> int:
         where = f"this process on {rendezvous.device}, {rendezvous.threads} threads"
         print("\n".join(dry_run_lines(config, notes, batch, dataset, where)))
         return 0
-    resolve_batch(config, rendezvous.world_size) if config.scaling == "none" else None
+    if config.scaling == "none":
+        resolve_batch(config, rendezvous.world_size)  # what cannot be fails before the ranks meet
     store = None
     if rendezvous.world_size > 1:
         store = connect_store(rendezvous, config.init_timeout_s)
