@@ -61,7 +61,42 @@ def test_a_ratio_of_a_failed_arm_is_failed() -> None:
         "error": "exit code 3",
         "n": 0,
         "values": [],
+        "median": None,
     }
+
+
+def test_a_skipped_row_is_no_failure_and_says_why() -> None:
+    skipped = Row("ring", "64 GiB", "us", (), skipped="needs 128 GiB, 4 free", extra={"bytes": 2**36})
+    report = Report("x", {}, [skipped, row(1.0)])
+    assert not report.failed
+    assert report.lines()[-1] == "OK  2 rows, 0 target(s), 1 skipped"
+    assert table(report.rows)[1].split(maxsplit=5) == ["ring", "64", "GiB", "us", "skipped", "0  needs 128 GiB, 4 free"]
+    written = skipped.to_dict()
+    assert (written["bytes"], written["skipped"], written["median"]) == (2**36, "needs 128 GiB, 4 free", None)
+    assert not {"error", "wrong", "extra"} & written.keys()
+    paired = ratio("u / l", "m", row(1.0), skipped)
+    assert (paired.skipped, paired.problem) == ("needs 128 GiB, 4 free", "")
+    assert Target("t", paired, "<=", 1.0).verdict == "does not apply: needs 128 GiB, 4 free"
+    assert ratio("u / l", "m", row(error="gone"), skipped).problem == "gone"
+
+
+def test_wrong_elements_fail_the_report_and_have_a_column() -> None:
+    right, bad = (Row(arm, "1 KiB", "us", (5.0,), wrong=n) for arm, n in (("ring", 0), ("tree", 3)))
+    good, report = Report("x", {}, [right, row(1.0)]), Report("x", {}, [right, bad, row(1.0)])
+    assert (good.failed, report.failed) == (False, True)
+    assert report.lines()[-1] == "FAILED  tree, 1 KiB: 3 wrong"
+    header, *lines = table(report.rows)
+    assert [line[: header.index("wrong") + 5].split()[-1] for line in lines] == ["0", "3", "1"]
+    assert [r.to_dict().get("wrong") for r in report.rows] == [0, 3, None]
+    assert "wrong" not in table([row(1.0)])[0]
+
+
+@pytest.mark.parametrize(("rows", "last"), [([row(error="gone\nlog")], "a, m: gone"), ([row()], "a, m: no value")])
+def test_a_row_without_a_value_fails_the_report(rows: list[Row], last: str) -> None:
+    report = Report("x", {}, rows)
+    assert report.lines()[-1] == f"FAILED  {last}"
+    report.failures.append("a: the whole story")
+    assert report.lines()[-1] == "FAILED  a: the whole story"
 
 
 @pytest.mark.parametrize(

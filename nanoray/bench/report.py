@@ -22,7 +22,12 @@ MIN_JUDGED = 5  # a target is judged from this many rounds on; fewer only show w
 
 @dataclass(frozen=True)
 class Row:
-    """One measured quantity: a value per round, or the reason why there is none."""
+    """One measured quantity: a value per round, or the reason why there is none.
+
+    wrong    elements that differ from the exact result; None where nothing is compared
+    skipped  why there is no value although nothing is broken: the backend lacks it, the size does not fit
+    extra    further keys of the row in the JSON file, such as op, dtype, bytes
+    """
 
     arm: str
     metric: str
@@ -30,6 +35,16 @@ class Row:
     values: tuple[float, ...]
     note: str = ""
     error: str = ""
+    wrong: int | None = None
+    skipped: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def problem(self) -> str:
+        """Return why this is no result, in one line; "" when it is one, or when it was skipped."""
+        if self.error or not (self.values or self.skipped):
+            return (self.error or "no value").splitlines()[0]
+        return f"{self.wrong} wrong" if self.wrong else ""
 
     @property
     def n(self) -> int:
@@ -49,13 +64,16 @@ class Row:
         return low, high
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row as it stands in the JSON file; a failed one has `error` and no numbers."""
-        row: dict[str, Any] = {"arm": self.arm, "metric": self.metric, "unit": self.unit, "note": self.note}
-        if not self.values:
-            return row | {"error": self.error or "no value", "n": 0, "values": []}
-        numbers = {"median": self.median, "min": min(self.values), "max": max(self.values)}
-        low, high = self.quartiles
-        return row | numbers | {"lower_quartile": low, "upper_quartile": high, "n": self.n, "values": list(self.values)}
+        """Return the row as it stands in the JSON file; without values it has `error` or `skipped`, and no median."""
+        row = self.extra | {"arm": self.arm, "metric": self.metric, "unit": self.unit, "note": self.note}
+        row |= {"n": self.n, "values": list(self.values), "median": self.median if self.values else None}
+        row |= {} if self.wrong is None else {"wrong": self.wrong}
+        if self.values:
+            low, high = self.quartiles
+            row |= {"min": min(self.values), "max": max(self.values), "lower_quartile": low, "upper_quartile": high}
+        elif self.skipped and not self.error:
+            return row | {"skipped": self.skipped}
+        return row | ({} if self.values and not self.error else {"error": self.error or "no value"})
 
 
 def ratio(name: str, metric: str, upper: Row, lower: Row, note: str = "") -> Row:
@@ -65,7 +83,7 @@ def ratio(name: str, metric: str, upper: Row, lower: Row, note: str = "") -> Row
     ratio stays. A ratio of two medians would compare one's good minute with the other's bad one.
     """
     values = tuple(u / v for u, v in zip(upper.values, lower.values, strict=False))  # a failed arm has fewer rounds
-    return Row(name, metric, "ratio", values, note, upper.error or lower.error)
+    return Row(name, metric, "ratio", values, note, upper.error or lower.error, None, upper.skipped or lower.skipped)
 
 
 @dataclass(frozen=True)
@@ -84,7 +102,7 @@ class Target:
         if self.excuse:
             return f"does not apply: {self.excuse}"
         if not self.row.values:
-            return "not measured"
+            return "not measured" if self.row.problem else f"does not apply: {self.row.skipped}"
         reached = self.row.median <= self.limit if self.relation == "<=" else self.row.median >= self.limit
         if self.row.n < MIN_JUDGED:
             return f"{'ok' if reached else 'missed'}, not judged: n = {self.row.n} < {MIN_JUDGED}"
@@ -125,8 +143,15 @@ class Report:
         return self.rows[-1]
 
     @property
+    def problems(self) -> list[str]:
+        """Return one line per failure, wrong result and missed target. A failed row is told by its failure, if any."""
+        told = [failure.splitlines()[0] for failure in self.failures]
+        told += [f"{r.arm}, {r.metric}: {r.problem}" for r in self.rows if r.problem and (r.wrong or not told)]
+        return told + [f"{t.text}: {t.verdict}" for t in self.targets if t.failed]
+
+    @property
     def failed(self) -> bool:
-        return bool(self.failures) or any(t.failed for t in self.targets)
+        return bool(self.problems)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -142,45 +167,60 @@ class Report:
         """Write the JSON file; a reader never sees half of it."""
         write_json(path, self.to_dict())
 
-    def lines(self) -> list[str]:
-        """Return the conditions, the table, the failures, the targets, and OK or FAILED as the last line."""
-        lines = [f"{key:<12}{_condition(value)}" for key, value in self.conditions.items()]
-        lines += ["", *table(self.rows), ""]
+    def lines(self, rows: Sequence[str] | None = None) -> list[str]:
+        """Return the conditions, the table, the failures, the targets, and OK or FAILED as the last line.
+
+        `rows` is a benchmark's own table in place of `table`.
+        """
+        lines = [f"{key:<12}{condition(value)}" for key, value in self.conditions.items()]
+        lines += ["", *(table(self.rows) if rows is None else rows), ""]
         for failure in self.failures:
             first, *rest = failure.splitlines()
             lines += [f"FAILED  {first}", *("  | " + line for line in rest)]
         for target in self.targets:
-            measured = f"{target.row.median:.3f}" if target.row.values else "FAILED"
+            measured = f"{target.row.median:.3f}" if target.row.values else "no value"
             lines.append(f"target  {target.text} {target.relation} {target.limit:g}: {measured}  {target.verdict}")
-        missed = [f"{t.text}: {t.verdict}" for t in self.targets if t.failed]
-        problems = [*(f.splitlines()[0] for f in self.failures), *missed]
-        counts = f"{len(self.rows)} rows, {len(self.targets)} target(s)"
-        return [*lines, f"FAILED  {'; '.join(problems)}" if problems else f"OK  {counts}"]
+        return [*lines, f"FAILED  {'; '.join(self.problems)}" if self.failed else f"OK  {self.counts}"]
+
+    @property
+    def counts(self) -> str:
+        skipped = sum(not r.values for r in self.rows if not r.problem)
+        return f"{len(self.rows)} rows, {len(self.targets)} target(s)" + (f", {skipped} skipped" if skipped else "")
 
 
-def _condition(value: Any) -> str:
+def condition(value: Any) -> str:
+    """Write a value of the conditions in one line."""
     if isinstance(value, dict):
         return " · ".join(f"{k} {v}" for k, v in value.items())
     return ", ".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)
 
 
+HEADER = ("arm", "metric", "unit", "median", "quartiles", "min .. max", "n", "wrong", "")
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """Return a row's texts under HEADER. Without values, FAILED or skipped stands for the median."""
+    wrong = "" if row.wrong is None else str(row.wrong)
+    if not row.values:
+        why = row.problem or row.skipped
+        return row.arm, row.metric, row.unit, "FAILED" if row.problem else "skipped", "", "", "0", wrong, why
+    half, span = (
+        f"{number(low)} .. {number(high)}" for low, high in (row.quartiles, (min(row.values), max(row.values)))
+    )
+    note = "; ".join(filter(None, (row.error, row.note)))
+    return row.arm, row.metric, row.unit, number(row.median), half, span, str(row.n), wrong, note
+
+
 def table(rows: Sequence[Row]) -> list[str]:
-    """Return the rows as aligned text: arm, metric, unit, median, middle half, range, n, note."""
-    cells = [("arm", "metric", "unit", "median", "quartiles", "min .. max", "n", "")]
-    for row in rows:
-        if row.values:
-            half, span = (
-                f"{number(low)} .. {number(high)}" for low, high in (row.quartiles, (min(row.values), max(row.values)))
-            )
-            cells.append((row.arm, row.metric, row.unit, number(row.median), half, span, str(row.n), row.note))
-        else:
-            cells.append((row.arm, row.metric, row.unit, "FAILED", "", "", "0", row.error.splitlines()[0]))
-    width = [max(len(line[i]) for line in cells) for i in range(7)]
-    right = {3, 6}
+    """Return the rows as aligned text; the column of wrong elements stands only where some row compared them."""
+    lines = [HEADER, *map(cells, rows)]
+    shown = [i for i in range(8) if i != 7 or any(row.wrong is not None for row in rows)]
+    width = [max(len(line[i]) for line in lines) for i in range(8)]
+    right = {3, 6, 7}
     return [
-        "  ".join(c.rjust(width[i]) if i in right else c.ljust(width[i]) for i, c in enumerate(line[:7])).rstrip()
-        + (f"  {line[7]}" if line[7] else "")
-        for line in cells
+        "  ".join(line[i].rjust(width[i]) if i in right else line[i].ljust(width[i]) for i in shown).rstrip()
+        + (f"  {line[8]}" if line[8] else "")
+        for line in lines
     ]
 
 
