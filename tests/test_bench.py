@@ -192,12 +192,15 @@ def test_help_lists_the_benches(capsys: pytest.CaptureFixture[str]) -> None:
     ("argv", "message"),
     [
         (["trian"], "unknown bench trian; did you mean train?"),
-        (["xyz"], "unknown bench xyz; known: train"),
+        (["xyz"], "unknown bench xyz; known: train, collectives, "),
         (["train", "--round", "3"], "unknown flag --round; did you mean --rounds?"),
         (["train", "--rounds", "x"], "argument --rounds: invalid int value: 'x'"),
         (["train", "--arms", "plain,horovod"], "unknown arm horovod; known: plain, torchrun, "),
         (["train", "--steps", "1"], "at least 1 round of 2 steps is needed"),
         (["train", "--figure", "f.docx"], "figure = f.docx: unknown kind of file; end it in .png, .svg, .pdf"),
+        (["train", "--html", "nowhere/f.html"], "cannot write nowhere/f.html: its folder is missing or read-only"),
+        (["all", "--figure", "f.png"], "figure = f.png: bench all draws several; name a folder that is there"),
+        (["all", "--rounds", "3"], "unknown flag --rounds; known: "),
         (["train", "--json", "nowhere/f.json"], "cannot write nowhere/f.json: its folder is missing or read-only"),
     ],
 )
@@ -382,7 +385,7 @@ def test_ctrl_c_leaves_nothing_behind(text: Path) -> None:
     run.send_signal(signal.SIGINT)
     _, err = run.communicate(timeout=30)
     assert run.returncode == 130
-    assert "nothing was written" in err
+    assert "no report was written" in err
     assert not any(session_members(pid) for pid in started)
     os.rmdir(temp)  # raises when something is in it
 

@@ -1,7 +1,8 @@
-"""`python -m nanoray.bench NAME`: measure, print a table and verdicts, write JSON and a figure.
+"""`python -m nanoray.bench NAME`: measure, print a table and verdicts, write JSON, a figure and an HTML report.
 
 Every benchmark is a module with `add_flags(parser)`, `measure(args, report)`, `draw(report, path)` and
-`paste(report)`, the lines for a README. Exit code 0: every arm ran and every target was met; 1: not; 2: wrong flags.
+`paste(report)`, the lines for a README; one with a table of its own has `lines(report)` too. Exit code 0: every arm
+ran, nothing was wrong and every target was met; 1: not; 2: wrong flags. `all` runs one after the other.
 """
 
 from __future__ import annotations
@@ -12,59 +13,177 @@ import importlib
 import os
 import signal
 import sys
+import tempfile
+import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nanoray.bench.report import Report, conditions, load_average
+from nanoray.bench.report import Report, aligned, conditions, load_average
 from nanoray.errors import ConfigError, NanorayError
+from nanoray.run import write_json
 
 BENCHES = {
     "train": (
         "nanoray.bench.train",
         "the same recipe under python, torchrun, nanoray on Ray, and Ray's TorchTrainer",
     ),
+    "collectives": (
+        "nanoray.bench.collectives",
+        "latency, algbw and busbw of every collective, and its wrong elements",
+    ),
+    "algorithms": ("nanoray.bench.algorithms", "hand-written ring, tree, ... all-reduces against the backend's own"),
+    "overlap": ("nanoray.bench.overlap", "bucket sizes of DDP: how much communication hides behind the backward pass"),
+    "scaling": ("nanoray.bench.scaling", "step time from 1 to 4096 ranks: a fitted model, checked at 3 and 4"),
+    "mig": ("nanoray.bench.mig", "MIG slices: what is there, what would run where, and what it gains"),
 }
+QUICK_IN_ALL = {"train": ["--arms", "plain,torchrun"]}  # its other arms start clusters, which takes minutes
 FIGURES = (".png", ".svg", ".pdf")
+USAGE = """\
+usage: python -m nanoray.bench NAME [--workers N] [--quick] [--json FILE] [--figure FILE] [--html FILE] [flags]
+
+{benches}
+  {all:<12}every one of them in turn, with its defaults; --figure takes a folder
+
+  --workers N   ranks                       --json FILE    conditions, rows and verdicts
+  --quick       few and short rounds        --figure FILE  a picture ({figures})
+                                            --html FILE    one page with all of it, which needs nothing else
+
+python -m nanoray.bench NAME --help shows the flags of one"""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one benchmark and return its exit code."""
+    """Run one benchmark, or all, and return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
-        print("usage: python -m nanoray.bench NAME [--json FILE] [--figure FILE] [--quick] [flags]\n")
-        print("\n".join(f"  {name:<12}{text}" for name, (_, text) in BENCHES.items()))
-        print("\npython -m nanoray.bench NAME --help shows the flags of one")
+        benches = "\n".join(f"  {name:<12}{text}" for name, (_, text) in BENCHES.items())
+        print(USAGE.format(benches=benches, all="all", figures=", ".join(FIGURES)))
         return 0 if argv else 2
     try:
+        if argv[0] == "all":
+            return _run_all(argv[1:])
         if argv[0] not in BENCHES:
-            raise ConfigError(f"unknown bench {argv[0]}; {_hint(argv[0], list(BENCHES))}")
+            raise ConfigError(f"unknown bench {argv[0]}; {_hint(argv[0], [*BENCHES, 'all'])}")
         return _run(argv[0], argv[1:])
     except NanorayError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt as stop:
+        print("interrupted: everything that was started is ended, no report was written", file=sys.stderr)
+        return 128 + (stop.args[0] if stop.args else signal.SIGINT)
 
 
 def _run(name: str, argv: list[str]) -> int:
-    module: Any = importlib.import_module(BENCHES[name][0])
-    args = _parse(module, name, argv)
-    report = Report(name, conditions(name, argv))
+    module, args = _load(name, argv)
+    with interruptible():
+        report = _measure(module, args, name, argv)
+    if _speaks():
+        svg = _picture(module, report, args.figure, bool(args.html))
+        print("\n".join([*module.paste(report), "", *_lines(module, report)]), flush=True)
+        if args.json:
+            report.write(args.json)
+        _write_html(args.html, [(report, svg)])
+    return int(report.failed)
+
+
+def _run_all(argv: list[str]) -> int:
+    if "RANK" in os.environ:
+        raise ConfigError("bench all starts its own ranks, but RANK is set; run it without torchrun")
+    parser = _parser("all", "every benchmark in turn, each with its defaults")
+    parser.add_argument("--workers", metavar="N", help="ranks of each [each one's default]")
+    args = _flags(parser, argv)
+    if args.figure and not args.figure.is_dir():
+        raise ConfigError(f"figure = {args.figure}: bench all draws several; name a folder that is there")
+    found: list[tuple[Report, str]] = []
+    with interruptible():
+        for name in BENCHES:
+            flags = ["--workers", args.workers] if args.workers else []
+            flags += ["--quick", *QUICK_IN_ALL.get(name, [])] if args.quick else []
+            print(f"== {name}", file=sys.stderr, flush=True)
+            report, svg, lines = _attempt(name, flags, args)
+            found.append((report, svg))
+            print("\n".join([f"== {name}", "", *lines, ""]), flush=True)
+    reports = [report for report, _ in found]
+    failed = [report.bench for report in reports if report.failed]
+    if args.json:
+        write_json(args.json, {"bench": "all", "reports": [r.to_dict() for r in reports], "ok": not failed})
+    _write_html(args.html, found)
+    print("\n".join(aligned([("bench", "verdict", "seconds", ""), *(r.summary for r in reports)], right={2})))
+    print(f"FAILED  {', '.join(failed)}" if failed else f"OK  {len(reports)} benches", flush=True)
+    return int(bool(failed))
+
+
+def _attempt(name: str, flags: list[str], args: argparse.Namespace) -> tuple[Report, str, list[str]]:
+    """Run one of all benchmarks; whatever it raises is its failure, and the next ones go on."""
+    try:
+        module, own = _load(name, flags)
+        report = _measure(module, own, name, flags)
+        path = args.figure / f"{name}.png" if args.figure else None
+        svg = _picture(module, report, path, bool(args.html))
+        return report, svg, _lines(module, report)
+    except Exception as error:
+        report = Report(name, conditions(name, flags), failures=[_story(error)])
+        return report, "", report.lines()
+
+
+def _measure(module: Any, args: argparse.Namespace, name: str, argv: list[str]) -> Report:
+    """Measure, and keep what was measured before something broke."""
+    report, start = Report(name, conditions(name, argv)), time.monotonic()
     if args.quick:
         report.conditions["quick"] = "few, short rounds: shows that it runs and which way it points, no more"
     try:
-        with interruptible():
-            module.measure(args, report)
-    except KeyboardInterrupt as stop:
-        print("interrupted: everything that was started is ended, nothing was written", file=sys.stderr)
-        return 128 + (stop.args[0] if stop.args else signal.SIGINT)
+        module.measure(args, report)
+    except NanorayError:  # refused before anything ran
+        raise
+    except Exception as error:
+        if not _speaks():  # the only way for this rank to be heard
+            raise
+        report.failures.append(_story(error))
+    report.conditions["seconds"] = round(time.monotonic() - start, 1)
     report.conditions["load"]["after"] = load_average()
-    if args.json:
-        report.write(args.json)
-    if args.figure:
-        module.draw(report, args.figure)
-    print("\n".join([*module.paste(report), "", *report.lines()]), flush=True)
-    return int(report.failed)
+    return report
+
+
+def _story(error: Exception) -> str:
+    if isinstance(error, NanorayError):
+        return str(error)
+    return f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error))}"
+
+
+def _speaks() -> bool:
+    """Return whether this process prints and writes: under torchrun every rank runs this program, and one may."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _lines(module: Any, report: Report) -> list[str]:
+    own = getattr(module, "lines", None)
+    return report.lines(own(report) if own else None)
+
+
+def _picture(module: Any, report: Report, figure: Path | None, svg: bool) -> str:
+    """Draw the figure file, and the SVG text for the page. A figure that fails is a failure of the report."""
+    if not any(row.values for row in report.rows):
+        return ""
+    try:
+        if figure:
+            module.draw(report, figure)
+        if svg:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder, "figure.svg")
+                module.draw(report, path)
+                return path.read_text(encoding="utf-8")
+    except Exception as error:
+        report.failures.append(f"figure: {_story(error)}")
+    return ""
+
+
+def _write_html(path: Path | None, sections: list[tuple[Report, str]]) -> None:
+    if path:
+        from nanoray.bench.html import write  # jinja2 takes a while: only for those who want the page
+
+        write(path, sections, {name: text for name, (_, text) in BENCHES.items()})
 
 
 class _Parser(argparse.ArgumentParser):
@@ -72,21 +191,33 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
-def _parse(module: Any, name: str, argv: list[str]) -> argparse.Namespace:
-    parser = _Parser(prog=f"python -m nanoray.bench {name}", description=BENCHES[name][1], allow_abbrev=False)
+def _parser(name: str, text: str) -> _Parser:
+    parser = _Parser(prog=f"python -m nanoray.bench {name}", description=text, allow_abbrev=False)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write conditions, rows and verdicts")
-    parser.add_argument("--figure", type=Path, metavar="FILE", help=f"draw them ({', '.join(FIGURES)})")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help=f"draw them ({', '.join(FIGURES)}); all: a folder")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write one page with all of it, for any browser")
     parser.add_argument("--quick", action="store_true", help="few and short rounds; targets are shown, not judged")
+    return parser
+
+
+def _load(name: str, argv: list[str]) -> tuple[Any, argparse.Namespace]:
+    module: Any = importlib.import_module(BENCHES[name][0])
+    parser = _parser(name, BENCHES[name][1])
     module.add_flags(parser)
+    args = _flags(parser, argv)
+    if args.figure and args.figure.suffix not in FIGURES:
+        raise ConfigError(f"figure = {args.figure}: unknown kind of file; end it in {', '.join(FIGURES)}")
+    return module, args
+
+
+def _flags(parser: _Parser, argv: list[str]) -> argparse.Namespace:
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = [flag for action in parser._actions for flag in action.option_strings]
         raise ConfigError(f"unknown flag {unknown[0]}; {_hint(unknown[0].split('=')[0], flags)}")
-    for path in filter(None, (args.json, args.figure)):  # now, and not after minutes of measuring
+    for path in filter(None, (args.json, args.figure, args.html) if _speaks() else ()):  # now, and not after minutes
         if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
             raise ConfigError(f"cannot write {path}: its folder is missing or read-only; make it first")
-    if args.figure and args.figure.suffix not in FIGURES:
-        raise ConfigError(f"figure = {args.figure}: unknown kind of file; end it in {', '.join(FIGURES)}")
     return args
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from nanoray import __version__
 from nanoray.devices import available_cpus, cpu_features, cpu_name, discover_gpus
+from nanoray.mesh import runtime_nccl_version
 from nanoray.run import write_json
 
 MIN_JUDGED = 5  # a target is judged from this many rounds on; fewer only show which way it points
@@ -183,6 +184,12 @@ class Report:
         return [*lines, f"FAILED  {'; '.join(self.problems)}" if self.failed else f"OK  {self.counts}"]
 
     @property
+    def summary(self) -> tuple[str, str, str, str]:
+        """Return the report's line in the table of all benchmarks: bench, verdict, seconds, first problem."""
+        verdict, text = ("FAILED", self.problems[0]) if self.failed else ("OK", self.counts)
+        return self.bench, verdict, str(self.conditions.get("seconds", "")), text
+
+    @property
     def counts(self) -> str:
         skipped = sum(not r.values for r in self.rows if not r.problem)
         return f"{len(self.rows)} rows, {len(self.targets)} target(s)" + (f", {skipped} skipped" if skipped else "")
@@ -214,12 +221,18 @@ def cells(row: Row) -> tuple[str, ...]:
 def table(rows: Sequence[Row]) -> list[str]:
     """Return the rows as aligned text; the column of wrong elements stands only where some row compared them."""
     lines = [HEADER, *map(cells, rows)]
-    shown = [i for i in range(8) if i != 7 or any(row.wrong is not None for row in rows)]
-    width = [max(len(line[i]) for line in lines) for i in range(8)]
-    right = {3, 6, 7}
+    if all(row.wrong is None for row in rows):
+        lines = [line[:7] + line[8:] for line in lines]
+    return aligned(lines, right={3, 6, *range(7, len(lines[0]) - 1)})
+
+
+def aligned(lines: Sequence[Sequence[str]], right: set[int]) -> list[str]:
+    """Return a table as text; the columns in `right` are numbers, the last one is free text."""
+    width = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
-        "  ".join(line[i].rjust(width[i]) if i in right else line[i].ljust(width[i]) for i in shown).rstrip()
-        + (f"  {line[8]}" if line[8] else "")
+        "  ".join(
+            c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(line, width, strict=True))
+        ).rstrip()
         for line in lines
     ]
 
@@ -240,12 +253,16 @@ def conditions(bench: str, argv: Sequence[str]) -> dict[str, Any]:
     """Return what the numbers depend on: versions, machine, load, date and the command that made them."""
     installed = {name: next((d.version for d in metadata.distributions(name=name)), None) for name in ("torch", "ray")}
     features = cpu_features() & {"amx_bf16", "avx512_bf16", "avx512f", "avx2"}
+    gpus = discover_gpus()
+    if gpus:  # torch takes seconds to import: only where it can tell something
+        version = runtime_nccl_version()
+        installed["nccl"] = ".".join(map(str, version)) if version else None
     return {
         "command": shlex.join(["python", "-m", "nanoray.bench", bench, *argv]),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "versions": {"nanoray": __version__, "python": platform.python_version(), **installed},
         "cpu": {"name": cpu_name(), "usable cores": available_cpus(), "features": " ".join(sorted(features))},
-        "gpus": [f"{d.name} {d.profile}".strip() for d in discover_gpus()],
+        "gpus": [f"{d.name} {d.profile}".strip() for d in gpus],
         "load": {"before": load_average()},
     }
 
