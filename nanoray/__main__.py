@@ -10,6 +10,7 @@ COMMANDS = {
     "train": ("nanoray.train", "train in this process, or as one rank of a torchrun"),
     "launch": ("nanoray.launch", "train on Ray: one actor per GPU, MIG slice or CPU share"),
     "sample": ("nanoray.sample", "generate text from a checkpoint"),
+    "timeline": ("nanoray.timeline", "draw traced steps of a run: phases and collectives of all ranks"),
     "check": ("nanoray.check", "is this machine ready, and what would run where"),
     "bench": ("nanoray.bench.__main__", "measure it"),
 }

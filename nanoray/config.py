@@ -136,6 +136,12 @@ class Config(BaseModel):
     """CPUs reserved per rank (0 = an equal share of the node's on CPU, 1 with a GPU)"""
     bucket_mb: float = _field(0.0, "dist", ge=0)
     """DDP's gradient bucket in MB (0 = 25 on GPU, 2 on CPU); it fixes the order of sums, so a resume keeps it"""
+    allreduce: Literal["backend", "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", "flat"] = (
+        _field("backend", "dist")
+    )
+    """how gradients are summed: backend (NCCL's or gloo's own way) | one written by hand in algorithms.py"""
+    comm_trace: str = _field("off", "log")
+    """measure every collective: off | every=K (two steps in K; under 1 % of the time from K = 50 on) | always"""
     timeout_s: float = _field(60.0, "dist", gt=0)
     """a collective that waits longer than this fails, and with it the attempt"""
     init_timeout_s: float = _field(60.0, "dist", gt=0)
@@ -183,6 +189,11 @@ class Config(BaseModel):
             )
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr = {self.min_lr} is above lr = {self.lr}; lower min_lr or raise lr")
+        every = self.comm_trace.removeprefix("every=")
+        if self.comm_trace not in ("off", "always") and (
+            every == self.comm_trace or not every.isdecimal() or not int(every)
+        ):
+            raise ValueError(f"comm_trace = {self.comm_trace!r} is none of off, always, every=K; try every=50")
         if self.backend == "nccl" and self.device == "cpu":
             raise ValueError("backend = nccl needs GPUs, but device = cpu; use backend gloo or auto")
         if self.data_url and self.dataset not in ("auto", "shakespeare"):
@@ -193,6 +204,13 @@ class Config(BaseModel):
         if not (self.micro_batch_size or self.global_batch_size):
             raise ValueError("no batch size: give micro_batch_size (per rank) or global_batch_size (all ranks)")
         return self
+
+    @property
+    def trace_every(self) -> int:
+        """K of comm_trace every=K; 1 for always, 0 for off."""
+        return {"off": 0, "always": 1}.get(self.comm_trace) or int(
+            self.comm_trace.removeprefix("every=").replace("off", "0")
+        )
 
     def to_json(self) -> str:
         """The configuration as JSON text; `--config` reads it back."""

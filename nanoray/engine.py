@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from nanoray.model import GPT, flops_per_token
 from nanoray.optim import load_optimizer_tensors, lr_at, optimizer_tensors
 from nanoray.precision import LossScaler, autocast
 from nanoray.run import RunSpec
+from nanoray.timeline import CommTrace
 
 log = logging.getLogger("nanoray")
 CHECKPOINT_TRIES = 3  # checkpoints in a row that may fail (a full disk, say) before the run does
@@ -71,6 +73,7 @@ class RuntimeEngine:
         self._evaluated_step = -1
         self._failed_saves = 0
         self._checkpoint_s: float | None = None
+        self.trace: CommTrace | None = None  # --comm_trace: measures the collectives of some steps
 
     def fit(self) -> dict[str, Any]:
         """Train until max_steps, stop_at, or until any rank is asked to stop. (all ranks)
@@ -78,7 +81,7 @@ class RuntimeEngine:
         Returns the outcome as plain data. Raises TrainingDiverged when the loss stops being finite, and whatever a
         process group raises when a peer dies.
         """
-        cfg, batch, mesh, model, device = self.cfg, self.batch, self.mesh, self.model, self.mesh.device
+        cfg, batch, mesh, trace, device = self.cfg, self.batch, self.mesh, self.trace, self.mesh.device
         self._enter("init")
         self._warm_up()
         self._restore()
@@ -93,6 +96,7 @@ class RuntimeEngine:
         while self.step < last and not stopping:
             # (all ranks) Does anybody want to stop? Asked now, answered when the step is done: compute hides it.
             self._current = self.step + 1
+            model = trace.begin(self._current, self.model) if trace else self.model
             vote = mesh.vote(self.should_stop())
             lr = lr_at(self.step, cfg)
             for group in self.optimizer.param_groups:
@@ -125,7 +129,7 @@ class RuntimeEngine:
             if cfg.grad_clip:
                 clip_grads_with_norm_(self.params, cfg.grad_clip, grad_norm)
             if self.scaler.enabled:
-                mesh.all_reduce(self.scaler.judge(grad_norm), op="max")  # (all ranks) one float
+                mesh.all_reduce(self.scaler.judge(grad_norm), "overflow", op="max")  # (all ranks) one float
             self.scaler.step(self.optimizer)
             self.optimizer.zero_grad(set_to_none=True)
             self.step += 1
@@ -135,8 +139,10 @@ class RuntimeEngine:
             # (all ranks) On logged steps: average the loss, wait for the device, evaluate, record, checkpoint.
             if logged:
                 self._enter("log")
-                train_loss = mesh.all_reduce_mean(loss_sum / batch.accum).item()
+                train_loss = mesh.all_reduce_mean(loss_sum / batch.accum, "loss").item()
                 record = self._record(train_loss, lr, grad_norm.item())
+                if trace:
+                    record |= trace.read(self.note)  # (all ranks) the steps traced before this one
                 window_end = time.perf_counter()
                 elapsed, window_start = window_end - window_start, window_end
                 if first_step_s is None:
@@ -152,6 +158,8 @@ class RuntimeEngine:
                 if self._checkpoint_due():
                     window_start += self._save()
             stopping = vote.result()
+            if trace:
+                window_start += trace.end(partial(self._unsynced, x, y))
 
         if self._saved_step != self.step:
             self._save(final=True)
@@ -170,6 +178,7 @@ class RuntimeEngine:
             "device": str(device),
             "precision": cfg.precision,
             "resumed_from": self.spec.resume or None,
+            "comm": trace.finish(self.note) if trace else None,
             "torch": str(torch.__version__),  # its own class would make the driver import torch to read it
         }
 
@@ -178,6 +187,8 @@ class RuntimeEngine:
     def _enter(self, phase: str) -> None:
         """Stamp where this rank is, and let a planned fault fire. Under a microsecond without faults."""
         self._stamp.set(self._current, phase)
+        if self.trace:
+            self.trace.phase(phase)
         for fault in self._faults[:]:
             if fault.step == self._current and fault.phase == phase:
                 self._faults.remove(fault)
@@ -192,11 +203,24 @@ class RuntimeEngine:
         and more ranks. It also finds a lack of memory, and compiles, before the first step.
         """
         rng = self._rng_state()
-        x, y = self.data.train_batch(0, self.batch.micro)
+        for model in [self.model, *([self.trace.twin] if self.trace else [])]:
+            self._throwaway(model, *self.data.train_batch(0, self.batch.micro))
+        self._set_rng_state(rng)
+        if self.trace:
+            self.trace.prepare()
+
+    def _throwaway(self, model: nn.Module, x: Tensor, y: Tensor) -> None:
+        """Run forward and backward, and forget the gradients."""
         with autocast(self.mesh.device.type, self.cfg.precision):
-            loss = self.model(x, y)
-        loss.backward()
+            loss = model(x, y)
+        self.scaler.scale(loss).backward()
         self.optimizer.zero_grad(set_to_none=True)
+
+    def _unsynced(self, x: Tensor, y: Tensor) -> None:
+        """Run a forward and backward that do not communicate, to compare a traced step with; it leaves no trace."""
+        rng = self._rng_state()
+        with self.model.no_sync():  # type: ignore[operator]
+            self._throwaway(self.model, x, y)
         self._set_rng_state(rng)
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -279,7 +303,7 @@ class RuntimeEngine:
                 loss = self.gpt(x, y)
             total += torch.stack([loss * len(starts), torch.full_like(loss, len(starts))])
         self.gpt.train()
-        loss_sum, count = self.mesh.all_reduce(total).tolist()
+        loss_sum, count = self.mesh.all_reduce(total, "eval").tolist()
         self.val_loss, self._evaluated_step = loss_sum / count, self.step
         if not math.isfinite(self.val_loss):
             raise TrainingDiverged(f"at step {self.step} the validation loss is {self.val_loss}; lower lr")

@@ -16,6 +16,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from torch.distributed import ProcessGroup, TCPStore, Work
+
+    from nanoray.comm import CommRecorder
 
 T = TypeVar("T")
 PATIENCE_S = 900.0  # for what one rank does alone while the others wait: writing and verifying checkpoints
@@ -177,22 +180,21 @@ class Mesh:
     control_group: ProcessGroup | None = None  # gloo on CPU: stop votes, apart from gradients
     patient_group: ProcessGroup | None = None  # gloo on CPU with a long timeout: where rank 0 may be busy with files
     store: Any = field(default=None, repr=False)
+    recorder: CommRecorder | None = field(default=None, repr=False)  # notes what these collectives cost
 
-    def all_reduce_mean(self, tensor: Tensor) -> Tensor:
-        """Average `tensor` over all ranks, in place. (all ranks)"""
-        if self.world_size > 1:
-            import torch.distributed as dist
-
-            dist.all_reduce(tensor)
-            tensor /= self.world_size
+    def all_reduce_mean(self, tensor: Tensor, what: str = "value") -> Tensor:
+        """Average `tensor` over all ranks, in place. `what` it is stands in the notes. (all ranks)"""
+        tensor = self.all_reduce(tensor, what)
+        tensor /= self.world_size
         return tensor
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+    def all_reduce(self, tensor: Tensor, what: str = "value", op: str = "sum") -> Tensor:
         """Sum (or max) `tensor` over all ranks, in place. (all ranks)"""
         if self.world_size > 1:
             import torch.distributed as dist
 
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
+            with self._noted("all_reduce", what, "default", tensor):
+                dist.all_reduce(tensor, op=dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
         return tensor
 
     def vote(self, flag: bool) -> Vote:
@@ -201,10 +203,11 @@ class Mesh:
 
         ballot = torch.tensor([flag], dtype=torch.uint8)
         if self.world_size == 1:
-            return Vote(ballot, None)
+            return Vote(ballot, None, self)
         import torch.distributed as dist
 
-        return Vote(ballot, dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=self.control_group, async_op=True))
+        work = dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=self.control_group, async_op=True)
+        return Vote(ballot, work, self)
 
     def gather(self, value: T) -> list[T] | None:
         """Collect one picklable value per rank on rank 0; the others get None. (all ranks)"""
@@ -213,7 +216,8 @@ class Mesh:
         import torch.distributed as dist
 
         values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(value, values, dst=0, group=self.patient_group)
+        with self._noted("gather", "objects", "patient"):
+            dist.gather_object(value, values, dst=0, group=self.patient_group)
         return values
 
     def broadcast(self, value: T) -> T:
@@ -223,7 +227,8 @@ class Mesh:
         import torch.distributed as dist
 
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.patient_group)
+        with self._noted("broadcast", "objects", "patient"):
+            dist.broadcast_object_list(box, src=0, group=self.patient_group)
         return box[0]
 
     def barrier(self) -> None:
@@ -231,7 +236,11 @@ class Mesh:
         if self.world_size > 1:
             import torch.distributed as dist
 
-            dist.barrier(group=self.patient_group)
+            with self._noted("barrier", "barrier", "patient"):
+                dist.barrier(group=self.patient_group)
+
+    def _noted(self, op: str, what: str, group: str, tensor: Tensor | None = None) -> AbstractContextManager[None]:
+        return self.recorder.call(op, what, group, tensor) if self.recorder else nullcontext()
 
 
 class Vote(NamedTuple):
@@ -239,11 +248,13 @@ class Vote(NamedTuple):
 
     ballot: Tensor
     work: Work | None
+    mesh: Mesh
 
     def result(self) -> bool:
         """Wait for the answer. (all ranks)"""
         if self.work is not None:
-            self.work.wait()
+            with self.mesh._noted("all_reduce", "vote", "control", self.ballot):
+                self.work.wait()
         return bool(self.ballot.item())
 
 

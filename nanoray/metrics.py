@@ -82,6 +82,55 @@ METRICS: dict[str, Metric] = {
             "30 to 55 on large GPUs",
         ),
         Metric(
+            "comm/step_ms",
+            "ms",
+            "traced steps only, as all comm/ metrics: mean wall time of the steps traced since the last record",
+            "close to time/step_ms",
+        ),
+        Metric(
+            "comm/busy_ms",
+            "ms",
+            "time of a step in which some collective was under way: exposed + hidden, mean over ranks",
+            "fewer and larger buckets lower it",
+        ),
+        Metric(
+            "comm/exposed_ms",
+            "ms",
+            "time of a step in which nothing ran beside a collective: from the moment when the last gradient bucket "
+            "was ready to the end of the last one, and calls that wait",
+            "small against step_ms",
+        ),
+        Metric("comm/hidden_ms", "ms", "busy - exposed: collectives while backward went on", "most of busy_ms"),
+        Metric("comm/exposed_share", "%", "100 x exposed_ms / comm/step_ms", "under 10"),
+        Metric(
+            "comm/ab_ms",
+            "ms",
+            "forward and backward of a traced step minus the same under no_sync: what communication really costs, "
+            "whoever pays. Measured every 100 steps or more",
+            "close to exposed_ms; above it where collectives take compute's cores",
+        ),
+        Metric(
+            "comm/busbw_gbps",
+            "GB/s",
+            "bus bandwidth of the gradients' all-reduces as nccl-tests defines it: bytes x 2(n-1)/n / time, counted "
+            "from the moment when the last rank had begun",
+            "near the link's limit for buckets of 25 MB",
+        ),
+        Metric(
+            "comm/skew_ms",
+            "ms",
+            "last rank's arrival at a gradient bucket minus the first rank's, mean over buckets",
+            "small against busy_ms",
+        ),
+        Metric("comm/late_rank", "rank", "the rank with most work of its own, in most traced steps", "changes"),
+        Metric(
+            "comm/late_ms",
+            "ms",
+            "that rank's own work of a step (data, forward, backward to its last bucket, optimizer) minus the median "
+            "of the others'",
+            "under 20 % of the step; above it the rank and its phase are named as a straggler",
+        ),
+        Metric(
             "mem/peak_gib",
             "GiB",
             "rank 0: peak memory of PyTorch's CUDA allocator; on CPU the peak resident set",

@@ -38,6 +38,12 @@ def plan(loaded: Loaded, dp: int, dataset_vocab: int) -> tuple[Config, list[str]
         config, derived = derive_scaling(config, loaded.given, params, dp)
         notes = [f"scale  {d.key} = {d.value:.4g}: {d.reason}" for d in derived]
     resolve_batch(config, dp)
+    for key, idle in (("comm_trace", "off"), ("allreduce", "backend")):
+        if dp == 1 and getattr(config, key) != idle:
+            raise ConfigError(
+                f"{key} = {getattr(config, key)} would be ignored: one rank has nobody to talk to; start more ranks "
+                f"(--workers 2, or torchrun), or use --{key} {idle}"
+            )
     for fault in parse_plan(config.fault):
         if fault.rank >= dp:
             raise ConfigError(f"fault on rank {fault.rank} would never fire: ranks are 0 to {dp - 1}")
@@ -87,6 +93,7 @@ def closing_lines(spec: RunSpec, summary: dict[str, Any]) -> list[str]:
     lines.append(
         f"{summary['exit_reason']:<6} {summary['steps']} steps in {clock(summary['total_s'])} · {loss}{speed}{restarts}"
     )
+    lines += comm_lines(summary.get("comm"), _from_here(str(spec.folder)))
     if summary.get("sample"):
         lines += ["sample", *("  " + line for line in summary["sample"].splitlines())]
     run = shlex.quote(_from_here(str(spec.folder)))
@@ -97,6 +104,25 @@ def closing_lines(spec: RunSpec, summary: dict[str, Any]) -> list[str]:
         f"next   {python} -m tensorboard.main --logdir {shlex.quote(_from_here(str(spec.folder.parent)))}",
         f"       {python} -m nanoray.sample {run} --prompt 'To be'",
         f"       {python} -m nanoray.launch --resume {run} --max_steps {2 * spec.config.max_steps}",
+    ]
+
+
+def comm_lines(comm: dict[str, Any] | None, run: str) -> list[str]:
+    """Return what communication came to, in a line or two; nothing for a run that was not traced."""
+    if not comm:
+        return []
+    if not comm["traced_steps"]:
+        return [
+            "comm   no step was traced: the run ended before the first one; use a smaller K in --comm_trace every=K"
+        ]
+    slowest = comm["slowest"]
+    compared = f", {comm['ab_ms']:.1f} ms more than without any" if comm["ab_ms"] is not None else ""
+    busbw = f"busbw {comm['busbw_gbps']:.2f} GB/s, {comm['limit_share']:.0f} % of {comm['limit']}"
+    return [
+        f"comm   {comm['busy_share']:.0f} % of a step in collectives, {comm['exposed_share']:.0f} % exposed "
+        f"({comm['exposed_ms']:.1f} of {comm['step_ms']:.1f} ms{compared}); {comm['traced_steps']} steps traced",
+        f"       slowest: bucket {slowest['bucket']} of {slowest['bytes'] / 1e6:.2g} MB at step {slowest['step']}, "
+        f"{slowest['time_us'] / 1e3:.1f} ms; {busbw}; {run}/comm/timeline.svg",
     ]
 
 

@@ -7,6 +7,7 @@ runs/2026-11-21_101500_shakespeare-cpu/
     summary.json     how it ended
     checkpoints/step_00000250/ ...
     tb/              TensorBoard
+    comm/            with --comm_trace: every collective, and the timeline
     logs/rank0.log   what each rank said;  rank0.stamp: where it was last
 """
 
@@ -175,6 +176,7 @@ def write_summary(spec: RunSpec, outcome: dict[str, Any], restarts: int) -> dict
         "resumed_from": outcome.get("resumed_from"),
         "dataset": spec.dataset.name,
         "dataset_note": spec.dataset.note,
+        "comm": outcome.get("comm"),
         "sample": outcome.get("sample"),
         "nanoray": __version__,
         "torch": outcome.get("torch"),

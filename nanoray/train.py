@@ -18,14 +18,18 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from nanoray import __version__
+from nanoray.algorithms import Reducer
 from nanoray.callbacks import Callback, Console, JsonlWriter, TensorBoardWriter, short
 from nanoray.checkpoint import load, newest_valid
+from nanoray.comm import CommRecorder
 from nanoray.config import Batch, Config, Loaded, resolve_batch
 from nanoray.data import TokenData, prepare
 from nanoray.devices import (
@@ -41,9 +45,10 @@ from nanoray.errors import CheckpointError, ConfigError, DataError, NanorayError
 from nanoray.mesh import Mesh, RankDevice, Rendezvous, choose_backend, connect_store, join, runtime_nccl_version
 from nanoray.model import GPT, ModelShape, count_parameters, generate
 from nanoray.optim import make_optimizer
-from nanoray.parallel.ddp import apply_ddp
+from nanoray.parallel.ddp import apply_ddp, average_by
 from nanoray.report import closing_lines, dry_run_lines, plan, run_command
 from nanoray.run import RunSpec, open_run, summary_on_failure, write_summary
+from nanoray.timeline import CommLog, CommTrace
 from nanoray.tokenizer import tokenizer_from_json
 
 log = logging.getLogger("nanoray")
@@ -83,7 +88,11 @@ def train(
     if cfg.compile:
         for block in gpt.blocks:
             block.compile()  # per block: DDP's hooks stay between the blocks, and with them the overlap
-    model = apply_ddp(gpt, mesh, cfg.bucket_mb)
+    reducer = None
+    if cfg.allreduce != "backend":
+        own_group = dist.new_group(timeout=timedelta(seconds=cfg.timeout_s))  # (all ranks)
+        reducer = Reducer(cfg.allreduce, own_group, mesh.device)
+    model = apply_ddp(gpt, mesh, cfg.bucket_mb, average_by(reducer.start, mesh.world_size) if reducer else None)
     optimizer = make_optimizer(gpt, cfg)
     data = TokenData(spec.dataset, cfg.block_size, cfg.seed, mesh.device)
     torch.manual_seed(cfg.seed + 1_000_003 * (mesh.rank + 1))  # dropout: another mask on every rank
@@ -96,6 +105,11 @@ def train(
     engine = RuntimeEngine(spec, batch, mesh, model, optimizer, data, callbacks, should_stop)
     peak = peak_flops(device, precision) if device else None
     engine.peak_flops = peak * mesh.world_size if peak else None
+    if cfg.trace_every:
+        recorder = CommRecorder(mesh, cfg.trace_every, reducer.start if reducer else None)
+        twin = apply_ddp(gpt, mesh, cfg.bucket_mb, recorder.hook, twin=True)
+        log_of_all = CommLog(spec.folder / "comm", resume_step, spec.attempt) if mesh.rank == 0 else None
+        engine.trace = CommTrace(mesh, recorder, twin, log_of_all)
     for line in describe(spec, batch, mesh, device, why):
         engine.note(line)
     try:

@@ -27,7 +27,8 @@ LAYERS = [
 ]
 RANK = {name: i for i, row in enumerate(LAYERS) for name in row}
 MAY_IMPORT_RAY = {"worker", "placement", "launch"}
-LOOP_LINES, FUNCTION_LINES, FILE_LINES, PACKAGE_LINES = 120, 80, 500, 8000
+LOOP_LINES, FUNCTION_LINES, FILE_LINES = 120, 80, 500
+PACKAGE_LINES, BENCH_LINES = 8000, 4000  # what trains, and what measures it
 
 
 def module_name(path: Path) -> str:
@@ -105,4 +106,7 @@ def test_sizes(path: Path) -> None:
 
 
 def test_the_package_stays_readable() -> None:
-    assert sum(len(p.read_text(encoding="utf-8").splitlines()) for p in FILES) <= PACKAGE_LINES
+    lines = {p: len(p.read_text(encoding="utf-8").splitlines()) for p in FILES}
+    bench = sum(n for p, n in lines.items() if p.parent.name == "bench")
+    assert bench <= BENCH_LINES
+    assert sum(lines.values()) - bench <= PACKAGE_LINES

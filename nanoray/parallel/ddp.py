@@ -2,27 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
+from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from nanoray.mesh import Mesh
 
+Hook = Callable[[GradBucket], torch.futures.Future[torch.Tensor]]  # averages a bucket of gradients
 
-def apply_ddp(model: nn.Module, mesh: Mesh, bucket_mb: float) -> nn.Module:
+
+def apply_ddp(
+    model: nn.Module, mesh: Mesh, bucket_mb: float, hook: Hook | None = None, twin: bool = False
+) -> nn.Module:
     """Wrap `model` so that its last backward of a step all-reduces gradients in buckets. (all ranks)
 
     Rank 0's weights are broadcast to all. With one rank the model is returned as it is: there is nobody to talk to.
-    Source: Li et al. 2020, PyTorch Distributed.
+    `hook` averages a bucket in place of DDP's own C++ path. A `twin` is a second wrapper of a model that has one: each
+    ignores gradients of a forward that went through the other, so a step chooses its path by the wrapper it calls. It
+    costs one more set of buckets, as much memory as the gradients. Source: Li et al. 2020, PyTorch Distributed.
     """
     if mesh.world_size == 1:
         return model
-    return DistributedDataParallel(
+    wrapped = DistributedDataParallel(
         model,
         device_ids=[mesh.device.index] if mesh.device.type == "cuda" else None,
         bucket_cap_mb=bucket_mb or default_bucket_mb(mesh.device),
         gradient_as_bucket_view=True,  # gradients live in the buckets: one copy less of every gradient
+        init_sync=not twin,  # the ranks' weights are equal already
     )
+    if hook:
+        wrapped.register_comm_hook(None, lambda state, bucket: hook(bucket))
+    return wrapped
+
+
+def average_by(reduce: Callable[[torch.Tensor], Any], ranks: int) -> Hook:
+    """Return a hook that averages a bucket with `reduce`, which starts an all-reduce and returns its future."""
+
+    def hook(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return reduce(bucket.buffer().mul_(1.0 / ranks)).then(lambda future: first_of(future.value()))
+
+    return hook
+
+
+def first_of(value: Any) -> torch.Tensor:
+    """Return the tensor of a future that holds it alone or, as torch's own do, in a list."""
+    return value[0] if isinstance(value, list) else value
 
 
 def default_bucket_mb(device: torch.device) -> float:

@@ -1,0 +1,449 @@
+"""What every collective of a step cost: its bytes, latency and bandwidth, and how much of it compute did not hide.
+
+    backward      ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒
+    bucket 0            ├──────┤               hidden: compute runs meanwhile
+    bucket 1                   ├─────────┤
+    bucket 2 (last)                  ·   ├──────┤
+                                     └─exposed──┘ from the moment when the last bucket was ready, the step only waits
+
+`CommRecorder` is one rank's notebook: on traced steps it writes down moments, and it computes nothing until a logged
+step, where the loop waits for the device anyway. On CUDA a moment is an event in the stream, read later; the recorder
+never synchronises. The definitions of algbw and busbw are those of NVIDIA's nccl-tests (PERFORMANCE.md), so the two can
+be compared line by line.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nanoray.mesh import Mesh
+
+WINDOW_STEPS = 2  # steps of one window of `every=K`: two neighbours show how one step follows the other
+PROFILE_EVERY = 500  # steps at least between two profiled windows: reading one takes 20 ms
+NO_SYNC_EVERY = 100  # steps at least between two backward passes that nobody needs: under 1 % of the steps
+GLOO_LANES = 2  # threads of a gloo process group: so many of its collectives run at the same time
+CLOCK_ROUNDS = 12
+
+Moment = Any  # float: time.perf_counter seconds; or a torch.cuda.Event that marks such a moment
+
+
+def algbw_gbps(size_bytes: int, seconds: float) -> float:
+    """Return S / t in 1e9 bytes/s: how fast the caller's data came through."""
+    return size_bytes / seconds / 1e9
+
+
+def busbw_factor(op: str, ranks: int) -> float | None:
+    """Return busbw / algbw: how often each byte crosses the slowest link of the best algorithm; None for one rank.
+
+    S is the total size: for reduce_scatter, all_gather and all_to_all, n times a rank's share.
+    """
+    if ranks < 2:
+        return None
+    if op == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    if op in ("reduce_scatter", "all_gather", "all_to_all"):
+        return (ranks - 1) / ranks
+    return 1.0  # broadcast, reduce, gather, send and receive
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective as one rank saw it. Moments become seconds when the notebook is read."""
+
+    op: str
+    what: str  # gradients | loss | eval | vote | ...
+    group: str  # default | control | patient | gradients (a group of its own, for hand-written algorithms)
+    phase: str
+    dtype: str
+    size_bytes: int
+    enqueue: Moment  # this rank arrived: the data were ready
+    start: Moment  # it began to run: earlier ones of its queue had ended
+    end: Moment
+    timing: str  # events | profiler | queue (start follows from the order of the queue) | call (the rank waited)
+    bucket: int | None = None
+    last: bool = False  # the last bucket of a backward pass
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """How long one step communicated, in seconds; busy = exposed + hidden."""
+
+    busy: float
+    exposed: float
+    hidden: float
+
+
+def account(collectives: Sequence[Collective]) -> StepCost:
+    """Return what communication cost one rank in one step.
+
+    Exposed is what nothing ran beside: from the moment when the last bucket was ready to the end of the last one, and
+    calls that the rank waited in. Busy adds the time in which some bucket was under way while backward went on.
+    """
+    exposed, hidden = [], []
+    buckets = [c for c in collectives if c.bucket is not None]
+    for call in (c for c in collectives if c.bucket is None):
+        exposed.append((call.start, call.end))
+    ready = max((c.enqueue for c in buckets if c.last), default=None)
+    if ready is not None:
+        exposed.append((ready, max(c.end for c in buckets)))
+        hidden = [(c.start, c.end) for c in buckets]
+    bare = _length(exposed)
+    busy = _length([*exposed, *hidden])
+    return StepCost(busy, bare, busy - bare)
+
+
+def _length(intervals: Sequence[tuple[float, float]]) -> float:
+    """Return the length of the union of intervals."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def queue_starts(arrivals: Sequence[float], ends: Sequence[float], lanes: int) -> list[float]:
+    """Return when each of a queue's jobs began, from when they came and ended: first come, first served by `lanes`.
+
+    NCCL runs the collectives of a communicator one after the other (1 lane): start = max(own arrival, end before).
+    """
+    free: list[float] = [float("-inf")] * lanes
+    starts = []
+    for arrival, end in zip(arrivals, ends, strict=True):
+        starts.append(min(end, max(arrival, heapq.heappop(free))))
+        heapq.heappush(free, end)
+    return starts
+
+
+class Clock:
+    """Moments of this rank, in seconds of time.perf_counter. On CUDA: of the device, when it gets there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._device = device
+        self._anchor: Any = None
+        self._anchor_s = 0.0
+
+    def now(self) -> Moment:
+        """Mark this moment; about a microsecond, and no wait."""
+        return self._event() if self._cuda else time.perf_counter()
+
+    def anchor(self) -> None:
+        """Tie the device's clock to the host's. Call it where the device is idle: after a fetched value, say."""
+        if self._cuda:
+            self._anchor, self._anchor_s = self._event(), time.perf_counter()
+
+    def seconds(self, moment: Moment) -> float:
+        """Return the seconds of a moment that the device has passed."""
+        if isinstance(moment, float):
+            return moment
+        return self._anchor_s + self._anchor.elapsed_time(moment) / 1e3
+
+    def _event(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+@dataclass
+class _Step:
+    """The notes of one traced step."""
+
+    step: int
+    phases: list[tuple[str, Moment]] = field(default_factory=list)  # each lasts until the next
+    collectives: list[Collective] = field(default_factory=list)
+    no_sync: tuple[Moment, Moment] | None = None  # a forward and backward without gradients' all-reduce
+
+
+class CommRecorder:
+    """One rank's notebook. Between traced steps every method returns at once."""
+
+    def __init__(self, mesh: Mesh, every: int, reduce: Callable[[Tensor], Any] | None = None) -> None:
+        """Trace windows of steps, `every` apart. `reduce` starts the all-reduce of a gradient bucket; None: torch's."""
+        self.mesh, self.every = mesh, every
+        self.clock = Clock(mesh.device)
+        self._bucket_params: dict[int, list[Any]] = {}
+        self._reduce = reduce or (lambda buffer: dist.all_reduce(buffer, async_op=True).get_future())
+        self._group = "gradients" if reduce else "default"
+        self._lanes = GLOO_LANES if mesh.backend == "gloo" and not reduce else 1
+        self._host_ends = mesh.backend == "gloo"  # gloo completes on the host, also for CUDA tensors
+        self._now: _Step | None = None
+        self._done: list[_Step] = []
+        self._profiler: Any = None  # from the start of a profiled window until its notes are read
+        self._profiling = False
+        self._profiled: list[_Step] = []
+        self._next_profile = 0 if not reduce and mesh.backend == "gloo" and mesh.device.type == "cpu" else None
+        self._next_no_sync = 0
+
+    @property
+    def sampling(self) -> bool:
+        """Whether this step is being traced."""
+        return self._now is not None
+
+    def is_traced(self, step: int) -> bool:
+        """Whether a step belongs to a window; all ranks agree, for it is a function of the step."""
+        place = step % self.every
+        return place == 0 or (self.every > WINDOW_STEPS and place > self.every - WINDOW_STEPS)
+
+    def prepare(self) -> None:
+        """Pay once, before the first step, for what the first profile costs: more than a second. (all ranks)"""
+        if self._next_profile is not None:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "7")  # or it writes two lines to stderr per profile
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+                pass
+        if self.mesh.device.type == "cuda":
+            torch.cuda.synchronize(self.mesh.device)
+        self.clock.anchor()
+
+    def begin(self, step: int) -> bool:
+        """Open the notes of a step, if it is to be traced; return whether it is."""
+        if not self.is_traced(step):
+            return False
+        self._now = _Step(step)
+        if self._next_profile is not None and self._profiler is None and step >= self._next_profile:
+            self._next_profile = step + PROFILE_EVERY
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+            self._profiling = True
+            self._profiler.start()
+            with torch.profiler.record_function("nanoray: anchor"):
+                self._profile_anchor_s = time.perf_counter()
+        return True
+
+    def phase(self, name: str) -> None:
+        """Note that the rank enters a phase of the step."""
+        if self._now is not None:
+            self._now.phases.append((name, self.clock.now()))
+
+    def end(self) -> None:
+        """Close the notes of the step."""
+        if self._now is None:
+            return
+        self.phase("end")
+        self._done.append(self._now)
+        step, self._now = self._now.step, None
+        if self._profiling:
+            self._profiled.append(self._done[-1])
+            self._profiling = self.is_traced(step + 1) and self.every > 1
+            if not self._profiling:
+                self._profiler.stop()
+
+    @contextmanager
+    def call(self, op: str, what: str, group: str, tensor: Tensor | None = None) -> Iterator[None]:
+        """Note a collective that this rank waits in. `tensor` is what it sends, where that is known."""
+        if self._now is None:
+            yield
+            return
+        start = self.clock.now() if group == "default" else time.perf_counter()
+        yield
+        end = self.clock.now() if group == "default" else time.perf_counter()
+        size = tensor.numel() * tensor.element_size() if tensor is not None else 0
+        dtype = str(tensor.dtype).removeprefix("torch.") if tensor is not None else "object"
+        phase = self._now.phases[-1][0] if self._now.phases else ""
+        self._now.collectives.append(Collective(op, what, group, phase, dtype, size, start, start, end, "call"))
+
+    def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Average a bucket of gradients as DDP itself does, and note when. (all ranks; DDP calls it in backward)
+
+        Multiplying by 1/n first is what DDP's C++ path does: the sums have the same bits with and without the hook.
+        """
+        buffer = bucket.buffer()
+        ready = self.clock.now()
+        buffer.mul_(1.0 / self.mesh.world_size)
+        notes, index, last = self._now, bucket.index(), bucket.is_last()
+        if notes is not None:  # not in the warm-up: DDP regroups its buckets after it
+            self._bucket_params[index] = bucket.parameters()
+
+        def finish(future: torch.futures.Future[Any]) -> Tensor:
+            value = future.value()
+            if notes is not None:
+                end = time.perf_counter() if self._host_ends else self.clock.now()
+                size, dtype = buffer.numel() * buffer.element_size(), str(buffer.dtype).removeprefix("torch.")
+                seen = Collective(
+                    "all_reduce", "gradients", self._group, "backward", dtype, size, ready, ready, end, ""
+                )
+                notes.collectives.append(replace(seen, bucket=index, last=last))
+            return value[0] if isinstance(value, list) else value
+
+        return self._reduce(buffer).then(finish)
+
+    def buckets(self, model: nn.Module) -> dict[int, list[str]]:
+        """Return the names of the parameters in each bucket seen so far. `model` is their DDP wrapper."""
+        names = {id(p): name.removeprefix("module.") for name, p in model.named_parameters()}
+        return {i: [names[id(p)] for p in params] for i, params in sorted(self._bucket_params.items())}
+
+    def no_sync_due(self) -> bool:
+        """Whether the step just traced should be compared with a backward that does not communicate."""
+        if not self._done or self._profiler is not None:
+            return False
+        step = self._done[-1].step
+        if self.is_traced(step + 1) and self.every > 1:
+            return False  # the pass would stand between the two steps of a window
+        if step < self._next_no_sync:
+            return False
+        self._next_no_sync = step + NO_SYNC_EVERY
+        return True
+
+    @contextmanager
+    def no_sync_pass(self) -> Iterator[None]:
+        """Note how long a forward and backward take that do not communicate."""
+        start = self.clock.now()
+        yield
+        self._done[-1].no_sync = (start, self.clock.now())
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the notes since the last call as plain data, in seconds of this rank's clock, and forget them.
+
+        On CUDA the device must have passed the steps: call it after a value was fetched from it.
+        """
+        if self._profiler is not None and not self._profiling:
+            runs = _gloo_runs(self._profiler, self._profile_anchor_s)
+            for step in self._profiled:
+                step.collectives = _with_profile(step.collectives, runs)
+            self._profiler, self._profiled = None, []
+        steps, self._done = [self._resolve(step) for step in self._done], []
+        return steps
+
+    def _resolve(self, notes: _Step) -> dict[str, Any]:
+        seconds = self.clock.seconds
+        found = [
+            replace(c, enqueue=seconds(c.enqueue), start=seconds(c.start), end=seconds(c.end))
+            for c in notes.collectives
+        ]
+        buckets = sorted((c for c in found if c.bucket is not None), key=lambda c: c.enqueue)
+        starts = queue_starts([c.enqueue for c in buckets], [c.end for c in buckets], self._lanes)
+        label = "queue" if self._host_ends else "events"
+        buckets = [
+            c if c.timing == "profiler" else replace(c, start=start, timing=label)
+            for c, start in zip(buckets, starts, strict=True)
+        ]
+        calls = [c for c in found if c.bucket is None]
+        marks = [(name, seconds(at)) for name, at in notes.phases]
+        return {
+            "step": notes.step,
+            "phases": [[name, at, until] for (name, at), (_, until) in pairwise(marks)],
+            "collectives": [asdict(c) for c in sorted([*buckets, *calls], key=lambda c: c.enqueue)],
+            "no_sync_s": seconds(notes.no_sync[1]) - seconds(notes.no_sync[0]) if notes.no_sync else None,
+        }
+
+
+def _gloo_runs(profiler: Any, anchor_s: float) -> list[tuple[float, int]]:
+    """Return (start in perf_counter seconds, elements) of each all-reduce that gloo's threads ran, in that order.
+
+    Kineto's own list: torch's `events()` builds a tree of all operators first, which takes half a second.
+    """
+    events = profiler.profiler.kineto_results.events()
+    anchor = next((e.start_ns() for e in events if e.name() == "nanoray: anchor"), None)
+    runs = []
+    for event in events if anchor is not None else ():
+        if event.name() == "gloo:all_reduce" and event.shapes():
+            elements = 1
+            for dim in event.shapes()[0]:
+                elements *= dim
+            runs.append((anchor_s + (event.start_ns() - anchor) / 1e9, elements))
+    return sorted(runs)
+
+
+def _with_profile(collectives: list[Collective], runs: list[tuple[float, int]]) -> list[Collective]:
+    """Give each bucket the moment at which gloo really began it: the first run of its size after it was enqueued."""
+    found = []
+    for c in sorted(collectives, key=lambda c: c.enqueue):
+        elements = c.size_bytes // getattr(torch, c.dtype).itemsize if c.bucket is not None else -1
+        run = next((r for r in runs if r[1] == elements and c.enqueue <= r[0] <= c.end), None)
+        if run is not None:
+            runs.remove(run)
+            c = replace(c, start=run[0], timing="profiler")
+        found.append(c)
+    return found
+
+
+# Clocks of several hosts, and what a machine's memory can do.
+
+
+@dataclass(frozen=True)
+class ClockOffset:
+    """How far a rank's clock is ahead of rank 0's, and how wrong that can be. Seconds."""
+
+    offset: float
+    uncertainty: float
+
+
+def measure_offsets(
+    mesh: Mesh, clock: Callable[[], float] = time.perf_counter, always: bool = False
+) -> list[ClockOffset]:
+    """Return every rank's clock offset against rank 0; only rank 0's list is filled. (all ranks)
+
+    Processes of one host share their clock: 0 by definition, unless `always`. Otherwise rank 0 asks each rank for its
+    time, CLOCK_ROUNDS times, and believes the fastest answer; the error is at most half of that round trip (Cristian
+    1989). It takes about a millisecond per rank on one switch.
+    """
+    if mesh.world_size == 1:
+        return [ClockOffset(0.0, 0.0)]
+    hosts = mesh.broadcast(mesh.gather(clock_domain()))
+    assert hosts is not None
+    offsets = [ClockOffset(0.0, 0.0)]
+    ping, reading = torch.zeros(1), torch.zeros(1, dtype=torch.float64)
+    for rank in range(1, mesh.world_size):
+        if hosts[rank] == hosts[0] and not always:
+            offsets.append(ClockOffset(0.0, 0.0))
+            continue
+        best = ClockOffset(0.0, float("inf"))
+        for _ in range(CLOCK_ROUNDS):
+            if mesh.rank == 0:
+                asked = clock()
+                dist.send(ping, rank, group=mesh.control_group)
+                dist.recv(reading, rank, group=mesh.control_group)
+                answered = clock()
+                half = (answered - asked) / 2
+                if half < best.uncertainty:
+                    best = ClockOffset(reading.item() - asked - half, half)
+            elif mesh.rank == rank:
+                dist.recv(ping, 0, group=mesh.control_group)
+                reading[0] = clock()
+                dist.send(reading, 0, group=mesh.control_group)
+        offsets.append(best)
+    return offsets
+
+
+def clock_domain() -> str:
+    """Return what processes with the same monotonic clock have in common: one boot, one time namespace."""
+    domain = [platform.node()]
+    with suppress(OSError):
+        domain = [Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
+        domain.append(os.readlink("/proc/self/ns/time"))
+    return "/".join(domain)
+
+
+def copy_gbps(device: torch.device, size_bytes: int = 64 << 20, rounds: int = 5) -> float:
+    """Return how many 1e9 bytes/s this rank copies from memory to memory: no collective on one host is faster.
+
+    Let all ranks of a host call it at the same time, for they share the memory. Best of `rounds`.
+    """
+    source = torch.ones(size_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(rounds):
+        wait_for(device)
+        start = time.perf_counter()
+        target.copy_(source)
+        wait_for(device)
+        best = min(best, time.perf_counter() - start)
+    return size_bytes / best / 1e9
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until the device has done everything; for measurements outside of the loop."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

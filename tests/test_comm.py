@@ -1,0 +1,261 @@
+"""What a collective costs: the formulas against closed forms, the notebook against bytes counted by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanoray.algorithms import ALGORITHMS
+from nanoray.bench.gang import Gang, Where
+from nanoray.comm import (
+    Collective,
+    CommRecorder,
+    account,
+    algbw_gbps,
+    busbw_factor,
+    copy_gbps,
+    measure_offsets,
+    queue_starts,
+)
+from nanoray.config import Config, make_config, parse_args
+from nanoray.errors import ConfigError
+from nanoray.mesh import Mesh
+from nanoray.model import ModelShape, count_parameters
+from nanoray.report import comm_lines
+from nanoray.run import RunSpec
+from tests.ranks import TINY, make_spec, run_ranks, series
+
+
+def bucket(enqueue: float, start: float, end: float, last: bool = False) -> Collective:
+    return Collective("all_reduce", "gradients", "default", "backward", "float32", 4, enqueue, start, end, "", 0, last)
+
+
+def call(start: float, end: float) -> Collective:
+    return Collective("all_reduce", "loss", "default", "log", "float32", 4, start, start, end, "call")
+
+
+def test_bandwidths_are_those_of_nccl_tests() -> None:
+    assert algbw_gbps(10**9, 0.5) == 2.0
+    assert busbw_factor("all_reduce", 4) == 1.5  # 2 (n-1) / n
+    assert busbw_factor("reduce_scatter", 4) == busbw_factor("all_gather", 4) == busbw_factor("all_to_all", 4) == 0.75
+    assert busbw_factor("broadcast", 4) == busbw_factor("sendrecv", 4) == 1.0
+    assert busbw_factor("all_reduce", 1) is None
+
+
+def test_a_queue_of_one_lane_starts_when_the_one_before_ends() -> None:
+    assert queue_starts([0, 1, 9], [4, 6, 12], lanes=1) == [0, 4, 9]
+
+
+def test_a_queue_of_two_lanes_runs_two_at_a_time() -> None:
+    assert queue_starts([0, 1, 2, 3], [5, 4, 8, 9], lanes=2) == [0, 1, 4, 5]
+
+
+def test_what_nothing_hides_is_exposed() -> None:
+    """Two buckets; the last is ready at 6, when backward ends, and done at 9. The loss is fetched from 11 to 12."""
+    cost = account([bucket(1, 1, 4), bucket(6, 6, 9, last=True), call(11, 12)])
+    assert (cost.busy, cost.exposed, cost.hidden) == (3 + 3 + 1, 3 + 1, 3)
+
+
+def test_overlapping_collectives_are_busy_once() -> None:
+    cost = account([bucket(0, 0, 5), bucket(3, 3, 8, last=True)])
+    assert (cost.busy, cost.exposed, cost.hidden) == (8, 5, 3)
+
+
+def test_a_pause_between_ready_and_start_is_exposed_too() -> None:
+    """The last bucket waits from 4 to 5 for a thread: nothing computes meanwhile."""
+    cost = account([bucket(0, 0, 3), bucket(4, 5, 7, last=True)])
+    assert (cost.busy, cost.exposed, cost.hidden) == (6, 3, 3)
+
+
+times = st.floats(0, 100, allow_nan=False)
+
+
+@given(
+    st.lists(st.tuples(times, times, times, st.booleans()), max_size=8), st.lists(st.tuples(times, times), max_size=4)
+)
+def test_busy_is_exposed_plus_hidden(buckets: list[tuple[float, float, float, bool]], calls: list[Any]) -> None:
+    seen = [bucket(*sorted((a, b, c)), last) for a, b, c, last in buckets] + [call(*sorted(c)) for c in calls]
+    cost = account(seen)
+    assert cost.busy == pytest.approx(cost.exposed + cost.hidden)
+    assert min(cost.busy, cost.exposed) >= 0
+    assert cost.hidden >= -1e-9
+    if seen:
+        assert cost.busy <= max(c.end for c in seen) - min(c.enqueue for c in seen) + 1e-9
+
+
+@pytest.mark.parametrize(("every", "steps"), [(1, [1, 2, 3]), (2, [2, 4]), (10, [9, 10, 19, 20]), (3, [2, 3, 5, 6])])
+def test_windows_end_at_multiples(every: int, steps: list[int]) -> None:
+    recorder = CommRecorder(Mesh(0, 2, 0, torch.device("cpu"), "gloo", ""), every)
+    assert [s for s in range(1, steps[-1] + 1) if recorder.is_traced(s)] == steps
+
+
+@pytest.mark.parametrize("text", ["every", "every=0", "every=-3", "every=x", "50", "on", "every=1.5", ""])
+def test_a_wrong_comm_trace_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is none of off, always, every=K"):
+        make_config(TINY | {"comm_trace": text})
+
+
+def test_comm_trace_and_allreduce_as_flags() -> None:
+    def config(*flags: str) -> Config:
+        return parse_args(list(flags), "x", "y").config
+
+    assert [config(f"--comm_trace={t}").trace_every for t in ("off", "always", "every=50")] == [0, 1, 50]
+    choices = Config.model_fields["allreduce"].annotation
+    assert set(choices.__args__) == {"backend", *ALGORITHMS}
+
+
+@pytest.mark.parametrize("flags", [{"comm_trace": "always"}, {"allreduce": "ring"}])
+def test_one_rank_has_nobody_to_talk_to(flags: dict[str, str], text: Path, tmp_path: Path) -> None:
+    from nanoray.train import main
+
+    argv = [f"--{k}={v}" for k, v in {"preset": "tiny", "dataset": text, "out_dir": tmp_path / "runs", **flags}.items()]
+    assert main(argv) == 2
+    assert not (tmp_path / "runs").exists()
+
+
+# Real ranks.
+
+
+def traced(spec: RunSpec) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (spec.folder / "comm" / "steps.jsonl").read_text().splitlines()]
+
+
+def parameter_bytes(spec: RunSpec) -> int:
+    return 4 * count_parameters(ModelShape.of(spec.config, spec.dataset.vocab_size))
+
+
+@pytest.fixture(scope="module")
+def untraced(text: Path, tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
+    spec = make_spec(text, tmp_path_factory.mktemp("plain"), dropout=0.1, eval_every=4)
+    assert all("error" not in r for r in run_ranks(spec, 3))
+    return spec
+
+
+@pytest.fixture(scope="module")
+def outcome(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSpec, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("traced")
+    spec = make_spec(text, folder, dropout=0.1, eval_every=4, comm_trace="always", bucket_mb=0.03)
+    results = run_ranks(spec, 3)
+    assert all("error" not in r for r in results)
+    return spec, results[0]
+
+
+@pytest.fixture(scope="module")
+def always(outcome: tuple[RunSpec, dict[str, Any]]) -> RunSpec:
+    return outcome[0]
+
+
+def test_tracing_changes_no_bit(untraced: RunSpec, text: Path, tmp_path: Path) -> None:
+    """Three ranks, dropout, windows with and without the hook, and backward passes that nobody needs in between."""
+    spec = make_spec(text, tmp_path, dropout=0.1, eval_every=4, comm_trace="every=4")
+    assert all("error" not in r for r in run_ranks(spec, 3))
+    assert [s["step"] for s in traced(spec)] == [3, 4, 7, 8]
+    assert any(s["figures"]["ab_ms"] is not None for s in traced(spec))
+    for key in ("train/loss", "train/grad_norm", "val/loss"):
+        assert series(spec, key) == series(untraced, key)
+
+
+def test_every_byte_is_accounted_for(always: RunSpec) -> None:
+    """Each step moves every gradient once, the loss (4 bytes), a vote (1); evaluation two float64."""
+    steps = traced(always)
+    assert [s["step"] for s in steps] == list(range(1, 9))
+    for step in steps:
+        found = step["collectives"]
+        gradients = [c for c in found if c["what"] == "gradients"]
+        assert sum(c["bytes"] for c in gradients) == parameter_bytes(always)
+        assert len(gradients) > 2
+        assert sum(c["last"] for c in gradients) == 1
+        assert [(c["bytes"], c["op"], c["phase"]) for c in found if c["what"] == "loss"] == [(4, "all_reduce", "log")]
+        assert [c["bytes"] for c in found if c["what"] == "vote"] == [1]
+        assert [c["bytes"] for c in found if c["what"] == "eval"] == ([16] if step["step"] % 4 == 0 else [])
+        assert {c["ranks"] for c in found} == {3}
+
+
+def test_moments_are_in_order(always: RunSpec) -> None:
+    for step in traced(always):
+        for c in step["collectives"]:
+            for enqueue, start, end in zip(c["enqueue_ms"], c["start_ms"], c["end_ms"], strict=True):
+                assert enqueue <= start <= end
+        figures = step["figures"]
+        assert figures["busy_ms"] == pytest.approx(figures["exposed_ms"] + figures["hidden_ms"])
+        assert 0 < figures["busy_ms"] < figures["step_ms"]
+
+
+def test_gloo_itself_says_when_it_began(always: RunSpec) -> None:
+    """The first window is profiled; afterwards the order of the queue tells."""
+    first, *others = traced(always)
+    gradients = [c for c in first["collectives"] if c["what"] == "gradients"]
+    assert {c["timing"] for c in gradients} == {"profiler"}
+    assert {c["timing"] for s in others for c in s["collectives"] if c["what"] == "gradients"} == {"queue"}
+
+
+def test_buckets_are_named_by_their_parameters(always: RunSpec) -> None:
+    buckets = json.loads((always.folder / "comm" / "buckets.json").read_text())
+    names = [name for bucket in buckets.values() for name in bucket]
+    assert len(names) == len(set(names))
+    assert "tok_emb.weight" in names
+    sizes = [c["bucket"] for c in traced(always)[-1]["collectives"] if c["bucket"] is not None]
+    assert sorted(map(int, buckets)) == sorted(sizes)
+
+
+def test_the_run_ends_with_what_communication_came_to(outcome: tuple[RunSpec, dict[str, Any]]) -> None:
+    spec, result = outcome
+    comm, figures = result["comm"], [s["figures"] for s in traced(spec)]
+    assert comm["traced_steps"] == 8
+    assert comm["exposed_ms"] == pytest.approx(sum(f["exposed_ms"] for f in figures) / 8)
+    assert comm["exposed_share"] == pytest.approx(100 * comm["exposed_ms"] / comm["step_ms"])
+    assert comm["limit_share"] == pytest.approx(100 * comm["busbw_gbps"] / comm["limit_gbps"])
+    gradients = [c for s in traced(spec) for c in s["collectives"] if c["what"] == "gradients"]
+    assert comm["slowest"]["time_us"] == max(c["time_us"] for c in gradients)
+    assert comm["clock"] == "one host, one clock"
+    assert "% of what every rank copies" in comm_lines(comm, "runs/x")[1]
+    assert sorted(series(spec, "comm/exposed_ms")) == list(range(2, 9))  # a record tells of the steps before it
+
+
+def test_a_run_too_short_to_be_traced_says_so(text: Path, tmp_path: Path) -> None:
+    results = run_ranks(make_spec(text, tmp_path, comm_trace="every=50"), 2)
+    assert results[0]["comm"] == {"traced_steps": 0}
+    assert "use a smaller K" in comm_lines(results[0]["comm"], "runs/x")[0]
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_training_with_each_all_reduce_written_by_hand(
+    name: str, untraced: RunSpec, text: Path, tmp_path: Path
+) -> None:
+    """The same losses up to the order of sums; with tracing the same bits as without."""
+    specs = [
+        make_spec(text, tmp_path, dropout=0.1, eval_every=4, allreduce=name, comm_trace=trace)
+        for trace in ("off", "every=2")
+    ]
+    for spec in specs:
+        assert all("error" not in r for r in run_ranks(spec, 3))
+    expected = series(untraced)
+    assert series(specs[0]) == pytest.approx(expected, abs=2e-5)
+    assert series(specs[1]) == series(specs[0])
+    gradients = [c for s in traced(specs[1]) for c in s["collectives"] if c["what"] == "gradients"]
+    assert {c["group"] for c in gradients} == {"gradients"}
+
+
+def offset_rank(mesh: Mesh, order: dict[str, Any], emit: Any) -> None:
+    """Rank 1's clock is ahead by 123.25 s; on request as processes of one host, or as if they were two."""
+    import time
+
+    ahead = 123.25 * mesh.rank
+    found = measure_offsets(mesh, lambda: time.perf_counter() + ahead, always=order["always"])
+    emit({"offset": found[1].offset, "uncertainty": found[1].uncertainty, "copy_gbps": copy_gbps(mesh.device, 1 << 20)})
+
+
+def test_clocks_of_two_hosts_are_compared() -> None:
+    with Gang(Where(workers=2, device="cpu")) as gang:
+        (apart,) = gang.run("tests.test_comm:offset_rank", {"always": True})
+        (together,) = gang.run("tests.test_comm:offset_rank", {"always": False})
+    assert abs(apart["offset"] - 123.25) <= apart["uncertainty"]
+    assert 0 < apart["uncertainty"] < 0.1
+    assert (together["offset"], together["uncertainty"]) == (0.0, 0.0)
+    assert together["copy_gbps"] > 0
