@@ -170,8 +170,13 @@ class _Step:
 class CommRecorder:
     """One rank's notebook. Between traced steps every method returns at once."""
 
-    def __init__(self, mesh: Mesh, every: int, reduce: Callable[[Tensor], Any] | None = None) -> None:
-        """Trace windows of steps, `every` apart. `reduce` starts the all-reduce of a gradient bucket; None: torch's."""
+    def __init__(
+        self, mesh: Mesh, every: int, reduce: Callable[[Tensor], Any] | None = None, profile: bool = True
+    ) -> None:
+        """Trace windows of steps, `every` apart. `reduce` starts the all-reduce of a gradient bucket; None: torch's.
+
+        With `profile`, torch's profiler tells now and then when gloo's threads began; else their order does, always.
+        """
         self.mesh, self.every = mesh, every
         self.clock = Clock(mesh.device)
         self._bucket_params: dict[int, list[Any]] = {}
@@ -184,7 +189,8 @@ class CommRecorder:
         self._profiler: Any = None  # from the start of a profiled window until its notes are read
         self._profiling = False
         self._profiled: list[_Step] = []
-        self._next_profile = 0 if not reduce and mesh.backend == "gloo" and mesh.device.type == "cpu" else None
+        profile = profile and not reduce and mesh.backend == "gloo" and mesh.device.type == "cpu"
+        self._next_profile = 0 if profile else None
         self._next_no_sync = 0
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.ranks import make_spec, run_ranks, series
 
 
 def notes(shift: float, ready: float, **more: Any) -> dict[str, Any]:
-    """One rank's step: forward 0 to 10, backward to 20, optimizer to 22 (ms, `shift` later); one bucket, then a loss."""
+    """One rank's step: forward to 10 ms, backward to 20, optimizer to 22; a bucket and a loss."""
 
     def at(ms: float) -> float:
         return 100.0 + (shift + ms) / 1e3
@@ -110,7 +111,7 @@ def test_a_trace_for_perfetto(spec: RunSpec) -> None:
     assert {pid for pid, _ in rows} == {0, 1}
     for spans in rows.values():
         spans.sort()
-        assert all(end <= start + 1e-6 for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+        assert all(end <= start + 1e-6 for (_, end), (start, _) in pairwise(spans))
     named = {(e["pid"], e["tid"]) for e in trace["traceEvents"] if e["name"] == "thread_name"}
     assert set(rows) <= named
     assert {e["args"]["step"] for e in slices if e["cat"] == "phase"} == {11, 12, 13, 14}

@@ -1,0 +1,254 @@
+"""`python -m nanoray.bench overlap`: DDP's bucket size against what communication costs, and what hides it.
+
+One model, one DDP wrapper per bucket size around it, and one that never communicates (no_sync). Every round runs a few
+steps of each in turn, so a slow minute of the machine hits all. Step times are those of DDP's own C++ path; busy and
+exposed times come from extra steps with the recording hook of `--comm_trace`, right after them. Wrappers that a step does
+not use cost it under a microsecond per parameter, in all arms alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from nanoray.bench.gang import Gang, RankFailed, add_where_flags, describe, where_from
+from nanoray.bench.report import Report, Row, markdown, number, ratio
+from nanoray.config import load_config
+from nanoray.errors import ConfigError
+
+STEP, BUSY, EXPOSED, COST = "step", "collectives busy", "exposed", "A/B cost"
+NO_SYNC = "no_sync"
+SAME_GRADIENT = 1e-4  # relative: buckets of another size sum in another order, no more
+CPU_BUCKETS, GPU_BUCKETS = "0.1,0.25,0.5,1,2,4", "1,5,12.5,25,50,100,500"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add this benchmark's flags."""
+    add_where_flags(parser)
+    sizes = f"bucket sizes in MB [{CPU_BUCKETS} on CPU, {GPU_BUCKETS} on GPU]"
+    parser.add_argument("--buckets", metavar="MB,MB", help=sizes)
+    parser.add_argument("--preset", help="whose model and batch [shakespeare-cpu; on GPU gpt2-124m]")
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all sizes [20; 3 with --quick]")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps of one size per round [10; 4 with --quick]")
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    """Sweep the bucket sizes and fill the report."""
+    where = where_from(args)
+    if where.workers < 2:
+        raise ConfigError(f"workers = {where.workers}: one rank has nothing to hide; use --workers 2 or more")
+    rounds, steps = args.rounds or (3 if args.quick else 20), args.steps or (4 if args.quick else 10)
+    with Gang(where) as gang:
+        describe(report, gang)
+        on_cpu = gang.facts[0]["device"] == "cpu"
+        sizes = _sizes(args.buckets or (CPU_BUCKETS if on_cpu else GPU_BUCKETS))
+        preset = args.preset or ("shakespeare-cpu" if on_cpu else "gpt2-124m")
+        report.conditions["recipe"] = f"preset {preset}, {rounds} rounds of {steps} steps, random tokens"
+        order = {"preset": preset, "sizes": sizes, "rounds": rounds, "steps": steps}
+        found: dict[str, list[dict[str, Any]]] = {NO_SYNC: []} | {_arm(mb): [] for mb in sizes}
+        facts: dict[str, dict[str, Any]] = {}
+        try:
+            for event in gang.run("nanoray.bench.overlap:measure_rank", order):
+                if "facts" in event:
+                    facts = event["facts"]
+                    continue
+                found[event["arm"]].append(event)
+                print(
+                    f"round {event['round']}  {event['arm']:<8} {event['step_ms']:.1f} ms", file=sys.stderr, flush=True
+                )
+        except RankFailed as error:
+            report.failures.append(str(error))
+    for arm, events in found.items():
+        fact = facts.get(arm, {})
+        note = f"{fact['buckets']} bucket(s) of at most {fact['largest'] / 1e6:.3g} MB" if fact else ""
+        _rows(report, arm, events, note, fact.get("wrong"))
+
+
+def _sizes(text: str) -> list[float]:
+    try:
+        sizes = sorted({float(part) for part in text.split(",")})
+    except ValueError:
+        raise ConfigError(f"buckets = {text}: not numbers; write MB,MB like {CPU_BUCKETS}") from None
+    if sizes[0] <= 0:
+        raise ConfigError(f"buckets = {text}: a bucket needs a size above 0")
+    return sizes
+
+
+def _arm(mb: float) -> str:
+    return f"{mb:g} MB"
+
+
+def _rows(report: Report, arm: str, events: list[dict[str, Any]], note: str, wrong: int | None) -> None:
+    def row(metric: str, key: str) -> Row:
+        return Row(arm, metric, "ms", tuple(e[key] for e in events), note, wrong=wrong if metric == STEP else None)
+
+    report.rows.append(row(STEP, "step_ms"))
+    if arm == NO_SYNC or not events:
+        return
+    report.rows += [row(BUSY, "busy_ms"), row(EXPOSED, "exposed_ms")]
+    bare = report.row(NO_SYNC, STEP)
+    assert bare is not None
+    own = report.rows[-3]
+    cost = tuple(a - b for a, b in zip(own.values, bare.values, strict=False))
+    report.rows.append(Row(arm, COST, "ms", cost, "step - step under no_sync, paired by round"))
+    report.rows.append(ratio(f"{arm} / {NO_SYNC}", STEP, own, bare))
+
+
+def finding(report: Report) -> list[str]:
+    """Return what the sweep says, by its numbers: the fastest size, and whether hiding more made steps faster."""
+    arms = [r for r in report.rows if r.metric == STEP and r.unit == "ms" and r.arm != NO_SYNC and r.values]
+    if not arms:
+        return []
+    # By the paired ratio to no_sync, not by medians of times that were taken in different minutes.
+    slowdown = {r.arm: _median(report, f"{r.arm} / {NO_SYNC}", STEP) for r in arms}
+    hidden = {r.arm: 100 * (1 - _median(report, r.arm, EXPOSED) / _median(report, r.arm, BUSY)) for r in arms}
+    best, most = min(slowdown, key=lambda a: slowdown[a]), max(hidden, key=lambda a: hidden[a])
+    lines = [
+        f"fastest: {best} buckets, a step takes {slowdown[best]:.3f} x one that does not communicate, "
+        f"{hidden[best]:.0f} % of the communication hidden: --bucket_mb {best.removesuffix(' MB')} on this machine",
+    ]
+    if most != best:
+        lines.append(
+            f"most hidden: {most} buckets, {hidden[most]:.0f} %, yet {slowdown[most]:.3f} x: hiding more is not faster "
+            "where communication takes compute's cores, or where small messages cost latency"
+        )
+    return lines
+
+
+def _median(report: Report, arm: str, metric: str) -> float:
+    row = report.row(arm, metric)
+    assert row is not None
+    return row.median
+
+
+def paste(report: Report) -> list[str]:
+    """Return a table for a README, and the finding."""
+    arms = [r.arm for r in report.rows if r.metric == STEP and r.unit == "ms" and r.values]
+
+    def cell(arm: str, metric: str) -> str:
+        row = report.row(arm, metric)
+        if row is None or not row.values:
+            return ""
+        return f"{number(row.median)} ({number(min(row.values))}–{number(max(row.values))})"
+
+    header = ("buckets", "step, ms", "busy, ms", "exposed, ms", "A/B cost, ms")
+    table = markdown(header, [(arm, *(cell(arm, m) for m in (STEP, BUSY, EXPOSED, COST))) for arm in arms])
+    return [*table, "", *finding(report)]
+
+
+def draw(report: Report, path: Path) -> None:
+    """Draw step, hidden and exposed time over the bucket size."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    arms = [r for r in report.rows if r.metric == STEP and r.unit == "ms" and r.arm != NO_SYNC and r.values]
+    bare = report.row(NO_SYNC, STEP)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
+    names = [r.arm for r in arms]
+    spread = [[r.median - r.quartiles[0] for r in arms], [r.quartiles[1] - r.median for r in arms]]
+    left.errorbar(names, [r.median for r in arms], yerr=spread, marker="o", capsize=3, label="step")
+    if bare and bare.values:
+        left.axhline(bare.median, color="0.5", ls="--", label="step without communication (no_sync)")
+    left.set(title="optimizer step over DDP's bucket size", ylabel="ms, median and quartiles")
+    left.legend(fontsize=8)
+    exposed = [_median(report, arm, EXPOSED) for arm in names]
+    hidden = [_median(report, arm, BUSY) - e for arm, e in zip(names, exposed, strict=True)]
+    right.bar(names, hidden, color="#f0b27a", label="hidden behind backward")
+    right.bar(names, exposed, bottom=hidden, color="#c0392b", label="exposed")
+    costs = [_median(report, arm, COST) for arm in names]
+    right.plot(names, costs, "k_", ms=18, label="A/B: step - step under no_sync")
+    right.set(title="communication of a step", ylabel="ms, medians")
+    right.legend(fontsize=8)
+    ranks = report.conditions.get("ranks", {}).get("world size", "?")
+    figure.supxlabel(f"{ranks} ranks, {report.conditions['backend']} · {report.conditions['recipe']}", fontsize=7)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+# On every rank.
+
+
+def measure_rank(mesh: Any, order: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
+    """Run the rounds; emit one event per arm and round: ms, the slowest rank's. (all ranks)"""
+    import torch
+
+    from nanoray.comm import Collective, CommRecorder, account, wait_for
+    from nanoray.model import GPT, ModelShape
+    from nanoray.optim import make_optimizer
+    from nanoray.parallel.ddp import apply_ddp
+
+    cfg = load_config(preset=order["preset"])
+    torch.manual_seed(cfg.seed)
+    gpt = GPT(ModelShape.of(cfg, 65), 0.0).to(mesh.device)
+    optimizer = make_optimizer(gpt, cfg)
+    rows = cfg.micro_batch_size or max(1, cfg.global_batch_size // mesh.world_size)
+    source = torch.Generator().manual_seed(mesh.rank)
+    x, y = (torch.randint(65, (rows, cfg.block_size), generator=source).to(mesh.device) for _ in range(2))  # (B, T)
+    plain = {_arm(mb): apply_ddp(gpt, mesh, mb, twin=i > 0) for i, mb in enumerate(order["sizes"])}
+    recorders = {arm: CommRecorder(mesh, every=1, profile=False) for arm in plain}
+    noted = {_arm(mb): apply_ddp(gpt, mesh, mb, recorders[_arm(mb)].hook, twin=True) for mb in order["sizes"]}
+    first = next(iter(plain.values()))
+
+    def step(model: Any, recorder: CommRecorder | None = None) -> None:
+        if recorder:
+            recorder.begin(0)
+        model(x, y).backward()
+        if recorder:
+            recorder.end()
+        torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def worst(ms: float) -> float:
+        return mesh.all_reduce(torch.tensor([ms], device=mesh.device), op="max").item()
+
+    def gradients(model: Any) -> list[torch.Tensor]:
+        model(x, y).backward()
+        found = [p.grad.clone() for p in gpt.parameters() if p.grad is not None]
+        optimizer.zero_grad(set_to_none=True)
+        return found
+
+    facts = {}
+    reference = gradients(first)
+    for arm, model in plain.items():
+        gradients(model)  # DDP regroups its buckets after the first backward
+        pairs = zip(gradients(model), reference, strict=True)
+        wrong = sum(bool((a - b).norm() > SAME_GRADIENT * b.norm()) for a, b in pairs)
+        gradients(noted[arm])
+        recorders[arm].begin(0)
+        gradients(noted[arm])
+        recorders[arm].end()
+        buckets = [c["size_bytes"] for c in recorders[arm].read()[0]["collectives"]]
+        facts[arm] = {"wrong": wrong, "buckets": len(buckets), "largest": max(buckets)}
+    emit({"facts": facts})
+
+    arms = [NO_SYNC, *plain]
+    for turn in range(order["rounds"]):
+        for arm in arms[turn % len(arms) :] + arms[: turn % len(arms)]:
+            mesh.barrier()
+            start = time.perf_counter()
+            for _ in range(order["steps"]):
+                if arm == NO_SYNC:
+                    with first.no_sync():
+                        step(first)
+                else:
+                    step(plain[arm])
+            wait_for(mesh.device)
+            event = {"arm": arm, "round": turn}
+            event["step_ms"] = worst(1e3 * (time.perf_counter() - start) / order["steps"])
+            if arm != NO_SYNC:
+                recorders[arm].clock.anchor()
+                for _ in range(3):
+                    step(noted[arm], recorders[arm])
+                wait_for(mesh.device)
+                costs = [account([Collective(**c) for c in s["collectives"]]) for s in recorders[arm].read()]
+                event["busy_ms"] = worst(1e3 * median(c.busy for c in costs))
+                event["exposed_ms"] = worst(1e3 * median(c.exposed for c in costs))
+            emit(event)
