@@ -1,0 +1,498 @@
+"""Every collective of the backend: latency, algbw, busbw as nccl-tests defines them, and #wrong on exact data.
+
+    blocking     barrier, one call, wait: its latency is what a step waits for; the slowest rank counts
+    pipelined    k calls, then one wait: bytes per second, from which algbw and busbw come, as in nccl-tests
+
+S is the size column: of all_gather the output, of reduce_scatter and all_to_all the input of one rank.
+Definitions: nccl-tests, doc/PERFORMANCE.md. GB = 1e9 bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanoray.bench.gang import Gang, RankFailed, add_where_flags, describe, where_from
+from nanoray.bench.report import Report, Row, aligned, markdown, number
+from nanoray.devices import available_memory_bytes
+from nanoray.errors import ConfigError
+from nanoray.mesh import Mesh
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ENTRY = "nanoray.bench.collectives:measure_rank"
+# Which placements torch's call has: its all_reduce and broadcast know only one buffer, an all_to_all needs two.
+PLACEMENTS = {
+    "all_reduce": (True,),
+    "reduce_scatter": (False, True),
+    "all_gather": (False, True),
+    "broadcast": (True,),
+    "all_to_all": (False,),
+    "sendrecv": (False,),
+}
+SUMS = ("all_reduce", "reduce_scatter")
+PER_RANK = ("reduce_scatter", "all_gather", "all_to_all")  # of these nccl-tests counts the elements per rank
+# dtype -> its name in nccl-tests, bytes, and up to where it holds every whole number
+DTYPES = {
+    "float32": ("float", 4, 2**24),
+    "bfloat16": ("bfloat16", 2, 2**8),
+    "float16": ("half", 2, 2**11),
+    "float8_e4m3fn": ("f8e4m3", 1, 2**4),
+}
+KB, GIB, COPY_BYTES = 1 << 10, 1 << 30, 64 << 20
+COPY = "memory copy"
+LACKS = ("not supported", "unsupported", "not implemented", "invalid scalar type", "does not support", "no support")
+GLOO_REDUCE_SCATTER = "gloo has none of its own: torch does an all_reduce and copies a part of it"
+
+
+def algbw_gbps(size: float, seconds: float) -> float:
+    """Return S / t in 1e9 bytes per second."""
+    return size / seconds / 1e9
+
+
+def busbw_factor(op: str, ranks: int) -> float | None:
+    """Return busbw / algbw: what the slowest link carries per byte of S. One rank has no bus: None."""
+    if ranks == 1:
+        return None
+    share = (ranks - 1) / ranks
+    return {"all_reduce": 2 * share, "reduce_scatter": share, "all_gather": share, "all_to_all": share}.get(op, 1.0)
+
+
+def exact_period(name: str, addends: int) -> int:
+    """Return m so that sums of `addends` whole numbers below m are exact in this dtype; 1: there is none.
+
+    m is odd, so that data which landed a power of two too far is seen.
+    """
+    return min(251, DTYPES[name][2] // addends | 1)
+
+
+def wrong_elements(got: Tensor, expected: Tensor) -> int:
+    """Count the elements whose bits differ; every expected value is a whole number >= 0, so equal means equal bits."""
+    import torch
+
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[got.element_size()]
+    return int((got.view(bits) != expected.view(bits)).sum())
+
+
+def elements(op: str, size: int, itemsize: int, ranks: int) -> tuple[int, int]:
+    """Return (S, the count column) of a size asked for: S is a whole number of elements on every rank."""
+    parts = ranks if op in PER_RANK else 1
+    count = max(1, size // (itemsize * parts))
+    return count * parts * itemsize, count
+
+
+# The ranks' side.
+
+
+def measure_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
+    """Measure the copy limit, then every case of the order; emit one dict per case. (all ranks)"""
+    bench = _Bench(mesh, order)
+    emit({"copy_gbps": bench.copy_gbps()})
+    for op in order["ops"]:
+        for name in order["dtypes"]:
+            for in_place in PLACEMENTS[op]:
+                for size in order["sizes"]:
+                    found = bench.case(op, name, in_place, size)
+                    emit({"op": op, "dtype": name, "in_place": in_place} | found)
+                    if "error" in found or found.get("lacking"):
+                        break  # it would fail at every size
+
+
+@dataclass
+class _Case:
+    """One collective with its buffers."""
+
+    buffers: list[tuple[Tensor, Callable[[], Tensor] | None]]  # what each holds before; None: -1, expected nowhere
+    call: Callable[[], list[Any]]  # starts it, returns what to wait for
+    out: Tensor
+    expected: Callable[[], Tensor]
+
+    def fill(self) -> None:
+        for buffer, values in self.buffers:
+            buffer.fill_(-1) if values is None else buffer.copy_(values())
+
+
+class _Bench:
+    """What all cases of one rank share. Every method that communicates is for all ranks."""
+
+    def __init__(self, mesh: Mesh, order: dict[str, Any]) -> None:
+        import torch.distributed as dist
+
+        self.mesh, self.order, self.n = mesh, order, mesh.world_size
+        self.backend = mesh.backend
+        if self.n == 1:
+            self.backend = "nccl" if mesh.device.type == "cuda" else "gloo"
+            if not dist.is_initialized():
+                dist.init_process_group(self.backend, store=dist.HashStore(), rank=0, world_size=1)
+        self.group: Any = dist.group.WORLD
+
+    def agree(self, values: Sequence[float], how: str) -> list[float]:
+        """Return the max, min or sum over all ranks of each value."""
+        import torch
+        import torch.distributed as dist
+
+        tensor = torch.tensor(values, dtype=torch.float64)
+        if self.n > 1:
+            dist.all_reduce(tensor, op=getattr(dist.ReduceOp, how.upper()), group=self.mesh.control_group)
+        return tensor.tolist()
+
+    def start_together(self) -> float:
+        """Wait until every rank is here; return the time."""
+        self.finish()
+        self.mesh.barrier()
+        return time.perf_counter()
+
+    def finish(self, works: Iterable[Any] = ()) -> None:
+        """Wait for these calls, and on CUDA for the device."""
+        import torch
+
+        for work in works:
+            work.wait()
+        if self.mesh.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def free_bytes(self) -> int:
+        """Return what the rank with the least memory may still take; ranks that share a memory get equal parts."""
+        import torch
+
+        free = available_memory_bytes()
+        if self.mesh.device.type == "cuda":
+            unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            free = torch.cuda.mem_get_info()[0] + unused
+        return int(self.agree([0.9 * free / self.order["sharing"][self.mesh.rank]], "min")[0])
+
+    def copy_gbps(self) -> list[float]:
+        """Return the bytes per second that each rank copies while all do so; the slowest rank, once per round."""
+        import torch
+
+        size = min(COPY_BYTES, self.free_bytes() // 4)
+        source = torch.ones(size, dtype=torch.uint8, device=self.mesh.device)
+        target = torch.empty_like(source).copy_(source)
+        rates = []
+        for _ in range(self.order["rounds"]):
+            start = self.start_together()
+            for _ in range(4):
+                target.copy_(source)
+            self.finish()
+            rates.append(algbw_gbps(4 * size, self.agree([time.perf_counter() - start], "max")[0]))
+        return rates
+
+    def case(self, op: str, name: str, in_place: bool, asked: int) -> dict[str, Any]:
+        """Measure and check one case. What does not fit, or the backend lacks, is told as {"skipped": why}."""
+        size, count = elements(op, asked, DTYPES[name][1], self.n)
+        found: dict[str, Any] = {"bytes": size, "count": count}
+        if op == "sendrecv" and self.n == 1:
+            return found | {"skipped": "one rank has nobody to send to", "lacking": True}
+        if exact_period(name, self.n if op in SUMS else 1) < 3:
+            return found | {"skipped": f"{name} holds no exact sums over {self.n} ranks", "lacking": True}
+        need, free = 4 * size, self.free_bytes()  # in, out, expected, and a copy while the backend or the check works
+        if need > free:
+            return found | {"skipped": f"needs {need / GIB:.2f} GiB per rank, the least free is {free / GIB:.2f} GiB"}
+        case, complaint = None, ""
+        try:
+            case = self.prepare(op, name, in_place, count)
+            case.fill()
+            self.finish(case.call())
+        except Exception as error:  # told below; a peer's death breaks the vote as well
+            complaint = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        complaints = self.mesh.broadcast(self.mesh.gather(complaint)) or []
+        complaint = next(filter(None, complaints), "")  # all ranks go the same way
+        if complaint or case is None:
+            self.renew_group()
+            lacking = any(words in complaint.lower() for words in LACKS)
+            told = {"skipped": f"backend {self.backend}: {complaint}", "lacking": True}
+            return found | (told if lacking else {"error": complaint})
+        times, pipelined = self.time(case)
+        case.fill()
+        self.finish(case.call())
+        wrong = int(self.agree([wrong_elements(case.out, case.expected())], "sum")[0])
+        return found | {"blocking_us": times, "pipelined_us": pipelined, "wrong": wrong}
+
+    def time(self, case: _Case) -> tuple[list[float], list[float]]:
+        """Return the microseconds of each blocking call and, per round, of one of many pipelined calls."""
+        start = self.start_together()
+        self.finish(case.call())
+        guess = max(1e-6, self.agree([time.perf_counter() - start], "max")[0])
+        budget_s, rounds = self.order["budget_s"], self.order["rounds"]
+        blocking = []
+        for _ in range(min(200, max(5, int(budget_s / guess)))):
+            start = self.start_together()
+            self.finish(case.call())
+            blocking.append(1e6 * (time.perf_counter() - start))
+        pipelined, depth = [], min(50, max(2, int(budget_s / rounds / guess)))
+        for _ in range(rounds):
+            start = self.start_together()
+            works = [work for _ in range(depth) for work in case.call()]
+            self.finish(works)
+            pipelined.append(1e6 * (time.perf_counter() - start) / depth)
+        return self.agree(blocking, "max"), self.agree(pipelined, "max")
+
+    def renew_group(self) -> None:
+        """Take a new group: a call that failed can leave gloo's pairs out of step, and the next sums would be wrong."""
+        import torch.distributed as dist
+
+        self.group = dist.new_group(backend=self.backend, timeout=timedelta(seconds=self.order["timeout_s"]))
+
+    def prepare(self, op: str, name: str, in_place: bool, count: int) -> _Case:
+        """Return the case with its buffers; a placement that torch's call has not is never asked for."""
+        import torch
+        import torch.distributed as dist
+
+        n, rank, kind = self.n, self.mesh.rank, getattr(torch, name)
+        period = exact_period(name, n if op in SUMS else 1)
+        whole = torch.empty(count * (n if op in PER_RANK else 1), dtype=kind, device=self.mesh.device)
+        part = whole[rank * count : (rank + 1) * count] if in_place else torch.empty_like(whole[:count])
+
+        def data(ranks: Iterable[int], length: int = count) -> Tensor:
+            """Return the sum over `ranks` of their data: whole numbers below the period, shifted by the rank."""
+            numbers = torch.arange(period, device=self.mesh.device)
+            total = sum(((numbers + 31 * r) % period for r in ranks), torch.zeros_like(numbers))
+            return total.to(kind).repeat(math.ceil(length / period))[:length]
+
+        def call(collective: Callable[..., Any], *values: Any) -> Callable[[], list[Any]]:
+            return lambda: [collective(*values, group=self.group, async_op=True)]
+
+        if op == "all_reduce":
+            return _Case([(whole, lambda: data([rank]))], call(dist.all_reduce, whole), whole, lambda: data(range(n)))
+        if op == "broadcast":
+            own = None if rank else lambda: data([0])
+            return _Case([(whole, own)], call(partial(dist.broadcast, src=0), whole), whole, lambda: data([0]))
+        if op == "reduce_scatter":
+            return _Case(
+                [(part, None), (whole, lambda: data([rank], n * count))],
+                call(dist.reduce_scatter_tensor, part, whole),
+                part,
+                lambda: data(range(n), n * count)[rank * count : (rank + 1) * count],
+            )
+        if op == "all_gather":
+            return _Case(
+                [(whole, None), (part, lambda: data([rank]))],
+                call(dist.all_gather_into_tensor, whole, part),
+                whole,
+                lambda: torch.cat([data([r]) for r in range(n)]),
+            )
+        other = torch.empty_like(whole)
+        if op == "all_to_all":
+            return _Case(
+                [(other, None), (whole, lambda: torch.cat([data([rank + n * to]) for to in range(n)]))],
+                call(dist.all_to_all_single, other, whole),
+                other,
+                lambda: torch.cat([data([sender + n * rank]) for sender in range(n)]),
+            )
+        to, source = (rank + 1) % n, (rank - 1) % n
+        return _Case(
+            [(other, None), (whole, lambda: data([rank]))],
+            lambda: dist.batch_isend_irecv(
+                [dist.P2POp(dist.isend, whole, to, self.group), dist.P2POp(dist.irecv, other, source, self.group)]
+            ),
+            other,
+            lambda: data([source]),
+        )
+
+
+# The driver's side.
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add_where_flags(parser)
+    parser.add_argument("--ops", default=",".join(PLACEMENTS), help="which, with commas between [%(default)s]")
+    parser.add_argument("--dtypes", help=f"some of {','.join(DTYPES)} [the first three; with --quick the first]")
+    largest = "the largest size in bytes, from 1 KB in steps of 4 [64 MB on CPU, 1 GiB on GPUs; with --quick 1 MB]"
+    parser.add_argument("--max_bytes", type=int, help=largest)
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    """Measure what is asked for. A rank that dies leaves the rows that were there, and a failure."""
+    where = where_from(args)
+    ops = _chosen("ops", args.ops, list(PLACEMENTS))
+    dtypes = _chosen("dtypes", args.dtypes or ",".join([*DTYPES][: 1 if args.quick else 3]), list(DTYPES))
+    if args.max_bytes is not None and args.max_bytes < KB:
+        raise ConfigError(f"max_bytes = {args.max_bytes} is below the smallest size, {KB}; raise it")
+    try:
+        with Gang(where) as gang:
+            describe(report, gang)
+            cuda = gang.facts[0]["device"] != "cpu"
+            largest = args.max_bytes or (1024 * KB if args.quick else GIB if cuda else 64 * KB * KB)
+            shares = [(f["host"], f["uuid"]) for f in gang.facts]  # ranks on one host, or on one GPU of it
+            order = {
+                "ops": ops,
+                "dtypes": dtypes,
+                "sizes": sizes(largest, args.quick),
+                "sharing": [Counter(shares)[share] for share in shares],
+                "budget_s": 0.03 if args.quick else 0.25,
+                "rounds": 3 if args.quick else 7,
+                "timeout_s": where.timeout_s,
+            }
+            for event in gang.run(ENTRY, order):
+                _add(report, event, len(gang.facts), gang.backend)
+    except RankFailed as failed:
+        report.failures.append(str(failed))
+
+
+def sizes(largest: int, quick: bool = False) -> list[int]:
+    """Return 1 KB, 4 KB, 16 KB, ... up to `largest`; quick: the smallest, the middle one and the largest of them."""
+    found = [KB << 2 * i for i in range(30) if KB << 2 * i <= largest]
+    return sorted({found[0], found[len(found) // 2], found[-1]}) if quick else found
+
+
+def _chosen(flag: str, text: str, known: list[str]) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(f"{flag}: unknown {name!r}; {f'did you mean {close[0]}?' if close else ', '.join(known)}")
+    return names
+
+
+def _add(report: Report, event: dict[str, Any], ranks: int, backend: str) -> None:
+    """Add the row of what rank 0 emitted, and say on stderr how far we are."""
+    if "copy_gbps" in event:
+        note = f"what each of {ranks} ranks copies per second while all copy: the limit of the machine's memory"
+        report.rows.append(Row(COPY, "copied", "GB/s", tuple(event["copy_gbps"]), note))
+        return
+    op, size, in_place = event["op"], event["bytes"], event["in_place"]
+    placement = "in place" if in_place else "out of place"
+    keys = {key: event[key] for key in ("op", "dtype", "bytes", "count", "in_place")} | {"ranks": ranks}
+    arm, note = f"{op} {event['dtype']} {size} B {placement}", ""
+    if op == "reduce_scatter" and backend == "gloo":
+        note = GLOO_REDUCE_SCATTER
+    factor = busbw_factor(op, ranks)
+    metric = "algbw" if factor is None else "busbw"
+    if "blocking_us" not in event:
+        texts = {"error": event.get("error", ""), "skipped": event.get("skipped", "")}
+        report.rows.append(Row(arm, metric, "GB/s", (), note, **texts, extra=keys))
+    else:
+        blocking, pipelined_us = sorted(event["blocking_us"]), statistics.median(event["pipelined_us"])
+        algbw = algbw_gbps(size, pipelined_us / 1e6)
+        busbw = None if factor is None else factor * algbw
+        copy = next(row.median for row in report.rows if row.arm == COPY)
+        keys |= {
+            "time_us": statistics.median(blocking),
+            "p99_us": blocking[math.ceil(0.99 * len(blocking)) - 1],
+            "latencies": len(blocking),
+            "pipelined_us": pipelined_us,
+            "algbw_gbps": algbw,
+            "busbw_gbps": busbw,
+            "share_of_copy": None if busbw is None else busbw / copy,
+        }
+        values = tuple(algbw_gbps(size, us / 1e6) * (factor or 1.0) for us in event["pipelined_us"])
+        report.rows.append(Row(arm, metric, "GB/s", values, note, wrong=event["wrong"], extra=keys))
+    print(f"{arm}  {report.rows[-1].skipped or report.rows[-1].problem or 'ok'}", file=sys.stderr, flush=True)
+
+
+def _lines_of(report: Report) -> dict[tuple[str, str, int], dict[bool, Row]]:
+    """Return the rows by (op, dtype, bytes), then by in place."""
+    found: dict[tuple[str, str, int], dict[bool, Row]] = {}
+    for row in report.rows:
+        if row.extra:
+            key = (row.extra["op"], row.extra["dtype"], row.extra["bytes"])
+            found.setdefault(key, {})[row.extra["in_place"]] = row
+    return found
+
+
+def lines(report: Report) -> list[str]:
+    """Return one table per operation with nccl-tests' columns; to their right what nccl-tests has not."""
+    copy, found = report.row(COPY, "copied"), _lines_of(report)
+    text = [f"{COPY}  {number(copy.median)} GB/s  ({copy.note})"] if copy else []
+    text += ["B, elements, us, GB/s. First out of place, then in place. time: pipelined. p50, p99: one blocking call."]
+    half = ("time", "algbw", "busbw", "#wrong")
+    head = ("size", "count", "type", "redop", "root", *half, *half, "p50", "p99", "of copy", "")
+    for op in dict.fromkeys(op for op, _, _ in found):
+        mine = {key: rows for key, rows in found.items() if key[0] == op}
+        notes = {f" ({row.note})" for rows in mine.values() for row in rows.values() if row.note}
+        table = [head, *(_line(op, rows) for rows in mine.values())]
+        text += ["", f"# {op}{''.join(notes)}", *aligned(table, right={0, 1, 4, *range(5, 16)})]
+    return text
+
+
+def _line(op: str, rows: dict[bool, Row]) -> tuple[str, ...]:
+    keys = next(iter(rows.values())).extra
+    line = [str(keys["bytes"]), str(keys["count"]), DTYPES[keys["dtype"]][0]]
+    line += ["sum" if op in SUMS else "none", "0" if op == "broadcast" else "-1"]
+    remarks = []
+    for in_place in (False, True):
+        row = rows.get(in_place)
+        if row and row.values:
+            e = row.extra
+            busbw = "N/A" if e["busbw_gbps"] is None else number(e["busbw_gbps"])
+            line += [number(e["pipelined_us"]), number(e["algbw_gbps"]), busbw, str(row.wrong)]
+        else:
+            line += ["N/A"] * 4
+            why = "" if row is None else f"FAILED: {row.problem}" if row.problem else f"skipped: {row.skipped}"
+            remarks += [f"{'in' if in_place else 'out of'} place {why}"] if why else []
+    timed: dict[str, Any] = next((row.extra for _, row in sorted(rows.items()) if row.values), {})
+    line += [number(timed[key]) if timed else "" for key in ("time_us", "p99_us")]
+    return (*line, _percent(timed.get("share_of_copy")), "; ".join(remarks))
+
+
+def _curves(report: Report) -> dict[str, list[dict[str, Any]]]:
+    """Return per operation what was measured in the first dtype, by size; out of place where there is a choice."""
+    curves: dict[str, list[dict[str, Any]]] = {}
+    first = next((dtype for _, dtype, _ in _lines_of(report)), "")
+    for (op, dtype, _), rows in _lines_of(report).items():
+        measured = [row.extra for _, row in sorted(rows.items()) if row.values]
+        if dtype == first and measured:
+            curves.setdefault(op, []).append(measured[0])
+    return curves
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.0f}%"
+
+
+def paste(report: Report) -> list[str]:
+    """Return a table for a README: latency of the smallest size, bandwidth of the largest."""
+    curves = _curves(report)
+    if not curves:
+        return []
+    small, large = (next(iter(curves.values()))[i] for i in (0, -1))
+    header = (small["dtype"], f"{small['bytes']} B: p50, us", "p99, us", f"{large['bytes']} B: algbw, GB/s", "busbw")
+    table = []
+    for op, points in curves.items():
+        latency, rates = (number(points[0][key]) for key in ("time_us", "p99_us")), points[-1]
+        busbw = "" if rates["busbw_gbps"] is None else number(rates["busbw_gbps"])
+        table.append((op, *latency, number(rates["algbw_gbps"]), busbw, _percent(rates["share_of_copy"])))
+    return markdown((*header, "of a copy's"), table)
+
+
+def draw(report: Report, path: Path) -> None:
+    """Draw busbw (of one rank algbw) over the size with the copy limit, and the latency of one blocking call."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    curves = _curves(report)
+    for op, points in curves.items():
+        size = [p["bytes"] for p in points]
+        left.plot(size, [p["busbw_gbps"] or p["algbw_gbps"] for p in points], marker="o", markersize=3, label=op)
+        (line,) = right.plot(size, [p["time_us"] for p in points], marker="o", markersize=3)
+        right.plot(size, [p["p99_us"] for p in points], color=line.get_color(), linestyle=":", linewidth=1)
+    if copy := report.row(COPY, "copied"):
+        left.axhline(copy.median, color="0.3", linestyle="--", linewidth=1, label="memory copy")
+    dtype = next(iter(curves.values()))[0]["dtype"] if curves else "nothing was measured"
+    left.set(title=f"busbw, {dtype}", xlabel="bytes", ylabel="GB/s")
+    right.set(title="one blocking call: p50, dotted p99", xlabel="bytes", ylabel="us")
+    for axes in (left, right):
+        axes.set(xscale="log", yscale="log")
+        axes.grid(alpha=0.25)
+    if curves:
+        left.legend(fontsize=8)
+    ranks = report.conditions.get("ranks", {}).get("world size", 0)
+    told = (f"{ranks} ranks", report.conditions.get("backend", "no backend"), report.conditions["command"])
+    figure.supxlabel(" · ".join(told), fontsize=7)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
