@@ -147,7 +147,8 @@ def test_the_table_is_aligned_and_a_failed_row_says_failed() -> None:
 
 
 def test_numbers_keep_three_digits() -> None:
-    assert [number(v) for v in (1234.5, 12.345, 1.2345, 0.12345)] == ["1234", "12.3", "1.23", "0.123"]
+    assert [number(v) for v in (1234.5, 12.345, -1.2345, 0.12345)] == ["1234", "12.3", "-1.23", "0.123"]
+    assert [number(v) for v in (0.00123456, 0.0, 1e-30)] == ["0.00123", "0", "0.000000000000"]
 
 
 def test_the_markdown_table() -> None:

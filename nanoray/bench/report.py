@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import shlex
@@ -239,7 +240,8 @@ def aligned(lines: Sequence[Sequence[str]], right: set[int]) -> list[str]:
 
 def number(value: float) -> str:
     """Write a value with three significant digits and no exponent."""
-    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 1 else 3
+    digits = 2 - math.floor(math.log10(abs(value))) if value else 0
+    digits = min(max(digits, 0), 12)
     return f"{value:.{digits}f}"
 
 
