@@ -2,7 +2,7 @@
 
     baseline   one process, float32, the plain loop below
     engine     nanoray.train.train with one rank: metrics files on, as in any run
-    engine-2   the same with two ranks, which share the cores and the global batch
+    engine-2   the same with two ranks, which share the cores and the global batch; also with --comm_trace
 
 Every arm stays alive with its model warm; the benchmark lets them run blocks of steps in turn while the others sleep in
 a read, so slow minutes of the machine hit all arms and threads of one never disturb another.
@@ -24,25 +24,27 @@ from nanoray.run import RunSpec
 class Gate:
     """What a loop asks before each step: at the end of a block it says how long that took and waits for an order.
 
-    An order is a line with a number of steps; the answer is {"step_ms": ...}. The end of stdin ends the process.
+    An order is a line with a number of steps; the answer is {"step_ms": ..., "cpu_ms": ...}: wall time, and CPU time of
+    all threads of this process. The end of stdin ends the process.
     """
 
     def __init__(self, answers: TextIO) -> None:
-        self._answers, self._left, self._asked, self._start = answers, 0, 0, 0.0
+        self._answers, self._left, self._asked, self._start, self._cpu_start = answers, 0, 0, 0.0, 0.0
 
     def __call__(self) -> bool:
         """Return False, always: the loop goes on. Blocks between two blocks of steps."""
         if self._left:
             self._left -= 1
             return False
-        seconds = time.perf_counter() - self._start
-        self._say({"step_ms": 1e3 * seconds / self._asked} if self._asked else {"ready": True})
+        seconds, cpu_s = time.perf_counter() - self._start, time.process_time() - self._cpu_start
+        answer = {"step_ms": 1e3 * seconds / self._asked, "cpu_ms": 1e3 * cpu_s / self._asked} if self._asked else {}
+        self._say(answer or {"ready": True})
         order = sys.stdin.readline()
         if not order.strip():
             os._exit(0)  # there is nothing to keep, and gloo's teardown can hang
         self._asked = int(order)
         self._left = self._asked - 1
-        self._start = time.perf_counter()
+        self._start, self._cpu_start = time.perf_counter(), time.process_time()
         return False
 
     def _say(self, answer: dict[str, Any]) -> None:

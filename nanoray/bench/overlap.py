@@ -2,8 +2,8 @@
 
 One model, one DDP wrapper per bucket size around it, and one that never communicates (no_sync). Every round runs a few
 steps of each in turn, so a slow minute of the machine hits all. Step times are those of DDP's own C++ path; busy and
-exposed times come from extra steps with the recording hook of `--comm_trace`, right after them. Wrappers that a step does
-not use cost it under a microsecond per parameter, in all arms alike.
+exposed times come from extra steps with the recording hook of `--comm_trace`, right after them. Wrappers that a step
+does not use cost it under a microsecond per parameter, in all arms alike.
 """
 
 from __future__ import annotations

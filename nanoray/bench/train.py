@@ -10,8 +10,8 @@ Launchers, each running the same recipe with the same seed, round by round in ro
     torchtrainer-init  the same with its own Ray
 
 The cluster is this benchmark's own: a head that idles beside every arm, whichever is running. Then what a
-step costs on CPU (compute.py: baseline, engine, engine-2, and at width 384 baseline-384, engine-384), and what
-watching it costs (traffic.py: traffic).
+step costs on CPU (compute.py: baseline, engine, engine-2, and at width 384 baseline-384, engine-384), what measuring
+the collectives of two ranks costs and shows (untraced, every-50, always), and what watching costs (traffic.py).
 """
 
 from __future__ import annotations
@@ -37,12 +37,22 @@ from nanoray.errors import ConfigError
 from nanoray.run import open_run
 
 NARROW, WIDE = ("baseline", "engine", "engine-2"), ("baseline-384", "engine-384")
-ARMS = (*LAUNCHERS, *NARROW, *WIDE, "traffic")
+TRACED = {"untraced": "off", "every-50": "every=50", "always": "always"}  # arm -> --comm_trace, at two ranks
+ARMS = (*LAUNCHERS, *NARROW, *WIDE, *TRACED, "traffic")
 ON_CLUSTER = {"ray", "torchtrainer", "traffic"}
 WIDTH_384 = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "global_batch_size": 4}
 BF16_UNITS = frozenset({"amx_bf16", "avx512_bf16"})
 FIRST, WHOLE, STEP = (METRICS[name][0] for name in ("first_step_s", "whole_run_s", "step_ms"))
+CPU_TIME = "CPU time of a step"
 BLOCKS_PER_ROUND = 4  # blocks of steps are short: more of them for the same minutes
+TRACED_STEPS = 100  # of one block: two windows of traced steps and one backward pass without collectives
+COMM = {  # metric of a traced run -> (row, unit)
+    "comm/busy_ms": ("comm: busy", "ms"),
+    "comm/exposed_ms": ("comm: exposed", "ms"),
+    "comm/exposed_share": ("comm: exposed share", "%"),
+    "comm/ab_ms": ("comm: A/B cost", "ms"),
+    "comm/busbw_gbps": ("comm: busbw", "GB/s"),
+}
 PAIRS_PER_ROUND = 12  # a loud and a quiet window: 1 % is little against the noise of a shared machine
 WINDOW_STEPS = 20
 
@@ -104,6 +114,8 @@ def measure(args: argparse.Namespace, report: Report) -> None:
             _launch(plan, report)
             _compute(plan, report, NARROW, {})
             _compute(plan, report, WIDE, WIDTH_384)
+            _compute(plan, report, tuple(TRACED), {})
+            _communication(plan, report)
             if "traffic" in arms:
                 _traffic(plan, report)
     finally:
@@ -188,21 +200,23 @@ def _compute(plan: Plan, report: Report, group: tuple[str, ...], shape: dict[str
     arms = [arm for arm in plan.arms if arm in group]
     if not arms:
         return
-    blocks = 3 if plan.args.quick else BLOCKS_PER_ROUND * plan.rounds
-    found: dict[str, list[float]] = {arm: [] for arm in arms}
+    traced = group == tuple(TRACED)
+    blocks = 3 if plan.args.quick else (2 if traced else BLOCKS_PER_ROUND) * plan.rounds
+    found: dict[str, list[tuple[float, float]]] = {arm: [] for arm in arms}
     with ExitStack() as stack:
         ranks: dict[str, list[Child]] = {}
         for arm in arms:
             ranks[arm] = []
             try:
                 _start_arm(plan, arm, shape, ranks[arm], stack)
-                warm_ms = _block(ranks[arm], 5 if not shape else 1)
-                _say(f"warm  {arm:<13} {warm_ms:.1f} ms")
-                found[arm] = [warm_ms]
+                found[arm] = [_block(ranks[arm], 5 if not shape else 1)]
+                _say(f"warm  {arm:<13} {found[arm][0][0]:.1f} ms")
             except ChildFailed as error:
                 _fail(plan, report, arm, error)
-        fastest_ms = min((values[0] for values in found.values() if values), default=1000.0)
+        fastest_ms = min((values[0][0] for values in found.values() if values), default=1000.0)
         steps = max(2, round((200 if plan.args.quick else 1000) / fastest_ms))
+        if traced:
+            steps = TRACED_STEPS // 2 if plan.args.quick else TRACED_STEPS
         for turn in range(-1, blocks):  # one more, thrown away: memory and caches settle
             for arm in arms[turn % len(arms) :] + arms[: turn % len(arms)]:
                 try:
@@ -212,13 +226,33 @@ def _compute(plan: Plan, report: Report, group: tuple[str, ...], shape: dict[str
                     _fail(plan, report, arm, error)
     note = f"blocks of {steps} steps; preset shakespeare-cpu" + (", width 384, T 256, batch 4" if shape else "")
     for arm in arms:
-        report.rows.append(_row(plan, arm, "compute: step", "ms", found[arm][2:], note))
+        report.rows.append(_row(plan, arm, "compute: step", "ms", [step for step, _ in found[arm][2:]], note))
+        if traced:
+            cpu = [cpu for _, cpu in found[arm][2:]]
+            report.rows.append(_row(plan, arm, CPU_TIME, "ms", cpu, "all threads of both ranks"))
+
+
+def _communication(plan: Plan, report: Report) -> None:
+    """Add what the traced arms found out about their collectives: one value per record of the run."""
+    for arm in TRACED:
+        if arm == "untraced" or arm not in plan.arms or arm in plan.broken:
+            continue
+        (run,) = plan.folder.glob(f"*_{arm}")
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for metric, (name, unit) in COMM.items():
+            values = [r[metric] for r in records if metric in r]
+            if values:  # a short run has no A/B comparison
+                report.rows.append(_row(plan, arm, name, unit, values, "of a step, as the run itself recorded it"))
 
 
 def _start_arm(plan: Plan, arm: str, shape: dict[str, int], ranks: list[Child], stack: ExitStack) -> None:
-    kind, world = ("baseline" if arm.startswith("baseline") else "engine"), 2 if arm == "engine-2" else 1
+    kind, world = (
+        ("baseline" if arm.startswith("baseline") else "engine"),
+        2 if arm == "engine-2" or arm in TRACED else 1,
+    )
     values = {"name": arm, "out_dir": str(plan.folder), "max_steps": 10**6, "eval_every": 0, "checkpoint_every": 0}
     values |= {"log_every": 10, "device": "cpu", "timeout_s": plan.args.timeout_s} | shape | plan.data
+    values |= {"comm_trace": TRACED.get(arm, "off")}
     config = load_config(preset="shakespeare-cpu", overrides=values)
     spec = open_run(config, prepare(config), time.time())
     order = {"arm": kind, "world": world, "threads": max(1, int(available_cpus() / world))}
@@ -233,11 +267,12 @@ def _start_arm(plan: Plan, arm: str, shape: dict[str, int], ranks: list[Child], 
         child.answer(120)  # ready
 
 
-def _block(ranks: list[Child], steps: int) -> float:
-    """Let an arm run `steps` steps; return its milliseconds per step."""
+def _block(ranks: list[Child], steps: int) -> tuple[float, float]:
+    """Let an arm run `steps` steps; return milliseconds per step: wall time, and CPU time of all ranks together."""
     for child in ranks:
         child.ask(str(steps))
-    return max(child.answer(120)["step_ms"] for child in ranks)
+    answers = [child.answer(120) for child in ranks]
+    return max(a["step_ms"] for a in answers), sum(a["cpu_ms"] for a in answers)
 
 
 def _traffic(plan: Plan, report: Report) -> None:
@@ -276,6 +311,10 @@ def _judge(report: Report) -> None:
         ("baseline", "engine", "compute: step", ">=", 1.05, ""),
         ("baseline", "engine-2", "compute: step", ">=", 0.95, ""),
         ("baseline-384", "engine-384", "compute: step", ">=", 1.9, wide_excuse),
+        ("every-50", "untraced", CPU_TIME, "<=", 1.01, ""),  # 1 % drowns in the noise of a wall clock
+        ("every-50", "untraced", "compute: step", "", 0.0, ""),
+        ("always", "untraced", CPU_TIME, "", 0.0, ""),
+        ("always", "untraced", "compute: step", "<=", 1.05, ""),
     )
     for upper, lower, metric, relation, limit, excuse in pairs:
         row = report.compare(upper, lower, metric)
@@ -300,9 +339,12 @@ def paste(report: Report) -> list[str]:
     if launched:
         header = ("started by", "command to first step, s", "whole run, s", "step, ms")
         lines += markdown(header, [(arm, *(cell(arm, m) for m in (FIRST, WHOLE, STEP))) for arm in launched])
-    computed = [arm for arm in (*NARROW, *WIDE) if report.row(arm, "compute: step")]
+    computed = [arm for arm in (*NARROW, *WIDE, *TRACED) if report.row(arm, "compute: step")]
     if computed:
-        lines += ["", *markdown(("loop, on CPU", "step, ms"), [(a, cell(a, "compute: step")) for a in computed])]
+        shown = [name for name, _ in COMM.values() if any(report.row(arm, name) for arm in computed)]
+        header = ("loop, on CPU", "step, ms", *(f"{n}, {u}" for n, u in COMM.values() if n in shown))
+        cells = [(a, *(cell(a, m) if report.row(a, m) else "" for m in ("compute: step", *shown))) for a in computed]
+        lines += ["", *markdown(header, cells)]
     return lines
 
 
