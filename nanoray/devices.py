@@ -23,7 +23,7 @@ MAX_RANKS_PER_CPU = 4
 BF16_MIN_WIDTH = 256  # narrower layers lose more to casts than bf16 wins: 0.85x at width 128, 2.1x at 384 (with AMX)
 
 # Compute slices (of 7) and memory slices (of 8) -> how many fit on one GPU; every GPU with 7 slices has these six.
-_MIG_SHAPES = {(1, 1): 7, (1, 2): 4, (2, 2): 3, (3, 4): 2, (4, 4): 1, (7, 8): 1}
+MIG_SHAPES = {(1, 1): 7, (1, 2): 4, (2, 2): 3, (3, 4): 2, (4, 4): 1, (7, 8): 1}
 _MIG_GB = (40, 80, 94, 96, 141, 180)  # what their memory is called: A100, A100 and H100, H100 NVL, H100, H200, B200
 _PROFILE = re.compile(r"(?:(\d)c\.)?(\d+g\.\d+gb)")
 
@@ -132,7 +132,7 @@ def _profile_of(name: str, attributes: Any, gpu_bytes: int) -> str:
     if match or not gb:
         return match.group() if match else ""
     shape = (int(attributes.gpuInstanceSliceCount), round(8 * (attributes.memorySizeMB << 20) / gpu_bytes))
-    return _profile_name(gb, *shape) if shape in _MIG_SHAPES else ""
+    return profile_name(gb, *shape) if shape in MIG_SHAPES else ""
 
 
 def _mig_gb(gpu_bytes: int) -> int:
@@ -141,7 +141,8 @@ def _mig_gb(gpu_bytes: int) -> int:
     return nearest if abs(nearest - gpu_bytes / 2**30) <= 1.5 else 0
 
 
-def _profile_name(gb: int, compute: int, memory: int) -> str:
+def profile_name(gb: int, compute: int, memory: int) -> str:
+    """The name of a profile of a GPU with `gb` of memory: 1g.18gb is one compute and one memory slice of 141 GB."""
     return f"{compute}g.{math.floor(gb * memory / 8 + 0.5)}gb"
 
 
@@ -169,7 +170,7 @@ def mig_profile(name: str) -> tuple[int, int]:
     """
     match = _PROFILE.search(name)
     sizes = sorted(_MIG_GB, key=lambda gb: gb == (40 if "40GB" in name else 80))  # the last one wins
-    shapes = {_profile_name(gb, *shape): shape for gb in sizes for shape in _MIG_SHAPES}
+    shapes = {profile_name(gb, *shape): shape for gb in sizes for shape in MIG_SHAPES}
     if not match or match[2] not in shapes:
         raise PlacementError(f"{name} is no MIG profile known here; known: {', '.join(sorted(shapes))}")
     compute, memory = shapes[match[2]]
@@ -181,8 +182,8 @@ def mig_commands(gpu: Device, workers: int | None = None) -> str:
     gb, wanted = _mig_gb(gpu.memory_bytes), min(workers or 7, 7)
     if not gb:
         return f"use a GPU that has MIG ({gpu.name} is not known to)"
-    shape = next(shape for shape in reversed(_MIG_SHAPES) if _MIG_SHAPES[shape] >= wanted)
-    profiles = ",".join([_profile_name(gb, *shape)] * _MIG_SHAPES[shape])
+    shape = next(shape for shape in reversed(MIG_SHAPES) if MIG_SHAPES[shape] >= wanted)
+    profiles = ",".join([profile_name(gb, *shape)] * MIG_SHAPES[shape])
     enable = "" if gpu.mig_mode else f"sudo nvidia-smi -i {gpu.index} -mig 1 && "
     return f"run: {enable}sudo nvidia-smi mig -i {gpu.index} -cgi {profiles} -C"
 

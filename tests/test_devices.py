@@ -274,7 +274,7 @@ def test_an_unknown_mig_profile_is_refused(name: str) -> None:
 
 
 def test_slices_of_one_gpu_never_add_up_to_more_than_the_gpu() -> None:
-    for (compute, memory), count in devices._MIG_SHAPES.items():
+    for (compute, memory), count in devices.MIG_SHAPES.items():
         assert count * compute <= 7
         assert count * memory <= 8
         assert (count + 1) * compute > 7 or (count + 1) * memory > 8  # and not one more would fit

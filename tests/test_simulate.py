@@ -276,6 +276,7 @@ WORK = Work(1.0, 2.0, 0.5, (Bucket(1.0, 100 * MB), Bucket(2.0, 50 * MB)), micro=
 
 def test_work_scales_with_sequences_and_accumulates() -> None:
     assert WORK.step(4) == Step(4, 8, 0.5, (Bucket(4, 100 * MB), Bucket(8, 50 * MB)))
+    assert WORK.step(5).backward_s == 2 * 2.5
     # 6 sequences, at most 4 at once: two micro batches of 3, and only the second one communicates
     assert WORK.step(6) == Step(9 + 3, 6, 0.5, (Bucket(3, 100 * MB), Bucket(6, 50 * MB)))
 

@@ -31,9 +31,9 @@ from nanoray.bench.gang import Gang, RankFailed, Where
 from nanoray.bench.report import Report, Row, markdown, number
 from nanoray.config import Config, load_config
 from nanoray.devices import (
-    _MIG_SHAPES,
+    MIG_SHAPES,
     Device,
-    _profile_name,
+    profile_name,
     available_cpus,
     discover_gpus,
     local_slots,
@@ -45,7 +45,7 @@ from nanoray.errors import ConfigError
 from nanoray.mesh import Mesh, RankDevice, choose_backend, runtime_nccl_version
 
 ENTRY = "nanoray.bench.mig:step_rank"
-# Cards that have the six profiles of _MIG_SHAPES, as NVML names them -> GB by which the profiles are named.
+# Cards that have the six profiles of MIG_SHAPES, as NVML names them -> GB by which the profiles are named.
 CARDS = {"NVIDIA A100-SXM4-40GB": 40, "NVIDIA A100-PCIE-40GB": 40, "NVIDIA A100-SXM4-80GB": 80}
 CARDS |= {"NVIDIA A100 80GB PCIe": 80, "NVIDIA H100 80GB HBM3": 80, "NVIDIA H100 PCIe": 80, "NVIDIA H100 NVL": 94}
 CARDS |= {"NVIDIA H200": 141, "NVIDIA H200 NVL": 141, "NVIDIA B200": 180}
@@ -68,10 +68,10 @@ class Profile(NamedTuple):
 def plan(card: str) -> list[Profile]:
     """Return the six profiles of a card, smallest first. Source: NVIDIA's MIG User Guide."""
     gb = CARDS[card]
-    sms = next((known for name, known in SMS.items() if card.startswith(name)), (None,) * len(_MIG_SHAPES))
+    sms = next((known for name, known in SMS.items() if card.startswith(name)), (None,) * len(MIG_SHAPES))
     profiles = []
-    for ((compute, memory), fit), count in zip(_MIG_SHAPES.items(), sms, strict=True):
-        name, shares = _profile_name(gb, compute, memory), (compute / 7, memory / 8)
+    for ((compute, memory), fit), count in zip(MIG_SHAPES.items(), sms, strict=True):
+        name, shares = profile_name(gb, compute, memory), (compute / 7, memory / 8)
         part = Device("mig", 0, "", f"{card} MIG {name}", (gb << 30) * memory // 8, "", name, *shares, bf16=True)
         profiles.append(Profile(part, fit, count))
     return profiles
