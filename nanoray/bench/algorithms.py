@@ -1,0 +1,356 @@
+"""`python -m nanoray.bench algorithms`: the hand-written all-reduces against the backend's own, over sizes.
+
+Small tensors pay for messages, large ones for bytes: who wins changes with the size, and this finds where. On NCCL its
+ring and its tree are forced as well, each in a communicator of its own, and NCCL's tuning log proves what ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import math
+import os
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from nanoray.bench.collectives import algbw_gbps, busbw_factor, exact_period, wrong_elements
+from nanoray.bench.gang import Gang, RankFailed, add_where_flags, describe, where_from
+from nanoray.bench.report import Report, Row, Target, aligned, markdown, number
+from nanoray.devices import discover_gpus
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+    from nanoray.mesh import Mesh
+
+ENTRY = "nanoray.bench.algorithms:sweep_rank"
+BACKEND = "backend"
+BY_HAND = ("ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", "flat")
+FORCED = {"nccl ring": "RING", "nccl tree": "TREE"}  # arm -> what the log must say
+SIZES = tuple(4**i << 10 for i in range(9))  # 1 KB .. 64 MB
+QUICK_SIZES = (1 << 10, 1 << 16, 1 << 20)
+SMALL, LARGE = "1 KB", "64 MB"
+STATED_FOR = (4, "gloo")  # ranks and backend of the targets
+
+# NCCL's numbers, which its logs of before 2.24 have in place of names (nccl.h, NCCL_ALGO_* and NCCL_PROTO_*).
+_ALGOS = ("TREE", "RING", "COLLNET_DIRECT", "COLLNET_CHAIN", "NVLS", "NVLS_TREE", "PAT")
+_PROTOS = ("LL", "LL128", "SIMPLE")
+_DECISION = re.compile(r"AllReduce: *(\d+) Bytes -> Algo (\w+) proto (\w+)", re.IGNORECASE)
+
+
+def parse_tuning_log(text: str) -> list[tuple[int, str, str]]:
+    """Return (bytes, algorithm, protocol) of every all-reduce in a log of NCCL's TUNING subsystem, names in capitals.
+
+    Both forms are read: `Algo 1 proto 2 time ...` (NCCL 2.19 to 2.23) and `Algo RING proto SIMPLE channel{...}`.
+    """
+
+    def name(word: str, names: tuple[str, ...]) -> str:
+        known = word.isdigit() and int(word) < len(names)
+        return names[int(word)] if known else word.upper()
+
+    return [(int(size), name(algo, _ALGOS), name(proto, _PROTOS)) for size, algo, proto in _DECISION.findall(text)]
+
+
+# What a rank does.
+
+
+def sweep_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
+    """Time every algorithm at every size, turn by turn in rotating order; emit a dict per pair. (all ranks)
+
+    order: algorithms, sizes (bytes), dtype, iters. Emitted: algorithm, bytes, ranks, and either time_us (a blocking
+    latency per turn, the slowest rank's) with wrong (elements, over all turns and ranks) and ran (what NCCL's log
+    says), or skipped. One warm-up turn is checked and not timed.
+    """
+    import torch
+    import torch.distributed as dist
+
+    common = {"ranks": mesh.world_size}
+    skipped = {name: why for name in order["algorithms"] if (why := _lacks(name, mesh))}
+    names = [name for name in order["algorithms"] if name not in skipped]
+    runs = _reductions(names, mesh)
+    log = _own_log() if mesh.backend == "nccl" else None
+    for size in order["sizes"]:
+        for name, why in skipped.items():
+            emit(common | {"algorithm": name, "bytes": size, "skipped": why})
+        if not names:
+            continue
+        source, expected = _exact_data(mesh, size, order["dtype"])
+        data = torch.empty_like(source)
+        time_us: dict[str, list[float]] = {name: [] for name in names}
+        wrong, ran = dict.fromkeys(names, 0), {name: set[str]() for name in names}
+        for turn in range(-1, order["iters"]):
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                data.copy_(source)
+                elapsed_us = _once(mesh, runs[name], data)
+                wrong[name] += wrong_elements(data, expected)
+                if turn >= 0:
+                    time_us[name].append(elapsed_us)
+                if log:  # NCCL writes line by line, so what this call decided is there
+                    ran[name] |= {f"{algo} {proto}" for _, algo, proto in parse_tuning_log(log.read())}
+        for name in names:
+            slowest, bad = torch.tensor(time_us[name]), torch.tensor(wrong[name])
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=mesh.control_group)
+            dist.all_reduce(bad, group=mesh.control_group)
+            found = {"time_us": slowest.tolist(), "wrong": int(bad), "ran": sorted(ran[name])}
+            emit(common | {"algorithm": name, "bytes": data.nbytes} | found)
+
+
+def _lacks(name: str, mesh: Mesh) -> str:
+    """Return why this algorithm cannot run here, or ""."""
+    if mesh.world_size == 1:
+        return "one rank has nobody to sum with"
+    if name in FORCED and mesh.backend != "nccl":
+        return f"backend {mesh.backend} has one algorithm and no switch"
+    if name in BY_HAND and mesh.device.type == "cuda" and mesh.backend != "nccl":
+        return f"{mesh.backend} sends and receives no CUDA tensors"
+    return ""
+
+
+def _reductions(names: list[str], mesh: Mesh) -> dict[str, Callable[[Tensor], Any]]:
+    """Return a function per name that sums a tensor in place; forced ones get a communicator each. (all ranks)"""
+    import torch
+    import torch.distributed as dist
+
+    from nanoray.algorithms import ALGORITHMS
+
+    def by_hand(reduce: Callable[[Tensor, ProcessGroup | None], None]) -> Callable[[Tensor], None]:
+        return lambda tensor: reduce(tensor, own)
+
+    runs: dict[str, Callable[[Tensor], Any]] = {}
+    if names:
+        own = dist.new_group()
+        dist.all_reduce(torch.zeros(1, device=mesh.device), group=own)  # NCCL: a communicator begins with a collective
+    for name in names:
+        if name in ALGORITHMS:
+            runs[name] = by_hand(ALGORITHMS[name])
+        elif name in FORCED:
+            with _environment({"NCCL_ALGO": f"allreduce:{FORCED[name].lower()}"}):  # read when a communicator begins
+                group = dist.new_group()
+                dist.all_reduce(torch.zeros(1, device=mesh.device), group=group)
+                torch.cuda.synchronize()
+            runs[name] = partial(dist.all_reduce, group=group)
+        else:
+            runs[name] = dist.all_reduce
+    return runs
+
+
+def _exact_data(mesh: Mesh, size: int, dtype: str) -> tuple[Tensor, Tensor]:
+    """Return this rank's data and the sum: small whole numbers, so that every order of additions agrees."""
+    import torch
+
+    kind, ranks = getattr(torch, dtype), mesh.world_size
+    count = max(1, size // kind.itemsize)
+    period = exact_period(dtype, ranks)
+    steps = torch.arange(period)
+
+    def fill(values: Tensor) -> Tensor:
+        return values.to(kind).repeat(math.ceil(count / period))[:count].to(mesh.device)
+
+    return fill((steps + mesh.rank) % period), fill(sum((steps + r) % period for r in range(1, ranks)) + steps)
+
+
+def _once(mesh: Mesh, reduce: Callable[[Tensor], Any], data: Tensor) -> float:
+    """Return the microseconds of one blocking call, after a barrier that lines the ranks up. (all ranks)"""
+    import torch
+    import torch.distributed as dist
+
+    cuda = data.is_cuda
+    if cuda:
+        torch.cuda.synchronize()
+    dist.barrier(group=mesh.control_group)
+    start = time.perf_counter()
+    reduce(data)
+    if cuda:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e6
+
+
+def _own_log() -> TextIO | None:
+    """Open the file that NCCL writes in this process, at its end; it has decisions on rank 0 only."""
+    paths = glob.glob(os.environ.get("NCCL_DEBUG_FILE", "").replace("%h", "*").replace("%p", str(os.getpid())))
+    if not paths:
+        return None
+    log = open(paths[0], encoding="utf-8", errors="replace")  # noqa: SIM115  # as long as this process
+    log.seek(0, os.SEEK_END)
+    return log
+
+
+# What the command does.
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    old = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in old.items():
+            os.environ.pop(key) if value is None else os.environ.update({key: value})
+
+
+@contextmanager
+def _nccl_tells() -> Iterator[None]:
+    """Let the ranks' NCCL write its decisions to files: it reads these variables once, at a process's first use."""
+    if not discover_gpus():
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="nanoray-nccl-") as folder:
+        subsystems = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,TUNING"}
+        with _environment(subsystems | {"NCCL_DEBUG_FILE": f"{folder}/%h.%p"}):
+            yield
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add this benchmark's flags."""
+    add_where_flags(parser, cpu_workers=STATED_FOR[0])
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="[float32]")
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    """Sweep sizes and algorithms. A rank that dies leaves the rows that were there, and a failure."""
+    where = where_from(args)
+    try:
+        with _nccl_tells(), Gang(where) as gang:
+            describe(report, gang)
+            arms = [BACKEND, *BY_HAND, *(FORCED if gang.backend == "nccl" else ())]
+            order = {"algorithms": arms, "sizes": QUICK_SIZES if args.quick else SIZES, "dtype": args.dtype}
+            for event in gang.run(ENTRY, order | {"iters": 4 if args.quick else 25}):
+                report.rows.append(row_of(event, args.dtype))
+                told = report.rows[-1]
+                result = told.problem or told.skipped or f"{number(told.median)} us"
+                print(f"{told.arm:<20}{told.metric:>8}  {result}", file=sys.stderr, flush=True)
+            _judge(report, len(gang.facts), gang.backend)
+    except RankFailed as failed:
+        report.failures.append(str(failed))
+
+
+def row_of(event: dict[str, Any], dtype: str) -> Row:
+    """Return the row of what rank 0 emitted. A forced algorithm that the log does not prove is an error."""
+    name, size, ranks = event["algorithm"], event["bytes"], event["ranks"]
+    keys = {"op": "all_reduce", "algorithm": name, "dtype": dtype, "bytes": size, "ranks": ranks}
+    if "skipped" in event:
+        return Row(name, _label(size), "us", (), skipped=event["skipped"], extra=keys)
+    ran, error, times = event["ran"], "", sorted(event["time_us"])
+    if name in FORCED and {words.split()[0] for words in ran} != {FORCED[name]}:
+        error = f"asked for {FORCED[name]}, NCCL's log says {', '.join(ran) or 'nothing'}"
+    algbw = algbw_gbps(size, statistics.median(times) / 1e6)
+    keys |= {"time_us": statistics.median(times), "p99_us": times[math.ceil(0.99 * len(times)) - 1], "ran": ran}
+    keys |= {"algbw_gbps": algbw, "busbw_gbps": algbw * (busbw_factor("all_reduce", ranks) or 0)}
+    note = f"ran {', '.join(ran)}" if ran else ""
+    return Row(name, _label(size), "us", tuple(event["time_us"]), note, error, event["wrong"], extra=keys)
+
+
+def _label(size: int) -> str:
+    power = min(2, (size.bit_length() - 1) // 10) if size else 0
+    return f"{size / 1024**power:g} {('B', 'KB', 'MB')[power]}"
+
+
+def _judge(report: Report, ranks: int, backend: str) -> None:
+    stated = "{} ranks on {}".format(*STATED_FOR)
+    excuse = "" if (ranks, backend) == STATED_FOR else f"stated for {stated}; here: {ranks} on {backend}"
+    by_hand = [row for name in BY_HAND if (row := _timed(report).get(name, {}).get(SIZES[0]))]
+    best = min(by_hand, key=lambda row: row.median).arm if by_hand else BY_HAND[0]
+    wanted = ((BACKEND, best, SMALL, ">=", 3.0), ("ring", BACKEND, LARGE, "<=", 1.15))
+    for upper, lower, size, relation, limit in wanted:
+        row = report.compare(upper, lower, size)
+        if row:
+            report.targets.append(Target(f"{size}: {row.arm}", row, relation, limit, excuse))
+
+
+def _timed(report: Report) -> dict[str, dict[int, Row]]:
+    """Return arm -> bytes -> row of what was timed and is right."""
+    found: dict[str, dict[int, Row]] = {}
+    for row in report.rows:
+        if row.unit == "us" and row.values and not row.problem:
+            found.setdefault(row.arm, {})[row.extra["bytes"]] = row
+    return found
+
+
+def winners(report: Report) -> list[tuple[int, str]]:
+    """Return (bytes, fastest arm by its median) per size, from the smallest."""
+    timed = _timed(report)
+    sizes = sorted({size for rows in timed.values() for size in rows})
+    return [(size, min((a for a in timed if size in timed[a]), key=lambda a: timed[a][size].median)) for size in sizes]
+
+
+def crossovers(report: Report) -> list[str]:
+    """Say in words where the winner changes."""
+    said = []
+    for arm, won in groupby(winners(report), key=lambda pair: pair[1]):
+        first, *rest = (_label(size) for size, _ in won)
+        said.append(f"fastest {first}{f' to {rest[-1]}' if rest else ''}: {arm}")
+    return said
+
+
+def lines(report: Report) -> list[str]:
+    """Return a table of medians, sizes down and algorithms across, with the wrong elements of all of a size."""
+    timed = [row for row in report.rows if row.unit == "us"]
+    arms, sizes = list(dict.fromkeys(r.arm for r in timed)), list(dict.fromkeys(r.metric for r in timed))
+
+    def cell(arm: str, size: str) -> str:
+        row = report.row(arm, size)
+        return "" if row is None else "FAILED" if row.error else number(row.median) if row.values else "skipped"
+
+    table = [("us, median", *arms, "wrong", "")]
+    for size in sizes:
+        wrong = sum(r.wrong or 0 for r in timed if r.metric == size)
+        table.append((size, *(cell(arm, size) for arm in arms), str(wrong), ""))
+    text = aligned(table, right=set(range(1, len(arms) + 2)))
+    text += sorted({f"skipped {r.arm}: {r.skipped}" for r in timed if r.skipped and not r.values})
+    text += [f"{r.arm}, {r.metric}: {r.note or 'no log of NCCL'}" for r in timed if r.arm in FORCED and r.values]
+    return [*text, *crossovers(report)]
+
+
+def paste(report: Report) -> list[str]:
+    """Return the medians for a README, and where the winner changes."""
+    timed = _timed(report)
+    if not timed:
+        return []
+    rows = [
+        (_label(size), *(number(timed[arm][size].median) if size in timed[arm] else "–" for arm in timed))
+        for size, _ in winners(report)
+    ]
+    return [*markdown(("all_reduce, us", *timed), rows), "", "; ".join(crossovers(report))]
+
+
+def draw(report: Report, path: Path) -> None:
+    """Draw time over bytes, both logarithmic: medians with quartiles; a vertical line where the winner changes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.5, 4.6), layout="constrained")
+    for arm, rows in _timed(report).items():
+        sizes, medians = sorted(rows), [rows[size].median for size in sorted(rows)]
+        bold = {"color": "black", "linewidth": 2.2} if arm == BACKEND else {"linewidth": 1.2}
+        (line,) = axes.plot(sizes, medians, marker="o", markersize=3, label=arm, **bold)
+        low, high = zip(*(rows[size].quartiles for size in sizes), strict=True)
+        axes.fill_between(sizes, low, high, alpha=0.12, color=line.get_color(), linewidth=0)
+    axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="us, one blocking call, slowest rank")
+    won = winners(report)
+    for (before, loser), (size, winner) in pairwise(won):
+        if winner != loser:
+            middle = math.sqrt(before * size)
+            axes.axvline(middle, color="0.4", linestyle=":", linewidth=1)
+            text = f"{loser} | {winner}"
+            axes.text(middle, 0.02, text, transform=axes.get_xaxis_transform(), rotation=90, ha="right", fontsize=7)
+    ranks = report.conditions.get("ranks", {}).get("world size", 0)
+    told = (report.conditions["cpu"]["name"], *report.conditions["gpus"][:1])
+    axes.set_title(f"all_reduce, {ranks} ranks, {report.conditions.get('backend', '')}\n{', '.join(told)}", fontsize=9)
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=8)
+    figure.supxlabel(report.conditions["command"], fontsize=7)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
