@@ -385,6 +385,12 @@ class ClockOffset:
     offset: float
     uncertainty: float
 
+    @classmethod
+    def of(cls, asked: float, reading: float, answered: float) -> ClockOffset:
+        """Take the other clock's reading for the middle of the round trip; it is wrong by at most half of that."""
+        half = (answered - asked) / 2
+        return cls(reading - asked - half, half)
+
 
 def measure_offsets(
     mesh: Mesh, clock: Callable[[], float] = time.perf_counter, always: bool = False
@@ -411,10 +417,7 @@ def measure_offsets(
                 asked = clock()
                 dist.send(ping, rank, group=mesh.control_group)
                 dist.recv(reading, rank, group=mesh.control_group)
-                answered = clock()
-                half = (answered - asked) / 2
-                if half < best.uncertainty:
-                    best = ClockOffset(reading.item() - asked - half, half)
+                best = min(best, ClockOffset.of(asked, reading.item(), clock()), key=lambda o: o.uncertainty)
             elif mesh.rank == rank:
                 dist.recv(ping, 0, group=mesh.control_group)
                 reading[0] = clock()

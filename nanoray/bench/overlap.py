@@ -50,7 +50,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         preset = args.preset or ("shakespeare-cpu" if on_cpu else "gpt2-124m")
         report.conditions["recipe"] = f"preset {preset}, {rounds} rounds of {steps} steps, random tokens"
         order = {"preset": preset, "sizes": sizes, "rounds": rounds, "steps": steps}
-        found: dict[str, list[dict[str, Any]]] = {NO_SYNC: []} | {_arm(mb): [] for mb in sizes}
+        found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in (NO_SYNC, *map(_arm, sizes))}
         facts: dict[str, dict[str, Any]] = {}
         try:
             for event in gang.run("nanoray.bench.overlap:measure_rank", order):
@@ -191,7 +191,7 @@ def measure_rank(mesh: Any, order: dict[str, Any], emit: Callable[[dict[str, Any
     rows = cfg.micro_batch_size or max(1, cfg.global_batch_size // mesh.world_size)
     source = torch.Generator().manual_seed(mesh.rank)
     x, y = (torch.randint(65, (rows, cfg.block_size), generator=source).to(mesh.device) for _ in range(2))  # (B, T)
-    plain = {_arm(mb): apply_ddp(gpt, mesh, mb, twin=i > 0) for i, mb in enumerate(order["sizes"])}
+    plain: dict[str, Any] = {_arm(mb): apply_ddp(gpt, mesh, mb, twin=i > 0) for i, mb in enumerate(order["sizes"])}
     recorders = {arm: CommRecorder(mesh, every=1, profile=False) for arm in plain}
     noted = {_arm(mb): apply_ddp(gpt, mesh, mb, recorders[_arm(mb)].hook, twin=True) for mb in order["sizes"]}
     first = next(iter(plain.values()))
@@ -220,7 +220,7 @@ def measure_rank(mesh: Any, order: dict[str, Any], emit: Callable[[dict[str, Any
     for arm, model in plain.items():
         gradients(model)  # DDP regroups its buckets after the first backward
         pairs = zip(gradients(model), reference, strict=True)
-        wrong = sum(bool((a - b).norm() > SAME_GRADIENT * b.norm()) for a, b in pairs)
+        wrong = sum(torch.dist(a, b).item() > SAME_GRADIENT * torch.norm(b).item() for a, b in pairs)
         gradients(noted[arm])
         recorders[arm].begin(0)
         gradients(noted[arm])

@@ -221,7 +221,7 @@ class _Actors:
         from nanoray.launch import ray_address
 
         values = {"workers": where.workers, "device": where.device, "backend": where.backend}
-        self._config = make_config({"ray_address": where.ray_address, **values})
+        self._config = make_config({"ray_address": where.ray_address, "micro_batch_size": 1, **values})  # no batch comes
         self._address, self._slots = ray_address(self._config), None
         if self._address == "local":
             self._slots = local_slots(where.device, where.workers, discover_gpus(), available_cpus())

@@ -115,8 +115,8 @@ class Topology(_Strict):
     intra: Link | Literal["fit"]  # between two ranks of a node, while all of them talk
     inter: Link | Literal["fit"]  # between two nodes: all network cards of a node together
     lanes: Annotated[int, Field(ge=1)] = 1  # collectives in flight: 1 in NCCL, 2 in gloo
-    peak_tflops: Annotated[float, Field(gt=0)] | None = None  # of a rank; with mfu it gives the compute time
-    mfu: Annotated[float, Field(gt=0, le=1)] | None = None
+    peak_tflops: Annotated[float, Field(gt=0)] | None = None  # of a rank; without it, what was measured here computes
+    mfu: Annotated[float, Field(gt=0, le=1)] = 0.4  # share of the peak that a rank alone reaches
 
     def filled(self, link: Link) -> Topology:
         """Put the fitted link where the file says `fit`."""

@@ -342,9 +342,9 @@ def paste(report: Report) -> list[str]:
     computed = [arm for arm in (*NARROW, *WIDE, *TRACED) if report.row(arm, "compute: step")]
     if computed:
         shown = [name for name, _ in COMM.values() if any(report.row(arm, name) for arm in computed)]
-        header = ("loop, on CPU", "step, ms", *(f"{n}, {u}" for n, u in COMM.values() if n in shown))
-        cells = [(a, *(cell(a, m) if report.row(a, m) else "" for m in ("compute: step", *shown))) for a in computed]
-        lines += ["", *markdown(header, cells)]
+        names = ["loop, on CPU", "step, ms", *(f"{n}, {u}" for n, u in COMM.values() if n in shown)]
+        cells = [[a, *(cell(a, m) if report.row(a, m) else "" for m in ("compute: step", *shown))] for a in computed]
+        lines += ["", *markdown(names, cells)]
     return lines
 
 
