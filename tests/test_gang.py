@@ -260,7 +260,8 @@ with Gang(Where(2, "ray", "cpu", timeout_s=60)) as gang:
         for event in gang.run("tests.test_gang:break_down", {"rank": 1, "how": "kill"}):
             events.append(event)
     except RankFailed as failed:
-        print(json.dumps([events, failed.rank, str(failed)]))
+        found = [events, failed.rank, str(failed)]
+print(json.dumps(found))
 """
 
 

@@ -221,7 +221,8 @@ class _Actors:
         from nanoray.launch import ray_address
 
         values = {"workers": where.workers, "device": where.device, "backend": where.backend}
-        self._config = make_config({"ray_address": where.ray_address, "micro_batch_size": 1, **values})  # no batch comes
+        # A configuration must name a batch, though none will ever come.
+        self._config = make_config({"ray_address": where.ray_address, "micro_batch_size": 1, **values})
         self._address, self._slots = ray_address(self._config), None
         if self._address == "local":
             self._slots = local_slots(where.device, where.workers, discover_gpus(), available_cpus())
@@ -236,8 +237,8 @@ class _Actors:
 
         from nanoray.placement import Placement, connected, strategy
 
-        with redirect_stdout(sys.stderr):  # stdout is the report's
-            self._stack.enter_context(connected(self._address, self._slots, self._config))
+        self._stack.enter_context(redirect_stdout(sys.stderr))  # Ray talks, and stdout is the report's
+        self._stack.enter_context(connected(self._address, self._slots, self._config))
         place = Placement.make(self._config)
         self._stack.callback(remove_placement_group, place.group)
         actor: Any = ray.remote(concurrency_groups={"control": 1})(_Actor)  # type: ignore[call-overload]
