@@ -20,13 +20,18 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nanoray.algorithms import cost
+from nanoray.config import Config
 from nanoray.errors import ConfigError
+from nanoray.model import GPT, ModelShape, flops_per_token
+from nanoray.parallel.ddp import default_bucket_mb
 
 TOPOLOGY_DIR = Path(__file__).resolve().parents[2] / "examples" / "topologies"
+VOCAB = {"auto": 65, "char": 65, "byte": 256, "gpt2": 50257}  # Shakespeare has 65 characters
 # Recursive doubling and flat send whole buffers all the time: at the size of gradient buckets they never win.
 FLAT = ("ring", "tree", "double_tree", "halving_doubling")
 MODELS = (*FLAT, "two_level")
@@ -334,6 +339,45 @@ class Work:
         before = (sequences - last) * (self.forward_s + self.backward_s)
         buckets = tuple(Bucket(b.ready_s * last, b.nbytes) for b in self.buckets)
         return Step(before + self.forward_s * last, self.backward_s * last, self.optimizer_s, buckets)
+
+
+def model_work(config: Config, topology: Topology, compute_ms: float | None = None) -> Work:
+    """Return what a rank computes for a preset's model, of which forward is a third.
+
+    `compute_ms` is forward and backward of one micro batch; without it the topology's peak and MFU say. The optimizer
+    is not apart: the MFU that people measure holds it.
+    """
+    shape = ModelShape.of(config, VOCAB[config.tokenizer])
+    micro = config.micro_batch_size or config.global_batch_size // (config.grad_accum_steps or 1)
+    if compute_ms:
+        seconds = 1e-3 * compute_ms / micro
+    else:
+        assert topology.peak_tflops, "a topology without one runs the step that was measured here"
+        seconds = flops_per_token(shape) * shape.block_size / (1e12 * topology.peak_tflops * topology.mfu)
+    backward_s = seconds * 2 / 3
+    cap_mb = config.bucket_mb or default_bucket_mb(torch.device("cuda"))
+    buckets = tuple(Bucket(share * backward_s, nbytes) for share, nbytes in gradient_buckets(shape, cap_mb))
+    return Work(seconds / 3, backward_s, 0.0, buckets, micro)
+
+
+def gradient_buckets(shape: ModelShape, cap_mb: float) -> list[tuple[float, int]]:
+    """Return DDP's buckets of a GPT: the share of backward after which each is ready, and its float32 bytes.
+
+    Backward runs from the last layer to the first, in proportion to parameters, each of which multiplies every token.
+    lm_head's product comes first, but its gradient is the embedding's too, which is complete at the very end.
+    """
+    with torch.device("meta"):
+        sizes = {name: p.numel() for name, p in GPT(shape).named_parameters()}
+    embedding = next(iter(sizes))
+    done, total, held = sizes[embedding], sum(sizes.values()), 0
+    buckets = []
+    for name, count in reversed(sizes.items()):
+        done += count if name != embedding else 0
+        held += 4 * count
+        if held >= cap_mb * 2**20 or name == embedding:
+            buckets.append((done / total, held))
+            held = 0
+    return buckets
 
 
 class Point(NamedTuple):

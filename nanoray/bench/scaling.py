@@ -1,0 +1,472 @@
+"""`python -m nanoray.bench scaling`: fit what communication costs here, predict the step at more ranks, and check it.
+
+    sweep      all-reduces of every algorithm at --workers ranks (2)     -> alpha and beta of each
+    parts      forward, backward up to each bucket, optimizer, there     -> compute, with nobody to wait for
+    predict    the simulated step at 2, 3 and 4 ranks, next to the measured one, round by round
+    topologies the same simulation from 1 to 16,384 ranks, on links that a YAML file describes
+
+What the model assumes of this machine. Ranks are alike. Ranks on CPU share the cores fairly: compute keeps one core per
+thread busy, a collective as many as its CPU seconds over its time, both measured at 2 ranks; where that is more than
+the cores, everything slows down in proportion. No loss is assumed through task switches, caches or unequal ranks: that
+is what the printed error is about.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+from nanoray.bench.gang import Gang, add_where_flags, describe, where_from
+from nanoray.bench.report import Report, Row, Target, aligned, markdown, number, table
+from nanoray.bench.simulate import (
+    MODELS,
+    TOPOLOGY_DIR,
+    VOCAB,
+    Bucket,
+    Cost,
+    Fit,
+    Schedule,
+    Step,
+    Topology,
+    Work,
+    best,
+    coefficients,
+    fit,
+    load_topology,
+    model_work,
+    scaling,
+    simulate,
+)
+from nanoray.config import Config, load_config
+from nanoray.devices import available_cpus
+from nanoray.errors import ConfigError, PlacementError
+from nanoray.mesh import Mesh
+
+PRESET = "shakespeare-cpu"  # whose step is measured
+SWEEP = ("backend", "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", "flat")
+RANKS = [2**i for i in range(15)]
+SHOWN = (1, 8, 64, 512, 4096, 16384)
+ERROR_LIMIT = 0.15
+LANES = {"gloo": 2, "nccl": 1}  # collectives in flight: gloo's threads, NCCL's stream
+PREDICTED, MEASURED, ERROR = "step, predicted", "step, measured", "|predicted / measured - 1|"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add this benchmark's flags."""
+    add_where_flags(parser)
+    parser.add_argument("--check", default="3,4", metavar="N,M", help="ranks at which the model is checked [3,4]")
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all steps [15; 2 with --quick]")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps of a round [8; 4 with --quick]")
+    parser.add_argument(
+        "--topology", default="all", metavar="NAME|FILE", help="a preset of examples/topologies or a YAML file [all]"
+    )
+    parser.add_argument("--model", default="gpt2-124m", help="preset whose size topologies with a peak run [gpt2-124m]")
+    parser.add_argument("--compute_ms", type=float, help="forward and backward of its micro batch [from peak and MFU]")
+    parser.add_argument("--global_batch", type=int, default=4096, help="sequences of strong scaling [4096]")
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    """Sweep, fit, predict and measure; then predict the topologies."""
+    where = where_from(args)
+    if where.launcher == "torchrun":
+        raise ConfigError("torchrun starts one number of ranks, this bench needs several; run it without torchrun")
+    where = where if args.workers else replace(where, workers=2)
+    rounds = (2 if args.quick else 15) if args.rounds is None else args.rounds
+    steps = (4 if args.quick else 8) if args.steps is None else args.steps
+    checks = _checks(args.check, where.workers)
+    if min(rounds, steps, args.global_batch) < 1 or (args.compute_ms is not None and args.compute_ms <= 0):
+        raise ConfigError(
+            f"rounds = {rounds}, steps = {steps}, global_batch = {args.global_batch}, compute_ms = {args.compute_ms}; "
+            "all must be above 0"
+        )
+    names = [p.stem for p in sorted(TOPOLOGY_DIR.glob("*.yaml"))] if args.topology == "all" else [args.topology]
+    topologies = {Path(name).stem: load_topology(name) for name in names}
+    model = load_config(preset=args.model)
+
+    with Gang(where) as gang:
+        describe(report, gang)
+        fits = _sweep(gang, report, args.quick)
+    try:
+        most = Gang(replace(where, workers=max(where.workers, *checks)))
+    except PlacementError as error:
+        report.rows += [Row(f"{n} ranks", MEASURED, "ms", (), skipped=str(error)) for n in checks]
+        most, checks = Gang(where), []
+    with most as gang:
+        here = _steps(gang, where.workers, checks, rounds, steps)
+    _compare(report, here, fits["backend"])
+    _predict(args, report, topologies, fits["backend"], model, here)
+
+
+def _checks(text: str, base: int) -> list[int]:
+    try:
+        checks = [int(part) for part in text.split(",")]
+    except ValueError:
+        checks = []
+    if base < 2 or not checks or min(checks) <= base:
+        raise ConfigError(f"workers = {base}, check = {text}; fit at 2 ranks or more, and check at more than that: 3,4")
+    return checks
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _sweep(gang: Gang, report: Report, quick: bool) -> dict[str, Fit]:
+    """Measure every all-reduce at the gang's ranks; add the rows of what could be fitted."""
+    order: dict[str, Any] = {"algorithms": SWEEP, "dtype": "float32", "iters": 5 if quick else 25}
+    order["sizes"] = [1 << 10, 1 << 16, 1 << 22] if quick else [4**i << 10 for i in range(8)]
+    points: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    skipped: dict[str, str] = {}
+    wrong: dict[str, int] = defaultdict(int)
+    for event in gang.run("nanoray.bench.algorithms:sweep_rank", order):
+        name = event["algorithm"]
+        if "skipped" in event:
+            skipped[name] = event["skipped"]
+            continue
+        points[name].append((event["bytes"], 1e-6 * statistics.median(event["time_us"])))
+        wrong[name] += event["wrong"]
+    report.rows += [Row(f"fit {name}", "alpha", "us", (), skipped=why) for name, why in skipped.items()]
+    ranks = len(gang.facts)
+    fits = {name: fit(found, name, ranks) for name, found in points.items()}
+    for name, found in fits.items():
+        extra: dict[str, Any] = asdict(found)
+        note = f"{ranks} ranks, {found.smallest_bytes} .. {found.largest_bytes} bytes"
+        row = Row(f"fit {name}", "alpha", "us", (1e6 * found.alpha_s,), note, wrong=wrong[name], extra=extra)
+        report.rows += [row, Row(f"fit {name}", "beta", "us/MB", (1e12 * found.beta_s_per_byte,))]
+        errors = tuple(100 * abs(r) for r in found.residuals)
+        report.rows.append(Row(f"fit {name}", "residual", "%", errors, "one per size", extra={"points": points[name]}))
+        _say(f"fit    {name:<19} alpha {row.median:.1f} us  residual {number(report.rows[-1].median)} %")
+    return fits
+
+
+@dataclass
+class _Here:
+    """The steps of this machine, round by round, and what they ran on."""
+
+    base: int  # ranks whose parts and links are known
+    total: int  # sequences of strong scaling, all ranks together
+    cores: float  # of all ranks together; no limit on GPUs
+    threads: int
+    lanes: int
+    steps: dict[tuple[int, int, bool], list[dict[str, Any]]]  # (ranks, sequences of each, silent) -> one per round
+    cpu: Fit | None  # CPU seconds of an all-reduce on each rank
+
+    @property
+    def batch(self) -> int:
+        """Sequences of each rank in weak scaling."""
+        return self.total // self.base
+
+    def predict(self, ranks: int, batch: int, turn: int, link: Fit) -> Schedule:
+        """Simulate the step of that many ranks from the parts that the base ranks showed in the same round."""
+        parts = self.steps[self.base, batch, True][turn]
+
+        def collective(nbytes: int) -> Cost:
+            messages, moved = coefficients("backend", ranks, nbytes)
+            latency_s, transfer_s = messages * link.alpha_s, moved * link.beta_s_per_byte
+            cpu_s = self.cpu.seconds(ranks, nbytes) if self.cpu else 0.0
+            return Cost(latency_s, transfer_s, cpu_s / (latency_s + transfer_s))
+
+        return simulate(_step(parts), collective, self.lanes, self.cores / ranks, self.threads)
+
+    def work(self) -> Work:
+        """Return the median step of weak scaling as compute per sequence."""
+        rounds = sorted(self.steps[self.base, self.batch, True], key=lambda parts: parts["step_s"])
+        step = _step(rounds[len(rounds) // 2])
+        buckets = tuple(Bucket(b.ready_s / self.batch, b.nbytes) for b in step.buckets)
+        return Work(step.forward_s / self.batch, step.backward_s / self.batch, step.optimizer_s, buckets, self.batch)
+
+
+def _step(parts: dict[str, Any]) -> Step:
+    buckets = tuple(map(Bucket, parts["ready_s"], parts["nbytes"]))
+    return Step(parts["forward_s"], parts["backward_s"], parts["optimizer_s"], buckets)
+
+
+def _steps(gang: Gang, base: int, checks: list[int], rounds: int, steps: int) -> _Here:
+    """Measure the parts at the base ranks, and whole steps at all of them."""
+    from nanoray.model import ModelShape
+
+    config = load_config(preset=PRESET)
+    total, on_cpu = config.global_batch_size, gang.facts[0]["device"] == "cpu"
+    cores = available_cpus() * len({f["host"] for f in gang.facts})
+    threads = max(1, int(cores) // len(gang.facts)) if on_cpu else 1
+    here = _Here(base, total, cores if on_cpu else math.inf, threads, LANES[gang.backend], defaultdict(list), None)
+    batches = {n: [here.batch] + [total // n] * (n != base and total % n == 0) for n in (base, *checks)}
+    arms = [(base, batch, True) for batch in sorted({b for each in batches.values() for b in each})]
+    arms += [(n, batch, False) for n, each in batches.items() for batch in each]
+    order = {"arms": arms, "base": base, "threads": threads, "rounds": rounds, "steps": steps}
+    order |= {"shape": ModelShape.of(config, VOCAB[config.tokenizer]).to_dict()}
+    order |= {"cpu_bytes": [1 << 12, 1 << 18, 1 << 22] if on_cpu else [], "cpu_calls": steps}
+    spent = []
+    for event in gang.run("nanoray.bench.scaling:step_rank", order):
+        if "cpu_s" in event:
+            spent.append((event["nbytes"], event["cpu_s"]))
+            continue
+        arm = event["ranks"], event["batch"], event["silent"]
+        here.steps[arm].append(event)
+        if len(here.steps[arm]) == rounds:
+            median_ms = 1e3 * statistics.median(e["step_s"] for e in here.steps[arm])
+            kind = "parts" if arm[2] else "step "
+            _say(f"{kind}  {arm[0]} ranks x {arm[1]} sequences  {median_ms:.1f} ms")
+    here.cpu = fit(spent, "backend", base) if spent else None
+    return here
+
+
+def _compare(report: Report, here: _Here, link: Fit) -> None:
+    """Add predicted and measured steps with their error; judge those at more ranks than the model was fitted at."""
+    if here.cpu:
+        values = tuple(100 * abs(r) for r in here.cpu.residuals)
+        note = "CPU seconds of the backend's all-reduce, fitted alike"
+        report.rows.append(Row("fit CPU", "residual", "%", values, note, extra=asdict(here.cpu)))
+    for (ranks, batch, silent), events in here.steps.items():
+        if silent:
+            continue
+        mode = "weak" if batch == here.batch else "strong"
+        arm, measured = f"{mode} {ranks}", [e["step_s"] for e in events]
+        plans = [here.predict(ranks, batch, turn, link) for turn in range(len(events))]
+        extra: dict[str, Any] = {"mode": mode, "ranks": ranks, "sequences": batch}
+        middle = sorted(plans, key=lambda plan: plan.step_s)[len(plans) // 2]
+        shares = {"exposed_ms": 1e3 * middle.exposed_s, "busy_ms": 1e3 * middle.busy_s, "events": middle.events}
+        note = f"{batch} sequences a rank; {1e3 * middle.exposed_s:.1f} of {1e3 * middle.busy_s:.1f} ms exposed"
+        note += "".join(f"; {why}" for why in {link.outside(b) for b in events[0]["nbytes"]} - {""})
+        errors = tuple(abs(plan.step_s / m - 1) for plan, m in zip(plans, measured, strict=True))
+        error = Row(arm, ERROR, "ratio", errors, extra=extra)
+        report.rows += [
+            Row(arm, MEASURED, "ms", tuple(1e3 * m for m in measured), f"{batch} sequences a rank", extra=extra),
+            Row(arm, PREDICTED, "ms", tuple(1e3 * plan.step_s for plan in plans), note, extra=extra | shares),
+            error,
+        ]
+        if ranks != here.base:
+            report.targets.append(Target(f"error of the predicted step, {arm} ranks", error, "<=", ERROR_LIMIT))
+
+
+def _predict(
+    args: argparse.Namespace, report: Report, topologies: dict[str, Topology], link: Fit, model: Config, here: _Here
+) -> None:
+    """Add a row of efficiency per topology, mode and number of ranks, with the steps of every algorithm."""
+    for name, given in topologies.items():
+        topology = given.filled(link.link)
+        work = model_work(model, given, args.compute_ms) if given.peak_tflops else here.work()
+        what = f"{args.model if given.peak_tflops else PRESET}, {work.micro} sequences a rank at once"
+        compute_ms = 1e3 * (work.forward_s + work.backward_s) * work.micro
+        report.conditions[name] = f"{given.note}; {what}, forward and backward {compute_ms:.1f} ms"
+        largest = max(b.nbytes for b in work.buckets)
+        for mode, total in (("weak", None), ("strong", args.global_batch)):
+            points = {algorithm: scaling(topology, work, RANKS, algorithm, total) for algorithm in ("best", *MODELS)}
+            for i, point in enumerate(points["best"]):
+                chosen = best(topology, point.ranks, largest)
+                extra: dict[str, Any] = {"topology": name, "mode": mode, "algorithm": chosen, **point._asdict()}
+                extra["step_ms"] = {algorithm: 1e3 * each[i].step_s for algorithm, each in points.items()}
+                arm, share = f"{name} {mode} {point.ranks}", (100 * point.efficiency,)
+                report.rows.append(Row(arm, "efficiency", "%", share, f"best: {chosen}", extra=extra))
+        _say(f"predicted  {name}")
+
+
+# What it says.
+
+
+def lines(report: Report) -> list[str]:
+    """Return the measured rows, then a line per topology, mode and algorithm with step and efficiency over ranks."""
+    measured = [row for row in report.rows if "topology" not in row.extra]
+    return report.lines([*table(measured), "", *aligned(_overview(report), right=set(range(1, len(SHOWN) + 1)))])
+
+
+def _overview(report: Report) -> list[tuple[str, ...]]:
+    found = {
+        (row.extra["topology"], row.extra["mode"], row.extra["ranks"]): row.extra["step_ms"]
+        for row in report.rows
+        if "topology" in row.extra
+    }
+    rows = [("step ms (efficiency %) at ranks", *map(str, SHOWN), "")]
+    for name, mode in dict.fromkeys((name, mode) for name, mode, _ in found):
+        for algorithm in ("best", "ring"):
+            alone_ms = found[name, mode, 1][algorithm]
+            cells = []
+            for ranks in SHOWN:
+                step_ms = found[name, mode, ranks][algorithm] if (name, mode, ranks) in found else None
+                ideal_ms = alone_ms / (ranks if mode == "strong" else 1)
+                cells.append(f"{number(step_ms)} ({100 * ideal_ms / step_ms:.0f})" if step_ms else "-")
+            rows.append((f"{name}, {mode}, {algorithm}", *cells, ""))
+    return rows
+
+
+def paste(report: Report) -> list[str]:
+    """Return tables for a README: the check against reality, and the prediction."""
+    body = []
+    for row in report.rows:
+        if row.metric == MEASURED and row.values:
+            predicted, error = report.row(row.arm, PREDICTED), report.row(row.arm, ERROR)
+            pair = number(predicted.median) if predicted else "", f"{100 * error.median:.0f} %" if error else ""
+            body.append((f"{row.arm} ranks", number(row.median), *pair))
+    overview = [line[:-1] for line in _overview(report)]
+    return [*markdown(("step, ms", "measured", "predicted", "error"), body), "", *markdown(overview[0], overview[1:])]
+
+
+def draw(report: Report, path: Path) -> None:
+    """Draw measured against predicted steps, a predicted schedule, and step time and efficiency over ranks."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, ((check, plan), (step, efficiency)) = pyplot.subplots(2, 2, figsize=(11, 7.4), layout="constrained")
+    measured = [row for row in report.rows if row.metric == MEASURED and row.values]
+    predicted = [row for row in report.rows if row.metric == PREDICTED]
+    for rows, marker, label in ((measured, "o", "measured"), (predicted, "x", "predicted")):
+        low, high = zip(*(row.quartiles for row in rows), strict=True)
+        middle = [row.median for row in rows]
+        spread = [[m - v for m, v in zip(middle, low, strict=True)], [v - m for m, v in zip(middle, high, strict=True)]]
+        check.errorbar([r.arm for r in rows], middle, yerr=spread, fmt=marker, capsize=3, label=label)
+    check.set(title="this machine: step, median and middle half", ylabel="ms", ylim=(0, None))
+    check.legend(fontsize=8)
+    events = predicted[-1].extra["events"] if predicted else []
+    for track, name, start_s, end_s in events:
+        colour = {"forward": "tab:blue", "backward": "tab:cyan", "optimizer": "tab:green"}.get(name, "tab:orange")
+        plan.barh(track, 1e3 * (end_s - start_s), left=1e3 * start_s, color=colour, edgecolor="white")
+        if end_s - start_s > 0.03 * events[-1][3]:
+            plan.text(500 * (start_s + end_s), track, name, ha="center", va="center", fontsize=6, rotation=90)
+    plan.invert_yaxis()
+    plan.set(title=f"predicted schedule, {predicted[-1].arm if predicted else ''} ranks", xlabel="ms")
+    curves: dict[tuple[str, str], list[tuple[int, float, float]]] = defaultdict(list)
+    for row in report.rows:
+        if "topology" in row.extra:
+            key = row.extra["topology"], row.extra["mode"]
+            curves[key].append((row.extra["ranks"], row.extra["step_ms"]["best"], row.median))
+    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(name for name, _ in curves))}
+    for (name, mode), points in curves.items():
+        ranks, step_ms, share = zip(*points, strict=True)
+        for axes, values in ((step, step_ms), (efficiency, share)):
+            axes.plot(ranks, values, "-" if mode == "weak" else "--", color=colours[name], label=f"{name}, {mode}")
+    step.set(title="predicted step, best algorithm", xlabel="ranks", ylabel="ms", xscale="log", yscale="log")
+    efficiency.set(title="predicted efficiency", xlabel="ranks", ylabel="%", xscale="log", ylim=(0, 105))
+    efficiency.legend(fontsize=7)
+    for axes in (step, efficiency):
+        axes.set_xscale("log", base=2)
+    versions = " · ".join(f"{k} {v}" for k, v in report.conditions["versions"].items())
+    figure.supxlabel(f"{report.conditions['command']}  ·  {versions}", fontsize=7)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+# The ranks' side.
+
+
+def step_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
+    """Run rounds of the arms [ranks, batch, silent]; emit what communication costs in CPU, then each arm's times.
+
+    The first `ranks` ranks run an arm in a group of their own while the others wait. A silent arm is DDP with a hook
+    that exchanges nothing: it shows compute, and when each bucket is ready. (all ranks)
+    """
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(order["threads"])
+    arms = [tuple(arm) for arm in order["arms"]]
+    groups = {n: dist.new_group(range(n)) for n in sorted({n for n, _, _ in arms})}
+    mine = {arm: _Arm(mesh, order["shape"], groups[arm[0]], *arm[1:]) for arm in arms if mesh.rank < arm[0]}
+    for nbytes in order["cpu_bytes"]:
+        spent = None
+        if mesh.rank < order["base"]:
+            tensor = torch.zeros(nbytes // 4)
+            start = time.process_time()
+            for _ in range(order["cpu_calls"]):
+                dist.all_reduce(tensor, group=groups[order["base"]])
+            spent = (time.process_time() - start) / order["cpu_calls"]
+        values = [v for v in mesh.gather(spent) or [] if v is not None]
+        if mesh.rank == 0:
+            emit({"nbytes": nbytes, "cpu_s": statistics.fmean(values)})
+    for _ in range(order["rounds"]):
+        for arm in arms:
+            mesh.barrier()
+            found = mesh.gather(mine[arm].run(order["steps"]) if arm in mine else None)
+            if found is not None:
+                emit({"ranks": arm[0], "batch": arm[1], "silent": arm[2]} | _across([f for f in found if f]))
+
+
+def _across(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Join the ranks' times: the slowest rank's step, the mean of the rest."""
+    mean = {key: statistics.fmean(f[key] for f in found) for key in ("forward_s", "backward_s", "optimizer_s")}
+    ready = [statistics.fmean(times) for times in zip(*(f["ready_s"] for f in found), strict=True)]
+    return mean | {"ready_s": ready, "nbytes": found[0]["nbytes"], "step_s": max(f["step_s"] for f in found)}
+
+
+class _Arm:
+    """A model under DDP that runs steps and times their parts. Losses mean nothing here: tokens are random."""
+
+    def __init__(self, mesh: Mesh, shape: dict[str, Any], group: Any, batch: int, silent: bool) -> None:
+        import torch
+        from torch.nn.parallel import DistributedDataParallel
+
+        from nanoray.model import GPT, ModelShape
+        from nanoray.parallel.ddp import default_bucket_mb
+
+        torch.manual_seed(0)
+        self.device, self.ready = mesh.device, list[tuple[Any, int]]()
+        size = ModelShape(**shape)
+        self.model = DistributedDataParallel(
+            GPT(size).to(mesh.device),
+            device_ids=[mesh.device.index] if mesh.device.type == "cuda" else None,
+            process_group=group,
+            bucket_cap_mb=default_bucket_mb(mesh.device),
+            gradient_as_bucket_view=True,
+        )
+        if silent:
+            self.model.register_comm_hook(group.size(), lambda ranks, bucket: self._stay_silent(ranks, bucket))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.tokens = torch.randint(size.vocab_size, (batch, size.block_size), device=mesh.device)  # (B, T)
+        self.run(1)  # after its first backward DDP regroups its buckets
+        self.run(2)  # memory and caches settle
+
+    def _stay_silent(self, ranks: int, bucket: Any) -> Any:
+        import torch
+
+        buffer = bucket.buffer().div_(ranks)  # as DDP does, when it has no hook
+        self.ready.append((self._mark(), buffer.nbytes))
+        future: Any = torch.futures.Future(devices=[self.device] if self.device.type == "cuda" else [])
+        future.set_result(buffer)
+        return future
+
+    def _mark(self) -> Any:
+        """Return a moment: of the clock, or of the GPU's stream, which the host runs ahead of."""
+        import torch
+
+        if self.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def run(self, steps: int) -> dict[str, Any]:
+        """Run steps; return the median step and the medians of its parts; buckets' moments count from forward's end."""
+        import torch
+
+        moments: list[list[Any]] = []  # per step: start, end of forward, each bucket ready, end of backward, end
+        for _ in range(steps):
+            self.ready, start = [], self._mark()
+            loss = self.model(self.tokens, self.tokens)
+            forward = self._mark()
+            loss.backward()
+            backward = self._mark()
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            moments.append([start, forward, *(at for at, _ in self.ready), backward, self._mark()])
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        spans = [[_seconds(a, b) for a, b in pairwise(step)] for step in moments]
+        forward_s, *stretches, optimizer_s = (statistics.median(part) for part in zip(*spans, strict=True))
+        ends = list(accumulate(stretches))
+        parts = {"forward_s": forward_s, "ready_s": ends[:-1], "backward_s": ends[-1], "optimizer_s": optimizer_s}
+        step_s = statistics.median(_seconds(step[0], step[-1]) for step in moments)
+        return parts | {"nbytes": [nbytes for _, nbytes in self.ready], "step_s": step_s}
+
+
+def _seconds(start: Any, end: Any) -> float:
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
