@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nanoray.mesh import Mesh
+from nanoray.metrics import algbw_gbps
 
 WINDOW_STEPS = 2  # steps of one window of `every=K`: two neighbours show how one step follows the other
 PROFILE_EVERY = 500  # steps at least between two profiled windows: reading one takes 20 ms
@@ -38,25 +39,6 @@ GLOO_LANES = 2  # threads of a gloo process group: so many of its collectives ru
 CLOCK_ROUNDS = 12
 
 Moment = Any  # float: time.perf_counter seconds; or a torch.cuda.Event that marks such a moment
-
-
-def algbw_gbps(size_bytes: int, seconds: float) -> float:
-    """Return S / t in 1e9 bytes/s: how fast the caller's data came through."""
-    return size_bytes / seconds / 1e9
-
-
-def busbw_factor(op: str, ranks: int) -> float | None:
-    """Return busbw / algbw: how often each byte crosses the slowest link of the best algorithm; None for one rank.
-
-    S is the total size: for reduce_scatter, all_gather and all_to_all, n times a rank's share.
-    """
-    if ranks < 2:
-        return None
-    if op == "all_reduce":
-        return 2 * (ranks - 1) / ranks
-    if op in ("reduce_scatter", "all_gather", "all_to_all"):
-        return (ranks - 1) / ranks
-    return 1.0  # broadcast, reduce, gather, send and receive
 
 
 @dataclass(frozen=True)
@@ -449,7 +431,7 @@ def copy_gbps(device: torch.device, size_bytes: int = 64 << 20, rounds: int = 5)
         target.copy_(source)
         wait_for(device)
         best = min(best, time.perf_counter() - start)
-    return size_bytes / best / 1e9
+    return algbw_gbps(size_bytes, best)
 
 
 def wait_for(device: torch.device) -> None:

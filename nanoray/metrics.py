@@ -151,6 +151,22 @@ def mfu_percent(tok_per_sec: float, flops_per_token: float, peak_flops: float) -
     return 100.0 * tok_per_sec * flops_per_token / peak_flops
 
 
+def algbw_gbps(size_bytes: float, seconds: float) -> float:
+    """Return S / t in 1e9 bytes/s: how fast the caller's data came through (nccl-tests, PERFORMANCE.md)."""
+    return size_bytes / seconds / 1e9
+
+
+def busbw_factor(op: str, ranks: int) -> float | None:
+    """Return busbw / algbw: how often each byte crosses the slowest link of the best algorithm; None for one rank.
+
+    S is the total size: for reduce_scatter, all_gather and all_to_all, n times a rank's share. Source: as above.
+    """
+    if ranks < 2:
+        return None
+    share = (ranks - 1) / ranks
+    return {"all_reduce": 2 * share, "reduce_scatter": share, "all_gather": share, "all_to_all": share}.get(op, 1.0)
+
+
 def to_markdown() -> str:
     """Return docs/metrics.md."""
     rows = [f"| `{m.name}` | {m.unit} | {m.meaning} | {m.healthy} |" for m in METRICS.values()]

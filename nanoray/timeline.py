@@ -27,8 +27,6 @@ from nanoray.comm import (
     Collective,
     CommRecorder,
     account,
-    algbw_gbps,
-    busbw_factor,
     clock_domain,
     copy_gbps,
     measure_offsets,
@@ -36,6 +34,7 @@ from nanoray.comm import (
 )
 from nanoray.errors import ConfigError
 from nanoray.mesh import Mesh
+from nanoray.metrics import algbw_gbps, busbw_factor
 from nanoray.run import write_json
 
 if TYPE_CHECKING:

@@ -91,6 +91,7 @@ def train(
     reducer = None
     if cfg.allreduce != "backend":
         own_group = dist.new_group(timeout=timedelta(seconds=cfg.timeout_s))  # (all ranks)
+        dist.all_reduce(torch.zeros(1, device=mesh.device), group=own_group)  # NCCL brings a group up in its first one
         reducer = Reducer(cfg.allreduce, own_group, mesh.device)
     model = apply_ddp(gpt, mesh, cfg.bucket_mb, average_by(reducer.start, mesh.world_size) if reducer else None)
     optimizer = make_optimizer(gpt, cfg)
@@ -115,6 +116,8 @@ def train(
     try:
         outcome = engine.fit()
         mesh.barrier()  # nobody leaves while another rank still needs it
+        if reducer:
+            reducer.close()
         if mesh.rank == 0 and outcome["exit_reason"] == "finished":
             try:
                 outcome["sample"] = sample_text(gpt, spec)

@@ -18,8 +18,6 @@ from nanoray.comm import (
     Collective,
     CommRecorder,
     account,
-    algbw_gbps,
-    busbw_factor,
     copy_gbps,
     measure_offsets,
     queue_starts,
@@ -39,14 +37,6 @@ def bucket(enqueue: float, start: float, end: float, last: bool = False) -> Coll
 
 def call(start: float, end: float) -> Collective:
     return Collective("all_reduce", "loss", "default", "log", "float32", 4, start, start, end, "call")
-
-
-def test_bandwidths_are_those_of_nccl_tests() -> None:
-    assert algbw_gbps(10**9, 0.5) == 2.0
-    assert busbw_factor("all_reduce", 4) == 1.5  # 2 (n-1) / n
-    assert busbw_factor("reduce_scatter", 4) == busbw_factor("all_gather", 4) == busbw_factor("all_to_all", 4) == 0.75
-    assert busbw_factor("broadcast", 4) == busbw_factor("sendrecv", 4) == 1.0
-    assert busbw_factor("all_reduce", 1) is None
 
 
 def test_a_queue_of_one_lane_starts_when_the_one_before_ends() -> None:

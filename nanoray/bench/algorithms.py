@@ -22,10 +22,11 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from nanoray.bench.collectives import algbw_gbps, busbw_factor, exact_period, wrong_elements
+from nanoray.bench.collectives import exact_period, wrong_elements
 from nanoray.bench.gang import Gang, RankFailed, add_where_flags, describe, where_from
 from nanoray.bench.report import Report, Row, Target, aligned, markdown, number
 from nanoray.devices import discover_gpus
+from nanoray.metrics import algbw_gbps, busbw_factor
 
 if TYPE_CHECKING:
     from torch import Tensor

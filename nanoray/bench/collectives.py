@@ -28,6 +28,7 @@ from nanoray.bench.report import Report, Row, aligned, markdown, number
 from nanoray.devices import available_memory_bytes
 from nanoray.errors import ConfigError
 from nanoray.mesh import Mesh
+from nanoray.metrics import algbw_gbps, busbw_factor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,19 +56,6 @@ KB, GIB, COPY_BYTES = 1 << 10, 1 << 30, 64 << 20
 COPY = "memory copy"
 LACKS = ("not supported", "unsupported", "not implemented", "invalid scalar type", "does not support", "no support")
 GLOO_REDUCE_SCATTER = "gloo has none of its own: torch does an all_reduce and copies a part of it"
-
-
-def algbw_gbps(size: float, seconds: float) -> float:
-    """Return S / t in 1e9 bytes per second."""
-    return size / seconds / 1e9
-
-
-def busbw_factor(op: str, ranks: int) -> float | None:
-    """Return busbw / algbw: what the slowest link carries per byte of S. One rank has no bus: None."""
-    if ranks == 1:
-        return None
-    share = (ranks - 1) / ranks
-    return {"all_reduce": 2 * share, "reduce_scatter": share, "all_gather": share, "all_to_all": share}.get(op, 1.0)
 
 
 def exact_period(name: str, addends: int) -> int:
@@ -136,7 +124,8 @@ class _Bench:
             self.backend = "nccl" if mesh.device.type == "cuda" else "gloo"
             if not dist.is_initialized():
                 dist.init_process_group(self.backend, store=dist.HashStore(), rank=0, world_size=1)
-        self.group: Any = dist.group.WORLD
+        self.group: Any = None
+        self.renew_group()
 
     def agree(self, values: Sequence[float], how: str) -> list[float]:
         """Return the max, min or sum over all ranks of each value."""
@@ -240,7 +229,7 @@ class _Bench:
         return self.agree(blocking, "max"), self.agree(pipelined, "max")
 
     def renew_group(self) -> None:
-        """Take a new group: a call that failed can leave gloo's pairs out of step, and the next sums would be wrong."""
+        """Take a new group: after a call that failed on some ranks, the old one's calls no longer match."""
         import torch.distributed as dist
 
         self.group = dist.new_group(backend=self.backend, timeout=timedelta(seconds=self.order["timeout_s"]))

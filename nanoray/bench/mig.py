@@ -26,23 +26,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanoray.bench import collectives
-from nanoray.bench.collectives import algbw_gbps, busbw_factor
 from nanoray.bench.gang import Gang, RankFailed, Where
 from nanoray.bench.report import Report, Row, markdown, number
 from nanoray.config import Config, load_config
 from nanoray.devices import (
     MIG_SHAPES,
     Device,
-    profile_name,
     available_cpus,
     discover_gpus,
     local_slots,
     mig_commands,
     peak_bandwidth,
     peak_flops,
+    profile_name,
 )
 from nanoray.errors import ConfigError
 from nanoray.mesh import Mesh, RankDevice, choose_backend, runtime_nccl_version
+from nanoray.metrics import algbw_gbps, busbw_factor
 
 ENTRY = "nanoray.bench.mig:step_rank"
 # Cards that have the six profiles of MIG_SHAPES, as NVML names them -> GB by which the profiles are named.
