@@ -2,7 +2,8 @@
 
     sweep      all-reduces of every algorithm at --workers ranks (2)     -> alpha and beta of each
     parts      forward, backward up to each bucket, optimizer, there     -> compute, with nobody to wait for
-    predict    the simulated step at 2, 3 and 4 ranks, next to the measured one, round by round
+    predict    the simulated step at 2, 3 and 4 ranks, next to the measured one, round by round; a round's value is the
+               fastest of several turns, of parts and steps alike: what else runs on the machine only adds
     topologies the same simulation from 1 to 16,384 ranks, on links that a YAML file describes
 
 What the model assumes of this machine. Ranks are alike. Ranks on CPU share the cores fairly: compute keeps one core per
@@ -56,6 +57,8 @@ SWEEP = ("backend", "ring", "tree", "double_tree", "recursive_doubling", "halvin
 RANKS = [2**i for i in range(15)]
 SHOWN = (1, 8, 64, 512, 4096, 16384)
 ERROR_LIMIT = 0.15
+QUIET_LOAD = 0.5  # processes that wanted a core in the minute before
+TURNS = 6  # of all arms in a round
 LANES = {"gloo": 2, "nccl": 1}  # collectives in flight: gloo's threads, NCCL's stream
 PREDICTED, MEASURED, ERROR = "step, predicted", "step, measured", "|predicted / measured - 1|"
 
@@ -64,8 +67,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's flags."""
     add_where_flags(parser)
     parser.add_argument("--check", default="3,4", metavar="N,M", help="ranks at which the model is checked [3,4]")
-    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all steps [15; 2 with --quick]")
-    parser.add_argument("--steps", type=int, metavar="N", help="steps of a round [8; 4 with --quick]")
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all steps [7; 2 with --quick]")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps of a turn [4]")
     parser.add_argument(
         "--topology", default="all", metavar="NAME|FILE", help="a preset of examples/topologies or a YAML file [all]"
     )
@@ -80,8 +83,8 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     if where.launcher == "torchrun":
         raise ConfigError("torchrun starts one number of ranks, this bench needs several; run it without torchrun")
     where = where if args.workers else replace(where, workers=2)
-    rounds = (2 if args.quick else 15) if args.rounds is None else args.rounds
-    steps = (4 if args.quick else 8) if args.steps is None else args.steps
+    rounds = (2 if args.quick else 7) if args.rounds is None else args.rounds
+    steps = 4 if args.steps is None else args.steps
     checks = _checks(args.check, where.workers)
     if min(rounds, steps, args.global_batch) < 1 or (args.compute_ms is not None and args.compute_ms <= 0):
         raise ConfigError(
@@ -101,7 +104,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         report.rows += [Row(f"{n} ranks", MEASURED, "ms", (), skipped=str(error)) for n in checks]
         most, checks = Gang(where), []
     with most as gang:
-        here = _steps(gang, where.workers, checks, rounds, steps)
+        here = _steps(gang, where.workers, checks, (rounds, 1 if args.quick else TURNS, steps))
     _compare(report, here, fits["backend"])
     _predict(args, report, topologies, fits["backend"], model, here)
 
@@ -190,8 +193,8 @@ def _step(parts: dict[str, Any]) -> Step:
     return Step(parts["forward_s"], parts["backward_s"], parts["optimizer_s"], buckets)
 
 
-def _steps(gang: Gang, base: int, checks: list[int], rounds: int, steps: int) -> _Here:
-    """Measure the parts at the base ranks, and whole steps at all of them."""
+def _steps(gang: Gang, base: int, checks: list[int], counts: tuple[int, int, int]) -> _Here:
+    """Measure the parts at the base ranks, and whole steps at all of them. `counts`: rounds, turns of each, steps."""
     from nanoray.model import ModelShape
 
     config = load_config(preset=PRESET)
@@ -202,9 +205,10 @@ def _steps(gang: Gang, base: int, checks: list[int], rounds: int, steps: int) ->
     batches = {n: [here.batch] + [total // n] * (n != base and total % n == 0) for n in (base, *checks)}
     arms = [(base, batch, True) for batch in sorted({b for each in batches.values() for b in each})]
     arms += [(n, batch, False) for n, each in batches.items() for batch in each]
-    order = {"arms": arms, "base": base, "threads": threads, "rounds": rounds, "steps": steps}
+    rounds, turns, steps = counts
+    order = {"arms": arms, "base": base, "threads": threads, "rounds": rounds, "turns": turns, "steps": steps}
     order |= {"shape": ModelShape.of(config, VOCAB[config.tokenizer]).to_dict()}
-    order |= {"cpu_bytes": [1 << 12, 1 << 18, 1 << 22] if on_cpu else [], "cpu_calls": steps}
+    order |= {"cpu_bytes": [1 << 12, 1 << 18, 1 << 22] if on_cpu else [], "cpu_calls": 10 * steps}
     spent = []
     for event in gang.run("nanoray.bench.scaling:step_rank", order):
         if "cpu_s" in event:
@@ -226,6 +230,10 @@ def _compare(report: Report, here: _Here, link: Fit) -> None:
         values = tuple(100 * abs(r) for r in here.cpu.residuals)
         note = "CPU seconds of the backend's all-reduce, fitted alike"
         report.rows.append(Row("fit CPU", "residual", "%", values, note, extra=asdict(here.cpu)))
+    load = report.conditions["load"]["before"]
+    excuse = (
+        f"load {load} before it began: others used cores that the model gives to ranks" if load > QUIET_LOAD else ""
+    )
     for (ranks, batch, silent), events in here.steps.items():
         if silent:
             continue
@@ -245,7 +253,8 @@ def _compare(report: Report, here: _Here, link: Fit) -> None:
             error,
         ]
         if ranks != here.base:
-            report.targets.append(Target(f"error of the predicted step, {arm} ranks", error, "<=", ERROR_LIMIT))
+            text = f"error of the predicted step, {arm} ranks"
+            report.targets.append(Target(text, error, "<=", ERROR_LIMIT, excuse))
 
 
 def _predict(
@@ -362,6 +371,8 @@ def draw(report: Report, path: Path) -> None:
 def step_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
     """Run rounds of the arms [ranks, batch, silent]; emit what communication costs in CPU, then each arm's times.
 
+    A round is several turns of all arms, and the fastest turn of each counts: what else runs on the machine only adds.
+
     The first `ranks` ranks run an arm in a group of their own while the others wait. A silent arm is DDP with a hook
     that exchanges nothing: it shows compute, and when each bucket is ready. (all ranks)
     """
@@ -384,11 +395,16 @@ def step_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]]
         if mesh.rank == 0:
             emit({"nbytes": nbytes, "cpu_s": statistics.fmean(values)})
     for _ in range(order["rounds"]):
-        for arm in arms:
-            mesh.barrier()
-            found = mesh.gather(mine[arm].run(order["steps"]) if arm in mine else None)
-            if found is not None:
-                emit({"ranks": arm[0], "batch": arm[1], "silent": arm[2]} | _across([f for f in found if f]))
+        fastest: dict[Any, dict[str, Any]] = {}
+        for _ in range(order["turns"]):
+            for arm in arms:
+                mesh.barrier()
+                found = mesh.gather(mine[arm].run(order["steps"]) if arm in mine else None)
+                if found is not None:
+                    turn = {"ranks": arm[0], "batch": arm[1], "silent": arm[2]} | _across([f for f in found if f])
+                    fastest[arm] = min(turn, fastest.get(arm, turn), key=lambda event: event["step_s"])
+        for event in fastest.values():
+            emit(event)
 
 
 def _across(found: list[dict[str, Any]]) -> dict[str, Any]:
