@@ -246,4 +246,8 @@ def interruptible() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    code = main()
+    if "RANK" in os.environ:  # a rank of torchrun: its report is written, and tearing down gloo's threads can hang
+        sys.stdout.flush()
+        os._exit(code)
+    raise SystemExit(code)

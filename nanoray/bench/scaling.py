@@ -8,8 +8,8 @@
 
 What the model assumes of this machine. Ranks are alike. Ranks on CPU share the cores fairly: compute keeps one core per
 thread busy, a collective as many as its CPU seconds over its time, both measured at 2 ranks; where that is more than
-the cores, everything slows down in proportion. No loss is assumed through task switches, caches or unequal ranks: that
-is what the printed error is about.
+the cores, everything slows down in proportion. No loss is assumed through task switches, caches, unequal ranks or other
+users of the machine: that is what the printed error is about. Run it alone.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ SWEEP = ("backend", "ring", "tree", "double_tree", "recursive_doubling", "halvin
 RANKS = [2**i for i in range(15)]
 SHOWN = (1, 8, 64, 512, 4096, 16384)
 ERROR_LIMIT = 0.15
-QUIET_LOAD = 0.5  # processes that wanted a core in the minute before
 TURNS = 6  # of all arms in a round
 LANES = {"gloo": 2, "nccl": 1}  # collectives in flight: gloo's threads, NCCL's stream
 PREDICTED, MEASURED, ERROR = "step, predicted", "step, measured", "|predicted / measured - 1|"
@@ -230,10 +229,6 @@ def _compare(report: Report, here: _Here, link: Fit) -> None:
         values = tuple(100 * abs(r) for r in here.cpu.residuals)
         note = "CPU seconds of the backend's all-reduce, fitted alike"
         report.rows.append(Row("fit CPU", "residual", "%", values, note, extra=asdict(here.cpu)))
-    load = report.conditions["load"]["before"]
-    excuse = (
-        f"load {load} before it began: others used cores that the model gives to ranks" if load > QUIET_LOAD else ""
-    )
     for (ranks, batch, silent), events in here.steps.items():
         if silent:
             continue
@@ -254,7 +249,7 @@ def _compare(report: Report, here: _Here, link: Fit) -> None:
         ]
         if ranks != here.base:
             text = f"error of the predicted step, {arm} ranks"
-            report.targets.append(Target(text, error, "<=", ERROR_LIMIT, excuse))
+            report.targets.append(Target(text, error, "<=", ERROR_LIMIT))
 
 
 def _predict(
