@@ -73,12 +73,16 @@ def test_where_the_winner_changes_is_said_and_drawn(tmp_path: Path) -> None:
     report = report_of(
         *(event("backend", size, [9.0] * 5) for size in (1 << 10, 1 << 12, 1 << 26)),
         *(event("tree", size, [us] * 5) for size, us in ((1 << 10, 2.0), (1 << 12, 3.0), (1 << 26, 50.0))),
+        event("double_tree", 1 << 12, [2.8] * 5),  # 7 % faster than the tree: a tie
         event("flat", 1 << 10, [1.0] * 5, wrong=1),  # fast and wrong wins nothing
         event("ring", 1 << 10, [4.0] * 5),
         event("ring", 1 << 26, [10.0] * 5),
     )
     assert bench.winners(report) == [(1 << 10, "tree"), (1 << 12, "tree"), (1 << 26, "backend")]
-    assert bench.crossovers(report) == ["fastest 1 KB to 4 KB: tree", "fastest 64 MB: backend"]
+    assert bench.crossovers(report) == [
+        "fastest, or within 10 %, 1 KB to 4 KB: tree",
+        "fastest, or within 10 %, 64 MB: backend",
+    ]
     bench._judge(report, 4, "gloo")
     assert [(t.row.arm, t.row.median, t.verdict) for t in report.targets] == [
         ("backend / tree", 4.5, "ok"),
@@ -87,7 +91,7 @@ def test_where_the_winner_changes_is_said_and_drawn(tmp_path: Path) -> None:
     figure = tmp_path / "plot.svg"
     bench.draw(report, figure)
     assert "tree | backend" in figure.read_text()
-    assert "fastest 64 MB: backend" in bench.paste(report)[-1]
+    assert "fastest, or within 10 %, 64 MB: backend" in bench.paste(report)[-1]
 
 
 def test_targets_are_for_four_ranks_on_gloo() -> None:
@@ -108,7 +112,7 @@ def test_one_real_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert row["busbw_gbps"] == pytest.approx(row["bytes"] / row["time_us"] / 1e3 * 4 / 3)
     printed = capsys.readouterr().out
     assert "us, median" in printed
-    assert "fastest 1 KB" in printed
+    assert "fastest, or within 10 %, 1 KB" in printed
 
 
 def test_what_cannot_run_says_why() -> None:

@@ -42,6 +42,7 @@ SIZES = tuple(4**i << 10 for i in range(9))  # 1 KB .. 64 MB
 QUICK_SIZES = (1 << 10, 1 << 16, 1 << 20)
 SMALL, LARGE = "1 KB", "64 MB"
 STATED_FOR = (4, "gloo")  # ranks and backend of the targets
+TIE = 1.1  # medians closer than this change places from run to run
 
 # NCCL's numbers, which its logs of before 2.24 have in place of names (nccl.h, NCCL_ALGO_* and NCCL_PROTO_*).
 _ALGOS = ("TREE", "RING", "COLLNET_DIRECT", "COLLNET_CHAIN", "NVLS", "NVLS_TREE", "PAT")
@@ -279,10 +280,14 @@ def _timed(report: Report) -> dict[str, dict[int, Row]]:
 
 
 def winners(report: Report) -> list[tuple[int, str]]:
-    """Return (bytes, fastest arm by its median) per size, from the smallest."""
-    timed = _timed(report)
-    sizes = sorted({size for rows in timed.values() for size in rows})
-    return [(size, min((a for a in timed if size in timed[a]), key=lambda a: timed[a][size].median)) for size in sizes]
+    """Return (bytes, fastest arm by its median) per size, from the smallest; who leads stays on until beaten by TIE."""
+    timed, won = _timed(report), list[tuple[int, str]]()
+    for size in sorted({size for rows in timed.values() for size in rows}):
+        medians = {arm: rows[size].median for arm, rows in timed.items() if size in rows}
+        fastest, leader = min(medians, key=lambda a: medians[a]), won[-1][1] if won else ""
+        stays = medians.get(leader, math.inf) <= TIE * medians[fastest]
+        won.append((size, leader if stays else fastest))
+    return won
 
 
 def crossovers(report: Report) -> list[str]:
@@ -290,7 +295,7 @@ def crossovers(report: Report) -> list[str]:
     said = []
     for arm, won in groupby(winners(report), key=lambda pair: pair[1]):
         first, *rest = (_label(size) for size, _ in won)
-        said.append(f"fastest {first}{f' to {rest[-1]}' if rest else ''}: {arm}")
+        said.append(f"fastest, or within 10 %, {first}{f' to {rest[-1]}' if rest else ''}: {arm}")
     return said
 
 
