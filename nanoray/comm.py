@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from nanoray.mesh import Mesh
 from nanoray.metrics import algbw_gbps
 
-WINDOW_STEPS = 2  # steps of one window of `every=K`: two neighbours show how one step follows the other
+WINDOW_STEPS = 2  # of one window of `every=K`, in the middle of K, where steps are seldom logged, evaluated or saved
 PROFILE_EVERY = 500  # steps at least between two profiled windows: reading one takes 20 ms
 NO_SYNC_EVERY = 100  # steps at least between two backward passes that nobody needs: under 1 % of the steps
 GLOO_LANES = 2  # threads of a gloo process group: so many of its collectives run at the same time
@@ -54,7 +54,7 @@ class Collective:
     enqueue: Moment  # this rank arrived: the data were ready
     start: Moment  # it began to run: earlier ones of its queue had ended
     end: Moment
-    timing: str  # events | profiler | queue (start follows from the order of the queue) | call (the rank waited)
+    timing: str  # events | profiler | queue (start follows from the queue's order) | host (without the copy) | call
     bucket: int | None = None
     last: bool = False  # the last bucket of a backward pass
 
@@ -82,12 +82,12 @@ def account(collectives: Sequence[Collective]) -> StepCost:
     if ready is not None:
         exposed.append((ready, max(c.end for c in buckets)))
         hidden = [(c.start, c.end) for c in buckets]
-    bare = _length(exposed)
-    busy = _length([*exposed, *hidden])
+    bare = union_length(exposed)
+    busy = union_length([*exposed, *hidden])
     return StepCost(busy, bare, busy - bare)
 
 
-def _length(intervals: Sequence[tuple[float, float]]) -> float:
+def union_length(intervals: Sequence[tuple[float, float]]) -> float:
     """Return the length of the union of intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
@@ -125,13 +125,15 @@ class Clock:
     def anchor(self) -> None:
         """Tie the device's clock to the host's. Call it where the device is idle: after a fetched value, say."""
         if self._cuda:
-            self._anchor, self._anchor_s = self._event(), time.perf_counter()
+            self._anchor = self._event()
+            self._anchor.synchronize()  # microseconds on an idle device; an event that is not through has no time
+            self._anchor_s = time.perf_counter()
 
     def seconds(self, moment: Moment) -> float:
-        """Return the seconds of a moment that the device has passed."""
+        """Return the seconds of a moment before the last anchor; later ones of the device have none yet."""
         if isinstance(moment, float):
             return moment
-        return self._anchor_s + self._anchor.elapsed_time(moment) / 1e3
+        return self._anchor_s - moment.elapsed_time(self._anchor) / 1e3
 
     def _event(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
@@ -147,6 +149,7 @@ class _Step:
     phases: list[tuple[str, Moment]] = field(default_factory=list)  # each lasts until the next
     collectives: list[Collective] = field(default_factory=list)
     no_sync: tuple[Moment, Moment] | None = None  # a forward and backward without gradients' all-reduce
+    profiled: bool = False  # slower than others: they stay out of the means
 
 
 class CommRecorder:
@@ -170,7 +173,6 @@ class CommRecorder:
         self._done: list[_Step] = []
         self._profiler: Any = None  # from the start of a profiled window until its notes are read
         self._profiling = False
-        self._profiled: list[_Step] = []
         profile = profile and not reduce and mesh.backend == "gloo" and mesh.device.type == "cpu"
         self._next_profile = 0 if profile else None
         self._next_no_sync = 0
@@ -182,8 +184,8 @@ class CommRecorder:
 
     def is_traced(self, step: int) -> bool:
         """Whether a step belongs to a window; all ranks agree, for it is a function of the step."""
-        place = step % self.every
-        return place == 0 or (self.every > WINDOW_STEPS and place > self.every - WINDOW_STEPS)
+        place = (step - 1) % self.every - self.every // 2
+        return 0 <= place < WINDOW_STEPS
 
     def prepare(self) -> None:
         """Pay once, before the first step, for what the first profile costs: more than a second. (all ranks)"""
@@ -199,12 +201,12 @@ class CommRecorder:
         """Open the notes of a step, if it is to be traced; return whether it is."""
         if not self.is_traced(step):
             return False
-        self._now = _Step(step)
+        self._now = _Step(step, profiled=self._profiling)
         if self._next_profile is not None and self._profiler is None and step >= self._next_profile:
             self._next_profile = step + PROFILE_EVERY
             activities = [torch.profiler.ProfilerActivity.CPU]
             self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
-            self._profiling = True
+            self._profiling = self._now.profiled = True
             self._profiler.start()
             with torch.profiler.record_function("nanoray: anchor"):
                 self._profile_anchor_s = time.perf_counter()
@@ -222,11 +224,14 @@ class CommRecorder:
         self.phase("end")
         self._done.append(self._now)
         step, self._now = self._now.step, None
+        if self._profiling and (self.every == 1 or not self.is_traced(step + 1)):
+            self.stop_profile()
+
+    def stop_profile(self) -> None:
+        """End a profile that is under way: at the end of its window, or of the run."""
         if self._profiling:
-            self._profiled.append(self._done[-1])
-            self._profiling = self.is_traced(step + 1) and self.every > 1
-            if not self._profiling:
-                self._profiler.stop()
+            self._profiling = False
+            self._profiler.stop()
 
     @contextmanager
     def call(self, op: str, what: str, group: str, tensor: Tensor | None = None) -> Iterator[None]:
@@ -234,9 +239,9 @@ class CommRecorder:
         if self._now is None:
             yield
             return
-        start = self.clock.now() if group == "default" else time.perf_counter()
+        start = self.clock.now()  # on CUDA the device's view: a wait of the host behind which it works on costs nothing
         yield
-        end = self.clock.now() if group == "default" else time.perf_counter()
+        end = self.clock.now()
         size = tensor.numel() * tensor.element_size() if tensor is not None else 0
         dtype = str(tensor.dtype).removeprefix("torch.") if tensor is not None else "object"
         phase = self._now.phases[-1][0] if self._now.phases else ""
@@ -248,8 +253,8 @@ class CommRecorder:
         Multiplying by 1/n first is what DDP's C++ path does: the sums have the same bits with and without the hook.
         """
         buffer = bucket.buffer()
-        ready = self.clock.now()
         buffer.mul_(1.0 / self.mesh.world_size)
+        ready = self.clock.now()
         notes, index, last = self._now, bucket.index(), bucket.is_last()
         if notes is not None:  # not in the warm-up: DDP regroups its buckets after it
             self._bucket_params[index] = bucket.parameters()
@@ -277,9 +282,8 @@ class CommRecorder:
         if not self._done or self._profiler is not None:
             return False
         step = self._done[-1].step
-        if self.is_traced(step + 1) and self.every > 1:
-            return False  # the pass would stand between the two steps of a window
-        if step < self._next_no_sync:
+        between = self.is_traced(step + 1) and self.every > 1  # the two steps of a window
+        if between or step < self._next_no_sync:
             return False
         self._next_no_sync = step + NO_SYNC_EVERY
         return True
@@ -296,11 +300,13 @@ class CommRecorder:
 
         On CUDA the device must have passed the steps: call it after a value was fetched from it.
         """
-        if self._profiler is not None and not self._profiling:
+        if self._profiling:
+            return []  # a window's steps are read together
+        if self._profiler is not None:
             runs = _gloo_runs(self._profiler, self._profile_anchor_s)
-            for step in self._profiled:
-                step.collectives = _with_profile(step.collectives, runs)
-            self._profiler, self._profiled = None, []
+            for step in self._done:
+                step.collectives = _with_profile(step.collectives, runs) if step.profiled else step.collectives
+            self._profiler = None
         steps, self._done = [self._resolve(step) for step in self._done], []
         return steps
 
@@ -312,7 +318,7 @@ class CommRecorder:
         ]
         buckets = sorted((c for c in found if c.bucket is not None), key=lambda c: c.enqueue)
         starts = queue_starts([c.enqueue for c in buckets], [c.end for c in buckets], self._lanes)
-        label = "queue" if self._host_ends else "events"
+        label = "events" if not self._host_ends else "host" if self.mesh.device.type == "cuda" else "queue"
         buckets = [
             c if c.timing == "profiler" else replace(c, start=start, timing=label)
             for c, start in zip(buckets, starts, strict=True)
@@ -323,6 +329,7 @@ class CommRecorder:
             "step": notes.step,
             "phases": [[name, at, until] for (name, at), (_, until) in pairwise(marks)],
             "collectives": [asdict(c) for c in sorted([*buckets, *calls], key=lambda c: c.enqueue)],
+            "profiled": notes.profiled,
             "no_sync_s": seconds(notes.no_sync[1]) - seconds(notes.no_sync[0]) if notes.no_sync else None,
         }
 
@@ -377,21 +384,20 @@ class ClockOffset:
 def measure_offsets(
     mesh: Mesh, clock: Callable[[], float] = time.perf_counter, always: bool = False
 ) -> list[ClockOffset]:
-    """Return every rank's clock offset against rank 0; only rank 0's list is filled. (all ranks)
+    """Return every rank's clock offset against rank 0, on rank 0; the others' lists are only as long. (all ranks)
 
-    Processes of one host share their clock: 0 by definition, unless `always`. Otherwise rank 0 asks each rank for its
-    time, CLOCK_ROUNDS times, and believes the fastest answer; the error is at most half of that round trip (Cristian
-    1989). It takes about a millisecond per rank on one switch.
+    Processes of one host share their clock, so rank 0 asks one rank of each other host (`always`: every rank) for its
+    time, CLOCK_ROUNDS times, and believes the fastest answer; it is wrong by at most half of that round trip (Cristian
+    1989). About a millisecond per host on one switch.
     """
-    if mesh.world_size == 1:
-        return [ClockOffset(0.0, 0.0)]
     hosts = mesh.broadcast(mesh.gather(clock_domain()))
     assert hosts is not None
+    known = {} if always else {hosts[0]: ClockOffset(0.0, 0.0)}
     offsets = [ClockOffset(0.0, 0.0)]
     ping, reading = torch.zeros(1), torch.zeros(1, dtype=torch.float64)
     for rank in range(1, mesh.world_size):
-        if hosts[rank] == hosts[0] and not always:
-            offsets.append(ClockOffset(0.0, 0.0))
+        if hosts[rank] in known:
+            offsets.append(known[hosts[rank]])
             continue
         best = ClockOffset(0.0, float("inf"))
         for _ in range(CLOCK_ROUNDS):
@@ -405,6 +411,8 @@ def measure_offsets(
                 reading[0] = clock()
                 dist.send(reading, 0, group=mesh.control_group)
         offsets.append(best)
+        if not always:
+            known[hosts[rank]] = best
     return offsets
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -141,7 +142,7 @@ class Config(BaseModel):
     )
     """how gradients are summed: backend (NCCL's or gloo's own way) | one written by hand in algorithms.py"""
     comm_trace: str = _field("off", "log")
-    """measure every collective: off | every=K (two steps in K; under 1 % of the time from K = 50 on) | always"""
+    """measure every collective: off | every=K (steps K/2 + 1 and K/2 + 2 of every K steps) | always"""
     timeout_s: float = _field(60.0, "dist", gt=0)
     """a collective that waits longer than this fails, and with it the attempt"""
     init_timeout_s: float = _field(60.0, "dist", gt=0)
@@ -189,11 +190,14 @@ class Config(BaseModel):
             )
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr = {self.min_lr} is above lr = {self.lr}; lower min_lr or raise lr")
-        every = self.comm_trace.removeprefix("every=")
-        if self.comm_trace not in ("off", "always") and (
-            every == self.comm_trace or not every.isdecimal() or not int(every)
-        ):
+        if not re.fullmatch(r"off|always|every=[1-9]\d*", self.comm_trace):
             raise ValueError(f"comm_trace = {self.comm_trace!r} is none of off, always, every=K; try every=50")
+        last = min(self.max_steps, self.stop_at or self.max_steps)
+        if self.trace_every // 2 >= last:
+            raise ValueError(
+                f"comm_trace = {self.comm_trace} would trace nothing: its first step is {self.trace_every // 2 + 1} "
+                f"and the run ends at step {last}; use a smaller K, or always"
+            )
         if self.backend == "nccl" and self.device == "cpu":
             raise ValueError("backend = nccl needs GPUs, but device = cpu; use backend gloo or auto")
         if self.data_url and self.dataset not in ("auto", "shakespeare"):
@@ -207,10 +211,10 @@ class Config(BaseModel):
 
     @property
     def trace_every(self) -> int:
-        """K of comm_trace every=K; 1 for always, 0 for off."""
-        return {"off": 0, "always": 1}.get(self.comm_trace) or int(
-            self.comm_trace.removeprefix("every=").replace("off", "0")
-        )
+        """K of comm_trace every=K; 1 for always, 0 for off. Traced are steps K/2 + 1 and K/2 + 2 of every K."""
+        if self.comm_trace in ("off", "always"):
+            return int(self.comm_trace == "always")
+        return int(self.comm_trace.removeprefix("every="))
 
     def to_json(self) -> str:
         """The configuration as JSON text; `--config` reads it back."""

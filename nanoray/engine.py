@@ -12,7 +12,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from nanoray.model import GPT, flops_per_token
 from nanoray.optim import load_optimizer_tensors, lr_at, optimizer_tensors
 from nanoray.precision import LossScaler, autocast
 from nanoray.run import RunSpec
-from nanoray.timeline import CommTrace
+from nanoray.trace import CommTrace
 
 log = logging.getLogger("nanoray")
 CHECKPOINT_TRIES = 3  # checkpoints in a row that may fail (a full disk, say) before the run does
@@ -203,24 +203,32 @@ class RuntimeEngine:
         and more ranks. It also finds a lack of memory, and compiles, before the first step.
         """
         rng = self._rng_state()
-        for model in [self.model, *([self.trace.twin] if self.trace else [])]:
-            self._throwaway(model, *self.data.train_batch(0, self.batch.micro))
-        self._set_rng_state(rng)
-        if self.trace:
+        x, y = self.data.train_batch(0, self.batch.micro)
+        self._backward(self.model, x, y)
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.trace:  # the same for what traced steps use
+            for _ in range(2):  # DDP regroups at the start of the second
+                self._backward(self.trace.twin, x, y)
+                self.optimizer.zero_grad(set_to_none=True)
+            self._unsynced(x, y, nullcontext())
             self.trace.prepare()
+        self._set_rng_state(rng)
 
-    def _throwaway(self, model: nn.Module, x: Tensor, y: Tensor) -> None:
-        """Run forward and backward, and forget the gradients."""
+    def _backward(self, model: nn.Module, x: Tensor, y: Tensor) -> None:
+        """Run a forward and backward whose result is thrown away."""
         with autocast(self.mesh.device.type, self.cfg.precision):
             loss = model(x, y)
         self.scaler.scale(loss).backward()
-        self.optimizer.zero_grad(set_to_none=True)
 
-    def _unsynced(self, x: Tensor, y: Tensor) -> None:
+    def _unsynced(self, x: Tensor, y: Tensor, timed: AbstractContextManager[None]) -> None:
         """Run a forward and backward that do not communicate, to compare a traced step with; it leaves no trace."""
         rng = self._rng_state()
         with self.model.no_sync():  # type: ignore[operator]
-            self._throwaway(self.model, x, y)
+            if self.batch.accum > 1:
+                self._backward(self.model, x, y)  # a step's last backward adds to gradients that are there
+            with timed:
+                self._backward(self.model, x, y)
+        self.optimizer.zero_grad(set_to_none=True)
         self._set_rng_state(rng)
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:

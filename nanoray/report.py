@@ -112,18 +112,28 @@ def comm_lines(comm: dict[str, Any] | None, run: str) -> list[str]:
     if not comm:
         return []
     if not comm["traced_steps"]:
-        return [
-            "comm   no step was traced: the run ended before the first one; use a smaller K in --comm_trace every=K"
-        ]
-    slowest = comm["slowest"]
-    compared = f", {comm['ab_ms']:.1f} ms more than without any" if comm["ab_ms"] is not None else ""
-    busbw = f"busbw {comm['busbw_gbps']:.2f} GB/s, {comm['limit_share']:.0f} % of {comm['limit']}"
-    return [
+        return ["comm   no step was traced: this part of the run ended before one was due"]
+    compared = ""
+    if comm["ab_ms"] is not None:
+        side = "more" if comm["ab_ms"] >= 0 else "less"
+        compared = f"; {abs(comm['ab_ms']):.1f} ms {side} than under no_sync, n = {comm['compared_steps']}"
+    lines = [
         f"comm   {comm['busy_share']:.0f} % of a step in collectives, {comm['exposed_share']:.0f} % exposed "
-        f"({comm['exposed_ms']:.1f} of {comm['step_ms']:.1f} ms{compared}); {comm['traced_steps']} steps traced",
-        f"       slowest: bucket {slowest['bucket']} of {slowest['bytes'] / 1e6:.2g} MB at step {slowest['step']}, "
-        f"{slowest['time_us'] / 1e3:.1f} ms; {busbw}; {run}/comm/timeline.svg",
+        f"({comm['exposed_ms']:.1f} of {comm['step_ms']:.1f} ms{compared}); {comm['traced_steps']} steps traced"
     ]
+    if "slowest" in comm:
+        slowest, limit = comm["slowest"], f", {comm['limit_share']:.0f} % of {comm['limit']}" if "limit" in comm else ""
+        lines.append(
+            f"       slowest: bucket {slowest['bucket']} of {slowest['bytes'] / 1e6:.2g} MB at step {slowest['step']}, "
+            f"{slowest['time_us'] / 1e3:.1f} ms; busbw {comm['busbw_gbps']:.2f} GB/s{limit}"
+        )
+    if straggler := comm["straggler"]:
+        until = f"to {straggler['until']}" if straggler["until"] else "to the end"
+        lines.append(
+            f"       straggler: rank {straggler['rank']}, {straggler['behind_ms']:.1f} ms a step behind in "
+            f"{straggler['phase']}, from step {straggler['since']} {until}"
+        )
+    return [*lines, f"       {run}/comm/timeline.svg"]
 
 
 def _from_here(path: str) -> str:

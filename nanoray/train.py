@@ -48,8 +48,8 @@ from nanoray.optim import make_optimizer
 from nanoray.parallel.ddp import apply_ddp, average_by
 from nanoray.report import closing_lines, dry_run_lines, plan, run_command
 from nanoray.run import RunSpec, open_run, summary_on_failure, write_summary
-from nanoray.timeline import CommLog, CommTrace
 from nanoray.tokenizer import tokenizer_from_json
+from nanoray.trace import CommLog, CommTrace
 
 log = logging.getLogger("nanoray")
 

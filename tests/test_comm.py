@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from nanoray.algorithms import ALGORITHMS
 from nanoray.bench.gang import Gang, Where
 from nanoray.comm import (
+    Clock,
     ClockOffset,
     Collective,
     CommRecorder,
@@ -80,8 +81,8 @@ def test_busy_is_exposed_plus_hidden(buckets: list[tuple[float, float, float, bo
         assert cost.busy <= max(c.end for c in seen) - min(c.enqueue for c in seen) + 1e-9
 
 
-@pytest.mark.parametrize(("every", "steps"), [(1, [1, 2, 3]), (2, [2, 4]), (10, [9, 10, 19, 20]), (3, [2, 3, 5, 6])])
-def test_windows_end_at_multiples(every: int, steps: list[int]) -> None:
+@pytest.mark.parametrize(("every", "steps"), [(1, [1, 2, 3]), (2, [2, 4]), (10, [6, 7, 16, 17]), (3, [2, 3, 5, 6])])
+def test_windows_lie_between_logged_steps(every: int, steps: list[int]) -> None:
     recorder = CommRecorder(Mesh(0, 2, 0, torch.device("cpu"), "gloo", ""), every)
     assert [s for s in range(1, steps[-1] + 1) if recorder.is_traced(s)] == steps
 
@@ -153,6 +154,16 @@ def test_tracing_changes_no_bit(untraced: RunSpec, text: Path, tmp_path: Path) -
         assert series(spec, key) == series(untraced, key)
 
 
+def test_tracing_changes_no_bit_with_accumulation(text: Path, tmp_path: Path) -> None:
+    specs = [
+        make_spec(text, tmp_path, dropout=0.1, micro_batch_size=2, comm_trace=trace) for trace in ("off", "every=3")
+    ]
+    for spec in specs:
+        assert all("error" not in r for r in run_ranks(spec, 2))
+    assert series(specs[0]) == series(specs[1])
+    assert all(sum(name == "backward" for name, _, _ in s["phases"][0]) == 3 for s in traced(specs[1]))
+
+
 def test_every_byte_is_accounted_for(always: RunSpec) -> None:
     """Each step moves every gradient once, the loss (4 bytes), a vote (1); evaluation two float64."""
     steps = traced(always)
@@ -181,10 +192,19 @@ def test_moments_are_in_order(always: RunSpec) -> None:
 
 def test_gloo_itself_says_when_it_began(always: RunSpec) -> None:
     """The first window is profiled; afterwards the order of the queue tells."""
-    first, *others = traced(always)
-    gradients = [c for c in first["collectives"] if c["what"] == "gradients"]
-    assert {c["timing"] for c in gradients} == {"profiler"}
-    assert {c["timing"] for s in others for c in s["collectives"] if c["what"] == "gradients"} == {"queue"}
+    assert timings(always) == {1: {"profiler"}} | {step: {"queue"} for step in range(2, 9)}
+
+
+def timings(spec: RunSpec) -> dict[int, set[str]]:
+    return {s["step"]: {c["timing"] for c in s["collectives"] if c["what"] == "gradients"} for s in traced(spec)}
+
+
+def test_a_profiled_window_is_read_whole(text: Path, tmp_path: Path) -> None:
+    """Every step is logged, also the first one of the window, and the run ends within the second window."""
+    spec = make_spec(text, tmp_path, comm_trace="every=5", max_steps=8)
+    assert all("error" not in r for r in run_ranks(spec, 2))
+    assert timings(spec) == {3: {"profiler"}, 4: {"profiler"}, 8: {"queue"}}
+    assert [s["figures"]["profiled"] for s in traced(spec)] == [True, True, False]
 
 
 def test_buckets_are_named_by_their_parameters(always: RunSpec) -> None:
@@ -200,7 +220,7 @@ def test_the_run_ends_with_what_communication_came_to(outcome: tuple[RunSpec, di
     spec, result = outcome
     comm, figures = result["comm"], [s["figures"] for s in traced(spec)]
     assert comm["traced_steps"] == 8
-    assert comm["exposed_ms"] == pytest.approx(sum(f["exposed_ms"] for f in figures) / 8)
+    assert comm["exposed_ms"] == pytest.approx(sum(f["exposed_ms"] for f in figures[1:]) / 7)  # 1 was profiled
     assert comm["exposed_share"] == pytest.approx(100 * comm["exposed_ms"] / comm["step_ms"])
     assert comm["limit_share"] == pytest.approx(100 * comm["busbw_gbps"] / comm["limit_gbps"])
     gradients = [c for s in traced(spec) for c in s["collectives"] if c["what"] == "gradients"]
@@ -210,10 +230,49 @@ def test_the_run_ends_with_what_communication_came_to(outcome: tuple[RunSpec, di
     assert sorted(series(spec, "comm/exposed_ms")) == list(range(2, 9))  # a record tells of the steps before it
 
 
-def test_a_run_too_short_to_be_traced_says_so(text: Path, tmp_path: Path) -> None:
-    results = run_ranks(make_spec(text, tmp_path, comm_trace="every=50"), 2)
-    assert results[0]["comm"] == {"traced_steps": 0}
-    assert "use a smaller K" in comm_lines(results[0]["comm"], "runs/x")[0]
+def test_a_run_too_short_to_be_traced_is_refused() -> None:
+    with pytest.raises(ConfigError, match="would trace nothing: its first step is 26 and the run ends at step 8"):
+        make_config(TINY | {"comm_trace": "every=50"})
+    assert make_config(TINY | {"comm_trace": "every=15"}).trace_every == 15
+    with pytest.raises(ConfigError, match="the run ends at step 3"):
+        make_config(TINY | {"comm_trace": "every=15", "stop_at": 3})
+
+
+def test_a_part_of_a_run_that_traced_nothing_says_so() -> None:
+    assert "no step was traced" in comm_lines({"traced_steps": 0}, "runs/x")[0]
+
+
+class FakeEvent:
+    """A CUDA event on a device whose clock is 1000 ms at its first event and advances 10 ms with each one."""
+
+    made = 0
+
+    def __init__(self, **_: Any) -> None:
+        self.ms, self.through = 0.0, False
+
+    def record(self, stream: Any) -> None:
+        FakeEvent.made += 1
+        self.ms = 1000.0 + 10.0 * FakeEvent.made
+
+    def synchronize(self) -> None:
+        self.through = True
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        assert other.through  # as torch demands
+        assert other.ms >= self.ms
+        return other.ms - self.ms
+
+
+def test_moments_of_a_device_become_seconds_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU here: the arithmetic only. An event 20 ms before the anchor was 0.02 s before it."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr("nanoray.comm.time.perf_counter", lambda: 77.0)
+    clock = Clock(torch.device("cuda:0"))
+    first, second = clock.now(), clock.now()
+    clock.anchor()
+    assert (clock.seconds(first), clock.seconds(second)) == (pytest.approx(76.98), pytest.approx(76.99))
+    assert clock.seconds(12.5) == 12.5  # gloo's ends are the host's already
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))

@@ -16,7 +16,7 @@ LAYERS = [
     {"config"},
     {"tokenizer"},
     {"devices", "mesh", "data", "optim", "precision", "comm", "algorithms", "metrics"},
-    {"run", "model", "checkpoint", "faults", "callbacks", "timeline", "parallel", "parallel.ddp"},
+    {"run", "model", "checkpoint", "faults", "callbacks", "timeline", "trace", "parallel", "parallel.ddp"},
     {"engine", "report"},
     {"train"},
     {"worker"},

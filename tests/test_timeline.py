@@ -11,7 +11,8 @@ import pytest
 
 from nanoray.comm import ClockOffset
 from nanoray.run import RunSpec
-from nanoray.timeline import chrome_trace, main, mean_figures, merge, newest_window, read_steps
+from nanoray.timeline import chrome_trace, draw, main, newest_window, read_steps
+from nanoray.trace import LATE_TIMES, CommLog, Totals, merge
 from tests.ranks import make_spec, run_ranks, series
 
 
@@ -28,7 +29,7 @@ def notes(shift: float, ready: float, **more: Any) -> dict[str, Any]:
     loss |= {"enqueue": at(22), "start": at(22), "end": at(23)}
     marks = [("forward", 0.0, 10.0), ("backward", 10.0, 20.0), ("optimizer", 20.0, 22.0), ("log", 22.0, 24.0)]
     phases = [[name, at(start), at(end)] for name, start, end in marks]
-    return {"step": 7, "phases": phases, "collectives": [bucket, loss], "no_sync_s": None} | more
+    return {"step": 7, "phases": phases, "collectives": [bucket, loss], "no_sync_s": None, "profiled": False} | more
 
 
 def test_a_step_worked_out_by_hand() -> None:
@@ -63,11 +64,98 @@ def test_pauses_are_no_part_of_a_step() -> None:
 
 def test_means_of_steps() -> None:
     steps = [merge([notes(0.0, r), notes(0.0, 16.0)], [ClockOffset(0, 0)] * 2)["figures"] for r in (12.0, 14.0, 18.0)]
-    mean = mean_figures(steps)
+    total = Totals()
+    for step in steps:
+        total.add(step)
+    mean = total.means()
     assert mean["step_ms"] == pytest.approx(24)
     assert mean["late_rank"] == 1
     assert "ab_ms" not in mean
     assert mean["busbw_gbps"] == pytest.approx(3 * 3e6 / (0.004 + 0.004 + 0.002) / 1e9)
+
+
+def test_a_link_that_two_buckets_share_was_busy_once() -> None:
+    """Two buckets of 3 MB at the same time, 8 ms both: 6 MB in 8 ms."""
+    ours = notes(0.0, 12.0)
+    ours["collectives"].insert(0, ours["collectives"][0] | {"bucket": 1, "last": False})
+    total = Totals()
+    total.add(merge([ours, ours], [ClockOffset(0, 0)] * 2)["figures"])
+    assert total.means()["busbw_gbps"] == pytest.approx(6e6 / 0.008 / 1e9)
+
+
+def test_a_call_before_the_first_phase_is_drawn(tmp_path: Path) -> None:
+    ours = notes(0.0, 12.0)
+    ours["collectives"].append(
+        ours["collectives"][1] | {"what": "vote", "enqueue": 99.99, "start": 99.99, "end": 99.995}
+    )
+    step = merge([ours, ours], [ClockOffset(0, 0)] * 2)
+    assert [e["ts"] for e in chrome_trace([step])["traceEvents"] if e["name"] == "vote"] == [pytest.approx(-10_000)] * 2
+    draw([step], tmp_path / "t.svg")
+
+
+def test_a_picture_of_many_ranks_shows_the_first(tmp_path: Path) -> None:
+    step = merge([notes(0.0, 12.0)] * 40, [ClockOffset(0, 0)] * 40)
+    draw([step], tmp_path / "t.svg")
+    assert "the first 16 of 40 ranks" in (tmp_path / "t.svg").read_text()
+
+
+def one_late(late: bool, step: int) -> list[list[dict[str, Any]]]:
+    """Notes of two ranks; rank 1's backward takes twice as long when it is `late`."""
+    return [[notes(0.0, 12.0, step=step)], [notes(0.0, 20.0 if late else 12.0, step=step)]]
+
+
+def test_a_straggler_is_named_once_and_again_when_it_relapses(tmp_path: Path) -> None:
+    log, said = CommLog(tmp_path, 0, 0), {}
+    for step in range(1, 61):
+        _, lines = log.add(one_late(step <= 10 or step > 40, step), [ClockOffset(0, 0)] * 2, {})
+        for line in lines:
+            said[step] = line
+    assert list(said) == [LATE_TIMES, 16, 46]
+    assert "rank 1: 8.0 ms a step behind the others (15.0 ms of own work), most of it in backward" in said[LATE_TIMES]
+    assert "rank 1 keeps up again" in said[16]
+    summary = log.finish([ClockOffset(0, 0)] * 2, print)
+    assert (summary["straggler"]["since"], summary["straggler"]["until"]) == (46, None)
+
+
+def test_equal_ranks_have_no_straggler(tmp_path: Path) -> None:
+    log = CommLog(tmp_path, 0, 0)
+    for step in range(1, 31):
+        assert log.add(one_late(False, step), [ClockOffset(0, 0)] * 2, {})[1] == []
+    assert log.finish([ClockOffset(0, 0)] * 2, print)["straggler"] is None
+
+
+def test_what_cannot_be_written_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk: /dev/full takes no byte. Then a picture that cannot be drawn."""
+    log, said = CommLog(tmp_path, 0, 0), list[str]()
+    log._file.close()
+    log._file = open("/dev/full", "a")  # noqa: SIM115
+    for step in (1, 2):
+        said += log.add(one_late(False, step), [ClockOffset(0, 0)] * 2, {})[1]
+    assert len(said) == 1
+    assert "collectives are no longer written" in said[0]
+    monkeypatch.setattr("nanoray.trace.draw", lambda *_: 1 / 0)
+    log._file = (tmp_path / "x").open("a")
+    summary = log.finish([ClockOffset(0, 0)] * 2, said.append)
+    assert summary["traced_steps"] == 2
+    assert "no timeline: ZeroDivisionError" in said[1]
+
+
+def test_one_comparison_with_no_sync_is_not_shown(tmp_path: Path) -> None:
+    log = CommLog(tmp_path, 0, 0)
+    for step in (1, 2):
+        pair = [[notes(0.0, 12.0, step=step, no_sync_s=0.015)]] * 2
+        assert log.add(pair, [ClockOffset(0, 0)] * 2, {})[0]["comm/ab_ms"] == pytest.approx(5)
+    assert log.finish([ClockOffset(0, 0)] * 2, print)["ab_ms"] is None
+
+
+def test_a_torn_last_line_is_skipped(tmp_path: Path) -> None:
+    log = CommLog(tmp_path / "comm", 0, 0)
+    log.add(one_late(False, 1), [ClockOffset(0, 0)] * 2, {})
+    with (tmp_path / "comm" / "steps.jsonl").open("a") as file:
+        file.write('{"step": 2, "origin')
+    assert [s["step"] for s in read_steps(tmp_path)] == [1]
+    assert CommLog(tmp_path / "comm", 2, 1)
+    assert (tmp_path / "comm" / "steps.jsonl").read_text().count("\n") == 1
 
 
 def test_the_newest_window_holds_neighbours_only() -> None:
@@ -142,7 +230,9 @@ def test_a_resumed_run_has_each_step_once(spec: RunSpec) -> None:
     """Resumed from step 12: steps 13 and 14 are traced again, and stand in the file once."""
     from nanoray.run import open_run
 
-    config = spec.config.model_copy(update={"resume": str(spec.folder), "max_steps": 16, "fault": ""})
+    config = spec.config.model_copy(
+        update={"resume": str(spec.folder), "max_steps": 16, "fault": "", "checkpoint_every": 0}
+    )
     again = open_run(config, spec.dataset, spec.started)
     for step in (again.checkpoints / "step_00000014",):
         for file in step.iterdir():
