@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from nanoray.timeline import read_steps
 from tests.ranks import TINY
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -236,9 +237,12 @@ print(json.dumps([[a.name, a.repr_name, a.ray_namespace] for a in actors]))"""
 def test_a_killed_worker_costs_nothing(
     cluster: Cluster, recipe: Path, clean: tuple[Path, str], tmp_path: Path, phase: str
 ) -> None:
-    """SIGKILL at step 15, after the checkpoint of step 10: named, restarted, and every loss as if nothing had been."""
+    """SIGKILL at step 15, after the checkpoint of step 10: named, restarted, and every loss as if nothing had been.
+
+    The run is traced, the clean one is not; the steps that were done again stand in the trace once.
+    """
     flags = ("--eval_every", "15", "--checkpoint_every", "10", "--fault", f"kill:rank=1,step=15,phase={phase}")
-    code, output = launch(cluster, recipe, tmp_path, *flags)
+    code, output = launch(cluster, recipe, tmp_path, *flags, "--comm_trace", "every=4")
     assert code == 0, output
     (fault,) = (only_run(tmp_path) / "faults.jsonl").read_text().splitlines()
     assert json.loads(fault)["kind"] == "kill", "the fault did not fire"
@@ -247,6 +251,10 @@ def test_a_killed_worker_costs_nothing(
     assert "restart  1/3 from the newest checkpoint" in output
     assert summary(tmp_path)["restarts"] == 1
     assert losses(tmp_path) == losses(clean[0]), "bit for bit"
+    traced = {s["step"]: s["attempt"] for s in read_steps(only_run(tmp_path))}
+    assert list(traced) == [step for step in range(1, 31) if step % 4 in (3, 0)]
+    assert [attempt for step, attempt in traced.items() if step > 10] == [1] * 10
+    assert summary(tmp_path)["comm"]["traced_steps"] == 10  # of the last attempt
 
 
 def test_an_exception_is_the_cause_and_twice_is_enough(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from nanoray.__main__ import COMMANDS
+from nanoray.bench.report import Report
 from nanoray.config import parse_args
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -97,6 +99,25 @@ def test_dry_run_of_the_large_preset(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "12 seq × 5 accum × 8 dp × 1024 tok = 491,520 tok/step" in done.stdout
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("bench", ["collectives", "algorithms", "overlap", "scaling"])
+def test_tables_on_communication_are_pasted_from_results(bench: str) -> None:
+    """What `paste` makes of the committed JSON stands in the page, line by line; so does the command that measured it."""
+    page = (ROOT / "docs" / "communication.md").read_text(encoding="utf-8")
+    report = Report.read(ROOT / "docs" / "results" / f"{bench}-cpu.json")
+    pasted = importlib.import_module(f"nanoray.bench.{bench}").paste(report)
+    missing = [line for line in pasted if line.startswith("|") and line not in page]
+    assert missing == []
+    assert f"results/{bench}-cpu.json" in page
+    assert report.conditions["date"].split()[0] in page
+
+
+def test_links_on_communication_lead_somewhere() -> None:
+    page = (ROOT / "docs" / "communication.md").read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)\)", page):
+        assert target.startswith("http") or (ROOT / "docs" / target).exists(), target
+    assert not re.search(r"^[A-Z]{3,}$", page, re.M)
 
 
 def test_figures_stand_in_a_committed_result() -> None:

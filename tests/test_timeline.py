@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from nanoray.comm import ClockOffset
+from nanoray.bench.gang import Gang, Where
+from nanoray.comm import ClockOffset, CommRecorder
+from nanoray.mesh import Mesh
+from nanoray.report import comm_lines
 from nanoray.run import RunSpec
 from nanoray.timeline import chrome_trace, draw, main, newest_window, read_steps
-from nanoray.trace import LATE_TIMES, CommLog, Totals, merge
+from nanoray.trace import LATE_TIMES, CommLog, CommTrace, Totals, merge
 from tests.ranks import make_spec, run_ranks, series
 
 
@@ -162,6 +166,40 @@ def test_the_newest_window_holds_neighbours_only() -> None:
     steps = [{"step": s} for s in (9, 10, 19, 20)]
     assert [s["step"] for s in newest_window(steps)] == [19, 20]
     assert [s["step"] for s in newest_window([{"step": s} for s in range(1, 9)])] == [5, 6, 7, 8]
+
+
+# Real ranks.
+
+
+def two_hosts_rank(mesh: Mesh, order: dict[str, Any], emit: Any) -> None:
+    """Trace three steps of one all-reduce each, on ranks that take themselves for different hosts."""
+    import nanoray.comm
+    import nanoray.trace
+
+    nanoray.comm.clock_domain = nanoray.trace.clock_domain = lambda: f"host{mesh.rank}"
+    recorder = CommRecorder(mesh, every=1, profile=False)
+    log = CommLog(Path(order["folder"]) / "comm", 0, 0) if mesh.rank == 0 else None
+    trace = CommTrace(mesh, recorder, torch.nn.Linear(1, 1), log)
+    trace.prepare()
+    for step in (1, 2, 3):
+        trace.begin(step, trace.twin)
+        trace.phase("log")
+        mesh.all_reduce(torch.ones(4), "loss")
+        trace.read(print)
+        trace.end(lambda timed: None)
+    summary = trace.finish(print)
+    emit({"comm": summary, "limit": log.limit if log else None})
+
+
+def test_ranks_on_two_hosts(tmp_path: Path) -> None:
+    """Their clocks are compared while steps are read; that, and the reading, is no part of what is read."""
+    with Gang(Where(workers=2, device="cpu")) as gang:
+        (event,) = gang.run("tests.test_timeline:two_hosts_rank", {"folder": str(tmp_path)})
+    assert event["comm"]["clock"].startswith("hosts compared to ±")
+    assert "the network between the hosts is slower" in event["limit"][1]
+    assert "3 steps traced" in comm_lines(event["comm"], "x")[0]
+    steps = read_steps(tmp_path)
+    assert [[c["what"] for c in step["collectives"]] for step in steps] == [["loss"]] * 3
 
 
 # Real runs.

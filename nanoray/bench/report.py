@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import platform
 import shlex
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -76,6 +77,19 @@ class Row:
         elif self.skipped and not self.error:
             return row | {"skipped": self.skipped}
         return row | ({} if self.values and not self.error else {"error": self.error or "no value"})
+
+    @classmethod
+    def from_dict(cls, row: dict[str, Any]) -> Row:
+        """Read `to_dict` back; keys that are no field's are `extra`."""
+        own = {f.name for f in fields(cls)}
+        extra = {key: value for key, value in row.items() if key not in own | _STATISTICS}
+        return cls(
+            **{key: value for key, value in row.items() if key in own}
+            | {"extra": extra, "values": tuple(row["values"])}
+        )
+
+
+_STATISTICS = {"n", "median", "min", "max", "lower_quartile", "upper_quartile"}  # they follow from the values
 
 
 def ratio(name: str, metric: str, upper: Row, lower: Row, note: str = "") -> Row:
@@ -169,12 +183,19 @@ class Report:
         """Write the JSON file; a reader never sees half of it."""
         write_json(path, self.to_dict())
 
+    @classmethod
+    def read(cls, path: Path) -> Report:
+        """Read conditions and rows of a written report back, to draw or to paste them again."""
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return cls(found["bench"], found["conditions"], [Row.from_dict(row) for row in found["rows"]])
+
     def lines(self, rows: Sequence[str] | None = None) -> list[str]:
         """Return the conditions, the table, the failures, the targets, and OK or FAILED as the last line.
 
         `rows` is a benchmark's own table in place of `table`.
         """
-        lines = [f"{key:<12}{condition(value)}" for key, value in self.conditions.items()]
+        width = max(10, *map(len, self.conditions)) + 2 if self.conditions else 0
+        lines = [f"{key:<{width}}{condition(value)}" for key, value in self.conditions.items()]
         lines += ["", *(table(self.rows) if rows is None else rows), ""]
         for failure in self.failures:
             first, *rest = failure.splitlines()
