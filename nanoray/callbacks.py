@@ -104,6 +104,8 @@ class Console:
             parts += [f"{record['time/step_ms']:.3g} ms", f"{short(record['perf/tok_per_sec'])} tok/s"]
         if "perf/mfu" in record:
             parts.append(f"mfu {record['perf/mfu']:.1f} %")
+        if "comm/exposed_share" in record:
+            parts.append(f"comm exposed {record['comm/exposed_share']:.0f} %")
         if self._first is None or step < self._first[1]:  # a restart may begin before the first line
             self._first = (record["time"], step)
         seconds, steps = record["time"] - self._first[0], step - self._first[1]
