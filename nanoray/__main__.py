@@ -12,6 +12,7 @@ COMMANDS = {
     "sample": ("nanoray.sample", "generate text from a checkpoint"),
     "timeline": ("nanoray.timeline", "draw traced steps of a run: phases and collectives of all ranks"),
     "check": ("nanoray.check", "is this machine ready, and what would run where"),
+    "kube": ("nanoray.kube.__main__", "train on Kubernetes: render, submit, status, logs, stop, fetch"),
     "bench": ("nanoray.bench.__main__", "measure it"),
 }
 

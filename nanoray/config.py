@@ -45,6 +45,42 @@ def _field(default: Any, group: str, **limits: Any) -> Any:
     return Field(default, json_schema_extra={"group": group}, **limits)
 
 
+class Kube(BaseModel):
+    """What `nanoray kube` needs beyond the run itself: the YAML key `kube`, or flags of its commands.
+
+    Training anywhere else does not look at it. Each attribute's docstring is the help text of its flag.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    overlay: str = ""
+    """folder of kuberay/overlays (default: cpu, multi-pod or mig-mixed, by --device)"""
+    namespace: str = Field(default="nanoray", pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)
+    """where everything goes; it is created"""
+    image: str = ""
+    """image of all pods, with a tag (default: the overlay's)"""
+    ranks_per_pod: Positive = 1
+    """ranks, and so GPUs, of one worker pod"""
+    cpus: float = Field(default=1.0, gt=0)
+    """CPUs of a worker pod, requested and limited; on CPU at least one per rank"""
+    memory_gib: float = Field(default=4.0, gt=0)
+    """memory of a worker pod in GiB, /dev/shm included"""
+    shm_gib: float = Field(default=1.0, gt=0)
+    """/dev/shm of a worker pod in GiB"""
+    gpu_resource: str = "nvidia.com/gpu"
+    """what a rank asks the device plugin for: nvidia.com/gpu, or a slice such as nvidia.com/mig-1g.18gb"""
+    storage: str = "hostpath"
+    """hostpath (a folder of the one node) | NAME of a StorageClass that offers ReadWriteMany"""
+    storage_path: str = Field(default="/var/lib/nanoray", pattern=r"^/")
+    """storage hostpath: the folder; uid 1000 must own it"""
+    storage_gib: Positive = 100
+    """size of the volume in GiB"""
+    ttl_s: Natural = 300
+    """seconds after its end at which the cluster and the RayJob are deleted; runs stay on the volume"""
+    retries: Natural = 2
+    """new clusters after a lost head, each going on from the newest checkpoint"""
+
+
 class Config(BaseModel):
     """A training run, complete and immutable. Each attribute's docstring is the help text of its flag."""
 
@@ -176,6 +212,8 @@ class Config(BaseModel):
 
     expected_val_loss: dict[str, float] = Field({}, json_schema_extra={"group": "log", "flag": False})
     """per dataset: the validation loss the complete recipe should reach or beat"""
+    kube: Kube = Field(Kube(), json_schema_extra={"group": "run", "flag": False})
+    """how `nanoray kube` deploys it; training does not look at it"""
 
     @model_validator(mode="after")
     def _refuse_conflicts(self) -> Config:
@@ -343,7 +381,10 @@ def make_config(values: dict[str, Any]) -> Config:
         for item in error.errors():
             message = item["msg"].removeprefix("Value error, ")
             key = str(item["loc"][0]) if item["loc"] else ""
-            problems.append(f"{key} = {values.get(key)!r}: {message}" if key else message)
+            value = values.get(key)
+            if key == "kube" and len(item["loc"]) > 1:
+                key, value = f"kube.{item['loc'][1]}", item["input"]
+            problems.append(f"{key} = {value!r}: {message}" if key else message)
         raise ConfigError("; ".join(dict.fromkeys(problems))) from None
 
 

@@ -273,6 +273,7 @@ class RuntimeEngine:
         return {
             "step": self.step,
             "attempt": self.spec.attempt,
+            "fault/restarts": self.spec.attempt,
             "time": now(),
             "train/loss": loss,
             "train/lr": lr,

@@ -82,6 +82,12 @@ METRICS: dict[str, Metric] = {
             "30 to 55 on large GPUs",
         ),
         Metric(
+            "fault/restarts",
+            "1",
+            "how often the run was started again from a checkpoint after a fault: the attempt, counted from 0",
+            "0",
+        ),
+        Metric(
             "comm/step_ms",
             "ms",
             "traced steps only, as all comm/ metrics: mean wall time of the steps traced since the last record",

@@ -40,12 +40,12 @@ def test_layers_default_preset_file_flag(tmp_path: Path) -> None:
     assert (c.name, c.lr, c.n_layer, c.n_embd, c.beta1) == ("mine", 3e-4, 5, 32, 0.9)
 
 
-def test_every_key_but_the_hidden_one_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_key_but_the_hidden_ones_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         parse("--help")
     assert stopped.value.code == 0
     text = capsys.readouterr().out
-    assert [k for k in Config.model_fields if f"--{k} " not in text] == ["expected_val_loss"]
+    assert [k for k in Config.model_fields if f"--{k} " not in text] == ["expected_val_loss", "kube"]
     assert "Out of memory?" in text
 
 

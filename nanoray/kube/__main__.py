@@ -1,0 +1,228 @@
+"""`nanoray kube render|submit|status|logs|stop|fetch`: the configuration that trains locally, trained on Kubernetes.
+
+render   write the objects to stdout, checked; nothing is asked of a cluster
+submit   apply them, follow status and the driver's log until the job is over; exit with its verdict
+status   the job, its pods, and what keeps them from running
+logs     the driver's log; --follow until the job is over
+stop     ask Ray to stop the job, which writes a checkpoint; --delete removes what was applied for it
+fetch    copy a run folder from the volume to here
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from nanoray.config import Kube, Loaded, make_config
+from nanoray.errors import ConfigError, NanorayError
+from nanoray.kube.cluster import TERMINAL, Api, ApiError, Follower, KubeError, check_operator, ray_api, troubles
+from nanoray.kube.fetch import fetch
+from nanoray.kube.kustomize import to_yaml
+from nanoray.kube.render import job_name, render
+from nanoray.report import run_command
+
+STOP_S = 120.0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one of the commands and return its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    makers = {"render": _render, "submit": _submit}
+    known = {"status": _status, "logs": _logs, "stop": _stop, "fetch": _fetch}
+    if not argv or argv[0] in ("-h", "--help"):
+        print(__doc__.strip())
+        return 0 if argv else 2
+    if argv[0] in makers:
+        what = f"{argv[0]} a training run on Kubernetes; every flag of nanoray.launch works here too"
+        own, rest = _kube_flags(argv[0], argv[1:])
+        command = makers[argv[0]]
+        return run_command(lambda loaded, t: command(_with(loaded, own), t), rest, f"nanoray kube {argv[0]}", what)
+    try:
+        if argv[0] not in known:
+            raise ConfigError(f"unknown command {argv[0]}; one of {', '.join((*makers, *known))}")
+        return known[argv[0]](argv[1:])
+    except NanorayError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _kube_flags(command: str, argv: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Split a command line into the flags of Kube and the rest, which are the run's."""
+    parser = argparse.ArgumentParser(
+        prog=f"nanoray kube {command}", add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
+    )
+    for key, spec in Kube.model_fields.items():
+        doc = " ".join((spec.description or "").split()).replace("%", "%%")
+        parser.add_argument(f"--{key}", metavar="X", help=f"{doc} [{spec.default}]")
+    if {"-h", "--help"} & set(argv):
+        print(f"the YAML key `kube`, or\n{parser.format_help()}\nand the flags of the run:\n")
+    own, rest = parser.parse_known_args(argv)
+    return vars(own), rest
+
+
+def _with(loaded: Loaded, own: dict[str, str]) -> Loaded:
+    """Lay the flags of Kube over the file's `kube:`."""
+    kube = make_config(loaded.config.model_dump() | {"kube": loaded.config.kube.model_dump() | own}).kube
+    return replace(loaded, config=loaded.config.model_copy(update={"kube": kube}))
+
+
+def _render(loaded: Loaded, started: float) -> int:
+    print(to_yaml(render(loaded.config)), end="")
+    return 0
+
+
+def _submit(loaded: Loaded, started: float) -> int:
+    objects = render(loaded.config)
+    name, namespace = job_name(loaded.config.name), loaded.config.kube.namespace
+    if loaded.dry_run:
+        print("\n".join(f"would apply {o['kind']} {o['metadata']['name']}" for o in objects))
+        return 0
+    api = Api()
+    print(check_operator(api))
+    _refuse_running(api, namespace, name)
+    for thing in objects:
+        api.apply(thing)
+        print(f"apply  {thing['kind']} {thing['metadata']['name']}")
+    status = Follower(api, namespace, name, say=lambda line: print(line, flush=True)).run()
+    return _verdict(status)
+
+
+def _refuse_running(api: Api, namespace: str, name: str) -> None:
+    """A RayJob that is over is replaced; one that runs is not touched."""
+    try:
+        status = api.get("RayJob", namespace, name).get("status", {})
+    except ApiError as error:
+        if error.status == 404:
+            return
+        raise KubeError(f"RayJob {name}: {error.message}") from None
+    if status.get("jobDeploymentStatus") not in TERMINAL:
+        raise KubeError(
+            f"RayJob {name} runs already; follow it with `nanoray kube logs {name} --follow`, or give --name another"
+        )
+    _delete(api, namespace, name)
+
+
+def _verdict(status: dict[str, Any]) -> int:
+    state = status.get("jobStatus")
+    if state == "SUCCEEDED":
+        return 0
+    message = status.get("message") or status.get("reason") or "no reason given"
+    print(f"error: the job ended {state or status['jobDeploymentStatus']}: {message}", file=sys.stderr)
+    return 143 if state == "STOPPED" else 1
+
+
+# Commands that take the name of a job.
+
+
+def _parser(command: str, text: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"nanoray kube {command}", description=text)
+    parser.add_argument("name", help="the job's name: the configuration's name")
+    parser.add_argument("--namespace", default=Kube().namespace)
+    return parser
+
+
+def _status(argv: list[str]) -> int:
+    args = _parser("status", "show a job, its pods, and what keeps them from running").parse_args(argv)
+    api, name = Api(), job_name(args.name)
+    status = _job(api, args.namespace, name).get("status", {})
+    print(f"job    {name} {status.get('jobDeploymentStatus', 'accepted')}/{status.get('jobStatus', '')}".rstrip("/"))
+    if status.get("message"):
+        print(f"       {status['message']}")
+    cluster = status.get("rayClusterName", "")
+    pods = api.get("Pod", args.namespace, selector=f"ray.io/cluster={cluster}")["items"] if cluster else []
+    for pod in pods:
+        where = pod["spec"].get("nodeName", "no node yet")
+        print(f"pod    {pod['metadata']['name']} {pod.get('status', {}).get('phase', '?')} on {where}")
+    for trouble in troubles(pods):
+        print(f"       {trouble.pod} {trouble.text}")
+    return 0
+
+
+def _logs(argv: list[str]) -> int:
+    parser = _parser("logs", "print what the driver said: all ranks speak through it")
+    parser.add_argument("--follow", action="store_true", help="go on until the job is over, and exit with its verdict")
+    args = parser.parse_args(argv)
+    api, name = Api(), job_name(args.name)
+    status = _job(api, args.namespace, name).get("status", {})
+    follower = Follower(api, args.namespace, name, say=lambda line: print(line, flush=True))
+    if args.follow:
+        return _verdict(follower.run())
+    if not status.get("jobId"):
+        raise KubeError(f"RayJob {name} has no log yet; nanoray kube status {name} says why")
+    print("\n".join(follower.new_log(status)))
+    return 0
+
+
+def _stop(argv: list[str]) -> int:
+    parser = _parser("stop", "stop a job: it finishes its step and writes a checkpoint")
+    parser.add_argument("--delete", action="store_true", help="and delete the RayJob, and with it its cluster")
+    args = parser.parse_args(argv)
+    api, name = Api(), job_name(args.name)
+    status = _job(api, args.namespace, name).get("status", {})
+    if status.get("jobStatus") == "RUNNING":
+        ray_api(api, args.namespace, status, f"/api/jobs/{status['jobId']}/stop", "POST")
+        _wait(lambda: _job(api, args.namespace, name)["status"].get("jobStatus") not in ("RUNNING", "PENDING"), STOP_S)
+        print(f"job    {name} {_job(api, args.namespace, name)['status'].get('jobStatus')}")
+    elif not args.delete:
+        print(f"job    {name} is not running: {status.get('jobDeploymentStatus', 'accepted')}")
+    if args.delete:
+        _delete(api, args.namespace, name)
+        print(f"job    {name} deleted; its runs and checkpoints are still on the volume")
+    return 0
+
+
+def _fetch(argv: list[str]) -> int:
+    parser = _parser("fetch", "copy the newest run folder of a job, with its checkpoints, from the volume to here")
+    parser.add_argument("--out_dir", default="runs", help="where to [runs]")
+    parser.add_argument("--run", default="", help="the run folder's name [the newest that ends in the job's name]")
+    args = parser.parse_args(argv)
+    path = fetch(Api(), args.namespace, args.name, args.run, args.out_dir)
+    print(f"files  {path}")
+    return 0
+
+
+def _job(api: Api, namespace: str, name: str) -> dict[str, Any]:
+    try:
+        job: dict[str, Any] = api.get("RayJob", namespace, name)
+    except ApiError as error:
+        if error.status != 404:
+            raise
+        names = [j["metadata"]["name"] for j in api.get("RayJob", namespace).get("items", ())]
+        raise KubeError(f"there is no RayJob {name} in {namespace}; there: {', '.join(names) or 'none'}") from None
+    return job
+
+
+def _delete(api: Api, namespace: str, name: str) -> None:
+    from nanoray.kube.cluster import path_of
+
+    for kind, thing in (("RayJob", name), ("ConfigMap", f"{name}-config")):
+        try:
+            api.call("DELETE", path_of(kind, namespace, thing))
+        except ApiError as error:
+            if error.status != 404:
+                raise
+    _wait(lambda: _gone(api, namespace, name), STOP_S)
+
+
+def _gone(api: Api, namespace: str, name: str) -> bool:
+    try:
+        api.get("RayJob", namespace, name)
+    except ApiError as error:
+        return error.status == 404
+    return False
+
+
+def _wait(ready: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not ready():
+        if time.monotonic() > end:
+            raise KubeError(f"the cluster did not do it within {seconds:g} s; look at kubectl describe rayjob")
+        time.sleep(1)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,354 @@
+"""Talk to a cluster: apply, follow, stop, and say in one line what is wrong with it.
+
+Kubernetes is asked through the official client, Ray's jobs API through the API server's proxy, so that a kubeconfig
+is all that is needed: no port-forward, no ingress. Ray's token travels in X-Ray-Authorization, because the API server
+keeps the Authorization header for itself.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanoray.errors import NanorayError
+from nanoray.kube.kustomize import Object
+
+KUBERAY = "1.7.0"
+OLDEST_KUBERAY = (1, 6)  # the first with authOptions for RayJobs in HTTPMode
+INSTALL = (
+    "helm repo add kuberay https://ray-project.github.io/kuberay-helm/ && helm install kuberay-operator "
+    f"kuberay/kuberay-operator --version {KUBERAY} --namespace kuberay-system --create-namespace"
+)
+MANAGER = "nanoray"  # field manager of server-side apply
+# kind -> (path of its API, plural, lives in a namespace)
+KINDS = {
+    "Namespace": ("/api/v1", "namespaces", False),
+    "ServiceAccount": ("/api/v1", "serviceaccounts", True),
+    "ConfigMap": ("/api/v1", "configmaps", True),
+    "Service": ("/api/v1", "services", True),
+    "PersistentVolume": ("/api/v1", "persistentvolumes", False),
+    "PersistentVolumeClaim": ("/api/v1", "persistentvolumeclaims", True),
+    "NetworkPolicy": ("/apis/networking.k8s.io/v1", "networkpolicies", True),
+    "PodDisruptionBudget": ("/apis/policy/v1", "poddisruptionbudgets", True),
+    "Job": ("/apis/batch/v1", "jobs", True),
+    "Deployment": ("/apis/apps/v1", "deployments", True),
+    "StatefulSet": ("/apis/apps/v1", "statefulsets", True),
+    "RayCluster": ("/apis/ray.io/v1", "rayclusters", True),
+    "RayJob": ("/apis/ray.io/v1", "rayjobs", True),
+    "PodMonitor": ("/apis/monitoring.coreos.com/v1", "podmonitors", True),
+    "ResourceFlavor": ("/apis/kueue.x-k8s.io/v1beta1", "resourceflavors", False),
+    "ClusterQueue": ("/apis/kueue.x-k8s.io/v1beta1", "clusterqueues", False),
+    "LocalQueue": ("/apis/kueue.x-k8s.io/v1beta1", "localqueues", True),
+}
+TERMINAL = ("Complete", "Failed", "ValidationFailed")
+
+
+class KubeError(NanorayError):
+    """The cluster cannot do what was asked: what it said, and the remedy."""
+
+    exit_code = 4
+
+
+class ApiError(KubeError):
+    """What the API server answered in place of an object."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(f"the cluster answered {status}: {message}")
+        self.status, self.message = status, message
+
+
+class Api:
+    """The API server of the current context of KUBECONFIG. Raises KubeError when there is none."""
+
+    def __init__(self, context: str | None = None) -> None:
+        try:
+            from kubernetes import client, config
+        except ImportError:
+            raise KubeError("the kubernetes client is not installed; pip install 'nanoray[kube]'") from None
+        try:
+            config.load_kube_config(config_file=os.environ.get("KUBECONFIG"), context=context)
+        except Exception as error:
+            try:
+                config.load_incluster_config()
+            except Exception:
+                raise KubeError(
+                    f"no cluster: {error}; set KUBECONFIG, or make one with kuberay/scripts/install.sh"
+                ) from None
+        self._client = client.ApiClient()
+        self._client.configuration.retries = 1
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        query: tuple[tuple[str, str], ...] = (),
+        headers: dict[str, str] | None = None,
+    ) -> Any:
+        """Return the decoded answer (text where it is no JSON). Raises ApiError, or KubeError when nobody answers."""
+        sent = {"Accept": "application/json", "Content-Type": "application/json"} | (headers or {})
+        serialize = self._client.param_serialize
+        request = serialize(method, path, None, list(query), sent, body, auth_settings=["BearerToken"])
+        try:
+            response = self._client.call_api(*request, _request_timeout=(5, 30))
+            text = (response.read() or b"").decode("utf-8", "replace")
+        except Exception as error:  # urllib3's own, and ssl's
+            host = self._client.configuration.host
+            raise KubeError(f"no answer from the cluster at {host}: {_short(error)}; check KUBECONFIG and VPN") from None
+        if response.status >= 400:
+            raise ApiError(response.status, _message(text) or str(response.reason))
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+
+    def get(self, kind: str, namespace: str, name: str = "", selector: str = "") -> Any:
+        """Return one object, or with an empty name the list of them. Raises ApiError."""
+        query = (("labelSelector", selector),) if selector else ()
+        return self.call("GET", path_of(kind, namespace, name), query=query)
+
+    def apply(self, thing: Object) -> None:
+        """Create or update one object on the server's side. Raises KubeError in the user's words."""
+        namespace, name = thing["metadata"].get("namespace", ""), thing["metadata"]["name"]
+        query = (("fieldManager", MANAGER), ("force", "true"))
+        try:
+            path = path_of(thing["kind"], namespace, name)
+            self.call("PATCH", path, thing, query, {"Content-Type": "application/apply-patch+yaml"})
+        except ApiError as error:
+            raise KubeError(_refusal(thing["kind"], name, namespace, error)) from None
+
+    def run_in(self, pod: str, namespace: str, command: list[str]) -> str:
+        """Run a command in a pod and return its standard output. Raises KubeError with what it said when it failed."""
+        from kubernetes import client, stream
+
+        try:
+            channel = stream.stream(
+                client.CoreV1Api(self._client).connect_get_namespaced_pod_exec,
+                pod,
+                namespace,
+                command=command,
+                stdout=True,
+                stderr=True,
+                stdin=False,
+                tty=False,
+                _preload_content=False,
+            )
+            channel.run_forever(timeout=600)
+            out, code = channel.read_stdout(), channel.returncode
+        except Exception as error:  # websocket's own, and the client's
+            raise KubeError(f"{' '.join(command)} in pod {pod}: {_short(error)}; needs create on pods/exec") from None
+        if code:
+            raise KubeError(f"{' '.join(command)} in pod {pod} ended with {code}: {_short(channel.read_stderr())}")
+        return str(out)
+
+
+def path_of(kind: str, namespace: str, name: str = "") -> str:
+    """Return the URL path of an object, or of all of its kind in the namespace."""
+    plural = {"Pod": "pods", "Secret": "secrets", "Event": "events"}.get(kind)
+    api, plural, spaced = ("/api/v1", plural, True) if plural else KINDS[kind]
+    middle = f"/namespaces/{namespace}" if spaced else ""
+    return f"{api}{middle}/{plural}" + (f"/{name}" if name else "")
+
+
+def _message(body: str) -> str:
+    try:
+        return str(json.loads(body)["message"])
+    except (ValueError, KeyError, TypeError):
+        return _short(body)
+
+
+def _short(what: Any) -> str:
+    return " ".join(str(what).split())[:300]
+
+
+def _refusal(kind: str, name: str, namespace: str, error: ApiError) -> str:
+    text = f"{kind} {name}: {error.message}"
+    if error.status == 403 and "exceeded quota" in error.message:
+        return f"{text}; ask for fewer pods or smaller ones (--workers, --cpus, --memory_gib), or raise the quota"
+    if error.status == 403:
+        return f"{text}; your account lacks the right: ask for patch on {KINDS[kind][1]} in namespace {namespace}"
+    if error.status == 404 and kind in ("RayJob", "RayCluster"):
+        return f"KubeRay is not installed in this cluster; {INSTALL}"
+    if error.status == 404:
+        return f"{text}; the cluster does not know {kind}: install what brings it, or take it out of the overlay"
+    return text
+
+
+# Before anything is applied.
+
+
+def check_operator(api: Api) -> str:
+    """Return a line about KubeRay. Raises KubeError when it is missing or too old; silent where it may not be read."""
+    try:
+        api.call("GET", "/apis/ray.io/v1")
+    except ApiError as error:
+        if error.status == 404:
+            raise KubeError(f"KubeRay is not installed in this cluster; {INSTALL}") from None
+    try:
+        query = (("labelSelector", "app.kubernetes.io/name=kuberay-operator"),)
+        found = api.call("GET", "/apis/apps/v1/deployments", query=query)["items"]
+    except ApiError as error:
+        return f"kuberay: version unknown ({error.message})"
+    images = [c["image"] for d in found for c in d["spec"]["template"]["spec"]["containers"]]
+    versions = [m.group(1) for image in images if (m := re.search(r":v?(\d+\.\d+[\w.-]*)$", image))]
+    for version in versions:
+        if tuple(int(p) for p in version.split(".")[:2]) < OLDEST_KUBERAY:
+            raise KubeError(
+                f"KubeRay {version} is too old: it knows no token authentication for RayJobs; "
+                f"helm upgrade kuberay-operator kuberay/kuberay-operator --version {KUBERAY}"
+            )
+    return f"kuberay: {versions[0] if versions else 'version unknown'}"
+
+
+# What goes on.
+
+
+@dataclass
+class Trouble:
+    """Something that keeps a pod from running, in one line; `fatal` when waiting will not help."""
+
+    pod: str
+    text: str
+    fatal: bool
+
+
+_IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
+
+
+def troubles(pods: list[Object]) -> list[Trouble]:
+    """Return what keeps pods from running, from their status alone."""
+    found = []
+    for pod in pods:
+        name, status = pod["metadata"]["name"], pod.get("status", {})
+        for condition in status.get("conditions", ()):
+            if condition["type"] == "PodScheduled" and condition["status"] == "False":
+                text = f"cannot be scheduled: {condition.get('message', condition.get('reason', ''))}"
+                found.append(Trouble(name, text, fatal=False))
+        for container in [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]:
+            state = container.get("state", {})
+            waiting, ended = state.get("waiting", {}), state.get("terminated") or {}
+            last = (container.get("lastState") or {}).get("terminated") or {}
+            if waiting.get("reason") in _IMAGE:
+                remedy = "build and import it with kuberay/scripts/image.sh, or give --image"
+                text = f"image {container.get('image', '?')} not found: {waiting.get('message', '')}; {remedy}"
+                found.append(Trouble(name, text, fatal=True))
+            elif waiting.get("reason") in ("CreateContainerConfigError", "CreateContainerError", "RunContainerError"):
+                found.append(Trouble(name, f"{waiting['reason']}: {waiting.get('message', '')}", fatal=True))
+            elif waiting.get("reason") == "CrashLoopBackOff" or ended.get("exitCode"):
+                end = ended or last
+                reason = end.get("reason", "Error")
+                remedy = "; raise --memory_gib" if reason == "OOMKilled" else ""
+                found.append(Trouble(name, f"ended with {end.get('exitCode')} ({reason}){remedy}", fatal=False))
+    return found
+
+
+@dataclass
+class Follower:
+    """Follow one RayJob until it is terminal: its status, its pods' troubles, and the log of its driver."""
+
+    api: Api
+    namespace: str
+    name: str
+    say: Callable[[str], None] = print
+    poll_s: float = 2.0
+    start_timeout_s: float = 900.0
+    silence_s: float = 300.0  # an API server that is away for longer ends the following, not the job
+    _seen: set[str] = field(default_factory=set)
+    _log_end: int = 0
+    _broken_log: bool = False
+
+    def run(self) -> Object:
+        """Return the RayJob's status once it is terminal. Raises KubeError when it cannot start, or was deleted."""
+        began, last, started = time.monotonic(), "", False
+        while True:
+            status = self._status()
+            state = "/".join(filter(None, (status.get("jobDeploymentStatus"), status.get("jobStatus")))) or "accepted"
+            if state != last:
+                self.say(f"job    {state} after {time.monotonic() - began:.0f} s")
+                last = state
+            started = started or status.get("jobStatus") in ("RUNNING", "SUCCEEDED", "FAILED", "STOPPED")
+            if status.get("jobId"):
+                for line in self.new_log(status):
+                    self.say(line)
+            if status.get("jobDeploymentStatus") in TERMINAL:
+                return status
+            self._pods(status, started, time.monotonic() - began)
+            time.sleep(self.poll_s)
+
+    def _status(self) -> Object:
+        """Return the RayJob's status; while the API server is away, wait for it. Raises KubeError."""
+        away = None
+        while True:
+            try:
+                status: Object = self.api.get("RayJob", self.namespace, self.name).get("status", {})
+                return status
+            except KubeError as error:
+                code = getattr(error, "status", 0)
+                if code == 404:
+                    raise KubeError(f"RayJob {self.name} was deleted while it was followed") from None
+                away = away or time.monotonic()
+                if 0 < code < 500 or time.monotonic() - away > self.silence_s:
+                    raise
+                line = f"api    {error}; trying on"
+                if line not in self._seen:
+                    self._seen.add(line)
+                    self.say(line)
+                time.sleep(self.poll_s)
+
+    def _pods(self, status: Object, started: bool, waited_s: float) -> None:
+        cluster = status.get("rayClusterName")
+        pods = self.api.get("Pod", self.namespace, selector=f"ray.io/cluster={cluster}")["items"] if cluster else []
+        found = troubles(pods)
+        for trouble in found:
+            line = f"pod    {trouble.pod} {trouble.text}"
+            if line not in self._seen:
+                self._seen.add(line)
+                self.say(line)
+        if started:
+            return
+        fatal = next((t for t in found if t.fatal), None)
+        if fatal or waited_s > self.start_timeout_s:
+            what = fatal or (found[0] if found else None)
+            reason = f"{what.pod} {what.text}" if what else "no pod says why; see kubectl describe"
+            raise KubeError(
+                f"the job cannot start: {reason}. Its objects are still there: nanoray kube stop {self.name} --delete"
+            )
+
+    def new_log(self, status: Object) -> Iterator[str]:
+        """Yield lines of the driver's log that were not seen yet. A dropped answer is asked for again."""
+        try:
+            text = ray_api(self.api, self.namespace, status, f"/api/jobs/{status['jobId']}/logs").get("logs", "")
+        except (KubeError, AttributeError) as error:
+            if not self._broken_log and status.get("jobStatus") == "RUNNING":
+                self.say(f"log    out of reach, trying on: {_short(error)}")
+            self._broken_log = True
+            return
+        self._broken_log = False
+        whole = text if status.get("jobDeploymentStatus") in TERMINAL else text[: text.rfind("\n") + 1]
+        fresh, self._log_end = whole[self._log_end :], max(len(whole), self._log_end)
+        yield from fresh.splitlines()
+
+
+def ray_api(api: Api, namespace: str, status: Object, path: str, method: str = "GET", body: Any = None) -> Any:
+    """Call Ray's jobs API on the head of a RayJob, through the API server's proxy. Raises ApiError."""
+    cluster = status["rayClusterName"]
+    service = path_of("Service", namespace, f"{cluster}-head-svc:8265")
+    headers = {"X-Ray-Authorization": f"Bearer {_token(api, namespace, cluster)}"}
+    return api.call(method, f"{service}/proxy{path}", body, headers=headers)
+
+
+def _token(api: Api, namespace: str, cluster: str) -> str:
+    """Return the cluster's token, from the Secret that the operator made and named in the head's environment."""
+    heads = api.get("Pod", namespace, selector=f"ray.io/cluster={cluster},ray.io/node-type=head")["items"]
+    for head in heads:
+        for item in head["spec"]["containers"][0].get("env", ()):
+            if item["name"] == "RAY_AUTH_TOKEN" and "valueFrom" in item:
+                ref = item["valueFrom"]["secretKeyRef"]
+                return base64.b64decode(api.get("Secret", namespace, ref["name"])["data"][ref["key"]]).decode()
+    raise ApiError(404, f"no head pod of {cluster} has a token")

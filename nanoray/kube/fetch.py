@@ -1,0 +1,51 @@
+"""Copy a run folder from the cluster's volume: `tar` in a pod that has it mounted, through the API server.
+
+TensorBoard's pod is the one that lives as long as the volume does, and it sees it read-only.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import shutil
+import tarfile
+import tempfile
+from pathlib import Path
+
+from nanoray.errors import ConfigError
+from nanoray.kube.cluster import Api, KubeError
+
+SELECTOR = "app.kubernetes.io/name=nanoray-tensorboard"
+
+
+def fetch(api: Api, namespace: str, name: str, run: str, out_dir: str) -> Path:
+    """Copy run folder `run` (else the newest that ends in `name`) into `out_dir` and return its path.
+
+    The folder appears whole or not at all, and one that is there already is never overwritten. Raises KubeError.
+    """
+    if "/" in run or run.startswith("."):
+        raise ConfigError(f"run = {run!r} is no folder's name; take one that `nanoray kube fetch {name}` lists")
+    pods = api.get("Pod", namespace, selector=SELECTOR)["items"]
+    ready = [p["metadata"]["name"] for p in pods if p.get("status", {}).get("phase") == "Running"]
+    if not ready:
+        raise KubeError(f"no TensorBoard pod runs in {namespace}, and it is the one through which files are read")
+    runs = api.run_in(ready[0], namespace, ["ls", "-1", "/data/runs"]).split()
+    own = sorted(r for r in runs if r == run or (not run and r.endswith(f"_{name}")))
+    if not own:
+        raise KubeError(f"no run {run or '…_' + name} on the volume; there: {', '.join(sorted(runs)) or 'none'}")
+    target = Path(out_dir).expanduser() / own[-1]
+    if target.exists():
+        raise KubeError(f"{target} is there already; move it away, or give --out_dir another")
+    packed = api.run_in(ready[0], namespace, ["sh", "-c", 'tar -czf - -C /data/runs "$0" | base64', own[-1]])
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=".fetch-", dir=target.parent))
+    try:
+        with tarfile.open(fileobj=io.BytesIO(base64.b64decode(packed)), mode="r:gz") as archive:
+            archive.extractall(aside, filter="data")  # no absolute path, no link out of the folder, no device
+        os.replace(aside / own[-1], target)
+    except (tarfile.TarError, ValueError, EOFError, OSError) as error:
+        raise KubeError(f"what came back of {own[-1]} is not whole: {error}; try again") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return target

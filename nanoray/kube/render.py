@@ -1,0 +1,154 @@
+"""From the configuration that trains locally to the objects that train on Kubernetes.
+
+overlay (kuberay/overlays/NAME/job) ─► built ─► name, namespace, image, pods, storage, configuration set ─► checked
+
+The overlay says how pods are shaped for a kind of machine; what a run decides is set on top. Nothing here talks to a
+cluster, so everything that can be refused is refused before one is touched.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import yaml
+
+from nanoray.config import Config, Kube
+from nanoray.errors import ConfigError
+from nanoray.kube.kustomize import Object, build, containers
+from nanoray.kube.rules import NAME_LIMIT, groups, problems
+
+KUBE_DIR = Path(__file__).resolve().parent.parent.parent / "kuberay"
+CONFIG_DIR = "/etc/nanoray"
+OVERLAY = {"cpu": "cpu", "cuda": "multi-pod", "mig": "mig-mixed"}  # where --overlay says nothing
+_CPU_TAG, _CUDA_TAG = "cpu", "cuda"
+# What a pod decides, or the command line of a local run; the job gets its own.
+_LOCAL = ("workers", "out_dir", "resume", "ray_address", "device", "dataset", "data_dir", "kube", "expected_val_loss")
+
+
+def render(config: Config) -> list[Object]:
+    """Return the objects of a RayJob that trains `config`. Raises ConfigError with every rule that is broken.
+
+    `config.workers` must be a number: the cluster is made for it.
+    """
+    kube, ranks = config.kube, config.workers
+    if ranks == "auto" or config.device == "auto":
+        raise ConfigError(
+            f"workers = {ranks}, device = {config.device}: the pods are made for this run, so there is nothing to "
+            "count; give --workers N --device cpu|cuda|mig"
+        )
+    overlay = kube.overlay or OVERLAY[config.device]
+    folder = KUBE_DIR / "overlays" / overlay / "job"
+    if not folder.is_dir():
+        names = sorted(path.parent.name for path in (KUBE_DIR / "overlays").glob("*/job"))
+        raise ConfigError(f"there is no overlay {overlay!r}; one of {', '.join(names) or f'none in {KUBE_DIR}'}")
+    objects = build(folder)
+    job = next(thing for thing in objects if thing["kind"] == "RayJob")
+    name = job_name(config.name)
+    _shape(job, config, int(ranks))
+    _storage(objects, kube)
+    objects.insert(1, _config_map(config, name))
+    job["metadata"]["name"] = name
+    job["spec"]["entrypoint"] = entrypoint(int(ranks), config.device)
+    job["spec"]["ttlSecondsAfterFinished"] = kube.ttl_s
+    if not job["spec"].get("suspend"):
+        job["spec"]["backoffLimit"] = kube.retries
+    for thing in objects:
+        _place(thing, kube)
+    if broken := problems(objects):
+        raise ConfigError("these manifests would not work:\n  " + "\n  ".join(broken))
+    return objects
+
+
+def job_name(name: str) -> str:
+    """Return `name` as Kubernetes allows it; a name that starts with no letter gets an r."""
+    plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "run"
+    return (plain if plain[0].isalpha() else f"r-{plain}")[: NAME_LIMIT["RayJob"]].rstrip("-")
+
+
+def entrypoint(ranks: int, device: str) -> str:
+    """Return the job's command: the launcher on the mounted configuration, resuming where an earlier cluster ended."""
+    return (
+        f"python -m nanoray.launch --config {CONFIG_DIR}/config.yaml --workers {ranks} "
+        f"--device {'cpu' if device == 'cpu' else 'cuda'} --out_dir /data/runs --resume auto --placement_timeout_s 300"
+    )
+
+
+def _config_map(config: Config, name: str) -> Object:
+    values = {k: v for k, v in config.model_dump(exclude_defaults=True).items() if k not in _LOCAL}
+    if config.dataset in ("auto", "shakespeare", "stdlib"):
+        values["dataset"] = config.dataset
+    elif not config.dataset.startswith("/data/"):
+        raise ConfigError(
+            f"dataset = {config.dataset} is a path of this machine; copy it to the volume and give /data/…, "
+            "or use shakespeare or stdlib"
+        )
+    else:
+        values["dataset"] = config.dataset
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": f"{name}-config"},
+        "data": {"config.yaml": yaml.safe_dump(values, sort_keys=False)},
+    }
+
+
+def _shape(job: Object, config: Config, ranks: int) -> None:
+    """Set how many worker pods there are, what each one holds, and mount the configuration everywhere."""
+    kube, spec = config.kube, job["spec"]["rayClusterSpec"]
+    (workers,) = spec["workerGroupSpecs"]
+    pods = math.ceil(ranks / kube.ranks_per_pod)
+    if ranks % kube.ranks_per_pod:
+        raise ConfigError(
+            f"workers = {ranks} is no multiple of ranks_per_pod = {kube.ranks_per_pod}: pods of a group are alike; "
+            f"use --workers {pods * kube.ranks_per_pod}"
+        )
+    workers |= {"replicas": pods, "minReplicas": pods, "maxReplicas": pods}
+    container = workers["template"]["spec"]["containers"][0]
+    limits = {k: v for k, v in container["resources"]["limits"].items() if k in ("cpu", "memory") or "rdma" in k}
+    params = {"num-cpus": f"{math.floor(kube.cpus)}"}
+    limits |= {"cpu": f"{kube.cpus:g}", "memory": f"{kube.memory_gib:g}Gi"}
+    if config.device != "cpu":
+        limits[kube.gpu_resource] = str(kube.ranks_per_pod)
+        params["num-gpus"] = str(kube.ranks_per_pod)
+    container["resources"] = {"requests": dict(limits), "limits": dict(limits)}
+    workers["rayStartParams"] = params
+    for volume in workers["template"]["spec"]["volumes"]:
+        if "emptyDir" in volume:
+            volume["emptyDir"]["sizeLimit"] = f"{kube.shm_gib:g}Gi"
+    for group in groups(spec):
+        pod = group["template"]["spec"]
+        pod["volumes"].append({"name": "config", "configMap": {"name": f"{job_name(config.name)}-config"}})
+        mount = {"name": "config", "mountPath": CONFIG_DIR, "readOnly": True}
+        pod["containers"][0]["volumeMounts"].append(mount)
+    tag = _CPU_TAG if config.device == "cpu" else _CUDA_TAG
+    for container in containers(job):
+        container["image"] = kube.image or re.sub(r"(cpu|cuda)$", tag, container["image"])
+
+
+def _storage(objects: list[Object], kube: Kube) -> None:
+    """Set the claim's size and class; a class of the cluster's makes our own volume superfluous."""
+    for thing in list(objects):
+        if thing["kind"] == "PersistentVolume" and kube.storage != "hostpath":
+            objects.remove(thing)
+        elif thing["kind"] == "PersistentVolume":
+            thing["spec"]["capacity"]["storage"] = f"{kube.storage_gib}Gi"
+            thing["spec"]["hostPath"]["path"] = kube.storage_path
+        elif thing["kind"] == "PersistentVolumeClaim":
+            thing["spec"]["resources"]["requests"]["storage"] = f"{kube.storage_gib}Gi"
+            if kube.storage != "hostpath":
+                thing["spec"]["storageClassName"] = kube.storage
+
+
+def _place(thing: Object, kube: Kube) -> None:
+    """Put `thing` into the namespace; images of the other workloads follow the job's."""
+    if thing["kind"] == "Namespace":
+        thing["metadata"]["name"] = kube.namespace
+    elif thing["kind"] not in ("PersistentVolume", "ResourceFlavor", "ClusterQueue"):
+        thing["metadata"]["namespace"] = kube.namespace
+    if thing["kind"] == "PersistentVolume":
+        thing["metadata"]["name"] = f"nanoray-{kube.namespace}" if kube.namespace != "nanoray" else "nanoray"
+    if thing["kind"] in ("Job", "Deployment") and kube.image:
+        for container in containers(thing):
+            container["image"] = kube.image

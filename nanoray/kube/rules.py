@@ -1,0 +1,190 @@
+"""What must hold of the manifests before a cluster sees them: KubeRay's own rules, and a policy of ours.
+
+The operator checks the first kind itself, but only after the objects were accepted, in a log that few read; the second
+kind nobody checks. Sources: KubeRay v1.7.0 (its validation and its defaulting of pods), the Pod Security Standard
+"restricted".
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+from nanoray.kube.kustomize import Object, containers
+
+NAME_LIMIT = {"RayCluster": 53, "RayJob": 47}  # the operator appends to them
+HEAD_MEMORY = 4 * 2**30
+_UNITS = {"": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_UNITS |= {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+
+
+def quantity(value: str | int | float) -> float:
+    """Return a Kubernetes quantity ("500m", "4Gi", 2) as a number. Raises ValueError."""
+    match = re.fullmatch(r"([0-9.]+)([a-zA-Z]*)", str(value))
+    if not match or match[2] not in _UNITS:
+        raise ValueError(f"{value!r} is no quantity; write for example 500m, 4 or 16Gi")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def cluster_spec(thing: Object) -> dict[str, Any] | None:
+    """Return the RayCluster spec of a RayCluster or a RayJob, None of anything else."""
+    if thing["kind"] == "RayJob":
+        return thing["spec"]["rayClusterSpec"]
+    return thing["spec"] if thing["kind"] == "RayCluster" else None
+
+
+def groups(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the head group and every worker group."""
+    return [spec["headGroupSpec"], *spec.get("workerGroupSpecs", ())]
+
+
+def problems(objects: list[Object]) -> list[str]:
+    """Return every broken rule as one line that names the object, the value and the remedy; empty is good."""
+    found = []
+    for thing in objects:
+        name = f"{thing['kind']} {thing['metadata']['name']}"
+        rules = [_policy(thing)]
+        if spec := cluster_spec(thing):
+            rules += [_names(thing), _cluster(spec)]
+        if thing["kind"] == "RayJob":
+            rules.append(_job(thing["spec"]))
+        found += [f"{name}: {problem}" for rule in rules for problem in rule]
+    return [*found, *_references(objects)]
+
+
+def _names(thing: Object) -> Iterator[str]:
+    name, limit = thing["metadata"]["name"], NAME_LIMIT[thing["kind"]]
+    if len(name) > limit or not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name):
+        yield f"name {name!r} must be lower case letters, digits and -, at most {limit} of them; shorten it"
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
+
+
+def _cluster(spec: dict[str, Any]) -> Iterator[str]:
+    version = str(spec.get("rayVersion", ""))
+    if _version(version) < (2, 53):
+        yield f"rayVersion {version!r}: write the image's, 2.53 or newer, or probes look for wget and auth is refused"
+    if spec.get("authOptions", {}).get("mode") != "token":
+        yield "authOptions.mode is not token: whoever reaches the head could run code; set it"
+    for group in groups(spec):
+        which = group.get("groupName", "head")
+        params = group.get("rayStartParams", {})
+        for key, value in params.items():
+            if not isinstance(value, str):
+                yield f"{which}: rayStartParams.{key} = {value!r} must be a string; quote it"
+        limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+        gpus = [int(v) for k, v in limits.items() if k.endswith("gpu") or k.startswith("nvidia.com/mig-")]
+        if len(gpus) > 1 or (gpus and params.get("num-gpus") != str(gpus[0])):
+            yield f"{which}: limits ask for {gpus} GPUs, num-gpus = {params.get('num-gpus')}; write them equal"
+        if which == "head":
+            if params.get("num-cpus") != "0":
+                yield f"head: num-cpus = {params.get('num-cpus')!r}; '0' keeps ranks away from the head"
+            if quantity(limits["memory"]) < HEAD_MEMORY:
+                yield f"head: memory {limits['memory']}; the dashboard and the driver need 4Gi"
+        elif not group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]:
+            yield f"{which}: replicas {group['replicas']} outside {group['minReplicas']}..{group['maxReplicas']}"
+
+
+def _job(spec: dict[str, Any]) -> Iterator[str]:
+    if spec.get("submissionMode") != "HTTPMode":
+        yield f"submissionMode {spec.get('submissionMode')} ends long jobs with their log stream; use HTTPMode"
+    for key in ("ttlSecondsAfterFinished", "suspend"):
+        if spec.get(key) and not spec.get("shutdownAfterJobFinishes"):
+            yield f"{key} needs shutdownAfterJobFinishes: true"
+    if "clusterSelector" in spec and {"suspend", "backoffLimit", "rayClusterSpec"} & spec.keys():
+        yield "clusterSelector excludes suspend, backoffLimit and rayClusterSpec; drop it"
+    try:
+        words = shlex.split(spec.get("entrypoint", ""))
+    except ValueError as error:
+        words = []
+        yield f"entrypoint goes unquoted into bash, and bash would not read it: {error}"
+    else:
+        if not words:
+            yield "entrypoint is empty"
+    if "--resume" not in words and spec.get("backoffLimit"):
+        yield "backoffLimit starts over on a new cluster; add --resume auto to the entrypoint"
+    elif "--placement_timeout_s" not in words:
+        yield "a replaced pod takes longer than nanoray waits by default; add --placement_timeout_s 300"
+
+
+def _pods(thing: Object) -> Iterator[dict[str, Any]]:
+    if spec := cluster_spec(thing):
+        yield from (group["template"]["spec"] for group in groups(spec))
+    elif thing["kind"] in ("Job", "Deployment", "StatefulSet"):
+        yield thing["spec"]["template"]["spec"]
+
+
+def _policy(thing: Object) -> Iterator[str]:
+    """Pod Security "restricted", limits everywhere and equal to requests, images with a fixed tag, no API token."""
+    for pod in _pods(thing):
+        security = pod.get("securityContext", {})
+        if not security.get("runAsNonRoot") or security.get("runAsUser", 0) == 0:
+            yield "pod runs as root; set runAsNonRoot and runAsUser 1000"
+        if security.get("seccompProfile", {}).get("type") != "RuntimeDefault":
+            yield "pod without seccompProfile RuntimeDefault"
+        if pod.get("automountServiceAccountToken") is not False:
+            yield "pod gets a token for the Kubernetes API; set automountServiceAccountToken: false"
+        for key in ("hostNetwork", "hostPID", "hostIPC"):
+            if pod.get(key):
+                yield f"{key} is set; training needs none of the host's namespaces"
+        if any("hostPath" in volume for volume in pod.get("volumes", ())):
+            yield "hostPath in a pod; go through a PersistentVolumeClaim"
+        for container in containers(pod):
+            yield from (f"container {container['name']}: {problem}" for problem in _container(container, pod))
+
+
+def _container(container: Object, pod: Object) -> Iterator[str]:
+    image = container.get("image", "")
+    tag = image.rpartition("/")[2].partition(":")[2]
+    if "@sha256:" not in image and tag in ("", "latest"):
+        yield f"image {image!r} has no fixed tag"
+    security = container.get("securityContext", {})
+    if security.get("allowPrivilegeEscalation") is not False or security.get("privileged"):
+        yield "may gain privileges; set allowPrivilegeEscalation: false"
+    capabilities = security.get("capabilities", {})
+    if "ALL" not in capabilities.get("drop", ()):
+        yield "keeps capabilities; drop ALL"
+    if extra := set(capabilities.get("add", ())) - {"IPC_LOCK"}:
+        yield f"adds capabilities {sorted(extra)}; only RDMA's IPC_LOCK has a use here"
+    resources = container.get("resources", {})
+    limits = resources.get("limits", {})
+    if not {"cpu", "memory"} <= limits.keys() or limits != resources.get("requests"):
+        yield f"limits {limits} and requests {resources.get('requests')} must both be set and be equal"
+    shm = [v["emptyDir"] for v in pod.get("volumes", ()) if v.get("emptyDir", {}).get("medium") == "Memory"]
+    for volume in shm:
+        if "sizeLimit" not in volume or quantity(volume["sizeLimit"]) >= quantity(limits.get("memory", 0)):
+            yield f"/dev/shm of {volume.get('sizeLimit')} counts against the memory limit of {limits.get('memory')}"
+
+
+def _references(objects: list[Object]) -> Iterator[str]:
+    """Every account, claim and ConfigMap that a pod names is there, and every selector selects something."""
+    there = {(thing["kind"], thing["metadata"]["name"]) for thing in objects}
+    labels: list[dict[str, str]] = []
+    for thing in objects:
+        for pod in _pods(thing):
+            wanted = {("ServiceAccount", pod.get("serviceAccountName", "default"))}
+            for volume in pod.get("volumes", ()):
+                if "persistentVolumeClaim" in volume:
+                    wanted.add(("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]))
+                if "configMap" in volume:
+                    wanted.add(("ConfigMap", volume["configMap"]["name"]))
+            for container in containers(pod):
+                refs = [source["configMapRef"] for source in container.get("envFrom", ()) if "configMapRef" in source]
+                wanted |= {("ConfigMap", ref["name"]) for ref in refs if not ref.get("optional")}
+            for kind, name in sorted(wanted - there):
+                yield f"{thing['kind']} {thing['metadata']['name']}: names {kind} {name}, which is not there"
+        templates = [group["template"] for group in groups(spec)] if (spec := cluster_spec(thing)) else []
+        if thing["kind"] in ("Job", "Deployment", "StatefulSet"):
+            templates = [thing["spec"]["template"]]
+        labels += [template.get("metadata", {}).get("labels", {}) for template in templates]
+    for thing in objects:
+        selector = thing.get("spec", {}).get("selector") or thing.get("spec", {}).get("podSelector")
+        if thing["kind"] not in ("Service", "PodDisruptionBudget", "NetworkPolicy", "PodMonitor") or not selector:
+            continue
+        match = selector.get("matchLabels", selector)
+        if not any(match.items() <= own.items() for own in labels):
+            yield f"{thing['kind']} {thing['metadata']['name']}: {match} selects no pod of these objects"

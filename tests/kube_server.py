@@ -1,0 +1,158 @@
+"""A Kubernetes API server as small as `nanoray kube` needs it: objects in a dictionary, over real HTTP and websockets.
+
+It stands in for the cluster, never for our code: the real client talks to it. Objects are stored as they come (as a
+server-side apply of a whole object), lists filter by label, a Service's proxy forwards to a real address, and `exec`
+runs a real command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+import yaml
+from aiohttp import web
+
+BEARER = "a-bearer-token-of-the-kubeconfig"
+_PATH = re.compile(
+    r"(/api/v1|/apis/[^/]+/[^/]+)(?:/namespaces/(?P<ns>[^/]+))?/(?P<plural>[a-z]+)(?:/(?P<name>[^/]+))?$"
+)
+
+
+class ApiServer:
+    """The server. A context manager; `objects` maps (plural, namespace, name) to what was applied."""
+
+    def __init__(self, volume: Path | None = None, kuberay: bool = True) -> None:
+        self.objects: dict[tuple[str, str, str], dict[str, Any]] = {}
+        self.refusals: dict[str, tuple[int, str]] = {}  # "METHOD plural" -> status and message
+        self.proxies: dict[str, str] = {}  # service -> base URL
+        self.drop_proxy = 0  # so many proxied requests are answered with a 502
+        self.volume, self.kuberay = volume, kuberay
+        self.lock = threading.RLock()
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+
+    def __enter__(self) -> ApiServer:
+        self._thread.start()
+        assert self._ready.wait(10)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+    def kubeconfig(self, folder: Path) -> Path:
+        """Write a kubeconfig that leads here."""
+        path = folder / "kubeconfig"
+        cluster = {"name": "c", "cluster": {"server": f"http://127.0.0.1:{self.port}"}}
+        user = {"name": "u", "user": {"token": BEARER}}
+        context = {"name": "x", "context": {"cluster": "c", "user": "u"}}
+        whole = {"apiVersion": "v1", "kind": "Config", "current-context": "x"}
+        path.write_text(yaml.safe_dump(whole | {"clusters": [cluster], "users": [user], "contexts": [context]}))
+        return path
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        app = web.Application(client_max_size=2**26)
+        app.router.add_route("*", "/{tail:.*}", self._answer)
+        runner = web.AppRunner(app)
+        self._loop.run_until_complete(runner.setup())
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        self._loop.run_until_complete(site.start())
+        self.port = runner.addresses[0][1]
+        self._ready.set()
+        self._loop.run_forever()
+        self._loop.run_until_complete(runner.cleanup())
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        if request.headers.get("Authorization") != f"Bearer {BEARER}":
+            return _status(401, "Unauthorized")
+        if match := re.match(r"/api/v1/namespaces/[^/]+/services/([^/:]+):\d+/proxy(/.*)", request.path):
+            return await self._proxy(request, match[1], match[2])
+        if match := re.match(r"/api/v1/namespaces/[^/]+/pods/([^/]+)/exec$", request.path):
+            return await self._exec(request)
+        if request.path == "/apis/ray.io/v1":
+            return web.json_response({"resources": []}) if self.kuberay else _status(404, "page not found")
+        match = _PATH.match(request.path)
+        if not match or (match["plural"].startswith("ray") and not self.kuberay):
+            return _status(404, "the server could not find the requested resource")
+        refusal = self.refusals.get(f"{request.method} {match['plural']}")
+        if refusal:
+            return _status(*refusal)
+        with self.lock:
+            return self._objects(request, match, await request.text() if request.can_read_body else "")
+
+    def _objects(self, request: web.Request, match: re.Match[str], text: str) -> web.Response:
+        key = (match["plural"], match["ns"] or "", match["name"] or "")
+        if request.method == "PATCH":
+            assert request.headers["Content-Type"] == "application/apply-patch+yaml"
+            assert request.query["fieldManager"]
+            thing = yaml.safe_load(text)
+            known = self.objects.get(key, {})
+            self.objects[key] = thing | ({"status": known["status"]} if "status" in known else {})
+            return web.json_response(self.objects[key])
+        if request.method == "GET" and not key[2]:
+            wanted = dict(part.split("=") for part in request.query.get("labelSelector", "").split(",") if part)
+            items = [
+                thing
+                for (plural, space, _), thing in self.objects.items()
+                if plural == key[0]
+                and key[1] in ("", space)
+                and wanted.items() <= thing["metadata"].get("labels", {}).items()
+            ]
+            return web.json_response({"items": items})
+        if key not in self.objects:
+            return _status(404, f'{key[0]} "{key[2]}" not found')
+        if request.method == "DELETE":
+            return web.json_response(self.objects.pop(key))
+        return web.json_response(self.objects[key])
+
+    async def _proxy(self, request: web.Request, service: str, tail: str) -> web.Response:
+        if self.drop_proxy:
+            self.drop_proxy -= 1
+            return _status(502, "the stream was dropped")
+        if service not in self.proxies:
+            return _status(503, f'no endpoints available for service "{service}"')
+        headers = {
+            k: v for k, v in request.headers.items() if k.lower() not in ("host", "authorization", "content-length")
+        }
+        async with aiohttp.ClientSession() as session:
+            sent = session.request(
+                request.method, self.proxies[service] + tail, headers=headers, data=await request.read()
+            )
+            async with sent as answer:
+                kind = answer.headers.get("Content-Type", "text/plain").split(";")[0]
+                return web.Response(status=answer.status, body=await answer.read(), content_type=kind)
+
+    async def _exec(self, request: web.Request) -> web.WebSocketResponse:
+        """Run the command with /data read as the volume, in the v4 channel protocol: 1 stdout, 2 stderr, 3 the end."""
+        socket = web.WebSocketResponse(protocols=("v4.channel.k8s.io",))
+        await socket.prepare(request)
+        words = [word.replace("/data", str(self.volume)) for word in request.query.getall("command")]
+        process = await asyncio.create_subprocess_exec(
+            *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+        out, err = await process.communicate()
+        for start in range(0, len(out), 30000):
+            await socket.send_bytes(b"\x01" + out[start : start + 30000])
+        await socket.send_bytes(b"\x02" + err)
+        causes = [{"reason": "ExitCode", "message": str(process.returncode)}]
+        end: dict[str, Any] = {"status": "Success"}
+        if process.returncode:
+            end = {"status": "Failure", "reason": "NonZeroExitCode", "details": {"causes": causes}}
+        await socket.send_bytes(b"\x03" + json.dumps(end).encode())
+        await socket.close()
+        return socket
+
+
+def _status(code: int, message: str) -> web.Response:
+    return web.json_response({"kind": "Status", "status": "Failure", "message": message, "code": code}, status=code)
