@@ -67,8 +67,8 @@ class Kube(BaseModel):
     """memory of a worker pod in GiB, /dev/shm included"""
     shm_gib: float = Field(default=1.0, gt=0)
     """/dev/shm of a worker pod in GiB"""
-    gpu_resource: str = "nvidia.com/gpu"
-    """what a rank asks the device plugin for: nvidia.com/gpu, or a slice such as nvidia.com/mig-1g.18gb"""
+    gpu_resource: str = ""
+    """what a rank asks the device plugin for: nvidia.com/gpu, nvidia.com/mig-1g.18gb, ... (default: the overlay's)"""
     storage: str = "hostpath"
     """hostpath (a folder of the one node) | NAME of a StorageClass that offers ReadWriteMany"""
     storage_path: str = Field(default="/var/lib/nanoray", pattern=r"^/")
@@ -76,7 +76,7 @@ class Kube(BaseModel):
     storage_gib: Positive = 100
     """size of the volume in GiB"""
     ttl_s: Natural = 300
-    """seconds after its end at which the cluster and the RayJob are deleted; runs stay on the volume"""
+    """seconds after its end at which the cluster is deleted; the RayJob's status and the runs stay"""
     retries: Natural = 2
     """new clusters after a lost head, each going on from the newest checkpoint"""
 

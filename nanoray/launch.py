@@ -154,7 +154,7 @@ class Gang:
                     max_task_retries=0,
                 ).remote(spec.folder.name, rank)
             )
-        self.facts = ray.get([a.describe.remote() for a in self.actors], timeout=START_TIMEOUT_S)
+        self.facts = ray.get([a.describe.remote() for a in self.actors], timeout=_start_timeout_s(spec.config))
 
     def begin(self) -> None:
         """Tell every rank where to meet the others, and start to train."""
@@ -270,6 +270,11 @@ class Gang:
             ray.kill(actor)
 
 
+def _start_timeout_s(config: Config) -> float:
+    """A bundle whose node is lost waits for another node: as long as the first placement may, if that is longer."""
+    return max(START_TIMEOUT_S, config.placement_timeout_s)
+
+
 def _attempts(spec: RunSpec, place: Placement, stop: Stop) -> tuple[dict[str, Any], int]:
     """Run attempts until one ends well, nothing is left to try, or the user has had enough."""
     console = Console(spec.config.max_steps)
@@ -283,7 +288,7 @@ def _attempts(spec: RunSpec, place: Placement, stop: Stop) -> tuple[dict[str, An
             outcome, failures = gang.watch(console, stop)
         except GetTimeoutError:
             raise PlacementError(
-                f"the actors did not start within {START_TIMEOUT_S:g} s; look at `ray logs`, and whether "
+                f"the actors did not start within {_start_timeout_s(spec.config):g} s; look at `ray logs`, and whether "
                 "every node has this nanoray and torch"
             ) from None
         except RayError as error:

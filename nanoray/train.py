@@ -300,7 +300,8 @@ def _run(loaded: Loaded, started: float) -> int:
     watchers = [Console(spec.config.max_steps)] if rendezvous.rank == 0 else []
     with summary_on_failure(spec) if rendezvous.rank == 0 else nullcontext():
         outcome = train(spec, rendezvous, watchers, stop.requested, store)
-    code = stop.exit_code if outcome["exit_reason"] == "stopped" else 0
+    # A rank that stops because another one was asked to ends alike, so that what starts ranks again starts all of them.
+    code = (stop.exit_code or 128 + signal.SIGTERM) if outcome["exit_reason"] == "stopped" else 0
     if rendezvous.rank == 0:
         summary = write_summary(spec, outcome | {"exit_code": code}, restarts=0)
         print("\n".join(closing_lines(spec, summary)), flush=True)

@@ -47,7 +47,8 @@ mount --bind "$VENV" "$root/opt/venv"
 mount --bind "$CONFIG" "$root/etc/nanoray"
 mount -t tmpfs -o "size=$2" tmpfs "$root/dev/shm"
 mount --bind "$1/hosts" "$root/etc/hosts"
-exec chroot "$root" /usr/bin/env -i /bin/bash -c ". /opt/bin/environment; cd /opt/nanoray; $3"
+start='. /opt/bin/environment; cd /opt/nanoray; exec /bin/bash -c "$1"'
+exec chroot "$root" /usr/bin/env -i /bin/bash -c "$start" pod "$3"
 """
 
 

@@ -91,8 +91,8 @@ def test_entrypoints_are_commands_of_nanoray_and_fit_the_pods(name: str) -> None
 
     spec = of_kind(build(KUBE_DIR / "overlays" / name / "job"), "RayJob")["spec"]
     words = spec["entrypoint"].split()
-    assert words[:2] == ["python", "/opt/nanoray/examples/train_shakespeare.py"]
-    config = parse_args(words[2:], "x", "y").config
+    assert words[:3] == ["exec", "python", "/opt/nanoray/examples/train_shakespeare.py"]
+    config = parse_args(words[3:], "x", "y").config
     (group,) = spec["rayClusterSpec"]["workerGroupSpecs"]
     per_pod = int(group["rayStartParams"].get("num-gpus", group["rayStartParams"]["num-cpus"]))
     assert config.workers == group["replicas"] * per_pod
@@ -272,6 +272,7 @@ BREAKS: list[tuple[Callable[[Object], Any], str]] = [
     (lambda j: j["spec"].update(entrypoint="python 'x"), "goes unquoted into bash"),
     (lambda j: j["spec"].update(entrypoint=" "), "entrypoint is empty"),
     (lambda j: j["spec"].update(entrypoint="python x.py"), "add --resume auto"),
+    (lambda j: j["spec"].update(entrypoint="python x.py"), "write exec before it"),
     (lambda j: j["spec"].update(entrypoint="python x.py --resume auto"), "add --placement_timeout_s"),
     (lambda j: _head(j)["rayStartParams"].update({"num-cpus": "1"}), "keeps ranks away from the head"),
     (lambda j: _worker(j)["rayStartParams"].update({"num-cpus": 1}), "must be a string"),
@@ -385,10 +386,10 @@ def kube_config(**values: Any) -> Any:
 
 
 def test_render_carries_the_configuration_along() -> None:
-    objects = render(kube_config(lr=2e-3, max_steps=7, kube={"namespace": "team", "retries": 5, "ttl_s": 9}))
+    objects = render(kube_config(lr=2e-3, max_steps=7, kube={"namespace": "team", "retries": 5, "ttl_s": 9}), "s")
     job = of_kind(objects, "RayJob")
     assert (job["metadata"]["name"], job["metadata"]["namespace"]) == ("my-run", "team")
-    assert job["spec"]["entrypoint"] == entrypoint(2, "cpu")
+    assert job["spec"]["entrypoint"] == entrypoint(2, "cpu", "/data/runs/my-run-s")
     assert (job["spec"]["backoffLimit"], job["spec"]["ttlSecondsAfterFinished"]) == (5, 9)
     (config,) = [o for o in objects if o["metadata"]["name"] == "my-run-config"]
     carried = make_config(yaml.safe_load(config["data"]["config.yaml"]))
@@ -402,18 +403,19 @@ def test_render_carries_the_configuration_along() -> None:
 
 def test_render_shapes_pods() -> None:
     shape = {"ranks_per_pod": 4, "cpus": 32, "memory_gib": 128, "shm_gib": 16, "image": "registry/nanoray:7"}
-    job = of_kind(render(kube_config(device="cuda", workers=8, global_batch_size=16, kube=shape)), "RayJob")
+    job = of_kind(render(kube_config(device="cuda", workers=8, global_batch_size=16, kube=shape), "s"), "RayJob")
     (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (2, 2, 2)
-    assert group["rayStartParams"] == {"num-cpus": "32", "num-gpus": "4"}
+    store = {"object-store-memory": "268435456"}
+    assert group["rayStartParams"] == {"num-cpus": "32", "num-gpus": "4"} | store
     limits = {"cpu": "32", "memory": "128Gi", "nvidia.com/gpu": "4"}
     assert group["template"]["spec"]["containers"][0]["resources"] == {"requests": limits, "limits": limits}
     assert {c["image"] for c in containers(job)} == {"registry/nanoray:7"}
 
 
 def test_render_mig_and_storage_class() -> None:
-    kube = {"gpu_resource": "nvidia.com/mig-1g.18gb", "storage": "nfs", "storage_gib": 5, "cpus": 2, "memory_gib": 8}
-    objects = render(kube_config(device="mig", workers=7, global_batch_size=14, kube=kube))
+    kube = {"storage": "nfs", "storage_gib": 5, "cpus": 2, "memory_gib": 8}
+    objects = render(kube_config(device="mig", workers=7, global_batch_size=14, kube=kube), "s")
     (group,) = of_kind(objects, "RayJob")["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     assert group["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/mig-1g.18gb"] == "1"
     claim = of_kind(objects, "PersistentVolumeClaim")["spec"]
@@ -429,13 +431,14 @@ def test_render_mig_and_storage_class() -> None:
         ({"kube": {"overlay": "gpu"}}, "there is no overlay 'gpu'; one of cpu, kueue"),
         ({"workers": 3, "global_batch_size": 3, "kube": {"ranks_per_pod": 2}}, "use --workers 4"),
         ({"dataset": "/home/me/text.txt"}, "is a path of this machine"),
+        ({"resume": "auto"}, "is no folder of the volume; give --resume /data/runs/FOLDER"),
         ({"kube": {"image": "nanoray"}}, "no fixed tag"),
         ({"kube": {"shm_gib": 4}}, "counts against the memory limit"),
     ],
 )
 def test_render_refuses(values: Object, text: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        render(kube_config(**values))
+        render(kube_config(**values), "s")
     assert text in str(refused.value)
 
 

@@ -293,23 +293,27 @@ def _tensorboard(server: ApiServer) -> None:
 def test_fetch_takes_the_newest_run_and_all_of_it(server: ApiServer, tmp_path: Path) -> None:
     _tensorboard(server)
     runs = tmp_path / "volume" / "runs"
-    for name in ("2026-01-01_000000_words", "2026-01-02_000000_words", "2026-01-03_000000_other"):
-        (runs / name / "checkpoints").mkdir(parents=True)
-        (runs / name / "checkpoints" / "model.bin").write_bytes(bytes(range(256)) * 1000)
+    for folder, name in (
+        ("words-20260102-000000", "2026-01-02_000000_words"),
+        ("words-20260101-000000", "2026-01-01_000000_words"),
+        ("words-and-more-20260103-000000", "2026-01-03_000000_words-and-more"),
+    ):
+        (runs / folder / name / "checkpoints").mkdir(parents=True)
+        (runs / folder / name / "checkpoints" / "model.bin").write_bytes(bytes(range(256)) * 1000)
     path = fetch(Api(), "nanoray", "words", "", str(tmp_path / "out"))
     assert path == tmp_path / "out" / "2026-01-02_000000_words"
     assert (path / "checkpoints" / "model.bin").read_bytes() == bytes(range(256)) * 1000
     assert [p.name for p in (tmp_path / "out").iterdir()] == [path.name], "nothing else is left"
     with pytest.raises(KubeError, match="is there already; move it away"):
         fetch(Api(), "nanoray", "words", "", str(tmp_path / "out"))
-    with pytest.raises(KubeError, match=r"no run …_none on the volume; there: 2026-01-01"):
+    with pytest.raises(KubeError, match="no run of none on the volume; there: words-20260101-000000/2026-01-01"):
         fetch(Api(), "nanoray", "none", "", str(tmp_path / "out"))
 
 
 def test_fetch_refuses_links_out_of_the_folder(server: ApiServer, tmp_path: Path) -> None:
     _tensorboard(server)
-    run = tmp_path / "volume" / "runs" / "2026-01-01_000000_words"
-    run.mkdir()
+    run = tmp_path / "volume" / "runs" / "words" / "2026-01-01_000000_words"
+    run.mkdir(parents=True)
     (run / "link").symlink_to("/etc/passwd")
     with pytest.raises(KubeError, match="is not whole"):
         fetch(Api(), "nanoray", "words", "", str(tmp_path / "out"))

@@ -25,7 +25,7 @@ from nanoray.kube.render import KUBE_DIR
 from nanoray.kube.rules import cluster_spec, groups
 from tests.kube_server import ApiServer
 from tests.kuberay import Operator, pods_of, ray_start
-from tests.pods import Machine, missing
+from tests.pods import Machine, RunningPod, missing
 from tests.ranks import TINY
 from tests.test_kube import FOLDERS
 
@@ -98,9 +98,16 @@ class Command:
             time.sleep(0.1)
 
     def finish(self, seconds: float) -> int:
-        code = self._process.wait(seconds)
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"not over after {seconds} s:\n" + "\n".join(self.lines[-60:])) from None
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        self._process.kill()
         self._thread.join()
-        return code
 
 
 def run(*args: str) -> tuple[int, str]:
@@ -137,7 +144,7 @@ def test_submit_survives_a_lost_pod_and_a_lost_log(
     assert "log    out of reach, trying on" in output
     assert submit.lines[-1].startswith("job    Complete/SUCCEEDED"), output
     assert len([line for line in submit.lines if re.search(r"step +60/60", line)]) == 1, "each line once"
-    (folder,) = (volume / "runs").iterdir()
+    (folder,) = (volume / "runs").glob("words-*/*")
     assert losses(folder) == local_losses(tmp_path, recipe, 2), "bit for bit"
     assert operator.errors == []
 
@@ -165,8 +172,8 @@ def test_stop_writes_a_checkpoint(world: tuple[ApiServer, Machine, Operator, Pat
     if key not in server.objects:
         pytest.skip("the cluster of the test before is not there")
     job = server.objects[key]
-    before = set((volume / "runs").iterdir())
-    words = job["spec"]["entrypoint"].replace("--resume auto", "--resume none --max_steps 100000 --name long")
+    before = set((volume / "runs").glob("*/*"))
+    words = job["spec"]["entrypoint"].replace("--resume auto", "--resume none --max_steps 100000")
     job["spec"]["entrypoint"] = words
     job["metadata"]["name"] = "words2"
     job["status"] = {"rayClusterName": job["status"]["rayClusterName"], "jobDeploymentStatus": "Initializing"}
@@ -175,7 +182,7 @@ def test_stop_writes_a_checkpoint(world: tuple[ApiServer, Machine, Operator, Pat
     code, output = run("stop", "words")
     assert (code, "STOPPED" in output) == (0, True), output
     assert logs.finish(60) == 143
-    (folder,) = set((volume / "runs").iterdir()) - before
+    (folder,) = set((volume / "runs").glob("*/*")) - before
     assert json.loads((folder / "summary.json").read_text())["exit_code"] == 143
     newest = max(int(re.sub(r"\D", "", p.name)) for p in (folder / "checkpoints").iterdir())
     assert newest == len(losses(folder)), "the step that was under way when the signal came"
@@ -184,14 +191,12 @@ def test_stop_writes_a_checkpoint(world: tuple[ApiServer, Machine, Operator, Pat
     assert operator.errors == []
 
 
-def test_the_statefulset_trains_without_ray(tmp_path: Path, text: Path) -> None:
-    """Three pods with the manifest's command and environment; ranks from ordinals, rank 0 by its name."""
+def statefulset(tmp_path: Path, text: Path, recipe: dict[str, Any]) -> tuple[str, dict[str, Any], Path]:
+    """The manifest's command with another recipe, the manifest, and a volume with the recipe and its text."""
     if reason := missing():
         pytest.skip(reason)
     (thing,) = [o for o in build(KUBE_DIR / "statefulset") if o["kind"] == "StatefulSet"]
-    spec = thing["spec"]["template"]["spec"]
-    container = spec["containers"][0]
-    recipe = RECIPE | {"max_steps": 12}
+    container = thing["spec"]["template"]["spec"]["containers"][0]
     assert container["command"] == ["/bin/bash", "-c"]
     flags = "--config /data/recipe.yaml --dataset /data/words.txt"
     command = container["args"][0].replace("--preset shakespeare-cpu", flags)
@@ -200,16 +205,52 @@ def test_the_statefulset_trains_without_ray(tmp_path: Path, text: Path) -> None:
     volume.mkdir()
     (volume / "words.txt").write_text(text.read_text())
     (volume / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return command, thing, volume
+
+
+def start_ranks(machine: Machine, command: str, thing: dict[str, Any]) -> list[RunningPod]:
+    """One pod per ordinal, with the manifest's environment."""
+    container = thing["spec"]["template"]["spec"]["containers"][0]
+    for ordinal in range(thing["spec"]["replicas"]):
+        env = {item["name"]: item.get("value", str(ordinal)) for item in container["env"]}
+        name = f"{thing['metadata']['name']}-{ordinal}"
+        machine.start(name, command, env, 2**28, (f"{name}.{thing['spec']['serviceName']}",))
+    return list(machine.pods.values())
+
+
+def test_the_statefulset_trains_without_ray(tmp_path: Path, text: Path) -> None:
+    """Three pods with the manifest's command and environment; ranks from ordinals, rank 0 by its name."""
+    recipe = RECIPE | {"max_steps": 12}
+    command, thing, volume = statefulset(tmp_path, text, recipe)
     with Machine(volume) as machine:
-        for ordinal in range(thing["spec"]["replicas"]):
-            env = {item["name"]: item.get("value", str(ordinal)) for item in container["env"]}
-            name = f"{thing['metadata']['name']}-{ordinal}"
-            machine.start(name, command, env, 2**28, (f"{name}.{thing['spec']['serviceName']}",))
-        pods = list(machine.pods.values())
+        pods = start_ranks(machine, command, thing)
         until(lambda: all("done; idle" in p.log for p in pods), 90, "\n".join(p.log for p in pods))
         (folder,) = (volume / "runs" / "statefulset").iterdir()
         assert losses(folder) == local_losses(tmp_path, recipe | {"dataset": str(volume / "words.txt")}, 3)
-        assert pods[0].terminate(grace_s=5) < 5
+        assert pods[0].terminate(grace_s=5) < 5, "an idle pod ends at once"
+
+
+def test_a_pod_of_the_statefulset_checkpoints_at_sigterm(tmp_path: Path, text: Path) -> None:
+    """The kubelet's SIGTERM reaches the rank through the shell; all ranks agree on the step and save it."""
+    recipe = RECIPE | {"max_steps": 100000, "checkpoint_every": 0, "log_every": 10}
+    command, thing, volume = statefulset(tmp_path, text, recipe)
+    with Machine(volume) as machine:
+        pods = start_ranks(machine, command, thing)
+        until(lambda: "step     50/" in pods[0].log, 90, "\n".join(p.log for p in pods))
+        assert pods[1].terminate(grace_s=20) < 15
+        until(lambda: not any(p.alive for p in pods), 20, "the others stop with it")
+        (folder,) = (volume / "runs" / "statefulset").iterdir()
+        summary = json.loads((folder / "summary.json").read_text())
+        assert summary["exit_code"] == 143
+        (checkpoint,) = (folder / "checkpoints").iterdir()
+        assert int(re.sub(r"\D", "", checkpoint.name)) > 50
+
+
+def _ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 def test_nothing_is_left(tmp_path: Path) -> None:
@@ -223,7 +264,7 @@ def test_nothing_is_left(tmp_path: Path) -> None:
         assert own in subprocess.run(["ip", "link"], capture_output=True, text=True).stdout
     for command in (["ip", "link"], ["ip", "netns"], ["mount"]):
         assert own not in subprocess.run(command, capture_output=True, text=True).stdout
-    assert not Path(f"/proc/{init}").exists()
+    until(lambda: _ended(init), 5, "the pod's first process lives on")
     assert not machine.config.exists()
 
 
@@ -253,11 +294,11 @@ def test_the_operators_commands_by_hand() -> None:
     head, worker = groups(spec)
     assert ray_start(head, None) == (
         "ray start --head --block --dashboard-agent-listen-port=52365 --dashboard-host=0.0.0.0 --memory=4294967296 "
-        "--metrics-export-port=8080 --num-cpus=0"
+        "--metrics-export-port=8080 --num-cpus=0 --object-store-memory=268435456"
     )
     assert ray_start(worker, "svc") == (
         "ray start --address=svc:6379 --block --dashboard-agent-listen-port=52365 --memory=8589934592 "
-        "--metrics-export-port=8080 --num-cpus=2 --num-gpus=1"
+        "--metrics-export-port=8080 --num-cpus=2 --num-gpus=1 --object-store-memory=268435456"
     )
     del worker["rayStartParams"]["num-gpus"]
     assert "--num-gpus=1" in ray_start(worker, "svc"), "derived from the slice's resource"

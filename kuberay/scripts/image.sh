@@ -15,7 +15,7 @@ for tool in docker podman nerdctl; do
   fi
 done
 need "$BUILDER" k3s
-IMAGE="nanoray:$IMAGE_TAG-$DEVICE"
+IMAGE="docker.io/library/nanoray:$IMAGE_TAG-$DEVICE" # in full: podman would put localhost/ before it
 FLAGS=(--build-arg "DEVICE=$DEVICE")
 [ -z "$NCCL" ] || FLAGS+=(--build-arg "NCCL=$NCCL")
 for name in HTTP_PROXY HTTPS_PROXY NO_PROXY; do # predefined build arguments: they leave no trace in the image
@@ -30,4 +30,4 @@ ARCHIVE="$(mktemp --suffix=.tar)"
 trap 'rm -f "$ARCHIVE"' EXIT
 run "$BUILDER" save -o "$ARCHIVE" "$IMAGE"
 run k3s ctr images import "$ARCHIVE"
-run k3s ctr images ls "name==docker.io/library/$IMAGE"
+run k3s ctr images ls "name==$IMAGE"

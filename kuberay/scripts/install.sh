@@ -3,8 +3,7 @@
 . "$(dirname "$0")/lib.sh"
 parse "usage: install.sh [--dry-run] [cpu|gpu]
 Install k3s, helm, KubeRay $KUBERAY_VERSION and (gpu) NVIDIA's GPU Operator on this server; make the storage folder.
-HTTP_PROXY, HTTPS_PROXY and NO_PROXY of this shell are handed on to k3s, and to nanoray's pods by the ConfigMap
-nanoray-proxy. The NVIDIA driver must be there already (nvidia-smi), or the GPU Operator installs one." "$@"
+HTTP_PROXY, HTTPS_PROXY and NO_PROXY of this shell are handed on to k3s; nanoray's pods have kuberay/base/proxy.yaml. The NVIDIA driver must be there already (nvidia-smi), or the GPU Operator installs one." "$@"
 KIND="${ARGS[0]:-cpu}"
 case "$KIND" in cpu | gpu) ;; *) die "'$KIND' is neither cpu nor gpu" ;; esac
 K3S_VERSION="${K3S_VERSION:-v1.34.1+k3s1}"

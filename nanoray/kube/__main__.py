@@ -19,7 +19,7 @@ from typing import Any
 
 from nanoray.config import Kube, Loaded, make_config
 from nanoray.errors import ConfigError, NanorayError
-from nanoray.kube.cluster import TERMINAL, Api, ApiError, Follower, KubeError, check_operator, ray_api, troubles
+from nanoray.kube.cluster import TERMINAL, Api, Follower, KubeError, check_operator, ray_api, troubles
 from nanoray.kube.fetch import fetch
 from nanoray.kube.kustomize import to_yaml
 from nanoray.kube.render import job_name, render
@@ -71,12 +71,12 @@ def _with(loaded: Loaded, own: dict[str, str]) -> Loaded:
 
 
 def _render(loaded: Loaded, started: float) -> int:
-    print(to_yaml(render(loaded.config)), end="")
+    print(to_yaml(render(loaded.config, _stamp(started))), end="")
     return 0
 
 
 def _submit(loaded: Loaded, started: float) -> int:
-    objects = render(loaded.config)
+    objects = render(loaded.config, _stamp(started))
     name, namespace = job_name(loaded.config.name), loaded.config.kube.namespace
     if loaded.dry_run:
         print("\n".join(f"would apply {o['kind']} {o['metadata']['name']}" for o in objects))
@@ -85,6 +85,8 @@ def _submit(loaded: Loaded, started: float) -> int:
     print(check_operator(api))
     _refuse_running(api, namespace, name)
     for thing in objects:
+        if thing["kind"] == "Job":  # it cannot be changed, and an old one may have another image
+            _delete(api, namespace, "Job", thing["metadata"]["name"])
         api.apply(thing)
         print(f"apply  {thing['kind']} {thing['metadata']['name']}")
     status = Follower(api, namespace, name, say=lambda line: print(line, flush=True)).run()
@@ -93,17 +95,19 @@ def _submit(loaded: Loaded, started: float) -> int:
 
 def _refuse_running(api: Api, namespace: str, name: str) -> None:
     """A RayJob that is over is replaced; one that runs is not touched."""
-    try:
-        status = api.get("RayJob", namespace, name).get("status", {})
-    except ApiError as error:
-        if error.status == 404:
-            return
-        raise KubeError(f"RayJob {name}: {error.message}") from None
+    job = api.find("RayJob", namespace, name)
+    if job is None:
+        return
+    status = job.get("status", {})
     if status.get("jobDeploymentStatus") not in TERMINAL:
         raise KubeError(
             f"RayJob {name} runs already; follow it with `nanoray kube logs {name} --follow`, or give --name another"
         )
-    _delete(api, namespace, name)
+    _delete(api, namespace, "RayJob", name)
+
+
+def _stamp(started: float) -> str:
+    return time.strftime("%Y%m%d-%H%M%S", time.gmtime(started))
 
 
 def _verdict(status: dict[str, Any]) -> int:
@@ -170,7 +174,8 @@ def _stop(argv: list[str]) -> int:
     elif not args.delete:
         print(f"job    {name} is not running: {status.get('jobDeploymentStatus', 'accepted')}")
     if args.delete:
-        _delete(api, args.namespace, name)
+        _delete(api, args.namespace, "RayJob", name)
+        _delete(api, args.namespace, "ConfigMap", f"{name}-config")
         print(f"job    {name} deleted; its runs and checkpoints are still on the volume")
     return 0
 
@@ -178,42 +183,25 @@ def _stop(argv: list[str]) -> int:
 def _fetch(argv: list[str]) -> int:
     parser = _parser("fetch", "copy the newest run folder of a job, with its checkpoints, from the volume to here")
     parser.add_argument("--out_dir", default="runs", help="where to [runs]")
-    parser.add_argument("--run", default="", help="the run folder's name [the newest that ends in the job's name]")
+    parser.add_argument("--run", default="", help="the run folder's name [the newest of the job]")
     args = parser.parse_args(argv)
-    path = fetch(Api(), args.namespace, args.name, args.run, args.out_dir)
+    path = fetch(Api(), args.namespace, job_name(args.name), args.run, args.out_dir)
     print(f"files  {path}")
     return 0
 
 
 def _job(api: Api, namespace: str, name: str) -> dict[str, Any]:
-    try:
-        job: dict[str, Any] = api.get("RayJob", namespace, name)
-    except ApiError as error:
-        if error.status != 404:
-            raise
+    job = api.find("RayJob", namespace, name)
+    if job is None:
         names = [j["metadata"]["name"] for j in api.get("RayJob", namespace).get("items", ())]
-        raise KubeError(f"there is no RayJob {name} in {namespace}; there: {', '.join(names) or 'none'}") from None
+        raise KubeError(f"there is no RayJob {name} in {namespace}; there: {', '.join(names) or 'none'}")
     return job
 
 
-def _delete(api: Api, namespace: str, name: str) -> None:
-    from nanoray.kube.cluster import path_of
-
-    for kind, thing in (("RayJob", name), ("ConfigMap", f"{name}-config")):
-        try:
-            api.call("DELETE", path_of(kind, namespace, thing))
-        except ApiError as error:
-            if error.status != 404:
-                raise
-    _wait(lambda: _gone(api, namespace, name), STOP_S)
-
-
-def _gone(api: Api, namespace: str, name: str) -> bool:
-    try:
-        api.get("RayJob", namespace, name)
-    except ApiError as error:
-        return error.status == 404
-    return False
+def _delete(api: Api, namespace: str, kind: str, name: str) -> None:
+    """Delete an object and what it owns, and wait until it is gone; none is as good."""
+    api.delete(kind, namespace, name)
+    _wait(lambda: api.find(kind, namespace, name) is None, STOP_S)
 
 
 def _wait(ready: Callable[[], bool], seconds: float) -> None:

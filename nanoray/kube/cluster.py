@@ -100,7 +100,9 @@ class Api:
             text = (response.read() or b"").decode("utf-8", "replace")
         except Exception as error:  # urllib3's own, and ssl's
             host = self._client.configuration.host
-            raise KubeError(f"no answer from the cluster at {host}: {_short(error)}; check KUBECONFIG and VPN") from None
+            raise KubeError(
+                f"no answer from the cluster at {host}: {_short(error)}; check KUBECONFIG and VPN"
+            ) from None
         if response.status >= 400:
             raise ApiError(response.status, _message(text) or str(response.reason))
         try:
@@ -112,6 +114,22 @@ class Api:
         """Return one object, or with an empty name the list of them. Raises ApiError."""
         query = (("labelSelector", selector),) if selector else ()
         return self.call("GET", path_of(kind, namespace, name), query=query)
+
+    def find(self, kind: str, namespace: str, name: str) -> Object | None:
+        """Return one object, None when it is not there. Raises ApiError."""
+        try:
+            found: Object = self.get(kind, namespace, name)
+            return found
+        except ApiError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    def delete(self, kind: str, namespace: str, name: str) -> None:
+        """Delete an object and what it owns; one that is not there is no error. Raises ApiError."""
+        if self.find(kind, namespace, name) is not None:
+            query = (("propagationPolicy", "Background"),)
+            self.call("DELETE", path_of(kind, namespace, name), query=query)
 
     def apply(self, thing: Object) -> None:
         """Create or update one object on the server's side. Raises KubeError in the user's words."""
@@ -269,13 +287,13 @@ class Follower:
         while True:
             status = self._status()
             state = "/".join(filter(None, (status.get("jobDeploymentStatus"), status.get("jobStatus")))) or "accepted"
+            if status.get("jobId"):
+                for line in self.new_log(status):
+                    self.say(line)
             if state != last:
                 self.say(f"job    {state} after {time.monotonic() - began:.0f} s")
                 last = state
             started = started or status.get("jobStatus") in ("RUNNING", "SUCCEEDED", "FAILED", "STOPPED")
-            if status.get("jobId"):
-                for line in self.new_log(status):
-                    self.say(line)
             if status.get("jobDeploymentStatus") in TERMINAL:
                 return status
             self._pods(status, started, time.monotonic() - began)

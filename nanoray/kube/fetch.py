@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import io
 import os
+import re
 import shutil
 import tarfile
 import tempfile
@@ -20,7 +21,7 @@ SELECTOR = "app.kubernetes.io/name=nanoray-tensorboard"
 
 
 def fetch(api: Api, namespace: str, name: str, run: str, out_dir: str) -> Path:
-    """Copy run folder `run` (else the newest that ends in `name`) into `out_dir` and return its path.
+    """Copy run folder `run` (else the newest of job `name`) into `out_dir` and return its path.
 
     The folder appears whole or not at all, and one that is there already is never overwritten. Raises KubeError.
     """
@@ -30,20 +31,26 @@ def fetch(api: Api, namespace: str, name: str, run: str, out_dir: str) -> Path:
     ready = [p["metadata"]["name"] for p in pods if p.get("status", {}).get("phase") == "Running"]
     if not ready:
         raise KubeError(f"no TensorBoard pod runs in {namespace}, and it is the one through which files are read")
-    runs = api.run_in(ready[0], namespace, ["ls", "-1", "/data/runs"]).split()
-    own = sorted(r for r in runs if r == run or (not run and r.endswith(f"_{name}")))
+    find = ["find", "/data/runs", "-mindepth", "2", "-maxdepth", "2", "-type", "d", "-printf", "%P\\n"]
+    runs = sorted(api.run_in(ready[0], namespace, find).split(), key=lambda r: r.partition("/")[2])
+    own = [
+        r for r in runs if r.endswith(f"/{run}") or (not run and re.match(rf"{re.escape(name)}(-\d{{8}}-\d{{6}})?/", r))
+    ]
     if not own:
-        raise KubeError(f"no run {run or '…_' + name} on the volume; there: {', '.join(sorted(runs)) or 'none'}")
-    target = Path(out_dir).expanduser() / own[-1]
+        raise KubeError(f"no run {run or f'of {name}'} on the volume; there: {', '.join(runs) or 'none'}")
+    folder, _, newest = own[-1].partition("/")
+    target = Path(out_dir).expanduser() / newest
     if target.exists():
         raise KubeError(f"{target} is there already; move it away, or give --out_dir another")
-    packed = api.run_in(ready[0], namespace, ["sh", "-c", 'tar -czf - -C /data/runs "$0" | base64', own[-1]])
+    packed = api.run_in(
+        ready[0], namespace, ["sh", "-c", 'tar -czf - -C "/data/runs/$0" "$1" | base64', folder, newest]
+    )
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=".fetch-", dir=target.parent))
     try:
         with tarfile.open(fileobj=io.BytesIO(base64.b64decode(packed)), mode="r:gz") as archive:
             archive.extractall(aside, filter="data")  # no absolute path, no link out of the folder, no device
-        os.replace(aside / own[-1], target)
+        os.replace(aside / newest, target)
     except (tarfile.TarError, ValueError, EOFError, OSError) as error:
         raise KubeError(f"what came back of {own[-1]} is not whole: {error}; try again") from None
     finally:

@@ -21,16 +21,18 @@ from nanoray.kube.rules import NAME_LIMIT, groups, problems
 
 KUBE_DIR = Path(__file__).resolve().parent.parent.parent / "kuberay"
 CONFIG_DIR = "/etc/nanoray"
+RUNS = "/data/runs"
 OVERLAY = {"cpu": "cpu", "cuda": "multi-pod", "mig": "mig-mixed"}  # where --overlay says nothing
 _CPU_TAG, _CUDA_TAG = "cpu", "cuda"
 # What a pod decides, or the command line of a local run; the job gets its own.
 _LOCAL = ("workers", "out_dir", "resume", "ray_address", "device", "dataset", "data_dir", "kube", "expected_val_loss")
 
 
-def render(config: Config) -> list[Object]:
+def render(config: Config, stamp: str) -> list[Object]:
     """Return the objects of a RayJob that trains `config`. Raises ConfigError with every rule that is broken.
 
-    `config.workers` must be a number: the cluster is made for it.
+    `config.workers` must be a number: the cluster is made for it. `stamp` tells this run's folder on the volume from
+    those of others with its name.
     """
     kube, ranks = config.kube, config.workers
     if ranks == "auto" or config.device == "auto":
@@ -50,7 +52,7 @@ def render(config: Config) -> list[Object]:
     _storage(objects, kube)
     objects.insert(1, _config_map(config, name))
     job["metadata"]["name"] = name
-    job["spec"]["entrypoint"] = entrypoint(int(ranks), config.device)
+    job["spec"]["entrypoint"] = entrypoint(int(ranks), config.device, _folder(config, f"{name}-{stamp}"))
     job["spec"]["ttlSecondsAfterFinished"] = kube.ttl_s
     if not job["spec"].get("suspend"):
         job["spec"]["backoffLimit"] = kube.retries
@@ -67,12 +69,28 @@ def job_name(name: str) -> str:
     return (plain if plain[0].isalpha() else f"r-{plain}")[: NAME_LIMIT["RayJob"]].rstrip("-")
 
 
-def entrypoint(ranks: int, device: str) -> str:
-    """Return the job's command: the launcher on the mounted configuration, resuming where an earlier cluster ended."""
+def entrypoint(ranks: int, device: str, folder: str) -> str:
+    """Return the job's command: the launcher on the mounted configuration, resuming where an earlier cluster ended.
+
+    exec: Ray's stop waits for the processes that it saw to be gone, and in a container nobody collects the child of a
+    shell that ended first. A pod's slice is a whole device to what runs in it, hence cuda for mig.
+    """
     return (
-        f"python -m nanoray.launch --config {CONFIG_DIR}/config.yaml --workers {ranks} "
-        f"--device {'cpu' if device == 'cpu' else 'cuda'} --out_dir /data/runs --resume auto --placement_timeout_s 300"
+        f"exec python -m nanoray.launch --config {CONFIG_DIR}/config.yaml --workers {ranks} "
+        f"--device {'cpu' if device == 'cpu' else 'cuda'} --out_dir {folder} --resume auto --placement_timeout_s 300"
     )
+
+
+def _folder(config: Config, name: str) -> str:
+    """Return the run's own folder on the volume, or the one that --resume names, to go on in."""
+    if config.resume == "none":
+        return f"{RUNS}/{name}"
+    if not re.fullmatch(rf"{RUNS}/[A-Za-z0-9._-]+", config.resume):
+        raise ConfigError(
+            f"resume = {config.resume} is no folder of the volume; give --resume {RUNS}/FOLDER as submit printed it, "
+            "or none for a new run"
+        )
+    return config.resume
 
 
 def _config_map(config: Config, name: str) -> Object:
@@ -106,11 +124,14 @@ def _shape(job: Object, config: Config, ranks: int) -> None:
         )
     workers |= {"replicas": pods, "minReplicas": pods, "maxReplicas": pods}
     container = workers["template"]["spec"]["containers"][0]
-    limits = {k: v for k, v in container["resources"]["limits"].items() if k in ("cpu", "memory") or "rdma" in k}
-    params = {"num-cpus": f"{math.floor(kube.cpus)}"}
+    of_overlay = container["resources"]["limits"]
+    limits = {k: v for k, v in of_overlay.items() if k.startswith("rdma/")}
     limits |= {"cpu": f"{kube.cpus:g}", "memory": f"{kube.memory_gib:g}Gi"}
+    params = {k: v for k, v in workers["rayStartParams"].items() if k not in ("num-cpus", "num-gpus")}
+    params["num-cpus"] = f"{math.floor(kube.cpus)}"
     if config.device != "cpu":
-        limits[kube.gpu_resource] = str(kube.ranks_per_pod)
+        devices = [k for k in of_overlay if k.startswith("nvidia.com/")]
+        limits[kube.gpu_resource or (devices or ["nvidia.com/gpu"])[0]] = str(kube.ranks_per_pod)
         params["num-gpus"] = str(kube.ranks_per_pod)
     container["resources"] = {"requests": dict(limits), "limits": dict(limits)}
     workers["rayStartParams"] = params

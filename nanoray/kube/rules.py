@@ -105,6 +105,8 @@ def _job(spec: dict[str, Any]) -> Iterator[str]:
     else:
         if not words:
             yield "entrypoint is empty"
+    if words and words[0] != "exec":
+        yield "entrypoint without exec: a stop would wait RAY_JOB_STOP_WAIT_TIME_S in full; write exec before it"
     if "--resume" not in words and spec.get("backoffLimit"):
         yield "backoffLimit starts over on a new cluster; add --resume auto to the entrypoint"
     elif "--placement_timeout_s" not in words:
