@@ -13,6 +13,7 @@ COMMANDS = {
     "timeline": ("nanoray.timeline", "draw traced steps of a run: phases and collectives of all ranks"),
     "check": ("nanoray.check", "is this machine ready, and what would run where"),
     "kube": ("nanoray.kube.__main__", "train on Kubernetes: render, submit, status, logs, stop, fetch"),
+    "mig": ("nanoray.mig", "what a card can be cut into, and what is cut here"),
     "bench": ("nanoray.bench.__main__", "measure it"),
 }
 

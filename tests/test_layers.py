@@ -22,7 +22,7 @@ LAYERS = [
     {"worker"},
     {"placement"},
     {"launch"},
-    {"check", "sample", "bench", "kube"},
+    {"check", "sample", "mig", "bench", "kube"},
     {"__main__"},
 ]
 RANK = {name: i for i, row in enumerate(LAYERS) for name in row}

@@ -23,70 +23,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from nanoray.bench import collectives
 from nanoray.bench.gang import Gang, RankFailed, Where
 from nanoray.bench.report import Report, Row, markdown, number
 from nanoray.config import Config, load_config
 from nanoray.devices import (
-    MIG_SHAPES,
     Device,
     available_cpus,
     discover_gpus,
     local_slots,
     mig_commands,
-    peak_bandwidth,
-    peak_flops,
-    profile_name,
 )
 from nanoray.errors import ConfigError
 from nanoray.mesh import Mesh, RankDevice, choose_backend, runtime_nccl_version
 from nanoray.metrics import algbw_gbps, busbw_factor
+from nanoray.mig import CARDS, peak_text, peaks, plan
 
 ENTRY = "nanoray.bench.mig:step_rank"
-# Cards that have the six profiles of MIG_SHAPES, as NVML names them -> GB by which the profiles are named.
-CARDS = {"NVIDIA A100-SXM4-40GB": 40, "NVIDIA A100-PCIE-40GB": 40, "NVIDIA A100-SXM4-80GB": 80}
-CARDS |= {"NVIDIA A100 80GB PCIe": 80, "NVIDIA H100 80GB HBM3": 80, "NVIDIA H100 PCIe": 80, "NVIDIA H100 NVL": 94}
-CARDS |= {"NVIDIA H200": 141, "NVIDIA H200 NVL": 141, "NVIDIA B200": 180}
-# SMs of the six, as `nvidia-smi mig -lgip` lists them. On an H100 "1g" is a name: with one eighth of the memory it has
-# 16 SMs, with two 26, so its bandwidth does not come alone. The SMs of other cards are counted where a slice runs.
-SMS = {"NVIDIA A100": (14, 14, 28, 42, 56, 98), "NVIDIA H100 80GB HBM3": (16, 26, 32, 60, 64, 132)}
 VOCAB_SIZE = 65  # Shakespeare's characters; the tokens are random, for only their number costs time
 MAX_SLICES = 7
 STEP, THROUGHPUT, OF_FLOPS, OF_BANDWIDTH = "step", "throughput", "of peak FLOP/s", "of peak bandwidth"
-
-
-class Profile(NamedTuple):
-    """One way to cut a card: a slice that need not exist, how many of it fit, and its SMs where they are known."""
-
-    slice: Device
-    fit: int
-    sms: int | None
-
-
-def plan(card: str) -> list[Profile]:
-    """Return the six profiles of a card, smallest first. Source: NVIDIA's MIG User Guide."""
-    gb = CARDS[card]
-    sms = next((known for name, known in SMS.items() if card.startswith(name)), (None,) * len(MIG_SHAPES))
-    profiles = []
-    for ((compute, memory), fit), count in zip(MIG_SHAPES.items(), sms, strict=True):
-        name, shares = profile_name(gb, compute, memory), (compute / 7, memory / 8)
-        part = Device("mig", 0, "", f"{card} MIG {name}", (gb << 30) * memory // 8, "", name, *shares, bf16=True)
-        profiles.append(Profile(part, fit, count))
-    return profiles
-
-
-def peaks(device: Device) -> dict[str, float]:
-    """Return what a device, or its slice of a card, can reach in the precision it trains in; {} when not known."""
-    flops, bytes_per_s = peak_flops(device, "bf16" if device.bf16 else "fp32"), peak_bandwidth(device)
-    return {"peak_tflops": flops / 1e12, "peak_gbps": bytes_per_s / 1e9} if flops and bytes_per_s else {}
-
-
-def _peak_text(known: dict[str, Any]) -> str:
-    if "peak_gbps" not in known:
-        return "no peak known"
-    return f"peak {known['peak_tflops']:.0f} TFLOP/s, {known['peak_gbps']:.0f} GB/s"
 
 
 @dataclass(frozen=True)
@@ -257,7 +215,7 @@ def _say_plan(report: Report, card: str, found: list[Device], nccl: tuple[int, i
     report.conditions["card"] = card
     report.conditions["slices"] = [
         f"{d.profile or d.name} {d.uuid} ({d.memory_bytes / 2**30:.1f} GiB, {d.compute_fraction:.3f} of compute, "
-        f"{d.bandwidth_fraction:.3f} of bandwidth, {_peak_text(peaks(d))})"
+        f"{d.bandwidth_fraction:.3f} of bandwidth, {peak_text(peaks(d))})"
         for d in found
         if d.kind == "mig"
     ]
@@ -269,7 +227,7 @@ def _say_plan(report: Report, card: str, found: list[Device], nccl: tuple[int, i
     report.conditions["to cut it"] = [mig_commands(gpu, p.fit) for p in plan(card)[:2]]
     for part, fit, sms in plan(card):
         known = peaks(part) | {"profile": part.profile, "fit": fit, "sms": sms, "memory_bytes": part.memory_bytes}
-        note = f"predicted, not measured; one of them: {_peak_text(known)}" + (f", {sms} SMs" if sms else "")
+        note = f"predicted, not measured; one of them: {peak_text(known)}" + (f", {sms} SMs" if sms else "")
         for bound, share in (("compute", part.compute_fraction), ("bandwidth", part.bandwidth_fraction)):
             extra = known | {"experiment": "plan", "fraction": share}
             arm, metric = f"plan: {fit} × {part.profile}", f"speed, {bound}-bound"
@@ -307,7 +265,7 @@ def add_rows(report: Report, arm: Arm, config: Config, events: list[dict[str, An
     add(collectives.COPY, "GB/s", copied["copy_gbps"], "copied per rank while all copy, slowest rank")
     if "peak_gbps" in extra:
         flops, peak = flops_per_token(ModelShape.of(config, VOCAB_SIZE)), 1e12 * extra["peak_tflops"] * len(arm.devices)
-        add(OF_FLOPS, "%", [100 * rate * flops / peak for rate in rates], _peak_text(extra))
+        add(OF_FLOPS, "%", [100 * rate * flops / peak for rate in rates], peak_text(extra))
         sharers = arm.ranks / len(arm.devices)
         used = [100 * 2 * gbps * sharers / extra["peak_gbps"] for gbps in copied["copy_gbps"]]
         add(OF_BANDWIDTH, "%", used, "of those copies, read and written")
@@ -392,7 +350,7 @@ def draw(report: Report, path: Path) -> None:
         left.barh([i + offset for i in range(len(names))], shares, height=0.36, label=label)
     for i, (part, _, _) in enumerate(plan(card)):
         end = max(part.compute_fraction, part.bandwidth_fraction)
-        left.text(end + 0.02, i, _peak_text(peaks(part)), va="center", fontsize=7)
+        left.text(end + 0.02, i, peak_text(peaks(part)), va="center", fontsize=7)
     left.set(title=f"plan, not measured: one slice of {card}", xlabel="share of the card", xlim=(0, 1.7))
     left.set_yticks(range(len(names)), names)
     left.invert_yaxis()
@@ -406,7 +364,7 @@ def draw(report: Report, path: Path) -> None:
         shared = report.conditions.get("stand-in")
         title = f"stand-in:\n{shared}" if shared else f"slices {first.extra['profile']} of one {card}"
         right.set_title(title, fontsize=9)
-        right.set(xlabel=f"ranks (a device: {_peak_text(first.extra)})", ylabel="tok/s of all ranks", xticks=ranks)
+        right.set(xlabel=f"ranks (a device: {peak_text(first.extra)})", ylabel="tok/s of all ranks", xticks=ranks)
         right.set_ylim(bottom=0)
         right.legend(fontsize=8)
     versions = " · ".join(f"{k} {v}" for k, v in report.conditions["versions"].items())
