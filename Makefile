@@ -1,4 +1,4 @@
-# make train | make test | make lint | make bench.  Each sets up .venv first; the second time that takes no time.
+# make train | make test | make test-kube | make lint | make bench.  Each sets up .venv first; the second time that takes no time.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 python; do \
 	"$$p" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo "$$p" && break; done)
@@ -6,13 +6,17 @@ PY := .venv/bin/python
 # The stamp's name holds what the environment depends on: this folder, the pins and the interpreter.
 STAMP := .venv/installed-$(shell { pwd; cat pyproject.toml constraints.txt; "$(PYTHON)" -V; } 2>/dev/null | cksum | cut -d' ' -f1)
 
-.PHONY: train test lint bench docs setup clean
+.PHONY: train test test-kube lint bench docs setup clean
 
 train: setup
 	@$(PY) examples/train_shakespeare.py $(ARGS)
 
 test: setup lint
 	@$(PY) -m pytest $(ARGS)
+
+# On the cluster that KUBECONFIG names, with the image that NANORAY_IMAGE names: kubectl and KubeRay must be there.
+test-kube: setup
+	@NANORAY_TEST_KUBE=1 $(PY) -m pytest tests/test_kube_live.py $(ARGS)
 
 lint: setup
 	@$(PY) -m ruff check .
