@@ -39,7 +39,8 @@ class Stage:
     def run(self, words: list[str], timeout_s: float = 1500) -> str:
         """Run a command in the root filesystem, as its user, and return what it said."""
         scope = {key: value for key, value in os.environ.items() if PASSED_ON.match(key)}
-        scope |= {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/tmp"} | self.env
+        scope |= {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
+        scope |= {"HOME": "/root" if self.user == "0:0" else "/home/ray"} | self.env
         assignments = [f"{key}={value}" for key, value in scope.items()]
         binds = "".join(
             f"mkdir -p {shlex.quote(f'{self.root}{path}')}; mount --bind {path} {shlex.quote(f'{self.root}{path}')}; "
@@ -49,6 +50,7 @@ class Stage:
         if Path(certificates).is_dir() and (self.root / "etc/ssl/certs").is_dir():
             binds += f"mount --bind {certificates} {shlex.quote(f'{self.root}{certificates}')}; "
         script = f"set -e; {binds} mount -t proc proc {shlex.quote(str(self.root))}/proc; "
+        script += f"mount -t tmpfs -o mode=1777,size=1g tmpfs {shlex.quote(str(self.root))}/dev/shm; "
         script += f'exec chroot --userspec={self.user} {shlex.quote(str(self.root))} env -i -C {self.workdir} "$@"'
         unshared = ["unshare", "--mount", "--pid", "--fork", "--kill-child=SIGKILL", "bash", "-c", script, "run"]
         done = subprocess.run([*unshared, *assignments, *words], capture_output=True, text=True, timeout=timeout_s)
