@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -565,20 +566,20 @@ def test_what_the_dockerfile_copies_is_let_in() -> None:
             assert list(ROOT.glob(source)), source
 
 
-def test_dockerfile_keeps_the_rules() -> None:
-    """hadolint's, as far as they can be checked by hand: see docker/README or the comments in the file itself."""
+def test_dockerfile_is_hadolint_clean() -> None:
+    hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if not hadolint:
+        pytest.skip("hadolint is not installed; its package is for Linux on x86_64")
+    done = subprocess.run([hadolint, str(ROOT / "docker" / "Dockerfile")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_dockerfile_keeps_our_rules() -> None:
+    """A user by number, a health check, hashes, nothing fetched but by package managers, no tag that moves by itself."""
     text = (ROOT / "docker" / "Dockerfile").read_text()
-    runs = re.findall(r"^RUN (.*(?:\\\n.*)*)", text, re.M)
-    for run in runs:
-        if "apt-get install" in run:
-            assert "--no-install-recommends" in run
-            assert "rm -rf /var/lib/apt/lists/*" in run
-        assert "sudo" not in run
-        assert "curl" not in run
-        if "pip install" in run:
-            assert "--no-cache-dir" in run
     last = text[text.rindex("\nFROM") :]
     assert re.search(r"^USER 1000:1000$", last, re.M)
     assert "HEALTHCHECK" in last
+    assert "--require-hashes" in text
     assert ":latest" not in text
-    assert not re.search(r"^ADD ", text, re.M)
+    assert not re.search(r"^ADD |curl|wget", text, re.M)
