@@ -496,7 +496,9 @@ DRY_RUNS = {
         "-o 1000 -g 1000",
     ],
     "image.sh cuda 2.32.3": ["--build-arg NCCL=2.32.3", "k3s ctr images import"],
-    "mig.sh node-1 all-1g.18gb": ["kubectl label node node-1 nvidia.com/mig.config=all-1g.18gb --overwrite"],
+    "mig.sh node-1 all-1g.18gb": [
+        "kubectl label node node-1 nvidia.com/mig.config=all-1g.18gb nvidia.com/mig.config.state=pending --overwrite"
+    ],
     "mig.sh": ["get configmap default-mig-parted-config"],
     "try.sh cpu statefulset-is-none": ["kubectl apply --server-side -k"],
     "try.sh cpu mig-mixed": ["overlays/cpu/job", "overlays/mig-mixed/job", "kubectl delete -k"],

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Remove what these scripts made. Runs and checkpoints stay unless --everything is said by its full name.
+# Remove what these scripts made. Runs and checkpoints are never removed.
 . "$(dirname "$0")/lib.sh"
 parse "usage: cleanup.sh [--dry-run] [workloads|operators|everything]
 workloads   RayJobs, RayClusters, the StatefulSet and the namespace $NAMESPACE   (default)

@@ -15,8 +15,8 @@ fi
 NODE="${ARGS[0]}"
 PROFILE="${ARGS[1]}"
 need kubectl
-if have kubectl get node "$NODE" -l "nvidia.com/mig.config=$PROFILE,nvidia.com/mig.config.state=success" --no-headers &&
-  [ -n "$(kubectl get node -l "kubernetes.io/hostname=$NODE,nvidia.com/mig.config=$PROFILE,nvidia.com/mig.config.state=success" -o name)" ]; then
+DONE="kubernetes.io/hostname=$NODE,nvidia.com/mig.config=$PROFILE,nvidia.com/mig.config.state=success"
+if [ "$DRY_RUN" = 0 ] && [ -n "$(kubectl get node -l "$DONE" -o name)" ]; then
   echo "$NODE has $PROFILE already"
   exit 0
 fi
@@ -24,7 +24,8 @@ if [ "$DRY_RUN" = 0 ] && [ "${YES:-}" != 1 ]; then
   read -r -p "reconfigure all GPUs of $NODE to $PROFILE? What runs on them ends. [y/N] " answer
   [ "$answer" = y ] || die "nothing was changed"
 fi
-run kubectl label node "$NODE" "nvidia.com/mig.config=$PROFILE" --overwrite
+# pending: the last change's success must not be taken for this one's
+run kubectl label node "$NODE" "nvidia.com/mig.config=$PROFILE" nvidia.com/mig.config.state=pending --overwrite
 say "waiting for the MIG manager"
 run kubectl wait "node/$NODE" --for="jsonpath={.metadata.labels.nvidia\.com/mig\.config\.state}=success" --timeout=600s
 run kubectl get node "$NODE" -o "jsonpath={.status.allocatable}"

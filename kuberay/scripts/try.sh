@@ -12,6 +12,14 @@ for overlay in "${ARGS[@]}"; do
   folder="$ROOT/kuberay/overlays/$overlay/job"
   [ -d "$folder" ] || die "there is no overlay '$overlay'"
   say "$overlay"
+  # A RayJob that is over stays, and would be taken for this one's end; one that runs is somebody's.
+  if have kubectl -n "$NAMESPACE" get rayjob nanoray; then
+    state="$(kubectl -n "$NAMESPACE" get rayjob nanoray -o jsonpath='{.status.jobDeploymentStatus}')"
+    case "$state" in
+      Complete | Failed) run kubectl -n "$NAMESPACE" delete rayjob nanoray --wait ;;
+      *) die "RayJob nanoray is there and ${state:-starting}; wait for it, or kubectl -n $NAMESPACE delete rayjob nanoray" ;;
+    esac
+  fi
   run kubectl apply --server-side -k "$folder"
   if [ "$DRY_RUN" = 1 ]; then
     printf 'kubectl -n %q get rayjob nanoray -o jsonpath={.status.jobDeploymentStatus}   # until Complete or Failed\n' "$NAMESPACE"

@@ -89,6 +89,8 @@ def _submit(loaded: Loaded, started: float) -> int:
             _delete(api, namespace, "Job", thing["metadata"]["name"])
         api.apply(thing)
         print(f"apply  {thing['kind']} {thing['metadata']['name']}")
+    job = next(thing for thing in objects if thing["kind"] == "RayJob")
+    print(f"folder {job['spec']['entrypoint'].partition('--out_dir ')[2].split()[0]} on the volume")
     status = Follower(api, namespace, name, say=lambda line: print(line, flush=True)).run()
     return _verdict(status)
 
