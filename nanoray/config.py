@@ -206,7 +206,10 @@ class Config(BaseModel):
     """write TensorBoard events to the run's tb/ folder"""
 
     max_failures: Natural = _field(3, "fault")
-    """restarts from the newest checkpoint after a worker dies, over the whole run, before giving up"""
+    """lost ranks to replace, or restarts, over the whole run before giving up"""
+    recovery: Literal["in_place", "restart"] = _field("in_place", "fault")
+    """when a rank is lost: in_place (on Ray: only that rank is replaced, its state comes from another's memory, no step
+    is repeated; a restart where that cannot be) | restart (all ranks, from the newest checkpoint)"""
     fault: str = _field("", "fault")
     """break something on purpose: KIND:rank=R,step=S,phase=P[;...] with KIND kill | raise | hang | slow"""
 

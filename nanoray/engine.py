@@ -11,7 +11,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -48,16 +48,16 @@ class RuntimeEngine:
         spec: RunSpec,
         batch: Batch,
         mesh: Mesh,
-        model: nn.Module,
+        gpt: GPT,
         optimizer: torch.optim.Optimizer,
         data: TokenData,
-        callbacks: Sequence[Callback],
         should_stop: Callable[[], bool],
     ) -> None:
-        """Take the parts that `train` built. `model` is the GPT or its DDP wrapper; only rank 0 has callbacks."""
+        """Take the parts that `train` built. It then sets `model` to the GPT's wrapper, and on rank 0 `callbacks`."""
         self.spec, self.cfg, self.batch, self.mesh = spec, spec.config, batch, mesh
-        self.model, self.optimizer, self.data, self.callbacks = model, optimizer, data, callbacks
-        self.gpt: GPT = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model  # type: ignore[assignment]
+        self.gpt, self.optimizer, self.data = gpt, optimizer, data
+        self.model: nn.Module = gpt  # or its DDP wrapper
+        self.callbacks: list[Callback] = []
         self.params = [p for p in self.gpt.parameters() if p.requires_grad]
         self.scaler = LossScaler(mesh.device, enabled=self.cfg.precision == "fp16")
         self.should_stop = should_stop
@@ -69,8 +69,13 @@ class RuntimeEngine:
         self.best_val_loss: float | None = None
         self._faults = [f for f in parse_plan(self.cfg.fault) if f.rank == mesh.rank and f.attempt == spec.attempt]
         self._stamp = ProgressStamp(spec.stamp(mesh.rank))
-        self._saved_step = -1
-        self._evaluated_step = -1
+        self._saved_step = self._evaluated_step = self._emitted_step = -1
+        self._first_step = 1
+        self._pending: dict[str, Any] | None = None  # the record of a completed step that is not reported yet
+        self.live = False  # whether this rank's memory holds the run's state
+        self._train_loss: float | None = None
+        self._first_step_s: float | None = None
+        self._total_s, self._total_steps = 0.0, 0
         self._failed_saves = 0
         self._checkpoint_s: float | None = None
         self.trace: CommTrace | None = None  # --comm_trace: measures the collectives of some steps
@@ -84,14 +89,16 @@ class RuntimeEngine:
         cfg, batch, mesh, trace, device = self.cfg, self.batch, self.mesh, self.trace, self.mesh.device
         self._enter("init")
         self._warm_up()
-        self._restore()
+        if not self.live:
+            self._restore()
+        self.live = True
+        if self._pending:  # a step was done when the group broke, and what follows a step was not
+            self._finish_step()
         last = min(cfg.max_steps, cfg.stop_at or cfg.max_steps)
         batches = self._batches()
         x, y = next(batches)
-        first_step_s = train_loss = None
         stopping = False
         window_start, window_steps, data_s = time.perf_counter(), 0, 0.0
-        total_s, total_steps = 0.0, 0
 
         while self.step < last and not stopping:
             # (all ranks) Does anybody want to stop? Asked now, answered when the step is done: compute hides it.
@@ -101,6 +108,8 @@ class RuntimeEngine:
             lr = lr_at(self.step, cfg)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
+            if cfg.dropout:  # masks follow from (seed, step, rank): whoever computes this step draws the same
+                torch.manual_seed(step_seed(cfg.seed, self.step, mesh.rank))
 
             # Forward and backward over the micro batches; only the last backward talks.
             loss_sum = torch.zeros((), device=device)
@@ -118,11 +127,14 @@ class RuntimeEngine:
                     self.scaler.scale(loss / batch.accum).backward()  # (all ranks) all-reduce of gradients, if sync
                 loss_sum += loss.detach()
 
-            # Clip, update, forget the gradients. With fp16 all ranks skip the same steps.
+            # Clip, update, forget the gradients. With fp16 all ranks skip the same steps. (all ranks) On logged steps
+            # the loss is averaged first: until the update nothing has changed, and a step that breaks is done again.
             self._enter("optimizer")
             grads = [p.grad for p in self.params if p.grad is not None]
             self.scaler.unscale(grads)
             logged = self._is_logged(self.step + 1, last)
+            if logged:
+                loss_sum = mesh.all_reduce_mean(loss_sum / batch.accum, "loss")
             grad_norm = torch.zeros(())
             if cfg.grad_clip or self.scaler.enabled or logged:
                 grad_norm = get_total_norm(grads)
@@ -136,27 +148,20 @@ class RuntimeEngine:
             self.samples += batch.global_size
             window_steps += 1
 
-            # (all ranks) On logged steps: average the loss, wait for the device, evaluate, record, checkpoint.
+            # (all ranks) On logged steps: wait for the device, evaluate, record, checkpoint.
             if logged:
                 self._enter("log")
-                train_loss = mesh.all_reduce_mean(loss_sum / batch.accum, "loss").item()
-                record = self._record(train_loss, lr, grad_norm.item())
+                record = self._pending = self._record(loss_sum.item(), lr, grad_norm.item())
                 if trace:
                     record |= trace.read(self.note)  # (all ranks) the steps traced before this one
                 window_end = time.perf_counter()
                 elapsed, window_start = window_end - window_start, window_end
-                if first_step_s is None:
-                    first_step_s = time.time() - self.spec.started
+                if self._first_step_s is None:
+                    self._first_step_s = time.time() - self.spec.started
                 else:
                     record |= self._speed(elapsed, window_steps, data_s)
-                    total_s, total_steps = total_s + elapsed, total_steps + window_steps
                 window_steps, data_s = 0, 0.0
-                if self._evaluation_due():
-                    record |= self._evaluate()
-                    window_start += record["time/eval_s"]  # a pause is no part of a step; callbacks are
-                self._emit(record)
-                if self._checkpoint_due():
-                    window_start += self._save()
+                window_start += self._finish_step()  # a pause is no part of a step; callbacks are
             stopping = vote.result()
             if trace:
                 window_start += trace.end(partial(self._unsynced, x, y))
@@ -167,11 +172,11 @@ class RuntimeEngine:
         return {
             "exit_reason": self._exit_reason(stopping),
             "step": self.step,
-            "train_loss": train_loss,
+            "train_loss": self._train_loss,
             "val_loss": self.val_loss,
-            "tok_per_sec": self._tok_per_step * total_steps / total_s if total_s else None,
-            "step_ms": 1e3 * total_s / total_steps if total_steps else None,
-            "first_step_s": first_step_s,
+            "tok_per_sec": self._tok_per_step * self._total_steps / self._total_s if self._total_s else None,
+            "step_ms": 1e3 * self._total_s / self._total_steps if self._total_steps else None,
+            "first_step_s": self._first_step_s,
             "world_size": mesh.world_size,
             "backend": mesh.backend,
             "backend_reason": mesh.backend_reason,
@@ -269,6 +274,7 @@ class RuntimeEngine:
                 f"{self.samples - self.batch.global_size} to {self.samples - 1}); lower lr, set grad_clip, or look at "
                 "that data. No checkpoint was written after the last good one"
             )
+        self._train_loss = loss
         peak = torch.cuda.max_memory_allocated() if self.mesh.device.type == "cuda" else _peak_resident_bytes()
         return {
             "step": self.step,
@@ -283,7 +289,25 @@ class RuntimeEngine:
             **scaled,
         }
 
+    def _finish_step(self) -> float:
+        """Evaluate, report and save as the completed step asks; return the seconds of it that are a pause. (all ranks)
+
+        It can be cut off anywhere and called again: nothing is reported twice, and nothing is left out.
+        """
+        record, pause_s = self._pending or {}, 0.0
+        if self._evaluation_due() and self._evaluated_step != self.step:
+            record |= self._evaluate()
+            pause_s += record["time/eval_s"]
+        if self._emitted_step != self.step:
+            self._emit(record)
+            self._emitted_step = self.step
+        if self._checkpoint_due() and self._saved_step != self.step:
+            pause_s += self._save()
+        self._pending = None
+        return pause_s
+
     def _speed(self, elapsed_s: float, steps: int, data_s: float) -> dict[str, float]:
+        self._total_s, self._total_steps = self._total_s + elapsed_s, self._total_steps + steps
         tok_per_sec = self._tok_per_step * steps / elapsed_s
         speed = {
             "time/step_ms": 1e3 * elapsed_s / steps,
@@ -346,7 +370,6 @@ class RuntimeEngine:
         self._enter("checkpoint")
         start = time.perf_counter()
         rng = self.mesh.gather(self._rng_state())
-        self._saved_step = self.step
         if not torch.isfinite(get_total_norm(self.params)):
             raise TrainingDiverged(
                 f"after step {self.step} the weights are not finite; lower lr, or set grad_clip. The last checkpoint "
@@ -355,6 +378,7 @@ class RuntimeEngine:
         if rng is not None:
             self._write(rng, final)
         self.mesh.barrier()  # (all ranks) wait here, where patience is long, and not in the next collective
+        self._saved_step = self.step
         self._checkpoint_s = time.perf_counter() - start
         log.info("checkpoint of step %d took %.3f s", self.step, self._checkpoint_s)
         return self._checkpoint_s
@@ -389,7 +413,6 @@ class RuntimeEngine:
 
     def _restore(self) -> None:
         """Load the checkpoint that spec.resume names, if any. (all ranks)"""
-        self._first_step = 1
         path = self.spec.resume
         if not path:
             return
@@ -413,6 +436,24 @@ class RuntimeEngine:
         if meta["dataset"]["tokens_sha256"] != self.spec.dataset.tokens_sha256:
             self.note(f"resume  the dataset is another one now ({meta['dataset']['name']} then)")
 
+    # A rank was lost: the others keep what they have, and a new one takes it from their memory.
+
+    def detach(self) -> None:
+        """Let go of the wrapper and the groups that broke; weights, optimizer and cursor stay as they are."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.trace = None
+        self.model = self.gpt
+
+    def attach(self, spec: RunSpec, mesh: Mesh) -> None:
+        """Take the new groups and the new attempt."""
+        self.spec, self.mesh = spec, mesh
+        self._faults += [f for f in parse_plan(self.cfg.fault) if f.rank == mesh.rank and f.attempt == spec.attempt]
+
+    @property
+    def reported_step(self) -> int:
+        """The newest step whose record is out: what stands after it in metrics.jsonl will be written again."""
+        return self.step - 1 if self._pending else self.step
+
     def _rng_state(self) -> dict[str, Tensor]:
         state = {"cpu": torch.get_rng_state()}
         if self.mesh.device.type == "cuda":
@@ -423,6 +464,11 @@ class RuntimeEngine:
         torch.set_rng_state(state["cpu"].clone())  # a view into a checkpoint's buffer is not aligned as it must be
         if "cuda" in state and self.mesh.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda"].clone(), self.mesh.device)
+
+
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """Return the seed of dropout in one step on one rank; a resume or another process on that rank draws alike."""
+    return (seed * 1_000_003 + step * 8_191 + rank * 131_071 + 1) % 2**63
 
 
 def _peak_resident_bytes() -> int:

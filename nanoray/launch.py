@@ -11,7 +11,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from nanoray.report import closing_lines, dry_run_lines, plan, run_command
 from nanoray.run import RunSpec, open_run, summary_on_failure, write_summary
 from nanoray.worker import Worker
 
-POLL_S = 0.5
+POLL_S, SETTLE_S = 0.5, 0.05
 DRAIN_S = 1.5  # after the first failure, wait this long for the others: a survivor's error often arrives first
 LOG_LINES = 8
 
@@ -131,30 +131,40 @@ class Gang:
     actors: list[Any] = field(default_factory=list)
     facts: list[dict[str, Any]] = field(default_factory=list)
     runs: list[Any] = field(default_factory=list)
+    seated: int = 0  # actors created so far: their names differ
+    waiting: bool = False  # every rank that is left waits for the lost ones' replacement
 
     def create(self) -> None:
         """Create the actors, named by run and rank, and learn where each one is."""
         spec, place = self.spec, self.place
         for rank in range(place.workers):
             spec.stamp(rank).unlink(missing_ok=True)  # where the last attempt's rank was says nothing of this one's
+        self.actors = [None] * place.workers
+        for rank in range(place.workers):
+            self.seat(rank)
+        self.facts = ray.get([a.describe.remote() for a in self.actors], timeout=_start_timeout_s(spec.config))
+
+    def seat(self, rank: int) -> None:
+        """Create the actor of a rank, in place of the one that was there; it begins to import torch at once."""
+        spec, place = self.spec, self.place
+        if self.actors[rank] is not None:
+            ray.kill(self.actors[rank])
         # A runtime_env costs half a second: Ray cannot use the workers that it keeps ready. Root does without, for it
         # may raise its priority itself (raise_priority); what the network needs travels in the Rendezvous.
         runtime_env = None if os.geteuid() == 0 else {"env_vars": {"RAY_worker_niceness": "0"}}
         remote: Any = ray.remote(concurrency_groups={"control": 1})(Worker)  # type: ignore[call-overload]
-        suffix = f".{spec.attempt}" if spec.attempt else ""
-        for rank, index in enumerate(place.order):
-            self.actors.append(
-                remote.options(
-                    name=f"{spec.folder.name}-rank{rank}{suffix}",
-                    num_cpus=place.bundle["CPU"],
-                    num_gpus=place.bundle.get("GPU", 0),
-                    scheduling_strategy=strategy(place.group, index),
-                    runtime_env=runtime_env,
-                    max_restarts=0,  # Ray would re-execute silently; the driver restarts the whole gang
-                    max_task_retries=0,
-                ).remote(spec.folder.name, rank)
-            )
-        self.facts = ray.get([a.describe.remote() for a in self.actors], timeout=_start_timeout_s(spec.config))
+        again = self.seated - place.workers + 1 if self.seated >= place.workers else 0
+        suffix = (f".{spec.attempt}" if spec.attempt or again else "") + (f"-{again}" if again else "")
+        self.seated += 1
+        self.actors[rank] = remote.options(
+            name=f"{spec.folder.name}-rank{rank}{suffix}",
+            num_cpus=place.bundle["CPU"],
+            num_gpus=place.bundle.get("GPU", 0),
+            scheduling_strategy=strategy(place.group, place.order[rank]),
+            runtime_env=runtime_env,
+            max_restarts=0,  # Ray would re-execute silently; the driver decides
+            max_task_retries=0,
+        ).remote(spec.folder.name, rank)
 
     def begin(self) -> None:
         """Tell every rank where to meet the others, and start to train."""
@@ -167,6 +177,25 @@ class Gang:
             actor.run.remote(spec.to_dict(), replace(r, master_addr=host, master_port=port))
             for actor, r in zip(self.actors, self._rendezvous(), strict=True)
         ]
+
+    def replace(self, lost: list[int], spec: RunSpec) -> None:
+        """Let the new actors of `lost` ranks meet the survivors, who hand over the run's state and go on.
+
+        Raises RayError or GetTimeoutError when a new actor does not start.
+        """
+        self.spec, self.waiting = spec, False
+        new = [self.actors[rank].describe.remote() for rank in lost]
+        for rank, fact in zip(lost, ray.get(new, timeout=_start_timeout_s(spec.config)), strict=True):
+            self.facts[rank] = fact
+        host = next(rank for rank in range(len(self.actors)) if rank not in lost)
+        store = self.actors[host].open_store.remote(len(self.actors), spec.config.init_timeout_s)
+        address, port = ray.get(store, timeout=START_TIMEOUT_S)
+        for rank, rendezvous in enumerate(self._rendezvous()):
+            rendezvous = replace(rendezvous, master_addr=address, master_port=port, agent_store=True, live=True)
+            if rank in lost:
+                self.runs[rank] = self.actors[rank].run.remote(spec.to_dict(), rendezvous)
+            else:
+                self.actors[rank].go_on.remote(spec.to_dict(), rendezvous)
 
     def _rendezvous(self) -> list[Rendezvous]:
         kind, facts = self.place.kind, self.facts
@@ -199,10 +228,16 @@ class Gang:
         return ranks
 
     def watch(self, console: Console, stop: Stop) -> tuple[dict[str, Any] | None, list[Failure]]:
-        """Print what rank 0 says until all ranks are done. Return rank 0's outcome, or the failures of this attempt."""
+        """Print what rank 0 says until all ranks are done. Return rank 0's outcome, or the failures of this attempt.
+
+        With recovery in place it also returns once all ranks but the failed ones wait for replacements (`waiting`);
+        those start meanwhile.
+        """
         pending = {ref: rank for rank, ref in enumerate(self.runs)}
         outcome: dict[str, Any] | None = None
         failures: list[Failure] = []
+        in_place = self.spec.config.recovery == "in_place" and len(self.actors) > 1
+        patience_s = self.spec.config.timeout_s + DRAIN_S if in_place else DRAIN_S  # a survivor may be computing
         give_up = float("inf")
         told = False
         while pending and time.monotonic() < give_up:
@@ -210,18 +245,34 @@ class Gang:
                 told = True
                 for actor in self.actors:
                     actor.stop.remote()
-            ready, _ = ray.wait(list(pending), num_returns=1, timeout=POLL_S)
-            self._drain(console)
+            ready, _ = ray.wait(list(pending), num_returns=1, timeout=SETTLE_S if failures else POLL_S)
             for ref in ready:
                 rank = pending.pop(ref)
                 result, failure = self._result(ref, rank)
                 if failure:
                     failures.append(failure)
-                    give_up = min(give_up, time.monotonic() + DRAIN_S)
+                    give_up = min(give_up, time.monotonic() + patience_s)
+                    if in_place and failure.retry and not stop.requested:
+                        self.seat(rank)
+                    else:
+                        give_up, in_place = min(give_up, time.monotonic() + DRAIN_S), False
                 elif rank == 0:
                     outcome = result
-        self._drain(console)
+            if not failures:
+                self._drain(console)
+            elif in_place and pending and self._all_wait(pending.values()):
+                self.waiting = len(pending) + len(failures) == len(self.actors)  # else some are done already
+                break
+        if not failures:
+            self._drain(console)
         return (None if failures else outcome), failures
+
+    def _all_wait(self, ranks: Iterable[int]) -> bool:
+        """Whether each of these ranks has left its groups and waits for a replacement of the lost one."""
+        try:
+            return all(ray.get([self.actors[rank].waiting.remote() for rank in ranks], timeout=5))
+        except (RayError, GetTimeoutError):
+            return False
 
     def _drain(self, console: Console) -> None:
         with suppress(RayError):  # a dead rank 0 is reported by its run
@@ -266,7 +317,7 @@ class Gang:
 
     def end(self) -> None:
         """End every actor of this attempt. What they came to is on disk and in the driver already."""
-        for actor in self.actors:
+        for actor in filter(None, self.actors):
             ray.kill(actor)
 
 
@@ -280,50 +331,70 @@ def _attempts(spec: RunSpec, place: Placement, stop: Stop) -> tuple[dict[str, An
     console = Console(spec.config.max_steps)
     previous: Failure | None = None
     restarts = 0
-    while True:
-        gang = Gang(spec, place)
-        try:
-            gang.create()
-            gang.begin()
-            outcome, failures = gang.watch(console, stop)
-        except GetTimeoutError:
-            raise PlacementError(
-                f"the actors did not start within {_start_timeout_s(spec.config):g} s; look at `ray logs`, and whether "
-                "every node has this nanoray and torch"
-            ) from None
-        except RayError as error:
-            failures, outcome = [Failure(0, 0, f"an actor failed while starting: {error}")], None
-        finally:
+    gang: Gang | None = None
+    try:
+        while True:
+            try:
+                if gang is None:
+                    gang = Gang(spec, place)
+                    gang.create()
+                    gang.begin()
+                outcome, failures = gang.watch(console, stop)
+            except GetTimeoutError:
+                raise PlacementError(
+                    f"the actors did not start within {_start_timeout_s(spec.config):g} s; look at `ray logs`, and "
+                    "whether every node has this nanoray and torch"
+                ) from None
+            except RayError as error:
+                failures, outcome = [Failure(0, 0, f"an actor failed while starting: {error}")], None
+            if outcome is not None:
+                outcome["exit_code"] = stop.exit_code if outcome["exit_reason"] == "stopped" else 0
+                return outcome, restarts
+            began = time.monotonic()
+            cause = min(failures, key=lambda f: f.closeness)
+            _say(cause, failures)
+            if why := _why_not(cause, previous, restarts, spec.config.max_failures, stop):
+                return _gave_up(spec, cause, why), restarts
+            restarts, previous = restarts + 1, cause
+            spec = spec.next_attempt()
+            budget = f"{restarts}/{spec.config.max_failures}"
+            lost = sorted({failure.rank for failure in failures})
+            if gang and gang.waiting:
+                with suppress(RayError, GetTimeoutError):
+                    gang.replace(lost, spec)
+                    pids = ", ".join(f"rank {r} (pid {gang.facts[r]['pid']})" for r in lost)
+                    seconds = time.monotonic() - began
+                    print(f"replace  {budget} {pids} joins in {seconds:.1f} s; no step is repeated\n", flush=True)
+                    continue
+            if gang:
+                gang.end()
+            gang = None
+            print(f"restart  {budget} from the newest checkpoint\n", flush=True)
+    finally:
+        if gang:
             gang.end()
-        if outcome is not None:
-            outcome["exit_code"] = stop.exit_code if outcome["exit_reason"] == "stopped" else 0
-            return outcome, restarts
-        cause = min(failures, key=lambda f: f.closeness)
-        consequences = [f"  rank {f.rank}: {f.title}" for f in failures if f is not cause]
-        print("\n".join(["", f"failure  {cause.title}", *_indented(cause.detail), *consequences]), flush=True)
-        repeated = bool(cause.signature) and previous is not None
-        repeated = repeated and (previous.signature, previous.step) == (cause.signature, cause.step)  # type: ignore[union-attr]
-        why = ""
-        if not cause.retry:
-            why = "a restart cannot cure that"
-        elif repeated:
-            why = "it failed twice in the same way at the same step"
-        elif restarts >= spec.config.max_failures:
-            why = f"max_failures = {spec.config.max_failures} restart(s) are used up"
-        elif stop.requested:
-            why = "a stop was asked for"
-        if why:
-            message = f"{cause.title}. Gave up: {why}. Checkpoints and logs: {spec.folder}"
-            code = 1 if cause.retry else cause.exit_code
-            return {
-                "ok": False,
-                "exit_reason": f"failed: {cause.title}",
-                "exit_code": code,
-                "message": message,
-            }, restarts
-        restarts, previous = restarts + 1, cause
-        spec = spec.next_attempt()
-        print(f"restart  {restarts}/{spec.config.max_failures} from the newest checkpoint\n", flush=True)
+
+
+def _say(cause: Failure, failures: list[Failure]) -> None:
+    consequences = [f"  rank {f.rank}: {f.title}" for f in failures if f is not cause]
+    print("\n".join(["", f"failure  {cause.title}", *_indented(cause.detail), *consequences]), flush=True)
+
+
+def _why_not(cause: Failure, previous: Failure | None, restarts: int, most: int, stop: Stop) -> str:
+    """Return why there is no further attempt; empty when there is one."""
+    if not cause.retry:
+        return "a restart cannot cure that"
+    if cause.signature and previous and (previous.signature, previous.step) == (cause.signature, cause.step):
+        return "it failed twice in the same way at the same step"
+    if restarts >= most:
+        return f"max_failures = {most} restart(s) are used up"
+    return "a stop was asked for" if stop.requested else ""
+
+
+def _gave_up(spec: RunSpec, cause: Failure, why: str) -> dict[str, Any]:
+    message = f"{cause.title}. Gave up: {why}. Checkpoints and logs: {spec.folder}"
+    code = 1 if cause.retry else cause.exit_code
+    return {"ok": False, "exit_reason": f"failed: {cause.title}", "exit_code": code, "message": message}
 
 
 def _indented(text: str) -> list[str]:

@@ -16,7 +16,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -51,7 +51,8 @@ class Rendezvous:
     env: tuple[tuple[str, str], ...] = ()  # what the backend needs in the environment
     threads: int = 1  # intra-op threads of torch
     secret: str = ""  # prefix of every key in the store: strangers that dial our port see nothing
-    agent_store: bool = False  # torchrun's agent already serves the store
+    agent_store: bool = False  # somebody else already serves the store: torchrun's agent, or a rank that survived
+    live: bool = False  # a rank among these holds the run's state in its memory
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Rendezvous:
@@ -220,16 +221,44 @@ class Mesh:
             dist.gather_object(value, values, dst=0, group=self.patient_group)
         return values
 
-    def broadcast(self, value: T) -> T:
-        """Return rank 0's value on every rank. (all ranks)"""
+    def all_gather(self, value: T) -> list[T]:
+        """Collect one picklable value per rank on every rank. (all ranks)"""
+        if self.world_size == 1:
+            return [value]
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.world_size
+        with self._noted("all_gather", "objects", "patient"):
+            dist.all_gather_object(values, value, group=self.patient_group)
+        return values
+
+    def broadcast(self, value: T, src: int = 0) -> T:
+        """Return the value of rank `src` on every rank. (all ranks)"""
         if self.world_size == 1:
             return value
         import torch.distributed as dist
 
         box = [value]
         with self._noted("broadcast", "objects", "patient"):
-            dist.broadcast_object_list(box, src=0, group=self.patient_group)
+            dist.broadcast_object_list(box, src=src, group=self.patient_group)
         return box[0]
+
+    def broadcast_tensor(self, tensor: Tensor, src: int) -> None:
+        """Overwrite `tensor`, which lies on this rank's device, with that of rank `src`. (all ranks)"""
+        import torch.distributed as dist
+
+        with self._noted("broadcast", "state", "default", tensor):
+            dist.broadcast(tensor, src=src)
+
+    def leave(self) -> None:
+        """Abandon every process group, whatever is under way in it: the others see closed connections, not silence."""
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _abort_process_group
+
+        self.control_group = self.patient_group = None  # the last references: with them go the sockets
+        for end in (_abort_process_group, dist.destroy_process_group):
+            with suppress(Exception):  # of groups that are broken already; whatever can be closed is
+                end()
 
     def barrier(self) -> None:
         """Wait until every rank is here. (all ranks)"""
@@ -272,7 +301,10 @@ def join(
     """
     import torch
     import torch.distributed as dist
+    import torch.distributed.nn.functional
 
+    # That module, which DDP imports, keeps as default arguments whatever the default group is when it is imported. From
+    # here on that is none: a group that broke must go, sockets and all, or its other ranks would wait for this one.
     r, device = rendezvous, torch.device(rendezvous.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)

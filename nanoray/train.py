@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import hashlib
 import json
 import logging
@@ -42,10 +43,12 @@ from nanoray.devices import (
 )
 from nanoray.engine import RuntimeEngine
 from nanoray.errors import CheckpointError, ConfigError, DataError, NanorayError, RendezvousError
+from nanoray.faults import is_collective_error
 from nanoray.mesh import Mesh, RankDevice, Rendezvous, choose_backend, connect_store, join, runtime_nccl_version
 from nanoray.model import GPT, ModelShape, count_parameters, generate
 from nanoray.optim import make_optimizer
 from nanoray.parallel.ddp import apply_ddp, average_by
+from nanoray.recovery import adopt, furthest
 from nanoray.report import closing_lines, dry_run_lines, plan, run_command
 from nanoray.run import RunSpec, open_run, summary_on_failure, write_summary
 from nanoray.tokenizer import tokenizer_from_json
@@ -54,17 +57,22 @@ from nanoray.trace import CommLog, CommTrace
 log = logging.getLogger("nanoray")
 
 
+Rejoin = Callable[[str], tuple[RunSpec, Rendezvous]]  # takes the error; returns once the lost rank has been replaced
+
+
 def train(
     spec: RunSpec,
     rendezvous: Rendezvous,
     watchers: Sequence[Callback] = (),
     should_stop: Callable[[], bool] = lambda: False,
     store: Any = None,
+    rejoin: Rejoin | None = None,
 ) -> dict[str, Any]:
     """Train `spec` as one rank and return the outcome as plain data. (all ranks)
 
     `watchers` see notes and records on rank 0. `should_stop` is asked once per step: True on any rank stops all ranks
-    after the same step, with a checkpoint. Raises NanorayError for what nanoray refuses.
+    after the same step, with a checkpoint. `rejoin` is called when a collective fails because a peer is gone; with what
+    it returns this rank goes on where it was. Raises NanorayError for what nanoray refuses.
     """
     require_shared_folder(spec, rendezvous)
     log_to(spec.log(rendezvous.rank))
@@ -72,15 +80,18 @@ def train(
     torch.set_num_threads(rendezvous.threads)
     if rendezvous.device == "cpu":
         keep_freed_memory()
-    log.info("attempt %d, pid %d, nice %d, %s", spec.attempt, os.getpid(), os.nice(0), rendezvous)
-    mesh = join(rendezvous, facts(spec), spec.config.timeout_s, spec.config.init_timeout_s, store)
+    mesh = meet(spec, rendezvous, store)
     if mesh.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for what stays float32
     device = this_device(mesh)
-    precision, why = agree_on_precision(mesh, resolve_precision(spec.config, mesh))
-    resume, resume_step, notes = mesh.broadcast(find_checkpoint(spec) if mesh.rank == 0 else ("", 0, ()))  # (all ranks)
-    config = spec.config.model_copy(update={"precision": precision})
-    spec = replace(spec, config=config, resume=resume, notes=(*spec.notes, *notes))
+    source, why = None, ""
+    if rendezvous.live:  # (all ranks) the others went through this once, and know
+        source, precision, _ = furthest(mesh, None)
+    else:
+        precision, why = agree_on_precision(mesh, resolve_precision(spec.config, mesh))
+        resume, resume_step, notes = mesh.broadcast(find_checkpoint(spec) if mesh.rank == 0 else ("", 0, ()))
+        spec = replace(spec, resume=resume, notes=(*spec.notes, *notes))
+    spec = replace(spec, config=spec.config.model_copy(update={"precision": precision}))
     cfg, batch = spec.config, resolve_batch(spec.config, mesh.world_size)
 
     torch.manual_seed(cfg.seed)  # the same initial weights on every rank
@@ -88,34 +99,32 @@ def train(
     if cfg.compile:
         for block in gpt.blocks:
             block.compile()  # per block: DDP's hooks stay between the blocks, and with them the overlap
-    reducer = None
-    if cfg.allreduce != "backend":
-        own_group = dist.new_group(timeout=timedelta(seconds=cfg.timeout_s))  # (all ranks)
-        dist.all_reduce(torch.zeros(1, device=mesh.device), group=own_group)  # NCCL brings a group up in its first one
-        reducer = Reducer(cfg.allreduce, own_group, mesh.device)
-    model = apply_ddp(gpt, mesh, cfg.bucket_mb, average_by(reducer.start, mesh.world_size) if reducer else None)
     optimizer = make_optimizer(gpt, cfg)
     data = TokenData(spec.dataset, cfg.block_size, cfg.seed, mesh.device)
-    torch.manual_seed(cfg.seed + 1_000_003 * (mesh.rank + 1))  # dropout: another mask on every rank
-
-    callbacks: list[Callback] = []
-    if mesh.rank == 0:
-        callbacks = [*watchers, JsonlWriter(spec.folder / "metrics.jsonl", resume_step)]
-        if cfg.tensorboard:
-            callbacks.append(TensorBoardWriter(spec.folder / "tb", cfg.to_json(), resume_step))
-    engine = RuntimeEngine(spec, batch, mesh, model, optimizer, data, callbacks, should_stop)
+    engine = RuntimeEngine(spec, batch, mesh, gpt, optimizer, data, should_stop)
     peak = peak_flops(device, precision) if device else None
     engine.peak_flops = peak * mesh.world_size if peak else None
-    if cfg.trace_every:
-        recorder = CommRecorder(mesh, cfg.trace_every, reducer.start if reducer else None)
-        twin = apply_ddp(gpt, mesh, cfg.bucket_mb, recorder.hook, twin=True)
-        log_of_all = CommLog(spec.folder / "comm", resume_step, spec.attempt) if mesh.rank == 0 else None
-        engine.trace = CommTrace(mesh, recorder, twin, log_of_all)
-    for line in describe(spec, batch, mesh, device, why):
+    reducer = wrap(engine, source)
+    if mesh.rank == 0:
+        resume_step = engine.reported_step if source is not None else resume_step
+        engine.callbacks = [*watchers, JsonlWriter(spec.folder / "metrics.jsonl", resume_step)]
+        if cfg.tensorboard:
+            engine.callbacks.append(TensorBoardWriter(spec.folder / "tb", cfg.to_json(), resume_step))
+    trace(engine, reducer, engine.reported_step if source is not None else resume_step)
+    for line in describe(spec, batch, mesh, device, why) if source is None else ():
         engine.note(line)
     try:
-        outcome = engine.fit()
-        mesh.barrier()  # nobody leaves while another rank still needs it
+        while True:
+            try:
+                outcome = engine.fit()
+                engine.mesh.barrier()  # (all ranks) nobody leaves while another rank still needs it
+                break
+            except Exception as error:
+                if rejoin is None or not (engine.live and is_collective_error(error)):
+                    raise
+                lost = f"{type(error).__name__}: {error}"
+            # Outside of the except block: the error's frames would keep the broken wrapper alive.
+            reducer = survive(engine, reducer, rejoin, lost)
         if reducer:
             reducer.close()
         if mesh.rank == 0 and outcome["exit_reason"] == "finished":
@@ -124,9 +133,57 @@ def train(
             except NanorayError as error:  # the training is done and saved; a sample is an extra
                 engine.note(f"warning  no sample of text: {error}")
     finally:
-        for callback in callbacks:
+        for callback in engine.callbacks:
             callback.close()
     return outcome
+
+
+def meet(spec: RunSpec, rendezvous: Rendezvous, store: Any) -> Mesh:
+    """Join the other ranks of this attempt. (all ranks)"""
+    log.info("attempt %d, pid %d, nice %d, %s", spec.attempt, os.getpid(), os.nice(0), rendezvous)
+    return join(rendezvous, facts(spec), spec.config.timeout_s, spec.config.init_timeout_s, store)
+
+
+def wrap(engine: RuntimeEngine, source: int | None) -> Reducer | None:
+    """Give the engine the DDP wrapper of its groups; with a `source`, the state of that rank's memory. (all ranks)"""
+    cfg, mesh, reducer = engine.cfg, engine.mesh, None
+    if cfg.allreduce != "backend":
+        own_group = dist.new_group(timeout=timedelta(seconds=cfg.timeout_s))
+        dist.all_reduce(torch.zeros(1, device=mesh.device), group=own_group)  # NCCL brings a group up in its first one
+        reducer = Reducer(cfg.allreduce, own_group, mesh.device)
+    hook = average_by(reducer.start, mesh.world_size) if reducer else None
+    engine.model = apply_ddp(engine.gpt, mesh, cfg.bucket_mb, hook, sync=source is None)
+    if source is not None:
+        adopt(engine, source)
+    return reducer
+
+
+def trace(engine: RuntimeEngine, reducer: Reducer | None, resume_step: int) -> None:
+    """Give the engine what measures its collectives, where the configuration asks for it. (all ranks)"""
+    cfg, mesh, spec = engine.cfg, engine.mesh, engine.spec
+    if cfg.trace_every:
+        recorder = CommRecorder(mesh, cfg.trace_every, reducer.start if reducer else None)
+        twin = apply_ddp(engine.gpt, mesh, cfg.bucket_mb, recorder.hook, twin=True)
+        log_of_all = CommLog(spec.folder / "comm", resume_step, spec.attempt) if mesh.rank == 0 else None
+        engine.trace = CommTrace(mesh, recorder, twin, log_of_all)
+
+
+def survive(engine: RuntimeEngine, reducer: Reducer | None, rejoin: Rejoin, lost: str) -> Reducer | None:
+    """Leave the broken groups, wait until the lost rank is replaced, and take up the run again. (all survivors)"""
+    log.warning("a peer is gone after step %d: %s", engine.step, lost)
+    engine.detach()
+    if reducer:
+        reducer.close()
+    gc.collect()  # the wrapper goes, with its hooks on our parameters and its hold on the group
+    engine.mesh.leave()
+    spec, rendezvous = rejoin(lost)  # as the driver wrote it: all ranks compare the same configuration
+    mesh = meet(spec, rendezvous, None)
+    engine.attach(replace(spec, config=engine.cfg, resume=engine.spec.resume), mesh)
+    source, _, step = furthest(mesh, engine)
+    reducer = wrap(engine, source)
+    trace(engine, reducer, engine.reported_step)
+    engine.note(f"rejoin  from step {step} in the memory of rank {source}; no step is repeated")
+    return reducer
 
 
 def keep_freed_memory() -> None:

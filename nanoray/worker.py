@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import queue
 import threading
 import traceback
 from collections import deque
@@ -21,6 +22,12 @@ from nanoray.mesh import Rendezvous
 from nanoray.metrics import METRICS
 from nanoray.run import RunSpec
 
+REPLACE_TIMEOUT_S = 600.0  # a survivor that the driver has forgotten ends by itself
+
+
+class LostPeer(RuntimeError):
+    """A collective lost its peer, and nobody took the peer's place."""
+
 
 class Worker:
     """One rank. `run` trains on the main lane; `poll` and `stop` answer on the control lane at the same time."""
@@ -30,6 +37,8 @@ class Worker:
         self._events: deque[tuple[str, Any]] = deque()
         self._stop = threading.Event()
         self._store: Any = None
+        self._waiting = ""  # the error after which this rank waits for the lost one's replacement
+        self._orders: queue.Queue[tuple[dict[str, Any], Rendezvous] | None] = queue.Queue()
         self._devices = bound_devices()
         raise_priority()
         # Importing torch takes seconds: begin now, while the driver still talks to the other actors. Whoever needs it
@@ -60,8 +69,9 @@ class Worker:
 
         return runtime_nccl_version()
 
+    @ray.method(concurrency_group="control")
     def open_store(self, world_size: int, timeout_s: float) -> tuple[str, int]:
-        """Serve the store on a port that the kernel picks; return its address. (rank 0 only)"""
+        """Serve the store on a port that the kernel picks; return its address. (one rank: rank 0, or a survivor)"""
         self._importing.join()
         from nanoray.mesh import open_store
 
@@ -78,7 +88,9 @@ class Worker:
         run = RunSpec.from_dict(spec)
         try:
             watchers = [_Forwarder(self._events, _RayMetrics(self._name, self._rank))] if self._rank == 0 else []
-            outcome = train(run, rendezvous, watchers, self._stop.is_set, self._store)
+            store = self._store if rendezvous.rank == 0 and not rendezvous.agent_store else None
+            rejoin = self._rejoin if run.config.recovery == "in_place" else None
+            outcome = train(run, rendezvous, watchers, self._stop.is_set, store, rejoin)
             return {"ok": True, **outcome}
         except Exception as error:  # every exception becomes data: the driver ranks it against the other ranks'
             log.exception("rank %d failed", self._rank)
@@ -86,7 +98,7 @@ class Worker:
             kind = "refused" if isinstance(error, NanorayError) else "user"
             return {
                 "ok": False,
-                "kind": "collective" if is_collective_error(error) else kind,
+                "kind": "collective" if isinstance(error, LostPeer) or is_collective_error(error) else kind,
                 "exit_code": getattr(error, "exit_code", 1),
                 "error": type(error).__name__,
                 "message": str(error),
@@ -94,6 +106,28 @@ class Worker:
                 "step": step,
                 "phase": phase,
             }
+
+    def _rejoin(self, lost: str) -> tuple[RunSpec, Rendezvous]:
+        """Wait, in the middle of `run`, until the driver has replaced the lost rank. Raises LostPeer otherwise."""
+        self._waiting = lost
+        try:
+            order = self._orders.get(timeout=REPLACE_TIMEOUT_S)
+        except queue.Empty:
+            order = None
+        if order is None:
+            raise LostPeer(lost)
+        self._waiting = ""
+        return RunSpec.from_dict(order[0]), order[1]
+
+    @ray.method(concurrency_group="control")
+    def waiting(self) -> str:
+        """Return the error after which this rank waits for a replacement, empty while it trains."""
+        return self._waiting
+
+    @ray.method(concurrency_group="control")
+    def go_on(self, spec: dict[str, Any] | None, rendezvous: Rendezvous | None) -> None:
+        """Give a waiting rank the new attempt, or None: nobody can be replaced, so end."""
+        self._orders.put((spec, rendezvous) if spec is not None and rendezvous is not None else None)
 
     @ray.method(concurrency_group="control")
     def poll(self) -> list[tuple[str, Any]]:

@@ -195,6 +195,6 @@ def test_example_kill_a_worker_recovers(recipe: Path, tmp_path: Path) -> None:
     done = run_example("kill_a_worker.py", "--config", str(recipe), "--out_dir", str(tmp_path), "--max_steps", "40")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "failure  rank 1" in done.stdout
-    assert "restart  1/3" in done.stdout
+    assert "replace  1/3 rank 1" in done.stdout
     assert list(losses(tmp_path)) == list(range(1, 41))
     assert (only_run(tmp_path) / "faults.jsonl").exists(), "the fault fired"

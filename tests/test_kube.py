@@ -577,7 +577,7 @@ def test_dockerfile_is_hadolint_clean() -> None:
 
 
 def test_dockerfile_keeps_our_rules() -> None:
-    """A user by number, a health check, hashes, nothing fetched but by package managers, no tag that moves by itself."""
+    """A user by number, a health check, hashes, nothing fetched but by package managers, no moving tag."""
     text = (ROOT / "docker" / "Dockerfile").read_text()
     last = text[text.rindex("\nFROM") :]
     assert re.search(r"^USER 1000:1000$", last, re.M)

@@ -233,15 +233,73 @@ print(json.dumps([[a.name, a.repr_name, a.ray_namespace] for a in actors]))"""
     assert no_actors_left(cluster)
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward", "eval"])
-def test_a_killed_worker_costs_nothing(
-    cluster: Cluster, recipe: Path, clean: tuple[Path, str], tmp_path: Path, phase: str
+def attempts(out: Path) -> dict[int, int]:
+    """In which attempt each step's record was written."""
+    lines = (only_run(out) / "metrics.jsonl").read_text().splitlines()
+    return {record["step"]: record["attempt"] for record in map(json.loads, lines)}
+
+
+@pytest.mark.parametrize(
+    ("rank", "phase"), [(1, "forward"), (1, "backward"), (0, "optimizer"), (1, "eval"), (0, "checkpoint")]
+)
+def test_a_killed_worker_is_replaced_in_place(
+    cluster: Cluster, recipe: Path, clean: tuple[Path, str], tmp_path: Path, rank: int, phase: str
 ) -> None:
-    """SIGKILL at step 15, after the checkpoint of step 10: named, restarted, and every loss as if nothing had been.
+    """SIGKILL at step 15, five steps after a checkpoint: the other rank keeps its process, and no step is repeated."""
+    flags = ("--eval_every", "15", "--checkpoint_every", "5", "--fault", f"kill:rank={rank},step=15,phase={phase}")
+    code, output = launch(cluster, recipe, tmp_path, *flags, "--comm_trace", "every=4")
+    assert code == 0, output
+    (fault,) = (only_run(tmp_path) / "faults.jsonl").read_text().splitlines()
+    assert json.loads(fault)["kind"] == "kill", "the fault did not fire"
+    assert re.search(rf"failure  rank {rank} \(pid \d+, node [\d.]+\) died in {phase} of step 15: killed", output)
+    assert re.search(rf"replace  1/3 rank {rank} \(pid \d+\) joins in [\d.]+ s; no step is repeated", output)
+    assert losses(tmp_path) == losses(clean[0]), "bit for bit"
+    after = phase in ("eval", "checkpoint")  # the step's update was done: only what follows it is done again
+    assert next(step for step, attempt in attempts(tmp_path).items() if attempt) == (16 if after else 15)
+    survivor = (only_run(tmp_path) / "logs" / f"rank{1 - rank}.log").read_text()
+    assert "rejoin  from step" in survivor
+    assert len(set(re.findall(r"attempt \d, pid (\d+)", survivor))) == 1, "the same process went on"
+    traced = [s["step"] for s in read_steps(only_run(tmp_path))]
+    wanted = [step for step in range(1, 31) if step % 4 in (3, 0)]
+    assert traced == sorted(set(traced)), "each once, in order"
+    assert set(wanted) - set(traced) <= {15, 16}, "but for notes that the lost group took with it"
+
+
+def test_two_ranks_lost_one_after_the_other_of_three_with_dropout(
+    cluster: Cluster, recipe: Path, tmp_path: Path
+) -> None:
+    """Three ranks: the order of sums counts, and a survivor can wait for another. Dropout: masks follow the step."""
+    flags = ("--workers", "3", "--cpus_per_worker", "0.5", "--dropout", "0.1", "--max_steps", "24")
+    flags += ("--eval_every", "10", "--checkpoint_every", "0", "--log_every", "1")
+    plan = "kill:rank=2,step=10,phase=eval;kill:rank=0,step=17,phase=backward"
+    assert launch(cluster, recipe, tmp_path / "clean", *flags)[0] == 0
+    code, output = launch(cluster, recipe, tmp_path / "faulty", *flags, "--fault", plan)
+    assert code == 0, output
+    assert len((only_run(tmp_path / "faulty") / "faults.jsonl").read_text().splitlines()) == 2, "both faults fired"
+    assert "replace  1/3 rank 2" in output
+    assert "replace  2/3 rank 0" in output
+    assert losses(tmp_path / "faulty") == losses(tmp_path / "clean"), "bit for bit, with no checkpoint before the end"
+
+
+def test_nobody_left_means_a_restart_from_the_checkpoint(
+    cluster: Cluster, recipe: Path, clean: tuple[Path, str], tmp_path: Path
+) -> None:
+    plan = "kill:rank=0,step=15,phase=forward;kill:rank=1,step=15,phase=forward"
+    flags = ("--eval_every", "15", "--checkpoint_every", "10", "--fault", plan)
+    code, output = launch(cluster, recipe, tmp_path, *flags)
+    assert code == 0, output
+    assert "restart  1/3 from the newest checkpoint" in output
+    assert losses(tmp_path) == losses(clean[0])
+
+
+def test_a_killed_worker_costs_nothing(cluster: Cluster, recipe: Path, clean: tuple[Path, str], tmp_path: Path) -> None:
+    """--recovery restart: SIGKILL at step 15, after the checkpoint of step 10: every loss as if nothing had been.
 
     The run is traced, the clean one is not; the steps that were done again stand in the trace once.
     """
+    phase = "backward"
     flags = ("--eval_every", "15", "--checkpoint_every", "10", "--fault", f"kill:rank=1,step=15,phase={phase}")
+    flags += ("--recovery", "restart")
     code, output = launch(cluster, recipe, tmp_path, *flags, "--comm_trace", "every=4")
     assert code == 0, output
     (fault,) = (only_run(tmp_path) / "faults.jsonl").read_text().splitlines()

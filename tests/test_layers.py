@@ -18,6 +18,7 @@ LAYERS = [
     {"devices", "mesh", "data", "optim", "precision", "comm", "algorithms", "metrics"},
     {"run", "model", "checkpoint", "faults", "callbacks", "timeline", "trace", "parallel", "parallel.ddp"},
     {"engine", "report"},
+    {"recovery"},
     {"train"},
     {"worker"},
     {"placement"},

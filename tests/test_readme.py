@@ -20,7 +20,9 @@ from nanoray.config import parse_args
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```\n(.*?)```", README, re.DOTALL)
-COMMAND = re.compile(r"^(make|python|python3|torchrun|ray|tensorboard|kubectl|\.venv/bin/\S+|CUDA_VISIBLE_DEVICES=\S+) ", re.M)
+COMMAND = re.compile(
+    r"^(make|python|python3|torchrun|ray|tensorboard|kubectl|\.venv/bin/\S+|CUDA_VISIBLE_DEVICES=\S+) ", re.M
+)
 COMMANDS_IN_BLOCKS = [
     line.split("  #")[0].strip() for block in BLOCKS for line in block.splitlines() if COMMAND.match(line)
 ]

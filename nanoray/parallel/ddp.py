@@ -16,11 +16,17 @@ Hook = Callable[[GradBucket], torch.futures.Future[torch.Tensor]]  # averages a 
 
 
 def apply_ddp(
-    model: nn.Module, mesh: Mesh, bucket_mb: float, hook: Hook | None = None, twin: bool = False
+    model: nn.Module,
+    mesh: Mesh,
+    bucket_mb: float,
+    hook: Hook | None = None,
+    twin: bool = False,
+    sync: bool = True,
 ) -> nn.Module:
     """Wrap `model` so that its last backward of a step all-reduces gradients in buckets. (all ranks)
 
-    Rank 0's weights are broadcast to all. With one rank the model is returned as it is: there is nobody to talk to.
+    With `sync`, rank 0's weights are broadcast to all. With one rank the model is returned as it is: there is nobody
+    to talk to.
     `hook` averages a bucket in place of DDP's own C++ path. A `twin` is a second wrapper of a model that has one: each
     ignores gradients of a forward that went through the other, so a step chooses its path by the wrapper it calls. It
     costs one more set of buckets, as much memory as the gradients. Source: Li et al. 2020, PyTorch Distributed.
@@ -32,7 +38,7 @@ def apply_ddp(
         device_ids=[mesh.device.index] if mesh.device.type == "cuda" else None,
         bucket_cap_mb=bucket_mb or default_bucket_mb(mesh.device),
         gradient_as_bucket_view=True,  # gradients live in the buckets: one copy less of every gradient
-        init_sync=not twin,  # the ranks' weights are equal already
+        init_sync=sync and not twin,  # a twin's weights are equal already
     )
     if hook:
         wrapped.register_comm_hook(None, lambda state, bucket: hook(bucket))
