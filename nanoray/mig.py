@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from nanoray.config import load_config
@@ -28,9 +29,10 @@ from nanoray.errors import ConfigError, NanorayError
 CARDS = {"NVIDIA A100-SXM4-40GB": 40, "NVIDIA A100-PCIE-40GB": 40, "NVIDIA A100-SXM4-80GB": 80}
 CARDS |= {"NVIDIA A100 80GB PCIe": 80, "NVIDIA H100 80GB HBM3": 80, "NVIDIA H100 PCIe": 80, "NVIDIA H100 NVL": 94}
 CARDS |= {"NVIDIA H200": 141, "NVIDIA H200 NVL": 141, "NVIDIA B200": 180}
-# SMs of the six, as `nvidia-smi mig -lgip` lists them. On an H100 "1g" is a name: with one eighth of the memory it has
-# 16 SMs, with two 26, so its bandwidth does not come alone. The SMs of other cards are counted where a slice runs.
-SMS = {"NVIDIA A100": (14, 14, 28, 42, 56, 98), "NVIDIA H100 80GB HBM3": (16, 26, 32, 60, 64, 132)}
+# SMs of the whole card out of MIG mode, whose peak the data sheet has, and of the six, as `nvidia-smi mig -lgip` lists
+# them. On an H100 "1g" is a name: with one eighth of the memory it has 16 SMs, with two 26, so its bandwidth does not
+# come alone; seven of the first leave 20 of 132 SMs idle. Other cards' SMs are counted where a slice runs.
+SMS = {"NVIDIA A100": (108, (14, 14, 28, 42, 56, 98)), "NVIDIA H100 80GB HBM3": (132, (16, 26, 32, 60, 64, 132))}
 VOCAB_SIZE = 50304  # GPT-2's, padded; for the parameters of the preset's model
 MFU = 0.35  # of a small GPT in bf16 on one GPU; what --mfu replaces
 
@@ -42,21 +44,42 @@ class Profile(NamedTuple):
     fit: int
     sms: int | None
 
+    @property
+    def shares(self) -> str:
+        """What all that fit have of the card, in words; without known SMs compute is counted in its name's sevenths."""
+        whole, _ = _sms(self.slice.name)
+        compute = f"{self.sms}/{whole} SMs" if whole else f"{self.slice.compute_fraction * 7:.0f}/7 compute"
+        return f"{self.fit}·{compute}, {self.fit}·{self.slice.bandwidth_fraction * 8:.0f}/8 bandwidth"
+
+
+def _sms(name: str) -> tuple[int, tuple[int | None, ...]]:
+    """Return the SMs of a card, or of the card of a slice, and those of its six profiles; (0, Nones): not known."""
+    card = name.partition(" MIG ")[0]
+    return next((known for prefix, known in SMS.items() if card.startswith(prefix)), (0, (None,) * len(MIG_SHAPES)))
+
 
 def plan(card: str) -> list[Profile]:
     """Return the six profiles of a card, smallest first. Source: NVIDIA's MIG User Guide."""
     gb = CARDS[card]
-    sms = next((known for name, known in SMS.items() if card.startswith(name)), (None,) * len(MIG_SHAPES))
+    whole, sms = _sms(card)
     profiles = []
     for ((compute, memory), fit), count in zip(MIG_SHAPES.items(), sms, strict=True):
-        name, shares = profile_name(gb, compute, memory), (compute / 7, memory / 8)
+        name, shares = profile_name(gb, compute, memory), (count / whole if count else compute / 7, memory / 8)
         part = Device("mig", 0, "", f"{card} MIG {name}", (gb << 30) * memory // 8, "", name, *shares, bf16=True)
         profiles.append(Profile(part, fit, count))
     return profiles
 
 
+def compute_share(device: Device) -> float:
+    """Return the share of its card's FLOP/s that a device has: of its SMs where they are known, or as its name says."""
+    card = device.name.partition(" MIG ")[0]
+    known = {p.slice.name: p.slice.compute_fraction for p in plan(card)} if card in CARDS else {}
+    return known.get(device.name, device.compute_fraction)
+
+
 def peaks(device: Device) -> dict[str, float]:
     """Return what a device, or its slice of a card, can reach in the precision it trains in; {} when not known."""
+    device = replace(device, compute_fraction=compute_share(device))
     flops, bytes_per_s = peak_flops(device, "bf16" if device.bf16 else "fp32"), peak_bandwidth(device)
     return {"peak_tflops": flops / 1e12, "peak_gbps": bytes_per_s / 1e9} if flops and bytes_per_s else {}
 
@@ -121,13 +144,14 @@ def plan_lines(card: str, preset: str, mfu: float) -> list[str]:
         f"card   {card}: {peak_text(peaks(whole))} in bf16 · {assumed}",
         f"{'profile':<11}" + "".join(f"{text:>{width}}" for text, width in heads) + "  of the card",
     ]
-    for part, fit, sms in plan(card):
+    for profile in plan(card):
+        part, fit, sms = profile
         known = peaks(part)
         speed = 1e12 * known["peak_tflops"] * mfu / flops
         lines.append(
             f"{part.profile:<11}{fit:>5}{sms or '?':>6}{part.memory_bytes / 2**30:>7.1f}{known['peak_gbps']:>7.0f}"
             f"{known['peak_tflops']:>9.0f}{speed:>13,.0f}{fit * speed:>13,.0f}"
-            f"  {fit}·{part.compute_fraction * 7:.0f}/7 compute, {fit}·{part.bandwidth_fraction * 8:.0f}/8 bandwidth"
+            f"  {profile.shares}"
         )
     lines += ["", *(mig_commands(whole, p.fit) for p in plan(card)[:2]), "undo   sudo nvidia-smi mig -i 0 -dci && "]
     lines[-1] += "sudo nvidia-smi mig -i 0 -dgi && sudo nvidia-smi -i 0 -mig 0"

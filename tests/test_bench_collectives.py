@@ -22,6 +22,7 @@ from nanoray.bench.collectives import (
     wrong_elements,
 )
 from nanoray.bench.gang import Gang, Where
+from nanoray.bench.report import Report, Row, number
 from nanoray.metrics import algbw_gbps, busbw_factor
 
 HERE = "tests.test_bench_collectives"
@@ -221,12 +222,26 @@ def test_two_ranks_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
     assert (tmp_path / "c.png").stat().st_size > 10_000
     table = out[out.index("# all_gather") :].splitlines()
     half = ["time", "algbw", "busbw", "#wrong"]
-    assert table[1].split() == ["size", "count", "type", "redop", "root", *half, *half, "p50", "p99", "of", "copy"]
+    assert table[1].split() == ["size", "count", "type", "redop", "root", *half, *half, "p50", "p99", "n", "of", "copy"]
     assert table[2].split()[:5] == ["1024", "128", "float", "none", "-1"]
     reduced = next(line for line in out[out.index("# all_reduce") :].splitlines() if line.split()[0] == "1024")
     assert reduced.split()[3:9] == ["sum", "-1", *["N/A"] * 4]  # torch has no all_reduce out of place
     assert "| all_reduce |" in out
     assert "OK  7 rows" in out
+
+
+@pytest.mark.parametrize(("calls", "cell", "words"), [(100, "99.0", "p99 99.0 us"), (99, "max 99.0", "max 99.0 us")])
+def test_a_percentile_needs_a_hundred_calls(calls: int, cell: str, words: str) -> None:
+    """The 99th of 1 .. 100 us; of 99 calls nobody knows one, and 99 us is their slowest. Out of place comes first."""
+    report = Report("collectives", {}, [Row(collectives.COPY, "copied", "GB/s", (10.0,))])
+    for in_place, times in ((True, [7.0] * 5), (False, [1.0 + i for i in range(calls)])):
+        event = {"op": "all_gather", "dtype": "float32", "in_place": in_place, "bytes": 1024, "count": 128, "wrong": 0}
+        collectives._add(report, event | {"blocking_us": times, "pipelined_us": [1024.0]}, 2, "gloo")
+    row, text = report.rows[-1], collectives.lines(report)
+    assert (row.extra["p99_us"], row.extra["latencies"]) == (99.0, calls)
+    assert row.note == f"algbw 0.00100 GB/s; {calls} blocking calls: p50 {number(row.extra['time_us'])}, {words}"
+    assert text[-1].split()[-3 - cell.count(" ") :] == [*cell.split(), str(calls), "0%"]
+    assert text[-3] == "# all_gather", "what stands in the columns is not said again above them"
 
 
 def test_one_rank_has_no_busbw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from PIL import Image
 from nanoray.bench import __main__ as bench
 from nanoray.bench.html import line, write
 from nanoray.bench.processes import Child
-from nanoray.bench.report import Report, Row, Target, conditions
+from nanoray.bench.report import Report, Row, Section, Target, conditions
 
 HOSTILE = "</td><script>document.title = 'taken'</script><img src=http://example.org/x.png onerror=alert(1)> & \"'"
 SVG = (
@@ -39,7 +39,7 @@ def report_of(name: str = "train", hostile: str = HOSTILE) -> Report:
 @pytest.fixture
 def page(tmp_path: Path) -> Path:
     path = tmp_path / "page.html"
-    write(path, [(report_of(), SVG)], {"train": "what it measures"})
+    write(path, [Section(report_of(), SVG)], {"train": "what it measures"})
     return path
 
 
@@ -89,7 +89,7 @@ def test_a_failed_report_says_so_first(tmp_path: Path) -> None:
     good, bad = report_of("overlap", ""), report_of("scaling", "")
     bad.failures.append("rank 1: killed\nthe last line of its log")
     bad.rows.append(Row("tree", "2 KiB", "us", (1.0, 2.0), wrong=7))
-    write(tmp_path / "all.html", [(good, ""), (bad, "")], {})
+    write(tmp_path / "all.html", [Section(good), Section(bad)], {})
     found = References()
     found.feed(html := (tmp_path / "all.html").read_text())
     assert [r for r in found.references if r] == ["#overlap", "#scaling"]
@@ -99,6 +99,28 @@ def test_a_failed_report_says_so_first(tmp_path: Path) -> None:
     assert "tree, 2 KiB: 7 wrong" in found.text
     assert html.count("<dt>versions</dt>") == 1, "what all share is told once"
     assert html.count("<dt>command</dt>") == 2
+
+
+def test_a_benchmarks_own_words_and_what_its_wrong_counts(tmp_path: Path) -> None:
+    own, path = [f"fastest: {HOSTILE}", "  a table of its own"], tmp_path / "own.html"
+    write(path, [Section(report_of("overlap", ""), "", own, "gradients that differ"), Section(report_of("ring"))], {})
+    found = References()
+    found.feed(path.read_text())
+    assert "\n".join(own) in found.text
+    assert found.scripts == 1
+    assert found.text.index("Findings") < found.text.index("Rows")
+    assert found.text.count("Findings") == 1
+    assert "Wrong: gradients that differ." in found.text
+    assert "Wrong: elements that differ from the exact result." in found.text
+
+
+def test_what_cannot_be_written_leaves_no_other_file(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = page.read_text()
+    monkeypatch.setattr("nanoray.bench.html.os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        write(page, [Section(report_of())], {})
+    assert [p.name for p in page.parent.iterdir()] == ["page.html"]
+    assert page.read_text() == old
 
 
 def test_the_marks_of_the_spread() -> None:
@@ -183,6 +205,8 @@ def lines(report):
 ENDINGS = {
     "fine": "",
     "broken": "raise ZeroDivisionError('by nothing')",
+    "picky": "report.rows.clear()\n"
+    "    if args.workers > 3: raise ConfigError(f'workers = {args.workers}; use 3 or less')",
     "refused": "raise ConfigError('no such device')",
     "waiting": "import subprocess; p = subprocess.Popen(['sleep', '60'])\n"
     "    try:\n        print('pid', p.pid, flush=True); p.wait()\n    finally:\n        p.kill(); p.wait()",
@@ -224,8 +248,9 @@ def test_all_goes_on_after_what_breaks(
     assert [report["ok"] for report in written["reports"]] == [False, False, False, True]
     assert [r["values"] for r in written["reports"][0]["rows"]] == [[5, 3]], "what was measured before it broke"
     assert written["reports"][3]["rows"][0]["note"] == "quick True"
-    assert sorted(p.name for p in pictures.iterdir()) == ["broken.png", "fine.png"]
-    assert (tmp_path / "all.html").read_text().count("data:image/svg+xml;base64,") == 2
+    assert [r["values"] for r in written["reports"][1]["rows"]] == [[5, 3]], "what was measured before it gave up"
+    assert sorted(p.name for p in pictures.iterdir()) == ["broken.png", "fine.png", "refused.png"]
+    assert (tmp_path / "all.html").read_text().count("data:image/svg+xml;base64,") == 3
 
 
 def test_all_is_ok_when_all_are(
@@ -236,6 +261,65 @@ def test_all_is_ok_when_all_are(
     out = capsys.readouterr().out
     assert out.splitlines()[-1] == "OK  1 benches"
     assert "a table of its own" in out
+
+
+def test_one_that_refuses_so_many_ranks_is_skipped(
+    fakes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    choose(monkeypatch, "picky", "fine")
+    files = ["--json", str(tmp_path / "all.json"), "--html", str(tmp_path / "all.html")]
+    assert bench.main(["all", "--workers", "4", *files]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1] == "OK  1 benches, skipped: picky"
+    assert "skipped  workers = 4; use 3 or less" in out
+    written = json.loads((tmp_path / "all.json").read_text())
+    assert written["ok"]
+    assert [report.get("skipped") for report in written["reports"]] == ["workers = 4; use 3 or less", None]
+    found = References()
+    found.feed((tmp_path / "all.html").read_text())
+    assert "Not run: workers = 4; use 3 or less" in found.text
+    assert "FAILED" not in found.text
+    choose(monkeypatch, "picky")
+    assert bench.main(["all", "--workers", "4"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "FAILED  every bench refuses workers = 4"
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--workers", "abc"], "argument --workers: invalid int value: 'abc'; see python -m nanoray.bench all --help"),
+        (["--workers", "0"], "workers = 0; give 1 or more, or leave it out for each one's default"),
+        (["--json", "."], "json = . is a folder; name a file in it: report.json"),
+        (["--html", "."], "html = . is a folder; name a file in it: report.html"),
+        (["--figure", "report.png"], "figure = report.png: bench all draws several; name a folder that is there"),
+    ],
+)
+def test_what_all_refuses(
+    fakes: Path, flags: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    choose(monkeypatch, "fine")
+    assert bench.main(["all", *flags]) == 2
+    assert capsys.readouterr() == ("", f"error: {text}\n")
+
+
+@pytest.mark.parametrize("flag", ["json", "html", "figure"])
+def test_a_folder_is_no_file(
+    fakes: Path, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    choose(monkeypatch, "fine")
+    (folder := tmp_path / "folder.png").mkdir()
+    assert bench.main(["fine", f"--{flag}", str(folder)]) == 2
+    assert f"{flag} = {folder} is a folder; name a file in it: {folder}/report." in capsys.readouterr().err
+
+
+def test_the_summary_is_said_before_files_are_written(
+    fakes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    choose(monkeypatch, "fine")
+    monkeypatch.setattr(bench, "write_json", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        bench.main(["all", "--json", str(tmp_path / "all.json")])
+    assert capsys.readouterr().out.splitlines()[-1] == "OK  1 benches"
 
 
 def test_a_benchmark_that_breaks_keeps_what_it_measured(
@@ -269,6 +353,11 @@ def test_one_rank_of_torchrun_speaks(
     assert bench.main(["fine", "--json", str(tmp_path / "r.json"), "--html", "on/another/host.html"]) == 0
     assert capsys.readouterr() == ("", "")
     assert not (tmp_path / "r.json").exists()
+    choose(monkeypatch, "told")
+    (fakes / "fake_told.py").write_text(FAKE.replace("ENDING", "report.failures.append('it broke\\nhere')"))
+    assert bench.main(["told"]) == 1
+    assert capsys.readouterr() == ("", "rank 1: it broke\nrank 1: here\n")
+    choose(monkeypatch, "fine")
     assert bench.main(["all"]) == 2
     assert "bench all starts its own ranks, but RANK is set; run it without torchrun" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "0")

@@ -52,21 +52,21 @@ def by_name(arms: list[mig.Arm]) -> dict[str, mig.Arm]:
         (
             "NVIDIA H100 80GB HBM3",  # 989.4 TFLOP/s, 3350 GB/s
             "1g.10gb 1g.20gb 2g.20gb 3g.40gb 4g.40gb 7g.80gb",
-            (141.34, 141.34, 282.69, 424.03, 565.37, 989.4),
+            (119.93, 194.88, 239.85, 449.73, 479.71, 989.4),  # of 132 SMs
             (418.75, 837.5, 837.5, 1675, 1675, 3350),
             (16, 26, 32, 60, 64, 132),
         ),
         (
             "NVIDIA A100-SXM4-40GB",  # 312 TFLOP/s, 1555 GB/s; here 1g.10gb is two eighths
             "1g.5gb 1g.10gb 2g.10gb 3g.20gb 4g.20gb 7g.40gb",
-            (44.57, 44.57, 89.14, 133.71, 178.29, 312),
+            (40.444, 40.444, 80.889, 121.33, 161.78, 283.11),  # of 108 SMs
             (194.375, 388.75, 388.75, 777.5, 777.5, 1555),
             (14, 14, 28, 42, 56, 98),
         ),
         (
             "NVIDIA A100-SXM4-80GB",  # 312 TFLOP/s, 2039 GB/s; here 1g.10gb is one
             "1g.10gb 1g.20gb 2g.20gb 3g.40gb 4g.40gb 7g.80gb",
-            (44.57, 44.57, 89.14, 133.71, 178.29, 312),
+            (40.444, 40.444, 80.889, 121.33, 161.78, 283.11),
             (254.875, 509.75, 509.75, 1019.5, 1019.5, 2039),
             (14, 14, 28, 42, 56, 98),
         ),
@@ -146,6 +146,22 @@ def test_conditions_name_slices_backend_and_commands() -> None:
     assert speeds["plan: 7 × 1g.18gb", "speed, bandwidth-bound"] == pytest.approx(7 / 8)
     assert speeds["plan: 3 × 2g.35gb", "speed, compute-bound"] == pytest.approx(6 / 7)
     assert all(r.note.startswith("predicted, not measured") for r in report.rows)
+
+
+def test_speeds_follow_the_sms_where_they_are_known() -> None:
+    """Seven slices of 16 of an H100's 132 SMs are 0.848 of the card; a slice with 26 has 1.6 times the peak of one."""
+    report = Report("mig", {})
+    h100 = {"uuid": "GPU-1", "name": "NVIDIA H100 80GB HBM3", "mib": 80 << 10, "capability": (9, 0), "mig": 1}
+    part = {"uuid": "MIG-1", "name": "NVIDIA H100 80GB HBM3 MIG 1g.20gb", "mib": 20 << 10, "slices": 1}
+    mig._say_plan(report, "NVIDIA H100 80GB HBM3", found(h100 | {"slices": [part]}), OLD)
+    rows = {r.arm: r for r in report.rows if r.metric == "speed, compute-bound"}
+    assert rows["plan: 7 × 1g.10gb"].median == pytest.approx(7 * 16 / 132)
+    assert rows["plan: 1 × 7g.80gb"].median == 1
+    assert rows["plan: 7 × 1g.10gb"].note.endswith("peak 120 TFLOP/s, 419 GB/s, 16 SMs")
+    assert rows["plan: 4 × 1g.20gb"].extra["peak_tflops"] == pytest.approx(989.4 * 26 / 132)
+    assert report.conditions["slices"] == [
+        "1g.20gb MIG-1 (20.0 GiB, 0.197 of compute, 0.250 of bandwidth, peak 195 TFLOP/s, 838 GB/s)"
+    ]
 
 
 # Rows

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,10 @@ import torch
 import torch.distributed as dist
 
 from nanoray.bench import __main__ as bench
+from nanoray.bench import scaling
+from nanoray.bench.report import Report
 from nanoray.bench.scaling import ERROR, MEASURED, PREDICTED, RANKS
-from nanoray.bench.simulate import VOCAB, gradient_buckets, load_topology, model_work
+from nanoray.bench.simulate import VOCAB, Fit, gradient_buckets, load_topology, model_work
 from nanoray.config import load_config
 from nanoray.model import GPT, ModelShape, count_parameters, flops_per_token
 
@@ -55,7 +60,10 @@ def test_the_work_of_a_preset_by_hand() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--workers", "3"], "workers = 3, check = 3,4; fit at 2 ranks or more, and check at more than that"),
+        (
+            ["--workers", "3", "--check", "3,4"],
+            "workers = 3, check = 3,4; fit at 2 ranks or more, and check at more than that",
+        ),
         (["--workers", "1"], "workers = 1"),
         (["--check", "x"], "check = x"),
         (["--rounds", "0", "--steps", "-1"], "rounds = 0, steps = -1, .*all must be above 0"),
@@ -85,6 +93,8 @@ def test_a_real_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert bench.main([*argv, *files]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[-1].startswith("OK  ")
+    for once in (r"^OK  ", r"^command  ", r"^target  .*, weak 3 ranks ", r"^step ms \(efficiency %\)"):
+        assert len(re.findall(once, out, re.MULTILINE)) == 1, once
     assert "| weak 3 ranks | " in out
     written = json.loads((tmp_path / "r.json").read_text())
     rows: dict[tuple[str, str], Any] = {(r["arm"], r["metric"]): r for r in written["rows"]}
@@ -121,3 +131,47 @@ def test_a_real_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert (f"{topology} strong 8192", "efficiency") not in rows
     assert (tmp_path / "r.svg").read_text().startswith("<?xml")
     assert torch.distributed.is_initialized() is False
+
+
+def die(mesh: Any, order: dict[str, Any], emit: Any) -> None:
+    """Let rank 1 be killed before its first step."""
+    if mesh.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    scaling.step_rank(mesh, order, emit)
+
+
+def test_a_killed_rank_leaves_the_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(scaling, "STEP_ENTRY", "tests.test_bench_scaling:die")
+    files = [
+        f"--{flag}={tmp_path / f'r.{end}'}" for flag, end in (("json", "json"), ("html", "html"), ("figure", "png"))
+    ]
+    assert bench.main(["scaling", "--quick", "--device", "cpu", "--check", "3", "--rounds", "1", *files]) == 1
+    written = json.loads((tmp_path / "r.json").read_text())
+    assert {r["arm"] for r in written["rows"]} >= {"fit backend", "fit ring", "fit tree"}
+    assert not [r for r in written["rows"] if r["metric"] == MEASURED]
+    (failure,) = written["failures"]
+    assert re.match(r"rank 1 \(pid \d+, cpu\) in tests.test_bench_scaling:die: it was ended by SIGKILL", failure)
+    assert (tmp_path / "r.png").stat().st_size > 10_000
+    assert "SIGKILL" in (tmp_path / "r.html").read_text()
+    assert "FAILED  rank 1" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_the_check_is_at_one_and_two_more() -> None:
+    assert scaling._checks(None, 2) == [3, 4]
+    assert scaling._checks(None, 4) == [5, 6]
+    assert scaling._checks("8", 4) == [8]
+
+
+def test_a_bucket_that_no_sweep_measured_is_named() -> None:
+    """Only a silent arm's events know buckets; here one of two is larger than all that the fit has seen."""
+    parts = {"forward_s": 0.01, "backward_s": 0.02, "optimizer_s": 0.001, "step_s": 0.03}
+    silent = parts | {"ready_s": [0.01, 0.02], "nbytes": [4096, 1 << 23]}
+    steps = {(2, 6, True): [silent], (2, 6, False): [parts | {"ready_s": [], "nbytes": []}]}
+    here = scaling._Here(2, 12, 2.0, 1, 2, defaultdict(list, steps), None)
+    report = Report("scaling", {})
+    scaling._compare(report, here, Fit("backend", 2, 1e-5, 1e-9, (0.0,), 1024, 1 << 22))
+    row = report.row("weak 2", PREDICTED)
+    assert row is not None
+    assert row.note.endswith(" ms exposed; 8388608 bytes are outside the measured 1024 .. 4194304")

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -223,6 +224,32 @@ def test_under_torchrun_every_process_is_a_rank_and_one_speaks(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("# all_reduce") == 1
     assert checked(tmp_path / "c.json", 2)["ranks"]["started by"] == "torchrun"
+
+
+BREAKS = """
+import sys
+from nanoray.bench import collectives
+from nanoray.bench.__main__ import main
+collectives.ENTRY = "tests.test_gang:break_rank_1"
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def break_rank_1(mesh: Any, order: dict[str, Any], emit: Any) -> None:
+    """Raise on rank 1 only, when nobody waits for it: rank 0 never learns."""
+    if mesh.rank == 1:
+        raise ValueError("a value that is wrong")
+
+
+def test_under_torchrun_a_rank_that_broke_says_so(tmp_path: Path) -> None:
+    (tmp_path / "breaks.py").write_text(BREAKS)
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    command = [sys.executable, *torchrun, str(tmp_path / "breaks.py"), "collectives", "--device", "cpu", *TINY]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    told = rf"^rank 1: rank 1 \(pid \d+, cpu\) in {HERE}:break_rank_1: ValueError: a value that is wrong$"
+    assert re.search(told, done.stderr, re.MULTILINE), done.stderr
 
 
 def test_on_two_nodes_of_a_ray_cluster(tmp_path: Path) -> None:

@@ -29,6 +29,24 @@ def test_a_plan_by_hand() -> None:
     assert "-cgi 1g.18gb,1g.18gb,1g.18gb,1g.18gb,1g.18gb,1g.18gb,1g.18gb" in "\n".join(lines)
 
 
+@pytest.mark.parametrize(
+    ("card", "first", "last"),
+    [
+        ("NVIDIA H100 80GB HBM3", ["7·16/132 SMs, 7·1/8 bandwidth", "119"], ["1·132/132 SMs, 1·8/8 bandwidth", "989"]),
+        ("NVIDIA A100-SXM4-80GB", ["7·14/108 SMs, 7·1/8 bandwidth", "40"], ["1·98/108 SMs, 1·8/8 bandwidth", "283"]),
+        (H200, ["7·1/7 compute, 7·1/8 bandwidth", "141"], ["1·7/7 compute, 1·8/8 bandwidth", "989"]),
+    ],
+)
+def test_shares_speed_and_peak_agree_with_the_sms(card: str, first: list[str], last: list[str]) -> None:
+    rows = [line for line in plan_lines(card, "gpt2-124m", 0.4) if line[:1].isdigit()]
+    speeds = [float(row.split()[6].replace(",", "")) for row in rows]
+    peaks = [float(row.split()[5]) for row in rows]
+    for i, (shares, tflops) in ((0, first), (-1, last)):
+        assert rows[i].endswith(shares)
+        assert peaks[i] == pytest.approx(float(tflops), abs=1)
+    assert [speed / speeds[-1] for speed in speeds] == pytest.approx([p / peaks[-1] for p in peaks], rel=0.02)
+
+
 @pytest.mark.parametrize("card", CARDS)
 def test_every_card_has_a_plan(card: str) -> None:
     assert len([line for line in plan_lines(card, "tiny", 0.3) if line[:1].isdigit()]) == 6

@@ -1,8 +1,9 @@
 """`python -m nanoray.bench NAME`: measure, print a table and verdicts, write JSON, a figure and an HTML report.
 
 Every benchmark is a module with `add_flags(parser)`, `measure(args, report)`, `draw(report, path)` and
-`paste(report)`, the lines for a README; one with a table of its own has `lines(report)` too. Exit code 0: every arm
-ran, nothing was wrong and every target was met; 1: not; 2: wrong flags. `all` runs one after the other.
+`paste(report)`, the lines for a README; one with a table or findings of its own has `lines(report)` too, and one whose
+wrong elements are something else says so in WRONG. Exit code 0: every arm ran, nothing was wrong and every target was
+met; 1: not; 2: wrong flags. `all` runs one after the other; one that refuses its --workers is skipped.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nanoray.bench.report import Report, aligned, conditions, load_average
-from nanoray.errors import ConfigError, NanorayError
+from nanoray.bench.report import Report, Section, aligned, conditions, load_average
+from nanoray.errors import ConfigError, NanorayError, PlacementError
 from nanoray.run import write_json
 
 BENCHES = {
@@ -41,6 +42,7 @@ BENCHES = {
 }
 QUICK_IN_ALL = {"train": ["--arms", "plain,torchrun"]}  # its other arms start clusters, which takes minutes
 FIGURES = (".png", ".svg", ".pdf")
+FILES = {"json": "report.json", "figure": "report.png", "html": "report.html"}  # flag -> a name to propose
 USAGE = """\
 usage: python -m nanoray.bench NAME [--workers N] [--quick] [--json FILE] [--figure FILE] [--html FILE] [flags]
 
@@ -80,11 +82,14 @@ def _run(name: str, argv: list[str]) -> int:
     with interruptible():
         report = _measure(module, args, name, argv)
     if _speaks():
-        svg = _picture(module, report, args.figure, bool(args.html))
-        print("\n".join([*module.paste(report), "", *_lines(module, report)]), flush=True)
+        section = _section(module, report, args.figure, bool(args.html))
+        print("\n".join([*module.paste(report), "", *report.lines(section.lines or None)]), flush=True)
         if args.json:
             report.write(args.json)
-        _write_html(args.html, [(report, svg)])
+        _write_html(args.html, [section])
+    else:  # rank 0 writes the report, and may know of its own broken collective only
+        for line in (line for failure in report.failures for line in failure.splitlines()):
+            print(f"rank {os.environ['RANK']}: {line}", file=sys.stderr, flush=True)
     return int(report.failed)
 
 
@@ -92,40 +97,53 @@ def _run_all(argv: list[str]) -> int:
     if "RANK" in os.environ:
         raise ConfigError("bench all starts its own ranks, but RANK is set; run it without torchrun")
     parser = _parser("all", "every benchmark in turn, each with its defaults")
-    parser.add_argument("--workers", metavar="N", help="ranks of each [each one's default]")
-    args = _flags(parser, argv)
+    parser.add_argument("--workers", type=int, metavar="N", help="ranks of each [each one's default]")
+    args = _flags(parser, argv, folders=("figure",))
+    if args.workers is not None and args.workers < 1:
+        raise ConfigError(f"workers = {args.workers}; give 1 or more, or leave it out for each one's default")
     if args.figure and not args.figure.is_dir():
         raise ConfigError(f"figure = {args.figure}: bench all draws several; name a folder that is there")
-    found: list[tuple[Report, str]] = []
+    found: list[Section] = []
     with interruptible():
         for name in BENCHES:
-            flags = ["--workers", args.workers] if args.workers else []
+            flags = [f"--workers={args.workers}"] if args.workers else []
             flags += ["--quick", *QUICK_IN_ALL.get(name, [])] if args.quick else []
             print(f"== {name}", file=sys.stderr, flush=True)
-            report, svg, lines = _attempt(name, flags, args)
-            found.append((report, svg))
-            print("\n".join([f"== {name}", "", *lines, ""]), flush=True)
-    reports = [report for report, _ in found]
+            found.append(_attempt(name, flags, args))
+            print("\n".join([f"== {name}", "", *found[-1].report.lines(found[-1].lines or None), ""]), flush=True)
+    reports = [section.report for section in found]
     failed = [report.bench for report in reports if report.failed]
+    skipped = [report.bench for report in reports if report.skipped]
+    print("\n".join(aligned([("bench", "verdict", "seconds", ""), *(r.summary for r in reports)], right={2})))
+    words = f"OK  {len(reports) - len(skipped)} benches" + (f", skipped: {', '.join(skipped)}" if skipped else "")
+    if len(skipped) == len(reports):
+        failed, words = skipped, f"FAILED  every bench refuses workers = {args.workers}"
+    elif failed:
+        words = f"FAILED  {', '.join(failed)}"
+    print(words, flush=True)  # before files are written: a full disk takes no result away
     if args.json:
         write_json(args.json, {"bench": "all", "reports": [r.to_dict() for r in reports], "ok": not failed})
     _write_html(args.html, found)
-    print("\n".join(aligned([("bench", "verdict", "seconds", ""), *(r.summary for r in reports)], right={2})))
-    print(f"FAILED  {', '.join(failed)}" if failed else f"OK  {len(reports)} benches", flush=True)
     return int(bool(failed))
 
 
-def _attempt(name: str, flags: list[str], args: argparse.Namespace) -> tuple[Report, str, list[str]]:
-    """Run one of all benchmarks; whatever it raises is its failure, and the next ones go on."""
+def _attempt(name: str, flags: list[str], args: argparse.Namespace) -> Section:
+    """Run one of all benchmarks; whatever it raises is its failure, and the next ones go on.
+
+    One that refuses the number of ranks, which others can use, is skipped.
+    """
     try:
         module, own = _load(name, flags)
         report = _measure(module, own, name, flags)
         path = args.figure / f"{name}.png" if args.figure else None
-        svg = _picture(module, report, path, bool(args.html))
-        return report, svg, _lines(module, report)
+        return _section(module, report, path, bool(args.html))
     except Exception as error:
-        report = Report(name, conditions(name, flags), failures=[_story(error)])
-        return report, "", report.lines()
+        report = Report(name, conditions(name, flags))
+        if args.workers and isinstance(error, ConfigError | PlacementError):
+            report.skipped = str(error)
+        else:
+            report.failures.append(_story(error))
+        return Section(report)
 
 
 def _measure(module: Any, args: argparse.Namespace, name: str, argv: list[str]) -> Report:
@@ -135,10 +153,9 @@ def _measure(module: Any, args: argparse.Namespace, name: str, argv: list[str]) 
         report.conditions["quick"] = "few, short rounds: shows that it runs and which way it points, no more"
     try:
         module.measure(args, report)
-    except NanorayError:  # refused before anything ran
-        raise
     except Exception as error:
-        if not _speaks():  # the only way for this rank to be heard
+        refused = isinstance(error, NanorayError) and not report.rows  # before anything ran
+        if refused or not _speaks():  # for another rank the only way to be heard
             raise
         report.failures.append(_story(error))
     report.conditions["seconds"] = round(time.monotonic() - start, 1)
@@ -157,9 +174,10 @@ def _speaks() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _lines(module: Any, report: Report) -> list[str]:
-    own = getattr(module, "lines", None)
-    return report.lines(own(report) if own else None)
+def _section(module: Any, report: Report, figure: Path | None, svg: bool) -> Section:
+    """Draw the figures, and let the benchmark say what it found in its own words, if it has any."""
+    drawn, own = _picture(module, report, figure, svg), getattr(module, "lines", None)
+    return Section(report, drawn, own(report) if own else (), getattr(module, "WRONG", ""))
 
 
 def _picture(module: Any, report: Report, figure: Path | None, svg: bool) -> str:
@@ -179,7 +197,7 @@ def _picture(module: Any, report: Report, figure: Path | None, svg: bool) -> str
     return ""
 
 
-def _write_html(path: Path | None, sections: list[tuple[Report, str]]) -> None:
+def _write_html(path: Path | None, sections: list[Section]) -> None:
     if path:
         from nanoray.bench.html import write  # jinja2 takes a while: only for those who want the page
 
@@ -210,12 +228,18 @@ def _load(name: str, argv: list[str]) -> tuple[Any, argparse.Namespace]:
     return module, args
 
 
-def _flags(parser: _Parser, argv: list[str]) -> argparse.Namespace:
+def _flags(parser: _Parser, argv: list[str], folders: tuple[str, ...] = ()) -> argparse.Namespace:
+    """Read the flags. Raises ConfigError for unknown ones, and for files that cannot be written."""
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = [flag for action in parser._actions for flag in action.option_strings]
         raise ConfigError(f"unknown flag {unknown[0]}; {_hint(unknown[0].split('=')[0], flags)}")
-    for path in filter(None, (args.json, args.figure, args.html) if _speaks() else ()):  # now, and not after minutes
+    for flag in FILES if _speaks() else ():  # now, and not after minutes
+        path = getattr(args, flag)
+        if path is None:
+            continue
+        if path.is_dir() and flag not in folders:
+            raise ConfigError(f"{flag} = {path} is a folder; name a file in it: {path / FILES[flag]}")
         if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
             raise ConfigError(f"cannot write {path}: its folder is missing or read-only; make it first")
     return args

@@ -377,6 +377,9 @@ def _add(report: Report, event: dict[str, Any], ranks: int, backend: str) -> Non
             "share_of_copy": None if busbw is None else busbw / copy,
         }
         values = tuple(algbw_gbps(size, us / 1e6) * (factor or 1.0) for us in event["pipelined_us"])
+        latencies = f"{len(blocking)} blocking calls: p50 {number(keys['time_us'])}, {_tail(keys)} us"
+        told = f"algbw {number(algbw)} GB/s; {latencies}"
+        note = "; ".join(filter(None, (note, told)))
         report.rows.append(Row(arm, metric, "GB/s", values, note, wrong=event["wrong"], extra=keys))
     print(f"{arm}  {report.rows[-1].skipped or report.rows[-1].problem or 'ok'}", file=sys.stderr, flush=True)
 
@@ -395,14 +398,16 @@ def lines(report: Report) -> list[str]:
     """Return one table per operation with nccl-tests' columns; to their right what nccl-tests has not."""
     copy, found = report.row(COPY, "copied"), _lines_of(report)
     text = [f"{COPY}  {number(copy.median)} GB/s  ({copy.note})"] if copy else []
-    text += ["B, elements, us, GB/s. First out of place, then in place. time: pipelined. p50, p99: one blocking call."]
+    text += ["B, elements, us, GB/s. First out of place, then in place. time: pipelined. p50, p99: n blocking calls,"]
+    text += ["out of place where torch has that; fewer than 100 calls have no 99th percentile: max is their slowest."]
     half = ("time", "algbw", "busbw", "#wrong")
-    head = ("size", "count", "type", "redop", "root", *half, *half, "p50", "p99", "of copy", "")
+    head = ("size", "count", "type", "redop", "root", *half, *half, "p50", "p99", "n", "of copy", "")
     for op in dict.fromkeys(op for op, _, _ in found):
         mine = {key: rows for key, rows in found.items() if key[0] == op}
-        notes = {f" ({row.note})" for rows in mine.values() for row in rows.values() if row.note}
+        notes = [row.note for rows in mine.values() for row in rows.values()]
+        why = f" ({GLOO_REDUCE_SCATTER})" if any(note.startswith(GLOO_REDUCE_SCATTER) for note in notes) else ""
         table = [head, *(_line(op, rows) for rows in mine.values())]
-        text += ["", f"# {op}{''.join(notes)}", *aligned(table, right={0, 1, 4, *range(5, 16)})]
+        text += ["", f"# {op}{why}", *aligned(table, right={0, 1, 4, *range(5, 17)})]
     return text
 
 
@@ -422,8 +427,15 @@ def _line(op: str, rows: dict[bool, Row]) -> tuple[str, ...]:
             why = "" if row is None else f"FAILED: {row.problem}" if row.problem else f"skipped: {row.skipped}"
             remarks += [f"{'in' if in_place else 'out of'} place {why}"] if why else []
     timed: dict[str, Any] = next((row.extra for _, row in sorted(rows.items()) if row.values), {})
-    line += [number(timed[key]) if timed else "" for key in ("time_us", "p99_us")]
+    line += (
+        [number(timed["time_us"]), _tail(timed).removeprefix("p99 "), str(timed["latencies"])] if timed else [""] * 3
+    )
     return (*line, _percent(timed.get("share_of_copy")), "; ".join(remarks))
+
+
+def _tail(timed: dict[str, Any]) -> str:
+    """Return the 99th percentile; of fewer than a hundred calls the slowest, for they have none."""
+    return f"{'p99' if timed['latencies'] >= 100 else 'max'} {number(timed['p99_us'])}"
 
 
 def _curves(report: Report) -> dict[str, list[dict[str, Any]]]:
@@ -474,7 +486,7 @@ def draw(report: Report, path: Path) -> None:
         left.axhline(copy.median, color="0.3", linestyle="--", linewidth=1, label="memory copy")
     dtype = next(iter(curves.values()))[0]["dtype"] if curves else "nothing was measured"
     left.set(title=f"busbw, {dtype}", xlabel="bytes", ylabel="GB/s")
-    right.set(title="one blocking call: p50, dotted p99", xlabel="bytes", ylabel="us")
+    right.set(title="blocking calls: p50; dotted p99, of fewer than 100 the slowest", xlabel="bytes", ylabel="us")
     for axes in (left, right):
         axes.set(xscale="log", yscale="log")
         axes.grid(alpha=0.25)

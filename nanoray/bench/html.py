@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import jinja2
 
-from nanoray.bench.report import Report, Row, cells, condition
+from nanoray.bench.report import Row, Section, cells, condition
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
+WRONG = "elements that differ from the exact result"
 STRIP = 0.5  # the spread is drawn from half of the median to one and a half
 
 
@@ -26,16 +27,16 @@ class Line(NamedTuple):
     kind: str
 
 
-def write(path: Path, sections: Sequence[tuple[Report, str]], texts: Mapping[str, str]) -> None:
-    """Write the page of these reports, each with its figure as SVG text or "". A reader never sees half of it."""
-    shared, *_ = (report.conditions for report, _ in sections)
-    shared = {k: v for k, v in shared.items() if all(report.conditions.get(k) == v for report, _ in sections)}
+def write(path: Path, sections: Sequence[Section], texts: Mapping[str, str]) -> None:
+    """Write the page of these reports. A reader never sees half of it."""
+    reports = [section.report for section in sections]
+    shared = {k: v for k, v in reports[0].conditions.items() if all(r.conditions.get(k) == v for r in reports)}
     page = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     ).from_string(TEMPLATE.read_text(encoding="utf-8"))
     html = page.render(
-        title=sections[0][0].bench if len(sections) == 1 else "all",
-        failed=[report.bench for report, _ in sections if report.failed],
+        title=reports[0].bench if len(sections) == 1 else "all",
+        failed=[report.bench for report in reports if report.failed],
         shared=_told(shared),
         sections=[
             {
@@ -46,14 +47,20 @@ def write(path: Path, sections: Sequence[tuple[Report, str]], texts: Mapping[str
                 "lines": [line(row) for row in report.rows],
                 "compared": any(row.wrong is not None for row in report.rows),
                 "figure": base64.b64encode(svg.encode()).decode(),
+                "own": "\n".join(own).strip("\n"),
+                "wrong": wrong or WRONG,
             }
-            for report, svg in sections
+            for report, svg, own, wrong in sections
         ],
         nonce=secrets.token_urlsafe(16),  # the one script that may run
     )
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(html, encoding="utf-8")
-    os.replace(aside, path)
+    try:
+        aside.write_text(html, encoding="utf-8")
+        os.replace(aside, path)
+    except BaseException:  # a full disk, Ctrl-C
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def line(row: Row) -> Line:

@@ -39,9 +39,10 @@ from nanoray.devices import (
 from nanoray.errors import ConfigError
 from nanoray.mesh import Mesh, RankDevice, choose_backend, runtime_nccl_version
 from nanoray.metrics import algbw_gbps, busbw_factor
-from nanoray.mig import CARDS, peak_text, peaks, plan
+from nanoray.mig import CARDS, compute_share, peak_text, peaks, plan
 
 ENTRY = "nanoray.bench.mig:step_rank"
+WRONG = "ranks whose weights are not finite or not rank 0's; of all_reduce, elements that are not exact"
 VOCAB_SIZE = 65  # Shakespeare's characters; the tokens are random, for only their number costs time
 MAX_SLICES = 7
 STEP, THROUGHPUT, OF_FLOPS, OF_BANDWIDTH = "step", "throughput", "of peak FLOP/s", "of peak bandwidth"
@@ -214,7 +215,7 @@ def _say_plan(report: Report, card: str, found: list[Device], nccl: tuple[int, i
     """Add what is found, what a card promises, and the commands that would cut it."""
     report.conditions["card"] = card
     report.conditions["slices"] = [
-        f"{d.profile or d.name} {d.uuid} ({d.memory_bytes / 2**30:.1f} GiB, {d.compute_fraction:.3f} of compute, "
+        f"{d.profile or d.name} {d.uuid} ({d.memory_bytes / 2**30:.1f} GiB, {compute_share(d):.3f} of compute, "
         f"{d.bandwidth_fraction:.3f} of bandwidth, {peak_text(peaks(d))})"
         for d in found
         if d.kind == "mig"

@@ -9,6 +9,7 @@ does not use cost it under a microsecond per parameter, in all arms alike.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -17,13 +18,15 @@ from statistics import median
 from typing import Any
 
 from nanoray.bench.gang import Gang, RankFailed, add_where_flags, describe, where_from
-from nanoray.bench.report import Report, Row, markdown, number, ratio
+from nanoray.bench.report import Report, Row, aligned, markdown, number, ratio
 from nanoray.config import load_config
 from nanoray.errors import ConfigError
 
 STEP, BUSY, EXPOSED, COST = "step", "collectives busy", "exposed", "A/B cost"
 NO_SYNC = "no_sync"
-SAME_GRADIENT = 1e-4  # relative: buckets of another size sum in another order, no more
+# Relative: buckets of another size sum in another order, no more; in 16 bits attention's backward has an order as well.
+SAME_GRADIENT = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
+WRONG = "parameters whose gradient is not that of the first bucket size"
 CPU_BUCKETS, GPU_BUCKETS = "0.1,0.25,0.5,1,2,4", "1,5,12.5,25,50,100,500"
 
 
@@ -42,13 +45,20 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     where = where_from(args)
     if where.workers < 2:
         raise ConfigError(f"workers = {where.workers}: one rank has nothing to hide; use --workers 2 or more")
-    rounds, steps = args.rounds or (3 if args.quick else 20), args.steps or (4 if args.quick else 10)
+    rounds = (3 if args.quick else 20) if args.rounds is None else args.rounds
+    steps = (4 if args.quick else 10) if args.steps is None else args.steps
+    if min(rounds, steps) < 1:
+        raise ConfigError(f"rounds = {rounds}, steps = {steps}; both must be above 0: leave them out for 20 of 10")
+    asked = None if args.buckets is None else _sizes(args.buckets)
+    if args.preset:
+        load_config(preset=args.preset)  # refuses one that is not known
     with Gang(where) as gang:
         describe(report, gang)
         on_cpu = gang.facts[0]["device"] == "cpu"
-        sizes = _sizes(args.buckets or (CPU_BUCKETS if on_cpu else GPU_BUCKETS))
+        sizes = asked or _sizes(CPU_BUCKETS if on_cpu else GPU_BUCKETS)
         preset = args.preset or ("shakespeare-cpu" if on_cpu else "gpt2-124m")
-        report.conditions["recipe"] = f"preset {preset}, {rounds} rounds of {steps} steps, random tokens"
+        recipe = f"preset {preset}, {rounds} rounds of {steps} steps, random tokens"
+        report.conditions["recipe"] = recipe
         order = {"preset": preset, "sizes": sizes, "rounds": rounds, "steps": steps}
         found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in (NO_SYNC, *map(_arm, sizes))}
         facts: dict[str, dict[str, Any]] = {}
@@ -56,6 +66,10 @@ def measure(args: argparse.Namespace, report: Report) -> None:
             for event in gang.run("nanoray.bench.overlap:measure_rank", order):
                 if "facts" in event:
                     facts = event["facts"]
+                    known = "{precision} ({why}), {parameters:,} parameters, vocabulary of {vocabulary:,}".format(
+                        **event
+                    )
+                    report.conditions["recipe"] = f"{recipe}, {known}"
                     continue
                 found[event["arm"]].append(event)
                 print(
@@ -74,8 +88,8 @@ def _sizes(text: str) -> list[float]:
         sizes = sorted({float(part) for part in text.split(",")})
     except ValueError:
         raise ConfigError(f"buckets = {text}: not numbers; write MB,MB like {CPU_BUCKETS}") from None
-    if sizes[0] <= 0:
-        raise ConfigError(f"buckets = {text}: a bucket needs a size above 0")
+    if not all(0 < size < math.inf for size in sizes):
+        raise ConfigError(f"buckets = {text}: a bucket needs a size above 0 and below infinity, like {CPU_BUCKETS}")
     return sizes
 
 
@@ -124,6 +138,25 @@ def _median(report: Report, arm: str, metric: str) -> float:
     row = report.row(arm, metric)
     assert row is not None
     return row.median
+
+
+def lines(report: Report) -> list[str]:
+    """Return a table with a line per bucket size, medians with their quartiles, and the finding."""
+
+    def cell(arm: str, metric: str) -> str:
+        row = report.row(arm, metric)
+        if row is None or not row.values:
+            return "" if row is None else "FAILED"
+        return f"{number(row.median)} ({' .. '.join(map(number, row.quartiles))})"
+
+    heads = ("buckets", "step, ms", "/ no_sync", "busy, ms", "exposed, ms", "A/B cost, ms", "n", "wrong", "")
+    found: list[tuple[str, ...]] = [heads]
+    for row in (r for r in report.rows if r.metric == STEP and r.unit == "ms"):
+        numbers = [cell(row.arm, STEP), cell(f"{row.arm} / {NO_SYNC}", STEP)]
+        numbers += [cell(row.arm, metric) for metric in (BUSY, EXPOSED, COST)]
+        wrong = "" if row.wrong is None else str(row.wrong)
+        found.append((row.arm, *numbers, str(row.n), wrong, row.problem if not row.values else row.note))
+    return [*aligned(found, right=set(range(1, 8))), "", *finding(report)]
 
 
 def paste(report: Report) -> list[str]:
@@ -175,22 +208,42 @@ def draw(report: Report, path: Path) -> None:
 # On every rank.
 
 
+def _recipe(mesh: Any, preset: str) -> tuple[Any, Any, Callable[[Any], Any], dict[str, Any]]:
+    """Return a preset's model, its optimizer, a forward through any wrapper of it, and what is run. (all ranks)"""
+    import torch
+
+    from nanoray.bench.simulate import VOCAB
+    from nanoray.model import GPT, ModelShape, count_parameters
+    from nanoray.optim import make_optimizer
+    from nanoray.precision import autocast
+    from nanoray.train import agree_on_precision, resolve_precision
+
+    cfg = load_config(preset=preset)
+    precision, why = agree_on_precision(mesh, resolve_precision(cfg, mesh))
+    torch.manual_seed(cfg.seed)
+    shape = ModelShape.of(cfg, VOCAB[cfg.tokenizer])
+    gpt = GPT(shape, 0.0).to(mesh.device)
+    rows = cfg.micro_batch_size or max(1, cfg.global_batch_size // mesh.world_size)
+    source = torch.Generator().manual_seed(mesh.rank)
+    size = rows, cfg.block_size
+    x, y = (torch.randint(shape.vocab_size, size, generator=source).to(mesh.device) for _ in range(2))  # (B, T)
+
+    def forward(model: Any) -> Any:
+        with autocast(mesh.device.type, precision):  # as the engine does; without the loss scaler of fp16
+            return model(x, y)
+
+    told = {"precision": precision, "why": why, "parameters": count_parameters(shape), "vocabulary": shape.vocab_size}
+    return gpt, make_optimizer(gpt, cfg), forward, told
+
+
 def measure_rank(mesh: Any, order: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
     """Run the rounds; emit one event per arm and round: ms, the slowest rank's. (all ranks)"""
     import torch
 
     from nanoray.comm import Collective, CommRecorder, account, wait_for
-    from nanoray.model import GPT, ModelShape
-    from nanoray.optim import make_optimizer
     from nanoray.parallel.ddp import apply_ddp
 
-    cfg = load_config(preset=order["preset"])
-    torch.manual_seed(cfg.seed)
-    gpt = GPT(ModelShape.of(cfg, 65), 0.0).to(mesh.device)
-    optimizer = make_optimizer(gpt, cfg)
-    rows = cfg.micro_batch_size or max(1, cfg.global_batch_size // mesh.world_size)
-    source = torch.Generator().manual_seed(mesh.rank)
-    x, y = (torch.randint(65, (rows, cfg.block_size), generator=source).to(mesh.device) for _ in range(2))  # (B, T)
+    gpt, optimizer, forward, told = _recipe(mesh, order["preset"])
     plain: dict[str, Any] = {_arm(mb): apply_ddp(gpt, mesh, mb, twin=i > 0) for i, mb in enumerate(order["sizes"])}
     recorders = {arm: CommRecorder(mesh, every=1, profile=False) for arm in plain}
     noted = {_arm(mb): apply_ddp(gpt, mesh, mb, recorders[_arm(mb)].hook, twin=True) for mb in order["sizes"]}
@@ -199,7 +252,7 @@ def measure_rank(mesh: Any, order: dict[str, Any], emit: Callable[[dict[str, Any
     def step(model: Any, recorder: CommRecorder | None = None) -> None:
         if recorder:
             recorder.begin(0)
-        model(x, y).backward()
+        forward(model).backward()
         if recorder:
             recorder.end()
         torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
@@ -210,7 +263,7 @@ def measure_rank(mesh: Any, order: dict[str, Any], emit: Callable[[dict[str, Any
         return mesh.all_reduce(torch.tensor([ms], device=mesh.device), op="max").item()
 
     def gradients(model: Any) -> list[torch.Tensor]:
-        model(x, y).backward()
+        forward(model).backward()
         found = [p.grad.clone() for p in gpt.parameters() if p.grad is not None]
         optimizer.zero_grad(set_to_none=True)
         return found
@@ -220,14 +273,14 @@ def measure_rank(mesh: Any, order: dict[str, Any], emit: Callable[[dict[str, Any
     for arm, model in plain.items():
         gradients(model)  # DDP regroups its buckets after the first backward
         pairs = zip(gradients(model), reference, strict=True)
-        wrong = sum(torch.dist(a, b).item() > SAME_GRADIENT * torch.norm(b).item() for a, b in pairs)
+        wrong = sum(torch.dist(a, b).item() > SAME_GRADIENT[told["precision"]] * torch.norm(b).item() for a, b in pairs)
         gradients(noted[arm])
         recorders[arm].begin(0)
         gradients(noted[arm])
         recorders[arm].end()
         buckets = [c["size_bytes"] for c in recorders[arm].read()[0]["collectives"]]
         facts[arm] = {"wrong": wrong, "buckets": len(buckets), "largest": max(buckets)}
-    emit({"facts": facts})
+    emit({"facts": facts, **told})
 
     arms = [NO_SYNC, *plain]
     for turn in range(order["rounds"]):

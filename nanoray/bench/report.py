@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanoray import __version__
 from nanoray.devices import available_cpus, cpu_features, cpu_name, discover_gpus
@@ -145,6 +145,7 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    skipped: str = ""  # why it was not run at all, although nothing is broken
 
     def row(self, arm: str, metric: str) -> Row | None:
         """Return the row of that arm and metric, if it was measured or failed."""
@@ -177,7 +178,7 @@ class Report:
             "targets": [t.to_dict() for t in self.targets],
             "failures": self.failures,
             "ok": not self.failed,
-        }
+        } | ({"skipped": self.skipped} if self.skipped else {})
 
     def write(self, path: Path) -> None:
         """Write the JSON file; a reader never sees half of it."""
@@ -203,18 +204,33 @@ class Report:
         for target in self.targets:
             measured = f"{target.row.median:.3f}" if target.row.values else "no value"
             lines.append(f"target  {target.text} {target.relation} {target.limit:g}: {measured}  {target.verdict}")
+        if self.skipped:
+            return [*lines, f"skipped  {self.skipped}"]
         return [*lines, f"FAILED  {'; '.join(self.problems)}" if self.failed else f"OK  {self.counts}"]
 
     @property
     def summary(self) -> tuple[str, str, str, str]:
         """Return the report's line in the table of all benchmarks: bench, verdict, seconds, first problem."""
-        verdict, text = ("FAILED", self.problems[0]) if self.failed else ("OK", self.counts)
-        return self.bench, verdict, str(self.conditions.get("seconds", "")), text
+        text = self.problems[0] if self.failed else self.skipped or self.counts
+        return self.bench, self.verdict, str(self.conditions.get("seconds", "")), text
+
+    @property
+    def verdict(self) -> str:
+        return "FAILED" if self.failed else "skipped" if self.skipped else "OK"
 
     @property
     def counts(self) -> str:
         skipped = sum(not r.values for r in self.rows if not r.problem)
         return f"{len(self.rows)} rows, {len(self.targets)} target(s)" + (f", {skipped} skipped" if skipped else "")
+
+
+class Section(NamedTuple):
+    """What the page shows of one report besides itself: a figure as SVG text, a benchmark's own table and words."""
+
+    report: Report
+    svg: str = ""
+    lines: Sequence[str] = ()
+    wrong: str = ""  # what its column of wrong elements counts
 
 
 def condition(value: Any) -> str:

@@ -52,6 +52,7 @@ from nanoray.devices import available_cpus
 from nanoray.errors import ConfigError, PlacementError
 from nanoray.mesh import Mesh
 
+STEP_ENTRY = "nanoray.bench.scaling:step_rank"
 PRESET = "shakespeare-cpu"  # whose step is measured
 SWEEP = ("backend", "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", "flat")
 RANKS = [2**i for i in range(15)]
@@ -65,7 +66,7 @@ PREDICTED, MEASURED, ERROR = "step, predicted", "step, measured", "|predicted / 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's flags."""
     add_where_flags(parser)
-    parser.add_argument("--check", default="3,4", metavar="N,M", help="ranks at which the model is checked [3,4]")
+    parser.add_argument("--check", metavar="N,M", help="ranks at which the model is checked [one and two more: 3,4]")
     parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all steps [7; 2 with --quick]")
     parser.add_argument("--steps", type=int, metavar="N", help="steps of a turn [4]")
     parser.add_argument(
@@ -108,7 +109,8 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     _predict(args, report, topologies, fits["backend"], model, here)
 
 
-def _checks(text: str, base: int) -> list[int]:
+def _checks(text: str | None, base: int) -> list[int]:
+    text = f"{base + 1},{base + 2}" if text is None else text
     try:
         checks = [int(part) for part in text.split(",")]
     except ValueError:
@@ -209,7 +211,7 @@ def _steps(gang: Gang, base: int, checks: list[int], counts: tuple[int, int, int
     order |= {"shape": ModelShape.of(config, VOCAB[config.tokenizer]).to_dict()}
     order |= {"cpu_bytes": [1 << 12, 1 << 18, 1 << 22] if on_cpu else [], "cpu_calls": 10 * steps}
     spent = []
-    for event in gang.run("nanoray.bench.scaling:step_rank", order):
+    for event in gang.run(STEP_ENTRY, order):
         if "cpu_s" in event:
             spent.append((event["nbytes"], event["cpu_s"]))
             continue
@@ -239,7 +241,8 @@ def _compare(report: Report, here: _Here, link: Fit) -> None:
         middle = sorted(plans, key=lambda plan: plan.step_s)[len(plans) // 2]
         shares = {"exposed_ms": 1e3 * middle.exposed_s, "busy_ms": 1e3 * middle.busy_s, "events": middle.events}
         note = f"{batch} sequences a rank; {1e3 * middle.exposed_s:.1f} of {1e3 * middle.busy_s:.1f} ms exposed"
-        note += "".join(f"; {why}" for why in {link.outside(b) for b in events[0]["nbytes"]} - {""})
+        sizes = sorted(set(here.steps[here.base, batch, True][0]["nbytes"]))  # only a silent arm sees its buckets
+        note += "".join(f"; {why}" for why in map(link.outside, sizes) if why)
         errors = tuple(abs(plan.step_s / m - 1) for plan, m in zip(plans, measured, strict=True))
         error = Row(arm, ERROR, "ratio", errors, extra=extra)
         report.rows += [
@@ -280,7 +283,7 @@ def _predict(
 def lines(report: Report) -> list[str]:
     """Return the measured rows, then a line per topology, mode and algorithm with step and efficiency over ranks."""
     measured = [row for row in report.rows if "topology" not in row.extra]
-    return report.lines([*table(measured), "", *aligned(_overview(report), right=set(range(1, len(SHOWN) + 1)))])
+    return [*table(measured), "", *aligned(_overview(report), right=set(range(1, len(SHOWN) + 1)))]
 
 
 def _overview(report: Report) -> list[tuple[str, ...]]:
@@ -325,12 +328,15 @@ def draw(report: Report, path: Path) -> None:
     measured = [row for row in report.rows if row.metric == MEASURED and row.values]
     predicted = [row for row in report.rows if row.metric == PREDICTED]
     for rows, marker, label in ((measured, "o", "measured"), (predicted, "x", "predicted")):
+        if not rows:  # a rank died first
+            continue
         low, high = zip(*(row.quartiles for row in rows), strict=True)
         middle = [row.median for row in rows]
         spread = [[m - v for m, v in zip(middle, low, strict=True)], [v - m for m, v in zip(middle, high, strict=True)]]
         check.errorbar([r.arm for r in rows], middle, yerr=spread, fmt=marker, capsize=3, label=label)
     check.set(title="this machine: step, median and middle half", ylabel="ms", ylim=(0, None))
-    check.legend(fontsize=8)
+    if measured:
+        check.legend(fontsize=8)
     events = predicted[-1].extra["events"] if predicted else []
     for track, name, start_s, end_s in events:
         colour = {"forward": "tab:blue", "backward": "tab:cyan", "optimizer": "tab:green"}.get(name, "tab:orange")
@@ -351,7 +357,8 @@ def draw(report: Report, path: Path) -> None:
             axes.plot(ranks, values, "-" if mode == "weak" else "--", color=colours[name], label=f"{name}, {mode}")
     step.set(title="predicted step, best algorithm", xlabel="ranks", ylabel="ms", xscale="log", yscale="log")
     efficiency.set(title="predicted efficiency", xlabel="ranks", ylabel="%", xscale="log", ylim=(0, 105))
-    efficiency.legend(fontsize=7)
+    if curves:
+        efficiency.legend(fontsize=7)
     for axes in (step, efficiency):
         axes.set_xscale("log", base=2)
     versions = " · ".join(f"{k} {v}" for k, v in report.conditions["versions"].items())
