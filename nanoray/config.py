@@ -208,8 +208,8 @@ class Config(BaseModel):
     max_failures: Natural = _field(3, "fault")
     """lost ranks to replace, or restarts, over the whole run before giving up"""
     recovery: Literal["in_place", "restart"] = _field("in_place", "fault")
-    """when a rank is lost: in_place (on Ray: only that rank is replaced, its state comes from another's memory, no step
-    is repeated; a restart where that cannot be) | restart (all ranks, from the newest checkpoint)"""
+    """when a rank is lost, on Ray: in_place (only that rank is replaced, its state comes from another's memory, no step
+    is repeated; with NCCL, or with nobody left, a restart) | restart (all ranks, from the newest checkpoint)"""
     fault: str = _field("", "fault")
     """break something on purpose: KIND:rank=R,step=S,phase=P[;...] with KIND kill | raise | hang | slow"""
 

@@ -133,6 +133,7 @@ class Gang:
     runs: list[Any] = field(default_factory=list)
     seated: int = 0  # actors created so far: their names differ
     waiting: bool = False  # every rank that is left waits for the lost ones' replacement
+    backend: str = ""
 
     def create(self) -> None:
         """Create the actors, named by run and rank, and learn where each one is."""
@@ -205,6 +206,7 @@ class Gang:
         # Ray's ids of slices are UUIDs of slices: the same node with slices is taken for the same card.
         cards = [RankDevice(kind, f["node"], "" if kind == "mig" else ",".join(f["devices"])) for f in facts]
         choice = choose_backend(cards, self.spec.config.backend, version)
+        self.backend = choice.backend
         nodes = list(dict.fromkeys(f["node"] for f in facts))
         secret = secrets.token_hex(16)
         ranks = []
@@ -236,7 +238,8 @@ class Gang:
         pending = {ref: rank for rank, ref in enumerate(self.runs)}
         outcome: dict[str, Any] | None = None
         failures: list[Failure] = []
-        in_place = self.spec.config.recovery == "in_place" and len(self.actors) > 1
+        # NCCL's survivors see no error before the timeout, and then their processes are torn down: nobody would wait.
+        in_place = self.spec.config.recovery == "in_place" and len(self.actors) > 1 and self.backend == "gloo"
         patience_s = self.spec.config.timeout_s + DRAIN_S if in_place else DRAIN_S  # a survivor may be computing
         give_up = float("inf")
         told = False
