@@ -11,6 +11,7 @@ COMMANDS = {
     "launch": ("nanoray.launch", "train on Ray: one actor per GPU, MIG slice or CPU share"),
     "sample": ("nanoray.sample", "generate text from a checkpoint"),
     "timeline": ("nanoray.timeline", "draw traced steps of a run: phases and collectives of all ranks"),
+    "checkpoint": ("nanoray.checkpoint_cli", "list, verify, show or export checkpoints"),
     "check": ("nanoray.check", "is this machine ready, and what would run where"),
     "kube": ("nanoray.kube.__main__", "train on Kubernetes: render, submit, status, logs, stop, fetch"),
     "mig": ("nanoray.mig", "what a card can be cut into, and what is cut here"),
@@ -23,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: nanoray COMMAND [--help | flags]\n")
-        print("\n".join(f"  {name:<8} {text}" for name, (_, text) in COMMANDS.items()))
+        print("\n".join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items()))
         return 0 if argv else 2
     if argv[0] not in COMMANDS:
         close = difflib.get_close_matches(argv[0], COMMANDS, n=1)

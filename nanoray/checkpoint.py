@@ -230,6 +230,30 @@ def load(path: Path) -> TrainState:
         ) from None
 
 
+def find_all(path: Path) -> list[Path]:
+    """Return the checkpoints of a run's folder, of its checkpoints folder, or the one that `path` is, newest first.
+
+    Raises CheckpointError when there is none.
+    """
+    if (path / MANIFEST).is_file() or _STEP.fullmatch(path.name):
+        return [path]
+    found = list(_steps(path / "checkpoints" if (path / "checkpoints").is_dir() else path, []))
+    if not found:
+        raise CheckpointError(
+            f"no checkpoint in {path}; give a run folder, such as runs/2026-..., or one of its step_*"
+        )
+    return found
+
+
+def peek(path: Path) -> tuple[int, dict[str, Any]]:
+    """Return a checkpoint's bytes and its meta; the tensors are not read. Raises CheckpointError for a damaged one."""
+    try:
+        sums, content = _open(path)
+    except _Damage as damage:
+        raise CheckpointError(f"checkpoint {path} is damaged ({damage})") from None
+    return sum(entry["bytes"] for entry in sums.values()), content["meta"]
+
+
 def newest_valid(folder: Path) -> tuple[Resume | None, list[str]]:
     """Load the newest valid checkpoint of a checkpoints folder, with notes on damaged newer ones. Changes nothing."""
     notes: list[str] = []

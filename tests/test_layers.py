@@ -23,7 +23,7 @@ LAYERS = [
     {"worker"},
     {"placement"},
     {"launch"},
-    {"check", "sample", "mig", "bench", "kube"},
+    {"check", "sample", "mig", "checkpoint_cli", "bench", "kube"},
     {"__main__"},
 ]
 RANK = {name: i for i, row in enumerate(LAYERS) for name in row}
