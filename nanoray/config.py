@@ -246,6 +246,10 @@ class Config(BaseModel):
                 f"data_url would be ignored: dataset = {self.dataset} is not downloaded; "
                 "drop data_url, or use dataset shakespeare"
             )
+        if re.search(r"://[^/]*@", self.data_url):
+            raise ValueError(
+                "data_url holds a password, which config.json and logs would repeat; put the file where none is needed"
+            )
         if not (self.micro_batch_size or self.global_batch_size):
             raise ValueError("no batch size: give micro_batch_size (per rank) or global_batch_size (all ranks)")
         return self

@@ -39,6 +39,7 @@ SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2d
 
 _NAMES = ("auto", "shakespeare", "stdlib")
 _TRY_S, _TOTAL_S, _QUICK_S = 10.0, 60.0, 4.0  # one socket operation, one whole try, the only try of `auto`
+_MAX_BYTES = 64 << 20  # of a download: the text is 1.1 MB, and a wrong server must not fill the memory
 _BACKOFF_S = (0.3, 1.0)  # pauses between three tries
 _STDLIB_BYTES = 4_000_000
 _STDLIB_SKIP = {  # other people's code, tests, and tables that are no prose: encodings and pydoc_data
@@ -273,7 +274,10 @@ def _fetch(url: str, total_s: float) -> bytes:
         try:
             # A new opener, because urlopen's global one would keep the proxies of its first call.
             with build_opener().open(url, timeout=min(_TRY_S, total_s)) as response:
-                done.append(response.read())
+                body = response.read(_MAX_BYTES + 1)
+                if len(body) > _MAX_BYTES:
+                    raise ValueError(f"more than {_MAX_BYTES >> 20} MiB, which is no text of ours")
+                done.append(body)
         except Exception as error:
             done.append(_explain(error))
 

@@ -124,7 +124,7 @@ def _new_folder(out_dir: Path, name: str) -> Path:
         for suffix in ("", *(f"_{n}" for n in range(2, 1000))):
             folder = out_dir / (stem + suffix)
             try:
-                folder.mkdir()
+                folder.mkdir(mode=0o700)  # losses, texts and paths are nobody else's business
             except FileExistsError:
                 continue
             return folder
