@@ -576,3 +576,32 @@ except Exception as error:
         text = in_driver(cluster, code)
         assert "device = mig, but Ray handed out ['0000', '0001']" in text
         assert "start Ray with CUDA_VISIBLE_DEVICES set to the slices' MIG- UUIDs" in text
+
+
+def test_a_local_ray_is_closed_to_others(tmp_path: Path) -> None:
+    """The Ray that nanoray starts: its dashboard listens on loopback, and the jobs API wants this run's token."""
+    code = """
+import contextlib, io, re, socket, urllib.error, urllib.request
+from nanoray.config import load_config
+from nanoray.devices import local_slots
+from nanoray.placement import connected
+said = io.StringIO()
+with contextlib.redirect_stdout(said), connected("local", local_slots("cpu", 1, [], 1.0), load_config(None, "tiny")):
+    url = re.search(r"http://[\\d.:]+", said.getvalue())[0]
+    try:
+        code = urllib.request.urlopen(url + "/api/jobs/", timeout=10).status
+    except urllib.error.HTTPError as error:
+        code = error.code
+    inodes = set()
+    port = int(url.rpartition(":")[2])
+    for line in open("/proc/net/tcp").read().splitlines()[1:]:
+        local, state = line.split()[1], line.split()[3]
+        if state == "0A" and int(local.split(":")[1], 16) == port:
+            inodes.add(local.split(":")[0])
+print(code, sorted(inodes))
+"""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {"HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "401 ['0100007F']", "127.0.0.1, as the kernel writes it"
+    assert not (tmp_path / ".ray").exists(), "no token is left in the user's home"
