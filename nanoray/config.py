@@ -179,7 +179,7 @@ class Config(BaseModel):
     """how gradients are summed: backend (NCCL's or gloo's own way) | one written by hand in algorithms.py"""
     comm_trace: str = _field("off", "log")
     """measure every collective: off | every=K (steps K/2 + 1 and K/2 + 2 of every K steps) | always"""
-    timeout_s: float = _field(60.0, "dist", gt=0)
+    timeout_s: float = _field(120.0, "dist", gt=0)
     """a collective that waits longer than this fails, and with it the attempt"""
     init_timeout_s: float = _field(60.0, "dist", gt=0)
     """ranks that have not met after this long fail"""
@@ -210,8 +210,11 @@ class Config(BaseModel):
     recovery: Literal["in_place", "restart"] = _field("in_place", "fault")
     """when a rank is lost, on Ray: in_place (only that rank is replaced, its state comes from another's memory, no step
     is repeated; with NCCL, or with nobody left, a restart) | restart (all ranks, from the newest checkpoint)"""
+    hang_timeout: float = _field(60.0, "fault", ge=0)
+    """seconds without progress on any rank after which the one that is behind is named, ended and replaced, on Ray
+    (0 = off). From timeout_s on the waiting collectives fail first, and nobody is named"""
     fault: str = _field("", "fault")
-    """break something on purpose: KIND:rank=R,step=S,phase=P[;...] with KIND kill | raise | hang | slow"""
+    """break something on purpose: KIND:rank=R,step=S,phase=P[;...], KIND kill | stop | exit | raise | hang | slow"""
 
     expected_val_loss: dict[str, float] = Field({}, json_schema_extra={"group": "log", "flag": False})
     """per dataset: the validation loss the complete recipe should reach or beat"""

@@ -39,8 +39,7 @@ SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2d
 
 _NAMES = ("auto", "shakespeare", "stdlib")
 _TRY_S, _TOTAL_S, _QUICK_S = 10.0, 60.0, 4.0  # one socket operation, one whole try, the only try of `auto`
-_MAX_BYTES = 64 << 20  # of a download: the text is 1.1 MB, and a wrong server must not fill the memory
-_BACKOFF_S = (0.3, 1.0)  # pauses between three tries
+_BACKOFF_S, _MAX_BYTES = (0.3, 1.0), 64 << 20  # pauses between three tries; a wrong server must not fill the memory
 _STDLIB_BYTES = 4_000_000
 _STDLIB_SKIP = {  # other people's code, tests, and tables that are no prose: encodings and pydoc_data
     *("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip", "turtledemo"),
@@ -255,8 +254,7 @@ def _download(url: str, tries: int, total_s: float) -> bytes:
     url = url if "://" in url else _absolute(url).as_uri()
     if not url.startswith(("http://", "https://", "file://")):
         raise _FetchFailed("not an http(s):// or file:// URL")
-    if url.startswith("file://"):
-        tries = 1
+    tries = 1 if url.startswith("file://") else tries
     for pause_s in _BACKOFF_S[: tries - 1]:
         try:
             return _fetch(url, total_s)
@@ -274,20 +272,18 @@ def _fetch(url: str, total_s: float) -> bytes:
         try:
             # A new opener, because urlopen's global one would keep the proxies of its first call.
             with build_opener().open(url, timeout=min(_TRY_S, total_s)) as response:
-                body = response.read(_MAX_BYTES + 1)
-                if len(body) > _MAX_BYTES:
-                    raise ValueError(f"more than {_MAX_BYTES >> 20} MiB, which is no text of ours")
-                done.append(body)
+                done.append(response.read(_MAX_BYTES + 1))
         except Exception as error:
             done.append(_explain(error))
 
     # A thread, because no socket timeout covers a name server that is silent or a body that drips.
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
+    (thread := threading.Thread(target=read, daemon=True)).start()
     thread.join(total_s)
     result = done[0] if done else _FetchFailed(f"no answer within {total_s:g} s", transient=True)
     if isinstance(result, _FetchFailed):
         raise result
+    if len(result) > _MAX_BYTES:
+        raise _FetchFailed(f"more than {_MAX_BYTES >> 20} MiB, which is no text of ours")
     return result
 
 

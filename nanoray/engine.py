@@ -330,6 +330,7 @@ class RuntimeEngine:
         total = total.to(self.mesh.device)  # sum of losses, number of windows
         self.gpt.eval()
         for first in range(0, len(windows), self.batch.micro):
+            self._stamp.set(self._current, "eval")  # a long evaluation is progress
             starts = windows[first : first + self.batch.micro]
             x, y = self.data.val_batch(starts)
             with autocast(self.mesh.device.type, self.cfg.precision):

@@ -18,7 +18,7 @@ from pathlib import Path
 from nanoray.errors import ConfigError
 
 PHASES = ("init", "data", "forward", "backward", "optimizer", "log", "eval", "checkpoint", "done")
-KINDS = ("kill", "raise", "hang", "slow")
+KINDS = ("kill", "stop", "exit", "raise", "hang", "slow")
 
 
 class InjectedFault(RuntimeError):
@@ -44,6 +44,10 @@ class Fault:
         os.close(fd)
         if self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        elif self.kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.kind == "exit":
+            os._exit(3)
         elif self.kind == "hang":
             time.sleep(3600.0)
         elif self.kind == "slow":
@@ -97,9 +101,15 @@ class ProgressStamp:
     @classmethod
     def read(cls, path: Path) -> tuple[int, str] | None:
         """Return (step, phase) as last written, or None when there is no stamp."""
+        found = cls.read_all(path)
+        return found[:2] if found else None
+
+    @classmethod
+    def read_all(cls, path: Path) -> tuple[int, str, float] | None:
+        """Return (step, phase, the writer's monotonic seconds) as last written, or None when there is no stamp."""
         try:
-            step, phase, _ = cls._FORMAT.unpack(path.read_bytes())
-            return step, PHASES[phase]
+            step, phase, seconds = cls._FORMAT.unpack(path.read_bytes())
+            return step, PHASES[phase], seconds
         except (OSError, struct.error, IndexError):
             return None
 

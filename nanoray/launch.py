@@ -31,9 +31,11 @@ from nanoray.mesh import RankDevice, Rendezvous, choose_backend, network_env
 from nanoray.placement import START_TIMEOUT_S, Placement, connected, strategy
 from nanoray.report import closing_lines, dry_run_lines, plan, run_command
 from nanoray.run import RunSpec, open_run, summary_on_failure, write_summary
+from nanoray.watchdog import Position, Watchdog, behind
 from nanoray.worker import Worker
 
 POLL_S, SETTLE_S = 0.5, 0.05
+ANSWER_S = 2.0  # a process that is alive answers on its control lane in milliseconds
 DRAIN_S = 1.5  # after the first failure, wait this long for the others: a survivor's error often arrives first
 LOG_LINES = 8
 
@@ -134,6 +136,7 @@ class Gang:
     seated: int = 0  # actors created so far: their names differ
     waiting: bool = False  # every rank that is left waits for the lost ones' replacement
     backend: str = ""
+    hung: dict[int, str] = field(default_factory=dict)  # ranks that were ended because they did not move, and where
 
     def create(self) -> None:
         """Create the actors, named by run and rank, and learn where each one is."""
@@ -243,6 +246,7 @@ class Gang:
         patience_s = self.spec.config.timeout_s + DRAIN_S if in_place else DRAIN_S  # a survivor may be computing
         give_up = float("inf")
         told = False
+        watchdog = Watchdog([self.spec.stamp(r) for r in range(len(self.actors))], self.spec.config.hang_timeout)
         while pending and time.monotonic() < give_up:
             if stop.requested and not told:
                 told = True
@@ -263,12 +267,27 @@ class Gang:
                     outcome = result
             if not failures:
                 self._drain(console)
+                if places := watchdog.check():
+                    self._end_hung(places, watchdog.silent_s)
             elif in_place and pending and self._all_wait(pending.values()):
                 self.waiting = len(pending) + len(failures) == len(self.actors)  # else some are done already
                 break
         if not failures:
             self._drain(console)
         return (None if failures else outcome), failures
+
+    def _end_hung(self, places: list[Position], silent_s: float) -> None:
+        """Name the rank that all others wait for, keep the stacks of those that still answer, and end it."""
+        answers = [actor.stacks.remote(str(self.spec.log(rank))) for rank, actor in enumerate(self.actors)]
+        answered, _ = ray.wait(answers, num_returns=len(answers), timeout=ANSWER_S)
+        mute = [rank for rank, ref in enumerate(answers) if ref not in answered]
+        late = mute or behind(places)
+        for rank in late if len(late) < len(places) else late[-1:]:
+            step, phase = places[rank]
+            others = ", ".join(f"rank {r} in {p.phase} of step {p.step}" for r, p in enumerate(places) if r != rank)
+            why = "does not answer" if rank in mute else "is behind"
+            self.hung[rank] = f"made no progress for {silent_s:.0f} s in {phase} of step {step} and {why} ({others})"
+            ray.kill(self.actors[rank])  # its sockets close, and whoever waits for it learns so
 
     def _all_wait(self, ranks: Iterable[int]) -> bool:
         """Whether each of these ranks has left its groups and waits for a replacement of the lost one."""
@@ -292,6 +311,9 @@ class Gang:
             title = f"{where} was ended by Ray's memory monitor in {phase} of step {step}"
             return None, Failure(rank, 0, title, str(error), step=step, signature="oom")
         except RayActorError as error:
+            if rank in self.hung:
+                detail = f"stacks of all ranks that answered: {self.spec.log(rank).parent}"
+                return None, Failure(rank, 0, f"{where} {self.hung.pop(rank)}; it was ended", detail, step=step)
             what = "died" if isinstance(error, ActorDiedError) else "is out of reach"
             cause = "killed, or crashed without a Python exception" if what == "died" else "its node is lost or busy"
             title = f"{where} {what} in {phase} of step {step}: {cause}"

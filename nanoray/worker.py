@@ -5,6 +5,7 @@ Ray places the actor, keeps what it prints, and reports its death. No gradient, 
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import os
 import queue
@@ -123,6 +124,14 @@ class Worker:
     def waiting(self) -> str:
         """Return the error after which this rank waits for a replacement, empty while it trains."""
         return self._waiting
+
+    @ray.method(concurrency_group="control")
+    def stacks(self, log_file: str) -> None:
+        """Append the Python stacks of all threads to this rank's log."""
+        with open(log_file, "a", encoding="utf-8") as file:
+            file.write("the stacks of this rank, asked for because no rank moves:\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
 
     @ray.method(concurrency_group="control")
     def go_on(self, spec: dict[str, Any] | None, rendezvous: Rendezvous | None) -> None:

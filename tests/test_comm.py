@@ -174,7 +174,9 @@ def test_every_byte_is_accounted_for(always: RunSpec) -> None:
         assert sum(c["bytes"] for c in gradients) == parameter_bytes(always)
         assert len(gradients) > 2
         assert sum(c["last"] for c in gradients) == 1
-        assert [(c["bytes"], c["op"], c["phase"]) for c in found if c["what"] == "loss"] == [(4, "all_reduce", "log")]
+        assert [(c["bytes"], c["op"], c["phase"]) for c in found if c["what"] == "loss"] == [
+            (4, "all_reduce", "optimizer")
+        ]
         assert [c["bytes"] for c in found if c["what"] == "vote"] == [1]
         assert [c["bytes"] for c in found if c["what"] == "eval"] == ([16] if step["step"] % 4 == 0 else [])
         assert {c["ranks"] for c in found} == {3}

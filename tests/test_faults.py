@@ -21,7 +21,7 @@ def test_a_plan_is_data() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("explode:rank=0,step=1", "KIND is one of kill, raise, hang, slow"),
+        ("explode:rank=0,step=1", "KIND is one of kill, stop, exit, raise, hang, slow"),
         ("kill:rank=0", "is not KIND:rank=R,step=S"),
         ("kill:rank=x,step=1", "is not KIND:rank=R,step=S"),
         ("kill:rank=0,step=1,phase=lunch", "phase one of init, data, forward"),

@@ -239,9 +239,7 @@ def attempts(out: Path) -> dict[int, int]:
     return {record["step"]: record["attempt"] for record in map(json.loads, lines)}
 
 
-@pytest.mark.parametrize(
-    ("rank", "phase"), [(1, "forward"), (1, "backward"), (0, "optimizer"), (1, "eval"), (0, "checkpoint")]
-)
+@pytest.mark.parametrize(("rank", "phase"), [(0, "optimizer"), (1, "eval"), (0, "checkpoint")])
 def test_a_killed_worker_is_replaced_in_place(
     cluster: Cluster, recipe: Path, clean: tuple[Path, str], tmp_path: Path, rank: int, phase: str
 ) -> None:
@@ -263,6 +261,34 @@ def test_a_killed_worker_is_replaced_in_place(
     wanted = [step for step in range(1, 31) if step % 4 in (3, 0)]
     assert traced == sorted(set(traced)), "each once, in order"
     assert set(wanted) - set(traced) <= {15, 16}, "but for notes that the lost group took with it"
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("hang:rank=1,step=15,phase=forward", r"rank 1 .* in forward of step 15 and is behind \(rank 0 in backward of"),
+        ("stop:rank=0,step=15,phase=backward", r"rank 0 .* in backward of step 15 and does not answer \(rank 1 in"),
+    ],
+)
+def test_a_hung_rank_is_named_and_replaced(
+    cluster: Cluster, recipe: Path, clean: tuple[Path, str], tmp_path: Path, fault: str, says: str
+) -> None:
+    """A rank that sleeps, and one that SIGSTOP froze: the others would wait for the collective's timeout."""
+    flags = ("--eval_every", "15", "--checkpoint_every", "0", "--hang_timeout", "4", "--fault", fault)
+    code, output = launch(cluster, recipe, tmp_path, *flags)
+    assert code == 0, output
+    assert (only_run(tmp_path) / "faults.jsonl").exists(), "the fault fired"
+    silent = re.search(r"made no progress for (\d+) s", output)
+    assert silent, output
+    assert 4 <= int(silent[1]) <= 7
+    assert re.search(says, output), output
+    assert "replace  1/3" in output
+    assert losses(tmp_path) == losses(clean[0])
+    rank = int(fault[fault.index("rank=") + 5])
+    stacks = (only_run(tmp_path) / "logs" / f"rank{rank if fault.startswith('hang') else 1 - rank}.log").read_text()
+    assert "no rank moves" in stacks
+    assert 'faults.py", line' in stacks or "engine.py" in stacks, "where it is"
+    assert no_actors_left(cluster)
 
 
 def test_two_ranks_lost_one_after_the_other_of_three_with_dropout(

@@ -17,6 +17,7 @@ LAYERS = [
     {"tokenizer"},
     {"devices", "mesh", "data", "optim", "precision", "comm", "algorithms", "metrics"},
     {"run", "model", "checkpoint", "faults", "callbacks", "timeline", "trace", "parallel", "parallel.ddp"},
+    {"watchdog"},
     {"engine", "report"},
     {"recovery"},
     {"train"},
