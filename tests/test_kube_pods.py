@@ -140,7 +140,8 @@ def test_submit_survives_a_lost_pod_and_a_lost_log(
     code = submit.finish(150)
     output = "\n".join(submit.lines)
     assert code == 0, output + str(operator.errors)
-    assert re.search(r"replace +1/3 rank \d .* no step is repeated", output), output
+    # A pod takes its node with it: replaced in place where its peer learns of it in time, else from the checkpoint.
+    assert re.search(r"replace +1/3 rank \d .* no step is repeated|restart +1/3 from the newest", output), output
     assert "log    out of reach, trying on" in output
     assert submit.lines[-1].startswith("job    Complete/SUCCEEDED"), output
     assert len([line for line in submit.lines if re.search(r"step +60/60", line)]) == 1, "each line once"
