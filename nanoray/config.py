@@ -209,7 +209,8 @@ class Config(BaseModel):
     """lost ranks to replace, or restarts, over the whole run before giving up"""
     recovery: Literal["in_place", "restart"] = _field("in_place", "fault")
     """when a rank is lost, on Ray: in_place (only that rank is replaced, its state comes from another's memory, no step
-    is repeated; with NCCL, or with nobody left, a restart) | restart (all ranks, from the newest checkpoint)"""
+    is repeated; a restart with NCCL, with an --allreduce written by hand, or with nobody left) | restart (all ranks,
+    from the newest checkpoint)"""
     hang_timeout: float = _field(60.0, "fault", ge=0)
     """seconds without progress on any rank after which the one that is behind is named, ended and replaced, on Ray
     (0 = off). From timeout_s on the waiting collectives fail first, and nobody is named"""

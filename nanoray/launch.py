@@ -30,11 +30,12 @@ from nanoray.faults import ProgressStamp, parse_plan
 from nanoray.mesh import RankDevice, Rendezvous, choose_backend, network_env
 from nanoray.placement import START_TIMEOUT_S, Placement, connected, strategy
 from nanoray.report import closing_lines, dry_run_lines, plan, run_command
-from nanoray.run import RunSpec, open_run, summary_on_failure, write_summary
+from nanoray.run import RunSpec, open_run, recovers_in_place, summary_on_failure, write_summary
 from nanoray.watchdog import Position, Watchdog, behind
 from nanoray.worker import Worker
 
 POLL_S, SETTLE_S = 0.5, 0.05
+SEATS = 3  # times that a new actor may be lost before it has answered
 ANSWER_S = 2.0  # a process that is alive answers on its control lane in milliseconds
 DRAIN_S = 1.5  # after the first failure, wait this long for the others: a survivor's error often arrives first
 LOG_LINES = 8
@@ -188,9 +189,8 @@ class Gang:
         Raises RayError or GetTimeoutError when a new actor does not start.
         """
         self.spec, self.waiting = spec, False
-        new = [self.actors[rank].describe.remote() for rank in lost]
-        for rank, fact in zip(lost, ray.get(new, timeout=_start_timeout_s(spec.config)), strict=True):
-            self.facts[rank] = fact
+        for rank in lost:
+            self.facts[rank] = self._seated(rank)
         host = next(rank for rank in range(len(self.actors)) if rank not in lost)
         store = self.actors[host].open_store.remote(len(self.actors), spec.config.init_timeout_s)
         address, port = ray.get(store, timeout=START_TIMEOUT_S)
@@ -200,6 +200,20 @@ class Gang:
                 self.runs[rank] = self.actors[rank].run.remote(spec.to_dict(), rendezvous)
             else:
                 self.actors[rank].go_on.remote(spec.to_dict(), rendezvous)
+
+    def _seated(self, rank: int) -> dict[str, Any]:
+        """Wait for a new actor and return where it is. Raises RayError or GetTimeoutError."""
+        for left in reversed(range(SEATS)):
+            try:
+                described = self.actors[rank].describe.remote()
+                fact: dict[str, Any] = ray.get(described, timeout=_start_timeout_s(self.spec.config))
+                return fact
+            except RayActorError:
+                # A process is known to be dead before its node is: the new actor was sent to that node, too.
+                if not left:
+                    raise
+                self.seat(rank)
+        raise AssertionError("unreachable")
 
     def _rendezvous(self) -> list[Rendezvous]:
         kind, facts = self.place.kind, self.facts
@@ -241,8 +255,7 @@ class Gang:
         pending = {ref: rank for rank, ref in enumerate(self.runs)}
         outcome: dict[str, Any] | None = None
         failures: list[Failure] = []
-        # NCCL's survivors see no error before the timeout, and then their processes are torn down: nobody would wait.
-        in_place = self.spec.config.recovery == "in_place" and len(self.actors) > 1 and self.backend == "gloo"
+        in_place = recovers_in_place(self.spec.config, self.backend, len(self.actors))
         patience_s = self.spec.config.timeout_s + DRAIN_S if in_place else DRAIN_S  # a survivor may be computing
         give_up = float("inf")
         told = False
@@ -385,12 +398,14 @@ def _attempts(spec: RunSpec, place: Placement, stop: Stop) -> tuple[dict[str, An
             budget = f"{restarts}/{spec.config.max_failures}"
             lost = sorted({failure.rank for failure in failures})
             if gang and gang.waiting:
-                with suppress(RayError, GetTimeoutError):
+                try:
                     gang.replace(lost, spec)
                     pids = ", ".join(f"rank {r} (pid {gang.facts[r]['pid']})" for r in lost)
                     seconds = time.monotonic() - began
                     print(f"replace  {budget} {pids} joins in {seconds:.1f} s; no step is repeated\n", flush=True)
                     continue
+                except (RayError, GetTimeoutError) as error:
+                    print(f"replace  {budget} failed: {' '.join(str(error).split())[:200]}", flush=True)
             if gang:
                 gang.end()
             gang = None

@@ -85,6 +85,15 @@ class RunSpec:
         return self.folder / "logs" / f"rank{rank}.stamp"
 
 
+def recovers_in_place(config: Config, backend: str, ranks: int) -> bool:
+    """Whether a lost rank alone is replaced. Driver and ranks ask the same question, so that nobody waits in vain.
+
+    NCCL's survivors see no error before the timeout, and then their processes are torn down. A hand-written all-reduce
+    has a thread that may be waiting for a peer and holds its group open.
+    """
+    return config.recovery == "in_place" and ranks > 1 and backend == "gloo" and config.allreduce == "backend"
+
+
 def open_run(config: Config, dataset: DatasetInfo, started: float) -> RunSpec:
     """Make the run's folder, or find the one to continue, and write config.json and run.json. (one process)
 

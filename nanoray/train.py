@@ -124,7 +124,7 @@ def train(
                     raise
                 lost = f"{type(error).__name__}: {error}"
             # Outside of the except block: the error's frames would keep the broken wrapper alive.
-            reducer = survive(engine, reducer, rejoin, lost)
+            survive(engine, rejoin, lost)
         if reducer:
             reducer.close()
         if mesh.rank == 0 and outcome["exit_reason"] == "finished":
@@ -168,22 +168,19 @@ def trace(engine: RuntimeEngine, reducer: Reducer | None, resume_step: int) -> N
         engine.trace = CommTrace(mesh, recorder, twin, log_of_all)
 
 
-def survive(engine: RuntimeEngine, reducer: Reducer | None, rejoin: Rejoin, lost: str) -> Reducer | None:
+def survive(engine: RuntimeEngine, rejoin: Rejoin, lost: str) -> None:
     """Leave the broken groups, wait until the lost rank is replaced, and take up the run again. (all survivors)"""
     log.warning("a peer is gone after step %d: %s", engine.step, lost)
     engine.detach()
-    if reducer:
-        reducer.close()
     gc.collect()  # the wrapper goes, with its hooks on our parameters and its hold on the group
     engine.mesh.leave()
     spec, rendezvous = rejoin(lost)  # as the driver wrote it: all ranks compare the same configuration
     mesh = meet(spec, rendezvous, None)
     engine.attach(replace(spec, config=engine.cfg, resume=engine.spec.resume), mesh)
     source, _, step = furthest(mesh, engine)
-    reducer = wrap(engine, source)
-    trace(engine, reducer, engine.reported_step)
+    wrap(engine, source)
+    trace(engine, None, engine.reported_step)
     engine.note(f"rejoin  from step {step} in the memory of rank {source}; no step is repeated")
-    return reducer
 
 
 def keep_freed_memory() -> None:

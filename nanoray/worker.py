@@ -21,7 +21,7 @@ from ray.util.metrics import Gauge
 from nanoray.errors import NanorayError
 from nanoray.mesh import Rendezvous
 from nanoray.metrics import METRICS
-from nanoray.run import RunSpec
+from nanoray.run import RunSpec, recovers_in_place
 
 REPLACE_TIMEOUT_S = 600.0  # a survivor that the driver has forgotten ends by itself
 
@@ -90,7 +90,8 @@ class Worker:
         try:
             watchers = [_Forwarder(self._events, _RayMetrics(self._name, self._rank))] if self._rank == 0 else []
             store = self._store if rendezvous.rank == 0 and not rendezvous.agent_store else None
-            rejoin = self._rejoin if run.config.recovery == "in_place" else None
+            in_place = recovers_in_place(run.config, rendezvous.backend, rendezvous.world_size)
+            rejoin = self._rejoin if in_place else None
             outcome = train(run, rendezvous, watchers, self._stop.is_set, store, rejoin)
             return {"ok": True, **outcome}
         except Exception as error:  # every exception becomes data: the driver ranks it against the other ranks'
