@@ -1,7 +1,6 @@
 """Token datasets: `prepare` turns a text into train.bin and val.bin; `TokenData` reads batches from them.
 
-Sample i of a run is a pure function of (seed, i). The order of the data therefore does not depend on the number of
-ranks, and one integer, the index of the next sample, is all that a resume needs.
+Sample i is a pure function of (seed, i): the number of ranks does not matter, and one integer resumes the order.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import sysconfig
 import threading
 import time
 from dataclasses import asdict, dataclass, replace
-from http.client import HTTPException
+from http.client import HTTPException, IncompleteRead
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError, URLError
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
-_NAMES = ("auto", "shakespeare", "stdlib")
+_NAMES, _SCAN_BYTES = ("auto", "shakespeare", "stdlib"), 1 << 24  # the bytes: a multiple of every token size
 _TRY_S, _TOTAL_S, _QUICK_S = 10.0, 60.0, 4.0  # one socket operation, one whole try, the only try of `auto`
 _BACKOFF_S, _MAX_BYTES = (0.3, 1.0), 64 << 20  # pauses between three tries; a wrong server must not fill the memory
 _STDLIB_BYTES = 4_000_000
@@ -46,7 +45,6 @@ _STDLIB_SKIP = {  # other people's code, tests, and tables that are no prose: en
     *("__pycache__", "lib-dynload", "encodings", "pydoc_data"),
 }
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's step: 2**64 / the golden ratio, made odd
-_SCAN_BYTES = 1 << 24  # a multiple of every token size
 
 
 @dataclass(frozen=True)
@@ -272,7 +270,9 @@ def _fetch(url: str, total_s: float) -> bytes:
         try:
             # A new opener, because urlopen's global one would keep the proxies of its first call.
             with build_opener().open(url, timeout=min(_TRY_S, total_s)) as response:
-                done.append(response.read(_MAX_BYTES + 1))
+                body = response.read(_MAX_BYTES + 1)
+                short = getattr(response, "length", 0) if len(body) <= _MAX_BYTES else 0  # read(n) takes less
+                done.append(_explain(IncompleteRead(body, short)) if short else body)
         except Exception as error:
             done.append(_explain(error))
 
