@@ -11,27 +11,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
 
 from nanoray.checkpoint import find_all, load, newest_valid, peek
-from nanoray.errors import CheckpointError, ConfigError, NanorayError
+from nanoray.errors import CheckpointError, ConfigError
+from nanoray.report import run_subcommand
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one of the commands and return its exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    commands = {"list": _list, "verify": _verify, "show": _show, "export": _export}
-    if not argv or argv[0] in ("-h", "--help"):
-        print(__doc__.strip())
-        return 0 if argv else 2
-    try:
-        if argv[0] not in commands:
-            raise ConfigError(f"unknown command {argv[0]}; one of {', '.join(commands)}")
-        return commands[argv[0]](argv[1:])
-    except NanorayError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    return run_subcommand({"list": _list, "verify": _verify, "show": _show, "export": _export}, argv, __doc__)
 
 
 def _parser(command: str, text: str) -> argparse.ArgumentParser:

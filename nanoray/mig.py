@@ -9,7 +9,6 @@ Nothing here changes the MIG mode: the commands are printed, and running them is
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,7 +22,8 @@ from nanoray.devices import (
     peak_flops,
     profile_name,
 )
-from nanoray.errors import ConfigError, NanorayError
+from nanoray.errors import ConfigError
+from nanoray.report import run_subcommand
 
 # Cards that have the six profiles of MIG_SHAPES, as NVML names them -> GB by which the profiles are named.
 CARDS = {"NVIDIA A100-SXM4-40GB": 40, "NVIDIA A100-PCIE-40GB": 40, "NVIDIA A100-SXM4-80GB": 80}
@@ -95,18 +95,7 @@ def peak_text(known: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one of the two commands and return its exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    commands = {"plan": _plan, "show": _show}
-    if not argv or argv[0] in ("-h", "--help"):
-        print(__doc__.strip())
-        return 0 if argv else 2
-    try:
-        if argv[0] not in commands:
-            raise ConfigError(f"unknown command {argv[0]}; one of {', '.join(commands)}")
-        return commands[argv[0]](argv[1:])
-    except NanorayError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    return run_subcommand({"plan": _plan, "show": _show}, argv, __doc__)
 
 
 def _plan(argv: list[str]) -> int:

@@ -27,6 +27,21 @@ def run_command(run: Callable[[Loaded, float], int], argv: list[str] | None, pro
         return error.exit_code
 
 
+def run_subcommand(commands: dict[str, Callable[[list[str]], int]], argv: list[str] | None, doc: str) -> int:
+    """Run the command that the first word names; `doc` is the help. Print refusals, and return the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(doc.strip())
+        return 0 if argv else 2
+    try:
+        if argv[0] not in commands:
+            raise ConfigError(f"unknown command {argv[0]}; one of {', '.join(commands)}")
+        return commands[argv[0]](argv[1:])
+    except NanorayError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
 def plan(loaded: Loaded, dp: int, dataset_vocab: int) -> tuple[Config, list[str]]:
     """Apply the scaling rules and check the batch arithmetic; return the final configuration and its derivation."""
     config, notes = loaded.config, []

@@ -105,12 +105,13 @@ def train(
     peak = peak_flops(device, precision) if device else None
     engine.peak_flops = peak * mesh.world_size if peak else None
     reducer = wrap(engine, source)
+    if source is not None:
+        resume_step = engine.reported_step
     if mesh.rank == 0:
-        resume_step = engine.reported_step if source is not None else resume_step
         engine.callbacks = [*watchers, JsonlWriter(spec.folder / "metrics.jsonl", resume_step)]
         if cfg.tensorboard:
             engine.callbacks.append(TensorBoardWriter(spec.folder / "tb", cfg.to_json(), resume_step))
-    trace(engine, reducer, engine.reported_step if source is not None else resume_step)
+    trace(engine, reducer, resume_step)
     for line in describe(spec, batch, mesh, device, why) if source is None else ():
         engine.note(line)
     try:

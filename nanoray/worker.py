@@ -39,7 +39,7 @@ class Worker:
         self._stop = threading.Event()
         self._store: Any = None
         self._waiting = ""  # the error after which this rank waits for the lost one's replacement
-        self._orders: queue.Queue[tuple[dict[str, Any], Rendezvous] | None] = queue.Queue()
+        self._orders: queue.Queue[tuple[dict[str, Any], Rendezvous]] = queue.Queue()
         self._devices = bound_devices()
         raise_priority()
         # Importing torch takes seconds: begin now, while the driver still talks to the other actors. Whoever needs it
@@ -113,13 +113,11 @@ class Worker:
         """Wait, in the middle of `run`, until the driver has replaced the lost rank. Raises LostPeer otherwise."""
         self._waiting = lost
         try:
-            order = self._orders.get(timeout=REPLACE_TIMEOUT_S)
+            spec, rendezvous = self._orders.get(timeout=REPLACE_TIMEOUT_S)
         except queue.Empty:
-            order = None
-        if order is None:
-            raise LostPeer(lost)
+            raise LostPeer(lost) from None
         self._waiting = ""
-        return RunSpec.from_dict(order[0]), order[1]
+        return RunSpec.from_dict(spec), rendezvous
 
     @ray.method(concurrency_group="control")
     def waiting(self) -> str:
@@ -135,9 +133,9 @@ class Worker:
             faulthandler.dump_traceback(file, all_threads=True)
 
     @ray.method(concurrency_group="control")
-    def go_on(self, spec: dict[str, Any] | None, rendezvous: Rendezvous | None) -> None:
-        """Give a waiting rank the new attempt, or None: nobody can be replaced, so end."""
-        self._orders.put((spec, rendezvous) if spec is not None and rendezvous is not None else None)
+    def go_on(self, spec: dict[str, Any], rendezvous: Rendezvous) -> None:
+        """Give a waiting rank the new attempt."""
+        self._orders.put((spec, rendezvous))
 
     @ray.method(concurrency_group="control")
     def poll(self) -> list[tuple[str, Any]]:

@@ -15,39 +15,37 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from nanoray.config import Kube, Loaded, make_config
-from nanoray.errors import ConfigError, NanorayError
 from nanoray.kube.cluster import TERMINAL, Api, Follower, KubeError, check_operator, ray_api, troubles
 from nanoray.kube.fetch import fetch
 from nanoray.kube.kustomize import to_yaml
 from nanoray.kube.render import job_name, render
-from nanoray.report import run_command
+from nanoray.report import run_command, run_subcommand
 
 STOP_S = 120.0
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one of the commands and return its exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    makers = {"render": _render, "submit": _submit}
-    known = {"status": _status, "logs": _logs, "stop": _stop, "fetch": _fetch}
-    if not argv or argv[0] in ("-h", "--help"):
-        print(__doc__.strip())
-        return 0 if argv else 2
-    if argv[0] in makers:
-        what = f"{argv[0]} a training run on Kubernetes; every flag of nanoray.launch works here too"
-        own, rest = _kube_flags(argv[0], argv[1:])
-        command = makers[argv[0]]
-        return run_command(lambda loaded, t: command(_with(loaded, own), t), rest, f"nanoray kube {argv[0]}", what)
-    try:
-        if argv[0] not in known:
-            raise ConfigError(f"unknown command {argv[0]}; one of {', '.join((*makers, *known))}")
-        return known[argv[0]](argv[1:])
-    except NanorayError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "render": partial(_make, "render", _render),
+        "submit": partial(_make, "submit", _submit),
+        "status": _status,
+        "logs": _logs,
+        "stop": _stop,
+        "fetch": _fetch,
+    }
+    return run_subcommand(commands, argv, __doc__)
+
+
+def _make(name: str, command: Callable[[Loaded, float], int], argv: list[str]) -> int:
+    """Run a command that takes a run's flags and those of Kube."""
+    what = f"{name} a training run on Kubernetes; every flag of nanoray.launch works here too"
+    own, rest = _kube_flags(name, argv)
+    return run_command(lambda loaded, started: command(_with(loaded, own), started), rest, f"nanoray kube {name}", what)
 
 
 def _kube_flags(command: str, argv: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -133,8 +131,7 @@ def _parser(command: str, text: str) -> argparse.ArgumentParser:
 
 def _status(argv: list[str]) -> int:
     args = _parser("status", "show a job, its pods, and what keeps them from running").parse_args(argv)
-    api, name = Api(), job_name(args.name)
-    status = _job(api, args.namespace, name).get("status", {})
+    api, name, status = _found(args)
     print(f"job    {name} {status.get('jobDeploymentStatus', 'accepted')}/{status.get('jobStatus', '')}".rstrip("/"))
     if status.get("message"):
         print(f"       {status['message']}")
@@ -152,8 +149,7 @@ def _logs(argv: list[str]) -> int:
     parser = _parser("logs", "print what the driver said: all ranks speak through it")
     parser.add_argument("--follow", action="store_true", help="go on until the job is over, and exit with its verdict")
     args = parser.parse_args(argv)
-    api, name = Api(), job_name(args.name)
-    status = _job(api, args.namespace, name).get("status", {})
+    api, name, status = _found(args)
     follower = Follower(api, args.namespace, name, say=lambda line: print(line, flush=True))
     if args.follow:
         return _verdict(follower.run())
@@ -167,8 +163,7 @@ def _stop(argv: list[str]) -> int:
     parser = _parser("stop", "stop a job: it finishes its step and writes a checkpoint")
     parser.add_argument("--delete", action="store_true", help="and delete the RayJob, and with it its cluster")
     args = parser.parse_args(argv)
-    api, name = Api(), job_name(args.name)
-    status = _job(api, args.namespace, name).get("status", {})
+    api, name, status = _found(args)
     if status.get("jobStatus") == "RUNNING":
         ray_api(api, args.namespace, status, f"/api/jobs/{status['jobId']}/stop", "POST")
         _wait(lambda: _job(api, args.namespace, name)["status"].get("jobStatus") not in ("RUNNING", "PENDING"), STOP_S)
@@ -190,6 +185,12 @@ def _fetch(argv: list[str]) -> int:
     path = fetch(Api(), args.namespace, job_name(args.name), args.run, args.out_dir)
     print(f"files  {path}")
     return 0
+
+
+def _found(args: argparse.Namespace) -> tuple[Api, str, dict[str, Any]]:
+    """Return the cluster, the name of the job there, and its status."""
+    api, name = Api(), job_name(args.name)
+    return api, name, _job(api, args.namespace, name).get("status", {})
 
 
 def _job(api: Api, namespace: str, name: str) -> dict[str, Any]:

@@ -23,7 +23,6 @@ KUBE_DIR = Path(__file__).resolve().parent.parent.parent / "kuberay"
 CONFIG_DIR = "/etc/nanoray"
 RUNS = "/data/runs"
 OVERLAY = {"cpu": "cpu", "cuda": "multi-pod", "mig": "mig-mixed"}  # where --overlay says nothing
-_CPU_TAG, _CUDA_TAG = "cpu", "cuda"
 # What a pod decides, or the command line of a local run; the job gets its own.
 _LOCAL = ("workers", "out_dir", "resume", "ray_address", "device", "dataset", "data_dir", "kube", "expected_val_loss")
 
@@ -95,15 +94,12 @@ def _folder(config: Config, name: str) -> str:
 
 def _config_map(config: Config, name: str) -> Object:
     values = {k: v for k, v in config.model_dump(exclude_defaults=True).items() if k not in _LOCAL}
-    if config.dataset in ("auto", "shakespeare", "stdlib"):
-        values["dataset"] = config.dataset
-    elif not config.dataset.startswith("/data/"):
+    if config.dataset not in ("auto", "shakespeare", "stdlib") and not config.dataset.startswith("/data/"):
         raise ConfigError(
             f"dataset = {config.dataset} is a path of this machine; copy it to the volume and give /data/…, "
             "or use shakespeare or stdlib"
         )
-    else:
-        values["dataset"] = config.dataset
+    values["dataset"] = config.dataset
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -143,7 +139,7 @@ def _shape(job: Object, config: Config, ranks: int) -> None:
         pod["volumes"].append({"name": "config", "configMap": {"name": f"{job_name(config.name)}-config"}})
         mount = {"name": "config", "mountPath": CONFIG_DIR, "readOnly": True}
         pod["containers"][0]["volumeMounts"].append(mount)
-    tag = _CPU_TAG if config.device == "cpu" else _CUDA_TAG
+    tag = "cpu" if config.device == "cpu" else "cuda"
     for container in containers(job):
         container["image"] = kube.image or re.sub(r"(cpu|cuda)$", tag, container["image"])
 
