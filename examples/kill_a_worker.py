@@ -10,4 +10,4 @@ import sys
 from nanoray.launch import main
 
 if __name__ == "__main__":
-    raise SystemExit(main(["--preset", "tiny", "--fault", "kill:rank=1,step=30,phase=backward", *sys.argv[1:]]))
+    raise SystemExit(main(["--preset", "tiny", "--faults", "kill@rank=1,step=30,phase=backward", *sys.argv[1:]]))

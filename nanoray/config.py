@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from nanoray.errors import ConfigError
 
@@ -214,13 +214,28 @@ class Config(BaseModel):
     hang_timeout: float = _field(60.0, "fault", ge=0)
     """seconds without progress on any rank after which the one that is behind is named, ended and replaced, on Ray
     (0 = off). From timeout_s on the waiting collectives fail first, and nobody is named"""
-    fault: str = _field("", "fault")
-    """break something on purpose: KIND:rank=R,step=S,phase=P[;...], KIND kill | stop | exit | raise | hang | slow"""
+    faults: str = _field("", "fault")
+    """break something on purpose: KIND@rank=R,step=S[,phase=P][;...], KIND kill | stop | exit | raise | hang | slow |
+    oom | disk-full; in YAML also a list of such texts, or of mappings"""
 
     expected_val_loss: dict[str, float] = Field({}, json_schema_extra={"group": "log", "flag": False})
     """per dataset: the validation loss the complete recipe should reach or beat"""
     kube: Kube = Field(Kube(), json_schema_extra={"group": "run", "flag": False})
     """how `nanoray kube` deploys it; training does not look at it"""
+
+    @field_validator("faults", mode="before")
+    @classmethod
+    def _plan_as_text(cls, plan: Any) -> Any:
+        """Write a YAML list of faults as the text of the flag."""
+        if not isinstance(plan, list):
+            return plan
+        texts = []
+        for fault in plan:
+            if isinstance(fault, dict):
+                values = ",".join(f"{key}={value}" for key, value in fault.items() if key != "kind")
+                fault = f"{fault.get('kind', '')}@{values}"
+            texts.append(str(fault))
+        return ";".join(texts)
 
     @model_validator(mode="after")
     def _refuse_conflicts(self) -> Config:
@@ -345,7 +360,13 @@ _COUNTS_IF = {
     "beta2": ("optimizer", ("adamw",)),
     "tokens_per_param": ("scaling", ("nanochat",)),
 }
-_NOT_INHERITED = ("resume", "stop_at", "fault", "workers", "out_dir")  # what one command asked for, not what the run is
+_NOT_INHERITED = (
+    "resume",
+    "stop_at",
+    "faults",
+    "workers",
+    "out_dir",
+)  # what one command asked for, not what the run is
 
 
 def _config_of_run(resume: str) -> dict[str, Any]:

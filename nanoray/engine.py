@@ -67,7 +67,7 @@ class RuntimeEngine:
         self.samples = 0  # sequences consumed by them: the one integer that resumes the data
         self.val_loss: float | None = None
         self.best_val_loss: float | None = None
-        self._faults = [f for f in parse_plan(self.cfg.fault) if f.rank == mesh.rank and f.attempt == spec.attempt]
+        self._faults = [f for f in parse_plan(self.cfg.faults) if f.rank == mesh.rank and f.attempt == spec.attempt]
         self._stamp = ProgressStamp(spec.stamp(mesh.rank))
         self._saved_step = self._evaluated_step = self._emitted_step = -1
         self._first_step = 1
@@ -198,7 +198,7 @@ class RuntimeEngine:
             if fault.step == self._current and fault.phase == phase:
                 self._faults.remove(fault)
                 log.warning("fault plan fires: %s", fault)
-                fault.fire(self.spec.folder / "faults.jsonl")
+                fault.fire(self.spec.folder / "faults.jsonl", self.gpt)
 
     def _warm_up(self) -> None:
         """Run one forward and backward whose result is thrown away. (all ranks)
@@ -448,7 +448,7 @@ class RuntimeEngine:
     def attach(self, spec: RunSpec, mesh: Mesh) -> None:
         """Take the new groups and the new attempt."""
         self.spec, self.mesh = spec, mesh
-        self._faults += [f for f in parse_plan(self.cfg.fault) if f.rank == mesh.rank and f.attempt == spec.attempt]
+        self._faults += [f for f in parse_plan(self.cfg.faults) if f.rank == mesh.rank and f.attempt == spec.attempt]
 
     @property
     def reported_step(self) -> int:

@@ -1,6 +1,6 @@
 """Break things on purpose, know where a rank was when it died, and tell a cause from its consequences.
 
-A plan is data: `kill:rank=1,step=30,phase=backward;slow:rank=0,step=5,phase=data,seconds=0.2`. Every fault that fires
+A plan is data: `kill@rank=1,step=30,phase=backward;slow@rank=0,step=5,phase=data,seconds=0.2`. Every fault that fires
 is first written to the run's `faults.jsonl`, so that a test can prove that it did.
 """
 
@@ -9,16 +9,23 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import resource
 import signal
 import struct
+import threading
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanoray.errors import ConfigError
 
+if TYPE_CHECKING:
+    from nanoray.model import GPT
+
 PHASES = ("init", "data", "forward", "backward", "optimizer", "log", "eval", "checkpoint", "done")
-KINDS = ("kill", "stop", "exit", "raise", "hang", "slow")
+KINDS = ("kill", "stop", "exit", "raise", "hang", "slow", "oom", "disk-full")
+_SPARED = 64 << 10  # bytes that logs and metrics may still grow by while the disk is "full"
 
 
 class InjectedFault(RuntimeError):
@@ -34,14 +41,12 @@ class Fault:
     step: int
     phase: str
     attempt: int = 0
-    seconds: float = 1.0
+    seconds: float = 1.0  # slow: how long; disk-full: until there is space again
+    mib: int = 0  # oom: how much to take (0 = until somebody ends it)
 
-    def fire(self, record_in: Path) -> None:
+    def fire(self, record_in: Path, gpt: GPT) -> None:
         """Write down that this fault fires, then do it."""
-        fd = os.open(record_in, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        os.write(fd, (json.dumps(self.__dict__) + "\n").encode())
-        os.fsync(fd)
-        os.close(fd)
+        append_event(record_in, "injected", asdict(self))
         if self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.kind == "stop":
@@ -52,17 +57,52 @@ class Fault:
             time.sleep(3600.0)
         elif self.kind == "slow":
             time.sleep(self.seconds)
+        elif self.kind == "oom":
+            _fill_memory(self.mib)
+        elif self.kind == "disk-full":
+            _fill_disk(record_in.parent, self.seconds)
         else:
             raise InjectedFault(f"fault plan: raise on rank {self.rank} at step {self.step} in {self.phase}")
 
 
+def append_event(path: Path, event: str, values: dict[str, object]) -> None:
+    """Append one line to faults.jsonl, on disk before this returns: whoever wrote it may die in the next moment."""
+    now = {"event": event, "time": round(time.time(), 4), "monotonic": time.monotonic()}
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(fd, (json.dumps(now | values) + "\n").encode())
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _fill_memory(mib: int) -> None:
+    """Take memory and touch it until somebody ends this process, or `mib` is reached; then raise MemoryError."""
+    taken: list[bytearray] = []
+    while not mib or len(taken) * 64 < mib:
+        taken.append(bytearray(os.urandom(1 << 20) * 64))
+    time.sleep(60.0)  # Ray's memory monitor and the kernel look now and then
+    raise MemoryError(f"fault plan: {mib} MiB taken, and nobody minded")
+
+
+def _fill_disk(run: Path, seconds: float) -> None:
+    """Let every file that grows beyond today's logs fail to, as on a full disk, for some seconds."""
+    logs = [path for path in run.glob("**/*") if path.is_file() and "checkpoints" not in path.parts]
+    largest = max(path.stat().st_size for path in logs)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest + _SPARED, hard))
+    again = threading.Timer(seconds, resource.setrlimit, (resource.RLIMIT_FSIZE, (soft, hard)))
+    again.daemon = True
+    again.start()
+
+
 def parse_plan(text: str) -> tuple[Fault, ...]:
-    """Parse `KIND:key=value,...;...`. Raises ConfigError that shows the part it cannot read."""
+    """Parse `KIND@key=value,...;...`. Raises ConfigError that shows the part it cannot read."""
     faults = []
     for part in filter(None, (p.strip() for p in text.split(";"))):
-        kind, _, rest = part.partition(":")
+        kind, _, rest = part.partition("@")
         try:
-            values = dict(item.split("=", 1) for item in rest.split(",") if item)
+            values = dict(item.strip().split("=", 1) for item in rest.split(",") if item.strip())
             fault = Fault(
                 kind=kind.strip(),
                 rank=int(values.pop("rank")),
@@ -70,14 +110,15 @@ def parse_plan(text: str) -> tuple[Fault, ...]:
                 phase=values.pop("phase", "forward"),
                 attempt=int(values.pop("attempt", 0)),
                 seconds=float(values.pop("seconds", 1.0)),
+                mib=int(values.pop("mib", 0)),
             )
         except (KeyError, ValueError) as error:
             raise ConfigError(
-                f"fault = {part!r} is not KIND:rank=R,step=S[,phase=P][,attempt=A][,seconds=T] ({error})"
+                f"faults = {part!r} is not KIND@rank=R,step=S[,phase=P][,attempt=A][,seconds=T][,mib=M] ({error})"
             ) from None
-        if kind not in KINDS or fault.phase not in PHASES or values:
+        if fault.kind not in KINDS or fault.phase not in PHASES or values:
             raise ConfigError(
-                f"fault = {part!r}: KIND is one of {', '.join(KINDS)}, phase one of {', '.join(PHASES)}"
+                f"faults = {part!r}: KIND is one of {', '.join(KINDS)}, phase one of {', '.join(PHASES)}"
                 + (f", and there is no key {', '.join(values)}" if values else "")
             )
         faults.append(fault)

@@ -60,7 +60,7 @@ def launch(loaded: Loaded, started: float) -> int:
         return _dry_run(loaded, config, address, slots)
     if config.workers != "auto" and config.scaling == "none":
         resolve_batch(config, config.workers)  # what cannot be fails before Ray starts
-    parse_plan(config.fault)
+    parse_plan(config.faults)
     dataset = prepare(config)
     with connected(address, slots, config), signals() as stop:
         place = Placement.make(config)

@@ -59,7 +59,7 @@ def plan(loaded: Loaded, dp: int, dataset_vocab: int) -> tuple[Config, list[str]
                 f"{key} = {getattr(config, key)} would be ignored: one rank has nobody to talk to; start more ranks "
                 f"(--workers 2, or torchrun), or use --{key} {idle}"
             )
-    for fault in parse_plan(config.fault):
+    for fault in parse_plan(config.faults):
         if fault.rank >= dp:
             raise ConfigError(f"fault on rank {fault.rank} would never fire: ranks are 0 to {dp - 1}")
         if fault.step > config.max_steps:

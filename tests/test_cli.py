@@ -99,7 +99,7 @@ def test_the_variables_of_a_statefulset(recipe: Path, tmp_path: Path) -> None:
         (["--dataset", "/nowhere.txt"], {}, 2, "/nowhere.txt"),
         (["--resume", "/nowhere"], {}, 4, "/nowhere"),
         (["--out_dir", "/proc/none"], {}, 2, "cannot make a run folder in out_dir = /proc/none"),
-        (["--fault", "kill"], {}, 2, "is not KIND:rank=R,step=S"),
+        (["--faults", "kill"], {}, 2, "is not KIND@rank=R,step=S"),
     ],
 )
 def test_refusals(recipe: Path, tmp_path: Path, flags: list[str], env: dict[str, str], code: int, message: str) -> None:

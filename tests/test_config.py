@@ -76,7 +76,7 @@ def test_resuming_a_path_takes_that_runs_configuration(tmp_path: Path) -> None:
     """What the run is comes from its config.json; what the earlier command asked for (stop_at, fault) does not."""
     run = tmp_path / "run"
     (run / "checkpoints" / "step_00000012").mkdir(parents=True)
-    first = parse("--preset", "tiny", "--lr", "2e-3", "--stop_at", "12", "--fault", "kill:rank=0,step=1")
+    first = parse("--preset", "tiny", "--lr", "2e-3", "--stop_at", "12", "--faults", "kill@rank=0,step=1")
     (run / "config.json").write_text(first.to_json())
     for path in (run, run / "checkpoints", run / "checkpoints" / "step_00000012"):
         c = parse("--resume", str(path), "--max_steps", "99")

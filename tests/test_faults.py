@@ -3,29 +3,56 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from nanoray.config import make_config
 from nanoray.errors import ConfigError
 from nanoray.faults import Fault, InjectedFault, ProgressStamp, is_collective_error, parse_plan
+from nanoray.model import GPT, ModelShape
+
+
+def a_gpt() -> GPT:
+    return GPT(ModelShape(n_layer=1, n_head=1, n_embd=4, block_size=4, vocab_size=8, bias=False), dropout=0.0)
 
 
 def test_a_plan_is_data() -> None:
-    plan = parse_plan("kill:rank=1,step=30,phase=backward; slow:rank=0,step=5,seconds=0.2,attempt=2")
+    plan = parse_plan("kill@rank=1,step=30,phase=backward; slow@rank=0,step=5,seconds=0.2,attempt=2")
     assert plan == (Fault("kill", 1, 30, "backward"), Fault("slow", 0, 5, "forward", 2, 0.2))
     assert parse_plan("") == ()
+
+
+def test_in_yaml_a_plan_may_be_a_list() -> None:
+    listed = make_config(
+        {
+            "micro_batch_size": 1,
+            "faults": ["kill@rank=1,step=30", {"kind": "slow", "rank": 0, "step": 5, "seconds": 0.2}],
+        }
+    )
+    assert listed.faults == "kill@rank=1,step=30;slow@rank=0,step=5,seconds=0.2"
+    assert [fault.kind for fault in parse_plan(listed.faults)] == ["kill", "slow"]
+
+
+def test_a_full_disk_gets_space_again(tmp_path: Path) -> None:
+    (tmp_path / "rank0.log").write_text("log")
+    Fault("disk-full", 0, 1, "forward", seconds=0.3).fire(tmp_path / "faults.jsonl", a_gpt())
+    with pytest.raises(OSError, match="too large"):
+        (tmp_path / "checkpoint").write_bytes(bytes(1 << 20))
+    time.sleep(0.5)
+    (tmp_path / "checkpoint").write_bytes(bytes(1 << 20))
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("explode:rank=0,step=1", "KIND is one of kill, stop, exit, raise, hang, slow"),
-        ("kill:rank=0", "is not KIND:rank=R,step=S"),
-        ("kill:rank=x,step=1", "is not KIND:rank=R,step=S"),
-        ("kill:rank=0,step=1,phase=lunch", "phase one of init, data, forward"),
-        ("kill:rank=0,step=1,color=red", "there is no key color"),
+        ("explode@rank=0,step=1", "KIND is one of kill, stop, exit, raise, hang, slow, oom, disk-full"),
+        ("kill@rank=0", "is not KIND@rank=R,step=S"),
+        ("kill@rank=x,step=1", "is not KIND@rank=R,step=S"),
+        ("kill@rank=0,step=1,phase=lunch", "phase one of init, data, forward"),
+        ("kill@rank=0,step=1,color=red", "there is no key color"),
     ],
 )
 def test_an_unreadable_plan_shows_its_part(text: str, message: str) -> None:
@@ -36,8 +63,9 @@ def test_an_unreadable_plan_shows_its_part(text: str, message: str) -> None:
 
 def test_a_fault_is_on_record_before_it_fires(tmp_path: Path) -> None:
     with pytest.raises(InjectedFault, match="raise on rank 2 at step 7 in eval"):
-        Fault("raise", 2, 7, "eval").fire(tmp_path / "faults.jsonl")
-    assert json.loads((tmp_path / "faults.jsonl").read_text())["step"] == 7
+        Fault("raise", 2, 7, "eval").fire(tmp_path / "faults.jsonl", a_gpt())
+    event = json.loads((tmp_path / "faults.jsonl").read_text())
+    assert (event["event"], event["kind"], event["step"]) == ("injected", "raise", 7)
 
 
 def test_a_stamp_tells_where_a_rank_was(tmp_path: Path) -> None:

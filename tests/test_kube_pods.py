@@ -129,9 +129,9 @@ def test_submit_survives_a_lost_pod_and_a_lost_log(
     server, machine, operator, volume = world
     recipe = RECIPE | {"dataset": str(volume / "words.txt")}
     file = tmp_path / "words.yaml"
-    slow = "slow:rank=0,step=15,phase=forward,seconds=8"  # the time in which a pod is lost
+    slow = "slow@rank=0,step=15,phase=forward,seconds=8"  # the time in which a pod is lost
     file.write_text(yaml.safe_dump(RECIPE | {"dataset": "/data/words.txt"}))
-    submit = Command("submit", "--config", str(file), "--workers", "2", "--device", "cpu", "--fault", slow)
+    submit = Command("submit", "--config", str(file), "--workers", "2", "--device", "cpu", "--faults", slow)
     submit.wait_for(r"^apply +RayJob words$", 20)
     submit.wait_for(r"step +14/60", 150)
     victim = next(name for name in machine.pods if "worker-1" in name)

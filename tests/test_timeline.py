@@ -208,9 +208,9 @@ def test_ranks_on_two_hosts(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def spec(text: Path, tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
     """Rank 1 sleeps 60 ms in the forward pass of every step from 3 on; the first part of a run that is resumed."""
-    plan = ";".join(f"slow:rank=1,step={s},phase=forward,seconds=0.06" for s in range(3, 13))
+    plan = ";".join(f"slow@rank=1,step={s},phase=forward,seconds=0.06" for s in range(3, 13))
     folder = tmp_path_factory.mktemp("slow")
-    spec = make_spec(text, folder, comm_trace="always", max_steps=14, fault=plan, bucket_mb=0.03, checkpoint_every=12)
+    spec = make_spec(text, folder, comm_trace="always", max_steps=14, faults=plan, bucket_mb=0.03, checkpoint_every=12)
     assert all("error" not in r for r in run_ranks(spec, 2))
     return spec
 
@@ -269,7 +269,7 @@ def test_a_resumed_run_has_each_step_once(spec: RunSpec) -> None:
     from nanoray.run import open_run
 
     config = spec.config.model_copy(
-        update={"resume": str(spec.folder), "max_steps": 16, "fault": "", "checkpoint_every": 0}
+        update={"resume": str(spec.folder), "max_steps": 16, "faults": "", "checkpoint_every": 0}
     )
     again = open_run(config, spec.dataset, spec.started)
     for step in (again.checkpoints / "step_00000014",):

@@ -146,8 +146,8 @@ def test_a_loss_that_is_not_finite_names_the_samples(text: Path, tmp_path: Path)
 
 def test_a_slow_disk_is_no_failed_collective(text: Path, tmp_path: Path) -> None:
     """Rank 0 takes twice the collectives' timeout to write: the others wait where patience is long."""
-    plan = "slow:rank=0,step=4,phase=checkpoint,seconds=4"
-    spec = make_spec(text, tmp_path, checkpoint_every=4, timeout_s=2, fault=plan)
+    plan = "slow@rank=0,step=4,phase=checkpoint,seconds=4"
+    spec = make_spec(text, tmp_path, checkpoint_every=4, timeout_s=2, faults=plan)
     train(spec, 2)
     assert json.loads((spec.folder / "faults.jsonl").read_text())["kind"] == "slow", "the fault did not fire"
     assert len(records(spec)) == TINY["max_steps"]
