@@ -80,7 +80,7 @@ def test_resuming_a_path_takes_that_runs_configuration(tmp_path: Path) -> None:
     (run / "config.json").write_text(first.to_json())
     for path in (run, run / "checkpoints", run / "checkpoints" / "step_00000012"):
         c = parse("--resume", str(path), "--max_steps", "99")
-        assert (c.n_layer, c.lr, c.max_steps, c.stop_at, c.fault, c.resume) == (2, 2e-3, 99, 0, "", str(path))
+        assert (c.n_layer, c.lr, c.max_steps, c.stop_at, c.faults, c.resume) == (2, 2e-3, 99, 0, "", str(path))
     assert parse("--resume", str(run), "--preset", "shakespeare-cpu").n_layer == 4, "a preset that is given wins"
 
 
