@@ -24,11 +24,11 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from nanoray import checkpoint
 from nanoray.callbacks import Callback, now
 from nanoray.checkpoint import TrainState
-from nanoray.config import Batch
+from nanoray.config import Batch, batch_for
 from nanoray.data import TokenData
 from nanoray.errors import CheckpointError, TrainingDiverged
 from nanoray.faults import ProgressStamp, parse_plan
-from nanoray.mesh import Mesh
+from nanoray.mesh import REGROUP, STOP, Mesh
 from nanoray.metrics import mfu_percent
 from nanoray.model import GPT, flops_per_token
 from nanoray.optim import load_optimizer_tensors, lr_at, optimizer_tensors
@@ -38,6 +38,10 @@ from nanoray.trace import CommTrace
 
 log = logging.getLogger("nanoray")
 CHECKPOINT_TRIES = 3  # checkpoints in a row that may fail (a full disk, say) before the run does
+
+
+class Regroup(Exception):
+    """All ranks leave their groups after the same step: another number of ranks goes on."""
 
 
 class RuntimeEngine:
@@ -51,7 +55,7 @@ class RuntimeEngine:
         gpt: GPT,
         optimizer: torch.optim.Optimizer,
         data: TokenData,
-        should_stop: Callable[[], bool],
+        wish: Callable[[], int],
     ) -> None:
         """Take the parts that `train` built. It then sets `model` to the GPT's wrapper, and on rank 0 `callbacks`."""
         self.spec, self.cfg, self.batch, self.mesh = spec, spec.config, batch, mesh
@@ -60,15 +64,15 @@ class RuntimeEngine:
         self.callbacks: list[Callback] = []
         self.params = [p for p in self.gpt.parameters() if p.requires_grad]
         self.scaler = LossScaler(mesh.device, enabled=self.cfg.precision == "fp16")
-        self.should_stop = should_stop
+        self.wish = wish  # GO_ON, REGROUP or STOP: what this rank wants to do after the step
         self.peak_flops: float | None = None  # of all ranks together; unknown device: no MFU
         self.step = 0  # completed optimizer steps
         self._current = 0  # the step being computed, or just completed: where faults and stamps are
         self.samples = 0  # sequences consumed by them: the one integer that resumes the data
         self.val_loss: float | None = None
         self.best_val_loss: float | None = None
-        self._faults = [f for f in parse_plan(self.cfg.faults) if f.rank == mesh.rank and f.attempt == spec.attempt]
-        self._stamp = ProgressStamp(spec.stamp(mesh.rank))
+        self._faults = [f for f in parse_plan(self.cfg.faults) if f.rank == mesh.seat and f.attempt == spec.attempt]
+        self._stamp = ProgressStamp(spec.stamp(mesh.seat))
         self._saved_step = self._evaluated_step = self._emitted_step = -1
         self._first_step = 1
         self._pending: dict[str, Any] | None = None  # the record of a completed step that is not reported yet
@@ -95,6 +99,7 @@ class RuntimeEngine:
         if self._pending:  # a step was done when the group broke, and what follows a step was not
             self._finish_step()
         last = min(cfg.max_steps, cfg.stop_at or cfg.max_steps)
+        self._stamp.base = self.step
         batches = self._batches()
         x, y = next(batches)
         stopping = False
@@ -104,7 +109,7 @@ class RuntimeEngine:
             # (all ranks) Does anybody want to stop? Asked now, answered when the step is done: compute hides it.
             self._current = self.step + 1
             model = trace.begin(self._current, self.model) if trace else self.model
-            vote = mesh.vote(self.should_stop())
+            vote = mesh.vote(self.wish())
             lr = lr_at(self.step, cfg)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
@@ -162,9 +167,12 @@ class RuntimeEngine:
                     record |= self._speed(elapsed, window_steps, data_s)
                 window_steps, data_s = 0, 0.0
                 window_start += self._finish_step()  # a pause is no part of a step; callbacks are
-            stopping = vote.result()
+            order = vote.result()
+            stopping = order == STOP
             if trace:
                 window_start += trace.end(partial(self._unsynced, x, y))
+            if order == REGROUP:
+                raise Regroup
 
         if self._saved_step != self.step:
             self._save(final=True)
@@ -446,9 +454,12 @@ class RuntimeEngine:
         self.model = self.gpt
 
     def attach(self, spec: RunSpec, mesh: Mesh) -> None:
-        """Take the new groups and the new attempt."""
+        """Take the new groups and the new attempt; the global batch stays, however many ranks share it."""
+        if self.peak_flops:
+            self.peak_flops *= mesh.world_size / self.mesh.world_size
         self.spec, self.mesh = spec, mesh
-        self._faults += [f for f in parse_plan(self.cfg.faults) if f.rank == mesh.rank and f.attempt == spec.attempt]
+        self.batch = batch_for(self.cfg, mesh.seats, mesh.world_size) or self.batch
+        self._faults += [f for f in parse_plan(self.cfg.faults) if f.rank == mesh.seat and f.attempt == spec.attempt]
 
     @property
     def reported_step(self) -> int:

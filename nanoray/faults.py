@@ -126,18 +126,19 @@ def parse_plan(text: str) -> tuple[Fault, ...]:
 
 
 class ProgressStamp:
-    """Where this rank is, in 24 bytes of a mapped file that outlive a SIGKILL. Writing costs well under 1 µs."""
+    """Where this rank is, in 32 bytes of a mapped file that outlive a SIGKILL. Writing costs well under 1 µs."""
 
-    _FORMAT = struct.Struct("<qqd")  # step, phase, monotonic seconds
+    _FORMAT = struct.Struct("<qqqd")  # step, phase, the completed step from which this attempt began, monotonic seconds
 
     def __init__(self, path: Path) -> None:
+        self.base = 0
         path.write_bytes(bytes(self._FORMAT.size))
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), self._FORMAT.size)
 
     def set(self, step: int, phase: str) -> None:
         """Write the step being computed and its phase."""
-        self._FORMAT.pack_into(self._map, 0, step, PHASES.index(phase), time.monotonic())
+        self._FORMAT.pack_into(self._map, 0, step, PHASES.index(phase), self.base, time.monotonic())
 
     @classmethod
     def read(cls, path: Path) -> tuple[int, str] | None:
@@ -146,11 +147,11 @@ class ProgressStamp:
         return found[:2] if found else None
 
     @classmethod
-    def read_all(cls, path: Path) -> tuple[int, str, float] | None:
-        """Return (step, phase, the writer's monotonic seconds) as last written, or None when there is no stamp."""
+    def read_all(cls, path: Path) -> tuple[int, str, int, float] | None:
+        """Return (step, phase, base, the writer's monotonic seconds) as last written, or None without a stamp."""
         try:
-            step, phase, seconds = cls._FORMAT.unpack(path.read_bytes())
-            return step, PHASES[phase], seconds
+            step, phase, base, seconds = cls._FORMAT.unpack(path.read_bytes())
+            return step, PHASES[phase], base, seconds
         except (OSError, struct.error, IndexError):
             return None
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # What a rank's memory holds of a run, besides weights, optimizer and scaler: attributes of the engine.
 LIVE = (
-    *("step", "samples", "val_loss", "best_val_loss", "_pending", "_train_loss"),
+    *("step", "_current", "samples", "val_loss", "best_val_loss", "_pending", "_train_loss"),
     *("_saved_step", "_evaluated_step", "_first_step", "_first_step_s", "_total_s", "_total_steps"),
 )
 
