@@ -27,7 +27,7 @@ from nanoray.checkpoint import TrainState
 from nanoray.config import Batch, batch_for
 from nanoray.data import TokenData
 from nanoray.errors import CheckpointError, TrainingDiverged
-from nanoray.faults import ProgressStamp, parse_plan
+from nanoray.faults import Fault, ProgressStamp, faults_of
 from nanoray.mesh import REGROUP, STOP, Mesh
 from nanoray.metrics import mfu_percent
 from nanoray.model import GPT, flops_per_token
@@ -71,7 +71,7 @@ class RuntimeEngine:
         self.samples = 0  # sequences consumed by them: the one integer that resumes the data
         self.val_loss: float | None = None
         self.best_val_loss: float | None = None
-        self._faults = [f for f in parse_plan(self.cfg.faults) if f.rank == mesh.seat and f.attempt == spec.attempt]
+        self._faults = self._planned_faults()
         self._stamp = ProgressStamp(spec.stamp(mesh.seat))
         self._saved_step = self._evaluated_step = self._emitted_step = -1
         self._first_step = 1
@@ -207,6 +207,10 @@ class RuntimeEngine:
                 self._faults.remove(fault)
                 log.warning("fault plan fires: %s", fault)
                 fault.fire(self.spec.folder / "faults.jsonl", self.gpt)
+
+    def _planned_faults(self) -> list[Fault]:
+        record, spec = self.spec.folder / "faults.jsonl", self.spec
+        return faults_of(self.cfg.faults, self.mesh.seat, spec.attempt, record, spec.started)
 
     def _warm_up(self) -> None:
         """Run one forward and backward whose result is thrown away. (all ranks)
@@ -459,7 +463,7 @@ class RuntimeEngine:
             self.peak_flops *= mesh.world_size / self.mesh.world_size
         self.spec, self.mesh = spec, mesh
         self.batch = batch_for(self.cfg, mesh.seats, mesh.world_size) or self.batch
-        self._faults += [f for f in parse_plan(self.cfg.faults) if f.rank == mesh.seat and f.attempt == spec.attempt]
+        self._faults = self._planned_faults()
 
     @property
     def reported_step(self) -> int:

@@ -34,15 +34,23 @@ class InjectedFault(RuntimeError):
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing to break: what, on which rank, at which step (the one being computed) and phase, in which attempt."""
+    """One thing to break: what, on which rank, at which step (the one being computed) and phase.
+
+    Without an attempt it fires once in a run, however often the step is done; with one, in that attempt.
+    """
 
     kind: str
     rank: int
     step: int
     phase: str
-    attempt: int = 0
+    attempt: int | None = None
     seconds: float = 1.0  # slow: how long; disk-full: until there is space again
     mib: int = 0  # oom: how much to take (0 = until somebody ends it)
+
+    @property
+    def place(self) -> tuple[str, int, int, str]:
+        """What tells this fault from others of its plan."""
+        return self.kind, self.rank, self.step, self.phase
 
     def fire(self, record_in: Path, gpt: GPT) -> None:
         """Write down that this fault fires, then do it."""
@@ -108,7 +116,7 @@ def parse_plan(text: str) -> tuple[Fault, ...]:
                 rank=int(values.pop("rank")),
                 step=int(values.pop("step")),
                 phase=values.pop("phase", "forward"),
-                attempt=int(values.pop("attempt", 0)),
+                attempt=int(values.pop("attempt")) if "attempt" in values else None,
                 seconds=float(values.pop("seconds", 1.0)),
                 mib=int(values.pop("mib", 0)),
             )
@@ -123,6 +131,20 @@ def parse_plan(text: str) -> tuple[Fault, ...]:
             )
         faults.append(fault)
     return tuple(faults)
+
+
+def faults_of(plan: str, rank: int, attempt: int, record: Path, started: float) -> list[Fault]:
+    """Return the faults that this rank has in this attempt of a run that started at `started` (Unix seconds)."""
+    fired = set()
+    if plan and record.exists():
+        for event in map(json.loads, record.read_text(encoding="utf-8").splitlines()):
+            if event["event"] == "injected" and event["time"] >= started:
+                fired.add((event["kind"], event["rank"], event["step"], event["phase"]))
+    return [
+        fault
+        for fault in parse_plan(plan)
+        if fault.rank == rank and (fault.attempt == attempt if fault.attempt is not None else fault.place not in fired)
+    ]
 
 
 class ProgressStamp:

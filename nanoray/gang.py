@@ -30,7 +30,7 @@ from nanoray.run import RunSpec, recovers_in_place
 from nanoray.watchdog import Position, Watchdog, behind
 from nanoray.worker import Worker
 
-POLL_S, BEAT_S = 0.25, 2.0  # the driver looks this often; a rank with no news answers this late
+POLL_S, BEAT_S = 0.25, 1.0  # the driver looks this often; a rank with no news answers this late
 SEATS = 3  # times that a new actor may be lost before it has answered
 ANSWER_S = 2.0  # a process that is alive answers on its control lane in milliseconds
 DRAIN_S = 1.5  # after the first failure, wait this long for the others: a survivor's error often arrives first
@@ -70,23 +70,26 @@ class Gang:
         """Give a seat to a spare, or to a new actor, in place of the one that was there."""
         if seat in self.actors:
             ray.kill(self.actors[seat])
+        # Where the others wait, every second counts; where they train meanwhile, the newcomer may as well rehearse.
+        rehearse = self.spec.config.recovery == "shrink" and bool(self.facts)
         self.actors[seat] = self._spare_for(seat) or self._actor(
             seat,
+            rehearse,
             num_cpus=self.place.bundle["CPU"],
             num_gpus=self.place.bundle.get("GPU", 0),
             scheduling_strategy=strategy(self.place.group, self.place.order[seat]),
         )
-        self.coming[seat] = self.actors[seat].describe.remote()
+        self.coming[seat] = self.actors[seat].ready.remote() if rehearse else self.actors[seat].describe.remote()
 
     def add_spares(self) -> None:
         """Start the spares that --spares asks for: processes that have imported torch and hold no device."""
         while len(self.spares) < self.spec.config.spares:
             node = self.facts[len(self.spares) % self.place.workers]["node"]
             near = NodeAffinitySchedulingStrategy(node, soft=self.place.kind == "cpu")
-            spare = self._actor(None, num_cpus=0, num_gpus=0, scheduling_strategy=near)
-            self.spares.append((spare, spare.describe.remote()))
+            spare = self._actor(None, True, num_cpus=0, num_gpus=0, scheduling_strategy=near)
+            self.spares.append((spare, spare.ready.remote()))
 
-    def _actor(self, seat: int | None, **options: Any) -> Any:
+    def _actor(self, seat: int | None, rehearse: bool, **options: Any) -> Any:
         # A runtime_env costs half a second: Ray cannot use the workers that it keeps ready. Root does without, for it
         # may raise its priority itself (raise_priority); what the network needs travels in the Rendezvous.
         runtime_env = None if os.geteuid() == 0 else {"env_vars": {"RAY_worker_niceness": "0"}}
@@ -100,7 +103,7 @@ class Gang:
             max_restarts=0,  # Ray would re-execute silently; the driver decides
             max_task_retries=0,
             **options,
-        ).remote(self.spec.folder.name, seat)
+        ).remote(self.spec.folder.name, seat, self.spec.to_dict() if rehearse else None)
 
     def _spare_for(self, seat: int) -> Any:
         """Return a spare that can sit here, told which seat and devices are its own; None when there is none."""
@@ -267,7 +270,11 @@ class Gang:
 
     def end_hung(self, watchdog: Watchdog, inquest: Inquest) -> None:
         """Name the rank that all others wait for, keep the stacks of those that still answer, and end it."""
-        places = watchdog.places()
+        # Stamps tell more than answers, which come every second or two, and not at all from who is frozen.
+        places, stamps = watchdog.places(), self.positions()
+        for seat, place in stamps.items():
+            if place.step >= places[seat].step:
+                places[seat] = place
         answers = {seat: self.actors[seat].stacks.remote(str(self.spec.log(seat))) for seat in places}
         answered, _ = ray.wait([*answers.values()], num_returns=len(answers), timeout=ANSWER_S)
         on_time = set(answered)

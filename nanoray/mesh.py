@@ -51,7 +51,7 @@ class Rendezvous:
     backend_reason: str = ""
     env: tuple[tuple[str, str], ...] = ()  # what the backend needs in the environment
     threads: int = 1  # intra-op threads of torch
-    secret: str = field(default="", repr=False)  # prefix of every key in the store: strangers that dial our port see nothing
+    secret: str = field(default="", repr=False)  # prefix of all keys in the store: strangers that dial it see none
     agent_store: bool = False  # somebody else already serves the store: torchrun's agent, or a rank that survived
     live: bool = False  # a rank among these holds the run's state in its memory
     seat: int = -1  # whose log and stamp it writes: its rank when all seats are taken
@@ -260,6 +260,8 @@ class Mesh:
 
     def broadcast_tensor(self, tensor: Tensor, src: int) -> None:
         """Overwrite `tensor`, which lies on this rank's device, with that of rank `src`. (all ranks)"""
+        if self.world_size == 1:
+            return
         import torch.distributed as dist
 
         with self._noted("broadcast", "state", "default", tensor):

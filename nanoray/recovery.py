@@ -14,9 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
+from nanoray.data import TokenData
 from nanoray.mesh import Mesh
-from nanoray.optim import load_optimizer_tensors, optimizer_tensors
+from nanoray.model import GPT, ModelShape
+from nanoray.optim import load_optimizer_tensors, make_optimizer, optimizer_tensors
+from nanoray.run import RunSpec
 
 if TYPE_CHECKING:
     from nanoray.engine import RuntimeEngine
@@ -39,6 +43,28 @@ def furthest(mesh: Mesh, engine: RuntimeEngine | None) -> tuple[int, str, int]:
     if step < 0:
         raise RuntimeError("no rank holds the state of the run any more; it goes on from a checkpoint")
     return standing.index((step, precision)), precision, step
+
+
+def rehearse(spec: RunSpec) -> None:
+    """Do once, alone and on CPU, what a rank does first: a spare that then takes a seat need not wait for that.
+
+    The first model, optimizer, process group and DDP wrapper of a process load code and take a second or two; the
+    second ones take milliseconds. Nothing of it stays but that.
+    """
+    import torch.distributed.nn.functional  # before there is a group: see mesh.join
+
+    torch.set_num_threads(1)
+    gpt = GPT(ModelShape.of(spec.config, spec.dataset.vocab_size), spec.config.dropout)
+    optimizer = make_optimizer(gpt, spec.config)
+    alone = Mesh(0, 1, 0, torch.device("cpu"), "gloo", "")
+    data = TokenData(spec.dataset, spec.config.block_size, spec.config.seed, alone.device)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    model = DistributedDataParallel(gpt)
+    for _ in range(2):  # DDP regroups its buckets at the start of the second
+        model(*data.train_batch(0, 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    alone.leave()
 
 
 def adopt(engine: RuntimeEngine, source: int) -> None:

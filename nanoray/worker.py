@@ -51,8 +51,8 @@ class Worker:
     Without a seat it is a spare: it imports torch, holds no device, and waits for `take_seat`.
     """
 
-    def __init__(self, run_name: str, rank: int | None) -> None:
-        self._name, self._rank = run_name, rank
+    def __init__(self, run_name: str, rank: int | None, rehearsal: dict[str, Any] | None = None) -> None:
+        self._name, self._rank, self._rehearsal = run_name, rank, rehearsal
         self._events: deque[tuple[str, Any]] = deque()
         self._stop, self._pause = threading.Event(), threading.Event()
         self._heard = time.monotonic()  # when the driver last asked where this rank is
@@ -64,8 +64,15 @@ class Worker:
         raise_priority()
         # Importing torch takes seconds: begin now, while the driver still talks to the other actors. Whoever needs it
         # joins this thread first, for two threads that import torch.distributed at once abort the process.
-        self._importing = threading.Thread(target=importlib.import_module, args=("nanoray.train",), daemon=True)
+        self._importing = threading.Thread(target=self._prepare, daemon=True)
         self._importing.start()
+
+    def _prepare(self) -> None:
+        importlib.import_module("nanoray.train")
+        if self._rehearsal:
+            from nanoray.recovery import rehearse
+
+            rehearse(RunSpec.from_dict(self._rehearsal))
 
     def __repr__(self) -> str:
         return f"{self._name} spare" if self._rank is None else f"{self._name} rank {self._rank}"
@@ -79,6 +86,9 @@ class Worker:
     @ray.method(concurrency_group="control")
     def describe(self) -> dict[str, Any]:
         """Return where this actor is and what it is bound to."""
+        return self._where()
+
+    def _where(self) -> dict[str, Any]:
         context = ray.get_runtime_context()
         return {
             "rank": self._rank,
@@ -88,6 +98,11 @@ class Worker:
             "actor": context.get_actor_id(),
             "devices": self._devices,
         }
+
+    def ready(self) -> dict[str, Any]:
+        """Return what `describe` does once everything is imported and, in a spare, rehearsed."""
+        self._importing.join()
+        return self._where()
 
     def nccl_version(self) -> tuple[int, int, int] | None:
         """Return the NCCL library in force on this node."""

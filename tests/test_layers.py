@@ -25,7 +25,7 @@ LAYERS = [
     {"placement"},
     {"gang"},
     {"launch"},
-    {"check", "sample", "mig", "checkpoint_cli", "bench", "kube"},
+    {"check", "sample", "mig", "checkpoint_cli", "faults_cli", "bench", "kube"},
     {"__main__"},
 ]
 RANK = {name: i for i, row in enumerate(LAYERS) for name in row}
