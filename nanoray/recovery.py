@@ -51,7 +51,13 @@ def adopt(engine: RuntimeEngine, source: int) -> None:
     layout = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
     state = {name: getattr(engine, name) for name in LIVE}
     meta: dict[str, Any] = mesh.broadcast(
-        {"layout": layout, "state": state, "scaler": engine.scaler.state_dict()}, src=source
+        {
+            "layout": layout,
+            "state": state,
+            "scaler": engine.scaler.state_dict(),
+            "guards": engine.guards.state(),
+        },
+        src=source,
     )
     for name, shape, dtype in meta["layout"]:
         tensor = tensors[name].to(mesh.device) if own else torch.empty(shape, dtype=dtype, device=mesh.device)
@@ -64,6 +70,7 @@ def adopt(engine: RuntimeEngine, source: int) -> None:
         if tensors:  # none before the first step
             load_optimizer_tensors(engine.optimizer, gpt, tensors)
         engine.scaler.load_state_dict(meta["scaler"])
+        engine.guards.load_state(meta["guards"])
         for name, value in meta["state"].items():
             setattr(engine, name, value)
     engine.live = True
