@@ -118,8 +118,8 @@ class Guards:
     def react(self, look: bool) -> bool:
         """Deal with the updates left out since the last look; return whether the run went back to an older step.
 
-        (all ranks) On a GPU nothing is looked at unless `look`. Raises TrainingDiverged with on_nan=stop, or when the other ways
-        have an end.
+        (all ranks) On a GPU nothing is looked at unless `look`. Raises TrainingDiverged with on_nan=stop, or
+        where the other ways end.
         """
         if not (look or self.reads_each_step) or not self._steps:
             return False
