@@ -90,6 +90,7 @@ class Guards:
             setattr(self, name, value)
         self._ring[:, : len(self._steps)] = torch.tensor(ring, device=self._ring.device)
         self._stuck.fill_(stuck)
+        self._norms.clear()
         self._norms.extend(norms)
 
     # What may not reach the weights.
@@ -136,6 +137,10 @@ class Guards:
         self._stuck.zero_()
         step, loss, norm = bad[0]
         on_nan = self.engine.cfg.on_nan
+        self._compared = -1
+        self.compare(
+            due=True
+        )  # a flipped bit of an exponent makes infinities, too: then this is the cause, and the cure
         why = self._explain(step, loss, norm)
         if on_nan == "rollback":
             self._roll_back(why)

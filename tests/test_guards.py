@@ -302,6 +302,15 @@ def test_two_ranks_that_differ_have_no_majority(text: Path, tmp_path: Path) -> N
     assert not TrainingDiverged.retry
 
 
+def test_a_flipped_bit_that_makes_infinities_is_found_as_what_it_is(text: Path, tmp_path: Path) -> None:
+    """The weight is about 1e36 then. Two ranks ask for a restart, which cures it, and do not blame the data."""
+    spec = make_spec(text, tmp_path, log_every=100, faults="bitflip@rank=1,step=5,bit=30")
+    outcomes = run_ranks(spec, 2)
+    assert [o["error"] for o in outcomes] == ["StateDiverged"] * 2
+    assert "after step 4 " in outcomes[0]["message"]
+    assert "rank 1 in blocks.1.attn.proj.weight, compared with rank 0" in outcomes[0]["message"]
+
+
 def test_hash_every_0_does_not_look(text: Path, tmp_path: Path) -> None:
     spec = make_spec(text, tmp_path, hash_every=0, faults="bitflip@rank=1,step=5")
     for outcome in run_ranks(spec, 2):
