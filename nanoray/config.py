@@ -219,9 +219,16 @@ class Config(BaseModel):
     hang_timeout: float = _field(60.0, "fault", ge=0)
     """seconds without progress on any rank after which the one that is behind is named, ended and replaced, on Ray
     (0 = off). From timeout_s on the waiting collectives fail first, and nobody is named"""
+    on_nan: Literal["stop", "skip", "rollback"] = _field("stop", "fault")
+    """when a loss or gradient is not finite, which never reaches the weights: stop (exit 5; rank, layer and samples are
+    named) | skip (that update is left out; 11 in a row stop) | rollback (to the newest checkpoint, and on with the data
+    after it; the 4th time to the same one stops)"""
+    hash_every: Natural = _field(250, "fault")
+    """steps between comparisons of all ranks' weights and optimizer state, also made before each checkpoint (0 = never;
+    unlike devices round differently): a rank that differs takes over the majority's"""
     faults: str = _field("", "fault")
     """break something on purpose: KIND@rank=R,step=S[,phase=P][;...], KIND kill | stop | exit | raise | hang | slow |
-    oom | disk-full; in YAML also a list of such texts, or of mappings"""
+    oom | disk-full | nan | bitflip; in YAML also a list of such texts, or of mappings"""
 
     expected_val_loss: dict[str, float] = Field({}, json_schema_extra={"group": "log", "flag": False})
     """per dataset: the validation loss the complete recipe should reach or beat"""

@@ -21,10 +21,12 @@ from typing import TYPE_CHECKING
 from nanoray.errors import ConfigError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from nanoray.model import GPT
 
 PHASES = ("init", "data", "forward", "backward", "optimizer", "log", "eval", "checkpoint", "done")
-KINDS = ("kill", "stop", "exit", "raise", "hang", "slow", "oom", "disk-full")
+KINDS = ("kill", "stop", "exit", "raise", "hang", "slow", "oom", "disk-full", "nan", "bitflip")
 _SPARED = 64 << 10  # bytes that logs and metrics may still grow by while the disk is "full"
 
 
@@ -46,6 +48,8 @@ class Fault:
     attempt: int | None = None
     seconds: float = 1.0  # slow: how long; disk-full: until there is space again
     mib: int = 0  # oom: how much to take (0 = until somebody ends it)
+    times: int = 1  # nan: how many forward passes of this rank, replays included
+    bit: int = 20  # bitflip: which of a float32's bits, 0 the least of the mantissa, 31 the sign
 
     @property
     def place(self) -> tuple[str, int, int, str]:
@@ -69,6 +73,10 @@ class Fault:
             _fill_memory(self.mib)
         elif self.kind == "disk-full":
             _fill_disk(record_in.parent, self.seconds)
+        elif self.kind == "nan":
+            _poison(gpt, self.times)
+        elif self.kind == "bitflip":
+            _flip_bit(gpt, self.bit)
         else:
             raise InjectedFault(f"fault plan: raise on rank {self.rank} at step {self.step} in {self.phase}")
 
@@ -104,6 +112,30 @@ def _fill_disk(run: Path, seconds: float) -> None:
     again.start()
 
 
+def _poison(gpt: GPT, times: int) -> None:
+    """Let the middle block put out NaN in its next `times` forward passes."""
+    block, left = gpt.blocks[len(gpt.blocks) // 2], [times]
+    compiled, block._compiled_call_impl = block._compiled_call_impl, None  # compiled code would not see the hook
+
+    def hook(module: object, args: object, output: Tensor) -> Tensor:
+        left[0] -= 1
+        if not left[0]:
+            handle.remove()
+            block._compiled_call_impl = compiled
+        return output * float("nan")
+
+    handle = block.register_forward_hook(hook)
+
+
+def _flip_bit(gpt: GPT, bit: int) -> None:
+    """Flip one bit of one weight in the middle block, and say nothing."""
+    import torch
+
+    weight = gpt.blocks[len(gpt.blocks) // 2].get_parameter("attn.proj.weight")
+    first = weight.data.view(-1).view(torch.int32)[:1]
+    first.bitwise_xor_(torch.tensor(1 << bit if bit < 31 else -(1 << 31), dtype=torch.int32, device=first.device))
+
+
 def parse_plan(text: str) -> tuple[Fault, ...]:
     """Parse `KIND@key=value,...;...`. Raises ConfigError that shows the part it cannot read."""
     faults = []
@@ -119,16 +151,21 @@ def parse_plan(text: str) -> tuple[Fault, ...]:
                 attempt=int(values.pop("attempt")) if "attempt" in values else None,
                 seconds=float(values.pop("seconds", 1.0)),
                 mib=int(values.pop("mib", 0)),
+                times=int(values.pop("times", 1)),
+                bit=int(values.pop("bit", 20)),
             )
         except (KeyError, ValueError) as error:
             raise ConfigError(
-                f"faults = {part!r} is not KIND@rank=R,step=S[,phase=P][,attempt=A][,seconds=T][,mib=M] ({error})"
+                f"faults = {part!r} is not KIND@rank=R,step=S[,phase=P][,attempt=A][,seconds=T][,mib=M][,times=N]"
+                f"[,bit=B] ({error})"
             ) from None
         if fault.kind not in KINDS or fault.phase not in PHASES or values:
             raise ConfigError(
                 f"faults = {part!r}: KIND is one of {', '.join(KINDS)}, phase one of {', '.join(PHASES)}"
                 + (f", and there is no key {', '.join(values)}" if values else "")
             )
+        if fault.times < 1 or not 0 <= fault.bit <= 31:
+            raise ConfigError(f"faults = {part!r}: times is at least 1, bit 0 to 31 of a float32 weight")
         faults.append(fault)
     return tuple(faults)
 

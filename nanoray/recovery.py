@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # What a rank's memory holds of a run, besides weights, optimizer and scaler: attributes of the engine.
 LIVE = (
-    *("step", "_current", "samples", "val_loss", "best_val_loss", "_pending", "_train_loss"),
+    *("step", "_current", "samples", "val_loss", "best_val_loss", "_pending", "last_record", "_train_loss"),
     *("_saved_step", "_evaluated_step", "_first_step", "_first_step_s", "_total_s", "_total_steps"),
 )
 
@@ -77,7 +77,13 @@ def adopt(engine: RuntimeEngine, source: int) -> None:
     layout = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
     state = {name: getattr(engine, name) for name in LIVE}
     meta: dict[str, Any] = mesh.broadcast(
-        {"layout": layout, "state": state, "scaler": engine.scaler.state_dict()}, src=source
+        {
+            "layout": layout,
+            "state": state,
+            "scaler": engine.scaler.state_dict(),
+            "guards": engine.guards.state(),
+        },
+        src=source,
     )
     for name, shape, dtype in meta["layout"]:
         tensor = tensors[name].to(mesh.device) if own else torch.empty(shape, dtype=dtype, device=mesh.device)
@@ -90,6 +96,7 @@ def adopt(engine: RuntimeEngine, source: int) -> None:
         if tensors:  # none before the first step
             load_optimizer_tensors(engine.optimizer, gpt, tensors)
         engine.scaler.load_state_dict(meta["scaler"])
+        engine.guards.load_state(meta["guards"])
         for name, value in meta["state"].items():
             setattr(engine, name, value)
     engine.live = True

@@ -332,7 +332,7 @@ def test_a_driver_that_is_killed_leaves_nothing_and_the_run_goes_on(
 
 
 def test_ranks_without_a_driver_stop_with_a_checkpoint(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
-    """A frozen driver (its node, or the network to it) asks nobody anything: after 20 s the ranks stop by themselves."""
+    """A frozen driver (its node, or the network to it) asks nobody anything: after 20 s the ranks stop."""
     driver = start(cluster, recipe, tmp_path, "--max_steps", "100000", "--log_every", "100", "--sample_tokens", "0")
     wait_for(lambda: any(tmp_path.glob("*/metrics.jsonl")), 60, driver)
     pids = [int(re.findall(r"pid (\d+)", log.read_text())[0]) for log in only_run(tmp_path).glob("logs/rank*.log")]
@@ -375,7 +375,10 @@ def second_node(cluster: Cluster) -> Iterator[subprocess.Popen[Any]]:
 
 def living_nodes(cluster: Cluster) -> list[str]:
     """The ids of the nodes, the head first."""
-    code = "print(json.dumps([n['NodeID'] for n in sorted(ray.nodes(), key=lambda n: 'node:__internal_head__' not in n['Resources']) if n['Alive']]))"
+    code = """
+nodes = [n for n in ray.nodes() if n["Alive"]]
+nodes.sort(key=lambda n: "node:__internal_head__" not in n["Resources"])
+print(json.dumps([n["NodeID"] for n in nodes]))"""
     return list(in_driver(cluster, code))
 
 
