@@ -45,11 +45,13 @@ class JsonlWriter:
         self._file = self._open(resume_step)
 
     def _open(self, step: int) -> TextIO:
+        self.last_step = -1
         if self._path.exists():
             kept = [line for line in self._path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
             aside = self._path.with_suffix(".tmp")
             aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
             os.replace(aside, self._path)
+            self.last_step = int(max(map(_step_of, kept), default=-1))
         return self._path.open("a", encoding="utf-8", buffering=1)
 
     def rewind(self, step: int) -> None:

@@ -24,6 +24,7 @@ CAUSES = {
     "node_lost": 0,  # its node does not answer
     "hung": 0,  # alive, but the rank that all others waited for
     "exception": 1,  # the program's own error
+    "diverged": 1,  # ranks do not hold the same weights any more, and nobody knows whose are right
     "refused": 1,  # NanorayError: another try would end alike
     "peer_lost": 2,  # a collective that lost its peer: a consequence
 }

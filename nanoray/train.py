@@ -176,9 +176,14 @@ def observe(engine: RuntimeEngine, watchers: Sequence[Callback], resume_step: in
     """Let rank 0, and no other, write metrics and tell the watchers; who is rank 0 may change when a rank is lost."""
     cfg, spec = engine.cfg, engine.spec
     if engine.mesh.rank == 0 and not engine.callbacks:
-        engine.callbacks = [*watchers, JsonlWriter(spec.folder / "metrics.jsonl", resume_step)]
+        writer = JsonlWriter(spec.folder / "metrics.jsonl", resume_step)
+        engine.callbacks = [*watchers, writer]
         if cfg.tensorboard:
             engine.callbacks.append(TensorBoardWriter(spec.folder / "tb", cfg.to_json(), resume_step))
+        record = engine.last_record
+        if record and writer.last_step < record["step"] <= resume_step:  # rank 0 was lost before it wrote this down
+            for callback in engine.callbacks:
+                callback.on_record(record)
     elif engine.mesh.rank > 0:
         while engine.callbacks:
             engine.callbacks.pop().close()

@@ -144,6 +144,8 @@ class Worker:
             self._end_if_orphaned()
             step, phase = ProgressStamp.read(run.stamp(self._rank)) or (0, "init")
             kind = "refused" if isinstance(error, NanorayError) else "exception"
+            if getattr(error, "retry", False):
+                kind = "diverged"
             return {
                 "ok": False,
                 "kind": "peer_lost" if isinstance(error, LostPeer) or is_collective_error(error) else kind,
