@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from nanoray.errors import ConfigError, PlacementError, WorkerFailed
 from nanoray.failures import Failure, FaultReport, Inquest, back_off_s, why_not
 from nanoray.faults import parse_plan
 from nanoray.gang import DRAIN_S, POLL_S, Gang, start_timeout_s
-from nanoray.placement import ClusterWatch, Placement, connected
+from nanoray.placement import ClusterWatch, Placement, bounded, connected, stuck
 from nanoray.report import closing_lines, dry_run_lines, plan, run_command
 from nanoray.run import RunSpec, open_run, summary_on_failure, write_summary
 from nanoray.watchdog import Position, Watchdog
@@ -38,7 +39,12 @@ from nanoray.worker import Beat
 def main(argv: list[str] | None = None) -> int:
     """Run `python -m nanoray.launch` and return its exit code."""
     what = "Train on Ray: one actor per GPU, MIG slice or CPU share."
-    return run_command(launch, argv, "python -m nanoray.launch", what)
+    code = run_command(launch, argv, "python -m nanoray.launch", what)
+    if stuck():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def launch(loaded: Loaded, started: float) -> int:
@@ -66,7 +72,7 @@ def launch(loaded: Loaded, started: float) -> int:
                 campaign = Campaign(spec, place, stop)
                 outcome = campaign.run()
         finally:
-            remove_placement_group(place.group)
+            bounded(lambda: remove_placement_group(place.group))
     summary = write_summary(spec, outcome, len(campaign.history))
     if not outcome.get("ok"):
         error = WorkerFailed(outcome["message"])
@@ -116,27 +122,31 @@ class Campaign:
         self.gang: Gang | None = None
         self.recovering: Recovering | None = None
         self.outcome: dict[str, Any] | None = None
+        self.cluster = ClusterWatch(place)
 
     def run(self) -> dict[str, Any]:
         """Return rank 0's outcome, or why there is none (`ok` False)."""
         try:
-            with ClusterWatch(self.place) as cluster:
+            with self.cluster:
                 while True:
-                    inquest = self._attempt(cluster)
+                    inquest = self._attempt()
                     if self.outcome is not None and not inquest.failures:
                         return self._ended()
                     if not inquest.failures:  # everybody waits, because a new actor is there to join
                         self._grow()
                         continue
-                    if why := self._judge(inquest):
+                    why = self._judge(inquest)
+                    if not self.cluster.head_answers():
+                        why = "the cluster's head is gone; start it again, and this run with --resume auto"
+                    if why:
                         return self._gave_up(why)
                     if not (inquest.all_wait and self._in_place()):
                         self._restart()
         finally:
             if self.gang:
-                self.gang.end()
+                bounded(self.gang.end)
 
-    def _attempt(self, cluster: ClusterWatch) -> Inquest:
+    def _attempt(self) -> Inquest:
         """Start the ranks, if there are none, and watch them until they are done, have failed, or wait for orders."""
         self.outcome = None
         try:
@@ -145,7 +155,7 @@ class Campaign:
                 self.gang.create()
                 self.gang.begin()
                 self._require_use_of_spares()
-            return self._watch(self.gang, cluster)
+            return self._watch(self.gang)
         except GetTimeoutError:
             raise PlacementError(
                 f"the actors did not start within {start_timeout_s(self.spec.config):g} s; look at `ray logs`, and "
@@ -164,7 +174,7 @@ class Campaign:
                 "drop spares"
             )
 
-    def _watch(self, gang: Gang, cluster: ClusterWatch) -> Inquest:
+    def _watch(self, gang: Gang) -> Inquest:
         """Hear what the ranks say and print it, until they are done, have failed, or all wait for orders."""
         config, stop = self.spec.config, self.stop
         patience_s = max(config.timeout_s, config.init_timeout_s) + DRAIN_S  # a survivor may be computing
@@ -174,7 +184,7 @@ class Campaign:
             gang.ask(seat, after=self.recovering.target if self.recovering else None)
         told = False
         while not inquest.closed(time.monotonic()):
-            if not stop.requested and (trouble := cluster.trouble()):
+            if not stop.requested and (trouble := self.cluster.trouble()):
                 stop.because(trouble)
             if stop.requested and not told:
                 told = True
@@ -206,7 +216,7 @@ class Campaign:
 
     def _seat_anew(self, gang: Gang, inquest: Inquest) -> None:
         """Let the newcomers start at once, while the others notice; with a stop under way nobody is replaced."""
-        if self.stop.requested:
+        if self.stop.requested or not self.cluster.head_answers():
             inquest.in_place = False
         if inquest.in_place:
             for failure in inquest.failures:

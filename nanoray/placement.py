@@ -10,7 +10,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,8 @@ from nanoray.worker import bound_devices
 
 _TOKEN_FILE = Path("~/.ray/auth_token").expanduser()
 START_TIMEOUT_S = 90.0  # for a process to start and answer
+_ENDING = "nanoray-end"
+END_TIMEOUT_S = 10.0  # what is not ended by then has nobody to end it
 HEAD_TIMEOUT_S = 15.0  # a driver without a head is ended by Ray after 60 s, without a word
 
 
@@ -79,7 +81,7 @@ def connected(address: str, slots: Slots | None, config: Config) -> Iterator[Non
         print(f"ray    {where}{dashboard}", flush=True)
         yield
     finally:
-        ray.shutdown()
+        bounded(ray.shutdown)
         if temp:
             shutil.rmtree(temp, ignore_errors=True)
 
@@ -98,6 +100,18 @@ def _temporary_files_in(folder: str | None) -> Iterator[None]:
         os.environ.pop("TMPDIR")
         if before is not None:
             os.environ["TMPDIR"] = before
+
+
+def bounded(end: Callable[[], object]) -> None:
+    """Call what ends something on the cluster. Without a head it would never return: wait for it for a while only."""
+    thread = threading.Thread(target=end, name=_ENDING, daemon=True)
+    thread.start()
+    thread.join(END_TIMEOUT_S)
+
+
+def stuck() -> bool:
+    """Whether something of this process still waits for a cluster that does not answer, and would wait at exit, too."""
+    return any(thread.name == _ENDING for thread in threading.enumerate())
 
 
 def _dial(address: str) -> None:
@@ -173,6 +187,7 @@ class ClusterWatch:
 
     def __init__(self, place: Placement) -> None:
         self._place = place
+        self._address = ray.get_runtime_context().gcs_address
         self._answered = time.monotonic()
         self._draining: dict[str, int] = {}  # node -> deadline, Unix ms; 0 without one
         self._over = threading.Event()
@@ -190,6 +205,14 @@ class ClusterWatch:
         """Whether the head has not answered for so long that nothing can be started any more."""
         return time.monotonic() - self._answered > HEAD_TIMEOUT_S
 
+    def head_answers(self) -> bool:
+        """Ask the head now. Whoever creates an actor without one waits for ever."""
+        try:
+            _dial(self._address)
+        except OSError:
+            return False
+        return True
+
     def trouble(self) -> str:
         """Return why this run should end now, with a checkpoint; empty when all is well."""
         if self.head_lost:
@@ -206,10 +229,9 @@ class ClusterWatch:
     def _look(self) -> None:
         from ray._private.state import state  # there is no public call that tells who is drained
 
-        address = ray.get_runtime_context().gcs_address
         while not self._over.wait(1.0):
             with suppress(Exception):  # whatever it raises: the head did not answer
-                _dial(address)  # the call below would wait a minute for a head that is gone
+                _dial(self._address)  # the call below would wait a minute for a head that is gone
                 self._draining = dict(state.get_draining_nodes())
                 self._answered = time.monotonic()
 

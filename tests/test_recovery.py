@@ -88,7 +88,6 @@ HOW = {"kill": "killed by SIGKILL", "exit": "exited with code 3", "raise": "Inje
         ("in_place", 2, ()),
         ("in_place", 3, ()),
         ("spare", 2, ("--spares", "1")),
-        ("shrink", 3, ("--recovery", "shrink", "--replace_timeout", "0")),
         ("restart", 2, ("--recovery", "restart")),
     ],
 )
@@ -123,17 +122,37 @@ def test_every_phase_of_a_step(
     assert [r["steps_repeated"] for r in found] == again
     if mode == "spare":
         assert [r["recovery"] for r in found].count("spare") >= 1
-    if mode == "shrink":
-        assert losses(tmp_path) == pytest.approx(losses(clean[ranks]), rel=1e-4), "sums in another order, no more"
-        assert "grow     2 -> 3 ranks" in output
-    else:
-        assert losses(tmp_path) == losses(clean[ranks]), "bit for bit"
-        ours, theirs = weights(tmp_path), weights(clean[ranks])
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert losses(tmp_path) == losses(clean[ranks]), "bit for bit"
+    ours, theirs = weights(tmp_path), weights(clean[ranks])
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert summary(tmp_path)["restarts"] == len(PLAN)
     assert f"total     {len(PLAN)} fault(s)" in story(only_run(tmp_path))[-1]
     assert no_actors_left(cluster)
     assert not sentinels(only_run(tmp_path))
+
+
+def test_the_group_shrinks_and_grows_back(
+    cluster: Cluster, recipe: Path, clean: dict[int, Path], tmp_path: Path
+) -> None:
+    """Rank 0 of three is lost, so another one writes the metrics until it is back; then rank 2.
+
+    A slow step gives the new process the time that it needs; the faults come in a group of three again.
+    """
+    plan = "kill@rank=0,step=6,phase=backward;slow@rank=1,step=8,phase=data,seconds=12;"
+    plan += "kill@rank=2,step=16,phase=optimizer;slow@rank=1,step=18,phase=data,seconds=12"
+    flags = (*EVERY_FIVE, *of(3), "--recovery", "shrink", "--replace_timeout", "0", "--faults", plan)
+    code, output = finish(start(cluster, recipe, tmp_path, *flags), 120)
+    assert code == 0, output
+    assert fired(tmp_path) == ["kill", "slow", "kill", "slow"]
+    assert [(r["rank"], r["recovery"], r["steps_repeated"]) for r in reports(tmp_path)] == [
+        (0, "shrink", 0),
+        (2, "shrink", 0),
+    ]
+    assert "shrink   1/3 3 -> 2 rank(s) with the same global batch, until rank 0 is back" in output
+    assert output.count("grow     2 -> 3 ranks; no step is repeated") == 2
+    assert losses(tmp_path) == pytest.approx(losses(clean[3]), rel=1e-4), "sums in another order, and no more"
+    assert summary(tmp_path)["world_size"] == 3
+    assert no_actors_left(cluster)
 
 
 def repeated(step: int, phase: str) -> int:
@@ -339,8 +358,8 @@ def test_ranks_without_a_driver_stop_with_a_checkpoint(cluster: Cluster, recipe:
     os.kill(driver.pid, signal.SIGSTOP)
     try:
         frozen = time.monotonic()
-        wait_for(lambda: not any(alive(pid) for pid in pids), 40)
-        assert 15 < time.monotonic() - frozen < 30
+        wait_for(lambda: not any(alive(pid) for pid in pids), 60)
+        assert 15 < time.monotonic() - frozen < 45
         newest, damaged = newest_valid(only_run(tmp_path) / "checkpoints")
         assert newest is not None
         assert newest.state.meta["step"] > 0
@@ -436,22 +455,39 @@ def test_a_lost_node_shrinks_the_group_and_a_new_one_lets_it_grow(recipe: Path, 
     assert sorted(losses(tmp_path)) == [1, *range(20, 6001, 20)]
 
 
-def test_a_lost_head_stops_the_run_with_a_checkpoint(recipe: Path, tmp_path: Path) -> None:
+def gcs_server(cluster: Cluster) -> int:
+    """The pid of the head's server."""
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_of_session(cluster.session)}
+    (found,) = [pid for pid, command in commands.items() if b"/gcs_server\0" in command]
+    return found
+
+
+def test_a_head_that_does_not_answer_stops_the_run_with_a_checkpoint(recipe: Path, tmp_path: Path) -> None:
     """Ray itself would end the driver after a minute, without a word and without a checkpoint."""
     with ray_head() as cluster:
         driver = start(cluster, recipe, tmp_path, "--max_steps", "100000", "--log_every", "100")
         wait_for(lambda: any(tmp_path.glob("*/metrics.jsonl")), 60, driver)
-        commands = {p: Path(f"/proc/{p}/cmdline").read_bytes() for p in processes_of_session(cluster.session)}
-        (gcs,) = [pid for pid, command in commands.items() if b"/gcs_server\0" in command]
-        os.kill(gcs, signal.SIGKILL)
-        lost = time.monotonic()
+        os.kill(gcs_server(cluster), signal.SIGSTOP)
+        stopped = time.monotonic()
+        wait_for(lambda: (only_run(tmp_path) / "summary.json").exists(), 60, driver)
+        assert time.monotonic() - stopped < 40
         code, output = finish(driver, 60)
-        assert time.monotonic() - lost < 30
         assert code == 143, output
         assert "the cluster's head has not answered for 15 s: stopping after this step, with a checkpoint" in output
         result = summary(tmp_path)
         assert result["exit_reason"] == "stopped"
         assert (only_run(tmp_path) / "checkpoints" / f"step_{result['steps']:08d}" / "manifest.json").exists()
+
+
+def test_a_head_that_dies_with_its_ranks_is_the_cause(recipe: Path, tmp_path: Path) -> None:
+    """`ray start --block` takes the head's ranks along. Whoever asked for new actors now would wait for ever."""
+    with ray_head() as cluster:
+        driver = start(cluster, recipe, tmp_path, "--max_steps", "100000", "--log_every", "100")
+        wait_for(lambda: any(tmp_path.glob("*/metrics.jsonl")), 60, driver)
+        os.kill(gcs_server(cluster), signal.SIGKILL)
+        code, output = finish(driver, 60)
+        assert code == 1, output
+        assert "Gave up: the cluster's head is gone; start it again, and this run with --resume auto" in output
 
 
 def test_a_rank_that_takes_too_much_memory_is_named(recipe: Path, tmp_path: Path) -> None:
