@@ -145,9 +145,9 @@ class Run:
             return
         if self._file is None:
             self._file = path.open(encoding="utf-8")
+        replaced = not os.path.samestat(os.fstat(self._file.fileno()), path.stat())
         self._take_in(self._file)
-        if not os.path.samestat(os.fstat(self._file.fileno()), path.stat()):
-            self._take_in(self._file)
+        if replaced:
             self._file.close()
             self._file, self._rest = path.open(encoding="utf-8"), ""
             self._take_in(self._file)

@@ -399,10 +399,11 @@ def draw(report: Report, path: Path) -> None:
     rows = [row for arm in ARMS if (row := report.row(arm, GOODPUT)) and row.values]
     bars = right.barh([r.arm for r in rows], [r.median for r in rows], color=[_colour(r.arm) for r in rows])
     right.bar_label(bars, fmt="%.0f", padding=3)
-    right.set(title="goodput under a plan of kills", xlabel="new steps, % of those without kills", xlim=(0, 110))
+    right.set(title="goodput under a plan of kills", xlabel="new steps, % of those without kills", xlim=(0, None))
     for axes in (left, right):
         axes.invert_yaxis()
-    figure.supxlabel(f"{report.conditions['command']}  ·  {report.conditions['recipe']}", fontsize=6)
+    told = [report.conditions[key] for key in ("recipe", "kills", "plan of kills") if key in report.conditions]
+    figure.supxlabel("\n".join(told), fontsize=6)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
