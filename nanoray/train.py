@@ -409,7 +409,7 @@ def _run(loaded: Loaded, started: float) -> int:
 
 
 def _shared_spec(loaded: Loaded, rendezvous: Rendezvous, store: Any, started: float) -> RunSpec:
-    """Open the run on rank 0, or find the one that torchrun starts anew; hand its record, or a refusal, to the others."""
+    """Open the run on rank 0, or find the one that torchrun starts anew; hand its record, or a refusal, to the rest."""
     key, run_key = f"nanoray/{rendezvous.secret}/spec", f"nanoray/{rendezvous.run_id}/run"
     if rendezvous.rank > 0:
         values = json.loads(store.get(key))

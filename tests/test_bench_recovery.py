@@ -187,6 +187,12 @@ def test_what_makes_no_sense_is_refused(
     assert text in capsys.readouterr().err
 
 
+def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert bench.main(["recovery"]) == 2
+    assert "bench recovery starts its own ranks, but RANK is set; run it without torchrun" in capsys.readouterr().err
+
+
 def test_the_default_plan_of_kills_has_some() -> None:
     assert 3 <= len(arrivals(1337, 10.0, 45.0, 2)) <= 6
 
@@ -234,7 +240,10 @@ def test_a_line_per_arm() -> None:
     ]
     assert "| in_place | 2.50 (2.25–2.75) |  | 0 | 5.00 (5.00–7.50) | 3 | 0 | 81.0 |" in paste(report)
     assert not [line for line in paste(report) if "spare" in line]
-    assert report.targets[0].verdict == "ok, not judged: n = 3 < 5"
+    assert [t.verdict for t in report.targets] == [
+        "ok, not judged: n = 3 < 5",
+        "does not apply: this nanoray has no --spares",
+    ]
     assert "in_place, standstill: 4 wrong" in report_of(wrong=4).problems
 
 

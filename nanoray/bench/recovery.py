@@ -16,6 +16,7 @@ What happened is read from the records of the runs (killed.py).
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import shutil
 import sys
@@ -113,6 +114,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, report: Report) -> None:
     """Run every arm that was asked for and fill the report. Nothing that it starts outlives it."""
+    if "RANK" in os.environ:
+        raise ConfigError("bench recovery starts its own ranks, but RANK is set; run it without torchrun")
     arms = _chosen(args.arms)
     kills = (1 if args.quick else 5) if args.kills is None else args.kills
     window_s = (0.0 if args.quick else 45.0) if args.goodput_s is None else args.goodput_s
@@ -329,7 +332,7 @@ def _judge(report: Report) -> None:
     """Add the ratios to TorchTrainer, paired by round, and the target."""
     for arm in ARMS:
         row = None if arm == PEER else report.compare(PEER, arm, STANDSTILL, f"{arm} is so many times faster")
-        if row and arm == "in_place":
+        if row and arm in ("in_place", "spare"):
             report.targets.append(Target(f"{STANDSTILL}, {row.arm}", row, ">=", TIMES_FASTER))
 
 
