@@ -54,6 +54,8 @@ class Rendezvous:
     secret: str = field(default="", repr=False)  # prefix of all keys in the store: strangers that dial it see none
     agent_store: bool = False  # somebody else already serves the store: torchrun's agent, or a rank that survived
     live: bool = False  # a rank among these holds the run's state in its memory
+    run_id: str = ""  # torchrun's name of the job: the same in all of its restarts
+    restarts: int = 0  # how often torchrun has started all ranks anew
     seat: int = -1  # whose log and stamp it writes: its rank when all seats are taken
     seats: int = 0  # ranks that the run was started with
 
@@ -82,10 +84,12 @@ class Rendezvous:
             rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
             local_rank, local_world = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
             node_rank, port = int(env.get("GROUP_RANK", rank // max(1, local_world))), int(env["MASTER_PORT"])
+            restarts = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
         except ValueError as error:
             raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_RANK, MASTER_PORT must be whole numbers: {error}") from None
         if not 0 <= rank < world:
             raise ConfigError(f"RANK = {rank} is outside 0..WORLD_SIZE-1 = {world - 1}; ranks count from 0")
+        run_id = env.get("TORCHELASTIC_RUN_ID", "env")
         return cls(
             rank=rank,
             world_size=world,
@@ -95,8 +99,10 @@ class Rendezvous:
             master_addr=env["MASTER_ADDR"],
             master_port=port,
             # torchrun's store outlives a restart: its attempts must not read each other's keys
-            secret=f"{env.get('TORCHELASTIC_RUN_ID', 'env')}.{env.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+            secret=f"{run_id}.{restarts}",
             agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            run_id=run_id,
+            restarts=restarts,
         )
 
 

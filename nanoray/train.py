@@ -387,7 +387,7 @@ def _run(loaded: Loaded, started: float) -> int:
     if config.scaling == "none":
         resolve_batch(config, rendezvous.world_size)  # what cannot be fails before the ranks meet
     store = None
-    if rendezvous.world_size > 1:
+    if rendezvous.world_size > 1 or rendezvous.agent_store:
         store = connect_store(rendezvous, config.init_timeout_s)
     rendezvous = _with_backend(rendezvous, config, store)
     spec = _shared_spec(loaded, rendezvous, store, started)
@@ -398,7 +398,7 @@ def _run(loaded: Loaded, started: float) -> int:
     # A rank that stops because another one was asked to ends alike, so that what starts ranks again starts all of them.
     code = (stop.exit_code or 128 + signal.SIGTERM) if outcome["exit_reason"] == "stopped" else 0
     if rendezvous.rank == 0:
-        summary = write_summary(spec, outcome | {"exit_code": code}, restarts=0)
+        summary = write_summary(spec, outcome | {"exit_code": code}, restarts=spec.attempt)
         print("\n".join(closing_lines(spec, summary)), flush=True)
     if rendezvous.world_size > 1:
         # The results are on disk. Tearing down gloo's threads can hang; the kernel does it reliably.
@@ -409,14 +409,18 @@ def _run(loaded: Loaded, started: float) -> int:
 
 
 def _shared_spec(loaded: Loaded, rendezvous: Rendezvous, store: Any, started: float) -> RunSpec:
-    """Open the run on rank 0 and hand its record to the others through the store; hand on a refusal, too."""
-    key = f"nanoray/{rendezvous.secret}/spec"
+    """Open the run on rank 0, or find the one that torchrun starts anew; hand its record, or a refusal, to the rest."""
+    key, run_key = f"nanoray/{rendezvous.secret}/spec", f"nanoray/{rendezvous.run_id}/run"
     if rendezvous.rank > 0:
         values = json.loads(store.get(key))
         if "refused" in values:
             raise RendezvousError(f"rank 0 refused the run: {values['refused']}")
         return RunSpec.from_dict(values)
     try:
+        if rendezvous.restarts and store and store.check([run_key]):  # torchrun's store outlives its ranks
+            spec = replace(RunSpec.from_dict(json.loads(store.get(run_key))), attempt=rendezvous.restarts, notes=())
+            store.set(key, json.dumps(spec.to_dict()))
+            return spec
         dataset = prepare(loaded.config)
         config, notes = plan(loaded, rendezvous.world_size, dataset.vocab_size)
         spec = open_run(config, dataset, started)
@@ -426,7 +430,7 @@ def _shared_spec(loaded: Loaded, rendezvous: Rendezvous, store: Any, started: fl
         raise
     spec = replace(spec, notes=(*notes, *spec.notes))
     if store:
-        store.set(key, json.dumps(spec.to_dict()))
+        store.multi_set([key, run_key], [json.dumps(spec.to_dict())] * 2)
     return spec
 
 

@@ -75,6 +75,26 @@ def test_torchrun_is_the_same_recipe(recipe: Path, tmp_path: Path, one_process: 
     assert (only_run(tmp_path) / "logs" / "rank1.log").exists()
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_restart_of_torchrun_goes_on_in_the_same_run(
+    world: int, recipe: Path, tmp_path: Path, one_process: tuple[Path, str]
+) -> None:
+    done = python(
+        *("-m", "torch.distributed.run", "--nproc-per-node", str(world), "--rdzv-backend", "c10d"),
+        *("--rdzv-endpoint", "127.0.0.1:0", "--max-restarts", "1", "-m", "nanoray.train", "--config", str(recipe)),
+        *("--out_dir", str(tmp_path), "--checkpoint_every", "5", "--faults", f"kill@rank={world - 1},step=13"),
+    )
+    assert done.returncode == 0, done.stderr
+    run = only_run(tmp_path)
+    assert json.loads((run / "faults.jsonl").read_text())["step"] == 13, "the fault did not fire"
+    assert losses(tmp_path) == pytest.approx(losses(one_process[0]), abs=1e-3)
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [r["attempt"] for r in records] == [0] * 10 + [1] * 10
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["restarts"] == 1
+    assert summary["resumed_from"].endswith("step_00000010")
+
+
 def test_the_variables_of_a_statefulset(recipe: Path, tmp_path: Path) -> None:
     """RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and nothing else, as a pod would set them."""
     port = open_store("127.0.0.1", 1, 1).port  # free a moment ago; the store is closed again here

@@ -38,9 +38,13 @@ BENCHES = {
     "algorithms": ("nanoray.bench.algorithms", "hand-written ring, tree, ... all-reduces against the backend's own"),
     "overlap": ("nanoray.bench.overlap", "bucket sizes of DDP: how much communication hides behind the backward pass"),
     "scaling": ("nanoray.bench.scaling", "step time from 1 to 4096 ranks: a fitted model, checked at 3 and 4"),
+    "recovery": ("nanoray.bench.recovery", "how long training stands still when a rank is killed; goodput under kills"),
     "mig": ("nanoray.bench.mig", "MIG slices: what is there, what would run where, and what it gains"),
 }
-QUICK_IN_ALL = {"train": ["--arms", "plain,torchrun"]}  # its other arms start clusters, which takes minutes
+QUICK_IN_ALL = {
+    "train": ["--arms", "plain,torchrun"],
+    "recovery": ["--arms", "torchrun"],
+}  # its other arms start clusters, which takes minutes
 FIGURES = (".png", ".svg", ".pdf")
 FILES = {"json": "report.json", "figure": "report.png", "html": "report.html"}  # flag -> a name to propose
 USAGE = """\

@@ -4,12 +4,15 @@ Ray Train places the workers, sets up the process group and watches them. The tr
 `nanoray.train.train` that nanoray's own actors call: same data, model, DDP, engine, metrics files; only `join` is
 replaced, by one that takes over Ray Train's process group. Ray Train is spared what its users do as well, `report()`
 on every logged step (it waits for all ranks), and connects or starts Ray through the same function as nanoray.launch.
+It may start its workers anew `--max_failures` times; they go on from the newest of nanoray's own checkpoints.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -61,7 +64,11 @@ def _fit(spec: RunSpec) -> None:
             use_gpu=use_gpu,
             resources_per_worker={"CPU": cpus} | ({"GPU": 1} if use_gpu else {}),
         ),
-        run_config=ray.train.RunConfig(name="ray_train", storage_path=str(spec.folder)),
+        run_config=ray.train.RunConfig(
+            name="ray_train",
+            storage_path=str(spec.folder),
+            failure_config=ray.train.FailureConfig(max_failures=spec.config.max_failures),
+        ),
     )
     trainer.fit()
 
@@ -83,7 +90,19 @@ def train_loop(args: dict[str, Any]) -> None:
 
     recipe.join = take_over  # type: ignore[assignment]
     rendezvous = Rendezvous(rank=rank, world_size=world, device=str(device), threads=args["threads"])
-    recipe.train(RunSpec.from_dict(args["spec"]), rendezvous)
+    spec = RunSpec.from_dict(args["spec"])
+    attempt = [next_attempt(spec.folder) if rank == 0 else 0]
+    if world > 1:
+        dist.broadcast_object_list(attempt, src=0)  # (all ranks)
+    recipe.train(replace(spec, attempt=attempt[0]), rendezvous)
+
+
+def next_attempt(folder: Path) -> int:
+    """Count this attempt of Ray Train's in the run's folder, and return its number from 0 on. (rank 0 only)"""
+    with (folder / "ray_train_attempts").open("a+", encoding="utf-8") as lines:
+        lines.write(f"{time.time():.3f}\n")
+        lines.seek(0)
+        return len(lines.readlines()) - 1
 
 
 if __name__ == "__main__":

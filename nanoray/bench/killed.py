@@ -1,0 +1,258 @@
+"""A training whose ranks get killed from outside, and what its records say of it afterwards.
+
+All moments are Unix seconds of this host's wall clock: the records', the logs' and the killer's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from nanoray.bench.processes import GRACE_S, Child, ChildFailed
+
+POLL_S = 0.02  # between two looks at the records
+FOLLOW_S = 0.1  # the same where a look does not decide when something happens
+MEET = re.compile(r"attempt \d+, pid (\d+)")
+TORCHRUN_SAW = re.compile(r"^[WE](\d{4} \d\d:\d\d:\d\d\.\d+) .*(?:closing signal|failed \(exitcode)")
+
+Done = dict[tuple[int, int], float]  # (attempt, step) -> when that step was done
+
+
+class Kill(NamedTuple):
+    """One kill and its consequences."""
+
+    round: int
+    rank: int
+    step: int  # the last one that was done before training stood still
+    standstill_s: float  # from the kill to the end of the next step that was not done before
+    noticed_s: float | None
+    repeated: int  # steps done before the kill and again after it
+    wrong: int  # steps whose loss is not that of a run without a kill
+
+
+class Outage(NamedTuple):
+    """How training went on after a kill."""
+
+    standstill_s: float
+    step: int
+    repeated: int
+
+
+class Goodput(NamedTuple):
+    """What a time with kills came to."""
+
+    percent: float  # useful steps of those that as much time without kills would have given
+    useful: int  # steps done for the first time
+    repeated: int
+    clean_per_s: float  # steps per second without kills
+
+
+def outage(done: Mapping[tuple[int, int], float], killed: float) -> Outage | None:
+    """Return how training went on after the kill; None while it has not.
+
+    What the ranks of the killed one's attempt still complete belongs to before the kill: a survivor that has the lost
+    rank's gradients already finishes its step.
+    """
+    attempt = max((attempt for (attempt, _), at in done.items() if at <= killed), default=0)
+    last = max((step for each, step in done if each <= attempt), default=0)
+    later = [(each, step) for each, step in done if each > attempt]
+    new = [done[key] for key in later if key[1] > last]
+    if not new:
+        return None
+    _, first = min(later)
+    return Outage(min(new) - killed, last, last + 1 - first)
+
+
+def goodput(done: Mapping[tuple[int, int], float], start: float, begin: float, end: float) -> Goodput | None:
+    """Return the goodput from `begin` to `end`, measured by the speed from `start` to `begin`, when nobody is killed.
+
+    Only the first time that a step is done counts. None when no step was done without kills.
+    """
+    first: dict[int, float] = {}
+    for (_, step), at in done.items():
+        first[step] = min(at, first.get(step, at))
+    clean = sum(start < at <= begin for at in first.values()) / (begin - start)
+    useful = sum(begin < at <= end for at in first.values())
+    repeated = sum(begin < at <= end for at in done.values()) - useful
+    return Goodput(100 * useful / (clean * (end - begin)), useful, repeated, clean) if clean else None
+
+
+def arrivals(seed: int, mean_s: float, window_s: float, ranks: int) -> list[tuple[float, int]]:
+    """Return when which rank is killed: a Poisson process over `window_s` seconds, the same for the same seed."""
+    source = random.Random(seed)
+    moments = itertools.accumulate(source.expovariate(1 / mean_s) for _ in itertools.count())
+    return [(at, source.randrange(ranks)) for at in itertools.takewhile(lambda at: at < window_s, moments)]
+
+
+def wrong_losses(losses: Mapping[int, float], reference: Mapping[int, float], tolerance: float) -> int:
+    """Return how many steps are missing or have another loss; `tolerance` is relative, 0 asks for equality of bits."""
+    return sum(
+        step not in losses or abs(losses[step] - loss) > tolerance * abs(loss) for step, loss in reference.items()
+    ) + len(losses.keys() - reference.keys())
+
+
+class Run:
+    """One training as a child process. Leaving the `with` block ends it and its ranks, wherever they were started."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], folder: Path, head: Child | None) -> None:
+        """Start `command` with an --out_dir in `folder`. `head`: the Ray head that may start its ranks."""
+        self.folder, self.head, self.done = folder, head, Done()
+        folder.mkdir(parents=True)
+        self.child = Child([*command, "--out_dir", str(folder)], env, folder / "output.log")
+        self._seen: dict[int, str] = {}  # pid of a rank -> when it was started, by the kernel's clock
+        self._file: TextIO | None = None
+        self._rest = ""
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            for rank in range(len(list(self.folder.glob("*/logs/rank*.log")))):
+                self._process(rank)
+            self.child.end()
+        finally:
+            self._end_ranks()
+            if self._file:
+                self._file.close()
+
+    @property
+    def step(self) -> int:
+        """The newest step that is done, in any attempt."""
+        return max((step for _, step in self.done), default=0)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds from step to step, the median."""
+        moments = sorted(self.done.values())
+        return statistics.median(b - a for a, b in itertools.pairwise(moments)) if len(moments) > 1 else 0.0
+
+    def read(self) -> None:
+        """Take in the records that are new. A restart replaces the file: what the old one held stays known."""
+        path = next(self.folder.glob("*/metrics.jsonl"), None)
+        if path is None:
+            return
+        if self._file is None:
+            self._file = path.open(encoding="utf-8")
+        replaced = not os.path.samestat(os.fstat(self._file.fileno()), path.stat())
+        self._take_in(self._file)
+        if replaced:
+            self._file.close()
+            self._file, self._rest = path.open(encoding="utf-8"), ""
+            self._take_in(self._file)
+
+    def _take_in(self, file: TextIO) -> None:
+        *lines, self._rest = (self._rest + file.read()).split("\n")
+        for record in map(json.loads, lines):
+            self.done.setdefault((record["attempt"], record["step"]), record["time"])
+
+    def until(self, reached: Callable[[], Any], timeout_s: float, what: str) -> None:
+        """Read records until `reached()`. Raises ChildFailed when the run ends before, or takes too long."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            ended = self.child.process.poll() is not None
+            self.read()
+            if reached():
+                return
+            if ended:
+                raise ChildFailed(f"exit code {self.child.process.returncode} before {what}\n{self.child.tail()}")
+            if time.monotonic() > deadline:
+                raise ChildFailed(f"no {what} within {timeout_s:g} s, but step {self.step}\n{self.child.tail()}")
+            time.sleep(POLL_S)
+
+    def follow(self, end: float) -> None:
+        """Read records until that moment. Raises ChildFailed when the run ends before it."""
+        while (left := end - time.time()) > 0:
+            if self.child.process.poll() is not None:
+                raise ChildFailed(f"exit code {self.child.process.returncode} in mid-run\n{self.child.tail()}")
+            time.sleep(min(left, FOLLOW_S))
+            self.read()
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait for the run's good end. Raises ChildFailed."""
+        self.child.wait(timeout_s)
+        self.read()
+
+    def kill(self, rank: int) -> float | None:
+        """Send SIGKILL to the process of a rank; return the moment, or None when the rank has none just now."""
+        pid = self._process(rank)
+        if pid is None:
+            return None
+        killed = time.time()
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return None
+        return killed
+
+    def losses(self) -> dict[int, float]:
+        """Return step -> loss as the run's file holds them at its end."""
+        (path,) = self.folder.glob("*/metrics.jsonl")
+        records = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        return {record["step"]: record["train/loss"] for record in records}
+
+    def noticed_s(self, arm: str, killed: float) -> float | None:
+        """Return how long after the kill the arm's launcher noticed it, by its own log; None when that does not say."""
+        if arm == "torchrun":
+            year = datetime.fromtimestamp(killed).year
+            lines = self.child.log.read_text(encoding="utf-8", errors="replace").splitlines()
+            stamps = [f"{year}{match[1]}" for line in lines if (match := TORCHRUN_SAW.match(line))]
+            moments = [datetime.strptime(stamp, "%Y%m%d %H:%M:%S.%f").timestamp() for stamp in stamps]
+        elif arm == "torchtrainer":
+            session = self.head.log.with_suffix("") if self.head else self.folder
+            logs = session.glob("session_2*/logs/train/ray-train-app-controller-*.log")
+            lines = [line for log in logs for line in log.read_text(encoding="utf-8").splitlines()]
+            stamps = [json.loads(line)["asctime"] for line in lines if '"[FailurePolicy]' in line]
+            moments = [datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S,%f").timestamp() for stamp in stamps]
+        else:
+            lines = [line for f in self.folder.glob("*/faults.jsonl") for line in f.read_text().splitlines()]
+            events = [event for event in map(json.loads, lines) if event.get("event") == "fault"]
+            return next((event["detect_s"] for event in events if event.get("detect_s") is not None), None)
+        return next((at - killed for at in sorted(moments) if at >= killed - 0.001), None)
+
+    # The processes of ranks. Their logs name them; whose they are, the kernel knows.
+
+    def _process(self, rank: int) -> int | None:
+        """Return the pid of a rank, if that is a living process of this run."""
+        log = next(self.folder.glob(f"*/logs/rank{rank}.log"), None)
+        found = MEET.findall(log.read_text(encoding="utf-8", errors="replace")) if log else []
+        stat = _stat(int(found[-1])) if found else []
+        if not stat:
+            return None
+        pid, (_, parent, _, session, *_), starter = int(found[-1]), stat, self.child.process.pid
+        roots = {str(starter)} | ({str(self.head.process.pid)} if self.head else set())
+        if session not in roots and parent != str(starter):  # torchrun gives each rank a session
+            return None
+        self._seen[pid] = stat[19]
+        return pid
+
+    def _end_ranks(self) -> None:
+        """Wait for the ranks to be gone, and kill those that stay: the next arm needs the machine."""
+        deadline = time.monotonic() + GRACE_S
+        while left := [pid for pid, begun in self._seen.items() if (stat := _stat(pid)) and stat[19] == begun]:
+            if time.monotonic() > deadline:
+                for pid in left:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                return
+            time.sleep(POLL_S)
+
+
+def _stat(pid: int) -> list[str]:
+    """Return a living process' fields of /proc from its state on; empty when it is gone, or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split()
+    except (OSError, IndexError):
+        return []
+    return [] if fields[0] in "ZX" else fields
