@@ -12,12 +12,13 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from nanoray.errors import ConfigError
+from nanoray.kube_options import Kube, Natural, Positive
 
 PRESET_DIR = Path(__file__).resolve().parent.parent / "examples" / "configs"
 DEFAULT_PRESET = "shakespeare-cpu"
@@ -37,48 +38,9 @@ _GROUPS = {
 _RECIPE_GROUPS = ("data", "model", "batch", "optim")
 _KEEPS_RECIPE = {"dataset", "data_url", "data_dir", "micro_batch_size", "grad_accum_steps", "compile"}
 
-Positive = Annotated[int, Field(gt=0)]
-Natural = Annotated[int, Field(ge=0)]
-
 
 def _field(default: Any, group: str, **limits: Any) -> Any:
     return Field(default, json_schema_extra={"group": group}, **limits)
-
-
-class Kube(BaseModel):
-    """What `nanoray kube` needs beyond the run itself: the YAML key `kube`, or flags of its commands.
-
-    Training anywhere else does not look at it. Each attribute's docstring is the help text of its flag.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
-    overlay: str = ""
-    """folder of kuberay/overlays (default: cpu, multi-pod or mig-mixed, by --device)"""
-    namespace: str = Field(default="nanoray", pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)
-    """where everything goes; it is created"""
-    image: str = ""
-    """image of all pods, with a tag (default: the overlay's)"""
-    ranks_per_pod: Positive = 1
-    """ranks, and so GPUs, of one worker pod"""
-    cpus: float = Field(default=1.0, gt=0)
-    """CPUs of a worker pod, requested and limited; on CPU at least one per rank"""
-    memory_gib: float = Field(default=4.0, gt=0)
-    """memory of a worker pod in GiB, /dev/shm included"""
-    shm_gib: float = Field(default=1.0, gt=0)
-    """/dev/shm of a worker pod in GiB"""
-    gpu_resource: str = ""
-    """what a rank asks the device plugin for: nvidia.com/gpu, nvidia.com/mig-1g.18gb, ... (default: the overlay's)"""
-    storage: str = "hostpath"
-    """hostpath (a folder of the one node) | NAME of a StorageClass that offers ReadWriteMany"""
-    storage_path: str = Field(default="/var/lib/nanoray", pattern=r"^/")
-    """storage hostpath: the folder; uid 1000 must own it"""
-    storage_gib: Positive = 100
-    """size of the volume in GiB"""
-    ttl_s: Natural = 300
-    """seconds after its end at which the cluster is deleted; the RayJob's status and the runs stay"""
-    retries: Natural = 2
-    """new clusters after a lost head, each going on from the newest checkpoint"""
 
 
 class Config(BaseModel):
@@ -214,8 +176,9 @@ class Config(BaseModel):
     ranks, from the newest checkpoint)"""
     replace_timeout: float = _field(60.0, "fault", ge=0)
     """seconds to wait for a lost rank's replacement; then recovery in_place restarts and shrink goes on with fewer"""
-    spares: Natural = _field(0, "fault")
-    """processes that wait, with torch imported and no device taken, to take a lost rank's seat at once"""
+    spares: Natural | Literal["auto"] = _field("auto", "fault")
+    """processes that wait, with everything imported and no device taken, to take a lost rank's seat at once (auto =
+    one, from half a minute on, where a lost rank is replaced in place)"""
     hang_timeout: float = _field(60.0, "fault", ge=0)
     """seconds without progress on any rank after which the one that is behind is named, ended and replaced, on Ray
     (0 = off). From timeout_s on the waiting collectives fail first, and nobody is named"""
@@ -256,7 +219,7 @@ class Config(BaseModel):
                 f"n_embd = {self.n_embd} is not a multiple of n_head = {self.n_head}; "
                 f"try n_embd {self.n_embd // self.n_head * self.n_head or self.n_head}"
             )
-        if self.spares and self.recovery == "restart":
+        if self.spares not in ("auto", 0) and self.recovery == "restart":
             raise ValueError(
                 f"spares = {self.spares} would be ignored: recovery = restart starts all ranks anew; "
                 "use recovery in_place, or drop spares"

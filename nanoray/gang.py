@@ -31,6 +31,7 @@ from nanoray.watchdog import Position, Watchdog, behind
 from nanoray.worker import Worker
 
 POLL_S, BEAT_S = 0.25, 1.0  # the driver looks this often; a rank with no news answers this late
+AUTO_SPARE_S = 30.0  # a spare imports for two or three seconds; short runs do without
 SEATS = 3  # times that a new actor may be lost before it has answered
 ANSWER_S = 2.0  # a process that is alive answers on its control lane in milliseconds
 DRAIN_S = 1.5  # after the first failure, wait this long for the others: a survivor's error often arrives first
@@ -52,6 +53,7 @@ class Gang:
     coming: dict[int, Any] = field(default_factory=dict)  # by seat: new actors that have not answered yet
     spares: list[tuple[Any, Any]] = field(default_factory=list)  # actors without a seat, and where they are
     promoted: set[int] = field(default_factory=set)  # seats that a spare took since the last fault
+    begun: float = 0.0  # monotonic seconds at which the ranks began to train
     created: int = 0  # actors so far: their names differ
     backend: str = ""
 
@@ -82,8 +84,11 @@ class Gang:
         self.coming[seat] = self.actors[seat].ready.remote() if rehearse else self.actors[seat].describe.remote()
 
     def add_spares(self) -> None:
-        """Start the spares that --spares asks for: processes that have imported torch and hold no device."""
-        while len(self.spares) < self.spec.config.spares:
+        """Start the spares that are missing: processes that have rehearsed the first step and hold no device."""
+        wanted = self.spec.config.spares
+        if wanted == "auto":
+            wanted = int(self.in_place and time.monotonic() - self.begun > AUTO_SPARE_S)
+        while len(self.spares) < wanted:
             node = self.facts[len(self.spares) % self.place.workers]["node"]
             near = NodeAffinitySchedulingStrategy(node, soft=self.place.kind == "cpu")
             spare = self._actor(None, True, num_cpus=0, num_gpus=0, scheduling_strategy=near)
@@ -165,7 +170,7 @@ class Gang:
 
     def begin(self) -> None:
         """Tell every rank where to meet the others, and start to train."""
-        self.members = sorted(self.actors)
+        self.members, self.begun = sorted(self.actors), time.monotonic()
         ranks = self._rendezvous()
         host, port = "", 0
         if len(ranks) > 1:

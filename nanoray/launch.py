@@ -167,7 +167,7 @@ class Campaign:
             return inquest
 
     def _require_use_of_spares(self) -> None:
-        if self.spec.config.spares and self.gang and not self.gang.in_place:
+        if self.spec.config.spares not in ("auto", 0) and self.gang and not self.gang.in_place:
             raise ConfigError(
                 f"spares = {self.spec.config.spares} would be ignored: with backend {self.gang.backend}, "
                 f"{self.place.workers} rank(s) and allreduce {self.spec.config.allreduce} all ranks start anew; "
