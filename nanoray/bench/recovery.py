@@ -1,6 +1,6 @@
 """`python -m nanoray.bench recovery`: how long training stands still when a rank is killed, and goodput under kills.
 
-    in_place      nanoray.launch --recovery in_place                        only the lost rank is replaced
+    in_place      nanoray.launch --recovery in_place --spares 0             only the lost rank is replaced
     spare         the same with --spares 1                                  by an actor that is warm already
     shrink        nanoray.launch --recovery shrink --replace_timeout 0      the survivors go on at once, with fewer
     restart       nanoray.launch --recovery restart                         all ranks, from the newest checkpoint
@@ -37,9 +37,9 @@ from nanoray.devices import Slots, available_cpus, discover_gpus, local_slots
 from nanoray.errors import ConfigError
 
 ON_NANORAY = {  # arm -> flags of nanoray.launch
-    "in_place": ["--recovery", "in_place"],
+    "in_place": ["--recovery", "in_place", "--spares", "0"],
     "spare": ["--recovery", "in_place", "--spares", "1"],
-    "shrink": ["--recovery", "shrink", "--replace_timeout", "0"],
+    "shrink": ["--recovery", "shrink", "--replace_timeout", "0", "--spares", "0"],
     "restart": ["--recovery", "restart"],
 }
 PEER, TORCHRUN = "torchtrainer", "torchrun"
