@@ -134,6 +134,7 @@ def train(
             except NanorayError as error:  # the training is done and saved; a sample is an extra
                 engine.note(f"warning  no sample of text: {error}")
     finally:
+        engine.saver.close()
         for callback in engine.callbacks:
             callback.close()
     return outcome
