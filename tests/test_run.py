@@ -51,8 +51,8 @@ def test_a_run_in_use_is_refused_and_left_alone(text: Path, tmp_path: Path) -> N
             make_spec(text, tmp_path, resume="auto")
         assert re.match(
             rf"run {folder} is in use by pid {process.pid} on {platform.node()}; wait for its end, or start a new run "
-            rf"from one of its checkpoints \(--resume {folder}/checkpoints/step_\.\.\.\)\. If that process is gone, with "
-            rf"its host, remove {folder}/lock$",
+            rf"from one of its checkpoints \(--resume {folder}/checkpoints/step_\.\.\.\)\. If that process is gone, "
+            rf"with its host, remove {folder}/lock$",
             str(error.value),
         )
         assert (folder / "summary.json").read_text() == "as it was"
