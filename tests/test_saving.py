@@ -110,6 +110,28 @@ def test_resume_from_one_that_was_written_beside_training_is_bit_identical(
         assert (rest.checkpoints / "step_00000009" / name).read_bytes() == other.read_bytes(), name
 
 
+@pytest.mark.parametrize("how", ["a flipped bit", "no manifest", "a lost tail"])
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(text: Path, tmp_path: Path, how: str) -> None:
+    whole = make_spec(text, tmp_path / "whole")
+    spec = make_spec(text, tmp_path / "parts", checkpoint_every=3, stop_at=6)
+    for each in (whole, spec):
+        assert "error" not in run_ranks(each, 1)[0]
+    six = spec.checkpoints / "step_00000006"
+    data = bytearray((six / "optimizer.safetensors").read_bytes())
+    if how == "no manifest":
+        (six / "manifest.json").unlink()
+    else:
+        data[-1] ^= 16
+        (six / "optimizer.safetensors").write_bytes(data if how == "a flipped bit" else data[:-4096])
+    rest = make_spec(text, tmp_path / "parts", resume="auto")
+    (outcome,) = run_ranks(rest, 1)
+    assert outcome["resumed_from"].endswith("step_00000003")
+    assert re.search(
+        r"resume  checkpoint step_00000006 is damaged \(\w+\.\w+: [^)]+\); using step_00000003", rest.log(0).read_text()
+    )
+    assert series(rest) == series(whole)
+
+
 def test_a_copy_holds_every_bit_of_every_kind_of_tensor(text: Path, tmp_path: Path) -> None:
     """Tied, transposed, empty, of one element, of 1 to 8 bytes; the same memory serves the next step."""
     spec = make_spec(text, tmp_path)
