@@ -12,6 +12,7 @@ COMMANDS = {
     "sample": ("nanoray.sample", "generate text from a checkpoint"),
     "timeline": ("nanoray.timeline", "draw traced steps of a run: phases and collectives of all ranks"),
     "checkpoint": ("nanoray.checkpoint_cli", "list, verify, show or export checkpoints"),
+    "faults": ("nanoray.faults_cli", "the story of a run's faults: cause, recovery, cost"),
     "check": ("nanoray.check", "is this machine ready, and what would run where"),
     "kube": ("nanoray.kube.__main__", "train on Kubernetes: render, submit, status, logs, stop, fetch"),
     "mig": ("nanoray.mig", "what a card can be cut into, and what is cut here"),

@@ -6,8 +6,9 @@ import json
 import os
 import sys
 import time
+from math import nan
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO, runtime_checkable
 
 from nanoray.metrics import METRICS, check_record
 
@@ -25,6 +26,14 @@ class Callback(Protocol):
         """Write out what is still in memory."""
 
 
+@runtime_checkable
+class Rewindable(Protocol):
+    """A callback that keeps records, and must drop some when training goes back to an older step."""
+
+    def rewind(self, step: int) -> None:
+        """Forget the records after `step`: those steps come again."""
+
+
 class JsonlWriter:
     """metrics.jsonl, the truth: one line per logged step, on disk before the step's checkpoint is.
 
@@ -32,12 +41,23 @@ class JsonlWriter:
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:
-        if path.exists():
-            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= resume_step]
-            aside = path.with_suffix(".tmp")
+        self._path = path
+        self._file = self._open(resume_step)
+
+    def _open(self, step: int) -> TextIO:
+        self.last_step = -1
+        if self._path.exists():
+            kept = [line for line in self._path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+            aside = self._path.with_suffix(".tmp")
             aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-            os.replace(aside, path)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+            os.replace(aside, self._path)
+            self.last_step = int(max(map(_step_of, kept), default=-1))
+        return self._path.open("a", encoding="utf-8", buffering=1)
+
+    def rewind(self, step: int) -> None:
+        """Drop the records after `step`."""
+        self._file.close()
+        self._file = self._open(step)
 
     def on_note(self, text: str) -> None:
         """Notes are not metrics."""
@@ -63,10 +83,19 @@ class TensorBoardWriter:
     """TensorBoard events under tb/: the configuration as text, and every metric as a scalar over steps."""
 
     def __init__(self, folder: Path, config_json: str, resume_step: int) -> None:
+        self._folder = folder
+        self._writer = self._open(resume_step)
+        self._writer.add_text("config", "```json\n" + config_json + "\n```")
+
+    def _open(self, step: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter  # imported only by runs that write events
 
-        self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1, flush_secs=5)
-        self._writer.add_text("config", "```json\n" + config_json + "\n```")
+        return SummaryWriter(str(self._folder), purge_step=step + 1, flush_secs=5)
+
+    def rewind(self, step: int) -> None:
+        """Let TensorBoard forget the scalars after `step`."""
+        self._writer.close()
+        self._writer = self._open(step)
 
     def on_note(self, text: str) -> None:
         """Notes are not metrics."""
@@ -96,10 +125,13 @@ class Console:
     def on_record(self, record: dict[str, Any]) -> None:
         """Print one aligned line."""
         step = record["step"]
-        parts = [f"step {step:>{len(str(self._max_steps))}}/{self._max_steps}", f"loss {record['train/loss']:.4f}"]
+        parts = [
+            f"step {step:>{len(str(self._max_steps))}}/{self._max_steps}",
+            f"loss {record.get('train/loss', nan):.4f}",
+        ]
         if "val/loss" in record:
             parts.append(f"val {record['val/loss']:.4f}")
-        parts += [f"lr {record['train/lr']:.1e}", f"gnorm {record['train/grad_norm']:.2f}"]
+        parts += [f"lr {record['train/lr']:.1e}", f"gnorm {record.get('train/grad_norm', nan):.2f}"]
         if "time/step_ms" in record:
             parts += [f"{record['time/step_ms']:.3g} ms", f"{short(record['perf/tok_per_sec'])} tok/s"]
         if "perf/mfu" in record:

@@ -210,16 +210,28 @@ class Config(BaseModel):
 
     max_failures: Natural = _field(3, "fault")
     """lost ranks to replace, or restarts, over the whole run before giving up"""
-    recovery: Literal["in_place", "restart"] = _field("in_place", "fault")
+    recovery: Literal["in_place", "shrink", "restart"] = _field("in_place", "fault")
     """when a rank is lost, on Ray: in_place (only that rank is replaced, its state comes from another's memory, no step
-    is repeated; a restart with NCCL, with an --allreduce written by hand, or with nobody left) | restart (all ranks,
-    from the newest checkpoint)"""
+    is repeated; a restart with NCCL, with an --allreduce written by hand, or with nobody left) | shrink (the same, but
+    without a replacement in time fewer ranks go on with the same global batch, until it is there) | restart (all
+    ranks, from the newest checkpoint)"""
+    replace_timeout: float = _field(60.0, "fault", ge=0)
+    """seconds to wait for a lost rank's replacement; then recovery in_place restarts and shrink goes on with fewer"""
+    spares: Natural = _field(0, "fault")
+    """processes that wait, with torch imported and no device taken, to take a lost rank's seat at once"""
     hang_timeout: float = _field(60.0, "fault", ge=0)
     """seconds without progress on any rank after which the one that is behind is named, ended and replaced, on Ray
     (0 = off). From timeout_s on the waiting collectives fail first, and nobody is named"""
+    on_nan: Literal["stop", "skip", "rollback"] = _field("stop", "fault")
+    """when a loss or gradient is not finite, which never reaches the weights: stop (exit 5; rank, layer and samples are
+    named) | skip (that update is left out; 11 in a row stop) | rollback (to the newest checkpoint, and on with the data
+    after it; the 4th time to the same one stops)"""
+    hash_every: Natural = _field(250, "fault")
+    """steps between comparisons of all ranks' weights and optimizer state, also made before each checkpoint (0 = never;
+    unlike devices round differently): a rank that differs takes over the majority's"""
     faults: str = _field("", "fault")
     """break something on purpose: KIND@rank=R,step=S[,phase=P][;...], KIND kill | stop | exit | raise | hang | slow |
-    oom | disk-full; in YAML also a list of such texts, or of mappings"""
+    oom | disk-full | nan | bitflip; in YAML also a list of such texts, or of mappings"""
 
     expected_val_loss: dict[str, float] = Field({}, json_schema_extra={"group": "log", "flag": False})
     """per dataset: the validation loss the complete recipe should reach or beat"""
@@ -246,6 +258,11 @@ class Config(BaseModel):
             raise ValueError(
                 f"n_embd = {self.n_embd} is not a multiple of n_head = {self.n_head}; "
                 f"try n_embd {self.n_embd // self.n_head * self.n_head or self.n_head}"
+            )
+        if self.spares and self.recovery == "restart":
+            raise ValueError(
+                f"spares = {self.spares} would be ignored: recovery = restart starts all ranks anew; "
+                "use recovery in_place, or drop spares"
             )
         if self.stop_at > self.max_steps:
             raise ValueError(
@@ -322,6 +339,19 @@ def resolve_batch(config: Config, dp: int) -> Batch:
             f"try global_batch_size {near}, or another number of workers"
         )
     return Batch(micro, total // share, dp) if micro else Batch(total // share, accum or 1, dp)
+
+
+def batch_for(config: Config, full: int, ranks: int) -> Batch | None:
+    """Split the global batch of a run of `full` ranks over fewer, with micro batches that are no larger.
+
+    None when it cannot be divided.
+    """
+    batch = resolve_batch(config, full)
+    if ranks == full:
+        return batch
+    share, rest = divmod(batch.global_size, ranks)
+    accum = next((n for n in range(batch.accum, share + 1) if share % n == 0 and share // n <= batch.micro), 0)
+    return Batch(share // accum, accum, ranks) if accum and not rest else None
 
 
 @dataclass(frozen=True)

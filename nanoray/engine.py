@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from nanoray.callbacks import Callback, now
-from nanoray.config import Batch
+from nanoray.config import Batch, batch_for
 from nanoray.data import TokenData
 from nanoray.errors import TrainingDiverged
-from nanoray.faults import ProgressStamp, parse_plan
-from nanoray.mesh import Mesh
+from nanoray.faults import Fault, ProgressStamp, faults_of
+from nanoray.guards import Guards
+from nanoray.mesh import REGROUP, STOP, Mesh
 from nanoray.metrics import mfu_percent
 from nanoray.model import GPT, flops_per_token
 from nanoray.optim import lr_at
@@ -35,6 +36,10 @@ from nanoray.saving import Saver, capture, restore
 from nanoray.trace import CommTrace
 
 log = logging.getLogger("nanoray")
+
+
+class Regroup(Exception):
+    """All ranks leave their groups after the same step: another number of ranks goes on."""
 
 
 class RuntimeEngine:
@@ -48,7 +53,7 @@ class RuntimeEngine:
         gpt: GPT,
         optimizer: torch.optim.Optimizer,
         data: TokenData,
-        should_stop: Callable[[], bool],
+        wish: Callable[[], int],
     ) -> None:
         """Take the parts that `train` built. It then sets `model` to the GPT's wrapper, and on rank 0 `callbacks`."""
         self.spec, self.cfg, self.batch, self.mesh = spec, spec.config, batch, mesh
@@ -57,30 +62,32 @@ class RuntimeEngine:
         self.callbacks: list[Callback] = []
         self.params = [p for p in self.gpt.parameters() if p.requires_grad]
         self.scaler = LossScaler(mesh.device, enabled=self.cfg.precision == "fp16")
-        self.should_stop = should_stop
+        self.wish = wish  # GO_ON, REGROUP or STOP: what this rank wants to do after the step
         self.peak_flops: float | None = None  # of all ranks together; unknown device: no MFU
         self.step = 0  # completed optimizer steps
         self._current = 0  # the step being computed, or just completed: where faults and stamps are
         self.samples = 0  # sequences consumed by them: the one integer that resumes the data
         self.val_loss: float | None = None
         self.best_val_loss: float | None = None
-        self._faults = [f for f in parse_plan(self.cfg.faults) if f.rank == mesh.rank and f.attempt == spec.attempt]
-        self._stamp = ProgressStamp(spec.stamp(mesh.rank))
+        self._faults = self._planned_faults()
+        self._stamp = ProgressStamp(spec.stamp(mesh.seat))
         self._saved_step = self._evaluated_step = self._emitted_step = -1
         self._first_step = 1
         self._pending: dict[str, Any] | None = None  # the record of a completed step that is not reported yet
         self.live = False  # whether this rank's memory holds the run's state
+        self.last_record: dict[str, Any] = {}  # every rank has it: rank 0 may be lost before it writes it down
         self._train_loss: float | None = None
         self._first_step_s: float | None = None
         self._total_s, self._total_steps = 0.0, 0
         self.saver = Saver(spec, self.note)
         self.trace: CommTrace | None = None  # --comm_trace: measures the collectives of some steps
+        self.guards = Guards(self)
 
     def fit(self) -> dict[str, Any]:
         """Train until max_steps, stop_at, or until any rank is asked to stop. (all ranks)
 
-        Returns the outcome as plain data. Raises TrainingDiverged when the loss stops being finite, and whatever a
-        process group raises when a peer dies.
+        Returns the outcome as plain data. Raises TrainingDiverged when the loss stops being finite, StateDiverged when
+        the ranks' weights do not agree, and whatever a process group raises when a peer dies.
         """
         cfg, batch, mesh, trace, device = self.cfg, self.batch, self.mesh, self.trace, self.mesh.device
         self._enter("init")
@@ -91,6 +98,7 @@ class RuntimeEngine:
         if self._pending:  # a step was done when the group broke, and what follows a step was not
             self._finish_step()
         last = min(cfg.max_steps, cfg.stop_at or cfg.max_steps)
+        self._stamp.base = self.step
         batches = self._batches()
         x, y = next(batches)
         stopping = False
@@ -100,12 +108,11 @@ class RuntimeEngine:
             # (all ranks) Does anybody want to stop? Asked now, answered when the step is done: compute hides it.
             self._current = self.step + 1
             model = trace.begin(self._current, self.model) if trace else self.model
-            vote = mesh.vote(self.should_stop())
+            vote = mesh.vote(self.wish())
             lr = lr_at(self.step, cfg)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            if cfg.dropout:  # masks follow from (seed, step, rank): whoever computes this step draws the same
-                torch.manual_seed(step_seed(cfg.seed, self.step, mesh.rank))
+            self.seed_dropout(self.step)
 
             # Forward and backward over the micro batches; only the last backward talks.
             loss_sum = torch.zeros((), device=device)
@@ -125,20 +132,27 @@ class RuntimeEngine:
 
             # Clip, update, forget the gradients. With fp16 all ranks skip the same steps. (all ranks) On logged steps
             # the loss is averaged first: until the update nothing has changed, and a step that breaks is done again.
+            # A norm that is not finite never reaches the weights: the device leaves that update out.
             self._enter("optimizer")
             grads = [p.grad for p in self.params if p.grad is not None]
             self.scaler.unscale(grads)
             logged = self._is_logged(self.step + 1, last)
+            own_loss = loss_sum / batch.accum
             if logged:
-                loss_sum = mesh.all_reduce_mean(loss_sum / batch.accum, "loss")
-            grad_norm = torch.zeros(())
-            if cfg.grad_clip or self.scaler.enabled or logged:
-                grad_norm = get_total_norm(grads)
+                loss_sum = mesh.all_reduce_mean(own_loss.clone(), "loss")
+            grad_norm = get_total_norm(grads)
+            leave_out = self.guards.judge(grad_norm, own_loss, loss_sum if logged else None)
+            if self.guards.react(look=logged):  # (all ranks) stops, or skips; or rolls back: on with the next data
+                stopping = vote.result() == STOP
+                window_start, window_steps, data_s = time.perf_counter(), 0, 0.0
+                if trace:
+                    trace.end(partial(self._unsynced, x, y))
+                continue
             if cfg.grad_clip:
                 clip_grads_with_norm_(self.params, cfg.grad_clip, grad_norm)
             if self.scaler.enabled:
                 mesh.all_reduce(self.scaler.judge(grad_norm), "overflow", op="max")  # (all ranks) one float
-            self.scaler.step(self.optimizer)
+            self.scaler.step(self.optimizer, leave_out)
             self.optimizer.zero_grad(set_to_none=True)
             self.step += 1
             self.samples += batch.global_size
@@ -159,11 +173,17 @@ class RuntimeEngine:
                     record |= self._speed(elapsed, window_steps, data_s)
                 window_steps, data_s = 0, 0.0
                 window_start += self._finish_step()  # a pause is no part of a step; callbacks are
-            stopping = vote.result()
+            self.guards.compare(self._hash_due())  # (all ranks) do all hold the same weights? Heals a minority
+            order = vote.result()
+            stopping = order == STOP
             if trace:
                 window_start += trace.end(partial(self._unsynced, x, y))
+            if order == REGROUP:
+                raise Regroup
 
+        self.guards.react(look=True)  # a stop between two logged steps
         if self.step >= self._first_step:  # else nothing was done, and what was resumed from is there
+            self.guards.compare(due=True)
             self._save(final=True)
         self._enter("done")
         return {
@@ -196,6 +216,10 @@ class RuntimeEngine:
                 self._faults.remove(fault)
                 log.warning("fault plan fires: %s", fault)
                 fault.fire(self.spec.folder / "faults.jsonl", self.gpt)
+
+    def _planned_faults(self) -> list[Fault]:
+        record, spec = self.spec.folder / "faults.jsonl", self.spec
+        return faults_of(self.cfg.faults, self.mesh.seat, spec.attempt, record, spec.started)
 
     def _warm_up(self) -> None:
         """Run one forward and backward whose result is thrown away. (all ranks)
@@ -235,11 +259,21 @@ class RuntimeEngine:
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's micro batches (B, T) from the cursor on; the sample order knows nothing of ranks."""
-        samples, (size, accum, dp) = self.samples, self.batch
+        samples = self.samples
         while True:
-            for micro in range(accum):
-                yield self.data.train_batch(samples + (micro * dp + self.mesh.rank) * size, size)
+            for micro in range(self.batch.accum):
+                yield self.micro_batch(samples, micro)
             samples += self.batch.global_size
+
+    def micro_batch(self, samples: int, micro: int) -> tuple[Tensor, Tensor]:
+        """Return this rank's micro batch (B, T), targets too, of the step whose first sample is `samples`."""
+        size, _, dp = self.batch
+        return self.data.train_batch(samples + (micro * dp + self.mesh.rank) * size, size)
+
+    def seed_dropout(self, step: int) -> None:
+        """Let the masks of the step after `step` follow from (seed, step, rank): whoever computes it draws the same."""
+        if self.cfg.dropout:
+            torch.manual_seed(step_seed(self.cfg.seed, step, self.mesh.rank))
 
     def _is_logged(self, step: int, last: int) -> bool:
         """Whether step ends in a record: every log_every, the first, the last, and where something else is due."""
@@ -253,6 +287,9 @@ class RuntimeEngine:
         every = self.cfg.eval_every
         return bool(every) and (self.step % every == 0 or self.step == self.cfg.max_steps)
 
+    def _hash_due(self) -> bool:
+        return bool(self.cfg.hash_every) and self.step % self.cfg.hash_every == 0
+
     def _checkpoint_due(self) -> bool:
         return bool(self.cfg.checkpoint_every) and self.step % self.cfg.checkpoint_every == 0
 
@@ -261,29 +298,25 @@ class RuntimeEngine:
         return self.batch.global_size * self.cfg.block_size
 
     def _record(self, loss: float, lr: float, grad_norm: float) -> dict[str, Any]:
-        """Build the record of this step; raise TrainingDiverged, on all ranks alike, when going on makes no sense."""
-        scaled: dict[str, Any] = {}
+        """Build the record of this step; a skipped one has no loss. Raises TrainingDiverged for an exhausted scale."""
+        measured: dict[str, Any] = {}
         if self.scaler.enabled:
-            scaled["train/loss_scale"], scaled["train/skipped_steps"] = self.scaler.check(self.step)
-        if not math.isfinite(loss) or not (math.isfinite(grad_norm) or self.scaler.enabled):
-            raise TrainingDiverged(
-                f"at step {self.step} the loss is {loss} and the gradient norm {grad_norm} (lr {lr:.3g}, samples "
-                f"{self.samples - self.batch.global_size} to {self.samples - 1}); lower lr, set grad_clip, or look at "
-                "that data. No checkpoint was written after the last good one"
-            )
-        self._train_loss = loss
+            measured["train/loss_scale"], measured["train/skipped_steps"] = self.scaler.check(self.step)
+        if math.isfinite(loss):
+            self._train_loss = measured["train/loss"] = loss
+        if math.isfinite(grad_norm) or self.scaler.enabled:
+            measured["train/grad_norm"] = grad_norm if math.isfinite(grad_norm) else 0.0
         peak = torch.cuda.max_memory_allocated() if self.mesh.device.type == "cuda" else _peak_resident_bytes()
         return {
             "step": self.step,
             "attempt": self.spec.attempt,
             "fault/restarts": self.spec.attempt,
             "time": now(),
-            "train/loss": loss,
             "train/lr": lr,
-            "train/grad_norm": grad_norm if math.isfinite(grad_norm) else 0.0,
             "train/tokens": self.samples * self.cfg.block_size,
             "mem/peak_gib": peak / 2**30,
-            **scaled,
+            **self.guards.metrics(),
+            **measured,
         }
 
     def _finish_step(self) -> float:
@@ -299,6 +332,7 @@ class RuntimeEngine:
             self._emit(record)
             self._emitted_step = self.step
         if self._checkpoint_due() and self._saved_step != self.step:
+            self.guards.compare(due=True)  # (all ranks) no checkpoint holds a state on which ranks disagree
             pause_s += self._save()
         self._pending = None
         return pause_s
@@ -340,6 +374,7 @@ class RuntimeEngine:
         return {"val/loss": self.val_loss, "time/eval_s": time.perf_counter() - start}
 
     def _emit(self, record: dict[str, Any]) -> None:
+        self.last_record = record
         for callback in self.callbacks:
             callback.on_record(record)
 
@@ -376,10 +411,13 @@ class RuntimeEngine:
         self.saver.detach()
 
     def attach(self, spec: RunSpec, mesh: Mesh) -> None:
-        """Take the new groups and the new attempt."""
+        """Take the new groups and the new attempt; the global batch stays, however many ranks share it."""
+        if self.peak_flops:
+            self.peak_flops *= mesh.world_size / self.mesh.world_size
         self.spec, self.mesh = spec, mesh
         self.saver.attach(spec)
-        self._faults += [f for f in parse_plan(self.cfg.faults) if f.rank == mesh.rank and f.attempt == spec.attempt]
+        self.batch = batch_for(self.cfg, mesh.seats, mesh.world_size) or self.batch
+        self._faults = self._planned_faults()
 
     @property
     def reported_step(self) -> int:

@@ -7,9 +7,11 @@
     ├── RendezvousError      the ranks did not meet, or do not agree with each other     exit 3
     ├── CheckpointError      a checkpoint is damaged, or does not fit this model         exit 4
     ├── TrainingDiverged     a loss that is not finite, or an exhausted loss scale       exit 5
+    ├── StateDiverged        the ranks' weights differ, and no majority agrees           exit 1, a restart cures it
     └── WorkerFailed         ranks died more often than max_failures allows              exit 1
 
-`exit_code` is what the command line tools return for the class.
+`exit_code` is what the command line tools return for the class; `retry` says whether a restart from the newest
+checkpoint can cure it.
 """
 
 
@@ -17,6 +19,7 @@ class NanorayError(Exception):
     """The root: catch this to catch whatever nanoray itself refuses."""
 
     exit_code = 1
+    retry = False
 
 
 class ConfigError(NanorayError):
@@ -53,6 +56,12 @@ class TrainingDiverged(NanorayError):
     """The loss is not finite, or the loss scale is exhausted."""
 
     exit_code = 5
+
+
+class StateDiverged(NanorayError):
+    """The ranks no longer hold the same weights, and no majority says which are right."""
+
+    retry = True
 
 
 class WorkerFailed(NanorayError):

@@ -8,37 +8,31 @@ connect ─► place (placement group) ─► Gang: actors, ranks, rendezvous �
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray.exceptions import ActorDiedError, GetTimeoutError, OutOfMemoryError, RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import remove_placement_group
 
+from nanoray import sentinel
 from nanoray.callbacks import Console
 from nanoray.config import Config, Loaded, resolve_batch
 from nanoray.data import prepare
 from nanoray.devices import Slots, available_cpus, discover_gpus, local_slots
 from nanoray.errors import ConfigError, PlacementError, WorkerFailed
-from nanoray.faults import ProgressStamp, parse_plan
-from nanoray.mesh import RankDevice, Rendezvous, choose_backend, network_env
-from nanoray.placement import START_TIMEOUT_S, Placement, connected, strategy
+from nanoray.failures import Failure, FaultReport, Inquest, back_off_s, why_not
+from nanoray.faults import parse_plan
+from nanoray.gang import DRAIN_S, POLL_S, Gang, start_timeout_s
+from nanoray.placement import ClusterWatch, Placement, connected
 from nanoray.report import closing_lines, dry_run_lines, plan, run_command
-from nanoray.run import RunSpec, open_run, recovers_in_place, summary_on_failure, write_summary
-from nanoray.watchdog import Position, Watchdog, behind
-from nanoray.worker import Worker
-
-POLL_S, SETTLE_S = 0.5, 0.05
-SEATS = 3  # times that a new actor may be lost before it has answered
-ANSWER_S = 2.0  # a process that is alive answers on its control lane in milliseconds
-DRAIN_S = 1.5  # after the first failure, wait this long for the others: a survivor's error often arrives first
-LOG_LINES = 8
+from nanoray.run import RunSpec, open_run, summary_on_failure, write_summary
+from nanoray.watchdog import Position, Watchdog
+from nanoray.worker import Beat
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -69,10 +63,11 @@ def launch(loaded: Loaded, started: float) -> int:
             spec = open_run(config, dataset, started)
             spec = replace(spec, notes=(*notes, *spec.notes))
             with summary_on_failure(spec):
-                outcome, restarts = _attempts(spec, place, stop)
+                campaign = Campaign(spec, place, stop)
+                outcome = campaign.run()
         finally:
             remove_placement_group(place.group)
-    summary = write_summary(spec, outcome, restarts)
+    summary = write_summary(spec, outcome, len(campaign.history))
     if not outcome.get("ok"):
         error = WorkerFailed(outcome["message"])
         error.exit_code = outcome["exit_code"]
@@ -111,330 +106,264 @@ def _dry_run(loaded: Loaded, config: Config, address: str, slots: Slots | None) 
 # Start, watch, recover.
 
 
-@dataclass
-class Failure:
-    """Why a rank ended, and how close that is to the root cause (lower is closer)."""
+class Campaign:
+    """The attempts of one run: start, judge what failed, recover, until the run ends or nothing is left to try."""
 
-    rank: int
-    closeness: int  # 0 process or node died, out of memory; 1 an exception; 2 a collective that lost its peer
-    title: str
-    detail: str = ""
-    retry: bool = True
-    exit_code: int = 1
-    step: int = 0
-    signature: str = ""  # equal for failures that repeat themselves
+    def __init__(self, spec: RunSpec, place: Placement, stop: Stop) -> None:
+        self.spec, self.place, self.stop = spec, place, stop
+        self.console = Console(spec.config.max_steps)
+        self.history: list[Failure] = []  # one cause per event
+        self.gang: Gang | None = None
+        self.recovering: Recovering | None = None
+        self.outcome: dict[str, Any] | None = None
 
+    def run(self) -> dict[str, Any]:
+        """Return rank 0's outcome, or why there is none (`ok` False)."""
+        try:
+            with ClusterWatch(self.place) as cluster:
+                while True:
+                    inquest = self._attempt(cluster)
+                    if self.outcome is not None and not inquest.failures:
+                        return self._ended()
+                    if not inquest.failures:  # everybody waits, because a new actor is there to join
+                        self._grow()
+                        continue
+                    if why := self._judge(inquest):
+                        return self._gave_up(why)
+                    if not (inquest.all_wait and self._in_place()):
+                        self._restart()
+        finally:
+            if self.gang:
+                self.gang.end()
 
-@dataclass
-class Gang:
-    """The actors of one attempt, in rank order."""
+    def _attempt(self, cluster: ClusterWatch) -> Inquest:
+        """Start the ranks, if there are none, and watch them until they are done, have failed, or wait for orders."""
+        self.outcome = None
+        try:
+            if self.gang is None:
+                self.gang = Gang(self.spec, self.place)
+                self.gang.create()
+                self.gang.begin()
+                self._require_use_of_spares()
+            return self._watch(self.gang, cluster)
+        except GetTimeoutError:
+            raise PlacementError(
+                f"the actors did not start within {start_timeout_s(self.spec.config):g} s; look at `ray logs`, and "
+                "whether every node has this nanoray and torch"
+            ) from None
+        except RayError as error:
+            inquest = Inquest([0], False, 0.0, 0.0)
+            inquest.ended(0, Failure(0, "killed", f"an actor failed while starting: {error}"), time.monotonic())
+            return inquest
 
-    spec: RunSpec
-    place: Placement
-    actors: list[Any] = field(default_factory=list)
-    facts: list[dict[str, Any]] = field(default_factory=list)
-    runs: list[Any] = field(default_factory=list)
-    seated: int = 0  # actors created so far: their names differ
-    waiting: bool = False  # every rank that is left waits for the lost ones' replacement
-    backend: str = ""
-    hung: dict[int, str] = field(default_factory=dict)  # ranks that were ended because they did not move, and where
-
-    def create(self) -> None:
-        """Create the actors, named by run and rank, and learn where each one is."""
-        spec, place = self.spec, self.place
-        for rank in range(place.workers):
-            spec.stamp(rank).unlink(missing_ok=True)  # where the last attempt's rank was says nothing of this one's
-        self.actors = [None] * place.workers
-        for rank in range(place.workers):
-            self.seat(rank)
-        self.facts = ray.get([a.describe.remote() for a in self.actors], timeout=_start_timeout_s(spec.config))
-
-    def seat(self, rank: int) -> None:
-        """Create the actor of a rank, in place of the one that was there; it begins to import torch at once."""
-        spec, place = self.spec, self.place
-        if self.actors[rank] is not None:
-            ray.kill(self.actors[rank])
-        # A runtime_env costs half a second: Ray cannot use the workers that it keeps ready. Root does without, for it
-        # may raise its priority itself (raise_priority); what the network needs travels in the Rendezvous.
-        runtime_env = None if os.geteuid() == 0 else {"env_vars": {"RAY_worker_niceness": "0"}}
-        remote: Any = ray.remote(concurrency_groups={"control": 1})(Worker)  # type: ignore[call-overload]
-        again = self.seated - place.workers + 1 if self.seated >= place.workers else 0
-        suffix = (f".{spec.attempt}" if spec.attempt or again else "") + (f"-{again}" if again else "")
-        self.seated += 1
-        self.actors[rank] = remote.options(
-            name=f"{spec.folder.name}-rank{rank}{suffix}",
-            num_cpus=place.bundle["CPU"],
-            num_gpus=place.bundle.get("GPU", 0),
-            scheduling_strategy=strategy(place.group, place.order[rank]),
-            runtime_env=runtime_env,
-            max_restarts=0,  # Ray would re-execute silently; the driver decides
-            max_task_retries=0,
-        ).remote(spec.folder.name, rank)
-
-    def begin(self) -> None:
-        """Tell every rank where to meet the others, and start to train."""
-        spec, first = self.spec, self.actors[0]
-        host, port = "", 0
-        if self.place.workers > 1:
-            store = first.open_store.remote(self.place.workers, spec.config.init_timeout_s)
-            host, port = ray.get(store, timeout=START_TIMEOUT_S)
-        self.runs = [
-            actor.run.remote(spec.to_dict(), replace(r, master_addr=host, master_port=port))
-            for actor, r in zip(self.actors, self._rendezvous(), strict=True)
-        ]
-
-    def replace(self, lost: list[int], spec: RunSpec) -> None:
-        """Let the new actors of `lost` ranks meet the survivors, who hand over the run's state and go on.
-
-        Raises RayError or GetTimeoutError when a new actor does not start.
-        """
-        self.spec, self.waiting = spec, False
-        for rank in lost:
-            self.facts[rank] = self._seated(rank)
-        host = next(rank for rank in range(len(self.actors)) if rank not in lost)
-        store = self.actors[host].open_store.remote(len(self.actors), spec.config.init_timeout_s)
-        address, port = ray.get(store, timeout=START_TIMEOUT_S)
-        for rank, rendezvous in enumerate(self._rendezvous()):
-            rendezvous = replace(rendezvous, master_addr=address, master_port=port, agent_store=True, live=True)
-            if rank in lost:
-                self.runs[rank] = self.actors[rank].run.remote(spec.to_dict(), rendezvous)
-            else:
-                self.actors[rank].go_on.remote(spec.to_dict(), rendezvous)
-
-    def _seated(self, rank: int) -> dict[str, Any]:
-        """Wait for a new actor and return where it is. Raises RayError or GetTimeoutError."""
-        for left in reversed(range(SEATS)):
-            try:
-                described = self.actors[rank].describe.remote()
-                fact: dict[str, Any] = ray.get(described, timeout=_start_timeout_s(self.spec.config))
-                return fact
-            except RayActorError:
-                # A process is known to be dead before its node is: the new actor was sent to that node, too.
-                if not left:
-                    raise
-                self.seat(rank)
-        raise AssertionError("unreachable")
-
-    def _rendezvous(self) -> list[Rendezvous]:
-        kind, facts = self.place.kind, self.facts
-        version = None
-        if kind != "cpu":
-            version = ray.get(self.actors[0].nccl_version.remote(), timeout=START_TIMEOUT_S)
-        # Ray's ids of slices are UUIDs of slices: the same node with slices is taken for the same card.
-        cards = [RankDevice(kind, f["node"], "" if kind == "mig" else ",".join(f["devices"])) for f in facts]
-        choice = choose_backend(cards, self.spec.config.backend, version)
-        self.backend = choice.backend
-        nodes = list(dict.fromkeys(f["node"] for f in facts))
-        secret = secrets.token_hex(16)
-        ranks = []
-        for rank, fact in enumerate(facts):
-            neighbours = [r for r, other in enumerate(facts) if other["node"] == fact["node"]]
-            ranks.append(
-                Rendezvous(
-                    rank=rank,
-                    world_size=len(facts),
-                    local_rank=neighbours.index(rank),
-                    local_world_size=len(neighbours),
-                    node_rank=nodes.index(fact["node"]),
-                    device="cpu" if kind == "cpu" else "cuda:0",
-                    backend=choice.backend,
-                    backend_reason=choice.reason,
-                    env=tuple((network_env() | choice.env).items()),
-                    threads=self.place.threads,
-                    secret=secret,
-                )
+    def _require_use_of_spares(self) -> None:
+        if self.spec.config.spares and self.gang and not self.gang.in_place:
+            raise ConfigError(
+                f"spares = {self.spec.config.spares} would be ignored: with backend {self.gang.backend}, "
+                f"{self.place.workers} rank(s) and allreduce {self.spec.config.allreduce} all ranks start anew; "
+                "drop spares"
             )
-        return ranks
 
-    def watch(self, console: Console, stop: Stop) -> tuple[dict[str, Any] | None, list[Failure]]:
-        """Print what rank 0 says until all ranks are done. Return rank 0's outcome, or the failures of this attempt.
-
-        With recovery in place it also returns once all ranks but the failed ones wait for replacements (`waiting`);
-        those start meanwhile.
-        """
-        pending = {ref: rank for rank, ref in enumerate(self.runs)}
-        outcome: dict[str, Any] | None = None
-        failures: list[Failure] = []
-        in_place = recovers_in_place(self.spec.config, self.backend, len(self.actors))
-        patience_s = self.spec.config.timeout_s + DRAIN_S if in_place else DRAIN_S  # a survivor may be computing
-        give_up = float("inf")
+    def _watch(self, gang: Gang, cluster: ClusterWatch) -> Inquest:
+        """Hear what the ranks say and print it, until they are done, have failed, or all wait for orders."""
+        config, stop = self.spec.config, self.stop
+        patience_s = max(config.timeout_s, config.init_timeout_s) + DRAIN_S  # a survivor may be computing
+        inquest = Inquest(gang.members, gang.in_place, patience_s, DRAIN_S)
+        watchdog = Watchdog(gang.members, config.hang_timeout)
+        for seat in gang.members:
+            gang.ask(seat, after=self.recovering.target if self.recovering else None)
         told = False
-        watchdog = Watchdog([self.spec.stamp(r) for r in range(len(self.actors))], self.spec.config.hang_timeout)
-        while pending and time.monotonic() < give_up:
+        while not inquest.closed(time.monotonic()):
+            if not stop.requested and (trouble := cluster.trouble()):
+                stop.because(trouble)
             if stop.requested and not told:
                 told = True
-                for actor in self.actors:
-                    actor.stop.remote()
-            ready, _ = ray.wait(list(pending), num_returns=1, timeout=SETTLE_S if failures else POLL_S)
-            for ref in ready:
-                rank = pending.pop(ref)
-                result, failure = self._result(ref, rank)
-                if failure:
-                    failures.append(failure)
-                    give_up = min(give_up, time.monotonic() + patience_s)
-                    if in_place and failure.retry and not stop.requested:
-                        self.seat(rank)
-                    else:
-                        give_up, in_place = min(give_up, time.monotonic() + DRAIN_S), False
-                elif rank == 0:
-                    outcome = result
-            if not failures:
-                self._drain(console)
-                if places := watchdog.check():
-                    self._end_hung(places, watchdog.silent_s)
-            elif in_place and pending and self._all_wait(pending.values()):
-                self.waiting = len(pending) + len(failures) == len(self.actors)  # else some are done already
-                break
-        if not failures:
-            self._drain(console)
-        return (None if failures else outcome), failures
+                gang.tell_all("stop")
+            for kind, seat, news in gang.hear(POLL_S):
+                if kind == "ended":
+                    self._rank_ended(gang, inquest, seat, news)
+                elif kind == "beat" and seat in gang.runs:
+                    self._beat(gang, inquest, watchdog, seat, news)
+                elif kind == "here":
+                    self._arrived(gang, inquest, seat, news)
+            if not inquest.failures:
+                gang.drain(self.console)
+                if watchdog.hangs():
+                    gang.end_hung(watchdog, inquest)
+                    self._seat_anew(gang, inquest)
+        return inquest
 
-    def _end_hung(self, places: list[Position], silent_s: float) -> None:
-        """Name the rank that all others wait for, keep the stacks of those that still answer, and end it."""
-        answers = [actor.stacks.remote(str(self.spec.log(rank))) for rank, actor in enumerate(self.actors)]
-        answered, _ = ray.wait(answers, num_returns=len(answers), timeout=ANSWER_S)
-        mute = [rank for rank, ref in enumerate(answers) if ref not in answered]
-        late = mute or behind(places)
-        for rank in late if len(late) < len(places) else late[-1:]:
-            step, phase = places[rank]
-            others = ", ".join(f"rank {r} in {p.phase} of step {p.step}" for r, p in enumerate(places) if r != rank)
-            why = "does not answer" if rank in mute else "is behind"
-            self.hung[rank] = f"made no progress for {silent_s:.0f} s in {phase} of step {step} and {why} ({others})"
-            ray.kill(self.actors[rank])  # its sockets close, and whoever waits for it learns so
+    def _rank_ended(self, gang: Gang, inquest: Inquest, seat: int, ref: Any) -> None:
+        result, failure = gang.result(ref, seat)
+        if seat not in gang.members:  # it was left over while the group is smaller
+            gang.seat(seat)
+            return
+        inquest.ended(seat, failure, time.monotonic())
+        if failure:
+            self._seat_anew(gang, inquest)
+        elif seat == gang.members[0]:
+            self.outcome = result
 
-    def _all_wait(self, ranks: Iterable[int]) -> bool:
-        """Whether each of these ranks has left its groups and waits for a replacement of the lost one."""
-        try:
-            return all(ray.get([self.actors[rank].waiting.remote() for rank in ranks], timeout=5))
-        except (RayError, GetTimeoutError):
+    def _seat_anew(self, gang: Gang, inquest: Inquest) -> None:
+        """Let the newcomers start at once, while the others notice; with a stop under way nobody is replaced."""
+        if self.stop.requested:
+            inquest.in_place = False
+        if inquest.in_place:
+            for failure in inquest.failures:
+                if failure.rank not in gang.coming and failure.rank not in gang.runs:
+                    gang.seat(failure.rank)
+
+    def _beat(self, gang: Gang, inquest: Inquest, watchdog: Watchdog, seat: int, beat: Beat) -> None:
+        inquest.waits(seat, beat.waiting)
+        watchdog.see(seat, Position(beat.step, beat.phase), beat.stamped)
+        if self.recovering and self.recovering.over(beat):
+            self._say_recovered(beat.base)
+        elif not self.recovering and beat.step > 1 and not inquest.failures:
+            gang.add_spares()
+        gang.ask(seat, beat.waiting, self.recovering.target if self.recovering else None)
+
+    def _arrived(self, gang: Gang, inquest: Inquest, seat: int, well: bool) -> None:
+        """A new actor is there, or was lost on the way. In a group that is too small it is a reason to meet again."""
+        if not well:
+            gang.seat(seat)
+        elif not inquest.failures and not self.stop.requested and len(gang.fitting(gang.taken)) > len(gang.members):
+            gang.tell_all("pause")
+
+    # After a failure.
+
+    def _judge(self, inquest: Inquest) -> str:
+        """Say what failed, and return why it is not tried again, empty when it is."""
+        assert self.gang
+        cause, gang = inquest.cause, self.gang
+        others = [failure for failure in inquest.failures if failure is not cause]
+        consequences = [f"  rank {f.rank}: {f.title}" for f in others]
+        print("\n".join(["", f"failure  {cause.title}", *_indented(cause.detail), *consequences]), flush=True)
+        if self.recovering:  # it never came back to work
+            self.recovering.report.write(self.spec.folder)
+        self.history.append(cause)
+        report = FaultReport.of(cause, others, self.spec.attempt, len(gang.members))
+        known = inquest.first_news
+        if cause.cause == "hung":
+            report.detect_s = round(cause.silent_s, 3)
+        elif cause.death.get("boot") and cause.death["boot"] == sentinel.boot_id():
+            report.detect_s = round(max(0.0, known - cause.death["monotonic"]), 4)
+        done = [Failure(0, "killed", "", *place).completed for place in gang.positions().values()]
+        self.recovering = Recovering(report, known, max([cause.completed, *done]))
+        return why_not(cause, self.history, self.spec.config.max_failures, self.stop.requested)
+
+    def _in_place(self) -> bool:
+        """Bring the ranks that are left, and the new ones, into a group of their own; False when that cannot be."""
+        assert self.gang
+        assert self.recovering
+        gang, config, began = self.gang, self.spec.config, time.monotonic()
+        lost = [seat for seat in gang.members if seat not in gang.runs]
+        budget = f"{len(self.history)}/{config.max_failures}"
+        gang.arrived(config.replace_timeout)
+        seats, before = gang.fitting(gang.taken), len(gang.members)
+        if len(seats) < self.place.workers and (config.recovery != "shrink" or not seats):
+            print(f"replace  {budget} no new actor within {config.replace_timeout:g} s", flush=True)
             return False
-
-    def _drain(self, console: Console) -> None:
-        with suppress(RayError):  # a dead rank 0 is reported by its run
-            for kind, value in ray.get(self.actors[0].poll.remote(), timeout=5):
-                console.on_note(value) if kind == "note" else console.on_record(value)
-
-    def _result(self, ref: Any, rank: int) -> tuple[dict[str, Any] | None, Failure | None]:
-        step, phase = ProgressStamp.read(self.spec.stamp(rank)) or (0, "init")
-        fact = self.facts[rank]
-        where = f"rank {rank} (pid {fact['pid']}, node {fact['ip']})"
         try:
-            result = ray.get(ref)
-        except OutOfMemoryError as error:
-            title = f"{where} was ended by Ray's memory monitor in {phase} of step {step}"
-            return None, Failure(rank, 0, title, str(error), step=step, signature="oom")
-        except RayActorError as error:
-            if rank in self.hung:
-                detail = f"stacks of all ranks that answered: {self.spec.log(rank).parent}"
-                return None, Failure(rank, 0, f"{where} {self.hung.pop(rank)}; it was ended", detail, step=step)
-            what = "died" if isinstance(error, ActorDiedError) else "is out of reach"
-            cause = "killed, or crashed without a Python exception" if what == "died" else "its node is lost or busy"
-            title = f"{where} {what} in {phase} of step {step}: {cause}"
-            return None, Failure(rank, 0, title, self._log_tail(rank), step=step)
-        except RayError as error:
-            return None, Failure(rank, 1, f"{where} failed: {error}", step=step, signature=type(error).__name__)
-        if result["ok"]:
-            return result, None
-        lines = f"{result['error']}: {result['message']}"
-        return None, Failure(
-            rank,
-            2 if result["kind"] == "collective" else 1,
-            f"{where} failed in {result['phase']} of step {result['step']}: {lines}",
-            "" if result["kind"] == "refused" else result["traceback"],
-            retry=result["kind"] != "refused",
-            exit_code=result["exit_code"],
-            step=result["step"],
-            signature=lines,
-        )
+            self.spec = self.spec.next_attempt()
+            gang.regroup(self.spec, seats)
+        except (RayError, GetTimeoutError) as error:
+            print(f"replace  {budget} failed: {' '.join(str(error).split())[:200]}", flush=True)
+            return False
+        how, seconds = "", time.monotonic() - began
+        if joined := [seat for seat in lost if seat in seats]:
+            how = "spare" if set(joined) <= gang.promoted else "in_place"
+            pids = ", ".join(f"rank {s} (pid {gang.facts[s]['pid']}{_spare(s in gang.promoted)})" for s in joined)
+            print(f"replace  {budget} {pids} joins in {seconds:.1f} s; no step is repeated\n", flush=True)
+        if len(seats) < self.place.workers:
+            how = "shrink"
+            print(
+                f"shrink   {budget} {before} -> {len(seats)} rank(s) with the same global batch, until "
+                f"rank {', '.join(str(s) for s in range(self.place.workers) if s not in seats)} is back\n",
+                flush=True,
+            )
+        gang.promoted.clear()
+        self.recovering.report.recovery = how
+        return True
 
-    def _log_tail(self, rank: int) -> str:
-        with suppress(OSError):
-            lines = self.spec.log(rank).read_text(encoding="utf-8", errors="replace").splitlines()
-            return "\n".join(["its log ends:", *lines[-LOG_LINES:]])
-        return ""
+    def _grow(self) -> None:
+        """Take up the actors that have arrived since the group shrank."""
+        assert self.gang
+        gang = self.gang
+        before, seats = len(gang.members), gang.fitting(gang.taken)
+        gang.drain(self.console)
+        self.spec = self.spec.next_attempt()
+        gang.regroup(self.spec, seats)
+        print(f"grow     {before} -> {len(seats)} ranks; no step is repeated\n", flush=True)
 
-    def end(self) -> None:
-        """End every actor of this attempt. What they came to is on disk and in the driver already."""
-        for actor in filter(None, self.actors):
-            ray.kill(actor)
+    def _restart(self) -> None:
+        """End everybody; the next attempt starts from the newest checkpoint."""
+        assert self.recovering
+        if self.gang:
+            self.gang.end()
+        self.gang = None
+        self.spec = self.spec.next_attempt()
+        self.recovering.report.recovery = "restart"
+        seconds = back_off_s(self.history)
+        pause = f", in {seconds:.0f} s: nothing was completed since the last failure" if seconds else ""
+        budget = f"{len(self.history)}/{self.spec.config.max_failures}"
+        print(f"restart  {budget} from the newest checkpoint{pause}\n", flush=True)
+        self.stop.wait(seconds)
 
+    def _say_recovered(self, base: int) -> None:
+        """Complete the report of the fault, now that a step was done which had not been done before it."""
+        assert self.recovering
+        report, self.recovering = self.recovering.closed(base), None
+        report.write(self.spec.folder)
+        print(f"recover  {report.outcome()}\n", flush=True)
 
-def _start_timeout_s(config: Config) -> float:
-    """A bundle whose node is lost waits for another node: as long as the first placement may, if that is longer."""
-    return max(START_TIMEOUT_S, config.placement_timeout_s)
+    # The end.
 
+    def _ended(self) -> dict[str, Any]:
+        assert self.outcome is not None
+        if self.recovering:  # the run was over before another step
+            self._say_recovered(self.recovering.completed)
+        stopped = self.outcome["exit_reason"] == "stopped"
+        return self.outcome | {
+            "exit_code": self.stop.exit_code if stopped else 0,
+            "why": self.stop.reason if stopped else "",
+        }
 
-def _attempts(spec: RunSpec, place: Placement, stop: Stop) -> tuple[dict[str, Any], int]:
-    """Run attempts until one ends well, nothing is left to try, or the user has had enough."""
-    console = Console(spec.config.max_steps)
-    previous: Failure | None = None
-    restarts = 0
-    gang: Gang | None = None
-    try:
-        while True:
-            try:
-                if gang is None:
-                    gang = Gang(spec, place)
-                    gang.create()
-                    gang.begin()
-                outcome, failures = gang.watch(console, stop)
-            except GetTimeoutError:
-                raise PlacementError(
-                    f"the actors did not start within {_start_timeout_s(spec.config):g} s; look at `ray logs`, and "
-                    "whether every node has this nanoray and torch"
-                ) from None
-            except RayError as error:
-                failures, outcome = [Failure(0, 0, f"an actor failed while starting: {error}")], None
-            if outcome is not None:
-                outcome["exit_code"] = stop.exit_code if outcome["exit_reason"] == "stopped" else 0
-                return outcome, restarts
-            began = time.monotonic()
-            cause = min(failures, key=lambda f: f.closeness)
-            _say(cause, failures)
-            if why := _why_not(cause, previous, restarts, spec.config.max_failures, stop):
-                return _gave_up(spec, cause, why), restarts
-            restarts, previous = restarts + 1, cause
-            spec = spec.next_attempt()
-            budget = f"{restarts}/{spec.config.max_failures}"
-            lost = sorted({failure.rank for failure in failures})
-            if gang and gang.waiting:
-                try:
-                    gang.replace(lost, spec)
-                    pids = ", ".join(f"rank {r} (pid {gang.facts[r]['pid']})" for r in lost)
-                    seconds = time.monotonic() - began
-                    print(f"replace  {budget} {pids} joins in {seconds:.1f} s; no step is repeated\n", flush=True)
-                    continue
-                except (RayError, GetTimeoutError) as error:
-                    print(f"replace  {budget} failed: {' '.join(str(error).split())[:200]}", flush=True)
-            if gang:
-                gang.end()
-            gang = None
-            print(f"restart  {budget} from the newest checkpoint\n", flush=True)
-    finally:
-        if gang:
-            gang.end()
+    def _gave_up(self, why: str) -> dict[str, Any]:
+        assert self.recovering
+        cause, report = self.history[-1], self.recovering.report
+        report.recovery = "none"
+        report.write(self.spec.folder)
+        message = f"{cause.title}. Gave up: {why}. Checkpoints and logs: {self.spec.folder}"
+        code = 1 if cause.retry else cause.exit_code
+        return {"ok": False, "exit_reason": f"failed: {cause.title}", "exit_code": code, "message": message}
 
 
-def _say(cause: Failure, failures: list[Failure]) -> None:
-    consequences = [f"  rank {f.rank}: {f.title}" for f in failures if f is not cause]
-    print("\n".join(["", f"failure  {cause.title}", *_indented(cause.detail), *consequences]), flush=True)
+@dataclass
+class Recovering:
+    """A fault that is known and not yet overcome."""
+
+    report: FaultReport
+    known: float  # monotonic seconds at which the driver heard of it
+    completed: int  # steps that were done by then
+
+    @property
+    def target(self) -> int:
+        """Once a rank computes a step after this one, work is done that had not been done before the fault."""
+        return self.completed + 1
+
+    def over(self, beat: Beat) -> bool:
+        """Whether training is past the fault."""
+        return beat.step > self.target and not beat.waiting
+
+    def closed(self, base: int) -> FaultReport:
+        """Return the report with what recovery took; the attempt that got there began after step `base`."""
+        self.report.recover_s = round(time.monotonic() - self.known, 3)
+        self.report.steps_repeated = max(0, self.completed - base)
+        return self.report
 
 
-def _why_not(cause: Failure, previous: Failure | None, restarts: int, most: int, stop: Stop) -> str:
-    """Return why there is no further attempt; empty when there is one."""
-    if not cause.retry:
-        return "a restart cannot cure that"
-    if cause.signature and previous and (previous.signature, previous.step) == (cause.signature, cause.step):
-        return "it failed twice in the same way at the same step"
-    if restarts >= most:
-        return f"max_failures = {most} restart(s) are used up"
-    return "a stop was asked for" if stop.requested else ""
-
-
-def _gave_up(spec: RunSpec, cause: Failure, why: str) -> dict[str, Any]:
-    message = f"{cause.title}. Gave up: {why}. Checkpoints and logs: {spec.folder}"
-    code = 1 if cause.retry else cause.exit_code
-    return {"ok": False, "exit_reason": f"failed: {cause.title}", "exit_code": code, "message": message}
+def _spare(promoted: bool) -> str:
+    return ", a spare" if promoted else ""
 
 
 def _indented(text: str) -> list[str]:
@@ -446,6 +375,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.signal = 0
+        self.reason = ""
 
     def __call__(self, signum: int, frame: Any) -> None:
         if self.signal and signum == signal.SIGINT:
@@ -453,6 +383,17 @@ class Stop:
         if not self.signal:
             self.signal = signum
             os.write(2, b"\nstopping after this step, with a checkpoint (Ctrl-C once more: stop now)\n")
+
+    def because(self, reason: str) -> None:
+        """Stop for a reason of the cluster's, as SIGTERM would."""
+        self.signal, self.reason = signal.SIGTERM, reason
+        print(f"\nstop     {reason}: stopping after this step, with a checkpoint", flush=True)
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, but not into a stop."""
+        until = time.monotonic() + seconds
+        while not self.signal and time.monotonic() < until:
+            time.sleep(0.1)
 
     @property
     def requested(self) -> bool:

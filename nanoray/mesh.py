@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from nanoray.comm import CommRecorder
 
 T = TypeVar("T")
+GO_ON, REGROUP, STOP = 0, 1, 2  # what every rank votes for after each step; the highest wish counts
 PATIENCE_S = 900.0  # for what one rank does alone while the others wait: writing and verifying checkpoints
 
 
@@ -50,9 +51,17 @@ class Rendezvous:
     backend_reason: str = ""
     env: tuple[tuple[str, str], ...] = ()  # what the backend needs in the environment
     threads: int = 1  # intra-op threads of torch
-    secret: str = ""  # prefix of every key in the store: strangers that dial our port see nothing
+    secret: str = field(default="", repr=False)  # prefix of all keys in the store: strangers that dial it see none
     agent_store: bool = False  # somebody else already serves the store: torchrun's agent, or a rank that survived
     live: bool = False  # a rank among these holds the run's state in its memory
+    seat: int = -1  # whose log and stamp it writes: its rank when all seats are taken
+    seats: int = 0  # ranks that the run was started with
+
+    def __post_init__(self) -> None:
+        if self.seat < 0:
+            object.__setattr__(self, "seat", self.rank)
+        if not self.seats:
+            object.__setattr__(self, "seats", self.world_size)
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Rendezvous:
@@ -182,6 +191,12 @@ class Mesh:
     patient_group: ProcessGroup | None = None  # gloo on CPU with a long timeout: where rank 0 may be busy with files
     store: Any = field(default=None, repr=False)
     recorder: CommRecorder | None = field(default=None, repr=False)  # notes what these collectives cost
+    seat: int = -1  # as in Rendezvous
+    seats: int = 0
+
+    def __post_init__(self) -> None:
+        self.seat = self.rank if self.seat < 0 else self.seat
+        self.seats = self.seats or self.world_size
 
     def all_reduce_mean(self, tensor: Tensor, what: str = "value") -> Tensor:
         """Average `tensor` over all ranks, in place. `what` it is stands in the notes. (all ranks)"""
@@ -198,11 +213,11 @@ class Mesh:
                 dist.all_reduce(tensor, op=dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
         return tensor
 
-    def vote(self, flag: bool) -> Vote:
-        """Start to ask whether any rank raises `flag`; the answer is read later, so compute hides it. (all ranks)"""
+    def vote(self, wish: int) -> Vote:
+        """Start to ask for the highest of all ranks' wishes; the answer is read later: compute hides it. (all ranks)"""
         import torch
 
-        ballot = torch.tensor([flag], dtype=torch.uint8)
+        ballot = torch.tensor([wish], dtype=torch.uint8)
         if self.world_size == 1:
             return Vote(ballot, None, self)
         import torch.distributed as dist
@@ -245,6 +260,8 @@ class Mesh:
 
     def broadcast_tensor(self, tensor: Tensor, src: int) -> None:
         """Overwrite `tensor`, which lies on this rank's device, with that of rank `src`. (all ranks)"""
+        if self.world_size == 1:
+            return
         import torch.distributed as dist
 
         with self._noted("broadcast", "state", "default", tensor):
@@ -279,12 +296,12 @@ class Vote(NamedTuple):
     work: Work | None
     mesh: Mesh
 
-    def result(self) -> bool:
+    def result(self) -> int:
         """Wait for the answer. (all ranks)"""
         if self.work is not None:
             with self.mesh._noted("all_reduce", "vote", "control", self.ballot):
                 self.work.wait()
-        return bool(self.ballot.item())
+        return int(self.ballot.item())
 
 
 def join(
@@ -309,7 +326,7 @@ def join(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if r.world_size == 1:
-        return Mesh(0, 1, 0, device, "none", "one rank: no process group")
+        return Mesh(0, 1, 0, device, "none", "one rank: no process group", seat=r.seat, seats=r.seats)
     deadline = time.monotonic() + init_timeout_s
     if store is None:
         store = connect_store(r, init_timeout_s)
@@ -325,7 +342,9 @@ def join(
     )
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(timeout_s, PATIENCE_S)))
-    return Mesh(r.rank, r.world_size, r.local_rank, device, r.backend, r.backend_reason, control, patient, store)
+    me = Mesh(r.rank, r.world_size, r.local_rank, device, r.backend, r.backend_reason, control, patient, store)
+    me.seat, me.seats = r.seat, r.seats
+    return me
 
 
 def connect_store(r: Rendezvous, timeout_s: float) -> TCPStore:

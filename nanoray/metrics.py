@@ -94,6 +94,31 @@ METRICS: dict[str, Metric] = {
             "0",
         ),
         Metric(
+            "fault/skipped_steps",
+            "step",
+            "with on_nan skip: updates of this attempt that were left out, as loss or gradient norm were not finite",
+            "0",
+        ),
+        Metric(
+            "fault/rollbacks",
+            "1",
+            "with on_nan rollback: how often this attempt went back to a checkpoint and on with the data after it",
+            "0",
+        ),
+        Metric(
+            "fault/healed",
+            "1",
+            "ranks of this attempt whose weights or optimizer state differed from the majority's, which they took over",
+            "0; more than one on the same rank means a faulty device",
+        ),
+        Metric(
+            "fault/grad_spikes",
+            "step",
+            "steps of this attempt whose gradient norm was above 10 times its median over the last 100 (on a GPU: of "
+            "the logged ones)",
+            "0",
+        ),
+        Metric(
             "comm/step_ms",
             "ms",
             "traced steps only, as all comm/ metrics: mean wall time of the steps traced since the last record",

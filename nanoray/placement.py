@@ -8,8 +8,10 @@ import secrets
 import shutil
 import socket
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from nanoray.worker import bound_devices
 
 _TOKEN_FILE = Path("~/.ray/auth_token").expanduser()
 START_TIMEOUT_S = 90.0  # for a process to start and answer
+HEAD_TIMEOUT_S = 15.0  # a driver without a head is ended by Ray after 60 s, without a word
 
 
 @contextmanager
@@ -163,6 +166,52 @@ class Placement:
             raise
         mig = kind != "cpu" and all(devices[0].startswith("MIG-") for _, devices, _ in slots)
         return cls(group, "mig" if mig else kind, bundle, tuple(index for _, _, index in sorted(slots)))
+
+
+class ClusterWatch:
+    """Looks every second, in a thread, whether the cluster's head answers and whether a node of this run is drained."""
+
+    def __init__(self, place: Placement) -> None:
+        self._place = place
+        self._answered = time.monotonic()
+        self._draining: dict[str, int] = {}  # node -> deadline, Unix ms; 0 without one
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> ClusterWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+    @property
+    def head_lost(self) -> bool:
+        """Whether the head has not answered for so long that nothing can be started any more."""
+        return time.monotonic() - self._answered > HEAD_TIMEOUT_S
+
+    def trouble(self) -> str:
+        """Return why this run should end now, with a checkpoint; empty when all is well."""
+        if self.head_lost:
+            return f"the cluster's head has not answered for {HEAD_TIMEOUT_S:.0f} s"
+        if not self._draining:
+            return ""
+        nodes = placement_group_table(self._place.group)["bundles_to_node_id"].values()
+        for node, deadline_ms in self._draining.items():
+            if node in nodes:
+                left = f", {max(0.0, deadline_ms / 1e3 - time.time()):.0f} s left" if deadline_ms else ""
+                return f"node {node[:8]} is being drained{left}"
+        return ""
+
+    def _look(self) -> None:
+        from ray._private.state import state  # there is no public call that tells who is drained
+
+        address = ray.get_runtime_context().gcs_address
+        while not self._over.wait(1.0):
+            with suppress(Exception):  # whatever it raises: the head did not answer
+                _dial(address)  # the call below would wait a minute for a head that is gone
+                self._draining = dict(state.get_draining_nodes())
+                self._answered = time.monotonic()
 
 
 def _slots_of(group: PlacementGroup, kind: str, workers: int) -> list[tuple[str, list[str], int]]:

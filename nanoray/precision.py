@@ -52,14 +52,19 @@ class LossScaler:
         self.found_inf = (~torch.isfinite(grad_norm)).to(self._state.dtype).reshape(())
         return self.found_inf
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step a fused optimizer, unless `found_inf`; then move the scale. The decision never reaches the host."""
-        if not self.enabled:
-            optimizer.step()
-            return
-        optimizer.found_inf = self.found_inf  # type: ignore[attr-defined]  # torch's protocol for fused optimizers
+    def step(self, optimizer: torch.optim.Optimizer, leave_out: Tensor | None = None) -> None:
+        """Step a fused optimizer, unless `found_inf` or `leave_out` is 1; then move the scale.
+
+        The decision never reaches the host: both are tensors on the device.
+        """
+        if self.enabled and leave_out is not None:
+            self.found_inf = torch.maximum(self.found_inf, leave_out)
+        # torch's protocol for fused optimizers
+        optimizer.found_inf = self.found_inf if self.enabled else leave_out  # type: ignore[attr-defined]
         optimizer.grad_scale = None  # type: ignore[attr-defined]
         optimizer.step()
+        if not self.enabled:
+            return
         scale, good, skipped = self._state.unbind()
         bad = self.found_inf > 0
         grown = torch.where(good + 1 >= self.GROWTH_INTERVAL, (scale * 2).clamp(max=self.LARGEST), scale)
@@ -80,6 +85,10 @@ class LossScaler:
                 "at any scale; lower lr, check the data for outliers, or use precision bf16"
             )
         return scale, int(skipped)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the state as it lies on the device; empty when disabled. All ranks hold the same."""
+        return {"loss scale": self._state} if self.enabled else {}
 
     def state_dict(self) -> dict[str, float]:
         """Return the state as floats; empty when disabled."""

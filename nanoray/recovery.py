@@ -14,16 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
+from nanoray.data import TokenData
 from nanoray.mesh import Mesh
-from nanoray.optim import load_optimizer_tensors, optimizer_tensors
+from nanoray.model import GPT, ModelShape
+from nanoray.optim import load_optimizer_tensors, make_optimizer, optimizer_tensors
+from nanoray.run import RunSpec
 
 if TYPE_CHECKING:
     from nanoray.engine import RuntimeEngine
 
 # What a rank's memory holds of a run, besides weights, optimizer and scaler: attributes of the engine.
 LIVE = (
-    *("step", "samples", "val_loss", "best_val_loss", "_pending", "_train_loss"),
+    *("step", "_current", "samples", "val_loss", "best_val_loss", "_pending", "last_record", "_train_loss"),
     *("_saved_step", "_evaluated_step", "_first_step", "_first_step_s", "_total_s", "_total_steps"),
 )
 
@@ -41,6 +45,28 @@ def furthest(mesh: Mesh, engine: RuntimeEngine | None) -> tuple[int, str, int]:
     return standing.index((step, precision)), precision, step
 
 
+def rehearse(spec: RunSpec) -> None:
+    """Do once, alone and on CPU, what a rank does first: a spare that then takes a seat need not wait for that.
+
+    The first model, optimizer, process group and DDP wrapper of a process load code and take a second or two; the
+    second ones take milliseconds. Nothing of it stays but that.
+    """
+    import torch.distributed.nn.functional  # before there is a group: see mesh.join
+
+    torch.set_num_threads(1)
+    gpt = GPT(ModelShape.of(spec.config, spec.dataset.vocab_size), spec.config.dropout)
+    optimizer = make_optimizer(gpt, spec.config)
+    alone = Mesh(0, 1, 0, torch.device("cpu"), "gloo", "")
+    data = TokenData(spec.dataset, spec.config.block_size, spec.config.seed, alone.device)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    model = DistributedDataParallel(gpt)
+    for _ in range(2):  # DDP regroups its buckets at the start of the second
+        model(*data.train_batch(0, 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    alone.leave()
+
+
 def adopt(engine: RuntimeEngine, source: int) -> None:
     """Take over weights, optimizer, scaler and cursor of rank `source` from its memory. (all ranks)"""
     mesh, gpt, own = engine.mesh, engine.gpt, engine.mesh.rank == source
@@ -51,7 +77,13 @@ def adopt(engine: RuntimeEngine, source: int) -> None:
     layout = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
     state = {name: getattr(engine, name) for name in LIVE}
     meta: dict[str, Any] = mesh.broadcast(
-        {"layout": layout, "state": state, "scaler": engine.scaler.state_dict()}, src=source
+        {
+            "layout": layout,
+            "state": state,
+            "scaler": engine.scaler.state_dict(),
+            "guards": engine.guards.state(),
+        },
+        src=source,
     )
     for name, shape, dtype in meta["layout"]:
         tensor = tensors[name].to(mesh.device) if own else torch.empty(shape, dtype=dtype, device=mesh.device)
@@ -64,6 +96,7 @@ def adopt(engine: RuntimeEngine, source: int) -> None:
         if tensors:  # none before the first step
             load_optimizer_tensors(engine.optimizer, gpt, tensors)
         engine.scaler.load_state_dict(meta["scaler"])
+        engine.guards.load_state(meta["guards"])
         for name, value in meta["state"].items():
             setattr(engine, name, value)
     engine.live = True

@@ -8,7 +8,8 @@ runs/2026-11-21_101500_shakespeare-cpu/
     checkpoints/step_00000250/ ...
     tb/              TensorBoard
     comm/            with --comm_trace: every collective, and the timeline
-    logs/rank0.log   what each rank said;  rank0.stamp: where it was last
+    faults.jsonl     what failed, and what came of it;  `nanoray faults` tells the story
+    logs/rank0.log   what each rank said;  rank0.stamp: where it was last;  rank0.death: how its process ended
     attempt          which attempt may write checkpoints: a number
     lock             held by the process that uses the run, whose pid and host it names
 """
@@ -101,14 +102,18 @@ class RunSpec:
         """Return the path of a rank's progress stamp."""
         return self.folder / "logs" / f"rank{rank}.stamp"
 
+    def death(self, rank: int) -> Path:
+        """Return the path of a rank's death record."""
+        return self.folder / "logs" / f"rank{rank}.death"
+
 
 def recovers_in_place(config: Config, backend: str, ranks: int) -> bool:
-    """Whether a lost rank alone is replaced. Driver and ranks ask the same question, so that nobody waits in vain.
+    """Whether a lost rank of `ranks` alone is replaced. Driver and ranks ask alike, so that nobody waits in vain.
 
     NCCL's survivors see no error before the timeout, and then their processes are torn down. A hand-written all-reduce
     has a thread that may be waiting for a peer and holds its group open.
     """
-    return config.recovery == "in_place" and ranks > 1 and backend == "gloo" and config.allreduce == "backend"
+    return config.recovery != "restart" and ranks > 1 and backend == "gloo" and config.allreduce == "backend"
 
 
 def open_run(config: Config, dataset: DatasetInfo, started: float) -> RunSpec:

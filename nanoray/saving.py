@@ -173,6 +173,11 @@ class Saver:
         news, self._news = self._news, {}
         return news
 
+    def forget(self) -> None:
+        """Finish what is under way: steps will come again with other data, and must be saved again."""
+        self._settle()
+        self.committed = -1
+
     def detach(self) -> None:
         """Hold back commits: the group broke, and the run's next attempt may already have begun."""
         self._seated.clear()

@@ -31,7 +31,7 @@ from nanoray.algorithms import Reducer
 from nanoray.callbacks import Callback, Console, JsonlWriter, TensorBoardWriter, short
 from nanoray.checkpoint import load, newest_valid
 from nanoray.comm import CommRecorder
-from nanoray.config import Batch, Config, Loaded, resolve_batch
+from nanoray.config import Batch, Config, Loaded, batch_for, resolve_batch
 from nanoray.data import TokenData, prepare
 from nanoray.devices import (
     Device,
@@ -41,10 +41,20 @@ from nanoray.devices import (
     discover_gpus,
     peak_flops,
 )
-from nanoray.engine import RuntimeEngine
+from nanoray.engine import Regroup, RuntimeEngine
 from nanoray.errors import CheckpointError, ConfigError, DataError, NanorayError, RendezvousError
 from nanoray.faults import is_collective_error
-from nanoray.mesh import Mesh, RankDevice, Rendezvous, choose_backend, connect_store, join, runtime_nccl_version
+from nanoray.mesh import (
+    GO_ON,
+    STOP,
+    Mesh,
+    RankDevice,
+    Rendezvous,
+    choose_backend,
+    connect_store,
+    join,
+    runtime_nccl_version,
+)
 from nanoray.model import GPT, ModelShape, count_parameters, generate
 from nanoray.optim import make_optimizer
 from nanoray.parallel.ddp import apply_ddp, average_by
@@ -64,18 +74,19 @@ def train(
     spec: RunSpec,
     rendezvous: Rendezvous,
     watchers: Sequence[Callback] = (),
-    should_stop: Callable[[], bool] = lambda: False,
+    wish: Callable[[], int] = lambda: GO_ON,
     store: Any = None,
     rejoin: Rejoin | None = None,
 ) -> dict[str, Any]:
     """Train `spec` as one rank and return the outcome as plain data. (all ranks)
 
-    `watchers` see notes and records on rank 0. `should_stop` is asked once per step: True on any rank stops all ranks
-    after the same step, with a checkpoint. `rejoin` is called when a collective fails because a peer is gone; with what
-    it returns this rank goes on where it was. Raises NanorayError for what nanoray refuses.
+    `watchers` see notes and records on rank 0. `wish` is asked once per step: STOP on any rank stops all ranks after
+    the same step, with a checkpoint, and REGROUP makes them meet again. `rejoin` is called for that, and when a
+    collective fails because a peer is gone; with what it returns this rank goes on where it was. Raises NanorayError
+    for what nanoray refuses.
     """
     require_shared_folder(spec, rendezvous)
-    log_to(spec.log(rendezvous.rank))
+    log_to(spec.log(rendezvous.seat))
     os.environ.update(rendezvous.env)
     torch.set_num_threads(rendezvous.threads)
     if rendezvous.device == "cpu":
@@ -92,7 +103,8 @@ def train(
         resume, resume_step, notes = mesh.broadcast(find_checkpoint(spec) if mesh.rank == 0 else ("", 0, ()))
         spec = replace(spec, resume=resume, notes=(*spec.notes, *notes))
     spec = replace(spec, config=spec.config.model_copy(update={"precision": precision}))
-    cfg, batch = spec.config, resolve_batch(spec.config, mesh.world_size)
+    cfg = spec.config
+    batch = batch_for(cfg, mesh.seats, mesh.world_size) or resolve_batch(cfg, mesh.world_size)
 
     torch.manual_seed(cfg.seed)  # the same initial weights on every rank
     gpt = GPT(ModelShape.of(cfg, spec.dataset.vocab_size), cfg.dropout).to(mesh.device)
@@ -101,16 +113,13 @@ def train(
             block.compile()  # per block: DDP's hooks stay between the blocks, and with them the overlap
     optimizer = make_optimizer(gpt, cfg)
     data = TokenData(spec.dataset, cfg.block_size, cfg.seed, mesh.device)
-    engine = RuntimeEngine(spec, batch, mesh, gpt, optimizer, data, should_stop)
+    engine = RuntimeEngine(spec, batch, mesh, gpt, optimizer, data, wish)
     peak = peak_flops(device, precision) if device else None
     engine.peak_flops = peak * mesh.world_size if peak else None
     reducer = wrap(engine, source)
     if source is not None:
         resume_step = engine.reported_step
-    if mesh.rank == 0:
-        engine.callbacks = [*watchers, JsonlWriter(spec.folder / "metrics.jsonl", resume_step)]
-        if cfg.tensorboard:
-            engine.callbacks.append(TensorBoardWriter(spec.folder / "tb", cfg.to_json(), resume_step))
+    observe(engine, watchers, resume_step)
     trace(engine, reducer, resume_step)
     for line in describe(spec, batch, mesh, device, why) if source is None else ():
         engine.note(line)
@@ -120,23 +129,26 @@ def train(
                 outcome = engine.fit()
                 engine.mesh.barrier()  # (all ranks) nobody leaves while another rank still needs it
                 break
+            except Regroup:
+                assert rejoin is not None
+                why = "the driver asks to meet again"
             except Exception as error:
                 if rejoin is None or not (engine.live and is_collective_error(error)):
                     raise
-                lost = f"{type(error).__name__}: {error}"
+                why = f"{type(error).__name__}: {error}"
             # Outside of the except block: the error's frames would keep the broken wrapper alive.
-            survive(engine, rejoin, lost)
+            survive(engine, rejoin, why)
+            observe(engine, watchers, engine.reported_step)
         if reducer:
             reducer.close()
-        if mesh.rank == 0 and outcome["exit_reason"] == "finished":
+        if engine.mesh.rank == 0 and outcome["exit_reason"] == "finished":
             try:
                 outcome["sample"] = sample_text(gpt, spec)
             except NanorayError as error:  # the training is done and saved; a sample is an extra
                 engine.note(f"warning  no sample of text: {error}")
     finally:
-        engine.saver.close()
-        for callback in engine.callbacks:
-            callback.close()
+        for close in (engine.saver.close, *(callback.close for callback in engine.callbacks)):
+            close()
     return outcome
 
 
@@ -160,10 +172,27 @@ def wrap(engine: RuntimeEngine, source: int | None) -> Reducer | None:
     return reducer
 
 
+def observe(engine: RuntimeEngine, watchers: Sequence[Callback], resume_step: int) -> None:
+    """Let rank 0, and no other, write metrics and tell the watchers; who is rank 0 may change when a rank is lost."""
+    cfg, spec = engine.cfg, engine.spec
+    if engine.mesh.rank == 0 and not engine.callbacks:
+        writer = JsonlWriter(spec.folder / "metrics.jsonl", resume_step)
+        engine.callbacks = [*watchers, writer]
+        if cfg.tensorboard:
+            engine.callbacks.append(TensorBoardWriter(spec.folder / "tb", cfg.to_json(), resume_step))
+        record = engine.last_record
+        if record and writer.last_step < record["step"] <= resume_step:  # rank 0 was lost before it wrote this down
+            for callback in engine.callbacks:
+                callback.on_record(record)
+    elif engine.mesh.rank > 0:
+        while engine.callbacks:
+            engine.callbacks.pop().close()
+
+
 def trace(engine: RuntimeEngine, reducer: Reducer | None, resume_step: int) -> None:
     """Give the engine what measures its collectives, where the configuration asks for it. (all ranks)"""
     cfg, mesh, spec = engine.cfg, engine.mesh, engine.spec
-    if cfg.trace_every:
+    if cfg.trace_every and mesh.world_size > 1:
         recorder = CommRecorder(mesh, cfg.trace_every, reducer.start if reducer else None)
         twin = apply_ddp(engine.gpt, mesh, cfg.bucket_mb, recorder.hook, twin=True)
         log_of_all = CommLog(spec.folder / "comm", resume_step, spec.attempt) if mesh.rank == 0 else None
@@ -171,17 +200,27 @@ def trace(engine: RuntimeEngine, reducer: Reducer | None, resume_step: int) -> N
 
 
 def survive(engine: RuntimeEngine, rejoin: Rejoin, lost: str) -> None:
-    """Leave the broken groups, wait until the lost rank is replaced, and take up the run again. (all survivors)"""
-    log.warning("a peer is gone after step %d: %s", engine.step, lost)
-    engine.detach()
-    gc.collect()  # the wrapper goes, with its hooks on our parameters and its hold on the group
-    engine.mesh.leave()
-    spec, rendezvous = rejoin(lost)  # as the driver wrote it: all ranks compare the same configuration
-    mesh = meet(spec, rendezvous, None)
-    engine.attach(replace(spec, config=engine.cfg, resume=engine.spec.resume), mesh)
-    source, _, step = furthest(mesh, engine)
-    wrap(engine, source)
-    trace(engine, None, engine.reported_step)
+    """Leave the broken groups, wait until the lost rank is replaced, and take up the run again. (all survivors)
+
+    When that fails because another rank is lost meanwhile, wait for that one's replacement.
+    """
+    while True:
+        log.warning("leaving the group after step %d: %s", engine.step, lost)
+        engine.detach()
+        gc.collect()  # the wrapper goes, with its hooks on our parameters and its hold on the group
+        engine.mesh.leave()
+        spec, rendezvous = rejoin(lost)  # as the driver wrote it: all ranks compare the same configuration
+        try:
+            mesh = meet(spec, rendezvous, None)
+            engine.attach(replace(spec, config=engine.cfg, resume=engine.spec.resume), mesh)
+            source, _, step = furthest(mesh, engine)
+            wrap(engine, source)
+            trace(engine, None, engine.reported_step)
+            break
+        except Exception as error:
+            if not (isinstance(error, RendezvousError) or is_collective_error(error)):
+                raise
+            lost = f"{type(error).__name__}: {error}"
     engine.note(f"rejoin  from step {step} in the memory of rank {source}; no step is repeated")
 
 
@@ -355,7 +394,7 @@ def _run(loaded: Loaded, started: float) -> int:
     stop = StopSignals()
     watchers = [Console(spec.config.max_steps)] if rendezvous.rank == 0 else []
     with summary_on_failure(spec) if rendezvous.rank == 0 else nullcontext():
-        outcome = train(spec, rendezvous, watchers, stop.requested, store)
+        outcome = train(spec, rendezvous, watchers, stop.wish, store)
     # A rank that stops because another one was asked to ends alike, so that what starts ranks again starts all of them.
     code = (stop.exit_code or 128 + signal.SIGTERM) if outcome["exit_reason"] == "stopped" else 0
     if rendezvous.rank == 0:
@@ -441,9 +480,9 @@ class StopSignals:
         self._signal = self._signal or signum
         os.write(2, b"\nstopping after this step, with a checkpoint (once more: stop now)\n")
 
-    def requested(self) -> bool:
-        """Whether a signal came."""
-        return bool(self._signal)
+    def wish(self) -> int:
+        """STOP once a signal came."""
+        return STOP if self._signal else GO_ON
 
     @property
     def exit_code(self) -> int:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.cluster import Cluster, ray_head
+from tests.ranks import TINY
 
 for variable in ("RAY_ADDRESS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
     os.environ.pop(variable, None)
@@ -36,3 +40,19 @@ def shakespeare() -> Path:
     if not path or not Path(path).is_file():
         pytest.skip("NANORAY_TEST_SHAKESPEARE does not name a copy of tinyshakespeare's input.txt")
     return Path(path)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with ray_head() as head:
+        yield head
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    """The tiny recipe as a YAML file on the test text."""
+    folder = tmp_path_factory.mktemp("recipe")
+    values = TINY | {"dataset": str(text), "data_dir": str(folder / "cache"), "max_steps": 30, "tensorboard": True}
+    path = folder / "words.yaml"
+    path.write_text("".join(f"{key}: {value}\n" for key, value in values.items() if key != "name"))
+    return path

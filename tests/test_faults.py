@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from nanoray.config import make_config
@@ -45,14 +47,35 @@ def test_a_full_disk_gets_space_again(tmp_path: Path) -> None:
     (tmp_path / "checkpoint").write_bytes(bytes(1 << 20))
 
 
+@pytest.mark.parametrize("times", [1, 3])
+def test_nan_comes_as_often_as_planned(tmp_path: Path, times: int) -> None:
+    gpt, tokens = a_gpt(), torch.zeros(1, 4, dtype=torch.long)
+    Fault("nan", 0, 1, "forward", times=times).fire(tmp_path / "faults.jsonl", gpt)
+    losses = [gpt(tokens, tokens).item() for _ in range(5)]
+    assert [math.isnan(loss) for loss in losses] == [True] * times + [False] * (5 - times)
+
+
+@pytest.mark.parametrize("bit", [0, 20, 31])
+def test_a_flipped_bit_is_one_bit_of_one_weight(tmp_path: Path, bit: int) -> None:
+    gpt = a_gpt()
+    before = [p.detach().clone().view(torch.int32) for p in gpt.parameters()]
+    fault = Fault("bitflip", 0, 1, "forward", bit=bit)
+    fault.fire(tmp_path / "faults.jsonl", gpt)
+    changed = [a ^ p.detach().view(torch.int32) for a, p in zip(before, gpt.parameters(), strict=True)]
+    flips = [value % 2**32 for tensor in changed for value in tensor.flatten().tolist() if value]
+    assert flips == [1 << bit]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("explode@rank=0,step=1", "KIND is one of kill, stop, exit, raise, hang, slow, oom, disk-full"),
+        ("explode@rank=0,step=1", "KIND is one of kill, stop, exit, raise, hang, slow, oom, disk-full, nan, bitflip"),
         ("kill@rank=0", "is not KIND@rank=R,step=S"),
         ("kill@rank=x,step=1", "is not KIND@rank=R,step=S"),
         ("kill@rank=0,step=1,phase=lunch", "phase one of init, data, forward"),
         ("kill@rank=0,step=1,color=red", "there is no key color"),
+        ("nan@rank=0,step=1,times=0", "times is at least 1"),
+        ("bitflip@rank=0,step=1,bit=32", "bit 0 to 31"),
     ],
 )
 def test_an_unreadable_plan_shows_its_part(text: str, message: str) -> None:

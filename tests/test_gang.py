@@ -20,7 +20,7 @@ from nanoray.bench.gang import Gang, RankFailed, Where, add_where_flags, describ
 from nanoray.bench.processes import session_members
 from nanoray.bench.report import Report
 from nanoray.errors import ConfigError, PlacementError
-from tests.test_launch import end_session, free_port, in_driver, no_actors_left, ray_head, wait_for
+from tests.cluster import end_session, free_port, in_driver, no_actors_left, ray_head, wait_for
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = "tests.test_gang"

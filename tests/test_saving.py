@@ -25,7 +25,7 @@ from nanoray.config import resolve_batch
 from nanoray.data import TokenData
 from nanoray.engine import RuntimeEngine
 from nanoray.errors import CheckpointError
-from nanoray.mesh import Mesh
+from nanoray.mesh import GO_ON, Mesh
 from nanoray.model import GPT, ModelShape
 from nanoray.optim import make_optimizer
 from nanoray.run import RunSpec, write_attempt
@@ -242,11 +242,21 @@ def test_an_exception_does_not_lose_the_checkpoint_that_is_being_written(text: P
     load(spec.checkpoints / "step_00000004")
 
 
+def test_a_rollback_waits_for_the_checkpoint_that_is_being_written(text: Path, tmp_path: Path) -> None:
+    """Training is a step further when it must go back: to step 4, which is not on disk yet, and not to the start."""
+    keys = {"on_nan": "rollback", "checkpoint_every": 4, "faults": "nan@rank=0,step=5"}
+    spec = make_spec(text, tmp_path, **keys)
+    for outcome in run_ranks(spec, 2, first=slow_disk):
+        assert "error" not in outcome, outcome
+    assert f"Rolling back to {spec.checkpoints}/step_00000004" in spec.log(0).read_text()
+    assert steps(spec) == [4, 8]
+
+
 def engine_of(spec: RunSpec) -> RuntimeEngine:
     cfg = spec.config
     gpt = GPT(ModelShape.of(cfg, spec.dataset.vocab_size))
     data = TokenData(spec.dataset, cfg.block_size, cfg.seed, torch.device("cpu"))
-    return RuntimeEngine(spec, resolve_batch(cfg, 1), ALONE, gpt, make_optimizer(gpt, cfg), data, lambda: False)
+    return RuntimeEngine(spec, resolve_batch(cfg, 1), ALONE, gpt, make_optimizer(gpt, cfg), data, lambda: GO_ON)
 
 
 def test_the_last_checkpoint_is_one_that_is_on_disk(text: Path, tmp_path: Path, slow: None) -> None:

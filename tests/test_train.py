@@ -141,7 +141,7 @@ def test_a_loss_that_is_not_finite_names_the_samples(text: Path, tmp_path: Path)
     outcomes = run_ranks(spec, 2)
     assert [o["error"] for o in outcomes] == ["TrainingDiverged"] * 2
     assert "at step 2 the loss is nan" in outcomes[1]["message"]
-    assert "samples 12 to 23); lower lr" in outcomes[1]["message"]
+    assert "samples 12 to 23); done again, it is not finite again: lower lr" in outcomes[1]["message"]
 
 
 def test_a_slow_disk_is_no_failed_collective(text: Path, tmp_path: Path) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import pytest
 
-from nanoray.faults import ProgressStamp
 from nanoray.watchdog import Position, Watchdog, behind
 
 
@@ -23,57 +21,52 @@ from nanoray.watchdog import Position, Watchdog, behind
     ],
 )
 def test_who_is_behind(places: list[tuple[int, str]], late: list[int]) -> None:
-    assert behind([Position(*p) for p in places]) == late
+    assert behind({rank: Position(*place) for rank, place in enumerate(places)}) == late
 
 
-@pytest.fixture
-def stamps(tmp_path: Path) -> list[ProgressStamp]:
-    return [ProgressStamp(tmp_path / f"{rank}.stamp") for rank in (0, 1)]
+def see(dog: Watchdog, *places: tuple[int, str], stamped: float = 0.0) -> None:
+    for rank, place in enumerate(places):
+        dog.see(rank, Position(*place), stamped)
 
 
-def watch(tmp_path: Path, timeout_s: float) -> Watchdog:
-    return Watchdog([tmp_path / "0.stamp", tmp_path / "1.stamp"], timeout_s)
-
-
-def test_silence_is_counted_from_the_last_change(tmp_path: Path, stamps: list[ProgressStamp]) -> None:
-    dog = watch(tmp_path, 0.3)
-    stamps[0].set(7, "backward")
-    stamps[1].set(7, "forward")
-    assert dog.check() is None
+def test_silence_is_counted_from_the_last_change() -> None:
+    dog = Watchdog(range(2), 0.3)
+    see(dog, (7, "backward"), (7, "forward"))
+    assert not dog.hangs()
     time.sleep(0.2)
-    stamps[0].set(7, "backward")  # the same place, stamped again: it lives
-    assert dog.check() is None
+    see(dog, (7, "backward"), (7, "forward"), stamped=1.0)  # the same place, stamped again: it lives
     time.sleep(0.2)
-    assert dog.check() is None, "0.2 s since the last change"
+    see(dog, (7, "backward"), (7, "forward"), stamped=1.0)
+    assert not dog.hangs(), "0.2 s since the last change"
     time.sleep(0.15)
-    assert dog.check() == [(7, "backward"), (7, "forward")]
+    see(dog, (7, "backward"), (7, "forward"), stamped=1.0)  # an answer, but no news
+    assert dog.hangs()
+    assert dog.places() == {0: (7, "backward"), 1: (7, "forward")}
     assert dog.silent_s > 0.3
-    stamps[1].set(7, "data")
-    assert dog.check() is None
+    see(dog, (7, "backward"), (7, "data"))
+    assert not dog.hangs()
 
 
 @pytest.mark.parametrize("phases", [("init", "forward"), ("done", "done"), ("checkpoint", "log")])
-def test_phases_in_which_waiting_is_right(tmp_path: Path, stamps: list[ProgressStamp], phases: tuple[str, str]) -> None:
+def test_phases_in_which_waiting_is_right(phases: tuple[str, str]) -> None:
     """Start-up has a timeout of its own, the end is the end, and writing a checkpoint may take ten times longer."""
-    dog = watch(tmp_path, 0.05)
-    for stamp, phase in zip(stamps, phases, strict=True):
-        stamp.set(3, phase)
-    dog.check()
+    dog = Watchdog(range(2), 0.05)
+    see(dog, *((3, phase) for phase in phases))
     time.sleep(0.15)
-    assert dog.check() is None
+    assert not dog.hangs()
 
 
-def test_a_slow_checkpoint_ends_some_time(tmp_path: Path, stamps: list[ProgressStamp]) -> None:
-    dog = watch(tmp_path, 0.02)
-    stamps[0].set(3, "checkpoint")
-    stamps[1].set(3, "checkpoint")
-    dog.check()
+def test_a_slow_checkpoint_ends_some_time() -> None:
+    dog = Watchdog(range(2), 0.02)
+    see(dog, (3, "checkpoint"), (3, "checkpoint"))
     time.sleep(0.25)
-    assert dog.check() is not None
+    assert dog.hangs()
 
 
-def test_off_and_without_stamps(tmp_path: Path, stamps: list[ProgressStamp]) -> None:
-    for dog in (watch(tmp_path, 0.0), Watchdog([tmp_path / "absent"], 0.01)):
-        dog.check()
-        time.sleep(0.05)
-        assert dog.check() is None
+def test_off_and_before_all_were_seen() -> None:
+    off, half = Watchdog(range(2), 0.0), Watchdog(range(3), 0.01)
+    for dog in (off, half):
+        see(dog, (3, "forward"), (3, "forward"))
+    time.sleep(0.05)
+    assert not off.hangs()
+    assert not half.hangs()

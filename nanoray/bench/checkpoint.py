@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from nanoray.bench.gang import Gang, RankFailed, describe
 from nanoray.bench.ranks import Where
 from nanoray.bench.report import Report, Row, Target, aligned, markdown, number
-from nanoray.config import Batch, load_config
+from nanoray.config import Batch, Config, load_config
 from nanoray.data import DatasetInfo
 from nanoray.errors import CheckpointError, ConfigError
 
@@ -320,11 +320,8 @@ def make_arms(mesh: Any, preset: str, folder: Path) -> tuple[dict[str, Arm], Cal
     import torch
     import torch.distributed.checkpoint as dcp
 
-    from nanoray.checkpoint import load
-    from nanoray.engine import RuntimeEngine
     from nanoray.model import GPT, ModelShape
     from nanoray.optim import make_optimizer, optimizer_tensors
-    from nanoray.run import RunSpec
 
     cfg = load_config(preset=preset, overrides={"optimizer": "adamw", "checkpoint_every": 1, "keep_checkpoints": 1})
     torch.manual_seed(cfg.seed)
@@ -336,39 +333,7 @@ def make_arms(mesh: Any, preset: str, folder: Path) -> tuple[dict[str, Arm], Cal
     optimizer.zero_grad(set_to_none=True)
 
     def tree() -> dict[str, torch.Tensor]:
-        model = {f"model.{name}": tensor for name, tensor in gpt.state_dict().items()}
-        return model | {f"optimizer.{name}": t for name, t in optimizer_tensors(optimizer, gpt).items()}
-
-    (folder / "logs").mkdir()
-    none = DatasetInfo("none", "", folder, "uint16", 0, 0, 0, "", "", {})
-
-    def nanoray(mode: str) -> Arm:
-        config = cfg.model_copy(update={"checkpoint_mode": mode})
-        data: Any = None  # no step is trained with it
-        spec = RunSpec(config, none, folder, time.time())
-        engine = RuntimeEngine(spec, Batch(1, 1, 1), mesh, gpt, optimizer, data, lambda: False)
-        engine.saver.prepare(engine)  # as the loop does after its first step
-
-        def begin(step: int) -> Callable[[], bool]:
-            engine.step = step
-            engine._save()
-
-            def done() -> bool:
-                if engine.saver.busy:
-                    return False
-                engine.saver.news()
-                if engine.saver.committed != step:
-                    raise CheckpointError(f"the checkpoint of round {step} was not written: is the disk full?")
-                return True
-
-            return done
-
-        def read(step: int) -> dict[str, Any]:
-            state = load(spec.checkpoints / f"step_{step:08d}")
-            model = {f"model.{name}": tensor for name, tensor in state.model.items()}
-            return model | {f"optimizer.{name}": tensor for name, tensor in state.optimizer.items()}
-
-        return Arm(begin, read)
+        return _flat(gpt.state_dict(), optimizer_tensors(optimizer, gpt))
 
     def at_once(write: Callable[[], object]) -> Callable[[int], Callable[[], bool]]:
         def begin(step: int) -> Callable[[], bool]:
@@ -376,23 +341,6 @@ def make_arms(mesh: Any, preset: str, folder: Path) -> tuple[dict[str, Arm], Cal
             return lambda: True
 
         return begin
-
-    def raw() -> None:
-        with open(folder / "raw", "wb", buffering=0) as file:
-            for tensor in tree().values():
-                data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-                for start in range(0, len(data), CHUNK):
-                    file.write(data[start : start + CHUNK])
-            os.fsync(file.fileno())
-
-    def torch_save() -> None:
-        torch.save(tree(), folder / "whole.tmp")
-        for path in (folder / "whole.tmp", folder):
-            if path is folder:
-                os.replace(folder / "whole.tmp", folder / "whole.pt")
-            fd = os.open(path, os.O_RDONLY)
-            os.fsync(fd)
-            os.close(fd)
 
     def dcp_async(step: int) -> Callable[[], bool]:
         future: Any = dcp.async_save(tree(), checkpoint_id=folder / "dcp", no_dist=True)
@@ -403,12 +351,85 @@ def make_arms(mesh: Any, preset: str, folder: Path) -> tuple[dict[str, Arm], Cal
         dcp.load(back, checkpoint_id=folder / "dcp", no_dist=True)
         return back
 
+    (folder / "logs").mkdir()
+    own = {
+        mode: _nanoray(cfg.model_copy(update={"checkpoint_mode": mode}), mesh, gpt, optimizer, folder)
+        for mode in ("sync", "async")
+    }
     arms = {
-        RAW: Arm(at_once(raw), None),
-        SYNC: nanoray("sync"),
-        ASYNC: nanoray("async"),
-        TORCH: Arm(at_once(torch_save), lambda step: torch.load(folder / "whole.pt", weights_only=True)),
+        RAW: Arm(at_once(lambda: _write_raw(tree(), folder)), None),
+        SYNC: own["sync"],
+        ASYNC: own["async"],
+        TORCH: Arm(
+            at_once(lambda: _torch_save(tree(), folder)),
+            lambda step: torch.load(folder / "whole.pt", weights_only=True),
+        ),
         DCP: Arm(at_once(lambda: dcp.save(tree(), checkpoint_id=folder / "dcp", no_dist=True)), dcp_read),
         DCP_ASYNC: Arm(dcp_async, dcp_read),
     }
     return arms, tree
+
+
+def _flat(model: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]:
+    return {f"model.{name}": t for name, t in model.items()} | {f"optimizer.{name}": t for name, t in optimizer.items()}
+
+
+def _nanoray(cfg: Config, mesh: Any, gpt: Any, optimizer: Any, folder: Path) -> Arm:
+    """Return the arm that saves as the training loop does."""
+    from nanoray.checkpoint import load
+    from nanoray.engine import RuntimeEngine
+    from nanoray.mesh import GO_ON
+    from nanoray.run import RunSpec
+
+    data: Any = None  # no step is trained with it
+    spec = RunSpec(cfg, DatasetInfo("none", "", folder, "uint16", 0, 0, 0, "", "", {}), folder, time.time())
+    engine = RuntimeEngine(spec, Batch(1, 1, 1), mesh, gpt, optimizer, data, lambda: GO_ON)
+    engine.saver.prepare(engine)  # as the loop does after its first step
+
+    def begin(step: int) -> Callable[[], bool]:
+        engine.step = step
+        engine._save()
+
+        def done() -> bool:
+            if engine.saver.busy:
+                return False
+            engine.saver.news()
+            if engine.saver.committed != step:
+                raise CheckpointError(f"the checkpoint of round {step} was not written: is the disk full?")
+            return True
+
+        return done
+
+    def read(step: int) -> dict[str, Any]:
+        state = load(spec.checkpoints / f"step_{step:08d}")
+        return _flat(state.model, state.optimizer)
+
+    return Arm(begin, read)
+
+
+def _write_raw(tensors: dict[str, Any], folder: Path) -> None:
+    import torch
+
+    with open(folder / "raw", "wb", buffering=0) as file:
+        for tensor in tensors.values():
+            data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            for start in range(0, len(data), CHUNK):
+                chunk = data[start : start + CHUNK]
+                while chunk:  # a write may be partial
+                    chunk = chunk[file.write(chunk) :]
+        os.fsync(file.fileno())
+
+
+def _torch_save(tensors: dict[str, Any], folder: Path) -> None:
+    import torch
+
+    torch.save(tensors, folder / "whole.tmp")
+    _fsync(folder / "whole.tmp")
+    os.replace(folder / "whole.tmp", folder / "whole.pt")
+    _fsync(folder)
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)

@@ -117,7 +117,7 @@ def run_engine(spec: RunSpec, gate: Callable[[], bool], order: dict[str, Any], a
         secret="bench",
         agent_store=True,
     )
-    train(spec, rendezvous, should_stop=gate, store=store)
+    train(spec, rendezvous, wish=gate, store=store)
 
 
 def main() -> int:
