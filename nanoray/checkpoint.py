@@ -19,7 +19,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -72,13 +72,17 @@ class _Damage(Exception):
     """Why a folder is no valid checkpoint: "FILE: reason"."""
 
 
-def save(folder: Path, state: TrainState, keep: int, attempt: str = "") -> Path:
+def save(
+    folder: Path, state: TrainState, keep: int, attempt: str = "", fence: Callable[[], None] | None = None
+) -> Path:
     """Write `folder`/step_XXXXXXXX, then prune to the newest `keep` and the one of lowest val_loss. (rank 0 only)
 
     Tensors may lie on any device and need not be contiguous; at most one at a time is copied, and none may change
     meanwhile. hashlib and os.write release the GIL, so a thread beside the training loop may call this. One process
     saves to a folder at a time: hidden leftovers of others are taken for dead. NaN and infinity in `meta` become null.
-    Raises CheckpointError when it cannot; then older checkpoints are as they were, and nothing half-written remains.
+    `fence` is called before the folder is touched and right before the commit; it raises when this process may not
+    write there any more. Raises CheckpointError when it cannot; then older checkpoints are as they were, and nothing
+    half-written remains.
     """
     assert keep >= 1, keep
     if bad := [f"{key} = {value}" for key, value in state.scaler.items() if not math.isfinite(value)]:
@@ -90,6 +94,8 @@ def save(folder: Path, state: TrainState, keep: int, attempt: str = "") -> Path:
     files = {f: _layout(t) for f, t in zip(TENSOR_FILES, (state.model, state.optimizer, rng), strict=True)}
     rest = {"ranks": len(state.rng), "scaler": state.scaler, "meta": _plain(state.meta, "meta")}
     files[STATE] = [_bytes(json.dumps(rest, indent=1, allow_nan=False).encode())]
+    may_write = fence or (lambda: None)
+    may_write()  # what lies there hidden may be another's, who writes now
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _clean(folder)  # before the space is measured: a killed save leaves gigabytes
@@ -101,12 +107,13 @@ def save(folder: Path, state: TrainState, keep: int, attempt: str = "") -> Path:
         sums = {file: _write(temp / file, parts) for file, parts in files.items()}
         _write(temp / MANIFEST, [_bytes(_manifest_json(sums))])
         _fsync_folder(temp)
+        may_write()
         if final.is_dir():
             os.rename(final, aside)
         os.rename(temp, final)
         _fsync_folder(folder)
     except BaseException as error:
-        _clean(folder)  # removes `temp`, puts `aside` back
+        _clean(folder, tag)  # removes `temp`, puts `aside` back
         if not isinstance(error, OSError):
             raise
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -206,10 +213,10 @@ def _prune(folder: Path, saved: Path, keep: int) -> None:
                 os.rename(path, folder / f".del-{path.name}--{os.getpid()}")
 
 
-def _clean(folder: Path) -> None:
-    """Remove hidden leftovers; put back what was set aside for a replacement that never came."""
+def _clean(folder: Path, tag: str = "") -> None:
+    """Remove hidden leftovers, of one save or of all; put back what was set aside for a replacement that never came."""
     for name in _names(folder, []):
-        if match := _HIDDEN.fullmatch(name):
+        if (match := _HIDDEN.fullmatch(name)) and name.endswith(tag):
             with suppress(OSError):
                 if match[1] == "old" and not os.path.lexists(folder / match[2]):
                     os.rename(folder / name, folder / match[2])

@@ -158,6 +158,9 @@ class Config(BaseModel):
     """validation sequences per evaluation, evenly spaced; the same ones at every world size"""
     checkpoint_every: Natural = _field(250, "log")
     """steps between checkpoints (0 = only at the end and when asked to stop)"""
+    checkpoint_mode: Literal["async", "sync"] = _field("async", "log")
+    """async (training waits for a copy in host memory, as large as weights and optimizer state; a thread of rank 0
+    writes it) | sync (training waits until it is on disk)"""
     keep_checkpoints: Positive = _field(2, "log")
     """newest checkpoints to keep, besides the best one"""
     stop_at: Natural = _field(0, "log")

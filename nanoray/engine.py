@@ -14,31 +14,28 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from nanoray import checkpoint
 from nanoray.callbacks import Callback, now
-from nanoray.checkpoint import TrainState
 from nanoray.config import Batch, batch_for
 from nanoray.data import TokenData
-from nanoray.errors import CheckpointError, TrainingDiverged
+from nanoray.errors import TrainingDiverged
 from nanoray.faults import Fault, ProgressStamp, faults_of
 from nanoray.guards import Guards
 from nanoray.mesh import REGROUP, STOP, Mesh
 from nanoray.metrics import mfu_percent
 from nanoray.model import GPT, flops_per_token
-from nanoray.optim import load_optimizer_tensors, lr_at, optimizer_tensors
+from nanoray.optim import lr_at
 from nanoray.precision import LossScaler, autocast
 from nanoray.run import RunSpec
+from nanoray.saving import Saver, capture, restore
 from nanoray.trace import CommTrace
 
 log = logging.getLogger("nanoray")
-CHECKPOINT_TRIES = 3  # checkpoints in a row that may fail (a full disk, say) before the run does
 
 
 class Regroup(Exception):
@@ -82,8 +79,7 @@ class RuntimeEngine:
         self._train_loss: float | None = None
         self._first_step_s: float | None = None
         self._total_s, self._total_steps = 0.0, 0
-        self._failed_saves = 0
-        self._checkpoint_s: float | None = None
+        self.saver = Saver(spec, self.note)
         self.trace: CommTrace | None = None  # --comm_trace: measures the collectives of some steps
         self.guards = Guards(self)
 
@@ -97,7 +93,7 @@ class RuntimeEngine:
         self._enter("init")
         self._warm_up()
         if not self.live:
-            self._restore()
+            restore(self)
         self.live = True
         if self._pending:  # a step was done when the group broke, and what follows a step was not
             self._finish_step()
@@ -172,6 +168,7 @@ class RuntimeEngine:
                 elapsed, window_start = window_end - window_start, window_end
                 if self._first_step_s is None:
                     self._first_step_s = time.time() - self.spec.started
+                    self.saver.prepare(self)
                 else:
                     record |= self._speed(elapsed, window_steps, data_s)
                 window_steps, data_s = 0, 0.0
@@ -185,7 +182,7 @@ class RuntimeEngine:
                 raise Regroup
 
         self.guards.react(look=True)  # a stop between two logged steps
-        if self._saved_step != self.step:
+        if self.step >= self._first_step:  # else nothing was done, and what was resumed from is there
             self.guards.compare(due=True)
             self._save(final=True)
         self._enter("done")
@@ -350,9 +347,7 @@ class RuntimeEngine:
         }
         if self.peak_flops:
             speed["perf/mfu"] = mfu_percent(tok_per_sec, flops_per_token(self.gpt.shape), self.peak_flops)
-        if self._checkpoint_s is not None:
-            speed["time/checkpoint_s"], self._checkpoint_s = self._checkpoint_s, None
-        return speed
+        return speed | self.saver.news()
 
     @torch.no_grad()
     def _evaluate(self) -> dict[str, float]:
@@ -394,83 +389,17 @@ class RuntimeEngine:
             return "finished"
         return "stopped" if stopping else "stop_at"
 
-    # Checkpoints: rank 0 writes, all ranks contribute their random state.
-
     def _save(self, final: bool = False) -> float:
-        """Write a checkpoint of this step; return the seconds that training waited. (all ranks)
+        """Save a checkpoint of this step; return the seconds that training waited. (all ranks)
 
-        A checkpoint that cannot be written (a full disk) costs a warning; training goes on, and the third failure in a
-        row, or a failed last one, ends it. Weights that are not finite are never written: all ranks raise
-        TrainingDiverged.
+        With checkpoint_mode async it may be on disk later; with `final` it is when this returns. A checkpoint that
+        cannot be written (a full disk) costs a warning; the third failure in a row, or a failed last one, ends the run.
         """
         self._enter("checkpoint")
         start = time.perf_counter()
-        rng = self.mesh.gather(self._rng_state())
-        if not torch.isfinite(get_total_norm(self.params)):
-            raise TrainingDiverged(
-                f"after step {self.step} the weights are not finite; lower lr, or set grad_clip. The last checkpoint "
-                "before it is good"
-            )
-        if rng is not None:
-            self._write(rng, final)
-        self.mesh.barrier()  # (all ranks) wait here, where patience is long, and not in the next collective
-        self._saved_step = self.step
-        self._checkpoint_s = time.perf_counter() - start
-        log.info("checkpoint of step %d took %.3f s", self.step, self._checkpoint_s)
-        return self._checkpoint_s
-
-    def _write(self, rng: list[dict[str, Tensor]], final: bool) -> None:
-        """Write the checkpoint's files. (rank 0 only)"""
-        state = TrainState(
-            model=self.gpt.state_dict(),
-            optimizer=optimizer_tensors(self.optimizer, self.gpt),
-            rng=rng,
-            scaler=self.scaler.state_dict(),
-            meta={
-                "step": self.step,
-                "samples_seen": self.samples,
-                "world_size": self.mesh.world_size,
-                "attempt": self.spec.attempt,
-                "val_loss": self.val_loss if self._evaluated_step == self.step else None,
-                "best_val_loss": self.best_val_loss,
-                "model_shape": self.gpt.shape.to_dict(),
-                "config": self.cfg.model_dump(),
-                "dataset": self.spec.dataset.to_dict(),
-            },
-        )
-        try:
-            checkpoint.save(self.spec.checkpoints, state, self.cfg.keep_checkpoints, str(self.spec.attempt))
-            self._failed_saves = 0
-        except CheckpointError as error:
-            self._failed_saves += 1
-            if final or self._failed_saves >= CHECKPOINT_TRIES:
-                raise
-            self.note(f"warning  checkpoint of step {self.step} skipped, training goes on: {error}")
-
-    def _restore(self) -> None:
-        """Load the checkpoint that spec.resume names, if any. (all ranks)"""
-        path = self.spec.resume
-        if not path:
-            return
-        state = checkpoint.load(Path(path))
-        checkpoint.check_shape(state, self.gpt.shape.to_dict(), path)
-        self.gpt.load_state_dict(state.model)
-        load_optimizer_tensors(self.optimizer, self.gpt, state.optimizer)
-        self.scaler.load_state_dict(state.scaler)
-        meta = state.meta
-        self.step, self.samples = meta["step"], meta["samples_seen"]
-        self.val_loss, self.best_val_loss = meta["val_loss"], meta["best_val_loss"]
-        self._saved_step, self._first_step = self.step, self.step + 1
-        self.note(f"resume  from step {self.step} of {path}")
-        if meta["world_size"] == self.mesh.world_size:
-            self._set_rng_state(state.rng[self.mesh.rank])
-        else:
-            self.note(
-                f"resume  written by {meta['world_size']} ranks, now {self.mesh.world_size}: same batches, but sums in "
-                "another order and new dropout masks, so losses agree closely and not bit for bit"
-            )
-        if meta["dataset"]["tokens_sha256"] != self.spec.dataset.tokens_sha256:
-            self.note(f"resume  the dataset is another one now ({meta['dataset']['name']} then)")
+        self.saver.save(self.mesh, capture(self), final)
+        self._saved_step = self.step  # taken, and perhaps not on disk yet: the last one makes sure
+        return self.saver.paused(self.step, time.perf_counter() - start)
 
     # A rank was lost: the others keep what they have, and a new one takes it from their memory.
 
@@ -479,12 +408,14 @@ class RuntimeEngine:
         self.optimizer.zero_grad(set_to_none=True)
         self.trace = None
         self.model = self.gpt
+        self.saver.detach()
 
     def attach(self, spec: RunSpec, mesh: Mesh) -> None:
         """Take the new groups and the new attempt; the global batch stays, however many ranks share it."""
         if self.peak_flops:
             self.peak_flops *= mesh.world_size / self.mesh.world_size
         self.spec, self.mesh = spec, mesh
+        self.saver.attach(spec)
         self.batch = batch_for(self.cfg, mesh.seats, mesh.world_size) or self.batch
         self._faults = self._planned_faults()
 

@@ -28,6 +28,7 @@ from nanoray.model import GPT, LMHead
 from nanoray.optim import lr_at, optimizer_tensors
 from nanoray.precision import autocast
 from nanoray.recovery import adopt
+from nanoray.saving import restore
 
 if TYPE_CHECKING:
     from nanoray.engine import RuntimeEngine
@@ -218,6 +219,7 @@ class Guards:
         """Go back to the newest valid checkpoint, and on with the data after the bad step. (all ranks)"""
         engine, mesh = self.engine, self.engine.mesh
         path = ""
+        engine.saver.forget()
         if mesh.rank == 0:
             newest, _ = checkpoint.newest_valid(engine.spec.checkpoints)
             path = str(newest.path) if newest else engine.spec.resume  # or where the run came from
@@ -232,7 +234,7 @@ class Guards:
         cursor = engine.samples + engine.batch.global_size
         spec = engine.spec
         engine.spec = replace(spec, resume=path)
-        engine._restore()
+        restore(engine)
         engine.spec, engine.samples = spec, cursor
         engine._evaluated_step = engine._emitted_step = self._compared = -1  # those steps come again
         engine.optimizer.zero_grad(set_to_none=True)

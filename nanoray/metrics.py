@@ -69,6 +69,12 @@ METRICS: dict[str, Metric] = {
             "small against checkpoint_every steps",
         ),
         Metric(
+            "time/checkpoint_write_s",
+            "s",
+            "wall time of writing the newest checkpoint on disk; with checkpoint_mode async training went on meanwhile",
+            "below the time of checkpoint_every steps, else checkpoints wait for each other",
+        ),
+        Metric(
             "perf/tok_per_sec",
             "token/s",
             "tokens per second of all ranks: global batch x block_size / step_ms",

@@ -10,24 +10,40 @@ runs/2026-11-21_101500_shakespeare-cpu/
     comm/            with --comm_trace: every collective, and the timeline
     faults.jsonl     what failed, and what came of it;  `nanoray faults` tells the story
     logs/rank0.log   what each rank said;  rank0.stamp: where it was last;  rank0.death: how its process ended
+    attempt          which attempt may write checkpoints: a number
+    lock             held by the process that uses the run, whose pid and host it names
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import platform
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from nanoray import __version__
 from nanoray.config import Config
 from nanoray.data import DatasetInfo
-from nanoray.errors import ConfigError
+from nanoray.errors import CheckpointError, ConfigError
+
+LOCK_WAIT_S = 2.0  # a process that was killed takes a moment to go
+
+
+class RunLock:
+    """The open file whose flock keeps a run folder for one process; the kernel lets go of it when the process dies."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __del__(self) -> None:
+        os.close(self._fd)
 
 
 @dataclass(frozen=True)
@@ -41,6 +57,7 @@ class RunSpec:
     resume: str = ""  # a run folder or a step folder to start from
     attempt: int = 0
     notes: tuple[str, ...] = ()
+    lock: RunLock | None = field(default=None, repr=False, compare=False)  # stays in the process that opened the run
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-safe dict; `from_dict` reads it back."""
@@ -103,7 +120,8 @@ def open_run(config: Config, dataset: DatasetInfo, started: float) -> RunSpec:
     """Make the run's folder, or find the one to continue, and write config.json and run.json. (one process)
 
     `--resume auto` and the folder of a run under out_dir continue in that folder; a single checkpoint, or a run that
-    lives elsewhere, starts a new folder from it. Raises CheckpointError when there is nothing to resume at a PATH.
+    lives elsewhere, starts a new folder from it. The run is locked for as long as the spec lives, or this process.
+    Raises CheckpointError when there is nothing to resume at a PATH, ConfigError when another process uses that run.
     """
     out_dir = Path(config.out_dir).expanduser().resolve()
     resume, notes, folder = "", [], None
@@ -122,10 +140,13 @@ def open_run(config: Config, dataset: DatasetInfo, started: float) -> RunSpec:
             folder = found.run_dir.resolve() if own else None
             resume = str(found.run_dir.resolve() if own else found.path.resolve())
     folder = folder or _new_folder(out_dir, config.name)
+    lock, warning = lock_run(folder)
+    notes += [warning] if warning else []
     for name in ("checkpoints", "logs"):
         (folder / name).mkdir(exist_ok=True)
     (folder / "summary.json").unlink(missing_ok=True)  # how an earlier part of the run ended is no longer true
-    spec = RunSpec(config, dataset, folder, started, resume, 0, tuple(notes))
+    write_attempt(folder, 0)
+    spec = RunSpec(config, dataset, folder, started, resume, 0, tuple(notes), lock)
     write_json(folder / "config.json", config.model_dump())
     write_json(folder / "run.json", spec.to_dict())
     return spec
@@ -149,10 +170,59 @@ def _new_folder(out_dir: Path, name: str) -> Path:
     raise ConfigError(f"out_dir = {out_dir} already has 999 runs of this second; use another --name")
 
 
+def lock_run(folder: Path) -> tuple[RunLock | None, str]:
+    """Lock a run's folder for this process; return the lock, and a warning where the file system knows no locks.
+
+    A process that has it already gets None and goes on. Raises ConfigError when another one holds the lock.
+    """
+    path, own = folder / "lock", f"pid {os.getpid()} on {platform.node()}"
+    lock = RunLock(fd := os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # closed with its last reference
+    deadline = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            holder = path.read_text(encoding="utf-8").strip() or "another process"
+        except OSError as error:
+            return None, f"warning  {folder} cannot be locked ({error.strerror}): see to it that one command uses it"
+        if holder == own:
+            return None, ""
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"run {folder} is in use by {holder}; wait for its end, or start a new run from one of its checkpoints "
+                f"(--resume {folder}/checkpoints/step_...). If that process is gone, with its host, remove {path}"
+            )
+        time.sleep(0.1)  # it may just be dying
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{own}\n".encode(), 0)
+    return lock, ""
+
+
+def write_attempt(folder: Path, attempt: int) -> None:
+    """Let this attempt alone write checkpoints from now on. (whoever starts an attempt, before its ranks begin)"""
+    _replace_text(folder / "attempt", f"{attempt}\n")
+
+
+def read_attempt(folder: Path) -> int | None:
+    """Return which attempt may write checkpoints; None where nobody said so. Raises CheckpointError."""
+    path = folder / "attempt"
+    try:
+        return int(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot tell from {path} which attempt may write ({error}); remove it") from None
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write JSON so that a reader never sees half of it."""
+    _replace_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def _replace_text(path: Path, text: str) -> None:
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    aside.write_text(text, encoding="utf-8")
     os.replace(aside, path)
 
 

@@ -147,8 +147,8 @@ def train(
             except NanorayError as error:  # the training is done and saved; a sample is an extra
                 engine.note(f"warning  no sample of text: {error}")
     finally:
-        for callback in engine.callbacks:
-            callback.close()
+        for close in (engine.saver.close, *(callback.close for callback in engine.callbacks)):
+            close()
     return outcome
 
 

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,13 @@ def make_spec(text: Path, out_dir: Path, **overrides: Any) -> RunSpec:
     return open_run(config, prepare(config), time.time())
 
 
-def run_ranks(specs: RunSpec | list[RunSpec], world: int, timeout_s: float = 90) -> list[dict[str, Any]]:
-    """Train one spec (or one per rank) on `world` real ranks; return each rank's outcome or {"error": ...}."""
+def run_ranks(
+    specs: RunSpec | list[RunSpec], world: int, timeout_s: float = 90, first: Callable[[], None] | None = None
+) -> list[dict[str, Any]]:
+    """Train one spec (or one per rank) on `world` real ranks; return each rank's outcome or {"error": ...}.
+
+    Each rank's process calls `first` before it trains: a function of a module, to make its machine a worse one.
+    """
     specs = specs if isinstance(specs, list) else [specs] * world
     store = open_store("127.0.0.1", world, 30) if world > 1 else None
     pipes, processes = [], []
@@ -68,7 +74,8 @@ def run_ranks(specs: RunSpec | list[RunSpec], world: int, timeout_s: float = 90)
             secret="test",
             agent_store=True,
         )
-        process = _context.Process(target=_rank_main, args=(specs[rank].to_dict(), rendezvous, there), daemon=True)
+        order = specs[rank].to_dict(), rendezvous, there, first
+        process = _context.Process(target=_rank_main, args=order, daemon=True)
         process.start()
         there.close()
         pipes.append(here)
@@ -90,10 +97,12 @@ def run_ranks(specs: RunSpec | list[RunSpec], world: int, timeout_s: float = 90)
     return results
 
 
-def _rank_main(spec: dict[str, Any], rendezvous: Rendezvous, pipe: Any) -> None:
+def _rank_main(spec: dict[str, Any], rendezvous: Rendezvous, pipe: Any, first: Callable[[], None] | None) -> None:
     from nanoray.train import train
 
     try:
+        if first:
+            first()
         outcome = train(RunSpec.from_dict(spec), rendezvous)
     except BaseException as error:
         outcome = {"error": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}

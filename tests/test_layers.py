@@ -18,7 +18,7 @@ LAYERS = [
     {"devices", "mesh", "data", "optim", "precision", "comm", "algorithms", "metrics"},
     {"run", "model", "checkpoint", "faults", "callbacks", "timeline", "trace", "parallel", "parallel.ddp"},
     {"watchdog", "failures"},
-    {"engine", "guards", "recovery", "report"},
+    {"engine", "saving", "guards", "recovery", "report"},
     {"train"},
     {"worker"},
     {"placement"},

@@ -40,6 +40,10 @@ BENCHES = {
     "scaling": ("nanoray.bench.scaling", "step time from 1 to 4096 ranks: a fitted model, checked at 3 and 4"),
     "recovery": ("nanoray.bench.recovery", "how long training stands still when a rank is killed; goodput under kills"),
     "mig": ("nanoray.bench.mig", "MIG slices: what is there, what would run where, and what it gains"),
+    "checkpoint": (
+        "nanoray.bench.checkpoint",
+        "what a checkpoint costs training: nanoray's two modes, torch.save and DCP, against the raw disk",
+    ),
 }
 QUICK_IN_ALL = {
     "train": ["--arms", "plain,torchrun"],

@@ -1,0 +1,435 @@
+"""`python -m nanoray.bench checkpoint`: what a checkpoint costs training, and how near its writing is to the disk.
+
+    raw disk        the same bytes in one file: write and fsync, nothing else; the limit of all others
+    nanoray sync    --checkpoint_mode sync: training waits until it is on disk, hashed and renamed
+    nanoray async   --checkpoint_mode async: training waits for a copy
+    torch.save      the same tensors, fsync, rename, fsync of the folder: no sums
+    dcp.save        torch.distributed.checkpoint with its defaults, as one process
+    dcp.async_save  the same in its thread
+
+One process holds a preset's weights and their Adam state and trains a small GPT on one thread meanwhile. Every round
+does all arms in turn. Before and after each, steps run without a save; what a save makes the same steps take longer is
+the training time lost: the stall, and what the writing takes from the steps beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nanoray.bench.gang import Gang, RankFailed, describe
+from nanoray.bench.ranks import Where
+from nanoray.bench.report import Report, Row, Target, aligned, markdown, number
+from nanoray.config import Batch, Config, load_config
+from nanoray.data import DatasetInfo
+from nanoray.errors import CheckpointError, ConfigError
+
+RAW, SYNC, ASYNC, TORCH, DCP, DCP_ASYNC = ARMS = (
+    *("raw disk", "nanoray sync", "nanoray async"),
+    *("torch.save", "dcp.save", "dcp.async_save"),
+)
+STALL, DONE, LOST, RATE = "stall", "on disk after", "training time lost", "written"
+OF_STALL, OF_LOST, OF_DISK = "stall, of nanoray sync", "lost, of nanoray sync", "of raw disk"
+WRONG = "tensors that read back with other bits than training had when they were saved"
+STALL_LIMIT, LOST_LIMIT = 6.0, 12.0  # % of a synchronous save
+STEP_PRESET = "tiny"  # what trains beside: many small operations, so that a writer that holds Python's lock shows
+TAIL_STEPS = 5  # steps after a save that still count to it
+CHUNK = 8 << 20
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add this benchmark's flags."""
+    parser.add_argument("--workers", type=int, metavar="N", help="one rank writes: 1")
+    parser.add_argument("--device", choices=("auto", "cuda", "mig", "cpu"), default="auto", help="where the state is")
+    parser.add_argument("--preset", help="whose weights and Adam state [gpt2-124m; with --quick shakespeare-char]")
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all arms [7; 3 with --quick]")
+    parser.add_argument("--folder", type=Path, metavar="DIR", help="write on this disk [the system's temporary folder]")
+    parser.add_argument(
+        "--threads", type=int, default=1, metavar="N", help="of training; its cores' rest may write [1]"
+    )
+    parser.add_argument("--timeout_s", type=float, default=600.0, help="a rank silent for longer has failed [600]")
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    """Measure every arm in turns and fill the report. Everything that is written is removed again."""
+    rounds = (3 if args.quick else 7) if args.rounds is None else args.rounds
+    if "RANK" in os.environ:
+        raise ConfigError("bench checkpoint starts its own process, but RANK is set; run it without torchrun")
+    if args.workers not in (None, 1):
+        raise ConfigError(f"workers = {args.workers}: one rank writes, the others would watch; use --workers 1")
+    if min(rounds, args.threads) < 1 or args.timeout_s <= 0:
+        raise ConfigError(
+            f"rounds = {rounds}, threads = {args.threads}, timeout_s = {args.timeout_s:g}; all must be above 0"
+        )
+    preset = args.preset or ("shakespeare-char" if args.quick else "gpt2-124m")
+    need, disk = _bytes_of(preset), args.folder or Path(tempfile.gettempdir())
+    if not disk.is_dir() or not os.access(disk, os.W_OK):
+        raise ConfigError(f"folder = {disk}: missing or read-only; make it first")
+    if (free := shutil.disk_usage(disk).free) < 1.5 * need:
+        raise ConfigError(
+            f"folder = {disk} has {free / 1e9:.2f} GB free, and a checkpoint of preset {preset} takes "
+            f"{need / 1e9:.2f}; give a --folder with room for 1.5 of them, or a smaller --preset"
+        )
+    recipe = f"preset {preset}, {rounds} rounds after one to warm up, training on {args.threads} thread(s) meanwhile"
+    report.conditions |= {"recipe": recipe, "disk": f"{file_system(disk)}, {free / 1e9:.0f} GB free"}
+    order = {"preset": preset, "rounds": rounds, "window_s": 0.2 if args.quick else 1.0, "threads": args.threads}
+    found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
+    wrong: dict[str, int | None] = {}
+    with (
+        tempfile.TemporaryDirectory(prefix="nanoray-checkpoint-", dir=disk) as folder,
+        Gang(Where(1, "processes", args.device, timeout_s=args.timeout_s)) as gang,
+    ):
+        describe(report, gang)
+        try:
+            for event in gang.run("nanoray.bench.checkpoint:measure_rank", order | {"folder": folder}):
+                if "state" in event:
+                    report.conditions["state"] = event["state"]
+                elif "wrong" in event:
+                    wrong[event["arm"]] = event["wrong"]
+                else:
+                    found[event["arm"]].append(event)
+                    told = f"stall {event['stall_s']:.3f} s, on disk after {event['done_s']:.3f} s"
+                    print(f"round {event['round']}  {event['arm']:<14} {told}", file=sys.stderr, flush=True)
+        except RankFailed as error:
+            report.failures.append(str(error))
+    add_rows(report, found, wrong)
+
+
+def _bytes_of(preset: str) -> int:
+    """Return about how many bytes a checkpoint takes: weights, the tied head once more, and two moments, in float32."""
+    from nanoray.model import ModelShape, count_parameters
+
+    shape = ModelShape.of(load_config(preset=preset), _vocabulary(preset))
+    return 4 * (3 * count_parameters(shape) + shape.vocab_size * shape.n_embd)
+
+
+def _vocabulary(preset: str) -> int:
+    from nanoray.bench.simulate import VOCAB
+
+    return VOCAB[load_config(preset=preset).tokenizer]
+
+
+def file_system(folder: Path) -> str:
+    """Return the kind of file system that holds `folder`, and where it is mounted, where Linux says it."""
+    try:
+        mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return "file system unknown"
+    real = folder.resolve()
+    holding = [(len(at), kind, at) for at, kind in mounts if real == Path(at) or Path(at) in real.parents]
+    return "{1} at {2}".format(*max(holding)) if holding else "file system unknown"
+
+
+def add_rows(report: Report, found: dict[str, list[dict[str, Any]]], wrong: dict[str, int | None]) -> None:
+    """Add each arm's rows, with shares of what nanoray's own sync save and the raw disk took in the same round."""
+
+    def row(arm: str, metric: str, unit: str, values: list[float], note: str = "", **more: Any) -> Row:
+        report.rows.append(Row(arm, metric, unit, tuple(values), note, **more))
+        return report.rows[-1]
+
+    def shares(values: list[float], of: list[float]) -> list[float]:
+        return [100 * value / whole for value, whole in zip(values, of, strict=False)]
+
+    def rates(events: list[dict[str, Any]]) -> list[float]:
+        return [e["bytes"] / e["done_s"] / 1e9 for e in events]
+
+    sync = [e["stall_s"] for e in found[SYNC]]
+    for arm, events in found.items():
+        note = f"{events[0]['bytes'] / 1e9:.3g} GB" if events else ""
+        row(arm, DONE, "s", [e["done_s"] for e in events], note, wrong=wrong.get(arm))
+        row(arm, RATE, "GB/s", rates(events))
+        if arm == RAW:
+            continue
+        row(arm, OF_DISK, "%", shares(rates(events), rates(found[RAW])), "paired by round, as the other shares")
+        stalls, lost = ([e[key] for e in events] for key in ("stall_s", "lost_s"))
+        row(arm, STALL, "s", stalls)
+        row(arm, LOST, "s", lost, f"a step takes {1e3 * events[0]['step_s']:.1f} ms without a save" if events else "")
+        of_stall, of_lost = (row(arm, m, "%", shares(v, sync)) for m, v in ((OF_STALL, stalls), (OF_LOST, lost)))
+        if arm == ASYNC:
+            report.targets.append(Target(f"{ASYNC}: {OF_STALL}, %", of_stall, "<=", STALL_LIMIT))
+            report.targets.append(Target(f"{ASYNC}: {OF_LOST}, %", of_lost, "<=", LOST_LIMIT))
+
+
+COLUMNS = {STALL: "stall, s", OF_STALL: "of sync, %", LOST: "lost, s", OF_LOST: "of sync, %"}
+COLUMNS |= {DONE: "on disk after, s", RATE: "GB/s", OF_DISK: "of raw disk, %"}
+
+
+def lines(report: Report) -> list[str]:
+    """Return a table with a line per arm: medians with their quartiles."""
+
+    def cell(arm: str, metric: str) -> str:
+        row = report.row(arm, metric)
+        if row is None or not row.values:
+            return "" if row is None else "FAILED"
+        return f"{number(row.median)} ({' .. '.join(map(number, row.quartiles))})"
+
+    table = [("", *COLUMNS.values(), "n", "wrong", "")]
+    for row in (r for r in report.rows if r.metric == DONE):
+        wrong = "" if row.wrong is None else str(row.wrong)
+        numbers = (cell(row.arm, metric) for metric in COLUMNS)
+        table.append((row.arm, *numbers, str(row.n), wrong, row.problem or row.note))
+    return aligned(table, right=set(range(1, len(COLUMNS) + 3)))
+
+
+def paste(report: Report) -> list[str]:
+    """Return a table for a README: medians, with the range of the seconds."""
+
+    def cell(arm: str, metric: str) -> str:
+        row = report.row(arm, metric)
+        if row is None or not row.values:
+            return ""
+        spread = f" ({number(min(row.values))}–{number(max(row.values))})" if row.unit == "s" else ""
+        return number(row.median) + spread
+
+    arms = [r.arm for r in report.rows if r.metric == DONE and r.values]
+    return markdown(("arm", *COLUMNS.values()), [(arm, *(cell(arm, m) for m in COLUMNS)) for arm in arms])
+
+
+def draw(report: Report, path: Path) -> None:
+    """Draw what a save costs training, and how fast it gets on disk; lines are min to max."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    def bars(axes: Any, arms: list[str], metric: str, offset: float, label: str) -> None:
+        rows = [r for arm in arms if (r := report.row(arm, metric)) and r.values]
+        at = [arms.index(r.arm) + offset for r in rows]
+        spread = [[r.median - min(r.values) for r in rows], [max(r.values) - r.median for r in rows]]
+        axes.barh(at, [r.median for r in rows], xerr=spread, height=0.36, label=label, capsize=2)
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
+    savers = [arm for arm in ARMS if arm != RAW]
+    bars(left, savers, STALL, -0.19, "stall")
+    bars(left, savers, LOST, 0.19, "all training time lost")
+    left.set_yticks(range(len(savers)), savers)
+    left.set(title="what one checkpoint costs training", xlabel="s, median")
+    left.legend(fontsize=8)
+    bars(right, list(ARMS), RATE, 0, "")
+    right.set_yticks(range(len(ARMS)), ARMS)
+    right.set(title="from the call until it is on disk", xlabel="GB/s, median")
+    for axes in (left, right):
+        axes.invert_yaxis()
+    told = report.conditions
+    figure.supxlabel(f"{told.get('state', '')} · {told['recipe']} · {told['disk']}", fontsize=7)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+# On the rank.
+
+
+class Arm(NamedTuple):
+    """One way to save."""
+
+    begin: Callable[[int], Callable[[], bool]]  # save the state as of a step; the result says whether it is on disk
+    read: Callable[[int], dict[str, Any]] | None  # read it back: tensors by name
+
+
+def measure_rank(mesh: Any, order: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
+    """Run the rounds. Emits what the state is, per arm its wrong tensors, and one event per arm and round."""
+    import gc
+
+    import torch
+
+    torch.set_num_threads(order["threads"])
+    folder = Path(order["folder"])
+    arms, tree = make_arms(mesh, order["preset"], folder)
+    size = sum(t.nbytes for t in tree().values())
+    emit({"state": f"{size / 1e9:.3g} GB in {len(tree())} tensors on {mesh.device}"})
+    step = make_step(mesh.device)
+
+    def seconds_per_step(window_s: float) -> float:
+        start, steps = time.perf_counter(), 0
+        while (elapsed := time.perf_counter() - start) < window_s or steps < TAIL_STEPS:
+            step()
+            steps += 1
+        return elapsed / max(1, steps)
+
+    seconds_per_step(order["window_s"])
+    for turn in range(order["rounds"] + 1):
+        shift = turn % len(ARMS)
+        for arm in ARMS[shift:] + ARMS[:shift]:
+            gc.collect()
+            before = seconds_per_step(order["window_s"])
+            start, steps = time.perf_counter(), 0
+            done = arms[arm].begin(turn)
+            stall_s = time.perf_counter() - start
+            while not done():
+                step()
+                steps += 1
+            done_s = time.perf_counter() - start
+            for _ in range(TAIL_STEPS):
+                step()
+            elapsed_s = time.perf_counter() - start
+            step_s = (before + seconds_per_step(order["window_s"])) / 2
+            read = arms[arm].read
+            if turn:
+                event = {"arm": arm, "round": turn, "stall_s": stall_s, "done_s": done_s, "step_s": step_s}
+                written = sum(path.stat().st_size for path in folder.rglob("*") if path.name != "rank0.stamp")
+                emit(event | {"lost_s": elapsed_s - (steps + TAIL_STEPS) * step_s, "bytes": written})
+            elif read:
+                back = read(turn)
+                emit({"arm": arm, "wrong": sum(not same_bits(t, back.get(name)) for name, t in tree().items())})
+                del back
+            for path in folder.iterdir():
+                if path.name != "logs":
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def same_bits(ours: Any, theirs: Any) -> bool:
+    """Whether a tensor came back with the same shape, kind and bits."""
+    import torch
+
+    if theirs is None or (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+        return False
+    return torch.equal(*(t.cpu().contiguous().reshape(-1).view(torch.uint8) for t in (ours, theirs)))
+
+
+def make_step(device: Any) -> Callable[[], None]:
+    """Return a real training step of a small GPT, which waits for the device."""
+    import torch
+
+    from nanoray.comm import wait_for
+    from nanoray.model import GPT, ModelShape
+    from nanoray.optim import make_optimizer
+
+    cfg = load_config(preset=STEP_PRESET)
+    gpt = GPT(ModelShape.of(cfg, _vocabulary(STEP_PRESET)), 0.0).to(device)
+    optimizer = make_optimizer(gpt, cfg)
+    x, y = (torch.randint(65, (cfg.global_batch_size, cfg.block_size), device=device) for _ in range(2))  # (B, T)
+
+    def step() -> None:
+        gpt(x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        wait_for(device)
+
+    return step
+
+
+def make_arms(mesh: Any, preset: str, folder: Path) -> tuple[dict[str, Arm], Callable[[], dict[str, Any]]]:
+    """Return the arms, which save one and the same state below `folder`, and a function that returns that state."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from nanoray.model import GPT, ModelShape
+    from nanoray.optim import make_optimizer, optimizer_tensors
+
+    cfg = load_config(preset=preset, overrides={"optimizer": "adamw", "checkpoint_every": 1, "keep_checkpoints": 1})
+    torch.manual_seed(cfg.seed)
+    gpt = GPT(ModelShape.of(cfg, _vocabulary(preset)), 0.0).to(mesh.device)
+    optimizer = make_optimizer(gpt, cfg)
+    for p in gpt.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()  # moments of every parameter
+    optimizer.zero_grad(set_to_none=True)
+
+    def tree() -> dict[str, torch.Tensor]:
+        return _flat(gpt.state_dict(), optimizer_tensors(optimizer, gpt))
+
+    def at_once(write: Callable[[], object]) -> Callable[[int], Callable[[], bool]]:
+        def begin(step: int) -> Callable[[], bool]:
+            write()
+            return lambda: True
+
+        return begin
+
+    def dcp_async(step: int) -> Callable[[], bool]:
+        future: Any = dcp.async_save(tree(), checkpoint_id=folder / "dcp", no_dist=True)
+        return lambda: future.done() and bool(future.result())  # raises what went wrong
+
+    def dcp_read(step: int) -> dict[str, Any]:
+        back = {name: torch.empty_like(tensor) for name, tensor in tree().items()}
+        dcp.load(back, checkpoint_id=folder / "dcp", no_dist=True)
+        return back
+
+    (folder / "logs").mkdir()
+    own = {
+        mode: _nanoray(cfg.model_copy(update={"checkpoint_mode": mode}), mesh, gpt, optimizer, folder)
+        for mode in ("sync", "async")
+    }
+    arms = {
+        RAW: Arm(at_once(lambda: _write_raw(tree(), folder)), None),
+        SYNC: own["sync"],
+        ASYNC: own["async"],
+        TORCH: Arm(
+            at_once(lambda: _torch_save(tree(), folder)),
+            lambda step: torch.load(folder / "whole.pt", weights_only=True),
+        ),
+        DCP: Arm(at_once(lambda: dcp.save(tree(), checkpoint_id=folder / "dcp", no_dist=True)), dcp_read),
+        DCP_ASYNC: Arm(dcp_async, dcp_read),
+    }
+    return arms, tree
+
+
+def _flat(model: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]:
+    return {f"model.{name}": t for name, t in model.items()} | {f"optimizer.{name}": t for name, t in optimizer.items()}
+
+
+def _nanoray(cfg: Config, mesh: Any, gpt: Any, optimizer: Any, folder: Path) -> Arm:
+    """Return the arm that saves as the training loop does."""
+    from nanoray.checkpoint import load
+    from nanoray.engine import RuntimeEngine
+    from nanoray.mesh import GO_ON
+    from nanoray.run import RunSpec
+
+    data: Any = None  # no step is trained with it
+    spec = RunSpec(cfg, DatasetInfo("none", "", folder, "uint16", 0, 0, 0, "", "", {}), folder, time.time())
+    engine = RuntimeEngine(spec, Batch(1, 1, 1), mesh, gpt, optimizer, data, lambda: GO_ON)
+    engine.saver.prepare(engine)  # as the loop does after its first step
+
+    def begin(step: int) -> Callable[[], bool]:
+        engine.step = step
+        engine._save()
+
+        def done() -> bool:
+            if engine.saver.busy:
+                return False
+            engine.saver.news()
+            if engine.saver.committed != step:
+                raise CheckpointError(f"the checkpoint of round {step} was not written: is the disk full?")
+            return True
+
+        return done
+
+    def read(step: int) -> dict[str, Any]:
+        state = load(spec.checkpoints / f"step_{step:08d}")
+        return _flat(state.model, state.optimizer)
+
+    return Arm(begin, read)
+
+
+def _write_raw(tensors: dict[str, Any], folder: Path) -> None:
+    import torch
+
+    with open(folder / "raw", "wb", buffering=0) as file:
+        for tensor in tensors.values():
+            data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            for start in range(0, len(data), CHUNK):
+                chunk = data[start : start + CHUNK]
+                while chunk:  # a write may be partial
+                    chunk = chunk[file.write(chunk) :]
+        os.fsync(file.fileno())
+
+
+def _torch_save(tensors: dict[str, Any], folder: Path) -> None:
+    import torch
+
+    torch.save(tensors, folder / "whole.tmp")
+    _fsync(folder / "whole.tmp")
+    os.replace(folder / "whole.tmp", folder / "whole.pt")
+    _fsync(folder)
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)

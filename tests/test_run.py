@@ -1,0 +1,127 @@
+"""A run's folder: one command at a time uses it, and one attempt at a time writes to it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoray.errors import CheckpointError, ConfigError
+from nanoray.run import RunSpec, lock_run, read_attempt, write_attempt
+from tests.ranks import TINY, make_spec, run_ranks
+
+HOLD = "import sys, time; from pathlib import Path; from nanoray.run import lock_run\n"
+HOLD += "lock = lock_run(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the lock of a folder."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout
+        assert process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_run_in_use_is_refused_and_left_alone(text: Path, tmp_path: Path) -> None:
+    """Until the process that uses it dies, by whatever cause."""
+    spec = make_spec(text, tmp_path, stop_at=2)
+    run_ranks(spec, 1)
+    (spec.folder / "summary.json").write_text("as it was")
+    folder = spec.folder
+    del spec
+    with held(folder) as process:
+        with pytest.raises(ConfigError) as error:
+            make_spec(text, tmp_path, resume="auto")
+        assert re.match(
+            rf"run {folder} is in use by pid {process.pid} on {platform.node()}; wait for its end, or start a new run "
+            rf"from one of its checkpoints \(--resume {folder}/checkpoints/step_\.\.\.\)\. If that process is gone, "
+            rf"with its host, remove {folder}/lock$",
+            str(error.value),
+        )
+        assert (folder / "summary.json").read_text() == "as it was"
+        other = make_spec(text, tmp_path, resume=str(folder / "checkpoints" / "step_00000002"))
+        assert other.folder != folder, "a new run from its checkpoint disturbs nobody"
+        process.kill()
+        again = make_spec(text, tmp_path, resume=str(folder))  # it may still be dying
+    assert again.folder == folder
+    assert again.lock
+    assert (folder / "lock").read_text() == f"pid {os.getpid()} on {platform.node()}\n"
+
+
+def test_a_second_command_on_a_live_run_is_refused(text: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "words.yaml"
+    values = TINY | {"dataset": str(text), "data_dir": str(tmp_path / "cache"), "checkpoint_every": 5}
+    recipe.write_text("".join(f"{key}: {value}\n" for key, value in values.items()))
+    command = [sys.executable, "-m", "nanoray.train", "--config", str(recipe), "--out_dir", str(tmp_path / "runs")]
+    first = subprocess.Popen([*command, "--max_steps", "100000"], stdout=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 60
+        while not list(tmp_path.glob("runs/*/checkpoints/step_*")) and time.monotonic() < end:
+            time.sleep(0.1)
+        second = subprocess.run([*command, "--resume", "auto"], capture_output=True, text=True, timeout=60)
+        assert second.returncode == 2, second.stdout
+        assert f"is in use by pid {first.pid} on {platform.node()}" in second.stderr
+        assert first.poll() is None
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+    third = subprocess.run([*command, "--resume", "auto", "--stop_at", "1"], capture_output=True, text=True, timeout=60)
+    assert third.returncode == 0, third.stderr
+
+
+def test_the_lock_lives_as_long_as_the_spec(text: Path, tmp_path: Path) -> None:
+    spec = make_spec(text, tmp_path)
+    folder = spec.folder
+    spec = spec.next_attempt()  # the same lock
+    assert spec.lock
+    again, warning = lock_run(folder)
+    assert (again, warning) == (None, ""), "this process has it"
+    assert RunSpec.from_dict(spec.to_dict()).lock is None, "it does not travel"
+    del spec
+    with held(folder):
+        pass
+
+
+def test_a_file_system_without_locks_is_said_once(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    spec = make_spec(text, tmp_path)
+    assert spec.lock is None
+    assert spec.notes == (
+        f"warning  {spec.folder} cannot be locked (No locks available): see to it that one command uses it",
+    )
+
+
+def test_which_attempt_may_write(text: Path, tmp_path: Path) -> None:
+    assert read_attempt(tmp_path) is None
+    write_attempt(tmp_path, 12)
+    assert (tmp_path / "attempt").read_text() == "12\n"
+    assert read_attempt(tmp_path) == 12
+    assert [p.name for p in tmp_path.iterdir()] == ["attempt"]
+    (tmp_path / "attempt").write_text("twelve")
+    with pytest.raises(CheckpointError, match=rf"^cannot tell from {tmp_path}/attempt which attempt may write .*; rem"):
+        read_attempt(tmp_path)
+    spec = make_spec(text, tmp_path / "runs", stop_at=2)
+    assert read_attempt(spec.folder) == 0
+    run_ranks(spec, 1)
+    write_attempt(spec.folder, 3)
+    assert read_attempt(make_spec(text, tmp_path / "runs", resume="auto").folder) == 0, "a new command counts anew"
