@@ -31,7 +31,7 @@ from nanoray.faults import parse_plan
 from nanoray.gang import DRAIN_S, POLL_S, Gang, start_timeout_s
 from nanoray.placement import ClusterWatch, Placement, bounded, connected, stuck
 from nanoray.report import closing_lines, dry_run_lines, plan, run_command
-from nanoray.run import RunSpec, open_run, summary_on_failure, write_summary
+from nanoray.run import RunSpec, open_run, summary_on_failure, write_attempt, write_summary
 from nanoray.watchdog import Position, Watchdog
 from nanoray.worker import Beat
 
@@ -121,6 +121,7 @@ class Campaign:
         self.history: list[Failure] = []  # one cause per event
         self.gang: Gang | None = None
         self.recovering: Recovering | None = None
+        self.started = False
         self.outcome: dict[str, Any] | None = None
         self.cluster = ClusterWatch(place)
 
@@ -151,6 +152,7 @@ class Campaign:
         self.outcome = None
         try:
             if self.gang is None:
+                self._begin_attempt()
                 self.gang = Gang(self.spec, self.place)
                 self.gang.create()
                 self.gang.begin()
@@ -165,6 +167,13 @@ class Campaign:
             inquest = Inquest([0], False, 0.0, 0.0)
             inquest.ended(0, Failure(0, "killed", f"an actor failed while starting: {error}"), time.monotonic())
             return inquest
+
+    def _begin_attempt(self) -> None:
+        """Count attempts, and let no rank of an older one commit a checkpoint any more."""
+        if self.started:
+            self.spec = self.spec.next_attempt()
+        self.started = True
+        write_attempt(self.spec.folder, self.spec.attempt)
 
     def _require_use_of_spares(self) -> None:
         if self.spec.config.spares not in ("auto", 0) and self.gang and not self.gang.in_place:
@@ -274,7 +283,7 @@ class Campaign:
             print(f"replace  {budget} no new actor within {config.replace_timeout:g} s", flush=True)
             return False
         try:
-            self.spec = self.spec.next_attempt()
+            self._begin_attempt()
             gang.regroup(self.spec, seats)
         except (RayError, GetTimeoutError) as error:
             print(f"replace  {budget} failed: {' '.join(str(error).split())[:200]}", flush=True)
@@ -301,7 +310,7 @@ class Campaign:
         gang = self.gang
         before, seats = len(gang.members), gang.fitting(gang.taken)
         gang.drain(self.console)
-        self.spec = self.spec.next_attempt()
+        self._begin_attempt()
         gang.regroup(self.spec, seats)
         print(f"grow     {before} -> {len(seats)} ranks; no step is repeated\n", flush=True)
 
@@ -311,7 +320,6 @@ class Campaign:
         if self.gang:
             self.gang.end()
         self.gang = None
-        self.spec = self.spec.next_attempt()
         self.recovering.report.recovery = "restart"
         seconds = back_off_s(self.history)
         pause = f", in {seconds:.0f} s: nothing was completed since the last failure" if seconds else ""
