@@ -88,7 +88,7 @@ HOW = {"kill": "killed by SIGKILL", "exit": "exited with code 3", "raise": "Inje
         ("in_place", 2, ()),
         ("in_place", 3, ()),
         ("spare", 2, ("--spares", "1")),
-        ("restart", 2, ("--recovery", "restart")),
+        ("restart", 2, ("--recovery", "restart", "--checkpoint_mode", "sync")),
     ],
 )
 def test_every_phase_of_a_step(
@@ -277,7 +277,7 @@ def test_a_killed_worker_costs_nothing(cluster: Cluster, recipe: Path, clean: di
     """
     phase = "backward"
     flags = ("--eval_every", "5", "--checkpoint_every", "10", "--faults", f"kill@rank=1,step=15,phase={phase}")
-    flags += ("--recovery", "restart")
+    flags += ("--recovery", "restart", "--checkpoint_mode", "sync")
     code, output = launch(cluster, recipe, tmp_path, *flags, "--comm_trace", "every=4")
     assert code == 0, output
     assert fired(tmp_path) == ["kill"], "the fault did not fire"
