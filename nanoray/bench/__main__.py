@@ -39,6 +39,7 @@ BENCHES = {
     "overlap": ("nanoray.bench.overlap", "bucket sizes of DDP: how much communication hides behind the backward pass"),
     "scaling": ("nanoray.bench.scaling", "step time from 1 to 4096 ranks: a fitted model, checked at 3 and 4"),
     "mig": ("nanoray.bench.mig", "MIG slices: what is there, what would run where, and what it gains"),
+    "control": ("nanoray.bench.control", "the driver at 64 to 4000 ranks: beats, CPU, memory, time to name a culprit"),
 }
 QUICK_IN_ALL = {"train": ["--arms", "plain,torchrun"]}  # its other arms start clusters, which takes minutes
 FIGURES = (".png", ".svg", ".pdf")
