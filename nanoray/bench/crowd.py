@@ -135,31 +135,35 @@ class Stage:
 
     def __init__(self, n: int, folder: Path) -> None:
         self.n, self.source = n, random.Random(n)
+        self.died = 0.0  # monotonic seconds of the newest death
+        self._late: int | None = None  # whose stamp is behind
         self.place = Placement(None, "cpu", {"CPU": 1.0}, tuple(range(n)))  # type: ignore[arg-type]
         self.folder = folder / f"run{n}"
         (self.folder / "logs").mkdir(parents=True)
         (self.folder / "checkpoints").mkdir()
-        each = max(1, math.ceil(n / SEATS_PER_ACTOR))
+        count = math.ceil(n / SEATS_PER_ACTOR)
         remote: Any = ray.remote(Ranks)
-        many = 4 * math.ceil(n / each) + 100
-        self.actors = [remote.options(num_cpus=0, max_concurrency=many).remote() for _ in range(each)]
+        many = 4 * math.ceil(n / count) + 100
+        self.actors = [remote.options(num_cpus=0, max_concurrency=many).remote() for _ in range(count)]
         self.fact = ray.get([actor.describe.remote() for actor in self.actors])[0]
 
     def crowd(self, recovery: str) -> Crowd:
-        """Seat everybody, with a new culprit, whose stamp and theirs say that it is a phase behind."""
+        """Seat everybody, with a new culprit; the stamps say that it is a phase behind."""
         config = load_config(preset="tiny", overrides={"recovery": recovery, "workers": self.n, "hang_timeout": 60.0})
         data = DatasetInfo("words", "", self.folder, "uint16", 65, 1000, 100, "", "", {})
         spec = RunSpec(config, data, self.folder, time.time())
         culprit = self.source.randrange(1, self.n)
-        for seat in range(self.n):
-            ProgressStamp(spec.stamp(seat)).set(7, "forward" if seat == culprit else "backward")
+        for seat in range(self.n) if self._late is None else (self._late,):
+            ProgressStamp(spec.stamp(seat)).set(7, "backward")
+        ProgressStamp(spec.stamp(culprit)).set(7, "forward")
+        self._late = culprit
         spec.death(culprit).unlink(missing_ok=True)
         return Crowd(spec, self.place, self.actors, self.fact, culprit)
 
     def watch(self, crowd: Crowd, meanwhile: Callable[[], None]) -> tuple[float, float, int]:
-        """Run the driver's loop; `meanwhile` ends with a death, in a thread. Return seconds from there, and who it was.
+        """Start the ranks and run the driver's loop; `meanwhile`, in a thread, ends with `kill`.
 
-        Seconds to start all, seconds from the death to the written report, and the rank that the report names.
+        Return the seconds to start, those from the death to the written report, and the rank that the report names.
         """
         began = time.monotonic()
         crowd.begin()
@@ -167,7 +171,15 @@ class Stage:
         campaign = Campaign(crowd.spec, self.place, Stop())
         campaign.gang = crowd
         trouble: list[BaseException] = []
-        thread = threading.Thread(target=_noting(meanwhile, trouble), daemon=True)
+
+        def ending_in_death() -> None:
+            try:
+                meanwhile()
+            except BaseException as error:  # raised again below, once the loop is over
+                trouble.append(error)
+                os.kill(crowd.facts[crowd.culprit]["pid"], signal.SIGKILL)
+
+        thread = threading.Thread(target=ending_in_death, daemon=True)
         with ClusterWatch(self.place) as cluster, contextlib.redirect_stdout(io.StringIO()) as told:
             thread.start()
             inquest = campaign._watch(crowd, cluster)
@@ -200,16 +212,6 @@ class Stage:
         for actor in self.actors:
             ray.kill(actor)
         shutil.rmtree(self.folder)
-
-
-def _noting(work: Callable[[], None], trouble: list[BaseException]) -> Callable[[], None]:
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            trouble.append(error)
-
-    return run
 
 
 def end_hung(crowd: Crowd) -> tuple[float, int]:
