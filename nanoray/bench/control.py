@@ -251,7 +251,7 @@ def _steady(report: Report, stage: Stage, windows: int, window_s: float | None) 
     wanted = stage.n / crowd_period
     note = f"{wanted:.0f} wanted: each of {stage.n} ranks every {crowd_period:g} s, {len(stage.actors)} stand-in(s)"
     if sum(rates) / len(rates) < 0.8 * wanted:
-        note += "; the driver is " + ("busy" if max(shares) > 80 else "not busy: the stand-ins answer no faster here")
+        note += "; the driver is " + ("busy" if max(shares) > 80 else "not busy: stand-ins or machine give no more")
     _add(report, "driver", stage.n, BEATS, "1/s", rates, note=note, wrong=int(named != crowd.culprit))
     _add(report, "driver", stage.n, CPU, "% of a core", shares, note="all threads of the driver, Ray's among them")
     _add(report, "driver", stage.n, RSS, "MiB", rss[1:], note="resident memory of the driver, numpy and Ray in it")
