@@ -10,7 +10,7 @@ that lost its peer. Every event costs O(1), because thousands of ranks fail at o
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ CAUSES = {
     "refused": 1,  # NanorayError: another try would end alike
     "peer_lost": 2,  # a collective that lost its peer: a consequence
 }
+ECHO = 8  # consequences that are told: when one of thousands of ranks dies, all others fail with the same words
 _AFTER_UPDATE = ("log", "eval", "checkpoint", "done")  # phases of a step whose update is done
 
 
@@ -79,7 +80,7 @@ class FaultReport:
     steps_repeated: int | None = None
 
     @classmethod
-    def of(cls, cause: Failure, others: Iterable[Failure], attempt: int, world_size: int) -> FaultReport:
+    def of(cls, cause: Failure, others: Sequence[Failure], attempt: int, world_size: int) -> FaultReport:
         """Write down what is known when the failure is."""
         fact, death = cause.fact, cause.death
         return cls(
@@ -97,7 +98,7 @@ class FaultReport:
             signal=death.get("signal"),
             exit_code=death.get("exit_code"),
             log_tail=cause.detail.splitlines(),
-            echo=[failure.title for failure in others],
+            echo=echo_of(others),
         )
 
     def write(self, folder: Path) -> None:
@@ -109,6 +110,12 @@ class FaultReport:
         detected = "" if self.detect_s is None else f"detected in {self.detect_s:.2f} s, "
         steps = f"{self.steps_repeated or 'no'} step{'' if self.steps_repeated == 1 else 's'} repeated"
         return f"{detected}training again after {self.recover_s or 0.0:.2f} s, {steps}"
+
+
+def echo_of(others: Sequence[Failure]) -> list[str]:
+    """Return the first consequences in a line each, and how many more there are."""
+    more = [f"and {len(others) - ECHO:,} more ranks"] if len(others) > ECHO else []
+    return [failure.title for failure in others[:ECHO]] + more
 
 
 def read_reports(folder: Path) -> list[dict[str, Any]]:

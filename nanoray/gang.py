@@ -32,11 +32,13 @@ from nanoray.worker import Worker
 
 POLL_S, BEAT_S = 0.25, 1.0  # the driver looks this often; a rank with no news answers this late
 AUTO_SPARE_S = 30.0  # a spare imports for two or three seconds; short runs do without
+BEATS_PER_S = 500  # of all ranks together: hearing one and asking again costs the driver about half a millisecond
+REST_S = 1e-5  # per pending answer, before the rest of them are gathered: a look costs Ray a tenth of that for each
 SEATS = 3  # times that a new actor may be lost before it has answered
 ANSWER_S = 2.0  # a process that is alive answers on its control lane in milliseconds
 DRAIN_S = 1.5  # after the first failure, wait this long for the others: a survivor's error often arrives first
 RECORD_S = 0.2  # a death record is written within milliseconds of the death
-LOG_LINES = 8
+LOG_LINES, LOG_BYTES = 8, 1 << 14
 
 
 @dataclass
@@ -56,6 +58,7 @@ class Gang:
     begun: float = 0.0  # monotonic seconds at which the ranks began to train
     created: int = 0  # actors so far: their names differ
     backend: str = ""
+    heard: float = 0.0  # monotonic seconds of the newest news: whoever they tell of had died by then
 
     # Seats.
 
@@ -176,9 +179,10 @@ class Gang:
         if len(ranks) > 1:
             store = self.actors[0].open_store.remote(len(ranks), self.spec.config.init_timeout_s)
             host, port = ray.get(store, timeout=START_TIMEOUT_S)
+        order = self.spec.to_dict()
         for r in ranks:
             r = replace(r, master_addr=host, master_port=port)
-            self.runs[r.seat] = self.actors[r.seat].run.remote(self.spec.to_dict(), r)
+            self.runs[r.seat] = self.actors[r.seat].run.remote(order, r)
 
     def regroup(self, spec: RunSpec, seats: list[int]) -> None:
         """Let these seats form a group: who has the run's state goes on with it, new actors take it over from them.
@@ -207,7 +211,7 @@ class Gang:
         cards = [RankDevice(kind, f["node"], "" if kind == "mig" else ",".join(f["devices"])) for f in facts]
         choice = choose_backend(cards, self.spec.config.backend, version)
         self.backend = choice.backend
-        nodes = list(dict.fromkeys(f["node"] for f in facts))
+        nodes = {node: i for i, node in enumerate(dict.fromkeys(f["node"] for f in facts))}
         secret = secrets.token_hex(16)
         on_node: dict[str, int] = {}
         ranks = []
@@ -220,7 +224,7 @@ class Gang:
                     seat=self.members[rank],
                     seats=self.place.workers,
                     local_rank=local_rank,
-                    node_rank=nodes.index(fact["node"]),
+                    node_rank=nodes[fact["node"]],
                     device="cpu" if kind == "cpu" else "cuda:0",
                     backend=choice.backend,
                     backend_reason=choice.reason,
@@ -241,7 +245,9 @@ class Gang:
         asked |= {ref: ("here", seat) for seat, ref in self.coming.items()}
         ready, waiting = ray.wait(list(asked), num_returns=1, timeout=timeout_s)
         if ready and waiting:
+            time.sleep(REST_S * len(asked))  # thousands of answers one by one would be quadratic: 40 µs for 2 ranks
             ready += ray.wait(waiting, num_returns=len(waiting), timeout=0)[0]
+        self.heard = time.monotonic()
         for ref in ready:
             kind, seat = asked[ref]
             if kind == "ended":
@@ -255,7 +261,13 @@ class Gang:
 
     def ask(self, seat: int, waiting: bool = False, after: int | None = None) -> None:
         """Ask a rank to say where it is: at once when `waiting` changes or it has passed step `after`."""
-        self.beats[seat] = self.actors[seat].beat.remote(BEAT_S, waiting, after)
+        self.beats[seat] = self.actors[seat].beat.remote(self.beat_s, waiting, after)
+
+    @property
+    def beat_s(self) -> float:
+        """How late a rank with no news answers: later where there are many, but in time for the watchdog."""
+        period_s, patience_s = len(self.members) / BEATS_PER_S, self.spec.config.hang_timeout
+        return max(BEAT_S, min(period_s, patience_s / 4) if patience_s else period_s)
 
     def drain(self, console: Console) -> None:
         """Print what rank 0 has said since."""
@@ -285,11 +297,12 @@ class Gang:
         on_time = set(answered)
         mute = [seat for seat, ref in answers.items() if ref not in on_time]
         late = mute or behind(places)
+        where = [(r, f"rank {r} in {p.phase} of step {p.step}") for r, p in list(places.items())[:4]]
         for seat in late if len(late) < len(places) else late[-1:]:
             step, phase = places[seat]
-            others = [f"rank {r} in {p.phase} of step {p.step}" for r, p in places.items() if r != seat]
+            others = [text for r, text in where if r != seat]  # some are enough: all would be quadratic
             why = "does not answer" if seat in mute else "is behind"
-            seen = f"{', '.join(others[:3])}{' ...' if len(others) > 3 else ''}"
+            seen = f"{', '.join(others[:3])}{' ...' if len(places) > 4 else ''}"
             title = (
                 f"{self._who(seat)} made no progress for {watchdog.silent_s:.0f} s in {phase} of step {step} and "
                 f"{why} ({seen}); it was ended"
@@ -350,7 +363,7 @@ class Gang:
 
     def _death_record(self, seat: int) -> dict[str, Any]:
         """Return the death record of a seat's actor, once it is there."""
-        deadline = time.monotonic() + RECORD_S
+        deadline = self.heard + RECORD_S  # of all that died together: thousands do, and may leave no record here
         while True:
             death = sentinel.read(self.spec.death(seat))
             if death.get("pid") == self.facts[seat]["pid"]:
@@ -365,7 +378,9 @@ class Gang:
 
     def _log_tail(self, seat: int) -> str:
         with suppress(OSError):
-            lines = self.spec.log(seat).read_text(encoding="utf-8", errors="replace").splitlines()
+            with self.spec.log(seat).open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+                lines = file.read().decode("utf-8", "replace").splitlines()
             return "\n".join(["its log ends:", *lines[-LOG_LINES:]])
         return ""
 

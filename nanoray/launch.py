@@ -26,7 +26,7 @@ from nanoray.config import Config, Loaded, resolve_batch
 from nanoray.data import prepare
 from nanoray.devices import Slots, available_cpus, discover_gpus, local_slots
 from nanoray.errors import ConfigError, PlacementError, WorkerFailed
-from nanoray.failures import Failure, FaultReport, Inquest, back_off_s, why_not
+from nanoray.failures import Failure, FaultReport, Inquest, back_off_s, echo_of, why_not
 from nanoray.faults import parse_plan
 from nanoray.gang import DRAIN_S, POLL_S, Gang, start_timeout_s
 from nanoray.placement import ClusterWatch, Placement, bounded, connected, stuck
@@ -209,7 +209,7 @@ class Campaign:
                 gang.drain(self.console)
                 if watchdog.hangs():
                     gang.end_hung(watchdog, inquest)
-                    self._seat_anew(gang, inquest)
+                    self._seat_anew(gang, inquest, inquest.failures)
         return inquest
 
     def _rank_ended(self, gang: Gang, inquest: Inquest, seat: int, ref: Any) -> None:
@@ -219,18 +219,17 @@ class Campaign:
             return
         inquest.ended(seat, failure, time.monotonic())
         if failure:
-            self._seat_anew(gang, inquest)
+            self._seat_anew(gang, inquest, [failure])
         elif seat == gang.members[0]:
             self.outcome = result
 
-    def _seat_anew(self, gang: Gang, inquest: Inquest) -> None:
+    def _seat_anew(self, gang: Gang, inquest: Inquest, failures: list[Failure]) -> None:
         """Let the newcomers start at once, while the others notice; with a stop under way nobody is replaced."""
         if self.stop.requested or not self.cluster.head_answers():
             inquest.in_place = False
         if inquest.in_place:
-            for failure in inquest.failures:
-                if failure.rank not in gang.coming and failure.rank not in gang.runs:
-                    gang.seat(failure.rank)
+            for failure in failures:
+                gang.seat(failure.rank)
 
     def _beat(self, gang: Gang, inquest: Inquest, watchdog: Watchdog, seat: int, beat: Beat) -> None:
         inquest.waits(seat, beat.waiting)
@@ -255,7 +254,7 @@ class Campaign:
         assert self.gang
         cause, gang = inquest.cause, self.gang
         others = [failure for failure in inquest.failures if failure is not cause]
-        consequences = [f"  rank {f.rank}: {f.title}" for f in others]
+        consequences = [f"  {line}" for line in echo_of(others)]
         print("\n".join(["", f"failure  {cause.title}", *_indented(cause.detail), *consequences]), flush=True)
         if self.recovering:  # it never came back to work
             self.recovering.report.write(self.spec.folder)
@@ -297,7 +296,7 @@ class Campaign:
             how = "shrink"
             print(
                 f"shrink   {budget} {before} -> {len(seats)} rank(s) with the same global batch, until "
-                f"rank {', '.join(str(s) for s in range(self.place.workers) if s not in seats)} is back\n",
+                f"rank {', '.join(map(str, sorted({*range(self.place.workers)} - {*seats})))} is back\n",
                 flush=True,
             )
         gang.promoted.clear()

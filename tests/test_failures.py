@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from nanoray.failures import CAUSES, Failure, FaultReport, Inquest, back_off_s, read_reports, why_not
+from nanoray.failures import (
+    CAUSES,
+    ECHO,
+    Failure,
+    FaultReport,
+    Inquest,
+    back_off_s,
+    echo_of,
+    read_reports,
+    why_not,
+)
 from nanoray.faults_cli import main, story
 
 
@@ -136,3 +146,10 @@ def test_a_run_without_faults_has_no_story(tmp_path: Path, capsys: pytest.Captur
 
 def test_every_cause_has_its_rank() -> None:
     assert min(CAUSES, key=lambda cause: -CAUSES[cause]) == "peer_lost"
+
+
+def test_thousands_of_consequences_are_counted() -> None:
+    others = [failure(rank, "peer_lost") for rank in range(1, 4000)]
+    echo = FaultReport.of(failure(0), others, attempt=0, world_size=4000).echo
+    assert echo == [*(f"rank {rank} peer_lost" for rank in range(1, ECHO + 1)), "and 3,991 more ranks"]
+    assert echo_of(others[:ECHO]) == echo[:ECHO]

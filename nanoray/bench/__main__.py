@@ -44,6 +44,7 @@ BENCHES = {
         "nanoray.bench.checkpoint",
         "what a checkpoint costs training: nanoray's two modes, torch.save and DCP, against the raw disk",
     ),
+    "control": ("nanoray.bench.control", "the driver at 64 to 4000 ranks: beats, CPU, memory, time to name a culprit"),
 }
 QUICK_IN_ALL = {
     "train": ["--arms", "plain,torchrun"],
