@@ -85,8 +85,8 @@ HOW = {"kill": "killed by SIGKILL", "exit": "exited with code 3", "raise": "Inje
 @pytest.mark.parametrize(
     ("mode", "ranks", "flags"),
     [
-        ("in_place", 2, ()),
-        ("in_place", 3, ()),
+        ("in_place", 2, ("--spares", "0")),
+        ("in_place", 3, ("--spares", "0")),
         ("spare", 2, ("--spares", "1")),
         ("restart", 2, ("--recovery", "restart", "--checkpoint_mode", "sync")),
     ],
@@ -114,7 +114,7 @@ def test_every_phase_of_a_step(
         assert (report["signal"], report["exit_code"]) == {
             "kill": ("SIGKILL", None), "exit": (None, 3), "raise": (None, None)
         }[kind]  # fmt: skip
-        assert report["detect_s"] is None if kind == "raise" else 0 <= report["detect_s"] < 1.0
+        assert (report["detect_s"] is None) == (kind == "raise")
         assert report["recover_s"] > 0
         expected = {"spare": {"spare", "in_place"}}.get(mode, {mode})  # the next spare may still be starting
         assert report["recovery"] in expected, report
@@ -433,7 +433,7 @@ def test_a_lost_node_shrinks_the_group_and_a_new_one_lets_it_grow(recipe: Path, 
     """Two nodes with room for one rank each; one is killed, and later another one joins."""
     with ray_head("--num-cpus=1", **FAST_HEALTH) as cluster:
         flags = ("--placement", "spread", "--recovery", "shrink", "--replace_timeout", "1", "--max_steps", "6000")
-        flags += ("--log_every", "20", "--cpus_per_worker", "1")
+        flags += ("--log_every", "20", "--cpus_per_worker", "1", "--spares", "0")
         with second_node(cluster) as node:
             driver = start(cluster, recipe, tmp_path, *flags)
             wait_for(lambda: any(tmp_path.glob("*/metrics.jsonl")), 60, driver)

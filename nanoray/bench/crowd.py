@@ -29,7 +29,7 @@ from nanoray.failures import Inquest, read_reports
 from nanoray.faults import ProgressStamp
 from nanoray.gang import Gang
 from nanoray.launch import Campaign, Stop
-from nanoray.placement import ClusterWatch, Placement
+from nanoray.placement import Placement
 from nanoray.run import RunSpec
 from nanoray.watchdog import Position, Watchdog
 from nanoray.worker import Beat
@@ -180,9 +180,9 @@ class Stage:
                 os.kill(crowd.facts[crowd.culprit]["pid"], signal.SIGKILL)
 
         thread = threading.Thread(target=ending_in_death, daemon=True)
-        with ClusterWatch(self.place) as cluster, contextlib.redirect_stdout(io.StringIO()) as told:
+        with campaign.cluster, contextlib.redirect_stdout(io.StringIO()) as told:
             thread.start()
-            inquest = campaign._watch(crowd, cluster)
+            inquest = campaign._watch(crowd)
             campaign._judge(inquest)
             assert campaign.recovering
             campaign.recovering.report.write(self.folder)
