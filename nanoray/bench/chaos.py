@@ -131,6 +131,7 @@ class Training:
         self.out.mkdir(parents=True)
         self.seen, self.drivers, self.ends = Seen(), 0, list[str]()
         self.driver: Child
+        self._end = ""  # what brought the last driver to its end
         self._began = time.monotonic()
         self._places: dict[int, tuple[int, int]] = {}  # by seat: base of its attempt, completed steps
         self._fds_at = 0.0
@@ -174,7 +175,7 @@ class Training:
                 completed = max(base, Failure(0, "", "", step, phase).completed)
                 seat = int(stamp.stem.removeprefix("rank"))
                 before = self._places.get(seat, (base, 0))
-                if seat == 0 and base != before[0]:
+                if seat == 0 and (base != before[0] or completed < before[1]):  # another attempt
                     self.seen.repeated += max(0, before[1] - base)
                 self._places[seat] = (base, completed)
                 done = max(done, completed)
@@ -202,7 +203,7 @@ class Training:
         excuse = next((words for words in EXCUSED if words in text.rpartition("error:")[2]), "")
         if "Traceback" in text or (code not in expected and not (excuse and self.disturbed)):
             raise SoakFailed(f"driver {self.drivers} ended with exit code {code}\n{self.driver.tail()}")
-        self.ends.append(self.asked if code in expected else excuse)
+        self._end = self.asked if code in expected else excuse
         return False
 
     def _summary(self) -> dict[str, Any]:
@@ -212,6 +213,7 @@ class Training:
 
     def start_again(self) -> None:
         """Start the driver that was lost; `--resume auto` finds the run."""
+        self.ends.append(self._end)
         self.driver.end()
         self._start()
 

@@ -17,9 +17,9 @@ SETTLE_S = 15.0  # Ray ends the actors of a driver that is gone within two secon
 _ON_CLUSTER = """
 import json, os, ray
 ray.init(address=os.environ["RAY_ADDRESS"], namespace="nanoray", log_to_driver=False)
+from ray._private.state import actors  # ray.util.state would ask the dashboard, which may be slow to start
 from ray.util.placement_group import placement_group_table
-from ray.util.state import list_actors
-left = [f"actor {a.name} ({a.state}, pid {a.pid})" for a in list_actors(limit=10000) if a.state != "DEAD"]
+left = [f"actor {a['Name']} ({a['State']}, pid {a['Pid']})" for a in actors().values() if a["State"] != "DEAD"]
 left += [f"placement group {g['placement_group_id']} ({g['state']})" for g in placement_group_table().values()
          if g["state"] != "REMOVED"]
 print(json.dumps(left))
@@ -65,24 +65,35 @@ def entries() -> set[str]:
 
 
 def abandoned(before: set[str]) -> list[str]:
-    """Return our user's entries that were not there before and that no living process names, opens or maps.
+    """Return our user's entries that were not there before and that no living process names, opens, maps or listens at.
 
-    Others may be at work on this machine: what they use is in the command, environment, memory map or open files of one
-    of their processes, and what we use is not, once all of ours have ended.
+    Others may be at work on this machine: what they use is named in the command, environment, memory map or open files
+    of one of their processes, sooner or later; what we used is not, once all of ours have ended.
     """
-    new = {path for path in entries() - before if _is_ours(path)}
-    time.sleep(1.0 if new else 0.0)
-    for folder in Path("/proc").glob("[0-9]*") if new else []:
-        if int(folder.name) == os.getpid():
-            continue
-        text = ""
-        for name in ("cmdline", "environ", "maps"):
-            with suppress(OSError):
-                text += (folder / name).read_bytes().decode(errors="replace") + "\0"
-        with suppress(OSError):
-            text += "\0".join(os.readlink(fd) for fd in folder.glob("fd/*"))
-        new = {path for path in new if path not in text}
-    return sorted(path for path in new if os.path.lexists(path))
+    new, deadline = {path for path in entries() - before if _is_ours(path)}, time.monotonic() + SETTLE_S
+    while new and time.monotonic() < deadline:
+        time.sleep(1.0)
+        text = _in_use()
+        new = {path for path in new if path not in text and os.path.lexists(path)}
+    return sorted(new)
+
+
+def _in_use() -> str:
+    """Return all names that living processes, but this one, mention or hold."""
+    parts = [_read(Path("/proc/net/unix"))]
+    for folder in Path("/proc").glob("[0-9]*"):
+        if int(folder.name) != os.getpid():
+            parts += [_read(folder / name) for name in ("cmdline", "environ", "maps")]
+            for fd in folder.glob("fd/*"):
+                with suppress(OSError):
+                    parts.append(os.readlink(fd))
+    return "\0".join(parts)
+
+
+def _read(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_bytes().decode(errors="replace")
+    return ""
 
 
 def _is_ours(path: str) -> bool:
