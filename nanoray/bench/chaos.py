@@ -33,12 +33,12 @@ DRIVER_BACK_S = (0.0, 2.0)  # old ranks may still be alive when the new driver s
 STOP_S = 60.0  # a driver that is told to stop does within a step and a checkpoint, or once it knows who is lost
 POLL_S = 0.1
 FDS_EVERY_S = 1.0
-# The head then knows after three to four seconds that a node is lost, in place of thirteen.
+# The head knows after four seconds that a node was killed, in place of thirteen; a busy machine has time to answer.
 FAST_HEALTH = {
-    "RAY_health_check_initial_delay_ms": "1000",
-    "RAY_health_check_period_ms": "500",
-    "RAY_health_check_timeout_ms": "1000",
-    "RAY_health_check_failure_threshold": "3",
+    "RAY_health_check_initial_delay_ms": "5000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "5000",
+    "RAY_health_check_failure_threshold": "4",
 }
 # Ends of a driver that faults explain, when they came thick and fast: nobody could go on, and a new command can.
 EXCUSED = ("Gave up: deterministic", "a stop was asked for", "but the cluster can never hold it", "not free within")
@@ -84,6 +84,8 @@ class Cluster:
 
     def whole(self) -> bool:
         """Whether all nodes are there; starts a lost one when its time has come."""
+        if self._head and self._head.process.poll() is not None:
+            raise ChildFailed(f"`ray start --head` ended by itself\n{self._head.tail()}")
         if self.nodes == 1:
             return True
         if self._node is None:
