@@ -48,16 +48,17 @@ CLEAN, FAULTY = "clean", "faulty"
 RATE, WHOLE, LOST, AGAIN = "rate while training", "whole run", "without training", "fault to training again"
 GAP_S = 0.5  # no step for so long: the run stands still
 PARTS = 5  # of the run, each with its own rate
-LEAST_STEPS, CALIBRATION_STEPS = 200, 600
+LEAST_STEPS, CALIBRATION_STEPS = 200, 400
+SAVE_S = 3.0  # between checkpoints, more or less: between two faults there is time for one
 MOST_FDS = 8  # that a process may hold more at its end than at its beginning, and for each fault it lived through 1
 GOODPUT = 0.9
 JUDGED_S = 120.0  # a clean run that is shorter says little of its rate
 COMPARED = ("train/loss", "train/grad_norm", "train/lr", "train/tokens", "val/loss")
 RECIPE = {
     **{"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 32, "global_batch_size": 12, "dropout": 0.1},
-    **{"log_every": 50, "eval_every": 1000, "eval_samples": 24, "checkpoint_every": 500, "keep_checkpoints": 3},
-    **{"sample_tokens": 0, "cpus_per_worker": 1, "max_failures": 100000, "hang_timeout": 5, "timeout_s": 30},
-    **{"init_timeout_s": 30, "placement_timeout_s": 30, "replace_timeout": 60},
+    **{"log_every": 50, "eval_samples": 24, "keep_checkpoints": 3, "sample_tokens": 0, "cpus_per_worker": 1},
+    **{"max_failures": 100000, "hang_timeout": 5, "timeout_s": 30, "init_timeout_s": 30, "replace_timeout": 60},
+    **{"placement_timeout_s": 30},
 }
 
 
@@ -114,8 +115,9 @@ def _soak(args: argparse.Namespace, report: Report, folder: Path, minutes: float
     flags |= {"placement": "spread"} if args.nodes > 1 else {}
     with Cluster(folder, env, replace(slots, workers=args.workers), args.nodes) as cluster:
 
-        def training(name: str, steps: int) -> Training:
+        def training(name: str, steps: int, save: int = 250) -> Training:
             own = flags | {"max_steps": steps, "warmup_steps": min(100, steps // 2), "ray_address": cluster.address}
+            own |= {"checkpoint_every": save, "eval_every": 2 * save}
             words = [word for key, value in own.items() for word in (f"--{key}", str(value))]
             return Training([sys.executable, "-m", "nanoray.launch", *words], cluster, folder / name, steps)
 
@@ -123,15 +125,17 @@ def _soak(args: argparse.Namespace, report: Report, folder: Path, minutes: float
             survive(run, cluster, None, 300.0)
             rate = statistics.median(rates(run.seen, CALIBRATION_STEPS, 1))
         steps = max(LEAST_STEPS, round(rate * minutes * 60 * args.share / 50) * 50)
-        report.conditions["recipe"] = f"{args.workers} ranks on {args.nodes} node(s), {steps} steps, {prepared.note}"
+        save = max(50, min(500, round(rate * SAVE_S / 50) * 50))
+        plan = f"{steps} steps, a checkpoint every {save}"
+        report.conditions["recipe"] = f"{args.workers} ranks on {args.nodes} node(s), {plan}, {prepared.note}"
         report.conditions["seed"] = args.seed
         _say(f"{steps} steps, {rate:.0f} a second; the clean run")
-        with training(CLEAN, steps) as clean:
+        with training(CLEAN, steps, save) as clean:
             clean_s = survive(clean, cluster, None, minutes * 60 + 120)
             _progress(report, CLEAN, clean, clean_s)
         chaos = Chaos(args.seed, args.every, args.most, args.nodes)
         _say(f"{clean_s:.0f} s; the run under faults")
-        with training(FAULTY, steps) as faulty:
+        with training(FAULTY, steps, save) as faulty:
             try:
                 faulty_s = survive(faulty, cluster, chaos, minutes * 60 * 2 + 120)
                 _progress(report, FAULTY, faulty, faulty_s)
