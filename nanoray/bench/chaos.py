@@ -239,7 +239,7 @@ class Chaos:
         self._moments, self._choices = random.Random(f"{seed}/moments"), random.Random(f"{seed}/choices")
         self._every_s, self._left = every_s, most
         self._kinds = kinds(seed, nodes)
-        self._due, self._next = self._pause(), next(self._kinds)
+        self._due, self._next = 0.0, next(self._kinds)
         self.thrown: list[Fault] = []
 
     def _pause(self) -> float:
@@ -247,13 +247,14 @@ class Chaos:
 
     def act(self, training: Training, cluster: Cluster) -> None:
         """Throw the next fault if its time has come and there is somebody to hit."""
-        ranks, points = training.ranks(), training.seen.points
+        points = training.seen.points
         if not (points and self._left):
             return
-        if not self.thrown and self._due < points[0][0]:
-            self._due += points[0][0]  # pauses count from the first step
+        if not self._due:
+            self._due = training.seconds + self._pause()  # pauses count from the first step
         if training.seconds < self._due or training.driver.process.poll() is not None:
             return
+        ranks = training.ranks()  # now: looking through all processes takes the run's time
         if self._next in (KILL, FREEZE, KILL_ALL) and not ranks:
             return
         if self._next == KILL_NODE and not cluster.whole():
