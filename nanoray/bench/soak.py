@@ -52,6 +52,7 @@ LEAST_STEPS, CALIBRATION_STEPS = 200, 400
 SAVE_S = 3.0  # between checkpoints, more or less: between two faults there is time for one
 MOST_FDS = 8  # that a process may hold more at its end than at its beginning, and for each fault it lived through 1
 GOODPUT = 0.9
+GRACE_S = 300.0  # on top of twice the minutes, until a run without an end has failed
 JUDGED_S = 120.0  # a clean run that is shorter says little of its rate
 COMPARED = ("train/loss", "train/grad_norm", "train/lr", "train/tokens", "val/loss")
 RECIPE = {
@@ -131,13 +132,13 @@ def _soak(args: argparse.Namespace, report: Report, folder: Path, minutes: float
         report.conditions["seed"] = args.seed
         _say(f"{steps} steps, {rate:.0f} a second; the clean run")
         with training(CLEAN, steps, save) as clean:
-            clean_s = survive(clean, cluster, None, minutes * 60 + 120)
+            clean_s = survive(clean, cluster, None, minutes * 60 + GRACE_S)
             _progress(report, CLEAN, clean, clean_s)
         chaos = Chaos(args.seed, args.every, args.most, args.nodes)
         _say(f"{clean_s:.0f} s; the run under faults")
         with training(FAULTY, steps, save) as faulty:
             try:
-                faulty_s = survive(faulty, cluster, chaos, minutes * 60 * 2 + 120)
+                faulty_s = survive(faulty, cluster, chaos, minutes * 60 * 2 + GRACE_S)
                 _progress(report, FAULTY, faulty, faulty_s)
                 _compare(report, clean.run, faulty.run, steps)
             except SoakFailed as error:
