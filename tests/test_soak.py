@@ -17,7 +17,7 @@ from nanoray.bench import leaks, soak
 from nanoray.bench.chaos import KILL_NODE, WEIGHTS, Seen, kinds
 from tests.cluster import ROOT, wait_for
 
-SHORT = ("--minutes", "0.75", "--share", "0.35", "--every", "4", "--most", "5", "--nodes", "1", "--seed", "7")
+SHORT = ("--minutes", "0.6", "--share", "0.4", "--every", "4", "--most", "5", "--nodes", "1", "--seed", "7", "--shared")
 
 
 def test_a_short_soak_ends_with_the_weights_of_a_run_without_faults(text: Path, tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_a_short_soak_ends_with_the_weights_of_a_run_without_faults(text: Path, 
     assert rows["faulty", "model: tensors"]["wrong"] == rows["faulty", "optimizer: tensors"]["wrong"] == 0
     assert rows["faulty", "logged values"]["median"] > 10
     assert rows["faulty", "drivers"]["median"] > 1
-    assert [row["wrong"] for (arm, _), row in rows.items() if arm == "left behind"] == [0, 0, 0, 0]
+    assert [row["wrong"] for (arm, _), row in rows.items() if arm == "left behind"] == [0, 0, 0, None]
     assert (tmp_path / "soak.svg").stat().st_size > 1000
 
 

@@ -28,6 +28,7 @@ KILL, FREEZE, KILL_ALL = "kill rank", "freeze rank", "kill all ranks"
 STOP_DRIVER, KILL_DRIVER, KILL_NODE = "stop driver", "kill driver", "kill node"
 WEIGHTS = {KILL: 4, FREEZE: 2, KILL_ALL: 1, STOP_DRIVER: 1, KILL_DRIVER: 1, KILL_NODE: 1}
 LEAST_GAP_S = 3.0  # between two faults: a new process needs a second or two to live at all
+MEET = 3  # faults that may wait to be overcome; the next is held back until a step is done that was not done before
 NODE_BACK_S = (1.0, 6.0)  # a killed node is replaced after so long
 DRIVER_BACK_S = (0.0, 2.0)  # old ranks may still be alive when the new driver starts
 STOP_S = 60.0  # a driver that is told to stop does within a step and a checkpoint, or once it knows who is lost
@@ -253,6 +254,8 @@ class Chaos:
         if not self._due:
             self._due = training.seconds + self._pause()  # pauses count from the first step
         if training.seconds < self._due or training.driver.process.poll() is not None:
+            return
+        if len(self.thrown) >= MEET and self.thrown[-MEET].step == points[-1][1]:
             return
         ranks = training.ranks()  # now: looking through all processes takes the run's time
         if self._next in (KILL, FREEZE, KILL_ALL) and not ranks:
