@@ -30,7 +30,8 @@ def on_cluster(env: Mapping[str, str]) -> list[str]:
     """Return the actors and placement groups that live on the cluster of RAY_ADDRESS, asked until none is left."""
     deadline = time.monotonic() + SETTLE_S
     while True:
-        asked = subprocess.run([sys.executable, "-c", _ON_CLUSTER], env=dict(env), capture_output=True, text=True)
+        command = [sys.executable, "-c", _ON_CLUSTER]
+        asked = subprocess.run(command, env=dict(env), capture_output=True, text=True, timeout=120)
         if asked.returncode:
             return [f"the cluster did not say: {asked.stderr.strip()[-300:]}"]
         left = list(json.loads(asked.stdout.splitlines()[-1]))

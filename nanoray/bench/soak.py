@@ -4,9 +4,9 @@
 
 Thrown are: SIGKILL and SIGSTOP of a rank, SIGKILL of all ranks at once, SIGTERM and SIGKILL of the driver (which is
 then started again with `--resume auto`), and SIGKILL of everything on a node. Faults may meet: the next one does not
-wait until the last one is overcome (the fourth does). It fails when a weight, an optimizer moment or a logged loss differs in one bit,
-when something outlives the run, or when the run does not end. A full disk is not thrown, for it cannot be made from
-outside: `--faults disk-full@...` of nanoray.launch is the way.
+wait until the last one is overcome (the fourth does). It fails when a weight, an optimizer moment or a logged loss
+differs in one bit, when something outlives the run, or when the run does not end. A full disk is not thrown, for it
+cannot be made from outside: `--faults disk-full@...` of nanoray.launch is the way.
 """
 
 from __future__ import annotations
