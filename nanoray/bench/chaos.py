@@ -175,6 +175,8 @@ class Training:
         for stamp in run.glob("logs/rank*.stamp"):
             if found := ProgressStamp.read_all(stamp):
                 step, phase, base, _ = found
+                if phase == "init":  # it does not know yet from where it goes on
+                    continue
                 completed = max(base, Failure(0, "", "", step, phase).completed)
                 seat = int(stamp.stem.removeprefix("rank"))
                 before = self._places.get(seat, (base, 0))

@@ -221,9 +221,8 @@ def _compare(report: Report, clean: Path | None, faulty: Path | None, steps: int
             Row(FAULTY, f"{name}: tensors", "", (float(len(one)),), ", ".join(sorted(wrong)[:3]), wrong=len(wrong))
         )
     logged = [_logged(run) for run in (clean, faulty)]
-    differ = sorted(
-        place for place in logged[0].keys() | logged[1].keys() if logged[0].get(place) != logged[1].get(place)
-    )
+    # A resumed run logs its first step, too: such a record has no counterpart, the clean run's all must have one.
+    differ = sorted(place for place, value in logged[0].items() if logged[1].get(place) != value)
     first = (
         f"first: {differ[0][1]} of step {differ[0][0]}" if differ else "losses, gradient norms, learning rates, tokens"
     )
