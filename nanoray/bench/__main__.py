@@ -45,7 +45,12 @@ BENCHES = {
         "what a checkpoint costs training: nanoray's two modes, torch.save and DCP, against the raw disk",
     ),
     "control": ("nanoray.bench.control", "the driver at 64 to 4000 ranks: beats, CPU, memory, time to name a culprit"),
+    "soak": (
+        "nanoray.bench.soak",
+        "half an hour under random faults: the weights of a run without, nothing left behind",
+    ),
 }
+NOT_IN_ALL = {"soak"}  # it proves something, takes half an hour, and is asked for by name
 QUICK_IN_ALL = {
     "train": ["--arms", "plain,torchrun"],
     "recovery": ["--arms", "torchrun"],
@@ -56,7 +61,7 @@ USAGE = """\
 usage: python -m nanoray.bench NAME [--workers N] [--quick] [--json FILE] [--figure FILE] [--html FILE] [flags]
 
 {benches}
-  {all:<12}every one of them in turn, with its defaults; --figure takes a folder
+  {all:<12}all but soak in turn, with their defaults; --figure takes a folder
 
   --workers N   ranks                       --json FILE    conditions, rows and verdicts
   --quick       few and short rounds        --figure FILE  a picture ({figures})
@@ -114,7 +119,7 @@ def _run_all(argv: list[str]) -> int:
         raise ConfigError(f"figure = {args.figure}: bench all draws several; name a folder that is there")
     found: list[Section] = []
     with interruptible():
-        for name in BENCHES:
+        for name in (name for name in BENCHES if name not in NOT_IN_ALL):
             flags = [f"--workers={args.workers}"] if args.workers else []
             flags += ["--quick", *QUICK_IN_ALL.get(name, [])] if args.quick else []
             print(f"== {name}", file=sys.stderr, flush=True)

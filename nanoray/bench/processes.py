@@ -148,8 +148,8 @@ def free_port() -> int:
 
 
 @contextmanager
-def ray_head(folder: Path, env: Mapping[str, str], slots: Slots) -> Iterator[tuple[str, Child]]:
-    """Run a Ray head with this machine's CPUs and `slots.devices`; yield its address. Ends it at the end.
+def ray_head(folder: Path, env: Mapping[str, str], slots: Slots, cpus: int = 0) -> Iterator[tuple[str, Child]]:
+    """Run a Ray head with `cpus` CPUs (0: this machine's) and `slots.devices`; yield its address. Ends it at the end.
 
     Ray listens on all interfaces, also when told 127.0.0.1: the token in `env` keeps strangers out.
 
@@ -158,7 +158,7 @@ def ray_head(folder: Path, env: Mapping[str, str], slots: Slots) -> Iterator[tup
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
     command += ["--dashboard-host=127.0.0.1", "--port=0"]
     command += [f"--ray-client-server-port={free_port()}", "--min-worker-port=0", "--max-worker-port=0"]
-    command += [f"--num-cpus={max(1, int(available_cpus()))}", f"--num-gpus={len(slots.devices)}"]
+    command += [f"--num-cpus={cpus or max(1, int(available_cpus()))}", f"--num-gpus={len(slots.devices)}"]
     command += [f"--object-store-memory={80 * 2**20}", f"--temp-dir={folder}"]
     if slots.devices:
         env = {**env, "CUDA_VISIBLE_DEVICES": ",".join(d.uuid for d in slots.devices)}

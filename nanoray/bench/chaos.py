@@ -1,0 +1,352 @@
+"""A training on a Ray cluster of our own, and faults thrown at it from outside: processes that are killed or frozen.
+
+Cluster    a head and, for two nodes, a second node that can be killed and is started anew some seconds later
+Training   one command, started again with --resume auto whenever its driver is ended before the run is
+Chaos      what is thrown when: kinds, moments and targets follow from a seed
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from nanoray.bench.processes import CLUSTER_START_S, Child, ChildFailed, ray_head, session_members
+from nanoray.devices import Slots
+from nanoray.failures import Failure
+from nanoray.faults import ProgressStamp
+
+KILL, FREEZE, KILL_ALL = "kill rank", "freeze rank", "kill all ranks"
+STOP_DRIVER, KILL_DRIVER, KILL_NODE = "stop driver", "kill driver", "kill node"
+WEIGHTS = {KILL: 4, FREEZE: 2, KILL_ALL: 1, STOP_DRIVER: 1, KILL_DRIVER: 1, KILL_NODE: 1}
+LEAST_GAP_S = 3.0  # between two faults: a new process needs a second or two to live at all
+MEET = 3  # faults that may wait to be overcome; the next is held back until a step is done that was not done before
+NODE_BACK_S = (1.0, 6.0)  # a killed node is replaced after so long
+DRIVER_BACK_S = (0.0, 2.0)  # old ranks may still be alive when the new driver starts
+STOP_S = 60.0  # a driver that is told to stop does within a step and a checkpoint, or once it knows who is lost
+POLL_S = 0.1
+FDS_EVERY_S = 1.0
+# The head knows after four seconds that a node was killed, in place of thirteen; a busy machine has time to answer.
+FAST_HEALTH = {
+    "RAY_health_check_initial_delay_ms": "5000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "5000",
+    "RAY_health_check_failure_threshold": "4",
+}
+# Ends of a driver that faults explain, when they came thick and fast: nobody could go on, and a new command can.
+EXCUSED = ("Gave up: deterministic", "a stop was asked for", "but the cluster can never hold it", "not free within")
+
+
+class SoakFailed(Exception):
+    """The run did not survive; the message ends with the last lines of its output."""
+
+
+class Cluster:
+    """A Ray head, and with `nodes` = 2 a second node with room for one rank. Leaving the `with` block ends both."""
+
+    def __init__(self, folder: Path, env: Mapping[str, str], slots: Slots, nodes: int) -> None:
+        """`folder` must have a short path; `slots` are all ranks' devices, of which the second node gets the last."""
+        self._folder, self._slots, self.nodes = folder, slots, nodes
+        self.env = dict(env) | FAST_HEALTH
+        self.address, self.started = "", 0
+        self._stack, self._node, self._back_at = ExitStack(), None, 0.0  # type: ExitStack, Child | None, float
+        self._head: Child | None = None
+
+    def __enter__(self) -> Cluster:
+        here = self._slots.workers - (self.nodes - 1)
+        devices = replace(self._slots, devices=self._slots.devices[:here])
+        try:
+            self.address, self._head = self._stack.enter_context(
+                ray_head(self._folder / "ray", self.env, devices, cpus=here)
+            )
+            self.env["RAY_ADDRESS"] = self.address
+            deadline = time.monotonic() + CLUSTER_START_S
+            while not self.whole():
+                if time.monotonic() > deadline:
+                    raise ChildFailed(f"the second node did not come up\n{self._node.tail() if self._node else ''}")
+                time.sleep(POLL_S)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._node:
+            self._node.end()
+        self._stack.close()
+
+    def whole(self) -> bool:
+        """Whether all nodes are there; starts a lost one when its time has come."""
+        if self._head and self._head.process.poll() is not None:
+            raise ChildFailed(f"`ray start --head` ended by itself\n{self._head.tail()}")
+        if self.nodes == 1:
+            return True
+        if self._node is None:
+            if time.monotonic() >= self._back_at:
+                self._start_node()
+            return False
+        if self._node.process.poll() is not None:
+            raise ChildFailed(f"`ray start` of the second node ended by itself\n{self._node.tail()}")
+        return "Ray runtime started" in self._node.log.read_text(encoding="utf-8", errors="replace")
+
+    def _start_node(self) -> None:
+        self.started += 1
+        devices = [d.uuid for d in self._slots.devices[-1:]]
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={self.address}", "--block"]
+        command += ["--num-cpus=1", f"--num-gpus={len(devices)}", f"--object-store-memory={80 * 2**20}"]
+        command += ["--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats"]
+        env = self.env | ({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {})
+        self._node = Child(command, env, self._folder / f"node{self.started}.log")
+
+    def kill_node(self, back_s: float) -> int:
+        """Kill every process of the second node; return how many. It is started anew in `back_s` seconds."""
+        assert self._node
+        killed = _kill(list(session_members(self._node.process.pid)))
+        self._node.end()
+        self._node, self._back_at = None, time.monotonic() + back_s
+        return len(killed)
+
+
+@dataclass
+class Seen:
+    """What was seen of a run from outside: its steps over time, and open files."""
+
+    points: list[tuple[float, int]] = field(default_factory=list)  # seconds of the command, steps done for good
+    repeated: int = 0
+    files: dict[str, list[int]] = field(default_factory=dict)  # "driver 123" or "rank 0, 456" -> per second
+
+
+class Training:
+    """A run of nanoray.launch under observation, whose driver is started again until the run is done."""
+
+    def __init__(self, command: list[str], cluster: Cluster, folder: Path, steps: int) -> None:
+        """Train `steps` steps with `command` and the runs in `folder`, which is made."""
+        self._command, self._cluster, self._folder, self._steps = command, cluster, folder, steps
+        self.out = folder / "runs"
+        self.out.mkdir(parents=True)
+        self.seen, self.drivers, self.ends = Seen(), 0, list[str]()
+        self.driver: Child
+        self._end = ""  # what brought the last driver to its end
+        self._began = time.monotonic()
+        self._places: dict[int, tuple[int, int]] = {}  # by seat: base of its attempt, completed steps
+        self._fds_at = 0.0
+        self._start()
+
+    def __enter__(self) -> Training:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.driver.end()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    @property
+    def run(self) -> Path | None:
+        """The newest run folder; there are several when a driver was lost before the first checkpoint."""
+        return max((p.parent for p in self.out.glob("*/run.json")), default=None)
+
+    def _start(self) -> None:
+        self.drivers += 1
+        self.asked, self.asked_at = "", 0.0  # how its end was brought about, if it was
+        self.disturbed = False  # whether any fault was thrown since it started
+        again = ["--resume", "auto"] if self.drivers > 1 else []
+        command = [*self._command, "--out_dir", str(self.out), *again]
+        self.driver = Child(command, self._cluster.env, self._folder / f"driver{self.drivers}.log")
+
+    def ranks(self) -> list[tuple[int, int]]:
+        """Return (seat, pid) of every living rank: each has a sentinel beside it, whose command names both."""
+        return [(seat, pid) for seat, pid in sentinels(self.out) if _state(pid) not in "ZX"]
+
+    def look(self) -> None:
+        """Note how far the run is, and what its processes hold open."""
+        if not (run := self.run):
+            return
+        done = self.seen.points[-1][1] if self.seen.points else 0
+        for stamp in run.glob("logs/rank*.stamp"):
+            if found := ProgressStamp.read_all(stamp):
+                step, phase, base, _ = found
+                if phase == "init":  # it does not know yet from where it goes on
+                    continue
+                completed = max(base, Failure(0, "", "", step, phase).completed)
+                seat = int(stamp.stem.removeprefix("rank"))
+                before = self._places.get(seat, (base, 0))
+                if seat == 0 and (base != before[0] or completed < before[1]):  # another attempt
+                    self.seen.repeated += max(0, before[1] - base)
+                self._places[seat] = (base, completed)
+                done = max(done, completed)
+        if done:
+            self.seen.points.append((round(self.seconds, 2), done))
+        if self.seconds >= self._fds_at:
+            self._fds_at = self.seconds + FDS_EVERY_S
+            holders = [(f"driver {self.driver.process.pid}", self.driver.process.pid)]
+            holders += [(f"rank {seat}, {pid}", pid) for seat, pid in self.ranks()] if done else []
+            for name, pid in holders:
+                with suppress(OSError):
+                    self.seen.files.setdefault(name, []).append(len(os.listdir(f"/proc/{pid}/fd")))
+
+    def done(self) -> bool:
+        """Whether the command has ended, and the run with it. Raises SoakFailed when it ended as it never should."""
+        code = self.driver.process.poll()
+        if code is None:
+            if self.asked and self.seconds > self.asked_at + STOP_S:
+                raise SoakFailed(f"the driver lives {STOP_S:.0f} s after `{self.asked}`\n{self.driver.tail()}")
+            return False
+        text = self.driver.log.read_text(encoding="utf-8", errors="replace")
+        if code == 0 and self._summary().get("steps") == self._steps:
+            return True
+        expected = (143, -signal.SIGTERM, -signal.SIGKILL) if self.asked else ()
+        excuse = next((words for words in EXCUSED if words in text.rpartition("error:")[2]), "")
+        if "Traceback" in text or (code not in expected and not (excuse and self.disturbed)):
+            raise SoakFailed(f"driver {self.drivers} ended with exit code {code}\n{self.driver.tail()}")
+        self._end = self.asked if code in expected else excuse
+        return False
+
+    def _summary(self) -> dict[str, Any]:
+        with suppress(OSError, ValueError, TypeError):
+            return dict(json.loads((self.run / "summary.json").read_text()))  # type: ignore[operator]
+        return {}
+
+    def start_again(self) -> None:
+        """Start the driver that was lost; `--resume auto` finds the run."""
+        self.ends.append(self._end)
+        self.driver.end()
+        self._start()
+
+
+@dataclass
+class Fault:
+    """One fault that was thrown: seconds of the command, kind, whom it hit, and how far the run was."""
+
+    at_s: float
+    kind: str
+    target: str
+    step: int
+    again_s: float | None = None  # until the next step that had not been done before; None: nothing stood still
+
+
+class Chaos:
+    """Throws faults at a training. The same seed gives the same kinds, pauses and choices in the same order."""
+
+    def __init__(self, seed: int, every_s: float, most: int, nodes: int) -> None:
+        """`every_s`: mean of the exponential pauses; at most `most` faults; a node dies only where there are two."""
+        self._moments, self._choices = random.Random(f"{seed}/moments"), random.Random(f"{seed}/choices")
+        self._every_s, self._left = every_s, most
+        self._kinds = kinds(seed, nodes)
+        self._due, self._next = 0.0, next(self._kinds)
+        self.thrown: list[Fault] = []
+
+    def _pause(self) -> float:
+        return max(LEAST_GAP_S, self._moments.expovariate(1 / self._every_s))
+
+    def act(self, training: Training, cluster: Cluster) -> None:
+        """Throw the next fault if its time has come and there is somebody to hit."""
+        points = training.seen.points
+        if not (points and self._left):
+            return
+        if not self._due:
+            self._due = training.seconds + self._pause()  # pauses count from the first step
+        if training.seconds < self._due or training.driver.process.poll() is not None:
+            return
+        if len(self.thrown) >= MEET and self.thrown[-MEET].step == points[-1][1]:
+            return
+        ranks = training.ranks()  # now: looking through all processes takes the run's time
+        if self._next in (KILL, FREEZE, KILL_ALL) and not ranks:
+            return
+        if self._next == KILL_NODE and not cluster.whole():
+            return
+        at, target = round(training.seconds, 2), self._throw(training, cluster, sorted(ranks))
+        training.disturbed = True
+        self.thrown.append(Fault(at, self._next, target, points[-1][1]))
+        print(f"{at:7.1f} s  step {points[-1][1]:>6}  {self._next} {target}", file=sys.stderr, flush=True)
+        self._left -= 1
+        self._due, self._next = training.seconds + self._pause(), next(self._kinds)
+
+    def _throw(self, training: Training, cluster: Cluster, ranks: list[tuple[int, int]]) -> str:
+        if self._next == KILL_NODE:
+            back_s = self._choices.uniform(*NODE_BACK_S)
+            return f"({cluster.kill_node(back_s)} processes, back in {back_s:.1f} s)"
+        if self._next in (STOP_DRIVER, KILL_DRIVER):
+            pid = training.driver.process.pid
+            training.asked, training.asked_at = self._next, training.seconds
+            os.kill(pid, signal.SIGTERM if self._next == STOP_DRIVER else signal.SIGKILL)
+            return f"(pid {pid})"
+        if self._next != KILL_ALL:
+            ranks = [self._choices.choice(ranks)]
+        _kill([pid for _, pid in ranks], signal.SIGSTOP if self._next == FREEZE else signal.SIGKILL)
+        return ", ".join(f"{seat} (pid {pid})" for seat, pid in ranks)
+
+    def driver_pause(self) -> float:
+        """Return how long to wait before a lost driver is started again."""
+        return self._choices.uniform(*DRIVER_BACK_S)
+
+
+def kinds(seed: int, nodes: int) -> Iterator[str]:
+    """Yield kinds without end: as often as their weights say, in an order that the seed chooses."""
+    order = random.Random(f"{seed}/kinds")
+    bag = [kind for kind, weight in WEIGHTS.items() for _ in range(weight) if nodes > 1 or kind != KILL_NODE]
+    while True:
+        yield from order.sample(bag, len(bag))
+
+
+def survive(training: Training, cluster: Cluster, chaos: Chaos | None, limit_s: float) -> float:
+    """Watch the training to its end, with faults if `chaos` throws any; return the seconds of the whole.
+
+    Raises SoakFailed when it is not done within `limit_s` seconds, or ended as no fault explains.
+    """
+    back_at = 0.0
+    while not training.done():
+        training.look()
+        whole = cluster.whole()
+        if training.seconds > limit_s:
+            raise SoakFailed(f"no end within {limit_s:.0f} s\n{training.driver.tail()}")
+        if chaos and training.driver.process.poll() is None:
+            back_at = 0.0
+            chaos.act(training, cluster)
+        elif chaos and not back_at:
+            back_at = training.seconds + chaos.driver_pause()
+        elif chaos and whole and training.seconds >= back_at:
+            training.start_again()
+        time.sleep(POLL_S)
+    training.look()
+    return training.seconds
+
+
+def sentinels(folder: Path) -> list[tuple[int, int]]:
+    """Return (seat, pid of the rank) of every living sentinel of the runs below `folder`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError, ValueError, IndexError):
+            words = path.read_bytes().decode(errors="replace").split("\0")
+            if any(word.endswith("nanoray/sentinel.py") for word in words) and words[-2].startswith(f"{folder}/"):
+                found.append((int(Path(words[-2]).stem.removeprefix("rank")), int(words[-3])))
+    return found
+
+
+def events(faults: list[Fault]) -> list[dict[str, Any]]:
+    """Return the faults as they stand in the JSON file."""
+    return [asdict(fault) for fault in faults]
+
+
+def _state(pid: int) -> str:
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    return "X"
+
+
+def _kill(pids: list[int], signum: int = signal.SIGKILL) -> list[int]:
+    hit = []
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signum)
+            hit.append(pid)
+    return hit
