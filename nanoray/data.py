@@ -14,18 +14,15 @@ import re
 import secrets
 import sys
 import sysconfig
-import threading
-import time
 from dataclasses import asdict, dataclass, replace
-from http.client import HTTPException, IncompleteRead
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.error import HTTPError, URLError
-from urllib.request import build_opener
 
 import numpy as np
 
+from nanoray import download
 from nanoray.config import Config
+from nanoray.download import FetchFailed, fetch
 from nanoray.errors import DataError
 from nanoray.tokenizer import Tokenizer as Tokenizer
 from nanoray.tokenizer import tokenizer_from_json
@@ -36,9 +33,9 @@ if TYPE_CHECKING:
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
-_NAMES, _SCAN_BYTES = ("auto", "shakespeare", "stdlib"), 1 << 24  # the bytes: a multiple of every token size
-_TRY_S, _TOTAL_S, _QUICK_S = 10.0, 60.0, 4.0  # one socket operation, one whole try, the only try of `auto`
-_BACKOFF_S, _MAX_BYTES = (0.3, 1.0), 64 << 20  # pauses between three tries; a wrong server must not fill the memory
+_NAMES = ("auto", "shakespeare", "stdlib")
+_TOTAL_S, _QUICK_S = 60.0, 4.0  # one whole try to download, and the only try of `auto`
+_SCAN_BYTES = 1 << 24  # a multiple of every token size
 _STDLIB_BYTES = 4_000_000
 _STDLIB_SKIP = {  # other people's code, tests, and tables that are no prose: encodings and pydoc_data
     *("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip", "turtledemo"),
@@ -199,27 +196,20 @@ class _Source:
         return hashlib.sha256(self.data).hexdigest()
 
 
-class _FetchFailed(Exception):
-    def __init__(self, reason: str, transient: bool = False, got: str = "nothing") -> None:
-        super().__init__(reason)
-        self.transient = transient
-        self.got = got  # sha256 of what arrived
-
-
 def _shakespeare_or_stdlib(config: Config) -> _Source:
     if config.data_url:  # asked for by name: its failure is an error, not a reason to train on something else
         return _shakespeare(config)
     try:
         return _get_shakespeare(config, tries=1, total_s=_QUICK_S)
-    except _FetchFailed as error:
+    except FetchFailed as error:
         source = _stdlib()
         return replace(source, note=f"{source.note} (Shakespeare is not cached and the download failed: {error})")
 
 
 def _shakespeare(config: Config) -> _Source:
     try:
-        return _get_shakespeare(config, tries=len(_BACKOFF_S) + 1, total_s=_TOTAL_S)
-    except _FetchFailed as error:
+        return _get_shakespeare(config, tries=download.TRIES, total_s=_TOTAL_S)
+    except FetchFailed as error:
         raise DataError(
             f"cannot get Shakespeare from {config.data_url or SHAKESPEARE_URL}: {error} "
             f"(sha256 expected {SHAKESPEARE_SHA256}, got {error.got}); give a copy with "
@@ -238,61 +228,13 @@ def _get_shakespeare(config: Config, tries: int, total_s: float) -> _Source:
     url = config.data_url or SHAKESPEARE_URL
     source = replace(
         source,
-        data=_download(url, tries, total_s),
+        data=fetch(url, tries, total_s),
         note=f"shakespeare: Karpathy's tiny Shakespeare, from {url}{damaged}",
     )
     if source.sha256 != SHAKESPEARE_SHA256:
-        raise _FetchFailed(f"these {len(source.data)} bytes are another text", got=source.sha256)
+        raise FetchFailed(f"these {len(source.data)} bytes are another text", got=source.sha256)
     _write_atomically(cached, source.data)
     return source
-
-
-def _download(url: str, tries: int, total_s: float) -> bytes:
-    """Read an http(s):// or file:// URL, or a bare path; wait and try again where that can help."""
-    url = url if "://" in url else _absolute(url).as_uri()
-    if not url.startswith(("http://", "https://", "file://")):
-        raise _FetchFailed("not an http(s):// or file:// URL")
-    tries = 1 if url.startswith("file://") else tries
-    for pause_s in _BACKOFF_S[: tries - 1]:
-        try:
-            return _fetch(url, total_s)
-        except _FetchFailed as error:
-            if not error.transient:
-                raise
-        time.sleep(pause_s)
-    return _fetch(url, total_s)
-
-
-def _fetch(url: str, total_s: float) -> bytes:
-    done: list[bytes | _FetchFailed] = []
-
-    def read() -> None:
-        try:
-            # A new opener, because urlopen's global one would keep the proxies of its first call.
-            with build_opener().open(url, timeout=min(_TRY_S, total_s)) as response:
-                body = response.read(_MAX_BYTES + 1)
-                short = getattr(response, "length", 0) if len(body) <= _MAX_BYTES else 0  # read(n) takes less
-                done.append(_explain(IncompleteRead(body, short)) if short else body)
-        except Exception as error:
-            done.append(_explain(error))
-
-    # A thread, because no socket timeout covers a name server that is silent or a body that drips.
-    (thread := threading.Thread(target=read, daemon=True)).start()
-    thread.join(total_s)
-    result = done[0] if done else _FetchFailed(f"no answer within {total_s:g} s", transient=True)
-    if isinstance(result, _FetchFailed):
-        raise result
-    if len(result) > _MAX_BYTES:
-        raise _FetchFailed(f"more than {_MAX_BYTES >> 20} MiB, which is no text of ours")
-    return result
-
-
-def _explain(error: Exception) -> _FetchFailed:
-    if isinstance(error, HTTPError):
-        error.close()
-        return _FetchFailed(f"HTTP {error.code} {error.reason}", error.code >= 500 or error.code in (408, 429))
-    reason = error.reason if isinstance(error, URLError) else error
-    return _FetchFailed(str(reason) or type(reason).__name__, isinstance(error, (OSError, HTTPException)))
 
 
 def _stdlib() -> _Source:

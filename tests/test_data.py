@@ -25,7 +25,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanoray import data, tokenizer
+from nanoray import data, download, tokenizer
 from nanoray.config import make_config
 from nanoray.data import DatasetInfo, TokenData, cache_dir, prepare
 from nanoray.errors import DataError
@@ -49,7 +49,7 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name.upper(), raising=False)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.delenv("NO_PROXY", raising=False)
-    monkeypatch.setattr(data, "_BACKOFF_S", (0.01, 0.01))
+    monkeypatch.setattr(download, "BACKOFF_S", (0.01, 0.01))
 
 
 @pytest.fixture

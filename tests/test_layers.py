@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"__init__", "errors", "sentinel", "kube_options"},
     {"config"},
-    {"tokenizer"},
+    {"tokenizer", "download"},
     {"devices", "mesh", "data", "optim", "precision", "comm", "algorithms", "metrics"},
     {"run", "model", "checkpoint", "faults", "callbacks", "timeline", "trace", "parallel", "parallel.ddp"},
     {"watchdog", "failures"},

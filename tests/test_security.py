@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoray import data
+from nanoray import download
 from nanoray.config import load_config
 from nanoray.data import prepare
 from nanoray.errors import ConfigError, DataError
@@ -106,7 +106,7 @@ def endless() -> Iterator[str]:
 
 
 def test_a_download_has_an_end(endless: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "_MAX_BYTES", 1 << 20)
+    monkeypatch.setattr(download, "MAX_BYTES", 1 << 20)
     config = load_config(None, "tiny", {"dataset": "shakespeare", "data_url": endless, "data_dir": str(tmp_path)})
     with pytest.raises(DataError, match="more than 1 MiB"):
         prepare(config)
