@@ -373,10 +373,23 @@ class RuntimeEngine:
         self.best_val_loss = min(self.val_loss, self.best_val_loss or math.inf)
         return {"val/loss": self.val_loss, "time/eval_s": time.perf_counter() - start}
 
+    def catch_up(self, written: int) -> None:
+        """Give observers the newest record, when whoever had to was lost before it did. (rank 0 only)
+
+        `written` is the step of the newest record that they have.
+        """
+        step = self.last_record.get("step", -1)
+        if written < step <= self.reported_step:
+            self._emit(self.last_record)
+            self._emitted_step = step
+
     def _emit(self, record: dict[str, Any]) -> None:
         self.last_record = record
         for callback in self.callbacks:
-            callback.on_record(record)
+            try:
+                callback.on_record(record)
+            except OSError as error:  # a full disk costs what an observer would have written, and not the run
+                log.warning("%s did not take the record of step %d: %s", type(callback).__name__, self.step, error)
 
     def note(self, text: str) -> None:
         """Say one line to whoever watches. (rank 0 only; elsewhere it only goes to the rank's log)"""
@@ -415,14 +428,14 @@ class RuntimeEngine:
         if self.peak_flops:
             self.peak_flops *= mesh.world_size / self.mesh.world_size
         self.spec, self.mesh = spec, mesh
-        self.saver.attach(spec)
+        self.saver.attach(spec, mesh.rank)
         self.batch = batch_for(self.cfg, mesh.seats, mesh.world_size) or self.batch
         self._faults = self._planned_faults()
 
     @property
     def reported_step(self) -> int:
         """The newest step whose record is out: what stands after it in metrics.jsonl will be written again."""
-        return self.step - 1 if self._pending else self.step
+        return self.step - 1 if self._pending and self._emitted_step != self.step else self.step
 
     def _rng_state(self) -> dict[str, Tensor]:
         state = {"cpu": torch.get_rng_state()}

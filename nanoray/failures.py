@@ -136,6 +136,7 @@ class Inquest:
         self.in_place = in_place  # the others may wait for a replacement, and keep what they have
         self.failures: list[Failure] = []
         self.first_news = 0.0  # when the first failure was known
+        self.whole = False  # nobody is lost, though the group broke
         self._give_up = float("inf")
 
     def ended(self, rank: int, failure: Failure | None, now: float) -> None:
@@ -150,9 +151,20 @@ class Inquest:
             self.in_place = False
         self._give_up = min(self._give_up, now + (self._patience_s if self.in_place else self._drain_s))
 
-    def waits(self, rank: int, waiting: bool) -> None:
+    def nobody_is_replaced(self, now: float) -> None:
+        """Wait for the echo, and not for survivors: the run stops, or nobody could be started."""
+        self.in_place = False
+        self._give_up = min(self._give_up, now + self._drain_s)
+
+    def rank_0_is_done(self, now: float) -> None:
+        """Hear that the run is over; the others end with it, and need not be waited for."""
+        self._give_up = min(self._give_up, now + 2 * self._drain_s)
+
+    def waits(self, rank: int, waiting: bool, now: float) -> None:
         """Hear whether a rank has left its groups and waits for orders."""
         if waiting and rank in self._running:
+            if not self._waiting and not self.failures:
+                self._give_up = min(self._give_up, now + self._patience_s)  # whoever does not follow hangs
             self._waiting.add(rank)
         else:
             self._waiting.discard(rank)
@@ -161,7 +173,12 @@ class Inquest:
     def all_wait(self) -> bool:
         """Every rank that did not fail waits for orders, and there is one: the run's state is in memory."""
         left = len(self._running)
-        return 0 < left == len(self._waiting) and left + len(self.failures) == self._ranks
+        return 0 < left == len(self._waiting) and (self.whole or left + len(self.failures) == self._ranks)
+
+    @property
+    def silent(self) -> list[int]:
+        """The ranks that neither ended nor wait."""
+        return sorted(self._running - self._waiting)
 
     def closed(self, now: float) -> bool:
         """Whether there is nothing more to wait for."""

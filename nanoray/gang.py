@@ -24,7 +24,7 @@ from nanoray.callbacks import Console
 from nanoray.config import Config, batch_for
 from nanoray.failures import Failure, Inquest
 from nanoray.faults import ProgressStamp
-from nanoray.mesh import RankDevice, Rendezvous, choose_backend, network_env
+from nanoray.mesh import BackendChoice, RankDevice, Rendezvous, choose_backend, network_env
 from nanoray.placement import START_TIMEOUT_S, Placement, strategy
 from nanoray.run import RunSpec, recovers_in_place
 from nanoray.watchdog import Position, Watchdog, behind
@@ -57,7 +57,8 @@ class Gang:
     promoted: set[int] = field(default_factory=set)  # seats that a spare took since the last fault
     begun: float = 0.0  # monotonic seconds at which the ranks began to train
     created: int = 0  # actors so far: their names differ
-    backend: str = ""
+    choice: BackendChoice | None = None
+    said: Any = None  # the question what rank 0 has to say, not answered yet
     heard: float = 0.0  # monotonic seconds of the newest news: whoever they tell of had died by then
 
     # Seats.
@@ -73,10 +74,12 @@ class Gang:
 
     def seat(self, seat: int) -> None:
         """Give a seat to a spare, or to a new actor, in place of the one that was there."""
+        self.promoted.discard(seat)
         if seat in self.actors:
             ray.kill(self.actors[seat])
         # Where the others wait, every second counts; where they train meanwhile, the newcomer may as well rehearse.
-        rehearse = self.spec.config.recovery == "shrink" and bool(self.facts)
+        later = bool(self.facts)
+        rehearse = later and self.spec.config.recovery == "shrink"
         self.actors[seat] = self._spare_for(seat) or self._actor(
             seat,
             rehearse,
@@ -84,7 +87,8 @@ class Gang:
             num_gpus=self.place.bundle.get("GPU", 0),
             scheduling_strategy=strategy(self.place.group, self.place.order[seat]),
         )
-        self.coming[seat] = self.actors[seat].ready.remote() if rehearse else self.actors[seat].describe.remote()
+        # One that dies while it imports costs another try, and not a meeting in which all wait for it.
+        self.coming[seat] = self.actors[seat].ready.remote() if later else self.actors[seat].describe.remote()
 
     def add_spares(self) -> None:
         """Start the spares that are missing: processes that have rehearsed the first step and hold no device."""
@@ -189,7 +193,7 @@ class Gang:
 
         Raises RayError or GetTimeoutError when that fails.
         """
-        self.spec, self.members = spec, seats
+        self.spec, self.members, self.said = spec, seats, None
         ranks, address, port = self._rendezvous(), "", 0
         if len(seats) > 1:
             host = next(seat for seat in seats if seat in self.runs)
@@ -202,15 +206,22 @@ class Gang:
             else:
                 self.runs[r.seat] = self.actors[r.seat].run.remote(spec.to_dict(), r)
 
-    def _rendezvous(self) -> list[Rendezvous]:
-        kind, facts = self.place.kind, [self.facts[seat] for seat in self.members]
-        version = None
+    @property
+    def backend(self) -> str:
+        """The process groups' backend; empty before it is chosen."""
+        return self.choice.backend if self.choice else ""
+
+    def _choose_backend(self, facts: list[dict[str, Any]]) -> BackendChoice:
+        kind, version = self.place.kind, None
         if kind != "cpu":
             version = ray.get(self.actors[self.members[0]].nccl_version.remote(), timeout=START_TIMEOUT_S)
         # Ray's ids of slices are UUIDs of slices: the same node with slices is taken for the same card.
         cards = [RankDevice(kind, f["node"], "" if kind == "mig" else ",".join(f["devices"])) for f in facts]
-        choice = choose_backend(cards, self.spec.config.backend, version)
-        self.backend = choice.backend
+        return choose_backend(cards, self.spec.config.backend, version)
+
+    def _rendezvous(self) -> list[Rendezvous]:
+        kind, facts = self.place.kind, [self.facts[seat] for seat in self.members]
+        choice = self.choice = self.choice or self._choose_backend(facts)  # a run keeps its backend
         nodes = {node: i for i, node in enumerate(dict.fromkeys(f["node"] for f in facts))}
         secret = secrets.token_hex(16)
         on_node: dict[str, int] = {}
@@ -269,27 +280,33 @@ class Gang:
         period_s, patience_s = len(self.members) / BEATS_PER_S, self.spec.config.hang_timeout
         return max(BEAT_S, min(period_s, patience_s / 4) if patience_s else period_s)
 
-    def drain(self, console: Console) -> None:
-        """Print what rank 0 has said since."""
-        with suppress(RayError):  # a dead rank 0 is reported by its run
-            for kind, value in ray.get(self.actors[self.members[0]].poll.remote(), timeout=5):
-                console.on_note(value) if kind == "note" else console.on_record(value)
+    def drain(self, console: Console, wait_s: float = 0.0) -> None:
+        """Print what rank 0 has said, as far as it has answered; with `wait_s` all that it has said until now."""
+        for _ in range(2 if wait_s else 1):
+            self.said = self.said or self.actors[self.members[0]].poll.remote()
+            ready, _ = ray.wait([self.said], timeout=wait_s)
+            if not ready:
+                return
+            said, self.said = self.said, None
+            with suppress(RayError):  # a dead rank 0 is reported by its run
+                for kind, value in ray.get(said):
+                    console.on_note(value) if kind == "note" else console.on_record(value)
 
     def tell_all(self, order: str) -> None:
         """Call a method without arguments (stop, pause) of every rank."""
         for seat in self.members:
             getattr(self.actors[seat], order).remote()
 
-    def positions(self) -> dict[int, Position]:
-        """Return where every member's stamp says it is, or was when it died."""
-        found = {seat: ProgressStamp.read(self.spec.stamp(seat)) for seat in self.members}
-        return {seat: Position(*place) for seat, place in found.items() if place}
+    def positions(self) -> dict[int, tuple[Position, float]]:
+        """Return where every member's stamp says it is, or was when it died, and when by its own clock."""
+        found = {seat: ProgressStamp.read_all(self.spec.stamp(seat)) for seat in self.members}
+        return {seat: (Position(*place[:2]), place[3]) for seat, place in found.items() if place}
 
     def end_hung(self, watchdog: Watchdog, inquest: Inquest) -> None:
         """Name the rank that all others wait for, keep the stacks of those that still answer, and end it."""
         # Stamps tell more than answers, which come every second or two, and not at all from who is frozen.
         places, stamps = watchdog.places(), self.positions()
-        for seat, place in stamps.items():
+        for seat, (place, _) in stamps.items():
             if place.step >= places[seat].step:
                 places[seat] = place
         answers = {seat: self.actors[seat].stacks.remote(str(self.spec.log(seat))) for seat in places}
@@ -298,7 +315,7 @@ class Gang:
         mute = [seat for seat, ref in answers.items() if ref not in on_time]
         late = mute or behind(places)
         where = [(r, f"rank {r} in {p.phase} of step {p.step}") for r, p in list(places.items())[:4]]
-        for seat in late if len(late) < len(places) else late[-1:]:
+        for seat in late if mute or len(late) < len(places) else late[-1:]:
             step, phase = places[seat]
             others = [text for r, text in where if r != seat]  # some are enough: all would be quadratic
             why = "does not answer" if seat in mute else "is behind"
@@ -314,6 +331,15 @@ class Gang:
             ray.kill(self.actors[seat])  # its sockets close, and whoever waits for it learns so
             self.runs.pop(seat, None)
             inquest.ended(seat, failure, time.monotonic())
+
+    def end_silent(self, seat: int, inquest: Inquest) -> None:
+        """End a rank that did not notice that the group broke, or never came to meet the others."""
+        step, phase = ProgressStamp.read(self.spec.stamp(seat)) or (0, "init")
+        title = f"{self._who(seat)} did not leave the group that broke, in {phase} of step {step}; it was ended"
+        failure = Failure(seat, "hung", title, step, phase, self._log_tail(seat), fact=self.facts[seat])
+        ray.kill(self.actors[seat])
+        self.runs.pop(seat, None)
+        inquest.ended(seat, failure, time.monotonic())
 
     def result(self, ref: Any, seat: int) -> tuple[dict[str, Any] | None, Failure | None]:
         """Return what a rank came to: its outcome, or how it failed."""

@@ -28,7 +28,7 @@ from nanoray.devices import Slots, available_cpus, discover_gpus, local_slots
 from nanoray.errors import ConfigError, PlacementError, WorkerFailed
 from nanoray.failures import Failure, FaultReport, Inquest, back_off_s, echo_of, why_not
 from nanoray.faults import parse_plan
-from nanoray.gang import DRAIN_S, POLL_S, Gang, start_timeout_s
+from nanoray.gang import DRAIN_S, POLL_S, SEATS, Gang, start_timeout_s
 from nanoray.placement import ClusterWatch, Placement, bounded, connected, stuck
 from nanoray.report import closing_lines, dry_run_lines, plan, run_command
 from nanoray.run import RunSpec, open_run, summary_on_failure, write_attempt, write_summary
@@ -122,6 +122,7 @@ class Campaign:
         self.gang: Gang | None = None
         self.recovering: Recovering | None = None
         self.started = False
+        self.lost_on_the_way: dict[int, int] = {}  # by seat: new actors that died before they answered
         self.outcome: dict[str, Any] | None = None
         self.cluster = ClusterWatch(place)
 
@@ -131,11 +132,13 @@ class Campaign:
             with self.cluster:
                 while True:
                     inquest = self._attempt()
-                    if self.outcome is not None and not inquest.failures:
+                    if self.outcome is not None:  # it comes after the last checkpoint: later failures change nothing
                         return self._ended()
-                    if not inquest.failures:  # everybody waits, because a new actor is there to join
-                        self._grow()
-                        continue
+                    if not inquest.failures:
+                        if inquest.all_wait and self._can_grow():
+                            self._grow()
+                            continue
+                        self._broke(inquest)
                     why = self._judge(inquest)
                     if not self.cluster.head_answers():
                         why = "the cluster's head is gone; start it again, and this run with --resume auto"
@@ -144,6 +147,8 @@ class Campaign:
                     if not (inquest.all_wait and self._in_place()):
                         self._restart()
         finally:
+            if self.recovering:  # a fault that nothing came after
+                self._write_report("none")
             if self.gang:
                 bounded(self.gang.end)
 
@@ -173,7 +178,7 @@ class Campaign:
         if self.started:
             self.spec = self.spec.next_attempt()
         self.started = True
-        write_attempt(self.spec.folder, self.spec.attempt)
+        write_attempt(self.spec)
 
     def _require_use_of_spares(self) -> None:
         if self.spec.config.spares not in ("auto", 0) and self.gang and not self.gang.in_place:
@@ -191,7 +196,7 @@ class Campaign:
         watchdog = Watchdog(gang.members, config.hang_timeout)
         for seat in gang.members:
             gang.ask(seat, after=self.recovering.target if self.recovering else None)
-        told = False
+        told, members = False, set(gang.members)
         while not inquest.closed(time.monotonic()):
             if not stop.requested and (trouble := self.cluster.trouble()):
                 stop.because(trouble)
@@ -201,15 +206,20 @@ class Campaign:
             for kind, seat, news in gang.hear(POLL_S):
                 if kind == "ended":
                     self._rank_ended(gang, inquest, seat, news)
-                elif kind == "beat" and seat in gang.runs:
+                elif kind == "beat" and seat in gang.runs and seat in members:
                     self._beat(gang, inquest, watchdog, seat, news)
                 elif kind == "here":
                     self._arrived(gang, inquest, seat, news)
             if not inquest.failures:
                 gang.drain(self.console)
+                if watchdog.quiet:
+                    for seat, (place, stamped) in gang.positions().items():
+                        watchdog.reread(seat, place, stamped)
                 if watchdog.hangs():
                     gang.end_hung(watchdog, inquest)
                     self._seat_anew(gang, inquest, inquest.failures)
+        if not inquest.failures:
+            gang.drain(self.console, wait_s=5.0)
         return inquest
 
     def _rank_ended(self, gang: Gang, inquest: Inquest, seat: int, ref: Any) -> None:
@@ -222,17 +232,18 @@ class Campaign:
             self._seat_anew(gang, inquest, [failure])
         elif seat == gang.members[0]:
             self.outcome = result
+            inquest.rank_0_is_done(time.monotonic())
 
     def _seat_anew(self, gang: Gang, inquest: Inquest, failures: list[Failure]) -> None:
         """Let the newcomers start at once, while the others notice; with a stop under way nobody is replaced."""
-        if self.stop.requested or not self.cluster.head_answers():
-            inquest.in_place = False
+        if inquest.in_place and (self.stop.requested or not self.cluster.head_answers()):
+            inquest.nobody_is_replaced(time.monotonic())
         if inquest.in_place:
             for failure in failures:
                 gang.seat(failure.rank)
 
     def _beat(self, gang: Gang, inquest: Inquest, watchdog: Watchdog, seat: int, beat: Beat) -> None:
-        inquest.waits(seat, beat.waiting)
+        inquest.waits(seat, beat.waiting and beat.attempt == self.spec.attempt, time.monotonic())
         watchdog.see(seat, Position(beat.step, beat.phase), beat.stamped)
         if self.recovering and self.recovering.over(beat):
             self._say_recovered(beat.base)
@@ -242,10 +253,38 @@ class Campaign:
 
     def _arrived(self, gang: Gang, inquest: Inquest, seat: int, well: bool) -> None:
         """A new actor is there, or was lost on the way. In a group that is too small it is a reason to meet again."""
-        if not well:
+        if well:
+            self.lost_on_the_way.pop(seat, None)
+            if not inquest.failures and not self.stop.requested and self._can_grow():
+                gang.tell_all("pause")
+            return
+        self.lost_on_the_way[seat] = tries = self.lost_on_the_way.get(seat, 0) + 1
+        if tries < SEATS:
             gang.seat(seat)
-        elif not inquest.failures and not self.stop.requested and len(gang.fitting(gang.taken)) > len(gang.members):
-            gang.tell_all("pause")
+        else:
+            del gang.actors[seat]
+            print(f"shrink   {tries} new actors for rank {seat} were lost on the way; going on without it", flush=True)
+
+    def _can_grow(self) -> bool:
+        """Whether more ranks are there than train, and the global batch can be split over them."""
+        assert self.gang
+        return len(self.gang.fitting(self.gang.taken)) > len(self.gang.members)
+
+    def _broke(self, inquest: Inquest) -> None:
+        """Name who is to blame when ranks left their group and nobody ended: the ones that did not follow, if any."""
+        assert self.gang
+        gang, late = self.gang, inquest.silent
+        for seat in late:
+            gang.end_silent(seat, inquest)
+        if late:
+            self._seat_anew(gang, inquest, inquest.failures)
+            return
+        seat = gang.members[0]
+        step, phase = gang.positions().get(seat, (Position(0, "init"), 0.0))[0]
+        title = f"the group of {len(gang.members)} rank(s) broke in {phase} of step {step}, though no rank was lost"
+        failure = Failure(seat, "peer_lost", title, step, phase, signature="group broke", fact=gang.facts[seat])
+        inquest.failures.append(failure)
+        inquest.whole, inquest.first_news = True, time.monotonic()
 
     # After a failure.
 
@@ -257,7 +296,7 @@ class Campaign:
         consequences = [f"  {line}" for line in echo_of(others)]
         print("\n".join(["", f"failure  {cause.title}", *_indented(cause.detail), *consequences]), flush=True)
         if self.recovering:  # it never came back to work
-            self.recovering.report.write(self.spec.folder)
+            self._write_report(self.recovering.report.recovery)
         self.history.append(cause)
         report = FaultReport.of(cause, others, self.spec.attempt, len(gang.members))
         known = inquest.first_news
@@ -265,8 +304,9 @@ class Campaign:
             report.detect_s = round(cause.silent_s, 3)
         elif cause.death.get("boot") and cause.death["boot"] == sentinel.boot_id():
             report.detect_s = round(max(0.0, known - cause.death["monotonic"]), 4)
-        done = [Failure(0, "killed", "", *place).completed for place in gang.positions().values()]
-        self.recovering = Recovering(report, known, max([cause.completed, *done]))
+        done = [Failure(0, "killed", "", *place).completed for place, _ in gang.positions().values()]
+        done += [failure.completed for failure in inquest.failures]
+        self.recovering = Recovering(report, known, max(done))
         return why_not(cause, self.history, self.spec.config.max_failures, self.stop.requested)
 
     def _in_place(self) -> bool:
@@ -284,7 +324,7 @@ class Campaign:
         try:
             self._begin_attempt()
             gang.regroup(self.spec, seats)
-        except (RayError, GetTimeoutError) as error:
+        except (RayError, OSError) as error:
             print(f"replace  {budget} failed: {' '.join(str(error).split())[:200]}", flush=True)
             return False
         how, seconds = "", time.monotonic() - began
@@ -308,9 +348,14 @@ class Campaign:
         assert self.gang
         gang = self.gang
         before, seats = len(gang.members), gang.fitting(gang.taken)
-        gang.drain(self.console)
-        self._begin_attempt()
-        gang.regroup(self.spec, seats)
+        try:
+            self._begin_attempt()
+            gang.regroup(self.spec, seats)
+        except (RayError, OSError) as error:  # a rank was lost in this very moment
+            print(f"grow     failed: {' '.join(str(error).split())[:200]}; all ranks start again", flush=True)
+            gang.end()
+            self.gang = None
+            return
         print(f"grow     {before} -> {len(seats)} ranks; no step is repeated\n", flush=True)
 
     def _restart(self) -> None:
@@ -329,29 +374,37 @@ class Campaign:
     def _say_recovered(self, base: int) -> None:
         """Complete the report of the fault, now that a step was done which had not been done before it."""
         assert self.recovering
-        report, self.recovering = self.recovering.closed(base), None
-        report.write(self.spec.folder)
+        report = self.recovering.closed(base)
+        self._write_report(report.recovery)
         print(f"recover  {report.outcome()}\n", flush=True)
+
+    def _write_report(self, recovery: str) -> None:
+        """Write down what is known of the last fault; a full disk must not end the run."""
+        assert self.recovering
+        report, self.recovering = self.recovering.report, None
+        report.recovery = recovery
+        try:
+            report.write(self.spec.folder)
+        except OSError as error:
+            print(f"warning  faults.jsonl did not take the report: {error.strerror}", flush=True)
 
     # The end.
 
     def _ended(self) -> dict[str, Any]:
         assert self.outcome is not None
         if self.recovering:  # the run was over before another step
-            self._say_recovered(self.recovering.completed)
+            self._say_recovered(self.recovering.base)
         stopped = self.outcome["exit_reason"] == "stopped"
         return self.outcome | {
-            "exit_code": self.stop.exit_code if stopped else 0,
+            "exit_code": (self.stop.exit_code or 128 + signal.SIGTERM) if stopped else 0,
             "why": self.stop.reason if stopped else "",
         }
 
     def _gave_up(self, why: str) -> dict[str, Any]:
-        assert self.recovering
-        cause, report = self.history[-1], self.recovering.report
-        report.recovery = "none"
-        report.write(self.spec.folder)
+        self._write_report("none")
+        cause = self.history[-1]
         message = f"{cause.title}. Gave up: {why}. Checkpoints and logs: {self.spec.folder}"
-        code = 1 if cause.retry else cause.exit_code
+        code = self.stop.exit_code or (1 if cause.retry else cause.exit_code)
         return {"ok": False, "exit_reason": f"failed: {cause.title}", "exit_code": code, "message": message}
 
 
@@ -362,6 +415,7 @@ class Recovering:
     report: FaultReport
     known: float  # monotonic seconds at which the driver heard of it
     completed: int  # steps that were done by then
+    base: int = 0  # the step after which the present attempt began
 
     @property
     def target(self) -> int:
@@ -370,6 +424,7 @@ class Recovering:
 
     def over(self, beat: Beat) -> bool:
         """Whether training is past the fault."""
+        self.base = beat.base
         return beat.step > self.target and not beat.waiting
 
     def closed(self, base: int) -> FaultReport:

@@ -227,13 +227,13 @@ class ClusterWatch:
         return ""
 
     def _look(self) -> None:
-        from ray._private.state import state  # there is no public call that tells who is drained
-
         while not self._over.wait(1.0):
             with suppress(Exception):  # whatever it raises: the head did not answer
-                _dial(self._address)  # the call below would wait a minute for a head that is gone
+                _dial(self._address)
+                self._answered = time.monotonic()  # a head that is frozen keeps the call below, and this thread with it
+                from ray._private.state import state  # there is no public call that tells who is drained
+
                 self._draining = dict(state.get_draining_nodes())
-                self._answered = time.monotonic()
 
 
 def _slots_of(group: PlacementGroup, kind: str, workers: int) -> list[tuple[str, list[str], int]]:

@@ -10,7 +10,7 @@ runs/2026-11-21_101500_shakespeare-cpu/
     comm/            with --comm_trace: every collective, and the timeline
     faults.jsonl     what failed, and what came of it;  `nanoray faults` tells the story
     logs/rank0.log   what each rank said;  rank0.stamp: where it was last;  rank0.death: how its process ended
-    attempt          which attempt may write checkpoints: a number
+    attempt          which attempt, of the command of which moment, may write checkpoints
     lock             held by the process that uses the run, whose pid and host it names
 """
 
@@ -145,8 +145,8 @@ def open_run(config: Config, dataset: DatasetInfo, started: float) -> RunSpec:
     for name in ("checkpoints", "logs"):
         (folder / name).mkdir(exist_ok=True)
     (folder / "summary.json").unlink(missing_ok=True)  # how an earlier part of the run ended is no longer true
-    write_attempt(folder, 0)
     spec = RunSpec(config, dataset, folder, started, resume, 0, tuple(notes), lock)
+    write_attempt(spec)
     write_json(folder / "config.json", config.model_dump())
     write_json(folder / "run.json", spec.to_dict())
     return spec
@@ -199,16 +199,20 @@ def lock_run(folder: Path) -> tuple[RunLock | None, str]:
     return lock, ""
 
 
-def write_attempt(folder: Path, attempt: int) -> None:
+def write_attempt(spec: RunSpec) -> None:
     """Let this attempt alone write checkpoints from now on. (whoever starts an attempt, before its ranks begin)"""
-    _replace_text(folder / "attempt", f"{attempt}\n")
+    _replace_text(spec.folder / "attempt", f"{spec.attempt} {spec.started!r}\n")
 
 
-def read_attempt(folder: Path) -> int | None:
-    """Return which attempt may write checkpoints; None where nobody said so. Raises CheckpointError."""
+def read_attempt(folder: Path) -> tuple[int, float] | None:
+    """Return which attempt may write checkpoints, and when its command started (Unix s); None where nobody said so.
+
+    Raises CheckpointError when the file cannot be read.
+    """
     path = folder / "attempt"
     try:
-        return int(path.read_text(encoding="utf-8"))
+        attempt, started = path.read_text(encoding="utf-8").split()
+        return int(attempt), float(started)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

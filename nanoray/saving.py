@@ -139,9 +139,11 @@ class Saver:
     def _fence(self) -> None:
         """Refuse to write when another attempt of this run has begun without this process."""
         self._seated.wait()  # a survivor belongs to the next attempt, and learns its number in a moment
-        current, own = read_attempt(self._spec.folder), self._spec.attempt
-        if current is not None and own < current:
-            raise AttemptOver(f"attempt {own} is over: attempt {current} runs now; nothing written")
+        allowed, spec = read_attempt(self._spec.folder), self._spec
+        if allowed and allowed[1] != spec.started:
+            raise AttemptOver("this command is over: another one goes on with the run; nothing written")
+        if allowed and spec.attempt < allowed[0]:
+            raise AttemptOver(f"attempt {spec.attempt} is over: attempt {allowed[0]} runs now; nothing written")
 
     def _judge(self, step: int, last: bool = False) -> None:
         """Take note of how a write went, and of whether the run can go on. (rank 0 only)"""
@@ -182,10 +184,12 @@ class Saver:
         """Hold back commits: the group broke, and the run's next attempt may already have begun."""
         self._seated.clear()
 
-    def attach(self, spec: RunSpec) -> None:
+    def attach(self, spec: RunSpec, rank: int) -> None:
         """Go on as a member of the new attempt."""
         self._spec = spec
         self._seated.set()
+        if rank:
+            self._settle()  # another rank saves from now on, and one process at a time may
 
     def close(self) -> None:
         """Wait for what is being written; nothing of it outlives the run. What it came to is only logged."""

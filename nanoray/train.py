@@ -60,7 +60,7 @@ from nanoray.optim import make_optimizer
 from nanoray.parallel.ddp import apply_ddp, average_by
 from nanoray.recovery import adopt, furthest
 from nanoray.report import closing_lines, dry_run_lines, plan, run_command
-from nanoray.run import RunSpec, open_run, summary_on_failure, write_summary
+from nanoray.run import RunSpec, lock_run, open_run, summary_on_failure, write_attempt, write_summary
 from nanoray.tokenizer import tokenizer_from_json
 from nanoray.trace import CommLog, CommTrace
 
@@ -180,13 +180,11 @@ def observe(engine: RuntimeEngine, watchers: Sequence[Callback], resume_step: in
         engine.callbacks = [*watchers, writer]
         if cfg.tensorboard:
             engine.callbacks.append(TensorBoardWriter(spec.folder / "tb", cfg.to_json(), resume_step))
-        record = engine.last_record
-        if record and writer.last_step < record["step"] <= resume_step:  # rank 0 was lost before it wrote this down
-            for callback in engine.callbacks:
-                callback.on_record(record)
-    elif engine.mesh.rank > 0:
-        while engine.callbacks:
-            engine.callbacks.pop().close()
+        engine.catch_up(writer.last_step)
+    elif engine.mesh.rank == 0:
+        engine.catch_up(engine._emitted_step)
+    while engine.mesh.rank and engine.callbacks:
+        engine.callbacks.pop().close()
 
 
 def trace(engine: RuntimeEngine, reducer: Reducer | None, resume_step: int) -> None:
@@ -419,6 +417,8 @@ def _shared_spec(loaded: Loaded, rendezvous: Rendezvous, store: Any, started: fl
     try:
         if rendezvous.restarts and store and store.check([run_key]):  # torchrun's store outlives its ranks
             spec = replace(RunSpec.from_dict(json.loads(store.get(run_key))), attempt=rendezvous.restarts, notes=())
+            spec = replace(spec, lock=lock_run(spec.folder)[0])
+            write_attempt(spec)
             store.set(key, json.dumps(spec.to_dict()))
             return spec
         dataset = prepare(loaded.config)

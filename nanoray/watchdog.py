@@ -39,6 +39,16 @@ class Watchdog:
             self._since = time.monotonic()
             self._unseen.discard(rank)
 
+    def reread(self, rank: int, place: Position, stamped: float) -> None:
+        """Read a rank's stamp from the disk: one that froze cannot say any more where it came to."""
+        if rank in self._seen and stamped > self._seen[rank][1]:
+            self.see(rank, place, stamped)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether it is time to look at the stamps: nobody has said anything new for a while."""
+        return 0 < self._timeout_s / 4 < time.monotonic() - self._since
+
     def hangs(self) -> bool:
         """Whether nobody has moved for too long. Before everybody has begun step 1 never."""
         self.silent_s = time.monotonic() - self._since

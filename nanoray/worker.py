@@ -20,7 +20,7 @@ import ray
 from ray.util.metrics import Gauge
 
 from nanoray import sentinel
-from nanoray.errors import NanorayError
+from nanoray.errors import NanorayError, RendezvousError
 from nanoray.faults import ProgressStamp
 from nanoray.mesh import GO_ON, REGROUP, STOP, Rendezvous
 from nanoray.metrics import METRICS
@@ -42,6 +42,7 @@ class Beat(NamedTuple):
     phase: str
     base: int
     stamped: float  # the rank's own monotonic seconds
+    attempt: int  # which it is in, or waits after
     waiting: bool  # it has left its groups and waits for orders
 
 
@@ -104,6 +105,7 @@ class Worker:
         self._importing.join()
         return self._where()
 
+    @ray.method(concurrency_group="control")
     def nccl_version(self) -> tuple[int, int, int] | None:
         """Return the NCCL library in force on this node."""
         self._importing.join()
@@ -130,6 +132,8 @@ class Worker:
         assert self._rank is not None
         run = self._spec = RunSpec.from_dict(spec)
         self._heard = time.monotonic()
+        for old in (run.stamp(self._rank), run.death(self._rank)):  # of who sat here before
+            old.unlink(missing_ok=True)
         sentinel.attend(run.death(self._rank))
         try:
             watchers = [_Forwarder(self._events, _RayMetrics(self._name, self._rank))]
@@ -146,6 +150,8 @@ class Worker:
             kind = "refused" if isinstance(error, NanorayError) else "exception"
             if getattr(error, "retry", False):
                 kind = "diverged"
+            if rendezvous.live and isinstance(error, RendezvousError):
+                kind = "peer_lost"  # a newcomer that nobody met: the others are lost, or frozen
             return {
                 "ok": False,
                 "kind": "peer_lost" if isinstance(error, LostPeer) or is_collective_error(error) else kind,
@@ -159,9 +165,13 @@ class Worker:
 
     def _rejoin(self, lost: str) -> tuple[RunSpec, Rendezvous]:
         """Wait, in the middle of `run`, until the driver has replaced the lost rank. Raises LostPeer otherwise."""
+        assert self._spec
         self._waiting.set()
         try:
-            spec, rendezvous = self._orders.get(timeout=REPLACE_TIMEOUT_S)
+            patience_s = max(REPLACE_TIMEOUT_S, 2 * self._spec.config.replace_timeout)
+            spec, rendezvous = self._orders.get(timeout=patience_s)
+            while not self._orders.empty():
+                spec, rendezvous = self._orders.get_nowait()  # the newest order counts
         except queue.Empty:
             raise LostPeer(lost) from None
         self._pause.clear()
@@ -190,8 +200,10 @@ class Worker:
         deadline = time.monotonic() + patience_s
         self._heard = deadline
         while True:
-            place = ProgressStamp.read_all(self._spec.stamp(self._rank or 0)) if self._spec else None
-            beat = Beat(*(place or (0, "init", 0, 0.0)), waiting=self._waiting.is_set())
+            spec = self._spec  # read before `waiting`, which ends before the next attempt is known
+            place = ProgressStamp.read_all(spec.stamp(self._rank or 0)) if spec else None
+            attempt = spec.attempt if spec else -1
+            beat = Beat(*(place or (0, "init", 0, 0.0)), attempt=attempt, waiting=self._waiting.is_set())
             passed = after is not None and beat.step > after
             left = deadline - time.monotonic()
             if beat.waiting != waiting or passed or left <= 0:

@@ -46,23 +46,53 @@ def test_the_cause_is_ranked_over_its_consequences(arrived: list[str], cause: in
 def test_survivors_that_wait_close_an_inquest() -> None:
     inquest = Inquest(range(3), True, 30.0, 1.0)
     inquest.ended(1, failure(1), 10.0)
-    inquest.waits(0, True)
+    inquest.waits(0, True, 10.0)
     assert not inquest.closed(10.1)
-    inquest.waits(2, True)
+    inquest.waits(2, True, 10.0)
     assert inquest.closed(10.1)
     assert inquest.all_wait
-    inquest.waits(0, False)
+    inquest.waits(0, False, 10.0)
     assert not inquest.closed(39.9)
     assert inquest.closed(40.1), "patience ends"
     assert not inquest.all_wait
     assert inquest.first_news == 10.0
 
 
+def test_a_rank_that_does_not_follow_when_the_group_breaks_is_silent() -> None:
+    """Nobody has failed, and yet ranks wait: whoever does not, hangs."""
+    inquest = Inquest(range(3), True, 30.0, 1.0)
+    inquest.waits(0, True, 10.0)
+    inquest.waits(2, True, 11.0)
+    assert not inquest.closed(39.0)
+    assert inquest.closed(40.1)
+    assert inquest.silent == [1]
+    assert not inquest.all_wait
+    inquest.ended(1, failure(1, "hung"), 40.2)
+    assert inquest.all_wait
+
+
+def test_with_a_stop_under_way_survivors_are_not_waited_for() -> None:
+    inquest = Inquest(range(2), True, 120.0, 1.5)
+    inquest.ended(1, failure(1), 10.0)
+    inquest.nobody_is_replaced(10.0)
+    inquest.waits(0, True, 10.1)
+    assert not inquest.closed(11.0)
+    assert inquest.closed(11.6)
+
+
+def test_once_rank_0_is_done_the_others_get_a_moment() -> None:
+    inquest = Inquest(range(2), True, 120.0, 1.5)
+    inquest.ended(0, None, 10.0)
+    inquest.rank_0_is_done(10.0)
+    assert not inquest.closed(12.9)
+    assert inquest.closed(13.1)
+
+
 def test_a_rank_that_was_done_cannot_go_on() -> None:
     inquest = Inquest(range(3), True, 30.0, 1.0)
     inquest.ended(2, None, 9.0)
     inquest.ended(1, failure(1), 10.0)
-    inquest.waits(0, True)
+    inquest.waits(0, True, 10.0)
     assert inquest.closed(10.0)
     assert not inquest.all_wait, "with one rank done there is no group of three any more"
 

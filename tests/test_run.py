@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,15 +114,18 @@ def test_a_file_system_without_locks_is_said_once(text: Path, tmp_path: Path, mo
 
 def test_which_attempt_may_write(text: Path, tmp_path: Path) -> None:
     assert read_attempt(tmp_path) is None
-    write_attempt(tmp_path, 12)
-    assert (tmp_path / "attempt").read_text() == "12\n"
-    assert read_attempt(tmp_path) == 12
-    assert [p.name for p in tmp_path.iterdir()] == ["attempt"]
-    (tmp_path / "attempt").write_text("twelve")
-    with pytest.raises(CheckpointError, match=rf"^cannot tell from {tmp_path}/attempt which attempt may write .*; rem"):
-        read_attempt(tmp_path)
     spec = make_spec(text, tmp_path / "runs", stop_at=2)
-    assert read_attempt(spec.folder) == 0
+    assert read_attempt(spec.folder) == (0, spec.started)
+    write_attempt(replace(spec, attempt=12))
+    assert read_attempt(spec.folder) == (12, spec.started)
+    assert not list(spec.folder.glob(".attempt*"))
+    (spec.folder / "attempt").write_text("twelve")
+    with pytest.raises(
+        CheckpointError, match=rf"^cannot tell from {spec.folder}/attempt which attempt may write .*; r"
+    ):
+        read_attempt(spec.folder)
+    write_attempt(spec)
     run_ranks(spec, 1)
-    write_attempt(spec.folder, 3)
-    assert read_attempt(make_spec(text, tmp_path / "runs", resume="auto").folder) == 0, "a new command counts anew"
+    write_attempt(replace(spec, attempt=3))
+    again = make_spec(text, tmp_path / "runs", resume="auto")
+    assert read_attempt(again.folder) == (0, again.started), "a new command counts anew"

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -441,7 +442,7 @@ def test_sigterm_leaves_a_complete_last_checkpoint(text: Path, tmp_path: Path) -
 
 def test_an_attempt_that_is_over_writes_nothing(text: Path, tmp_path: Path) -> None:
     spec = make_spec(text, tmp_path).next_attempt()
-    write_attempt(spec.folder, 2)
+    write_attempt(replace(spec, attempt=2))
     theirs = spec.checkpoints / ".tmp-step_00000009-2-77"
     theirs.mkdir()
     saver = saver_of(spec)
@@ -459,7 +460,7 @@ def test_an_attempt_that_ends_in_mid_write_does_not_commit(text: Path, tmp_path:
         time.sleep(0.001)
     theirs = spec.checkpoints / ".tmp-step_00000009-1-77"
     theirs.mkdir()
-    write_attempt(spec.folder, 1)
+    write_attempt(replace(spec, attempt=1))
     wait_for(saver)
     assert (steps(spec), hidden(spec)) == ([1], [theirs.name])
     with pytest.raises(CheckpointError, match=r"^attempt 0 is over: attempt 1 runs now; nothing written$"):
@@ -475,13 +476,22 @@ def test_a_survivor_that_is_writing_commits_as_a_member_of_the_next_attempt(
     saver = saver_of(spec)
     saver.save(ALONE, make(1))
     saver.detach()  # its group broke
-    write_attempt(spec.folder, 1)  # the driver
+    write_attempt(replace(spec, attempt=1))  # the driver
     time.sleep(1.0)
     assert saver.busy
     assert steps(spec) == [], "it waits to learn whether it is in"
-    saver.attach(spec.next_attempt())
+    saver.attach(spec.next_attempt(), 0)
     wait_for(saver)
     assert steps(spec) == [1]
+
+
+def test_ranks_of_an_earlier_command_write_nothing(text: Path, tmp_path: Path) -> None:
+    """They may outlive their driver for a while, and another command has gone on with the run meanwhile."""
+    spec = make_spec(text, tmp_path)
+    write_attempt(replace(spec, started=spec.started + 1))
+    with pytest.raises(CheckpointError, match=r"^this command is over: another one goes on with the run; nothing wr"):
+        saver_of(spec).save(ALONE, make(8), final=True)
+    assert steps(spec) == []
 
 
 def test_a_survivor_that_nobody_wants_back_does_not_commit(text: Path, tmp_path: Path, slow: None) -> None:
@@ -489,7 +499,7 @@ def test_a_survivor_that_nobody_wants_back_does_not_commit(text: Path, tmp_path:
     saver = saver_of(spec)
     saver.save(ALONE, make(1))
     saver.detach()
-    write_attempt(spec.folder, 1)
+    write_attempt(replace(spec, attempt=1))
     saver.close()
     assert (steps(spec), hidden(spec)) == ([], [])
     assert not [t for t in threading.enumerate() if t.name.endswith("(_write)")], "nothing outlives the run"

@@ -63,6 +63,21 @@ def test_a_slow_checkpoint_ends_some_time() -> None:
     assert dog.hangs()
 
 
+def test_a_stamp_on_the_disk_counts_when_it_is_newer() -> None:
+    """A rank that froze in step 15 said last that it was in init."""
+    dog = Watchdog(range(2), 0.2)
+    see(dog, (0, "init"), (15, "backward"), stamped=5.0)
+    assert not dog.quiet
+    time.sleep(0.1)
+    assert dog.quiet
+    dog.reread(0, Position(9, "forward"), 4.0)
+    assert dog.places()[0] == (0, "init"), "older than what the rank said itself"
+    dog.reread(0, Position(15, "forward"), 6.0)
+    assert dog.places()[0] == (15, "forward")
+    time.sleep(0.25)
+    assert dog.hangs()
+
+
 def test_off_and_before_all_were_seen() -> None:
     off, half = Watchdog(range(2), 0.0), Watchdog(range(3), 0.01)
     for dog in (off, half):

@@ -146,7 +146,7 @@ def _judge(report: Report, n: int, rounds: int, folder: Path) -> None:
 
 def _beats(inquest: Inquest, watchdog: Watchdog, n: int, step: int) -> None:
     for rank in range(n):
-        inquest.waits(rank, False)
+        inquest.waits(rank, False, time.monotonic())
         watchdog.see(rank, Position(step + 2, "forward"), time.monotonic())
         if inquest.closed(time.monotonic()) or watchdog.hangs():
             raise RuntimeError("a run in which everybody moves was judged to be over")
@@ -169,7 +169,7 @@ def _death(n: int, culprit: int, source: random.Random, kind: str, folder: Path)
         if rank == culprit:
             inquest.ended(rank, Failure(rank, "killed", f"rank {rank} died", 7, "backward"), now)
         elif kind == WAITS:
-            inquest.waits(rank, True)
+            inquest.waits(rank, True, now)
         else:
             inquest.ended(rank, Failure(rank, "peer_lost", f"rank {rank} failed: connection closed", 7), now)
     return _verdict(inquest, n, folder, began)

@@ -73,7 +73,7 @@ class Ranks:
             self._asleep.discard(wake)
             timer.cancel()
         self._step += 1  # some rank moves all the time
-        return Beat(2 + self._step, "forward", 0, time.monotonic(), self._waiting)
+        return Beat(2 + self._step, "forward", 0, time.monotonic(), 0, self._waiting)
 
     async def lose_peer(self, wait: bool) -> None:
         """Let every rank notice that a peer is gone: report that it waits, or fail."""
