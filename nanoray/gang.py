@@ -305,9 +305,10 @@ class Gang:
     def end_hung(self, watchdog: Watchdog, inquest: Inquest) -> None:
         """Name the rank that all others wait for, keep the stacks of those that still answer, and end it."""
         # Stamps tell more than answers, which come every second or two, and not at all from who is frozen.
-        places, stamps = watchdog.places(), self.positions()
-        for seat, (place, _) in stamps.items():
-            if place.step >= places[seat].step:
+        here = [seat for seat in self.members if seat in self.runs]
+        places = dict.fromkeys(here, Position(0, "init")) | watchdog.places()
+        for seat, (place, _) in self.positions().items():
+            if seat in places and place.step >= places[seat].step:
                 places[seat] = place
         answers = {seat: self.actors[seat].stacks.remote(str(self.spec.log(seat))) for seat in places}
         answered, _ = ray.wait([*answers.values()], num_returns=len(answers), timeout=ANSWER_S)

@@ -205,6 +205,7 @@ class Campaign:
                 gang.tell_all("stop")
             for kind, seat, news in gang.hear(POLL_S):
                 if kind == "ended":
+                    watchdog.over(seat)
                     self._rank_ended(gang, inquest, seat, news)
                 elif kind == "beat" and seat in gang.runs and seat in members:
                     self._beat(gang, inquest, watchdog, seat, news)

@@ -243,6 +243,24 @@ def test_a_hung_rank_is_named_and_replaced(
     assert no_actors_left(cluster)
 
 
+def test_a_rank_frozen_before_the_ranks_have_met_is_named_and_replaced(
+    cluster: Cluster, recipe: Path, clean: dict[int, Path], tmp_path: Path
+) -> None:
+    """Rank 0 serves the store: who asks a frozen server waits for ever, for no timeout counts while it is connected."""
+    driver = start(cluster, recipe, tmp_path, *EVERY_FIVE, "--hang_timeout", "4")
+    wait_for(lambda: any(tmp_path.glob("*/logs/rank0.log")), 60, driver)
+    wait_for(lambda: "pid " in next(tmp_path.glob("*/logs/rank0.log")).read_text(), 60, driver)
+    pid = int(re.findall(r"pid (\d+)", (only_run(tmp_path) / "logs" / "rank0.log").read_text())[0])
+    os.kill(pid, signal.SIGSTOP)
+    code, output = finish(driver, 90)
+    assert code == 0, output
+    assert re.search(
+        rf"rank 0 \(pid {pid}, .*\) made no progress for \d+ s in \w+ of step \d+ and does not answer", output
+    )
+    assert losses(tmp_path) == losses(clean[2])
+    assert no_actors_left(cluster)
+
+
 def test_two_ranks_lost_one_after_the_other_of_three_with_dropout(
     cluster: Cluster, recipe: Path, tmp_path: Path
 ) -> None:

@@ -51,8 +51,9 @@ def test_silence_is_counted_from_the_last_change() -> None:
 def test_phases_in_which_waiting_is_right(phases: tuple[str, str]) -> None:
     """Start-up has a timeout of its own, the end is the end, and writing a checkpoint may take ten times longer."""
     dog = Watchdog(range(2), 0.05)
-    see(dog, *((3, phase) for phase in phases))
-    time.sleep(0.15)
+    for _ in range(3):
+        see(dog, *((3, phase) for phase in phases))  # answers, but no news
+        time.sleep(0.06)
     assert not dog.hangs()
 
 
@@ -79,9 +80,24 @@ def test_a_stamp_on_the_disk_counts_when_it_is_newer() -> None:
 
 
 def test_off_and_before_all_were_seen() -> None:
-    off, half = Watchdog(range(2), 0.0), Watchdog(range(3), 0.01)
+    off, half = Watchdog(range(2), 0.0), Watchdog(range(3), 0.04)
     for dog in (off, half):
         see(dog, (3, "forward"), (3, "forward"))
     time.sleep(0.05)
     assert not off.hangs()
     assert not half.hangs()
+
+
+def test_who_answers_no_more_is_frozen_in_any_phase() -> None:
+    """A rank may set up for long as long as it answers; one that is over is not waited for."""
+    dog = Watchdog(range(3), 0.1)
+    see(dog, (0, "init"), (0, "init"))
+    dog.over(2)
+    for _ in range(5):
+        time.sleep(0.06)
+        see(dog, (0, "init"), (0, "init"))
+        assert not dog.hangs()
+    for _ in range(4):
+        time.sleep(0.06)
+        dog.see(1, Position(0, "init"), 0.0)
+    assert dog.hangs()
