@@ -10,6 +10,7 @@ that lost its peer. Every event costs O(1), because thousands of ranks fail at o
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -57,7 +58,7 @@ class Failure:
 
 @dataclass
 class FaultReport:
-    """One event and what came of it: a line of faults.jsonl. Seconds count from the death, where that is known."""
+    """One event and what came of it: a line of faults.jsonl."""
 
     rank: int
     step: int
@@ -76,7 +77,7 @@ class FaultReport:
     echo: list[str]  # the other ranks' failures, which followed from this one
     recovery: str = ""  # in_place | spare | shrink | restart | none (gave up)
     detect_s: float | None = None  # from the death to the driver's knowing it; None: the moment is not known
-    recover_s: float | None = None  # from there until a step was completed that was not done before
+    recover_s: float | None = None  # from its knowing until a step was completed that was not done before
     steps_repeated: int | None = None
 
     @classmethod
@@ -110,6 +111,32 @@ class FaultReport:
         detected = "" if self.detect_s is None else f"detected in {self.detect_s:.2f} s, "
         steps = f"{self.steps_repeated or 'no'} step{'' if self.steps_repeated == 1 else 's'} repeated"
         return f"{detected}training again after {self.recover_s or 0.0:.2f} s, {steps}"
+
+
+@dataclass
+class Recovering:
+    """A fault that is known and not yet overcome."""
+
+    report: FaultReport
+    known: float  # monotonic seconds at which the driver heard of it
+    completed: int  # steps that were done by then
+    base: int | None = None  # the step after which the present attempt began, where that is known
+
+    @property
+    def target(self) -> int:
+        """Once a rank computes a step after this one, work is done that had not been done before the fault."""
+        return self.completed + 1
+
+    def over(self, step: int, base: int, waiting: bool) -> bool:
+        """Hear where a rank of the present attempt is; whether training is past the fault."""
+        self.base = base
+        return step > self.target and not waiting
+
+    def closed(self) -> FaultReport:
+        """Return the report with what recovery took until now."""
+        self.report.recover_s = round(time.monotonic() - self.known, 3)
+        self.report.steps_repeated = None if self.base is None else max(0, self.completed - self.base)
+        return self.report
 
 
 def echo_of(others: Sequence[Failure]) -> list[str]:

@@ -1,8 +1,8 @@
 """The Ray driver: place one actor per slot, start them, watch, recover, report. It alone prints.
 
-connect ─► place (placement group) ─► Gang: actors, ranks, rendezvous ─► watch ──► outcome
-                                        ▲                                   │
-                                        └── next attempt, newest checkpoint ┴── a rank died
+connect ─► place (placement group) ─► Campaign: attempts of a Gang ─► watch ──► outcome
+                                        ▲                              │
+                                        └─ replace, shrink or restart ─┴─ a rank is lost: who, why, what now?
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from nanoray.config import Config, Loaded, resolve_batch
 from nanoray.data import prepare
 from nanoray.devices import Slots, available_cpus, discover_gpus, local_slots
 from nanoray.errors import ConfigError, PlacementError, WorkerFailed
-from nanoray.failures import Failure, FaultReport, Inquest, back_off_s, echo_of, why_not
+from nanoray.failures import Failure, FaultReport, Inquest, Recovering, back_off_s, echo_of, why_not
 from nanoray.faults import parse_plan
 from nanoray.gang import DRAIN_S, POLL_S, SEATS, Gang, start_timeout_s
 from nanoray.placement import ClusterWatch, Placement, bounded, connected, stuck
@@ -142,10 +142,12 @@ class Campaign:
                     why = self._judge(inquest)
                     if not self.cluster.head_answers():
                         why = "the cluster's head is gone; start it again, and this run with --resume auto"
+                    tries = not why or self.stop.requested  # with a stop under way, who is left can still save
+                    if tries and inquest.all_wait and self._in_place():
+                        continue
                     if why:
                         return self._gave_up(why)
-                    if not (inquest.all_wait and self._in_place()):
-                        self._restart()
+                    self._restart()
         finally:
             if self.recovering:  # a fault that nothing came after
                 self._write_report("none")
@@ -237,17 +239,17 @@ class Campaign:
 
     def _seat_anew(self, gang: Gang, inquest: Inquest, failures: list[Failure]) -> None:
         """Let the newcomers start at once, while the others notice; with a stop under way nobody is replaced."""
-        if inquest.in_place and (self.stop.requested or not self.cluster.head_answers()):
+        if inquest.in_place and not self.cluster.head_answers():
             inquest.nobody_is_replaced(time.monotonic())
-        if inquest.in_place:
+        if inquest.in_place and not self.stop.requested:
             for failure in failures:
                 gang.seat(failure.rank)
 
     def _beat(self, gang: Gang, inquest: Inquest, watchdog: Watchdog, seat: int, beat: Beat) -> None:
         inquest.waits(seat, beat.waiting and beat.attempt == self.spec.attempt, time.monotonic())
         watchdog.see(seat, Position(beat.step, beat.phase), beat.stamped)
-        if self.recovering and self.recovering.over(beat):
-            self._say_recovered(beat.base)
+        if self.recovering and self.recovering.over(beat.step, beat.base, beat.waiting):
+            self._say_recovered()
         elif not self.recovering and beat.step > 1 and not inquest.failures:
             gang.add_spares()
         gang.ask(seat, beat.waiting, self.recovering.target if self.recovering else None)
@@ -317,9 +319,12 @@ class Campaign:
         gang, config, began = self.gang, self.spec.config, time.monotonic()
         lost = [seat for seat in gang.members if seat not in gang.runs]
         budget = f"{len(self.history)}/{config.max_failures}"
-        gang.arrived(config.replace_timeout)
-        seats, before = gang.fitting(gang.taken), len(gang.members)
-        if len(seats) < self.place.workers and (config.recovery != "shrink" or not seats):
+        stopping = self.stop.requested
+        if not stopping:
+            gang.arrived(config.replace_timeout)
+        left = [seat for seat in gang.members if seat in gang.runs]
+        seats, before = gang.fitting(left if stopping else gang.taken), len(gang.members)
+        if len(seats) < self.place.workers and not (seats and (stopping or config.recovery == "shrink")):
             print(f"replace  {budget} no new actor within {config.replace_timeout:g} s", flush=True)
             return False
         try:
@@ -333,7 +338,10 @@ class Campaign:
             how = "spare" if set(joined) <= gang.promoted else "in_place"
             pids = ", ".join(f"rank {s} (pid {gang.facts[s]['pid']}{_spare(s in gang.promoted)})" for s in joined)
             print(f"replace  {budget} {pids} joins in {seconds:.1f} s; no step is repeated\n", flush=True)
-        if len(seats) < self.place.workers:
+        if stopping:
+            how = "none"
+            print(f"stop     {len(seats)} rank(s) are left; they finish the step and save\n", flush=True)
+        elif len(seats) < self.place.workers:
             how = "shrink"
             print(
                 f"shrink   {budget} {before} -> {len(seats)} rank(s) with the same global batch, until "
@@ -372,10 +380,10 @@ class Campaign:
         print(f"restart  {budget} from the newest checkpoint{pause}\n", flush=True)
         self.stop.wait(seconds)
 
-    def _say_recovered(self, base: int) -> None:
+    def _say_recovered(self) -> None:
         """Complete the report of the fault, now that a step was done which had not been done before it."""
         assert self.recovering
-        report = self.recovering.closed(base)
+        report = self.recovering.closed()
         self._write_report(report.recovery)
         print(f"recover  {report.outcome()}\n", flush=True)
 
@@ -394,7 +402,7 @@ class Campaign:
     def _ended(self) -> dict[str, Any]:
         assert self.outcome is not None
         if self.recovering:  # the run was over before another step
-            self._say_recovered(self.recovering.base)
+            self._say_recovered()
         stopped = self.outcome["exit_reason"] == "stopped"
         return self.outcome | {
             "exit_code": (self.stop.exit_code or 128 + signal.SIGTERM) if stopped else 0,
@@ -407,32 +415,6 @@ class Campaign:
         message = f"{cause.title}. Gave up: {why}. Checkpoints and logs: {self.spec.folder}"
         code = self.stop.exit_code or (1 if cause.retry else cause.exit_code)
         return {"ok": False, "exit_reason": f"failed: {cause.title}", "exit_code": code, "message": message}
-
-
-@dataclass
-class Recovering:
-    """A fault that is known and not yet overcome."""
-
-    report: FaultReport
-    known: float  # monotonic seconds at which the driver heard of it
-    completed: int  # steps that were done by then
-    base: int = 0  # the step after which the present attempt began
-
-    @property
-    def target(self) -> int:
-        """Once a rank computes a step after this one, work is done that had not been done before the fault."""
-        return self.completed + 1
-
-    def over(self, beat: Beat) -> bool:
-        """Whether training is past the fault."""
-        self.base = beat.base
-        return beat.step > self.target and not beat.waiting
-
-    def closed(self, base: int) -> FaultReport:
-        """Return the report with what recovery took; the attempt that got there began after step `base`."""
-        self.report.recover_s = round(time.monotonic() - self.known, 3)
-        self.report.steps_repeated = max(0, self.completed - base)
-        return self.report
 
 
 def _spare(promoted: bool) -> str:

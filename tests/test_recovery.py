@@ -348,6 +348,27 @@ def test_a_rank_that_dies_at_the_same_place_again_and_again_is_given_up(
     assert no_actors_left(cluster)
 
 
+def test_a_rank_that_is_lost_during_a_stop_does_not_cost_the_checkpoint(
+    cluster: Cluster, recipe: Path, tmp_path: Path
+) -> None:
+    """SIGTERM, as before a node is taken away, and then one of the ranks is gone: the other one still saves."""
+    plan = "slow@rank=0,step=10,phase=data,seconds=5;kill@rank=1,step=11,phase=backward"
+    driver = start(cluster, recipe, tmp_path, "--checkpoint_every", "0", "--faults", plan)
+    wait_for(lambda: any(tmp_path.glob("*/faults.jsonl")), 60, driver)
+    driver.terminate()
+    asked = time.monotonic()
+    code, output = finish(driver, 60)
+    assert fired(tmp_path) == ["slow", "kill"]
+    assert code == 143, output
+    assert "stop     1 rank(s) are left; they finish the step and save" in output
+    assert time.monotonic() - asked < 30, "not the patience that a rank in a collective gets"
+    result = summary(tmp_path)
+    assert (result["exit_reason"], result["world_size"]) == ("stopped", 1)
+    assert (only_run(tmp_path) / "checkpoints" / f"step_{result['steps']:08d}" / "manifest.json").exists()
+    assert result["steps"] == 11
+    assert no_actors_left(cluster)
+
+
 def test_a_driver_that_is_killed_leaves_nothing_and_the_run_goes_on(
     cluster: Cluster, recipe: Path, clean: dict[int, Path], tmp_path: Path
 ) -> None:
