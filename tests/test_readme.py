@@ -110,10 +110,16 @@ def test_dry_run_of_the_large_preset(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("bench", ["collectives", "algorithms", "overlap", "scaling"])
-def test_tables_on_communication_are_pasted_from_results(bench: str) -> None:
+PAGES = {
+    "communication": ["collectives", "algorithms", "overlap", "scaling"],
+    "reliability": ["recovery", "checkpoint", "control", "soak"],
+}
+
+
+@pytest.mark.parametrize(("name", "bench"), [(name, bench) for name, benches in PAGES.items() for bench in benches])
+def test_tables_are_pasted_from_results(name: str, bench: str) -> None:
     """What `paste` makes of the committed JSON stands in the page, line by line; so do its file and its date."""
-    page = (ROOT / "docs" / "communication.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
     report = Report.read(ROOT / "docs" / "results" / f"{bench}-cpu.json")
     pasted = importlib.import_module(f"nanoray.bench.{bench}").paste(report)
     missing = [line for line in pasted if line.startswith("|") and line not in page]
@@ -122,11 +128,12 @@ def test_tables_on_communication_are_pasted_from_results(bench: str) -> None:
     assert report.conditions["date"].split()[0] in page
 
 
-def test_links_on_communication_lead_somewhere() -> None:
-    page = (ROOT / "docs" / "communication.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", PAGES)
+def test_links_of_a_page_lead_somewhere(name: str) -> None:
+    page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#]+)\)", page):
         assert target.startswith("http") or (ROOT / "docs" / target).exists(), target
-    assert not re.search(r"^[A-Z]{3,}$", page, re.M)
+    assert not re.search(r"^[A-Z_]{3,}$", page, re.M)
 
 
 def test_figures_stand_in_a_committed_result() -> None:
