@@ -6,7 +6,6 @@ environment, make it one of many. The Ray actors of nanoray.launch call the same
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import hashlib
@@ -39,6 +38,7 @@ from nanoray.devices import (
     choose_precision,
     cpu_features,
     discover_gpus,
+    keep_freed_memory,
     peak_flops,
 )
 from nanoray.engine import Regroup, RuntimeEngine
@@ -132,6 +132,11 @@ def train(
             except Regroup:
                 assert rejoin is not None
                 why = "the driver asks to meet again"
+            except torch.OutOfMemoryError as error:  # of a GPU: another try would end alike
+                raise ConfigError(
+                    f"out of GPU memory ({str(error).splitlines()[0]}); halve --micro_batch_size: accumulation doubles "
+                    "and the result stays the same"
+                ) from error
             except Exception as error:
                 if rejoin is None or not (engine.live and is_collective_error(error)):
                     raise
@@ -220,20 +225,6 @@ def survive(engine: RuntimeEngine, rejoin: Rejoin, lost: str) -> None:
                 raise
             lost = f"{type(error).__name__}: {error}"
     engine.note(f"rejoin  from step {step} in the memory of rank {source}; no step is repeated")
-
-
-def keep_freed_memory() -> None:
-    """Tell glibc to keep what a step frees for the next step, instead of giving it back and faulting it in again.
-
-    On CPU activations come from malloc; with two threads a step of the CPU preset gets 6 to 10 % faster. Other C
-    libraries have no mallopt and need none of this.
-    """
-    libc = ctypes.CDLL(None)
-    if sys.platform == "linux" and hasattr(libc, "mallopt"):
-        trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # malloc.h
-        libc.mallopt(trim_threshold, 1 << 30)
-        libc.mallopt(mmap_threshold, 32 << 20)  # the largest that glibc accepts
-        libc.mallopt(top_pad, 256 << 20)
 
 
 def require_shared_folder(spec: RunSpec, rendezvous: Rendezvous) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +206,23 @@ def test_a_sample_that_fails_does_not_fail_the_training(tmp_path: Path) -> None:
     assert outcome["exit_reason"] == "finished"
     assert outcome.get("sample") is None
     assert "no sample of text: " in spec.log(0).read_text()
+
+
+def test_a_gpu_without_memory_says_what_to_do_and_is_not_retried(text: Path, tmp_path: Path) -> None:
+    """torch raises as it does on a full GPU; the run ends with the remedy, and not as a failure to try again."""
+    full = """
+import sys, torch
+def no_memory(*args, **kwargs):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\\nMore lines.")
+torch.nn.functional.cross_entropy = no_memory
+from nanoray.train import main
+sys.exit(main(sys.argv[1:]))"""
+    flags = ["--preset", "tiny", "--dataset", str(text), "--data_dir", str(tmp_path / "c"), "--out_dir", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-c", full, *flags], capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 2, done.stderr
+    assert (
+        "error: out of GPU memory (CUDA out of memory. Tried to allocate 2.00 GiB.); halve --micro_batch" in done.stderr
+    )
 
 
 def test_ranks_that_disagree_are_refused(text: Path, tmp_path: Path) -> None:
