@@ -133,11 +133,14 @@ class Gang:
                 return spare
         return None
 
-    def arrived(self, timeout_s: float) -> None:
-        """Wait for new actors and note where they are. One that is lost meanwhile is created again, a few times."""
+    def arrived(self, seats: Sequence[int], timeout_s: float) -> None:
+        """Wait for the new actors of these seats, and note where they and others are.
+
+        One that is lost meanwhile is created again, a few times.
+        """
         deadline = time.monotonic() + timeout_s
         tries = dict.fromkeys(self.coming, SEATS)
-        while self.coming and all(tries.values()):
+        while any(seat in self.coming for seat in seats) and all(tries.values()):
             left = max(0.0, deadline - time.monotonic())
             ready, _ = ray.wait([*self.coming.values()], num_returns=1, timeout=left)
             for seat in [seat for seat, ref in self.coming.items() if ref in ready]:

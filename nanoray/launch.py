@@ -321,7 +321,7 @@ class Campaign:
         budget = f"{len(self.history)}/{config.max_failures}"
         stopping = self.stop.requested
         if not stopping:
-            gang.arrived(config.replace_timeout)
+            gang.arrived(lost, config.replace_timeout)
         left = [seat for seat in gang.members if seat in gang.runs]
         seats, before = gang.fitting(left if stopping else gang.taken), len(gang.members)
         if len(seats) < self.place.workers and not (seats and (stopping or config.recovery == "shrink")):
