@@ -34,7 +34,7 @@ from nanoray.worker import bound_devices
 _TOKEN_FILE = Path("~/.ray/auth_token").expanduser()
 START_TIMEOUT_S = 90.0  # for a process to start and answer
 _ENDING = "nanoray-end"
-END_TIMEOUT_S = 10.0  # what is not ended by then has nobody to end it
+END_TIMEOUT_S = 5.0  # what is not ended by then has nobody to end it
 HEAD_TIMEOUT_S = 15.0  # a driver without a head is ended by Ray after 60 s, without a word
 
 
@@ -187,13 +187,14 @@ class ClusterWatch:
 
     def __init__(self, place: Placement) -> None:
         self._place = place
-        self._address = ray.get_runtime_context().gcs_address
+        self._address = ""
         self._answered = time.monotonic()
         self._draining: dict[str, int] = {}  # node -> deadline, Unix ms; 0 without one
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
 
     def __enter__(self) -> ClusterWatch:
+        self._address = ray.get_runtime_context().gcs_address  # which would start a Ray where there is none
         self._thread.start()
         return self
 
