@@ -49,6 +49,7 @@ def ray_head(*flags: str, **env: str) -> Iterator[Cluster]:
     command += [
         f"--port={port}",
         f"--dashboard-port={dashboard}",
+        f"--dashboard-agent-listen-port={free_port()}",  # where jobs are submitted: another Ray may have the usual one
         "--dashboard-host=127.0.0.1",
         "--node-ip-address=127.0.0.1",
     ]
