@@ -91,6 +91,10 @@ class Ranks:
         _end_all(self._asleep, None)
         _end_all(self._runs, {"ok": True})
 
+    async def ready(self) -> dict[str, Any]:
+        """There is nothing to import."""
+        return await self.describe()
+
     async def poll(self) -> list[tuple[str, Any]]:
         """There are no notes."""
         return []
