@@ -124,26 +124,7 @@ def train(
     for line in describe(spec, batch, mesh, device, why) if source is None else ():
         engine.note(line)
     try:
-        while True:
-            try:
-                outcome = engine.fit()
-                engine.mesh.barrier()  # (all ranks) nobody leaves while another rank still needs it
-                break
-            except Regroup:
-                assert rejoin is not None
-                why = "the driver asks to meet again"
-            except torch.OutOfMemoryError as error:  # of a GPU: another try would end alike
-                raise ConfigError(
-                    f"out of GPU memory ({str(error).splitlines()[0]}); halve --micro_batch_size: accumulation doubles "
-                    "and the result stays the same"
-                ) from error
-            except Exception as error:
-                if rejoin is None or not (engine.live and is_collective_error(error)):
-                    raise
-                why = f"{type(error).__name__}: {error}"
-            # Outside of the except block: the error's frames would keep the broken wrapper alive.
-            survive(engine, rejoin, why)
-            observe(engine, watchers, engine.reported_step)
+        outcome = fit(engine, watchers, rejoin)
         if reducer:
             reducer.close()
         if engine.mesh.rank == 0 and outcome["exit_reason"] == "finished":
@@ -153,8 +134,35 @@ def train(
                 engine.note(f"warning  no sample of text: {error}")
     finally:
         for close in (engine.saver.close, *(callback.close for callback in engine.callbacks)):
-            close()
+            try:
+                close()
+            except OSError as error:  # what an observer could not write, on a full disk, say
+                log.warning("not all was written: %s", error)
     return outcome
+
+
+def fit(engine: RuntimeEngine, watchers: Sequence[Callback], rejoin: Rejoin | None) -> dict[str, Any]:
+    """Run the loop, again and again while lost ranks are replaced, and return its outcome. (all ranks)"""
+    while True:
+        try:
+            outcome = engine.fit()
+            engine.mesh.barrier()  # (all ranks) nobody leaves while another rank still needs it
+            return outcome
+        except Regroup:
+            assert rejoin is not None
+            why = "the driver asks to meet again"
+        except torch.OutOfMemoryError as error:  # of a GPU: another try would end alike
+            raise ConfigError(
+                f"out of GPU memory ({str(error).splitlines()[0]}); halve --micro_batch_size: accumulation doubles "
+                "and the result stays the same"
+            ) from error
+        except Exception as error:
+            if rejoin is None or not (engine.live and is_collective_error(error)):
+                raise
+            why = f"{type(error).__name__}: {error}"
+        # Outside of the except block: the error's frames would keep the broken wrapper alive.
+        survive(engine, rejoin, why)
+        observe(engine, watchers, engine.reported_step)
 
 
 def meet(spec: RunSpec, rendezvous: Rendezvous, store: Any) -> Mesh:

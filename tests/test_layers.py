@@ -30,7 +30,7 @@ LAYERS = [
 RANK = {name: i for i, row in enumerate(LAYERS) for name in row}
 MAY_IMPORT_RAY = {"worker", "placement", "gang", "launch"}
 LOOP_LINES, FUNCTION_LINES, FILE_LINES = 120, 80, 500
-PACKAGE_LINES, BENCH_LINES, KUBE_LINES = 10000, 8000, 1500  # what trains and survives, what measures, what deploys
+PACKAGE_LINES, BENCH_LINES, KUBE_LINES = 10500, 8000, 1500  # what trains and survives, what measures, what deploys
 
 
 def module_name(path: Path) -> str:
