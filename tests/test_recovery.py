@@ -55,6 +55,11 @@ def of(ranks: int) -> tuple[str, ...]:
     return ("--workers", str(ranks), "--cpus_per_worker", "0.5", "--dropout", "0" if ranks == 2 else "0.1")
 
 
+def trains(out: Path) -> bool:
+    """Whether the run has completed a step."""
+    return any(path.stat().st_size for path in out.glob("*/metrics.jsonl"))
+
+
 def reports(out: Path) -> list[dict[str, Any]]:
     """The faults of a run, as the driver reported them."""
     lines = (only_run(out) / "faults.jsonl").read_text().splitlines()
@@ -376,7 +381,7 @@ def test_a_driver_that_is_killed_leaves_nothing_and_the_run_goes_on(
 def test_ranks_without_a_driver_stop_with_a_checkpoint(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
     """A frozen driver (its node, or the network to it) asks nobody anything: after 20 s the ranks stop."""
     driver = start(cluster, recipe, tmp_path, "--max_steps", "100000", "--log_every", "100", "--sample_tokens", "0")
-    wait_for(lambda: any(tmp_path.glob("*/metrics.jsonl")), 60, driver)
+    wait_for(lambda: trains(tmp_path), 60, driver)
     pids = [int(re.findall(r"pid (\d+)", log.read_text())[0]) for log in only_run(tmp_path).glob("logs/rank*.log")]
     os.kill(driver.pid, signal.SIGSTOP)
     try:
@@ -428,7 +433,7 @@ def test_a_drained_node_ends_the_run_with_a_checkpoint(cluster: Cluster, recipe:
     with second_node(cluster):
         flags = ("--placement", "spread", "--max_steps", "100000", "--log_every", "100")
         driver = start(cluster, recipe, tmp_path, *flags)
-        wait_for(lambda: any(tmp_path.glob("*/metrics.jsonl")), 60, driver)
+        wait_for(lambda: trains(tmp_path), 60, driver)
         command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", f"--address={cluster.address}"]
         command += [f"--node-id={living_nodes(cluster)[1]}", "--reason=DRAIN_NODE_REASON_PREEMPTION"]
         command += ["--reason-message=test", "--deadline-remaining-seconds=20"]
@@ -459,7 +464,7 @@ def test_a_lost_node_shrinks_the_group_and_a_new_one_lets_it_grow(recipe: Path, 
         flags += ("--log_every", "20", "--cpus_per_worker", "1", "--spares", "0")
         with second_node(cluster) as node:
             driver = start(cluster, recipe, tmp_path, *flags)
-            wait_for(lambda: any(tmp_path.glob("*/metrics.jsonl")), 60, driver)
+            wait_for(lambda: trains(tmp_path), 60, driver)
             for pid in processes_of_session(node.pid):  # raylet, agents and the rank
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -489,7 +494,7 @@ def test_a_head_that_does_not_answer_stops_the_run_with_a_checkpoint(recipe: Pat
     """Ray itself would end the driver after a minute, without a word and without a checkpoint."""
     with ray_head() as cluster:
         driver = start(cluster, recipe, tmp_path, "--max_steps", "100000", "--log_every", "100")
-        wait_for(lambda: any(tmp_path.glob("*/metrics.jsonl")), 60, driver)
+        wait_for(lambda: trains(tmp_path), 60, driver)
         os.kill(gcs_server(cluster), signal.SIGSTOP)
         stopped = time.monotonic()
         wait_for(lambda: (only_run(tmp_path) / "summary.json").exists(), 60, driver)
@@ -506,7 +511,7 @@ def test_a_head_that_dies_with_its_ranks_is_the_cause(recipe: Path, tmp_path: Pa
     """`ray start --block` takes the head's ranks along. Whoever asked for new actors now would wait for ever."""
     with ray_head() as cluster:
         driver = start(cluster, recipe, tmp_path, "--max_steps", "100000", "--log_every", "100")
-        wait_for(lambda: any(tmp_path.glob("*/metrics.jsonl")), 60, driver)
+        wait_for(lambda: trains(tmp_path), 60, driver)
         os.kill(gcs_server(cluster), signal.SIGKILL)
         code, output = finish(driver, 60)
         assert code == 1, output
