@@ -1,4 +1,5 @@
-# make train | make test | make test-kube | make lint | make bench.  Each sets up .venv first; the second time that takes no time.
+# make train | make test | make test-fast | make test-kube | make lint | make bench.  Each sets up .venv first; the second
+# time that takes no time.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 python; do \
 	"$$p" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo "$$p" && break; done)
@@ -6,17 +7,25 @@ PY := .venv/bin/python
 # The stamp's name holds what the environment depends on: this folder, the pins and the interpreter.
 STAMP := .venv/installed-$(shell { pwd; cat pyproject.toml constraints.txt; "$(PYTHON)" -V; } 2>/dev/null | cksum | cut -d' ' -f1)
 
-.PHONY: train test test-kube lint bench docs setup clean
+.PHONY: train test test-fast test-kube lint bench docs setup clean
 
 train: setup
 	@$(PY) examples/train_shakespeare.py $(ARGS)
 
+# Two workers, a file each at a time: tests of one file share runs and ranks. In the order of the folders, because
+# cluster/ has the longest files.
+PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: setup lint
-	@$(PY) -m pytest $(ARGS)
+	@$(PYTEST) $(ARGS)
+
+# Without Ray and without benchmarks, which take longest: for the inner loop.
+test-fast: setup
+	@$(PYTEST) -m "not slow" --ignore-glob="*/ranks/test_bench_*" tests/unit tests/ranks $(ARGS)
 
 # On the cluster that KUBECONFIG names, with the image that NANORAY_IMAGE names: kubectl and KubeRay must be there.
 test-kube: setup
-	@NANORAY_TEST_KUBE=1 $(PY) -m pytest tests/test_kube_live.py $(ARGS)
+	@NANORAY_TEST_KUBE=1 $(PY) -m pytest tests/cluster/test_kube_live.py $(ARGS)
 
 lint: setup
 	@$(PY) -m ruff check .

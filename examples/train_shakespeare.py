@@ -1,11 +1,11 @@
-"""Train a small GPT on Shakespeare, on Ray. `make train` runs this; every flag of nanoray.launch works here too.
+"""Train a small GPT on Shakespeare, on Ray. `make train` runs this; takes every flag of nanoray.launch.
 
 python examples/train_shakespeare.py
 python examples/train_shakespeare.py --preset shakespeare-char --workers 4
 ray job submit --working-dir . -- python examples/train_shakespeare.py
 """
 
-from nanoray.launch import main
+from nanoray.launch.__main__ import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""`nanoray train|launch|sample|check|bench ...` is `python -m nanoray.train|launch|... ...`."""
+"""The `nanoray` command: `nanoray launch ...` is the same as `python -m nanoray.launch ...`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import importlib
 import sys
 
 COMMANDS = {
-    "train": ("nanoray.train", "train in this process, or as one rank of a torchrun"),
-    "launch": ("nanoray.launch", "train on Ray: one actor per GPU, MIG slice or CPU share"),
+    "train": ("nanoray.train.__main__", "train in this process, or as one rank of a torchrun"),
+    "launch": ("nanoray.launch.__main__", "train on Ray: one actor per GPU, MIG slice or CPU share"),
     "sample": ("nanoray.sample", "generate text from a checkpoint"),
-    "timeline": ("nanoray.timeline", "draw traced steps of a run: phases and collectives of all ranks"),
-    "checkpoint": ("nanoray.checkpoint_cli", "list, verify, show or export checkpoints"),
-    "faults": ("nanoray.faults_cli", "the story of a run's faults: cause, recovery, cost"),
-    "check": ("nanoray.check", "is this machine ready, and what would run where"),
+    "timeline": ("nanoray.trace.__main__", "draw traced steps of a run: phases and collectives of all ranks"),
+    "checkpoint": ("nanoray.checkpoint.__main__", "list, verify, show or export checkpoints"),
+    "faults": ("nanoray.faults.__main__", "list a run's faults: cause, recovery, cost"),
+    "check": ("nanoray.check", "check that this machine is ready, and show what would run where"),
     "kube": ("nanoray.kube.__main__", "train on Kubernetes: render, submit, status, logs, stop, fetch"),
-    "mig": ("nanoray.mig", "what a card can be cut into, and what is cut here"),
-    "bench": ("nanoray.bench.__main__", "measure it"),
+    "mig": ("nanoray.mig", "show the MIG slices that a GPU supports, and those that exist here"),
+    "bench": ("nanoray.bench.__main__", "run a benchmark"),
 }
 
 

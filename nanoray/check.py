@@ -1,7 +1,7 @@
-"""`python -m nanoray.check`: is this machine ready, and what would run where. Takes no device and starts nothing.
+"""`python -m nanoray.check`: check that this machine is ready, and show what would run where. It starts nothing.
 
 Neither torch nor ray is imported: versions come from package metadata, NCCL's from the library that torch would load.
-Exit code 0: it can train, perhaps with problems that only slow it down; 1: it cannot; 2: the flags are wrong.
+Exit code 0: training works, perhaps with problems that are not fatal; 1: it does not; 2: the flags are wrong.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from nanoray import __version__, devices
-from nanoray.config import Config, parse_args
-from nanoray.devices import Device, Slots, discover_gpus, local_slots
+from nanoray import __version__
+from nanoray.cli import parse_args
+from nanoray.config import Config
 from nanoray.errors import ConfigError, NanorayError
-from nanoray.mesh import RankDevice, choose_backend
+from nanoray.mesh import devices
+from nanoray.mesh.devices import Device, Slots, discover_gpus, local_slots
+from nanoray.mesh.rendezvous import RankDevice, choose_backend
 
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong and how to cure it; `fatal` when training cannot start."""
+    """A problem and its remedy; `fatal` when training cannot start."""
 
     what: str
     remedy: str
@@ -42,7 +44,7 @@ class Problem:
 
 
 def survey(config: Config, nvml: Any = None) -> dict[str, Any]:
-    """Look at this machine and decide what `config` would run here. Returns plain data, with `problems` last."""
+    """Inspect this machine and decide what `config` would run here. Return plain data, `problems` near the end."""
     gpus, cpus, features = discover_gpus(nvml), devices.available_cpus(), devices.cpu_features()
     cuda = {"torch_build": torch_cuda_build(), "driver": driver_cuda(nvml) if gpus else None}
     nccl = nccl_version() if cuda["torch_build"] else None
@@ -54,6 +56,7 @@ def survey(config: Config, nvml: Any = None) -> dict[str, Any]:
         "gpus": [gpu.to_dict() for gpu in gpus],
         "dataset": dataset_state(config),
         "out_dir": out_dir_state(config),
+        "environment": sys.prefix,
         "ray": ray_state(config),
     }
     problems, slots = [*version_problems(report["versions"])], None
@@ -76,7 +79,7 @@ def survey(config: Config, nvml: Any = None) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """The versions of what training needs; None for what is not installed."""
+    """Return the versions of Python and the packages that training needs, None for one that is not installed."""
     installed = {name: next((d.version for d in metadata.distributions(name=name)), None) for name in ("torch", "ray")}
     return {"nanoray": __version__, "python": platform.python_version(), **installed}
 
@@ -87,14 +90,14 @@ def _torch_folder() -> Path:
 
 
 def torch_cuda_build() -> str | None:
-    """The CUDA version torch was built for, None for a CPU build; read from its files, importing it takes seconds."""
+    """Return the CUDA version that torch was built for, None for a CPU build, without the seconds of an import."""
     path = _torch_folder() / "version.py"
     match = re.search(r"^cuda\b[^=\n]*= '([\d.]+)'", path.read_text("utf-8") if path.exists() else "", re.MULTILINE)
     return match[1] if match else None
 
 
 def nccl_version() -> tuple[int, int, int] | None:
-    """The version of the NCCL library in force: a preloaded one, else torch's own, else the system's."""
+    """Return the version of the NCCL library that would be loaded: a preloaded one, torch's own, or the system's."""
     preloaded = [p for p in re.split(r"[ :]", os.environ.get("LD_PRELOAD", "")) if "nccl" in p]
     for path in (*preloaded, str(_torch_folder().parent / "nvidia/nccl/lib/libnccl.so.2"), "libnccl.so.2"):
         with contextlib.suppress(OSError, AttributeError):
@@ -104,8 +107,8 @@ def nccl_version() -> tuple[int, int, int] | None:
 
 
 def driver_cuda(nvml: Any = None) -> str | None:
-    """The newest CUDA version that the driver runs."""
-    with contextlib.suppress(Exception):  # NVML's own class has no name before the import; silence is no driver
+    """Return the newest CUDA version that the driver supports, None without a driver."""
+    with contextlib.suppress(Exception):  # NVMLError cannot be named before pynvml is imported
         nvml = nvml or import_module("pynvml")
         nvml.nvmlInit()
         number = nvml.nvmlSystemGetCudaDriverVersion()
@@ -115,12 +118,12 @@ def driver_cuda(nvml: Any = None) -> str | None:
 
 
 def shm_gib() -> float | None:
-    """The size of /dev/shm in GiB; None on systems without it."""
+    """Return the size of /dev/shm in GiB, None on systems without it."""
     return round(shutil.disk_usage("/dev/shm").total / GIB, 2) if os.path.isdir("/dev/shm") else None
 
 
 def dataset_state(config: Config) -> dict[str, Any]:
-    """Whether the run's data are here already."""
+    """Say whether the run's data are on this machine."""
     cache, note = config.data_dir or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "nanoray"), ""
     if config.dataset == "stdlib":
         note = "made from Python's standard library, needs no network"
@@ -135,7 +138,7 @@ def dataset_state(config: Config) -> dict[str, Any]:
 
 
 def out_dir_state(config: Config) -> dict[str, Any]:
-    """Whether runs can be written, and how much room there is."""
+    """Say whether runs can be written, and how much space is free."""
     path = Path(config.out_dir).expanduser().absolute()
     there = next(folder for folder in (path, *path.parents) if folder.exists())
     writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
@@ -143,7 +146,7 @@ def out_dir_state(config: Config) -> dict[str, Any]:
 
 
 def ray_state(config: Config) -> dict[str, Any]:
-    """The Ray cluster that a run would join, and whether its port answers; a local one is started otherwise."""
+    """Return the Ray cluster that a run would join and whether its port answers; None for a new local one."""
     address = os.environ.get("RAY_ADDRESS", "") if config.ray_address == "auto" else config.ray_address
     answers = None if address in ("", "local", "auto") else False
     with contextlib.suppress(OSError, ValueError):
@@ -155,10 +158,10 @@ def ray_state(config: Config) -> dict[str, Any]:
 
 
 def version_problems(found: dict[str, str | None]) -> Iterator[Problem]:
-    """Compare what is installed with what pyproject.toml pins, as the installed package repeats it."""
+    """Compare the installed versions with the pins of pyproject.toml, read from the package's metadata."""
     try:
         pins, python = metadata.requires("nanoray") or [], str(metadata.metadata("nanoray")["Requires-Python"])
-    except metadata.PackageNotFoundError:  # run from a folder that was never installed
+    except metadata.PackageNotFoundError:  # nanoray is on the path but not installed
         pins, python = [], ""
     for name in ("torch", "ray"):
         pin = next((m[1] for p in pins if (m := re.match(rf"{name}(?:\[\w+\])?==([\w.]+)", p))), None)
@@ -173,7 +176,7 @@ def version_problems(found: dict[str, str | None]) -> Iterator[Problem]:
 
 
 def gpu_problems(gpus: list[Device], slots: Slots | None, cuda: dict[str, str | None]) -> Iterator[Problem]:
-    """What keeps the GPUs that are there from being used."""
+    """Yield what prevents the use of the GPUs found."""
     wanted = slots is not None and slots.kind != "cpu"
     build, driver = cuda["torch_build"], cuda["driver"]
     if gpus and not build:
@@ -186,7 +189,7 @@ def gpu_problems(gpus: list[Device], slots: Slots | None, cuda: dict[str, str | 
 
 
 def host_problems(report: dict[str, Any]) -> Iterator[Problem]:
-    """Shared memory, data, disk and cluster."""
+    """Yield problems of shared memory, data, disk, environment and cluster."""
     shm, out, ray = report["memory"]["shm_gib"], report["out_dir"], report["ray"]
     if shm is not None and shm < 1 and report.get("backend", {}).get("choice") == "nccl":
         yield Problem(f"/dev/shm has {shm} GiB, NCCL wants 1", "docker run --shm-size=8g, or a larger emptyDir", False)
@@ -196,12 +199,19 @@ def host_problems(report: dict[str, Any]) -> Iterator[Problem]:
         yield Problem(f"out_dir = {out['path']} cannot be written", "give another --out_dir", fatal=True)
     elif out["free_gib"] < 1:
         yield Problem(f"out_dir = {out['path']} has {out['free_gib']} GiB free, less than 1", "free some", fatal=False)
+    if any(letter.isspace() for letter in report["environment"]):
+        yield Problem(
+            f"the path of this environment has a space: {report['environment']}; Ray passes it unquoted to a shell, so "
+            "`ray start --head --block` ends at once and `ray job submit` hangs",
+            "make the environment in another folder; a Ray that nanoray starts itself works: --ray_address local",
+            fatal=False,
+        )
     if ray["answers"] is False:
         yield Problem(f"no Ray answers at {ray['address']}", "start it, or use --ray_address local", fatal=True)
 
 
 def render(report: dict[str, Any]) -> str:
-    """The report as aligned lines; the last one says whether it can train."""
+    """Format the report as aligned lines; the last one says whether training works."""
     found, cpu, memory, cuda, out = (report[key] for key in ("versions", "cpu", "memory", "cuda", "out_dir"))
     torch = f"torch {found['torch']} ({'CUDA ' + cuda['torch_build'] if cuda['torch_build'] else 'CPU'} build)"
     rows = [

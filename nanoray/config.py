@@ -1,40 +1,27 @@
-"""The one definition of what a run is: YAML keys, command line flags, help, and config.json all come from `Config`.
+"""The configuration of a run: YAML keys, command line flags, help texts and config.json all come from `Config`.
 
 Later layers win: field defaults, then `--preset`, then `--config FILE`, then flags. Values may arrive as text (a flag,
-or YAML's `3e-4`, which YAML reads as a string); pydantic turns them into the declared types or says why it cannot.
+or `3e-4`, which YAML reads as a string); pydantic converts them to the declared types or says why it cannot.
 """
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from nanoray.errors import ConfigError
-from nanoray.kube_options import Kube, Natural, Positive
 
-PRESET_DIR = Path(__file__).resolve().parent.parent / "examples" / "configs"
+PRESET_DIR = Path(__file__).resolve().parent / "presets"
 DEFAULT_PRESET = "shakespeare-cpu"
 VOCAB_MULTIPLE = 64  # embeddings are padded to this many rows: matrix products like round sizes
 
-_GROUPS = {
-    "run": "run",
-    "data": "data",
-    "model": "model",
-    "batch": "batch",
-    "optim": "optimisation",
-    "dist": "devices and process group",
-    "log": "logging, evaluation, checkpoints",
-    "fault": "faults",
-}
-# Overriding a key of these groups makes it another recipe, so a preset's expected loss no longer applies to it.
+# Overriding a key of these groups changes the recipe, so the preset's expected loss no longer applies.
 _RECIPE_GROUPS = ("data", "model", "batch", "optim")
 _KEEPS_RECIPE = {"dataset", "data_url", "data_dir", "micro_batch_size", "grad_accum_steps", "compile"}
 
@@ -43,17 +30,61 @@ def _field(default: Any, group: str, **limits: Any) -> Any:
     return Field(default, json_schema_extra={"group": group}, **limits)
 
 
+Positive = Annotated[int, Field(gt=0)]
+Natural = Annotated[int, Field(ge=0)]
+
+
+class Kube(BaseModel):
+    """Settings of `nanoray kube`: the YAML key `kube`, or flags of its commands. Training ignores them.
+
+    Each attribute's docstring is the help text of its flag.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    overlay: str = ""
+    """folder of kuberay/overlays (default: cpu, multi-pod or mig-mixed, by --device)"""
+    namespace: str = Field(default="nanoray", pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)
+    """namespace of all objects; created if it does not exist"""
+    image: str = ""
+    """image of all pods, with a tag (default: the overlay's)"""
+    ranks_per_pod: Positive = 1
+    """ranks, and so GPUs, of one worker pod"""
+    cpus: float = Field(default=1.0, gt=0)
+    """CPUs of a worker pod, requested and limited; on CPU at least one per rank"""
+    memory_gib: float = Field(default=4.0, gt=0)
+    """memory of a worker pod in GiB, /dev/shm included"""
+    shm_gib: float = Field(default=1.0, gt=0)
+    """/dev/shm of a worker pod in GiB"""
+    gpu_resource: str = ""
+    """device resource of a rank: nvidia.com/gpu, nvidia.com/mig-1g.18gb, ... (default: the overlay's)"""
+    storage: str = "hostpath"
+    """hostpath (a folder of the one node) | NAME of a StorageClass that offers ReadWriteMany"""
+    storage_path: str = Field(default="/var/lib/nanoray", pattern=r"^/")
+    """storage hostpath: the folder; uid 1000 must own it"""
+    storage_gib: Positive = 100
+    """size of the volume in GiB"""
+    ttl_s: Natural = 300
+    """seconds between the job's end and the deletion of its cluster; the RayJob's status and the runs stay"""
+    retries: Natural = 2
+    """new clusters after a lost head; each one resumes from the newest checkpoint"""
+
+
+# Parameters of presigned URLs, such as X-Amz-Signature and sig
+_SIGNED_URL = r"(?i)[?&]([^=&]*(?:signature|token|secret|password|credential)[^=&]*|sig|key)="
+
+
 class Config(BaseModel):
     """A training run, complete and immutable. Each attribute's docstring is the help text of its flag."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     name: str = _field("run", "run", pattern=r"^[A-Za-z0-9._-]+$")
-    """what the run is called: the end of its folder's name (default: the preset's or file's name)"""
+    """name of the run, which ends its folder's name (default: the preset's or file's name)"""
     out_dir: str = _field("runs", "run", min_length=1)
-    """folder that gets one folder per run; on several nodes it must be shared storage"""
+    """parent of the run folders; with several nodes it must be shared storage"""
     resume: str = _field("none", "run", min_length=1)
-    """none | auto (newest run in out_dir that fits this model) | PATH of a run folder or of one checkpoint"""
+    """none | auto (the newest run in out_dir with this name and recipe) | PATH of a run folder or of one checkpoint"""
     seed: int = _field(1337, "run", ge=0, lt=2**63)
     """seed of the initial weights, of the sample order and of dropout"""
 
@@ -80,7 +111,7 @@ class Config(BaseModel):
     dropout: float = _field(0.0, "model", ge=0, lt=1)
     """dropout probability while training"""
     bias: bool = _field(False, "model")
-    """biases in linear layers and layer norms, as GPT-2 has them"""
+    """biases in linear layers and layer norms, as in GPT-2"""
 
     micro_batch_size: Natural = _field(0, "batch")
     """sequences per rank per forward pass (0 = follows from the global batch). Out of memory? Halve it and leave
@@ -93,7 +124,7 @@ class Config(BaseModel):
     max_steps: Positive = _field(2000, "optim")
     """optimizer steps of the whole schedule"""
     optimizer: Literal["adamw", "sgd"] = _field("adamw", "optim")
-    """adamw (fused) | sgd (plain, no momentum: for parity tests, it hides nothing)"""
+    """adamw (fused) | sgd (plain, no momentum: parity tests use it because AdamW hides a factor on the gradient)"""
     lr: float = _field(1e-3, "optim", gt=0)
     """peak learning rate"""
     min_lr: float = _field(1e-4, "optim", ge=0)
@@ -118,17 +149,17 @@ class Config(BaseModel):
     tokens_per_param: float = _field(12.0, "optim", gt=0)
     """scaling=nanochat: training tokens per scaling parameter (matrices + lm_head)"""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = _field("auto", "optim")
-    """auto (the fastest safe one here, printed with its reason) | fp32 | bf16 | fp16 (with a loss scaler);
-    weights and optimizer state are float32 in all of them"""
+    """auto (the fastest one that is safe on this device, printed with its reason) | fp32 | bf16 | fp16 (with a loss
+    scaler); weights and optimizer state are float32 in all of them"""
     compile: bool = _field(False, "optim")
     """torch.compile each block: slower start, faster steps on GPUs"""
 
     workers: Positive | Literal["auto"] = _field("auto", "dist")
     """ranks; auto = every GPU or MIG slice, else 2 on CPU (1 on a single core)"""
     device: Literal["auto", "cuda", "mig", "cpu"] = _field("auto", "dist")
-    """cuda (whole GPUs) | mig (slices) | cpu | auto (the first of these that is there)"""
+    """cuda (whole GPUs) | mig (slices) | cpu | auto (the first of these that exists)"""
     backend: Literal["auto", "nccl", "gloo"] = _field("auto", "dist")
-    """process group: auto = NCCL on distinct GPUs, gloo on CPU and where NCCL refuses a shared GPU"""
+    """process group: auto = NCCL on distinct GPUs, gloo on CPU and where NCCL does not support a shared GPU"""
     placement: Literal["pack", "spread"] = _field("pack", "dist")
     """pack ranks on few nodes, or spread them over many"""
     cpus_per_worker: float = _field(0.0, "dist", ge=0)
@@ -138,20 +169,20 @@ class Config(BaseModel):
     allreduce: Literal["backend", "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", "flat"] = (
         _field("backend", "dist")
     )
-    """how gradients are summed: backend (NCCL's or gloo's own way) | one written by hand in algorithms.py"""
+    """how gradients are summed: backend (NCCL's or gloo's all-reduce) | one written by hand in mesh/algorithms.py"""
     comm_trace: str = _field("off", "log")
-    """measure every collective: off | every=K (steps K/2 + 1 and K/2 + 2 of every K steps) | always"""
+    """measure each collective: off | every=K (steps K/2 + 1 and K/2 + 2 of every K steps) | always"""
     timeout_s: float = _field(120.0, "dist", gt=0)
-    """a collective that waits longer than this fails, and with it the attempt"""
+    """seconds after which a waiting collective fails, and the attempt with it"""
     init_timeout_s: float = _field(60.0, "dist", gt=0)
-    """ranks that have not met after this long fail"""
+    """seconds within which all ranks must have joined"""
     ray_address: str = _field("auto", "dist", min_length=1)
     """auto (RAY_ADDRESS, else a new local Ray) | local | HOST:PORT"""
     placement_timeout_s: float = _field(4.0, "dist", gt=0)
-    """wait this long for busy resources before giving up; raise it on an autoscaling cluster"""
+    """seconds to wait for busy resources; raise it on an autoscaling cluster"""
 
     log_every: Positive = _field(10, "log")
-    """steps between metric records; logging is what synchronises with the device"""
+    """steps between metric records; only logging synchronises with the device"""
     eval_every: Natural = _field(250, "log")
     """steps between evaluations on the validation split (0 = never)"""
     eval_samples: Positive = _field(240, "log")
@@ -160,46 +191,47 @@ class Config(BaseModel):
     """steps between checkpoints (0 = only at the end and when asked to stop)"""
     checkpoint_mode: Literal["async", "sync"] = _field("async", "log")
     """async (training waits for a copy in host memory, as large as weights and optimizer state; a thread of rank 0
-    writes it) | sync (training waits until it is on disk)"""
+    writes it) | sync (training waits until the checkpoint is on disk)"""
     keep_checkpoints: Positive = _field(2, "log")
     """newest checkpoints to keep, besides the best one"""
     stop_at: Natural = _field(0, "log")
-    """stop after this step as if asked to: checkpoint, exit 0 (0 = run to max_steps)"""
+    """write a checkpoint and exit 0 after this step (0 = run to max_steps)"""
     sample_tokens: Natural = _field(300, "log")
     """tokens of text to generate at the end (0 = none)"""
     tensorboard: bool = _field(True, "log")
     """write TensorBoard events to the run's tb/ folder"""
 
     max_failures: Natural = _field(3, "fault")
-    """lost ranks to replace, or restarts, over the whole run before giving up"""
+    """failures in a row, with fewer than 10 steps completed between them, before giving up; ranks that are left save"""
     recovery: Literal["in_place", "shrink", "restart"] = _field("in_place", "fault")
-    """when a rank is lost, on Ray: in_place (only that rank is replaced, its state comes from another's memory, no step
-    is repeated; a restart with NCCL, with an --allreduce written by hand, or with nobody left) | shrink (the same, but
-    without a replacement in time fewer ranks go on with the same global batch, until it is there) | restart (all
-    ranks, from the newest checkpoint)"""
+    """when a rank is lost, on Ray: in_place (only that rank is replaced, its state comes from another rank's memory, no
+    step is repeated; falls back to a restart with NCCL, with an --allreduce written by hand, or without a survivor) |
+    shrink (as in_place, but if no replacement comes in time fewer ranks continue with the same global batch until one
+    does) | restart (all ranks, from the newest checkpoint)"""
     replace_timeout: float = _field(60.0, "fault", ge=0)
-    """seconds to wait for a lost rank's replacement; then recovery in_place restarts and shrink goes on with fewer"""
+    """seconds to wait for a lost rank's replacement; then in_place saves and restarts, and shrink continues with fewer
+    ranks"""
     spares: Natural | Literal["auto"] = _field("auto", "fault")
-    """processes that wait, with everything imported and no device taken, to take a lost rank's seat at once (auto =
-    one, from half a minute on, where a lost rank is replaced in place)"""
+    """idle processes, with everything imported and no device taken, that replace a lost rank at once (auto = one,
+    started after half a minute, where a lost rank is replaced in place)"""
     hang_timeout: float = _field(60.0, "fault", ge=0)
-    """seconds without progress on any rank after which the one that is behind is named, ended and replaced, on Ray
-    (0 = off). From timeout_s on the waiting collectives fail first, and nobody is named"""
+    """seconds without progress on any rank after which, on Ray, the rank that is behind is named, ended and replaced
+    (0 = off). Keep it below timeout_s: after that the collectives fail first, and no rank is named"""
     on_nan: Literal["stop", "skip", "rollback"] = _field("stop", "fault")
-    """when a loss or gradient is not finite, which never reaches the weights: stop (exit 5; rank, layer and samples are
-    named) | skip (that update is left out; 11 in a row stop) | rollback (to the newest checkpoint, and on with the data
-    after it; the 4th time to the same one stops)"""
+    """when a loss or gradient is not finite (it never reaches the weights): stop (exit 5, naming rank, layer and
+    samples) | skip (leave that update out; 11 in a row stop) | rollback (load the newest checkpoint and continue with
+    the data after the bad step; the 4th rollback to the same checkpoint stops)"""
     hash_every: Natural = _field(250, "fault")
-    """steps between comparisons of all ranks' weights and optimizer state, also made before each checkpoint (0 = never;
-    unlike devices round differently): a rank that differs takes over the majority's"""
+    """steps between comparisons of all ranks' weights and optimizer state, also made before each checkpoint (0 = never,
+    for devices that round differently): a rank that differs gets the majority's state"""
     faults: str = _field("", "fault")
     """break something on purpose: KIND@rank=R,step=S[,phase=P][;...], KIND kill | stop | exit | raise | hang | slow |
     oom | disk-full | nan | bitflip; in YAML also a list of such texts, or of mappings"""
 
     expected_val_loss: dict[str, float] = Field({}, json_schema_extra={"group": "log", "flag": False})
-    """per dataset: the validation loss the complete recipe should reach or beat"""
+    """per dataset: the validation loss that the complete recipe should reach or beat"""
     kube: Kube = Field(Kube(), json_schema_extra={"group": "run", "flag": False})
-    """how `nanoray kube` deploys it; training does not look at it"""
+    """settings of `nanoray kube`; training ignores them"""
 
     @field_validator("faults", mode="before")
     @classmethod
@@ -250,7 +282,12 @@ class Config(BaseModel):
             )
         if re.search(r"://[^/]*@", self.data_url):
             raise ValueError(
-                "data_url holds a password, which config.json and logs would repeat; put the file where none is needed"
+                "data_url holds a password, which config.json and logs would repeat; host the file where none is needed"
+            )
+        if signed := re.search(_SIGNED_URL, self.data_url):
+            raise ValueError(
+                f"data_url carries a secret ({signed[1]}=...), which config.json and logs would repeat; download the "
+                "file and name it with dataset PATH"
             )
         if not (self.micro_batch_size or self.global_batch_size):
             raise ValueError("no batch size: give micro_batch_size (per rank) or global_batch_size (all ranks)")
@@ -266,6 +303,13 @@ class Config(BaseModel):
     def to_json(self) -> str:
         """The configuration as JSON text; `--config` reads it back."""
         return json.dumps(self.model_dump(), indent=2) + "\n"
+
+
+def recipe_of(config: Config) -> dict[str, Any]:
+    """Return the keys and values that make two runs the same experiment: not its length, logging, devices, ranks."""
+    keys = {key for key in Config.model_fields if field_group(key) in _RECIPE_GROUPS} - _KEEPS_RECIPE
+    keys = keys - {"max_steps", "precision"} | {"name", "seed"}
+    return {key: value for key, value in config.model_dump().items() if key in keys}
 
 
 class Batch(NamedTuple):
@@ -305,9 +349,9 @@ def resolve_batch(config: Config, dp: int) -> Batch:
 
 
 def batch_for(config: Config, full: int, ranks: int) -> Batch | None:
-    """Split the global batch of a run of `full` ranks over fewer, with micro batches that are no larger.
+    """Split the global batch of a run of `full` ranks over fewer ranks, with micro batches that are no larger.
 
-    None when it cannot be divided.
+    Return None when it cannot be divided.
     """
     batch = resolve_batch(config, full)
     if ranks == full:
@@ -317,65 +361,6 @@ def batch_for(config: Config, full: int, ranks: int) -> Batch | None:
     return Batch(share // accum, accum, ranks) if accum and not rest else None
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A configuration and how it came to be."""
-
-    config: Config
-    given: frozenset[str]  # keys set by flags
-    dry_run: bool = False
-
-
-def parse_args(argv: list[str], prog: str, description: str) -> Loaded:
-    """Turn a command line into a Config. Raises ConfigError; `--help` prints and exits 0."""
-    parser = _build_parser(prog, description)
-    known, unknown = parser.parse_known_args(argv)
-    if unknown:
-        _refuse_unknown(
-            unknown[0].split("=")[0], [f"--{k}" for k in (*_flags(), "config", "preset", "dry_run")], "flag"
-        )
-    flags = vars(known)
-    file, preset, dry_run = flags.pop("config", None), flags.pop("preset", None), flags.pop("dry_run", False)
-    of_run = {} if file or preset else _config_of_run(flags.get("resume", "none"))
-    config = make_config(of_run | flags) if of_run else load_config(file, preset, flags)
-    for key in flags.keys() & _COUNTS_IF.keys():
-        other, value = _COUNTS_IF[key]
-        if getattr(config, other) not in value:
-            raise ConfigError(
-                f"{key} = {flags[key]} would be ignored: {other} = {getattr(config, other)}; drop --{key}"
-            )
-    return Loaded(config, frozenset(flags), dry_run)
-
-
-# Flags that count only together with another key's value.
-_COUNTS_IF = {
-    "min_lr": ("schedule", ("cosine", "wsd")),
-    "decay_fraction": ("schedule", ("wsd",)),
-    "weight_decay": ("optimizer", ("adamw",)),
-    "beta1": ("optimizer", ("adamw",)),
-    "beta2": ("optimizer", ("adamw",)),
-    "tokens_per_param": ("scaling", ("nanochat",)),
-}
-_NOT_INHERITED = (
-    "resume",
-    "stop_at",
-    "faults",
-    "workers",
-    "out_dir",
-)  # what one command asked for, not what the run is
-
-
-def _config_of_run(resume: str) -> dict[str, Any]:
-    """Return the keys of the run that `--resume PATH` names (its folder, or one of its checkpoints), if it has any."""
-    if resume in ("none", "auto"):
-        return {}
-    path = Path(resume).expanduser()
-    for folder in (path, path.parent, path.parent.parent):
-        if (folder / "config.json").is_file():
-            return {k: v for k, v in _read_yaml(folder / "config.json").items() if k not in _NOT_INHERITED}
-    return {}
-
-
 def load_config(file: str | None = None, preset: str | None = None, overrides: dict[str, Any] | None = None) -> Config:
     """Merge preset, file and overrides into a Config. Without file and preset: the default preset."""
     overrides = overrides or {}
@@ -383,16 +368,16 @@ def load_config(file: str | None = None, preset: str | None = None, overrides: d
     if preset or not file:
         merged |= {"name": preset or DEFAULT_PRESET} | _read_preset(preset or DEFAULT_PRESET)
     if file:
-        merged |= {"name": Path(file).stem} | _read_yaml(Path(file))
+        merged |= {"name": Path(file).stem} | read_yaml(Path(file))
     if not merged.keys() <= Config.model_fields.keys():
-        _refuse_unknown(next(k for k in merged if k not in Config.model_fields), list(Config.model_fields), "key")
-    # A batch given per rank replaces a global one from below; a global one replaces accumulation from below.
+        refuse_unknown(next(k for k in merged if k not in Config.model_fields), list(Config.model_fields), "key")
+    # A per-rank batch from the flags replaces a global one from the file; a global one replaces accumulation.
     if {"micro_batch_size", "grad_accum_steps"} <= overrides.keys() and "global_batch_size" not in overrides:
         merged.pop("global_batch_size", None)
         merged.pop("expected_val_loss", None)
     elif "global_batch_size" in overrides:
         merged.pop("grad_accum_steps", None)
-    if any(_group(k) in _RECIPE_GROUPS and k not in _KEEPS_RECIPE for k in overrides):
+    if any(field_group(k) in _RECIPE_GROUPS and k not in _KEEPS_RECIPE for k in overrides):
         merged.pop("expected_val_loss", None)
     return make_config(merged | overrides)
 
@@ -401,7 +386,7 @@ def make_config(values: dict[str, Any]) -> Config:
     """Validate `values` into a Config; a pydantic error becomes a one-line ConfigError that names key and value."""
     unknown = [k for k in values if k not in Config.model_fields]
     if unknown:
-        _refuse_unknown(unknown[0], list(Config.model_fields), "key")
+        refuse_unknown(unknown[0], list(Config.model_fields), "key")
     try:
         return Config(**values)
     except ValidationError as error:
@@ -420,11 +405,12 @@ def _read_preset(preset: str) -> dict[str, Any]:
     path = PRESET_DIR / f"{preset}.yaml"
     if not path.is_file():
         names = sorted(p.stem for p in PRESET_DIR.glob("*.yaml"))
-        _refuse_unknown(preset, names, f"preset (in {PRESET_DIR})")
-    return _read_yaml(path)
+        refuse_unknown(preset, names, f"preset (in {PRESET_DIR})")
+    return read_yaml(path)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return a YAML file's mapping, {} for an empty file. Raises ConfigError."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -438,45 +424,21 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
-def _refuse_unknown(name: str, known: list[str], kind: str) -> None:
+def did_you_mean(name: str, known: list[str]) -> str:
+    """Return a hint for an unknown name: the closest known one, or all of them."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
-    raise ConfigError(f"unknown {kind} {name}; {hint}")
+    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
 
 
-def _extra(key: str) -> dict[str, Any]:
+def refuse_unknown(name: str, known: list[str], kind: str) -> None:
+    """Raise ConfigError for an unknown name, with the closest known one."""
+    raise ConfigError(f"unknown {kind} {name}; {did_you_mean(name, known)}")
+
+
+def field_extra(key: str) -> dict[str, Any]:
     extra = Config.model_fields[key].json_schema_extra
     return extra if isinstance(extra, dict) else {}
 
 
-def _group(key: str) -> str | None:
-    return _extra(key).get("group") if key in Config.model_fields else None
-
-
-def _flags() -> list[str]:
-    return [key for key in Config.model_fields if _extra(key).get("flag", True)]
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ConfigError(f"{message}; see {self.prog} --help")
-
-
-def _build_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    parser = _Parser(prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    parser.add_argument("--config", metavar="FILE", help="YAML (or config.json) with any of the keys below")
-    parser.add_argument("--preset", metavar="NAME", help=f"a file of examples/configs (default: {DEFAULT_PRESET})")
-    parser.add_argument("--dry_run", action="store_true", help="print what would run and where, take nothing, exit 0")
-    groups = {key: parser.add_argument_group(title) for key, title in _GROUPS.items()}
-    for key in _flags():
-        field = Config.model_fields[key]
-        doc = " ".join((field.description or "").split()).replace("%", "%%")
-        boolean = field.annotation is bool
-        groups[_extra(key)["group"]].add_argument(
-            f"--{key}",
-            metavar="true|false" if boolean else "X",
-            nargs="?" if boolean else None,
-            const="true" if boolean else None,
-            help=f"{doc} [{field.default}]",
-        )
-    return parser
+def field_group(key: str) -> str | None:
+    return field_extra(key).get("group") if key in Config.model_fields else None

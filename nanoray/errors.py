@@ -7,16 +7,15 @@
     ├── RendezvousError      the ranks did not meet, or do not agree with each other     exit 3
     ├── CheckpointError      a checkpoint is damaged, or does not fit this model         exit 4
     ├── TrainingDiverged     a loss that is not finite, or an exhausted loss scale       exit 5
-    ├── StateDiverged        the ranks' weights differ, and no majority agrees           exit 1, a restart cures it
+    ├── StateDiverged        the ranks' weights differ, and no majority agrees           exit 1, retried
     └── WorkerFailed         ranks died more often than max_failures allows              exit 1
 
-`exit_code` is what the command line tools return for the class; `retry` says whether a restart from the newest
-checkpoint can cure it.
+`exit_code` is what the command line tools return; `retry` says whether a restart from the newest checkpoint can help.
 """
 
 
 class NanorayError(Exception):
-    """The root: catch this to catch whatever nanoray itself refuses."""
+    """The base class: catch this to catch everything that nanoray raises on purpose."""
 
     exit_code = 1
     retry = False
@@ -44,6 +43,10 @@ class RendezvousError(NanorayError):
     """The ranks did not meet, or do not agree with each other."""
 
     exit_code = 3
+
+
+class RankDiffers(RendezvousError):
+    """This rank has other code, another configuration or other versions than the ranks that it was to join."""
 
 
 class CheckpointError(NanorayError):

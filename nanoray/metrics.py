@@ -1,6 +1,6 @@
-"""The registry of everything a run records: name, unit, meaning, healthy range. What is not in it cannot be emitted.
+"""The registry of every metric: name, unit, meaning, healthy range. A metric that is not in it cannot be recorded.
 
-`python -m nanoray.metrics` prints the table that stands in docs/metrics.md.
+`python -m nanoray.metrics` prints docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Metric:
-    """One number of a run, as it stands in metrics.jsonl, in TensorBoard and (with _ for /) among Ray's metrics."""
+    """One metric. metrics.jsonl and TensorBoard use `name` as it is; Ray's metrics use it with _ in place of /."""
 
     name: str
     unit: str
@@ -28,12 +28,18 @@ METRICS: dict[str, Metric] = {
             "cross entropy of this step's global batch: mean over all ranks and micro steps, before the update",
             "starts near ln(vocabulary size), falls; equal on all ranks",
         ),
+        Metric(
+            "train/loss_ema",
+            "nat/token",
+            "train/loss smoothed: exponential moving average with decay 0.99 per step; a resumed run continues it",
+            "falls without the noise of train/loss",
+        ),
         Metric("train/lr", "1", "learning rate that this step's update used", "follows the schedule"),
         Metric(
             "train/grad_norm",
             "1",
             "global L2 norm of the averaged gradient, unscaled, before clipping",
-            "0.1 to 2 after warm-up; spikes mean bad batches or too high a rate",
+            "0.1 to 2 after warm-up; spikes mean bad batches or a learning rate that is too high",
         ),
         Metric("train/tokens", "token", "tokens trained on so far: samples_seen x block_size", "grows linearly"),
         Metric(
@@ -59,6 +65,13 @@ METRICS: dict[str, Metric] = {
             "ms",
             "wall time per optimizer step: mean since the last record, without evaluation and checkpoints",
             "steady; the first step is not in it",
+        ),
+        Metric(
+            "time/train_s",
+            "s",
+            "training time so far: the sum of all timed steps, without start-up, evaluation and checkpoints; a resumed "
+            "run continues it",
+            "grows linearly",
         ),
         Metric("time/data_ms", "ms", "of step_ms: host time spent on fetching batches", "under 2 % of step_ms"),
         Metric("time/eval_s", "s", "wall time of this evaluation", "small against eval_every steps"),
@@ -90,31 +103,31 @@ METRICS: dict[str, Metric] = {
         Metric(
             "fault/restarts",
             "1",
-            "how often the run was started again from a checkpoint after a fault: the attempt, counted from 0",
+            "restarts from a checkpoint after a fault; this is the number of the attempt, counted from 0",
             "0",
         ),
         Metric(
             "fault/skipped_steps",
             "step",
-            "with on_nan skip: updates of this attempt that were left out, as loss or gradient norm were not finite",
+            "with on_nan skip: updates left out in this run because the loss or the gradient norm was not finite",
             "0",
         ),
         Metric(
             "fault/rollbacks",
             "1",
-            "with on_nan rollback: how often this attempt went back to a checkpoint and on with the data after it",
+            "with on_nan rollback: how often this run went back to a checkpoint and continued with later data",
             "0",
         ),
         Metric(
             "fault/healed",
             "1",
-            "ranks of this attempt whose weights or optimizer state differed from the majority's, which they took over",
+            "ranks of this run whose weights or optimizer state differed and were replaced by the majority's",
             "0; more than one on the same rank means a faulty device",
         ),
         Metric(
             "fault/grad_spikes",
             "step",
-            "steps of this attempt whose gradient norm was above 10 times its median over the last 100 (on a GPU: of "
+            "steps of this run whose gradient norm was above 10 times its median over the last 100 (on a GPU: of "
             "the logged ones)",
             "0",
         ),
@@ -127,30 +140,30 @@ METRICS: dict[str, Metric] = {
         Metric(
             "comm/busy_ms",
             "ms",
-            "time of a step in which some collective was under way: exposed + hidden, mean over ranks",
+            "time of a step in which at least one collective was running: exposed + hidden, mean over ranks",
             "fewer and larger buckets lower it",
         ),
         Metric(
             "comm/exposed_ms",
             "ms",
-            "time of a step in which nothing ran beside a collective: from the moment when the last gradient bucket "
-            "was ready to the end of the last one, and calls that wait",
+            "time of a step in which a collective ran and no compute did: from the moment the last gradient bucket was "
+            "ready to the end of its all-reduce, plus blocking collectives",
             "small against step_ms",
         ),
-        Metric("comm/hidden_ms", "ms", "busy - exposed: collectives while backward went on", "most of busy_ms"),
+        Metric("comm/hidden_ms", "ms", "busy - exposed: collectives that ran during backward", "most of busy_ms"),
         Metric("comm/exposed_share", "%", "100 x exposed_ms / comm/step_ms", "under 10"),
         Metric(
             "comm/ab_ms",
             "ms",
-            "forward and backward of a traced step minus the same under no_sync: what communication really costs, "
-            "whoever pays. Measured every 100 steps or more",
-            "close to exposed_ms; above it where collectives take compute's cores",
+            "forward and backward of a traced step minus the same under no_sync: the full cost of communication, "
+            "including the compute that it slows down. Measured every 100 steps or more",
+            "close to exposed_ms; above it where collectives use the cores that compute needs",
         ),
         Metric(
             "comm/busbw_gbps",
             "GB/s",
-            "bus bandwidth of the gradients' all-reduces as nccl-tests defines it: bytes x 2(n-1)/n / time, counted "
-            "from the moment when the last rank had begun",
+            "bus bandwidth of the gradients' all-reduces as nccl-tests defines it: bytes x 2(n-1)/n / time, where the "
+            "time starts when the last rank has begun",
             "near the link's limit for buckets of 25 MB",
         ),
         Metric(
@@ -159,13 +172,13 @@ METRICS: dict[str, Metric] = {
             "last rank's arrival at a gradient bucket minus the first rank's, mean over buckets",
             "small against busy_ms",
         ),
-        Metric("comm/late_rank", "rank", "the rank with most work of its own, in most traced steps", "changes"),
+        Metric("comm/late_rank", "rank", "the rank with the most work of its own in most traced steps", "changes"),
         Metric(
             "comm/late_ms",
             "ms",
             "that rank's own work of a step (data, forward, backward to its last bucket, optimizer) minus the median "
             "of the others'",
-            "under 20 % of the step; above it the rank and its phase are named as a straggler",
+            "under 20 % of the step; above that, the log names the rank and its phase as a straggler",
         ),
         Metric(
             "mem/peak_gib",
@@ -178,9 +191,9 @@ METRICS: dict[str, Metric] = {
 
 
 def check_record(record: dict[str, Any]) -> None:
-    """Assert that every metric of `record` is registered: an unexplained number is a bug."""
-    strangers = [key for key in record if "/" in key and key not in METRICS]
-    assert not strangers, f"metrics without an entry in METRICS: {strangers}"
+    """Assert that every metric of `record` is registered."""
+    unknown = [key for key in record if "/" in key and key not in METRICS]
+    assert not unknown, f"metrics without an entry in METRICS: {unknown}"
 
 
 def mfu_percent(tok_per_sec: float, flops_per_token: float, peak_flops: float) -> float:
@@ -189,7 +202,7 @@ def mfu_percent(tok_per_sec: float, flops_per_token: float, peak_flops: float) -
 
 
 def algbw_gbps(size_bytes: float, seconds: float) -> float:
-    """Return S / t in 1e9 bytes/s: how fast the caller's data came through (nccl-tests, PERFORMANCE.md)."""
+    """Return S / t in 1e9 bytes/s, the throughput that the caller sees (nccl-tests, PERFORMANCE.md)."""
     return size_bytes / seconds / 1e9
 
 
@@ -211,10 +224,10 @@ def to_markdown() -> str:
         [
             "# Metrics",
             "",
-            "Made by `python -m nanoray.metrics`. `metrics.jsonl` in a run's folder holds one record per logged step,",
-            "with these keys and `step`, `attempt` (restarts so far) and `time` (Unix s), floats in full precision.",
-            "TensorBoard shows the same names. Ray exports them as `ray_nanoray_train_loss` and so on, with the tags",
-            "`run` and `rank`.",
+            "Generated by `python -m nanoray.metrics`. `metrics.jsonl` in a run's folder holds one record per logged",
+            "step with these keys, `step`, `attempt` (restarts so far) and `time` (Unix seconds); floats have full",
+            "precision. TensorBoard shows the same names. Ray exports them as `ray_nanoray_train_loss` and so on, with",
+            "the tags `run` and `rank`.",
             "",
             "| name | unit | meaning | healthy |",
             "| --- | --- | --- | --- |",

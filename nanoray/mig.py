@@ -1,9 +1,9 @@
-"""`nanoray mig plan|show`: what a card can be cut into, what each slice gets, and what is cut here now.
+"""`nanoray mig plan|show`: the MIG profiles of a card, and the slices of this machine.
 
-plan   every profile of a card: how many fit, SMs, memory, bandwidth, peak, and the training speed to expect
-show   the GPUs and slices that NVML finds, and the environment that hands the slices to Ray
+plan   every profile of a card: how many fit, SMs, memory, bandwidth, peak, and the predicted training speed
+show   the GPUs and slices that NVML finds, and the environment variable that passes the slices to Ray
 
-Nothing here changes the MIG mode: the commands are printed, and running them is the administrator's decision.
+Neither command changes the MIG mode: the commands to do so are printed for an administrator.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import argparse
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from nanoray.cli import run_subcommand
 from nanoray.config import load_config
-from nanoray.devices import (
+from nanoray.errors import ConfigError
+from nanoray.mesh.devices import (
     MIG_SHAPES,
     Device,
     discover_gpus,
@@ -22,23 +24,21 @@ from nanoray.devices import (
     peak_flops,
     profile_name,
 )
-from nanoray.errors import ConfigError
-from nanoray.report import run_subcommand
 
-# Cards that have the six profiles of MIG_SHAPES, as NVML names them -> GB by which the profiles are named.
+# Cards that have the six profiles of MIG_SHAPES, by NVML's name -> the memory in GB that names their profiles.
 CARDS = {"NVIDIA A100-SXM4-40GB": 40, "NVIDIA A100-PCIE-40GB": 40, "NVIDIA A100-SXM4-80GB": 80}
 CARDS |= {"NVIDIA A100 80GB PCIe": 80, "NVIDIA H100 80GB HBM3": 80, "NVIDIA H100 PCIe": 80, "NVIDIA H100 NVL": 94}
 CARDS |= {"NVIDIA H200": 141, "NVIDIA H200 NVL": 141, "NVIDIA B200": 180}
-# SMs of the whole card out of MIG mode, whose peak the data sheet has, and of the six, as `nvidia-smi mig -lgip` lists
-# them. On an H100 "1g" is a name: with one eighth of the memory it has 16 SMs, with two 26, so its bandwidth does not
-# come alone; seven of the first leave 20 of 132 SMs idle. Other cards' SMs are counted where a slice runs.
+# SMs of the whole card outside MIG mode (the data sheet's peak is for these) and of the six profiles, as listed by
+# `nvidia-smi mig -lgip`. On an H100 "1g" does not fix the SMs: a 1g slice has 16 with one eighth of the memory and 26
+# with two, and seven of the smaller leave 20 of 132 SMs idle. SMs of other cards are counted when a slice runs.
 SMS = {"NVIDIA A100": (108, (14, 14, 28, 42, 56, 98)), "NVIDIA H100 80GB HBM3": (132, (16, 26, 32, 60, 64, 132))}
 VOCAB_SIZE = 50304  # GPT-2's, padded; for the parameters of the preset's model
-MFU = 0.35  # of a small GPT in bf16 on one GPU; what --mfu replaces
+MFU = 0.35  # default of --mfu: a small GPT in bf16 on one GPU
 
 
 class Profile(NamedTuple):
-    """One way to cut a card: a slice that need not exist, how many of it fit, and its SMs where they are known."""
+    """One MIG profile of a card: an example slice, how many fit on the card, and its SMs (None: not known)."""
 
     slice: Device
     fit: int
@@ -46,14 +46,14 @@ class Profile(NamedTuple):
 
     @property
     def shares(self) -> str:
-        """What all that fit have of the card, in words; without known SMs compute is counted in its name's sevenths."""
+        """Describe the share of the card that all fitting slices have together, in SMs or in sevenths of compute."""
         whole, _ = _sms(self.slice.name)
         compute = f"{self.sms}/{whole} SMs" if whole else f"{self.slice.compute_fraction * 7:.0f}/7 compute"
         return f"{self.fit}·{compute}, {self.fit}·{self.slice.bandwidth_fraction * 8:.0f}/8 bandwidth"
 
 
 def _sms(name: str) -> tuple[int, tuple[int | None, ...]]:
-    """Return the SMs of a card, or of the card of a slice, and those of its six profiles; (0, Nones): not known."""
+    """Return the SMs of a card (or of a slice's card) and of its six profiles; 0 and None where not known."""
     card = name.partition(" MIG ")[0]
     return next((known for prefix, known in SMS.items() if card.startswith(prefix)), (0, (None,) * len(MIG_SHAPES)))
 
@@ -71,14 +71,14 @@ def plan(card: str) -> list[Profile]:
 
 
 def compute_share(device: Device) -> float:
-    """Return the share of its card's FLOP/s that a device has: of its SMs where they are known, or as its name says."""
+    """Return a device's share of its card's FLOP/s: by SMs where they are known, else by its profile's name."""
     card = device.name.partition(" MIG ")[0]
     known = {p.slice.name: p.slice.compute_fraction for p in plan(card)} if card in CARDS else {}
     return known.get(device.name, device.compute_fraction)
 
 
 def peaks(device: Device) -> dict[str, float]:
-    """Return what a device, or its slice of a card, can reach in the precision it trains in; {} when not known."""
+    """Return the peak FLOP/s and bandwidth of a device in the precision it trains in, {} when not known."""
     device = replace(device, compute_fraction=compute_share(device))
     flops, bytes_per_s = peak_flops(device, "bf16" if device.bf16 else "fp32"), peak_bandwidth(device)
     return {"peak_tflops": flops / 1e12, "peak_gbps": bytes_per_s / 1e9} if flops and bytes_per_s else {}
@@ -99,9 +99,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _plan(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="nanoray mig plan", description="what a card can be cut into")
+    parser = argparse.ArgumentParser(prog="nanoray mig plan", description="show the MIG profiles of a card")
     parser.add_argument("--card", default="", help=f"as NVML names it: {', '.join(CARDS)} [the first GPU here]")
-    parser.add_argument("--preset", default="gpt2-124m", help="whose model's speed is predicted [gpt2-124m]")
+    parser.add_argument("--preset", default="gpt2-124m", help="preset whose model's speed is predicted [gpt2-124m]")
     parser.add_argument("--mfu", type=float, default=MFU, help=f"share of a slice's peak that training reaches [{MFU}]")
     args = parser.parse_args(argv)
     if not 0 < args.mfu <= 1:
@@ -121,7 +121,8 @@ def _card_here() -> str:
 
 def plan_lines(card: str, preset: str, mfu: float) -> list[str]:
     """Return the table of a card's profiles. Raises ConfigError for a card or a preset that is not known."""
-    from nanoray.model import ModelShape, flops_per_token  # torch, seconds later
+    from nanoray.models.costs import flops_per_token
+    from nanoray.models.gpt import ModelShape
 
     if card not in CARDS:
         raise ConfigError(f"{card!r} is not known to have MIG; one of {', '.join(CARDS)}")
@@ -155,7 +156,7 @@ def _show(argv: list[str]) -> int:
 
 
 def show_lines(found: list[Device]) -> list[str]:
-    """Return a line per GPU and slice, and how the slices are handed to Ray."""
+    """Return a line per GPU and slice, and how to pass the slices to Ray."""
     if not found:
         return ["no GPU found: NVML does not answer here; `nanoray mig plan --card ...` needs none"]
     lines = []
@@ -173,7 +174,7 @@ def show_lines(found: list[Device]) -> list[str]:
             lines.append(f"  {mig_commands(gpu)}")
     uuids = [device.uuid for device in found if device.kind == "mig"]
     if uuids:
-        lines.append("Ray does not find slices by itself; hand them over:")
+        lines.append("Ray does not detect slices; name them when you start it:")
         lines.append(f"  CUDA_VISIBLE_DEVICES={','.join(uuids)} ray start --head --num-gpus={len(uuids)}")
         lines.append("or let nanoray start Ray: python -m nanoray.launch --device mig")
     return lines

@@ -1,23 +1,22 @@
-"""What a run is on disk and on the wire: its folder, the `RunSpec` that every rank gets, and its summary.
+"""A run's folder, the `RunSpec` that every rank gets, and the run's summary.
 
-runs/2026-11-21_101500_shakespeare-cpu/
+runs/2026-11-21_101500_shakespeare-cpu/    (UTC)
     config.json      the configuration; `--config` reads it
     run.json         the RunSpec: dataset, versions, command
-    metrics.jsonl    one record per logged step, the truth
+    metrics.jsonl    one record per logged step
     summary.json     how it ended
     checkpoints/step_00000250/ ...
     tb/              TensorBoard
     comm/            with --comm_trace: every collective, and the timeline
-    faults.jsonl     what failed, and what came of it;  `nanoray faults` tells the story
-    logs/rank0.log   what each rank said;  rank0.stamp: where it was last;  rank0.death: how its process ended
-    attempt          which attempt, of the command of which moment, may write checkpoints
-    lock             held by the process that uses the run, whose pid and host it names
+    faults.jsonl     failures and recoveries;  `nanoray faults` explains them
+    logs/rank0.log   each rank's log;  rank0.progress: its last step and phase;  rank0.exit.json: how it ended
+    attempt          the attempt that may write checkpoints, and when its command started
+    lock             held by the process that uses the run; contains its pid and host
 """
 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import platform
 import sys
@@ -27,23 +26,36 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from nanoray import __version__
+from nanoray.atomic import replace_text, write_json
 from nanoray.config import Config
-from nanoray.data import DatasetInfo
+from nanoray.data.prepare import DatasetInfo
 from nanoray.errors import CheckpointError, ConfigError
 
-LOCK_WAIT_S = 2.0  # a process that was killed takes a moment to go
+LOCK_WAIT_S = 2.0  # a killed process may take a moment to exit
 
 
 class RunLock:
-    """The open file whose flock keeps a run folder for one process; the kernel lets go of it when the process dies."""
+    """The open file whose flock reserves a run folder for one process; the kernel releases it when the process dies."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
     def __del__(self) -> None:
         os.close(self._fd)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """What identifies the file."""
+        found = os.fstat(self._fd)
+        return found.st_dev, found.st_ino
+
+
+# The locks of this process by device and inode. The text in the file cannot tell: two containers may both have a
+# process 1, and one hostname.
+_HELD: WeakValueDictionary[tuple[int, int], RunLock] = WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -87,7 +99,7 @@ class RunSpec:
         )
 
     def next_attempt(self) -> RunSpec:
-        """Return the spec of a restart; it starts from the run's own newest checkpoint, if there is one by then."""
+        """Return the spec of a restart; it starts from the run's newest checkpoint, if any."""
         return replace(self, attempt=self.attempt + 1, notes=())
 
     @property
@@ -98,68 +110,32 @@ class RunSpec:
         """Return the path of a rank's log file."""
         return self.folder / "logs" / f"rank{rank}.log"
 
-    def stamp(self, rank: int) -> Path:
-        """Return the path of a rank's progress stamp."""
-        return self.folder / "logs" / f"rank{rank}.stamp"
+    def progress(self, rank: int) -> Path:
+        """Return the path of a rank's progress file."""
+        return self.folder / "logs" / f"rank{rank}.progress"
 
-    def death(self, rank: int) -> Path:
-        """Return the path of a rank's death record."""
-        return self.folder / "logs" / f"rank{rank}.death"
+    def exit_record(self, rank: int) -> Path:
+        """Return the path of the record of how a rank's process ended."""
+        return self.folder / "logs" / f"rank{rank}.exit.json"
 
 
 def recovers_in_place(config: Config, backend: str, ranks: int) -> bool:
-    """Whether a lost rank of `ranks` alone is replaced. Driver and ranks ask alike, so that nobody waits in vain.
+    """Whether only a lost rank is replaced while the others keep running. Driver and ranks must decide the same.
 
-    NCCL's survivors see no error before the timeout, and then their processes are torn down. A hand-written all-reduce
-    has a thread that may be waiting for a peer and holds its group open.
+    With NCCL the survivors see no error before the timeout, which then ends their processes. A hand-written all-reduce
+    has a thread that may wait for a peer and keep its group open.
     """
     return config.recovery != "restart" and ranks > 1 and backend == "gloo" and config.allreduce == "backend"
 
 
-def open_run(config: Config, dataset: DatasetInfo, started: float) -> RunSpec:
-    """Make the run's folder, or find the one to continue, and write config.json and run.json. (one process)
-
-    `--resume auto` and the folder of a run under out_dir continue in that folder; a single checkpoint, or a run that
-    lives elsewhere, starts a new folder from it. The run is locked for as long as the spec lives, or this process.
-    Raises CheckpointError when there is nothing to resume at a PATH, ConfigError when another process uses that run.
-    """
-    out_dir = Path(config.out_dir).expanduser().resolve()
-    resume, notes, folder = "", [], None
-    if config.resume != "none":
-        from nanoray.checkpoint import find_run  # imports torch, which a fresh run's driver can do without
-        from nanoray.model import ModelShape
-
-        shape = ModelShape.of(config, dataset.vocab_size).to_dict()
-        found = find_run(out_dir, config.resume, shape)
-        if found is None:
-            notes.append(f"resume  nothing to resume in {out_dir}: starting afresh")
-        else:
-            notes += [f"resume  {note}" for note in found.notes]
-            asked_for_step = (Path(config.resume).expanduser() / "state.json").exists()
-            own = found.run_dir.resolve().parent == out_dir and not asked_for_step
-            folder = found.run_dir.resolve() if own else None
-            resume = str(found.run_dir.resolve() if own else found.path.resolve())
-    folder = folder or _new_folder(out_dir, config.name)
-    lock, warning = lock_run(folder)
-    notes += [warning] if warning else []
-    for name in ("checkpoints", "logs"):
-        (folder / name).mkdir(exist_ok=True)
-    (folder / "summary.json").unlink(missing_ok=True)  # how an earlier part of the run ended is no longer true
-    spec = RunSpec(config, dataset, folder, started, resume, 0, tuple(notes), lock)
-    write_attempt(spec)
-    write_json(folder / "config.json", config.model_dump())
-    write_json(folder / "run.json", spec.to_dict())
-    return spec
-
-
-def _new_folder(out_dir: Path, name: str) -> Path:
+def new_folder(out_dir: Path, name: str) -> Path:
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        stem = f"{time.strftime('%Y-%m-%d_%H%M%S')}_{name}"
+        stem = f"{time.strftime('%Y-%m-%d_%H%M%S', time.gmtime())}_{name}"  # UTC, as runs are read in any zone
         for suffix in ("", *(f"_{n}" for n in range(2, 1000))):
             folder = out_dir / (stem + suffix)
             try:
-                folder.mkdir(mode=0o700)  # losses, texts and paths are nobody else's business
+                folder.mkdir(mode=0o700)  # losses, texts and paths are private
             except FileExistsError:
                 continue
             return folder
@@ -171,9 +147,9 @@ def _new_folder(out_dir: Path, name: str) -> Path:
 
 
 def lock_run(folder: Path) -> tuple[RunLock | None, str]:
-    """Lock a run's folder for this process; return the lock, and a warning where the file system knows no locks.
+    """Lock a run's folder for this process; return the lock, and a warning if the file system has no locks.
 
-    A process that has it already gets None and goes on. Raises ConfigError when another one holds the lock.
+    A process that already holds it gets None. Raises ConfigError when another process holds it.
     """
     path, own = folder / "lock", f"pid {os.getpid()} on {platform.node()}"
     lock = RunLock(fd := os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # closed with its last reference
@@ -185,27 +161,38 @@ def lock_run(folder: Path) -> tuple[RunLock | None, str]:
         except BlockingIOError:
             holder = path.read_text(encoding="utf-8").strip() or "another process"
         except OSError as error:
-            return None, f"warning  {folder} cannot be locked ({error.strerror}): see to it that one command uses it"
-        if holder == own:
+            return None, f"warning  {folder} cannot be locked ({error.strerror}): let only one command use it"
+        if lock.key in _HELD:
             return None, ""
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"run {folder} is in use by {holder}; wait for its end, or start a new run from one of its checkpoints "
-                f"(--resume {folder}/checkpoints/step_...). If that process is gone, with its host, remove {path}"
+                f"run {folder} is in use by {holder}; wait until it ends, or start a new run from one of its "
+                f"checkpoints (--resume {folder}/checkpoints/step_...). If that process and "
+                f"its host are gone, remove {path}"
             )
-        time.sleep(0.1)  # it may just be dying
+        time.sleep(0.1)  # it may be exiting
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{own}\n".encode(), 0)
+    _HELD[lock.key] = lock
     return lock, ""
 
 
 def write_attempt(spec: RunSpec) -> None:
-    """Let this attempt alone write checkpoints from now on. (whoever starts an attempt, before its ranks begin)"""
-    _replace_text(spec.folder / "attempt", f"{spec.attempt} {spec.started!r}\n")
+    """Allow only this attempt to write checkpoints. (the process that starts the attempt, before its ranks)
+
+    On a full disk the file is overwritten in place, which needs no new block. Raises OSError if that fails, too.
+    """
+    path, text = spec.folder / "attempt", f"{spec.attempt} {spec.started!r}\n"
+    try:
+        replace_text(path, text)
+    except OSError:
+        with path.open("r+", encoding="utf-8") as file:
+            file.write(text)
+            file.truncate()
 
 
 def read_attempt(folder: Path) -> tuple[int, float] | None:
-    """Return which attempt may write checkpoints, and when its command started (Unix s); None where nobody said so.
+    """Return which attempt may write checkpoints, and when its command started (Unix s); None without the file.
 
     Raises CheckpointError when the file cannot be read.
     """
@@ -219,20 +206,9 @@ def read_attempt(folder: Path) -> tuple[int, float] | None:
         raise CheckpointError(f"cannot tell from {path} which attempt may write ({error}); remove it") from None
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON so that a reader never sees half of it."""
-    _replace_text(path, json.dumps(value, indent=2) + "\n")
-
-
-def _replace_text(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
-
-
 @contextmanager
 def summary_on_failure(spec: RunSpec) -> Iterator[None]:
-    """Write summary.json also when the run ends in an exception, and pass that on."""
+    """Write summary.json also when the run ends in an exception, and raise that again."""
     try:
         yield
     except BaseException as error:
@@ -243,7 +219,7 @@ def summary_on_failure(spec: RunSpec) -> Iterator[None]:
 
 
 def write_summary(spec: RunSpec, outcome: dict[str, Any], restarts: int) -> dict[str, Any]:
-    """Write and return summary.json: what the run came to, and why it ended. (one process)"""
+    """Write and return summary.json: the run's results, and why it ended. (one process)"""
     summary = {
         "exit_reason": outcome.get("exit_reason"),
         "exit_code": outcome.get("exit_code"),
@@ -251,6 +227,8 @@ def write_summary(spec: RunSpec, outcome: dict[str, Any], restarts: int) -> dict
         "val_loss": outcome.get("val_loss"),
         "expected_val_loss": expected_loss(spec),
         "train_loss": outcome.get("train_loss"),
+        "loss_ema": outcome.get("loss_ema"),
+        "train_s": outcome.get("train_s"),
         "tok_per_sec": outcome.get("tok_per_sec"),
         "step_ms": outcome.get("step_ms"),
         "first_step_s": outcome.get("first_step_s"),

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import torch
 
-from nanoray.checkpoint import TrainState, find_run
-from nanoray.data import DatasetInfo
+from nanoray.checkpoint.find import find_run
+from nanoray.data.prepare import DatasetInfo
+from nanoray.data.tokenizer import tokenizer_from_json
 from nanoray.errors import CheckpointError, ConfigError, NanorayError
-from nanoray.model import GPT, ModelShape, generate
-from nanoray.tokenizer import tokenizer_from_json
+from nanoray.models.gpt import GPT, ModelShape
+from nanoray.models.sampling import generate
+from nanoray.state import StateDict
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def samples(args: argparse.Namespace) -> list[str]:
-    """Return the texts that `args` asks for. Raises CheckpointError or ConfigError with the remedy."""
+    """Return the samples for these arguments. Raises CheckpointError or ConfigError."""
     state, where = load_state(Path(args.path))
     gpt, dataset = rebuild(state, torch.device(args.device))
     tokenizer = tokenizer_from_json(dataset.tokenizer)
@@ -53,7 +55,7 @@ def samples(args: argparse.Namespace) -> list[str]:
     return [tokenizer.decode(row) for row in out.tolist()]
 
 
-def load_state(path: Path) -> tuple[TrainState, Path]:
+def load_state(path: Path) -> tuple[StateDict, Path]:
     """Load the newest valid checkpoint of a run folder, a step folder, or of the newest run in an out_dir."""
     if not path.exists():
         raise CheckpointError(f"{path} does not exist; give a run folder, such as runs/2026-...")
@@ -66,8 +68,8 @@ def load_state(path: Path) -> tuple[TrainState, Path]:
     return found.state, found.path
 
 
-def rebuild(state: TrainState, device: torch.device) -> tuple[GPT, DatasetInfo]:
-    """Build the model that a checkpoint holds, in evaluation mode, and say what it was trained on."""
+def rebuild(state: StateDict, device: torch.device) -> tuple[GPT, DatasetInfo]:
+    """Return the checkpoint's model, in evaluation mode, and the dataset that it was trained on."""
     gpt = GPT(ModelShape(**state.meta["model_shape"])).to(device)
     gpt.load_state_dict(state.model)
     return gpt.eval(), DatasetInfo.from_dict(state.meta["dataset"])

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import Cluster, ray_head
-from tests.ranks import TINY
+from tests.harness.cluster import Cluster, ray_head
+from tests.harness.ranks import TINY
 
 for variable in ("RAY_ADDRESS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
     os.environ.pop(variable, None)
@@ -42,8 +42,9 @@ def shakespeare() -> Path:
     return Path(path)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
+    """A Ray head with two CPUs, for all tests that want nothing special of it."""
     with ray_head() as head:
         yield head
 

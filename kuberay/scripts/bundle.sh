@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Collect what somebody who helps would ask for, into one archive; secrets and the values of variables stay out.
+# Collect objects, events and logs for support in one archive, without secrets and without values of variables.
 . "$(dirname "$0")/lib.sh"
 parse "usage: bundle.sh [--dry-run] [FILE.tar.gz]
 Collect objects, events, logs of every container and of Ray, and the nodes' GPUs, of namespace $NAMESPACE." "$@"

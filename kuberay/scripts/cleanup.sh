@@ -9,7 +9,7 @@ LEVEL="${ARGS[0]:-workloads}"
 case "$LEVEL" in workloads | operators | everything) ;; *) die "'$LEVEL' is none of workloads, operators, everything" ;; esac
 need kubectl
 say "workloads"
-# Objects first, while the operator still lives to take their finalizers away; the namespace would wait for it for ever.
+# Objects first, while the operator still runs and can remove their finalizers; else the namespace would never terminate.
 if have kubectl get crd rayjobs.ray.io || [ "$DRY_RUN" = 1 ]; then
   run kubectl -n "$NAMESPACE" delete rayjobs,rayclusters --all --wait --ignore-not-found --timeout=180s
 fi

@@ -12,7 +12,7 @@ for overlay in "${ARGS[@]}"; do
   folder="$ROOT/kuberay/overlays/$overlay/job"
   [ -d "$folder" ] || die "there is no overlay '$overlay'"
   say "$overlay"
-  # A RayJob that is over stays, and would be taken for this one's end; one that runs is somebody's.
+  # A finished RayJob still exists and would look like the end of this one; a running one may belong to another user.
   if have kubectl -n "$NAMESPACE" get rayjob nanoray; then
     state="$(kubectl -n "$NAMESPACE" get rayjob nanoray -o jsonpath='{.status.jobDeploymentStatus}')"
     case "$state" in

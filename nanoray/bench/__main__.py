@@ -1,15 +1,14 @@
 """`python -m nanoray.bench NAME`: measure, print a table and verdicts, write JSON, a figure and an HTML report.
 
 Every benchmark is a module with `add_flags(parser)`, `measure(args, report)`, `draw(report, path)` and
-`paste(report)`, the lines for a README; one with a table or findings of its own has `lines(report)` too, and one whose
-wrong elements are something else says so in WRONG. Exit code 0: every arm ran, nothing was wrong and every target was
-met; 1: not; 2: wrong flags. `all` runs one after the other; one that refuses its --workers is skipped.
+`paste(report)`, the lines for a README; one with a table or findings of its own has `lines(report)` too, and one that
+counts something else than wrong elements says so in WRONG. Exit code 0: every arm ran, nothing was wrong and every
+target was met; 1: not; 2: wrong flags. `all` runs one after the other and skips those that refuse its --workers.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import os
 import signal
@@ -22,9 +21,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nanoray.bench.report import Report, Section, aligned, conditions, load_average
+from nanoray.atomic import write_json
+from nanoray.bench.harness.report import Report, Section, aligned, conditions, load_average
+from nanoray.cli import Parser
+from nanoray.config import refuse_unknown
 from nanoray.errors import ConfigError, NanorayError, PlacementError
-from nanoray.run import write_json
 
 BENCHES = {
     "train": (
@@ -44,7 +45,10 @@ BENCHES = {
         "nanoray.bench.checkpoint",
         "what a checkpoint costs training: nanoray's two modes, torch.save and DCP, against the raw disk",
     ),
-    "control": ("nanoray.bench.control", "the driver at 64 to 4000 ranks: beats, CPU, memory, time to name a culprit"),
+    "control": (
+        "nanoray.bench.control",
+        "the driver at 64 to 4000 ranks: heartbeats, CPU, memory, time to name a culprit",
+    ),
     "soak": (
         "nanoray.bench.soak",
         "half an hour under random faults: the weights of a run without, nothing left behind",
@@ -81,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         if argv[0] == "all":
             return _run_all(argv[1:])
         if argv[0] not in BENCHES:
-            raise ConfigError(f"unknown bench {argv[0]}; {_hint(argv[0], [*BENCHES, 'all'])}")
+            refuse_unknown(argv[0], [*BENCHES, "all"], "bench")
         return _run(argv[0], argv[1:])
     except NanorayError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -213,18 +217,13 @@ def _picture(module: Any, report: Report, figure: Path | None, svg: bool) -> str
 
 def _write_html(path: Path | None, sections: list[Section]) -> None:
     if path:
-        from nanoray.bench.html import write  # jinja2 takes a while: only for those who want the page
+        from nanoray.bench.harness.html import write
 
         write(path, sections, {name: text for name, (_, text) in BENCHES.items()})
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ConfigError(f"{message}; see {self.prog} --help")
-
-
-def _parser(name: str, text: str) -> _Parser:
-    parser = _Parser(prog=f"python -m nanoray.bench {name}", description=text, allow_abbrev=False)
+def _parser(name: str, text: str) -> Parser:
+    parser = Parser(prog=f"python -m nanoray.bench {name}", description=text, allow_abbrev=False)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write conditions, rows and verdicts")
     parser.add_argument("--figure", type=Path, metavar="FILE", help=f"draw them ({', '.join(FIGURES)}); all: a folder")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write one page with all of it, for any browser")
@@ -242,12 +241,12 @@ def _load(name: str, argv: list[str]) -> tuple[Any, argparse.Namespace]:
     return module, args
 
 
-def _flags(parser: _Parser, argv: list[str], folders: tuple[str, ...] = ()) -> argparse.Namespace:
+def _flags(parser: Parser, argv: list[str], folders: tuple[str, ...] = ()) -> argparse.Namespace:
     """Read the flags. Raises ConfigError for unknown ones, and for files that cannot be written."""
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = [flag for action in parser._actions for flag in action.option_strings]
-        raise ConfigError(f"unknown flag {unknown[0]}; {_hint(unknown[0].split('=')[0], flags)}")
+        refuse_unknown(unknown[0].split("=")[0], flags, "flag")
     for flag in FILES if _speaks() else ():  # now, and not after minutes
         path = getattr(args, flag)
         if path is None:
@@ -257,11 +256,6 @@ def _flags(parser: _Parser, argv: list[str], folders: tuple[str, ...] = ()) -> a
         if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
             raise ConfigError(f"cannot write {path}: its folder is missing or read-only; make it first")
     return args
-
-
-def _hint(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
 
 
 @contextmanager

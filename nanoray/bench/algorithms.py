@@ -1,7 +1,7 @@
 """`python -m nanoray.bench algorithms`: the hand-written all-reduces against the backend's own, over sizes.
 
-Small tensors pay for messages, large ones for bytes: who wins changes with the size, and this finds where. On NCCL its
-ring and its tree are forced as well, each in a communicator of its own, and NCCL's tuning log proves what ran.
+Small tensors pay for messages, large ones for bytes, so the fastest algorithm changes with the size: this finds where.
+NCCL's ring and tree are also forced, each in a communicator of its own, and NCCL's tuning log proves what ran.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import math
 import os
 import re
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -23,16 +22,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from nanoray.bench.collectives import exact_period, wrong_elements
-from nanoray.bench.gang import Gang, RankFailed, add_where_flags, describe, where_from
-from nanoray.bench.report import Report, Row, Target, aligned, markdown, number
-from nanoray.devices import discover_gpus
+from nanoray.bench.harness.figure import figure
+from nanoray.bench.harness.plan import rotated
+from nanoray.bench.harness.processes import environment
+from nanoray.bench.harness.rank_pool import RankFailed, RankPool, add_where_flags, describe, where_from
+from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, number, say
+from nanoray.mesh.devices import discover_gpus
 from nanoray.metrics import algbw_gbps, busbw_factor
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from nanoray.mesh import Mesh
+    from nanoray.mesh.mesh import Mesh
 
 ENTRY = "nanoray.bench.algorithms:sweep_rank"
 BACKEND = "backend"
@@ -42,7 +44,7 @@ SIZES = tuple(4**i << 10 for i in range(9))  # 1 KB .. 64 MB
 QUICK_SIZES = (1 << 10, 1 << 16, 1 << 20)
 SMALL, LARGE = "1 KB", "64 MB"
 STATED_FOR = (4, "gloo")  # ranks and backend of the targets
-TIE = 1.1  # medians closer than this change places from run to run
+TIE = 1.1  # medians closer than this swap places from run to run
 
 # NCCL's numbers, which its logs of before 2.24 have in place of names (nccl.h, NCCL_ALGO_* and NCCL_PROTO_*).
 _ALGOS = ("TREE", "RING", "COLLNET_DIRECT", "COLLNET_CHAIN", "NVLS", "NVLS_TREE", "PAT")
@@ -91,7 +93,7 @@ def sweep_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]
         time_us: dict[str, list[float]] = {name: [] for name in names}
         wrong, ran = dict.fromkeys(names, 0), {name: set[str]() for name in names}
         for turn in range(-1, order["iters"]):
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            for name in rotated(names, turn):
                 data.copy_(source)
                 elapsed_us = _once(mesh, runs[name], data)
                 wrong[name] += wrong_elements(data, expected)
@@ -110,7 +112,7 @@ def sweep_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]
 def _lacks(name: str, mesh: Mesh) -> str:
     """Return why this algorithm cannot run here, or ""."""
     if mesh.world_size == 1:
-        return "one rank has nobody to sum with"
+        return "one rank has no other to sum with"
     if name in FORCED and mesh.backend != "nccl":
         return f"backend {mesh.backend} has one algorithm and no switch"
     if name in BY_HAND and mesh.device.type == "cuda" and mesh.backend != "nccl":
@@ -123,7 +125,7 @@ def _reductions(names: list[str], mesh: Mesh) -> dict[str, Callable[[Tensor], An
     import torch
     import torch.distributed as dist
 
-    from nanoray.algorithms import ALGORITHMS
+    from nanoray.mesh.algorithms import ALGORITHMS
 
     def by_hand(reduce: Callable[[Tensor, ProcessGroup | None], None]) -> Callable[[Tensor], None]:
         return lambda tensor: reduce(tensor, own)
@@ -136,7 +138,7 @@ def _reductions(names: list[str], mesh: Mesh) -> dict[str, Callable[[Tensor], An
         if name in ALGORITHMS:
             runs[name] = by_hand(ALGORITHMS[name])
         elif name in FORCED:
-            with _environment({"NCCL_ALGO": f"allreduce:{FORCED[name].lower()}"}):  # read when a communicator begins
+            with environment({"NCCL_ALGO": f"allreduce:{FORCED[name].lower()}"}):  # read when a communicator begins
                 group = dist.new_group()
                 dist.all_reduce(torch.zeros(1, device=mesh.device), group=group)
                 torch.cuda.synchronize()
@@ -191,25 +193,14 @@ def _own_log() -> TextIO | None:
 
 
 @contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    old = {key: os.environ.get(key) for key in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for key, value in old.items():
-            os.environ.pop(key) if value is None else os.environ.update({key: value})
-
-
-@contextmanager
 def _nccl_tells() -> Iterator[None]:
-    """Let the ranks' NCCL write its decisions to files: it reads these variables once, at a process's first use."""
+    """Let NCCL write its decisions to files: it reads these variables once, when a process first uses it."""
     if not discover_gpus():
         yield
         return
     with tempfile.TemporaryDirectory(prefix="nanoray-nccl-") as folder:
         subsystems = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,TUNING"}
-        with _environment(subsystems | {"NCCL_DEBUG_FILE": f"{folder}/%h.%p"}):
+        with environment(subsystems | {"NCCL_DEBUG_FILE": f"{folder}/%h.%p"}):
             yield
 
 
@@ -223,16 +214,16 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     """Sweep sizes and algorithms. A rank that dies leaves the rows that were there, and a failure."""
     where = where_from(args)
     try:
-        with _nccl_tells(), Gang(where) as gang:
-            describe(report, gang)
-            arms = [BACKEND, *BY_HAND, *(FORCED if gang.backend == "nccl" else ())]
+        with _nccl_tells(), RankPool(where) as pool:
+            describe(report, pool)
+            arms = [BACKEND, *BY_HAND, *(FORCED if pool.backend == "nccl" else ())]
             order = {"algorithms": arms, "sizes": QUICK_SIZES if args.quick else SIZES, "dtype": args.dtype}
-            for event in gang.run(ENTRY, order | {"iters": 4 if args.quick else 25}):
+            for event in pool.run(ENTRY, order | {"iters": 4 if args.quick else 25}):
                 report.rows.append(row_of(event, args.dtype))
                 told = report.rows[-1]
                 result = told.problem or told.skipped or f"{number(told.median)} us"
-                print(f"{told.arm:<20}{told.metric:>8}  {result}", file=sys.stderr, flush=True)
-            _judge(report, len(gang.facts), gang.backend)
+                say(f"{told.arm:<20}{told.metric:>8}  {result}")
+            _judge(report, len(pool.facts), pool.backend)
     except RankFailed as failed:
         report.failures.append(str(failed))
 
@@ -280,7 +271,7 @@ def _timed(report: Report) -> dict[str, dict[int, Row]]:
 
 
 def winners(report: Report) -> list[tuple[int, str]]:
-    """Return (bytes, fastest arm by its median) per size, from the smallest; who leads stays on until beaten by TIE."""
+    """Return (bytes, fastest arm by its median) per size, in order; the leader stays until it is beaten by TIE."""
     timed, won = _timed(report), list[tuple[int, str]]()
     for size in sorted({size for rows in timed.values() for size in rows}):
         medians = {arm: rows[size].median for arm, rows in timed.items() if size in rows}
@@ -291,7 +282,7 @@ def winners(report: Report) -> list[tuple[int, str]]:
 
 
 def crossovers(report: Report) -> list[str]:
-    """Say in words where the winner changes."""
+    """Return sentences that say where the fastest algorithm changes."""
     said = []
     for arm, won in groupby(winners(report), key=lambda pair: pair[1]):
         first, *rest = (_label(size) for size, _ in won)
@@ -332,31 +323,21 @@ def paste(report: Report) -> list[str]:
 
 def draw(report: Report, path: Path) -> None:
     """Draw time over bytes, both logarithmic: medians with quartiles; a vertical line where the winner changes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7.5, 4.6), layout="constrained")
-    for arm, rows in _timed(report).items():
-        sizes, medians = sorted(rows), [rows[size].median for size in sorted(rows)]
-        bold = {"color": "black", "linewidth": 2.2} if arm == BACKEND else {"linewidth": 1.2}
-        (line,) = axes.plot(sizes, medians, marker="o", markersize=3, label=arm, **bold)
-        low, high = zip(*(rows[size].quartiles for size in sizes), strict=True)
-        axes.fill_between(sizes, low, high, alpha=0.12, color=line.get_color(), linewidth=0)
-    axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="us, one blocking call, slowest rank")
-    won = winners(report)
-    for (before, loser), (size, winner) in pairwise(won):
-        if winner != loser:
-            middle = math.sqrt(before * size)
-            axes.axvline(middle, color="0.4", linestyle=":", linewidth=1)
-            text = f"{loser} | {winner}"
-            axes.text(middle, 0.02, text, transform=axes.get_xaxis_transform(), rotation=90, ha="right", fontsize=7)
-    ranks = report.conditions.get("ranks", {}).get("world size", 0)
-    told = (report.conditions["cpu"]["name"], *report.conditions["gpus"][:1])
-    axes.set_title(f"all_reduce, {ranks} ranks, {report.conditions.get('backend', '')}\n{', '.join(told)}", fontsize=9)
-    axes.grid(alpha=0.25)
-    axes.legend(fontsize=8)
-    figure.supxlabel(report.conditions["command"], fontsize=7)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    with figure(report, path, (7.5, 4.6), (1, 1)) as (axes,):
+        for arm, rows in _timed(report).items():
+            sizes, medians = sorted(rows), [rows[size].median for size in sorted(rows)]
+            bold = {"color": "black", "linewidth": 2.2} if arm == BACKEND else {"linewidth": 1.2}
+            (line,) = axes.plot(sizes, medians, marker="o", markersize=3, label=arm, **bold)
+            low, high = zip(*(rows[size].quartiles for size in sizes), strict=True)
+            axes.fill_between(sizes, low, high, alpha=0.12, color=line.get_color(), linewidth=0)
+        axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="us, one blocking call, slowest rank")
+        won = winners(report)
+        for (before, loser), (size, winner) in pairwise(won):
+            if winner != loser:
+                middle, at = math.sqrt(before * size), axes.get_xaxis_transform()
+                axes.axvline(middle, color="0.4", linestyle=":", linewidth=1)
+                axes.text(middle, 0.02, f"{loser} | {winner}", transform=at, rotation=90, ha="right", fontsize=7)
+        ranks = report.conditions.get("ranks", {}).get("world size", 0)
+        axes.set_title(f"all_reduce, {ranks} ranks, {report.conditions.get('backend', '')}", fontsize=9)
+        axes.grid(alpha=0.25)
+        axes.legend(fontsize=8)

@@ -1,8 +1,8 @@
-"""A training on a Ray cluster of our own, and faults thrown at it from outside: processes that are killed or frozen.
+"""A training on a Ray cluster of its own, and faults from outside: processes that are killed or frozen.
 
-Cluster    a head and, for two nodes, a second node that can be killed and is started anew some seconds later
+Cluster    a head and, for two nodes, a second node that can be killed and is started again some seconds later
 Training   one command, started again with --resume auto whenever its driver is ended before the run is
-Chaos      what is thrown when: kinds, moments and targets follow from a seed
+Chaos      kinds, moments and targets of the faults, which follow from a seed
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nanoray.bench.processes import CLUSTER_START_S, Child, ChildFailed, ray_head, session_members
-from nanoray.devices import Slots
-from nanoray.failures import Failure
-from nanoray.faults import ProgressStamp
+from nanoray.bench.harness.processes import CLUSTER_START_S, Child, ChildFailed, ray_head, session_members, stat_of
+from nanoray.faults.cause import Failure
+from nanoray.faults.progress import ProgressFile
+from nanoray.mesh.devices import Slots
 
 KILL, FREEZE, KILL_ALL = "kill rank", "freeze rank", "kill all ranks"
 STOP_DRIVER, KILL_DRIVER, KILL_NODE = "stop driver", "kill driver", "kill node"
 WEIGHTS = {KILL: 4, FREEZE: 2, KILL_ALL: 1, STOP_DRIVER: 1, KILL_DRIVER: 1, KILL_NODE: 1}
 LEAST_GAP_S = 3.0  # between two faults: a new process needs a second or two to live at all
-MEET = 3  # faults that may wait to be overcome; the next is held back until a step is done that was not done before
-NODE_BACK_S = (1.0, 6.0)  # a killed node is replaced after so long
+MEET = 3  # faults that may wait for recovery; the next is held back until a new step is done
+NODE_BACK_S = (1.0, 6.0)  # a killed node comes back after so many seconds
 DRIVER_BACK_S = (0.0, 2.0)  # old ranks may still be alive when the new driver starts
-STOP_S = 60.0  # a driver that is told to stop does within a step and a checkpoint, or once it knows who is lost
+STOP_S = 60.0  # a driver that is asked to stop does so within a step and a checkpoint
 POLL_S = 0.1
 FDS_EVERY_S = 1.0
 # The head knows after four seconds that a node was killed, in place of thirteen; a busy machine has time to answer.
@@ -41,7 +41,7 @@ FAST_HEALTH = {
     "RAY_health_check_timeout_ms": "5000",
     "RAY_health_check_failure_threshold": "4",
 }
-# Ends of a driver that faults explain, when they came thick and fast: nobody could go on, and a new command can.
+# Errors of a driver that frequent faults explain: that run could not go on, and a new command can.
 EXCUSED = ("Gave up: deterministic", "a stop was asked for", "but the cluster can never hold it", "not free within")
 
 
@@ -107,7 +107,7 @@ class Cluster:
         self._node = Child(command, env, self._folder / f"node{self.started}.log")
 
     def kill_node(self, back_s: float) -> int:
-        """Kill every process of the second node; return how many. It is started anew in `back_s` seconds."""
+        """Kill every process of the second node; return how many. It is started again in `back_s` seconds."""
         assert self._node
         killed = _kill(list(session_members(self._node.process.pid)))
         self._node.end()
@@ -134,9 +134,9 @@ class Training:
         self.out.mkdir(parents=True)
         self.seen, self.drivers, self.ends = Seen(), 0, list[str]()
         self.driver: Child
-        self._end = ""  # what brought the last driver to its end
+        self._end = ""  # why the last driver ended
         self._began = time.monotonic()
-        self._places: dict[int, tuple[int, int]] = {}  # by seat: base of its attempt, completed steps
+        self._places: dict[int, tuple[int, int]] = {}  # by slot: base of its attempt, completed steps
         self._fds_at = 0.0
         self._start()
 
@@ -157,45 +157,45 @@ class Training:
 
     def _start(self) -> None:
         self.drivers += 1
-        self.asked, self.asked_at = "", 0.0  # how its end was brought about, if it was
-        self.disturbed = False  # whether any fault was thrown since it started
+        self.asked, self.asked_at = "", 0.0  # how it was ended, if it was, and when
+        self.disturbed = False  # whether there was a fault since it started
         again = ["--resume", "auto"] if self.drivers > 1 else []
         command = [*self._command, "--out_dir", str(self.out), *again]
         self.driver = Child(command, self._cluster.env, self._folder / f"driver{self.drivers}.log")
 
     def ranks(self) -> list[tuple[int, int]]:
-        """Return (seat, pid) of every living rank: each has a sentinel beside it, whose command names both."""
-        return [(seat, pid) for seat, pid in sentinels(self.out) if _state(pid) not in "ZX"]
+        """Return (slot, pid) of every living rank: the command of its exit_record names both."""
+        return [(slot, pid) for slot, pid in watched_ranks(self.out) if stat_of(pid)]
 
     def look(self) -> None:
         """Note how far the run is, and what its processes hold open."""
         if not (run := self.run):
             return
         done = self.seen.points[-1][1] if self.seen.points else 0
-        for stamp in run.glob("logs/rank*.stamp"):
-            if found := ProgressStamp.read_all(stamp):
+        for file in run.glob("logs/rank*.progress"):
+            if found := ProgressFile.read_all(file):
                 step, phase, base, _ = found
                 if phase == "init":  # it does not know yet from where it goes on
                     continue
                 completed = max(base, Failure(0, "", "", step, phase).completed)
-                seat = int(stamp.stem.removeprefix("rank"))
-                before = self._places.get(seat, (base, 0))
-                if seat == 0 and (base != before[0] or completed < before[1]):  # another attempt
+                slot = int(file.stem.removeprefix("rank"))
+                before = self._places.get(slot, (base, 0))
+                if slot == 0 and (base != before[0] or completed < before[1]):  # another attempt
                     self.seen.repeated += max(0, before[1] - base)
-                self._places[seat] = (base, completed)
+                self._places[slot] = (base, completed)
                 done = max(done, completed)
         if done:
             self.seen.points.append((round(self.seconds, 2), done))
         if self.seconds >= self._fds_at:
             self._fds_at = self.seconds + FDS_EVERY_S
             holders = [(f"driver {self.driver.process.pid}", self.driver.process.pid)]
-            holders += [(f"rank {seat}, {pid}", pid) for seat, pid in self.ranks()] if done else []
+            holders += [(f"rank {slot}, {pid}", pid) for slot, pid in self.ranks()] if done else []
             for name, pid in holders:
                 with suppress(OSError):
                     self.seen.files.setdefault(name, []).append(len(os.listdir(f"/proc/{pid}/fd")))
 
     def done(self) -> bool:
-        """Whether the command has ended, and the run with it. Raises SoakFailed when it ended as it never should."""
+        """Whether the command has ended, and the run with it. Raises SoakFailed when it ended in another way."""
         code = self.driver.process.poll()
         if code is None:
             if self.asked and self.seconds > self.asked_at + STOP_S:
@@ -225,7 +225,7 @@ class Training:
 
 @dataclass
 class Fault:
-    """One fault that was thrown: seconds of the command, kind, whom it hit, and how far the run was."""
+    """One fault: seconds of the command, kind, what it hit, and the step of the run."""
 
     at_s: float
     kind: str
@@ -235,7 +235,7 @@ class Fault:
 
 
 class Chaos:
-    """Throws faults at a training. The same seed gives the same kinds, pauses and choices in the same order."""
+    """Causes faults in a training. The same seed gives the same kinds, pauses and choices in the same order."""
 
     def __init__(self, seed: int, every_s: float, most: int, nodes: int) -> None:
         """`every_s`: mean of the exponential pauses; at most `most` faults; a node dies only where there are two."""
@@ -249,7 +249,7 @@ class Chaos:
         return max(LEAST_GAP_S, self._moments.expovariate(1 / self._every_s))
 
     def act(self, training: Training, cluster: Cluster) -> None:
-        """Throw the next fault if its time has come and there is somebody to hit."""
+        """Cause the next fault if its time has come and its target is there."""
         points = training.seen.points
         if not (points and self._left):
             return
@@ -283,7 +283,7 @@ class Chaos:
         if self._next != KILL_ALL:
             ranks = [self._choices.choice(ranks)]
         _kill([pid for _, pid in ranks], signal.SIGSTOP if self._next == FREEZE else signal.SIGKILL)
-        return ", ".join(f"{seat} (pid {pid})" for seat, pid in ranks)
+        return ", ".join(f"{slot} (pid {pid})" for slot, pid in ranks)
 
     def driver_pause(self) -> float:
         """Return how long to wait before a lost driver is started again."""
@@ -299,9 +299,9 @@ def kinds(seed: int, nodes: int) -> Iterator[str]:
 
 
 def survive(training: Training, cluster: Cluster, chaos: Chaos | None, limit_s: float) -> float:
-    """Watch the training to its end, with faults if `chaos` throws any; return the seconds of the whole.
+    """Watch the training to its end, with the faults of `chaos`, if given; return the seconds of the whole.
 
-    Raises SoakFailed when it is not done within `limit_s` seconds, or ended as no fault explains.
+    Raises SoakFailed when it is not done within `limit_s` seconds, or ended in a way that no fault explains.
     """
     back_at = 0.0
     while not training.done():
@@ -321,26 +321,22 @@ def survive(training: Training, cluster: Cluster, chaos: Chaos | None, limit_s: 
     return training.seconds
 
 
-def sentinels(folder: Path) -> list[tuple[int, int]]:
-    """Return (seat, pid of the rank) of every living sentinel of the runs below `folder`."""
+def watched_ranks(folder: Path) -> list[tuple[int, int]]:
+    """Return (slot, pid) of each rank of the runs below `folder` whose exit-record process is alive."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError, ValueError, IndexError):
             words = path.read_bytes().decode(errors="replace").split("\0")
-            if any(word.endswith("nanoray/sentinel.py") for word in words) and words[-2].startswith(f"{folder}/"):
-                found.append((int(Path(words[-2]).stem.removeprefix("rank")), int(words[-3])))
+            if any(word.endswith("nanoray/faults/exit_record.py") for word in words) and words[-2].startswith(
+                f"{folder}/"
+            ):
+                found.append((int(Path(words[-2]).name.split(".")[0].removeprefix("rank")), int(words[-3])))
     return found
 
 
 def events(faults: list[Fault]) -> list[dict[str, Any]]:
     """Return the faults as they stand in the JSON file."""
     return [asdict(fault) for fault in faults]
-
-
-def _state(pid: int) -> str:
-    with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
-    return "X"
 
 
 def _kill(pids: list[int], signum: int = signal.SIGKILL) -> list[int]:

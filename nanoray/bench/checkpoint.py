@@ -7,9 +7,9 @@
     dcp.save        torch.distributed.checkpoint with its defaults, as one process
     dcp.async_save  the same in its thread
 
-One process holds a preset's weights and their Adam state and trains a small GPT on one thread meanwhile. Every round
-does all arms in turn. Before and after each, steps run without a save; what a save makes the same steps take longer is
-the training time lost: the stall, and what the writing takes from the steps beside it.
+One process holds a preset's weights and their Adam state and trains a small GPT on one thread at the same time. Every
+round runs all arms in turn. Before and after each, steps run without a save. The training time lost is how much longer
+the same steps take with a save: the stall, and what the writing takes from the steps at that time.
 """
 
 from __future__ import annotations
@@ -17,19 +17,23 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nanoray.bench.gang import Gang, RankFailed, describe
-from nanoray.bench.ranks import Where
-from nanoray.bench.report import Report, Row, Target, aligned, markdown, number
-from nanoray.config import Batch, Config, load_config
-from nanoray.data import DatasetInfo
+from nanoray.bench.harness.figure import figure, measured, whiskers
+from nanoray.bench.harness.plan import rotated
+from nanoray.bench.harness.rank_pool import RankFailed, RankPool, describe
+from nanoray.bench.harness.ranks import Where
+from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, say
+from nanoray.config import Config, load_config
+from nanoray.data.prepare import DatasetInfo
 from nanoray.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from nanoray.state import StateDict
 
 RAW, SYNC, ASYNC, TORCH, DCP, DCP_ASYNC = ARMS = (
     *("raw disk", "nanoray sync", "nanoray async"),
@@ -39,20 +43,20 @@ STALL, DONE, LOST, RATE = "stall", "on disk after", "training time lost", "writt
 OF_STALL, OF_LOST, OF_DISK = "stall, of nanoray sync", "lost, of nanoray sync", "of raw disk"
 WRONG = "tensors that read back with other bits than training had when they were saved"
 STALL_LIMIT, LOST_LIMIT = 6.0, 12.0  # % of a synchronous save
-STEP_PRESET = "tiny"  # what trains beside: many small operations, so that a writer that holds Python's lock shows
+STEP_PRESET = "tiny"  # what is trained: many small operations, so that a writer that holds Python's lock shows
 TAIL_STEPS = 5  # steps after a save that still count to it
 CHUNK = 8 << 20
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's flags."""
-    parser.add_argument("--workers", type=int, metavar="N", help="one rank writes: 1")
+    parser.add_argument("--workers", type=int, metavar="N", help="1: one rank writes")
     parser.add_argument("--device", choices=("auto", "cuda", "mig", "cpu"), default="auto", help="where the state is")
     parser.add_argument("--preset", help="whose weights and Adam state [gpt2-124m; with --quick shakespeare-char]")
     parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all arms [7; 3 with --quick]")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="write on this disk [the system's temporary folder]")
     parser.add_argument(
-        "--threads", type=int, default=1, metavar="N", help="of training; its cores' rest may write [1]"
+        "--threads", type=int, default=1, metavar="N", help="of training; the other cores are free to write [1]"
     )
     parser.add_argument("--timeout_s", type=float, default=600.0, help="a rank silent for longer has failed [600]")
 
@@ -63,7 +67,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     if "RANK" in os.environ:
         raise ConfigError("bench checkpoint starts its own process, but RANK is set; run it without torchrun")
     if args.workers not in (None, 1):
-        raise ConfigError(f"workers = {args.workers}: one rank writes, the others would watch; use --workers 1")
+        raise ConfigError(f"workers = {args.workers}: one rank writes and others would only wait; use --workers 1")
     if min(rounds, args.threads) < 1 or args.timeout_s <= 0:
         raise ConfigError(
             f"rounds = {rounds}, threads = {args.threads}, timeout_s = {args.timeout_s:g}; all must be above 0"
@@ -77,18 +81,18 @@ def measure(args: argparse.Namespace, report: Report) -> None:
             f"folder = {disk} has {free / 1e9:.2f} GB free, and a checkpoint of preset {preset} takes "
             f"{need / 1e9:.2f}; give a --folder with room for 1.5 of them, or a smaller --preset"
         )
-    recipe = f"preset {preset}, {rounds} rounds after one to warm up, training on {args.threads} thread(s) meanwhile"
+    recipe = f"preset {preset}, {rounds} rounds after one to warm up, with training on {args.threads} thread(s)"
     report.conditions |= {"recipe": recipe, "disk": f"{file_system(disk)}, {free / 1e9:.0f} GB free"}
     order = {"preset": preset, "rounds": rounds, "window_s": 0.2 if args.quick else 1.0, "threads": args.threads}
     found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
     wrong: dict[str, int | None] = {}
     with (
         tempfile.TemporaryDirectory(prefix="nanoray-checkpoint-", dir=disk) as folder,
-        Gang(Where(1, "processes", args.device, timeout_s=args.timeout_s)) as gang,
+        RankPool(Where(1, "processes", args.device, timeout_s=args.timeout_s)) as pool,
     ):
-        describe(report, gang)
+        describe(report, pool)
         try:
-            for event in gang.run("nanoray.bench.checkpoint:measure_rank", order | {"folder": folder}):
+            for event in pool.run("nanoray.bench.checkpoint:measure_rank", order | {"folder": folder}):
                 if "state" in event:
                     report.conditions["state"] = event["state"]
                 elif "wrong" in event:
@@ -96,7 +100,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
                 else:
                     found[event["arm"]].append(event)
                     told = f"stall {event['stall_s']:.3f} s, on disk after {event['done_s']:.3f} s"
-                    print(f"round {event['round']}  {event['arm']:<14} {told}", file=sys.stderr, flush=True)
+                    say(f"round {event['round']}  {event['arm']:<14} {told}")
         except RankFailed as error:
             report.failures.append(str(error))
     add_rows(report, found, wrong)
@@ -104,7 +108,8 @@ def measure(args: argparse.Namespace, report: Report) -> None:
 
 def _bytes_of(preset: str) -> int:
     """Return about how many bytes a checkpoint takes: weights, the tied head once more, and two moments, in float32."""
-    from nanoray.model import ModelShape, count_parameters
+    from nanoray.models.costs import count_parameters
+    from nanoray.models.gpt import ModelShape
 
     shape = ModelShape.of(load_config(preset=preset), _vocabulary(preset))
     return 4 * (3 * count_parameters(shape) + shape.vocab_size * shape.n_embd)
@@ -164,63 +169,45 @@ COLUMNS |= {DONE: "on disk after, s", RATE: "GB/s", OF_DISK: "of raw disk, %"}
 def lines(report: Report) -> list[str]:
     """Return a table with a line per arm: medians with their quartiles."""
 
-    def cell(arm: str, metric: str) -> str:
-        row = report.row(arm, metric)
-        if row is None or not row.values:
-            return "" if row is None else "FAILED"
-        return f"{number(row.median)} ({' .. '.join(map(number, row.quartiles))})"
-
     table = [("", *COLUMNS.values(), "n", "wrong", "")]
     for row in (r for r in report.rows if r.metric == DONE):
         wrong = "" if row.wrong is None else str(row.wrong)
-        numbers = (cell(row.arm, metric) for metric in COLUMNS)
+        numbers = (report.cell(row.arm, metric) for metric in COLUMNS)
         table.append((row.arm, *numbers, str(row.n), wrong, row.problem or row.note))
     return aligned(table, right=set(range(1, len(COLUMNS) + 3)))
 
 
 def paste(report: Report) -> list[str]:
     """Return a table for a README: medians, with the range of the seconds."""
-
-    def cell(arm: str, metric: str) -> str:
-        row = report.row(arm, metric)
-        if row is None or not row.values:
-            return ""
-        spread = f" ({number(min(row.values))}–{number(max(row.values))})" if row.unit == "s" else ""
-        return number(row.median) + spread
-
-    arms = [r.arm for r in report.rows if r.metric == DONE and r.values]
-    return markdown(("arm", *COLUMNS.values()), [(arm, *(cell(arm, m) for m in COLUMNS)) for arm in arms])
+    seconds = (STALL, LOST, DONE)
+    cells = [
+        (row.arm, *(report.cell(row.arm, metric, "range" if metric in seconds else "none") for metric in COLUMNS))
+        for row in measured(report, ARMS, DONE)
+    ]
+    return markdown(("arm", *COLUMNS.values()), cells)
 
 
 def draw(report: Report, path: Path) -> None:
     """Draw what a save costs training, and how fast it gets on disk; lines are min to max."""
-    import matplotlib
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    def bars(axes: Any, arms: tuple[str, ...], metric: str, offset: float, label: str) -> None:
+        rows = measured(report, arms, metric)
+        at, medians = [arms.index(r.arm) + offset for r in rows], [r.median for r in rows]
+        axes.barh(at, medians, xerr=whiskers(rows), height=0.36, label=label, capsize=2)
 
-    def bars(axes: Any, arms: list[str], metric: str, offset: float, label: str) -> None:
-        rows = [r for arm in arms if (r := report.row(arm, metric)) and r.values]
-        at = [arms.index(r.arm) + offset for r in rows]
-        spread = [[r.median - min(r.values) for r in rows], [max(r.values) - r.median for r in rows]]
-        axes.barh(at, [r.median for r in rows], xerr=spread, height=0.36, label=label, capsize=2)
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
-    savers = [arm for arm in ARMS if arm != RAW]
-    bars(left, savers, STALL, -0.19, "stall")
-    bars(left, savers, LOST, 0.19, "all training time lost")
-    left.set_yticks(range(len(savers)), savers)
-    left.set(title="what one checkpoint costs training", xlabel="s, median")
-    left.legend(fontsize=8)
-    bars(right, list(ARMS), RATE, 0, "")
-    right.set_yticks(range(len(ARMS)), ARMS)
-    right.set(title="from the call until it is on disk", xlabel="GB/s, median")
-    for axes in (left, right):
-        axes.invert_yaxis()
     told = report.conditions
-    figure.supxlabel(f"{told.get('state', '')} · {told['recipe']} · {told['disk']}", fontsize=7)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    with figure(report, path, note=f"{told.get('state', '')} · {told['recipe']} · {told['disk']}") as (left, right):
+        savers = tuple(arm for arm in ARMS if arm != RAW)
+        bars(left, savers, STALL, -0.19, "stall")
+        bars(left, savers, LOST, 0.19, "all training time lost")
+        left.set_yticks(range(len(savers)), savers)
+        left.set(title="what one checkpoint costs training", xlabel="s, median")
+        left.legend(fontsize=8)
+        bars(right, ARMS, RATE, 0, "")
+        right.set_yticks(range(len(ARMS)), ARMS)
+        right.set(title="from the call until it is on disk", xlabel="GB/s, median")
+        for axes in (left, right):
+            axes.invert_yaxis()
 
 
 # On the rank.
@@ -255,8 +242,7 @@ def measure_rank(mesh: Any, order: dict[str, Any], emit: Callable[[dict[str, Any
 
     seconds_per_step(order["window_s"])
     for turn in range(order["rounds"] + 1):
-        shift = turn % len(ARMS)
-        for arm in ARMS[shift:] + ARMS[:shift]:
+        for arm in rotated(ARMS, turn):
             gc.collect()
             before = seconds_per_step(order["window_s"])
             start, steps = time.perf_counter(), 0
@@ -273,7 +259,7 @@ def measure_rank(mesh: Any, order: dict[str, Any], emit: Callable[[dict[str, Any
             read = arms[arm].read
             if turn:
                 event = {"arm": arm, "round": turn, "stall_s": stall_s, "done_s": done_s, "step_s": step_s}
-                written = sum(path.stat().st_size for path in folder.rglob("*") if path.name != "rank0.stamp")
+                written = sum(path.stat().st_size for path in folder.rglob("*") if path.name != "rank0.progress")
                 emit(event | {"lost_s": elapsed_s - (steps + TAIL_STEPS) * step_s, "bytes": written})
             elif read:
                 back = read(turn)
@@ -297,9 +283,9 @@ def make_step(device: Any) -> Callable[[], None]:
     """Return a real training step of a small GPT, which waits for the device."""
     import torch
 
-    from nanoray.comm import wait_for
-    from nanoray.model import GPT, ModelShape
-    from nanoray.optim import make_optimizer
+    from nanoray.models.gpt import GPT, ModelShape
+    from nanoray.trace.recorder import wait_for
+    from nanoray.train.optim import make_optimizer
 
     cfg = load_config(preset=STEP_PRESET)
     gpt = GPT(ModelShape.of(cfg, _vocabulary(STEP_PRESET)), 0.0).to(device)
@@ -320,8 +306,9 @@ def make_arms(mesh: Any, preset: str, folder: Path) -> tuple[dict[str, Arm], Cal
     import torch
     import torch.distributed.checkpoint as dcp
 
-    from nanoray.model import GPT, ModelShape
-    from nanoray.optim import make_optimizer, optimizer_tensors
+    from nanoray.models.gpt import GPT, ModelShape
+    from nanoray.state import optimizer_tensors
+    from nanoray.train.optim import make_optimizer
 
     cfg = load_config(preset=preset, overrides={"optimizer": "adamw", "checkpoint_every": 1, "keep_checkpoints": 1})
     torch.manual_seed(cfg.seed)
@@ -376,25 +363,21 @@ def _flat(model: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]:
 
 def _nanoray(cfg: Config, mesh: Any, gpt: Any, optimizer: Any, folder: Path) -> Arm:
     """Return the arm that saves as the training loop does."""
-    from nanoray.checkpoint import load
-    from nanoray.engine import RuntimeEngine
-    from nanoray.mesh import GO_ON
+    from nanoray.checkpoint.files import load
+    from nanoray.checkpoint.writer import CheckpointWriter
     from nanoray.run import RunSpec
 
-    data: Any = None  # no step is trained with it
     spec = RunSpec(cfg, DatasetInfo("none", "", folder, "uint16", 0, 0, 0, "", "", {}), folder, time.time())
-    engine = RuntimeEngine(spec, Batch(1, 1, 1), mesh, gpt, optimizer, data, lambda: GO_ON)
-    engine.saver.prepare(engine)  # as the loop does after its first step
+    writer = CheckpointWriter(spec, say)  # makes room for its copy in the first round, which only warms up
 
     def begin(step: int) -> Callable[[], bool]:
-        engine.step = step
-        engine._save()
+        writer.save(mesh, saved_state(gpt, optimizer, step))
 
         def done() -> bool:
-            if engine.saver.busy:
+            if writer.busy:
                 return False
-            engine.saver.news()
-            if engine.saver.committed != step:
+            writer.news()
+            if writer.committed != step:
                 raise CheckpointError(f"the checkpoint of round {step} was not written: is the disk full?")
             return True
 
@@ -405,6 +388,17 @@ def _nanoray(cfg: Config, mesh: Any, gpt: Any, optimizer: Any, folder: Path) -> 
         return _flat(state.model, state.optimizer)
 
     return Arm(begin, read)
+
+
+def saved_state(gpt: Any, optimizer: Any, step: int) -> StateDict:
+    """Return what a run of one rank saves after `step`: weights, optimizer state and random generators."""
+    import torch
+
+    from nanoray.state import StateDict, optimizer_tensors
+
+    rng = [{"torch": torch.get_rng_state()}]
+    meta = {"step": step, "world_size": 1, "val_loss": None}
+    return StateDict(gpt.state_dict(), optimizer_tensors(optimizer, gpt), rng, meta=meta)
 
 
 def _write_raw(tensors: dict[str, Any], folder: Path) -> None:

@@ -10,10 +10,8 @@ Definitions: nccl-tests, doc/PERFORMANCE.md. GB = 1e9 bytes.
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -23,11 +21,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoray.bench.gang import Gang, RankFailed, add_where_flags, describe, where_from
-from nanoray.bench.report import Report, Row, aligned, markdown, number
-from nanoray.devices import available_memory_bytes
+from nanoray.bench.harness.figure import figure
+from nanoray.bench.harness.plan import chosen
+from nanoray.bench.harness.rank_pool import RankFailed, RankPool, add_where_flags, describe, where_from
+from nanoray.bench.harness.report import Report, Row, aligned, markdown, number, say
 from nanoray.errors import ConfigError
-from nanoray.mesh import Mesh
+from nanoray.mesh.devices import available_memory_bytes
+from nanoray.mesh.mesh import Mesh
 from nanoray.metrics import algbw_gbps, busbw_factor
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class _Bench:
         return tensor.tolist()
 
     def start_together(self) -> float:
-        """Wait until every rank is here; return the time."""
+        """Wait for all ranks; return the time."""
         self.finish()
         self.mesh.barrier()
         return time.perf_counter()
@@ -153,7 +153,7 @@ class _Bench:
             torch.cuda.synchronize()
 
     def free_bytes(self) -> int:
-        """Return what the rank with the least memory may still take; ranks that share a memory get equal parts."""
+        """Return what the rank with the least memory may still allocate; ranks that share memory get equal parts."""
         import torch
 
         free = available_memory_bytes()
@@ -179,11 +179,11 @@ class _Bench:
         return rates
 
     def case(self, op: str, name: str, in_place: bool, asked: int) -> dict[str, Any]:
-        """Measure and check one case. What does not fit, or the backend lacks, is told as {"skipped": why}."""
+        """Measure and check one case. What does not fit, or the backend lacks, returns {"skipped": why}."""
         size, count = elements(op, asked, DTYPES[name][1], self.n)
         found: dict[str, Any] = {"bytes": size, "count": count}
         if op == "sendrecv" and self.n == 1:
-            return found | {"skipped": "one rank has nobody to send to", "lacking": True}
+            return found | {"skipped": "one rank has no other to send to", "lacking": True}
         if exact_period(name, self.n if op in SUMS else 1) < 3:
             return found | {"skipped": f"{name} holds no exact sums over {self.n} ranks", "lacking": True}
         need, free = 4 * size, self.free_bytes()  # in, out, expected, and a copy while the backend or the check works
@@ -194,7 +194,7 @@ class _Bench:
             case = self.prepare(op, name, in_place, count)
             case.fill()
             self.finish(case.call())
-        except Exception as error:  # told below; a peer's death breaks the vote as well
+        except Exception as error:  # reported below; a peer's death breaks the vote as well
             complaint = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         complaints = self.mesh.broadcast(self.mesh.gather(complaint)) or []
         complaint = next(filter(None, complaints), "")  # all ranks go the same way
@@ -305,16 +305,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, report: Report) -> None:
     """Measure what is asked for. A rank that dies leaves the rows that were there, and a failure."""
     where = where_from(args)
-    ops = _chosen("ops", args.ops, list(PLACEMENTS))
-    dtypes = _chosen("dtypes", args.dtypes or ",".join([*DTYPES][: 1 if args.quick else 3]), list(DTYPES))
+    ops = chosen(args.ops, list(PLACEMENTS), "op")
+    dtypes = chosen(args.dtypes or ",".join([*DTYPES][: 1 if args.quick else 3]), list(DTYPES), "dtype")
     if args.max_bytes is not None and args.max_bytes < KB:
         raise ConfigError(f"max_bytes = {args.max_bytes} is below the smallest size, {KB}; raise it")
     try:
-        with Gang(where) as gang:
-            describe(report, gang)
-            cuda = gang.facts[0]["device"] != "cpu"
+        with RankPool(where) as pool:
+            describe(report, pool)
+            cuda = pool.facts[0]["device"] != "cpu"
             largest = args.max_bytes or (1024 * KB if args.quick else GIB if cuda else 64 * KB * KB)
-            shares = [(f["host"], f["uuid"]) for f in gang.facts]  # ranks on one host, or on one GPU of it
+            shares = [(f["host"], f["uuid"]) for f in pool.facts]  # ranks on one host, or on one GPU of it
             order = {
                 "ops": ops,
                 "dtypes": dtypes,
@@ -324,8 +324,8 @@ def measure(args: argparse.Namespace, report: Report) -> None:
                 "rounds": 3 if args.quick else 7,
                 "timeout_s": where.timeout_s,
             }
-            for event in gang.run(ENTRY, order):
-                _add(report, event, len(gang.facts), gang.backend)
+            for event in pool.run(ENTRY, order):
+                _add(report, event, len(pool.facts), pool.backend)
     except RankFailed as failed:
         report.failures.append(str(failed))
 
@@ -336,17 +336,8 @@ def sizes(largest: int, quick: bool = False) -> list[int]:
     return sorted({found[0], found[len(found) // 2], found[-1]}) if quick else found
 
 
-def _chosen(flag: str, text: str, known: list[str]) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            raise ConfigError(f"{flag}: unknown {name!r}; {f'did you mean {close[0]}?' if close else ', '.join(known)}")
-    return names
-
-
 def _add(report: Report, event: dict[str, Any], ranks: int, backend: str) -> None:
-    """Add the row of what rank 0 emitted, and say on stderr how far we are."""
+    """Add the row of what rank 0 emitted, and report progress."""
     if "copy_gbps" in event:
         note = f"what each of {ranks} ranks copies per second while all copy: the limit of the machine's memory"
         report.rows.append(Row(COPY, "copied", "GB/s", tuple(event["copy_gbps"]), note))
@@ -381,7 +372,7 @@ def _add(report: Report, event: dict[str, Any], ranks: int, backend: str) -> Non
         told = f"algbw {number(algbw)} GB/s; {latencies}"
         note = "; ".join(filter(None, (note, told)))
         report.rows.append(Row(arm, metric, "GB/s", values, note, wrong=event["wrong"], extra=keys))
-    print(f"{arm}  {report.rows[-1].skipped or report.rows[-1].problem or 'ok'}", file=sys.stderr, flush=True)
+    say(f"{arm}  {report.rows[-1].skipped or report.rows[-1].problem or 'ok'}")
 
 
 def _lines_of(report: Report) -> dict[tuple[str, str, int], dict[bool, Row]]:
@@ -470,30 +461,21 @@ def paste(report: Report) -> list[str]:
 
 def draw(report: Report, path: Path) -> None:
     """Draw busbw (of one rank algbw) over the size with the copy limit, and the latency of one blocking call."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    curves = _curves(report)
-    for op, points in curves.items():
-        size = [p["bytes"] for p in points]
-        left.plot(size, [p["busbw_gbps"] or p["algbw_gbps"] for p in points], marker="o", markersize=3, label=op)
-        (line,) = right.plot(size, [p["time_us"] for p in points], marker="o", markersize=3)
-        right.plot(size, [p["p99_us"] for p in points], color=line.get_color(), linestyle=":", linewidth=1)
-    if copy := report.row(COPY, "copied"):
-        left.axhline(copy.median, color="0.3", linestyle="--", linewidth=1, label="memory copy")
-    dtype = next(iter(curves.values()))[0]["dtype"] if curves else "nothing was measured"
-    left.set(title=f"busbw, {dtype}", xlabel="bytes", ylabel="GB/s")
-    right.set(title="blocking calls: p50; dotted p99, of fewer than 100 the slowest", xlabel="bytes", ylabel="us")
-    for axes in (left, right):
-        axes.set(xscale="log", yscale="log")
-        axes.grid(alpha=0.25)
-    if curves:
-        left.legend(fontsize=8)
-    ranks = report.conditions.get("ranks", {}).get("world size", 0)
-    told = (f"{ranks} ranks", report.conditions.get("backend", "no backend"), report.conditions["command"])
-    figure.supxlabel(" · ".join(told), fontsize=7)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    ranks, curves = report.conditions.get("ranks", {}).get("world size", 0), _curves(report)
+    note = f"{ranks} ranks, {report.conditions.get('backend', 'no backend')}"
+    with figure(report, path, (11, 4.2), note=note) as (left, right):
+        for op, points in curves.items():
+            size = [p["bytes"] for p in points]
+            left.plot(size, [p["busbw_gbps"] or p["algbw_gbps"] for p in points], marker="o", markersize=3, label=op)
+            (line,) = right.plot(size, [p["time_us"] for p in points], marker="o", markersize=3)
+            right.plot(size, [p["p99_us"] for p in points], color=line.get_color(), linestyle=":", linewidth=1)
+        if copy := report.row(COPY, "copied"):
+            left.axhline(copy.median, color="0.3", linestyle="--", linewidth=1, label="memory copy")
+        dtype = next(iter(curves.values()))[0]["dtype"] if curves else "nothing was measured"
+        left.set(title=f"busbw, {dtype}", xlabel="bytes", ylabel="GB/s")
+        right.set(title="blocking calls: p50; dotted p99, of fewer than 100 the slowest", xlabel="bytes", ylabel="us")
+        for axes in (left, right):
+            axes.set(xscale="log", yscale="log")
+            axes.grid(alpha=0.25)
+        if curves:
+            left.legend(fontsize=8)

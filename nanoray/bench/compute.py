@@ -1,11 +1,11 @@
-"""Step time of nanoray's engine against a plain loop, on CPU: processes that run blocks of steps when told to.
+"""Step time of nanoray's engine against a plain loop, on CPU: processes that run blocks of steps on request.
 
     baseline   one process, float32, the plain loop below
     engine     nanoray.train.train with one rank: metrics files on, as in any run
     engine-2   the same with two ranks, which share the cores and the global batch; also with --comm_trace
 
 Every arm stays alive with its model warm; the benchmark lets them run blocks of steps in turn while the others sleep in
-a read, so slow minutes of the machine hit all arms and threads of one never disturb another.
+a read, so a slow minute of the machine hits all arms, and the threads of one never disturb another.
 """
 
 from __future__ import annotations
@@ -15,44 +15,45 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from nanoray.bench.harness.processes import answers_only
+from nanoray.mesh.rendezvous import BackendChoice, Order, open_store, rendezvous_of
 from nanoray.run import RunSpec
+
+Say = Callable[[dict[str, Any]], None]
 
 
 class Gate:
-    """What a loop asks before each step: at the end of a block it says how long that took and waits for an order.
+    """Called by a loop before each step: at the end of a block it says how long that took and waits for an order.
 
     An order is a line with a number of steps; the answer is {"step_ms": ..., "cpu_ms": ...}: wall time, and CPU time of
     all threads of this process. The end of stdin ends the process.
     """
 
-    def __init__(self, answers: TextIO) -> None:
-        self._answers, self._left, self._asked, self._start, self._cpu_start = answers, 0, 0, 0.0, 0.0
+    def __init__(self, say: Say) -> None:
+        self._say, self._left, self._asked, self._start, self._cpu_start = say, 0, 0, 0.0, 0.0
 
-    def __call__(self) -> bool:
-        """Return False, always: the loop goes on. Blocks between two blocks of steps."""
+    def __call__(self) -> Order:
+        """Return Order.GO_ON, always. Blocks between two blocks of steps."""
         if self._left:
             self._left -= 1
-            return False
+            return Order.GO_ON
         seconds, cpu_s = time.perf_counter() - self._start, time.process_time() - self._cpu_start
         answer = {"step_ms": 1e3 * seconds / self._asked, "cpu_ms": 1e3 * cpu_s / self._asked} if self._asked else {}
         self._say(answer or {"ready": True})
         order = sys.stdin.readline()
         if not order.strip():
-            os._exit(0)  # there is nothing to keep, and gloo's teardown can hang
+            os._exit(0)  # nothing has to be kept, and gloo's teardown can hang
         self._asked = int(order)
         self._left = self._asked - 1
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
-        return False
-
-    def _say(self, answer: dict[str, Any]) -> None:
-        self._answers.write(json.dumps(answer) + "\n")
-        self._answers.flush()
+        return Order.GO_ON
 
 
-def run_baseline(spec: RunSpec, gate: Callable[[], bool], threads: int) -> None:
+def run_baseline(spec: RunSpec, gate: Gate, threads: int) -> None:
     """Train nanoray's GPT with the loop people write first: nanoGPT's step, without what nanoray adds or leaves out.
 
     Random offsets from a fresh memmap, AdamW as torch makes it by default (not fused), clip_grad_norm_, and the loss
@@ -61,8 +62,8 @@ def run_baseline(spec: RunSpec, gate: Callable[[], bool], threads: int) -> None:
     import numpy as np
     import torch
 
-    from nanoray.model import GPT, ModelShape
-    from nanoray.optim import lr_at
+    from nanoray.models.gpt import GPT, ModelShape
+    from nanoray.train.optim import lr_at
 
     torch.set_num_threads(threads)
     cfg, data = spec.config, spec.dataset
@@ -81,7 +82,7 @@ def run_baseline(spec: RunSpec, gate: Callable[[], bool], threads: int) -> None:
         return block[:, :-1].contiguous(), block[:, 1:].contiguous()
 
     step, (x, y) = 0, batch()
-    while not gate():
+    while gate() is Order.GO_ON:
         for group in optimizer.param_groups:
             group["lr"] = lr_at(step, cfg)
         loss = model(x, y)
@@ -94,43 +95,30 @@ def run_baseline(spec: RunSpec, gate: Callable[[], bool], threads: int) -> None:
         step += 1
 
 
-def run_engine(spec: RunSpec, gate: Callable[[], bool], order: dict[str, Any], answers: TextIO) -> None:
+def run_engine(spec: RunSpec, gate: Gate, order: dict[str, Any], say: Say) -> None:
     """Train with nanoray as rank `order["rank"]` of `order["world"]`; rank 0 first says at which port it serves."""
-    from nanoray.mesh import Rendezvous, open_store
-    from nanoray.train import train
+    from nanoray.train.recipe import train
 
     rank, world, store, port = order["rank"], order["world"], None, order.get("port", 0)
     if world > 1 and rank == 0:
         store = open_store("127.0.0.1", world, 60)
         port = store.port
-        answers.write(json.dumps({"port": port}) + "\n")
-        answers.flush()
-    rendezvous = Rendezvous(
-        rank=rank,
-        world_size=world,
-        local_rank=rank,
-        local_world_size=world,
-        master_addr="127.0.0.1",
-        master_port=port,
-        backend_reason="CPU ranks",
-        threads=order["threads"],
-        secret="bench",
-        agent_store=True,
-    )
-    train(spec, rendezvous, wish=gate, store=store)
+        say({"port": port})
+    ranks = rendezvous_of(["here"] * world, BackendChoice("gloo", "CPU ranks", {}), "bench")
+    rendezvous = replace(ranks[rank], master_addr="127.0.0.1", master_port=port, threads=order["threads"])
+    train(spec, replace(rendezvous, agent_store=True), wanted=gate, store=store)
 
 
 def main() -> int:
-    """Read one JSON order from the command line and obey it until stdin ends."""
+    """Run the arm of one JSON order from the command line until stdin ends."""
     order = json.loads(sys.argv[1])
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever prints must not get between the answers
+    say = answers_only()
     spec = RunSpec.from_dict(json.loads(Path(order["spec"]).read_text(encoding="utf-8")))
-    gate = Gate(answers)
+    gate = Gate(say)
     if order["arm"] == "baseline":
         run_baseline(spec, gate, order["threads"])
     else:
-        run_engine(spec, gate, order, answers)
+        run_engine(spec, gate, order, say)
     return 0
 
 

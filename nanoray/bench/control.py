@@ -1,11 +1,11 @@
-"""`python -m nanoray.bench control`: what thousands of ranks cost the driver, and how soon it names a culprit.
+"""`python -m nanoray.bench control`: what thousands of ranks cost the driver, and how soon it names a failed one.
 
-    judgement   failures.py and watchdog.py alone, in this process, fed with made-up news of n ranks
-    driver      the driver's own loop on a local Ray: n pending runs, n pending beats, one rank really killed
+    decision    faults/cause.py and faults/hang.py alone, in this process, given made-up events of n ranks
+    driver      the driver's own loop on a local Ray: n pending runs, n pending heartbeats, one rank really killed
 
-No rank trains. A few actors stand in for all ranks but one: they answer as a `Worker` does, and cost as little as they
-can. So the driver's handles, calls and answers are as many as in a run of n ranks; its connections are fewer. What
-is linear in n doubles with n: the exponent between two sizes is 1. Above LINEAR this benchmark fails.
+No rank trains. A few actors stand in for all ranks but one: they answer as a `Worker` does, at the lowest cost. So the
+driver has as many handles, calls and answers as in a run of n ranks, but fewer connections. A cost that is linear in n
+has the exponent 1 between two sizes. Above LINEAR this benchmark fails.
 """
 
 from __future__ import annotations
@@ -26,23 +26,22 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.bench.crowd import Crowd, Stage, end_hung
-from nanoray.bench.report import Report, Row, Target, aligned, markdown, number
-from nanoray.config import load_config
-from nanoray.devices import local_slots
+from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, number
 from nanoray.errors import ConfigError
-from nanoray.failures import Failure, FaultReport, Inquest
-from nanoray.gang import DRAIN_S
-from nanoray.placement import connected
-from nanoray.watchdog import Position, Watchdog, behind
+from nanoray.faults.cause import Failure, FailureCollector, FaultReport
+from nanoray.faults.hang import Position, Watchdog, behind
+from nanoray.launch.placement import connected
+from nanoray.launch.worker_group import SETTLE_S
+from nanoray.mesh.devices import local_slots
 
-LINEAR = 1.3  # the largest exponent that is taken for linear: a constant part lowers it, cold caches raise it
+LINEAR = 1.3  # the largest exponent that counts as linear: a constant part lowers it, cold caches raise it
 SIZES, QUICK_SIZES = "64,1000,4000", "16,64"
-MIN_WINDOW_S = 3.0  # answers come in bunches
-ROUNDS = 20  # beats of every rank in the judgement's steady state
-NEWS, MEMORY = "news per second", "peak memory"
-BEATS, CPU, RSS, START = "beats heard", "driver CPU", "driver RSS", "start"
-KILLED, WAITS, HUNG = "killed, echo of errors", "killed, others wait", "hung"
-WRONG = "verdicts that name another rank than the one that failed"
+MIN_WINDOW_S = 3.0  # answers come in bursts
+ROUNDS = 20  # heartbeats of every rank in the decision's steady state
+EVENTS, MEMORY = "events per second", "peak memory"
+HEARTBEATS, CPU, RSS, START = "heartbeats", "driver CPU", "driver RSS", "start"
+KILLED, WAITS, HUNG = "killed, others fail", "killed, others wait", "hung"
+WRONG = "reports that name another rank than the one that failed"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -50,9 +49,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", metavar="N,N", help=f"numbers of ranks [{SIZES}; {QUICK_SIZES} with --quick]")
     parser.add_argument("--rounds", type=int, metavar="N", help="faults of each kind, and windows [5; 2 with --quick]")
     parser.add_argument(
-        "--window_s", type=float, metavar="S", help="a window of steady state [each rank beats once, or more]"
+        "--window_s", type=float, metavar="S", help="a window of steady state [each rank heartbeats once, or more]"
     )
-    parser.add_argument("--part", choices=("judgement", "driver"), help="only one of the two [both]")
+    parser.add_argument("--part", choices=("decision", "driver"), help="only one of the two [both]")
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
@@ -65,8 +64,8 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     with tempfile.TemporaryDirectory(prefix="nanoray-control-") as folder:
         if args.part != "driver":
             for n in sizes:
-                _judge(report, n, rounds, Path(folder))
-        if args.part != "judgement":
+                _decide(report, n, rounds, Path(folder))
+        if args.part != "decision":
             _drive(report, sizes, rounds, args.window_s, Path(folder))
     if len(sizes) > 1:
         for arm, metric in dict.fromkeys((row.extra["part"], row.metric) for row in report.rows):
@@ -80,7 +79,7 @@ def _sizes(text: str) -> list[int]:
     except ValueError:
         raise ConfigError(f"workers = {text}: not whole numbers; write N,N like {SIZES}") from None
     if sizes[0] < 2:
-        raise ConfigError(f"workers = {text}: one rank has no other that fails with it; give 2 or more")
+        raise ConfigError(f"workers = {text}: with one rank no other can fail; give 2 or more")
     return sizes
 
 
@@ -107,93 +106,93 @@ def _exponent(report: Report, part: str, metric: str, few: int, many: int) -> No
     report.targets.append(Target(f"{part}: growth of {metric!r}, {few} to {many} ranks", row, "<=", LINEAR))
 
 
-# The judgement alone.
+# The decision alone.
 
 
-def _judge(report: Report, n: int, rounds: int, folder: Path) -> None:
-    """Feed the judgement with news of n ranks: steady state, and one failure of each kind per round."""
+def _decide(report: Report, n: int, rounds: int, folder: Path) -> None:
+    """Measure collector and watchdog with n ranks: in steady state, and with one failure of each kind per round."""
     source, rates, peaks = random.Random(n), [], []
     took: dict[str, list[float]] = {KILLED: [], WAITS: [], HUNG: []}
     wrong = dict.fromkeys(took, 0)
     for _ in range(rounds):
-        inquest, watchdog = Inquest(range(n), True, 60.0, DRAIN_S), Watchdog(range(n), 60.0)
+        collector, watchdog = FailureCollector(range(n), True, 60.0, SETTLE_S), Watchdog(range(n), 60.0)
         began = time.thread_time()
         for step in range(ROUNDS):
-            _beats(inquest, watchdog, n, step)
+            _heartbeats(collector, watchdog, n, step)
         rates.append(ROUNDS * n / (time.thread_time() - began))
         for kind in took:
-            culprit = source.randrange(n)
-            seconds, named = _hang(n, culprit, folder) if kind == HUNG else _death(n, culprit, source, kind, folder)
+            victim = source.randrange(n)
+            seconds, named = _hang(n, victim, folder) if kind == HUNG else _kill(n, victim, source, kind, folder)
             took[kind].append(1e3 * seconds)
-            wrong[kind] += named != culprit
+            wrong[kind] += named != victim
         tracemalloc.start()
-        inquest, watchdog = Inquest(range(n), True, 60.0, DRAIN_S), Watchdog(range(n), 60.0)
-        _beats(inquest, watchdog, n, 1)
-        _death(n, 0, source, KILLED, folder)
+        collector, watchdog = FailureCollector(range(n), True, 60.0, SETTLE_S), Watchdog(range(n), 60.0)
+        _heartbeats(collector, watchdog, n, 1)
+        _kill(n, 0, source, KILLED, folder)
         peaks.append(tracemalloc.get_traced_memory()[1] / 2**20)
         tracemalloc.stop()
-    note = "beats, each followed by the questions whether all is known and whether somebody hangs"
-    _add(report, "judgement", n, NEWS, "1/s of CPU", rates, note=note)
-    _add(report, "judgement", n, MEMORY, "MiB", peaks, note="of Python's objects, a round of beats and a death")
+    note = "heartbeats; after each, the collector and the watchdog are asked whether there is something to do"
+    _add(report, "decision", n, EVENTS, "1/s of CPU", rates, note=note)
+    _add(report, "decision", n, MEMORY, "MiB", peaks, note="of Python objects, in a round of heartbeats and a kill")
     notes = {
-        KILLED: "CPU time from the first news to the written report",
+        KILLED: "CPU time from the first event to the written report",
         HUNG: "CPU time from the alarm to the written report",
     }
     for kind, values in took.items():
         note = notes.get(kind, notes[KILLED])
-        _add(report, "judgement", n, kind, "ms", values, note=note, wrong=wrong[kind])
+        _add(report, "decision", n, kind, "ms", values, note=note, wrong=wrong[kind])
 
 
-def _beats(inquest: Inquest, watchdog: Watchdog, n: int, step: int) -> None:
+def _heartbeats(collector: FailureCollector, watchdog: Watchdog, n: int, step: int) -> None:
     for rank in range(n):
-        inquest.waits(rank, False, time.monotonic())
-        watchdog.see(rank, Position(step + 2, "forward"), time.monotonic())
-        if inquest.closed(time.monotonic()) or watchdog.hangs():
-            raise RuntimeError("a run in which everybody moves was judged to be over")
+        collector.set_waiting(rank, False, time.monotonic())
+        watchdog.update(rank, Position(step + 2, "forward"), time.monotonic())
+        if collector.complete(time.monotonic()) or watchdog.hangs():
+            raise RuntimeError("the collector or the watchdog reported a fault though all ranks made progress")
 
 
-def _death(n: int, culprit: int, source: random.Random, kind: str, folder: Path) -> tuple[float, int]:
-    """Let one rank die and all others notice, the death's news anywhere among theirs.
+def _kill(n: int, victim: int, source: random.Random, kind: str, folder: Path) -> tuple[float, int]:
+    """Let one rank die and all others notice; the death is reported anywhere among their events.
 
-    Return the CPU seconds that it took, and who is named.
+    Return the CPU seconds until the report is written, and the rank it names.
     """
-    inquest = Inquest(range(n), kind == WAITS, 60.0, DRAIN_S)
-    others = [rank for rank in range(n) if rank != culprit]
+    collector = FailureCollector(range(n), kind == WAITS, 60.0, SETTLE_S)
+    others = [rank for rank in range(n) if rank != victim]
     source.shuffle(others)
     at = source.randrange(n)
     began = time.thread_time()
-    for rank in [*others[:at], culprit, *others[at:]]:
+    for rank in [*others[:at], victim, *others[at:]]:
         now = time.monotonic()
-        if inquest.closed(now):
+        if collector.complete(now):
             break
-        if rank == culprit:
-            inquest.ended(rank, Failure(rank, "killed", f"rank {rank} died", 7, "backward"), now)
+        if rank == victim:
+            collector.ended(rank, Failure(rank, "killed", f"rank {rank} died", 7, "backward"), now)
         elif kind == WAITS:
-            inquest.waits(rank, True, now)
+            collector.set_waiting(rank, True, now)
         else:
-            inquest.ended(rank, Failure(rank, "peer_lost", f"rank {rank} failed: connection closed", 7), now)
-    return _verdict(inquest, n, folder, began)
+            collector.ended(rank, Failure(rank, "peer_lost", f"rank {rank} failed: connection closed", 7), now)
+    return _report(collector, n, folder, began)
 
 
-def _hang(n: int, culprit: int, folder: Path) -> tuple[float, int]:
-    """Let one rank stay a phase behind; return CPU seconds from the alarm to the report, and who is named."""
-    watchdog, inquest = Watchdog(range(n), 1e-9), Inquest(range(n), False, 60.0, 0.0)
+def _hang(n: int, victim: int, folder: Path) -> tuple[float, int]:
+    """Let one rank stay a phase behind; return the CPU seconds from alarm to report, and the rank it names."""
+    watchdog, collector = Watchdog(range(n), 1e-9), FailureCollector(range(n), False, 60.0, 0.0)
     for rank in range(n):
-        watchdog.see(rank, Position(7, "forward" if rank == culprit else "backward"), 0.0)
+        watchdog.update(rank, Position(7, "forward" if rank == victim else "backward"), 0.0)
     time.sleep(0.001)
     began = time.thread_time()
     if not watchdog.hangs():
-        raise RuntimeError("nobody moved, and there was no alarm")
-    places = watchdog.places()
-    for rank in behind(places):
-        step, phase = places[rank]
-        inquest.ended(rank, Failure(rank, "hung", f"rank {rank} made no progress", step, phase), time.monotonic())
-    return _verdict(inquest, n, folder, began)
+        raise RuntimeError("no rank moved, and the watchdog gave no alarm")
+    positions = watchdog.positions()
+    for rank in behind(positions):
+        step, phase = positions[rank]
+        collector.ended(rank, Failure(rank, "hung", f"rank {rank} made no progress", step, phase), time.monotonic())
+    return _report(collector, n, folder, began)
 
 
-def _verdict(inquest: Inquest, n: int, folder: Path, began: float) -> tuple[float, int]:
-    cause = inquest.cause
-    others = [failure for failure in inquest.failures if failure is not cause]
+def _report(collector: FailureCollector, n: int, folder: Path, began: float) -> tuple[float, int]:
+    cause = collector.cause
+    others = [failure for failure in collector.failures if failure is not cause]
     FaultReport.of(cause, others, 0, n).write(folder)
     return time.thread_time() - began, cause.rank
 
@@ -215,15 +214,14 @@ def _drive(report: Report, sizes: list[int], rounds: int, window_s: float | None
 
 @contextmanager
 def _local_ray() -> Iterator[None]:
-    config = load_config(preset="tiny")
     with contextlib.redirect_stdout(sys.stderr):  # stdout is the report's
-        local = connected("local", local_slots("cpu", 1, [], 1), config)
+        local = connected("local", local_slots("cpu", 1, [], 1))
         with local:
             yield
 
 
 def _steady(report: Report, stage: Stage, windows: int, window_s: float | None) -> None:
-    """Watch ranks that all are well: beats per second, and the CPU time and memory of this process."""
+    """Watch ranks without faults: heartbeats per second, and the CPU time and memory of this process."""
     crowd = stage.crowd("restart")
     period_s = crowd_period = 0.0
     samples: list[tuple[int, float, float]] = []
@@ -231,13 +229,13 @@ def _steady(report: Report, stage: Stage, windows: int, window_s: float | None) 
 
     def look() -> None:
         nonlocal period_s, crowd_period
-        crowd_period = crowd.beat_s
+        crowd_period = crowd.heartbeat_s
         period_s = window_s or max(MIN_WINDOW_S, crowd_period)
         deadline = time.monotonic() + 60
-        while crowd.asked < 2 * stage.n and time.monotonic() < deadline:  # all have answered once, on the average
+        while crowd.requests < 2 * stage.n and time.monotonic() < deadline:  # on average each has answered once
             time.sleep(0.01)
         for _ in range(windows + 1):
-            samples.append((crowd.asked, time.process_time(), time.monotonic()))
+            samples.append((crowd.requests, time.process_time(), time.monotonic()))
             rss.append(_rss_mib())
             if len(samples) <= windows:
                 time.sleep(period_s)
@@ -252,13 +250,13 @@ def _steady(report: Report, stage: Stage, windows: int, window_s: float | None) 
     note = f"{wanted:.0f} wanted: each of {stage.n} ranks every {crowd_period:g} s, {len(stage.actors)} stand-in(s)"
     if sum(rates) / len(rates) < 0.8 * wanted:
         note += "; the driver is " + ("busy" if max(shares) > 80 else "not busy: stand-ins or machine give no more")
-    _add(report, "driver", stage.n, BEATS, "1/s", rates, note=note, wrong=int(named != crowd.culprit))
-    _add(report, "driver", stage.n, CPU, "% of a core", shares, note="all threads of the driver, Ray's among them")
-    _add(report, "driver", stage.n, RSS, "MiB", rss[1:], note="resident memory of the driver, numpy and Ray in it")
+    _add(report, "driver", stage.n, HEARTBEATS, "1/s", rates, note=note, wrong=int(named != crowd.victim))
+    _add(report, "driver", stage.n, CPU, "% of a core", shares, note="all threads of the driver, including Ray's")
+    _add(report, "driver", stage.n, RSS, "MiB", rss[1:], note="resident memory of the driver, including numpy and Ray")
 
 
 def _faults(report: Report, stage: Stage, rounds: int) -> None:
-    """Let one rank fail, in every way and `rounds` times."""
+    """Let one rank fail `rounds` times in each way."""
     starts: list[float] = []
     took: dict[str, list[float]] = {KILLED: [], WAITS: [], HUNG: []}
     wrong = dict.fromkeys(took, 0)
@@ -271,7 +269,7 @@ def _faults(report: Report, stage: Stage, rounds: int) -> None:
 
                 def soon(crowd: Crowd = crowd, kind: str = kind) -> None:
                     deadline = time.monotonic() + 60
-                    while crowd.asked < stage.n and time.monotonic() < deadline:
+                    while crowd.requests < stage.n and time.monotonic() < deadline:
                         time.sleep(0.01)
                     time.sleep(0.5)
                     stage.kill(crowd, kind == WAITS)
@@ -279,9 +277,17 @@ def _faults(report: Report, stage: Stage, rounds: int) -> None:
                 started, seconds, named = stage.watch(crowd, soon)
                 starts.append(1e3 * started)
             values.append(1e3 * seconds)
-            wrong[kind] += named != crowd.culprit
+            wrong[kind] += named != crowd.victim
             stage.rest(crowd)
-    _add(report, "driver", stage.n, START, "ms", starts, note="Gang.begin: every rank is told where to meet the others")
+    _add(
+        report,
+        "driver",
+        stage.n,
+        START,
+        "ms",
+        starts,
+        note="WorkerGroup.begin: tell every rank where to meet the others",
+    )
     kill = "SIGKILL of one rank to the written report that names it"
     notes = {KILLED: f"{kill}; all others fail", WAITS: f"{kill}; all others wait", HUNG: "alarm to the named rank"}
     for kind, values in took.items():
@@ -295,21 +301,21 @@ def _rss_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
-# What it says.
+# The report.
 
 
 def finding(report: Report) -> list[str]:
-    """Return what it comes to at the largest size."""
+    """Return the result at the largest size in one sentence."""
     driven = [row for row in report.rows if row.metric == CPU and row.values]
     if not driven:
         return []
     arm, n = driven[-1].arm, driven[-1].extra["ranks"]
-    found = {metric: report.row(arm, metric) for metric in (BEATS, CPU, RSS, KILLED, WAITS, HUNG)}
+    found = {metric: report.row(arm, metric) for metric in (HEARTBEATS, CPU, RSS, KILLED, WAITS, HUNG)}
     value = {metric: number(row.median) if row and row.values else "?" for metric, row in found.items()}
     return [
-        f"{n:,} ranks: {value[BEATS]} beats a second cost the driver {value[CPU]} % of a core and {value[RSS]} MiB; a "
-        f"killed rank is named after {value[KILLED]} ms when all others fail and {value[WAITS]} ms when they wait, one "
-        f"that hangs {value[HUNG]} ms after the alarm"
+        f"{n:,} ranks: {value[HEARTBEATS]} heartbeats/s cost the driver {value[CPU]} % of a core and {value[RSS]} MiB; "
+        f"a killed rank is named after {value[KILLED]} ms when all others fail and {value[WAITS]} ms when they wait, "
+        f"one that hangs {value[HUNG]} ms after the alarm"
     ]
 
 
@@ -335,7 +341,7 @@ def _table(report: Report, spread: bool) -> tuple[tuple[str, ...], list[tuple[st
 def lines(report: Report) -> list[str]:
     """Return a table with a column per size, the notes of the rows, and the finding."""
     header, found = _table(report, spread=False)
-    wrong = [f"{row.arm}, {row.metric}: {row.wrong} of {row.n} named wrong" for row in report.rows if row.wrong]
+    wrong = [f"{row.arm}, {row.metric}: {row.wrong} of {row.n} name the wrong rank" for row in report.rows if row.wrong]
     notes = dict.fromkeys(f"{row.metric}: {row.note}" for row in report.rows if row.note and "exponent" not in row.arm)
     table = aligned([(*header, ""), *((*line, "") for line in found)], right=set(range(1, len(header))))
     return [*table, "", *wrong, *notes, "", *finding(report)]
@@ -348,7 +354,7 @@ def paste(report: Report) -> list[str]:
 
 
 def draw(report: Report, path: Path) -> None:
-    """Draw the time to name the culprit, and the driver's CPU share, over the number of ranks."""
+    """Draw the time to name the failed rank, and the driver's CPU share, over the number of ranks."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -359,13 +365,13 @@ def draw(report: Report, path: Path) -> None:
         return [r for r in found if "ranks" in r.extra]
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
-    for part, style in (("judgement", "--"), ("driver", "-")):
+    for part, style in (("decision", "--"), ("driver", "-")):
         for metric in (KILLED, WAITS, HUNG):
             if rows := series(part, metric):
                 spread = [[r.median - r.quartiles[0] for r in rows], [r.quartiles[1] - r.median for r in rows]]
                 ranks = [r.extra["ranks"] for r in rows]
                 left.errorbar(ranks, [r.median for r in rows], spread, ls=style, marker="o", label=f"{part}: {metric}")
-    left.set(title="time until the culprit is named", xlabel="ranks", ylabel="ms, median and quartiles")
+    left.set(title="time until the failed rank is named", xlabel="ranks", ylabel="ms, median and quartiles")
     left.set(xscale="log", yscale="log")
     left.legend(fontsize=7)
     for metric, colour in ((CPU, "#c0392b"), (RSS, "#2980b9")):

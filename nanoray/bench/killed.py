@@ -19,11 +19,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from nanoray.bench.processes import GRACE_S, Child, ChildFailed
+from nanoray.bench.harness.launchers import RANK_PID
+from nanoray.bench.harness.processes import GRACE_S, Child, ChildFailed, stat_of
 
 POLL_S = 0.02  # between two looks at the records
 FOLLOW_S = 0.1  # the same where a look does not decide when something happens
-MEET = re.compile(r"attempt \d+, pid (\d+)")
 TORCHRUN_SAW = re.compile(r"^[WE](\d{4} \d\d:\d\d:\d\d\.\d+) .*(?:closing signal|failed \(exitcode)")
 
 Done = dict[tuple[int, int], float]  # (attempt, step) -> when that step was done
@@ -75,7 +75,7 @@ def outage(done: Mapping[tuple[int, int], float], killed: float) -> Outage | Non
 
 
 def goodput(done: Mapping[tuple[int, int], float], start: float, begin: float, end: float) -> Goodput | None:
-    """Return the goodput from `begin` to `end`, measured by the speed from `start` to `begin`, when nobody is killed.
+    """Return the goodput from `begin` to `end`, measured by the speed from `start` to `begin`, without kills.
 
     Only the first time that a step is done counts. None when no step was done without kills.
     """
@@ -207,27 +207,27 @@ class Run:
         if arm == "torchrun":
             year = datetime.fromtimestamp(killed).year
             lines = self.child.log.read_text(encoding="utf-8", errors="replace").splitlines()
-            stamps = [f"{year}{match[1]}" for line in lines if (match := TORCHRUN_SAW.match(line))]
-            moments = [datetime.strptime(stamp, "%Y%m%d %H:%M:%S.%f").timestamp() for stamp in stamps]
+            times = [f"{year}{match[1]}" for line in lines if (match := TORCHRUN_SAW.match(line))]
+            moments = [datetime.strptime(text, "%Y%m%d %H:%M:%S.%f").timestamp() for text in times]
         elif arm == "torchtrainer":
             session = self.head.log.with_suffix("") if self.head else self.folder
             logs = session.glob("session_2*/logs/train/ray-train-app-controller-*.log")
             lines = [line for log in logs for line in log.read_text(encoding="utf-8").splitlines()]
-            stamps = [json.loads(line)["asctime"] for line in lines if '"[FailurePolicy]' in line]
-            moments = [datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S,%f").timestamp() for stamp in stamps]
+            times = [json.loads(line)["asctime"] for line in lines if '"[FailurePolicy]' in line]
+            moments = [datetime.strptime(text, "%Y-%m-%d %H:%M:%S,%f").timestamp() for text in times]
         else:
             lines = [line for f in self.folder.glob("*/faults.jsonl") for line in f.read_text().splitlines()]
             events = [event for event in map(json.loads, lines) if event.get("event") == "fault"]
             return next((event["detect_s"] for event in events if event.get("detect_s") is not None), None)
         return next((at - killed for at in sorted(moments) if at >= killed - 0.001), None)
 
-    # The processes of ranks. Their logs name them; whose they are, the kernel knows.
+    # The processes of ranks. Their logs name the pids; the kernel knows which run they belong to.
 
     def _process(self, rank: int) -> int | None:
         """Return the pid of a rank, if that is a living process of this run."""
         log = next(self.folder.glob(f"*/logs/rank{rank}.log"), None)
-        found = MEET.findall(log.read_text(encoding="utf-8", errors="replace")) if log else []
-        stat = _stat(int(found[-1])) if found else []
+        found = RANK_PID.findall(log.read_text(encoding="utf-8", errors="replace")) if log else []
+        stat = stat_of(int(found[-1])) if found else []
         if not stat:
             return None
         pid, (_, parent, _, session, *_), starter = int(found[-1]), stat, self.child.process.pid
@@ -240,19 +240,10 @@ class Run:
     def _end_ranks(self) -> None:
         """Wait for the ranks to be gone, and kill those that stay: the next arm needs the machine."""
         deadline = time.monotonic() + GRACE_S
-        while left := [pid for pid, begun in self._seen.items() if (stat := _stat(pid)) and stat[19] == begun]:
+        while left := [pid for pid, begun in self._seen.items() if (stat := stat_of(pid)) and stat[19] == begun]:
             if time.monotonic() > deadline:
                 for pid in left:
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                 return
             time.sleep(POLL_S)
-
-
-def _stat(pid: int) -> list[str]:
-    """Return a living process' fields of /proc from its state on; empty when it is gone, or a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split()
-    except (OSError, IndexError):
-        return []
-    return [] if fields[0] in "ZX" else fields

@@ -1,4 +1,4 @@
-"""`python -m nanoray.bench mig`: what the MIG slices of a card promise, and what they keep.
+"""`python -m nanoray.bench mig`: what the MIG slices of a card promise, and what they deliver.
 
     bandwidth   one slice with an eighth of the memory against one with two: how much of a step is bandwidth?
     slices      1 to 7 equal slices of one card, one rank on each: n times the throughput of one would be ideal
@@ -6,8 +6,8 @@
     whole       a whole card against its slices, where both exist
 
 Every arm times training steps of a preset's GPT under DDP, copies in the device's memory, and an all-reduce. Without
-slices each arm says why it is not run, and a stand-in runs: ranks that share one plain GPU, or the CPU. It shows what
-sharing costs, and nothing of what MIG keeps apart. The MIG mode is never changed: the commands for it are printed.
+slices each arm says why it is not run, and a stand-in runs: ranks that share one plain GPU, or the CPU. That shows what
+sharing costs, and nothing about the isolation of MIG. The MIG mode is never changed; the commands for it are printed.
 """
 
 from __future__ import annotations
@@ -16,34 +16,29 @@ import argparse
 import hashlib
 import os
 import statistics
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nanoray.bench import collectives
-from nanoray.bench.gang import Gang, RankFailed, Where
-from nanoray.bench.report import Report, Row, markdown, number
+from nanoray.bench.harness.figure import figure, whiskers
+from nanoray.bench.harness.processes import environment
+from nanoray.bench.harness.rank_pool import RankFailed, RankPool, Where
+from nanoray.bench.harness.report import Report, Row, markdown, say
 from nanoray.config import Config, load_config
-from nanoray.devices import (
-    Device,
-    available_cpus,
-    discover_gpus,
-    local_slots,
-    mig_commands,
-)
 from nanoray.errors import ConfigError
-from nanoray.mesh import Mesh, RankDevice, choose_backend, runtime_nccl_version
+from nanoray.mesh.devices import Device, available_cpus, discover_gpus, local_slots, mig_commands
+from nanoray.mesh.mesh import Mesh
+from nanoray.mesh.rendezvous import RankDevice, choose_backend, runtime_nccl_version
 from nanoray.metrics import algbw_gbps, busbw_factor
 from nanoray.mig import CARDS, compute_share, peak_text, peaks, plan
 
 ENTRY = "nanoray.bench.mig:step_rank"
 WRONG = "ranks whose weights are not finite or not rank 0's; of all_reduce, elements that are not exact"
-VOCAB_SIZE = 65  # Shakespeare's characters; the tokens are random, for only their number costs time
+VOCAB_SIZE = 65  # Shakespeare's characters; the tokens are random, because their values cost no time
 MAX_SLICES = 7
 STEP, THROUGHPUT, OF_FLOPS, OF_BANDWIDTH = "step", "throughput", "of peak FLOP/s", "of peak bandwidth"
 
@@ -55,7 +50,7 @@ class Arm:
     experiment: str
     name: str
     ranks: int
-    devices: tuple[Device, ...] = ()  # alike: one per rank, or one that all share; none: CPU
+    devices: tuple[Device, ...] = ()  # of one kind: one per rank, or one that all share; none: CPU
     backend: str = "auto"
     skipped: str = ""
 
@@ -109,10 +104,10 @@ def step_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]]
     """
     import torch
 
-    from nanoray.model import GPT, ModelShape
-    from nanoray.optim import make_optimizer
+    from nanoray.models.gpt import GPT, ModelShape
     from nanoray.parallel.ddp import apply_ddp
-    from nanoray.precision import autocast
+    from nanoray.train.optim import make_optimizer
+    from nanoray.train.precision import autocast
 
     config, device = Config(**order["config"]), mesh.device
     torch.manual_seed(config.seed)
@@ -162,7 +157,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
-    """Say the plan, run what this machine can run, and of the rest why not."""
+    """Report the plan, run what this machine can run, and say why the rest is not run."""
     if "RANK" in os.environ:
         raise ConfigError("bench mig starts its own ranks, but RANK is set; run it without torchrun")
     if args.timeout_s <= 0 or (args.workers is not None and args.workers < 1):
@@ -175,7 +170,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     on_cpu = not (slices or shared)
     most = args.workers or (2 if args.quick else min(MAX_SLICES, max(4, int(cpus))) if on_cpu else MAX_SLICES)
     if on_cpu:
-        local_slots("cpu", most, [], cpus)  # refuses more ranks than the CPUs can bear
+        local_slots("cpu", most, [], cpus)  # refuses more ranks than the CPUs can run
     preset = args.preset or ("tiny" if on_cpu else "shakespeare-char")
     bf16 = not on_cpu and all(d.bf16 for d in (*slices, *shared))
     config = load_config(preset=preset, overrides={"precision": "bf16" if bf16 else "fp32"})
@@ -196,7 +191,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         except RankFailed as error:
             report.failures.append(f"{arm.name}: {error}")
             report.rows.append(Row(arm.name, THROUGHPUT, "tok/s", (), error="see FAILED below", extra=arm.extra))
-        print(f"{arm.name}  {_cell(report, arm.name, THROUGHPUT)} tok/s", file=sys.stderr, flush=True)
+        say(f"{arm.name}  {report.cell(arm.name, THROUGHPUT, 'none')} tok/s")
     _compare(report)
 
 
@@ -244,14 +239,16 @@ def _run(arm: Arm, args: argparse.Namespace, report: Report, config: Config) -> 
     reduce = {"ops": ["all_reduce"] if arm.ranks > 1 else [], "dtypes": ["float32"], "sizes": [1 << 22]}
     reduce |= {"rounds": steps["blocks"], "budget_s": steps["block_s"], "timeout_s": args.timeout_s}
     reduce |= {"sharing": [arm.ranks // max(1, devices)] * arm.ranks}
-    with _only(arm.devices), Gang(where) as gang:
-        events = [*gang.run(ENTRY, steps), *gang.run(collectives.ENTRY, reduce)]
-        add_rows(report, arm, config, events, {"backend": gang.backend, "backend_reason": gang.backend_reason})
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(d.uuid for d in arm.devices)}  # a pool takes the first that it finds
+    with environment(visible), RankPool(where) as pool:
+        events = [*pool.run(ENTRY, steps), *pool.run(collectives.ENTRY, reduce)]
+        add_rows(report, arm, config, events, {"backend": pool.backend, "backend_reason": pool.backend_reason})
 
 
 def add_rows(report: Report, arm: Arm, config: Config, events: list[dict[str, Any]], backend: dict[str, str]) -> None:
     """Add what one arm measured: steps, then copies, then all-reduces; shares of the peak are of its slices' peak."""
-    from nanoray.model import ModelShape, flops_per_token
+    from nanoray.models.costs import flops_per_token
+    from nanoray.models.gpt import ModelShape
 
     timed, copied, *reduced = events
     extra = arm.extra | {"sms": timed["sms"]} | backend
@@ -277,20 +274,6 @@ def add_rows(report: Report, arm: Arm, config: Config, events: list[dict[str, An
         told = {key: event[key] for key in ("wrong", "skipped", "error") if key in event}
         keys = {"op": "all_reduce", "dtype": event["dtype"], "bytes": size}
         add(f"all_reduce of {size >> 20} MiB", "GB/s", busbw, blocking, **told, extra=extra | keys)
-
-
-@contextmanager
-def _only(devices: tuple[Device, ...]) -> Iterator[None]:
-    """Let a gang find these devices alone: it takes the first that CUDA_VISIBLE_DEVICES shows."""
-    name = "CUDA_VISIBLE_DEVICES"
-    before = os.environ.get(name)
-    os.environ[name] = ",".join(d.uuid for d in devices)
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
 
 
 def _series(report: Report) -> list[Row]:
@@ -322,53 +305,42 @@ def _compare(report: Report) -> None:
             report.compare(upper, lower, metric, note)
 
 
-def _cell(report: Report, arm: str, metric: str) -> str:
-    row = report.row(arm, metric)
-    return number(row.median) if row and row.values else "FAILED" if row and row.problem else "–"
-
-
 def paste(report: Report) -> list[str]:
     """Return what was measured as a table for a README; the plan stands in the rows."""
     metrics = {THROUGHPUT: "tok/s", STEP: "step, ms", OF_FLOPS: "% of peak FLOP/s", collectives.COPY: "copy, GB/s"}
     arms = [r.arm for r in report.rows if r.metric == THROUGHPUT and r.unit == "tok/s" and not r.skipped]
     return markdown(
-        ("ranks", *metrics.values()), [(arm, *(_cell(report, arm, metric) for metric in metrics)) for arm in arms]
+        ("ranks", *metrics.values()), [(arm, *(report.cell(arm, m, "none") or "–" for m in metrics)) for arm in arms]
     )
 
 
 def draw(report: Report, path: Path) -> None:
     """Draw what the slices of the card promise, and throughput over ranks against the ideal; lines are min to max."""
-    import matplotlib
+    with figure(report, path, (11, 4)) as (left, right):
+        _draw_plan(left, report.conditions["card"])
+        if series := _series(report):
+            ranks, first = [r.extra["ranks"] for r in series], series[0]
+            medians = [r.median for r in series]
+            right.errorbar(ranks, medians, yerr=whiskers(series), marker="o", capsize=3, label="measured, median")
+            best = [first.median * ideal(r) / ideal(first) for r in series]
+            right.plot(ranks, best, "--", color="0.5", label="ideal, from the first")
+            shared, card = report.conditions.get("stand-in"), report.conditions["card"]
+            title = f"stand-in:\n{shared}" if shared else f"slices {first.extra['profile']} of one {card}"
+            right.set_title(title, fontsize=9)
+            right.set(xlabel=f"ranks (a device: {peak_text(first.extra)})", ylabel="tok/s of all ranks", xticks=ranks)
+            right.set_ylim(bottom=0)
+            right.legend(fontsize=8)
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    card, series = report.conditions["card"], _series(report)
+def _draw_plan(axes: Any, card: str) -> None:
     names = [f"{p.slice.profile} (fits {p.fit} ×)" for p in plan(card)]
     for offset, label in ((-0.2, "compute"), (0.2, "bandwidth")):
         shares = [getattr(p.slice, f"{label}_fraction") for p in plan(card)]
-        left.barh([i + offset for i in range(len(names))], shares, height=0.36, label=label)
+        axes.barh([i + offset for i in range(len(names))], shares, height=0.36, label=label)
     for i, (part, _, _) in enumerate(plan(card)):
         end = max(part.compute_fraction, part.bandwidth_fraction)
-        left.text(end + 0.02, i, peak_text(peaks(part)), va="center", fontsize=7)
-    left.set(title=f"plan, not measured: one slice of {card}", xlabel="share of the card", xlim=(0, 1.7))
-    left.set_yticks(range(len(names)), names)
-    left.invert_yaxis()
-    left.legend(fontsize=8, loc="upper right")
-    if series:
-        ranks, first = [r.extra["ranks"] for r in series], series[0]
-        spread = [[r.median - min(r.values) for r in series], [max(r.values) - r.median for r in series]]
-        right.errorbar(ranks, [r.median for r in series], yerr=spread, marker="o", capsize=3, label="measured, median")
-        best = [first.median * ideal(r) / ideal(first) for r in series]
-        right.plot(ranks, best, "--", color="0.5", label="ideal, from the first")
-        shared = report.conditions.get("stand-in")
-        title = f"stand-in:\n{shared}" if shared else f"slices {first.extra['profile']} of one {card}"
-        right.set_title(title, fontsize=9)
-        right.set(xlabel=f"ranks (a device: {peak_text(first.extra)})", ylabel="tok/s of all ranks", xticks=ranks)
-        right.set_ylim(bottom=0)
-        right.legend(fontsize=8)
-    versions = " · ".join(f"{k} {v}" for k, v in report.conditions["versions"].items())
-    figure.supxlabel(f"{report.conditions['command']}  ·  {versions}", fontsize=7)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+        axes.text(end + 0.02, i, peak_text(peaks(part)), va="center", fontsize=7)
+    axes.set(title=f"plan, not measured: one slice of {card}", xlabel="share of the card", xlim=(0, 1.7))
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.legend(fontsize=8, loc="upper right")

@@ -3,22 +3,23 @@
 One model, one DDP wrapper per bucket size around it, and one that never communicates (no_sync). Every round runs a few
 steps of each in turn, so a slow minute of the machine hits all. Step times are those of DDP's own C++ path; busy and
 exposed times come from extra steps with the recording hook of `--comm_trace`, right after them. Wrappers that a step
-does not use cost it under a microsecond per parameter, in all arms alike.
+does not use cost it under a microsecond per parameter, in all arms.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from nanoray.bench.gang import Gang, RankFailed, add_where_flags, describe, where_from
-from nanoray.bench.report import Report, Row, aligned, markdown, number, ratio
+from nanoray.bench.harness.figure import figure, whiskers
+from nanoray.bench.harness.plan import rotated
+from nanoray.bench.harness.rank_pool import RankFailed, RankPool, add_where_flags, describe, where_from
+from nanoray.bench.harness.report import Report, Row, aligned, markdown, ratio, say
 from nanoray.config import load_config
 from nanoray.errors import ConfigError
 
@@ -52,9 +53,9 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     asked = None if args.buckets is None else _sizes(args.buckets)
     if args.preset:
         load_config(preset=args.preset)  # refuses one that is not known
-    with Gang(where) as gang:
-        describe(report, gang)
-        on_cpu = gang.facts[0]["device"] == "cpu"
+    with RankPool(where) as pool:
+        describe(report, pool)
+        on_cpu = pool.facts[0]["device"] == "cpu"
         sizes = asked or _sizes(CPU_BUCKETS if on_cpu else GPU_BUCKETS)
         preset = args.preset or ("shakespeare-cpu" if on_cpu else "gpt2-124m")
         recipe = f"preset {preset}, {rounds} rounds of {steps} steps, random tokens"
@@ -63,7 +64,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in (NO_SYNC, *map(_arm, sizes))}
         facts: dict[str, dict[str, Any]] = {}
         try:
-            for event in gang.run("nanoray.bench.overlap:measure_rank", order):
+            for event in pool.run("nanoray.bench.overlap:measure_rank", order):
                 if "facts" in event:
                     facts = event["facts"]
                     known = "{precision} ({why}), {parameters:,} parameters, vocabulary of {vocabulary:,}".format(
@@ -72,9 +73,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
                     report.conditions["recipe"] = f"{recipe}, {known}"
                     continue
                 found[event["arm"]].append(event)
-                print(
-                    f"round {event['round']}  {event['arm']:<8} {event['step_ms']:.1f} ms", file=sys.stderr, flush=True
-                )
+                say(f"round {event['round']}  {event['arm']:<8} {event['step_ms']:.1f} ms")
         except RankFailed as error:
             report.failures.append(str(error))
     for arm, events in found.items():
@@ -143,17 +142,11 @@ def _median(report: Report, arm: str, metric: str) -> float:
 def lines(report: Report) -> list[str]:
     """Return a table with a line per bucket size, medians with their quartiles, and the finding."""
 
-    def cell(arm: str, metric: str) -> str:
-        row = report.row(arm, metric)
-        if row is None or not row.values:
-            return "" if row is None else "FAILED"
-        return f"{number(row.median)} ({' .. '.join(map(number, row.quartiles))})"
-
     heads = ("buckets", "step, ms", "/ no_sync", "busy, ms", "exposed, ms", "A/B cost, ms", "n", "wrong", "")
     found: list[tuple[str, ...]] = [heads]
     for row in (r for r in report.rows if r.metric == STEP and r.unit == "ms"):
-        numbers = [cell(row.arm, STEP), cell(f"{row.arm} / {NO_SYNC}", STEP)]
-        numbers += [cell(row.arm, metric) for metric in (BUSY, EXPOSED, COST)]
+        numbers = [report.cell(row.arm, STEP), report.cell(f"{row.arm} / {NO_SYNC}", STEP)]
+        numbers += [report.cell(row.arm, metric) for metric in (BUSY, EXPOSED, COST)]
         wrong = "" if row.wrong is None else str(row.wrong)
         found.append((row.arm, *numbers, str(row.n), wrong, row.problem if not row.values else row.note))
     return [*aligned(found, right=set(range(1, 8))), "", *finding(report)]
@@ -162,47 +155,32 @@ def lines(report: Report) -> list[str]:
 def paste(report: Report) -> list[str]:
     """Return a table for a README, and the finding."""
     arms = [r.arm for r in report.rows if r.metric == STEP and r.unit == "ms" and r.values]
-
-    def cell(arm: str, metric: str) -> str:
-        row = report.row(arm, metric)
-        if row is None or not row.values:
-            return ""
-        return f"{number(row.median)} ({number(min(row.values))}–{number(max(row.values))})"
-
     header = ("buckets", "step, ms", "busy, ms", "exposed, ms", "A/B cost, ms")
-    table = markdown(header, [(arm, *(cell(arm, m) for m in (STEP, BUSY, EXPOSED, COST))) for arm in arms])
-    return [*table, "", *finding(report)]
+    cells = [(arm, *(report.cell(arm, metric, "range") for metric in (STEP, BUSY, EXPOSED, COST))) for arm in arms]
+    return [*markdown(header, cells), "", *finding(report)]
 
 
 def draw(report: Report, path: Path) -> None:
     """Draw step, hidden and exposed time over the bucket size."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     arms = [r for r in report.rows if r.metric == STEP and r.unit == "ms" and r.arm != NO_SYNC and r.values]
-    bare = report.row(NO_SYNC, STEP)
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
-    names = [r.arm for r in arms]
-    spread = [[r.median - r.quartiles[0] for r in arms], [r.quartiles[1] - r.median for r in arms]]
-    left.errorbar(names, [r.median for r in arms], yerr=spread, marker="o", capsize=3, label="step")
-    if bare and bare.values:
-        left.axhline(bare.median, color="0.5", ls="--", label="step without communication (no_sync)")
-    left.set(title="optimizer step over DDP's bucket size", ylabel="ms, median and quartiles")
-    left.legend(fontsize=8)
-    exposed = [_median(report, arm, EXPOSED) for arm in names]
-    hidden = [_median(report, arm, BUSY) - e for arm, e in zip(names, exposed, strict=True)]
-    right.bar(names, hidden, color="#f0b27a", label="hidden behind backward")
-    right.bar(names, exposed, bottom=hidden, color="#c0392b", label="exposed")
-    costs = [_median(report, arm, COST) for arm in names]
-    right.plot(names, costs, "k_", ms=18, label="A/B: step - step under no_sync")
-    right.set(title="communication of a step", ylabel="ms, medians")
-    right.legend(fontsize=8)
+    bare, names = report.row(NO_SYNC, STEP), [r.arm for r in arms]
     ranks = report.conditions.get("ranks", {}).get("world size", "?")
-    figure.supxlabel(f"{ranks} ranks, {report.conditions['backend']} · {report.conditions['recipe']}", fontsize=7)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    note = f"{ranks} ranks, {report.conditions['backend']} · {report.conditions['recipe']}"
+    with figure(report, path, note=note) as (left, right):
+        spread = whiskers(arms, quartiles=True)
+        left.errorbar(names, [r.median for r in arms], yerr=spread, marker="o", capsize=3, label="step")
+        if bare and bare.values:
+            left.axhline(bare.median, color="0.5", ls="--", label="step without communication (no_sync)")
+        left.set(title="optimizer step over DDP's bucket size", ylabel="ms, median and quartiles")
+        left.legend(fontsize=8)
+        exposed = [_median(report, arm, EXPOSED) for arm in names]
+        hidden = [_median(report, arm, BUSY) - e for arm, e in zip(names, exposed, strict=True)]
+        right.bar(names, hidden, color="#f0b27a", label="hidden behind backward")
+        right.bar(names, exposed, bottom=hidden, color="#c0392b", label="exposed")
+        costs = [_median(report, arm, COST) for arm in names]
+        right.plot(names, costs, "k_", ms=18, label="A/B: step - step under no_sync")
+        right.set(title="communication of a step", ylabel="ms, medians")
+        right.legend(fontsize=8)
 
 
 # On every rank.
@@ -213,10 +191,11 @@ def _recipe(mesh: Any, preset: str) -> tuple[Any, Any, Callable[[Any], Any], dic
     import torch
 
     from nanoray.bench.simulate import VOCAB
-    from nanoray.model import GPT, ModelShape, count_parameters
-    from nanoray.optim import make_optimizer
-    from nanoray.precision import autocast
-    from nanoray.train import agree_on_precision, resolve_precision
+    from nanoray.models.costs import count_parameters
+    from nanoray.models.gpt import GPT, ModelShape
+    from nanoray.train.optim import make_optimizer
+    from nanoray.train.precision import autocast
+    from nanoray.train.recipe import agree_on_precision, resolve_precision
 
     cfg = load_config(preset=preset)
     precision, why = agree_on_precision(mesh, resolve_precision(cfg, mesh))
@@ -240,13 +219,13 @@ def measure_rank(mesh: Any, order: dict[str, Any], emit: Callable[[dict[str, Any
     """Run the rounds; emit one event per arm and round: ms, the slowest rank's. (all ranks)"""
     import torch
 
-    from nanoray.comm import Collective, CommRecorder, account, wait_for
     from nanoray.parallel.ddp import apply_ddp
+    from nanoray.trace.recorder import Collective, CommRecorder, account, wait_for
 
     gpt, optimizer, forward, told = _recipe(mesh, order["preset"])
-    plain: dict[str, Any] = {_arm(mb): apply_ddp(gpt, mesh, mb, twin=i > 0) for i, mb in enumerate(order["sizes"])}
+    plain: dict[str, Any] = {_arm(mb): apply_ddp(gpt, mesh, mb) for mb in order["sizes"]}
     recorders = {arm: CommRecorder(mesh, every=1, profile=False) for arm in plain}
-    noted = {_arm(mb): apply_ddp(gpt, mesh, mb, recorders[_arm(mb)].hook, twin=True) for mb in order["sizes"]}
+    noted = {_arm(mb): apply_ddp(gpt, mesh, mb, recorders[_arm(mb)].hook) for mb in order["sizes"]}
     first = next(iter(plain.values()))
 
     def step(model: Any, recorder: CommRecorder | None = None) -> None:
@@ -284,7 +263,7 @@ def measure_rank(mesh: Any, order: dict[str, Any], emit: Callable[[dict[str, Any
 
     arms = [NO_SYNC, *plain]
     for turn in range(order["rounds"]):
-        for arm in arms[turn % len(arms) :] + arms[: turn % len(arms)]:
+        for arm in rotated(arms, turn):
             mesh.barrier()
             start = time.perf_counter()
             for _ in range(order["steps"]):

@@ -1,10 +1,10 @@
 """The peer: nanoray's recipe inside Ray Train's TorchTrainer, with the flags of nanoray.launch.
 
-Ray Train places the workers, sets up the process group and watches them. The train loop calls the very
-`nanoray.train.train` that nanoray's own actors call: same data, model, DDP, engine, metrics files; only `join` is
-replaced, by one that takes over Ray Train's process group. Ray Train is spared what its users do as well, `report()`
-on every logged step (it waits for all ranks), and connects or starts Ray through the same function as nanoray.launch.
-It may start its workers anew `--max_failures` times; they go on from the newest of nanoray's own checkpoints.
+Ray Train places the workers, sets up the process group and watches them. Its train loop calls the same `train` as
+nanoray's own actors do: same data, model, DDP, engine and metrics files. Only the process group is Ray Train's: `meet`
+takes it over. The loop does not call `report()` on every logged step, as users of Ray Train do, because that waits for
+all ranks. Ray is found or started by the same function as in nanoray.launch. Ray Train may start its workers again
+`--max_failures` times; they go on from the newest of nanoray's own checkpoints.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import ray
 import ray.train
 import ray.train.torch
 
-from nanoray.config import parse_args
-from nanoray.data import prepare
-from nanoray.devices import available_cpus, cpu_share, discover_gpus, local_slots
+from nanoray.checkpoint.resume import open_run
+from nanoray.cli import parse_args
+from nanoray.data.prepare import prepare
 from nanoray.errors import NanorayError
-from nanoray.launch import ray_address
-from nanoray.placement import connected
-from nanoray.run import RunSpec, open_run
+from nanoray.launch.__main__ import ray_address
+from nanoray.launch.placement import connected
+from nanoray.mesh.devices import available_cpus, cpu_share, discover_gpus, local_slots
+from nanoray.run import RunSpec
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
             slots = local_slots(config.device, workers, discover_gpus(), available_cpus())
             config = config.model_copy(update={"workers": slots.workers})
         dataset = prepare(config)
-        with connected(address, slots, config):
+        with connected(address, slots):
             _fit(open_run(config, dataset, started))
     except NanorayError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -77,8 +78,9 @@ def train_loop(args: dict[str, Any]) -> None:
     """Train as one rank of Ray Train's process group. (all ranks)"""
     import torch.distributed as dist
 
-    import nanoray.train as recipe
-    from nanoray.mesh import Mesh, Rendezvous
+    from nanoray.mesh.mesh import Mesh
+    from nanoray.mesh.rendezvous import Rendezvous
+    from nanoray.train.recipe import train
 
     context, device = ray.train.get_context(), ray.train.torch.get_device()
     rank, world = context.get_world_rank(), context.get_world_size()
@@ -88,13 +90,12 @@ def train_loop(args: dict[str, Any]) -> None:
         control = dist.new_group(backend="gloo") if world > 1 else None  # (all ranks)
         return Mesh(rank, world, context.get_local_rank(), device, backend, "Ray Train's choice", control)
 
-    recipe.join = take_over  # type: ignore[assignment]
     rendezvous = Rendezvous(rank=rank, world_size=world, device=str(device), threads=args["threads"])
     spec = RunSpec.from_dict(args["spec"])
     attempt = [next_attempt(spec.folder) if rank == 0 else 0]
     if world > 1:
         dist.broadcast_object_list(attempt, src=0)  # (all ranks)
-    recipe.train(replace(spec, attempt=attempt[0]), rendezvous)
+    train(replace(spec, attempt=attempt[0]), rendezvous, meet=take_over)
 
 
 def next_attempt(folder: Path) -> int:

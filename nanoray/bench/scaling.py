@@ -1,15 +1,15 @@
 """`python -m nanoray.bench scaling`: fit what communication costs here, predict the step at more ranks, and check it.
 
     sweep      all-reduces of every algorithm at --workers ranks (2)     -> alpha and beta of each
-    parts      forward, backward up to each bucket, optimizer, there     -> compute, with nobody to wait for
+    parts      forward, backward up to each bucket, optimizer, there     -> compute without waiting
     predict    the simulated step at 2, 3 and 4 ranks, next to the measured one, round by round; a round's value is the
-               fastest of several turns, of parts and steps alike: what else runs on the machine only adds
+               fastest of several turns, of parts and of steps: other load on the machine only adds time
     topologies the same simulation from 1 to 16,384 ranks, on links that a YAML file describes
 
-What the model assumes of this machine. Ranks are alike. Ranks on CPU share the cores fairly: compute keeps one core per
-thread busy, a collective as many as its CPU seconds over its time, both measured at 2 ranks; where that is more than
-the cores, everything slows down in proportion. No loss is assumed through task switches, caches, unequal ranks or other
-users of the machine: that is what the printed error is about. Run it alone.
+What the model assumes of this machine. All ranks are equal. Ranks on CPU share the cores fairly: compute keeps a core
+per thread busy, a collective as many as its CPU seconds over its time, both measured at 2 ranks. Where that is more
+than the cores, everything slows down in proportion. The model leaves out task switches, caches, unequal ranks and other
+users of the machine: their effect is in the printed error. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -26,11 +25,11 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from nanoray.bench.gang import Gang, add_where_flags, describe, where_from
-from nanoray.bench.report import Report, Row, Target, aligned, markdown, number, table
+from nanoray.bench.harness.figure import figure, whiskers
+from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
+from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, number, say, table
 from nanoray.bench.simulate import (
     MODELS,
-    TOPOLOGY_DIR,
     VOCAB,
     Bucket,
     Cost,
@@ -46,11 +45,12 @@ from nanoray.bench.simulate import (
     model_work,
     scaling,
     simulate,
+    topology_names,
 )
 from nanoray.config import Config, load_config
-from nanoray.devices import available_cpus
 from nanoray.errors import ConfigError, PlacementError
-from nanoray.mesh import Mesh
+from nanoray.mesh.devices import available_cpus
+from nanoray.mesh.mesh import Mesh
 
 STEP_ENTRY = "nanoray.bench.scaling:step_rank"
 PRESET = "shakespeare-cpu"  # whose step is measured
@@ -70,7 +70,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all steps [7; 2 with --quick]")
     parser.add_argument("--steps", type=int, metavar="N", help="steps of a turn [4]")
     parser.add_argument(
-        "--topology", default="all", metavar="NAME|FILE", help="a preset of examples/topologies or a YAML file [all]"
+        "--topology", default="all", metavar="NAME|FILE", help="a preset of nanoray/topologies or a YAML file [all]"
     )
     parser.add_argument("--model", default="gpt2-124m", help="preset whose size topologies with a peak run [gpt2-124m]")
     parser.add_argument("--compute_ms", type=float, help="forward and backward of its micro batch [from peak and MFU]")
@@ -91,20 +91,20 @@ def measure(args: argparse.Namespace, report: Report) -> None:
             f"rounds = {rounds}, steps = {steps}, global_batch = {args.global_batch}, compute_ms = {args.compute_ms}; "
             "all must be above 0"
         )
-    names = [p.stem for p in sorted(TOPOLOGY_DIR.glob("*.yaml"))] if args.topology == "all" else [args.topology]
+    names = topology_names() if args.topology == "all" else [args.topology]
     topologies = {Path(name).stem: load_topology(name) for name in names}
     model = load_config(preset=args.model)
 
-    with Gang(where) as gang:
-        describe(report, gang)
-        fits = _sweep(gang, report, args.quick)
+    with RankPool(where) as pool:
+        describe(report, pool)
+        fits = _sweep(pool, report, args.quick)
     try:
-        most = Gang(replace(where, workers=max(where.workers, *checks)))
+        most = RankPool(replace(where, workers=max(where.workers, *checks)))
     except PlacementError as error:
         report.rows += [Row(f"{n} ranks", MEASURED, "ms", (), skipped=str(error)) for n in checks]
-        most, checks = Gang(where), []
-    with most as gang:
-        here = _steps(gang, where.workers, checks, (rounds, 1 if args.quick else TURNS, steps))
+        most, checks = RankPool(where), []
+    with most as pool:
+        here = _steps(pool, where.workers, checks, (rounds, 1 if args.quick else TURNS, steps))
     _compare(report, here, fits["backend"])
     _predict(args, report, topologies, fits["backend"], model, here)
 
@@ -120,18 +120,14 @@ def _checks(text: str | None, base: int) -> list[int]:
     return checks
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _sweep(gang: Gang, report: Report, quick: bool) -> dict[str, Fit]:
-    """Measure every all-reduce at the gang's ranks; add the rows of what could be fitted."""
+def _sweep(pool: RankPool, report: Report, quick: bool) -> dict[str, Fit]:
+    """Measure every all-reduce at the pool's ranks; add the rows of what could be fitted."""
     order: dict[str, Any] = {"algorithms": SWEEP, "dtype": "float32", "iters": 5 if quick else 25}
     order["sizes"] = [1 << 10, 1 << 16, 1 << 22] if quick else [4**i << 10 for i in range(8)]
     points: dict[str, list[tuple[int, float]]] = defaultdict(list)
     skipped: dict[str, str] = {}
     wrong: dict[str, int] = defaultdict(int)
-    for event in gang.run("nanoray.bench.algorithms:sweep_rank", order):
+    for event in pool.run("nanoray.bench.algorithms:sweep_rank", order):
         name = event["algorithm"]
         if "skipped" in event:
             skipped[name] = event["skipped"]
@@ -139,7 +135,7 @@ def _sweep(gang: Gang, report: Report, quick: bool) -> dict[str, Fit]:
         points[name].append((event["bytes"], 1e-6 * statistics.median(event["time_us"])))
         wrong[name] += event["wrong"]
     report.rows += [Row(f"fit {name}", "alpha", "us", (), skipped=why) for name, why in skipped.items()]
-    ranks = len(gang.facts)
+    ranks = len(pool.facts)
     fits = {name: fit(found, name, ranks) for name, found in points.items()}
     for name, found in fits.items():
         extra: dict[str, Any] = asdict(found)
@@ -148,7 +144,7 @@ def _sweep(gang: Gang, report: Report, quick: bool) -> dict[str, Fit]:
         report.rows += [row, Row(f"fit {name}", "beta", "us/MB", (1e12 * found.beta_s_per_byte,))]
         errors = tuple(100 * abs(r) for r in found.residuals)
         report.rows.append(Row(f"fit {name}", "residual", "%", errors, "one per size", extra={"points": points[name]}))
-        _say(f"fit    {name:<19} alpha {row.median:.1f} us  residual {number(report.rows[-1].median)} %")
+        say(f"fit    {name:<19} alpha {row.median:.1f} us  residual {number(report.rows[-1].median)} %")
     return fits
 
 
@@ -194,15 +190,15 @@ def _step(parts: dict[str, Any]) -> Step:
     return Step(parts["forward_s"], parts["backward_s"], parts["optimizer_s"], buckets)
 
 
-def _steps(gang: Gang, base: int, checks: list[int], counts: tuple[int, int, int]) -> _Here:
+def _steps(pool: RankPool, base: int, checks: list[int], counts: tuple[int, int, int]) -> _Here:
     """Measure the parts at the base ranks, and whole steps at all of them. `counts`: rounds, turns of each, steps."""
-    from nanoray.model import ModelShape
+    from nanoray.models.gpt import ModelShape
 
     config = load_config(preset=PRESET)
-    total, on_cpu = config.global_batch_size, gang.facts[0]["device"] == "cpu"
-    cores = available_cpus() * len({f["host"] for f in gang.facts})
-    threads = max(1, int(cores) // len(gang.facts)) if on_cpu else 1
-    here = _Here(base, total, cores if on_cpu else math.inf, threads, LANES[gang.backend], defaultdict(list), None)
+    total, on_cpu = config.global_batch_size, pool.facts[0]["device"] == "cpu"
+    cores = available_cpus() * len({f["host"] for f in pool.facts})
+    threads = max(1, int(cores) // len(pool.facts)) if on_cpu else 1
+    here = _Here(base, total, cores if on_cpu else math.inf, threads, LANES[pool.backend], defaultdict(list), None)
     batches = {n: [here.batch] + [total // n] * (n != base and total % n == 0) for n in (base, *checks)}
     arms = [(base, batch, True) for batch in sorted({b for each in batches.values() for b in each})]
     arms += [(n, batch, False) for n, each in batches.items() for batch in each]
@@ -211,7 +207,7 @@ def _steps(gang: Gang, base: int, checks: list[int], counts: tuple[int, int, int
     order |= {"shape": ModelShape.of(config, VOCAB[config.tokenizer]).to_dict()}
     order |= {"cpu_bytes": [1 << 12, 1 << 18, 1 << 22] if on_cpu else [], "cpu_calls": 10 * steps}
     spent = []
-    for event in gang.run(STEP_ENTRY, order):
+    for event in pool.run(STEP_ENTRY, order):
         if "cpu_s" in event:
             spent.append((event["nbytes"], event["cpu_s"]))
             continue
@@ -220,7 +216,7 @@ def _steps(gang: Gang, base: int, checks: list[int], counts: tuple[int, int, int
         if len(here.steps[arm]) == rounds:
             median_ms = 1e3 * statistics.median(e["step_s"] for e in here.steps[arm])
             kind = "parts" if arm[2] else "step "
-            _say(f"{kind}  {arm[0]} ranks x {arm[1]} sequences  {median_ms:.1f} ms")
+            say(f"{kind}  {arm[0]} ranks x {arm[1]} sequences  {median_ms:.1f} ms")
     here.cpu = fit(spent, "backend", base) if spent else None
     return here
 
@@ -229,7 +225,7 @@ def _compare(report: Report, here: _Here, link: Fit) -> None:
     """Add predicted and measured steps with their error; judge those at more ranks than the model was fitted at."""
     if here.cpu:
         values = tuple(100 * abs(r) for r in here.cpu.residuals)
-        note = "CPU seconds of the backend's all-reduce, fitted alike"
+        note = "CPU seconds of the backend's all-reduce, fitted in the same way"
         report.rows.append(Row("fit CPU", "residual", "%", values, note, extra=asdict(here.cpu)))
     for (ranks, batch, silent), events in here.steps.items():
         if silent:
@@ -274,7 +270,7 @@ def _predict(
                 extra["step_ms"] = {algorithm: 1e3 * each[i].step_s for algorithm, each in points.items()}
                 arm, share = f"{name} {mode} {point.ranks}", (100 * point.efficiency,)
                 report.rows.append(Row(arm, "efficiency", "%", share, f"best: {chosen}", extra=extra))
-        _say(f"predicted  {name}")
+        say(f"predicted  {name}")
 
 
 # What it says.
@@ -319,32 +315,35 @@ def paste(report: Report) -> list[str]:
 
 def draw(report: Report, path: Path) -> None:
     """Draw measured against predicted steps, a predicted schedule, and step time and efficiency over ranks."""
-    import matplotlib
+    with figure(report, path, (11, 7.4), (2, 2)) as (check, plan, step, efficiency):
+        predicted = [row for row in report.rows if row.metric == PREDICTED]
+        _draw_check(check, [row for row in report.rows if row.metric == MEASURED and row.values], predicted)
+        _draw_schedule(plan, predicted[-1] if predicted else None)
+        _draw_curves(step, efficiency, report)
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    figure, ((check, plan), (step, efficiency)) = pyplot.subplots(2, 2, figsize=(11, 7.4), layout="constrained")
-    measured = [row for row in report.rows if row.metric == MEASURED and row.values]
-    predicted = [row for row in report.rows if row.metric == PREDICTED]
+def _draw_check(axes: Any, measured: list[Row], predicted: list[Row]) -> None:
     for rows, marker, label in ((measured, "o", "measured"), (predicted, "x", "predicted")):
-        if not rows:  # a rank died first
-            continue
-        low, high = zip(*(row.quartiles for row in rows), strict=True)
-        middle = [row.median for row in rows]
-        spread = [[m - v for m, v in zip(middle, low, strict=True)], [v - m for m, v in zip(middle, high, strict=True)]]
-        check.errorbar([r.arm for r in rows], middle, yerr=spread, fmt=marker, capsize=3, label=label)
-    check.set(title="this machine: step, median and middle half", ylabel="ms", ylim=(0, None))
+        if rows:  # there are none when a rank died first
+            arms, medians = [r.arm for r in rows], [r.median for r in rows]
+            axes.errorbar(arms, medians, yerr=whiskers(rows, quartiles=True), fmt=marker, capsize=3, label=label)
+    axes.set(title="this machine: step, median and middle half", ylabel="ms", ylim=(0, None))
     if measured:
-        check.legend(fontsize=8)
-    events = predicted[-1].extra["events"] if predicted else []
+        axes.legend(fontsize=8)
+
+
+def _draw_schedule(axes: Any, row: Row | None) -> None:
+    events = row.extra["events"] if row else []
     for track, name, start_s, end_s in events:
         colour = {"forward": "tab:blue", "backward": "tab:cyan", "optimizer": "tab:green"}.get(name, "tab:orange")
-        plan.barh(track, 1e3 * (end_s - start_s), left=1e3 * start_s, color=colour, edgecolor="white")
+        axes.barh(track, 1e3 * (end_s - start_s), left=1e3 * start_s, color=colour, edgecolor="white")
         if end_s - start_s > 0.03 * events[-1][3]:
-            plan.text(500 * (start_s + end_s), track, name, ha="center", va="center", fontsize=6, rotation=90)
-    plan.invert_yaxis()
-    plan.set(title=f"predicted schedule, {predicted[-1].arm if predicted else ''} ranks", xlabel="ms")
+            axes.text(500 * (start_s + end_s), track, name, ha="center", va="center", fontsize=6, rotation=90)
+    axes.invert_yaxis()
+    axes.set(title=f"predicted schedule, {row.arm if row else ''} ranks", xlabel="ms")
+
+
+def _draw_curves(step: Any, efficiency: Any, report: Report) -> None:
     curves: dict[tuple[str, str], list[tuple[int, float, float]]] = defaultdict(list)
     for row in report.rows:
         if "topology" in row.extra:
@@ -361,10 +360,6 @@ def draw(report: Report, path: Path) -> None:
         efficiency.legend(fontsize=7)
     for axes in (step, efficiency):
         axes.set_xscale("log", base=2)
-    versions = " · ".join(f"{k} {v}" for k, v in report.conditions["versions"].items())
-    figure.supxlabel(f"{report.conditions['command']}  ·  {versions}", fontsize=7)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
 # The ranks' side.
@@ -373,7 +368,7 @@ def draw(report: Report, path: Path) -> None:
 def step_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
     """Run rounds of the arms [ranks, batch, silent]; emit what communication costs in CPU, then each arm's times.
 
-    A round is several turns of all arms, and the fastest turn of each counts: what else runs on the machine only adds.
+    A round is several turns of all arms, and the fastest turn of each counts: other load on the machine only adds time.
 
     The first `ranks` ranks run an arm in a group of their own while the others wait. A silent arm is DDP with a hook
     that exchanges nothing: it shows compute, and when each bucket is ready. (all ranks)
@@ -423,7 +418,7 @@ class _Arm:
         import torch
         from torch.nn.parallel import DistributedDataParallel
 
-        from nanoray.model import GPT, ModelShape
+        from nanoray.models.gpt import GPT, ModelShape
         from nanoray.parallel.ddp import default_bucket_mb
 
         torch.manual_seed(0)

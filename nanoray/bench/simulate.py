@@ -9,7 +9,6 @@ Pure arithmetic: nothing here measures, and a step of 16,384 ranks takes a milli
 
 from __future__ import annotations
 
-import difflib
 import math
 import statistics
 from collections import deque
@@ -24,13 +23,14 @@ import torch
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from nanoray.algorithms import cost
-from nanoray.config import Config
+from nanoray.config import Config, did_you_mean, refuse_unknown
 from nanoray.errors import ConfigError
-from nanoray.model import GPT, ModelShape, flops_per_token
+from nanoray.mesh.algorithms import cost
+from nanoray.models.costs import flops_per_token
+from nanoray.models.gpt import GPT, ModelShape
 from nanoray.parallel.ddp import default_bucket_mb
 
-TOPOLOGY_DIR = Path(__file__).resolve().parents[2] / "examples" / "topologies"
+TOPOLOGY_DIR = Path(__file__).resolve().parents[1] / "topologies"
 VOCAB = {"auto": 65, "char": 65, "byte": 256, "gpt2": 50257}  # Shakespeare has 65 characters
 # Recursive doubling and flat send whole buffers all the time: at the size of gradient buckets they never win.
 FLAT = ("ring", "tree", "double_tree", "halving_doubling")
@@ -74,7 +74,7 @@ class Fit:
         return self.alpha_s * messages + self.beta_s_per_byte * moved
 
     def outside(self, nbytes: int) -> str:
-        """Say so when a prediction for that size is an extrapolation; "" when it is not."""
+        """Return a warning when a prediction for that size is an extrapolation, else ""."""
         if self.smallest_bytes <= nbytes <= self.largest_bytes:
             return ""
         return f"{nbytes} bytes are outside the measured {self.smallest_bytes} .. {self.largest_bytes}"
@@ -135,11 +135,16 @@ class Topology(_Strict):
         return self.intra, self.inter
 
 
+def topology_names() -> list[str]:
+    """Return the names of the presets in nanoray/topologies."""
+    return sorted(path.stem for path in TOPOLOGY_DIR.glob("*.yaml"))
+
+
 def load_topology(name: str) -> Topology:
-    """Read a preset of examples/topologies, or a YAML file by its path. Raises ConfigError."""
+    """Read a preset of nanoray/topologies, or a YAML file by its path. Raises ConfigError."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else TOPOLOGY_DIR / f"{name}.yaml"
     if path.parent == TOPOLOGY_DIR and not path.is_file():
-        raise ConfigError(f"unknown topology {name}; {_hint(name, [p.stem for p in TOPOLOGY_DIR.glob('*.yaml')])}")
+        refuse_unknown(name, topology_names(), "topology")
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
         return Topology.model_validate(values)
@@ -156,16 +161,11 @@ def _problem(error: ValidationError, values: Any) -> str:
     loc = [str(part) for part in item["loc"] if not str(part).startswith(("Link", "literal"))]
     if item["type"] == "extra_forbidden":
         known = Link.model_fields if len(loc) > 1 else Topology.model_fields
-        return f"unknown key {'.'.join(loc)}; {_hint(loc[-1], list(known))}"
+        return f"unknown key {'.'.join(loc)}; {did_you_mean(loc[-1], sorted(known))}"
     if item["type"] == "missing":
         return f"{'.'.join(loc)} is missing; add it"
     text = item["msg"] if loc else "it must hold `key: value` lines"
     return f"{'.'.join(loc) or 'its content'} = {item['input']!r}: {text}"
-
-
-def _hint(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted(known))}"
 
 
 class Cost(NamedTuple):
@@ -181,7 +181,7 @@ class Cost(NamedTuple):
 
 
 def all_reduce(topology: Topology, algorithm: str, ranks: int, nbytes: int) -> Cost:
-    """Return the cost of an all-reduce of `nbytes` over `ranks` that fill node after node; no switch ever blocks.
+    """Return the cost of an all-reduce of `nbytes` over `ranks` that fill node after node; no switch blocks.
 
     flat       Of the messages that follow each other, as many cross nodes as the algorithm needs among the nodes
                alone; the bytes flow at the pace of the slowest link.
@@ -277,12 +277,12 @@ class _Task:
 def simulate(
     step: Step, collective: Callable[[int], Cost], lanes: int = 1, cores: float = math.inf, threads: float = 1.0
 ) -> Schedule:
-    """Play one step of a rank; all ranks are alike.
+    """Simulate one step of a rank; all ranks are equal.
 
     Backward hands over buckets; collectives start in that order, each on the first free one of `lanes`; the optimizer
     waits for the last. Transfers in flight at the same time share the link equally. Compute keeps `threads` cores busy
     and a collective `Cost.cpu` of them; when together they want more than `cores`, this rank's share of the machine,
-    all slow down alike (processor sharing): so no step is shorter than its CPU work over its cores.
+    all slow down equally (processor sharing): so no step is shorter than its CPU work over its cores.
     """
     marks = [0.0, *(bucket.ready_s for bucket in step.buckets), step.backward_s]
     compute = deque([_Task("compute", "forward", [step.forward_s, 0.0], threads)])

@@ -1,12 +1,12 @@
-"""`python -m nanoray.bench soak`: one training under random faults must end like one that never met any.
+"""`python -m nanoray.bench soak`: a training under random faults must end like one without.
 
-    calibrate ─► clean run ─► the same run, and every 20 s or so something is killed or frozen ─► compare ─► look around
+    calibrate ─► clean run ─► the same run, with a fault every 20 s or so ─► compare ─► look for leftovers
 
-Thrown are: SIGKILL and SIGSTOP of a rank, SIGKILL of all ranks at once, SIGTERM and SIGKILL of the driver (which is
-then started again with `--resume auto`), and SIGKILL of everything on a node. Faults may meet: the next one does not
-wait until the last one is overcome (the fourth does). It fails when a weight, an optimizer moment or a logged loss
-differs in one bit, when something outlives the run, or when the run does not end. A full disk is not thrown, for it
-cannot be made from outside: `--faults disk-full@...` of nanoray.launch is the way.
+The faults are SIGKILL and SIGSTOP of a rank, SIGKILL of all ranks at once, SIGTERM and SIGKILL of the driver (which is
+then started again with `--resume auto`), and SIGKILL of everything on a node. Faults may overlap: up to
+three may wait for recovery at a time. It fails when a weight, an optimizer moment or a logged loss
+differs in one bit, when something outlives the run, or when the run does not end. A full disk is not
+among them, because it cannot be made from outside: nanoray.launch has `--faults disk-full@...`.
 """
 
 from __future__ import annotations
@@ -16,32 +16,23 @@ import json
 import shutil
 import statistics
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanoray.bench import leaks
-from nanoray.bench.chaos import (
-    WEIGHTS,
-    Chaos,
-    Cluster,
-    Fault,
-    Seen,
-    SoakFailed,
-    Training,
-    events,
-    survive,
-)
-from nanoray.bench.processes import arm_environment
-from nanoray.bench.report import Report, Row, Target, markdown, number
+from nanoray.bench.chaos import WEIGHTS, Chaos, Cluster, Fault, Seen, SoakFailed, Training, events, survive
+from nanoray.bench.harness import leaks
+from nanoray.bench.harness.figure import figure
+from nanoray.bench.harness.plan import data_flags, words
+from nanoray.bench.harness.processes import arm_environment, scratch_folder
+from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, number, say, table
 from nanoray.config import load_config
-from nanoray.data import prepare
-from nanoray.devices import available_cpus, discover_gpus, local_slots
+from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
-from nanoray.failures import read_reports
+from nanoray.faults.cause import read_reports
+from nanoray.mesh.devices import available_cpus, discover_gpus, local_slots
 
 WRONG = "tensors and logged values that differ from the clean run's; what was left behind"
 CLEAN, FAULTY = "clean", "faulty"
@@ -69,14 +60,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--share", type=float, default=0.4, help="of these minutes for the clean run [0.4]")
     parser.add_argument("--seed", type=int, default=7, help="of kinds, moments and targets of the faults [7]")
     parser.add_argument("--every", type=float, default=20.0, metavar="S", help="mean seconds between faults [20]")
-    parser.add_argument("--most", type=int, default=10**6, metavar="N", help="throw N faults and no more")
+    parser.add_argument("--most", type=int, default=10**6, metavar="N", help="N faults at most")
     parser.add_argument("--nodes", type=int, choices=(1, 2), default=2, help="nodes; of two, one can be lost [2]")
     parser.add_argument("--workers", type=int, default=2, metavar="W", help="ranks; of two nodes, one has W - 1 [2]")
-    parser.add_argument("--device", default="cpu", help="as in nanoray.launch; GPUs round alike only if told to [cpu]")
+    parser.add_argument("--device", default="cpu", help="as in nanoray.launch; GPUs may not give equal bits [cpu]")
     parser.add_argument("--dataset", default="stdlib", help="as in nanoray.launch [stdlib]")
     parser.add_argument("--data_dir", default="", help="as in nanoray.launch")
     parser.add_argument(
-        "--shared", action="store_true", help="others use this machine: what is new in /tmp may be theirs"
+        "--shared", action="store_true", help="others use this machine: new files in /tmp may be theirs"
     )
     parser.add_argument("--keep", type=Path, metavar="DIR", help="an empty folder that keeps runs and logs")
 
@@ -95,24 +86,21 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     if sys.platform != "linux":
         raise ConfigError(f"soak finds its ranks in /proc, which {sys.platform} has not; run it on Linux")
     before = leaks.entries()
-    long = len(tempfile.gettempdir()) > 30  # Ray's sockets lie below it, and a socket's path has 107 characters
-    folder = Path(tempfile.mkdtemp(prefix="nrs-", dir="/tmp" if long else None))
-    (folder / "tmp").mkdir()
-    try:
-        _soak(args, report, folder, minutes)
-        _leftovers(report, "after the cluster's end", [*leaks.processes(str(folder))])
-    finally:
-        if args.keep:
-            for part in ("calibration", CLEAN, FAULTY):
-                if (folder / part).exists():
-                    shutil.copytree(folder / part, args.keep / part, symlinks=True)
-        shutil.rmtree(folder, ignore_errors=True)
+    with scratch_folder("nrs-") as folder:
+        try:
+            _soak(args, report, folder, minutes)
+            _leftovers(report, "after the cluster's end", [*leaks.processes(str(folder))])
+        finally:
+            if args.keep:
+                for part in ("calibration", CLEAN, FAULTY):
+                    if (folder / part).exists():
+                        shutil.copytree(folder / part, args.keep / part, symlinks=True)
     _leftovers(report, "in /tmp and /dev/shm", leaks.abandoned(before), judged=not args.shared)
 
 
 def _soak(args: argparse.Namespace, report: Report, folder: Path, minutes: float) -> None:
     slots = local_slots(args.device, args.workers, discover_gpus(), available_cpus())
-    data = {"dataset": args.dataset} | ({"data_dir": args.data_dir} if args.data_dir else {})
+    data = data_flags(args)
     prepared = prepare(load_config(overrides=dict(data)))  # now, and not in the first run
     env = arm_environment() | {"TMPDIR": str(folder / "tmp")}
     flags = RECIPE | data | {"device": args.device, "workers": args.workers}
@@ -122,8 +110,7 @@ def _soak(args: argparse.Namespace, report: Report, folder: Path, minutes: float
         def training(name: str, steps: int, save: int = 250) -> Training:
             own = flags | {"max_steps": steps, "warmup_steps": min(100, steps // 2), "ray_address": cluster.address}
             own |= {"checkpoint_every": save, "eval_every": 2 * save}
-            words = [word for key, value in own.items() for word in (f"--{key}", str(value))]
-            return Training([sys.executable, "-m", "nanoray.launch", *words], cluster, folder / name, steps)
+            return Training([sys.executable, "-m", "nanoray.launch", *words(own)], cluster, folder / name, steps)
 
         with training("calibration", CALIBRATION_STEPS) as run:
             survive(run, cluster, None, 300.0)
@@ -133,12 +120,12 @@ def _soak(args: argparse.Namespace, report: Report, folder: Path, minutes: float
         plan = f"{steps} steps, a checkpoint every {save}"
         report.conditions["recipe"] = f"{args.workers} ranks on {args.nodes} node(s), {plan}, {prepared.note}"
         report.conditions["seed"] = args.seed
-        _say(f"{steps} steps, {rate:.0f} a second; the clean run")
+        say(f"{steps} steps, {rate:.0f} a second; the clean run")
         with training(CLEAN, steps, save) as clean:
             clean_s = survive(clean, cluster, None, minutes * 60 + GRACE_S)
             _progress(report, CLEAN, clean, clean_s)
         chaos = Chaos(args.seed, args.every, args.most, args.nodes)
-        _say(f"{clean_s:.0f} s; the run under faults")
+        say(f"{clean_s:.0f} s; the run under faults")
         with training(FAULTY, steps, save) as faulty:
             try:
                 faulty_s = survive(faulty, cluster, chaos, minutes * 60 * 2 + GRACE_S)
@@ -149,14 +136,10 @@ def _soak(args: argparse.Namespace, report: Report, folder: Path, minutes: float
             finally:
                 _faults(report, faulty, chaos.thrown)
         _leftovers(report, "on the cluster", leaks.on_cluster(cluster.env))
-        runs = leaks.processes(str(faulty.out)) + [f"process {pid}: rank {seat}" for seat, pid in faulty.ranks()]
+        runs = leaks.processes(str(faulty.out)) + [f"process {pid}: rank {slot}" for slot, pid in faulty.ranks()]
         _leftovers(report, "beside the cluster", runs)
         _open_files(report, faulty)
     _judge(report)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 # What the two runs came to.
@@ -203,7 +186,7 @@ def _compare(report: Report, clean: Path | None, faulty: Path | None, steps: int
     """Compare the final checkpoints and all logged values of both runs, bit for bit."""
     import torch
 
-    from nanoray.checkpoint import newest_valid
+    from nanoray.checkpoint.find import newest_valid
 
     assert clean
     assert faulty
@@ -235,7 +218,7 @@ def _logged(run: Path) -> dict[tuple[int, str], float]:
 
 
 def _faults(report: Report, training: Training, thrown: list[Fault]) -> None:
-    """Say what was thrown and what came of it."""
+    """Add the faults, and what followed from them."""
     still = gaps(training.seen)
     for fault in thrown:
         ends = [until for since, until in still if since <= fault.at_s + 2 * GAP_S and until > fault.at_s]
@@ -253,9 +236,9 @@ def _faults(report: Report, training: Training, thrown: list[Fault]) -> None:
     for kind in counts:
         values = tuple(f.again_s for f in thrown if f.kind == kind and f.again_s is not None)
         if values:
-            report.rows.append(Row(kind, AGAIN, "s", values, "others that came meanwhile included"))
+            report.rows.append(Row(kind, AGAIN, "s", values, "includes faults that came before it had recovered"))
     if not thrown:
-        report.failures.append("no fault was thrown: the run ended before; raise --minutes or lower --every")
+        report.failures.append("no fault happened before the run ended; raise --minutes or lower --every")
 
 
 def _counted(counts: Counter[str]) -> str:
@@ -276,7 +259,7 @@ def _open_files(report: Report, training: Training) -> None:
         name, counts = max(lives.items(), key=lambda life: len(life[1]))
         most = counts[len(counts) // 5] + MOST_FDS
         grown = int(statistics.median(counts[-5:])) > most
-        note = f"of {name}, who lived {len(counts)} s: {counts[len(counts) // 5]} early, {counts[-1]} at the end"
+        note = f"of {name}, which lived {len(counts)} s: {counts[len(counts) // 5]} early, {counts[-1]} at the end"
         report.rows.append(Row(FAULTY, f"open files, {who}", "", (float(max(counts)),), note, wrong=int(grown)))
 
 
@@ -299,8 +282,6 @@ def _judge(report: Report) -> None:
 
 def lines(report: Report) -> list[str]:
     """Return the faults one by one, then the table of all rows."""
-    from nanoray.bench.report import aligned, table
-
     told = [("seconds", "step", "fault", "again after, s", "whom")]
     for fault in report_faults(report):
         again = "-" if fault["again_s"] is None else f"{fault['again_s']:.1f}"
@@ -321,24 +302,14 @@ def paste(report: Report) -> list[str]:
 
 def draw(report: Report, path: Path) -> None:
     """Draw steps over time of both runs, with a mark at each fault."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(11, 4), layout="constrained")
-    for arm, color in ((CLEAN, "0.6"), (FAULTY, "C0")):
-        if row := report.row(arm, WHOLE):
-            points = row.extra["steps_over_time"]
-            axes.plot([at for at, _ in points], [step for _, step in points], color=color, label=f"{arm} run")
-    marks = dict(zip(WEIGHTS, "vs*^XP", strict=True))
-    for kind in WEIGHTS:
-        hit = [fault for fault in report_faults(report) if fault["kind"] == kind]
-        if hit:
-            axes.plot([f["at_s"] for f in hit], [f["step"] for f in hit], marks[kind], label=f"{len(hit)} x {kind}")
-    axes.set(xlabel="seconds since the command", ylabel="optimizer steps done")
-    axes.legend(fontsize=8)
-    versions = " · ".join(f"{k} {v}" for k, v in report.conditions["versions"].items())
-    figure.supxlabel(f"{report.conditions['command']}  ·  {versions}", fontsize=7)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    with figure(report, path, (11, 4), (1, 1)) as (axes,):
+        for arm, color in ((CLEAN, "0.6"), (FAULTY, "C0")):
+            if row := report.row(arm, WHOLE):
+                points = row.extra["steps_over_time"]
+                axes.plot([at for at, _ in points], [step for _, step in points], color=color, label=f"{arm} run")
+        for kind, mark in zip(WEIGHTS, "vs*^XP", strict=True):
+            hit = [fault for fault in report_faults(report) if fault["kind"] == kind]
+            if hit:
+                axes.plot([f["at_s"] for f in hit], [f["step"] for f in hit], mark, label=f"{len(hit)} x {kind}")
+        axes.set(xlabel="seconds since the command", ylabel="optimizer steps done")
+        axes.legend(fontsize=8)

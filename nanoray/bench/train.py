@@ -9,40 +9,43 @@ Launchers, each running the same recipe with the same seed, round by round in ro
     torchtrainer       Ray Train's TorchTrainer around nanoray's recipe (ray_train_peer.py), on the same cluster
     torchtrainer-init  the same with its own Ray
 
-The cluster is this benchmark's own: a head that idles beside every arm, whichever is running. Then what a
-step costs on CPU (compute.py: baseline, engine, engine-2, and at width 384 baseline-384, engine-384), what measuring
-the collectives of two ranks costs and shows (untraced, every-50, always), and what watching costs (traffic.py).
+The cluster is a Ray head of the benchmark's own, which idles beside every arm. The ranks of `ray` and `torchrun` run
+the same loop and write the same files; under Ray they also answer the driver's questions and send it records and log
+lines. The cost of that traffic is the ratio of the two in CPU time per step, paired by round: 1 % of a step is less
+than the noise of wall-clock time on a shared machine.
+
+Then what a step costs on CPU (compute.py: baseline, engine, engine-2, and at width 384 baseline-384, engine-384), and
+what measuring the collectives of two ranks costs and shows (untraced, every-50, always).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
-import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from nanoray.bench.launchers import LAUNCHERS, METRICS, SAME_LOSS, Moments, command, run_once
-from nanoray.bench.processes import Child, ChildFailed, arm_environment, ray_head, session_members
-from nanoray.bench.report import Report, Row, Target, markdown, number
+from nanoray.bench.harness.figure import bars, figure, measured
+from nanoray.bench.harness.launchers import LAUNCHERS, METRICS, SAME_LOSS, TOO_SHORT, Moments, command, run_once
+from nanoray.bench.harness.plan import Plan, add_training_flags, chosen, data_flags, planned, rotated
+from nanoray.bench.harness.processes import Child, ChildFailed, python_in, session_members
+from nanoray.bench.harness.report import Report, Row, Target, markdown, say
+from nanoray.checkpoint.resume import open_run
 from nanoray.config import load_config
-from nanoray.data import prepare
-from nanoray.devices import Slots, available_cpus, cpu_features, discover_gpus, local_slots
+from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
-from nanoray.run import open_run
+from nanoray.mesh.devices import available_cpus, cpu_features, discover_gpus, local_slots
 
 NARROW, WIDE = ("baseline", "engine", "engine-2"), ("baseline-384", "engine-384")
 TRACED = {"untraced": "off", "every-50": "every=50", "always": "always"}  # arm -> --comm_trace, at two ranks
-ARMS = (*LAUNCHERS, *NARROW, *WIDE, *TRACED, "traffic")
-ON_CLUSTER = {"ray", "torchtrainer", "traffic"}
+ARMS = (*LAUNCHERS, *NARROW, *WIDE, *TRACED)
+ON_CLUSTER = {"ray", "torchtrainer"}
 WIDTH_384 = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "global_batch_size": 4}
 BF16_UNITS = frozenset({"amx_bf16", "avx512_bf16"})
 FIRST, WHOLE, STEP = (METRICS[name][0] for name in ("first_step_s", "whole_run_s", "step_ms"))
+RANKS_CPU, ALL_CPU = (METRICS[name][0] for name in ("rank_cpu_ms", "all_cpu_ms"))
 CPU_TIME = "CPU time of a step"
 BLOCKS_PER_ROUND = 4  # blocks of steps are short: more of them for the same minutes
 TRACED_STEPS = 100  # of one block: two windows of traced steps and one backward pass without collectives
@@ -53,33 +56,6 @@ COMM = {  # metric of a traced run -> (row, unit)
     "comm/ab_ms": ("comm: A/B cost", "ms"),
     "comm/busbw_gbps": ("comm: busbw", "GB/s"),
 }
-PAIRS_PER_ROUND = 12  # a loud and a quiet window: 1 % is little against the noise of a shared machine
-WINDOW_STEPS = 20
-
-
-@dataclass
-class Plan:
-    """What one call of this benchmark is going to do."""
-
-    args: argparse.Namespace
-    arms: list[str]
-    rounds: int
-    steps: int
-    slots: Slots
-    folder: Path
-    env: dict[str, str]
-    address: str = ""
-    broken: set[str] = field(default_factory=set)
-
-    @property
-    def data(self) -> dict[str, str]:
-        return {"dataset": self.args.dataset} | ({"data_dir": self.args.data_dir} if self.args.data_dir else {})
-
-    def recipe(self) -> list[str]:
-        """Return the flags that all launchers get."""
-        flags = {"preset": self.args.preset, "max_steps": self.steps, "eval_every": 0, "checkpoint_every": 0}
-        flags |= {"log_every": 10, "sample_tokens": 0, "device": self.args.device} | self.data
-        return [part for key, value in flags.items() for part in (f"--{key}", str(value))]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -87,74 +63,40 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arms", default="all", metavar="A,B", help=f"which of {', '.join(ARMS)} [all]")
     parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all launchers [5; 1 with --quick]")
     parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps of a launch [300; 30 with --quick]")
-    parser.add_argument("--workers", type=int, metavar="W", help="ranks [every GPU or slice, else 2 on CPU]")
-    parser.add_argument("--device", default="auto", help="as in nanoray.launch [auto]")
-    parser.add_argument("--preset", default="shakespeare-cpu", help="the launchers' recipe [shakespeare-cpu]")
-    parser.add_argument("--dataset", default="auto", help="as in nanoray.launch [auto]")
-    parser.add_argument("--data_dir", default="", help="as in nanoray.launch")
-    parser.add_argument("--timeout_s", type=float, default=600.0, help="an arm that takes longer has failed [600]")
+    add_training_flags(parser, preset="shakespeare-cpu", timeout_s=600)
+    loops = "recipe of the arms that run on CPU always: baseline, engine, untraced, ... [%(default)s]"
+    parser.add_argument("--loop_preset", default="shakespeare-cpu", metavar="NAME", help=loops)
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
     """Run every arm that was asked for and fill the report. Nothing that it starts outlives it."""
-    arms = _chosen(args.arms)
-    rounds, steps = args.rounds or (1 if args.quick else 5), args.steps or (30 if args.quick else 300)
-    if rounds < 1 or steps < 2:
-        raise ConfigError(f"rounds = {rounds}, steps = {steps}; at least 1 round of 2 steps is needed")
+    arms = chosen(args.arms, ARMS)
+    args.rounds, args.steps = args.rounds or (1 if args.quick else 5), args.steps or (30 if args.quick else 300)
+    if args.rounds < 1 or args.steps < 2:
+        raise ConfigError(f"rounds = {args.rounds}, steps = {args.steps}; at least 1 round of 2 steps is needed")
     slots = local_slots(args.device, args.workers, discover_gpus(), available_cpus())
-    long = len(tempfile.gettempdir()) > 30  # Ray's sockets lie below it, and a socket's path has 107 characters
-    folder = Path(tempfile.mkdtemp(prefix="nrb-", dir="/tmp" if long else None))
-    (folder / "tmp").mkdir()  # torchrun and killed daemons leave things in TMPDIR
-    plan = Plan(args, arms, rounds, steps, slots, folder, arm_environment() | {"TMPDIR": str(folder / "tmp")})
-    try:
-        with ExitStack() as stack:
-            data = prepare(load_config(preset=args.preset, overrides=plan.data))  # now, and not in the first arm
-            report.conditions["recipe"] = f"preset {args.preset}, {steps} steps, {slots.workers} rank(s), {data.note}"
-            _start_cluster(plan, report, stack)
-            _launch(plan, report)
-            _compute(plan, report, NARROW, {})
-            _compute(plan, report, WIDE, WIDTH_384)
-            _compute(plan, report, tuple(TRACED), {})
-            _communication(plan, report)
-            if "traffic" in arms:
-                _traffic(plan, report)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with planned(args, arms, slots) as (plan, stack):
+        recipe = f"preset {args.preset}, {args.steps} steps, {slots.workers} rank(s), {plan.note}"
+        report.conditions["recipe"] = recipe
+        plan.start_head(report, [arm for arm in arms if arm in ON_CLUSTER], stack)
+        _idle_head(plan, report)
+        _launch(plan, report)
+        _compute(plan, report, NARROW, {})
+        _compute(plan, report, WIDE, WIDTH_384)
+        _compute(plan, report, tuple(TRACED), {})
+        _communication(plan, report)
     _judge(report)
 
 
-def _chosen(text: str) -> list[str]:
-    names = list(ARMS) if text == "all" else [name.strip() for name in text.split(",")]
-    if strangers := [name for name in names if name not in ARMS]:
-        raise ConfigError(f"unknown arm {strangers[0]}; known: {', '.join(ARMS)}")
-    return [arm for arm in ARMS if arm in names]
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _fail(plan: Plan, report: Report, arm: str, error: Exception) -> None:
-    plan.broken.add(arm)
-    report.failures.append(f"{arm}: {error}")
-    _say(f"FAILED  {arm}: {error}")
-
-
-def _start_cluster(plan: Plan, report: Report, stack: ExitStack) -> None:
-    """Start the cluster that the arms on a cluster share, and measure what it costs when idle."""
-    users = [arm for arm in plan.arms if arm in ON_CLUSTER]
-    if not users:
+def _idle_head(plan: Plan, report: Report) -> None:
+    """Measure what the Ray head costs when it has nothing to do."""
+    if plan.head is None:
         return
-    try:
-        plan.address, head = stack.enter_context(ray_head(plan.folder / "ray", plan.env, plan.slots))
-    except (ChildFailed, OSError) as error:
-        for arm in users:
-            _fail(plan, report, arm, error)
-        return
-    time.sleep(5)  # its workers start
-    before, start = session_members(head.process.pid), time.monotonic()
-    time.sleep(5)
-    after, seconds = session_members(head.process.pid), time.monotonic() - start
+    wait_s = 0.5 if plan.args.quick else 5.0
+    time.sleep(wait_s)  # its workers start
+    before, start = session_members(plan.head.process.pid), time.monotonic()
+    time.sleep(wait_s)
+    after, seconds = session_members(plan.head.process.pid), time.monotonic() - start
     if after:
         busy = 100 * sum(after[pid] - before.get(pid, 0.0) for pid in after) / seconds
         report.rows.append(Row("idle Ray head", "CPU use", "% of a core", (busy,), "it runs beside every arm"))
@@ -162,37 +104,38 @@ def _start_cluster(plan: Plan, report: Report, stack: ExitStack) -> None:
 
 def _launch(plan: Plan, report: Report) -> None:
     """Run the launchers, round by round, and add their rows."""
-    arms = [arm for arm in plan.arms if arm in LAUNCHERS]
+    arms, steps = [arm for arm in plan.arms if arm in LAUNCHERS], plan.args.steps
     found: dict[str, list[Moments]] = {arm: [] for arm in arms}
-    for turn in range(plan.rounds):
-        for arm in arms[turn % max(1, len(arms)) :] + arms[: turn % max(1, len(arms))]:
+    recipe = plan.recipe({"max_steps": steps, "checkpoint_every": 0, "log_every": 10})
+    for turn in range(plan.args.rounds):
+        for arm in rotated(arms, turn):
             if arm in plan.broken:
                 continue
-            argv = command(arm, plan.slots.workers, plan.recipe(), plan.address)
+            argv, head = command(arm, plan.slots.workers, recipe, plan.address, python_in(plan.folder)), plan.head
             try:
-                run = run_once(argv, plan.env, plan.folder / f"{arm}-{turn}", plan.args.timeout_s, plan.steps)
+                head = head if arm in ON_CLUSTER else None
+                run = run_once(argv, plan.env, plan.folder / f"{arm}-{turn}", plan.args.timeout_s, steps, head)
             except ChildFailed as error:
-                _fail(plan, report, arm, error)
+                plan.fail(report, arm, error)
                 continue
             found[arm].append(run)
-            _say(
-                f"round {turn + 1}/{plan.rounds}  {arm:<17}  first step {run.first_step_s:.2f} s  "
+            say(
+                f"round {turn + 1}/{plan.args.rounds}  {arm:<17}  first step {run.first_step_s:.2f} s  "
                 f"whole run {run.whole_run_s:.2f} s  step {run.step_ms:.1f} ms  loss {run.last_loss:.4f}"
             )
     for name, (metric, unit) in METRICS.items():
         for arm in arms:
             if arm not in plan.broken or metric in (FIRST, WHOLE, STEP):
-                report.rows.append(_row(plan, arm, metric, unit, [getattr(run, name) for run in found[arm]]))
+                values = [value for run in found[arm] if (value := getattr(run, name)) is not None]
+                short = len(values) < len(found[arm])  # rounds would no longer pair up
+                report.rows.append(
+                    plan.row(arm, metric, unit, () if short else values, skipped=TOO_SHORT if short else "")
+                )
     last = {arm: runs[-1].last_loss for arm, runs in found.items() if runs and arm not in plan.broken}
     for arm, loss in last.items():  # wrong results, fast, are no results
         reference = next(iter(last.values()))
         if abs(loss - reference) > SAME_LOSS * abs(reference):
-            report.failures.append(f"{arm}: wrong: loss {loss:.4f} after {plan.steps} steps, others {reference:.4f}")
-
-
-def _row(plan: Plan, arm: str, metric: str, unit: str, values: list[float], note: str = "") -> Row:
-    broken = arm in plan.broken
-    return Row(arm, metric, unit, () if broken else tuple(values), note, "see FAILED below" if broken else "")
+            report.failures.append(f"{arm}: wrong: loss {loss:.4f} after {steps} steps, others {reference:.4f}")
 
 
 def _compute(plan: Plan, report: Report, group: tuple[str, ...], shape: dict[str, int]) -> None:
@@ -200,8 +143,8 @@ def _compute(plan: Plan, report: Report, group: tuple[str, ...], shape: dict[str
     arms = [arm for arm in plan.arms if arm in group]
     if not arms:
         return
-    traced = group == tuple(TRACED)
-    blocks = 3 if plan.args.quick else (2 if traced else BLOCKS_PER_ROUND) * plan.rounds
+    traced, timeout_s = group == tuple(TRACED), plan.args.timeout_s
+    blocks = 1 if plan.args.quick else (2 if traced else BLOCKS_PER_ROUND) * plan.args.rounds
     found: dict[str, list[tuple[float, float]]] = {arm: [] for arm in arms}
     with ExitStack() as stack:
         ranks: dict[str, list[Child]] = {}
@@ -209,27 +152,28 @@ def _compute(plan: Plan, report: Report, group: tuple[str, ...], shape: dict[str
             ranks[arm] = []
             try:
                 _start_arm(plan, arm, shape, ranks[arm], stack)
-                found[arm] = [_block(ranks[arm], 5 if not shape else 1)]
-                _say(f"warm  {arm:<13} {found[arm][0][0]:.1f} ms")
+                found[arm] = [_block(ranks[arm], 5 if not shape else 1, timeout_s)]
+                say(f"warm  {arm:<13} {found[arm][0][0]:.1f} ms")
             except ChildFailed as error:
-                _fail(plan, report, arm, error)
+                plan.fail(report, arm, error)
         fastest_ms = min((values[0][0] for values in found.values() if values), default=1000.0)
-        steps = max(2, round((200 if plan.args.quick else 1000) / fastest_ms))
+        steps = max(1, round((200 if plan.args.quick else 1000) / fastest_ms))
         if traced:
             steps = TRACED_STEPS // 2 if plan.args.quick else TRACED_STEPS
-        for turn in range(-1, blocks):  # one more, thrown away: memory and caches settle
-            for arm in arms[turn % len(arms) :] + arms[: turn % len(arms)]:
+        settle = 0 if plan.args.quick else 1  # a block that does not count: memory and caches settle
+        for turn in range(-settle, blocks):
+            for arm in rotated(arms, turn):
                 try:
                     if arm not in plan.broken:
-                        found[arm].append(_block(ranks[arm], steps))
+                        found[arm].append(_block(ranks[arm], steps, timeout_s))
                 except ChildFailed as error:
-                    _fail(plan, report, arm, error)
-    note = f"blocks of {steps} steps; preset shakespeare-cpu" + (", width 384, T 256, batch 4" if shape else "")
+                    plan.fail(report, arm, error)
+    note = f"blocks of {steps} steps; preset {plan.args.loop_preset}" + (", width 384, T 256, batch 4" if shape else "")
     for arm in arms:
-        report.rows.append(_row(plan, arm, "compute: step", "ms", [step for step, _ in found[arm][2:]], note))
+        report.rows.append(plan.row(arm, "compute: step", "ms", [step for step, _ in found[arm][1 + settle :]], note))
         if traced:
-            cpu = [cpu for _, cpu in found[arm][2:]]
-            report.rows.append(_row(plan, arm, CPU_TIME, "ms", cpu, "all threads of both ranks"))
+            cpu = [cpu for _, cpu in found[arm][1 + settle :]]
+            report.rows.append(plan.row(arm, CPU_TIME, "ms", cpu, "all threads of both ranks"))
 
 
 def _communication(plan: Plan, report: Report) -> None:
@@ -242,18 +186,16 @@ def _communication(plan: Plan, report: Report) -> None:
         for metric, (name, unit) in COMM.items():
             values = [r[metric] for r in records if metric in r]
             if values:  # a short run has no A/B comparison
-                report.rows.append(_row(plan, arm, name, unit, values, "of a step, as the run itself recorded it"))
+                report.rows.append(plan.row(arm, name, unit, values, "of a step, as the run itself recorded it"))
 
 
 def _start_arm(plan: Plan, arm: str, shape: dict[str, int], ranks: list[Child], stack: ExitStack) -> None:
-    kind, world = (
-        ("baseline" if arm.startswith("baseline") else "engine"),
-        2 if arm == "engine-2" or arm in TRACED else 1,
-    )
+    """Start the processes of an arm, add them to `ranks`, and wait until they are ready for their first step."""
+    kind, world = "baseline" if arm.startswith("baseline") else "engine", 2 if arm in ("engine-2", *TRACED) else 1
     values = {"name": arm, "out_dir": str(plan.folder), "max_steps": 10**6, "eval_every": 0, "checkpoint_every": 0}
-    values |= {"log_every": 10, "device": "cpu", "timeout_s": plan.args.timeout_s} | shape | plan.data
-    values |= {"comm_trace": TRACED.get(arm, "off")}
-    config = load_config(preset="shakespeare-cpu", overrides=values)
+    values |= {"log_every": 10, "device": "cpu", "timeout_s": plan.args.timeout_s} | shape
+    values |= data_flags(plan.args) | {"comm_trace": TRACED.get(arm, "off")}
+    config = load_config(preset=plan.args.loop_preset, overrides=values)
     spec = open_run(config, prepare(config), time.time())
     order = {"arm": kind, "world": world, "threads": max(1, int(available_cpus() / world))}
     order["spec"] = str(spec.folder / "run.json")
@@ -262,42 +204,17 @@ def _start_arm(plan: Plan, arm: str, shape: dict[str, int], ranks: list[Child], 
         argv = [sys.executable, "-m", "nanoray.bench.compute", json.dumps(order | {"rank": rank})]
         ranks.append(stack.enter_context(Child(argv, env, spec.folder / f"output{rank}.log", pipes=True)))
         if world > 1 and rank == 0:
-            order |= ranks[0].answer(60)  # the port at which it serves the store
+            order |= ranks[0].answer(plan.args.timeout_s)  # the port at which it serves the store
     for child in ranks:
-        child.answer(120)  # ready
+        child.answer(plan.args.timeout_s)  # ready
 
 
-def _block(ranks: list[Child], steps: int) -> tuple[float, float]:
+def _block(ranks: list[Child], steps: int, timeout_s: float) -> tuple[float, float]:
     """Let an arm run `steps` steps; return milliseconds per step: wall time, and CPU time of all ranks together."""
     for child in ranks:
         child.ask(str(steps))
-    answers = [child.answer(120) for child in ranks]
+    answers = [child.answer(timeout_s) for child in ranks]
     return max(a["step_ms"] for a in answers), sum(a["cpu_ms"] for a in answers)
-
-
-def _traffic(plan: Plan, report: Report) -> None:
-    """Run the loud and quiet windows on the cluster, and add their ratios."""
-    name, metric = "traffic", "step, loud / quiet"
-    pairs = 2 if plan.args.quick else PAIRS_PER_ROUND * plan.rounds
-    values = {"name": name, "out_dir": str(plan.folder), "log_every": 10, "eval_every": 0, "checkpoint_every": 0}
-    values |= {"max_steps": 2 * pairs * WINDOW_STEPS + 10, "sample_tokens": 0, "device": "cpu"} | plan.data
-    result: dict[str, Any] = {"ratios": [], "cpu_ratios": [], "emit_ms": [], "quiet_ms": []}
-    if name not in plan.broken:
-        config = load_config(preset="shakespeare-cpu", overrides=values)
-        spec = open_run(config, prepare(config), time.time())
-        argv = [sys.executable, "-m", "nanoray.bench.traffic", str(spec.folder / "run.json"), plan.address]
-        try:
-            with Child([*argv, str(WINDOW_STEPS)], plan.env, spec.folder / "output.log") as child:
-                child.wait(plan.args.timeout_s)
-                result = json.loads(child.tail().splitlines()[-1])
-        except (ChildFailed, ValueError) as error:
-            _fail(plan, report, name, error)
-    note = f"windows of {WINDOW_STEPS} steps with all reporting / with none of it"
-    report.rows.append(_row(plan, name, f"CPU time of a {metric}", "ratio", result["cpu_ratios"], note))
-    report.rows.append(_row(plan, name, metric, "ratio", result["ratios"], "the same by the wall clock"))
-    report.rows.append(_row(plan, name, "quiet step", "ms", result["quiet_ms"]))
-    note = "what of it the loop waits for: jsonl, TensorBoard, Ray gauges; one record every 10 steps"
-    report.rows.append(_row(plan, name, "callbacks of a record", "ms", result["emit_ms"], note))
 
 
 def _judge(report: Report) -> None:
@@ -305,6 +222,8 @@ def _judge(report: Report) -> None:
     wide_excuse = "" if cpu_features() & BF16_UNITS else "this CPU has neither amx_bf16 nor avx512_bf16"
     pairs = (
         ("ray", "torchrun", STEP, "<=", 1.02, ""),
+        ("ray", "torchrun", RANKS_CPU, "<=", 1.01, ""),  # the cost of the traffic between ranks and driver
+        ("ray", "torchrun", ALL_CPU, "", 0.0, ""),
         ("ray", "torchrun", FIRST, "<=", 1.15, ""),
         ("ray", "torchtrainer", FIRST, "<=", 0.35, ""),
         ("ray-init", "torchtrainer-init", FIRST, "", 0.0, ""),
@@ -320,59 +239,43 @@ def _judge(report: Report) -> None:
         row = report.compare(upper, lower, metric)
         if row and relation:
             report.targets.append(Target(f"{metric}, {row.arm}", row, relation, limit, excuse))
-    row = report.row("traffic", "CPU time of a step, loud / quiet")
-    if row:
-        report.targets.append(Target("metrics, log and health traffic, CPU time loud / quiet", row, "<=", 1.01))
 
 
 def paste(report: Report) -> list[str]:
     """Return tables for a README: medians with their range."""
 
     def cell(arm: str, metric: str) -> str:
-        row = report.row(arm, metric)
-        if row is None or not row.values:
-            return "FAILED"
-        return f"{number(row.median)} ({number(min(row.values))}–{number(max(row.values))})"
+        return report.cell(arm, metric, "range")
 
     launched = [arm for arm in LAUNCHERS if report.row(arm, FIRST)]
     lines: list[str] = []
     if launched:
-        header = ("started by", "command to first step, s", "whole run, s", "step, ms")
-        lines += markdown(header, [(arm, *(cell(arm, m) for m in (FIRST, WHOLE, STEP))) for arm in launched])
+        timed = [metric for metric in (RANKS_CPU, ALL_CPU) if any(report.row(arm, metric) for arm in launched)]
+        header = ("started by", "command to first step, s", "whole run, s", "step, ms", *(f"{m}, ms" for m in timed))
+        lines += markdown(header, [(arm, *(cell(arm, m) for m in (FIRST, WHOLE, STEP, *timed))) for arm in launched])
     computed = [arm for arm in (*NARROW, *WIDE, *TRACED) if report.row(arm, "compute: step")]
     if computed:
         shown = [name for name, _ in COMM.values() if any(report.row(arm, name) for arm in computed)]
         names = ["loop, on CPU", "step, ms", *(f"{n}, {u}" for n, u in COMM.values() if n in shown)]
-        cells = [[a, *(cell(a, m) if report.row(a, m) else "" for m in ("compute: step", *shown))] for a in computed]
+        cells = [[a, *(cell(a, m) for m in ("compute: step", *shown))] for a in computed]
         lines += ["", *markdown(names, cells)]
     return lines
 
 
 def draw(report: Report, path: Path) -> None:
     """Draw the way to the first step, split into its parts, and the step times; bars are medians, lines min to max."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
-    started = [arm for arm in LAUNCHERS if (row := report.row(arm, FIRST)) and row.values]
-    begin = dict.fromkeys(started, 0.0)
-    for name in ("imports_s", "until_rank_s", "until_step_s"):
-        rows = [row for arm in started if (row := report.row(arm, METRICS[name][0]))]
-        widths = [row.median for row in rows]
-        left.barh(started, widths, left=[begin[a] for a in started], label=METRICS[name][0].removeprefix("of it: "))
-        begin = {arm: begin[arm] + width for arm, width in zip(started, widths, strict=True)}
-    left.set(title="command to first optimizer step", xlabel="seconds, medians")
-    left.legend(fontsize=8)
-    timed = [r for r in report.rows if r.metric in (STEP, "compute: step") and r.unit == "ms" and r.values]
-    timed = [r for r in timed if r.arm not in WIDE]  # another scale
-    spread = [[r.median - min(r.values) for r in timed], [max(r.values) - r.median for r in timed]]
-    right.barh([r.arm for r in timed], [r.median for r in timed], xerr=spread, color="0.6", capsize=3)
-    right.set(title="optimizer step", xlabel="ms, median and range")
-    for axes in (left, right):
-        axes.invert_yaxis()
-    versions = " · ".join(f"{k} {v}" for k, v in report.conditions["versions"].items())
-    figure.supxlabel(f"{report.conditions['command']}  ·  {versions}", fontsize=7)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    with figure(report, path) as (left, right):
+        started = [row.arm for row in measured(report, LAUNCHERS, FIRST)]
+        begin = dict.fromkeys(started, 0.0)
+        for name in ("imports_s", "until_rank_s", "until_step_s"):
+            rows, label = measured(report, started, METRICS[name][0]), METRICS[name][0].removeprefix("of it: ")
+            bars(left, rows, left=[begin[r.arm] for r in rows], xerr=None, label=label)
+            begin |= {row.arm: begin[row.arm] + row.median for row in rows}
+        left.set(title="command to first optimizer step", xlabel="seconds, medians")
+        if started:
+            left.legend(fontsize=8)
+        timed = measured(report, LAUNCHERS, STEP) + measured(report, (*NARROW, *TRACED), "compute: step")
+        bars(right, timed, color="0.6")  # without WIDE, which needs another scale
+        right.set(title="optimizer step", xlabel="ms, median and range")
+        for axes in (left, right):
+            axes.invert_yaxis()

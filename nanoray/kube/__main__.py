@@ -1,11 +1,11 @@
-"""`nanoray kube render|submit|status|logs|stop|fetch`: the configuration that trains locally, trained on Kubernetes.
+"""`nanoray kube render|submit|status|logs|stop|fetch`: run a configuration on Kubernetes with KubeRay.
 
-render   write the objects to stdout, checked; nothing is asked of a cluster
-submit   apply them, follow status and the driver's log until the job is over; exit with its verdict
+render   check the objects and write them to stdout, without a cluster
+submit   apply them, follow status and the driver's log until the job ends; exit with its result
 status   the job, its pods, and what keeps them from running
-logs     the driver's log; --follow until the job is over
-stop     ask Ray to stop the job, which writes a checkpoint; --delete removes what was applied for it
-fetch    copy a run folder from the volume to here
+logs     the driver's log; --follow until the job ends
+stop     stop the job, which writes a checkpoint; --delete also removes its objects
+fetch    copy a run folder from the volume to this machine
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from nanoray.config import Kube, Loaded, make_config
+from nanoray.cli import Loaded, run_command, run_subcommand
+from nanoray.config import Kube, make_config
 from nanoray.kube.cluster import TERMINAL, Api, Follower, KubeError, check_operator, ray_api, troubles
 from nanoray.kube.fetch import fetch
 from nanoray.kube.kustomize import to_yaml
 from nanoray.kube.render import job_name, render
-from nanoray.report import run_command, run_subcommand
 
 STOP_S = 120.0
 
@@ -42,8 +42,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _make(name: str, command: Callable[[Loaded, float], int], argv: list[str]) -> int:
-    """Run a command that takes a run's flags and those of Kube."""
-    what = f"{name} a training run on Kubernetes; every flag of nanoray.launch works here too"
+    """Run a command that takes the flags of a run and those of Kube."""
+    what = f"{name} a training run on Kubernetes; takes every flag of nanoray.launch, too"
     own, rest = _kube_flags(name, argv)
     return run_command(lambda loaded, started: command(_with(loaded, own), started), rest, f"nanoray kube {name}", what)
 
@@ -63,18 +63,18 @@ def _kube_flags(command: str, argv: list[str]) -> tuple[dict[str, str], list[str
 
 
 def _with(loaded: Loaded, own: dict[str, str]) -> Loaded:
-    """Lay the flags of Kube over the file's `kube:`."""
+    """Override the file's `kube:` by the flags of Kube."""
     kube = make_config(loaded.config.model_dump() | {"kube": loaded.config.kube.model_dump() | own}).kube
     return replace(loaded, config=loaded.config.model_copy(update={"kube": kube}))
 
 
 def _render(loaded: Loaded, started: float) -> int:
-    print(to_yaml(render(loaded.config, _stamp(started))), end="")
+    print(to_yaml(render(loaded.config, _timestamp(started))), end="")
     return 0
 
 
 def _submit(loaded: Loaded, started: float) -> int:
-    objects = render(loaded.config, _stamp(started))
+    objects = render(loaded.config, _timestamp(started))
     name, namespace = job_name(loaded.config.name), loaded.config.kube.namespace
     if loaded.dry_run:
         print("\n".join(f"would apply {o['kind']} {o['metadata']['name']}" for o in objects))
@@ -83,7 +83,7 @@ def _submit(loaded: Loaded, started: float) -> int:
     print(check_operator(api))
     _refuse_running(api, namespace, name)
     for thing in objects:
-        if thing["kind"] == "Job":  # it cannot be changed, and an old one may have another image
+        if thing["kind"] == "Job":  # Jobs are immutable, and an old one may have another image
             _delete(api, namespace, "Job", thing["metadata"]["name"])
         api.apply(thing)
         print(f"apply  {thing['kind']} {thing['metadata']['name']}")
@@ -94,7 +94,7 @@ def _submit(loaded: Loaded, started: float) -> int:
 
 
 def _refuse_running(api: Api, namespace: str, name: str) -> None:
-    """A RayJob that is over is replaced; one that runs is not touched."""
+    """Delete a finished RayJob of this name. Raises KubeError when it still runs."""
     job = api.find("RayJob", namespace, name)
     if job is None:
         return
@@ -106,7 +106,7 @@ def _refuse_running(api: Api, namespace: str, name: str) -> None:
     _delete(api, namespace, "RayJob", name)
 
 
-def _stamp(started: float) -> str:
+def _timestamp(started: float) -> str:
     return time.strftime("%Y%m%d-%H%M%S", time.gmtime(started))
 
 
@@ -146,8 +146,8 @@ def _status(argv: list[str]) -> int:
 
 
 def _logs(argv: list[str]) -> int:
-    parser = _parser("logs", "print what the driver said: all ranks speak through it")
-    parser.add_argument("--follow", action="store_true", help="go on until the job is over, and exit with its verdict")
+    parser = _parser("logs", "print the driver's log, which has the lines of all ranks")
+    parser.add_argument("--follow", action="store_true", help="follow until the job ends, and exit with its result")
     args = parser.parse_args(argv)
     api, name, status = _found(args)
     follower = Follower(api, args.namespace, name, say=lambda line: print(line, flush=True))
@@ -178,8 +178,8 @@ def _stop(argv: list[str]) -> int:
 
 
 def _fetch(argv: list[str]) -> int:
-    parser = _parser("fetch", "copy the newest run folder of a job, with its checkpoints, from the volume to here")
-    parser.add_argument("--out_dir", default="runs", help="where to [runs]")
+    parser = _parser("fetch", "copy the newest run folder of a job, with its checkpoints, to this machine")
+    parser.add_argument("--out_dir", default="runs", help="parent of the copy [runs]")
     parser.add_argument("--run", default="", help="the run folder's name [the newest of the job]")
     args = parser.parse_args(argv)
     path = fetch(Api(), args.namespace, job_name(args.name), args.run, args.out_dir)
@@ -188,7 +188,7 @@ def _fetch(argv: list[str]) -> int:
 
 
 def _found(args: argparse.Namespace) -> tuple[Api, str, dict[str, Any]]:
-    """Return the cluster, the name of the job there, and its status."""
+    """Return the API, the job's name on the cluster, and its status. Raises KubeError."""
     api, name = Api(), job_name(args.name)
     return api, name, _job(api, args.namespace, name).get("status", {})
 
@@ -202,7 +202,7 @@ def _job(api: Api, namespace: str, name: str) -> dict[str, Any]:
 
 
 def _delete(api: Api, namespace: str, kind: str, name: str) -> None:
-    """Delete an object and what it owns, and wait until it is gone; none is as good."""
+    """Delete an object and what it owns, if it exists, and wait until it is gone."""
     api.delete(kind, namespace, name)
     _wait(lambda: api.find(kind, namespace, name) is None, STOP_S)
 
@@ -211,7 +211,7 @@ def _wait(ready: Callable[[], bool], seconds: float) -> None:
     end = time.monotonic() + seconds
     while not ready():
         if time.monotonic() > end:
-            raise KubeError(f"the cluster did not do it within {seconds:g} s; look at kubectl describe rayjob")
+            raise KubeError(f"the cluster did not finish within {seconds:g} s; see kubectl describe rayjob")
         time.sleep(1)
 
 

@@ -1,8 +1,8 @@
-"""Talk to a cluster: apply, follow, stop, and say in one line what is wrong with it.
+"""A Kubernetes cluster: apply objects, follow and stop a job, and report what is wrong in one line.
 
-Kubernetes is asked through the official client, Ray's jobs API through the API server's proxy, so that a kubeconfig
-is all that is needed: no port-forward, no ingress. Ray's token travels in X-Ray-Authorization, because the API server
-keeps the Authorization header for itself.
+Kubernetes is called through the official client, and Ray's jobs API through the API server's proxy. So a kubeconfig is
+enough: no port-forward, no ingress. Ray's token travels in X-Ray-Authorization, because the API server consumes the
+Authorization header.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ TERMINAL = ("Complete", "Failed", "ValidationFailed")
 
 
 class KubeError(NanorayError):
-    """The cluster cannot do what was asked: what it said, and the remedy."""
+    """The cluster refused or failed an operation."""
 
     exit_code = 4
 
 
 class ApiError(KubeError):
-    """What the API server answered in place of an object."""
+    """The API server answered with an error status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"the cluster answered {status}: {message}")
@@ -64,7 +64,7 @@ class ApiError(KubeError):
 
 
 class Api:
-    """The API server of the current context of KUBECONFIG. Raises KubeError when there is none."""
+    """The API server of KUBECONFIG's current context. Raises KubeError when there is none."""
 
     def __init__(self, context: str | None = None) -> None:
         try:
@@ -91,14 +91,14 @@ class Api:
         query: tuple[tuple[str, str], ...] = (),
         headers: dict[str, str] | None = None,
     ) -> Any:
-        """Return the decoded answer (text where it is no JSON). Raises ApiError, or KubeError when nobody answers."""
+        """Return the decoded answer (text if it is not JSON). Raises ApiError, or KubeError without an answer."""
         sent = {"Accept": "application/json", "Content-Type": "application/json"} | (headers or {})
         serialize = self._client.param_serialize
         request = serialize(method, path, None, list(query), sent, body, auth_settings=["BearerToken"])
         try:
             response = self._client.call_api(*request, _request_timeout=(5, 30))
             text = (response.read() or b"").decode("utf-8", "replace")
-        except Exception as error:  # urllib3's own, and ssl's
+        except Exception as error:  # urllib3's and ssl's classes
             host = self._client.configuration.host
             raise KubeError(
                 f"no answer from the cluster at {host}: {_short(error)}; check KUBECONFIG and VPN"
@@ -116,7 +116,7 @@ class Api:
         return self.call("GET", path_of(kind, namespace, name), query=query)
 
     def find(self, kind: str, namespace: str, name: str) -> Object | None:
-        """Return one object, None when it is not there. Raises ApiError."""
+        """Return one object, None if it does not exist. Raises ApiError."""
         try:
             found: Object = self.get(kind, namespace, name)
             return found
@@ -126,13 +126,13 @@ class Api:
             raise
 
     def delete(self, kind: str, namespace: str, name: str) -> None:
-        """Delete an object and what it owns; one that is not there is no error. Raises ApiError."""
+        """Delete an object, if it exists, and what it owns. Raises ApiError."""
         if self.find(kind, namespace, name) is not None:
             query = (("propagationPolicy", "Background"),)
             self.call("DELETE", path_of(kind, namespace, name), query=query)
 
     def apply(self, thing: Object) -> None:
-        """Create or update one object on the server's side. Raises KubeError in the user's words."""
+        """Create or update one object (server-side apply). Raises KubeError with a remedy."""
         namespace, name = thing["metadata"].get("namespace", ""), thing["metadata"]["name"]
         query = (("fieldManager", MANAGER), ("force", "true"))
         try:
@@ -142,7 +142,7 @@ class Api:
             raise KubeError(_refusal(thing["kind"], name, namespace, error)) from None
 
     def run_in(self, pod: str, namespace: str, command: list[str]) -> str:
-        """Run a command in a pod and return its standard output. Raises KubeError with what it said when it failed."""
+        """Run a command in a pod and return its standard output. Raises KubeError with its error output."""
         from kubernetes import client, stream
 
         try:
@@ -159,7 +159,7 @@ class Api:
             )
             channel.run_forever(timeout=600)
             out, code = channel.read_stdout(), channel.returncode
-        except Exception as error:  # websocket's own, and the client's
+        except Exception as error:  # websocket's and the client's classes
             raise KubeError(f"{' '.join(command)} in pod {pod}: {_short(error)}; needs create on pods/exec") from None
         if code:
             raise KubeError(f"{' '.join(command)} in pod {pod} ended with {code}: {_short(channel.read_stderr())}")
@@ -198,11 +198,8 @@ def _refusal(kind: str, name: str, namespace: str, error: ApiError) -> str:
     return text
 
 
-# Before anything is applied.
-
-
 def check_operator(api: Api) -> str:
-    """Return a line about KubeRay. Raises KubeError when it is missing or too old; silent where it may not be read."""
+    """Return a line with KubeRay's version, if it may be read. Raises KubeError when KubeRay is missing or too old."""
     try:
         api.call("GET", "/apis/ray.io/v1")
     except ApiError as error:
@@ -224,12 +221,9 @@ def check_operator(api: Api) -> str:
     return f"kuberay: {versions[0] if versions else 'version unknown'}"
 
 
-# What goes on.
-
-
 @dataclass
 class Trouble:
-    """Something that keeps a pod from running, in one line; `fatal` when waiting will not help."""
+    """A reason why a pod does not run, in one line; `fatal` when waiting will not help."""
 
     pod: str
     text: str
@@ -240,7 +234,7 @@ _IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNever
 
 
 def troubles(pods: list[Object]) -> list[Trouble]:
-    """Return what keeps pods from running, from their status alone."""
+    """Return what keeps these pods from running, read from their status."""
     found = []
     for pod in pods:
         name, status = pod["metadata"]["name"], pod.get("status", {})
@@ -268,7 +262,7 @@ def troubles(pods: list[Object]) -> list[Trouble]:
 
 @dataclass
 class Follower:
-    """Follow one RayJob until it is terminal: its status, its pods' troubles, and the log of its driver."""
+    """Follow one RayJob to its end: print its status, its pods' troubles, and its driver's log."""
 
     api: Api
     namespace: str
@@ -276,7 +270,7 @@ class Follower:
     say: Callable[[str], None] = print
     poll_s: float = 2.0
     start_timeout_s: float = 900.0
-    silence_s: float = 300.0  # an API server that is away for longer ends the following, not the job
+    silence_s: float = 300.0  # give up following (not the job) when the API server is away for longer
     _seen: set[str] = field(default_factory=set)
     _log_end: int = 0
     _broken_log: bool = False
@@ -339,7 +333,7 @@ class Follower:
             )
 
     def new_log(self, status: Object) -> Iterator[str]:
-        """Yield lines of the driver's log that were not seen yet. A dropped answer is asked for again."""
+        """Yield the new lines of the driver's log. After a failed request the next call reads them."""
         try:
             text = ray_api(self.api, self.namespace, status, f"/api/jobs/{status['jobId']}/logs").get("logs", "")
         except (KubeError, AttributeError) as error:
@@ -362,7 +356,7 @@ def ray_api(api: Api, namespace: str, status: Object, path: str, method: str = "
 
 
 def _token(api: Api, namespace: str, cluster: str) -> str:
-    """Return the cluster's token, from the Secret that the operator made and named in the head's environment."""
+    """Return the cluster's token from the operator's Secret, which the head pod's environment names."""
     heads = api.get("Pod", namespace, selector=f"ray.io/cluster={cluster},ray.io/node-type=head")["items"]
     for head in heads:
         for item in head["spec"]["containers"][0].get("env", ()):

@@ -1,6 +1,6 @@
-"""Copy a run folder from the cluster's volume: `tar` in a pod that has it mounted, through the API server.
+"""Copy a run folder from the cluster's volume, by running `tar` in TensorBoard's pod through the API server.
 
-TensorBoard's pod is the one that lives as long as the volume does, and it sees it read-only.
+That pod lives as long as the volume and mounts it read-only.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ SELECTOR = "app.kubernetes.io/name=nanoray-tensorboard"
 def fetch(api: Api, namespace: str, name: str, run: str, out_dir: str) -> Path:
     """Copy run folder `run` (else the newest of job `name`) into `out_dir` and return its path.
 
-    The folder appears whole or not at all, and one that is there already is never overwritten. Raises KubeError.
+    The folder appears whole or not at all, and an existing one is never overwritten. Raises KubeError.
     """
     if "/" in run or run.startswith("."):
         raise ConfigError(f"run = {run!r} is no folder's name; take one that `nanoray kube fetch {name}` lists")
     pods = api.get("Pod", namespace, selector=SELECTOR)["items"]
     ready = [p["metadata"]["name"] for p in pods if p.get("status", {}).get("phase") == "Running"]
     if not ready:
-        raise KubeError(f"no TensorBoard pod runs in {namespace}, and it is the one through which files are read")
+        raise KubeError(f"no TensorBoard pod runs in {namespace}, and files are read through it; see kubectl get pods")
     find = ["find", "/data/runs", "-mindepth", "2", "-maxdepth", "2", "-type", "d", "-printf", "%P\\n"]
     runs = sorted(api.run_in(ready[0], namespace, find).split(), key=lambda r: r.partition("/")[2])
     own = [
@@ -52,7 +52,7 @@ def fetch(api: Api, namespace: str, name: str, run: str, out_dir: str) -> Path:
             archive.extractall(aside, filter="data")  # no absolute path, no link out of the folder, no device
         os.replace(aside / newest, target)
     except (tarfile.TarError, ValueError, EOFError, OSError) as error:
-        raise KubeError(f"what came back of {own[-1]} is not whole: {error}; try again") from None
+        raise KubeError(f"cannot unpack the archive of {own[-1]}: {error}; try again") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return target

@@ -1,8 +1,8 @@
-"""Build the kustomizations of kuberay/ without kubectl: the part of kustomize that they use, and no more.
+"""Build the kustomizations of kuberay/ without kubectl: only the part of kustomize that they use.
 
-A folder's kustomization.yaml is read in kustomize's own order: resources, components, generated ConfigMaps, patches,
-namespace, images, replacements. A key that is not in `_KEYS` is refused, because output that silently lacks something
-is worse than none. Tests hold the result against the real kustomize where one is installed.
+A kustomization.yaml is applied in kustomize's order: resources, components, generated ConfigMaps, patches, namespace,
+images, replacements. A key outside `_KEYS` is an error, because ignoring it would silently drop something. Tests
+compare the result with the real kustomize where one is installed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CLUSTER_SCOPED = {"Namespace", "PersistentVolume", "ClusterRole", "ClusterRoleB
 
 
 def build(folder: Path) -> list[Object]:
-    """Return the objects that `kubectl kustomize FOLDER` prints. Raises ConfigError for what it cannot read."""
+    """Return the objects that `kubectl kustomize FOLDER` prints. Raises ConfigError for unsupported input."""
     return _apply(folder.resolve(), [])
 
 
@@ -39,11 +39,11 @@ def read_objects(path: Path) -> list[Object]:
         raise ConfigError(f"cannot read manifest {path}: {error.strerror}; check the path") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"manifest {path} is not YAML: {' '.join(str(error).split())}") from None
-    return [json.loads(json.dumps(doc)) for doc in found]  # an anchor's places must not be one object
+    return [json.loads(json.dumps(doc)) for doc in found]  # so that uses of a YAML anchor do not share one object
 
 
 def _apply(folder: Path, objects: list[Object]) -> list[Object]:
-    """Run the kustomization of `folder` on `objects` (a component) or on nothing."""
+    """Apply the kustomization of `folder` to `objects` (empty unless it is a component)."""
     (rules,) = read_objects(folder / "kustomization.yaml")
     if unknown := rules.keys() - _KEYS:
         raise ConfigError(f"{folder}/kustomization.yaml uses {sorted(unknown)}, which is not supported here")
@@ -82,9 +82,6 @@ def _config_map(folder: Path, rule: Object) -> Object:
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
 
 
-# Patches: lists of JSON patch operations (RFC 6902), and deletion.
-
-
 def _patched(objects: list[Object], rule: Object, folder: Path) -> list[Object]:
     patch, target = yaml.safe_load(rule["patch"]), rule["target"]
     hit = [thing for thing in objects if _selected(thing, target)]
@@ -107,7 +104,7 @@ def _selected(thing: Object, target: Object) -> bool:
 
 
 def json_patch(thing: Object, operation: Object) -> None:
-    """Do one add, replace or remove of RFC 6902 in place. Raises ConfigError for a path that leads nowhere."""
+    """Apply one add, replace or remove of RFC 6902 in place. Raises ConfigError for a path that does not exist."""
     keys = [key.replace("~1", "/").replace("~0", "~") for key in operation["path"].split("/")[1:]]
     place: Any = thing
     try:
@@ -117,7 +114,7 @@ def json_patch(thing: Object, operation: Object) -> None:
         if isinstance(place, list):
             last = len(place) if last == "-" else int(last)
         if operation["op"] in ("replace", "remove"):
-            place[last]  # must be there
+            place[last]  # must exist
         if operation["op"] == "remove":
             del place[last]
         elif operation["op"] == "add" and isinstance(place, list):
@@ -131,11 +128,8 @@ def json_patch(thing: Object, operation: Object) -> None:
         raise ConfigError(f"{operation['op']} {operation['path']} leads nowhere in {name}") from None
 
 
-# Images and replacements.
-
-
 def containers(thing: Any) -> list[Object]:
-    """Return every container and init container in `thing`, however deep."""
+    """Return every container and init container in `thing`, at any depth."""
     if isinstance(thing, list):
         return [c for item in thing for c in containers(item)]
     if not isinstance(thing, dict):
@@ -175,13 +169,11 @@ def _set(thing: Object, keys: list[str], value: Any) -> None:
     thing[keys[-1]] = value
 
 
-# What comes out.
-
 _ORDER = ("Namespace", "ServiceAccount", "ConfigMap", "PersistentVolume", "PersistentVolumeClaim", "NetworkPolicy")
 
 
 def to_yaml(objects: list[Object]) -> str:
-    """Write objects as YAML documents, those first that others need."""
+    """Write objects as YAML documents, dependencies first."""
 
     def rank(thing: Object) -> int:
         return _ORDER.index(thing["kind"]) if thing["kind"] in _ORDER else len(_ORDER)

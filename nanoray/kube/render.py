@@ -1,9 +1,9 @@
-"""From the configuration that trains locally to the objects that train on Kubernetes.
+"""Render the Kubernetes objects that train a configuration.
 
 overlay (kuberay/overlays/NAME/job) ─► built ─► name, namespace, image, pods, storage, configuration set ─► checked
 
-The overlay says how pods are shaped for a kind of machine; what a run decides is set on top. Nothing here talks to a
-cluster, so everything that can be refused is refused before one is touched.
+The overlay shapes pods for a kind of machine; the settings of the run are applied on top. Nothing here talks to a
+cluster, so configuration errors are raised before one is changed.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from nanoray.errors import ConfigError
 from nanoray.kube.kustomize import Object, build, containers
 from nanoray.kube.rules import NAME_LIMIT, groups, problems
 
-KUBE_DIR = Path(__file__).resolve().parent.parent.parent / "kuberay"
+_INSTALLED = Path(__file__).resolve().with_name("manifests")  # where a wheel puts the checkout's kuberay/
+KUBE_DIR = _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[2] / "kuberay"
 CONFIG_DIR = "/etc/nanoray"
 RUNS = "/data/runs"
-OVERLAY = {"cpu": "cpu", "cuda": "multi-pod", "mig": "mig-mixed"}  # where --overlay says nothing
-# What a pod decides, or the command line of a local run; the job gets its own.
+OVERLAY = {"cpu": "cpu", "cuda": "multi-pod", "mig": "mig-mixed"}  # defaults of --overlay
+# Keys that are not passed to the job: the pods or its entrypoint set them.
 _LOCAL = ("workers", "out_dir", "resume", "ray_address", "device", "dataset", "data_dir", "kube", "expected_val_loss")
 
 
-def render(config: Config, stamp: str) -> list[Object]:
-    """Return the objects of a RayJob that trains `config`. Raises ConfigError with every rule that is broken.
+def render(config: Config, timestamp: str) -> list[Object]:
+    """Return the objects of a RayJob that trains `config`. Raises ConfigError with every broken rule.
 
-    `config.workers` must be a number: the cluster is made for it. `stamp` tells this run's folder on the volume from
-    those of others with its name.
+    `config.workers` must be a number, because the cluster is made for it. `timestamp` makes the name of the run's
+    folder on the volume unique.
     """
     kube, ranks = config.kube, config.workers
     if ranks == "auto" or config.device == "auto":
         raise ConfigError(
-            f"workers = {ranks}, device = {config.device}: the pods are made for this run, so there is nothing to "
+            f"workers = {ranks}, device = {config.device}: the pods are made for this run, so auto has no devices to "
             "count; give --workers N --device cpu|cuda|mig"
         )
     overlay = kube.overlay or OVERLAY[config.device]
@@ -51,7 +52,7 @@ def render(config: Config, stamp: str) -> list[Object]:
     _storage(objects, kube)
     objects.insert(1, _config_map(config, name))
     job["metadata"]["name"] = name
-    job["spec"]["entrypoint"] = entrypoint(int(ranks), config.device, _folder(config, f"{name}-{stamp}"))
+    job["spec"]["entrypoint"] = entrypoint(int(ranks), config.device, _folder(config, f"{name}-{timestamp}"))
     job["spec"]["ttlSecondsAfterFinished"] = kube.ttl_s
     if not job["spec"].get("suspend"):
         job["spec"]["backoffLimit"] = kube.retries
@@ -63,16 +64,17 @@ def render(config: Config, stamp: str) -> list[Object]:
 
 
 def job_name(name: str) -> str:
-    """Return `name` as Kubernetes allows it; a name that starts with no letter gets an r."""
+    """Return `name` in the form that Kubernetes allows; r- is put before a name that does not start with a letter."""
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "run"
     return (plain if plain[0].isalpha() else f"r-{plain}")[: NAME_LIMIT["RayJob"]].rstrip("-")
 
 
 def entrypoint(ranks: int, device: str, folder: str) -> str:
-    """Return the job's command: the launcher on the mounted configuration, resuming where an earlier cluster ended.
+    """Return the job's command: the launcher on the mounted configuration, resuming from an earlier cluster's run.
 
-    exec: Ray's stop waits for the processes that it saw to be gone, and in a container nobody collects the child of a
-    shell that ended first. A pod's slice is a whole device to what runs in it, hence cuda for mig.
+    `exec` is needed for a quick stop: Ray waits until the processes that it signalled are gone, and in a container no
+    init process reaps the child of a shell that exits first. The device of a MIG slice is cuda: inside the pod a slice
+    is a whole device.
     """
     return (
         f"exec python -m nanoray.launch --config {CONFIG_DIR}/config.yaml --workers {ranks} "
@@ -81,7 +83,7 @@ def entrypoint(ranks: int, device: str, folder: str) -> str:
 
 
 def _folder(config: Config, name: str) -> str:
-    """Return the run's own folder on the volume, or the one that --resume names, to go on in."""
+    """Return the run's own folder on the volume, or the one that --resume names."""
     if config.resume == "none":
         return f"{RUNS}/{name}"
     if not re.fullmatch(rf"{RUNS}/[A-Za-z0-9._-]+", config.resume):
@@ -109,7 +111,7 @@ def _config_map(config: Config, name: str) -> Object:
 
 
 def _shape(job: Object, config: Config, ranks: int) -> None:
-    """Set how many worker pods there are, what each one holds, and mount the configuration everywhere."""
+    """Set the number of worker pods and their resources, and mount the configuration in all pods."""
     kube, spec = config.kube, job["spec"]["rayClusterSpec"]
     (workers,) = spec["workerGroupSpecs"]
     pods = math.ceil(ranks / kube.ranks_per_pod)
@@ -145,7 +147,7 @@ def _shape(job: Object, config: Config, ranks: int) -> None:
 
 
 def _storage(objects: list[Object], kube: Kube) -> None:
-    """Set the claim's size and class; a class of the cluster's makes our own volume superfluous."""
+    """Set the claim's size and class; with a StorageClass of the cluster, drop our own volume."""
     for thing in list(objects):
         if thing["kind"] == "PersistentVolume" and kube.storage != "hostpath":
             objects.remove(thing)
@@ -159,7 +161,7 @@ def _storage(objects: list[Object], kube: Kube) -> None:
 
 
 def _place(thing: Object, kube: Kube) -> None:
-    """Put `thing` into the namespace; images of the other workloads follow the job's."""
+    """Put `thing` into the namespace; a given image replaces those of Jobs and Deployments, too."""
     if thing["kind"] == "Namespace":
         thing["metadata"]["name"] = kube.namespace
     elif thing["kind"] not in ("PersistentVolume", "ResourceFlavor", "ClusterQueue"):

@@ -1,8 +1,8 @@
-"""What must hold of the manifests before a cluster sees them: KubeRay's own rules, and a policy of ours.
+"""Check manifests before they are sent to a cluster: KubeRay's own rules, and nanoray's policy.
 
-The operator checks the first kind itself, but only after the objects were accepted, in a log that few read; the second
-kind nobody checks. Sources: KubeRay v1.7.0 (its validation and its defaulting of pods), the Pod Security Standard
-"restricted".
+KubeRay checks its rules only after the API server has accepted the objects, and reports in the operator's log. The
+policy (limits, users, tokens, references) is checked nowhere else. Sources: KubeRay v1.7.0 (its validation and its
+defaulting of pods), the Pod Security Standard "restricted".
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from nanoray.kube.kustomize import Object, containers
 
-NAME_LIMIT = {"RayCluster": 53, "RayJob": 47}  # the operator appends to them
+NAME_LIMIT = {"RayCluster": 53, "RayJob": 47}  # the operator appends a suffix
 HEAD_MEMORY = 4 * 2**30
 _UNITS = {"": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _UNITS |= {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -29,7 +29,7 @@ def quantity(value: str | int | float) -> float:
 
 
 def cluster_spec(thing: Object) -> dict[str, Any] | None:
-    """Return the RayCluster spec of a RayCluster or a RayJob, None of anything else."""
+    """Return the RayCluster spec of a RayCluster or a RayJob, None for other kinds."""
     if thing["kind"] == "RayJob":
         return thing["spec"]["rayClusterSpec"]
     return thing["spec"] if thing["kind"] == "RayCluster" else None
@@ -41,7 +41,7 @@ def groups(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def problems(objects: list[Object]) -> list[str]:
-    """Return every broken rule as one line that names the object, the value and the remedy; empty is good."""
+    """Return each broken rule as one line that names the object, the value and the remedy."""
     found = []
     for thing in objects:
         name = f"{thing['kind']} {thing['metadata']['name']}"
@@ -69,7 +69,7 @@ def _cluster(spec: dict[str, Any]) -> Iterator[str]:
     if _version(version) < (2, 53):
         yield f"rayVersion {version!r}: write the image's, 2.53 or newer, or probes look for wget and auth is refused"
     if spec.get("authOptions", {}).get("mode") != "token":
-        yield "authOptions.mode is not token: whoever reaches the head could run code; set it"
+        yield "authOptions.mode is not token: anyone who reaches the head could run code; set it"
     for group in groups(spec):
         which = group.get("groupName", "head")
         params = group.get("rayStartParams", {})
@@ -101,7 +101,7 @@ def _job(spec: dict[str, Any]) -> Iterator[str]:
         words = shlex.split(spec.get("entrypoint", ""))
     except ValueError as error:
         words = []
-        yield f"entrypoint goes unquoted into bash, and bash would not read it: {error}"
+        yield f"entrypoint goes unquoted into bash, and bash cannot parse it: {error}"
     else:
         if not words:
             yield "entrypoint is empty"
@@ -121,7 +121,7 @@ def _pods(thing: Object) -> Iterator[dict[str, Any]]:
 
 
 def _policy(thing: Object) -> Iterator[str]:
-    """Pod Security "restricted", limits everywhere and equal to requests, images with a fixed tag, no API token."""
+    """Yield violations of the policy: Pod Security "restricted", limits equal to requests, fixed tags, no API token."""
     for pod in _pods(thing):
         security = pod.get("securityContext", {})
         if not security.get("runAsNonRoot") or security.get("runAsUser", 0) == 0:
@@ -163,7 +163,7 @@ def _container(container: Object, pod: Object) -> Iterator[str]:
 
 
 def _references(objects: list[Object]) -> Iterator[str]:
-    """Every account, claim and ConfigMap that a pod names is there, and every selector selects something."""
+    """Yield accounts, claims and ConfigMaps that a pod names but that are missing, and selectors without a match."""
     there = {(thing["kind"], thing["metadata"]["name"]) for thing in objects}
     labels: list[dict[str, str]] = []
     for thing in objects:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from nanoray.mesh import Mesh
+from nanoray.mesh.mesh import Mesh
 
 Hook = Callable[[GradBucket], torch.futures.Future[torch.Tensor]]  # averages a bucket of gradients
 
@@ -20,16 +20,13 @@ def apply_ddp(
     mesh: Mesh,
     bucket_mb: float,
     hook: Hook | None = None,
-    twin: bool = False,
-    sync: bool = True,
 ) -> nn.Module:
     """Wrap `model` so that its last backward of a step all-reduces gradients in buckets. (all ranks)
 
-    With `sync`, rank 0's weights are broadcast to all. With one rank the model is returned as it is: there is nobody
-    to talk to.
-    `hook` averages a bucket in place of DDP's own C++ path. A `twin` is a second wrapper of a model that has one: each
-    ignores gradients of a forward that went through the other, so a step chooses its path by the wrapper it calls. It
-    costs one more set of buckets, as much memory as the gradients. Source: Li et al. 2020, PyTorch Distributed.
+    The ranks must hold equal weights: nothing is broadcast. A single rank needs no wrapper and gets its model back.
+    `hook` averages a bucket in place of DDP's own C++ path. A model may be wrapped twice: each wrapper ignores the
+    gradients of a forward that went through the other, so a step chooses its path by the wrapper it calls. A second one
+    needs another set of buckets, as much memory as the gradients. Source: Li et al. 2020, PyTorch Distributed.
     """
     if mesh.world_size == 1:
         return model
@@ -37,8 +34,8 @@ def apply_ddp(
         model,
         device_ids=[mesh.device.index] if mesh.device.type == "cuda" else None,
         bucket_cap_mb=bucket_mb or default_bucket_mb(mesh.device),
-        gradient_as_bucket_view=True,  # gradients live in the buckets: one copy less of every gradient
-        init_sync=sync and not twin,  # a twin's weights are equal already
+        gradient_as_bucket_view=True,  # gradients live in the buckets, which saves a copy of each
+        init_sync=False,
     )
     if hook:
         wrapped.register_comm_hook(None, lambda state, bucket: hook(bucket))
@@ -55,14 +52,14 @@ def average_by(reduce: Callable[[torch.Tensor], Any], ranks: int) -> Hook:
 
 
 def first_of(value: Any) -> torch.Tensor:
-    """Return the tensor of a future that holds it alone or, as torch's own do, in a list."""
+    """Return the tensor of a future, which may hold it in a list, as torch's own do."""
     return value[0] if isinstance(value, list) else value
 
 
 def default_bucket_mb(device: torch.device) -> float:
-    """Return 25 MB on GPUs, where bandwidth wants large messages, and 2 MB on CPU.
+    """Return 25 MB on GPUs, where large messages reach full bandwidth, and 2 MB on CPU.
 
-    On CPU communication hides behind compute only by taking its cores: fewer, larger buckets were 5 to 10 % faster a
-    step than 1 MB ones with two gloo ranks on two cores.
+    On CPU communication takes cores from compute. Fewer, larger buckets made a step 5 to 10 % faster than 1 MB ones
+    with two gloo ranks on two cores.
     """
     return 25.0 if device.type == "cuda" else 2.0

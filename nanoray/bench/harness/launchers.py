@@ -1,0 +1,157 @@
+"""The ways to start one training, and what one run took: read from its files and, for CPU time, from /proc."""
+
+from __future__ import annotations
+
+import bisect
+import json
+import re
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from nanoray.bench.harness.processes import Child, ChildFailed, all_processes, free_port
+
+LAUNCHERS = ("plain", "torchrun", "ray", "ray-init", "torchtrainer", "torchtrainer-init")
+SAME_LOSS = 0.02  # relative: the arms sum gradients in another order, no more
+RANK_PID = re.compile(r"attempt \d+, pid (\d+)")  # in the log of a rank
+SAMPLE_S = 0.5  # between two looks at /proc: each takes a few milliseconds of a core
+
+
+@dataclass(frozen=True)
+class Moments:
+    """How long each part of one run took. Field -> (metric, unit) in METRICS."""
+
+    first_step_s: float
+    whole_run_s: float
+    step_ms: float
+    imports_s: float  # interpreter, and the imports before main()
+    until_rank_s: float  # from there to the moment when rank 0 begins to train: launcher, Ray, placement, dataset
+    until_step_s: float  # from there to the end of the first optimizer step: process group, model, warm-up, step
+    after_s: float  # from the last record to the exit of the command: checkpoint, teardown
+    last_loss: float
+    rank_cpu_ms: float | None = None  # CPU time per step of all ranks together; None: too few steps to measure it
+    all_cpu_ms: float | None = None  # the same with the launcher's processes, and Ray's
+
+
+METRICS = {
+    "first_step_s": ("command to first step", "s"),
+    "whole_run_s": ("whole run", "s"),
+    "step_ms": ("step", "ms"),
+    "imports_s": ("of it: interpreter and imports", "s"),
+    "until_rank_s": ("of it: until rank 0 begins", "s"),
+    "until_step_s": ("of it: group, model, first step", "s"),
+    "after_s": ("after the last step", "s"),
+    "last_loss": ("loss of the last step", "nat/token"),
+    "rank_cpu_ms": ("CPU time of a step, ranks", "ms"),
+    "all_cpu_ms": ("CPU time of a step, all processes", "ms"),
+}
+TOO_SHORT = f"the steps took less than two looks at /proc, {SAMPLE_S:g} s apart"
+
+
+def command(arm: str, workers: int, recipe: list[str], address: str, python_path: str = sys.executable) -> list[str]:
+    """Return the command line that starts `recipe` in the way of `arm`."""
+    python, ranks = [python_path, "-m"], ["--workers", str(workers)]
+    if arm == "plain":
+        return [*python, "nanoray.train", *recipe]
+    if arm == "torchrun":
+        # Static rendezvous, its default: `--standalone` starts 0.4 s later. The port: not the one others may use.
+        port = f"--master-port={free_port()}"
+        return [*python, "torch.distributed.run", f"--nproc-per-node={workers}", port, "-m", "nanoray.train", *recipe]
+    module = "nanoray.launch" if arm.startswith("ray") else "nanoray.bench.ray_train_peer"
+    where = "local" if arm.endswith("-init") else address
+    return [*python, module, "--ray_address", where, *ranks, *recipe]
+
+
+def run_once(
+    argv: list[str], env: Mapping[str, str], folder: Path, timeout_s: float, steps: int, head: Child | None = None
+) -> Moments:
+    """Run one command that trains `steps` steps into `folder`; return its moments. Raises ChildFailed.
+
+    `head` is the Ray head that starts its ranks, for launchers that use one.
+    """
+    folder.mkdir(parents=True)
+    with Child([*argv, "--out_dir", str(folder)], env, folder / "output.log") as child:
+        used = CpuTime(folder, {child.process.pid} | ({head.process.pid} if head else set()))
+        whole_s = child.wait(timeout_s, used.look, SAMPLE_S)
+        try:
+            return moments(folder, child.started, whole_s, steps, used)
+        except (LookupError, ValueError, OSError) as error:
+            raise ChildFailed(f"it ended well, but left no readable run ({error!r})\n{child.tail()}") from None
+
+
+class CpuTime:
+    """The CPU time of a run's processes, sampled from /proc while it runs."""
+
+    def __init__(self, folder: Path, sessions: set[int]) -> None:
+        """`folder` holds the run, whose logs name its ranks; `sessions` are those of its launcher and of Ray."""
+        self._folder, self._sessions = folder, sessions
+        self._used: dict[int, float] = {}  # by pid; a process that has ended keeps what it had used
+        self.samples: list[tuple[float, float, float]] = []  # Unix seconds; CPU seconds of the ranks, and of all
+
+    def look(self) -> None:
+        """Take a sample, once the ranks have begun their logs."""
+        logs = [log.read_text(encoding="utf-8", errors="replace") for log in self._folder.glob("*/logs/rank*.log")]
+        ranks = {int(pid) for log in logs for pid in RANK_PID.findall(log)}
+        found = all_processes()
+        self._used |= {pid: cpu_s for pid, (of, cpu_s) in found.items() if of in self._sessions or pid in ranks}
+        if logs and len(ranks) == len(logs):
+            of_ranks = sum(self._used.get(pid, 0.0) for pid in ranks)
+            self.samples.append((time.time(), of_ranks, sum(self._used.values())))
+
+    def per_step(self, done: Sequence[tuple[float, int]]) -> tuple[float, float] | None:
+        """Return the milliseconds of CPU time per step, of the ranks and of all processes.
+
+        `done` holds (Unix seconds, steps done) of the records; what is sampled outside of them is not training. None
+        when fewer than two samples lie between the first record and the last.
+        """
+        inside = [sample for sample in self.samples if done[0][0] <= sample[0] <= done[-1][0]]
+        if len(inside) < 2:
+            return None
+        first, last = inside[0], inside[-1]
+        steps = _steps_at(last[0], done) - _steps_at(first[0], done)
+        return 1e3 * (last[1] - first[1]) / steps, 1e3 * (last[2] - first[2]) / steps
+
+
+def _steps_at(at: float, done: Sequence[tuple[float, int]]) -> float:
+    """Return how many steps were done at a moment, which lies between two records."""
+    after = max(1, bisect.bisect_left(done, (at, 0)))
+    (t0, s0), (t1, s1) = done[after - 1], done[after]
+    return s0 + (s1 - s0) * (at - t0) / (t1 - t0)
+
+
+def moments(out_dir: Path, started: float, whole_s: float, steps: int, used: CpuTime | None = None) -> Moments:
+    """Read the moments of the only run in `out_dir`, in seconds after `started` (Unix seconds of the command).
+
+    All clocks are this host's wall clock. Raises LookupError or ValueError when a run has other steps than asked for.
+    """
+    (run,) = [path.parent for path in out_dir.glob("*/run.json")]
+    records: list[dict[str, Any]] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    if records[0]["step"] != 1 or records[-1]["step"] != steps:
+        raise ValueError(f"steps {records[0]['step']} to {records[-1]['step']} instead of 1 to {steps}")
+    main_s = json.loads((run / "run.json").read_text())["started"] - started
+    rank_s = _first_line_time(run / "logs" / "rank0.log") - started
+    first_s, last_s = (records[i]["time"] - started for i in (0, -1))
+    cpu_ms = used.per_step([(r["time"], r["step"]) for r in records]) if used else None
+    return Moments(
+        first_step_s=first_s,
+        whole_run_s=whole_s,
+        step_ms=statistics.median(r["time/step_ms"] for r in records[1:]),
+        imports_s=main_s,
+        until_rank_s=rank_s - main_s,
+        until_step_s=first_s - rank_s,
+        after_s=whole_s - last_s,
+        last_loss=records[-1]["train/loss"],
+        rank_cpu_ms=cpu_ms[0] if cpu_ms else None,
+        all_cpu_ms=cpu_ms[1] if cpu_ms else None,
+    )
+
+
+def _first_line_time(log: Path) -> float:
+    """Return the Unix seconds at which a rank began its log ("2026-11-21 10:15:00,123 INFO ...", local time)."""
+    text = log.read_text(encoding="utf-8").splitlines()[0][:23]
+    return datetime.strptime(text, "%Y-%m-%d %H:%M:%S,%f").timestamp()

@@ -1,0 +1,106 @@
+"""What benchmarks that start whole trainings share: flags, arms, the recipe, the Ray head, and arms that fail."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, ray_head, scratch_folder
+from nanoray.bench.harness.report import Report, Row, say
+from nanoray.config import load_config, refuse_unknown
+from nanoray.data.prepare import prepare
+from nanoray.mesh.devices import Slots
+
+SEE_FAILED = "see FAILED below"
+
+
+def chosen(text: str, known: Sequence[str], what: str = "arm") -> list[str]:
+    """Return the names of a comma-separated list, or `all`, in their own order. Raises ConfigError."""
+    names = list(known) if text == "all" else [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in known:
+            refuse_unknown(name, list(known), what)
+    return [name for name in known if name in names]
+
+
+def rotated(arms: Sequence[str], turn: int) -> list[str]:
+    """Return the order of the arms in one round: each round begins with the next arm."""
+    shift = turn % max(1, len(arms))
+    return [*arms[shift:], *arms[:shift]]
+
+
+def words(flags: Mapping[str, object]) -> list[str]:
+    """Return {"max_steps": 30} as ["--max_steps", "30"]."""
+    return [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+
+
+def data_flags(args: argparse.Namespace) -> dict[str, str]:
+    """Return the configuration keys of --dataset and --data_dir."""
+    return {"dataset": args.dataset} | ({"data_dir": args.data_dir} if args.data_dir else {})
+
+
+def add_training_flags(parser: argparse.ArgumentParser, preset: str, timeout_s: float) -> None:
+    """Add the flags that say what is trained, on what, and how long a run may take."""
+    parser.add_argument("--workers", type=int, metavar="W", help="ranks [every GPU or slice, else 2 on CPU]")
+    parser.add_argument("--device", default="auto", help="as in nanoray.launch [auto]")
+    parser.add_argument("--preset", default=preset, help="the recipe of all launchers [%(default)s]")
+    parser.add_argument("--dataset", default="auto", help="as in nanoray.launch [auto]")
+    parser.add_argument("--data_dir", default="", help="as in nanoray.launch")
+    late = "seconds after which a run has failed [%(default)g]"
+    parser.add_argument("--timeout_s", type=float, default=timeout_s, help=late)
+
+
+@dataclass
+class Plan:
+    """What one call of a benchmark is going to do, and what it has started for that."""
+
+    args: argparse.Namespace  # with the flags of `add_training_flags`
+    arms: list[str]
+    slots: Slots
+    folder: Path  # of all runs
+    env: dict[str, str]  # of all children
+    note: str = ""  # what the dataset is
+    address: str = ""  # of the Ray head
+    head: Child | None = None
+    broken: set[str] = field(default_factory=set)  # arms that have failed
+
+    def recipe(self, flags: Mapping[str, object]) -> list[str]:
+        """Return the command line of the recipe, which is the same for all launchers."""
+        own = {"preset": self.args.preset, "eval_every": 0, "sample_tokens": 0, "device": self.args.device}
+        return words(own | data_flags(self.args) | dict(flags))
+
+    def fail(self, report: Report, arm: str, error: Exception) -> None:
+        """Note that an arm has failed; the others go on."""
+        self.broken.add(arm)
+        text = f"{arm}: {error}"
+        if self.head and self.head.process.poll() is not None:
+            text += f"\nthe Ray head is gone, exit code {self.head.process.returncode}\n{self.head.tail()}"
+        report.failures.append(text)
+        say(f"FAILED  {text}")
+
+    def row(self, arm: str, metric: str, unit: str, values: Sequence[float], note: str = "", **more: Any) -> Row:
+        """Return a row of an arm, without values if the arm has failed."""
+        broken = arm in self.broken
+        return Row(arm, metric, unit, () if broken else tuple(values), note, SEE_FAILED if broken else "", **more)
+
+    def start_head(self, report: Report, users: Sequence[str], stack: ExitStack) -> None:
+        """Start the Ray head that these arms share, if there are any; it ends with `stack`."""
+        try:
+            if users:
+                self.address, self.head = stack.enter_context(ray_head(self.folder / "ray", self.env, self.slots))
+        except (ChildFailed, OSError) as error:
+            for arm in users:
+                self.fail(report, arm, error)
+
+
+@contextmanager
+def planned(args: argparse.Namespace, arms: list[str], slots: Slots) -> Iterator[tuple[Plan, ExitStack]]:
+    """Yield a plan with a scratch folder and its dataset prepared, so that no arm pays for that; remove all of it."""
+    with scratch_folder() as folder, ExitStack() as stack:
+        note = prepare(load_config(preset=args.preset, overrides=dict(data_flags(args)))).note
+        env = arm_environment() | {"TMPDIR": str(folder / "tmp")}
+        yield Plan(args, arms, slots, folder, env, note), stack

@@ -1,0 +1,200 @@
+"""Ranks for benchmarks: one process group that stays alive over several calls, however its processes are started.
+
+    with RankPool(where) as pool:
+        for event in pool.run("module:function", order):
+            ...
+
+The function is called as function(mesh, order, emit) on every rank; what rank 0 emits arrives here, one by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+from nanoray.bench.harness.processes import GRACE_S
+from nanoray.bench.harness.ranks import LAUNCHERS, START_S, Link, Where, open_link
+from nanoray.bench.harness.report import Report
+from nanoray.errors import ConfigError, WorkerFailed
+from nanoray.mesh.devices import available_cpus, discover_gpus, local_slots
+from nanoray.mesh.rendezvous import RankDevice, Rendezvous, choose_backend, rendezvous_of
+
+POLL_S = 0.1
+DRAIN_S = 1.5  # a survivor's "connection reset" may arrive before the death that caused it is reported
+
+
+class RankFailed(WorkerFailed):
+    """A rank died or raised; `rank` is the one that is nearest to the root cause."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+def add_where_flags(parser: argparse.ArgumentParser, cpu_workers: int = 2) -> None:
+    """Add the flags of `where_from`. `cpu_workers`: the number of ranks on CPU without --workers."""
+    every = f"how many ranks (default: one per GPU or slice; {cpu_workers} on CPU; under torchrun WORLD_SIZE)"
+    parser.add_argument("--workers", type=int, metavar="N", help=every)
+    how = "what starts them (default: this command, or torchrun if that has started it)"
+    parser.add_argument("--launcher", choices=LAUNCHERS, help=how)
+    parser.add_argument("--device", choices=("auto", "cuda", "mig", "cpu"), default="auto", help="what a rank runs on")
+    parser.add_argument("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="of the process group")
+    parser.add_argument("--ray_address", default="auto", help="HOST:PORT, or local (default: RAY_ADDRESS, else local)")
+    parser.add_argument(
+        "--timeout_s", type=float, default=600.0, help="a rank that is silent for so many seconds has failed"
+    )
+    parser.set_defaults(cpu_workers=cpu_workers)
+
+
+def where_from(args: argparse.Namespace) -> Where:
+    """Read the flags, with torchrun's environment and this machine's devices for what they leave open."""
+    under_torchrun = "RANK" in os.environ
+    launcher = args.launcher or ("torchrun" if under_torchrun else "processes")
+    if (launcher == "torchrun") != under_torchrun:
+        remedy = "start it as `torchrun --nproc-per-node N -m nanoray.bench ...`, or choose another launcher"
+        if under_torchrun:
+            remedy = "every rank of torchrun would start ranks of its own; drop the flag, or run without torchrun"
+        raise ConfigError(f"launcher = {launcher}, RANK = {os.environ.get('RANK', 'not set')}; {remedy}")
+    if args.timeout_s <= 0 or (args.workers is not None and args.workers < 1):
+        raise ConfigError(f"workers = {args.workers}, timeout_s = {args.timeout_s:g}; both must be above 0")
+    workers = args.workers
+    if under_torchrun:
+        world = Rendezvous.from_env(os.environ).world_size
+        if workers not in (None, world):
+            raise ConfigError(f"workers = {workers}, but torchrun started {world}; drop --workers")
+        workers = world
+    elif workers is None:
+        if launcher == "ray" and args.ray_address != "local" and (args.ray_address != "auto" or _cluster()):
+            raise ConfigError(
+                "how many ranks? The size of the cluster is not known before it is used; give --workers N"
+            )
+        slots = local_slots(args.device, None, discover_gpus(), available_cpus())
+        workers = slots.workers if slots.devices else args.cpu_workers
+    return Where(workers, launcher, args.device, args.backend, args.ray_address, args.timeout_s)
+
+
+def _cluster() -> str:
+    return os.environ.get("RAY_ADDRESS", "").removeprefix("local")
+
+
+class RankPool:
+    """Ranks that joined one process group. Leaving the `with` block ends everything that was started."""
+
+    def __init__(self, where: Where) -> None:
+        """Check what can be checked. Raises PlacementError or ConfigError before any device is taken."""
+        self.where = where
+        self.facts: list[dict[str, Any]] = []  # per rank: rank, host, pid, device, name, uuid, threads
+        self.backend, self.backend_reason = "none", ""
+        self.nccl: str | None = None
+        self._link: Link = open_link(where)
+        self._phase, self._results = "start", dict[int, Any]()
+        self._pending: set[int] = set()
+
+    def __enter__(self) -> RankPool:
+        try:
+            self._link.start()
+            hellos = self._link.everyone(self._all("hello", dict.fromkeys(self._link.ranks, ()), START_S))
+            version = hellos[0]["nccl"]
+            self.nccl = ".".join(map(str, version)) if version else None
+            records = self._rendezvous(hellos)
+            own = {r: (asdict(records[r]),) for r in self._link.ranks}
+            self.facts = self._link.everyone(self._all("meet", own, START_S))
+        except BaseException:
+            self._link.end()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._link.end()
+
+    def run(self, function: str, order: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Call "module:function" on every rank; yield what rank 0 emits, to its end. Begins when iterated.
+
+        Raises RankFailed when a rank dies or raises; the pool cannot be used afterwards.
+        """
+        own = dict.fromkeys(self._link.ranks, (function, order))
+        yield from self._events("run", own, self.where.timeout_s + GRACE_S, function)
+
+    def _all(self, method: str, arguments: dict[int, tuple[Any, ...]], silence_s: float) -> list[dict[str, Any]]:
+        for _ in self._events(method, arguments, silence_s, {"hello": "start", "meet": "join"}[method]):
+            pass
+        return [self._results[rank] for rank in self._link.ranks]
+
+    def _events(
+        self, method: str, arguments: dict[int, tuple[Any, ...]], silence_s: float, phase: str
+    ) -> Iterator[dict[str, Any]]:
+        """Let all ranks run `method`, yield rank 0's events, keep the results. Raises RankFailed."""
+        if self._pending:
+            raise RuntimeError(f"the ranks are still busy with {self._phase}: read its events to the end first")
+        self._phase, self._results, self._pending = phase, {}, set(arguments)
+        for rank, values in arguments.items():
+            self._link.send(rank, method, values)
+        failures: dict[int, tuple[int, str]] = {}  # rank -> how near to the root (lower is nearer), what it is
+        last_sign, give_up = time.monotonic(), float("inf")
+        while self._pending and time.monotonic() < give_up:
+            messages = self._link.receive(POLL_S)
+            for rank, message in messages:
+                if "event" in message:
+                    yield message["event"]
+                    continue
+                self._pending.discard(rank)
+                if "done" in message:
+                    self._results[rank] = message["done"]
+                else:
+                    near = 0 if "died" in message else 2 if message["collective"] else 1
+                    failures[rank] = (near, message.get("died") or message["error"])
+                    give_up = min(give_up, time.monotonic() + (DRAIN_S if near == 2 else 0))
+            last_sign = time.monotonic() if messages else last_sign
+            if time.monotonic() - last_sign > silence_s:
+                silent = ", ".join(map(str, sorted(self._pending)))
+                raise RankFailed(
+                    min(self._pending),
+                    f"no sign of rank {silent} for {silence_s:g} s in {phase}; raise --timeout_s if that is too short"
+                    f"\n{self._link.tail(min(self._pending))}",
+                )
+        if failures:
+            rank = min(failures, key=lambda r: (failures[r][0], r))
+            raise RankFailed(rank, f"rank {rank}{self._place(rank)} in {phase}: {failures[rank][1]}".rstrip())
+
+    def _place(self, rank: int) -> str:
+        fact = self.facts[rank] if self.facts else None
+        return f" (pid {fact['pid']}, {fact['device']})" if fact else ""
+
+    def _rendezvous(self, hellos: list[dict[str, Any]]) -> list[Rendezvous]:
+        """Choose the backend, and make the record of each rank."""
+        cards = [RankDevice(h["kind"], h["node"], h["gpu"]) for h in hellos]
+        version = hellos[0]["nccl"]
+        choice = choose_backend(cards, self.where.backend, tuple(version) if version else None)
+        self.backend, self.backend_reason = choice.backend, choice.reason
+        if len(hellos) == 1:
+            self.backend, self.backend_reason = "none", "one rank: no process group"
+        addr, port = hellos[0]["addr"], hellos[0]["port"]
+        ranks = rendezvous_of([h["node"] for h in hellos], choice, hellos[0]["secret"])
+        return [
+            # The store is up already, on rank 0 or at torchrun's agent.
+            replace(r, master_addr=addr, master_port=port, device=h["device"], threads=h["threads"], agent_store=True)
+            for r, h in zip(ranks, hellos, strict=True)
+        ]
+
+
+def describe(report: Report, pool: RankPool) -> None:
+    """Put ranks, devices, UUIDs, backend and NCCL at run time into the report's conditions."""
+    facts = pool.facts
+    per_host = list(Counter(f["host"] for f in facts).values())
+    report.conditions["ranks"] = {
+        "world size": len(facts),
+        "on hosts": f"{len(per_host)} ({' + '.join(map(str, per_host))})",
+        "threads per rank": facts[0]["threads"],
+        "started by": pool.where.launcher,
+    }
+    names = Counter(f"{f['name']} ({f['device'].partition(':')[0]})" for f in facts)
+    report.conditions["devices"] = [f"{count} × {name}" for name, count in names.items()]
+    if uuids := [f["uuid"] for f in facts if f["uuid"]]:
+        report.conditions["UUIDs"] = uuids
+    report.conditions["backend"] = f"{pool.backend} ({pool.backend_reason})"
+    report.conditions["NCCL"] = pool.nccl or "none in use"

@@ -1,0 +1,377 @@
+"""One rank of a benchmark, and the three ways to start ranks and talk to them.
+
+    processes   children of this process: orders to their stdin, answers from their stdout, as JSON lines
+    ray         one actor per slot of a cluster, or of a local Ray
+    torchrun    this process is a rank itself
+
+An order is a method of Rank with its arguments. A message of a rank is {"event": ...} while it runs, and at the end of
+an order {"done": ...}, {"error": ..., "collective": ...} or {"died": ...}.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import platform
+import secrets
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stdout, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from nanoray import __version__
+from nanoray.bench.harness.processes import GRACE_S, TAIL_LINES, Child, ChildFailed, answers_only, arm_environment
+from nanoray.config import make_config
+from nanoray.errors import ConfigError
+from nanoray.faults.cause import is_collective_error
+from nanoray.mesh.devices import Device, available_cpus, cpu_name, discover_gpus, local_slots, take_own_slice
+from nanoray.mesh.mesh import Mesh, join
+from nanoray.mesh.rendezvous import RankDevice, Rendezvous, choose_backend, connect_store
+
+LAUNCHERS = ("processes", "ray", "torchrun")
+START_S = 90.0  # for a rank to import torch and meet the others
+
+
+@dataclass(frozen=True)
+class Where:
+    """Which ranks to start, and how."""
+
+    workers: int
+    launcher: str = "processes"
+    device: str = "auto"
+    backend: str = "auto"
+    ray_address: str = "auto"
+    timeout_s: float = 600.0  # of a collective, and of the ranks' silence
+    shared: bool = False  # more ranks than devices: they take turns on them (processes only)
+
+
+class Rank:
+    """One rank in any process: reports where it is, joins the others, and runs functions."""
+
+    def __init__(self, slot: dict[str, Any], emit: Callable[[dict[str, Any]], Any]) -> None:
+        """`slot`: rank, workers, kind, node, gpu, device, uuid, addr, threads, timeout_s."""
+        self.slot, self._emit = slot, emit if slot["rank"] == 0 else _drop
+        self.store: Any = None
+        self._mesh: Mesh | None = None
+
+    def answer(self, method: str, arguments: Any) -> dict[str, Any]:
+        """Call hello, meet or run; an exception becomes data, for the driver to compare with other ranks'."""
+        try:
+            return {"done": getattr(self, method)(*arguments)}
+        except Exception as error:
+            trace = "\n".join(traceback.format_exc().splitlines()[-TAIL_LINES:])
+            text = f"{type(error).__name__}: {error}\n{trace}"
+            return {"error": text, "collective": is_collective_error(error)}
+
+    def hello(self) -> dict[str, Any]:
+        """Return the slot, the NCCL in force, and on rank 0 the port of the store that it serves."""
+        from nanoray.mesh.rendezvous import open_store, runtime_nccl_version
+
+        s = self.slot
+        if s["workers"] > 1 and s["rank"] == 0 and self.store is None:
+            self.store = open_store(s["addr"], s["workers"], START_S)
+        nccl = None if s["kind"] == "cpu" else runtime_nccl_version()
+        port = self.store.port if self.store else 0
+        return {"secret": secrets.token_hex(16), **s, "nccl": nccl, "port": port}
+
+    def meet(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Join the others; return this rank's facts. (all ranks)"""
+        import torch
+
+        r = Rendezvous(**record)
+        os.environ.update(r.env)
+        torch.set_num_threads(r.threads)
+        versions = {"torch": torch.__version__, "nanoray": __version__}
+        self._mesh = join(r, versions, self.slot["timeout_s"], START_S, self.store)
+        name, uuid = cpu_name(), ""
+        if self._mesh.device.type == "cuda":
+            properties = torch.cuda.get_device_properties(self._mesh.device)
+            name, uuid = properties.name, self.slot["uuid"] or f"GPU-{properties.uuid}"
+        where = {"rank": r.rank, "host": self.slot["node"], "pid": os.getpid(), "device": r.device}
+        return where | {"name": name, "uuid": uuid, "threads": r.threads}
+
+    def run(self, function: str, order: dict[str, Any]) -> None:
+        """Call "module:function". (all ranks)"""
+        import torch
+
+        # OpenMP counts per thread, and an actor may run this in another one.
+        torch.set_num_threads(self.slot["threads"])
+        module, _, name = function.partition(":")
+        getattr(importlib.import_module(module), name)(self._mesh, order, self._emit)
+
+
+def _drop(event: dict[str, Any]) -> None:
+    pass
+
+
+def main() -> None:
+    """Be one rank of a pool of processes: carry out the orders on stdin until it ends."""
+    say = answers_only()
+    rank = Rank(json.loads(sys.argv[1]), lambda event: say({"event": event}))
+    for line in sys.stdin:
+        say(rank.answer(*json.loads(line)))
+    os._exit(0)  # nothing has to be kept, and gloo's teardown can hang
+
+
+# The driver's side of the three launchers.
+
+
+class Link(Protocol):
+    """How a pool talks to the ranks that a launcher starts."""
+
+    ranks: range
+
+    def start(self) -> None: ...
+    def send(self, rank: int, method: str, arguments: tuple[Any, ...]) -> None: ...
+    def receive(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]: ...
+    def everyone(self, values: list[dict[str, Any]]) -> list[dict[str, Any]]: ...
+    def tail(self, rank: int) -> str: ...
+    def end(self) -> None: ...
+
+
+class _Processes:
+    """Ranks as children of this process: orders go to their stdin, answers come from their stdout, line by line."""
+
+    def __init__(self, where: Where) -> None:
+        asked = None if where.shared else where.workers
+        slots = local_slots(where.device, asked, discover_gpus(), available_cpus())
+        if slots.kind == "cpu":
+            local_slots("cpu", where.workers, [], available_cpus())  # refuses more ranks than the CPUs can run
+            choose_backend([RankDevice("cpu", "", "")], where.backend, None)
+        self.ranks = range(where.workers)
+        threads = max(1, int(available_cpus()) // where.workers)
+        devices: list[Device | None] = list(slots.devices) or [None]
+        self._slots: list[dict[str, Any]] = []
+        for rank in self.ranks:
+            device = devices[rank % len(devices)]
+            self._slots.append(
+                {"rank": rank, "workers": where.workers, "kind": slots.kind, "node": platform.node()}
+                | {"gpu": device.parent_uuid if device else "", "uuid": device.uuid if device else ""}
+                | {"device": "cuda:0" if device else "cpu", "addr": "127.0.0.1", "threads": threads}
+                | {"timeout_s": where.timeout_s}
+            )
+        self._children: list[Child] = []
+        self._open: dict[int, tuple[int, bytearray]] = {}  # file descriptor -> rank, what is no line yet
+        self._logs: Path | None = None
+
+    def start(self) -> None:
+        self._logs = Path(tempfile.mkdtemp(prefix="nanoray-pool-"))
+        for slot in self._slots:
+            env = arm_environment() | {"CUDA_VISIBLE_DEVICES": slot["uuid"]}
+            command = [sys.executable, "-m", "nanoray.bench.harness.ranks", json.dumps(slot)]
+            child = Child(command, env, self._logs / f"rank{slot['rank']}.log", pipes=True)
+            self._children.append(child)
+            assert child.process.stdout is not None
+            self._open[child.process.stdout.fileno()] = (slot["rank"], bytearray())
+
+    def send(self, rank: int, method: str, arguments: tuple[Any, ...]) -> None:
+        with suppress(ChildFailed):  # the end of its stdout is reported, with the reason
+            self._children[rank].ask(json.dumps([method, arguments]))
+
+    def receive(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
+        messages: list[tuple[int, dict[str, Any]]] = []
+        for fd in select.select(list(self._open), [], [], timeout_s)[0]:
+            rank, rest = self._open[fd]
+            part = os.read(fd, 1 << 16)
+            if not part:
+                del self._open[fd]
+                messages.append((rank, {"died": f"{_ending(self._children[rank])}\n{self.tail(rank)}"}))
+            *lines, last = (rest + part).split(b"\n")
+            rest[:] = last
+            messages += [(rank, json.loads(line)) for line in lines]
+        return messages
+
+    def everyone(self, values: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return values
+
+    def tail(self, rank: int) -> str:
+        return self._children[rank].tail()
+
+    def end(self) -> None:
+        for child in self._children:
+            child.end()
+        if self._logs:
+            shutil.rmtree(self._logs, ignore_errors=True)
+
+
+def _ending(child: Child) -> str:
+    """Return how a child has ended that closed its stdout."""
+    code = child.process.wait(GRACE_S)
+    return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
+
+
+class _Actors:
+    """Ranks as Ray actors: one per slot of a cluster, or of a local Ray that leaves nothing behind."""
+
+    def __init__(self, where: Where) -> None:
+        from nanoray.launch.__main__ import ray_address
+
+        values = {"workers": where.workers, "device": where.device, "backend": where.backend}
+        # A configuration must have a batch size, although no batch is read.
+        self._config = make_config({"ray_address": where.ray_address, "micro_batch_size": 1, **values})
+        self._address, self._slots = ray_address(self._config), None
+        if self._address == "local":
+            self._slots = local_slots(where.device, where.workers, discover_gpus(), available_cpus())
+        self.ranks, self._timeout_s = range(where.workers), where.timeout_s
+        self._stack = ExitStack()
+        self._actors: list[Any] = []
+        self._pending: dict[Any, int] = {}
+
+    def start(self) -> None:
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        from nanoray.launch.placement import Placement, connected, strategy
+
+        self._stack.enter_context(redirect_stdout(sys.stderr))  # Ray prints, and stdout belongs to the report
+        self._stack.enter_context(connected(self._address, self._slots))
+        place = Placement.make(self._config)
+        self._stack.callback(remove_placement_group, place.group)
+        actor: Any = ray.remote(concurrency_groups={"control": 1})(_Actor)  # type: ignore[call-overload]
+        slot = {"workers": place.workers, "kind": place.kind, "threads": place.threads, "timeout_s": self._timeout_s}
+        for rank, index in enumerate(place.order):
+            options = actor.options(
+                num_cpus=place.bundle["CPU"],
+                num_gpus=place.bundle.get("GPU", 0),
+                scheduling_strategy=strategy(place.group, index),
+                runtime_env=None if os.geteuid() == 0 else {"env_vars": {"RAY_worker_niceness": "0"}},
+                max_restarts=0,
+                max_task_retries=0,
+            )
+            self._actors.append(options.remote(slot | {"rank": rank}))
+
+    def send(self, rank: int, method: str, arguments: tuple[Any, ...]) -> None:
+        self._pending[self._actors[rank].answer.remote(method, arguments)] = rank
+
+    def receive(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
+        import ray
+        from ray.exceptions import RayActorError, RayError
+
+        ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=timeout_s)
+        messages: list[tuple[int, dict[str, Any]]] = []
+        with suppress(RayError):  # a dead rank 0 is reported below
+            poll = self._actors[0].poll.options(concurrency_group="control").remote()
+            messages += [(0, {"event": event}) for event in ray.get(poll, timeout=START_S)]
+        for ref in ready:
+            rank = self._pending.pop(ref)
+            try:
+                messages.append((rank, ray.get(ref)))
+            except RayActorError as error:
+                messages.append((rank, {"died": f"its actor is gone: {' '.join(str(error).split())[:600]}"}))
+            except RayError as error:
+                messages.append((rank, {"error": str(error), "collective": False}))
+        return messages
+
+    def everyone(self, values: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return values
+
+    def tail(self, rank: int) -> str:
+        return ""
+
+    def end(self) -> None:
+        import ray
+
+        try:
+            for actor in self._actors:
+                ray.kill(actor)
+        finally:
+            self._stack.close()
+
+
+class _Actor(Rank):
+    """A rank in a Ray actor. `answer` runs on the main lane, `poll` beside it on the control lane."""
+
+    def __init__(self, slot: dict[str, Any]) -> None:
+        import ray
+
+        from nanoray.launch.worker import bound_devices, raise_priority
+
+        raise_priority()
+        devices = ",".join(bound_devices())
+        slice_or_uuid = devices if devices.startswith(("MIG-", "GPU-")) else ""
+        slot |= {"device": "cuda:0" if devices else "cpu", "addr": ray.util.get_node_ip_address()}
+        # Ray's ids of slices are UUIDs of slices, so slices of one node are taken for slices of one card.
+        slot |= {"node": ray.get_runtime_context().get_node_id(), "gpu": "" if slot["kind"] == "mig" else devices}
+        self._queue: deque[dict[str, Any]] = deque()
+        super().__init__(slot | {"uuid": slice_or_uuid}, self._queue.append)
+
+    def poll(self) -> list[dict[str, Any]]:
+        """Return what this rank emitted since the last call."""
+        return [self._queue.popleft() for _ in range(len(self._queue))]
+
+
+class _Here:
+    """This process is one rank of torchrun. A call runs when it is sent; its events are read afterwards."""
+
+    def __init__(self, rendezvous: Rendezvous, where: Where) -> None:
+        import torch
+
+        slices = take_own_slice(rendezvous.local_rank)
+        gpus = torch.cuda.device_count() if where.device != "cpu" else 0
+        if where.device in ("cuda", "mig") and not gpus:
+            raise ConfigError(f"device = {where.device}, but torch sees no GPU here; use --device cpu")
+        device = f"cuda:{rendezvous.local_rank % gpus}" if gpus else "cpu"
+        self.ranks = range(rendezvous.rank, rendezvous.rank + 1)
+        self._rendezvous, self._secret, self._round = rendezvous, f"nanoray/{rendezvous.public}/pool", 0
+        self._messages: list[tuple[int, dict[str, Any]]] = []
+        slot = {"rank": rendezvous.rank, "workers": rendezvous.world_size, "node": platform.node(), "device": device}
+        slot |= {"kind": "cpu" if not gpus else "mig" if slices else "cuda", "uuid": "".join(slices)}
+        slot |= {"gpu": str(torch.cuda.get_device_properties(device).uuid) if gpus and not slices else ""}
+        slot |= {"threads": max(1, int(available_cpus()) // max(1, rendezvous.local_world_size))}
+        slot |= {"addr": rendezvous.master_addr, "timeout_s": where.timeout_s, "secret": rendezvous.secret}
+        self._rank = Rank(slot, lambda event: self._messages.append((0, {"event": event})))
+        self._results: dict[str, Any] = {}  # a later pool of this process uses the same group: ranks join once
+
+    def start(self) -> None:
+        if self._rank.store is None and self._rendezvous.world_size > 1:
+            self._rank.store = connect_store(self._rendezvous, START_S)
+
+    def send(self, rank: int, method: str, arguments: tuple[Any, ...]) -> None:
+        answer = self._results.get(method) or self._rank.answer(method, arguments)
+        if method != "run" and "done" in answer:
+            self._results[method] = answer
+        self._messages.append((rank, answer))
+
+    def receive(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
+        messages, self._messages = self._messages, []
+        return messages
+
+    def everyone(self, values: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Exchange one value per rank through the store. (all ranks)"""
+        if self._rank.store is None:
+            return values
+        self._round += 1
+        keys = [f"{self._secret}/{self._round}/{rank}" for rank in range(self._rendezvous.world_size)]
+        self._rank.store.set(keys[self.ranks[0]], json.dumps(values[0]))
+        return [json.loads(self._rank.store.get(key)) for key in keys]
+
+    def tail(self, rank: int) -> str:
+        return ""
+
+    def end(self) -> None:
+        """Keep the group for the next pool of this process, which torchrun ends."""
+
+
+@functools.cache
+def _here(where: Where) -> _Here:
+    return _Here(Rendezvous.from_env(os.environ), where)
+
+
+def open_link(where: Where) -> Link:
+    """Check what can be checked, start nothing yet. Raises PlacementError or ConfigError."""
+    links: dict[str, Callable[[Where], Link]] = {"processes": _Processes, "ray": _Actors, "torchrun": _here}
+    return links[where.launcher](where)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""`nanoray checkpoint list|verify|show|export`: list, verify, inspect and export checkpoints.
+
+list     step, size, validation loss of each checkpoint of a run; sizes and manifest are checked, checksums not
+verify   read every byte and compare the checksums; exit 1 if one is damaged
+show     metadata and tensors of one checkpoint
+export   the weights alone as one safetensors file, with the model's shape in its header
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from nanoray.checkpoint.files import find_all, load, peek
+from nanoray.checkpoint.find import newest_valid
+from nanoray.cli import run_subcommand
+from nanoray.errors import CheckpointError, ConfigError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one of the commands and return its exit code."""
+    return run_subcommand({"list": _list, "verify": _verify, "show": _show, "export": _export}, argv, __doc__)
+
+
+def _parser(command: str, text: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"nanoray checkpoint {command}", description=text, allow_abbrev=False)
+    parser.add_argument("path", type=Path, help="run folder, or one of its step_* folders")
+    return parser
+
+
+def _list(argv: list[str]) -> int:
+    args = _parser("list", "the checkpoints of a run, newest first").parse_args(argv)
+    print(f"{'checkpoint':<16}{'MB':>10}{'ranks':>7}{'val loss':>10}")
+    damaged = 0
+    for path in find_all(args.path):
+        try:
+            size, meta = peek(path)
+        except CheckpointError as error:
+            damaged += 1
+            print(f"{path.name:<16}  {error}")
+            continue
+        loss = meta.get("val_loss")
+        print(f"{path.name:<16}{size / 1e6:>10.2f}{meta['world_size']:>7}{'' if loss is None else f'{loss:.4f}':>10}")
+    return 1 if damaged else 0
+
+
+def _verify(argv: list[str]) -> int:
+    args = _parser("verify", "read every byte of every checkpoint and compare the checksums").parse_args(argv)
+    damaged = 0
+    for path in find_all(args.path):
+        try:
+            load(path)
+            print(f"{path.name}  ok")
+        except CheckpointError as error:
+            damaged += 1
+            print(f"{path.name}  DAMAGED: {error}")
+    if damaged:
+        print(f"FAILED  {damaged} damaged; a resume uses the newest valid one")
+    return 1 if damaged else 0
+
+
+def _newest(path: Path) -> Path:
+    paths = find_all(path)
+    if len(paths) == 1:
+        return paths[0]
+    found, notes = newest_valid(paths[0].parent)
+    if found is None:
+        raise CheckpointError(f"no checkpoint of {path} is valid: {'; '.join(notes)}")
+    return found.path
+
+
+def _show(argv: list[str]) -> int:
+    parser = _parser("show", "show the newest valid checkpoint, or the given one")
+    parser.add_argument("--json", action="store_true", help="print only the metadata, as JSON")
+    args = parser.parse_args(argv)
+    path = _newest(args.path)
+    state = load(path)
+    if args.json:
+        print(json.dumps(state.meta, indent=1))
+        return 0
+    print(f"{path}\n{'step':<14}{state.meta['step']}")
+    for key in ("samples_seen", "world_size", "attempt", "val_loss", "best_val_loss", "model_shape"):
+        print(f"{key:<14}{state.meta.get(key)}")
+    for name, tensors in (("model", state.model), ("optimizer", state.optimizer)):
+        numbers = sum(tensor.numel() for tensor in tensors.values())
+        print(f"\n{name}: {len(tensors)} tensors, {numbers / 1e6:.2f} M numbers")
+        for key, tensor in tensors.items() if name == "model" else ():
+            print(f"  {key:<40}{'×'.join(map(str, tensor.shape)):>14}  {str(tensor.dtype).removeprefix('torch.')}")
+    return 0
+
+
+def _export(argv: list[str]) -> int:
+    parser = _parser("export", "write the weights of the newest valid checkpoint as one safetensors file")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the file to write; not overwritten")
+    args = parser.parse_args(argv)
+    from safetensors.torch import save_file
+
+    if args.out.exists():
+        raise ConfigError(f"{args.out} already exists; give --out another name")
+    if not args.out.parent.is_dir():
+        raise ConfigError(f"{args.out.parent} is not a folder; create it, or give --out another path")
+    path = _newest(args.path)
+    state = load(path)
+    header = {"format": "pt", "step": str(state.meta["step"]), "model_shape": json.dumps(state.meta["model_shape"])}
+    aside = args.out.with_name(f".{args.out.name}.{os.getpid()}")
+    try:
+        save_file({name: tensor.clone() for name, tensor in state.model.items()}, aside, metadata=header)
+        os.replace(aside, args.out)
+    finally:
+        aside.unlink(missing_ok=True)
+    print(f"{args.out}  step {state.meta['step']}, {len(state.model)} tensors, {args.out.stat().st_size / 1e6:.2f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,52 @@
+"""Open a run: a new folder, or the one that `--resume` continues. The driver uses it, so torch is imported late."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nanoray.atomic import write_json
+from nanoray.config import Config, recipe_of
+from nanoray.data.prepare import DatasetInfo
+from nanoray.run import RunSpec, lock_run, new_folder, write_attempt
+
+
+def open_run(config: Config, dataset: DatasetInfo, started: float) -> RunSpec:
+    """Make the run's folder, or find the one to continue, and write config.json and run.json. (one process)
+
+    `--resume auto` and a run folder under out_dir continue in that folder. A single checkpoint, or a run elsewhere or
+    of another name, starts a new folder. The run stays locked while the spec lives, or this process. Raises
+    CheckpointError when there is nothing to resume at a path, ConfigError when another process uses the run.
+    """
+    out_dir = Path(config.out_dir).expanduser().resolve()
+    resume, folder, notes = "", None, list[str]()
+    if config.resume != "none":
+        from nanoray.checkpoint.find import find_run, other_recipe
+        from nanoray.models.gpt import ModelShape
+
+        shape = ModelShape.of(config, dataset.vocab_size).to_dict()
+        recipe = recipe_of(config) | {"tokens_sha256": dataset.tokens_sha256}
+        passed_over: list[str] = []
+        found = find_run(out_dir, config.resume, shape, recipe, passed_over)
+        if found is None:
+            notes += [f"resume  {note}" for note in passed_over]
+            notes.append(f"resume  nothing to resume in {out_dir}: starting afresh")
+        else:
+            notes += [f"resume  {note}" for note in found.notes]
+            asked_for_step = (Path(config.resume).expanduser() / "state.json").exists()
+            if changed := other_recipe(found.run_dir, recipe):
+                notes.append(f"resume  not the recipe of {found.run_dir.name}: {changed}")
+            renamed = other_recipe(found.run_dir, {"name": config.name})
+            own = found.run_dir.resolve().parent == out_dir and not asked_for_step and not renamed
+            folder = found.run_dir.resolve() if own else None
+            resume = str(found.run_dir.resolve() if own else found.path.resolve())
+    folder = folder or new_folder(out_dir, config.name)
+    lock, warning = lock_run(folder)
+    notes += [warning] if warning else []
+    for name in ("checkpoints", "logs"):
+        (folder / name).mkdir(exist_ok=True)
+    (folder / "summary.json").unlink(missing_ok=True)  # written by an earlier command of this run
+    spec = RunSpec(config, dataset, folder, started, resume, 0, tuple(notes), lock)
+    write_attempt(spec)
+    write_json(folder / "config.json", config.model_dump())
+    write_json(folder / "run.json", spec.to_dict())
+    return spec

@@ -1,0 +1,137 @@
+"""Command lines: flags from the configuration's fields, errors as one line, exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanoray.config import DEFAULT_PRESET, Config, field_extra, load_config, make_config, read_yaml, refuse_unknown
+from nanoray.errors import ConfigError, NanorayError
+from nanoray.output import lasting_output
+
+_GROUPS = {
+    "run": "run",
+    "data": "data",
+    "model": "model",
+    "batch": "batch",
+    "optim": "optimisation",
+    "dist": "devices and process group",
+    "log": "logging, evaluation, checkpoints",
+    "fault": "faults",
+}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A configuration, and which of its keys were given as flags."""
+
+    config: Config
+    given: frozenset[str]  # keys set by flags
+    dry_run: bool = False
+
+
+def parse_args(argv: list[str], prog: str, description: str) -> Loaded:
+    """Turn a command line into a Config. Raises ConfigError; `--help` prints and exits 0."""
+    parser = _build_parser(prog, description)
+    known, unknown = parser.parse_known_args(argv)
+    if unknown:
+        refuse_unknown(unknown[0].split("=")[0], [f"--{k}" for k in (*_flags(), "config", "preset", "dry_run")], "flag")
+    flags = vars(known)
+    file, preset, dry_run = flags.pop("config", None), flags.pop("preset", None), flags.pop("dry_run", False)
+    of_run = {} if file or preset else _config_of_run(flags.get("resume", "none"))
+    config = make_config(of_run | flags) if of_run else load_config(file, preset, flags)
+    for key in flags.keys() & _COUNTS_IF.keys():
+        other, value = _COUNTS_IF[key]
+        if getattr(config, other) not in value:
+            raise ConfigError(
+                f"{key} = {flags[key]} would be ignored: {other} = {getattr(config, other)}; drop --{key}"
+            )
+    return Loaded(config, frozenset(flags), dry_run)
+
+
+# Flags that have an effect only with certain values of another key.
+_COUNTS_IF = {
+    "min_lr": ("schedule", ("cosine", "wsd")),
+    "decay_fraction": ("schedule", ("wsd",)),
+    "weight_decay": ("optimizer", ("adamw",)),
+    "beta1": ("optimizer", ("adamw",)),
+    "beta2": ("optimizer", ("adamw",)),
+    "tokens_per_param": ("scaling", ("nanochat",)),
+}
+
+
+# Keys that belong to one command, not to the run: --resume does not take them from config.json.
+_NOT_INHERITED = ("resume", "stop_at", "faults", "workers", "out_dir")
+
+
+def _config_of_run(resume: str) -> dict[str, Any]:
+    """Return config.json of the run that `--resume PATH` names by its folder or a checkpoint; {} without one."""
+    if resume in ("none", "auto"):
+        return {}
+    path = Path(resume).expanduser()
+    for folder in (path, path.parent, path.parent.parent):
+        if (folder / "config.json").is_file():
+            return {k: v for k, v in read_yaml(folder / "config.json").items() if k not in _NOT_INHERITED}
+    return {}
+
+
+def _flags() -> list[str]:
+    return [key for key in Config.model_fields if field_extra(key).get("flag", True)]
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose complaints are ConfigErrors."""
+
+    def error(self, message: str) -> Any:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def _build_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    parser = Parser(prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--config", metavar="FILE", help="YAML (or config.json) with any of the keys below")
+    parser.add_argument("--preset", metavar="NAME", help=f"a file of nanoray/presets (default: {DEFAULT_PRESET})")
+    parser.add_argument("--dry_run", action="store_true", help="print what would run and where, start nothing, exit 0")
+    groups = {key: parser.add_argument_group(title) for key, title in _GROUPS.items()}
+    for key in _flags():
+        field = Config.model_fields[key]
+        doc = " ".join((field.description or "").split()).replace("%", "%%")
+        boolean = field.annotation is bool
+        groups[field_extra(key)["group"]].add_argument(
+            f"--{key}",
+            metavar="true|false" if boolean else "X",
+            nargs="?" if boolean else None,
+            const="true" if boolean else None,
+            help=f"{doc} [{field.default}]",
+        )
+    return parser
+
+
+def run_command(run: Callable[[Loaded, float], int], argv: list[str] | None, prog: str, what: str) -> int:
+    """Parse a command line and run it; print a NanorayError as one line, and return the exit code."""
+    started = time.time()
+    with lasting_output():
+        try:
+            return run(parse_args(sys.argv[1:] if argv is None else argv, prog, what), started)
+        except NanorayError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return error.exit_code
+
+
+def run_subcommand(commands: dict[str, Callable[[list[str]], int]], argv: list[str] | None, doc: str) -> int:
+    """Run the command that the first word names; `doc` is the help. Print errors, and return the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(doc.strip())
+        return 0 if argv else 2
+    try:
+        if argv[0] not in commands:
+            raise ConfigError(f"unknown command {argv[0]}; one of {', '.join(commands)}")
+        return commands[argv[0]](argv[1:])
+    except NanorayError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code

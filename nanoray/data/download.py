@@ -1,0 +1,75 @@
+"""Download a file, bounded in time and size, with retries for transient errors."""
+
+from __future__ import annotations
+
+import threading
+import time
+from http.client import HTTPException, IncompleteRead
+from pathlib import Path
+from urllib.error import HTTPError, URLError
+from urllib.request import build_opener
+
+TRY_S = 10.0  # one socket operation
+TRIES = 3
+BACKOFF_S = (0.3, 1.0)  # pauses between tries
+MAX_BYTES = 64 << 20  # so that a wrong server cannot fill the memory
+
+
+class FetchFailed(Exception):
+    """A download failed, or returned something other than the expected file."""
+
+    def __init__(self, reason: str, transient: bool = False, got: str = "nothing") -> None:
+        super().__init__(reason)
+        self.transient = transient
+        self.got = got  # sha256 of what arrived
+
+
+def fetch(url: str, tries: int, total_s: float) -> bytes:
+    """Read an http(s):// or file:// URL, or a bare path; retry after a transient error.
+
+    One try takes at most `total_s` seconds. Raises FetchFailed.
+    """
+    url = url if "://" in url else Path(url).expanduser().absolute().as_uri()
+    if not url.startswith(("http://", "https://", "file://")):
+        raise FetchFailed("not an http(s):// or file:// URL")
+    tries = 1 if url.startswith("file://") else tries
+    for pause_s in BACKOFF_S[: tries - 1]:
+        try:
+            return _try(url, total_s)
+        except FetchFailed as error:
+            if not error.transient:
+                raise
+        time.sleep(pause_s)
+    return _try(url, total_s)
+
+
+def _try(url: str, total_s: float) -> bytes:
+    done: list[bytes | FetchFailed] = []
+
+    def read() -> None:
+        try:
+            # A new opener, because urlopen's global one keeps the proxies of its first call.
+            with build_opener().open(url, timeout=min(TRY_S, total_s)) as response:
+                body = response.read(MAX_BYTES + 1)
+                short = getattr(response, "length", 0) if len(body) <= MAX_BYTES else 0  # read(n) takes less
+                done.append(_explain(IncompleteRead(body, short)) if short else body)
+        except Exception as error:
+            done.append(_explain(error))
+
+    # A thread, because no socket timeout covers a silent name server or a body that arrives byte by byte.
+    (thread := threading.Thread(target=read, daemon=True)).start()
+    thread.join(total_s)
+    result = done[0] if done else FetchFailed(f"no answer within {total_s:g} s", transient=True)
+    if isinstance(result, FetchFailed):
+        raise result
+    if len(result) > MAX_BYTES:
+        raise FetchFailed(f"more than {MAX_BYTES >> 20} MiB, which is no text of ours")
+    return result
+
+
+def _explain(error: Exception) -> FetchFailed:
+    if isinstance(error, HTTPError):
+        error.close()
+        return FetchFailed(f"HTTP {error.code} {error.reason}", error.code >= 500 or error.code in (408, 429))
+    reason = error.reason if isinstance(error, URLError) else error
+    return FetchFailed(str(reason) or type(reason).__name__, isinstance(error, (OSError, HTTPException)))

@@ -1,0 +1,365 @@
+"""Prepare token datasets: turn a text into train.bin, val.bin and meta.json. data/tokens.py reads batches from them."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+import json
+import os
+import re
+import sys
+import sysconfig
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nanoray.atomic import replace_bytes
+from nanoray.config import Config
+from nanoray.data import download
+from nanoray.data.download import FetchFailed, fetch
+from nanoray.data.tokenizer import Tokenizer as Tokenizer
+from nanoray.data.tokenizer import tokenizer_from_json
+from nanoray.data.verify import verify
+from nanoray.errors import DataError
+
+SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+
+_NAMES = ("auto", "shakespeare", "stdlib")
+_TOTAL_S, _QUICK_S = 60.0, 4.0  # for one try to download; for the only try of dataset auto
+_SCAN_BYTES = 1 << 24  # a multiple of every token size
+_STDLIB_BYTES = 4_000_000
+_STDLIB_SKIP = {  # third-party code, tests, and tables (encodings, pydoc_data)
+    *("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip", "turtledemo"),
+    *("__pycache__", "lib-dynload", "encodings", "pydoc_data"),
+}
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """A prepared dataset: enough to open it, to decode its tokens, and to notice that it changed."""
+
+    name: str  # shakespeare | stdlib | the file's stem or the folder's name
+    note: str  # one line for the log: where the text came from and, for a fallback, why
+    path: Path  # the folder with train.bin, val.bin and meta.json
+    dtype: str  # uint16 | uint32
+    vocab_size: int
+    train_tokens: int
+    val_tokens: int
+    sha256: str  # of the source text; empty for a folder that does not say
+    tokens_sha256: str  # of train.bin followed by val.bin
+    tokenizer: dict[str, Any]  # for tokenizer_from_json
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON types."""
+        return asdict(self) | {"path": str(self.path)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> DatasetInfo:
+        """Read `to_dict` back. Raises DataError when a key is missing, unknown, or of the wrong type."""
+        try:
+            return cls(**(values | {"path": Path(values["path"])}))
+        except (KeyError, TypeError) as error:
+            raise DataError(f"not the record of a dataset: {error}; prepare the dataset again") from None
+
+
+def prepare(config: Config) -> DatasetInfo:
+    """Find or make the token files of `config.dataset`. (driver or rank 0 only; the other ranks get the result)
+
+    Raises DataError when there is no such dataset, or when a split is shorter than one window of block_size + 1 tokens.
+    """
+    path = _absolute(config.dataset)
+    if config.dataset == "auto":
+        info = _tokenize(_shakespeare_or_stdlib(config), config)
+    elif config.dataset == "shakespeare":
+        info = _tokenize(_shakespeare(config), config)
+    elif config.dataset == "stdlib":
+        info = _tokenize(_stdlib(), config)
+    elif os.path.isdir(path):
+        info = _open_folder(path, config)
+    else:
+        info = _tokenize(_text_file(path, config.dataset), config)
+
+    need, shortest = config.block_size + 1, min(info.train_tokens, info.val_tokens)
+    for split, tokens in (("train", info.train_tokens), ("val", info.val_tokens)):
+        if tokens < need:
+            lower = f", or lower --block_size to {shortest - 1} or less" if shortest > 1 else ""
+            raise DataError(
+                f"{info.name}: the {split} split has {tokens} tokens, but block_size + 1 = {need} are needed; "
+                f"use a longer text{lower}"
+            )
+    return info
+
+
+def cache_dir(config: Config) -> Path:
+    """Return the folder of downloads and tokens: data_dir, else $XDG_CACHE_HOME/nanoray, else ~/.cache/nanoray."""
+    folder = config.data_dir or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "nanoray")
+    path = _absolute(folder)
+    if folder.startswith("~/") and os.path.expanduser(folder) == folder:
+        raise DataError(f"no home folder for the cache {folder}; name a writable folder with --data_dir")
+    return path
+
+
+# ---- sources of text ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Source:
+    name: str
+    note: str
+    data: bytes
+    where: str  # its name in error messages
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.data).hexdigest()
+
+
+def _shakespeare_or_stdlib(config: Config) -> _Source:
+    if config.data_url:  # the user named this URL: its failure is an error, not a reason to train on another text
+        return _shakespeare(config)
+    try:
+        return _get_shakespeare(config, tries=1, total_s=_QUICK_S)
+    except FetchFailed as error:
+        source = _stdlib()
+        return replace(source, note=f"{source.note} (Shakespeare is not cached and the download failed: {error})")
+
+
+def _shakespeare(config: Config) -> _Source:
+    try:
+        return _get_shakespeare(config, tries=download.TRIES, total_s=_TOTAL_S)
+    except FetchFailed as error:
+        raise DataError(
+            f"cannot get Shakespeare from {config.data_url or SHAKESPEARE_URL}: {error} "
+            f"(sha256 expected {SHAKESPEARE_SHA256}, got {error.got}); give a copy with "
+            "--data_url file:///path/input.txt, or use --dataset auto without --data_url"
+        ) from None
+
+
+def _get_shakespeare(config: Config, tries: int, total_s: float) -> _Source:
+    cached = cache_dir(config) / "shakespeare.txt"
+    source = _Source("shakespeare", "shakespeare: Karpathy's tiny Shakespeare, cached", b"", "Shakespeare")
+    with contextlib.suppress(OSError):
+        source = replace(source, data=cached.read_bytes())
+        if source.sha256 == SHAKESPEARE_SHA256:
+            return source
+    damaged = "; the damaged cached copy was replaced" if source.data else ""
+    url = config.data_url or SHAKESPEARE_URL
+    source = replace(
+        source,
+        data=fetch(url, tries, total_s),
+        note=f"shakespeare: Karpathy's tiny Shakespeare, from {url}{damaged}",
+    )
+    if source.sha256 != SHAKESPEARE_SHA256:
+        raise FetchFailed(f"these {len(source.data)} bytes are another text", got=source.sha256)
+    _write(cached, source.data)
+    return source
+
+
+def _stdlib() -> _Source:
+    """Read the source of Python's standard library, in the order of a hash so that train and val are alike."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _STDLIB_SKIP]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    files.sort(key=lambda file: hashlib.sha256(file.relative_to(root).as_posix().encode()).digest())
+    data = bytearray()
+    for file in files:
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            text = file.read_bytes()
+            text.decode("utf-8")
+            if b"\0" not in text and len(data) + len(text) <= _STDLIB_BYTES:
+                data += text
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    note = f"stdlib: source text of Python {version}'s standard library"
+    if not data:
+        raise DataError(f"{note}: there are no source files in {root}; name a text file with --dataset PATH")
+    return _Source("stdlib", note, bytes(data), note)
+
+
+def _text_file(path: Path, given: str) -> _Source:
+    if not os.path.exists(path):
+        close = difflib.get_close_matches(given, _NAMES, n=1)
+        with contextlib.suppress(OSError, ValueError):
+            neighbours = difflib.get_close_matches(path.name, sorted(os.listdir(path.parent)), n=1)
+            close += [str(path.parent / name) for name in neighbours]
+        hint = f"did you mean {close[0]}?" if close else "check the path"
+        raise DataError(f"no dataset {given}: neither one of {', '.join(_NAMES)} nor a file or folder; {hint}")
+    if not os.path.isfile(path):
+        raise DataError(f"{given} is neither a text file nor a folder; name one with --dataset PATH")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {given}: {error.strerror}; check its permissions") from None
+    source = _Source(_name(path.stem), f"{path.name}: the text file {path}", data, given)
+    return replace(source, name="shakespeare") if source.sha256 == SHAKESPEARE_SHA256 else source
+
+
+def _name(stem: str) -> str:
+    return f"{stem}-file" if stem in _NAMES else stem  # the presets' expected losses hold for our own texts only
+
+
+# ---- from text to token files ---------------------------------------------------------------------------------------
+
+
+def _tokenize(source: _Source, config: Config) -> DatasetInfo:
+    """Write or reuse the token files of `source`; the first 1 - val_fraction of its characters are for training."""
+    kind = config.tokenizer
+    if kind == "auto":
+        kind = "char" if source.name == "shakespeare" else "byte"
+    key = hashlib.sha256(f"v1 {source.sha256} {kind} {config.val_fraction!r}".encode()).hexdigest()[:16]
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "_", source.name)[:40]
+    folder = cache_dir(config) / "tokens" / f"{stem}-{kind}-{key}"
+    cached = _reuse(folder)
+    if cached and _is_whole(cached):
+        return replace(cached, name=source.name, note=source.note)
+    damaged = "; its damaged token cache was rebuilt" if (folder / "meta.json").exists() else ""
+
+    text = _decode(source)
+    chars = {"chars": "".join(sorted(set(text)))} if kind == "char" else {}
+    tokenizer = tokenizer_from_json({"kind": kind, **chars})
+    cut = int(len(text) * (1 - config.val_fraction))
+    train, val = tokenizer.encode(text[:cut]), tokenizer.encode(text[cut:])
+    info = DatasetInfo(
+        name=source.name,
+        note=source.note + damaged,
+        path=folder,
+        dtype=str(train.dtype),
+        vocab_size=tokenizer.vocab_size,
+        train_tokens=len(train),
+        val_tokens=len(val),
+        sha256=source.sha256,
+        tokens_sha256=hashlib.sha256(train.tobytes() + val.tobytes()).hexdigest(),
+        tokenizer=tokenizer.to_json(),
+    )
+    # Two processes that race write the same bytes, so replacing file by file never mixes two datasets. meta.json comes
+    # last: a folder that has it is complete.
+    _write(folder / "train.bin", train.tobytes())
+    _write(folder / "val.bin", val.tobytes())
+    _write(folder / "meta.json", json.dumps(info.to_dict(), indent=2).encode())
+    verify(folder, info.tokens_sha256)
+    return info
+
+
+def _decode(source: _Source) -> str:
+    if not source.data:
+        raise DataError(f"{source.where} is empty; name a UTF-8 text file with --dataset PATH")
+    nul = source.data.find(b"\0")
+    if nul >= 0:
+        raise DataError(f"{source.where} is binary (NUL byte at offset {nul}); name a text file with --dataset PATH")
+    try:
+        return source.data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{source.where} is not UTF-8: byte 0x{source.data[error.start]:02x} at offset {error.start} "
+            f"({error.reason}); convert it, e.g. iconv -f latin1 -t utf-8"
+        ) from None
+
+
+def _reuse(folder: Path) -> DatasetInfo | None:
+    try:
+        info = replace(DatasetInfo.from_dict(json.loads((folder / "meta.json").read_bytes())), path=folder)
+        tokenizer_from_json(info.tokenizer)
+        sizes = [(folder / f"{split}.bin").stat().st_size for split in ("train", "val")]
+        itemsize = np.dtype(info.dtype).itemsize
+    except (OSError, ValueError, TypeError, DataError):  # absent or damaged: the caller tokenizes again
+        return None
+    return info if sizes == [info.train_tokens * itemsize, info.val_tokens * itemsize] else None
+
+
+def _is_whole(cached: DatasetInfo) -> bool:
+    try:
+        verify(cached.path, cached.tokens_sha256)
+    except DataError:  # its content is not what was written: the caller tokenizes again
+        return False
+    return True
+
+
+def _open_folder(folder: Path, config: Config) -> DatasetInfo:
+    """Open a folder of token files, in nanoGPT's format or as `prepare` writes them."""
+    if config.val_fraction != Config.model_fields["val_fraction"].default:
+        raise DataError(f"val_fraction would be ignored: {folder} is split already; drop --val_fraction")
+    missing = [name for name in ("train.bin", "val.bin") if not (folder / name).is_file()]
+    if missing:
+        raise DataError(f"the folder {folder} has no {' and no '.join(missing)}; name a folder that has both")
+    meta = _read_meta(folder)
+    tokenizer, dtype = tokenizer_from_json(meta["tokenizer"]), meta["dtype"]
+    if config.tokenizer not in ("auto", meta["tokenizer"]["kind"]):
+        raise DataError(
+            f"tokenizer = {config.tokenizer}, but {folder} has tokens of {meta['tokenizer']['kind']}; drop --tokenizer"
+        )
+    digest, counts = hashlib.sha256(), []
+    for name in ("train.bin", "val.bin"):
+        counts.append(_scan(folder / name, dtype, tokenizer.vocab_size, digest))
+    return DatasetInfo(
+        name=_name(folder.name),
+        note=f"{folder.name}: the token files in {folder}",
+        path=folder,
+        dtype=dtype,
+        vocab_size=tokenizer.vocab_size,
+        train_tokens=counts[0],
+        val_tokens=counts[1],
+        sha256=str(meta.get("sha256", "")),
+        tokens_sha256=digest.hexdigest(),
+        tokenizer=tokenizer.to_json(),
+    )
+
+
+def _read_meta(folder: Path) -> dict[str, Any]:
+    file = folder / "meta.json"
+    if not file.exists():
+        if (folder / "meta.pkl").exists():
+            raise DataError(
+                f"{folder} has its vocabulary in meta.pkl, and unpickling can run any code; write meta.json: "
+                '{"tokenizer": {"kind": "char", "chars": "..."}} with the sorted characters'
+            )
+        return {"tokenizer": {"kind": "gpt2"}, "dtype": "uint16"}
+    try:
+        meta = json.loads(file.read_bytes())
+        meta.setdefault("dtype", "uint16")
+        meta.setdefault("tokenizer", {"kind": "ids", "vocab_size": meta.get("vocab_size")})
+        vocab_size = tokenizer_from_json(meta["tokenizer"]).vocab_size
+        if meta.setdefault("vocab_size", vocab_size) != vocab_size:
+            raise DataError(f"vocab_size = {meta['vocab_size']}, but its tokenizer has {vocab_size}")
+        if meta["dtype"] not in ("uint16", "uint32"):
+            raise DataError(f"dtype = {meta['dtype']!r} is not uint16 or uint32")
+    except (OSError, ValueError, AttributeError, RecursionError, DataError) as error:
+        raise DataError(f"{file}: {error}; it must hold at least vocab_size, or tokenizer") from None
+    return meta
+
+
+def _scan(file: Path, dtype: str, vocab_size: int, digest: hashlib._Hash) -> int:
+    """Count the tokens of `file` and feed it to `digest`. Raises DataError for an id outside the vocabulary."""
+    itemsize, count = np.dtype(dtype).itemsize, 0
+    size = file.stat().st_size
+    if size % itemsize:
+        raise DataError(f"{file} has {size} bytes, not a multiple of {itemsize} ({dtype}); copy it again")
+    with file.open("rb") as stream:
+        while chunk := stream.read(_SCAN_BYTES):
+            digest.update(chunk)
+            ids = np.frombuffer(chunk, dtype)
+            if ids.max() >= vocab_size:
+                at = int(np.argmax(ids >= vocab_size))
+                raise DataError(
+                    f"{file}: token {count + at} is {ids[at]}, but vocab_size is {vocab_size}; "
+                    "correct vocab_size or dtype in meta.json"
+                )
+            count += len(ids)
+    return count
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file of the cache whole or not at all. Raises DataError when it cannot."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_bytes(path, data)
+    except OSError as error:
+        raise DataError(f"cannot write {path}: {error.strerror}; name a writable folder with --data_dir") from None
+
+
+def _absolute(path: str) -> Path:
+    return Path(os.path.abspath(os.path.expanduser(path)))

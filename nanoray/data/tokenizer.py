@@ -1,0 +1,161 @@
+"""Tokenizers: characters, bytes, GPT-2's BPE, or bare ids. Each is described by plain JSON.
+
+Models pad their vocabulary, so a sampler can emit an id that has no text; `decode` shows it as U+FFFD.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from nanoray.errors import DataError
+
+GPT2_VOCAB_SIZE = 50257
+UNKNOWN = "\ufffd"
+
+
+class Tokenizer(ABC):
+    """Turns text into ids 0 ... vocab_size - 1 and back."""
+
+    kind: str
+    vocab_size: int
+
+    @property
+    def dtype(self) -> str:
+        """The smallest dtype of a token file: uint16 while the vocabulary fits, else uint32."""
+        return "uint16" if self.vocab_size <= 1 << 16 else "uint32"
+
+    @abstractmethod
+    def encode(self, text: str) -> np.ndarray:
+        """Return the ids of `text`, (T,). Raises DataError for text outside the vocabulary."""
+
+    @abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids`."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Describe the tokenizer; `tokenizer_from_json` reads it back."""
+        return {"kind": self.kind}
+
+
+class CharTokenizer(Tokenizer):
+    """One id per character of a given alphabet, in the order of code points, as nanoGPT numbers them."""
+
+    kind = "char"
+
+    def __init__(self, chars: str) -> None:
+        self.chars = chars
+        self.vocab_size = len(chars)
+        self._codes = _code_points(chars)  # sorted
+
+    def encode(self, text: str) -> np.ndarray:
+        codes = _code_points(text)
+        ids = np.searchsorted(self._codes, codes).clip(max=self.vocab_size - 1)
+        unknown = np.flatnonzero(self._codes[ids] != codes)
+        if unknown.size:
+            at = int(unknown[0])
+            raise DataError(
+                f"character {text[at]!r} at offset {at} is not among the {self.vocab_size} characters of the training "
+                "text; leave it out, or train with --tokenizer byte"
+            )
+        return ids.astype(self.dtype)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return "".join(self.chars[i] if 0 <= i < self.vocab_size else UNKNOWN for i in ids)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.kind, "chars": self.chars}
+
+
+class ByteTokenizer(Tokenizer):
+    """One id per UTF-8 byte: it encodes every text."""
+
+    kind = "byte"
+    vocab_size = 256
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8).astype(self.dtype)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return _join(bytes([i]) if 0 <= i < 256 else None for i in ids)
+
+
+class GPT2Tokenizer(Tokenizer):
+    """GPT-2's byte pair encoding, loaded from tiktoken on first use; training on token files does not need it."""
+
+    kind = "gpt2"
+    vocab_size = GPT2_VOCAB_SIZE
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self._load().encode_ordinary(text), self.dtype)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        token = self._load().decode_single_token_bytes
+        return _join(token(i) if 0 <= i < self.vocab_size else None for i in map(int, ids))
+
+    def _load(self) -> Any:
+        try:
+            import tiktoken  # optional, and slow to import
+
+            return tiktoken.get_encoding("gpt2")  # cached by tiktoken
+        except ImportError:
+            raise DataError("tokenizer gpt2 needs tiktoken; pip install tiktoken, or use --tokenizer byte") from None
+        except Exception as error:  # its download raises requests' errors and others
+            raise DataError(
+                f"GPT-2's vocabulary could not be downloaded: {type(error).__name__}: {error}; set TIKTOKEN_CACHE_DIR "
+                "to a folder filled on a machine with internet, or use --tokenizer byte"
+            ) from None
+
+
+class IdTokenizer(Tokenizer):
+    """Bare numbers in place of text, for token files that come without a tokenizer."""
+
+    kind = "ids"
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str) -> np.ndarray:
+        words = text.split()
+        wrong = [w for w in words if not (w.isascii() and w.isdigit() and len(w) < 11 and int(w) < self.vocab_size)]
+        if wrong:
+            raise DataError(
+                f"{wrong[0]!r} is not a token id below {self.vocab_size}; this dataset came without a tokenizer, so "
+                "write ids with spaces between them"
+            )
+        return np.array([int(word) for word in words], self.dtype)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return " ".join(str(int(i)) for i in ids)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.kind, "vocab_size": self.vocab_size}
+
+
+def tokenizer_from_json(values: dict[str, Any]) -> Tokenizer:
+    """Build the tokenizer that `to_json` described. Raises DataError for anything else."""
+    match values:
+        case {"kind": "char", "chars": str(chars)} if chars and list(chars) == sorted(set(chars)):
+            return CharTokenizer(chars)
+        case {"kind": "byte"}:
+            return ByteTokenizer()
+        case {"kind": "gpt2"}:
+            return GPT2Tokenizer()
+        case {"kind": "ids", "vocab_size": int(size)} if 0 < size <= 1 << 32 and size is not True:
+            return IdTokenizer(size)
+    shown = repr(values)
+    raise DataError(
+        f"not a tokenizer: {shown[:80]}{'...' * (len(shown) > 80)}; known: kind char (with sorted chars), byte, gpt2, "
+        "ids (with vocab_size)"
+    )
+
+
+def _code_points(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+
+
+def _join(tokens: Iterable[bytes | None]) -> str:
+    return b"".join(UNKNOWN.encode() if token is None else token for token in tokens).decode("utf-8", "replace")

@@ -1,0 +1,144 @@
+"""Read batches of tokens in an order that depends only on the seed.
+
+Sample i is a pure function of (seed, i): the number of ranks does not matter, and one integer resumes the order.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from nanoray.config import Batch
+from nanoray.data.prepare import DatasetInfo
+from nanoray.errors import DataError
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's step: 2**64 / the golden ratio, made odd
+
+
+class TokenData:
+    """The two splits, memory-mapped: all ranks of a node share the page cache."""
+
+    def __init__(self, info: DatasetInfo, block_size: int, seed: int, device: torch.device | None = None) -> None:
+        """Open `info`. Raises DataError when the sizes of its files are not those that `prepare` recorded."""
+        counts = {"train": info.train_tokens, "val": info.val_tokens}
+        self._files = {split: _open(info, f"{split}.bin", tokens) for split, tokens in counts.items()}
+        self._splits = {split: file.tokens for split, file in self._files.items()}
+        assert min(counts.values()) > block_size, "prepare refuses this"
+        self.block_size = block_size
+        self.device = device
+        self._key = _mix(np.array([seed], np.uint64))  # (1,): numpy warns of overflow in scalars, not in arrays
+
+    def offsets(self, first_sample: int, count: int) -> np.ndarray:
+        """Return where samples first_sample ... first_sample + count - 1 start in train.bin, (count,) int64.
+
+        Draw with replacement, as nanoGPT does. Sample i is output i of SplitMix64 (Steele et al. 2014), started at a
+        hash of the seed. There is no state: any rank can compute any sample. The bias of `%` is below 2**-24.
+        """
+        index = np.arange(first_sample, first_sample + count, dtype=np.uint64)
+        windows = np.uint64(len(self._splits["train"]) - self.block_size)
+        return (_mix(self._key + (index + np.uint64(1)) * _GOLDEN) % windows).astype(np.int64)
+
+    def train_batch(self, first_sample: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return inputs and targets of `count` samples, both (B, T) int64 on the device."""
+        return self._batch("train", self.offsets(first_sample, count))
+
+    def val_windows(self, limit: int) -> np.ndarray:
+        """Return at most `limit` starts in val.bin, evenly spaced from end to end and not overlapping, int64.
+
+        The ranks split these windows, so the validation loss is the same at any world size.
+        """
+        room = len(self._splits["val"]) - self.block_size - 1  # the last possible start
+        count = min(limit, room // self.block_size + 1)
+        return np.arange(count, dtype=np.int64) * room // max(1, count - 1)
+
+    def val_batch(self, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return inputs and targets at `starts`, both (B, T) int64 on the device."""
+        return self._batch("val", starts)
+
+    def _batch(self, split: str, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        self._files[split].require_whole()
+        window = np.arange(self.block_size + 1)
+        tokens = torch.from_numpy(self._splits[split][starts[:, None] + window].astype(np.int64))  # (B, T + 1)
+        if self.device is not None and self.device.type == "cuda":
+            tokens = tokens.pin_memory().to(self.device, non_blocking=True)  # pageable memory would block the copy
+        elif self.device is not None:
+            tokens = tokens.to(self.device)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+class MicroBatches:
+    """This rank's share of each step's samples, read one micro batch ahead of the loop.
+
+    A step takes the next global_batch_size samples, whatever the number of ranks. Micro batch m of rank r holds the
+    samples from (m * dp + r) * micro_batch_size on. The cursor is the caller's: asking for another one is a seek.
+    """
+
+    def __init__(self, data: TokenData, batch: Batch, rank: int) -> None:
+        self.data, self.batch, self._rank = data, batch, rank
+        self._ahead: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self.seconds = 0.0  # of host time spent on reading, so far
+
+    def step(self, samples: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the micro batches (B, T), targets too, of the step whose first sample is `samples`."""
+        for micro in range(self.batch.accum):
+            yield self._take(samples, micro)
+
+    def _take(self, samples: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
+        start = time.perf_counter()
+        found = self._ahead.pop((samples, micro), None) or self.get(samples, micro)
+        last = micro + 1 == self.batch.accum
+        following = (samples + self.batch.global_size, 0) if last else (samples, micro + 1)
+        self._ahead = {following: self.get(*following)}  # while a GPU still works on what it has
+        self.seconds += time.perf_counter() - start
+        return found
+
+    def get(self, samples: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return one micro batch (B, T), targets too, of the step whose first sample is `samples`."""
+        size, _, dp = self.batch
+        return self.data.train_batch(samples + (micro * dp + self._rank) * size, size)
+
+    def describe(self, samples: int, micro: int | None) -> str:
+        """Write this rank's samples of a step, or of one of its micro batches, for a message."""
+        size, accum, dp = self.batch
+        firsts = [samples + (m * dp + self._rank) * size for m in range(accum) if micro in (None, m)]
+        return ", ".join(f"{first} to {first + size - 1}" for first in firsts)
+
+
+class _TokenFile:
+    """A memory-mapped file of tokens that is kept open. To read beyond the end of one that shrank would be a SIGBUS."""
+
+    def __init__(self, path: Path, dtype: str, size: int) -> None:
+        self._path, self._size = path, size
+        self._file = path.open("rb")
+        self.require_whole()
+        self.tokens = np.asarray(np.memmap(self._file, dtype=dtype, mode="r"))  # numpy indexes a view faster
+
+    def require_whole(self) -> None:
+        """Raise DataError when the file has not the size that was prepared."""
+        size = os.fstat(self._file.fileno()).st_size
+        if size != self._size:
+            raise DataError(
+                f"dataset changed: {self._path} has {size} bytes, but {self._size} were prepared; prepare it again"
+            )
+
+
+def _open(info: DatasetInfo, file: str, tokens: int) -> _TokenFile:
+    path = info.path / file
+    try:
+        return _TokenFile(path, info.dtype, tokens * np.dtype(info.dtype).itemsize)
+    except OSError as error:
+        raise DataError(
+            f"dataset changed: cannot open {path}: {error.strerror}; prepare it again, and with several nodes keep "
+            "--data_dir on shared storage"
+        ) from None
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

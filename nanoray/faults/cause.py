@@ -1,0 +1,297 @@
+"""Which failure caused the others, and what recovery made of it. The driver uses this; nothing here knows Ray.
+
+    events of n ranks (ended, set_waiting) ─► FailureCollector ─► cause, consequences ─► FaultReport ─► faults.jsonl
+
+A rank that dies makes the others fail: their collectives raise a moment later, and sometimes the driver hears of that
+first. So the driver collects failures for a short time and then ranks them: a dead process before an exception, an
+exception before a collective that lost its peer. Every event costs O(1), because one death can make thousands of ranks
+fail at once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nanoray.faults.plan import append_event
+
+# What can end a rank -> how close that is to the root cause (lower is closer).
+CAUSES = {
+    "out_of_memory": 0,  # ended by Ray's memory monitor or by the kernel
+    "killed": 0,  # a signal, or an exit without an exception
+    "node_lost": 0,  # its node does not answer
+    "hung": 0,  # alive, but all other ranks waited for it
+    "exception": 1,  # the program's own error
+    "diverged": 1,  # the ranks' weights differ, and no majority agrees
+    "refused": 1,  # NanorayError: another try would end the same way
+    "peer_lost": 2,  # a collective that lost its peer: a consequence
+}
+PROGRESS_STEPS = 10  # completed steps between two failures that make the second one a new story
+FAILURES_PER_HOUR = 60  # more than this is no training, even if every failure is overcome
+MAX_CONSEQUENCES = 8  # lines that a report keeps: of thousands of ranks, all fail with the same words
+_AFTER_UPDATE = ("log", "eval", "checkpoint", "done")  # phases of a step that follow its weight update
+
+
+@dataclass
+class Failure:
+    """How one rank ended. `rank` is its slot: the number in the names of its log and progress file."""
+
+    rank: int
+    cause: str  # a key of CAUSES
+    title: str  # one line for people
+    step: int = 0  # the step being computed, or just completed
+    phase: str = "init"
+    detail: str = ""  # traceback, or the end of the log
+    retry: bool = True
+    exit_code: int = 1  # of the command, if there is no retry
+    signature: str = ""  # the same for failures that repeat
+    facts: dict[str, Any] = field(default_factory=dict)  # pid, node, ip, devices
+    exit_record: dict[str, Any] = field(default_factory=dict)  # see exit_record.read; empty if there is none
+    silent_s: float = 0.0  # hung: seconds without progress on any rank
+    at: float = 0.0  # monotonic seconds at which the driver knew
+
+    @property
+    def completed(self) -> int:
+        """Steps completed before the failure."""
+        return self.step if self.phase in _AFTER_UPDATE else max(0, self.step - 1)
+
+
+@dataclass
+class FaultReport:
+    """One fault and its outcome: a line of faults.jsonl."""
+
+    rank: int
+    step: int
+    phase: str
+    cause: str
+    title: str
+    attempt: int
+    world_size: int
+    node: str
+    ip: str
+    pid: int
+    device: str
+    signal: str | None
+    exit_code: int | None
+    log_tail: list[str]
+    consequences: list[str]  # failures of other ranks that followed from this one
+    recovery: str = ""  # in_place | spare | shrink | restart | none (gave up)
+    detect_s: float | None = None  # from the death until the driver knew; None: time of death unknown
+    recover_s: float | None = None  # from then until a step was completed for the first time
+    steps_repeated: int | None = None
+
+    @classmethod
+    def of(cls, cause: Failure, others: Sequence[Failure], attempt: int, world_size: int) -> FaultReport:
+        """Return the report of a fault whose outcome is still open."""
+        facts = cause.facts
+        return cls(
+            rank=cause.rank,
+            step=cause.step,
+            phase=cause.phase,
+            cause=cause.cause,
+            title=cause.title,
+            attempt=attempt,
+            world_size=world_size,
+            node=facts.get("node", ""),
+            ip=facts.get("ip", ""),
+            pid=facts.get("pid", 0),
+            device=",".join(facts.get("devices", [])) or "cpu",
+            signal=cause.exit_record.get("signal"),
+            exit_code=cause.exit_record.get("exit_code"),
+            log_tail=cause.detail.splitlines(),
+            consequences=consequences_of(others),
+        )
+
+    def write(self, folder: Path) -> None:
+        """Append this report to the run's faults.jsonl."""
+        append_event(folder / "faults.jsonl", "fault", asdict(self))
+
+    def outcome(self) -> str:
+        """Return the outcome of recovery in one line."""
+        detected = "" if self.detect_s is None else f"detected in {self.detect_s:.2f} s, "
+        steps = f"{self.steps_repeated or 'no'} step{'' if self.steps_repeated == 1 else 's'} repeated"
+        return f"{detected}training again after {self.recover_s or 0.0:.2f} s, {steps}"
+
+
+@dataclass
+class Recovery:
+    """A fault that is known but not yet overcome."""
+
+    report: FaultReport
+    known_at: float  # monotonic seconds at which the driver learned of it
+    completed: int  # steps completed before the fault
+    base: int | None = None  # the step from which the present attempt started, if known
+
+    @property
+    def target(self) -> int:
+        """The last step that proves nothing: a rank that computes a later one has completed a new step."""
+        return self.completed + 1
+
+    def update(self, step: int, base: int, waiting: bool) -> bool:
+        """Take a heartbeat of the present attempt; return whether training is past the fault."""
+        self.base = base
+        return step > self.target and not waiting
+
+    def finish(self, now: float) -> FaultReport:
+        """Return the report, with the cost of recovery filled in."""
+        self.report.recover_s = round(now - self.known_at, 3)
+        self.report.steps_repeated = None if self.base is None else max(0, self.completed - self.base)
+        return self.report
+
+
+def consequences_of(others: Sequence[Failure]) -> list[str]:
+    """Return one line each for the first consequences, and a last line with the number of the rest."""
+    rest = len(others) - MAX_CONSEQUENCES
+    more = [f"and {rest:,} more ranks"] if rest > 0 else []
+    return [failure.title for failure in others[:MAX_CONSEQUENCES]] + more
+
+
+def read_reports(folder: Path) -> list[dict[str, Any]]:
+    """Return the events in a run's faults.jsonl, oldest first: reports (`fault`) and planned faults (`injected`)."""
+    path = folder / "faults.jsonl"
+    if not path.exists():
+        return []
+    events = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for event in events:
+        if "echo" in event:  # the name of the field in older runs
+            event["consequences"] = event.pop("echo")
+    return events
+
+
+class FailureCollector:
+    """Collects how the ranks of one attempt end, and knows when that is enough to act on."""
+
+    def __init__(
+        self, ranks: Iterable[int], in_place: bool, patience_s: float, settle_s: float, live: bool = False
+    ) -> None:
+        """Expect `ranks`. `in_place`: survivors keep their state and wait for a replacement.
+
+        patience_s: how long survivors may take to notice. settle_s: how long to listen for consequences otherwise.
+        live: some of the ranks held the run's state before this attempt began.
+        """
+        self._running = set(ranks)
+        self._ranks = len(self._running)
+        self._waiting: set[int] = set()
+        self._patience_s, self._settle_s = patience_s, settle_s
+        self._deadline = float("inf")
+        self.in_place, self._live = in_place, live
+        self.failures: list[Failure] = []
+        self.first_failure_at = 0.0
+        self.no_rank_lost = False  # the group broke, but every rank of it is waiting
+
+    def ended(self, rank: int, failure: Failure | None, now: float) -> None:
+        """Note that a rank has finished (`failure` None) or failed."""
+        self._running.discard(rank)
+        self._waiting.discard(rank)
+        if failure is None:
+            return
+        self.first_failure_at = self.first_failure_at or now
+        failure.at = now
+        self.failures.append(failure)
+        if not failure.retry and failure.phase == "init" and not self._live:
+            self.in_place = False  # a run that cannot start: nobody has anything to keep
+        self._deadline = min(self._deadline, now + (self._patience_s if self.in_place else self._settle_s))
+
+    def hurry(self, patience_s: float, now: float) -> None:
+        """Give the ranks that have not noticed so much time, and no more."""
+        self._patience_s = min(self._patience_s, patience_s)
+        if self.failures or self._waiting:
+            self._deadline = min(self._deadline, now + self._patience_s)
+
+    def rank_0_finished(self, now: float) -> None:
+        """Note that the run is complete: the other ranks have a moment to finish, too."""
+        self._deadline = min(self._deadline, now + 2 * self._settle_s)
+
+    def set_waiting(self, rank: int, waiting: bool, now: float) -> None:
+        """Note whether a rank has left its process groups and waits for the next attempt."""
+        if waiting and rank in self._running:
+            if not self._waiting and not self.failures:  # a rank that does not follow in time hangs
+                self._deadline = min(self._deadline, now + self._patience_s)
+            self._waiting.add(rank)
+        else:
+            self._waiting.discard(rank)
+
+    @property
+    def all_waiting(self) -> bool:
+        """Whether there are ranks that did not fail, and all of them wait: then the run's state is in their memory."""
+        left = len(self._running)
+        return 0 < left == len(self._waiting) and (self.no_rank_lost or left + len(self.failures) == self._ranks)
+
+    @property
+    def silent(self) -> list[int]:
+        """The ranks that have neither ended nor wait."""
+        return sorted(self._running - self._waiting)
+
+    def complete(self, now: float) -> bool:
+        """Whether no further event is worth waiting for."""
+        if not self._running or now > self._deadline:
+            return True
+        return self.in_place and len(self._waiting) == len(self._running)
+
+    @property
+    def cause(self) -> Failure:
+        """The failure closest to the root; the earliest of equals. Needs at least one failure."""
+        return min(self.failures, key=lambda failure: CAUSES[failure.cause])
+
+
+def reason_to_give_up(cause: Failure, history: list[Failure], max_failures: int) -> str:
+    """Return why the run must not continue after `cause`, the newest of `history`; empty if it may.
+
+    A deterministic failure repeats at the same place: an exception twice, a death without a stated reason three times.
+    """
+    if not cause.retry:
+        return "restarting cannot cure this"
+    repeats = 0
+    for earlier in reversed(history):
+        if (earlier.signature, earlier.step, earlier.phase) != (cause.signature, cause.step, cause.phase):
+            break
+        repeats += 1
+    if cause.signature and repeats >= (2 if cause.cause == "exception" else 3):
+        return f"deterministic: it failed {repeats} times in the same way at the same step"
+    if without_progress(history) > max_failures:
+        return f"max_failures = {max_failures} is exceeded: no {PROGRESS_STEPS} steps in a row without a failure"
+    if max_failures and sum(cause.at - earlier.at < 3600 for earlier in history) > FAILURES_PER_HOUR:
+        return f"more than {FAILURES_PER_HOUR} failures within an hour, although the run went on after each"
+    return ""
+
+
+def without_progress(history: list[Failure]) -> int:
+    """Return how many failures there were, up to the newest, without PROGRESS_STEPS completed steps between them."""
+    count = int(bool(history))
+    for earlier, later in zip(reversed(history[:-1]), reversed(history), strict=False):
+        if later.completed - earlier.completed >= PROGRESS_STEPS:
+            break
+        count += 1
+    return count
+
+
+def back_off_s(history: list[Failure]) -> float:
+    """Return the pause before the next restart: 0 after progress, else 1, 2, 4, ... up to 30 seconds."""
+    stuck = 0
+    for earlier, later in zip(reversed(history[:-1]), reversed(history), strict=False):
+        if later.completed > earlier.completed:
+            break
+        stuck += 1
+    return min(30.0, 2.0 ** (stuck - 1)) if stuck else 0.0
+
+
+_COLLECTIVE_SIGNS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "timed out waiting",
+    "broken pipe",
+    "application timeout caused pair closure",
+    "nccl",
+    "gloo",
+)
+
+
+def is_collective_error(error: BaseException) -> bool:
+    """Return whether `error` is how a process group reports a lost peer: a consequence, never the cause."""
+    names = {cls.__name__ for cls in type(error).__mro__}
+    if names & {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}:
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _COLLECTIVE_SIGNS)

@@ -1,0 +1,85 @@
+"""Find the rank that all others wait for. Ray shows a hung actor as alive for ever.
+
+Every rank writes its position (step and phase) to a file and answers the driver's `Worker.heartbeat` with it. If no
+rank has moved for `hang_timeout` seconds, the rank furthest behind is the one that hangs. Only changes count, timed by
+the driver's clock, so the clocks of other hosts do not matter. Set-up may take longer than the timeout, but a rank
+that answers no heartbeat for twice the timeout is frozen, whatever its phase.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+_ORDER = ("data", "forward", "backward", "optimizer", "log", "eval", "checkpoint", "done")  # within a step
+_PATIENCE = {"checkpoint": 10.0}  # phase -> factor on the timeout: one rank may write files while the others wait
+
+
+class Position(NamedTuple):
+    """Where a rank is: the step being computed, or just completed, and its phase."""
+
+    step: int
+    phase: str
+
+
+class Watchdog:
+    """Takes the ranks' positions and knows when no rank moves any more. An update and a check cost O(1) each."""
+
+    def __init__(self, ranks: Iterable[int], timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._timeout_s, self._clock = timeout_s, clock
+        self._seen: dict[int, tuple[Position, float]] = {}  # with the rank's own clock: a long evaluation moves it
+        self._moved_at = clock()
+        self._heard_at = dict.fromkeys(ranks, self._moved_at)  # of running ranks: the newest answer
+        self._unseen = set(self._heard_at)
+        self.silent_s = 0.0
+
+    def update(self, rank: int, position: Position, written_at: float) -> None:
+        """Take a rank's heartbeat. `written_at`: when it wrote this position, in its own monotonic seconds."""
+        self._heard_at[rank] = self._clock()
+        self._take(rank, position, written_at)
+
+    def update_from_file(self, rank: int, position: Position, written_at: float) -> None:
+        """Take a position read from a rank's progress file: a frozen rank cannot send its last one."""
+        if rank in self._seen and written_at > self._seen[rank][1]:
+            self._take(rank, position, written_at)
+
+    def _take(self, rank: int, position: Position, written_at: float) -> None:
+        if self._seen.get(rank) != (position, written_at):
+            self._seen[rank] = position, written_at
+            self._moved_at = self._clock()
+            self._unseen.discard(rank)
+
+    def ended(self, rank: int) -> None:
+        """Expect no more answers from this rank."""
+        self._heard_at.pop(rank, None)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no rank has moved for so long that the progress files are worth reading."""
+        return 0 < self._timeout_s / 4 < self._clock() - self._moved_at
+
+    def hangs(self) -> bool:
+        """Whether no rank has moved for too long. Until all ranks were seen once: whether one does not answer."""
+        now = self._clock()
+        self.silent_s = now - self._moved_at
+        if not self._timeout_s or self.silent_s <= self._timeout_s:
+            return False
+        if any(now - at > 2 * self._timeout_s for at in self._heard_at.values()):
+            return True
+        if self._unseen:
+            return False
+        phases = {position.phase for position, _ in self._seen.values()}
+        limit_s = self._timeout_s * max(_PATIENCE.get(phase, 1.0) for phase in phases)
+        return "init" not in phases and phases != {"done"} and self.silent_s > limit_s
+
+    def positions(self) -> dict[int, Position]:
+        """Return the last known position of every rank."""
+        return {rank: position for rank, (position, _) in sorted(self._seen.items())}
+
+
+def behind(positions: Mapping[int, Position]) -> list[int]:
+    """Return the ranks that are furthest behind. If all are at the same place that is all of them."""
+    keys = {r: (p.step, _ORDER.index(p.phase) if p.phase in _ORDER else -1) for r, p in positions.items()}
+    last = min(keys.values())
+    return [rank for rank, key in keys.items() if key == last]

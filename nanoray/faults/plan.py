@@ -1,0 +1,204 @@
+"""Inject faults on purpose.
+
+A plan is data: `kill@rank=1,step=30,phase=backward;slow@rank=0,step=5,phase=data,seconds=0.2`. Before a fault fires it
+is written to the run's `faults.jsonl`, so that a test can prove that it did.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanoray.errors import ConfigError
+from nanoray.faults.progress import PHASES
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+log = logging.getLogger("nanoray")
+KINDS = ("kill", "stop", "exit", "raise", "hang", "slow", "oom", "disk-full", "nan", "bitflip")
+_SPARE_BYTES = 64 << 10  # logs and metrics may still grow by this while the disk is "full"
+
+
+class InjectedFault(RuntimeError):
+    """The exception of a `raise` fault."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault to inject: its kind, and the rank, step (being computed) and phase at which it fires.
+
+    Without an attempt it fires once per run, even if the step is repeated; with one, in that attempt only.
+    """
+
+    kind: str
+    rank: int
+    step: int
+    phase: str
+    attempt: int | None = None
+    seconds: float = 1.0  # slow: how long to sleep; disk-full: until there is space again
+    mib: int = 0  # oom: how much to allocate (0 = until the process is killed)
+    times: int = 1  # nan: how many forward passes of this rank, replays included
+    bit: int = 20  # bitflip: bit of a float32; 0 is the lowest of the mantissa, 31 the sign
+
+    @property
+    def key(self) -> tuple[str, int, int, str]:
+        """What identifies this fault within its plan."""
+        return self.kind, self.rank, self.step, self.phase
+
+    def fire(self, record_in: Path, gpt: nn.Module) -> None:
+        """Record that this fault fires, then inject it."""
+        append_event(record_in, "injected", asdict(self))
+        if self.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.kind == "exit":
+            os._exit(3)
+        elif self.kind == "hang":
+            time.sleep(3600.0)
+        elif self.kind == "slow":
+            time.sleep(self.seconds)
+        elif self.kind == "oom":
+            _fill_memory(self.mib)
+        elif self.kind == "disk-full":
+            _fill_disk(record_in.parent, self.seconds)
+        elif self.kind == "nan":
+            _poison(gpt, self.times)
+        elif self.kind == "bitflip":
+            _flip_bit(gpt, self.bit)
+        else:
+            raise InjectedFault(f"fault plan: raise on rank {self.rank} at step {self.step} in {self.phase}")
+
+
+def append_event(path: Path, event: str, values: dict[str, object]) -> None:
+    """Append one line to faults.jsonl and sync it to disk: the writer may be killed right after."""
+    now = {"event": event, "time": round(time.time(), 4), "monotonic": time.monotonic()}
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(fd, (json.dumps(now | values) + "\n").encode())
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _fill_memory(mib: int) -> None:
+    """Allocate and touch memory until this process is killed, or `mib` is reached; then raise MemoryError."""
+    taken: list[bytearray] = []
+    while not mib or len(taken) * 64 < mib:
+        taken.append(bytearray(os.urandom(1 << 20) * 64))
+    time.sleep(60.0)  # give Ray's memory monitor and the kernel time to notice
+    raise MemoryError(f"fault plan: {mib} MiB allocated, and the process was not killed")
+
+
+def _fill_disk(run: Path, seconds: float) -> None:
+    """For some seconds, fail every write that makes a file larger than the logs are now, as on a full disk."""
+    logs = [path for path in run.glob("**/*") if path.is_file() and "checkpoints" not in path.parts]
+    largest = max(path.stat().st_size for path in logs)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest + _SPARE_BYTES, hard))
+    undo = threading.Timer(seconds, resource.setrlimit, (resource.RLIMIT_FSIZE, (soft, hard)))
+    undo.daemon = True
+    undo.start()
+
+
+def _poison(gpt: nn.Module, times: int) -> None:
+    """Make the middle block return NaN in its next `times` forward passes."""
+    block, left = _middle_block(gpt), [times]
+    compiled, block._compiled_call_impl = block._compiled_call_impl, None  # compiled code would not see the hook
+
+    def hook(module: object, args: object, output: Tensor) -> Tensor:
+        left[0] -= 1
+        if not left[0]:
+            handle.remove()
+            block._compiled_call_impl = compiled
+        return output * float("nan")
+
+    handle = block.register_forward_hook(hook)
+
+
+def _middle_block(gpt: nn.Module) -> Any:
+    blocks: Any = gpt.get_submodule("blocks")
+    return blocks[len(blocks) // 2]
+
+
+def _flip_bit(gpt: nn.Module, bit: int) -> None:
+    """Flip one bit of one weight in the middle block."""
+    import torch
+
+    weight = _middle_block(gpt).get_parameter("attn.proj.weight")
+    first = weight.data.view(-1).view(torch.int32)[:1]
+    first.bitwise_xor_(torch.tensor(1 << bit if bit < 31 else -(1 << 31), dtype=torch.int32, device=first.device))
+
+
+def parse_plan(text: str) -> tuple[Fault, ...]:
+    """Parse `KIND@key=value,...;...`. Raises ConfigError with the part that is invalid."""
+    faults = []
+    for part in filter(None, (p.strip() for p in text.split(";"))):
+        kind, _, rest = part.partition("@")
+        try:
+            values = dict(item.strip().split("=", 1) for item in rest.split(",") if item.strip())
+            fault = Fault(
+                kind=kind.strip(),
+                rank=int(values.pop("rank")),
+                step=int(values.pop("step")),
+                phase=values.pop("phase", "forward"),
+                attempt=int(values.pop("attempt")) if "attempt" in values else None,
+                seconds=float(values.pop("seconds", 1.0)),
+                mib=int(values.pop("mib", 0)),
+                times=int(values.pop("times", 1)),
+                bit=int(values.pop("bit", 20)),
+            )
+        except (KeyError, ValueError) as error:
+            raise ConfigError(
+                f"faults = {part!r} is not KIND@rank=R,step=S[,phase=P][,attempt=A][,seconds=T][,mib=M][,times=N]"
+                f"[,bit=B] ({error})"
+            ) from None
+        if fault.kind not in KINDS or fault.phase not in PHASES or values:
+            raise ConfigError(
+                f"faults = {part!r}: KIND is one of {', '.join(KINDS)}, phase one of {', '.join(PHASES)}"
+                + (f", and there is no key {', '.join(values)}" if values else "")
+            )
+        if fault.times < 1 or not 0 <= fault.bit <= 31:
+            raise ConfigError(f"faults = {part!r}: times is at least 1, bit 0 to 31 of a float32 weight")
+        faults.append(fault)
+    return tuple(faults)
+
+
+class Injector:
+    """Listens to the phases of a rank and lets its planned faults fire, each once."""
+
+    def __init__(self, faults: Iterable[Fault], record: Path, model: nn.Module) -> None:
+        self._faults, self._record, self._model = list(faults), record, model
+
+    def __call__(self, step: int, phase: str) -> None:
+        """Fire what is planned for this phase of the step that is being computed."""
+        for fault in self._faults[:]:
+            if (fault.step, fault.phase) == (step, phase):
+                self._faults.remove(fault)
+                log.warning("fault plan fires: %s", fault)
+                fault.fire(self._record, self._model)
+
+
+def faults_of(plan: str, rank: int, attempt: int, record: Path, started: float) -> list[Fault]:
+    """Return the faults that this rank must inject in this attempt of a run started at `started` (Unix seconds)."""
+    fired = set()
+    if plan and record.exists():
+        for event in map(json.loads, record.read_text(encoding="utf-8").splitlines()):
+            if event["event"] == "injected" and event["time"] >= started:
+                fired.add((event["kind"], event["rank"], event["step"], event["phase"]))
+    return [
+        fault
+        for fault in parse_plan(plan)
+        if fault.rank == rank and (fault.attempt == attempt if fault.attempt is not None else fault.key not in fired)
+    ]

@@ -1,0 +1,41 @@
+"""Where a rank is: step and phase, in a mapped file that outlives the process."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import time
+from pathlib import Path
+
+PHASES = ("init", "data", "forward", "backward", "optimizer", "log", "eval", "checkpoint", "done")
+
+
+class ProgressFile:
+    """A rank's position in 32 bytes of a mapped file that survive SIGKILL. A write takes well under 1 µs."""
+
+    _FORMAT = struct.Struct("<qqqd")  # step, phase, the completed step this attempt started from, monotonic seconds
+
+    def __init__(self, path: Path) -> None:
+        self.base = 0
+        path.write_bytes(bytes(self._FORMAT.size))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), self._FORMAT.size)
+
+    def set(self, step: int, phase: str) -> None:
+        """Write the step being computed and its phase."""
+        self._FORMAT.pack_into(self._map, 0, step, PHASES.index(phase), self.base, time.monotonic())
+
+    @classmethod
+    def read(cls, path: Path) -> tuple[int, str] | None:
+        """Return (step, phase) as last written; None if the file is missing or damaged."""
+        found = cls.read_all(path)
+        return found[:2] if found else None
+
+    @classmethod
+    def read_all(cls, path: Path) -> tuple[int, str, int, float] | None:
+        """Return (step, phase, base, the writer's monotonic seconds); None if the file is missing or damaged."""
+        try:
+            step, phase, base, seconds = cls._FORMAT.unpack(path.read_bytes())
+            return step, PHASES[phase], base, seconds
+        except (OSError, struct.error, IndexError):
+            return None

@@ -1,0 +1,71 @@
+"""The faults of one run: announced on the console at once, written to faults.jsonl when their outcome is known."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from nanoray.faults import exit_record
+from nanoray.faults.cause import Failure, FailureCollector, FaultReport, Recovery, consequences_of
+from nanoray.faults.hang import Position
+
+
+class FaultLog:
+    """The causes so far, and the fault that the run is recovering from at present, if any."""
+
+    def __init__(self, folder: Path, clock: Any = time) -> None:
+        self.causes: list[Failure] = []  # one per fault, oldest first
+        self.recovery: Recovery | None = None
+        self._folder, self._clock = folder, clock
+
+    def add(self, collector: FailureCollector, positions: list[Position], attempt: int, world_size: int) -> Failure:
+        """Announce a fault and return its cause. `positions` are those of the ranks that were training."""
+        cause = collector.cause
+        others = [failure for failure in collector.failures if failure is not cause]
+        consequences = [f"  {line}" for line in consequences_of(others)]
+        print("\n".join(["", f"failure  {cause.title}", *_indented(cause.detail), *consequences]), flush=True)
+        if self.recovery:  # the previous fault was not overcome before this one
+            self.close(self.recovery.report.recovery)
+        self.causes.append(cause)
+        report = FaultReport.of(cause, others, attempt, world_size)
+        known_at = collector.first_failure_at
+        if cause.cause == "hung":
+            report.detect_s = round(cause.silent_s, 3)
+        elif cause.exit_record.get("boot") and cause.exit_record["boot"] == exit_record.boot_id():
+            report.detect_s = round(max(0.0, known_at - cause.exit_record["monotonic"]), 4)
+        completed = [Failure(0, "killed", "", *position).completed for position in positions]
+        completed += [failure.completed for failure in collector.failures]
+        self.recovery = Recovery(report, known_at, max(completed))
+        return cause
+
+    @property
+    def target(self) -> int | None:
+        """The step after which the present fault is overcome; None if there is none."""
+        return self.recovery.target if self.recovery else None
+
+    def set_recovery(self, kind: str) -> None:
+        """Note how the run recovers from the present fault: in_place, spare, shrink or restart."""
+        assert self.recovery
+        self.recovery.report.recovery = kind
+
+    def close_as_recovered(self) -> None:
+        """Write the report of the present fault: a step was completed for the first time since."""
+        assert self.recovery
+        report = self.recovery.finish(self._clock.monotonic())
+        self.close(report.recovery)
+        print(f"recover  {report.outcome()}\n", flush=True)
+
+    def close(self, recovery: str) -> None:
+        """Write the report of the present fault. A full disk must not end the run."""
+        assert self.recovery
+        report, self.recovery = self.recovery.report, None
+        report.recovery = recovery
+        try:
+            report.write(self._folder)
+        except OSError as error:
+            print(f"warning  cannot write the fault report to faults.jsonl: {error.strerror}", flush=True)
+
+
+def _indented(text: str) -> list[str]:
+    return ["  " + line for line in text.rstrip().splitlines()]

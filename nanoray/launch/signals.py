@@ -1,0 +1,99 @@
+"""Stop requests: SIGINT, SIGTERM and SIGHUP from outside, or a reason that the driver itself found."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed
+
+
+AFTER_THIS_STEP = b"\nstopping after this step, with a checkpoint (Ctrl-C once more: stop now)\n"
+
+
+class StopRequested(Exception):
+    """A stop was requested while there was nothing to save."""
+
+
+class Stop:
+    """Whether the run was asked to stop. The first request stops after this step, a second Ctrl-C stops now."""
+
+    def __init__(self) -> None:
+        self.signal = 0
+        self.reason = ""
+        self._at_once = False
+
+    def install(self) -> None:
+        """Handle the signals, but for one that was ignored when Python started, as nohup does with SIGHUP."""
+        for signum in STOP_SIGNALS:
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                signal.signal(signum, self)
+
+    def __call__(self, signum: int, frame: Any) -> None:
+        if self.signal and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        if not self.signal:
+            self.signal = signum
+            with suppress(OSError):  # the terminal may be gone
+                os.write(2, b"\nstopping\n" if self._at_once else AFTER_THIS_STEP)
+        if self._at_once:
+            raise StopRequested
+
+    def request(self, reason: str) -> None:
+        """Stop as SIGTERM would, and say why."""
+        self.signal, self.reason = signal.SIGTERM, reason
+        print(f"\nstop     {reason}: stopping after this step, with a checkpoint", flush=True)
+
+    def wait(self, seconds: float, clock: Any = time) -> None:
+        """Sleep for some seconds, but return as soon as a stop is requested."""
+        until = clock.monotonic() + seconds
+        while not self.signal and clock.monotonic() < until:
+            clock.sleep(0.1)
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Let a signal interrupt whatever this process waits for: there is nothing to save yet."""
+        self.check()
+        self._at_once = True
+        try:
+            yield
+        finally:
+            self._at_once = False
+
+    def check(self) -> None:
+        """Raise StopRequested if a stop was requested."""
+        if self.signal:
+            raise StopRequested
+
+    @property
+    def requested(self) -> bool:
+        return bool(self.signal)
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 128 + the signal as in shells."""
+        return 128 + self.signal if self.signal else 0
+
+
+@contextmanager
+def catch_signals() -> Iterator[Stop]:
+    """Turn SIGINT, SIGTERM and SIGHUP into stop requests while a run lasts.
+
+    A second SIGINT exits with code 130, and StopRequested with the code of the stop.
+    """
+    stop, before = Stop(), {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    stop.install()
+    try:
+        yield stop
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except StopRequested:
+        print("stop     before any rank had trained: nothing to save", flush=True)
+        raise SystemExit(stop.exit_code) from None
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

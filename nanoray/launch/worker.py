@@ -1,0 +1,321 @@
+"""The Ray actor of one rank: bind a device, join the others, train, and answer the driver meanwhile.
+
+Ray places the actor and reports its death. No gradient, weight or batch passes through Ray.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import queue
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import ray
+from ray.util.metrics import Gauge
+
+from nanoray.errors import NanorayError, RankDiffers, RendezvousError
+from nanoray.faults import exit_record
+from nanoray.faults.cause import is_collective_error
+from nanoray.faults.progress import ProgressFile
+from nanoray.mesh.rendezvous import Order, Rendezvous
+from nanoray.metrics import METRICS
+from nanoray.run import RunSpec, recovers_in_place
+
+REPLACE_TIMEOUT_S = 600.0  # a survivor that gets no order for this long ends by itself
+DRIVER_SILENT_S = 20.0  # the driver calls every second or two; after this long without it, stop with a checkpoint
+LOOK_S = 0.005  # how often `heartbeat` checks whether the step it waits for has passed
+
+
+class LostPeer(RuntimeError):
+    """A collective lost its peer, and the peer was not replaced."""
+
+
+class Heartbeat(NamedTuple):
+    """Where a rank is: the step being computed, or just completed, and its phase."""
+
+    step: int
+    phase: str
+    base: int  # the completed step that its attempt started from
+    written_at: float  # when it wrote its position, in its own monotonic seconds
+    attempt: int  # the attempt it is in, or has left
+    waiting: bool  # it has left its process groups and waits for the next attempt
+
+
+class Worker:
+    """One rank. `run` trains; other methods answer at the same time, in Ray's concurrency groups.
+
+    With rank None it is a spare: it imports torch, holds no device, and waits for `take_slot`.
+    """
+
+    def __init__(
+        self,
+        run_name: str,
+        rank: int | None,
+        rehearsal: dict[str, Any] | None = None,
+        train: Callable[..., dict[str, Any]] | None = None,
+        api: Any = ray,
+    ) -> None:
+        """`rehearsal`: a RunSpec, as a dict, to rehearse with. Tests replace recipe.train and ray (`api`)."""
+        self._name, self._rank, self._rehearsal = run_name, rank, rehearsal
+        self._train, self._api = train, api
+        self._messages: deque[tuple[str, Any]] = deque()
+        self._stop, self._pause = threading.Event(), threading.Event()
+        self._called_at = time.monotonic()  # when the driver last called `heartbeat`, or its patience ends
+        self._store: Any = None
+        self._spec: RunSpec | None = None  # of the present attempt
+        self._waiting = threading.Event()  # this rank has left its groups and waits for the next attempt
+        self._attempts: queue.Queue[tuple[dict[str, Any], Rendezvous]] = queue.Queue()
+        self._devices = bound_devices(api)
+        raise_priority()
+        # Importing torch takes seconds: start now, while the driver creates the other actors. Methods that need torch
+        # join this thread first, because two threads that import torch.distributed at once abort the process.
+        self._importing = threading.Thread(target=self._prepare, daemon=True)
+        self._importing.start()
+
+    def _prepare(self) -> None:
+        importlib.import_module("nanoray.train.recipe")
+        if self._rehearsal:
+            from nanoray.train.elastic import rehearse
+
+            rehearse(RunSpec.from_dict(self._rehearsal))
+
+    def __repr__(self) -> str:
+        return f"{self._name} spare" if self._rank is None else f"{self._name} rank {self._rank}"
+
+    @ray.method(concurrency_group="control")
+    def take_slot(self, rank: int, devices: list[str]) -> None:
+        """Make this spare a rank, on the devices of the lost one."""
+        self._rank, self._devices = rank, devices
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)  # CUDA reads this when it starts, which is later
+
+    @ray.method(concurrency_group="control")
+    def describe(self) -> dict[str, Any]:
+        """Return this actor's rank, pid, node, IP address, Ray id and devices."""
+        return self._describe()
+
+    def _describe(self) -> dict[str, Any]:
+        context = self._api.get_runtime_context()
+        return {
+            "rank": self._rank,
+            "pid": os.getpid(),
+            "node": context.get_node_id(),
+            "ip": self._api.util.get_node_ip_address(),
+            "actor": context.get_actor_id(),
+            "devices": self._devices,
+        }
+
+    def ready(self) -> dict[str, Any]:
+        """Do as `describe` does, once torch is imported and the rehearsal, if any, is done."""
+        self._importing.join()
+        return self._describe()
+
+    @ray.method(concurrency_group="control")
+    def nccl_version(self) -> tuple[int, int, int] | None:
+        """Return the version of the NCCL library in force on this node."""
+        self._importing.join()
+        from nanoray.mesh.rendezvous import runtime_nccl_version
+
+        return runtime_nccl_version()
+
+    @ray.method(concurrency_group="control")
+    def open_store(self, world_size: int, timeout_s: float) -> tuple[str, int]:
+        """Serve the store on a port that the kernel picks; return its address. (one rank: rank 0, or a survivor)"""
+        self._importing.join()
+        from nanoray.mesh.rendezvous import open_store
+
+        host = self._api.util.get_node_ip_address()
+        self._store = open_store(host, world_size, timeout_s)
+        return host, self._store.port
+
+    @ray.method(concurrency_group="control")
+    def break_meeting(self, secret: str, absent: int) -> None:
+        """Let the ranks that meet in this process's store know that one of them is lost."""
+        from nanoray.mesh.mesh import break_meeting
+
+        break_meeting(self._store, secret, absent)
+
+    def run(self, spec: dict[str, Any], rendezvous: Rendezvous) -> dict[str, Any]:
+        """Train as one rank and return the outcome, or the failure and its kind as data for the driver."""
+        self._importing.join()
+        from nanoray.train.recipe import log, train
+
+        assert self._rank is not None
+        run = self._spec = RunSpec.from_dict(spec)
+        self._called_at = time.monotonic()
+        for old in (run.progress(self._rank), run.exit_record(self._rank)):  # of an earlier process in this slot
+            old.unlink(missing_ok=True)
+        exit_record.watch(run.exit_record(self._rank))
+        try:
+            watchers = [_MessageQueue(self._messages, _RayMetrics(self._name, self._rank))]
+            store = self._store if rendezvous.rank == 0 and not rendezvous.agent_store else None
+            in_place = recovers_in_place(run.config, rendezvous.backend, rendezvous.slots)
+            rejoin = self._rejoin if in_place else None
+            outcome = (self._train or train)(run, rendezvous, watchers, self._wanted, store, rejoin)
+            self._end_if_orphaned()
+            return {"ok": True, **outcome}
+        except Exception as error:  # the driver compares it with what other ranks report
+            log.exception("rank %d failed", self._rank)
+            self._end_if_orphaned()
+            step, phase = ProgressFile.read(run.progress(self._rank)) or (0, "init")
+            return {
+                "ok": False,
+                "kind": _kind_of(error, rendezvous),
+                "exit_code": getattr(error, "exit_code", 1),
+                "error": type(error).__name__,
+                "message": str(error),
+                "traceback": traceback.format_exc(),
+                "step": step,
+                "phase": phase,
+            }
+
+    def _rejoin(self, lost: str) -> tuple[RunSpec, Rendezvous]:
+        """Wait, during `run`, for the driver's next attempt; return it. Raises LostPeer if none comes."""
+        assert self._spec
+        self._waiting.set()
+        try:
+            patience_s = max(REPLACE_TIMEOUT_S, 2 * self._spec.config.replace_timeout)
+            spec, rendezvous = self._attempts.get(timeout=patience_s)
+            while not self._attempts.empty():
+                spec, rendezvous = self._attempts.get_nowait()  # only the newest counts
+        except queue.Empty:
+            raise LostPeer(lost) from None
+        self._pause.clear()
+        self._waiting.clear()
+        self._called_at = time.monotonic()
+        self._spec = RunSpec.from_dict(spec)
+        return self._spec, rendezvous
+
+    def _wanted(self) -> Order:
+        """Return what the driver wants after this step. A driver that is silent for too long means STOP."""
+        if self._stop.is_set() or self._driver_is_silent():
+            return Order.STOP
+        return Order.REGROUP if self._pause.is_set() else Order.GO_ON
+
+    def _driver_is_silent(self) -> bool:
+        return time.monotonic() - self._called_at > DRIVER_SILENT_S
+
+    def _end_if_orphaned(self) -> None:
+        """End this process if the driver is silent: Ray ends actors only once it knows that their driver is dead.
+
+        The rank whose patience ended first stops all of them. The others wait here for the driver's next call.
+        """
+        while time.monotonic() - self._called_at > DRIVER_SILENT_S / 2:
+            if self._driver_is_silent():
+                os._exit(0)
+            time.sleep(LOOK_S)
+
+    @ray.method(concurrency_group="heartbeat")
+    def heartbeat(self, patience_s: float, waiting: bool, after: int | None) -> Heartbeat:
+        """Return where this rank is, after `patience_s` or once `waiting` differs or step `after` has passed."""
+        deadline = time.monotonic() + patience_s
+        self._called_at = deadline
+        while True:
+            spec = self._spec  # before `waiting`, which `_rejoin` clears before it sets the next spec
+            position = ProgressFile.read_all(spec.progress(self._rank or 0)) if spec else None
+            attempt = spec.attempt if spec else -1
+            heartbeat = Heartbeat(*(position or (0, "init", 0, 0.0)), attempt=attempt, waiting=self._waiting.is_set())
+            passed = after is not None and heartbeat.step > after
+            left = deadline - time.monotonic()
+            if heartbeat.waiting != waiting or passed or left <= 0:
+                return heartbeat
+            if after is None and not waiting:
+                self._waiting.wait(left)
+            else:
+                time.sleep(LOOK_S)
+
+    @ray.method(concurrency_group="control")
+    def stacks(self, log_file: str) -> None:
+        """Append the Python stacks of all threads to this rank's log."""
+        with open(log_file, "a", encoding="utf-8") as file:
+            file.write("stacks of all threads of this rank, because no rank makes progress:\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+
+    @ray.method(concurrency_group="control")
+    def go_on(self, spec: dict[str, Any], rendezvous: Rendezvous) -> None:
+        """Start the next attempt on a waiting rank."""
+        self._attempts.put((spec, rendezvous))
+
+    @ray.method(concurrency_group="control")
+    def poll(self) -> list[tuple[str, Any]]:
+        """Return the notes and records since the last call."""
+        return [self._messages.popleft() for _ in range(len(self._messages))]
+
+    @ray.method(concurrency_group="control")
+    def pause(self) -> None:
+        """Ask all ranks to leave their process groups after the same step and wait for the next attempt."""
+        self._pause.set()
+
+    @ray.method(concurrency_group="control")
+    def stop(self) -> None:
+        """Ask all ranks to stop after the same step, with a checkpoint."""
+        self._stop.set()
+
+
+def bound_devices(api: Any = ray) -> list[str]:
+    """Return the GPU or MIG ids that Ray gave this process, as strings; if none, hide every GPU from it."""
+    ids = [str(i) for i in api.get_gpu_ids()]
+    if not ids:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # otherwise an actor without GPUs sees all of them
+    return ids
+
+
+def raise_priority() -> None:
+    """Undo Ray's nice 15, which puts every other process on the node first. Works for root only; see new_actor."""
+    for thread in os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else []:
+        with suppress(PermissionError, ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, int(thread), 0)
+
+
+def _kind_of(error: Exception, rendezvous: Rendezvous) -> str:
+    """Return the key of CAUSES for an exception of `run`."""
+    if isinstance(error, LostPeer) or is_collective_error(error):
+        return "peer_lost"
+    if rendezvous.live and isinstance(error, RendezvousError) and not isinstance(error, RankDiffers):
+        return "peer_lost"  # a new rank that did not meet the others: they are lost or frozen
+    if getattr(error, "retry", False):
+        return "diverged"
+    return "refused" if isinstance(error, NanorayError) else "exception"
+
+
+class _MessageQueue:
+    """Keeps what rank 0 reports until the driver polls it, and exports it as Ray metrics."""
+
+    def __init__(self, messages: deque[tuple[str, Any]], metrics: _RayMetrics) -> None:
+        self._messages, self._metrics = messages, metrics
+
+    def on_note(self, text: str) -> None:
+        self._messages.append(("note", text))
+
+    def on_record(self, record: dict[str, Any]) -> None:
+        self._messages.append(("record", record))
+        self._metrics.set(record)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class _RayMetrics:
+    """Exports the run's metrics as gauges `ray_nanoray_<name>` with tags run and rank."""
+
+    def __init__(self, run_name: str, rank: int) -> None:
+        self._tags = {"run": run_name, "rank": str(rank)}
+        self._gauges: dict[str, Gauge] = {}
+
+    def set(self, record: dict[str, Any]) -> None:
+        for name in METRICS.keys() & record.keys():
+            if name not in self._gauges:
+                metric = METRICS[name]
+                self._gauges[name] = Gauge(
+                    "nanoray_" + name.replace("/", "_"),
+                    description=f"{metric.meaning} [{metric.unit}]",
+                    tag_keys=("run", "rank"),
+                )
+            self._gauges[name].set(record[name], tags=self._tags)

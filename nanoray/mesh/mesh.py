@@ -1,0 +1,268 @@
+"""From a rendezvous record to process groups: the ranks meet, check that they agree, and form their groups.
+
+Rendezvous (own rank, store's address) ───── join() ──► Mesh (groups, device) ── used by the loop
+                                              │
+                    roll call: every rank writes its facts into the TCPStore; the last one to come compares them
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+import torch.distributed as dist
+
+# DDP imports this module, whose functions take the default group of that moment as a default argument. Imported here,
+# before there is a group, they hold no reference, so that a broken group and its sockets can be freed.
+import torch.distributed.nn.functional
+from torch import Tensor
+from torch.distributed import ProcessGroup, TCPStore, Work
+
+from nanoray.errors import RankDiffers, RendezvousError
+from nanoray.mesh import wire
+from nanoray.mesh.rendezvous import PATIENCE_S, Order, Rendezvous, T, connect_store, public_name
+from nanoray.mesh.wire import SealedStore
+
+READ_S = 5.0  # for the other ranks to read why there is no meeting
+
+
+class CollectiveListener(Protocol):
+    """Is called around each collective of a mesh, such as a recorder."""
+
+    def call(self, op: str, what: str, group: str, tensor: Tensor | None = None) -> AbstractContextManager[None]:
+        """Return a context for one collective; `what` is its purpose, `group` the process group's name."""
+
+
+@dataclass
+class Mesh:
+    """The ranks of a run as this rank sees them. With one rank there is no process group and collectives do nothing."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    backend: str
+    backend_reason: str
+    control_group: ProcessGroup | None = None  # gloo on CPU: votes, apart from gradients
+    patient_group: ProcessGroup | None = None  # gloo on CPU with a long timeout, for waits while rank 0 works on files
+    store: Any = field(default=None, repr=False)
+    listener: CollectiveListener | None = field(default=None, repr=False)  # is called around each collective
+    sealed: Any = field(default=None, repr=False)  # torch calls its methods, but does not keep the object alive
+    slot: int = -1  # as in Rendezvous
+    slots: int = 0
+
+    def __post_init__(self) -> None:
+        self.slot = self.rank if self.slot < 0 else self.slot
+        self.slots = self.slots or self.world_size
+
+    def all_reduce_mean(self, tensor: Tensor, what: str = "value") -> Tensor:
+        """Average `tensor` over all ranks, in place; `what` names it for the listener. (all ranks)"""
+        tensor = self.all_reduce(tensor, what)
+        tensor /= self.world_size
+        return tensor
+
+    def all_reduce(self, tensor: Tensor, what: str = "value", op: str = "sum") -> Tensor:
+        """Sum (or max) `tensor` over all ranks, in place. (all ranks)"""
+        if self.world_size > 1:
+            with self._noted("all_reduce", what, "default", tensor):
+                dist.all_reduce(tensor, op=dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
+        return tensor
+
+    def start_vote(self, wanted: Order) -> Vote:
+        """Start a vote for the highest order that any rank wants; it runs beside compute. (all ranks)"""
+
+        ballot = torch.tensor([wanted], dtype=torch.uint8)
+        if self.world_size == 1:
+            return Vote(ballot, None, self)
+
+        work = dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=self.control_group, async_op=True)
+        return Vote(ballot, work, self)
+
+    def gather(self, value: T) -> list[T] | None:
+        """Collect one value per rank on rank 0; the others get None. (all ranks) `value`: see wire.encode."""
+        if self.world_size == 1:
+            return [value]
+        with self._noted("gather", "objects", "patient"):
+            own, sizes = self._sized(value)
+            parts = [torch.empty_like(own) for _ in sizes] if self.rank == 0 else None
+            dist.gather(own, parts, dst=0, group=self.patient_group)
+        return None if parts is None else _decoded(parts, sizes)
+
+    def all_gather(self, value: T) -> list[T]:
+        """Collect one value per rank on every rank. (all ranks) `value`: see wire.encode."""
+        if self.world_size == 1:
+            return [value]
+        with self._noted("all_gather", "objects", "patient"):
+            own, sizes = self._sized(value)
+            parts = [torch.empty_like(own) for _ in sizes]
+            dist.all_gather(parts, own, group=self.patient_group)
+        return _decoded(parts, sizes)
+
+    def _sized(self, value: Any) -> tuple[Tensor, list[int]]:
+        """Return a value as bytes, padded to the size of the largest one, and all sizes. (all ranks)"""
+        data = wire.encode(value)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=self.patient_group)
+        all_sizes = [int(size) for size in sizes]
+        own = torch.zeros(max(all_sizes), dtype=torch.uint8)
+        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return own, all_sizes
+
+    def broadcast(self, value: T, src: int = 0) -> T:
+        """Return the value of rank `src` on every rank. (all ranks) `value`: see wire.encode."""
+        if self.world_size == 1:
+            return value
+        data = wire.encode(value) if self.rank == src else b""
+        with self._noted("broadcast", "objects", "patient"):
+            size = torch.tensor([len(data)])
+            dist.broadcast(size, src=src, group=self.patient_group)
+            box = torch.frombuffer(bytearray(data or bytes(int(size))), dtype=torch.uint8)
+            dist.broadcast(box, src=src, group=self.patient_group)
+        return value if self.rank == src else cast(T, wire.decode(box.numpy().tobytes()))
+
+    def broadcast_tensor(self, tensor: Tensor, src: int) -> None:
+        """Overwrite `tensor`, which lies on this rank's device, with that of rank `src`. (all ranks)"""
+        if self.world_size == 1:
+            return
+        with self._noted("broadcast", "state", "default", tensor):
+            dist.broadcast(tensor, src=src)
+
+    def leave(self) -> None:
+        """Abandon every process group and its pending work, so that the other ranks see closed connections."""
+        self.control_group = self.patient_group = None  # the last references, which keep the sockets open
+        abandon_groups()
+
+    def barrier(self) -> None:
+        """Wait until every rank is here. (all ranks)"""
+        if self.world_size > 1:
+            with self._noted("barrier", "barrier", "patient"):
+                dist.barrier(group=self.patient_group)
+
+    def _noted(self, op: str, what: str, group: str, tensor: Tensor | None = None) -> AbstractContextManager[None]:
+        return self.listener.call(op, what, group, tensor) if self.listener else nullcontext()
+
+
+def _decoded(parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Any]:
+    return [wire.decode(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+
+
+def abandon_groups() -> None:
+    """Abort and destroy every process group of this process, also those that a failed `join` left behind."""
+    from torch.distributed.distributed_c10d import _abort_process_group
+
+    for end in (_abort_process_group, dist.destroy_process_group):
+        with suppress(Exception):  # a broken group may raise; close what can be closed
+            end()
+
+
+class Vote(NamedTuple):
+    """A vote of all ranks in progress."""
+
+    ballot: Tensor
+    work: Work | None
+    mesh: Mesh
+
+    def result(self) -> Order:
+        """Wait for the outcome. (all ranks)"""
+        if self.work is not None:
+            with self.mesh._noted("all_reduce", "vote", "control", self.ballot):
+                self.work.wait()
+        return Order(int(self.ballot.item()))
+
+
+def join(
+    rendezvous: Rendezvous,
+    facts: Mapping[str, str],
+    timeout_s: float,
+    init_timeout_s: float,
+    store: TCPStore | None = None,
+) -> Mesh:
+    """Meet the other ranks, check that all hold the same `facts`, and form the process groups. (all ranks)
+
+    `store` is the server that rank 0 opened with `open_store`, if any. Raises RendezvousError with the absent ranks, or
+    with the fact that differs and both values.
+    """
+    r, device = rendezvous, torch.device(rendezvous.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if r.world_size == 1:
+        return Mesh(0, 1, 0, device, "none", "one rank: no process group", slot=r.slot, slots=r.slots)
+    deadline = time.monotonic() + init_timeout_s
+    if store is None:
+        store = connect_store(r, init_timeout_s)
+    plain = dist.PrefixStore(f"nanoray/{r.public}", store)
+    sealed = SealedStore(plain, r.secret)
+    _roll_call(sealed, r, facts, deadline)
+    dist.init_process_group(
+        r.backend,
+        # Addresses are sealed, too. NCCL gets the plain store, because its threads call it even at exit.
+        store=dist.PrefixStore("default", plain if r.backend == "nccl" else sealed),
+        rank=r.rank,
+        world_size=r.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if r.backend == "nccl" else None,
+    )
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(timeout_s, PATIENCE_S)))
+    me = Mesh(r.rank, r.world_size, r.local_rank, device, r.backend, r.backend_reason, control, patient, store)
+    me.slot, me.slots = r.slot, r.slots
+    me.sealed = sealed
+    return me
+
+
+def _roll_call(store: Any, r: Rendezvous, facts: Mapping[str, str], deadline: float) -> None:
+    """Wait until every rank has come and has the facts of the reference. (all ranks) The last one to come compares."""
+    keys = [f"facts/{rank}" for rank in range(r.world_size)]
+    store.set(keys[r.rank], json.dumps({**facts, "WORLD_SIZE": str(r.world_size), "backend": r.backend}))
+    if store.add("arrived", 1) == r.world_size:
+        store.set(
+            "verdict", json.dumps(_difference([json.loads(value) for value in store.multi_get(keys)], r.reference))
+        )
+    try:
+        store.wait(["verdict"], timedelta(seconds=max(0.1, deadline - time.monotonic())))
+    except Exception:  # torch raises several types here; the store knows which ranks are absent
+        absent = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        raise RendezvousError(
+            f"rank {r.rank} timed out waiting for rank {', '.join(absent)} of {r.world_size}; "
+            "look at their logs, or raise init_timeout_s if they are only slow"
+        ) from None
+    verdict = json.loads(store.get("verdict"))
+    if verdict:
+        _let_others_read(store, r)
+    if "absent" in verdict:
+        raise RendezvousError(f"rank {verdict['absent']} of {r.world_size} was lost before the ranks had met")
+    if verdict:
+        kind = RankDiffers if verdict["rank"] == r.rank else RendezvousError
+        raise kind(
+            f"rank {verdict['rank']} has {verdict['key']} = {verdict['its']}, rank {r.reference} has "
+            f"{verdict['reference']}; start every rank with the same code, configuration and versions"
+        )
+
+
+def _let_others_read(store: Any, r: Rendezvous) -> None:
+    """Wait a moment, on the rank that serves the store and is about to end, until the others know why."""
+    store.add("read", 1)
+    deadline = time.monotonic() + READ_S
+    while r.rank == 0 and not r.agent_store and store.add("read", 0) < r.world_size and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _difference(facts: Sequence[Mapping[str, str]], reference: int) -> dict[str, Any]:
+    """Return the first rank and fact that differ from the reference's, with both values; empty if none does."""
+    for rank, its in enumerate(facts):
+        for key, value in facts[reference].items():
+            if its.get(key) != value:
+                return {"rank": rank, "key": key, "its": its.get(key), "reference": value}
+    return {}
+
+
+def break_meeting(store: Any, secret: str, absent: int) -> None:
+    """Let the ranks that meet in `store`, if they still do, know that one of them will not come."""
+    plain = dist.PrefixStore(f"nanoray/{public_name(secret)}", store)
+    SealedStore(plain, secret).set("verdict", json.dumps({"absent": absent}))

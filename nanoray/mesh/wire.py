@@ -1,0 +1,137 @@
+"""What crosses from rank to rank besides tensors: JSON, and a store whose values are sealed with the run's key.
+
+Nothing is pickled. Unpickling runs code that the sender chose, and neither gloo nor the store asks who is sending.
+"""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import json
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nanoray.errors import RendezvousError
+
+TAG_BYTES = 32  # HMAC-SHA256
+_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+def encode(value: Any) -> bytes:
+    """Return JSON for None, bools, numbers, texts, lists, tuples, dicts with text keys, dtypes and small tensors.
+
+    Raises TypeError for anything else.
+    """
+    return json.dumps(_plain(value)).encode()
+
+
+def decode(data: bytes) -> Any:
+    """Return what `encode` took; a tensor comes back on CPU. Floats keep their bits. Raises ValueError."""
+    return _rich(json.loads(data))
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, tuple):  # also a torch.Size
+        return {"tuple": [_plain(item) for item in value]}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value)}
+    if isinstance(value, Tensor):
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return {"tensor": [str(value.dtype), list(value.shape), base64.b64encode(data).decode()]}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: _plain(item) for key, item in value.items()}}
+    raise TypeError(f"a {type(value).__name__} does not cross ranks: {value!r:.80}")
+
+
+def _rich(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_rich(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    if kind == "tuple":
+        return tuple(_rich(item) for item in inner)
+    if kind == "dtype":
+        return _DTYPES[inner]
+    if kind == "tensor":
+        dtype, shape, text = inner
+        return (
+            torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8).view(_DTYPES[dtype]).reshape(shape)
+        )
+    return {key: _rich(item) for key, item in inner.items()}
+
+
+class SealedStore(dist.Store):
+    """A store in which every value carries a proof that a holder of the run's key wrote it under this very name.
+
+    The key never enters the store. A process that reaches the port can list the names, read the values and destroy
+    them; a value of a stranger is refused. Counters (`add`) are not sealed: they decide only how long ranks wait.
+    """
+
+    def __init__(self, inner: dist.Store, key: str) -> None:
+        super().__init__()
+        self._inner, self._key = inner, key.encode()
+
+    def _tag(self, name: str, value: bytes) -> bytes:
+        return hmac.digest(self._key, len(name).to_bytes(4, "big") + name.encode() + value, "sha256")
+
+    def set(self, name: str, value: str | bytes) -> None:
+        """Store a value with its proof."""
+        value = value.encode() if isinstance(value, str) else bytes(value)
+        self._inner.set(name, self._tag(name, value) + value)  # type: ignore[arg-type]
+
+    def get(self, name: str) -> bytes:
+        """Return a value, waiting for it. Raises RendezvousError if its proof is missing or wrong."""
+        sealed = bytes(self._inner.get(name))
+        tag, value = sealed[:TAG_BYTES], sealed[TAG_BYTES:]
+        if not hmac.compare_digest(tag, self._tag(name, value)):
+            raise RendezvousError(
+                f"the rendezvous store holds a value of a stranger under {name}: a process without this run's key "
+                "wrote it; who else can reach the store's port?"
+            )
+        return value
+
+    def multi_get(self, names: list[str]) -> list[bytes]:
+        """Return several values."""
+        return [self.get(name) for name in names]
+
+    def multi_set(self, names: list[str], values: list[str | bytes]) -> None:
+        """Store several values."""
+        for name, value in zip(names, values, strict=True):
+            self.set(name, value)
+
+    def add(self, name: str, amount: int) -> int:
+        """Add to a counter and return it."""
+        return int(self._inner.add(name, amount))
+
+    def wait(self, names: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all names are there."""
+        self._inner.wait(names, *([timeout] if timeout else []))
+
+    def check(self, names: list[str]) -> bool:
+        """Return whether all names are there."""
+        return bool(self._inner.check(names))
+
+    def delete_key(self, name: str) -> bool:
+        """Remove a name."""
+        return bool(self._inner.delete_key(name))
+
+    def num_keys(self) -> int:
+        """Return how many names there are."""
+        return int(self._inner.num_keys())
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change how long `get` and `wait` wait."""
+        self._inner.set_timeout(timeout)
+
+    def has_extended_api(self) -> bool:
+        """Return False: torch is not to bypass the seals by other calls."""
+        return False

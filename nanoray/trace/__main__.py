@@ -1,0 +1,56 @@
+"""Draw the traced steps of a run: phases and collectives of all ranks. `python -m nanoray.trace runs/RUN`"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from nanoray.atomic import write_json
+from nanoray.errors import ConfigError
+from nanoray.trace.timeline import chrome_trace, draw, newest_window
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `python -m nanoray.trace RUN [--step S]`: draw a window of traced steps again."""
+    parser = argparse.ArgumentParser(prog="python -m nanoray.trace", description="Draw traced steps of a run.")
+    parser.add_argument("run", type=Path, help="folder of a run that was started with --comm_trace")
+    parser.add_argument("--step", type=int, help="last step to draw [the newest traced one]")
+    parser.add_argument("--figure", type=Path, help="picture to write [RUN/comm/timeline.svg]")
+    args = parser.parse_args(argv)
+    try:
+        steps = read_steps(args.run)
+        if args.step is not None:
+            if args.step not in {s["step"] for s in steps}:
+                known = ", ".join(str(s["step"]) for s in steps[-8:])
+                raise ConfigError(f"step = {args.step} was not traced; the last traced ones are {known}")
+            steps = [s for s in steps if s["step"] <= args.step]
+        drawn = newest_window(steps)
+        figure = args.figure or args.run / "comm" / "timeline.svg"
+        draw(drawn, figure)
+        write_json(figure.with_suffix(".json"), chrome_trace(drawn))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(f"{figure}  and {figure.with_suffix('.json').name} for https://ui.perfetto.dev")
+    return 0
+
+
+def read_steps(run: Path) -> list[dict[str, Any]]:
+    """Return the traced steps of a run. Raises ConfigError when there is none."""
+    path = run / "comm" / "steps.jsonl"
+    steps = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        with suppress(ValueError):  # the torn last line of a killed run
+            steps.append(json.loads(line))
+    steps = [step for step in steps if "collectives" in step]
+    if not steps:
+        raise ConfigError(f"{run} has no traced steps; start a run with --comm_trace every=50, or always")
+    return steps
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

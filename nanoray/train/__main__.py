@@ -1,0 +1,170 @@
+"""`python -m nanoray.train`: train in this process, alone or as one rank of a torchrun job. No Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import sys
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from nanoray.checkpoint.resume import open_run
+from nanoray.cli import Loaded, run_command
+from nanoray.config import Config, resolve_batch
+from nanoray.data.prepare import prepare
+from nanoray.errors import ConfigError, NanorayError, RendezvousError
+from nanoray.mesh.devices import available_cpus, take_own_slice
+from nanoray.mesh.rendezvous import (
+    Order,
+    RankDevice,
+    Rendezvous,
+    choose_backend,
+    connect_store,
+    runtime_nccl_version,
+)
+from nanoray.run import RunSpec, lock_run, summary_on_failure, write_attempt, write_summary
+from nanoray.train.observers import Console
+from nanoray.train.recipe import train
+from nanoray.train.report import closing_lines, dry_run_lines, plan
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `python -m nanoray.train` and return the exit code."""
+    what = "Train in this process; under torchrun, as one rank of many. No Ray."
+    return run_command(_run, argv, "python -m nanoray.train", what)
+
+
+def _run(loaded: Loaded, started: float) -> int:
+    rendezvous = _local_rendezvous(loaded.config)
+    config = loaded.config
+    if config.workers not in ("auto", rendezvous.world_size):
+        raise ConfigError(
+            f"workers = {config.workers}, but this is {rendezvous.world_size} process(es); start "
+            f"`torchrun --nproc-per-node {config.workers} -m nanoray.train ...`, or `python -m nanoray.launch`"
+        )
+    if loaded.dry_run:
+        dataset = prepare(config)
+        config, notes = plan(loaded, rendezvous.world_size, dataset.vocab_size)
+        batch = resolve_batch(config, rendezvous.world_size)
+        where = f"this process on {rendezvous.device}, {rendezvous.threads} threads"
+        print("\n".join(dry_run_lines(config, notes, batch, dataset, where)))
+        return 0
+    if config.scaling == "none":
+        resolve_batch(config, rendezvous.world_size)  # an impossible batch fails before the ranks meet
+    store = None
+    if rendezvous.world_size > 1 or rendezvous.agent_store:
+        store = connect_store(rendezvous, config.init_timeout_s)
+    rendezvous = _with_backend(rendezvous, config, store)
+    spec = _shared_spec(loaded, rendezvous, store, started)
+    stop = StopSignals()
+    watchers = [Console(spec.config.max_steps)] if rendezvous.rank == 0 else []
+    with summary_on_failure(spec) if rendezvous.rank == 0 else nullcontext():
+        outcome = train(spec, rendezvous, watchers, stop.wanted, store)
+    # All ranks report a stop by signal, also those without one, so that a supervisor treats them in the same way.
+    code = (stop.exit_code or 128 + signal.SIGTERM) if outcome["exit_reason"] == "stopped" else 0
+    if rendezvous.rank == 0:
+        summary = write_summary(spec, outcome | {"exit_code": code}, restarts=spec.attempt)
+        print("\n".join(closing_lines(spec, summary)), flush=True)
+    if rendezvous.world_size > 1:
+        # The results are on disk. Shutting down gloo's threads can hang, so exit without it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _shared_spec(loaded: Loaded, rendezvous: Rendezvous, store: Any, started: float) -> RunSpec:
+    """Open the run on rank 0, or reopen one that torchrun restarted. The other ranks get its record or the error."""
+    key, run_key = f"nanoray/{rendezvous.public}/spec", f"nanoray/{rendezvous.run_id}/run"
+    if rendezvous.rank > 0:
+        values = json.loads(store.get(key))
+        if "refused" in values:
+            raise RendezvousError(f"rank 0 refused the run: {values['refused']}")
+        return RunSpec.from_dict(values)
+    try:
+        if rendezvous.restarts and store and store.check([run_key]):  # torchrun's store outlives its ranks
+            spec = replace(RunSpec.from_dict(json.loads(store.get(run_key))), attempt=rendezvous.restarts, notes=())
+            spec = replace(spec, lock=lock_run(spec.folder)[0])
+            write_attempt(spec)
+            store.set(key, json.dumps(spec.to_dict()))
+            return spec
+        dataset = prepare(loaded.config)
+        config, notes = plan(loaded, rendezvous.world_size, dataset.vocab_size)
+        spec = open_run(config, dataset, started)
+    except NanorayError as error:
+        if store:
+            store.set(key, json.dumps({"refused": str(error)}))
+        raise
+    spec = replace(spec, notes=(*notes, *spec.notes))
+    if store:
+        store.multi_set([key, run_key], [json.dumps(spec.to_dict())] * 2)
+    return spec
+
+
+def _local_rendezvous(config: Config) -> Rendezvous:
+    """Read the rendezvous from the environment and add this rank's device and threads."""
+    rendezvous = Rendezvous.from_env(os.environ)
+    slices = take_own_slice(rendezvous.local_rank)
+    gpus = torch.cuda.device_count() if config.device != "cpu" else 0
+    if config.device in ("cuda", "mig") and not gpus:
+        raise ConfigError(f"device = {config.device}, but torch sees no GPU here; use device cpu, or `nanoray check`")
+    if gpus and config.device in ("cuda", "mig") and (config.device == "mig") != bool(slices):
+        raise ConfigError(
+            f"device = {config.device}, but CUDA_VISIBLE_DEVICES names {'MIG slices' if slices else 'no MIG slice'}; "
+            f"use --device {'mig' if slices else 'cuda'}, or set CUDA_VISIBLE_DEVICES"
+        )
+    threads = config.cpus_per_worker or available_cpus() / max(1, rendezvous.local_world_size)
+    device = f"cuda:{rendezvous.local_rank % gpus}" if gpus else "cpu"
+    return replace(rendezvous, device=device, threads=max(1, int(threads)))
+
+
+def _with_backend(rendezvous: Rendezvous, config: Config, store: Any) -> Rendezvous:
+    """Choose the backend from the devices of all ranks, which they exchange in the store. (all ranks)"""
+    if rendezvous.world_size == 1:
+        return rendezvous
+    me = RankDevice("cpu", "", "")
+    if rendezvous.device != "cpu":
+        mig = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-")
+        card = "" if mig else str(torch.cuda.get_device_properties(rendezvous.device).uuid)
+        me = RankDevice("mig" if mig else "cuda", platform.node(), card)
+    prefix = f"nanoray/{rendezvous.public}/card"
+    store.set(f"{prefix}/{rendezvous.rank}", json.dumps(me))
+    cards = [RankDevice(*json.loads(store.get(f"{prefix}/{rank}"))) for rank in range(rendezvous.world_size)]
+    choice = choose_backend(cards, config.backend, None if me.kind == "cpu" else runtime_nccl_version())
+    env = tuple(choice.env.items())
+    return replace(rendezvous, backend=choice.backend, backend_reason=choice.reason, env=env)
+
+
+class StopSignals:
+    """Turn SIGINT, SIGTERM and SIGHUP into a request to stop after this step; a second SIGINT stops at once."""
+
+    def __init__(self) -> None:
+        self._signal = 0
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(signum) is not signal.SIG_IGN:  # as nohup leaves SIGHUP
+                signal.signal(signum, self._handle)
+
+    def _handle(self, signum: int, frame: Any) -> None:
+        if self._signal and signum == signal.SIGINT:
+            os._exit(130)
+        self._signal = self._signal or signum
+        with suppress(OSError):  # the terminal may be gone
+            os.write(2, b"\nstopping after this step, with a checkpoint (once more: stop now)\n")
+
+    def wanted(self) -> Order:
+        """Return STOP after a signal, else GO_ON."""
+        return Order.STOP if self._signal else Order.GO_ON
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 128 + the signal number, as in a shell."""
+        return 128 + self._signal if self._signal else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,145 @@
+"""The outer loop: train in a group of ranks; when a rank is lost, leave, meet the others, and build a new engine.
+
+    survivor   collective error ─► leave the groups ─► wait for the driver ─┐
+    newcomer   process starts ─► imports torch ─────────────────────────────┴► meet ─► furthest ─► share ─► new engine
+
+The new process group broadcasts the state of the rank with the most completed steps: nothing is read from disk and no
+completed step is repeated. Survivors can be one step apart, because the last all-reduce may have finished on some of
+them only. All ranks repeat the interrupted step with the same data and dropout, so the losses equal those of a run
+without the fault.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from nanoray.data.tokens import TokenData
+from nanoray.errors import ConfigError, NanorayError
+from nanoray.faults.cause import is_collective_error
+from nanoray.mesh.mesh import Mesh, abandon_groups
+from nanoray.mesh.rendezvous import Rendezvous
+from nanoray.models.gpt import GPT, ModelShape
+from nanoray.run import RunSpec
+from nanoray.state import TrainState
+from nanoray.train.engine import Regroup, RuntimeEngine
+from nanoray.train.optim import make_optimizer
+
+log = logging.getLogger("nanoray")
+Rejoin = Callable[[str], tuple[RunSpec, Rendezvous]]  # takes the error; returns once the lost rank has been replaced
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that train now, and the spec that they agreed on."""
+
+    spec: RunSpec
+    mesh: Mesh
+    source: int | None = None  # the rank that sends its state to the others; None at the start of a run
+
+
+def train_in_groups(
+    first: Group,
+    state: TrainState,
+    build: Callable[[Group], RuntimeEngine],
+    meet: Callable[[RunSpec, Rendezvous], Mesh],
+    rejoin: Rejoin | None,
+) -> dict[str, Any]:
+    """Run the loop in one group after another until the run is over, and return its outcome. (all ranks)
+
+    `build` makes an engine for a group and fills `state`; `meet` joins the next group; `rejoin` waits for the driver's
+    orders. A rank may also be lost while the others meet or build; it is replaced in the same way.
+    """
+    group, orders = first, None
+    while True:
+        engine = None
+        try:
+            if orders:
+                group = meet_again(orders, group.spec, state, meet)
+            engine = build(group)
+            outcome = engine.fit()
+            group.mesh.barrier()  # (all ranks) no rank leaves while another one needs it
+            engine.par.close()
+            return outcome
+        except Regroup:
+            assert rejoin is not None
+            lost = "the driver ordered a new group"
+        except torch.OutOfMemoryError as error:  # on a GPU: a retry would fail in the same way
+            raise ConfigError(
+                f"out of GPU memory ({str(error).splitlines()[0]}); halve --micro_batch_size: accumulation doubles "
+                "and the result stays the same"
+            ) from error
+        except Exception as error:
+            # A rank that holds the state outlives what its peers say in a meeting: a newcomer may be the unfit one.
+            peer_lost = is_collective_error(error) or (isinstance(error, NanorayError) and not engine)
+            if rejoin is None or not state.whole or not peer_lost:
+                raise
+            lost = f"{type(error).__name__}: {error}"
+        # Outside the except block, because the error's frames would keep the broken wrapper alive.
+        log.warning("leaving the group after step %d: %s", state.step, lost)
+        if engine:
+            engine.writer.hold()
+        del engine
+        leave(group, state)
+        orders = rejoin(lost)
+
+
+def leave(group: Group, state: TrainState) -> None:
+    """Release the broken group; weights, optimizer and data cursor stay as they are."""
+    state.optimizer.zero_grad(set_to_none=True)
+    gc.collect()  # frees the DDP wrapper with its hooks on the parameters and its reference to the group
+    group.mesh.leave()
+    abandon_groups()  # of a join that failed
+
+
+def meet_again(
+    orders: tuple[RunSpec, Rendezvous],
+    before: RunSpec,
+    state: TrainState,
+    meet: Callable[[RunSpec, Rendezvous], Mesh],
+) -> Group:
+    """Join the driver's new attempt, and find the rank with the most completed steps. (all ranks)"""
+    spec, rendezvous = orders  # the driver's configuration, which all ranks compare in `meet`
+    mesh = meet(spec, rendezvous)
+    spec = replace(spec, config=before.config, resume=before.resume)
+    source, _, _ = furthest(mesh, state, before.config.precision)
+    return Group(spec, mesh, source)
+
+
+def furthest(mesh: Mesh, state: TrainState | None, precision: str) -> tuple[int, str, int]:
+    """Return the rank with the most completed steps, the run's precision, and that number of steps. (all ranks)
+
+    A new rank has no state yet. Raises RuntimeError when no rank has one, which the driver prevents.
+    """
+    own = (state.step, precision) if state and state.whole else (-1, "")
+    standing = mesh.all_gather(own)
+    step, precision = max(standing)
+    if step < 0:
+        raise RuntimeError("no rank holds the run's state any more; the run continues from a checkpoint")
+    return standing.index((step, precision)), precision, step
+
+
+def rehearse(spec: RunSpec) -> None:
+    """Run a rank's first operations once, alone and on CPU, so that a spare takes a slot without their delay.
+
+    The first model, optimizer, process group and DDP wrapper of a process load code and take a second or two; the
+    second ones take milliseconds. Nothing else remains of them.
+    """
+    torch.set_num_threads(1)
+    gpt = GPT(ModelShape.of(spec.config, spec.dataset.vocab_size), spec.config.dropout)
+    optimizer = make_optimizer(gpt, spec.config)
+    device = torch.device("cpu")
+    data = TokenData(spec.dataset, spec.config.block_size, spec.config.seed, device)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    model = DistributedDataParallel(gpt)
+    for _ in range(2):  # DDP regroups its buckets at the start of the second pass
+        model(*data.train_batch(0, 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    abandon_groups()

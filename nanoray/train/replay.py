@@ -1,0 +1,107 @@
+"""Repeat a bad step exactly, and find where it first went wrong.
+
+Data and dropout depend only on (seed, step, rank), and a step that is not finite changes no weights. So a second
+forward and backward, without communication, is the same computation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+
+from nanoray.data.tokens import MicroBatches
+from nanoray.mesh.mesh import Mesh
+from nanoray.models.gpt import LMHead
+
+NAMED = 4  # ranks that a message describes
+
+
+class Finding(NamedTuple):
+    """What one rank knows about a step that was not finite."""
+
+    loss: float  # this rank's, when the step first ran
+    layer: str  # where the replay first found a value that is not finite; empty: nowhere
+    samples: str
+
+
+def replay(
+    model: nn.Module, batches: MicroBatches, first_sample: int, loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
+) -> tuple[str, int | None]:
+    """Run a step's forward and backward on this rank alone; leave the gradients as they were.
+
+    Returns what was first not finite (empty: nothing) and in which micro batch. The caller seeds
+    dropout before and restores the generators after.
+    """
+    accum = batches.batch.accum
+    params = [p for p in model.parameters() if p.requires_grad]
+    kept = [p.grad for p in params]
+    model.zero_grad(set_to_none=True)
+    probe, where = Probe(model), None
+    with probe, torch.compiler.set_stance("force_eager"):  # compiled blocks would not see the hooks
+        for micro in range(accum):
+            value = loss(model, *batches.get(first_sample, micro))
+            (value / accum).backward()
+            if probe.found and where is None:
+                where = micro
+    if not probe.found and not torch.isfinite(get_total_norm([p.grad for p in params if p.grad is not None])):
+        named = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+        names = (f"the gradient of {name}" for name, grad in named if not torch.isfinite(grad).all())
+        probe.found = next(names, "the norm of all gradients, which overflows")
+    for p, grad in zip(params, kept, strict=True):
+        p.grad = grad
+    return probe.found, where
+
+
+def describe(mesh: Mesh, step: str, own: Finding) -> str:
+    """Describe what the replay found on all ranks. (all ranks) `step` is a text with a field for the mean loss."""
+    everyone = mesh.all_gather((own.loss, own.layer, own.samples))
+    findings = [Finding(loss, layer, samples) for loss, layer, samples in everyone]
+    named = [(r, f) for r, f in enumerate(findings) if f.layer or not math.isfinite(f.loss)]
+    if any(f.layer for f in findings):
+        verdict = "it is not finite again: lower lr, set grad_clip, or look at that data"
+    else:
+        verdict = "it is finite this time: a transient error of the machine, or an injected fault"
+    told = [
+        f"rank {r}: own loss {f.loss:.4g}, samples {f.samples}" + (f", first in {f.layer}" if f.layer else "")
+        for r, f in named[:NAMED]
+    ]
+    told += [f"and {len(named) - NAMED} more ranks"] if len(named) > NAMED else []
+    whose = f"Not finite on {'; '.join(told)}" if named else "Every rank's own loss and gradients are finite"
+    mean = sum(f.loss for f in findings) / len(findings)
+    return f"{step.format(loss=mean)}, {verdict}. {whose}"
+
+
+class Probe:
+    """A context that finds the first layer of a model whose output, or else whose gradient, is not finite."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.found = model, ""
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Probe:
+        for name, module in self.model.named_modules():
+            self._handles.append(module.register_forward_hook(self._hook(name)))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, name: str) -> Any:
+        def look(what: str, tensor: Tensor) -> None:
+            if not self.found and not torch.isfinite(tensor).all():
+                self.found = what
+
+        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+            # The padding of the vocabulary has logits of -inf on purpose.
+            tokens = output[..., : module.vocab_size] if isinstance(module, LMHead) else output
+            look(f"the output of {name}" if name else "the loss", tokens)
+            if output.requires_grad:
+                output.register_hook(lambda grad: look(f"the gradient at the output of {name or 'the model'}", grad))
+
+        return hook

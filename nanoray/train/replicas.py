@@ -1,0 +1,84 @@
+"""Compare the replicas' state by hashes of the tensors' bits; a minority receives the majority's state.
+
+weights, optimizer, loss scale ─► hash_tensors() ─► compare over all ranks ─► equal, or share() heals a minority
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from nanoray.errors import StateDiverged
+from nanoray.mesh.mesh import Mesh
+from nanoray.state import TrainState, share
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = {"cpu": 1 << 17, "cuda": 1 << 22}  # elements: an int64 product that stays in cache, or fills a GPU
+
+
+def compare(state: TrainState, mesh: Mesh) -> tuple[int, str]:
+    """Compare the ranks' weights and optimizer state; heal a minority from the majority's memory. (all ranks)
+
+    Returns the number of healed ranks, and a warning for the user. Raises StateDiverged when there is no
+    majority. Costs one pass over the state, and one wait for the device.
+    """
+    names, hashes = hash_tensors(state.tensors())
+    digests = mesh.all_gather((combine(hashes), state.samples))
+    (winner, votes), *others = Counter(digests).most_common()
+    if not others:
+        return 0, ""
+    everyone = mesh.all_gather((len(hashes), hashes))
+    majority = votes > mesh.world_size / 2
+    source = digests.index(winner) if majority else 0
+    strays = [r for r, digest in enumerate(digests) if digest != digests[source]]
+    what = "; ".join(f"rank {r} in {_first_difference(names, everyone[r], everyone[source])}" for r in strays)
+    if not majority:
+        raise StateDiverged(
+            f"after step {state.step} the ranks hold different weights or optimizer state, and no majority agrees:"
+            f" {what}, compared with rank {source}. The newest checkpoint was written while all agreed: resume from "
+            "it; ranks on devices of different models round differently and need hash_every 0"
+        )
+    state.whole = mesh.rank not in strays  # if a rank is lost now, no other rank may copy a differing state
+    share(state, mesh, source)
+    return len(strays), (
+        f"after step {state.step} the state differs from the majority's on {what}: a flipped bit, or a "
+        f"faulty device. It took over the state of rank {source}; training goes on"
+    )
+
+
+def hash_tensors(tensors: dict[str, Tensor]) -> tuple[list[str], list[int]]:
+    """Return the names and a 64-bit sum of each tensor's bits: sum over i of (2i + 1)·x_i in int64, which wraps.
+
+    x_i is an element's bits as an integer. One flipped bit changes a term by an odd multiple of a power of two below
+    2^64, and two swapped elements of 32 bits change the sum by (x_i - x_j)·2(j - i), which 2^64 does not divide either.
+    So both are always detected.
+    """
+    sums, odd = [], {}
+    for tensor in tensors.values():
+        flat = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
+        chunk = _CHUNK.get(flat.device.type, 1 << 20)
+        if flat.device not in odd:
+            odd[flat.device] = torch.arange(1, 2 * chunk, 2, device=flat.device)
+        total = torch.zeros((), dtype=torch.int64, device=flat.device)
+        for at in range(0, flat.numel(), chunk):
+            part = flat[at : at + chunk]
+            total += (part * odd[flat.device][: part.numel()]).sum()
+            if at:
+                total += part.sum(dtype=torch.int64) * (2 * at)
+        sums.append(total)
+    main = sums[0].device
+    return list(tensors), torch.stack([s.to(main) for s in sums]).tolist()
+
+
+def combine(hashes: list[int]) -> int:
+    """Return one 64-bit number that changes when one of the hashes does."""
+    return sum((2 * i + 1) * value for i, value in enumerate(hashes)) % 2**64
+
+
+def _first_difference(names: list[str], ours: tuple[int, list[int]], theirs: tuple[int, list[int]]) -> str:
+    if ours[0] != theirs[0]:
+        return "the number of tensors of the optimizer"
+    pairs = zip(names, ours[1], theirs[1], strict=False)
+    return next((name for name, a, b in pairs if a != b), "the data cursor")

@@ -1,0 +1,85 @@
+"""bench recovery: short runs with real kills, of every arm."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+import nanoray.bench.__main__ as bench
+from nanoray.bench.harness.launchers import RANK_PID
+from nanoray.bench.harness.processes import session_members
+from nanoray.bench.recovery import ARMS, GOODPUT, PEER, REPEATED, STANDSTILL, TORCHRUN
+
+SHORT = ["--steps", "30", "--between", "10,20", "--checkpoint_every", "8", "--timeout_s", "300", "--device", "cpu"]
+
+
+@pytest.mark.usefixtures("shared_head")
+@pytest.mark.timeout(600)  # for machines that are busy with other tests
+@pytest.mark.parametrize("arms", [("in_place", "restart"), ("spare", "shrink"), (PEER,), (TORCHRUN,)])
+def test_a_real_kill_in_every_arm(
+    arms: tuple[str, ...], text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [f"--{flag}={tmp_path / f'r.{end}'}" for flag, end in (("json", "json"), ("html", "html"))]
+    flags = ["--quick", "--dataset", str(text), f"--figure={tmp_path / 'r.png'}", "--arms", ",".join(arms)]
+    assert bench.main(["recovery", *SHORT, *flags, *files]) == 0, capsys.readouterr()
+    assert capsys.readouterr().out.splitlines()[-1].startswith("OK  ")
+    rows = {(r["arm"], r["metric"]): r for r in json.loads((tmp_path / "r.json").read_text())["rows"]}
+    for arm in arms:
+        row = rows[arm, STANDSTILL]
+        (kill,) = row["kills"]
+        assert (row["n"], row["wrong"], row["values"]) == (1, 0, [kill["standstill_s"]])
+        assert kill["standstill_s"] > 0.01
+        assert 10 <= kill["step"] < 30
+        if arm in ("in_place", "spare"):
+            assert rows[arm, REPEATED]["values"] == [0]
+        if arm == "restart":  # from the newest checkpoint; the one of the very last steps may not have been complete
+            assert rows[arm, REPEATED]["values"][0] in (kill["step"] % 8, kill["step"] % 8 + 8)
+    assert (tmp_path / "r.png").read_bytes()[:4] == b"\x89PNG"
+    assert "a run without a kill" in (tmp_path / "r.html").read_text()
+
+
+def test_no_arm_is_without_a_test() -> None:
+    assert set(ARMS) == {"in_place", "restart", "spare", "shrink", PEER, TORCHRUN}
+
+
+def test_a_real_plan_of_kills(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Under torchrun, which starts all ranks anew in the run's folder: most of this short time is lost to that."""
+    flags = ["--arms", "torchrun", "--kills", "0", "--goodput_s", "5", "--mean_s", "2", "--dataset", str(text)]
+    assert bench.main(["recovery", *SHORT, *flags, f"--json={tmp_path / 'r.json'}"]) == 0, capsys.readouterr()
+    (row,) = [r for r in json.loads((tmp_path / "r.json").read_text())["rows"] if r["metric"] == GOODPUT]
+    assert 0 < row["median"] < 100
+    assert any(hit for _, _, hit in row["kills"])
+    assert row["repeated"] >= 0
+    assert row["clean_per_s"] > 1
+
+
+def test_ctrl_c_ends_the_ranks_as_well(text: Path) -> None:
+    """torchrun gives each rank a session of its own."""
+    temp = tempfile.mkdtemp(prefix="t-", dir="/tmp")  # a short path, as /tmp is
+    argv = [sys.executable, "-m", "nanoray.bench", "recovery", "--arms", "torchrun", "--kills", "0"]
+    run = subprocess.Popen(
+        [*argv, "--device", "cpu", "--dataset", str(text)],
+        env=os.environ | {"TMPDIR": temp},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline, ranks = time.monotonic() + 60, []
+    while len(ranks) < 2 and time.monotonic() < deadline and run.poll() is None:
+        logs = Path(temp).glob("nrb-*/*/*/logs/rank*.log")
+        ranks = [int(found[1]) for log in logs if (found := RANK_PID.search(log.read_text()))]
+        time.sleep(0.1)
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=40)
+    assert len(ranks) == 2
+    assert run.returncode == 130
+    assert "no report was written" in err
+    assert not any(session_members(pid) for pid in ranks)
+    os.rmdir(temp)  # raises when something is in it

@@ -1,0 +1,180 @@
+"""What happens around the ranks: a frozen driver, a drained or lost node, a head that is gone, memory that runs out."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nanoray.checkpoint.find import newest_valid
+from tests.harness.cluster import (
+    Cluster,
+    alive,
+    finish,
+    fired,
+    launch,
+    living_nodes,
+    losses,
+    no_actors_left,
+    only_run,
+    pid_of,
+    processes_of_session,
+    ray_head,
+    ray_node,
+    reports,
+    start,
+    summary,
+    trains,
+    wait_for,
+)
+
+
+def test_ranks_without_a_driver_stop_with_a_checkpoint(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
+    """A frozen driver (its node, or the network to it) asks nobody anything: after 20 s the ranks stop."""
+    driver = start(cluster, recipe, tmp_path, "--max_steps", "100000", "--log_every", "100", "--sample_tokens", "0")
+    wait_for(lambda: trains(tmp_path), process=driver)
+    pids = [pid_of(tmp_path, rank) for rank in (0, 1)]
+    os.kill(driver.pid, signal.SIGSTOP)
+    try:
+        frozen = time.monotonic()
+        wait_for(lambda: not any(alive(pid) for pid in pids))
+        assert time.monotonic() - frozen > 15
+        newest, damaged = newest_valid(only_run(tmp_path) / "checkpoints")
+        assert newest is not None
+        assert newest.state.meta["step"] > 0
+        assert not damaged
+    finally:
+        os.kill(driver.pid, signal.SIGKILL)
+        driver.communicate()
+    assert no_actors_left(cluster)
+
+
+def test_a_drained_node_ends_the_run_with_a_checkpoint(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
+    with ray_node(cluster):
+        flags = ("--placement", "spread", "--max_steps", "100000", "--log_every", "100")
+        driver = start(cluster, recipe, tmp_path, *flags)
+        wait_for(lambda: trains(tmp_path), process=driver)
+        command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", f"--address={cluster.address}"]
+        command += [f"--node-id={living_nodes(cluster)[1]}", "--reason=DRAIN_NODE_REASON_PREEMPTION"]
+        command += ["--reason-message=test", "--deadline-remaining-seconds=300"]
+        drained = subprocess.run(command, env=cluster.env, capture_output=True, text=True, timeout=60, check=False)
+        assert drained.returncode == 0, drained.stdout + drained.stderr
+        asked = time.monotonic()
+        code, output = finish(driver)
+        assert time.monotonic() - asked < 290, "before the deadline"
+    assert code == 143, output
+    assert re.search(r"stop     node \w{8} is being drained, \d+ s left: stopping after this step", output)
+    result = summary(tmp_path)
+    assert result["exit_reason"] == "stopped"
+    assert (only_run(tmp_path) / "checkpoints" / f"step_{result['steps']:08d}" / "manifest.json").exists()
+
+
+FAST_HEALTH = {
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "3",
+}
+
+
+def test_a_lost_node_shrinks_the_group_and_a_new_one_lets_it_grow(recipe: Path, tmp_path: Path) -> None:
+    """Two nodes with room for one rank each; one is killed, and later another one joins."""
+    with ray_head("--num-cpus=1", **FAST_HEALTH) as cluster:
+        flags = ("--placement", "spread", "--recovery", "shrink", "--replace_timeout", "1", "--max_steps", "100000")
+        flags += ("--log_every", "20", "--cpus_per_worker", "1", "--spares", "0")
+        with ray_node(cluster) as node:
+            driver = start(cluster, recipe, tmp_path, *flags)
+            wait_for(lambda: trains(tmp_path), process=driver)
+            for pid in processes_of_session(node.pid):  # raylet, agents and the rank
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            wait_for(lambda: (only_run(tmp_path) / "faults.jsonl").exists(), process=driver)
+        with ray_node(cluster):
+            wait_for(lambda: "grow " in driver.output, process=driver)
+            grown = max(losses(tmp_path))
+            wait_for(lambda: max(losses(tmp_path)) > grown + 20, process=driver)
+            driver.terminate()
+            _, output = finish(driver)
+    (report,) = reports(tmp_path)
+    lost = f"until rank {report['rank']} is back"  # either may have sat there
+    assert f"shrink   1/3 2 -> 1 rank(s) with the same global batch, {lost}" in output
+    assert "grow     1 -> 2 ranks; no step is repeated" in output
+    assert (report["recovery"], report["steps_repeated"]) == ("shrink", 0)
+    result = summary(tmp_path)
+    assert (result["exit_reason"], result["exit_code"], result["world_size"]) == ("stopped", 143, 2), output
+    last = result["steps"]
+    assert sorted(losses(tmp_path)) == sorted({1, *range(20, last + 1, 20)} | ({last} & losses(tmp_path).keys()))
+
+
+def gcs_server(cluster: Cluster) -> int:
+    """The pid of the head's server."""
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_of_session(cluster.session)}
+    (found,) = [pid for pid, command in commands.items() if b"/gcs_server\0" in command]
+    return found
+
+
+def test_a_head_that_does_not_answer_stops_the_run_with_a_checkpoint(recipe: Path, tmp_path: Path) -> None:
+    """Ray itself would end the driver after a minute, without a word and without a checkpoint."""
+    with ray_head(dashboard=False) as cluster:
+        driver = start(cluster, recipe, tmp_path, "--max_steps", "100000", "--log_every", "100")
+        wait_for(lambda: trains(tmp_path), process=driver)
+        os.kill(gcs_server(cluster), signal.SIGSTOP)
+        code, output = finish(driver)
+        assert code == 143, output
+        assert "the cluster's head has not answered for 15 s: stopping after this step, with a checkpoint" in output
+        result = summary(tmp_path)
+        assert result["exit_reason"] == "stopped"
+        assert (only_run(tmp_path) / "checkpoints" / f"step_{result['steps']:08d}" / "manifest.json").exists()
+
+
+def test_a_head_that_dies_with_its_ranks_is_the_cause(recipe: Path, tmp_path: Path) -> None:
+    """`ray start --block` takes the head's ranks along. Whoever asked for new actors now would wait for ever."""
+    with ray_head(dashboard=False) as cluster:
+        driver = start(cluster, recipe, tmp_path, "--max_steps", "100000", "--log_every", "100")
+        wait_for(lambda: trains(tmp_path), process=driver)
+        os.kill(gcs_server(cluster), signal.SIGKILL)
+        code, output = finish(driver)
+        assert code == 1, output
+        assert "Gave up: the cluster's head is gone; start it again, and this run with --resume auto" in output
+
+
+@pytest.fixture
+def memory_lock() -> Iterator[None]:
+    """Keep other suites from taking so much at the same time: it would count as well."""
+    with Path(tempfile.gettempdir(), f"nanoray-tests-{os.getuid()}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.mark.usefixtures("memory_lock")
+def test_a_rank_that_takes_too_much_memory_is_named(recipe: Path, tmp_path: Path) -> None:
+    total, available = memory_bytes()
+    threshold = (total - available + (3 << 30)) / total
+    if threshold > 0.95:
+        pytest.skip(f"{available >> 30} GiB of {total >> 30} are free: too little to let a rank take 4")
+    watched = {"RAY_memory_usage_threshold": f"{threshold:.3f}", "RAY_memory_monitor_refresh_ms": "100"}
+    with ray_head(dashboard=False, **watched) as cluster:
+        plan = "oom@rank=1,step=9,mib=6000"
+        code, output = launch(cluster, recipe, tmp_path, "--faults", plan, "--recovery", "restart")
+        assert code == 0, output
+        assert fired(tmp_path) == ["oom"]
+        (report,) = reports(tmp_path)
+        assert report["cause"] == "out_of_memory"
+        assert "was ended by Ray's memory monitor" in output or "ended by Ray's memory monitor" in report["title"]
+        assert "Memory on the node" in output, "who used how much"
+
+
+def memory_bytes() -> tuple[int, int]:
+    """Total and available memory of this machine."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return tuple(int(lines[key].split()[0]) << 10 for key in ("MemTotal", "MemAvailable"))  # type: ignore[return-value]

@@ -1,0 +1,312 @@
+"""The manifests, run: pods as namespaces of this machine, the operator's own `ray start`, a job over HTTP, a lost pod.
+
+What stands in: Kubernetes' API server (`ApiServer`), the operator and the kubelet (`Operator`), containers (`Machine`).
+What is real: the manifests, `nanoray kube`, Ray, gloo between network addresses, the training.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nanoray.kube.kustomize import build
+from nanoray.kube.render import KUBE_DIR
+from nanoray.kube.rules import cluster_spec, groups
+from tests.harness.commands import torchrun
+from tests.harness.kube_server import ApiServer
+from tests.harness.kuberay import Operator, pods_of, ray_start
+from tests.harness.pods import Machine, RunningPod, missing
+from tests.harness.ranks import TINY
+from tests.unit.test_kube import FOLDERS
+
+RECIPE: dict[str, Any] = {k: v for k, v in TINY.items() if k != "name"} | {
+    "max_steps": 60,
+    "eval_every": 0,
+    "checkpoint_every": 10,
+    "log_every": 1,
+    "tensorboard": False,
+}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Iterator[tuple[ApiServer, Machine, Operator, Path]]:
+    if reason := missing():
+        pytest.skip(reason)
+    volume = tmp_path_factory.mktemp("volume")
+    (volume / "words.txt").write_text(text.read_text())
+    with ApiServer(volume) as server, Machine(volume) as machine, Operator(server, machine) as operator:
+        os.environ["KUBECONFIG"] = str(server.kubeconfig(tmp_path_factory.mktemp("home")))
+        yield server, machine, operator, volume
+        del os.environ["KUBECONFIG"]
+
+
+def local_losses(folder: Path, recipe: dict[str, Any], ranks: int) -> list[float]:
+    """The same training on this machine, as torchrun would start it."""
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe))
+    flags = ("--config", str(file), "--out_dir", str(folder / "runs"), "--device", "cpu")
+    for done in torchrun(ranks, "nanoray.train", *flags, env=os.environ | {"OMP_NUM_THREADS": "1"}):
+        assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = (folder / "runs").iterdir()
+    return losses(run)
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["train/loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+class Command:
+    """`python -m nanoray kube ...` as a process whose output can be waited for."""
+
+    def __init__(self, *args: str) -> None:
+        self.lines: list[str] = []
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "nanoray", "kube", *args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout
+        for line in self._process.stdout:
+            self.lines.append(line.rstrip("\n"))
+
+    def wait_for(self, pattern: str, seconds: float) -> str:
+        end = time.monotonic() + seconds
+        while True:
+            for line in list(self.lines):
+                if re.search(pattern, line):
+                    return line
+            assert self._process.poll() is None or time.monotonic() < end - seconds + 2, "\n".join(self.lines)
+            assert time.monotonic() < end, f"no {pattern!r} in:\n" + "\n".join(self.lines)
+            time.sleep(0.1)
+
+    def finish(self, seconds: float) -> int:
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"not over after {seconds} s:\n" + "\n".join(self.lines[-60:])) from None
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._thread.join()
+
+
+def run(*args: str) -> tuple[int, str]:
+    command = Command(*args)
+    return command.finish(200), "\n".join(command.lines)
+
+
+def until(ready: Callable[[], bool], seconds: float, what: str) -> None:
+    end = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < end, what
+        time.sleep(0.2)
+
+
+def test_submit_survives_a_lost_pod_and_a_lost_log(
+    world: tuple[ApiServer, Machine, Operator, Path], tmp_path: Path
+) -> None:
+    """Rendered, applied, trained; a worker pod is lost in mid-run, and the log's stream: same losses to the bit."""
+    server, machine, operator, volume = world
+    recipe = RECIPE | {"dataset": str(volume / "words.txt")}
+    file = tmp_path / "words.yaml"
+    freeze = "stop@rank=0,step=15,phase=forward"  # until a pod is lost
+    file.write_text(yaml.safe_dump(RECIPE | {"dataset": "/data/words.txt"}))
+    submit = Command(
+        "submit", "--config", str(file), "--workers", "2", "--device", "cpu", "--faults", freeze, "--timeout_s", "300"
+    )
+    submit.wait_for(r"^apply +RayJob words$", 100)
+    submit.wait_for(r"^ray +cluster at", 300)
+    # A frozen rank tells no more of its steps.
+    until(lambda: any(pod.frozen() for pod in list(machine.pods.values())), 200, "the fault did not fire")
+    victim = next(name for name in list(machine.pods) if "worker-1" in name)
+    server.drop_proxy = 2
+    machine.pods[victim].kill()
+    for pid in [pid for pod in list(machine.pods.values()) if pod.alive for pid in pod.frozen()]:
+        os.kill(pid, signal.SIGCONT)
+    code = submit.finish(300)
+    output = "\n".join(submit.lines)
+    assert code == 0, output + str(operator.errors)
+    # A pod takes its node with it: replaced in place where its peer learns of it in time, else from the checkpoint.
+    assert re.search(r"replace +1/3 rank \d .* no step is repeated|restart +1/3 from the newest", output), output
+    assert "log    out of reach, trying on" in output
+    assert submit.lines[-1].startswith("job    Complete/SUCCEEDED"), output
+    assert len([line for line in submit.lines if re.search(r"step +60/60", line)]) == 1, "each line once"
+    (folder,) = (volume / "runs").glob("words-*/*")
+    assert '"kind": "stop"' in (folder / "faults.jsonl").read_text(), "the fault fired"
+    assert losses(folder) == local_losses(tmp_path, recipe, 2), "bit for bit"
+    assert operator.errors == []
+
+    code, output = run("status", "words")
+    assert (code, "job    words Complete/SUCCEEDED" in output) == (0, True), output
+    assert output.count("on this-machine") == 3
+    code, output = run("logs", "words")
+    assert (code, "step 60/60" in output) == (0, True), output
+
+    tensorboard = {"name": "tb", "labels": {"app.kubernetes.io/name": "nanoray-tensorboard"}}
+    server.objects["pods", "nanoray", "tb"] = {"metadata": tensorboard, "spec": {}, "status": {"phase": "Running"}}
+    code, output = run("fetch", "words", "--out_dir", str(tmp_path / "here"))
+    assert code == 0, output
+    (copy,) = (tmp_path / "here").iterdir()
+    assert losses(copy) == losses(folder)
+    assert sorted(p.name for p in copy.rglob("*")) == sorted(p.name for p in folder.rglob("*"))
+    code, output = run("fetch", "words", "--out_dir", str(tmp_path / "here"))
+    assert (code, "is there already" in output) == (4, True), output
+
+
+def test_stop_writes_a_checkpoint(world: tuple[ApiServer, Machine, Operator, Path], tmp_path: Path) -> None:
+    """`nanoray kube stop` on the same cluster: Ray's SIGTERM, a checkpoint, exit 143 of whoever follows."""
+    server, _, operator, volume = world
+    key = ("rayjobs", "nanoray", "words")
+    if key not in server.objects:
+        pytest.skip("the cluster of the test before is not there")
+    job = server.objects[key]
+    before = set((volume / "runs").glob("*/*"))
+    # Without the fault of the test before: nothing would wake a frozen rank here.
+    words = job["spec"]["entrypoint"].replace("--resume auto", "--resume none --max_steps 100000 --faults=")
+    job["spec"]["entrypoint"] = words
+    job["metadata"]["name"] = "words2"
+    job["status"] = {"rayClusterName": job["status"]["rayClusterName"], "jobDeploymentStatus": "Initializing"}
+    logs = Command("logs", "words", "--follow")
+    logs.wait_for(r"step +5/100000", 200)
+    code, output = run("stop", "words")
+    assert (code, "STOPPED" in output) == (0, True), output
+    assert logs.finish(200) == 143
+    (folder,) = set((volume / "runs").glob("*/*")) - before
+    assert json.loads((folder / "summary.json").read_text())["exit_code"] == 143
+    newest = max(int(re.sub(r"\D", "", p.name)) for p in (folder / "checkpoints").iterdir())
+    assert newest == len(losses(folder)), "the step that was under way when the signal came"
+    assert run("stop", "words", "--delete")[0] == 0
+    assert key not in server.objects
+    assert operator.errors == []
+
+
+def statefulset(tmp_path: Path, text: Path, recipe: dict[str, Any]) -> tuple[str, dict[str, Any], Path]:
+    """The manifest's command with another recipe, the manifest, and a volume with the recipe and its text."""
+    if reason := missing():
+        pytest.skip(reason)
+    (thing,) = [o for o in build(KUBE_DIR / "statefulset") if o["kind"] == "StatefulSet"]
+    container = thing["spec"]["template"]["spec"]["containers"][0]
+    assert container["command"] == ["/bin/bash", "-c"]
+    flags = "--config /data/recipe.yaml --dataset /data/words.txt"
+    command = container["args"][0].replace("--preset shakespeare-cpu", flags)
+    assert command != container["args"][0]
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    (volume / "words.txt").write_text(text.read_text())
+    (volume / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return command, thing, volume
+
+
+def start_ranks(machine: Machine, command: str, thing: dict[str, Any]) -> list[RunningPod]:
+    """One pod per ordinal, with the manifest's environment."""
+    container = thing["spec"]["template"]["spec"]["containers"][0]
+    for ordinal in range(thing["spec"]["replicas"]):
+        env = {item["name"]: item.get("value", str(ordinal)) for item in container["env"]}
+        name = f"{thing['metadata']['name']}-{ordinal}"
+        machine.start(name, command, env, 2**28, (f"{name}.{thing['spec']['serviceName']}",))
+    return list(machine.pods.values())
+
+
+def test_the_statefulset_trains_without_ray(tmp_path: Path, text: Path) -> None:
+    """Three pods with the manifest's command and environment; ranks from ordinals, rank 0 by its name."""
+    recipe = RECIPE | {"max_steps": 12}
+    command, thing, volume = statefulset(tmp_path, text, recipe)
+    with Machine(volume) as machine:
+        pods = start_ranks(machine, command, thing)
+        until(lambda: all("done; idle" in p.log for p in pods), 300, "\n".join(p.log for p in pods))
+        (folder,) = (volume / "runs" / "statefulset").iterdir()
+        assert losses(folder) == local_losses(tmp_path, recipe | {"dataset": str(volume / "words.txt")}, 3)
+        assert pods[0].terminate(grace_s=60) < 60, "an idle pod ends at once"
+
+
+def test_a_pod_of_the_statefulset_checkpoints_at_sigterm(tmp_path: Path, text: Path) -> None:
+    """The kubelet's SIGTERM reaches the rank through the shell; all ranks agree on the step and save it."""
+    recipe = RECIPE | {"max_steps": 100000, "checkpoint_every": 0, "log_every": 10}
+    command, thing, volume = statefulset(tmp_path, text, recipe)
+    with Machine(volume) as machine:
+        pods = start_ranks(machine, command, thing)
+        until(lambda: "step     50/" in pods[0].log, 300, "\n".join(p.log for p in pods))
+        assert pods[1].terminate(grace_s=100) < 100
+        until(lambda: not any(p.alive for p in pods), 100, "the others stop with it")
+        (folder,) = (volume / "runs" / "statefulset").iterdir()
+        summary = json.loads((folder / "summary.json").read_text())
+        assert summary["exit_code"] == 143
+        (checkpoint,) = (folder / "checkpoints").iterdir()
+        assert int(re.sub(r"\D", "", checkpoint.name)) > 50
+
+
+def _ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_nothing_is_left(tmp_path: Path) -> None:
+    """After a machine with a pod on it: no interface, no namespace, no process, no mount, no folder."""
+    if reason := missing():
+        pytest.skip(reason)
+    with Machine(tmp_path) as machine:
+        pod = machine.start("pod", "echo here; sleep 100", {"A": "a b'c"}, 2**20)
+        until(lambda: "here" in pod.log, 100, pod.log)
+        own, init = machine._id, pod.init
+        assert own in subprocess.run(["ip", "link"], capture_output=True, text=True).stdout
+    for command in (["ip", "link"], ["ip", "netns"], ["mount"]):
+        assert own not in subprocess.run(command, capture_output=True, text=True).stdout
+    until(lambda: _ended(init), 60, "the pod's first process lives on")
+    assert not machine.config.exists()
+
+
+# What the operator would generate for the other overlays, without starting it.
+
+
+@pytest.mark.parametrize("folder", [f for f in FOLDERS if f.endswith("job")])
+def test_ray_understands_the_operators_commands(folder: str) -> None:
+    """Every flag of every pod's `ray start` is one of this Ray's, with a value that it takes."""
+    from ray.scripts.scripts import start
+
+    objects = build(KUBE_DIR / folder)
+    (spec,) = [s for thing in objects if (s := cluster_spec(thing))]
+    for i, group in enumerate(groups(spec)):
+        words = ray_start(group, "head" if i else None).split()
+        context = start.make_context("start", words[2:])
+        assert context.params["head"] is (i == 0)
+        assert context.params["block"] is True
+    maps = {o["metadata"]["name"]: o["data"] for o in objects if o["kind"] == "ConfigMap"}
+    pods = pods_of("nanoray", "nanoray", spec, maps)
+    assert len(pods) == 1 + spec["workerGroupSpecs"][0]["replicas"]
+    assert all(pod.shm_bytes < pod.memory_bytes for pod in pods)
+
+
+def test_the_operators_commands_by_hand() -> None:
+    (spec,) = [s for thing in build(KUBE_DIR / "overlays" / "mig-mixed" / "job") if (s := cluster_spec(thing))]
+    head, worker = groups(spec)
+    assert ray_start(head, None) == (
+        "ray start --head --block --dashboard-agent-listen-port=52365 --dashboard-host=0.0.0.0 --memory=4294967296 "
+        "--metrics-export-port=8080 --num-cpus=0 --object-store-memory=268435456"
+    )
+    assert ray_start(worker, "svc") == (
+        "ray start --address=svc:6379 --block --dashboard-agent-listen-port=52365 --memory=8589934592 "
+        "--metrics-export-port=8080 --num-cpus=2 --num-gpus=1 --object-store-memory=268435456"
+    )
+    del worker["rayStartParams"]["num-gpus"]
+    assert "--num-gpus=1" in ray_start(worker, "svc"), "derived from the slice's resource"

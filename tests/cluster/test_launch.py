@@ -1,0 +1,327 @@
+"""The driver on a real Ray cluster: placement, ranks, faults, signals, jobs. One cluster serves many tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoray.bench.harness import leaks
+from tests.harness.cluster import (
+    ROOT,
+    Cluster,
+    finish,
+    free_port,
+    in_driver,
+    launch,
+    left_behind,
+    losses,
+    no_actors_left,
+    only_run,
+    processes_of_session,
+    ray_head,
+    ray_node,
+    start,
+    summary,
+    trains,
+    wait_for,
+)
+
+
+@pytest.fixture(scope="module")
+def clean(cluster: Cluster, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run without faults, and what it printed."""
+    out = tmp_path_factory.mktemp("clean")
+    code, output = launch(cluster, recipe, out, "--eval_every", "15", "--sample_tokens", "20")
+    assert code == 0, output
+    return out, output
+
+
+def test_a_run_reports_what_it_came_to(clean: tuple[Path, str]) -> None:
+    out, output = clean
+    result, run = summary(out), only_run(out)
+    assert (result["exit_reason"], result["steps"], result["world_size"], result["restarts"]) == ("finished", 30, 2, 0)
+    assert (result["backend"], result["dataset"]) == ("gloo", "words")
+    assert 0 < result["first_step_s"] < result["total_s"]
+    assert result["val_loss"] < losses(out)[1]
+    assert len(losses(out)) == 30
+    names = {p.name for p in run.iterdir()}
+    assert {"config.json", "run.json", "metrics.jsonl", "summary.json", "checkpoints", "tb", "logs"} <= names
+    for rank in (0, 1):
+        log = (run / "logs" / f"rank{rank}.log").read_text()
+        assert f"rank={rank}" in log
+        assert "nice 0," in log, "Ray's default of 15 would put training behind everything else"
+        assert "threads=1" in log
+    assert "2 rank(s) = dp 2 · backend gloo (CPU ranks)" in output
+    assert re.search(r"step 30/30 \| loss \d", output)
+    assert "sample" in output
+    assert str(run) in output
+
+
+def test_actors_carry_run_and_rank_and_nothing_is_left(cluster: Cluster, clean: tuple[Path, str]) -> None:
+    run = only_run(clean[0]).name
+    actors = [actor for actor in cluster.states("actors") if str(actor["name"]).startswith(run)]
+    names = sorted([actor["name"], actor["repr_name"]] for actor in actors)
+    assert names == [[f"{run}-rank{r}", f"{run} rank {r}"] for r in (0, 1)]
+    (namespace,) = {actor["ray_namespace"] for actor in actors}
+    assert re.fullmatch(r"nanoray-\w{8}", namespace), "its own, so that another run of this name is not in its way"
+    assert no_actors_left(cluster)
+
+
+def test_stop_at_checkpoints_and_resume_auto_goes_on(
+    cluster: Cluster, recipe: Path, clean: tuple[Path, str], tmp_path: Path
+) -> None:
+    code, output = launch(cluster, recipe, tmp_path, "--stop_at", "12")
+    assert code == 0, output
+    assert summary(tmp_path)["exit_reason"] == "stop_at"
+    code, output = launch(cluster, recipe, tmp_path, "--resume", "auto")
+    assert code == 0, output
+    assert "resume  from step 12 of" in output
+    assert losses(tmp_path) == losses(clean[0])
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["cluster", "own ray"])
+def test_ctrl_c_once_checkpoints_and_exits_130(cluster: Cluster, recipe: Path, tmp_path: Path, local: bool) -> None:
+    before = leaks.entries()
+    process = start(None if local else cluster, recipe, tmp_path, "--max_steps", "100000", "--log_every", "10")
+    wait_for(lambda: trains(tmp_path), process=process)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole foreground group
+    code, output = finish(process)
+    assert code == 130, output
+    assert "stopping after this step, with a checkpoint" in output
+    result = summary(tmp_path)
+    assert result["exit_reason"] == "stopped"
+    assert [p.name for p in (only_run(tmp_path) / "checkpoints").iterdir()] == [f"step_{result['steps']:08d}"]
+    if local:
+        wait_for(lambda: not processes_of_session(process.pid), 60)
+        assert left_behind(before) == []
+    else:
+        assert no_actors_left(cluster)
+
+
+def test_ctrl_c_twice_stops_now(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
+    """The second one does not wait for a rank that hangs."""
+    process = start(cluster, recipe, tmp_path, "--faults", "hang@rank=1,step=3")
+    wait_for(lambda: list(tmp_path.glob("*/faults.jsonl")), process=process)
+    process.send_signal(signal.SIGINT)
+    wait_for(lambda: "stopping after this step" in process.output, process=process)
+    time.sleep(1)
+    assert process.poll() is None, "the first one waits for the step"
+    process.send_signal(signal.SIGINT)
+    code, _ = finish(process, 50)  # the rank would hang until hang_timeout = 60
+    assert code == 130
+    assert no_actors_left(cluster)
+
+
+def test_a_request_that_never_fits_is_refused_with_a_table(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
+    code, output = launch(cluster, recipe, tmp_path, "--workers", "12", "--cpus_per_worker", "1")
+    assert code == 3
+    assert "asked for 12 × 1 CPU, but the cluster can never hold it; total per node:" in output
+    assert " has 2 CPU" in output
+    code, output = launch(cluster, recipe, tmp_path, "--workers", "2", "--device", "cuda", "--global_batch_size", "12")
+    assert code == 3
+    assert "asked for 2 × 1 GPU + 1 CPU, but the cluster can never hold it" in output
+    assert not list(tmp_path.iterdir()), "nothing was started"
+
+
+def test_a_busy_cluster_is_an_error_in_time(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
+    hold = start(cluster, recipe, tmp_path / "a", "--max_steps", "100000")
+    wait_for(lambda: trains(tmp_path / "a"), process=hold)
+    code, output = launch(cluster, recipe, tmp_path / "b", "--placement_timeout_s", "2")
+    hold.send_signal(signal.SIGTERM)
+    assert code == 3
+    assert "asked for 2 × 1 CPU, not free within 2 s" in output
+    assert re.search(r"available per node: [\d.]+ has nothing; wait for other jobs, or raise --placement", output)
+    assert finish(hold)[0] == 143
+
+
+def test_bad_arithmetic_fails_before_ray(recipe: Path, tmp_path: Path) -> None:
+    code, output = launch(None, recipe, tmp_path, "--workers", "5")
+    assert code == 2
+    assert "global_batch_size = 12 is not a multiple of" in output
+    assert "ray " not in output
+
+
+def test_no_cluster_at_the_address_says_so(recipe: Path, tmp_path: Path) -> None:
+    code, output = launch(None, recipe, tmp_path, "--ray_address", f"127.0.0.1:{free_port()}")
+    assert code == 3
+    assert "cannot connect to Ray at 127.0.0.1:" in output
+    assert "use --ray_address local" in output
+
+
+def test_dry_run_takes_nothing(recipe: Path, tmp_path: Path) -> None:
+    code, output = launch(None, recipe, tmp_path / "none", "--dry_run")
+    assert code == 0, output
+    for line in ("mesh ", "placement ", "batch ", "model ", "memory ", "dry run: nothing was started"):
+        assert line in output
+    assert not (tmp_path / "none").exists()
+
+
+def submit(cluster: Cluster, recipe: Path, out: Path, *flags: str, wait: bool = True) -> tuple[int, str]:
+    command = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--working-dir", str(ROOT)]
+    command += ["--metadata-json", json.dumps({"owner": "test"}), *([] if wait else ["--no-wait"]), "--"]
+    command += [sys.executable, "examples/train_shakespeare.py", "--config", str(recipe), "--out_dir", str(out), *flags]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=cluster.env | {"RAY_JOB_ALLOW_DRIVER_ON_WORKER_NODES": "0"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=400,
+    )
+    return done.returncode, done.stdout
+
+
+def job(cluster: Cluster, submission: str) -> dict[str, Any]:
+    return cluster.get(f"/api/jobs/{submission}")
+
+
+def test_ray_job_submit_runs_the_example(
+    cluster: Cluster, recipe: Path, clean: tuple[Path, str], tmp_path: Path
+) -> None:
+    code, output = submit(cluster, recipe, tmp_path)
+    assert code == 0, output
+    assert losses(tmp_path) == losses(clean[0])
+    assert "step 30/30" in output
+    for rank in (0, 1):
+        assert (only_run(tmp_path) / "logs" / f"rank{rank}.log").exists()
+    (submission,) = set(re.findall(r"raysubmit_\w+", output))
+    info = job(cluster, submission)
+    assert (info["status"], info["driver_exit_code"]) == ("SUCCEEDED", 0)
+    assert info["metadata"]["owner"] == "test"
+
+
+def test_a_failing_job_has_its_exit_code(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
+    code, output = submit(cluster, recipe, tmp_path, "--n_head", "3")
+    assert code != 0
+    assert "n_embd = 32 is not a multiple of n_head = 3" in output
+    (submission,) = set(re.findall(r"raysubmit_\w+", output))
+    assert (job(cluster, submission)["status"], job(cluster, submission)["driver_exit_code"]) == ("FAILED", 2)
+
+
+def test_ray_job_stop_leaves_a_checkpoint_and_metrics_were_exported(
+    cluster: Cluster, recipe: Path, tmp_path: Path
+) -> None:
+    code, output = submit(cluster, recipe, tmp_path, "--max_steps", "100000", "--log_every", "10", wait=False)
+    assert code == 0, output
+    submission = re.findall(r"raysubmit_\w+", output)[0]
+    try:
+        wait_for(lambda: trains(tmp_path) and len(losses(tmp_path)) > 2)
+        run = only_run(tmp_path).name
+        wait_for(lambda: f'run="{run}"' in exported_metrics(cluster))
+        sample = [line for line in exported_metrics(cluster).splitlines() if line.startswith("ray_nanoray_train_loss{")]
+        assert 'rank="0"' in sample[0]
+    finally:  # else it would hold the CPUs of a cluster that other tests use
+        stop = [sys.executable, "-m", "ray.scripts.scripts", "job", "stop", submission]
+        subprocess.run(stop, env=cluster.env, check=True, capture_output=True, timeout=200)
+    wait_for(lambda: job(cluster, submission)["status"] == "STOPPED")
+    result = summary(tmp_path)
+    assert result["exit_reason"] == "stopped"
+    assert (only_run(tmp_path) / "checkpoints" / f"step_{result['steps']:08d}" / "manifest.json").exists()
+    assert no_actors_left(cluster)
+
+
+def exported_metrics(cluster: Cluster) -> str:
+    """What the nodes' metrics agents export, as Prometheus would scrape it."""
+    nodes = in_driver(cluster, "print(json.dumps([n['MetricsExportPort'] for n in ray.nodes() if n['Alive']]))")
+    texts = []
+    for port in nodes:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+            texts.append(answer.read().decode())
+    return "\n".join(texts)
+
+
+def test_ranks_are_sorted_by_node_and_spread_over_two(
+    recipe: Path, tmp_path: Path, clean: tuple[Path, str], cluster: Cluster
+) -> None:
+    """A second node joins; --placement spread puts one rank on each, and nothing else changes."""
+    with ray_node(cluster):
+        code, output = launch(cluster, recipe, tmp_path, "--placement", "spread")
+    assert code == 0, output
+    logs = [(only_run(tmp_path) / "logs" / f"rank{r}.log").read_text() for r in (0, 1)]
+    assert [re.findall(r"local_rank=(\d), local_world_size=(\d), node_rank=(\d)", t)[0] for t in logs] == [
+        ("0", "1", "0"),
+        ("0", "1", "1"),
+    ]
+    assert losses(tmp_path) == losses(clean[0])
+
+
+SLICES = [f"MIG-{i:08d}-1111-2222-3333-444455556666" for i in range(3)]
+MIG_DRIVER = """
+from pathlib import Path
+from nanoray.config import make_config
+from nanoray.data.prepare import DatasetInfo
+from nanoray.launch.worker_group import WorkerGroup
+from nanoray.launch.placement import Placement
+from nanoray.run import RunSpec
+config = make_config({"global_batch_size": 12, "device": "DEVICE"})
+place = Placement.make(config)
+data = DatasetInfo(**{f: None for f in DatasetInfo.__dataclass_fields__})
+group = WorkerGroup(RunSpec(config, data, Path("/none/run"), 0.0), place)
+group.create()
+seen = [ray.get(a.describe.remote())["devices"] for a in group.actors.values()]
+group.end()
+print(json.dumps([place.kind, place.workers, seen]))
+"""
+
+
+def test_each_actor_sees_exactly_its_own_slice() -> None:
+    """Made-up MIG UUIDs on a real Ray: each actor is bound to one, in order."""
+    with ray_head("--num-gpus=3", "--num-cpus=4", dashboard=False, CUDA_VISIBLE_DEVICES=",".join(SLICES)) as cluster:
+        kind, workers, seen = in_driver(cluster, MIG_DRIVER.replace("DEVICE", "mig"))
+        assert (kind, workers) == ("mig", 3)
+        assert seen == [[s] for s in SLICES]
+
+
+def test_whole_gpus_are_not_taken_for_slices() -> None:
+    with ray_head("--num-gpus=2", dashboard=False, CUDA_VISIBLE_DEVICES="0,1") as cluster:
+        kind, workers, seen = in_driver(cluster, MIG_DRIVER.replace("DEVICE", "auto"))
+        assert (kind, workers, seen) == ("cuda", 2, [["0"], ["1"]])
+        attempt = """try:
+    Placement.make(config)
+except Exception as error:
+    print(json.dumps(str(error)))
+    raise SystemExit(0)"""
+        code = MIG_DRIVER.replace("DEVICE", "mig").replace("place = Placement.make(config)", attempt)
+        text = in_driver(cluster, code)
+        assert "device = mig, but Ray handed out ['0000', '0001']" in text
+        assert "start Ray with CUDA_VISIBLE_DEVICES set to the slices' MIG- UUIDs" in text
+
+
+def test_a_local_ray_is_closed_to_others(tmp_path: Path) -> None:
+    """The Ray that nanoray starts: its dashboard listens on loopback, and the jobs API wants this run's token."""
+    code = """
+import contextlib, io, re, socket, urllib.error, urllib.request
+from nanoray.config import load_config
+from nanoray.mesh.devices import local_slots
+from nanoray.launch.placement import connected
+said = io.StringIO()
+with contextlib.redirect_stdout(said), connected("local", local_slots("cpu", 1, [], 1.0)):
+    url = re.search(r"http://[\\d.:]+", said.getvalue())[0]
+    try:
+        code = urllib.request.urlopen(url + "/api/jobs/", timeout=10).status
+    except urllib.error.HTTPError as error:
+        code = error.code
+    inodes = set()
+    port = int(url.rpartition(":")[2])
+    for line in open("/proc/net/tcp").read().splitlines()[1:]:
+        local, state = line.split()[1], line.split()[3]
+        if state == "0A" and int(local.split(":")[1], 16) == port:
+            inodes.add(local.split(":")[0])
+print(code, sorted(inodes))
+"""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {"HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "401 ['0100007F']", "127.0.0.1, as the kernel writes it"
+    assert not (tmp_path / ".ray").exists(), "no token is left in the user's home"

@@ -1,0 +1,355 @@
+"""Faults on a real Ray cluster: the cause is named, the run goes on, and the losses are those of a run without them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanoray.checkpoint.find import newest_valid
+from nanoray.faults.__main__ import story
+from nanoray.trace.__main__ import read_steps
+from tests.harness.cluster import (
+    Cluster,
+    alive,
+    finish,
+    fired,
+    injected,
+    launch,
+    losses,
+    no_actors_left,
+    only_run,
+    pid_of,
+    reports,
+    start,
+    summary,
+    thaw,
+    wait_for,
+)
+
+EVERY_FIVE = ("--eval_every", "5", "--checkpoint_every", "5")
+PATIENT = ("--hang_timeout", "0", "--timeout_s", "300")  # where a test holds a rank itself
+
+
+@pytest.fixture(scope="module")
+def clean(cluster: Cluster, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Runs without faults at 2 and 3 ranks, the latter with dropout: masks follow from step and rank."""
+    folders = {}
+    for ranks in (2, 3):
+        folders[ranks] = tmp_path_factory.mktemp(f"clean{ranks}")
+        code, output = launch(cluster, recipe, folders[ranks], *EVERY_FIVE, *of(ranks))
+        assert code == 0, output
+    return folders
+
+
+def of(ranks: int) -> tuple[str, ...]:
+    return ("--workers", str(ranks), "--cpus_per_worker", "0.5", "--dropout", "0" if ranks == 2 else "0.1")
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    newest, _ = newest_valid(only_run(out) / "checkpoints")
+    assert newest is not None
+    return newest.state.model
+
+
+# Every phase of a step, both ranks, by signal, exit code and exception, in one run.
+PLAN = [
+    ("exit", 0, 4, "data"),
+    ("kill", 1, 6, "forward"),
+    ("kill", 0, 9, "backward"),
+    ("raise", 1, 12, "backward"),
+    ("exit", 1, 14, "optimizer"),
+    ("kill", 0, 17, "log"),
+    ("kill", 0, 20, "eval"),
+    ("kill", 1, 25, "checkpoint"),
+]
+CAUSES = {"kill": "killed", "exit": "killed", "raise": "exception"}
+HOW = {"kill": "killed by SIGKILL", "exit": "exited with code 3", "raise": "InjectedFault"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "ranks", "flags"),
+    [
+        ("in_place", 2, ("--spares", "0")),
+        ("in_place", 3, ("--spares", "0")),
+        ("spare", 2, ("--spares", "1")),
+        ("restart", 2, ("--recovery", "restart", "--checkpoint_mode", "sync", "--comm_trace", "every=4")),
+    ],
+)
+def test_every_phase_of_a_step(
+    cluster: Cluster,
+    recipe: Path,
+    clean: dict[int, Path],
+    tmp_path: Path,
+    mode: str,
+    ranks: int,
+    flags: tuple[str, ...],
+) -> None:
+    """Eight faults in one run of 30 steps: each is named, and the run ends with the weights of a run without any.
+
+    The restarted run is traced, the clean one is not; the steps that were done again stand in the trace once.
+    """
+    plan = ";".join(f"{kind}@rank={rank},step={step},phase={phase}" for kind, rank, step, phase in PLAN)
+    flags += (*EVERY_FIVE, *of(ranks), "--max_failures", "9", "--faults", plan)
+    code, output = finish(start(cluster, recipe, tmp_path, *flags), 500)
+    assert code == 0, output
+    assert fired(tmp_path) == [kind for kind, *_ in PLAN], "each fired, once"
+    found = reports(tmp_path)
+    assert [(r["rank"], r["step"], r["phase"]) for r in found] == [tuple(place) for _, *place in PLAN]
+    for (kind, *_), report in zip(PLAN, found, strict=True):
+        assert report["cause"] == CAUSES[kind]
+        assert HOW[kind] in report["title"]
+        assert (report["signal"], report["exit_code"]) == {
+            "kill": ("SIGKILL", None), "exit": (None, 3), "raise": (None, None)
+        }[kind]  # fmt: skip
+        assert (report["detect_s"] is None) == (kind == "raise")
+        assert report["recover_s"] > 0
+        expected = {"spare": {"spare", "in_place"}}.get(mode, {mode})  # the next spare may still be starting
+        assert report["recovery"] in expected, report
+    again = [repeated(step, phase) if mode == "restart" else 0 for _, _, step, phase in PLAN]
+    assert [r["steps_repeated"] for r in found] == again
+    if mode == "spare":
+        assert [r["recovery"] for r in found].count("spare") >= 1
+    if mode == "restart":
+        assert re.search(r"failure  rank 1 \(pid \d+, node [\d.]+\) died in forward of step 6: killed", output)
+        assert "fault plan fires" in output, "the dead rank's last log lines"
+        assert output.count("/9 from the newest checkpoint") == len(PLAN)
+        traced = {s["step"]: s["attempt"] for s in read_steps(only_run(tmp_path))}
+        assert list(traced) == [step for step in range(1, 31) if step % 4 in (3, 0)]
+        by_step = attempts(tmp_path)
+        assert traced == {step: by_step[step] for step in traced}
+        last = [attempt for attempt in traced.values() if attempt == len(PLAN)]
+        assert summary(tmp_path)["comm"]["traced_steps"] == len(last) > 0, "of the last attempt"
+    assert losses(tmp_path) == losses(clean[ranks]), "bit for bit"
+    ours, theirs = weights(tmp_path), weights(clean[ranks])
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert summary(tmp_path)["restarts"] == len(PLAN)
+    assert f"total     {len(PLAN)} fault(s)" in story(only_run(tmp_path))[-1]
+    assert no_actors_left(cluster)
+    assert not watched_ranks(only_run(tmp_path))
+
+
+def test_the_group_shrinks_and_grows_back(
+    cluster: Cluster, recipe: Path, clean: dict[int, Path], tmp_path: Path
+) -> None:
+    """Rank 0 of three is lost, so another one writes the metrics until it is back; then rank 2.
+
+    A frozen rank gives the new process the time that it needs; the faults come in a group of three again.
+    """
+    plan = "kill@rank=0,step=6,phase=backward;stop@rank=1,step=8,phase=data;"
+    plan += "kill@rank=2,step=16,phase=optimizer;stop@rank=1,step=18,phase=data"
+    flags = (*EVERY_FIVE, *of(3), "--dropout", "0", "--recovery", "shrink", "--replace_timeout", "0", "--faults", plan)
+    driver = start(cluster, recipe, tmp_path, *flags, *PATIENT)
+    for kill, freeze in ((0, 1), (2, 3)):
+        wait_for(lambda freeze=freeze: len(injected(tmp_path)) > freeze, process=driver)  # type: ignore[misc]
+        thaw(cluster, tmp_path, 1, "pause", since=injected(tmp_path)[kill]["time"])
+    code, output = finish(driver)
+    assert code == 0, output
+    assert fired(tmp_path) == ["kill", "stop", "kill", "stop"]
+    assert [(r["rank"], r["recovery"], r["steps_repeated"]) for r in reports(tmp_path)] == [
+        (0, "shrink", 0),
+        (2, "shrink", 0),
+    ]
+    assert "shrink   1/3 3 -> 2 rank(s) with the same global batch, until rank 0 is back" in output
+    assert output.count("grow     2 -> 3 ranks; no step is repeated") == 2
+    assert losses(tmp_path) == pytest.approx(losses(clean[2]), rel=1e-4), "sums in another order, and no more"
+    assert summary(tmp_path)["world_size"] == 3
+    assert no_actors_left(cluster)
+
+
+def repeated(step: int, phase: str) -> int:
+    """Steps that a restart from the checkpoints at 5, 10, ... does again."""
+    done = step if phase in ("log", "eval", "checkpoint") else step - 1
+    saved = (step - 1) // 5 * 5
+    return done - saved
+
+
+def watched_ranks(run: Path) -> list[str]:
+    """The processes that attend ranks of this run."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"exit_record.py" in command and str(run).encode() in command:
+            found.append(pid)
+    return found
+
+
+def attempts(out: Path) -> dict[int, int]:
+    """In which attempt each step's record was written."""
+    lines = (only_run(out) / "metrics.jsonl").read_text().splitlines()
+    return {record["step"]: record["attempt"] for record in map(json.loads, lines)}
+
+
+def test_the_survivor_keeps_its_process_and_the_trace_its_order(
+    cluster: Cluster, recipe: Path, clean: dict[int, Path], tmp_path: Path
+) -> None:
+    """SIGKILL of rank 0 while it saves step 15: only what follows the step's update is done again."""
+    code, output = launch(
+        cluster,
+        recipe,
+        tmp_path,
+        *EVERY_FIVE,
+        "--faults",
+        "kill@rank=0,step=15,phase=checkpoint",
+        "--comm_trace",
+        "every=4",
+    )
+    assert code == 0, output
+    assert fired(tmp_path) == ["kill"], "the fault did not fire"
+    assert re.search(
+        r"failure  rank 0 \(pid \d+, node [\d.]+\) died in checkpoint of step 15: killed by SIGKILL", output
+    )
+    assert re.search(r"replace  1/3 rank 0 \(pid \d+\) joins in [\d.]+ s; no step is repeated", output)
+    assert re.search(r"recover  detected in 0.\d+ s, training again after [\d.]+ s, no steps repeated", output)
+    assert losses(tmp_path) == losses(clean[2]), "bit for bit"
+    assert next(step for step, attempt in attempts(tmp_path).items() if attempt) == 16
+    survivor = (only_run(tmp_path) / "logs" / "rank1.log").read_text()
+    assert "rejoin  from step" in survivor
+    assert len(set(re.findall(r"attempt \d, pid (\d+)", survivor))) == 1, "the same process went on"
+    traced = [s["step"] for s in read_steps(only_run(tmp_path))]
+    wanted = [step for step in range(1, 31) if step % 4 in (3, 0)]
+    assert traced == sorted(set(traced)), "each once, in order"
+    assert set(wanted) - set(traced) <= {15, 16}, "but for notes that the lost group took with it"
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("hang@rank=1,step=15,phase=forward", r"rank 1 .* in forward of step 15 and is behind \(rank 0 in backward of"),
+        ("stop@rank=0,step=15,phase=backward", r"rank 0 .* in backward of step 15 and does not answer \(rank 1 in"),
+    ],
+)
+def test_a_hung_rank_is_named_and_replaced(
+    cluster: Cluster, recipe: Path, clean: dict[int, Path], tmp_path: Path, fault: str, says: str
+) -> None:
+    """A rank that sleeps, and one that SIGSTOP froze: the others would wait for the collective's timeout."""
+    flags = ("--eval_every", "5", "--checkpoint_every", "0", "--hang_timeout", "4", "--faults", fault)
+    code, output = launch(cluster, recipe, tmp_path, *flags)
+    assert code == 0, output
+    assert fired(tmp_path) == [fault.partition("@")[0]], "the fault did not fire"
+    silent = re.search(r"made no progress for (\d+) s", output)
+    assert silent, output
+    assert int(silent[1]) >= 4
+    assert re.search(says, output), output
+    assert "replace  1/3" in output
+    assert losses(tmp_path) == losses(clean[2])
+    rank = int(fault[fault.index("rank=") + 5])
+    stacks = (only_run(tmp_path) / "logs" / f"rank{rank if fault.startswith('hang') else 1 - rank}.log").read_text()
+    (report,) = reports(tmp_path)
+    assert (report["cause"], report["recovery"], report["steps_repeated"]) == ("hung", "in_place", 0)
+    assert "no rank makes progress" in stacks
+    assert 'faults.py", line' in stacks or "engine.py" in stacks, "where it is"
+    assert no_actors_left(cluster)
+
+
+def test_a_rank_frozen_before_the_ranks_have_met_is_named_and_replaced(
+    cluster: Cluster, recipe: Path, clean: dict[int, Path], tmp_path: Path
+) -> None:
+    """Rank 0 serves the store: who asks a frozen server waits for ever, for no timeout counts while it is connected."""
+    driver = start(cluster, recipe, tmp_path, *EVERY_FIVE, "--hang_timeout", "4")
+    pid = pid_of(tmp_path, 0)
+    os.kill(pid, signal.SIGSTOP)
+    code, output = finish(driver)
+    assert code == 0, output
+    assert re.search(
+        rf"rank 0 \(pid {pid}, .*\) made no progress for \d+ s in \w+ of step \d+ and does not answer", output
+    )
+    assert losses(tmp_path) == losses(clean[2])
+    assert no_actors_left(cluster)
+
+
+def test_nobody_left_means_a_restart_from_the_checkpoint(
+    cluster: Cluster, recipe: Path, clean: dict[int, Path], tmp_path: Path
+) -> None:
+    plan = "kill@rank=0,step=15,phase=forward;kill@rank=1,step=15,phase=forward"
+    flags = ("--eval_every", "5", "--checkpoint_every", "10", "--faults", plan)
+    code, output = launch(cluster, recipe, tmp_path, *flags)
+    assert code == 0, output
+    assert "restart  1/3 from the newest checkpoint" in output
+    assert losses(tmp_path) == losses(clean[2])
+
+
+def test_an_exception_is_the_cause_and_twice_is_enough(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
+    plan = "raise@rank=1,step=5,phase=forward;raise@rank=1,step=5,phase=forward,attempt=1"
+    code, output = launch(cluster, recipe, tmp_path, "--faults", plan)
+    assert code == 1
+    assert "InjectedFault: fault plan: raise on rank 1 at step 5 in forward" in output
+    assert "deterministic: it failed 2 times in the same way at the same step" in output
+    assert summary(tmp_path)["exit_reason"].startswith("failed: rank 1")
+
+
+def test_divergence_is_not_retried_and_keeps_its_exit_code(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
+    flags = ("--optimizer", "sgd", "--grad_clip", "0", "--lr", "1e30", "--warmup_steps", "0")
+    code, output = launch(cluster, recipe, tmp_path, *flags)
+    assert code == 5, output
+    assert "TrainingDiverged: at step 2 the loss is nan" in output
+    assert "Gave up: restarting cannot cure this" in output
+    result = summary(tmp_path)
+    assert result["exit_code"] == 5
+    assert result["exit_reason"].startswith("failed: rank ")
+
+
+def test_max_failures_0_gives_up_at_once(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
+    code, output = launch(cluster, recipe, tmp_path, "--max_failures", "0", "--faults", "kill@rank=0,step=3")
+    assert code == 1
+    assert "max_failures = 0 is exceeded" in output
+    assert no_actors_left(cluster)
+
+
+def test_a_rank_that_dies_at_the_same_place_again_and_again_is_given_up(
+    cluster: Cluster, recipe: Path, tmp_path: Path
+) -> None:
+    plan = ";".join(f"exit@rank=1,step=5,attempt={attempt}" for attempt in range(3))
+    code, output = launch(cluster, recipe, tmp_path, "--max_failures", "9", "--faults", plan)
+    assert code == 1
+    assert "Gave up: deterministic: it failed 3 times in the same way at the same step" in output
+    assert [r["recovery"] for r in reports(tmp_path)] == ["in_place", "in_place", "none"]
+    assert no_actors_left(cluster)
+
+
+def test_a_rank_that_is_lost_during_a_stop_does_not_cost_the_checkpoint(
+    cluster: Cluster, recipe: Path, tmp_path: Path
+) -> None:
+    """SIGTERM, as before a node is taken away, and then one of the ranks is gone: the other one still saves.
+
+    It does not wait for the patience that a rank in a collective gets: here 300 s.
+    """
+    plan = "stop@rank=0,step=10,phase=data;kill@rank=1,step=11,phase=backward"
+    driver = start(cluster, recipe, tmp_path, "--checkpoint_every", "0", "--faults", plan, *PATIENT)
+    wait_for(lambda: injected(tmp_path), process=driver)
+    driver.terminate()
+    thaw(cluster, tmp_path, 0, "stop", since=injected(tmp_path)[0]["time"])
+    code, output = finish(driver, 200)
+    assert fired(tmp_path) == ["stop", "kill"]
+    assert code == 143, output
+    assert "save     1 rank(s) are left and hold the run's state; they save it, and end" in output
+    result = summary(tmp_path)
+    assert (result["exit_reason"], result["world_size"]) == ("stopped", 1)
+    assert (only_run(tmp_path) / "checkpoints" / f"step_{result['steps']:08d}" / "manifest.json").exists()
+    assert result["steps"] == 10, "a rank that only saves does not begin the interrupted step again"
+    assert no_actors_left(cluster)
+
+
+def test_a_driver_that_is_killed_leaves_nothing_and_the_run_goes_on(
+    cluster: Cluster, recipe: Path, clean: dict[int, Path], tmp_path: Path
+) -> None:
+    """SIGKILL of the driver: Ray ends its actors, also one that sleeps; `--resume auto` continues the run."""
+    driver = start(cluster, recipe, tmp_path, *EVERY_FIVE, "--faults", "slow@rank=0,step=12,phase=data,seconds=600")
+    wait_for(lambda: any(tmp_path.glob("*/faults.jsonl")), process=driver)
+    pids = [pid_of(tmp_path, rank) for rank in (0, 1)]
+    os.kill(driver.pid, signal.SIGKILL)
+    wait_for(lambda: not any(alive(pid) for pid in pids), 60)
+    driver.communicate()
+    assert not watched_ranks(only_run(tmp_path))
+    code, output = launch(cluster, recipe, tmp_path, *EVERY_FIVE, "--resume", "auto")
+    assert code == 0, output
+    assert losses(tmp_path) == losses(clean[2])
+    assert no_actors_left(cluster)

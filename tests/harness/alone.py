@@ -1,0 +1,19 @@
+"""One rank in the test's own process, built as a run builds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nanoray.mesh.mesh import join
+from nanoray.mesh.rendezvous import Order, Rendezvous
+from nanoray.run import RunSpec
+from nanoray.train.elastic import Group
+from nanoray.train.engine import RuntimeEngine
+from nanoray.train.recipe import Recipe
+
+
+def engine_of(spec: RunSpec, wanted: Callable[[], Order] = lambda: Order.GO_ON) -> RuntimeEngine:
+    """Return the engine of a run of one rank; its precision must not be `auto`."""
+    group = Group(spec, join(Rendezvous(), {}, 20, 20))
+    recipe = Recipe(group, (), wanted)
+    return recipe.build(group)

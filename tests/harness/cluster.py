@@ -1,0 +1,325 @@
+"""A Ray cluster of the tests' own, and runs of nanoray.launch on it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoray.bench.harness import leaks
+from nanoray.bench.harness.processes import HEAD_ENV, current_cluster, head_command
+from tests.harness.commands import ROOT, Command
+
+TOKEN = "nanoray-test-token-nanoray-test-token"
+START_S = 180.0  # for a Ray head, a node or a run to come up, on a machine that is busy with other tests
+
+
+@dataclass
+class Cluster:
+    """A running `ray start --head` of the tests' own."""
+
+    address: str
+    dashboard: str  # its URL; empty when it was started without
+    env: dict[str, str]
+    session: int  # of all its processes
+
+    def get(self, path: str) -> Any:
+        """Ask the dashboard for JSON; again where a busy machine did not answer in time."""
+        request = urllib.request.Request(self.dashboard + path, headers={"Authorization": f"Bearer {TOKEN}"})
+        for tries_left in (2, 1, 0):
+            try:
+                with urllib.request.urlopen(request, timeout=60) as answer:
+                    return json.load(answer)
+            except OSError:
+                if not tries_left:
+                    raise
+        return None
+
+    def states(self, kind: str, **equal: str) -> list[dict[str, Any]]:
+        """Return what Ray's state API says of `actors`, `nodes`, `placement_groups` or `tasks` with these values."""
+        query = [("limit", "10000"), ("detail", "true"), ("timeout", "60")]
+        for key, value in equal.items():
+            query += [("filter_keys", key), ("filter_predicates", "="), ("filter_values", value)]
+        return self.get(f"/api/v0/{kind}?{urllib.parse.urlencode(query)}")["data"]["result"]["result"]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@contextmanager
+def ray_head(*flags: str, dashboard: bool = True, **env: str) -> Iterator[Cluster]:
+    """Start a Ray head with its own ports, token and temporary folder; end its whole session afterwards.
+
+    Without a dashboard it starts three times as fast; then there are no jobs and no `Cluster.states`.
+    """
+    base = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    base |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "RAY_USAGE_STATS_ENABLED": "0"} | HEAD_ENV | env
+    flags = ("--num-cpus=2", *flags) if dashboard else ("--num-cpus=2", "--include-dashboard=false", *flags)
+    with tempfile.TemporaryDirectory(prefix="nr-", dir="/tmp", ignore_cleanup_errors=True) as temp:
+        log = Path(temp, "start.log")
+        with log.open("w") as stream:
+            head = subprocess.Popen(
+                head_command(Path(temp), *flags),
+                env=base | {"TMPDIR": temp},
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            wait_for(lambda: "Ray runtime started" in log.read_text(), START_S, head, log.read_text)
+            address = current_cluster(Path(temp))
+            url = re.search(r"RAY_API_SERVER_ADDRESS='(http://[^']+)'", log.read_text())
+            client = base | {"RAY_ADDRESS": address} | ({"RAY_API_SERVER_ADDRESS": url[1]} if url else {})
+            client.pop("CUDA_VISIBLE_DEVICES", None)
+            yield Cluster(address, url[1] if url else "", client, head.pid)
+        finally:
+            end_session(head)
+
+
+@contextmanager
+def ray_node(cluster: Cluster, *flags: str, before: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[Any]]:
+    """Let a node of one CPU join the cluster; at the end it leaves, and the cluster knows.
+
+    `before`: the words of a command that its own command is given to.
+    """
+    command = [*before, sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={cluster.address}", "--block"]
+    ports = ("dashboard-agent-listen-port", "min-worker-port", "max-worker-port")
+    command += ["--num-cpus=1", *(f"--{port}=0" for port in ports), *flags]
+    nodes = living_nodes(cluster)
+    for tries_left in (2, 1, 0):
+        node = subprocess.Popen(command, env=cluster.env, stdout=subprocess.DEVNULL, start_new_session=True)
+        try:
+            wait_for(lambda: len(living_nodes(cluster)) > len(nodes), START_S, node)
+            break
+        except AssertionError:  # Ray itself gives a node 30 s to start, which a busy machine may exceed
+            end_session(node)
+            if not tries_left:
+                raise
+    try:
+        yield node
+    finally:
+        end_session(node, grace_s=10.0)
+        wait_for(lambda: len(living_nodes(cluster)) <= len(nodes), START_S)
+
+
+def living_nodes(cluster: Cluster) -> list[str]:
+    """The ids of the nodes, the head first."""
+    nodes = [node for node in cluster.states("nodes") if node["state"] == "ALIVE"]
+    return [node["node_id"] for node in sorted(nodes, key=lambda node: not node["is_head_node"])]
+
+
+def end_session(leader: subprocess.Popen[Any], grace_s: float = 0.0) -> None:
+    """End a process that a test started as a session leader, and what is left of its session."""
+    if grace_s:
+        leader.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            leader.wait(grace_s)
+    while pids := processes_of_session(leader.pid):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    leader.wait(30)
+
+
+def processes_of_session(session: int) -> list[int]:
+    """Return the live processes of a session that a test started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
+def wait_for(
+    ready: Callable[[], object],
+    seconds: float = START_S,
+    process: subprocess.Popen[Any] | Command | None = None,
+    said: Callable[[], str] = str,
+) -> None:
+    """Wait until `ready` returns something true. Raises AssertionError in time, or when `process` ends."""
+    end = time.monotonic() + seconds
+    while not ready():
+        if process is not None and process.poll() is not None and not ready():
+            text = process.output if isinstance(process, Command) else said()
+            raise AssertionError(f"ended with {process.returncode}: {text}")
+        assert time.monotonic() < end, f"not ready after {seconds} s: {said()}"
+        time.sleep(0.05)
+
+
+def start(cluster: Cluster | None, recipe: Path, out: Path, *flags: str, **env: str) -> Command:
+    """Start `python -m nanoray.launch` on a recipe."""
+    base = cluster.env if cluster else {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    base = base | {"RAY_USAGE_STATS_ENABLED": "0"} | env
+    return Command("nanoray.launch", "--config", str(recipe), "--out_dir", str(out), *flags, env=base)
+
+
+def finish(process: Command, seconds: float = START_S) -> tuple[int, str]:
+    """Wait for the end of a run; return its exit code and output."""
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"no end after {seconds} s:\n{output}")
+    return int(process.returncode or 0), output
+
+
+def launch(cluster: Cluster | None, recipe: Path, out: Path, *flags: str) -> tuple[int, str]:
+    """Run `python -m nanoray.launch` on a recipe."""
+    return finish(start(cluster, recipe, out, *flags))
+
+
+def pid_of(out: Path, rank: int) -> int:
+    """The process of a rank, by the newest attempt in its log."""
+    wait_for(lambda: any(out.glob(f"*/logs/rank{rank}.log")))
+    log = only_run(out) / "logs" / f"rank{rank}.log"
+    wait_for(lambda: "pid " in log.read_text())
+    return int(re.findall(r"pid (\d+)", log.read_text())[-1])
+
+
+def thaw(cluster: Cluster, out: Path, rank: int, method: str, since: float) -> None:
+    """Let a rank that a `stop` fault froze go on as soon as the others have their orders.
+
+    The orders are a call of `method` (pause, stop) that has ended in a rank's actor after `since` (Unix seconds).
+    """
+    pid, run = pid_of(out, rank), only_run(out).name
+    wait_for(lambda: process_state(pid) == "T")
+
+    def told() -> bool:
+        actors = [a["actor_id"] for a in cluster.states("actors") if str(a["name"]).startswith(run)]
+        calls = [call for actor in actors for call in cluster.states("tasks", actor_id=actor, state="FINISHED")]
+        return any(call["name"].endswith(f".{method}") and call["end_time_ms"] > 1e3 * since for call in calls)
+
+    wait_for(told)
+    os.kill(pid, signal.SIGCONT)
+
+
+def process_state(pid: int) -> str:
+    """The letter of /proc for a process: T frozen, Z dead; empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return ""
+
+
+def alive(pid: int) -> bool:
+    return process_state(pid) not in ("", "Z")
+
+
+def only_run(out: Path) -> Path:
+    (run,) = [p for p in out.iterdir() if p.is_dir()]
+    return run
+
+
+def trains(out: Path) -> bool:
+    """Whether the run has completed a step."""
+    return any(path.stat().st_size for path in out.glob("*/metrics.jsonl"))
+
+
+def reports(out: Path) -> list[dict[str, Any]]:
+    """The faults of a run, as the driver reported them."""
+    lines = (only_run(out) / "faults.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == "fault"]
+
+
+def summary(out: Path) -> dict[str, Any]:
+    return json.loads((only_run(out) / "summary.json").read_text())
+
+
+def losses(out: Path) -> dict[int, float]:
+    lines = (only_run(out) / "metrics.jsonl").read_text().splitlines()
+    return {r["step"]: r["train/loss"] for r in map(json.loads, lines)}
+
+
+def injected(out: Path) -> list[dict[str, Any]]:
+    """The planned faults that fired."""
+    if not any(out.glob("*/faults.jsonl")):
+        return []
+    lines = (only_run(out) / "faults.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == "injected"]
+
+
+def fired(out: Path) -> list[str]:
+    """The kinds of the planned faults that fired."""
+    return [event["kind"] for event in injected(out)]
+
+
+def left_behind(before: set[str]) -> list[str]:
+    """Temporary folders of nanoray and of multiprocessing, which Ray uses, that came after `before` and nobody uses."""
+    return [path for path in leaks.abandoned(before) if Path(path).name.startswith(("nanoray-", "pymp-"))]
+
+
+def ray_folders(unused: bool = False) -> set[Path]:
+    """The temporary folders of Rays that nanoray started; with `unused`, those of which no process has a file open."""
+    folders = {path for path in Path("/tmp").glob("nanoray-*") if path.is_dir() and "pool" not in path.name}
+    if not unused:
+        return folders
+    opened = [link for process in Path("/proc").glob("[0-9]*") for link in _links_of(process)]
+    return {path for path in folders if not any(link.startswith(f"{path}/") for link in opened)}
+
+
+def _links_of(process: Path) -> list[str]:
+    with contextlib.suppress(OSError):
+        return [os.readlink(link) for link in (process / "fd").iterdir()]
+    return []
+
+
+def in_driver(cluster: Cluster, code: str) -> Any:
+    """Run code in a driver process of its own connected to the cluster; return what it prints as JSON.
+
+    Ray itself logs to stdout too, also after the last line of the code: the newest line that is JSON counts.
+    """
+    head = (
+        "import json, os, ray\nray.init(address=os.environ['RAY_ADDRESS'], namespace='nanoray', log_to_driver=False)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", head + code], cwd=ROOT, env=cluster.env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    for line in reversed(done.stdout.splitlines()):
+        with contextlib.suppress(ValueError):
+            return json.loads(line)
+    raise AssertionError(f"it printed no JSON: {done.stdout}{done.stderr}")
+
+
+def no_actors_left(cluster: Cluster, seconds: float = 20.0) -> bool:
+    """Whether all actors and placement groups are gone; what was killed just now may still be listed for a moment."""
+    end = time.monotonic() + seconds
+    while left := _left(cluster):
+        if time.monotonic() > end:
+            print(f"left: {left}")
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _left(cluster: Cluster) -> list[str]:
+    """The actors and placement groups, but for the actors that Ray Train leaves behind on every cluster by design."""
+    actors = [actor for actor in cluster.states("actors") if actor["state"] != "DEAD"]
+    names = [str(actor["name"] or actor["class_name"]) for actor in actors]
+    names = [name for name in names if name not in ("AutoscalingCoordinator", "PlacementGroupCleaner")]
+    return names + [str(g["name"]) for g in cluster.states("placement_groups") if g["state"] != "REMOVED"]

@@ -1,0 +1,167 @@
+"""Commands as `python -m` runs them, in processes forked from a server that has imported torch once.
+
+Such a process starts in milliseconds instead of seconds, of which most would be spent on imports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import runpy
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from nanoray.mesh.rendezvous import open_store
+
+ROOT = Path(__file__).resolve().parents[2]
+
+forkserver = multiprocessing.get_context("forkserver")
+# The first optimizer of a process imports torch._dynamo, which takes longer than torch itself and than most tests. Ray
+# is not among them: it reads its settings from the environment when it is imported.
+_TORCH = ["torch._dynamo", "torch.distributed.nn.functional"]
+forkserver.set_forkserver_preload([*_TORCH, "nanoray.train.recipe", "nanoray.train.report", "nanoray.cli", __name__])
+
+
+class Command:
+    """`python -m MODULE ...` or `python SCRIPT.py ...`, with the methods of `subprocess.Popen`.
+
+    The process leads a session of its own. Its environment is `env` whole (default: this process'). stdout and stderr
+    go to one file, or with `apart` to two.
+    """
+
+    def __init__(self, *args: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT, apart: bool = False) -> None:
+        self.args = args
+        # They go with this object.
+        self._files = [tempfile.NamedTemporaryFile(prefix="nr-out-") for _ in range(1 + apart)]  # noqa: SIM115
+        names = self._files[0].name, self._files[-1].name
+        how = list(args), dict(os.environ if env is None else env), str(cwd), names
+        self._process = forkserver.Process(target=_run, args=how, daemon=True)
+        self._process.start()
+        self.pid = int(self._process.pid or 0)
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code; negative after a signal, None before the end."""
+        return self.poll()
+
+    @property
+    def output(self) -> str:
+        """What it has written so far."""
+        return self._read(0)
+
+    @property
+    def errors(self) -> str:
+        """What it has written to stderr so far."""
+        return self._read(-1)
+
+    def _read(self, which: int) -> str:
+        return Path(self._files[which].name).read_text(encoding="utf-8", errors="replace")
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code. Raises subprocess.TimeoutExpired."""
+        wait([self._process.sentinel], timeout)
+        self._process.join(1)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return self._process.exitcode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        """Wait for the end and return the output."""
+        self.wait(timeout)
+        return self.output, None
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to this process alone."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self.wait()
+
+
+def run(
+    *args: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT, timeout: float = 200
+) -> subprocess.CompletedProcess[str]:
+    """Run a command as `subprocess.run` would with captured output. At the time limit AssertionError shows it."""
+    with Command(*args, env=env, cwd=cwd, apart=True) as command:
+        return _completed(command, timeout)
+
+
+def torchrun(
+    ranks: int, *args: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT, timeout: float = 200
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run a command on some ranks, with the variables that torchrun sets and without its agent."""
+    store = open_store("127.0.0.1", ranks, 30)
+    env = dict(os.environ if env is None else env)
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": secrets.token_hex(8)}
+    with contextlib.ExitStack() as stack:
+        places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+        commands = [stack.enter_context(Command(*args, env=env | place, cwd=cwd, apart=True)) for place in places]
+        return [_completed(command, timeout) for command in commands]
+
+
+def _completed(command: Command, timeout: float) -> subprocess.CompletedProcess[str]:
+    try:
+        code = command.wait(timeout)
+    except subprocess.TimeoutExpired:
+        raise AssertionError(
+            f"{command.args}: no end within {timeout:g} s\n{command.output}\n{command.errors}"
+        ) from None
+    return subprocess.CompletedProcess(command.args, code, command.output, command.errors)
+
+
+def _run(args: list[str], env: dict[str, str], cwd: str, outputs: tuple[str, str]) -> None:
+    """Become `python -m args`, in the forked process."""
+    os.setsid()
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    for fd, path in enumerate(outputs, 1):
+        file = os.open(path, os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, fd)
+        os.close(file)
+    sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.argv = list(args)
+    code = 1
+    try:
+        if args[0].endswith(".py"):
+            runpy.run_path(args[0], run_name="__main__")
+        else:
+            runpy.run_module(args[0], run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except BaseException:
+        traceback.print_exc()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)

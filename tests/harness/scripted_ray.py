@@ -1,0 +1,513 @@
+"""What Ray delivers to a driver, scripted: actors, pending answers, deaths and time. Nothing of nanoray is replaced.
+
+`ScriptedRay` has the part of ray's surface that nanoray.launch uses. Its actors answer as workers do: they train, die,
+hang or wait at the times that a test says, and write the same progress files and exit records. `ScriptedTime` moves
+only when the driver waits, so that a run of minutes takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, OutOfMemoryError
+
+from nanoray.config import load_config
+from nanoray.data.prepare import DatasetInfo
+from nanoray.faults import exit_record
+from nanoray.faults.progress import ProgressFile
+from nanoray.launch.driver import Driver
+from nanoray.launch.placement import Placement
+from nanoray.launch.signals import Stop
+from nanoray.launch.worker import Heartbeat
+from nanoray.launch.worker_group import WorkerGroup
+from nanoray.mesh.rendezvous import Rendezvous
+from nanoray.run import RunSpec
+
+NOTICE_S = 0.02  # from a death until its peers' collectives fail
+REPORT_S = 0.01  # from a death until Ray reports it
+START_S = 2.0  # from the creation of an actor until it is ready
+STEP_S = 1.0
+GO_ON_S = 0.005  # until a waiting rank has taken the next attempt; it still answers that it waits
+RUN_S = 40.0  # a group that trains so long without a fault has finished
+
+
+class ScriptedTime:
+    """The module `time`, as far as the driver uses it. Waiting runs the events that fall due."""
+
+    def __init__(self) -> None:
+        self.now = self.began = time.monotonic()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.advance(self.now + seconds)
+
+    def after(self, seconds: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.now + seconds, next(self._order), event))
+
+    def advance(self, until: float, enough: Callable[[], bool] = lambda: False) -> None:
+        """Run all events until then, or until there is enough."""
+        while not enough() and self._events and self._events[0][0] <= until:
+            self.now, _, event = heapq.heappop(self._events)
+            event()
+        if not enough():
+            assert until - self.began < 1e5, "the driver waits for ever"
+            self.now = until
+
+
+def node_id(slot: int | None) -> str:
+    """Every slot has a node of its own."""
+    return f"{slot or 0:08x}{0:048x}"
+
+
+@dataclass(eq=False)
+class Ref:
+    """An answer, once it is there."""
+
+    value: Any = None
+    done: bool = False
+
+    def set(self, value: Any) -> None:
+        if not self.done:
+            self.value, self.done = value, True
+
+
+class Actor:
+    """One worker's process, as the driver sees it."""
+
+    def __init__(self, ray: ScriptedRay, slot: int | None, name: str) -> None:
+        self.ray, self.slot, self.name = ray, slot, name
+        self.pid = next(ray.pids)
+        self.alive, self.frozen, self.stuck = True, False, False  # frozen: SIGSTOP. stuck: its training thread hangs
+        self.trains_since: float | None = None
+        self.waiting, self.attempt = False, -1
+        self.step, self.phase, self.base = 0, "init", 0
+        self.file: ProgressFile | None = None
+        self.written: tuple[int, str, int] | None = None
+        self.refs: list[Ref] = []
+        self.runs: list[Ref] = []
+        self.sleepers: list[tuple[Ref, bool, int | None]] = []
+        self.trained, self.kept = False, 0  # whether it has held the run's state; its steps when its group broke
+        self.avoids: list[str] = []  # nodes on which Ray must not place it
+
+    def __getattr__(self, method: str) -> Any:
+        def remote(*args: Any) -> Ref:
+            ref = Ref()
+            self.refs.append(ref)
+            if not self.alive:
+                ref.set(ActorDiedError())
+            elif not self.frozen:
+                getattr(self.ray, f"on_{method}")(self, ref, *args)
+            return ref
+
+        return SimpleNamespace(remote=remote)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        node = node_id((self.slot or 0) + 256 * len(self.avoids))
+        return {"pid": self.pid, "node": node, "ip": f"10.0.0.{self.slot}", "devices": []}
+
+    def write_progress(self) -> None:
+        """Bring the progress file up to date, as a rank does that trains."""
+        if self.trains_since is not None:
+            self.step = self.base + 1 + int((self.ray.time.now - self.trains_since) / STEP_S)
+        position = (self.step, self.phase, self.base)
+        if self.slot is not None and (self.trains_since is not None or position != self.written):
+            self.file = self.file or ProgressFile(self.ray.spec.progress(self.slot))
+            self.file.base, self.written = self.base, position
+            self.file.set(self.step, self.phase)
+
+    def wake(self) -> None:
+        """Answer the heartbeats whose condition holds."""
+        self.write_progress()
+        for ref, waiting, after in list(self.sleepers):
+            if self.waiting != waiting or (after is not None and self.step > after):
+                self.answer(ref)
+
+    def answer(self, ref: Ref) -> None:
+        self.sleepers = [s for s in self.sleepers if s[0] is not ref]
+        if self.alive and not self.frozen:
+            self.write_progress()
+            position = ProgressFile.read_all(self.ray.spec.progress(self.slot or 0)) or (0, "init", 0, 0.0)
+            ref.set(Heartbeat(*position, attempt=self.attempt, waiting=self.waiting))
+
+    def fail_pending(self, error: Exception) -> None:
+        self.alive, self.trains_since = False, None
+        for ref in self.refs:
+            ref.set(error)
+
+
+@dataclass
+class ScriptedRay:
+    """The module `ray`, as far as the driver uses it, and the script's handles on what happens."""
+
+    spec: RunSpec
+    workers: int
+    in_place: bool
+    time: ScriptedTime = field(default_factory=ScriptedTime)
+    orders: list[str] = field(default_factory=list)  # what the driver did, in order
+    actors: dict[int, Actor] = field(default_factory=dict)  # by slot, the newest
+    failing_starts: dict[int, int] = field(default_factory=dict)  # slot -> how many of its next actors die at start
+    refusing_starts: dict[int, int] = field(default_factory=dict)  # slot -> how many newcomers cannot work
+    created: list[Actor] = field(default_factory=list)
+    reactions: dict[str, Callable[[], None]] = field(default_factory=dict)  # order -> what happens right after it
+    start_s: float = START_S
+    draining: dict[str, int] = field(default_factory=dict)
+    without_head: list[str] = field(default_factory=list)  # actors that were created when the head was gone
+    thrown_away: list[tuple[int, int, int]] = field(default_factory=list)  # slot, its steps, those of the checkpoint
+
+    def __post_init__(self) -> None:
+        self.pids = itertools.count(1000)
+        self.head = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        address = f"127.0.0.1:{self.head.getsockname()[1]}"
+        self.members: list[Actor] = []  # of the newest group that has formed
+        self.forming: dict[int, Actor] = {}
+        self.furthest = 0  # completed steps in memory
+        self.saved = 0  # the step of the newest checkpoint: ranks write one when they stop
+        self.paused: set[int] = set()
+        self.stopped: set[int] = set()
+        self.util = SimpleNamespace(
+            placement_group_table=lambda group: {"bundles_to_node_id": {i: node_id(i) for i in range(self.workers)}}
+        )
+        state = SimpleNamespace(get_draining_nodes=lambda: dict(self.draining))
+        self._private = SimpleNamespace(state=SimpleNamespace(state=state))
+        self.get_runtime_context = lambda: SimpleNamespace(gcs_address=address)
+
+    # ray's surface
+
+    def remote(self, **_: Any) -> Callable[[type], Any]:
+        def options(**given: Any) -> Any:
+            return SimpleNamespace(remote=lambda run, slot, rehearsal: self._create(slot, given))
+
+        return lambda cls: SimpleNamespace(options=options)
+
+    def _create(self, slot: int | None, given: dict[str, Any]) -> Actor:
+        actor = Actor(self, slot, given["name"])
+        for label in getattr(given["scheduling_strategy"], "hard", []):
+            actor.avoids += label.operator.values
+        self.created.append(actor)
+        if self.head.fileno() < 0:
+            self.without_head.append(actor.name)  # Ray would wait for ever
+        self._note(f"start {'spare' if slot is None else slot}")
+        if slot is not None:
+            self.actors[slot] = actor
+        return actor
+
+    def kill(self, actor: Actor) -> None:
+        if actor.alive:
+            self._judge(actor)
+            self._note(f"kill {'spare' if actor.slot is None else actor.slot}")
+            self._die(actor, NOTICE_S, 0.0, ActorDiedError())
+
+    def holds(self, actor: Actor) -> int:
+        """The completed steps in an actor's memory; 0 if it never trained, or does not answer any more."""
+        if not actor.alive or actor.frozen or actor.stuck or not actor.trained or actor.runs[-1].done:
+            return 0
+        actor.write_progress()
+        return actor.step - 1 if actor.trains_since is not None else actor.kept
+
+    def _judge(self, actor: Actor) -> None:
+        """Note a state that is thrown away: no checkpoint and no other rank has as many steps."""
+        own = self.holds(actor)
+        others = [self.holds(other) for other in self.created if other is not actor and other.slot is not None]
+        if own > max([self.saved, *others]):
+            self.thrown_away.append((actor.slot if actor.slot is not None else -1, own, self.saved))
+
+    def get(self, refs: Any, timeout: float | None = None) -> Any:
+        pending = refs if isinstance(refs, list) else [refs]
+        self.wait(pending, num_returns=len(pending), timeout=1e9 if timeout is None else timeout)
+        for ref in pending:
+            if not ref.done:
+                raise GetTimeoutError("timed out")
+            if isinstance(ref.value, Exception):
+                raise ref.value
+        return [ref.value for ref in pending] if isinstance(refs, list) else refs.value
+
+    def wait(self, refs: list[Ref], num_returns: int = 1, timeout: float = 0.0) -> tuple[list[Ref], list[Ref]]:
+        def enough() -> bool:
+            return sum(ref.done for ref in refs) >= num_returns
+
+        self.time.advance(self.time.now + timeout, enough)
+        ready = [ref for ref in refs if ref.done][:num_returns]
+        return ready, [ref for ref in refs if ref not in ready]
+
+    def _note(self, order: str) -> None:
+        self.orders.append(order)
+        if event := self.reactions.pop(order, None):
+            self.time.after(0.0, event)
+
+    # What actors do when they are called
+
+    def on_describe(self, actor: Actor, ref: Ref) -> None:
+        ref.set(actor.facts)
+
+    def on_ready(self, actor: Actor, ref: Ref) -> None:
+        slot = -1 if actor.slot is None else actor.slot
+        if self.failing_starts.get(slot, 0):
+            self.failing_starts[slot] -= 1
+            self.time.after(self.start_s / 2, lambda: actor.fail_pending(ActorDiedError()))
+        else:
+            self.time.after(
+                self.start_s, lambda: ref.set(actor.facts if actor.slot is not None else {"node": node_id(0)})
+            )
+
+    def on_take_slot(self, actor: Actor, ref: Ref, slot: int, devices: list[str]) -> None:
+        actor.slot = slot
+        self.actors[slot] = actor
+        self._note(f"spare takes {slot}")
+
+    def on_open_store(self, actor: Actor, ref: Ref, world_size: int, timeout_s: float) -> None:
+        ref.set(("10.0.0.1", 4711))
+
+    def on_break_meeting(self, actor: Actor, ref: Ref, secret: str, absent: int) -> None:
+        """The ranks that wait for a lost one know at once."""
+        for waiting in list(self.forming.values()):
+            self.time.after(NOTICE_S, partial(self.lose_peer, waiting, waiting.attempt))
+
+    def on_poll(self, actor: Actor, ref: Ref) -> None:
+        ref.set([])
+
+    def on_stacks(self, actor: Actor, ref: Ref, log: str) -> None:
+        ref.set(None)
+
+    def on_run(self, actor: Actor, ref: Ref, spec: dict[str, Any], r: Rendezvous) -> None:
+        actor.runs.append(ref)
+        self._note(f"run {r.slot} as {r.rank}/{r.world_size} attempt {spec['attempt']}")
+        if r.live and self.refusing_starts.get(r.slot, 0):
+            self.refusing_starts[r.slot] -= 1
+            self.forming[r.rank] = actor
+            actor.step, actor.phase = 0, "init"
+            self.time.after(0.01, lambda: self.fail(r.slot, "refused", "ConfigError: no shared folder"))
+            return
+        self._join(actor, spec, r)
+
+    def on_go_on(self, actor: Actor, ref: Ref, spec: dict[str, Any], r: Rendezvous) -> None:
+        self._note(f"go_on {r.slot} as {r.rank}/{r.world_size} attempt {spec['attempt']}")
+        self.time.after(GO_ON_S, lambda: self._join(actor, spec, r))
+
+    def on_heartbeat(self, actor: Actor, ref: Ref, patience_s: float, waiting: bool, after: int | None) -> None:
+        actor.sleepers.append((ref, waiting, after))
+        self.time.after(patience_s, lambda: actor.answer(ref))
+        actor.wake()
+
+    def on_stop(self, actor: Actor, ref: Ref) -> None:
+        self._note(f"stop {actor.slot}")
+        self.stopped.add(actor.pid)
+        self._end_step()
+
+    def on_pause(self, actor: Actor, ref: Ref) -> None:
+        self._note(f"pause {actor.slot}")
+        self.paused.add(actor.pid)
+        self._end_step()
+
+    # Training
+
+    def _join(self, actor: Actor, spec: dict[str, Any], r: Rendezvous) -> None:
+        """Meet the other ranks of an attempt; when all are there, training goes on."""
+        assert actor.slot == r.slot
+        if not actor.alive:
+            return
+        actor.waiting = False
+        if actor.attempt < spec["attempt"] and not any(a.attempt == spec["attempt"] for a in self.forming.values()):
+            self.forming = {}
+        actor.attempt, actor.phase = spec["attempt"], "init"
+        self.forming[r.rank] = actor
+        self.paused.discard(actor.pid)
+        if not r.live:
+            self.furthest = self.saved
+        actor.step = actor.base = self.furthest
+        if len(self.forming) < r.world_size:
+            # The others may be dead although the driver does not know that yet.
+            self.time.after(30.0, lambda: self._give_up_meeting(actor, spec["attempt"]))
+            return
+        self.members = [self.forming[rank] for rank in sorted(self.forming)]
+        self.forming = {}
+        for member in self.members:
+            member.base, member.phase, member.trains_since = self.furthest, "backward", self.time.now
+            member.trained, member.kept = True, self.furthest
+        attempt = spec["attempt"]
+        for step in range(1, 5):  # heartbeats that wait for a step
+            self.time.after(step * STEP_S, lambda: [m.wake() for m in self.members if m.trains_since])
+        self.time.after(RUN_S, lambda: self._finish(attempt, "finished"))
+        self._end_step()  # the order may have come before the group had formed
+
+    def _give_up_meeting(self, actor: Actor, attempt: int) -> None:
+        if actor.alive and actor.attempt == attempt and actor in self.forming.values():
+            self.lose_peer(actor)
+
+    @property
+    def healthy(self) -> bool:
+        return all(m.alive and m.trains_since and not m.frozen and not m.stuck for m in self.members)
+
+    def _end_step(self) -> None:
+        """After a step of which all ranks know the order, they stop or pause together."""
+        members = {m.pid for m in self.members}
+        attempt = self.members[0].attempt if self.members else -1
+        if members and members <= self.stopped:
+            self.time.after(STEP_S, lambda: self._finish(attempt, "stopped"))
+        elif members and members <= self.paused:
+            self.time.after(STEP_S, lambda: self._pause(attempt))
+
+    def _finish(self, attempt: int, reason: str) -> None:
+        if self.members and self.members[0].attempt == attempt and self.healthy:
+            for m in self.members:
+                m.write_progress()
+                m.phase, m.trains_since = "done", None
+                self.saved = m.step - 1
+            for m in self.members:
+                m.runs[-1].set({"ok": True, "exit_reason": reason, "world_size": len(self.members), "step": self.saved})
+
+    def _pause(self, attempt: int) -> None:
+        if self.members and self.members[0].attempt == attempt and self.healthy:
+            for m in self.members:
+                self.lose_peer(m)
+
+    def lose_peer(self, actor: Actor, attempt: int | None = None) -> None:
+        """Let a rank notice that its group (of that attempt) broke: it waits, or fails."""
+        if attempt not in (None, actor.attempt):
+            return
+        if not actor.alive or actor.frozen or actor.stuck or actor.runs[-1].done or actor.waiting:
+            return
+        actor.write_progress()
+        completed = actor.step if actor.phase == "init" else actor.step - 1
+        self.furthest, actor.trains_since = max(self.furthest, completed), None
+        actor.kept = completed
+        if self.in_place:
+            actor.waiting = True
+            actor.wake()
+        else:
+            self.fail(actor.slot or 0, "peer_lost", "RuntimeError: Connection closed by peer", notice_s=None)
+
+    # The script
+
+    def at(self, seconds: float, event: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Let something happen that many seconds after the start."""
+        self.time.after(seconds, lambda: event(*args, **kwargs))
+
+    def die(
+        self,
+        slot: int,
+        notice_s: float | None = NOTICE_S,
+        report_s: float = REPORT_S,
+        how: str = "SIGKILL",
+    ) -> None:
+        """End a rank's process by a signal, by Ray's memory monitor ("memory") or with its node ("node")."""
+        error = {
+            "memory": OutOfMemoryError("Memory on the node was low"),
+            "node": ActorUnavailableError("unreachable", None),
+        }.get(how, ActorDiedError())
+        self._die(self.actors[slot], notice_s, report_s, error)
+
+    def _die(self, actor: Actor, notice_s: float | None, report_s: float, error: Exception) -> None:
+        if actor.runs:
+            actor.write_progress()
+        actor.alive, actor.trains_since = False, None
+        actor.frozen = actor.stuck = False
+        if actor.slot is not None and isinstance(error, ActorDiedError):
+            record = {"pid": actor.pid, "boot": exit_record.boot_id(), "monotonic": self.time.now, "signal": "SIGKILL"}
+            self.spec.exit_record(actor.slot).write_text(json.dumps(record | {"oom": False}))
+        self.time.after(report_s, lambda: actor.fail_pending(error))
+        self._peers_notice(actor, notice_s)
+
+    def _peers_notice(self, actor: Actor, notice_s: float | None) -> None:
+        if actor in self.members:  # without it, no step is completed
+            for peer in self.members:
+                if peer.alive and peer.trains_since is not None:
+                    peer.write_progress()
+                    peer.trains_since, peer.kept = None, max(peer.base, peer.step - 1)
+        if notice_s is not None and (actor in self.members or actor in self.forming.values()):
+            peers = [m for m in {*self.members, *self.forming.values()} if m is not actor]
+            for peer in sorted(peers, key=lambda peer: peer.pid):
+                self.time.after(notice_s, partial(self.lose_peer, peer, peer.attempt))
+
+    def fail(
+        self, slot: int, kind: str, message: str, notice_s: float | None = NOTICE_S, step: int | None = None
+    ) -> None:
+        """Let a rank's `run` return an error."""
+        actor = self.actors[slot]
+        actor.write_progress()
+        name, _, text = message.partition(": ")
+        failed = {"ok": False, "kind": kind, "exit_code": 5, "error": name, "message": text, "traceback": message}
+        actor.runs[-1].set(failed | {"step": actor.step if step is None else step, "phase": actor.phase})
+        actor.trains_since, actor.waiting = None, False
+        self._peers_notice(actor, notice_s)
+
+    def hang(self, slot: int, frozen: bool = False) -> None:
+        """Stop a rank in `forward` of its step, and so all others in `backward`; frozen: it answers no calls either."""
+        for member in self.members:
+            member.write_progress()
+            member.trains_since = None
+            member.stuck = member.slot == slot
+        actor = self.actors[slot]
+        actor.phase, actor.frozen = "forward", frozen
+        actor.write_progress()
+
+    def drain(self, driver: Driver, slot: int) -> None:
+        """Announce that a rank's node will be taken away."""
+        self.draining[node_id(slot)] = 0
+        driver.cluster.check()
+
+
+def make_spec(folder: Path, **config: Any) -> RunSpec:
+    """A run of the tiny preset in this folder, on a dataset that does not exist."""
+    (folder / "logs").mkdir(parents=True)
+    (folder / "checkpoints").mkdir()
+    values = {"global_batch_size": 12, "micro_batch_size": 1, "spares": 0, "hang_timeout": 60.0}
+    data = DatasetInfo("words", "", folder, "uint16", 65, 1000, 100, "", "", {})
+    return RunSpec(load_config(preset="tiny", overrides=values | config), data, folder, 0.0)
+
+
+class Run:
+    """A driver on a scripted Ray."""
+
+    def __init__(self, folder: Path, workers: int = 3, **config: Any) -> None:
+        self.spec = make_spec(folder, workers=workers, **config)
+        self.place = Placement(None, "cpu", {"CPU": 1.0}, tuple(range(workers)))  # type: ignore[arg-type]
+        in_place = self.spec.config.recovery != "restart" and workers > 1
+        self.ray = ScriptedRay(self.spec, workers, in_place)
+        self.stop = Stop()
+        self.group = WorkerGroup(self.spec, self.place, api=self.ray, clock=self.ray.time)  # for tests without a driver
+        self.driver = Driver(self.spec, self.place, self.stop, api=self.ray, clock=self.ray.time)
+
+    def __call__(self) -> dict[str, Any]:
+        """Run the driver to its end and return the outcome."""
+        try:
+            return self.driver.run()
+        finally:
+            self.ray.head.close()
+
+    def sigterm(self) -> None:
+        self.stop(signal.SIGTERM, None)
+
+    @property
+    def causes(self) -> list[tuple[int, str]]:
+        """(rank, cause) of each fault."""
+        return [(failure.rank, failure.cause) for failure in self.driver.faults.causes]
+
+    @property
+    def reports(self) -> list[dict[str, Any]]:
+        """The lines of faults.jsonl."""
+        path = self.spec.folder / "faults.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    @property
+    def orders(self) -> list[str]:
+        """What the driver did since the first group began, until it ended the actors that were left."""
+        orders = self.ray.orders[2 * self.ray.workers :]
+        while orders and orders[-1].startswith("kill"):
+            orders = orders[:-1]
+        return orders

@@ -1,0 +1,129 @@
+"""The sweep of all-reduces: its log parser, its proof, its words, and one real run on gloo ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanoray.bench import algorithms as bench
+from nanoray.bench.__main__ import main
+from nanoray.bench.harness.report import Report, conditions
+from nanoray.mesh.mesh import Mesh
+
+NAMED = """\
+node:41:41 [0] NCCL INFO NCCL_ALGO set by environment to allreduce:ring
+node:41:41 [0] NCCL INFO AllReduce: 4 Bytes -> Algo RING proto LL channel{Lo..Hi}={0..0}
+node:41:41 [0] NCCL INFO Broadcast: 1024 Bytes -> Algo RING proto SIMPLE channel{Lo..Hi}={0..1}
+node:41:41 [0] NCCL INFO AllReduce:   67108864 Bytes -> Algo NVLS_TREE proto Simple channel{Lo..Hi}={0..15}
+"""
+NUMBERED = """\
+node:41:41 [0] NCCL INFO AllReduce: 1024 Bytes -> Algo 0 proto 0 time 12.300000
+node:41:41 [0] NCCL INFO AllGather: 1024 Bytes -> Algo 1 proto 2 time 9.900000
+node:41:41 [0] NCCL INFO AllReduce: 67108864 Bytes -> Algo 1 proto 2 time 400.125000
+node:41:41 [0] NCCL INFO AllReduce: 64 Bytes -> Algo 99 proto 1 time 1.000000
+"""
+
+
+def test_the_tuning_log_is_read_in_both_forms() -> None:
+    assert bench.parse_tuning_log(NAMED) == [(4, "RING", "LL"), (67108864, "NVLS_TREE", "SIMPLE")]
+    assert bench.parse_tuning_log(NUMBERED) == [
+        (1024, "TREE", "LL"),
+        (67108864, "RING", "SIMPLE"),
+        (64, "99", "LL128"),
+    ]
+    assert bench.parse_tuning_log("NCCL INFO AllReduce: opCount 1 sendbuff 0x1 count 9") == []
+
+
+def event(algorithm: str, size: int, time_us: list[float], **more: Any) -> dict[str, Any]:
+    return {"algorithm": algorithm, "bytes": size, "ranks": 4, "time_us": time_us, "wrong": 0, "ran": []} | more
+
+
+@pytest.mark.parametrize(
+    ("ran", "problem"),
+    [
+        (["RING LL", "RING SIMPLE"], ""),
+        (["TREE LL"], "asked for RING, NCCL's log says TREE LL"),
+        (["RING LL", "TREE LL"], "asked for RING, NCCL's log says RING LL, TREE LL"),
+        ([], "asked for RING, NCCL's log says nothing"),
+    ],
+)
+def test_a_forced_algorithm_is_proven_or_failed(ran: list[str], problem: str) -> None:
+    row = bench.row_of(event("nccl ring", 1024, [5.0, 6.0, 7.0], ran=ran), "float32")
+    assert row.problem == problem
+    assert row.extra["ran"] == ran
+
+
+def test_a_row_follows_the_definitions() -> None:
+    row = bench.row_of(event("ring", 10**6, [1000.0, 3000.0, 2000.0], wrong=3), "bfloat16")
+    assert (row.metric, row.unit, row.median, row.problem) == ("976.562 KB", "us", 2000.0, "3 wrong")
+    expected = {"op": "all_reduce", "dtype": "bfloat16", "bytes": 10**6, "ranks": 4, "time_us": 2000.0}
+    expected |= {"p99_us": 3000.0, "algbw_gbps": 0.5, "busbw_gbps": 0.75}  # 1e6 B in 2 ms; 2 * 3/4
+    assert {key: row.extra[key] for key in expected} == pytest.approx(expected)
+
+
+def report_of(*events: dict[str, Any]) -> Report:
+    return Report("algorithms", conditions("algorithms", []), [bench.row_of(e, "float32") for e in events])
+
+
+def test_where_the_winner_changes_is_said_and_drawn(tmp_path: Path) -> None:
+    report = report_of(
+        *(event("backend", size, [9.0] * 5) for size in (1 << 10, 1 << 12, 1 << 26)),
+        *(event("tree", size, [us] * 5) for size, us in ((1 << 10, 2.0), (1 << 12, 3.0), (1 << 26, 50.0))),
+        event("double_tree", 1 << 12, [2.8] * 5),  # 7 % faster than the tree: a tie
+        event("flat", 1 << 10, [1.0] * 5, wrong=1),  # fast and wrong wins nothing
+        event("ring", 1 << 10, [4.0] * 5),
+        event("ring", 1 << 26, [10.0] * 5),
+    )
+    assert bench.winners(report) == [(1 << 10, "tree"), (1 << 12, "tree"), (1 << 26, "backend")]
+    assert bench.crossovers(report) == [
+        "fastest, or within 10 %, 1 KB to 4 KB: tree",
+        "fastest, or within 10 %, 64 MB: backend",
+    ]
+    bench._judge(report, 4, "gloo")
+    assert [(t.row.arm, t.row.median, t.verdict) for t in report.targets] == [
+        ("backend / tree", 4.5, "ok"),
+        ("ring / backend", pytest.approx(10 / 9), "ok"),
+    ]
+    figure = tmp_path / "plot.svg"
+    bench.draw(report, figure)
+    assert "tree | backend" in figure.read_text()
+    assert "fastest, or within 10 %, 64 MB: backend" in bench.paste(report)[-1]
+
+
+def test_targets_are_for_four_ranks_on_gloo() -> None:
+    report = report_of(event("backend", 1 << 10, [2.0] * 5), event("ring", 1 << 10, [2.0] * 5))
+    bench._judge(report, 2, "nccl")
+    assert [t.verdict for t in report.targets] == ["does not apply: stated for 4 ranks on gloo; here: 2 on nccl"]
+
+
+def test_one_real_sweep(tmp_path: Path, shared_ranks: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    shared_ranks(bench)
+    path = tmp_path / "rows.json"
+    assert main(["algorithms", "--quick", "--workers", "3", "--dtype", "bfloat16", "--json", str(path)]) == 0
+    rows = [row for row in json.loads(path.read_text())["rows"] if row["unit"] == "us"]
+    assert {(row["arm"], row["bytes"]) for row in rows} == {
+        (arm, size) for arm in ("backend", *bench.BY_HAND) for size in (1 << 10, 1 << 16, 1 << 20)
+    }
+    for row in rows:
+        assert (row["op"], row["dtype"], row["ranks"], row["wrong"], row["n"]) == ("all_reduce", "bfloat16", 3, 0, 4)
+        assert row["busbw_gbps"] == pytest.approx(row["bytes"] / row["time_us"] / 1e3 * 4 / 3)
+    printed = capsys.readouterr().out
+    assert "us, median" in printed
+    assert "fastest, or within 10 %, 1 KB" in printed
+
+
+def test_what_cannot_run_says_why() -> None:
+    emitted: list[dict[str, Any]] = []
+    order = {"algorithms": ["ring"], "sizes": [64], "dtype": "float32", "iters": 1}
+    bench.sweep_rank(Mesh(0, 1, 0, torch.device("cpu"), "none", ""), order, emitted.append)
+    assert emitted == [{"algorithm": "ring", "bytes": 64, "ranks": 1, "skipped": "one rank has no other to sum with"}]
+    assert bench.row_of(emitted[0], "float32").problem == ""
+    on_cpu, on_gpu = (Mesh(0, 2, 0, torch.device(kind), "gloo", "") for kind in ("cpu", "cuda"))
+    assert bench._lacks("nccl tree", on_cpu) == "backend gloo has one algorithm and no switch"
+    assert bench._lacks("ring", on_gpu) == "gloo sends and receives no CUDA tensors"
+    assert not bench._lacks("ring", on_cpu)
+    assert not bench._lacks("backend", on_gpu)

@@ -1,0 +1,133 @@
+"""The sweep of bucket sizes: a real run, a wrong gradient, and the finding worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nanoray.bench.__main__ as bench
+from nanoray.bench import overlap
+from nanoray.bench.harness.report import Report, Row, ratio
+from nanoray.bench.overlap import BUSY, COST, EXPOSED, NO_SYNC, STEP, finding, lines, paste
+from nanoray.config import load_config
+from nanoray.mesh.mesh import Mesh
+from nanoray.models.costs import count_parameters
+from nanoray.models.gpt import ModelShape
+
+FLAGS = ["overlap", "--preset", "tiny", "--device", "cpu", "--rounds", "2", "--steps", "2"]
+
+
+def test_a_real_sweep(tmp_path: Path, shared_ranks: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Many small buckets, and one that holds all; both give the gradients of the first."""
+    shared_ranks(overlap)
+    files = [
+        f"--{flag}={tmp_path / f'o.{end}'}" for flag, end in (("json", "json"), ("html", "html"), ("figure", "png"))
+    ]
+    assert bench.main([*FLAGS, "--workers", "3", "--buckets", "0.01,100", *files]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1].startswith("OK  ")
+    assert out.count("on this machine") == 2, "to paste, and in the report"
+    page = (tmp_path / "o.html").read_text()
+    assert page.count("on this machine") == 1
+    assert "Wrong: parameters whose gradient is not that of the first bucket size." in page
+    shape = ModelShape.of(load_config(preset="tiny"), 65)
+    recipe = json.loads((tmp_path / "o.json").read_text())["conditions"]["recipe"]
+    assert recipe.startswith("preset tiny, 2 rounds of 2 steps, random tokens, fp32 (")
+    assert recipe.endswith(f"), {count_parameters(shape):,} parameters, vocabulary of 65")
+    rows = {(r["arm"], r["metric"], r["unit"]): r for r in json.loads((tmp_path / "o.json").read_text())["rows"]}
+    for arm in ("0.01 MB", "100 MB"):
+        assert rows[arm, STEP, "ms"]["wrong"] == 0
+        assert 0 < rows[arm, EXPOSED, "ms"]["median"] <= rows[arm, BUSY, "ms"]["median"]
+        assert rows[arm, STEP, "ms"]["n"] == rows[arm, COST, "ms"]["n"] == 2
+    assert rows["100 MB", STEP, "ms"]["note"].startswith("1 bucket(s)")
+    assert int(rows["0.01 MB", STEP, "ms"]["note"].split()[0]) > 3
+    assert (tmp_path / "o.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--workers", "1"], "one rank has nothing to hide"),
+        (["--buckets", "1,x"], "buckets = 1,x: not numbers"),
+        (["--buckets", ""], "buckets = : not numbers; write MB,MB like 0.1,0.25"),
+        *(
+            (
+                [f"--buckets={size},1"],
+                f"buckets = {size},1: a bucket needs a size above 0 and below infinity, like 0.1",
+            )
+            for size in ("0", "-2", "nan", "inf")
+        ),
+        (["--rounds", "0"], "rounds = 0, steps = 2; both must be above 0: leave them out for 20 of 10"),
+        (["--rounds", "-1"], "rounds = -1, steps = 2; both must be above 0"),
+        (["--steps", "0"], "rounds = 2, steps = 0; both must be above 0"),
+        (["--rounds", "nan"], "argument --rounds: invalid int value: 'nan'"),
+        (["--preset", "tinny"], "tinny; did you mean tiny?"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    flags: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overlap, "RankPool", lambda where: pytest.fail("it started ranks"))
+    assert bench.main([*FLAGS, *flags]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_vocabulary_and_precision_are_the_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = load_config(preset="tiny", overrides={"tokenizer": "gpt2", "precision": "bf16"})
+    monkeypatch.setattr(overlap, "load_config", lambda preset: cfg)
+    gpt, _, forward, told = overlap._recipe(Mesh(0, 1, 0, torch.device("cpu"), "none", ""), "tiny")
+    seen, dtypes = [], set()
+    gpt.tok_emb.register_forward_pre_hook(lambda module, given: seen.append(int(given[0].max())))
+    for module in gpt.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(lambda module, given, out: dtypes.add(out.dtype))
+    assert forward(gpt).isfinite()
+    assert gpt.tok_emb.num_embeddings == 50304
+    assert max(seen) > 40000, "tokens of the whole vocabulary"
+    assert dtypes == {torch.bfloat16}
+    assert (told["precision"], told["vocabulary"], told["why"]) == ("bf16", 50257, "asked for")
+    assert told["parameters"] == count_parameters(ModelShape.of(cfg, 50257))
+
+
+def swept(times: dict[str, tuple[float, float, float]]) -> Report:
+    """A report with (step, busy, exposed) ms of each arm, three rounds alike, and a bare step of 40 ms."""
+    bare = Row(NO_SYNC, STEP, "ms", (40.0,) * 3)
+    report = Report("overlap", {}, [bare])
+    for arm, (step, busy, exposed) in times.items():
+        own = Row(arm, STEP, "ms", (step,) * 3)
+        report.rows += [own, Row(arm, BUSY, "ms", (busy,) * 3), Row(arm, EXPOSED, "ms", (exposed,) * 3)]
+        report.rows += [Row(arm, COST, "ms", (step - 40.0,) * 3), ratio(f"{arm} / {NO_SYNC}", STEP, own, bare)]
+    return report
+
+
+def test_the_finding_says_so_when_hiding_more_is_slower() -> None:
+    """The figures of field experience: small buckets hide 92 % and are slower than one bucket that hides nothing."""
+    lines = finding(swept({"1 MB": (61.0, 10.0, 0.8), "25 MB": (55.0, 9.0, 9.0)}))
+    assert "fastest: 25 MB buckets, a step takes 1.375 x" in lines[0]
+    assert "--bucket_mb 25 on this machine" in lines[0]
+    assert "most hidden: 1 MB buckets, 92 %, yet 1.525 x" in lines[1]
+
+
+def test_the_finding_is_one_line_when_the_most_hidden_is_the_fastest() -> None:
+    assert len(finding(swept({"1 MB": (50.0, 10.0, 1.0), "25 MB": (55.0, 9.0, 9.0)}))) == 1
+
+
+def test_a_line_per_size_and_the_finding() -> None:
+    report = swept({"1 MB": (50.0, 10.0, 1.0)})
+    report.rows.append(Row("25 MB", STEP, "ms", (), error="rank 1 died"))
+    _, bare, first, second, empty, found = lines(report)
+    assert bare.split() == ["no_sync", "40.0", "(40.0–40.0)", "3"]
+    values = "50.0 (50.0–50.0)  1.25 (1.25–1.25)  10.0 (10.0–10.0)  1.00 (1.00–1.00)  10.0 (10.0–10.0)"
+    assert first.split() == ["1", "MB", *values.split(), "3"]
+    assert second.split() == ["25", "MB", "FAILED", "0", "rank", "1", "died"]
+    assert not empty
+    assert found.startswith("fastest: 1 MB buckets")
+
+
+def test_a_table_for_the_readme() -> None:
+    table = paste(swept({"1 MB": (50.0, 10.0, 1.0)}))
+    assert table[3] == "| 1 MB | 50.0 (50.0–50.0) | 10.0 (10.0–10.0) | 1.00 (1.00–1.00) | 10.0 (10.0–10.0) |"

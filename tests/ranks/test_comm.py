@@ -1,0 +1,321 @@
+"""What a collective costs: the formulas against closed forms, the notebook against bytes counted by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanoray.bench.harness.rank_pool import RankPool, Where
+from nanoray.cli import parse_args
+from nanoray.config import Config, make_config
+from nanoray.errors import ConfigError
+from nanoray.mesh.algorithms import ALGORITHMS
+from nanoray.mesh.mesh import Mesh
+from nanoray.models.costs import count_parameters
+from nanoray.models.gpt import ModelShape
+from nanoray.run import RunSpec
+from nanoray.trace.recorder import (
+    Clock,
+    ClockOffset,
+    Collective,
+    CommRecorder,
+    account,
+    copy_gbps,
+    measure_offsets,
+    queue_starts,
+)
+from nanoray.train.report import comm_lines
+from tests.harness.ranks import TINY, make_spec, run_ranks, series
+
+
+def bucket(enqueue: float, start: float, end: float, last: bool = False) -> Collective:
+    return Collective("all_reduce", "gradients", "default", "backward", "float32", 4, enqueue, start, end, "", 0, last)
+
+
+def call(start: float, end: float) -> Collective:
+    return Collective("all_reduce", "loss", "default", "log", "float32", 4, start, start, end, "call")
+
+
+def test_a_queue_of_one_lane_starts_when_the_one_before_ends() -> None:
+    assert queue_starts([0, 1, 9], [4, 6, 12], lanes=1) == [0, 4, 9]
+
+
+def test_a_queue_of_two_lanes_runs_two_at_a_time() -> None:
+    assert queue_starts([0, 1, 2, 3], [5, 4, 8, 9], lanes=2) == [0, 1, 4, 5]
+
+
+def test_what_nothing_hides_is_exposed() -> None:
+    """Two buckets; the last is ready at 6, when backward ends, and done at 9. The loss is fetched from 11 to 12."""
+    cost = account([bucket(1, 1, 4), bucket(6, 6, 9, last=True), call(11, 12)])
+    assert (cost.busy, cost.exposed, cost.hidden) == (3 + 3 + 1, 3 + 1, 3)
+
+
+def test_overlapping_collectives_are_busy_once() -> None:
+    cost = account([bucket(0, 0, 5), bucket(3, 3, 8, last=True)])
+    assert (cost.busy, cost.exposed, cost.hidden) == (8, 5, 3)
+
+
+def test_a_pause_between_ready_and_start_is_exposed_too() -> None:
+    """The last bucket waits from 4 to 5 for a thread: nothing computes meanwhile."""
+    cost = account([bucket(0, 0, 3), bucket(4, 5, 7, last=True)])
+    assert (cost.busy, cost.exposed, cost.hidden) == (6, 3, 3)
+
+
+times = st.floats(0, 100, allow_nan=False)
+
+
+@given(
+    st.lists(st.tuples(times, times, times, st.booleans()), max_size=8), st.lists(st.tuples(times, times), max_size=4)
+)
+def test_busy_is_exposed_plus_hidden(buckets: list[tuple[float, float, float, bool]], calls: list[Any]) -> None:
+    seen = [bucket(*sorted((a, b, c)), last) for a, b, c, last in buckets] + [call(*sorted(c)) for c in calls]
+    cost = account(seen)
+    assert cost.busy == pytest.approx(cost.exposed + cost.hidden)
+    assert min(cost.busy, cost.exposed) >= 0
+    assert cost.hidden >= -1e-9
+    if seen:
+        assert cost.busy <= max(c.end for c in seen) - min(c.enqueue for c in seen) + 1e-9
+
+
+@pytest.mark.parametrize(("every", "steps"), [(1, [1, 2, 3]), (2, [2, 4]), (10, [6, 7, 16, 17]), (3, [2, 3, 5, 6])])
+def test_windows_lie_between_logged_steps(every: int, steps: list[int]) -> None:
+    recorder = CommRecorder(Mesh(0, 2, 0, torch.device("cpu"), "gloo", ""), every)
+    assert [s for s in range(1, steps[-1] + 1) if recorder.is_traced(s)] == steps
+
+
+@pytest.mark.parametrize("text", ["every", "every=0", "every=-3", "every=x", "50", "on", "every=1.5", ""])
+def test_a_wrong_comm_trace_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is none of off, always, every=K"):
+        make_config(TINY | {"comm_trace": text})
+
+
+def test_comm_trace_and_allreduce_as_flags() -> None:
+    def config(*flags: str) -> Config:
+        return parse_args(list(flags), "x", "y").config
+
+    assert [config(f"--comm_trace={t}").trace_every for t in ("off", "always", "every=50")] == [0, 1, 50]
+    choices = Config.model_fields["allreduce"].annotation
+    assert set(choices.__args__) == {"backend", *ALGORITHMS}
+
+
+@pytest.mark.parametrize("flags", [{"comm_trace": "always"}, {"allreduce": "ring"}])
+def test_one_rank_has_nobody_to_talk_to(flags: dict[str, str], text: Path, tmp_path: Path) -> None:
+    from nanoray.train.__main__ import main
+
+    argv = [f"--{k}={v}" for k, v in {"preset": "tiny", "dataset": text, "out_dir": tmp_path / "runs", **flags}.items()]
+    assert main(argv) == 2
+    assert not (tmp_path / "runs").exists()
+
+
+# Real ranks.
+
+
+def traced(spec: RunSpec) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (spec.folder / "comm" / "steps.jsonl").read_text().splitlines()]
+
+
+def parameter_bytes(spec: RunSpec) -> int:
+    return 4 * count_parameters(ModelShape.of(spec.config, spec.dataset.vocab_size))
+
+
+@pytest.fixture(scope="module")
+def untraced(text: Path, tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
+    spec = make_spec(text, tmp_path_factory.mktemp("plain"), dropout=0.1, eval_every=4)
+    assert all("error" not in r for r in run_ranks(spec, 3))
+    return spec
+
+
+@pytest.fixture(scope="module")
+def outcome(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSpec, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("traced")
+    spec = make_spec(text, folder, dropout=0.1, eval_every=4, comm_trace="always", bucket_mb=0.03)
+    results = run_ranks(spec, 3)
+    assert all("error" not in r for r in results)
+    return spec, results[0]
+
+
+@pytest.fixture(scope="module")
+def always(outcome: tuple[RunSpec, dict[str, Any]]) -> RunSpec:
+    return outcome[0]
+
+
+def test_tracing_changes_no_bit(untraced: RunSpec, text: Path, tmp_path: Path) -> None:
+    """Three ranks, dropout, windows with and without the hook, and backward passes that nobody needs in between."""
+    spec = make_spec(text, tmp_path, dropout=0.1, eval_every=4, comm_trace="every=3")
+    assert all("error" not in r for r in run_ranks(spec, 3))
+    steps = {s["step"]: s["figures"]["ab_ms"] for s in traced(spec)}
+    assert list(steps) == [2, 3, 5, 6, 8]
+    assert steps[6] is not None  # after it, and before steps 7 and 8, came such a pass
+    for key in ("train/loss", "train/grad_norm", "val/loss"):
+        assert series(spec, key) == series(untraced, key)
+
+
+def test_tracing_changes_no_bit_with_accumulation(text: Path, tmp_path: Path) -> None:
+    specs = [
+        make_spec(text, tmp_path, dropout=0.1, micro_batch_size=2, comm_trace=trace) for trace in ("off", "every=3")
+    ]
+    for spec in specs:
+        assert all("error" not in r for r in run_ranks(spec, 2))
+    assert series(specs[0]) == series(specs[1])
+    assert all(sum(name == "backward" for name, _, _ in s["phases"][0]) == 3 for s in traced(specs[1]))
+
+
+def test_every_byte_is_accounted_for(always: RunSpec) -> None:
+    """Each step moves every gradient once, the loss (4 bytes), a vote (1); evaluation two float64."""
+    steps = traced(always)
+    assert [s["step"] for s in steps] == list(range(1, 9))
+    for step in steps:
+        found = step["collectives"]
+        gradients = [c for c in found if c["what"] == "gradients"]
+        assert sum(c["bytes"] for c in gradients) == parameter_bytes(always)
+        assert len(gradients) > 2
+        assert sum(c["last"] for c in gradients) == 1
+        assert [(c["bytes"], c["op"], c["phase"]) for c in found if c["what"] == "loss"] == [
+            (4, "all_reduce", "optimizer")
+        ]
+        assert [c["bytes"] for c in found if c["what"] == "vote"] == [1]
+        assert [c["bytes"] for c in found if c["what"] == "eval"] == ([16] if step["step"] % 4 == 0 else [])
+        assert {c["ranks"] for c in found} == {3}
+
+
+def test_moments_are_in_order(always: RunSpec) -> None:
+    for step in traced(always):
+        for c in step["collectives"]:
+            for enqueue, start, end in zip(c["enqueue_ms"], c["start_ms"], c["end_ms"], strict=True):
+                assert enqueue <= start <= end
+        figures = step["figures"]
+        assert figures["busy_ms"] == pytest.approx(figures["exposed_ms"] + figures["hidden_ms"])
+        assert 0 < figures["busy_ms"] < figures["step_ms"]
+
+
+def test_gloo_itself_says_when_it_began(always: RunSpec) -> None:
+    """The first window is profiled; afterwards the order of the queue tells."""
+    assert timings(always) == {1: {"profiler"}} | {step: {"queue"} for step in range(2, 9)}
+
+
+def timings(spec: RunSpec) -> dict[int, set[str]]:
+    return {s["step"]: {c["timing"] for c in s["collectives"] if c["what"] == "gradients"} for s in traced(spec)}
+
+
+def test_a_profiled_window_is_read_whole(text: Path, tmp_path: Path) -> None:
+    """Every step is logged, also the first one of the window, and the run ends within the second window."""
+    spec = make_spec(text, tmp_path, comm_trace="every=5", max_steps=8)
+    assert all("error" not in r for r in run_ranks(spec, 2))
+    assert timings(spec) == {3: {"profiler"}, 4: {"profiler"}, 8: {"queue"}}
+    assert [s["figures"]["profiled"] for s in traced(spec)] == [True, True, False]
+
+
+def test_buckets_are_named_by_their_parameters(always: RunSpec) -> None:
+    buckets = json.loads((always.folder / "comm" / "buckets.json").read_text())
+    names = [name for bucket in buckets.values() for name in bucket]
+    assert len(names) == len(set(names))
+    assert "tok_emb.weight" in names
+    sizes = [c["bucket"] for c in traced(always)[-1]["collectives"] if c["bucket"] is not None]
+    assert sorted(map(int, buckets)) == sorted(sizes)
+
+
+def test_the_run_ends_with_what_communication_came_to(outcome: tuple[RunSpec, dict[str, Any]]) -> None:
+    spec, result = outcome
+    comm, figures = result["comm"], [s["figures"] for s in traced(spec)]
+    assert comm["traced_steps"] == 8
+    assert comm["exposed_ms"] == pytest.approx(sum(f["exposed_ms"] for f in figures[1:]) / 7)  # 1 was profiled
+    assert comm["exposed_share"] == pytest.approx(100 * comm["exposed_ms"] / comm["step_ms"])
+    assert comm["limit_share"] == pytest.approx(100 * comm["busbw_gbps"] / comm["limit_gbps"])
+    gradients = [c for s in traced(spec) for c in s["collectives"] if c["what"] == "gradients"]
+    assert comm["slowest"]["time_us"] == max(c["time_us"] for c in gradients)
+    assert comm["clock"] == "one host, one clock"
+    assert "% of the memory copy bandwidth" in comm_lines(comm, "runs/x")[1]
+    assert sorted(series(spec, "comm/exposed_ms")) == list(range(2, 9))  # a record tells of the steps before it
+
+
+def test_a_run_too_short_to_be_traced_is_refused() -> None:
+    with pytest.raises(ConfigError, match="would trace nothing: its first step is 26 and the run ends at step 8"):
+        make_config(TINY | {"comm_trace": "every=50"})
+    assert make_config(TINY | {"comm_trace": "every=15"}).trace_every == 15
+    with pytest.raises(ConfigError, match="the run ends at step 3"):
+        make_config(TINY | {"comm_trace": "every=15", "stop_at": 3})
+
+
+def test_a_part_of_a_run_that_traced_nothing_says_so() -> None:
+    assert "no step was traced" in comm_lines({"traced_steps": 0}, "runs/x")[0]
+
+
+class FakeEvent:
+    """A CUDA event on a device whose clock is 1000 ms at its first event and advances 10 ms with each one."""
+
+    made = 0
+
+    def __init__(self, **_: Any) -> None:
+        self.ms, self.through = 0.0, False
+
+    def record(self, stream: Any) -> None:
+        FakeEvent.made += 1
+        self.ms = 1000.0 + 10.0 * FakeEvent.made
+
+    def synchronize(self) -> None:
+        self.through = True
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        assert other.through  # as torch demands
+        assert other.ms >= self.ms
+        return other.ms - self.ms
+
+
+def test_moments_of_a_device_become_seconds_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU here: the arithmetic only. An event 20 ms before the anchor was 0.02 s before it."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr("nanoray.trace.recorder.time.perf_counter", lambda: 77.0)
+    clock = Clock(torch.device("cuda:0"))
+    first, second = clock.now(), clock.now()
+    clock.anchor()
+    assert (clock.seconds(first), clock.seconds(second)) == (pytest.approx(76.98), pytest.approx(76.99))
+    assert clock.seconds(12.5) == 12.5  # gloo's ends are the host's already
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_training_with_each_all_reduce_written_by_hand(
+    name: str, untraced: RunSpec, text: Path, tmp_path: Path
+) -> None:
+    """The same losses up to the order of sums; with tracing the same bits as without."""
+    specs = [
+        make_spec(text, tmp_path, dropout=0.1, eval_every=4, allreduce=name, comm_trace=trace)
+        for trace in ("off", "every=2")
+    ]
+    for spec in specs:
+        assert all("error" not in r for r in run_ranks(spec, 3))
+    expected = series(untraced)
+    assert series(specs[0]) == pytest.approx(expected, abs=2e-5)
+    assert series(specs[1]) == series(specs[0])
+    gradients = [c for s in traced(specs[1]) for c in s["collectives"] if c["what"] == "gradients"]
+    assert {c["group"] for c in gradients} == {"gradients"}
+
+
+def test_an_offset_by_hand() -> None:
+    """Asked at 10, answered at 12, and the other clock said 17: it is 6 ahead, or 5, or 7."""
+    assert ClockOffset.of(10.0, 17.0, 12.0) == ClockOffset(6.0, 1.0)
+
+
+def offset_rank(mesh: Mesh, order: dict[str, Any], emit: Any) -> None:
+    """Rank 1's clock is ahead by 123.25 s; on request as processes of one host, or as if they were two."""
+    import time
+
+    ahead = 123.25 * mesh.rank
+    found = measure_offsets(mesh, lambda: time.perf_counter() + ahead, always=order["always"])
+    emit({"offset": found[1].offset, "uncertainty": found[1].uncertainty, "copy_gbps": copy_gbps(mesh.device, 1 << 20)})
+
+
+def test_clocks_of_two_hosts_are_compared() -> None:
+    with RankPool(Where(workers=2, device="cpu")) as pool:
+        (apart,) = pool.run("tests.ranks.test_comm:offset_rank", {"always": True})
+        (together,) = pool.run("tests.ranks.test_comm:offset_rank", {"always": False})
+    assert abs(apart["offset"] - 123.25) <= apart["uncertainty"]
+    assert 0 < apart["uncertainty"] < 0.1
+    assert (together["offset"], together["uncertainty"]) == (0.0, 0.0)
+    assert together["copy_gbps"] > 0

@@ -1,0 +1,285 @@
+"""All ranks' notes together: hand-worked steps, a planted straggler, files that Perfetto and people can read."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanoray.bench.harness.rank_pool import RankPool, Where
+from nanoray.mesh.mesh import Mesh
+from nanoray.run import RunSpec
+from nanoray.trace.__main__ import main, read_steps
+from nanoray.trace.log import LATE_TIMES, CommLog, CommTrace, Totals, merge
+from nanoray.trace.recorder import ClockOffset, CommRecorder
+from nanoray.trace.timeline import chrome_trace, draw, newest_window
+from nanoray.train.report import comm_lines
+from tests.harness.ranks import make_spec, run_ranks, series
+
+
+def notes(shift: float, ready: float, **more: Any) -> dict[str, Any]:
+    """One rank's step: forward to 10 ms, backward to 20, optimizer to 22; a bucket and a loss."""
+
+    def at(ms: float) -> float:
+        return 100.0 + (shift + ms) / 1e3
+
+    bucket = {"op": "all_reduce", "what": "gradients", "group": "default", "phase": "backward", "dtype": "float32"}
+    bucket |= {"size_bytes": 3_000_000, "timing": "queue", "bucket": 0, "last": True}
+    bucket |= {"enqueue": at(ready), "start": at(ready), "end": at(20)}
+    loss = bucket | {"what": "loss", "phase": "log", "size_bytes": 4, "bucket": None, "last": False, "timing": "call"}
+    loss |= {"enqueue": at(22), "start": at(22), "end": at(23)}
+    marks = [("forward", 0.0, 10.0), ("backward", 10.0, 20.0), ("optimizer", 20.0, 22.0), ("log", 22.0, 24.0)]
+    phases = [[name, at(start), at(end)] for name, start, end in marks]
+    return {"step": 7, "phases": phases, "collectives": [bucket, loss], "no_sync_s": None, "profiled": False} | more
+
+
+def test_a_step_worked_out_by_hand() -> None:
+    """Rank 0 has its bucket ready at 12 ms, rank 1 at 16; both end at 20. Rank 1's clock is 5 s ahead."""
+    late = notes(5000.0, 16.0, no_sync_s=0.015)
+    step = merge([notes(0.0, 12.0, no_sync_s=0.017), late], [ClockOffset(0, 0), ClockOffset(5.0, 1e-5)])
+    bucket, loss = step["collectives"]
+    assert bucket["enqueue_ms"] == pytest.approx([12, 16])
+    assert bucket["skew_us"] == pytest.approx(4000)
+    assert bucket["late_rank"] == 1
+    assert bucket["latency_us"] == pytest.approx(8000)
+    assert bucket["time_us"] == pytest.approx(4000)  # from the moment when rank 1 had begun, too
+    assert bucket["algbw_gbps"] == bucket["busbw_gbps"] == pytest.approx(0.75)  # n = 2: the factor is 1
+    assert loss["bytes"] == 4
+    figures = step["figures"]
+    assert figures["step_ms"] == pytest.approx(24)
+    assert figures["exposed_ms"] == pytest.approx((8 + 4) / 2 + 1)
+    assert figures["hidden_ms"] == pytest.approx(0)
+    assert figures["ab_ms"] == pytest.approx(((20 - 17) + (20 - 15)) / 2)
+    assert (figures["late_rank"], figures["late_phase"]) == (1, "backward")
+    assert figures["late_ms"] == pytest.approx(4)  # own work: 10 + 2 + 2 against 10 + 6 + 2
+
+
+def test_pauses_are_no_part_of_a_step() -> None:
+    ours = notes(0.0, 12.0)
+    ours["phases"].append(["eval", 100.024, 100.124])
+    ours["collectives"].append(ours["collectives"][1] | {"what": "eval", "phase": "eval", "end": 100.1})
+    figures = merge([ours, ours], [ClockOffset(0, 0)] * 2)["figures"]
+    assert figures["step_ms"] == pytest.approx(24)
+    assert figures["exposed_ms"] == pytest.approx(9)
+
+
+def test_means_of_steps() -> None:
+    steps = [merge([notes(0.0, r), notes(0.0, 16.0)], [ClockOffset(0, 0)] * 2)["figures"] for r in (12.0, 14.0, 18.0)]
+    total = Totals()
+    for step in steps:
+        total.add(step)
+    mean = total.means()
+    assert mean["step_ms"] == pytest.approx(24)
+    assert mean["late_rank"] == 1
+    assert "ab_ms" not in mean
+    assert mean["busbw_gbps"] == pytest.approx(3 * 3e6 / (0.004 + 0.004 + 0.002) / 1e9)
+
+
+def test_a_link_that_two_buckets_share_was_busy_once() -> None:
+    """Two buckets of 3 MB at the same time, 8 ms both: 6 MB in 8 ms."""
+    ours = notes(0.0, 12.0)
+    ours["collectives"].insert(0, ours["collectives"][0] | {"bucket": 1, "last": False})
+    total = Totals()
+    total.add(merge([ours, ours], [ClockOffset(0, 0)] * 2)["figures"])
+    assert total.means()["busbw_gbps"] == pytest.approx(6e6 / 0.008 / 1e9)
+
+
+def test_a_call_before_the_first_phase_is_drawn(tmp_path: Path) -> None:
+    ours = notes(0.0, 12.0)
+    ours["collectives"].append(
+        ours["collectives"][1] | {"what": "vote", "enqueue": 99.99, "start": 99.99, "end": 99.995}
+    )
+    step = merge([ours, ours], [ClockOffset(0, 0)] * 2)
+    assert [e["ts"] for e in chrome_trace([step])["traceEvents"] if e["name"] == "vote"] == [pytest.approx(-10_000)] * 2
+    draw([step], tmp_path / "t.svg")
+
+
+def test_a_picture_of_many_ranks_shows_the_first(tmp_path: Path) -> None:
+    step = merge([notes(0.0, 12.0)] * 40, [ClockOffset(0, 0)] * 40)
+    draw([step], tmp_path / "t.svg")
+    assert "the first 16 of 40 ranks" in (tmp_path / "t.svg").read_text()
+
+
+def one_late(late: bool, step: int) -> list[list[dict[str, Any]]]:
+    """Notes of two ranks; rank 1's backward takes twice as long when it is `late`."""
+    return [[notes(0.0, 12.0, step=step)], [notes(0.0, 20.0 if late else 12.0, step=step)]]
+
+
+def test_a_straggler_is_named_once_and_again_when_it_relapses(tmp_path: Path) -> None:
+    log, said = CommLog(tmp_path, 0, 0), {}
+    for step in range(1, 61):
+        _, lines = log.add(one_late(step <= 10 or step > 40, step), [ClockOffset(0, 0)] * 2, {})
+        for line in lines:
+            said[step] = line
+    assert list(said) == [LATE_TIMES, 16, 46]
+    assert "rank 1: 8.0 ms a step behind the others (15.0 ms of own work), most of it in backward" in said[LATE_TIMES]
+    assert "rank 1 keeps up again" in said[16]
+    summary = log.finish([ClockOffset(0, 0)] * 2, print)
+    assert (summary["straggler"]["since"], summary["straggler"]["until"]) == (46, None)
+
+
+def test_equal_ranks_have_no_straggler(tmp_path: Path) -> None:
+    log = CommLog(tmp_path, 0, 0)
+    for step in range(1, 31):
+        assert log.add(one_late(False, step), [ClockOffset(0, 0)] * 2, {})[1] == []
+    assert log.finish([ClockOffset(0, 0)] * 2, print)["straggler"] is None
+
+
+def test_what_cannot_be_written_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk: /dev/full takes no byte. Then a picture that cannot be drawn."""
+    log, said = CommLog(tmp_path, 0, 0), list[str]()
+    log._file.close()
+    log._file = open("/dev/full", "a")  # noqa: SIM115
+    for step in (1, 2):
+        said += log.add(one_late(False, step), [ClockOffset(0, 0)] * 2, {})[1]
+    assert len(said) == 1
+    assert "collectives are no longer written" in said[0]
+    monkeypatch.setattr("nanoray.trace.log.draw", lambda *_: 1 / 0)
+    log._file = (tmp_path / "x").open("a")
+    summary = log.finish([ClockOffset(0, 0)] * 2, said.append)
+    assert summary["traced_steps"] == 2
+    assert "no timeline: ZeroDivisionError" in said[1]
+
+
+def test_one_comparison_with_no_sync_is_not_shown(tmp_path: Path) -> None:
+    log = CommLog(tmp_path, 0, 0)
+    for step in (1, 2):
+        pair = [[notes(0.0, 12.0, step=step, no_sync_s=0.015)]] * 2
+        assert log.add(pair, [ClockOffset(0, 0)] * 2, {})[0]["comm/ab_ms"] == pytest.approx(5)
+    assert log.finish([ClockOffset(0, 0)] * 2, print)["ab_ms"] is None
+
+
+def test_a_torn_last_line_is_skipped(tmp_path: Path) -> None:
+    log = CommLog(tmp_path / "comm", 0, 0)
+    log.add(one_late(False, 1), [ClockOffset(0, 0)] * 2, {})
+    with (tmp_path / "comm" / "steps.jsonl").open("a") as file:
+        file.write('{"step": 2, "origin')
+    assert [s["step"] for s in read_steps(tmp_path)] == [1]
+    assert CommLog(tmp_path / "comm", 2, 1)
+    assert (tmp_path / "comm" / "steps.jsonl").read_text().count("\n") == 1
+
+
+def test_the_newest_window_holds_neighbours_only() -> None:
+    steps = [{"step": s} for s in (9, 10, 19, 20)]
+    assert [s["step"] for s in newest_window(steps)] == [19, 20]
+    assert [s["step"] for s in newest_window([{"step": s} for s in range(1, 9)])] == [5, 6, 7, 8]
+
+
+# Real ranks.
+
+
+def two_hosts_rank(mesh: Mesh, order: dict[str, Any], emit: Any) -> None:
+    """Trace three steps of one all-reduce each, on ranks that take themselves for different hosts."""
+    import nanoray.trace.log
+    import nanoray.trace.recorder
+
+    nanoray.trace.recorder.clock_domain = nanoray.trace.log.clock_domain = lambda: f"host{mesh.rank}"
+    recorder = CommRecorder(mesh, every=1, profile=False)
+    log = CommLog(Path(order["folder"]) / "comm", 0, 0) if mesh.rank == 0 else None
+    trace = CommTrace(mesh, recorder, torch.nn.Linear(1, 1), log)
+    trace.prepare()
+    for step in (1, 2, 3):
+        trace.begin(step)
+        trace.on_phase(step, "log")
+        mesh.all_reduce(torch.ones(4), "loss")
+        trace.read(print)
+        trace.end(lambda timed: None)
+    summary = trace.finish(print)
+    emit({"comm": summary, "limit": log.limit if log else None})
+
+
+def test_ranks_on_two_hosts(tmp_path: Path) -> None:
+    """Their clocks are compared while steps are read; that, and the reading, is no part of what is read."""
+    with RankPool(Where(workers=2, device="cpu")) as pool:
+        (event,) = pool.run("tests.ranks.test_timeline:two_hosts_rank", {"folder": str(tmp_path)})
+    assert event["comm"]["clock"].startswith("hosts compared to ±")
+    assert "the network between the hosts is slower" in event["limit"][1]
+    assert "3 steps traced" in comm_lines(event["comm"], "x")[0]
+    steps = read_steps(tmp_path)
+    assert [[c["what"] for c in step["collectives"]] for step in steps] == [["loss"]] * 3
+
+
+# Real runs.
+
+
+@pytest.fixture(scope="module")
+def spec(text: Path, tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
+    """Rank 1 sleeps 200 ms in the forward pass of every step from 3 on; the first part of a run that is resumed."""
+    plan = ";".join(f"slow@rank=1,step={s},phase=forward,seconds=0.2" for s in range(3, 13))
+    folder = tmp_path_factory.mktemp("slow")
+    spec = make_spec(text, folder, comm_trace="always", max_steps=14, faults=plan, bucket_mb=0.03, checkpoint_every=12)
+    assert all("error" not in r for r in run_ranks(spec, 2))
+    return spec
+
+
+def test_a_straggler_is_named_with_its_phase(spec: RunSpec) -> None:
+    lines = [line for line in (spec.folder / "logs" / "rank0.log").read_text().splitlines() if "straggler" in line]
+    assert len(lines) == 1
+    found = re.search(r"rank 1: ([\d.]+) ms a step behind the others", lines[0])
+    assert found, lines
+    assert float(found[1]) > 150, "about 200, more where the machine is busy"
+    assert "most of it in forward" in lines[0]
+    assert len((spec.folder / "faults.jsonl").read_text().splitlines()) == 10  # it did sleep
+    late = series(spec, "comm/late_rank")
+    assert [late[s] for s in range(5, 13)] == [1.0] * 8
+    assert all(ms > 100 for s, ms in series(spec, "comm/skew_ms").items() if 5 <= s <= 12)
+
+
+def test_a_trace_for_perfetto(spec: RunSpec) -> None:
+    """Complete events with a length, named rows, and no two slices of a row that overlap: it would drop them."""
+    trace = json.loads((spec.folder / "comm" / "timeline.json").read_text())
+    slices = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for e in slices:
+        assert e["dur"] >= 0
+        rows.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["ts"] + e["dur"]))
+    assert {pid for pid, _ in rows} == {0, 1}
+    for spans in rows.values():
+        spans.sort()
+        assert all(end <= start + 1e-6 for (_, end), (start, _) in pairwise(spans))
+    named = {(e["pid"], e["tid"]) for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    assert set(rows) <= named
+    assert {e["args"]["step"] for e in slices if e["cat"] == "phase"} == {11, 12, 13, 14}
+    assert any(e["name"] == "bucket 0" and e["args"]["bytes"] > 0 for e in slices)
+
+
+def test_the_picture_names_ranks_and_numbers(spec: RunSpec) -> None:
+    picture = (spec.folder / "comm" / "timeline.svg").read_text()
+    assert picture.startswith("<?xml")
+    assert len(picture) > 10_000
+
+
+def test_another_window_can_be_drawn(spec: RunSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(spec.folder), "--step", "6", "--figure", str(tmp_path / "t.png")]) == 0
+    assert (tmp_path / "t.png").read_bytes()[:4] == b"\x89PNG"
+    drawn = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert {e["args"]["step"] for e in drawn if e["ph"] == "X" and e["cat"] == "phase"} == {3, 4, 5, 6}
+    assert main([str(spec.folder), "--step", "99"]) == 2
+    assert "step = 99 was not traced; the last traced ones are 7, 8" in capsys.readouterr().err
+
+
+def test_a_run_without_traces_says_how_to_get_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert "has no traced steps; start a run with --comm_trace every=50" in capsys.readouterr().err
+
+
+def test_a_resumed_run_has_each_step_once(spec: RunSpec) -> None:
+    """Resumed from step 12: steps 13 and 14 are traced again, and stand in the file once."""
+    from nanoray.checkpoint.resume import open_run
+
+    config = spec.config.model_copy(
+        update={"resume": str(spec.folder), "max_steps": 16, "faults": "", "checkpoint_every": 0}
+    )
+    again = open_run(config, spec.dataset, spec.started)
+    for step in (again.checkpoints / "step_00000014",):
+        for file in step.iterdir():
+            file.unlink()
+        step.rmdir()
+    assert all("error" not in r for r in run_ranks(again, 2))
+    assert [s["step"] for s in read_steps(again.folder)] == list(range(1, 17))
+    assert chrome_trace(read_steps(again.folder)[-2:])["traceEvents"]

@@ -1,0 +1,503 @@
+"""Checkpoints that are written beside training: the step they claim, none lost, failures heard by all ranks."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+
+from nanoray.checkpoint import files as checkpoint
+from nanoray.checkpoint.files import load
+from nanoray.checkpoint.find import newest_valid
+from nanoray.checkpoint.writer import AttemptOver, CheckpointWriter, Snapshot
+from nanoray.errors import CheckpointError
+from nanoray.mesh.mesh import Mesh
+from nanoray.run import RunSpec, write_attempt
+from nanoray.state import StateDict
+from tests.harness.alone import engine_of
+from tests.harness.cluster import wait_for as until
+from tests.harness.commands import Command
+from tests.harness.ranks import TINY, make_spec, records, run_ranks, series
+
+ALONE = Mesh(0, 1, 0, torch.device("cpu"), "none", "")
+
+
+def slow_disk(seconds: float = 0.1) -> None:
+    """Make every fsync of this process take longer: a checkpoint takes at least seven times that."""
+    fsync = os.fsync
+
+    def slow(fd: int) -> None:
+        time.sleep(seconds)
+        fsync(fd)
+
+    os.fsync = slow  # type: ignore[assignment]
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow disk for the length of a test."""
+    monkeypatch.setattr(os, "fsync", os.fsync)
+    slow_disk(0.15)
+
+
+def make(step: int, numel: int = 64) -> StateDict:
+    """Return a state whose every value follows from `step`."""
+    values = torch.full((numel,), float(step))
+    rng = [{"torch": torch.full((16,), step % 251, dtype=torch.uint8)}]
+    return StateDict({"w": values}, {"exp_avg.w": values / 2}, rng, {"scale": 2.0}, {"step": step})
+
+
+def saver_of(spec: RunSpec, notes: list[str] | None = None) -> CheckpointWriter:
+    return CheckpointWriter(spec, [].append if notes is None else notes.append)
+
+
+def steps(spec: RunSpec) -> list[int]:
+    return sorted(int(path.name[5:]) for path in spec.checkpoints.glob("step_*"))
+
+
+def hidden(spec: RunSpec) -> list[str]:
+    return [path.name for path in spec.checkpoints.glob(".*")]
+
+
+def wait_for(saver: CheckpointWriter) -> None:
+    end = time.monotonic() + 200
+    while saver.busy:
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+# ------------------------------------------------------------------------------------------------- what is in it
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_resume_from_one_that_was_written_beside_training_is_bit_identical(
+    text: Path, tmp_path: Path, world: int
+) -> None:
+    """With AdamW, accumulation and dropout. Step 4 gets on disk when training is steps further."""
+    recipe = {"dropout": 0.1, "max_steps": 9, "global_batch_size": 24, "grad_accum_steps": 2}
+    whole = make_spec(text, tmp_path / "whole", **recipe, checkpoint_every=4, checkpoint_mode="sync")
+    spec = make_spec(text, tmp_path / "parts", **recipe, checkpoint_every=4, keep_checkpoints=9)
+    for outcome in run_ranks(whole, world) + run_ranks(spec, world, first=slow_disk):
+        assert "error" not in outcome, outcome
+    four = spec.checkpoints / "step_00000004"
+    assert four.stat().st_mtime > records(spec)[6]["time"], "the disk was not slow enough to show anything"
+    for name in checkpoint.TENSOR_FILES:
+        other = whole.checkpoints / "step_00000009" / name
+        assert (spec.checkpoints / "step_00000009" / name).read_bytes() == other.read_bytes(), name
+    for newer in ("step_00000008", "step_00000009"):
+        shutil.rmtree(spec.checkpoints / newer)
+    (spec.folder / "metrics.jsonl").rename(tmp_path / "first.jsonl")
+    rest = make_spec(text, tmp_path / "parts", **recipe, checkpoint_every=4, resume="auto")
+    outcomes = run_ranks(rest, world)
+    assert outcomes[0]["resumed_from"].endswith("step_00000004")
+    expected = {step: loss for step, loss in series(whole).items() if step > 4}
+    assert series(rest) == expected
+    for name in checkpoint.TENSOR_FILES:
+        other = whole.checkpoints / "step_00000009" / name
+        assert (rest.checkpoints / "step_00000009" / name).read_bytes() == other.read_bytes(), name
+
+
+@pytest.mark.parametrize("how", ["a flipped bit", "no manifest", "a lost tail"])
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(text: Path, tmp_path: Path, how: str) -> None:
+    whole = make_spec(text, tmp_path / "whole")
+    spec = make_spec(text, tmp_path / "parts", checkpoint_every=3, stop_at=6)
+    for each in (whole, spec):
+        assert "error" not in run_ranks(each, 1)[0]
+    six = spec.checkpoints / "step_00000006"
+    data = bytearray((six / "optimizer.safetensors").read_bytes())
+    if how == "no manifest":
+        (six / "manifest.json").unlink()
+    else:
+        data[-1] ^= 16
+        (six / "optimizer.safetensors").write_bytes(data if how == "a flipped bit" else data[:-4096])
+    rest = make_spec(text, tmp_path / "parts", resume="auto")
+    (outcome,) = run_ranks(rest, 1)
+    assert outcome["resumed_from"].endswith("step_00000003")
+    assert re.search(
+        r"resume  checkpoint step_00000006 is damaged \(\w+\.\w+: [^)]+\); using step_00000003", rest.log(0).read_text()
+    )
+    assert series(rest) == series(whole)
+
+
+def test_a_copy_holds_every_bit_of_every_kind_of_tensor(text: Path, tmp_path: Path) -> None:
+    """Tied, transposed, empty, of one element, of 1 to 8 bytes; the same memory serves the next step."""
+    spec = make_spec(text, tmp_path)
+    raw = torch.randint(0, 256, (240,), dtype=torch.uint8)  # any bits, so NaNs too
+    w = torch.randn(7, 3)
+    model = {"wte": w, "lm_head": w, "t": w.t(), "none": w[:0], "bf16": raw.view(torch.bfloat16), "u8": raw[1:5]}
+    state = StateDict(model, {"step.w": torch.tensor(3.0), "big": raw.view(torch.float64)}, [], {}, {"step": 1})
+    saver = saver_of(spec)
+    for step in (1, 2):
+        w += 1
+        state.meta["step"] = step
+        saver.save(ALONE, state)
+        expected = {name: t.clone() for name, t in (state.model | state.optimizer).items()}
+        w *= 3
+        saver.close()
+        w /= 3
+        back = load(spec.checkpoints / f"step_0000000{step}")
+        for name, tensor in (back.model | back.optimizer).items():
+            assert torch.equal(_bits(tensor), _bits(expected[name])), name
+    assert saver._snapshot
+    assert saver._snapshot._memory.numel() < 3 * 128 + 2 * 256 + 4 * 64, "tied weights are copied once"
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_copy_of_cuda_tensors(text: Path, tmp_path: Path) -> None:
+    spec = make_spec(text, tmp_path)
+    saver, w = saver_of(spec), torch.zeros(1 << 24, device="cuda")
+    for step in range(1, 6):
+        w += 1
+        saver.save(ALONE, StateDict({"w": w}, {"step.w": w[:1]}, [], {}, {"step": step}))
+        w += 0.5  # ordered after the copy
+        w -= 0.5
+        saver.close()
+        assert load(spec.checkpoints / f"step_0000000{step}").model["w"].eq(step).all()
+    assert saver._snapshot
+    assert saver._snapshot._memory.is_pinned()
+
+
+def test_other_shapes_get_other_memory(text: Path, tmp_path: Path) -> None:
+    spec = make_spec(text, tmp_path)
+    saver = saver_of(spec)
+    for step, numel in ((1, 64), (2, 640), (3, 6)):
+        saver.save(ALONE, make(step, numel))
+    saver.close()
+    assert load(spec.checkpoints / "step_00000003").model["w"].tolist() == [3.0] * 6
+
+
+# -------------------------------------------------------------------------------------------------- beside training
+
+
+def test_training_waits_for_the_copy_and_the_next_checkpoint_for_the_disk(
+    text: Path, tmp_path: Path, slow: None
+) -> None:
+    spec = make_spec(text, tmp_path, keep_checkpoints=9)
+    saver, times, writers = saver_of(spec), [], []
+    for step in (1, 2, 3):
+        start = time.monotonic()
+        saver.save(ALONE, make(step))
+        times.append(time.monotonic() - start)
+        writers.append(sum(t.is_alive() and t is not threading.main_thread() for t in threading.enumerate()))
+    assert times[0] < 0.8, "the first waits for nothing"
+    assert min(times[1:]) > 0.8, "the others for the one before"
+    assert max(writers) - min(writers) == 0, "one writer at a time"
+    assert steps(spec) == [1, 2], "and the third is under way"
+    assert saver.busy
+    start = time.monotonic()
+    saver.save(ALONE, make(3), final=True)
+    assert time.monotonic() - start > 0.1
+    assert (saver.committed, steps(spec), hidden(spec)) == (3, [1, 2, 3], [])
+    assert saver.news()["time/checkpoint_write_s"] > 0.8
+    assert saver.news() == {}
+    start = time.monotonic()
+    saver.save(ALONE, make(3), final=True)
+    assert time.monotonic() - start < 0.8, "it is there already"
+
+
+def test_a_run_on_a_slow_disk(text: Path, tmp_path: Path) -> None:
+    """A checkpoint a step: every pause is the one before's write, and no part of a step."""
+    spec = make_spec(text, tmp_path, checkpoint_every=1, keep_checkpoints=9)
+    (_, outcome) = run_ranks(spec, 2, first=slow_disk)
+    assert "error" not in outcome, outcome
+    assert steps(spec) == list(range(1, TINY["max_steps"] + 1))
+    waits = re.findall(r"waited ([\d.]+) s for the checkpoint of step (\d), still being", spec.log(0).read_text())
+    assert [int(step) for _, step in waits] == list(range(1, TINY["max_steps"] + 1))
+    late = [r for r in records(spec) if r["step"] >= 4]
+    assert all(r["time/checkpoint_s"] > 0.5 and r["time/checkpoint_write_s"] > 0.5 for r in late)
+    assert median(r["time/step_ms"] for r in late) < 400, "a pause is no part of a step"
+
+
+def test_sync_waits_for_the_disk(text: Path, tmp_path: Path, slow: None) -> None:
+    spec = make_spec(text, tmp_path, checkpoint_mode="sync")
+    saver, state = saver_of(spec), make(1)
+    saver.save(ALONE, state)
+    assert (saver.committed, saver.busy, steps(spec)) == (1, False, [1])
+    assert saver._snapshot is None, "no copy is needed"
+
+
+def test_an_exception_does_not_lose_the_checkpoint_that_is_being_written(text: Path, tmp_path: Path) -> None:
+    plan = "raise@rank=0,step=5,phase=forward"
+    spec = make_spec(text, tmp_path, checkpoint_every=4, faults=plan)
+    (outcome,) = run_ranks(spec, 1, first=slow_disk)
+    assert outcome["error"] == "InjectedFault"
+    assert (steps(spec), hidden(spec)) == ([4], [])
+    load(spec.checkpoints / "step_00000004")
+
+
+def test_a_rollback_waits_for_the_checkpoint_that_is_being_written(text: Path, tmp_path: Path) -> None:
+    """Training is a step further when it must go back: to step 4, which is not on disk yet, and not to the start."""
+    keys = {"on_nan": "rollback", "checkpoint_every": 4, "faults": "nan@rank=0,step=5"}
+    spec = make_spec(text, tmp_path, **keys)
+    for outcome in run_ranks(spec, 2, first=slow_disk):
+        assert "error" not in outcome, outcome
+    assert f"Rolling back to {spec.checkpoints}/step_00000004" in spec.log(0).read_text()
+    assert steps(spec) == [4, 8]
+
+
+def test_the_last_checkpoint_is_one_that_is_on_disk(text: Path, tmp_path: Path, slow: None) -> None:
+    """A rank 0 that took over the run knows which step was taken, but its predecessor died before it was on disk."""
+    spec = make_spec(text, tmp_path, checkpoint_every=TINY["max_steps"], precision="fp32")
+    engine = engine_of(spec)
+    engine.fit()
+    last = spec.checkpoints / f"step_0000000{TINY['max_steps']}"
+    assert last.exists(), "the end waits for it"
+    shutil.rmtree(last)
+    engine.writer = saver_of(spec)  # a newcomer's; the session that it took over says that the step was saved
+    assert engine.state.session.saved == engine.state.step
+    engine.fit()
+    assert last.exists()
+
+
+# ---------------------------------------------------------------------------------------------------------- failures
+
+
+def test_a_failed_write_is_reported_and_training_goes_on(text: Path, tmp_path: Path) -> None:
+    spec, notes = make_spec(text, tmp_path), list[str]()
+    saver = saver_of(spec, notes)
+    saver.save(ALONE, make(1), final=True)
+    spec.checkpoints.rename(tmp_path / "aside")
+    spec.checkpoints.write_text("not a folder")
+    saver.save(ALONE, make(2))
+    wait_for(saver)
+    assert notes == []
+    assert "time/checkpoint_write_s" in saver.news(), "of step 1"
+    (note,) = notes
+    assert note.startswith("warning  checkpoint of step 2 skipped, training goes on: cannot write checkpoint step_0000")
+    spec.checkpoints.unlink()  # vanished altogether: the next one makes it anew
+    saver.save(ALONE, make(2), final=True)
+    assert (saver.committed, steps(spec), len(notes)) == (2, [2], 1)
+    assert load(tmp_path / "aside" / "step_00000001").meta["step"] == 1
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_the_third_failure_in_a_row_ends_all_ranks_alike(text: Path, tmp_path: Path, mode: str) -> None:
+    spec = make_spec(text, tmp_path, checkpoint_every=2, max_steps=40, checkpoint_mode=mode, keep_checkpoints=9)
+    spec.checkpoints.rmdir()
+    spec.checkpoints.write_text("not a folder")
+    outcomes = run_ranks(spec, 2)
+    assert [o["error"] for o in outcomes] == ["CheckpointError"] * 2, outcomes
+    assert outcomes[0]["message"] == outcomes[1]["message"]
+    assert "cannot write checkpoint step_00000006" in outcomes[0]["message"]
+    assert len(records(spec)) == (6 if mode == "sync" else 8), "async hears of it at the next checkpoint"
+    log = spec.log(0).read_text()
+    assert log.count("skipped, training goes on") == 2
+    assert "checkpoint of step 6 skipped, which ends the run" in log
+
+
+def test_failures_that_are_not_in_a_row_end_nothing(text: Path, tmp_path: Path) -> None:
+    spec, notes = make_spec(text, tmp_path, keep_checkpoints=9), list[str]()
+    saver = saver_of(spec, notes)
+    for step in range(1, 10):
+        in_the_way = spec.checkpoints / f"step_0000000{step}"
+        if step % 3:
+            in_the_way.write_text("a file where the folder should be")
+        saver.save(ALONE, make(step))
+        wait_for(saver)
+    saver.close()
+    assert len(notes) == 6
+    assert all(load(spec.checkpoints / f"step_0000000{step}").meta["step"] == step for step in (3, 6, 9))
+
+
+def test_a_full_disk_costs_a_checkpoint_and_no_step(text: Path, tmp_path: Path) -> None:
+    plan = "slow@rank=0,step=4,phase=forward,seconds=2;"  # until the checkpoint of step 2 is written
+    plan += "disk-full@rank=0,step=4,phase=checkpoint,seconds=3;slow@rank=0,step=6,phase=forward,seconds=5"
+    spec = make_spec(text, tmp_path, checkpoint_every=2, keep_checkpoints=9, max_steps=8, faults=plan)
+    outcomes = run_ranks(spec, 2)
+    assert not [o for o in outcomes if "error" in o], outcomes
+    assert (steps(spec), hidden(spec)) == ([2, 6, 8], [])
+    assert re.search(r"checkpoint of step 4 skipped, training goes on: .*File too large", spec.log(0).read_text())
+    clean = make_spec(text, tmp_path / "clean", max_steps=8)
+    run_ranks(clean, 2)
+    assert series(spec) == series(clean)
+
+
+def test_a_read_only_file_system_leaves_what_is_there(text: Path, tmp_path: Path) -> None:
+    """A bind mount that this command alone sees. Training ends, and then says that its last checkpoint failed."""
+    unshare = ["unshare", "--map-root-user", "--mount"]
+    if shutil.which("unshare") is None or subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("needs mount namespaces")
+    spec = make_spec(text, tmp_path / "runs", stop_at=4)
+    run_ranks(spec, 1)
+    del spec.__dict__["lock"]  # that command has ended
+    folder = spec.checkpoints
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    script = 'mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" && shift && exec "$@"'
+    train = [sys.executable, "-m", "nanoray.train", "--resume", str(spec.folder), "--checkpoint_every", "2"]
+    train += ["--out_dir", str(tmp_path / "runs")]
+    done = subprocess.run(
+        [*unshare, "sh", "-c", script, "sh", str(folder), *train], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert "error: cannot write checkpoint step_00000008" in done.stderr
+    assert "Read-only file system" in done.stderr
+    assert "checkpoint of step 6 skipped, training goes on" in done.stdout
+    assert [r["step"] for r in records(spec)] == list(range(1, 9))
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_too_little_memory_for_a_copy_says_what_to_do(text: Path, tmp_path: Path) -> None:
+    spec, notes = make_spec(text, tmp_path), list[str]()
+    saver = saver_of(spec, notes)
+    vast = torch.zeros(1).expand(1 << 45)  # 2^47 bytes of address space, none of memory
+    saver.save(ALONE, StateDict({"w": vast}, {}, [], {}, {"step": 1}))
+    (note,) = notes
+    assert note.startswith("warning  checkpoint of step 1 skipped, training goes on: no host memory for a copy of wei")
+    assert note.endswith("; use --checkpoint_mode sync, which writes while training waits")
+    saver.save(ALONE, make(2), final=True)
+    assert steps(spec) == [2]
+
+
+def train_forever(spec: dict[str, Any], done: Any) -> None:
+    """Change the state in place all the time, and save it at every step."""
+    run = RunSpec.from_dict(spec)
+    found, _ = newest_valid(run.checkpoints)
+    step, saver, state = found.state.meta["step"] if found else 0, saver_of(run), make(0, 50_000)
+    while True:
+        step += 1
+        state.meta["step"] = step
+        for name, tensor in (state.model | state.optimizer).items():
+            tensor.fill_(step if name == "w" else step / 2)
+        saver.save(ALONE, state)
+        while saver.busy:
+            state.model["w"].fill_(-1)  # the next step is at work
+        saver.news()
+        done.value = saver.committed
+
+
+def test_sigkill_at_any_time_loses_nothing(text: Path, tmp_path: Path) -> None:
+    spec = make_spec(text, tmp_path)
+    context = multiprocessing.get_context("forkserver")
+    rng, killed_in_save = random.Random(0), 0
+    for _ in range(25):
+        done = context.Value("q", 0)
+        process = context.Process(target=train_forever, args=(spec.to_dict(), done), daemon=True)
+        process.start()
+        while not done.value and process.is_alive():
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, 0.1))
+        process.kill()
+        process.join()
+        assert process.exitcode == -9
+        killed_in_save += bool(hidden(spec))
+        found, notes = newest_valid(spec.checkpoints)
+        assert found
+        step = found.state.meta["step"]
+        assert done.value <= step <= done.value + 1, "committed but not yet told"
+        assert found.state.model["w"].eq(step).all(), "of the step that it claims"
+        assert found.state.optimizer["exp_avg.w"].eq(step / 2).all()
+        assert notes == []
+    assert killed_in_save >= 5, "the kills did hit saves"
+
+
+def test_sigterm_leaves_a_complete_last_checkpoint(text: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "words.yaml"
+    values = TINY | {"dataset": str(text), "data_dir": str(tmp_path / "cache"), "checkpoint_every": 3}
+    recipe.write_text("".join(f"{key}: {value}\n" for key, value in values.items()))
+    flags = ("--config", str(recipe), "--out_dir", str(tmp_path / "runs"), "--max_steps", "100000")
+    with Command("nanoray.train", *flags) as process:
+        until(lambda: "step     20/" in process.output, process=process)
+        process.terminate()
+        assert process.wait(200) == 143
+    (run,) = (tmp_path / "runs").iterdir()
+    step = json.loads((run / "summary.json").read_text())["steps"]
+    assert newest_valid(run / "checkpoints")[0].path.name == f"step_{step:08d}"  # type: ignore[union-attr]
+    assert not list((run / "checkpoints").glob(".*"))
+
+
+# -------------------------------------------------------------------------------------------------- only this attempt
+
+
+def test_an_attempt_that_is_over_writes_nothing(text: Path, tmp_path: Path) -> None:
+    spec = make_spec(text, tmp_path).next_attempt()
+    write_attempt(replace(spec, attempt=2))
+    theirs = spec.checkpoints / ".tmp-step_00000009-2-77"
+    theirs.mkdir()
+    saver = saver_of(spec)
+    with pytest.raises(CheckpointError, match=r"^attempt 1 is over: attempt 2 runs now; nothing written$"):
+        saver.save(ALONE, make(8), final=True)
+    assert (steps(spec), hidden(spec)) == ([], [theirs.name]), "what the other attempt is writing stays"
+
+
+def test_an_attempt_that_ends_in_mid_write_does_not_commit(text: Path, tmp_path: Path, slow: None) -> None:
+    spec, notes = make_spec(text, tmp_path), list[str]()
+    saver = saver_of(spec, notes)
+    saver.save(ALONE, make(1), final=True)
+    saver.save(ALONE, make(2))
+    while not hidden(spec):
+        time.sleep(0.001)
+    theirs = spec.checkpoints / ".tmp-step_00000009-1-77"
+    theirs.mkdir()
+    write_attempt(replace(spec, attempt=1))
+    wait_for(saver)
+    assert (steps(spec), hidden(spec)) == ([1], [theirs.name])
+    with pytest.raises(CheckpointError, match=r"^attempt 0 is over: attempt 1 runs now; nothing written$"):
+        saver.save(ALONE, make(3))
+    assert notes == ["warning  checkpoint of step 2 skipped, which ends the run: " + str(saver._outcome)]
+    assert isinstance(saver._outcome, AttemptOver)
+
+
+def test_a_survivor_that_is_writing_commits_as_a_member_of_the_next_attempt(
+    text: Path, tmp_path: Path, slow: None
+) -> None:
+    spec = make_spec(text, tmp_path)
+    saver = saver_of(spec)
+    saver.save(ALONE, make(1))
+    saver.hold()  # its group broke
+    write_attempt(replace(spec, attempt=1))  # the driver
+    time.sleep(1.0)
+    assert saver.busy
+    assert steps(spec) == [], "it waits to learn whether it is in"
+    saver.go_on(spec.next_attempt(), 0)
+    wait_for(saver)
+    assert steps(spec) == [1]
+
+
+def test_ranks_of_an_earlier_command_write_nothing(text: Path, tmp_path: Path) -> None:
+    """They may outlive their driver for a while, and another command has gone on with the run meanwhile."""
+    spec = make_spec(text, tmp_path)
+    write_attempt(replace(spec, started=spec.started + 1))
+    with pytest.raises(CheckpointError, match=r"^this command is over: another one continues the run; nothing wr"):
+        saver_of(spec).save(ALONE, make(8), final=True)
+    assert steps(spec) == []
+
+
+def test_a_survivor_that_nobody_wants_back_does_not_commit(text: Path, tmp_path: Path, slow: None) -> None:
+    spec = make_spec(text, tmp_path)
+    saver = saver_of(spec)
+    saver.save(ALONE, make(1))
+    saver.hold()
+    write_attempt(replace(spec, attempt=1))
+    saver.close()
+    assert (steps(spec), hidden(spec)) == ([], [])
+    assert not [t for t in threading.enumerate() if t.name.endswith("(_write)")], "nothing outlives the run"
+
+
+def test_memory_is_made_ready_beside_the_first_steps(text: Path, tmp_path: Path) -> None:
+    made: list[Snapshot] = []
+    for mode, every in (("async", 4), ("async", 0), ("sync", 4)):
+        keys = {"checkpoint_mode": mode, "checkpoint_every": every, "precision": "fp32"}
+        engine = engine_of(make_spec(text, tmp_path / f"{mode}{every}", **keys))
+        engine.fit()
+        made.append(engine.writer._snapshot)  # type: ignore[arg-type]
+        engine.writer.close()
+    assert made[0] is not None
+    assert made[1:] == [None, None], "a copy is never taken"

@@ -1,0 +1,235 @@
+"""Telling a cause from its consequences, knowing when enough is known, and when to give up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nanoray.faults.__main__ import main, story
+from nanoray.faults.cause import (
+    CAUSES,
+    MAX_CONSEQUENCES,
+    Failure,
+    FailureCollector,
+    FaultReport,
+    back_off_s,
+    consequences_of,
+    read_reports,
+    reason_to_give_up,
+    without_progress,
+)
+
+
+def failure(rank: int, cause: str = "killed", step: int = 7, phase: str = "backward", **more: object) -> Failure:
+    return Failure(rank, cause, f"rank {rank} {cause}", step, phase, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arrived", "cause"),
+    [
+        (["peer_lost", "killed"], 1),
+        (["peer_lost", "exception", "peer_lost"], 1),
+        (["exception", "out_of_memory"], 1),
+        (["peer_lost", "peer_lost"], 0),
+        (["refused", "peer_lost"], 0),
+        (["exception", "node_lost"], 1),
+    ],
+)
+def test_the_cause_is_ranked_over_its_consequences(arrived: list[str], cause: int) -> None:
+    collector = FailureCollector(range(len(arrived)), False, 9.0, 1.0)
+    for rank, name in enumerate(arrived):
+        collector.ended(rank, failure(rank, name), 0.0)
+    assert collector.cause.rank == cause
+
+
+def test_nothing_is_awaited_once_all_survivors_wait() -> None:
+    collector = FailureCollector(range(3), True, 30.0, 1.0)
+    collector.ended(1, failure(1), 10.0)
+    collector.set_waiting(0, True, 10.0)
+    assert not collector.complete(10.1)
+    collector.set_waiting(2, True, 10.0)
+    assert collector.complete(10.1)
+    assert collector.all_waiting
+    collector.set_waiting(0, False, 10.0)
+    assert not collector.complete(39.9)
+    assert collector.complete(40.1), "patience ends"
+    assert not collector.all_waiting
+    assert collector.first_failure_at == 10.0
+
+
+def test_a_rank_that_does_not_follow_when_the_group_breaks_is_silent() -> None:
+    """No rank failed, but some wait: one that does not wait in time hangs."""
+    collector = FailureCollector(range(3), True, 30.0, 1.0)
+    collector.set_waiting(0, True, 10.0)
+    collector.set_waiting(2, True, 11.0)
+    assert not collector.complete(39.0)
+    assert collector.complete(40.1)
+    assert collector.silent == [1]
+    assert not collector.all_waiting
+    collector.ended(1, failure(1, "hung"), 40.2)
+    assert collector.all_waiting
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_in_a_hurry_survivors_have_less_time_to_notice(waits: bool) -> None:
+    """While the ranks save, and without a head: those that wait hold the state, so they are never given up."""
+    collector = FailureCollector(range(2), True, 120.0, 1.5)
+    collector.hurry(5.0, 9.0)
+    assert not collector.complete(20.0), "nothing has happened yet"
+    collector.ended(1, failure(1), 21.0)
+    collector.hurry(5.0, 22.0)
+    assert not collector.complete(25.9)
+    if waits:
+        collector.set_waiting(0, True, 25.0)
+        assert collector.complete(25.1)
+        assert collector.all_waiting
+    else:
+        assert collector.complete(26.1)
+        assert collector.silent == [0]
+
+
+def test_once_rank_0_has_finished_the_others_get_a_moment() -> None:
+    collector = FailureCollector(range(2), True, 120.0, 1.5)
+    collector.ended(0, None, 10.0)
+    collector.rank_0_finished(10.0)
+    assert not collector.complete(12.9)
+    assert collector.complete(13.1)
+
+
+def test_a_rank_that_had_finished_cannot_go_on() -> None:
+    collector = FailureCollector(range(3), True, 30.0, 1.0)
+    collector.ended(2, None, 9.0)
+    collector.ended(1, failure(1), 10.0)
+    collector.set_waiting(0, True, 10.0)
+    assert collector.complete(10.0)
+    assert not collector.all_waiting, "one rank has finished, so no group of three can be formed"
+
+
+def test_without_recovery_in_place_only_consequences_are_awaited() -> None:
+    collector = FailureCollector(range(2), False, 30.0, 1.5)
+    collector.ended(1, failure(1), 10.0)
+    assert not collector.complete(11.4)
+    assert collector.complete(11.6)
+
+
+@pytest.mark.parametrize(("phase", "live"), [("init", False), ("init", True), ("forward", False)])
+def test_a_refusal_ends_the_wait_only_if_nobody_holds_a_state(phase: str, live: bool) -> None:
+    """A run that cannot start ends at once. Later the ranks that are left have something to save."""
+    refused = FailureCollector(range(2), True, 30.0, 1.5, live)
+    refused.ended(0, failure(0, "refused", retry=False, phase=phase), 10.0)
+    assert refused.complete(11.6) == (phase == "init" and not live)
+    assert refused.in_place != refused.complete(11.6)
+
+
+def test_all_ranks_finished_is_the_end() -> None:
+    collector = FailureCollector(range(2), True, 30.0, 1.5)
+    collector.ended(0, None, 1.0)
+    assert not collector.complete(99.0)
+    collector.ended(1, None, 2.0)
+    assert collector.complete(2.0)
+    assert not collector.failures
+    assert not collector.all_waiting
+
+
+def test_completed_steps_follow_from_the_phase() -> None:
+    assert failure(0, phase="backward", step=7).completed == 6
+    assert failure(0, phase="eval", step=7).completed == 7
+    assert failure(0, phase="init", step=0).completed == 0
+
+
+def test_a_failure_that_repeats_is_deterministic() -> None:
+    error = {"signature": "ValueError: x"}
+    twice = [failure(1, "exception", **error)] * 2
+    assert "deterministic: it failed 2 times" in reason_to_give_up(twice[-1], twice, 9)
+    elsewhere = [failure(1, "exception", step=6, **error), failure(1, "exception", **error)]
+    assert reason_to_give_up(elsewhere[-1], elsewhere, 9) == ""
+    killed = [failure(1, signature="killed by SIGSEGV")] * 3
+    assert reason_to_give_up(killed[1], killed[:2], 9) == "", "two kills at one place may be chance"
+    assert "3 times" in reason_to_give_up(killed[2], killed, 9)
+    unknown = [failure(1, "node_lost")] * 5
+    assert reason_to_give_up(unknown[-1], unknown, 9) == "", "a lost node says nothing about the program"
+
+
+def test_other_reasons_to_give_up() -> None:
+    one = failure(0)
+    assert reason_to_give_up(one, [one], 0).startswith("max_failures = 0 is exceeded")
+    assert reason_to_give_up(one, [one], 1) == ""
+    assert reason_to_give_up(failure(0, retry=False), [one], 9) == "restarting cannot cure this"
+
+
+def test_the_budget_counts_failures_without_progress() -> None:
+    """Four kills in 3,000 steps, each overcome, are no reason to end a run; four within ten steps are."""
+    far = [failure(0, step=step, phase="backward") for step in (100, 700, 1500, 2900)]
+    assert without_progress(far) == 1
+    assert reason_to_give_up(far[-1], far, 3) == ""
+    near = [failure(0, step=step, phase="backward") for step in (100, 102, 109, 110)]
+    assert without_progress(near) == 4
+    assert reason_to_give_up(near[-1], near, 3) == (
+        "max_failures = 3 is exceeded: no 10 steps in a row without a failure"
+    )
+    assert without_progress([*near, failure(0, step=120, phase="backward")]) == 1
+    assert without_progress([]) == 0
+
+
+def test_too_many_failures_in_an_hour_are_too_many() -> None:
+    every_minute = [failure(0, step=100 * n, phase="backward") for n in range(1, 70)]
+    for n, one in enumerate(every_minute):
+        one.at = 59.0 * n
+    assert reason_to_give_up(every_minute[59], every_minute[:60], 3) == ""
+    assert "more than 60 failures within an hour" in reason_to_give_up(every_minute[60], every_minute[:61], 3)
+    every_minute[60].at += 3600.0
+    assert reason_to_give_up(every_minute[60], every_minute[:61], 3) == ""
+
+
+def test_back_off_grows_until_there_is_progress() -> None:
+    stuck = [failure(0, step=5)] * 7
+    assert [back_off_s(stuck[:n]) for n in range(1, 8)] == [0, 1, 2, 4, 8, 16, 30]
+    assert back_off_s([*stuck, failure(0, step=6)]) == 0
+
+
+def test_a_report_is_a_line_and_a_story(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    cause = failure(
+        1, facts={"pid": 42, "node": "n1", "ip": "10.0.0.1", "devices": []}, exit_record={"signal": "SIGKILL"}
+    )
+    report = FaultReport.of(cause, [failure(0, "peer_lost")], attempt=0, world_size=2)
+    report.recovery, report.detect_s, report.recover_s, report.steps_repeated = "in_place", 0.02, 1.5, 0
+    report.write(tmp_path)
+    (event,) = read_reports(tmp_path)
+    assert event["event"] == "fault"
+    wanted = {"rank": 1, "step": 7, "phase": "backward", "cause": "killed", "signal": "SIGKILL", "device": "cpu"}
+    assert {key: event[key] for key in wanted} == wanted
+    assert event["consequences"] == ["rank 0 peer_lost"]
+    assert main([str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert "in_place  detected in 0.02 s, training again after 1.50 s, no steps repeated" in output
+    assert "1 fault(s): 1 x in_place; 1.5 s without training, 0 steps repeated" in output
+    assert json.loads((tmp_path / "faults.jsonl").read_text())["pid"] == 42
+
+
+def test_reports_of_older_runs_are_read(tmp_path: Path) -> None:
+    """The field `consequences` was called `echo`."""
+    FaultReport.of(failure(1), [failure(0, "peer_lost")], attempt=0, world_size=2).write(tmp_path)
+    path = tmp_path / "faults.jsonl"
+    path.write_text(path.read_text().replace('"consequences"', '"echo"'))
+    assert "echo" in path.read_text()
+    assert "          then      rank 0 peer_lost" in story(tmp_path)
+
+
+def test_a_run_without_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert story(tmp_path)[-1] == "no rank failed"
+    assert main([str(tmp_path)]) == 2
+    assert "no run in" in capsys.readouterr().err
+
+
+def test_every_cause_has_its_rank() -> None:
+    assert min(CAUSES, key=lambda cause: -CAUSES[cause]) == "peer_lost"
+
+
+def test_thousands_of_consequences_are_counted() -> None:
+    others = [failure(rank, "peer_lost") for rank in range(1, 4000)]
+    lines = FaultReport.of(failure(0), others, attempt=0, world_size=4000).consequences
+    assert lines == [*(f"rank {rank} peer_lost" for rank in range(1, MAX_CONSEQUENCES + 1)), "and 3,991 more ranks"]
+    assert consequences_of(others[:MAX_CONSEQUENCES]) == lines[:MAX_CONSEQUENCES]

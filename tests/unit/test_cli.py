@@ -1,0 +1,207 @@
+"""The command lines as a user types them: train, torchrun, a StatefulSet's variables, sample, the console script."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanoray.__main__ import COMMANDS, main
+from nanoray.mesh.rendezvous import open_store
+from tests.harness.cluster import wait_for
+from tests.harness.commands import Command, run
+from tests.harness.ranks import TINY
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    folder = tmp_path_factory.mktemp("recipe with a space")
+    values = TINY | {"dataset": str(text), "data_dir": str(folder / "cache"), "max_steps": 20, "eval_every": 10}
+    path = folder / "words.yaml"
+    path.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in values.items() if key != "name"))
+    return path
+
+
+def python(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m args`, or a script."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | env
+    return run(*args, env=clean)
+
+
+def only_run(out: Path) -> Path:
+    (run,) = out.iterdir()
+    return run
+
+
+def losses(out: Path) -> dict[int, float]:
+    lines = (only_run(out) / "metrics.jsonl").read_text().splitlines()
+    return {r["step"]: r["train/loss"] for r in map(json.loads, lines)}
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory, recipe: Path) -> tuple[Path, str]:
+    out = tmp_path_factory.mktemp("one process")
+    done = python("nanoray.train", "--config", str(recipe), "--out_dir", str(out), "--sample_tokens", "30")
+    assert done.returncode == 0, done.stderr
+    return out, done.stdout
+
+
+def test_train_in_this_process(one_process: tuple[Path, str]) -> None:
+    out, printed = one_process
+    assert list(losses(out)) == list(range(1, 21))
+    assert "1 rank(s) = dp 1 · backend none (one rank: no process group)" in printed
+    assert "finished 20 steps" in printed
+    assert "sample\n" in printed
+    result = json.loads((only_run(out) / "summary.json").read_text())
+    assert (result["exit_reason"], result["exit_code"], result["world_size"]) == ("finished", 0, 1)
+
+
+def test_torchrun_is_the_same_recipe(recipe: Path, tmp_path: Path, one_process: tuple[Path, str]) -> None:
+    done = python(
+        *("torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d"),
+        *("--rdzv-endpoint", "127.0.0.1:0", "-m", "nanoray.train", "--config", str(recipe)),
+        *("--out_dir", str(tmp_path), "--workers", "2"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert list(losses(tmp_path).values()) == pytest.approx(list(losses(one_process[0]).values()), abs=1e-3)
+    assert "2 rank(s) = dp 2 · backend gloo" in done.stdout
+    assert done.stdout.count("step 20/20") == 1, "only rank 0 prints"
+    assert (only_run(tmp_path) / "logs" / "rank1.log").exists()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_restart_of_torchrun_goes_on_in_the_same_run(
+    world: int, recipe: Path, tmp_path: Path, one_process: tuple[Path, str]
+) -> None:
+    done = python(
+        *("torch.distributed.run", "--nproc-per-node", str(world), "--rdzv-backend", "c10d"),
+        *("--rdzv-endpoint", "127.0.0.1:0", "--max-restarts", "1", "-m", "nanoray.train", "--config", str(recipe)),
+        *("--out_dir", str(tmp_path), "--checkpoint_every", "5", "--checkpoint_mode", "sync"),
+        *("--faults", f"kill@rank={world - 1},step=13"),
+    )
+    assert done.returncode == 0, done.stderr
+    run = only_run(tmp_path)
+    assert json.loads((run / "faults.jsonl").read_text())["step"] == 13, "the fault did not fire"
+    assert losses(tmp_path) == pytest.approx(losses(one_process[0]), abs=1e-3)
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [r["attempt"] for r in records] == [0] * 10 + [1] * 10
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["restarts"] == 1
+    assert summary["resumed_from"].endswith("step_00000010")
+
+
+def test_the_variables_of_a_statefulset(recipe: Path, tmp_path: Path) -> None:
+    """RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and nothing else, as a pod would set them."""
+    port = open_store("127.0.0.1", 1, 1).port  # free a moment ago; the store is closed again here
+    flags = ("nanoray.train", "--config", str(recipe), "--out_dir", str(tmp_path))
+    env = dict(os.environ) | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for rank in [Command(*flags, env=env | {"RANK": str(r)}) for r in (1, 0)]:
+        output, _ = rank.communicate(timeout=200)
+        assert rank.returncode == 0, output
+    assert list(losses(tmp_path)) == list(range(1, 21))
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "code", "message"),
+    [
+        (["--workers", "2"], {}, 2, "workers = 2, but this is 1 process(es); start `torchrun --nproc-per-node 2"),
+        (["--device", "cuda"], {"CUDA_VISIBLE_DEVICES": ""}, 2, "device = cuda, but torch sees no GPU here"),
+        ([], {"RANK": "0"}, 2, "the environment sets RANK but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        (["--dataset", "/nowhere.txt"], {}, 2, "/nowhere.txt"),
+        (["--resume", "/nowhere"], {}, 4, "/nowhere"),
+        (["--out_dir", "/proc/none"], {}, 2, "cannot make a run folder in out_dir = /proc/none"),
+        (["--faults", "kill"], {}, 2, "is not KIND@rank=R,step=S"),
+    ],
+)
+def test_refusals(recipe: Path, tmp_path: Path, flags: list[str], env: dict[str, str], code: int, message: str) -> None:
+    out = [] if "--out_dir" in flags else ["--out_dir", str(tmp_path)]
+    done = python("nanoray.train", "--config", str(recipe), *out, *flags, **env)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.startswith("error: ")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_resume_of_a_path_needs_no_other_flag(recipe: Path, tmp_path: Path) -> None:
+    """As the last lines of every run suggest: the run's own configuration, and more steps."""
+    done = python("nanoray.train", "--config", str(recipe), "--out_dir", str(tmp_path), "--stop_at", "5")
+    assert done.returncode == 0, done.stderr
+    run = only_run(tmp_path)
+    done = python("nanoray.train", "--resume", str(run), "--out_dir", str(tmp_path), "--max_steps", "8")
+    assert done.returncode == 0, done.stderr
+    assert list(losses(tmp_path)) == list(range(1, 9))
+    assert json.loads((run / "config.json").read_text())["n_embd"] == TINY["n_embd"]
+
+
+def test_a_refused_run_says_so_in_its_summary(recipe: Path, tmp_path: Path) -> None:
+    flags = ("--optimizer", "sgd", "--grad_clip", "0", "--lr", "1e30", "--warmup_steps", "0")
+    done = python("nanoray.train", "--config", str(recipe), "--out_dir", str(tmp_path), *flags)
+    assert done.returncode == 5
+    result = json.loads((only_run(tmp_path) / "summary.json").read_text())
+    assert result["exit_code"] == 5
+    assert result["exit_reason"].startswith("failed: TrainingDiverged: at step 2")
+
+
+def test_sigterm_checkpoints_and_exits_143(recipe: Path, tmp_path: Path) -> None:
+    flags = ("--config", str(recipe), "--out_dir", str(tmp_path), "--max_steps", "100000")
+    with Command("nanoray.train", *flags) as process:
+        wait_for(lambda: list(tmp_path.glob("*/metrics.jsonl")) and losses(tmp_path), process=process)
+        process.terminate()
+        assert process.wait(200) == 143
+    steps = json.loads((only_run(tmp_path) / "summary.json").read_text())["steps"]
+    assert (only_run(tmp_path) / "checkpoints" / f"step_{steps:08d}" / "manifest.json").exists()
+
+
+def test_sample_continues_a_prompt(one_process: tuple[Path, str]) -> None:
+    run = only_run(one_process[0])
+    args = ("nanoray.sample", "--prompt", "abc", "--max_new_tokens", "20", "--num_samples", "2")
+    first, second = python(*args, str(run)), python(*args, str(one_process[0]))
+    assert first.returncode == 0, first.stderr
+    texts = first.stdout.split("---\n")
+    assert len(texts) == 2
+    assert all(t.startswith("abc") for t in texts)
+    assert first.stdout == second.stdout, "a run folder and its out_dir's newest run are the same"
+    assert "step 20" in first.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["/nowhere"], 4, "/nowhere does not exist; give a run folder"),
+        (["RUN", "--prompt", ""], 2, "the prompt is empty"),
+        (["RUN", "--temperature", "-1"], 2, "temperature"),
+        (["RUN", "--top_k", "0"], 2, "top_k"),
+    ],
+)
+def test_sample_refuses(one_process: tuple[Path, str], args: list[str], code: int, message: str) -> None:
+    process = python("nanoray.sample", *[str(only_run(one_process[0])) if a == "RUN" else a for a in args])
+    assert process.returncode == code
+    assert message in process.stderr
+
+
+def test_the_console_script_knows_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    usage = capsys.readouterr().out
+    assert all(f"  {name} " in usage for name in COMMANDS)
+    assert main([]) == 2
+    assert main(["lunch"]) == 2
+    assert "unknown command lunch; did you mean launch?" in capsys.readouterr().err
+    script = Path(sys.executable).parent / "nanoray"
+    done = subprocess.run([str(script), "train", "--n_layr", "1"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "did you mean --n_layer?" in done.stderr
+
+
+@pytest.mark.slow
+def test_example_kill_a_worker_recovers(recipe: Path, tmp_path: Path) -> None:
+    """On a Ray of its own, as a user would run it."""
+    done = python("examples/kill_a_worker.py", "--config", str(recipe), "--out_dir", str(tmp_path), "--max_steps", "40")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "failure  rank 1" in done.stdout
+    assert "replace  1/3 rank 1" in done.stdout
+    assert list(losses(tmp_path)) == list(range(1, 41))
+    assert (only_run(tmp_path) / "faults.jsonl").exists(), "the fault fired"

@@ -1,0 +1,226 @@
+"""The one definition: layers, flags, error texts, batch arithmetic."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoray.cli import parse_args
+from nanoray.config import PRESET_DIR, Config, load_config, make_config, resolve_batch
+from nanoray.errors import ConfigError
+
+PRESETS = ["gpt2-124m", "shakespeare-char", "shakespeare-cpu", "tiny"]
+
+
+def parse(*argv: str) -> Config:
+    return parse_args(list(argv), "prog", "what").config
+
+
+def test_presets_are_the_four_and_load() -> None:
+    assert sorted(p.stem for p in PRESET_DIR.glob("*.yaml")) == PRESETS
+    for preset in PRESETS:
+        assert load_config(preset=preset).name == preset
+
+
+def test_shakespeare_cpu_is_nanogpts_cpu_recipe() -> None:
+    c = load_config(preset="shakespeare-cpu")
+    assert (c.n_layer, c.n_head, c.n_embd, c.block_size, c.global_batch_size) == (4, 4, 128, 64, 12)
+    assert (c.max_steps, c.dropout, c.lr, c.min_lr, c.warmup_steps, c.beta2) == (2000, 0.0, 3e-3, 1e-4, 100, 0.99)
+    assert c.expected_val_loss["shakespeare"] == 1.88
+
+
+def test_layers_default_preset_file_flag(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("lr: 3e-4\nmin_lr: 1e-5\nn_layer: 3\n")  # YAML reads 3e-4 as a string
+    c = parse("--preset", "tiny", "--config", str(file), "--n_layer", "5")
+    assert (c.name, c.lr, c.n_layer, c.n_embd, c.beta1) == ("mine", 3e-4, 5, 32, 0.9)
+
+
+def test_every_key_but_the_hidden_ones_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse("--help")
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert [k for k in Config.model_fields if f"--{k} " not in text] == ["expected_val_loss", "kube"]
+    assert "Out of memory?" in text
+
+
+def test_names_that_scripts_rely_on() -> None:
+    text = "config preset dataset data_url out_dir workers device backend max_steps stop_at eval_every log_every "
+    text += (
+        "resume seed dropout lr n_layer n_head n_embd block_size micro_batch_size grad_accum_steps global_batch_size "
+    )
+    text += "precision compile max_failures dry_run"
+    assert set(text.split()) <= set(Config.model_fields) | {"config", "preset", "dry_run"}
+
+
+def test_flags_take_text_and_switches() -> None:
+    c = parse("--workers", "3", "--compile", "--bias", "false", "--resume", "auto")
+    assert (c.workers, c.compile, c.bias, c.resume) == (3, True, False, "auto")
+    assert parse("--workers", "auto").workers == "auto"
+
+
+def test_config_json_reads_back(tmp_path: Path) -> None:
+    c = parse("--preset", "shakespeare-char", "--lr", "0.00030000000000000003")
+    file = tmp_path / "config.json"
+    file.write_text(c.to_json())
+    assert load_config(str(file)) == c
+    assert json.loads(c.to_json())["lr"] == c.lr
+
+
+def test_resuming_a_path_takes_that_runs_configuration(tmp_path: Path) -> None:
+    """What the run is comes from its config.json; what the earlier command asked for (stop_at, fault) does not."""
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step_00000012").mkdir(parents=True)
+    first = parse("--preset", "tiny", "--lr", "2e-3", "--stop_at", "12", "--faults", "kill@rank=0,step=1")
+    (run / "config.json").write_text(first.to_json())
+    for path in (run, run / "checkpoints", run / "checkpoints" / "step_00000012"):
+        c = parse("--resume", str(path), "--max_steps", "99")
+        assert (c.n_layer, c.lr, c.max_steps, c.stop_at, c.faults, c.resume) == (2, 2e-3, 99, 0, "", str(path))
+    assert parse("--resume", str(run), "--preset", "shakespeare-cpu").n_layer == 4, "a preset that is given wins"
+
+
+def test_another_recipe_loses_the_expected_loss() -> None:
+    assert parse("--log_every", "5", "--workers", "1").expected_val_loss
+    assert not parse("--n_layer", "5").expected_val_loss
+    assert not parse("--max_steps", "100").expected_val_loss
+    assert not parse("--micro_batch_size", "6", "--grad_accum_steps", "40").expected_val_loss
+
+
+ERRORS = [
+    (["--lrr", "1"], "unknown flag --lrr; did you mean --lr?"),
+    (["--bogusbogus", "1"], "unknown flag --bogusbogus; known: "),
+    (["--lr"], "expected one argument; see prog --help"),
+    (["--lr", "abc"], "lr = 'abc': Input should be a valid number"),
+    (["--lr", "nan"], "lr = 'nan': Input should be a finite number"),
+    (["--n_layer", "0"], "n_layer = '0': Input should be greater than 0"),
+    (["--n_head", "3"], "n_embd = 128 is not a multiple of n_head = 3; try n_embd 126"),
+    (["--stop_at", "3000"], "stop_at = 3000 is beyond max_steps = 2000; lower stop_at or raise max_steps"),
+    (["--min_lr", "1"], "min_lr = 1.0 is above lr = 0.003; lower min_lr or raise lr"),
+    (["--backend", "nccl", "--device", "cpu"], "backend = nccl needs GPUs, but device = cpu; use backend gloo or auto"),
+    (["--dataset", "stdlib", "--data_url", "file:///x"], "data_url would be ignored: dataset = stdlib"),
+    (["--preset", "tinny"], "did you mean tiny?"),
+    (["--config", "/nowhere.yaml"], "cannot read config file /nowhere.yaml: No such file or directory; check the path"),
+    (["--dropout", "1"], "dropout = '1': Input should be less than 1"),
+    (["--precision", "fp8"], "precision = 'fp8': Input should be 'auto', 'fp32', 'bf16' or 'fp16'"),
+    (["--global_batch_size", "0"], "no batch size: give micro_batch_size (per rank) or global_batch_size (all ranks)"),
+    (["--beta1", "0.8", "--optimizer", "sgd"], "beta1 = 0.8 would be ignored: optimizer = sgd; drop --beta1"),
+    (["--decay_fraction", "0.5"], "decay_fraction = 0.5 would be ignored: schedule = cosine; drop --decay_fraction"),
+    (["--name", "a/b"], "name = 'a/b': String should match pattern"),
+]
+
+
+@pytest.mark.parametrize(("argv", "text"), ERRORS, ids=[" ".join(a) for a, _ in ERRORS])
+def test_bad_flags_say_what_and_how(argv: list[str], text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse(*argv)
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("learning_rate: 1", "unknown key learning_rate; known: "),
+        ("n_layr: 1", "unknown key n_layr; did you mean n_layer?"),
+        ("- 1", "must hold `key: value` lines, not a list"),
+        ("a: [", "is not YAML: "),
+    ],
+)
+def test_bad_files_say_what_and_how(tmp_path: Path, content: str, text: str) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError) as error:
+        load_config(str(file))
+    assert text in str(error.value)
+
+
+def test_batch_given_per_rank_or_in_total() -> None:
+    assert resolve_batch(parse(), 2) == (6, 1, 2)
+    assert resolve_batch(parse("--micro_batch_size", "2"), 2) == (2, 3, 2)  # accumulation follows from the total
+    assert resolve_batch(parse("--grad_accum_steps", "3"), 2) == (2, 3, 2)
+    per_rank = parse("--micro_batch_size", "5", "--grad_accum_steps", "3")  # replaces the preset's total
+    assert resolve_batch(per_rank, 7) == (5, 3, 7)
+    assert resolve_batch(per_rank, 7).global_size == 105
+
+
+@pytest.mark.parametrize(
+    ("argv", "dp", "text"),
+    [
+        (
+            [],
+            5,
+            "global_batch_size = 12 is not a multiple of grad_accum_steps*ranks = 1*5 = 5; try global_batch_size 10",
+        ),
+        (
+            ["--micro_batch_size", "5"],
+            2,
+            "not a multiple of micro_batch_size*ranks = 5*2 = 10; try global_batch_size 10",
+        ),
+        (
+            ["--micro_batch_size", "2", "--grad_accum_steps", "2", "--global_batch_size", "12"],
+            2,
+            "micro_batch_size*grad_accum_steps*ranks = 2*2*2 = 8, but global_batch_size = 12; drop one of the three",
+        ),
+    ],
+)
+def test_batch_that_does_not_divide(argv: list[str], dp: int, text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve_batch(parse(*argv), dp)
+    assert text in str(error.value)
+
+
+@given(st.integers(0, 64), st.integers(0, 16), st.integers(0, 512), st.integers(1, 16))
+def test_batch_arithmetic_never_lies(micro: int, accum: int, total: int, dp: int) -> None:
+    if not micro and not total:
+        return
+    config = make_config({"micro_batch_size": micro, "grad_accum_steps": accum, "global_batch_size": total})
+    try:
+        batch = resolve_batch(config, dp)
+    except ConfigError:
+        assert total
+        return
+    assert batch.micro * batch.accum * dp == batch.global_size == (total or micro * (accum or 1) * dp)
+    assert not micro or batch.micro == micro
+    assert not accum or batch.accum == accum
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from([*Config.model_fields, "bogus"]),
+        st.one_of(
+            st.none(),
+            st.integers(),
+            st.floats(),
+            st.text(max_size=8),
+            st.booleans(),
+            st.lists(st.integers(), max_size=2),
+        ),
+    )
+)
+def test_any_values_make_a_config_or_a_config_error(values: dict[str, object]) -> None:
+    try:
+        config = make_config(values)
+    except ConfigError:
+        return
+    assert make_config(json.loads(config.to_json())) == config
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=60))
+def test_any_file_is_read_or_refused(text: str) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "x.yaml"
+        file.write_text(text, encoding="utf-8")
+        try:
+            config = load_config(str(file), "tiny")
+        except ConfigError:
+            return
+        assert yaml.safe_load(text) in (None, {}) or config

@@ -1,0 +1,839 @@
+"""Where the text comes from, what becomes of it on disk, and which tokens make sample i."""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+import http.server
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nanoray.config import make_config
+from nanoray.data import download, tokenizer
+from nanoray.data import prepare as data
+from nanoray.data.prepare import DatasetInfo, cache_dir, prepare
+from nanoray.data.tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, IdTokenizer, tokenizer_from_json
+from nanoray.data.tokens import TokenData
+from nanoray.data.verify import sampled_hash, verify
+from nanoray.errors import DataError
+
+TEXT = b"".join(b"%d bottles of beer on the wall, take one down\n" % i for i in range(99))
+quick = settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+
+
+def config(dataset: object = "auto", **keys: object) -> Any:
+    return make_config({"dataset": str(dataset), "global_batch_size": 12, "block_size": 8, **keys})
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Point every proxy at a closed port, let 127.0.0.1 through, and wait briefly."""
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{closed_port()}")
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setattr(download, "BACKOFF_S", (0.01, 0.01))
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """Let a short text pass for Shakespeare."""
+    monkeypatch.setattr(data, "SHAKESPEARE_SHA256", hashlib.sha256(TEXT).hexdigest())
+    return TEXT
+
+
+@pytest.fixture
+def sample_file(tmp_path: Path) -> Path:
+    path = tmp_path / "beer.txt"
+    path.write_bytes(TEXT)
+    return path
+
+
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def serve(*answers: tuple[int, bytes], cut: int = 0, wait: threading.Event | None = None) -> Iterator[tuple[str, list]]:
+    """Serve `answers` in turn, the last one for ever; yields the URL and the list of requested paths."""
+    asked: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, body = answers[min(len(asked), len(answers) - 1)]
+            asked.append(self.path)
+            if wait:
+                wait.wait(5)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body[: len(body) - cut])
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client that gave up is no news
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}/input.txt", asked
+        finally:
+            if wait:
+                wait.set()
+            server.shutdown()
+            thread.join()
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+
+
+def refused(call: Callable[[], object]) -> str:
+    with pytest.raises(DataError) as error:
+        call()
+    return str(error.value)
+
+
+# ---- tokenizers -----------------------------------------------------------------------------------------------------
+
+
+@quick
+@given(st.text(min_size=1))
+def test_char_round_trip(text: str) -> None:
+    made = CharTokenizer("".join(sorted(set(text))))
+    again = tokenizer_from_json(json.loads(json.dumps(made.to_json())))
+    ids = again.encode(text)
+    assert ids.tolist() == [sorted(set(text)).index(c) for c in text]  # nanoGPT's stoi
+    assert again.decode(ids) == text
+    assert again.vocab_size == len(set(text))
+
+
+@quick
+@given(st.text())
+def test_byte_round_trip(text: str) -> None:
+    made = tokenizer_from_json(ByteTokenizer().to_json())
+    assert made.encode(text).tolist() == list(text.encode())
+    assert made.decode(made.encode(text)) == text
+
+
+@quick
+@given(st.lists(st.integers(-5, 70000)))
+def test_decode_takes_any_id(ids: list[int]) -> None:
+    byte, char = ByteTokenizer(), CharTokenizer("ab")
+    assert byte.decode(np.array(ids)) == b"".join(
+        bytes([i]) if 0 <= i < 256 else "\ufffd".encode() for i in ids
+    ).decode(errors="replace")
+    assert char.decode(ids) == "".join("ab"[i] if 0 <= i < 2 else "\ufffd" for i in ids)
+
+
+def test_lone_surrogates_of_a_command_line_do_not_break_the_byte_tokenizer() -> None:
+    assert len(ByteTokenizer().encode("a\udcff")) == 4
+
+
+@pytest.mark.parametrize("unknown", ["z", "\U0001f37a", "\n", "!"])
+def test_unknown_character(unknown: str) -> None:
+    text = refused(lambda: CharTokenizer("abc").encode("ab" + unknown))
+    assert f"character {unknown!r} at offset 2 is not among the 3 characters" in text
+    assert "--tokenizer byte" in text
+
+
+def test_large_alphabets_need_uint32() -> None:
+    made = CharTokenizer("".join(map(chr, range(0x10000, 0x10000 + 65537))))
+    assert made.encode(made.chars[-1]).dtype == np.uint32
+    assert made.encode(made.chars[-1]).tolist() == [65536]
+    assert CharTokenizer(made.chars[1:]).encode("").dtype == np.uint16
+
+
+def test_ids_round_trip() -> None:
+    made = tokenizer_from_json(IdTokenizer(300).to_json())
+    assert made.decode(made.encode(" 0 299\n7")) == "0 299 7"
+    for wrong in ("300", "-1", "x", "²", "9" * 5000):
+        assert "is not a token id below 300" in refused(lambda w=wrong: made.encode(w))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        *({}, [], None, {"kind": "bpe"}, {"kind": "x" * 500}),
+        *(
+            {"kind": "char"},
+            {"kind": "char", "chars": "ba"},
+            {"kind": "char", "chars": "aa"},
+            {"kind": "char", "chars": ""},
+        ),
+        *({"kind": "ids"}, {"kind": "ids", "vocab_size": 0}, {"kind": "ids", "vocab_size": True}),
+    ],
+)
+def test_not_a_tokenizer(values: Any) -> None:
+    text = refused(lambda: tokenizer_from_json(values))
+    assert text.startswith("not a tokenizer: ")
+    assert "known: kind char" in text
+    assert len(text) < 220
+
+
+def test_gpt2_without_tiktoken(monkeypatch: pytest.MonkeyPatch, sample_file: Path) -> None:
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    assert "pip install tiktoken" in refused(lambda: prepare(config(sample_file, tokenizer="gpt2")))
+
+
+def test_gpt2_without_its_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise RuntimeError("no route")
+
+    monkeypatch.setitem(sys.modules, "tiktoken", types.SimpleNamespace(get_encoding=fail))
+    text = refused(lambda: GPT2Tokenizer().encode("a"))
+    assert "GPT-2's vocabulary could not be downloaded: RuntimeError: no route" in text
+    assert "TIKTOKEN_CACHE_DIR" in text
+
+
+def test_gpt2_speaks_tiktoken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real tiktoken with a toy vocabulary: bytes and one merge. The real one needs a download."""
+    tiktoken = pytest.importorskip("tiktoken")
+    ranks = {bytes([i]): i for i in range(256)} | {b"ab": 256}
+    toy = tiktoken.Encoding("toy", pat_str=r"\w+|\W+", mergeable_ranks=ranks, special_tokens={})
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: {"gpt2": toy}[name])
+    made = tokenizer_from_json({"kind": "gpt2"})
+    assert made.encode("ab é").tolist() == [256, 32, 195, 169]
+    assert made.decode(np.array([256, 32, 195, 169, 50300])) == "ab é\ufffd"
+    assert made.vocab_size == tokenizer.GPT2_VOCAB_SIZE == 50257
+
+
+# ---- a text file ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "vocab"), [("auto", 256), ("byte", 256), ("char", len(set(TEXT)))])
+def test_text_file(sample_file: Path, kind: str, vocab: int) -> None:
+    info = prepare(config(sample_file, tokenizer=kind, val_fraction=0.2))
+    made = tokenizer_from_json(info.tokenizer)
+    cut = int(len(TEXT) * 0.8)
+    train, val = (np.fromfile(info.path / f"{s}.bin", info.dtype) for s in ("train", "val"))
+    assert made.decode(train).encode() == TEXT[:cut]
+    assert made.decode(val).encode() == TEXT[cut:]
+    assert (info.name, info.vocab_size, info.dtype) == ("beer", vocab, "uint16")
+    assert (info.train_tokens, info.val_tokens) == (cut, len(TEXT) - cut)
+    assert info.sha256 == hashlib.sha256(TEXT).hexdigest()
+    assert info.tokens_sha256 == hashlib.sha256(train.tobytes() + val.tobytes()).hexdigest()
+    assert DatasetInfo.from_dict(json.loads(json.dumps(info.to_dict()))) == info
+    assert files(info.path) == [".verified.json", "meta.json", "train.bin", "val.bin"]
+
+
+def test_line_ends_and_multibyte_characters_survive(tmp_path: Path) -> None:
+    text = "naïve\r\ncafé\r" * 30
+    (tmp_path / "t.txt").write_bytes(text.encode())
+    info = prepare(config(tmp_path / "t.txt"))
+    both = np.concatenate([np.fromfile(info.path / f"{s}.bin", np.uint16) for s in ("train", "val")])
+    assert bytes(both.astype(np.uint8)) == text.encode()
+    assert info.train_tokens == len(text[: int(len(text) * 0.9)].encode())  # cut between characters
+
+
+def test_a_file_named_like_a_known_text_gets_another_name(tmp_path: Path) -> None:
+    (tmp_path / "shakespeare.txt").write_bytes(TEXT)
+    assert prepare(config(tmp_path / "shakespeare.txt")).name == "shakespeare-file"
+
+
+def test_missing(sample_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(sample_file.parent)
+    text = refused(lambda: prepare(config("shakespear")))
+    assert text.startswith("no dataset shakespear: neither one of auto, shakespeare, stdlib nor a file or folder")
+    assert text.endswith("did you mean shakespeare?")
+    assert refused(lambda: prepare(config("bear.txt"))).endswith(f"did you mean {sample_file}?")
+    for odd in ("/nowhere/at/all", "x" * 5000, "a\0b"):
+        assert refused(lambda o=odd: prepare(config(o))).endswith("check the path")
+
+
+def test_neither_file_nor_folder() -> None:
+    assert "/dev/null is neither a text file nor a folder" in refused(lambda: prepare(config("/dev/null")))
+
+
+def test_unreadable(sample_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deny(self: Path) -> bytes:  # root may read everything, so chmod would not do
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", deny)
+    text = refused(lambda: prepare(config(sample_file)))
+    assert text == f"cannot read {sample_file}: Permission denied; check its permissions"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty; name a UTF-8 text file with --dataset PATH"),
+        (b"abc\0def", "is binary (NUL byte at offset 3)"),
+        (b"caf\xe9 au lait", "is not UTF-8: byte 0xe9 at offset 3 (invalid continuation byte); convert it"),
+        ("text".encode("utf-16"), "is binary (NUL byte at offset 3)"),
+        (b"0123456789" * 8, "the val split has 8 tokens, but block_size + 1 = 9 are needed; use a longer text, or "),
+        (b"a", "the train split has 0 tokens, but block_size + 1 = 9 are needed; use a longer text"),
+    ],
+)
+def test_bad_text(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "bad.txt").write_bytes(content)
+    assert message in refused(lambda: prepare(config(tmp_path / "bad.txt")))
+
+
+def test_the_remedy_for_a_short_text_works(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_bytes(b"0123456789" * 8)
+    cfg = config(tmp_path / "short.txt")
+    assert "lower --block_size to 7 or less" in refused(lambda: prepare(cfg))
+    assert prepare(cfg.model_copy(update={"block_size": 7})).val_tokens == 8
+
+
+@quick
+@given(content=st.binary(max_size=300), kind=st.sampled_from(["byte", "char", "auto"]))
+def test_any_bytes_prepare_or_raise_dataerror(tmp_path: Path, content: bytes, kind: str) -> None:
+    path = tmp_path / "any"
+    path.write_bytes(content)
+    try:
+        info = prepare(config(path, tokenizer=kind, block_size=2))
+    except DataError:
+        return
+    TokenData(info, 2, 0).train_batch(0, 2)
+    assert tokenizer_from_json(info.tokenizer).decode(np.fromfile(info.path / "val.bin", info.dtype))
+
+
+# ---- the token cache ------------------------------------------------------------------------------------------------
+
+
+def stamps(info: DatasetInfo) -> list[int]:
+    return [p.stat().st_ino for p in sorted(info.path.iterdir())]
+
+
+def test_cache_is_reused_and_keyed(sample_file: Path) -> None:
+    info = prepare(config(sample_file))
+    before = stamps(info)
+    assert prepare(config(sample_file)) == info
+    assert stamps(info) == before
+    others = [prepare(config(sample_file, tokenizer="char")), prepare(config(sample_file, val_fraction=0.3))]
+    sample_file.write_bytes(TEXT + b"!")
+    assert len({i.path for i in (info, *others, prepare(config(sample_file)))}) == 4
+
+
+@pytest.mark.parametrize("victim", ["train.bin", "val.bin", "meta.json"])
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff\xfe", None])
+def test_damaged_cache_is_rebuilt(sample_file: Path, victim: str, content: bytes | None) -> None:
+    info = prepare(config(sample_file))
+    good = {p.name: p.read_bytes() for p in info.path.iterdir()}
+    (info.path / victim).unlink() if content is None else (info.path / victim).write_bytes(content)
+    again = prepare(config(sample_file))
+    assert replace(again, note=info.note) == info
+    assert ("damaged token cache was rebuilt" in again.note) == ((victim, content) != ("meta.json", None))
+    for name in ("train.bin", "val.bin"):
+        assert (info.path / name).read_bytes() == good[name]
+    assert prepare(config(sample_file)).note == info.note
+
+
+@pytest.mark.parametrize("change", [{"dtype": "int3"}, {"dtype": None}, {"tokenizer": {}}, {"train_tokens": "9"}])
+def test_a_lying_meta_is_rebuilt(sample_file: Path, change: dict[str, Any]) -> None:
+    info = prepare(config(sample_file))
+    (info.path / "meta.json").write_text(json.dumps(info.to_dict() | change))
+    assert replace(prepare(config(sample_file)), note=info.note) == info
+
+
+def test_racing_processes_all_succeed(sample_file: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        infos = list(pool.map(lambda _: prepare(config(sample_file)), range(24)))
+    assert len({i.tokens_sha256 for i in infos}) == 1
+    assert files(infos[0].path) == [".verified.json", "meta.json", "train.bin", "val.bin"]
+
+
+def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert cache_dir(config(data_dir=str(tmp_path))) == tmp_path
+    assert cache_dir(config()) == tmp_path / "cache" / "nanoray"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_dir(config()) == tmp_path / ".cache" / "nanoray"
+    monkeypatch.setattr(os.path, "expanduser", lambda p: p)
+    assert refused(lambda: cache_dir(config())).startswith("no home folder for the cache ~/.cache/nanoray")
+
+
+def test_unwritable_cache(sample_file: Path, tmp_path: Path) -> None:
+    text = refused(lambda: prepare(config(sample_file, data_dir=str(sample_file / "below"))))
+    assert text.startswith(f"cannot write {sample_file}/below/tokens/")
+    assert text.endswith("Not a directory; name a writable folder with --data_dir")
+
+
+@pytest.mark.parametrize("fails", ["fsync", "replace"])
+def test_a_failed_write_leaves_the_old_file_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    (tmp_path / "f").write_bytes(b"old")
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, fails, full)
+    assert "cannot write" in refused(lambda: data._write(tmp_path / "f", b"new"))
+    assert files(tmp_path) == ["f"]
+    assert (tmp_path / "f").read_bytes() == b"old"
+
+
+def test_an_interrupted_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        data._write(tmp_path / "f", b"new")
+    assert files(tmp_path) == []
+
+
+# ---- Shakespeare, from near and far ---------------------------------------------------------------------------------
+
+
+def test_download(play: bytes) -> None:
+    with serve((200, play)) as (url, asked):
+        info = prepare(config("shakespeare", data_url=url))
+        again = prepare(config("shakespeare", data_url=url))
+    assert asked == ["/input.txt"]  # the second time came from the cache
+    assert (info.name, info.tokenizer["kind"], info.vocab_size) == ("shakespeare", "char", len(set(play)))
+    assert url in info.note
+    assert again.note.endswith("cached")
+    assert files(cache_dir(config()))[0] == "shakespeare.txt"
+
+
+@pytest.mark.parametrize("form", ["file://{}", "{}", "../{name}"])
+def test_local_copies(play: bytes, sample_file: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    (sample_file.parent / "in").mkdir()
+    monkeypatch.chdir(sample_file.parent / "in")
+    spaced = sample_file.rename(sample_file.with_name("be er.txt")) if "://" not in form else sample_file
+    info = prepare(config("auto", data_url=form.format(spaced, name=spaced.name)))
+    assert info.name == "shakespeare"
+    assert info.sha256 == hashlib.sha256(play).hexdigest()
+
+
+def test_two_failures_then_success(play: bytes) -> None:
+    with serve((503, b""), (500, b""), (200, play)) as (url, asked):
+        assert prepare(config("shakespeare", data_url=url)).name == "shakespeare"
+    assert len(asked) == 3
+
+
+def test_through_a_proxy(play: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve((200, play)) as (proxy, asked):
+        monkeypatch.setenv("http_proxy", proxy.removesuffix("/input.txt"))
+        prepare(config("shakespeare", data_url="http://far.invalid/input.txt"))
+    assert asked == ["http://far.invalid/input.txt"]
+
+
+REMEDY = "give a copy with --data_url file:///path/input.txt, or use --dataset auto without --data_url"
+
+
+@pytest.mark.parametrize("dataset", ["shakespeare", "auto"])  # a URL that was given is never replaced by stdlib
+@pytest.mark.parametrize(
+    ("answers", "cut", "reason", "tries"),
+    [
+        ([(404, b"")], 0, "HTTP 404 Not Found", 1),
+        ([(503, b"")], 0, "HTTP 503 Service Unavailable", 3),
+        ([(200, TEXT)], 9, "more expected", 3),
+        ([(200, b"<html>log in</html>")], 0, "these 19 bytes are another text", 1),
+    ],
+)
+def test_failed_download(
+    play: bytes, dataset: str, answers: list[tuple[int, bytes]], cut: int, reason: str, tries: int
+) -> None:
+    with serve(*answers, cut=cut) as (url, asked):
+        text = refused(lambda: prepare(config(dataset, data_url=url)))
+    assert text.startswith(f"cannot get Shakespeare from {url}: ")
+    assert reason in text
+    got = hashlib.sha256(answers[0][1]).hexdigest() if "another" in reason else "nothing"
+    assert f"(sha256 expected {hashlib.sha256(play).hexdigest()}, got {got})" in text
+    assert text.endswith(REMEDY)
+    assert len(asked) == tries
+    assert files(cache_dir(config())) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("http://127.0.0.1:{closed_port}/", "Connection refused"),
+        ("file:///nowhere/input.txt", "No such file or directory"),
+        ("nowhere.txt", "No such file or directory"),
+        ("gopher://x/y", "not an http(s):// or file:// URL"),
+        ("http://[::1", "IPv6"),
+        ("http://127.0.0.1:x/", "port"),
+    ],
+)
+def test_unreachable(url: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = url.replace("{closed_port}", str(closed_port()))
+    monkeypatch.delenv("http_proxy")
+    text = refused(lambda: prepare(config("shakespeare", data_url=url)))
+    assert reason in text
+    assert text.endswith(REMEDY)
+
+
+def test_the_default_url_is_named_and_never_replaced_by_stdlib() -> None:
+    assert f"cannot get Shakespeare from {data.SHAKESPEARE_URL}: " in refused(lambda: prepare(config("shakespeare")))
+
+
+def test_a_silent_server_costs_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "_TOTAL_S", 0.1)
+    with serve((200, TEXT), wait=threading.Event()) as (url, _):
+        text = refused(lambda: prepare(config("shakespeare", data_url=url)))
+    assert "no answer within 0.1 s" in text or "timed out" in text
+
+
+def test_a_damaged_cached_copy_is_replaced_by_a_good_one_only(play: bytes) -> None:
+    cached = cache_dir(config()) / "shakespeare.txt"
+    cached.parent.mkdir(parents=True)
+    cached.write_bytes(b"old and damaged")
+    with serve((200, b"worse")) as (url, _):
+        refused(lambda: prepare(config("shakespeare", data_url=url)))
+    assert cached.read_bytes() == b"old and damaged"
+    with serve((200, play)) as (url, _):
+        note = prepare(config("shakespeare", data_url=url)).note
+    assert cached.read_bytes() == play
+    assert note.endswith("the damaged cached copy was replaced")
+    assert not [f for f in files(cached.parent) if f.endswith(".tmp")]
+
+
+def test_auto_falls_back_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "_STDLIB_BYTES", 200_000)
+    info = prepare(config("auto"))
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert (info.name, info.tokenizer) == ("stdlib", {"kind": "byte"})
+    assert info.note.startswith(
+        f"stdlib: source text of Python {version}'s standard library "
+        "(Shakespeare is not cached and the download failed: "
+    )
+    assert "Connection refused" in info.note
+
+
+def test_auto_prefers_what_is_cached_or_can_be_had(play: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve((200, play)) as (url, asked):
+        monkeypatch.setattr(data, "SHAKESPEARE_URL", url)
+        assert prepare(config("auto")).name == "shakespeare"
+    assert prepare(config("auto")).name == "shakespeare"
+    assert len(asked) == 1
+
+
+def test_stdlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    info = prepare(config("stdlib", block_size=64))
+    text = bytes(np.fromfile(info.path / "train.bin", np.uint16).astype(np.uint8))
+    assert 1_000_000 < info.train_tokens + info.val_tokens <= data._STDLIB_BYTES
+    assert b"def " in text
+    assert b"\0" not in text
+    assert prepare(config("stdlib", block_size=64)) == info
+    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "none")})
+    assert f"there are no source files in {tmp_path}/none" in refused(lambda: prepare(config("stdlib")))
+
+
+def test_stdlib_skips_other_peoples_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    root = tmp_path / "lib"
+    for name in ("a.py", "json/b.py", "site-packages/c.py", "test/d.py", "json/tests/e.py", "f.txt"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"# {name}\n" * 40)
+    (root / "latin.py").write_bytes(b"# \xe9\n")
+    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(root)})
+    assert set(data._stdlib().data.decode().split("\n")) == {"# a.py", "# json/b.py", ""}
+
+
+def test_real_shakespeare(shakespeare: Path) -> None:
+    info = prepare(config("shakespeare", data_url=str(shakespeare), block_size=64))
+    # what nanoGPT's data/shakespeare_char/prepare.py prints
+    assert (info.vocab_size, info.train_tokens, info.val_tokens) == (65, 1_003_854, 111_540)
+    assert info.tokenizer["chars"].startswith("\n !$&',-.3:;?ABC")
+    x, _ = TokenData(info, 64, 0).val_batch(np.array([0]))
+    assert tokenizer_from_json(info.tokenizer).decode(x[0].tolist()) in shakespeare.read_text()
+
+
+# ---- a folder of token files ----------------------------------------------------------------------------------------
+
+
+def folder(path: Path, train: Any, val: Any = range(20), dtype: str = "uint16", **meta: Any) -> Path:
+    path.mkdir(exist_ok=True)
+    np.array(train, dtype).tofile(path / "train.bin")
+    np.array(val, dtype).tofile(path / "val.bin")
+    if meta:
+        (path / "meta.json").write_text(json.dumps(meta))
+    return path
+
+
+def test_nanogpt_folder(tmp_path: Path) -> None:
+    where = folder(tmp_path / "owt", range(50237, 50257))
+    info = prepare(config(where))
+    assert (info.name, info.vocab_size, info.dtype) == ("owt", 50257, "uint16")
+    assert (info.train_tokens, info.val_tokens, info.tokenizer) == (20, 20, {"kind": "gpt2"})
+    raw = (where / "train.bin").read_bytes() + (where / "val.bin").read_bytes()
+    assert info.tokens_sha256 == hashlib.sha256(raw).hexdigest()
+    assert files(where) == ["train.bin", "val.bin"]  # theirs, so nothing is written there
+
+
+def test_folder_with_meta(tmp_path: Path, sample_file: Path) -> None:
+    where = folder(tmp_path / "w", [99_999] * 20, dtype="uint32")
+    (where / "meta.json").write_text('{"vocab_size": 100000, "dtype": "uint32"}')
+    wide = prepare(config(where))
+    assert (wide.vocab_size, wide.train_tokens, wide.tokenizer["kind"]) == (100_000, 20, "ids")
+    assert TokenData(wide, 8, 0).train_batch(0, 1)[0].tolist() == [[99_999] * 8]
+    ours = prepare(config(sample_file, tokenizer="char"))
+    copy = prepare(config(ours.path))
+    assert replace(copy, name=ours.name, note=ours.note) == ours
+
+
+@pytest.mark.parametrize(("train", "val", "file"), [([3, 300, 4], [1] * 9, "train"), ([1] * 9, [7] * 5 + [256], "val")])
+def test_id_outside_the_vocabulary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: list[int], val: list[int], file: str
+) -> None:
+    monkeypatch.setattr(data, "_SCAN_BYTES", 4)  # two tokens, so that chunks count
+    where = folder(tmp_path / "d", train, val, vocab_size=256)
+    text = refused(lambda: prepare(config(where)))
+    at, wrong = (1, 300) if file == "train" else (5, 256)
+    assert text.startswith(f"{where}/{file}.bin: token {at} is {wrong}, but vocab_size is 256; correct vocab_size")
+
+
+def test_bad_folders(tmp_path: Path) -> None:
+    assert "has no train.bin and no val.bin" in refused(lambda: prepare(config(tmp_path)))
+    where = folder(tmp_path / "d", range(20))
+    assert "tokenizer = char, but" in refused(lambda: prepare(config(where, tokenizer="char")))
+    assert "val_fraction would be ignored" in refused(lambda: prepare(config(where, val_fraction=0.2)))
+    (where / "train.bin").write_bytes(b"123")
+    assert "train.bin has 3 bytes, not a multiple of 2 (uint16); copy it again" in refused(
+        lambda: prepare(config(where))
+    )
+    (where / "train.bin").write_bytes(b"")
+    assert "d: the train split has 0 tokens" in refused(lambda: prepare(config(where)))
+    (where / "meta.pkl").write_bytes(b"anything")
+    assert "unpickling can run any code; write meta.json" in refused(lambda: prepare(config(where)))
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        *("", "[]", "{", "{}", "\x00", "[" * 100_000),
+        *('{"vocab_size": "9"}', '{"vocab_size": -1}', '{"vocab_size": 9, "dtype": "int8"}'),
+        *('{"vocab_size": 9, "tokenizer": {"kind": "byte"}}', '{"tokenizer": 1}'),
+    ],
+    ids=range(11),
+)
+def test_bad_meta(tmp_path: Path, meta: str) -> None:
+    where = folder(tmp_path / "d", range(20))
+    (where / "meta.json").write_text(meta)
+    text = refused(lambda: prepare(config(where)))
+    assert text.startswith(f"{where}/meta.json: ")
+    assert text.endswith("it must hold at least vocab_size, or tokenizer")
+
+
+def test_not_a_record() -> None:
+    for values in ({}, {"path": 3}, {"path": "x", "size": 1}):
+        assert "not the record of a dataset" in refused(lambda v=values: DatasetInfo.from_dict(v))
+
+
+# ---- samples --------------------------------------------------------------------------------------------------------
+
+
+def tokens(path: Path, n: int = 1000, n_val: int = 100, block_size: int = 8, seed: int = 1337) -> TokenData:
+    where = folder(path / "tokens", np.arange(n), np.arange(n_val), vocab_size=65536)
+    return TokenData(prepare(config(where, block_size=block_size)), block_size, seed)
+
+
+def splitmix64(seed: int, index: int) -> int:
+    """The published algorithm, one sample at a time, in Python's own integers."""
+    mask = 2**64 - 1
+
+    def mix(z: int) -> int:
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
+        return z ^ (z >> 31)
+
+    return mix(mix(seed) + (index + 1) * 0x9E3779B97F4A7C15 & mask)
+
+
+def test_splitmix64_is_the_published_one() -> None:
+    assert [splitmix64(0, i) for i in range(3)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+
+
+@quick
+@given(seed=st.integers(0, 2**63 - 1), first=st.integers(0, 2**40), count=st.integers(1, 9))
+def test_order_is_splitmix64(tmp_path: Path, seed: int, first: int, count: int) -> None:
+    got = tokens(tmp_path, seed=seed).offsets(first, count)
+    assert got.dtype == np.int64
+    assert got.tolist() == [splitmix64(seed, i) % (1000 - 8) for i in range(first, first + count)]
+
+
+@quick
+@given(micro=st.integers(1, 4), dp=st.integers(1, 5), accum=st.integers(1, 3), step=st.integers(0, 99))
+def test_order_does_not_depend_on_the_ranks(tmp_path: Path, micro: int, dp: int, accum: int, step: int) -> None:
+    source, total = tokens(tmp_path), micro * dp * accum
+    whole, _ = source.train_batch(step * total, total)
+    parts = [
+        source.train_batch(step * total + (m * dp + rank) * micro, micro)[0] for m in range(accum) for rank in range(dp)
+    ]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def test_one_integer_resumes(tmp_path: Path) -> None:
+    first = tokens(tmp_path)
+    straight = [first.train_batch(i, 5) for i in range(0, 50, 5)]
+    resumed = [tokens(tmp_path).train_batch(i, 5) for i in range(25, 50, 5)]
+    for (x, y), (u, v) in zip(straight[5:], resumed, strict=True):
+        assert torch.equal(x, u)
+        assert torch.equal(y, v)
+    assert not np.array_equal(first.offsets(0, 50), tokens(tmp_path, seed=1338).offsets(0, 50))
+
+
+def test_offsets_are_uniform(tmp_path: Path) -> None:
+    n = 100_000
+    for seed in (0, 1, 1337):
+        counts = np.bincount(tokens(tmp_path, n=58, seed=seed).offsets(0, n), minlength=50)
+        assert len(counts) == 50  # N - T windows, the last one included
+        chi2 = float(((counts - n / 50) ** 2 / (n / 50)).sum())
+        assert 15 < chi2 < 105  # 49 degrees of freedom: mean 49, sigma 9.9
+
+
+def test_the_smallest_dataset_has_one_window(tmp_path: Path) -> None:
+    x, y = tokens(tmp_path, n=9, n_val=9).train_batch(0, 3)
+    assert x.tolist() == [list(range(8))] * 3
+    assert y.tolist() == [list(range(1, 9))] * 3
+
+
+def test_batches(tmp_path: Path) -> None:
+    source = tokens(tmp_path)
+    x, y = source.train_batch(7, 4)
+    starts = torch.from_numpy(source.offsets(7, 4))
+    assert x.dtype == y.dtype == torch.int64
+    assert x.is_contiguous()
+    assert y.is_contiguous()
+    assert torch.equal(x, starts[:, None] + torch.arange(8))  # token i of the file is i
+    assert torch.equal(y, x + 1)
+    assert torch.equal(y[:, :-1], x[:, 1:])
+    u, v = source.val_batch(np.array([0, 91]))
+    assert u.tolist() == [list(range(8)), list(range(91, 99))]
+    assert torch.equal(v, u + 1)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_batches_on_cuda(tmp_path: Path) -> None:
+    source = tokens(tmp_path)
+    source.device = torch.device("cuda", 0)
+    for i in range(20):
+        x, y = source.train_batch(i, 4)
+        assert x.device == source.device
+        assert torch.equal(x.cpu()[:, 0], torch.from_numpy(source.offsets(i, 4)))
+        assert torch.equal(y, x + 1)
+
+
+@quick
+@given(n_val=st.integers(9, 400), limit=st.integers(1, 60))
+def test_val_windows(tmp_path: Path, n_val: int, limit: int) -> None:
+    starts = tokens(tmp_path, n_val=n_val).val_windows(limit)
+    assert len(starts) == min(limit, (n_val - 1) // 8)
+    gaps = np.diff(starts)
+    assert (gaps >= 8).all()  # inputs never overlap
+    assert np.ptp(gaps) <= 1 if len(gaps) else starts.tolist() == [0]  # evenly spaced
+    assert starts[0] == 0
+    assert starts[-1] + 8 <= n_val - 1  # the last target exists
+    assert len(starts) == 1 or starts[-1] + 8 == n_val - 1
+
+
+def test_dataset_changed(tmp_path: Path) -> None:
+    tokens(tmp_path)
+    info = prepare(config(tmp_path / "tokens"))
+    np.arange(90, dtype=np.uint16).tofile(info.path / "val.bin")
+    text = refused(lambda: TokenData(info, 8, 0))
+    assert text == f"dataset changed: {info.path}/val.bin has 180 bytes, but 200 were prepared; prepare it again"
+    (info.path / "val.bin").unlink()
+    text = refused(lambda: TokenData(info, 8, 0))
+    assert f"dataset changed: cannot open {info.path}/val.bin: No such file or directory" in text
+    assert "--data_dir on shared storage" in text
+
+
+def test_the_module_imports_without_torch() -> None:
+    code = "import sys, nanoray.data; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_prepare_needs_no_torch(sample_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def guarded(name: str, *args: Any) -> Any:
+        assert name.split(".")[0] != "torch"
+        return real(name, *args)
+
+    monkeypatch.setattr(builtins, "__import__", guarded)
+    assert prepare(config(sample_file)).name == "beer"
+
+
+def test_shakespeare_is_recognised_by_its_content(shakespeare: Path, tmp_path: Path) -> None:
+    """A copy under another name is the same dataset: the same tokenizer, and the same loss to expect."""
+    copy = tmp_path / "input.txt"
+    copy.write_bytes(shakespeare.read_bytes())
+    info = prepare(make_config({"global_batch_size": 12, "dataset": str(copy), "data_dir": str(tmp_path / "cache")}))
+    assert (info.name, info.tokenizer["kind"], info.vocab_size) == ("shakespeare", "char", 65)
+
+
+# What is on disk is verified.
+
+
+def overwrite_half(path: Path, when: float | None = None) -> None:
+    """Put zeros in place of the second half of a file, at the same size; with `when` its time of change is that."""
+    with path.open("r+b") as file:
+        half = path.stat().st_size // 2
+        file.seek(half)
+        file.write(bytes(path.stat().st_size - half))
+    if when is not None:
+        os.utime(path, (when, when))
+
+
+def test_half_of_a_cached_file_overwritten_is_noticed(sample_file: Path) -> None:
+    """The size is right. What made the cache is there, so it is made again; a rank that finds it so refuses."""
+    info = prepare(config(sample_file))
+    verify(info.path, info.tokens_sha256)
+    good = (info.path / "train.bin").read_bytes()
+    overwrite_half(info.path / "train.bin")
+    with pytest.raises(DataError, match=rf"dataset changed: train.bin and val.bin of {info.path} have sha256 \w{{16}}"):
+        verify(info.path, info.tokens_sha256)
+    assert "its damaged token cache was rebuilt" in prepare(config(sample_file)).note
+    assert (info.path / "train.bin").read_bytes() == good
+    verify(info.path, info.tokens_sha256)
+
+
+def test_a_verified_file_is_not_read_again_until_it_changes(sample_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info, read = prepare(config(sample_file)), list[int]()
+    real = hashlib.sha256
+    monkeypatch.setattr(hashlib, "sha256", lambda *args: read.append(1) or real(*args))
+    verify(info.path, info.tokens_sha256)
+    assert read == []
+    (info.path / "val.bin").touch()
+    verify(info.path, info.tokens_sha256)
+    assert read == [1]
+    os.chmod(info.path, 0o500)  # a folder of somebody else
+    (info.path / ".verified.json").unlink(missing_ok=True)
+    verify(info.path, info.tokens_sha256)
+
+
+def test_a_sampled_hash_tells_other_tokens_apart(sample_file: Path) -> None:
+    info = prepare(config(sample_file))
+    before = sampled_hash(info.path)
+    assert sampled_hash(info.path) == before
+    overwrite_half(info.path / "val.bin")
+    assert sampled_hash(info.path) != before
+
+
+def test_a_file_that_shrinks_during_training_is_an_error_and_no_signal(sample_file: Path) -> None:
+    """To read a mapped page beyond the end of the file would end the process with SIGBUS."""
+    info = prepare(config(sample_file))
+    data = TokenData(info, 8, 1)
+    data.train_batch(0, 4)
+    os.truncate(info.path / "train.bin", 10)
+    with pytest.raises(DataError, match=r"dataset changed: .*train.bin has 10 bytes, but \d+ were prepared"):
+        data.train_batch(4, 4)

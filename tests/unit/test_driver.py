@@ -1,0 +1,622 @@
+"""The driver's decisions on a scripted Ray: which failure is the cause, what is ordered, what faults.jsonl says.
+
+No process is started and no time passes: see tests/harness/scripted_ray.py. Every order of two faults is tried.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoray.errors import ConfigError, PlacementError
+from nanoray.faults.cause import MAX_CONSEQUENCES
+from nanoray.launch.driver import SAVE_S
+from tests.harness.scripted_ray import Run
+
+IN_PLACE_OF_1 = ["start 1", "go_on 0 as 0/3 attempt 1", "run 1 as 1/3 attempt 1", "go_on 2 as 2/3 attempt 1"]
+RESTART = [f"start {slot}" for slot in range(3)] + [f"run {slot} as {slot}/3 attempt 1" for slot in range(3)]
+WHAT = ("rank", "cause", "recovery", "steps_repeated")
+
+
+def what(run: Run) -> list[tuple[Any, ...]]:
+    return [tuple(report[key] for key in WHAT) for report in run.reports]
+
+
+def ended_well(outcome: dict[str, Any], reason: str = "finished", world_size: int = 3) -> bool:
+    return (outcome["ok"], outcome["exit_reason"], outcome["world_size"]) == (True, reason, world_size)
+
+
+# One fault.
+
+
+def test_a_run_without_faults(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    assert ended_well(run())
+    assert run.ray.orders[:3] == ["start 0", "start 1", "start 2"]
+    assert run.ray.orders[3:6] == [f"run {slot} as {slot}/3 attempt 0" for slot in range(3)]
+    assert (run.causes, run.reports, run.orders) == ([], [], [])
+
+
+def test_a_killed_rank_is_replaced_and_the_others_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(tmp_path)
+    run.ray.at(10.3, run.ray.die, 1)
+    assert ended_well(run())
+    assert run.orders == IN_PLACE_OF_1
+    assert what(run) == [(1, "killed", "in_place", 0)]
+    (report,) = run.reports
+    assert (report["step"], report["phase"], report["signal"]) == (11, "backward", "SIGKILL")
+    assert (report["attempt"], report["world_size"], report["pid"]) == (0, 3, 1001)
+    assert report["detect_s"] == pytest.approx(0.01, abs=0.001)
+    assert report["consequences"] == []
+    output = capsys.readouterr().out
+    assert "failure  rank 1 (pid 1001, node 10.0.0.1) died in backward of step 11: killed by SIGKILL\n" in output
+    assert "replace  1/3 rank 1 (pid 1003) joins in 2.0 s; no step is repeated\n" in output
+    assert "recover  detected in 0.01 s, training again after" in output
+
+
+@pytest.mark.parametrize(
+    ("how", "cause", "title"),
+    [
+        ("memory", "out_of_memory", "died in backward of step 11: ended by Ray's memory monitor"),
+        ("node", "node_lost", "is out of reach in backward of step 11: its node is lost or busy"),
+    ],
+)
+def test_deaths_are_told_apart(tmp_path: Path, how: str, cause: str, title: str) -> None:
+    run = Run(tmp_path)
+    run.ray.at(10.3, run.ray.die, 1, how=how)
+    assert ended_well(run())
+    assert what(run) == [(1, cause, "in_place", 0)]
+    assert run.reports[0]["title"].endswith(title)
+
+
+def test_an_exception_is_a_lost_rank_too(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.ray.at(10.3, run.ray.fail, 1, "exception", "ValueError: x")
+    assert ended_well(run())
+    assert run.orders == ["kill 1", *IN_PLACE_OF_1]
+    assert what(run) == [(1, "exception", "in_place", 0)]
+
+
+@pytest.mark.parametrize(("frozen", "why"), [(False, "is behind"), (True, "does not answer")])
+def test_a_hung_rank_is_ended_and_replaced(tmp_path: Path, frozen: bool, why: str) -> None:
+    run = Run(tmp_path)
+    run.ray.at(10.3, run.ray.hang, 1, frozen)
+    assert ended_well(run())
+    assert run.orders == ["kill 1", *IN_PLACE_OF_1]
+    assert what(run) == [(1, "hung", "in_place", 0)]
+    (report,) = run.reports
+    assert (
+        f"made no progress for 60 s in forward of step 11 and {why} (rank 0 in backward of step 11" in report["title"]
+    )
+    assert report["detect_s"] == pytest.approx(60, abs=1.5)
+
+
+def test_refused_is_not_tried_again_and_keeps_its_exit_code(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.ray.at(10.3, run.ray.fail, 1, "refused", "TrainingDiverged: the loss is nan")
+    outcome = run()
+    assert (outcome["ok"], outcome["exit_code"]) == (False, 5)
+    assert "Gave up: restarting cannot cure this. Saved at step 11." in outcome["message"], "by the other ranks"
+    assert what(run) == [(1, "refused", "none", None)]
+    assert run.orders[-4:] == ["stop 0", "stop 2", "go_on 0 as 0/2 attempt 1", "go_on 2 as 1/2 attempt 1"]
+
+
+def test_a_run_that_cannot_start_ends_at_once(tmp_path: Path) -> None:
+    """Nobody holds anything yet, so nobody is waited for."""
+    run = Run(tmp_path)
+    run.ray.at(0.001, lambda: setattr(run.ray.actors[1], "phase", "init"))
+    run.ray.at(0.002, run.ray.fail, 1, "refused", "ConfigError: no such folder", notice_s=None)
+    began = run.ray.time.now
+    outcome = run()
+    assert (outcome["ok"], outcome["exit_code"]) == (False, 5)
+    assert "Saved" not in outcome["message"]
+    assert run.ray.time.now - began < 3.0
+
+
+def test_with_recovery_restart_all_ranks_start_again(tmp_path: Path) -> None:
+    run = Run(tmp_path, recovery="restart")
+    run.ray.at(10.3, run.ray.die, 1)
+    assert ended_well(run())
+    assert run.orders == ["kill 0", "kill 2", *RESTART]
+    assert what(run) == [(1, "killed", "restart", 10)]
+    assert len(run.reports[0]["consequences"]) == 2
+
+
+def test_an_older_attempt_may_not_write_any_more(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.ray.at(10.3, run.ray.die, 1)
+    run()
+    assert (tmp_path / "attempt").read_text() == "1 0.0\n"
+
+
+# Whoever is left saves before a run restarts or ends.
+
+
+def saved(run: Run) -> bool:
+    return run.ray.saved >= 10
+
+
+@pytest.mark.parametrize("gap_s", [0.5, 30.0, 59.0])
+def test_without_a_replacement_the_others_save_before_all_start_again(tmp_path: Path, gap_s: float) -> None:
+    """No capacity: nothing is repeated at the restart, or lost at a stop that comes meanwhile."""
+    for stopped in (False, True):
+        run = Run(tmp_path / str(stopped))
+        run.ray.start_s = 1000.0
+        run.ray.at(10.3, run.ray.die, 1)
+        run.ray.at(200.0, lambda run=run: setattr(run.ray, "start_s", 2.0))
+        asked = run.ray.time.now + 10.3 + gap_s
+        if stopped:
+            run.ray.at(10.3 + gap_s, run.sigterm)
+        outcome = run()
+        assert saved(run)
+        if stopped:
+            assert ended_well(outcome, "stopped", world_size=2)
+            assert run.ray.time.now - asked < 3.0
+        else:
+            assert what(run)[0][2:] == ("restart", 0)
+
+
+def test_a_newcomer_that_cannot_work_is_tried_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its node has no shared folder: that says nothing about the run. The second node has one."""
+    run = Run(tmp_path)
+    run.ray.refusing_starts[1] = 1
+    run.ray.at(10.3, run.ray.die, 1)
+    assert ended_well(run())
+    assert run.causes == [(1, "killed"), (1, "refused")]
+    assert what(run)[-1] == (1, "refused", "in_place", 0)
+    (_, first, second) = [a for a in run.ray.created if a.slot == 1]
+    assert first.avoids == []
+    assert second.avoids == [first.facts["node"]]
+
+
+@pytest.mark.parametrize("recovery", ["in_place", "shrink"])
+def test_a_newcomer_that_cannot_work_anywhere(tmp_path: Path, recovery: str) -> None:
+    """After three nodes the others go on without it, or save and end with the newcomer's error and exit code."""
+    run = Run(tmp_path, recovery=recovery, max_failures=9)
+    run.ray.refusing_starts[1] = 9
+    run.ray.at(10.3, run.ray.die, 1)
+    outcome = run()
+    assert run.causes == [(1, "killed"), *[(1, "refused")] * 3]
+    if recovery == "shrink":
+        assert ended_well(outcome, world_size=2)
+        return
+    assert saved(run)
+    assert (outcome["ok"], outcome["exit_code"]) == (False, 5)
+    assert "no shared folder. Gave up: its replacement could not work on three nodes." in outcome["message"]
+    assert f"Saved at step {run.ray.saved}." in outcome["message"]
+
+
+def test_no_other_node_has_room_for_a_newcomer_that_cannot_work(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.ray.refusing_starts[1] = 1
+    run.ray.reactions["run 1 as 1/3 attempt 1"] = lambda: setattr(run.ray, "start_s", 1000.0)
+    run.ray.at(10.3, run.ray.die, 1)
+    outcome = run()
+    assert saved(run)
+    assert outcome["exit_code"] == 5
+    assert "its replacement cannot work where it was started, and no other node has room" in outcome["message"]
+
+
+@pytest.mark.parametrize("victim", range(3))
+def test_without_a_head_the_others_save(tmp_path: Path, victim: int) -> None:
+    run = Run(tmp_path)
+    run.ray.at(10.29, run.ray.head.close)
+    run.ray.at(10.3, run.ray.die, victim)
+    outcome = run()
+    assert "Gave up: the cluster's head is gone" in outcome["message"]
+    assert saved(run)
+    assert not any(order.startswith("start") for order in run.orders)
+    assert what(run) == [(victim, "killed", "none", None)]
+
+
+@pytest.mark.parametrize("second", [0, 2])
+@pytest.mark.parametrize("gap_s", [0.001, 0.3])
+def test_a_rank_dies_while_the_others_save(tmp_path: Path, second: int, gap_s: float) -> None:
+    """The last one saves alone."""
+    run = Run(tmp_path)
+    run.ray.reactions["go_on 2 as 1/2 attempt 1"] = lambda: run.ray.at(gap_s, run.ray.die, second)
+    run.ray.at(10.3, run.ray.fail, 1, "refused", "TrainingDiverged: the loss is nan")
+    outcome = run()
+    assert saved(run)
+    assert outcome["exit_code"] in (1, 5)
+    assert "Gave up: restarting cannot cure this. Saved at step" in outcome["message"]
+
+
+def test_ranks_that_never_finish_saving_are_not_waited_for(tmp_path: Path) -> None:
+    run = Run(tmp_path, hang_timeout=0)
+    run.ray.reactions["go_on 2 as 1/2 attempt 1"] = lambda: run.ray.at(0.1, run.ray.hang, 2)
+    run.ray.at(10.3, run.ray.fail, 1, "refused", "TrainingDiverged: the loss is nan")
+    began = run.ray.time.now
+    outcome = run()
+    assert "Gave up: restarting cannot cure this. Checkpoints" in outcome["message"]
+    assert run.ray.time.now - began < 10.3 + SAVE_S + 10.0
+
+
+# Two faults, in every order.
+
+PAIRS = list(itertools.permutations(range(3), 2))
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+@pytest.mark.parametrize("gap_s", [0.0, 0.005, 0.015], ids=["at once", "before the report", "after the report"])
+def test_two_ranks_die_together(tmp_path: Path, first: int, second: int, gap_s: float) -> None:
+    """The first one reported is named, the second is a consequence, and one meeting takes in both."""
+    run = Run(tmp_path)
+    run.ray.at(10.3, run.ray.die, first)
+    run.ray.at(10.3 + gap_s, run.ray.die, second)
+    assert ended_well(run())
+    left = ({0, 1, 2} - {first, second}).pop()
+    assert what(run) == [(first, "killed", "in_place", 0)]
+    (consequence,) = run.reports[0]["consequences"]
+    assert consequence.startswith(f"rank {second} (pid ")
+    assert sorted(run.orders[:2]) == sorted([f"start {first}", f"start {second}"])
+    assert run.orders[2:] == [f"{'go_on' if slot == left else 'run'} {slot} as {slot}/3 attempt 1" for slot in range(3)]
+
+
+@pytest.mark.parametrize("recovery", ["in_place", "restart"])
+@pytest.mark.parametrize(("victim", "echoes"), PAIRS)
+@pytest.mark.parametrize("report_s", [0.001, 0.5], ids=["death first", "consequence first"])
+def test_a_lost_peer_is_never_the_cause(
+    tmp_path: Path, recovery: str, victim: int, echoes: int, report_s: float
+) -> None:
+    """A survivor's broken connection may be known before the death that broke it."""
+    run = Run(tmp_path, recovery=recovery)
+    run.ray.at(10.3, run.ray.die, victim, report_s=report_s)
+    run.ray.at(10.32, run.ray.fail, echoes, "peer_lost", "RuntimeError: Connection closed by peer")
+    assert ended_well(run())
+    assert run.causes == [(victim, "killed")]
+    (report,) = run.reports
+    assert all("Connection closed by peer" in line for line in report["consequences"])
+    assert len(report["consequences"]) == (2 if recovery == "restart" else 1)
+    assert report["recovery"] == recovery
+
+
+@pytest.mark.parametrize("order", [("die", "fail"), ("fail", "die")])
+def test_a_death_outranks_an_exception(tmp_path: Path, order: tuple[str, str]) -> None:
+    run = Run(tmp_path)
+    events = {"die": lambda: run.ray.die(2, None), "fail": lambda: run.ray.fail(1, "exception", "ValueError: x")}
+    for i, name in enumerate(order):
+        run.ray.at(10.3 + 0.005 * i, events[name])
+    assert ended_well(run())
+    assert what(run) == [(2, "killed", "in_place", 0)]
+    assert "ValueError: x" in run.reports[0]["consequences"][0]
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_a_rank_dies_after_the_group_has_recovered(tmp_path: Path, first: int, second: int) -> None:
+    run = Run(tmp_path)
+    run.ray.at(10.3, run.ray.die, first)
+    run.ray.at(20.3, run.ray.die, second)
+    assert ended_well(run())
+    assert what(run) == [(first, "killed", "in_place", 0), (second, "killed", "in_place", 0)]
+    assert [report["attempt"] for report in run.reports] == [0, 1]
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_a_rank_dies_before_a_step_is_completed_again(tmp_path: Path, first: int, second: int) -> None:
+    """Both are reported; the first one's recovery has no end, because the second fault came before it."""
+    run = Run(tmp_path)
+    run.ray.at(10.3, run.ray.die, first)
+    run.ray.at(12.8, run.ray.die, second)
+    assert ended_well(run())
+    assert what(run) == [(first, "killed", "in_place", None), (second, "killed", "in_place", 0)]
+    assert [report["recover_s"] is None for report in run.reports] == [True, False]
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_a_newcomer_dies_while_it_is_awaited(tmp_path: Path, first: int, second: int) -> None:
+    """Two ranks are lost; one new actor dies twice while it starts. It is started again, and nothing is lost."""
+    run = Run(tmp_path)
+    run.ray.failing_starts[second] = 2
+    run.ray.at(10.3, run.ray.die, first)
+    run.ray.at(10.305, run.ray.die, second)
+    assert ended_well(run())
+    assert what(run) == [(first, "killed", "in_place", 0)]
+    assert run.orders.count(f"start {second}") == 3
+    assert run.orders.count(f"start {first}") == 1
+
+
+@pytest.mark.parametrize("recovery", ["in_place", "shrink"])
+def test_a_newcomer_that_always_dies(tmp_path: Path, recovery: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The three tries are used up: a restart, or a smaller group."""
+    run = Run(tmp_path, recovery=recovery)
+    run.ray.failing_starts[1] = 6
+    run.ray.at(10.3, run.ray.die, 1)
+    outcome = run()
+    if recovery == "in_place":
+        assert ended_well(outcome)
+        assert run.reports[0]["recovery"] == "restart"
+        assert run.orders.count("start 1") == 4, "three tries, and at the restart"
+        assert run.reports[0]["steps_repeated"] == 0, "the others had saved"
+        assert "replace  1/3 no new actor within" in capsys.readouterr().out
+        return
+    assert ended_well(outcome, world_size=2)
+    assert what(run) == [(1, "killed", "shrink", 0)]
+    output = capsys.readouterr().out
+    assert "shrink   1/3 3 -> 2 rank(s) with the same global batch, until rank 1 is back" in output
+    assert "replace  3 new actors for rank 1 died while starting; going on without it" in output
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_a_survivor_dies_while_a_replacement_is_awaited(tmp_path: Path, first: int, second: int) -> None:
+    """The third rank still holds the state: nothing is repeated, and both deaths are reported."""
+    run = Run(tmp_path)
+    run.ray.at(10.3, run.ray.die, first)
+    run.ray.at(11.3, run.ray.die, second)
+    assert ended_well(run())
+    assert run.causes == [(first, "killed"), (second, "killed")]
+    assert what(run) == [(first, "killed", "", None), (second, "killed", "in_place", 0)]
+
+
+@pytest.mark.parametrize(("hangs", "dies"), PAIRS)
+def test_a_rank_dies_as_the_hung_one_is_ended(tmp_path: Path, hangs: int, dies: int) -> None:
+    """Until all survivors wait, a death belongs to the same fault. The hung rank came first, so it is the cause."""
+    run = Run(tmp_path)
+    run.ray.at(10.3, run.ray.hang, hangs)
+    run.ray.reactions[f"kill {hangs}"] = lambda: run.ray.die(dies)
+    assert ended_well(run())
+    assert what(run) == [(hangs, "hung", "in_place", 0)]
+    assert run.reports[0]["consequences"][0].startswith(f"rank {dies} ")
+    assert sorted(run.orders[1:3]) == sorted([f"start {hangs}", f"start {dies}"])
+
+
+@pytest.mark.parametrize(("hangs", "dies"), PAIRS)
+def test_a_rank_dies_while_another_hangs(tmp_path: Path, hangs: int, dies: int) -> None:
+    """The hung rank does not notice: after the survivors' patience it is ended, and the third one has the state."""
+    run = Run(tmp_path)
+    run.ray.at(10.3, run.ray.hang, hangs)
+    run.ray.at(30.3, run.ray.die, dies)
+    assert ended_well(run())
+    assert what(run) == [(dies, "killed", "in_place", 0)]
+    assert run.reports[0]["consequences"][0].startswith(f"rank {hangs} ")
+    assert f"kill {hangs}" in run.orders
+
+
+def test_the_rank_that_is_ahead_counts(tmp_path: Path) -> None:
+    """Rank 0 had completed step 11 when rank 1 died in it: a restart repeats eleven steps, not ten."""
+    run = Run(tmp_path, recovery="restart")
+    run.ray.at(10.3, lambda: setattr(run.ray.actors[0], "phase", "log"))
+    run.ray.at(10.3, run.ray.die, 1)
+    assert ended_well(run())
+    assert what(run) == [(1, "killed", "restart", 11)]
+
+
+def test_a_rank_dies_after_another_had_finished(tmp_path: Path) -> None:
+    """One rank has ended, so the others cannot form a group of three: all start again."""
+    run = Run(tmp_path)
+    run.ray.at(10.3, lambda: run.ray.actors[2].runs[-1].set({"ok": True, "exit_reason": "finished"}))
+    run.ray.at(10.4, run.ray.die, 1)
+    assert ended_well(run())
+    assert [report["recovery"] for report in run.reports] == ["restart"]
+    assert not [order for order in run.orders if order.startswith("go_on")]
+
+
+def test_all_ranks_die(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for slot in (2, 0, 1):
+        run.ray.at(10.3, run.ray.die, slot)
+    assert ended_well(run())
+    assert what(run)[0][2] == "restart"
+    assert len(run.reports[0]["consequences"]) == 2
+
+
+def test_thousands_of_consequences_are_counted(tmp_path: Path) -> None:
+    run = Run(tmp_path, workers=12, recovery="restart")
+    run.ray.at(10.3, run.ray.die, 5)
+    assert ended_well(run(), world_size=12)
+    lines = run.reports[0]["consequences"]
+    assert len(lines) == MAX_CONSEQUENCES + 1
+    assert lines[-1] == "and 3 more ranks"
+
+
+# A stop, and a fault.
+
+
+def test_a_stop_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.ray.at(10.3, run.sigterm)
+    outcome = run()
+    assert ended_well(outcome, "stopped")
+    assert outcome["exit_code"] == 143
+    assert run.orders == ["stop 0", "stop 1", "stop 2"]
+
+
+@pytest.mark.parametrize("victim", range(3))
+def test_during_a_stop_no_rank_is_replaced(tmp_path: Path, victim: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """The ranks that are left form a group of their own and save."""
+    run = Run(tmp_path)
+    run.ray.at(10.3, run.sigterm)
+    run.ray.at(10.6, run.ray.die, victim)
+    outcome = run()
+    assert ended_well(outcome, "stopped", world_size=2)
+    assert outcome["exit_code"] == 143
+    assert not any(order.startswith("start") for order in run.orders)
+    assert what(run) == [(victim, "killed", "none", 0)]
+    assert "save     2 rank(s) are left and hold the run's state" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("victim", range(3))
+def test_a_stop_right_after_a_death(tmp_path: Path, victim: int) -> None:
+    """The new actor has been started before the signal came; the survivors do not wait for it."""
+    run = Run(tmp_path)
+    run.ray.at(10.3, run.ray.die, victim)
+    run.ray.at(10.315, run.sigterm)
+    outcome = run()
+    assert ended_well(outcome, "stopped", world_size=2)
+    assert outcome["exit_code"] == 143
+    assert run.orders.count(f"start {victim}") == 1
+
+
+def test_a_stop_while_a_replacement_is_awaited(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.ray.at(10.3, run.ray.die, 1)
+    run.ray.at(11.3, run.sigterm)
+    outcome = run()
+    assert ended_well(outcome, "stopped", world_size=2)
+    assert outcome["exit_code"] == 143
+    assert run.orders[:3] == ["start 1", "stop 0", "stop 2"], "at once: the new actor is not waited for"
+
+
+def test_a_stop_while_a_replacement_never_comes(tmp_path: Path) -> None:
+    """The survivors hold the state: they save, instead of being ended for a restart."""
+    run = Run(tmp_path)
+    run.ray.start_s = 1000.0
+    run.ray.at(10.3, run.ray.die, 1)
+    run.ray.at(11.3, run.sigterm)
+    asked = run.ray.time.now + 11.3
+    outcome = run()
+    assert ended_well(outcome, "stopped", world_size=2)
+    assert run.ray.time.now - asked < 3.0, "not when the wait for the replacement is over"
+
+
+@pytest.mark.parametrize("victim", range(3))
+@pytest.mark.parametrize("gap_s", [-0.05, 0.05], ids=["drained, then lost", "lost, then drained"])
+def test_a_drained_node_and_a_lost_rank(tmp_path: Path, victim: int, gap_s: float) -> None:
+    """A drain is a stop with a reason, also while a lost rank's replacement is awaited."""
+    run = Run(tmp_path)
+    run.ray.at(10.3, run.ray.drain, run.driver, 2)
+    run.ray.at(10.3 - gap_s, run.ray.die, victim)
+    outcome = run()
+    assert (outcome["exit_reason"], outcome["exit_code"]) == ("stopped", 143)
+    assert outcome["why"] == "node 00000002 is being drained"
+    assert outcome["world_size"] == 2
+
+
+# Shrink and grow, spares, budgets.
+
+
+def test_the_group_shrinks_at_once_and_grows_when_the_new_actor_is_ready(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path, recovery="shrink", replace_timeout=0)
+    run.ray.at(10.3, run.ray.die, 0)
+    assert ended_well(run())
+    assert run.orders == [
+        "start 0",
+        *("go_on 1 as 0/2 attempt 1", "go_on 2 as 1/2 attempt 1"),
+        *("pause 1", "pause 2"),
+        *("run 0 as 0/3 attempt 2", "go_on 1 as 1/3 attempt 2", "go_on 2 as 2/3 attempt 2"),
+    ]
+    assert what(run)[0][:3] == (0, "killed", "shrink")
+    assert "grow     2 -> 3 ranks; no step is repeated" in capsys.readouterr().out
+
+
+def test_a_newcomer_that_dies_after_the_others_were_paused_is_the_cause(tmp_path: Path) -> None:
+    """Its own death is named, not a group that broke by itself; and it is replaced."""
+    run = Run(tmp_path, recovery="shrink", replace_timeout=0)
+    run.ray.at(10.3, run.ray.die, 1)
+    run.ray.reactions["pause 2"] = lambda: run.ray.die(1, None)
+    assert ended_well(run(), world_size=3)
+    assert run.causes == [(1, "killed"), (1, "killed")]
+    assert [report["steps_repeated"] for report in run.reports] == [0, 0]
+
+
+def test_a_pause_that_leads_to_no_larger_group_is_no_failure(tmp_path: Path) -> None:
+    """The ranks left their group by order, and the reason for it is gone: they meet again as they are."""
+    run = Run(tmp_path, recovery="shrink")
+    run.ray.at(10.3, lambda: run.driver.group and run.driver.group.pause())
+    assert ended_well(run())
+    assert run.causes == []
+    assert [order for order in run.orders if order.startswith("go_on")] == [
+        f"go_on {slot} as {slot}/3 attempt 1" for slot in range(3)
+    ]
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_a_rank_dies_while_the_group_is_smaller(tmp_path: Path, first: int, second: int) -> None:
+    run = Run(tmp_path, recovery="shrink", replace_timeout=0)
+    run.ray.at(10.3, run.ray.die, first)
+    run.ray.at(11.3, run.ray.die, second)
+    assert ended_well(run())
+    left = ({0, 1, 2} - {first, second}).pop()
+    assert f"go_on {left} as 0/1 attempt 2" in run.orders
+    assert run.causes == [(first, "killed"), (second, "killed")]
+    assert {report["recovery"] for report in run.reports} == {"shrink"}
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_a_spare_takes_the_first_slot_and_a_new_actor_the_second(tmp_path: Path, first: int, second: int) -> None:
+    run = Run(tmp_path, spares=1)
+    run.ray.at(10.3, run.ray.die, first)
+    run.ray.at(10.305, run.ray.die, second)
+    assert ended_well(run())
+    assert f"spare takes {first}" in run.orders
+    assert f"start {second}" in run.orders
+    assert what(run) == [(first, "killed", "in_place", 0)], "not all who joined were spares"
+
+
+def test_a_spare_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(tmp_path, spares=1)
+    run.ray.at(10.3, run.ray.die, 1)
+    assert ended_well(run())
+    assert what(run) == [(1, "killed", "spare", 0)]
+    assert ", a spare) joins in" in capsys.readouterr().out
+
+
+def test_an_exception_at_the_same_place_twice_is_deterministic(tmp_path: Path) -> None:
+    run = Run(tmp_path, max_failures=9)
+    for at in (10.3, 13.3):
+        run.ray.at(at, run.ray.fail, 1, "exception", "ValueError: x", step=11)
+    outcome = run()
+    assert outcome["exit_code"] == 1
+    assert "deterministic: it failed 2 times in the same way at the same step" in outcome["message"]
+    assert [report["recovery"] for report in run.reports] == ["in_place", "none"]
+
+
+@pytest.mark.parametrize("gap_s", [8.0, 14.0])
+def test_the_budget_of_failures(tmp_path: Path, gap_s: float) -> None:
+    """Two at most without ten steps in between: with them it is not used up."""
+    run = Run(tmp_path, max_failures=2)
+    for n in range(3):
+        run.ray.at(10.3 + n * gap_s, run.ray.die, 1)
+    outcome = run()
+    if gap_s < 10:
+        assert "Gave up: max_failures = 2 is exceeded" in outcome["message"]
+        assert [report["recovery"] for report in run.reports] == ["in_place", "in_place", "none"]
+    else:
+        assert ended_well(outcome)
+
+
+@pytest.mark.parametrize("event", ["hang", "group broke"])
+def test_waiting_ranks_without_a_failure(tmp_path: Path, event: str) -> None:
+    """Some ranks leave their group: one that does not follow is ended; if all do, they meet again as they are."""
+    run = Run(tmp_path, hang_timeout=0)
+    if event == "hang":
+        run.ray.at(10.3, run.ray.hang, 1)
+    for slot in (0, 2) if event == "hang" else (0, 1, 2):
+        run.ray.at(10.4, lambda slot=slot: run.ray.lose_peer(run.ray.actors[slot]))
+    assert ended_well(run())
+    if event == "hang":
+        assert run.causes == [(1, "hung")]
+        assert "did not leave the group that broke" in run.reports[0]["title"]
+    else:
+        assert run.causes == [(0, "peer_lost")]
+        assert "though no rank was lost" in run.reports[0]["title"]
+        assert run.orders == [f"go_on {slot} as {slot}/3 attempt 1" for slot in range(3)]
+    assert run.reports[0]["recovery"] == "in_place"
+
+
+def test_a_fault_after_the_last_checkpoint_changes_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    outcome = {"ok": True, "exit_reason": "finished", "world_size": 3}
+    run.ray.at(10.3, lambda: run.ray.actors[0].runs[-1].set(outcome))
+    run.ray.at(10.3001, run.ray.die, 1)
+    assert ended_well(run())
+    assert (run.causes, run.reports) == ([], [])
+    assert not [order for order in run.orders if order.startswith("run")]
+
+
+def test_actors_that_do_not_start(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.ray.on_describe = lambda actor, ref: None  # type: ignore[method-assign]
+    with pytest.raises(PlacementError, match="the actors did not start within 90 s; look at `ray logs`"):
+        run()
+
+
+def test_spares_that_could_never_be_used_are_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path, allreduce="ring", spares=1)
+    with pytest.raises(ConfigError, match=r"spares = 1 would be ignored: .* a fault restarts all ranks; drop spares"):
+        run()

@@ -1,0 +1,233 @@
+"""The outer loop without processes: groups that break at any point, in every order of two faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanoray.config import Batch, make_config
+from nanoray.errors import ConfigError, RendezvousError, TrainingDiverged
+from nanoray.mesh.mesh import Mesh
+from nanoray.mesh.rendezvous import Rendezvous
+from nanoray.run import RunSpec
+from nanoray.state import TrainState
+from nanoray.train.elastic import Group, furthest, train_in_groups
+from nanoray.train.engine import Regroup
+from nanoray.train.guards import Guards
+from nanoray.train.observers import Observers
+from nanoray.train.precision import LossScaler
+from tests.harness.ranks import make_spec
+
+CPU = torch.device("cpu")
+PEER = RuntimeError("[gloo] Connection closed by peer")
+ABSENT = RendezvousError("rank 0 waited for rank 1 of 2")
+
+
+@pytest.fixture
+def spec(text: Path, tmp_path: Path) -> RunSpec:
+    return make_spec(text, tmp_path, precision="fp32")
+
+
+class Groups:
+    """Plays a run's groups: what goes wrong where in each, and in which order things happened.
+
+    `script` holds, for each group in turn, {"meet" | "build" | "fit": what it raises}.
+    """
+
+    def __init__(self, spec: RunSpec, *script: dict[str, BaseException]) -> None:
+        self.spec, self._script = spec, iter(script)
+        self._now: dict[str, BaseException] = {}
+        self.events: list[str] = []
+        model, config = torch.nn.Linear(1, 1), make_config({"micro_batch_size": 1})
+        guards = Guards(config, Batch(1, 1, 1), CPU)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        self.state = TrainState(model, optimizer, LossScaler(CPU, False), guards)
+
+    def __call__(self, whole: bool = True, rejoin: Callable[[str], Any] | None = None) -> dict[str, Any]:
+        self.state.whole = whole
+        self._now = next(self._script)
+        first = Group(self.spec, self._mesh())
+        return train_in_groups(first, self.state, self.build, self.meet, rejoin or self.rejoin)
+
+    def _mesh(self) -> Mesh:
+        groups = self
+
+        class Alone(Mesh):
+            def all_gather(self, value: Any) -> list[Any]:
+                return [value, (0, "")]
+
+            def barrier(self) -> None:
+                groups.happen("barrier")
+
+            def leave(self) -> None:
+                groups.events.append("leave")
+
+        return Alone(0, 2, 0, CPU, "gloo", "")
+
+    def happen(self, what: str) -> None:
+        self.events.append(what)
+        if what in self._now:
+            raise self._now[what]
+
+    def meet(self, spec: RunSpec, rendezvous: Rendezvous) -> Mesh:
+        self._now = next(self._script)
+        self.happen("meet")
+        return self._mesh()
+
+    def build(self, group: Group) -> Any:
+        self.happen("build")
+        return Engine(self, group)
+
+    def rejoin(self, lost: str) -> tuple[RunSpec, Rendezvous]:
+        assert not any(p.grad is not None for p in self.state.model.parameters())
+        self.events.append(f"rejoin: {lost}")
+        return self.spec.next_attempt(), Rendezvous(rank=0, world_size=2)
+
+
+class Engine:
+    """Stands where the loop stands; `writer` and `par` note what is asked of them."""
+
+    def __init__(self, groups: Groups, group: Group) -> None:
+        self._groups, self.group = groups, group
+        self.writer = self.par = self
+
+    def fit(self) -> dict[str, Any]:
+        self._groups.state.model(torch.ones(1, 1)).sum().backward()  # a step is in flight
+        self._groups.happen("fit")
+        return {"attempt": self.group.spec.attempt, "source": self.group.source}
+
+    def hold(self) -> None:
+        self._groups.events.append("hold")
+
+    def close(self) -> None:
+        self._groups.events.append("close")
+
+
+def test_without_a_fault_there_is_one_group(spec: RunSpec) -> None:
+    run = Groups(spec, {})
+    assert run() == {"attempt": 0, "source": None}
+    assert run.events == ["build", "fit", "barrier", "close"]
+
+
+PLACES = [("fit", PEER), ("build", PEER), ("barrier", PEER), ("meet", PEER), ("meet", ABSENT), ("fit", Regroup())]
+
+
+def first_place() -> Iterator[tuple[str, BaseException]]:
+    return (place for place in PLACES if place[0] != "meet")  # the first group has met
+
+
+@pytest.mark.parametrize(("one", "two"), list(product(first_place(), PLACES)), ids=str)
+def test_every_order_of_two_faults(spec: RunSpec, one: tuple[str, Any], two: tuple[str, Any]) -> None:
+    """A rank is lost, and another one while the group meets, is built, trains, or ends."""
+    run = Groups(spec, dict([one]), dict([two]), {})
+    assert run() == {"attempt": 1, "source": 0}, "it goes on in the third group, from its own memory"
+    assert [event.split(":")[0] for event in run.events].count("rejoin") == 2
+    assert run.events.count("leave") == 2
+    built = [i for i, event in enumerate(run.events) if event == "hold"]
+    assert len(built) == sum(where in ("fit", "barrier") for where, _ in (one, two)), "commits wait for the new attempt"
+    assert run.events[-4:] == ["build", "fit", "barrier", "close"]
+    told = [event for event in run.events if event.startswith("rejoin")]
+    for event, (_, error) in zip(told, (one, two), strict=True):
+        assert ("the driver ordered" in event) is isinstance(error, Regroup)
+        assert isinstance(error, Regroup) or f"{type(error).__name__}: {error}" in event
+
+
+@pytest.mark.parametrize("error", [TrainingDiverged("nan"), ValueError("bug"), ConfigError("no"), KeyboardInterrupt()])
+def test_what_is_no_lost_peer_ends_the_run(spec: RunSpec, error: BaseException) -> None:
+    run = Groups(spec, {"fit": error})
+    with pytest.raises(type(error)) as raised:
+        run()
+    assert raised.value is error
+    assert run.events == ["build", "fit"]
+
+
+def test_a_rank_without_the_state_cannot_serve_others(spec: RunSpec) -> None:
+    """A newcomer whose first group breaks before it has the state ends, and is replaced itself."""
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        Groups(spec, {"build": PEER})(whole=False)
+
+
+def test_without_a_driver_a_lost_peer_is_the_end(spec: RunSpec) -> None:
+    """Under torchrun the group's end is the process' end."""
+    run = Groups(spec, {"fit": PEER})
+    run.state.whole = True
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        train_in_groups(Group(spec, run._mesh()), run.state, lambda group: _broken(), run.meet, None)
+
+
+def _broken() -> Any:
+    raise PEER
+
+
+def test_a_driver_that_gives_no_orders_ends_the_wait(spec: RunSpec) -> None:
+    """The error says why it waited; it must not be taken for another lost peer."""
+
+    def rejoin(lost: str) -> Any:
+        raise RuntimeError(f"no rank took its place: {lost}")
+
+    run = Groups(spec, {"fit": PEER})
+    with pytest.raises(RuntimeError, match=r"took its place: RuntimeError: \[gloo\] Connection closed"):
+        run(rejoin=rejoin)
+    assert run.events == ["build", "fit", "hold", "leave"]
+
+
+def test_out_of_gpu_memory_comes_with_the_remedy(spec: RunSpec) -> None:
+    run = Groups(spec, {"fit": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")})
+    with pytest.raises(ConfigError, match=r"out of GPU memory \(CUDA .* 2 GiB\); halve --micro_batch_size"):
+        run()
+
+
+class Standing(Mesh):
+    def __init__(self, standing: list[tuple[int, str]]) -> None:
+        super().__init__(0, len(standing), 0, CPU, "gloo", "")
+        self._standing = standing
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value, *self._standing[1:]]
+
+
+def test_the_furthest_rank_serves_the_others(spec: RunSpec) -> None:
+    state = Groups(spec).state
+    state.whole = True
+    state.scalars.step = 7
+    assert furthest(Standing([(0, ""), (8, "fp32"), (-1, "")]), state, "fp32") == (1, "fp32", 8)
+    assert furthest(Standing([(0, ""), (7, "fp32"), (-1, "")]), state, "fp32") == (0, "fp32", 7), "the first of equals"
+    assert furthest(Standing([(0, ""), (5, "bf16")]), None, "") == (1, "bf16", 5), "a newcomer learns the precision"
+    state.whole = False
+    with pytest.raises(RuntimeError, match="no rank holds the run's state"):
+        furthest(Standing([(0, ""), (-1, "")]), state, "fp32")
+
+
+# What a new rank 0 writes down first.
+
+
+@pytest.mark.parametrize(("newest", "reported", "expected"), [(5, 5, [3, 4, 5]), (5, 4, [3, 4]), (4, 4, [3, 4])])
+def test_the_record_that_a_lost_rank_0_did_not_write(
+    spec: RunSpec, newest: int, reported: int, expected: list[int]
+) -> None:
+    """Also where rank 0 lives, but broke off before it wrote what another rank says has been reported."""
+    observers = Observers(spec, ())
+    observers.open(0, 10)
+    for step in (3, 4):
+        observers.record({"step": step})
+    observers.catch_up({"step": newest}, reported)
+    observers.close()
+    lines = (spec.folder / "metrics.jsonl").read_text().splitlines()
+    assert [int(line.split(":")[1].strip(" }")) for line in lines] == expected
+
+
+def test_ranks_other_than_0_write_nothing(spec: RunSpec) -> None:
+    observers = Observers(spec, ())
+    observers.open(1, 0)
+    observers.catch_up({"step": 5}, 5)
+    observers.record({"step": 6})
+    assert not (spec.folder / "metrics.jsonl").exists()
+    observers.open(0, 5)
+    assert len(observers.callbacks) == 1
+    observers.open(1, 5)
+    assert observers.callbacks == [], "another rank writes now"

@@ -1,0 +1,116 @@
+"""Fault plans, progress files, and which exceptions are collective errors."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nanoray.config import make_config
+from nanoray.errors import ConfigError
+from nanoray.faults.cause import is_collective_error
+from nanoray.faults.plan import Fault, InjectedFault, parse_plan
+from nanoray.faults.progress import ProgressFile
+from nanoray.models.gpt import GPT, ModelShape
+
+
+def a_gpt() -> GPT:
+    return GPT(ModelShape(n_layer=1, n_head=1, n_embd=4, block_size=4, vocab_size=8, bias=False), dropout=0.0)
+
+
+def test_a_plan_is_data() -> None:
+    plan = parse_plan("kill@rank=1,step=30,phase=backward; slow@rank=0,step=5,seconds=0.2,attempt=2")
+    assert plan == (Fault("kill", 1, 30, "backward"), Fault("slow", 0, 5, "forward", 2, 0.2))
+    assert parse_plan("") == ()
+
+
+def test_in_yaml_a_plan_may_be_a_list() -> None:
+    listed = make_config(
+        {
+            "micro_batch_size": 1,
+            "faults": ["kill@rank=1,step=30", {"kind": "slow", "rank": 0, "step": 5, "seconds": 0.2}],
+        }
+    )
+    assert listed.faults == "kill@rank=1,step=30;slow@rank=0,step=5,seconds=0.2"
+    assert [fault.kind for fault in parse_plan(listed.faults)] == ["kill", "slow"]
+
+
+def test_a_full_disk_gets_space_again(tmp_path: Path) -> None:
+    (tmp_path / "rank0.log").write_text("log")
+    Fault("disk-full", 0, 1, "forward", seconds=0.3).fire(tmp_path / "faults.jsonl", a_gpt())
+    with pytest.raises(OSError, match="too large"):
+        (tmp_path / "checkpoint").write_bytes(bytes(1 << 20))
+    time.sleep(0.5)
+    (tmp_path / "checkpoint").write_bytes(bytes(1 << 20))
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_nan_appears_as_often_as_planned(tmp_path: Path, times: int) -> None:
+    gpt, tokens = a_gpt(), torch.zeros(1, 4, dtype=torch.long)
+    Fault("nan", 0, 1, "forward", times=times).fire(tmp_path / "faults.jsonl", gpt)
+    losses = [gpt(tokens, tokens).item() for _ in range(5)]
+    assert [math.isnan(loss) for loss in losses] == [True] * times + [False] * (5 - times)
+
+
+@pytest.mark.parametrize("bit", [0, 20, 31])
+def test_a_flipped_bit_is_one_bit_of_one_weight(tmp_path: Path, bit: int) -> None:
+    gpt = a_gpt()
+    before = [p.detach().clone().view(torch.int32) for p in gpt.parameters()]
+    fault = Fault("bitflip", 0, 1, "forward", bit=bit)
+    fault.fire(tmp_path / "faults.jsonl", gpt)
+    changed = [a ^ p.detach().view(torch.int32) for a, p in zip(before, gpt.parameters(), strict=True)]
+    flips = [value % 2**32 for tensor in changed for value in tensor.flatten().tolist() if value]
+    assert flips == [1 << bit]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("explode@rank=0,step=1", "KIND is one of kill, stop, exit, raise, hang, slow, oom, disk-full, nan, bitflip"),
+        ("kill@rank=0", "is not KIND@rank=R,step=S"),
+        ("kill@rank=x,step=1", "is not KIND@rank=R,step=S"),
+        ("kill@rank=0,step=1,phase=lunch", "phase one of init, data, forward"),
+        ("kill@rank=0,step=1,color=red", "there is no key color"),
+        ("nan@rank=0,step=1,times=0", "times is at least 1"),
+        ("bitflip@rank=0,step=1,bit=32", "bit 0 to 31"),
+    ],
+)
+def test_an_unreadable_plan_shows_its_part(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_plan(text)
+    assert message in str(error.value)
+
+
+def test_a_fault_is_recorded_before_it_fires(tmp_path: Path) -> None:
+    with pytest.raises(InjectedFault, match="raise on rank 2 at step 7 in eval"):
+        Fault("raise", 2, 7, "eval").fire(tmp_path / "faults.jsonl", a_gpt())
+    event = json.loads((tmp_path / "faults.jsonl").read_text())
+    assert (event["event"], event["kind"], event["step"]) == ("injected", "raise", 7)
+
+
+def test_a_progress_file_tells_where_a_rank_was(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.progress"
+    ProgressFile(path).set(812, "backward")
+    assert ProgressFile.read(path) == (812, "backward")
+    assert ProgressFile.read(tmp_path / "none") is None
+    path.write_bytes(b"short")
+    assert ProgressFile.read(path) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "collective"),
+    [
+        (RuntimeError("[../gloo/pair.cc:42] Connection closed by peer [127.0.0.1]:1"), True),
+        (RuntimeError("Timed out waiting 60000ms for recv operation to complete"), True),
+        (dist.DistBackendError("NCCL error"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("connection closed by peer"), False),
+    ],
+)
+def test_consequences_are_told_from_causes(error: Exception, collective: bool) -> None:
+    assert is_collective_error(error) is collective

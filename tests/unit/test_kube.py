@@ -1,0 +1,588 @@
+"""kuberay/ and `nanoray kube render`: built, checked against the schemas and KubeRay's rules, and against kustomize."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nanoray.config import load_config, make_config
+from nanoray.errors import ConfigError
+from nanoray.kube.__main__ import main
+from nanoray.kube.kustomize import build, containers, json_patch, to_yaml
+from nanoray.kube.render import KUBE_DIR, entrypoint, job_name, render
+from nanoray.kube.rules import cluster_spec, groups, problems, quantity
+
+ROOT = KUBE_DIR.parent
+OVERLAYS = sorted(path.name for path in (KUBE_DIR / "overlays").iterdir())
+FOLDERS = [f"overlays/{name}/{form}" for name in OVERLAYS for form in ("cluster", "job")] + ["statefulset"]
+Object = dict[str, Any]
+
+
+def of_kind(objects: list[Object], kind: str) -> Object:
+    (found,) = [thing for thing in objects if thing["kind"] == kind]
+    return found
+
+
+# The folders themselves.
+
+
+def test_overlays_are_the_seven() -> None:
+    assert OVERLAYS == ["cpu", "kueue", "mig-mixed", "mig-single", "multi-pod", "rdma", "single-pod"]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_every_folder_builds_and_keeps_the_rules(folder: str) -> None:
+    assert problems(build(KUBE_DIR / folder)) == []
+
+
+@pytest.mark.parametrize("path", sorted(KUBE_DIR.rglob("kustomization.yaml")), ids=lambda p: str(p.parent.name))
+def test_five_lines_on_top(path: Path) -> None:
+    head = path.read_text().splitlines()[:5]
+    assert [line.split(":")[0] for line in head] == ["# Makes", "# Command", "# Expect", "# Takes", "# Delete"]
+    own = str(path.parent.relative_to(ROOT))
+    if "overlays" in own or "statefulset" in own:
+        assert f"kubectl apply --server-side -k {own}" in head[1]
+        assert f"kubectl delete -k {own}" in head[4]
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_the_job_holds_the_very_cluster(name: str) -> None:
+    cluster, job = (build(KUBE_DIR / "overlays" / name / form) for form in ("cluster", "job"))
+    assert of_kind(job, "RayJob")["spec"]["rayClusterSpec"] == of_kind(cluster, "RayCluster")["spec"]
+    assert not [thing for thing in job if thing["kind"] == "RayCluster"]
+
+
+def test_what_each_overlay_asks_for() -> None:
+    asked = {}
+    for name in OVERLAYS:
+        (group,) = of_kind(build(KUBE_DIR / "overlays" / name / "cluster"), "RayCluster")["spec"]["workerGroupSpecs"]
+        limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+        devices = {k.rpartition("/")[2]: v for k, v in limits.items() if k not in ("cpu", "memory")}
+        asked[name] = (
+            group["replicas"],
+            devices,
+            group["template"]["spec"]["containers"][0]["image"].rpartition("-")[2],
+        )
+    assert asked == {
+        "cpu": (2, {}, "cpu"),
+        "kueue": (2, {}, "cpu"),
+        "single-pod": (1, {"gpu": "4"}, "cuda"),
+        "multi-pod": (4, {"gpu": "1"}, "cuda"),
+        "mig-single": (7, {"gpu": "1"}, "cuda"),
+        "mig-mixed": (7, {"mig-1g.18gb": "1"}, "cuda"),
+        "rdma": (2, {"gpu": "8", "rdma_shared_device_a": "1"}, "cuda"),
+    }
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_entrypoints_are_commands_of_nanoray_and_fit_the_pods(name: str) -> None:
+    """The driver's flags parse, its batch divides, and it asks for exactly the ranks that the pods have."""
+    from nanoray.cli import parse_args
+    from nanoray.config import resolve_batch
+
+    spec = of_kind(build(KUBE_DIR / "overlays" / name / "job"), "RayJob")["spec"]
+    words = spec["entrypoint"].split()
+    assert words[:3] == ["exec", "python", "/opt/nanoray/examples/train_shakespeare.py"]
+    config = parse_args(words[3:], "x", "y").config
+    (group,) = spec["rayClusterSpec"]["workerGroupSpecs"]
+    per_pod = int(group["rayStartParams"].get("num-gpus", group["rayStartParams"]["num-cpus"]))
+    assert config.workers == group["replicas"] * per_pod
+    assert resolve_batch(config, int(config.workers)).micro > 0
+    assert (config.device == "cpu") == ("num-gpus" not in group["rayStartParams"])
+
+
+def test_versions_are_the_same_everywhere() -> None:
+    """Ray's and nanoray's version: pyproject, constraints, image, manifests."""
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    ray = re.search(r'"ray\[default\]==([\d.]+)"', pyproject)[1]  # type: ignore[index]
+    own = re.search(r'^version = "([\d.]+)"', pyproject, re.M)[1]  # type: ignore[index]
+    assert f"ray=={ray}\n" in (ROOT / "constraints.txt").read_text()
+    for device in ("cpu", "cuda"):
+        assert f"\nray=={ray} " in (ROOT / "docker" / f"requirements-{device}.txt").read_text().replace("[default]", "")
+    dockerfile = (ROOT / "docker" / "Dockerfile").read_text()
+    assert f"nanoray:{own}-ray{ray}-cpu" in dockerfile
+    assert f'image.version="{own}"' in dockerfile
+    assert f"Ray {ray}" in dockerfile
+    for folder in FOLDERS:
+        for thing in build(KUBE_DIR / folder):
+            for container in containers(thing):
+                assert re.fullmatch(rf"nanoray:{own}-ray{ray}-(cpu|cuda)", container["image"]), folder
+            if spec := cluster_spec(thing):
+                assert spec["rayVersion"] == ray
+
+
+def test_the_dashboard_shows_metrics_that_exist() -> None:
+    from nanoray.metrics import METRICS
+
+    text = (KUBE_DIR / "components" / "monitoring" / "dashboard.json").read_text()
+    shown = set(re.findall(r"ray_nanoray_(\w+)", text))
+    assert shown <= {name.replace("/", "_") for name in METRICS}
+    assert {"train_loss", "perf_tok_per_sec", "comm_exposed_share", "fault_restarts"} <= shown
+    assert all(panel["description"] for panel in json.loads(text)["panels"])
+
+
+# Against schemas.
+
+
+@pytest.fixture(scope="module")
+def crds() -> dict[str, Object]:
+    """KubeRay's schemas, where NANORAY_TEST_KUBERAY_CRDS names their folder, made strict as the API server is."""
+    folder = os.environ.get("NANORAY_TEST_KUBERAY_CRDS", "")
+    if not folder or not Path(folder).is_dir():
+        pytest.skip("NANORAY_TEST_KUBERAY_CRDS does not name a folder with KubeRay's CRDs")
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    found = {}
+    for kind in ("RayCluster", "RayJob"):
+        crd = yaml.load((Path(folder) / f"ray.io_{kind.lower()}s.yaml").read_text(), loader)
+        (version,) = [v for v in crd["spec"]["versions"] if v["name"] == "v1"]
+        found[kind] = _strict(version["schema"]["openAPIV3Schema"])
+        found[kind]["properties"]["metadata"] = {"type": "object"}
+    return found
+
+
+def _strict(schema: Any) -> Any:
+    """Make a structural schema JSON Schema: unknown fields refused, int-or-string, nullable, defaults not required."""
+    if isinstance(schema, list):
+        return [_strict(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    plain = {k: _strict(v) for k, v in schema.items() if not k.startswith("x-")}
+    if schema.get("x-kubernetes-int-or-string"):
+        plain = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
+    properties = plain.get("properties")
+    if isinstance(properties, dict) and plain.get("type") == "object":
+        if not schema.get("x-kubernetes-preserve-unknown-fields"):
+            plain["additionalProperties"] = False
+        if required := [key for key in plain.get("required", ()) if "default" not in schema["properties"][key]]:
+            plain["required"] = required
+        else:
+            plain.pop("required", None)
+    if plain.pop("nullable", False) is True:
+        plain = {"anyOf": [plain, {"type": "null"}]}
+    return plain
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_ray_objects_fit_kuberays_schemas(crds: dict[str, Object], folder: str) -> None:
+    import jsonschema
+
+    for thing in build(KUBE_DIR / folder):
+        if thing["kind"] in crds:
+            jsonschema.Draft7Validator(crds[thing["kind"]]).validate(thing)
+
+
+def test_a_misspelt_field_does_not_fit(crds: dict[str, Object]) -> None:
+    import jsonschema
+
+    thing = of_kind(build(KUBE_DIR / "overlays" / "cpu" / "job"), "RayJob")
+    for change in (
+        lambda t: t["spec"].update(shutdownAfterFinish=True),
+        lambda t: t["spec"]["rayClusterSpec"]["headGroupSpec"]["rayStartParams"].update({"num-cpus": 0}),
+        lambda t: t["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0].update(img=1),
+    ):
+        broken = copy.deepcopy(thing)
+        change(broken)
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.Draft7Validator(crds["RayJob"]).validate(broken)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_other_objects_fit_kubernetes_schemas(folder: str) -> None:
+    import kubernetes_validate
+
+    for thing in build(KUBE_DIR / folder):
+        if thing["apiVersion"].split("/")[0] not in ("ray.io", "kueue.x-k8s.io", "monitoring.coreos.com"):
+            kubernetes_validate.validate(thing, "1.34", strict=True)
+        elif spec := cluster_spec(thing):  # the operator makes pods of these
+            for group in groups(spec):
+                pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": group["template"]["spec"]}
+                kubernetes_validate.validate(pod, "1.34", strict=True)
+
+
+# Against the real kustomize.
+
+
+@pytest.mark.parametrize("folder", [*FOLDERS, "storageclass", "monitoring"])
+def test_our_renderer_prints_what_kustomize_prints(folder: str, tmp_path: Path) -> None:
+    """Also the two components that no overlay uses, in an overlay made for it."""
+    command = _kustomize()
+    path = KUBE_DIR / folder
+    if not path.is_dir():
+        shutil.copytree(KUBE_DIR, tmp_path / "kuberay")
+        path = tmp_path / "kuberay" / "overlays" / "cpu" / "cluster"
+        with (path / "kustomization.yaml").open("a") as file:
+            file.write(f"components:\n  - ../../../components/{folder}\n")
+    done = subprocess.run([*command, str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    theirs = {_name(thing): thing for thing in yaml.safe_load_all(done.stdout)}
+    ours = {_name(thing): thing for thing in build(path)}
+    assert ours.keys() == theirs.keys()
+    for name, thing in ours.items():
+        assert thing == theirs[name], name
+
+
+def _kustomize() -> list[str]:
+    for command in (["kustomize", "build"], ["kubectl", "kustomize"]):
+        if shutil.which(command[0]):
+            return command
+    pytest.skip("neither kustomize nor kubectl is installed")
+
+
+def _name(thing: Object) -> tuple[str, str]:
+    return thing["kind"], thing["metadata"]["name"]
+
+
+# The rules: each one must be able to fail.
+
+
+def _head(job: Object) -> Object:
+    return job["spec"]["rayClusterSpec"]["headGroupSpec"]
+
+
+def _worker(job: Object) -> Object:
+    return job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
+
+
+def _container(job: Object) -> Object:
+    return _worker(job)["template"]["spec"]["containers"][0]
+
+
+def _pod(job: Object) -> Object:
+    return _worker(job)["template"]["spec"]
+
+
+BREAKS: list[tuple[Callable[[Object], Any], str]] = [
+    (lambda j: j["metadata"].update(name="a" * 48), "at most 47"),
+    (lambda j: j["metadata"].update(name="Run_1"), "lower case letters"),
+    (lambda j: j["spec"]["rayClusterSpec"].pop("rayVersion"), "rayVersion ''"),
+    (lambda j: j["spec"]["rayClusterSpec"].update(rayVersion="2.52.0"), "2.53 or newer"),
+    (lambda j: j["spec"]["rayClusterSpec"].pop("authOptions"), "authOptions.mode is not token"),
+    (lambda j: j["spec"].update(submissionMode="K8sJobMode"), "use HTTPMode"),
+    (lambda j: j["spec"].update(shutdownAfterJobFinishes=False), "ttlSecondsAfterFinished needs"),
+    (lambda j: j["spec"].update(clusterSelector={"a": "b"}), "clusterSelector excludes"),
+    (lambda j: j["spec"].update(entrypoint="python 'x"), "goes unquoted into bash"),
+    (lambda j: j["spec"].update(entrypoint=" "), "entrypoint is empty"),
+    (lambda j: j["spec"].update(entrypoint="python x.py"), "add --resume auto"),
+    (lambda j: j["spec"].update(entrypoint="python x.py"), "write exec before it"),
+    (lambda j: j["spec"].update(entrypoint="python x.py --resume auto"), "add --placement_timeout_s"),
+    (lambda j: _head(j)["rayStartParams"].update({"num-cpus": "1"}), "keeps ranks away from the head"),
+    (lambda j: _worker(j)["rayStartParams"].update({"num-cpus": 1}), "must be a string"),
+    (lambda j: _worker(j).update(replicas=9), "replicas 9 outside 2..2"),
+    (lambda j: _container(j)["resources"]["limits"].update({"nvidia.com/gpu": "1"}), "limits ask for [1] GPUs"),
+    (lambda j: _container(j)["resources"]["limits"].update(cpu="2"), "must both be set and be equal"),
+    (lambda j: _container(j).update(image="nanoray:latest"), "no fixed tag"),
+    (lambda j: _container(j).update(image="host:5000/nanoray"), "no fixed tag"),
+    (lambda j: _container(j)["securityContext"].update(privileged=True), "may gain privileges"),
+    (lambda j: _container(j)["securityContext"].pop("capabilities"), "drop ALL"),
+    (lambda j: _container(j)["securityContext"]["capabilities"].update(add=["SYS_ADMIN"]), "['SYS_ADMIN']"),
+    (lambda j: _pod(j)["securityContext"].update(runAsUser=0), "runs as root"),
+    (lambda j: _pod(j)["securityContext"].pop("seccompProfile"), "without seccompProfile"),
+    (lambda j: _pod(j).pop("automountServiceAccountToken"), "gets a token"),
+    (lambda j: _pod(j).update(hostNetwork=True), "hostNetwork is set"),
+    (lambda j: _pod(j)["volumes"].append({"name": "h", "hostPath": {"path": "/"}}), "hostPath in a pod"),
+    (lambda j: _pod(j)["volumes"][1]["emptyDir"].update(sizeLimit="8Gi"), "counts against the memory limit"),
+    (lambda j: _pod(j).update(serviceAccountName="other"), "names ServiceAccount other"),
+    (lambda j: _container(j)["envFrom"][0]["configMapRef"].update(name="other"), "names ConfigMap other"),
+    (lambda j: _pod(j)["volumes"][0]["persistentVolumeClaim"].update(claimName="x"), "names PersistentVolumeClaim x"),
+]
+
+
+@pytest.mark.parametrize(("change", "text"), BREAKS, ids=[text for _, text in BREAKS])
+def test_each_rule_can_fail(change: Callable[[Object], Any], text: str) -> None:
+    objects = build(KUBE_DIR / "overlays" / "cpu" / "job")
+    change(of_kind(objects, "RayJob"))
+    assert any(text in problem for problem in problems(objects)), problems(objects)
+
+
+def test_a_selector_that_selects_nothing_is_found() -> None:
+    objects = build(KUBE_DIR / "overlays" / "cpu" / "job")
+    of_kind(objects, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"] = {"app": "other"}
+    assert problems(objects) == ["PodDisruptionBudget nanoray: {'app': 'other'} selects no pod of these objects"]
+
+
+@pytest.mark.parametrize(("text", "value"), [("500m", 0.5), ("4Gi", 4 * 2**30), ("2", 2), (3, 3), ("1.5G", 1.5e9)])
+def test_quantities(text: Any, value: float) -> None:
+    assert quantity(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("text", ["", "4GB", "-1", "1e3x"])
+def test_no_quantities(text: str) -> None:
+    with pytest.raises(ValueError, match="is no quantity"):
+        quantity(text)
+
+
+# The renderer's own refusals.
+
+
+@pytest.mark.parametrize(
+    ("rules", "text"),
+    [
+        ({"resources": ["absent.yaml"]}, "cannot read manifest"),
+        ({"resources": ["broken.yaml"]}, "is not YAML"),
+        ({"namePrefix": "x-"}, "['namePrefix'], which is not supported here"),
+        ({"configMapGenerator": [{"name": "c", "literals": ["a=b"]}]}, "only with disableNameSuffixHash"),
+        ({"resources": ["one.yaml"], "patches": [{"target": {"kind": "Pod"}, "patch": "[]"}]}, "not among its objects"),
+        (
+            {"resources": ["one.yaml"], "patches": [{"target": {"kind": "ConfigMap"}, "patch": "data: {a: b}"}]},
+            "only JSON patches and $patch: delete",
+        ),
+        (
+            {"resources": ["one.yaml"], "replacements": [{"source": {"kind": "Pod"}, "targets": []}]},
+            "selects 0 objects",
+        ),
+        (
+            {
+                "resources": ["one.yaml"],
+                "replacements": [
+                    {
+                        "source": {"kind": "ConfigMap"},
+                        "targets": [{"select": {"kind": "ConfigMap"}, "fieldPaths": ["data.z"]}],
+                    }
+                ],
+            },
+            "has no field data.z",
+        ),
+    ],
+)
+def test_the_renderer_refuses_what_it_does_not_do(tmp_path: Path, rules: Object, text: str) -> None:
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(rules))
+    (tmp_path / "one.yaml").write_text("{apiVersion: v1, kind: ConfigMap, metadata: {name: c}, data: {a: '1'}}")
+    (tmp_path / "broken.yaml").write_text("a: [")
+    with pytest.raises(ConfigError) as refused:
+        build(tmp_path)
+    assert text in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("operation", "text"),
+    [
+        ({"op": "replace", "path": "/data/z", "value": 1}, "replace /data/z leads nowhere in ConfigMap c"),
+        ({"op": "remove", "path": "/list/7"}, "leads nowhere"),
+        ({"op": "move", "path": "/data/a", "from": "/x"}, "operation move is not supported"),
+    ],
+)
+def test_json_patch_refusals(operation: Object, text: str) -> None:
+    thing = {"kind": "ConfigMap", "metadata": {"name": "c"}, "data": {"a": "1"}, "list": [1]}
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        json_patch(thing, operation)
+
+
+# nanoray kube render.
+
+
+def kube_config(**values: Any) -> Any:
+    kube = values.pop("kube", {})
+    base = {"name": "My_Run", "workers": 2, "device": "cpu", "dataset": "shakespeare"}
+    return load_config(None, "shakespeare-cpu", base | values | {"kube": kube})
+
+
+def test_render_carries_the_configuration_along() -> None:
+    objects = render(kube_config(lr=2e-3, max_steps=7, kube={"namespace": "team", "retries": 5, "ttl_s": 9}), "s")
+    job = of_kind(objects, "RayJob")
+    assert (job["metadata"]["name"], job["metadata"]["namespace"]) == ("my-run", "team")
+    assert job["spec"]["entrypoint"] == entrypoint(2, "cpu", "/data/runs/my-run-s")
+    assert (job["spec"]["backoffLimit"], job["spec"]["ttlSecondsAfterFinished"]) == (5, 9)
+    (config,) = [o for o in objects if o["metadata"]["name"] == "my-run-config"]
+    carried = make_config(yaml.safe_load(config["data"]["config.yaml"]))
+    assert (carried.name, carried.lr, carried.max_steps, carried.dataset) == ("My_Run", 2e-3, 7, "shakespeare")
+    assert carried.workers == "auto", "the entrypoint gives it"
+    assert of_kind(objects, "Namespace")["metadata"]["name"] == "team"
+    assert of_kind(objects, "PersistentVolume")["metadata"]["name"] == "nanoray-team"
+    for pod in (group["template"]["spec"] for group in groups(job["spec"]["rayClusterSpec"])):
+        assert {"name": "config", "mountPath": "/etc/nanoray", "readOnly": True} in pod["containers"][0]["volumeMounts"]
+
+
+def test_render_shapes_pods() -> None:
+    shape = {"ranks_per_pod": 4, "cpus": 32, "memory_gib": 128, "shm_gib": 16, "image": "registry/nanoray:7"}
+    job = of_kind(render(kube_config(device="cuda", workers=8, global_batch_size=16, kube=shape), "s"), "RayJob")
+    (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (2, 2, 2)
+    store = {"object-store-memory": "268435456"}
+    assert group["rayStartParams"] == {"num-cpus": "32", "num-gpus": "4"} | store
+    limits = {"cpu": "32", "memory": "128Gi", "nvidia.com/gpu": "4"}
+    assert group["template"]["spec"]["containers"][0]["resources"] == {"requests": limits, "limits": limits}
+    assert {c["image"] for c in containers(job)} == {"registry/nanoray:7"}
+
+
+def test_render_mig_and_storage_class() -> None:
+    kube = {"storage": "nfs", "storage_gib": 5, "cpus": 2, "memory_gib": 8}
+    objects = render(kube_config(device="mig", workers=7, global_batch_size=14, kube=kube), "s")
+    (group,) = of_kind(objects, "RayJob")["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert group["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/mig-1g.18gb"] == "1"
+    claim = of_kind(objects, "PersistentVolumeClaim")["spec"]
+    assert (claim["storageClassName"], claim["resources"]["requests"]["storage"]) == ("nfs", "5Gi")
+    assert not [o for o in objects if o["kind"] == "PersistentVolume"]
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"workers": "auto"}, "give --workers N"),
+        ({"device": "auto"}, "give --workers N --device"),
+        ({"kube": {"overlay": "gpu"}}, "there is no overlay 'gpu'; one of cpu, kueue"),
+        ({"workers": 3, "global_batch_size": 3, "kube": {"ranks_per_pod": 2}}, "use --workers 4"),
+        ({"dataset": "/home/me/text.txt"}, "is a path of this machine"),
+        ({"resume": "auto"}, "is no folder of the volume; give --resume /data/runs/FOLDER"),
+        ({"kube": {"image": "nanoray"}}, "no fixed tag"),
+        ({"kube": {"shm_gib": 4}}, "counts against the memory limit"),
+    ],
+)
+def test_render_refuses(values: Object, text: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        render(kube_config(**values), "s")
+    assert text in str(refused.value)
+
+
+def test_a_typo_in_kube_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"kube\.imag"):
+        kube_config(kube={"imag": "x"})
+
+
+@pytest.mark.parametrize(("name", "job"), [("a.b_C", "a-b-c"), ("7up", "r-7up"), ("x" * 60, "x" * 47), ("...", "run")])
+def test_job_names(name: str, job: str) -> None:
+    assert job_name(name) == job
+
+
+def test_render_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file with a `kube:` section trains locally as it is; flags win over it; the output reads back."""
+    file = tmp_path / "mine.yaml"
+    recipe = json.loads(load_config(None, "tiny").to_json())
+    keep = ("n_layer", "n_head", "n_embd", "block_size", "global_batch_size", "max_steps", "eval_samples")
+    values = {k: recipe[k] for k in keep} | {"dataset": "stdlib", "workers": 2, "device": "cpu"}
+    file.write_text(yaml.safe_dump(values | {"kube": {"namespace": "one", "cpus": 2}}))
+    assert load_config(str(file)).kube.cpus == 2
+    assert main(["render", "--config", str(file), "--namespace", "two"]) == 0
+    objects = list(yaml.safe_load_all(capsys.readouterr().out))
+    job = of_kind(objects, "RayJob")
+    assert (job["metadata"]["namespace"], job["metadata"]["name"]) == ("two", "mine")
+    assert job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["rayStartParams"]["num-cpus"] == "2"
+    assert objects[0]["kind"] == "Namespace"
+    assert main(["render", "--config", str(file), "--cpus", "much"]) == 2
+    assert "kube.cpus = 'much'" in capsys.readouterr().err
+
+
+def test_yaml_reads_back() -> None:
+    objects = build(KUBE_DIR / "overlays" / "mig-mixed" / "job")
+    assert sorted(map(_name, yaml.safe_load_all(to_yaml(objects)))) == sorted(map(_name, objects))
+
+
+# Scripts.
+
+SCRIPTS = sorted(path for path in (KUBE_DIR / "scripts").glob("*.sh"))
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.name)
+def test_scripts_are_shellcheck_clean(path: Path) -> None:
+    if not shutil.which("shellcheck"):
+        pytest.skip("shellcheck is not installed")
+    done = subprocess.run(["shellcheck", "-x", "-P", str(path.parent), str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+DRY_RUNS = {
+    "install.sh gpu": [
+        "helm upgrade --install kuberay-operator",
+        "helm upgrade --install gpu-operator",
+        "-o 1000 -g 1000",
+    ],
+    "image.sh cuda 2.32.3": ["--build-arg NCCL=2.32.3", "k3s ctr images import"],
+    "mig.sh node-1 all-1g.18gb": [
+        "kubectl label node node-1 nvidia.com/mig.config=all-1g.18gb nvidia.com/mig.config.state=pending --overwrite"
+    ],
+    "mig.sh": ["get configmap default-mig-parted-config"],
+    "try.sh cpu statefulset-is-none": ["kubectl apply --server-side -k"],
+    "try.sh cpu mig-mixed": ["overlays/cpu/job", "overlays/mig-mixed/job", "kubectl delete -k"],
+    "bundle.sh x.tar.gz": ["kubectl describe nodes", "tar -czf x.tar.gz"],
+    "cleanup.sh everything": ["delete rayjobs\\,rayclusters --all", "helm uninstall gpu-operator", "k3s-uninstall.sh"],
+}
+
+
+@pytest.mark.parametrize("line", DRY_RUNS)
+def test_dry_runs_print_every_step_and_touch_nothing(line: str, tmp_path: Path) -> None:
+    """With no kubectl, helm or k3s on the path: a dry run needs none of them."""
+    script, *args = line.split()
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    command = ["bash", str(KUBE_DIR / "scripts" / script), "--dry-run", *args]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=30)
+    assert (done.returncode == 0) != ("is-none" in line), done.stdout + done.stderr
+    for part in DRY_RUNS[line]:
+        assert part in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", [p for p in SCRIPTS if p.name != "lib.sh"], ids=lambda p: p.name)
+def test_scripts_explain_themselves_and_refuse_typos(path: Path) -> None:
+    helped = subprocess.run(["bash", str(path), "--help"], capture_output=True, text=True)
+    assert helped.returncode == 0
+    assert helped.stdout.startswith(f"usage: {path.name}")
+    typo = subprocess.run(["bash", str(path), "--dryrun"], capture_output=True, text=True)
+    assert (typo.returncode, "unknown flag --dryrun" in typo.stderr) == (2, True)
+
+
+def test_a_password_in_the_proxy_is_refused(tmp_path: Path) -> None:
+    env = {"PATH": os.environ["PATH"], "HTTPS_PROXY": "http://me:secret@proxy:3128"}
+    command = ["bash", str(KUBE_DIR / "scripts" / "install.sh"), "--dry-run"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "holds a password" in done.stderr
+    assert "secret" not in done.stdout + done.stderr
+
+
+# The image's recipe.
+
+
+def test_requirements_of_the_image_are_the_pins_with_hashes() -> None:
+    pins = dict(re.findall(r"^([a-z0-9._-]+)==([^ \n]+)", (ROOT / "constraints.txt").read_text(), re.M))
+    every = {(n, v) for n, v in re.findall(r"^([a-z0-9._-]+)==([^ \n]+)", (ROOT / "constraints.txt").read_text(), re.M)}
+    for device in ("cpu", "cuda"):
+        text = (ROOT / "docker" / f"requirements-{device}.txt").read_text()
+        found = re.findall(
+            r"^([a-z0-9._-]+)(?:\[\w+\])?==([^ \\\n]+)(?: ;[^\\\n]*)? \\\n((?:    --hash=sha256:[0-9a-f]{64}.*\n)+)",
+            text,
+            re.M,
+        )
+        assert len(found) == len(re.findall(r"^[a-z]", text, re.M)), "a line without a hash"
+        assert {n for n, _, _ in found} >= {"torch", "ray", "numpy", "pydantic", "safetensors", "tensorboard"}
+        assert [(n, v) for n, v, _ in found if (n, v.removesuffix("+cpu")) not in every] == []
+        assert any(n.startswith("nvidia-nccl") for n, _, _ in found) == (device == "cuda")
+    assert pins["torch"]
+
+
+def test_what_the_dockerfile_copies_is_let_in() -> None:
+    dockerfile = (ROOT / "docker" / "Dockerfile").read_text()
+    ignore = (ROOT / ".dockerignore").read_text().splitlines()
+    assert "*" in ignore
+    for line in re.findall(r"^COPY (?!--from)(.*) \S+$", dockerfile, re.M):
+        for source in line.replace("${DEVICE}", "*").split():
+            assert f"!{source}" in ignore, source
+            assert list(ROOT.glob(source)), source
+
+
+def test_dockerfile_is_hadolint_clean() -> None:
+    hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if not hadolint:
+        pytest.skip("hadolint is not installed; its package is for Linux on x86_64")
+    done = subprocess.run([hadolint, str(ROOT / "docker" / "Dockerfile")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_dockerfile_keeps_our_rules() -> None:
+    """A user by number, a health check, hashes, nothing fetched but by package managers, no moving tag."""
+    text = (ROOT / "docker" / "Dockerfile").read_text()
+    last = text[text.rindex("\nFROM") :]
+    assert re.search(r"^USER 1000:1000$", last, re.M)
+    assert "HEALTHCHECK" in last
+    assert "--require-hashes" in text
+    assert ":latest" not in text
+    assert not re.search(r"^ADD |curl|wget", text, re.M)

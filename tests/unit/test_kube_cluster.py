@@ -1,0 +1,352 @@
+"""What `nanoray kube` says when the cluster cannot do it: each error with its remedy, over real HTTP."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nanoray.errors import ConfigError
+from nanoray.kube.__main__ import main
+from nanoray.kube.cluster import Api, ApiError, Follower, KubeError, check_operator, path_of, troubles
+from nanoray.kube.fetch import fetch
+from tests.harness.kube_server import ApiServer
+from tests.harness.ranks import TINY
+
+Object = dict[str, Any]
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+    (tmp_path / "volume" / "runs").mkdir(parents=True)
+    with ApiServer(tmp_path / "volume") as server:
+        monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path)))
+        yield server
+
+
+@pytest.fixture
+def submit(tmp_path: Path) -> list[str]:
+    """Arguments of a submit that only the cluster can refuse."""
+    file = tmp_path / "words.yaml"
+    values = {k: v for k, v in TINY.items() if k != "name"} | {"dataset": "stdlib", "workers": 2, "device": "cpu"}
+    file.write_text(yaml.safe_dump(values))
+    return ["submit", "--config", str(file)]
+
+
+def rayjob(server: ApiServer, name: str = "words", **status: Any) -> Object:
+    thing = {"kind": "RayJob", "metadata": {"name": name}, "spec": {}, "status": status}
+    server.objects["rayjobs", "nanoray", name] = thing
+    return thing
+
+
+def pod(server: ApiServer, name: str, status: Object) -> None:
+    labels = {"ray.io/cluster": "words-abc"}
+    thing = {"metadata": {"name": name, "labels": labels}, "spec": {}, "status": status}
+    server.objects["pods", "nanoray", name] = thing
+
+
+# No cluster, no right, no KubeRay.
+
+
+def test_no_kubeconfig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, submit: list[str], capsys: Any) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
+    assert main(submit) == 4
+    assert "no cluster: " in (error := capsys.readouterr().err)
+    assert "set KUBECONFIG" in error
+
+
+def test_nobody_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, submit: list[str], capsys: Any) -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    dead = ApiServer()
+    dead.port = port
+    monkeypatch.setenv("KUBECONFIG", str(dead.kubeconfig(tmp_path)))
+    assert main(submit) == 4
+    assert f"no answer from the cluster at http://127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_no_kuberay_gives_the_install_command(server: ApiServer, submit: list[str], capsys: Any) -> None:
+    server.kuberay = False
+    assert main(submit) == 4
+    error = capsys.readouterr().err
+    assert "KubeRay is not installed in this cluster; helm repo add kuberay" in error
+    assert server.objects == {}, "nothing was applied"
+
+
+@pytest.mark.parametrize(
+    ("image", "line"),
+    [("quay.io/kuberay/operator:v1.7.0", "kuberay: 1.7.0"), ("mirror/operator@sha256:0", "kuberay: version unknown")],
+)
+def test_the_operators_version_is_said(server: ApiServer, image: str, line: str) -> None:
+    _operator(server, image)
+    assert check_operator(Api()) == line
+
+
+def _operator(server: ApiServer, image: str) -> None:
+    labels = {"app.kubernetes.io/name": "kuberay-operator"}
+    spec = {"template": {"spec": {"containers": [{"image": image}]}}}
+    server.objects["deployments", "k", "o"] = {"metadata": {"name": "o", "labels": labels}, "spec": spec}
+
+
+def test_an_old_operator_is_refused(server: ApiServer, submit: list[str], capsys: Any) -> None:
+    _operator(server, "quay.io/kuberay/operator:v1.4.2")
+    assert main(submit) == 4
+    assert "KubeRay 1.4.2 is too old" in (error := capsys.readouterr().err)
+    assert "helm upgrade kuberay-operator" in error
+
+
+def test_an_operator_that_may_not_be_read_is_no_error(server: ApiServer) -> None:
+    server.refusals["GET deployments"] = (403, "deployments.apps is forbidden")
+    assert check_operator(Api()) == "kuberay: version unknown (deployments.apps is forbidden)"
+
+
+@pytest.mark.parametrize(
+    ("refusal", "answer", "text"),
+    [
+        ("PATCH rayjobs", (403, 'User "me" cannot patch resource'), "ask for patch on rayjobs in namespace nanoray"),
+        ("PATCH configmaps", (403, "exceeded quota: team, requested: pods=3"), "or raise the quota"),
+        ("PATCH networkpolicies", (404, "the server could not find"), "take it out of the overlay"),
+        ("PATCH jobs", (422, "field is immutable"), "Job nanoray-dataset: field is immutable"),
+    ],
+)
+def test_refusals_of_the_api_server(
+    server: ApiServer, submit: list[str], capsys: Any, refusal: str, answer: tuple[int, str], text: str
+) -> None:
+    server.refusals[refusal] = answer
+    assert main(submit) == 4
+    error = capsys.readouterr().err
+    assert answer[1] in error
+    assert text in error
+
+
+def test_a_job_that_runs_is_not_replaced(server: ApiServer, submit: list[str], capsys: Any) -> None:
+    rayjob(server, jobDeploymentStatus="Running")
+    assert main(submit) == 4
+    assert "RayJob words runs already; follow it with" in capsys.readouterr().err
+
+
+def test_dry_run_touches_nothing(server: ApiServer, submit: list[str], capsys: Any) -> None:
+    assert main([*submit, "--dry_run"]) == 0
+    assert "would apply RayJob words" in capsys.readouterr().out
+    assert server.objects == {}
+
+
+# Pods that do not come.
+
+PENDING = {
+    "phase": "Pending",
+    "conditions": [
+        {
+            "type": "PodScheduled",
+            "status": "False",
+            "reason": "Unschedulable",
+            "message": "0/1 nodes: 1 Insufficient cpu",
+        }
+    ],
+}
+NO_IMAGE = {
+    "phase": "Pending",
+    "containerStatuses": [
+        {"image": "nanoray:x", "state": {"waiting": {"reason": "ImagePullBackOff", "message": "not found"}}}
+    ],
+}
+
+
+def _waiting(reason: str, message: str = "") -> Object:
+    return {"containerStatuses": [{"state": {"waiting": {"reason": reason, "message": message}}}]}
+
+
+OOM = {
+    "containerStatuses": [
+        {
+            "state": {"waiting": {"reason": "CrashLoopBackOff"}},
+            "lastState": {"terminated": {"exitCode": 137, "reason": "OOMKilled"}},
+        }
+    ]
+}
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "fatal"),
+    [
+        (PENDING, "cannot be scheduled: 0/1 nodes: 1 Insufficient cpu", False),
+        (NO_IMAGE, "image nanoray:x not found: not found; build and import it with kuberay/scripts/image.sh", True),
+        (_waiting("CreateContainerConfigError", 'configmap "c" not found'), 'configmap "c" not found', True),
+        (OOM, "ended with 137 (OOMKilled); raise --memory_gib", False),
+        ({"initContainerStatuses": NO_IMAGE["containerStatuses"]}, "not found", True),
+    ],
+)
+def test_troubles_of_pods(status: Object, text: str, fatal: bool) -> None:
+    (trouble,) = troubles([{"metadata": {"name": "p"}, "status": status}])
+    assert text in trouble.text
+    assert trouble.fatal is fatal
+
+
+def test_pods_without_trouble() -> None:
+    running = {"phase": "Running", "containerStatuses": [{"state": {"running": {}}}]}
+    starting = _waiting("ContainerCreating")
+    assert troubles([{"metadata": {"name": "p"}, "status": s} for s in (running, starting, {})]) == []
+
+
+def test_a_missing_image_ends_the_wait(server: ApiServer) -> None:
+    rayjob(server, jobDeploymentStatus="Initializing", rayClusterName="words-abc")
+    pod(server, "words-head", NO_IMAGE)
+    said: list[str] = []
+    with pytest.raises(
+        KubeError, match=r"cannot start: words-head image nanoray:x not found.*kube stop words --delete"
+    ):
+        Follower(Api(), "nanoray", "words", said.append, poll_s=0.01).run()
+    assert any(line.startswith("pod    words-head image") for line in said)
+
+
+def test_an_unschedulable_pod_is_said_at_once_and_waited_for(server: ApiServer) -> None:
+    rayjob(server, jobDeploymentStatus="Initializing", rayClusterName="words-abc")
+    pod(server, "words-w", PENDING)
+    said: list[str] = []
+    follower = Follower(Api(), "nanoray", "words", said.append, poll_s=0.01, start_timeout_s=0.3)
+    with pytest.raises(KubeError, match="Insufficient cpu"):
+        follower.run()
+    assert len([line for line in said if "Insufficient cpu" in line]) == 1, "once, though it was seen many times"
+
+
+def test_a_deleted_job_ends_the_wait(server: ApiServer) -> None:
+    with pytest.raises(KubeError, match="was deleted while it was followed"):
+        Follower(Api(), "nanoray", "words", print, poll_s=0.01).run()
+
+
+def test_a_failed_job_gives_its_message_and_code(server: ApiServer, capsys: Any) -> None:
+    rayjob(server, jobDeploymentStatus="Failed", jobStatus="FAILED", message="exit code 1: rank 1 died")
+    assert main(["logs", "words", "--follow"]) == 1
+    assert "the job ended FAILED: exit code 1: rank 1 died" in capsys.readouterr().err
+
+
+# Commands on jobs.
+
+
+def test_unknown_jobs_and_commands(server: ApiServer, capsys: Any) -> None:
+    rayjob(server, "other")
+    assert main(["status", "words"]) == 4
+    assert "there is no RayJob words in nanoray; there: other" in capsys.readouterr().err
+    assert main(["frobnicate"]) == 2
+    assert "one of render, submit, status" in capsys.readouterr().err
+    assert main(["logs", "other"]) == 4
+    assert "has no log yet; nanoray kube status other" in capsys.readouterr().err
+
+
+def test_status_of_a_job_that_waits(server: ApiServer, capsys: Any) -> None:
+    rayjob(server, jobDeploymentStatus="Initializing", rayClusterName="words-abc")
+    pod(server, "words-w", PENDING)
+    assert main(["status", "words"]) == 0
+    out = capsys.readouterr().out
+    assert "job    words Initializing\n" in out
+    assert "pod    words-w Pending on no node yet" in out
+    assert "words-w cannot be scheduled" in out
+
+
+def test_a_wrong_token_of_the_kubeconfig(server: ApiServer, tmp_path: Path) -> None:
+    path = server.kubeconfig(tmp_path)
+    path.write_text(path.read_text().replace("token: ", "token: not-"))
+    with pytest.raises(ApiError, match="answered 401: Unauthorized"):
+        Api().get("RayJob", "nanoray", "words")
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [
+        ("Pod", "/api/v1/namespaces/n/pods/x"),
+        ("PersistentVolume", "/api/v1/persistentvolumes/x"),
+        ("RayJob", "/apis/ray.io/v1/namespaces/n/rayjobs/x"),
+        ("NetworkPolicy", "/apis/networking.k8s.io/v1/namespaces/n/networkpolicies/x"),
+    ],
+)
+def test_paths(kind: str, path: str) -> None:
+    assert path_of(kind, "n", "x") == path
+
+
+def test_every_kind_that_is_rendered_has_a_path() -> None:
+    from nanoray.kube.kustomize import build
+    from nanoray.kube.render import KUBE_DIR
+
+    for folder in KUBE_DIR.glob("overlays/*/job"):
+        for thing in build(folder):
+            assert path_of(thing["kind"], "n", "x").startswith(
+                "/api/v1/" if thing["apiVersion"] == "v1" else f"/apis/{thing['apiVersion']}/"
+            )
+
+
+# fetch.
+
+
+def _tensorboard(server: ApiServer) -> None:
+    labels = {"app.kubernetes.io/name": "nanoray-tensorboard"}
+    server.objects["pods", "nanoray", "tb"] = {
+        "metadata": {"name": "tb", "labels": labels},
+        "status": {"phase": "Running"},
+    }
+
+
+def test_fetch_takes_the_newest_run_and_all_of_it(server: ApiServer, tmp_path: Path) -> None:
+    _tensorboard(server)
+    runs = tmp_path / "volume" / "runs"
+    for folder, name in (
+        ("words-20260102-000000", "2026-01-02_000000_words"),
+        ("words-20260101-000000", "2026-01-01_000000_words"),
+        ("words-and-more-20260103-000000", "2026-01-03_000000_words-and-more"),
+    ):
+        (runs / folder / name / "checkpoints").mkdir(parents=True)
+        (runs / folder / name / "checkpoints" / "model.bin").write_bytes(bytes(range(256)) * 1000)
+    path = fetch(Api(), "nanoray", "words", "", str(tmp_path / "out"))
+    assert path == tmp_path / "out" / "2026-01-02_000000_words"
+    assert (path / "checkpoints" / "model.bin").read_bytes() == bytes(range(256)) * 1000
+    assert [p.name for p in (tmp_path / "out").iterdir()] == [path.name], "nothing else is left"
+    with pytest.raises(KubeError, match="is there already; move it away"):
+        fetch(Api(), "nanoray", "words", "", str(tmp_path / "out"))
+    with pytest.raises(KubeError, match="no run of none on the volume; there: words-20260101-000000/2026-01-01"):
+        fetch(Api(), "nanoray", "none", "", str(tmp_path / "out"))
+
+
+def test_fetch_refuses_links_out_of_the_folder(server: ApiServer, tmp_path: Path) -> None:
+    _tensorboard(server)
+    run = tmp_path / "volume" / "runs" / "words" / "2026-01-01_000000_words"
+    run.mkdir(parents=True)
+    (run / "link").symlink_to("/etc/passwd")
+    with pytest.raises(KubeError, match="cannot unpack"):
+        fetch(Api(), "nanoray", "words", "", str(tmp_path / "out"))
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_fetch_needs_a_pod_and_a_plain_name(server: ApiServer, tmp_path: Path) -> None:
+    with pytest.raises(KubeError, match="no TensorBoard pod runs in nanoray"):
+        fetch(Api(), "nanoray", "words", "", str(tmp_path))
+    for run in ("../etc", ".hidden", "a/b"):
+        with pytest.raises(ConfigError, match="is no folder's name"):
+            fetch(Api(), "nanoray", "words", run, str(tmp_path))
+
+
+def test_a_command_that_fails_in_the_pod(server: ApiServer) -> None:
+    with pytest.raises(KubeError, match=r"ls /data/absent in pod tb ended with 2: ls: cannot access"):
+        Api().run_in("tb", "nanoray", ["ls", "/data/absent"])
+
+
+def test_an_api_server_that_is_away_is_waited_for(server: ApiServer) -> None:
+    rayjob(server, jobDeploymentStatus="Complete", jobStatus="SUCCEEDED")
+    server.refusals["GET rayjobs"] = (503, "the server is currently unable to handle the request")
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        server.refusals.clear()  # it comes back once somebody has noticed
+
+    assert Follower(Api(), "nanoray", "words", say, poll_s=0.01).run()["jobStatus"] == "SUCCEEDED"
+    assert "503" in said[0]
+    server.refusals["GET rayjobs"] = (503, "away")
+    with pytest.raises(ApiError, match="503: away"):
+        Follower(Api(), "nanoray", "words", print, poll_s=0.01, silence_s=0.1).run()
+    server.refusals["GET rayjobs"] = (403, "forbidden")
+    with pytest.raises(ApiError, match="403: forbidden"):
+        Follower(Api(), "nanoray", "words", print, poll_s=0.01).run()

@@ -1,0 +1,472 @@
+"""The GPT against an independent one in float64, its sampler against plain forward passes, its costs against torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from nanoray.config import Config
+from nanoray.errors import ConfigError
+from nanoray.models.costs import count_parameters, flops_per_token, memory_estimate, scaling_parameters
+from nanoray.models.gpt import GPT, KVCache, ModelShape
+from nanoray.models.sampling import _sample, generate
+
+GPT2 = ModelShape(n_layer=12, n_head=12, n_embd=768, block_size=1024, bias=True, vocab_size=50257)
+# 65 tokens: lm_head cuts the padding away. 60: it masks 4 rows. 64: there is no padding.
+VOCABULARIES = pytest.mark.parametrize("vocab_size", [65, 60, 64])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Tensors of a few kilobytes gain nothing from threads, and on a busy machine each barrier costs a time slice."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def shape_of(vocab_size: int = 65, *, bias: bool = True, block_size: int = 8, n_layer: int = 2) -> ModelShape:
+    return ModelShape(n_layer, 4, 32, block_size, bias, vocab_size)
+
+
+def rough(shape: ModelShape, dropout: float = 0.0) -> GPT:
+    """A float64 model with large weights everywhere, biases and norms too: nothing is small, zero or one by luck."""
+    torch.manual_seed(0)
+    model = GPT(shape, dropout).double()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.4)
+    for p in (model.pos_emb.weight, model.norm.weight):  # else it would repeat one token for ever
+        torch.nn.init.normal_(p, std=2.0)
+    return model
+
+
+def tokens_of(shape: ModelShape, B: int = 3, T: int | None = None, seed: int = 1) -> Tensor:
+    return torch.randint(shape.vocab_size, (B, T or shape.block_size), generator=torch.Generator().manual_seed(seed))
+
+
+def reference_logits(model: GPT, idx: Tensor) -> Tensor:
+    """Logits (B, T, V) by the textbook: no fused kernel, head by head, query by query."""
+    p, shape = dict(model.named_parameters()), model.shape
+    D = shape.n_embd // shape.n_head
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        x = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * p[name + ".weight"]
+        return x + p[name + ".bias"] if shape.bias else x
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        y = x @ p[name + ".weight"].T
+        return y + p[name + ".bias"] if shape.bias else y
+
+    def attend(x: Tensor, name: str) -> Tensor:
+        qkv, heads = linear(x, name + ".qkv"), []
+        for h in range(shape.n_head):
+            q, k, v = (qkv[:, :, c * shape.n_embd + h * D :][:, :, :D] for c in range(3))
+            rows = []
+            for t in range(x.shape[1]):
+                weights = torch.softmax((q[:, t, None] * k[:, : t + 1]).sum(-1) / math.sqrt(D), dim=-1)  # (B, t + 1)
+                rows.append((weights[:, :, None] * v[:, : t + 1]).sum(1))
+            heads.append(torch.stack(rows, dim=1))
+        return linear(torch.cat(heads, dim=-1), name + ".proj")
+
+    x = p["tok_emb.weight"][idx] + p["pos_emb.weight"][: idx.shape[1]]
+    for n in range(shape.n_layer):
+        x = x + attend(norm(x, f"blocks.{n}.norm1"), f"blocks.{n}.attn")
+        up = linear(norm(x, f"blocks.{n}.norm2"), f"blocks.{n}.mlp.up")
+        x = x + linear(up * (1 + torch.erf(up / math.sqrt(2))) / 2, f"blocks.{n}.mlp.down")
+    return norm(x, "norm") @ p["tok_emb.weight"][: shape.vocab_size].T
+
+
+# --- the forward pass -------------------------------------------------------------------------------------------------
+
+
+@VOCABULARIES
+@pytest.mark.parametrize("bias", [True, False])
+def test_loss_and_every_gradient_equal_the_reference(vocab_size: int, bias: bool) -> None:
+    model = rough(shape_of(vocab_size, bias=bias))
+    idx, targets = tokens_of(model.shape), tokens_of(model.shape, seed=2)
+    logits = reference_logits(model, idx)
+    probs = torch.softmax(logits, dim=-1)
+    expected = -torch.log(probs.gather(-1, targets[:, :, None])).mean()
+    wanted = torch.autograd.grad(expected, list(model.parameters()))
+
+    loss = model(idx, targets)
+    loss.backward()
+
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+    for (name, p), grad in zip(model.named_parameters(), wanted, strict=True):
+        # The loss is float32 by design, so the gradient passes through one float32 softmax.
+        torch.testing.assert_close(p.grad, grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+    torch.testing.assert_close(model(idx), logits[:, -1], rtol=1e-10, atol=1e-10)
+
+
+def test_the_embedding_is_tied_and_collects_both_gradients() -> None:
+    model = rough(shape_of())
+    assert model.lm_head.weight is model.tok_emb.weight
+    assert "lm_head.weight" not in dict(model.named_parameters())
+    assert not list(model.buffers())
+    model(torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 2, dtype=torch.long)).backward()
+    grad = model.tok_emb.weight.grad
+    assert grad is not None
+    assert grad[5].abs().sum() > 0, "token 5 was neither read nor wanted: only lm_head moves it"
+
+
+def test_a_future_token_changes_no_past_loss() -> None:
+    model = rough(shape_of())
+    idx, targets = tokens_of(model.shape), tokens_of(model.shape, seed=2)
+    changed = idx.clone()
+    changed[:, 5:] = (changed[:, 5:] + 1) % model.shape.vocab_size
+
+    def stream(tokens: Tensor) -> Tensor:
+        x = model.embed(tokens)
+        for block in model.blocks:
+            x = block(x)
+        return model.lm_head(model.norm(x))
+
+    before, after = stream(idx), stream(changed)
+    torch.testing.assert_close(before[:, :5], after[:, :5], rtol=0, atol=0)
+    assert (before[:, 5:] - after[:, 5:]).abs().amax(-1).min() > 1e-3
+    loss = F.cross_entropy(before[..., : model.shape.vocab_size].transpose(1, 2), targets)
+    torch.testing.assert_close(loss, model(idx, targets).double(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("vocab_size", [65, 60])
+def test_the_padded_vocabulary_has_no_probability_and_is_never_sampled(vocab_size: int) -> None:
+    model = rough(shape_of(vocab_size))
+    idx, targets = tokens_of(model.shape), tokens_of(model.shape, seed=2)
+    loss = model(idx, targets)
+    loss.backward()
+    assert model.tok_emb.weight.grad is not None
+    assert torch.count_nonzero(model.tok_emb.weight.grad[vocab_size:]) == 0
+    with torch.no_grad():
+        model.tok_emb.weight[vocab_size:] = 1e3 * model.tok_emb.weight[:1]  # would win every softmax
+    assert torch.equal(model(idx, targets), loss)
+    assert model(idx).shape == (3, vocab_size)
+    hot = generate(model, idx.repeat(20, 1), 10, temperature=1e6, generator=torch.Generator().manual_seed(0))
+    assert hot.max() == vocab_size - 1
+    assert generate(model, idx, 10, temperature=0).max() < vocab_size
+
+
+@VOCABULARIES
+def test_an_untrained_model_knows_nothing(vocab_size: int) -> None:
+    torch.manual_seed(0)
+    model = GPT(ModelShape(4, 4, 128, 64, False, vocab_size))
+    loss = model(tokens_of(model.shape, B=12), tokens_of(model.shape, B=12, seed=2))
+    assert loss.item() == pytest.approx(math.log(vocab_size), abs=0.15)
+
+
+def test_the_loss_is_float32_under_bf16_autocast() -> None:
+    torch.manual_seed(0)
+    model = GPT(shape_of())
+    idx, targets = tokens_of(model.shape), tokens_of(model.shape, seed=2)
+    full = model(idx, targets)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = model(idx, targets)
+        assert model(idx).dtype == torch.bfloat16
+    assert half.dtype == full.dtype == torch.float32
+    assert half.item() == pytest.approx(full.item(), rel=0.01)
+    assert half.item() != full.item()
+    assert model.bfloat16()(idx, targets).dtype == torch.float32  # and without autocast's help
+
+
+# --- weights and dropout ----------------------------------------------------------------------------------------------
+
+
+def test_initial_weights_follow_gpt2() -> None:
+    torch.manual_seed(0)
+    model = GPT(ModelShape(8, 4, 128, 64, True, 250))
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            assert torch.count_nonzero(p) == 0, name
+        elif "norm" in name:
+            assert torch.equal(p, torch.ones_like(p)), name
+        else:
+            std = 0.02 / 4 if "attn.proj" in name or "mlp.down" in name else 0.02  # sqrt(2 * 8 layers) = 4
+            assert p.std().item() == pytest.approx(std, rel=0.03), name
+            assert abs(p.mean().item()) < std / 20, name
+
+
+def test_the_same_seed_gives_the_same_weights_also_by_way_of_the_meta_device() -> None:
+    def drawn(model: GPT) -> GPT:
+        torch.manual_seed(3)
+        model.init_weights()
+        return model
+
+    plain = drawn(GPT(shape_of()))
+    with torch.device("meta"):
+        late = GPT(shape_of())
+    late = drawn(late.to_empty(device="cpu"))
+    assert late.lm_head.weight is late.tok_emb.weight
+    for a, b in zip(plain.parameters(), late.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_dropout_works_in_training_and_only_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sober = rough(shape_of(), dropout=0.5), rough(shape_of())
+    idx, targets = tokens_of(model.shape), tokens_of(model.shape, seed=2)
+    assert model(idx, targets) != model(idx, targets)
+    assert torch.equal(model.eval()(idx, targets), sober(idx, targets))
+    model.train()
+
+    zeros = (model.embed(idx) == 0).double().mean().item()
+    assert 0.4 < zeros < 0.6
+    assert [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)] == [0.5] * (1 + 2 * 2)
+    seen, attention = [], F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda q, k, v, m, p, c: seen.append(p) or attention(q, k, v, m, p, c)
+    )
+    model(idx)
+    model.eval()(idx)
+    assert seen == [0.5, 0.5, 0.0, 0.0]
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_a_cache_may_be_filled_in_pieces_of_any_length() -> None:
+    model = rough(shape_of())
+    idx = tokens_of(model.shape)
+    cache = [KVCache(8) for _ in model.blocks]
+    for start, end in [(0, 1), (1, 4), (4, 5), (5, 8)]:
+        logits = model(idx[:, start:end], kv_cache=cache)
+        torch.testing.assert_close(logits, model(idx[:, :end]), rtol=1e-10, atol=1e-10)
+    assert cache[0].length == 8
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("temperature", [0.0, 5.0])
+@pytest.mark.parametrize("block_size", [1, 2, 5, 8])
+@pytest.mark.parametrize("prompt", [1, 5, 8, 20])
+def test_cached_sampling_equals_uncached_sampling_also_past_the_block(
+    temperature: float, block_size: int, prompt: int
+) -> None:
+    model = rough(shape_of(block_size=block_size))
+    idx, rng = tokens_of(model.shape, T=prompt), torch.Generator().manual_seed(0)
+    expected, start = idx, max(0, prompt - block_size)
+    for _ in range(25):
+        if expected.shape[1] - start > block_size:
+            start = expected.shape[1] - max(1, block_size // 2)
+        token = _sample(model(expected[:, start:]).float(), temperature, None, rng)
+        expected = torch.cat([expected, token[:, None]], dim=1)
+    got = generate(model, idx, 25, temperature, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(got, expected)
+    assert temperature == 0 or len(got[:, prompt:].unique()) > 20, "a constant text would hide a wrong window"
+
+
+def test_sampling_follows_the_softmax_at_its_temperature() -> None:
+    model = rough(shape_of(n_layer=1))
+    idx = tokens_of(model.shape, B=1, T=4)
+    logits = model(idx)[0].detach()
+    temperature = (logits.max() - logits.median()).item() / 2
+    expected = torch.softmax(logits / temperature, dim=-1)
+    new = generate(model, idx.repeat(10_000, 1), 1, temperature, generator=torch.Generator().manual_seed(0))[:, -1]
+    observed = torch.bincount(new, minlength=65) / len(new)
+    assert (observed - expected).abs().max() < 0.02  # four standard deviations of a share of a half
+
+    top = generate(model, idx.repeat(500, 1), 1, temperature, top_k=3)[:, -1]
+    assert set(top.tolist()) == set(logits.topk(3).indices.tolist())
+    assert torch.equal(generate(model, idx, 5, 1.0, top_k=1), generate(model, idx, 5, temperature=0))
+    assert torch.equal(generate(model, idx, 5, 1e-300), generate(model, idx, 5, temperature=0))
+    assert generate(model, idx, 2, 1.0, top_k=1000).shape == (1, 6)
+
+
+def test_sampling_is_a_function_of_its_generator_and_leaves_the_model_as_it_was() -> None:
+    model = rough(shape_of(), dropout=0.5)
+    idx = tokens_of(model.shape)
+
+    def draw(seed: int) -> Tensor:
+        return generate(model, idx, 20, temperature=30.0, generator=torch.Generator().manual_seed(seed))
+
+    state = torch.get_rng_state()
+    first = draw(1)
+    assert torch.equal(first, draw(1))
+    assert not torch.equal(first, draw(2))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(first[:, :8], idx)
+    assert not first.requires_grad
+    assert model.training
+    assert model.blocks[0].training
+    model.eval()
+    draw(1)
+    assert not model.training
+    assert torch.equal(generate(model, idx, 0), idx)
+
+
+def test_train_mode_comes_back_after_an_error() -> None:
+    model = rough(shape_of())
+    with torch.no_grad():
+        model.tok_emb.weight.fill_(math.nan)
+    with pytest.raises(RuntimeError):
+        generate(model, tokens_of(model.shape), 1)
+    assert model.training
+
+
+def test_compiled_blocks_are_not_compiled_again_for_each_length() -> None:
+    compilations = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> object:
+        compilations.append(graph)
+        return graph.forward
+
+    model, plain = rough(shape_of()), rough(shape_of())
+    for block in model.blocks:
+        block.compile(backend=backend)
+    idx = tokens_of(model.shape)
+    model(idx, idx)
+    trained = len(compilations)
+    assert trained > 0
+    assert torch.equal(generate(model, idx, 12, temperature=0), generate(plain, idx, 12, temperature=0))
+    assert len(compilations) == trained
+
+
+# --- what it costs ----------------------------------------------------------------------------------------------------
+
+shapes = st.builds(
+    lambda n_layer, n_head, width, block_size, bias, vocab_size: ModelShape(
+        n_layer, n_head, n_head * width, block_size, bias, vocab_size
+    ),
+    st.integers(1, 3), st.integers(1, 4), st.integers(1, 16), st.integers(1, 40), st.booleans(), st.integers(1, 300),
+)  # fmt: skip
+
+
+@settings(max_examples=25, deadline=None)
+@given(shapes)
+def test_count_parameters_is_what_torch_counts(shape: ModelShape) -> None:
+    with torch.device("meta"):
+        model = GPT(shape)
+    matrices = sum(p.numel() for name, p in model.blocks.named_parameters() if p.dim() == 2)
+    assert count_parameters(shape) == sum(p.numel() for p in model.parameters())
+    assert scaling_parameters(shape) == matrices + model.lm_head.weight.numel()
+    assert shape.padded_vocab % 64 == 0
+    assert shape.vocab_size <= shape.logit_columns <= shape.padded_vocab < shape.vocab_size + 64
+
+
+def test_gpt2_has_124_million_parameters() -> None:
+    published = 124_439_808  # with 50257 rows
+    assert GPT2.padded_vocab == GPT2.logit_columns == 50304
+    assert count_parameters(GPT2) == published + 47 * 768 == 124_475_904
+    with torch.device("meta"):
+        assert sum(p.numel() for p in GPT(GPT2).parameters()) == 124_475_904
+    assert flops_per_token(GPT2) == 6 * (124_475_904 - 1024 * 768) + 12 * 12 * 12 * 64 * 1024 == 855_383_040
+
+
+def test_flops_are_what_torch_counts_in_the_matrix_products() -> None:
+    shape = ModelShape(3, 4, 64, 32, False, 64)
+    model, idx = GPT(shape), tokens_of(shape, B=5)
+    with (
+        FlopCounterMode(display=False) as counter,
+        torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+    ):
+        model(idx, idx).backward()
+    vectors = sum(p.numel() for p in model.parameters() if p.dim() == 1)  # norms: counted by PaLM's 6N, no product
+    assert counter.get_total_flops() == idx.numel() * (flops_per_token(shape) - 6 * vectors)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("vocab_size", [128, 125])
+def test_activations_are_what_torch_keeps_for_backward(precision: str, vocab_size: int) -> None:
+    shape = ModelShape(3, 4, 64, 32, False, vocab_size)
+    model, idx, targets = GPT(shape), tokens_of(shape, B=5), tokens_of(shape, B=5, seed=2)
+    own, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"),
+    ):
+        loss = model(idx, targets)
+    estimate = memory_estimate(shape, 5, precision)
+    copies = estimate["parameters"] - 4 * count_parameters(shape)
+    log_softmax, weight_of_loss = 4 * 5 * 32 * 128, 4
+    assert sum(kept.values()) == estimate["activations"] + copies + log_softmax + weight_of_loss
+    assert copies == (0 if precision == "fp32" else 2 * scaling_parameters(shape))
+    assert estimate["logits"] == 5 * 32 * 128 * (8 if precision == "fp32" else 10)
+    assert estimate["optimizer"] == 2 * estimate["gradients"] == 8 * count_parameters(shape)
+    assert estimate["total"] == sum(v for k, v in estimate.items() if k != "total")
+    assert loss.isfinite()
+
+
+# --- shapes and refusals ----------------------------------------------------------------------------------------------
+
+
+def test_a_shape_comes_from_a_config_and_goes_to_json() -> None:
+    config = Config(n_layer=3, n_head=2, n_embd=8, block_size=16, bias=True, micro_batch_size=1)
+    shape = ModelShape.of(config, 65)
+    assert shape == ModelShape(n_layer=3, n_head=2, n_embd=8, block_size=16, bias=True, vocab_size=65)
+    assert shape.padded_vocab == 128
+    assert ModelShape(**shape.to_dict()) == shape
+    assert {type(v) for v in shape.to_dict().values()} == {int, bool}
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"vocab_size": 0}, "vocab_size = 0, but a model needs at least 1; raise vocab_size"),
+        ({"n_layer": -1}, "n_layer = -1, but a model needs at least 1; raise n_layer"),
+        ({"n_embd": 10}, "n_embd = 10 is not a multiple of n_head = 4; change one of them"),
+    ],
+)
+def test_an_impossible_shape_is_refused(values: dict[str, int], text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        ModelShape(**shape_of().to_dict() | values)  # type: ignore[arg-type]
+    assert str(error.value) == text
+
+
+@pytest.mark.parametrize(
+    ("request_", "text"),
+    [
+        ({"idx": torch.zeros(3)}, "a prompt of shape (3,); pass (sequences, tokens), at least one token each"),
+        ({"idx": torch.zeros(1, 0)}, "a prompt of shape (1, 0); pass (sequences, tokens), at least one token each"),
+        (
+            {"idx": torch.tensor([[3, 65]])},
+            "prompt tokens 3..65 are outside 0..64; encode it with this model's tokenizer",
+        ),
+        (
+            {"idx": torch.tensor([[3, -1]])},
+            "prompt tokens -1..3 are outside 0..64; encode it with this model's tokenizer",
+        ),
+        ({"max_new_tokens": -1}, "max_new_tokens = -1 is negative; use 0 or more"),
+        (
+            {"temperature": -0.5},
+            "temperature = -0.5 is not 0 or more; use 0 (the likeliest token) or about 0.8",
+        ),
+        (
+            {"temperature": math.nan},
+            "temperature = nan is not 0 or more; use 0 (the likeliest token) or about 0.8",
+        ),
+        ({"top_k": 0}, "top_k = 0 leaves no token to choose; use 1 or more, or None to choose among all"),
+    ],
+)
+def test_an_impossible_request_is_refused(request_: dict[str, object], text: str) -> None:
+    model = GPT(shape_of())
+    request: dict[str, object] = {"idx": torch.zeros(1, 1, dtype=torch.long), "max_new_tokens": 1} | request_
+    with pytest.raises(ConfigError) as error:
+        generate(model, **request)  # type: ignore[arg-type]
+    assert str(error.value) == text
+
+
+def test_too_long_a_sequence_is_refused() -> None:
+    model = GPT(shape_of())
+    with pytest.raises(ConfigError) as error:
+        model(torch.zeros(1, 9, dtype=torch.long))
+    assert str(error.value) == "9 tokens, but block_size = 8; pass fewer, or train with a larger block_size"
+
+
+def test_an_estimate_needs_a_resolved_precision() -> None:
+    with pytest.raises(ConfigError) as error:
+        memory_estimate(shape_of(), 1, "auto")
+    assert str(error.value) == "no memory estimate for precision = auto; use fp32, bf16 or fp16"

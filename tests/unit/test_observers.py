@@ -1,0 +1,172 @@
+"""What observers write: the truth in JSONL, events for TensorBoard, a line for people; and the registry behind it."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from nanoray.metrics import METRICS, check_record, mfu_percent, to_markdown
+from nanoray.train.observers import RETRY_S, Console, JsonlWriter, Observers, TensorBoardWriter, clock, short
+from tests.harness.ranks import make_spec
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def record(step: int, **more: float) -> dict[str, float]:
+    return {
+        "step": step,
+        "time": 1000.0 + step,
+        "train/loss": 0.1 + step / 3,
+        "train/lr": 1e-3,
+        "train/grad_norm": 1.0,
+    } | more
+
+
+def test_jsonl_keeps_every_bit_of_a_float(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonlWriter(path, 0)
+    writer.on_record(record(1))
+    writer.close()
+    assert json.loads(path.read_text())["train/loss"] == 0.1 + 1 / 3
+
+
+def test_resuming_drops_what_comes_after_the_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(record(s)) + "\n" for s in (1, 2, 3)) + '{"step": 4, "tra')
+    writer = JsonlWriter(path, 2)
+    writer.on_record(record(3, **{"val/loss": 2.0}))
+    writer.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [r["step"] for r in lines] == [1, 2, 3]
+    assert lines[-1]["val/loss"] == 2.0
+
+
+def test_an_unregistered_metric_cannot_be_emitted(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="train/mystery"):
+        JsonlWriter(tmp_path / "m.jsonl", 0).on_record(record(1, **{"train/mystery": 1.0}))
+
+
+def test_tensorboard_gets_config_and_scalars(tmp_path: Path) -> None:
+    writer = TensorBoardWriter(tmp_path, '{"lr": 1}', 0)
+    for step in (1, 2):
+        writer.on_record(record(step))
+    writer.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert sorted(events.Tags()["scalars"]) == ["train/grad_norm", "train/loss", "train/lr"]
+    assert [e.step for e in events.Scalars("train/loss")] == [1, 2]
+    assert any("config" in tag for tag in events.Tags()["tensors"])
+
+
+@contextmanager
+def no_room(path: Path, more: int) -> Iterator[None]:
+    """A disk with room for so many more bytes in this file: as far as the process can see, it is full then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's thread
+@pytest.mark.parametrize("more", [0, 100, 300])
+def test_records_wait_while_the_disk_is_full(text: Path, tmp_path: Path, more: int) -> None:
+    """Every record is in metrics.jsonl and in TensorBoard afterwards, and it was said once when it began and ended."""
+    spec, told = make_spec(text, tmp_path, tensorboard=True), Told()
+    observers = Observers(spec, [told])
+    observers.open(0, 0)
+    metrics = spec.folder / "metrics.jsonl"
+    for step in range(1, 6):
+        observers.record(record(step))
+    with no_room(metrics, more):
+        for step in range(6, 46):
+            observers.record(record(step))
+            with suppress(ValueError):
+                assert all(json.loads(line) for line in metrics.read_text().splitlines()), "no part of a line"
+    time.sleep(RETRY_S)
+    for step in range(46, 70):
+        observers.record(record(step))
+    observers.close()
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [*range(1, 70)]
+    for file in ("metrics.jsonl", "tb/"):
+        began, ended = [note for note in told.notes if file in note]
+        full = "(File too large|No space left on device)"  # a limit that is reached, or met in the middle of a line
+        assert re.fullmatch(rf"warning  {file} cannot be written \({full}\); its records wait in memory", began)
+        assert ended == f"warning  {file} is written again, and complete"
+    events = EventAccumulator(str(spec.folder / "tb"))
+    events.Reload()
+    assert {e.step for e in events.Scalars("train/loss")} == {*range(1, 70)}
+
+
+def test_a_full_disk_does_not_end_a_rewind(text: Path, tmp_path: Path) -> None:
+    """Dropping records needs no room, and neither does taking over from a lost rank 0."""
+    spec = make_spec(text, tmp_path)
+    observers = Observers(spec, ())
+    observers.open(0, 0)
+    for step in range(1, 6):
+        observers.record(record(step))
+    metrics = spec.folder / "metrics.jsonl"
+    with no_room(metrics, -metrics.stat().st_size):
+        observers.rewind(3)
+        observers.record(record(4))
+        successor = Observers(spec, ())
+        successor.open(0, 3)
+    observers.record(record(5))
+    observers.close()
+    successor.close()
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [1, 2, 3, 4, 5]
+
+
+class Told:
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def on_note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def on_record(self, record: dict[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_console_prints_one_line_per_record() -> None:
+    out = io.StringIO()
+    console = Console(2000, out)
+    console.on_note("hello")
+    console.on_record(record(1))
+    console.on_record(record(200, **{"time/step_ms": 24.0, "perf/tok_per_sec": 32000.0, "val/loss": 2.5}))
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "hello"
+    assert lines[1] == "step    1/2000 | loss 0.4333 | lr 1.0e-03 | gnorm 1.00"
+    assert lines[2].startswith(
+        "step  200/2000 | loss 66.7667 | val 2.5000 | lr 1.0e-03 | gnorm 1.00 | 24 ms | 32k tok/s | eta 30:00"
+    )
+
+
+def test_numbers_for_people() -> None:
+    assert [short(v) for v in (0.5, 32100, 4.5e6, 2e9)] == ["0.5", "32.1k", "4.5M", "2G"]
+    assert [clock(s) for s in (4.4, 61.2, 3700)] == ["0:04", "1:01", "1:01:40"]
+
+
+def test_registry_is_complete_small_and_documented() -> None:
+    assert len(METRICS) <= 35
+    assert all(m.unit and m.meaning and m.healthy for m in METRICS.values())
+    check_record(dict.fromkeys(METRICS, 0.0))
+    assert mfu_percent(tok_per_sec=1e6, flops_per_token=3e8, peak_flops=1e15) == 30.0
+
+
+def test_docs_metrics_is_the_registry() -> None:
+    assert (DOCS / "metrics.md").read_text(encoding="utf-8") == to_markdown() + "\n", "run: make docs"

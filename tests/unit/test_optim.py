@@ -1,0 +1,122 @@
+"""Learning rates against closed forms, decay groups, scaling rules, and the optimizer's state on disk."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from nanoray.config import Config, load_config, make_config
+from nanoray.errors import CheckpointError, ConfigError
+from nanoray.models.costs import scaling_parameters
+from nanoray.models.gpt import ModelShape
+from nanoray.state import load_optimizer_tensors, optimizer_tensors
+from nanoray.train.optim import derive_scaling, lr_at, make_optimizer
+
+
+def config(**values: object) -> Config:
+    return make_config(
+        {"global_batch_size": 12, "max_steps": 100, "warmup_steps": 10, "lr": 1.0, "min_lr": 0.1} | values
+    )
+
+
+def test_cosine() -> None:
+    c = config()
+    assert lr_at(0, c) == pytest.approx(1 / 11)
+    assert lr_at(9, c) == pytest.approx(10 / 11)
+    assert lr_at(10, c) == 1.0
+    assert lr_at(55, c) == pytest.approx(0.55)  # half way: the mean of peak and end
+    assert lr_at(100, c) == pytest.approx(0.1)
+    assert lr_at(5000, c) == pytest.approx(0.1)
+
+
+def test_warmup_stable_decay() -> None:
+    c = config(schedule="wsd", decay_fraction=0.4)
+    assert [lr_at(s, c) for s in (10, 30, 60)] == [1.0, 1.0, 1.0]
+    assert lr_at(80, c) == pytest.approx(0.55)
+    assert lr_at(100, c) == pytest.approx(0.1)
+
+
+def test_constant_and_no_warmup() -> None:
+    assert {lr_at(s, config(schedule="constant", warmup_steps=0)) for s in range(0, 200, 7)} == {1.0}
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    model = nn.Sequential(nn.Embedding(4, 3), nn.LayerNorm(3), nn.Linear(3, 2))
+    groups = make_optimizer(model, config(weight_decay=0.2)).param_groups
+    assert [(g["weight_decay"], [p.dim() for p in g["params"]]) for g in groups] == [(0.2, [2, 2]), (0.0, [1, 1, 1])]
+    assert all(g["fused"] for g in groups)
+
+
+def test_state_goes_out_and_comes_back() -> None:
+    torch.manual_seed(0)
+    a, b = nn.Linear(3, 2), nn.Linear(3, 2)
+    b.load_state_dict(a.state_dict())
+    first, second = make_optimizer(a, config()), make_optimizer(b, config())
+    x = torch.randn(5, 3)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(a, first)
+    tensors = optimizer_tensors(first, a)
+    assert sorted(tensors) == sorted(f"{k}.{n}" for k in ("exp_avg", "exp_avg_sq", "step") for n in ("weight", "bias"))
+    b.load_state_dict(a.state_dict())
+    load_optimizer_tensors(second, b, tensors)
+    step(a, first)
+    step(b, second)
+    assert torch.equal(a.weight, b.weight)
+    assert tensors["step.weight"].item() == 2, "optimizer_tensors gives the live state, not a copy"
+
+
+def test_foreign_state_is_refused() -> None:
+    model = nn.Linear(3, 2)
+    adam, sgd = make_optimizer(model, config()), make_optimizer(model, config(optimizer="sgd"))
+    with pytest.raises(CheckpointError, match="optimizer state holds nothing, but AdamW needs"):
+        load_optimizer_tensors(adam, model, {})
+    one = {f"{k}.weight": torch.zeros(2, 3) for k in ("exp_avg", "exp_avg_sq")} | {"step.weight": torch.zeros(())}
+    with pytest.raises(CheckpointError, match="but SGD needs nothing; resume with the optimizer that wrote it"):
+        load_optimizer_tensors(sgd, model, one)
+    with pytest.raises(CheckpointError, match="does not fit this model's parameters"):
+        load_optimizer_tensors(adam, model, one | {"exp_avg.weight": torch.zeros(9)})
+
+
+def test_scaling_rules_at_their_reference_point_change_nothing() -> None:
+    """Depth 12, width 768, vocabulary 32,768, 12 tokens per parameter: batch 2^19 tokens, lr and decay as given."""
+    c = load_config(preset="gpt2-124m", overrides={"block_size": "1024", "micro_batch_size": "1"})
+    params = scaling_parameters(ModelShape.of(c, 32768))
+    assert params == 12 * 12 * 768**2 + 32768 * 768
+    derived, _ = derive_scaling(c, frozenset(), params, dp=8)
+    assert derived.global_batch_size * derived.block_size == 2**19
+    assert (derived.lr, derived.weight_decay) == pytest.approx((c.lr, c.weight_decay))
+    assert derived.max_steps == round(12 * params / 2**19)
+
+
+def test_scaling_rules_move_as_they_say() -> None:
+    c = load_config(preset="gpt2-124m", overrides={"micro_batch_size": "1"})
+    params = scaling_parameters(ModelShape.of(c, 32768))
+    small, derived = derive_scaling(c, frozenset(), params // 16, dp=2)
+    batch = 2 ** round(math.log2(2**19 * (1 / 16) ** 0.383))
+    assert small.global_batch_size * 1024 == batch
+    ratio = batch / 2**19
+    assert small.lr == pytest.approx(c.lr * math.sqrt(ratio))
+    assert small.weight_decay == pytest.approx(c.weight_decay * math.sqrt(ratio) * 16, rel=1e-3)
+    assert {d.key for d in derived} == {"global_batch_size", "max_steps", "lr", "min_lr", "weight_decay"}
+    assert all(d.reason for d in derived)
+
+
+def test_scaling_keeps_what_flags_gave() -> None:
+    c = load_config(preset="gpt2-124m", overrides={"lr": "1e-3", "max_steps": "7"})
+    scaled, derived = derive_scaling(c, frozenset({"lr", "max_steps"}), 10**8, dp=2)
+    assert (scaled.lr, scaled.max_steps) == (1e-3, 7)
+    assert not {"lr", "max_steps"} & {d.key for d in derived}
+
+
+def test_scaling_that_contradicts_another_flag_is_a_config_error() -> None:
+    c = load_config(preset="gpt2-124m", overrides={"stop_at": "1900", "max_steps": "2000", "warmup_steps": "1"})
+    with pytest.raises(ConfigError, match="stop_at = 1900 is beyond max_steps = "):
+        derive_scaling(c, frozenset({"stop_at"}), 10**6, dp=1)

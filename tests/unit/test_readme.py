@@ -1,0 +1,165 @@
+"""The README tells the truth: every command runs, every path exists, every figure stands in a committed result."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from nanoray.__main__ import COMMANDS
+from nanoray.bench.harness.report import Report, number
+from nanoray.cli import parse_args
+from tests.harness.commands import run
+from tests.unit.test_layers import ROWS
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```\n(.*?)```", README, re.DOTALL)
+COMMAND = re.compile(
+    r"^(make|python|python3|torchrun|ray|tensorboard|kubectl|\.venv/bin/\S+|CUDA_VISIBLE_DEVICES=\S+) ", re.M
+)
+COMMANDS_IN_BLOCKS = [
+    line.split("  #")[0].strip() for block in BLOCKS for line in block.splitlines() if COMMAND.match(line)
+]
+
+
+def test_it_is_short_and_has_no_placeholder() -> None:
+    assert len(README.splitlines()) <= 230
+    assert not re.search(r"\b(FIGURE|TRANSCRIPT|BENCH|FILEMAP)\b", README)
+
+
+def test_links_and_files_exist() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert target.startswith("http") or (ROOT / target).exists(), target
+    for name in re.findall(r"^((?:nanoray|examples|tests|docs)/\S*)", README, re.M):
+        assert (ROOT / name).exists(), name
+
+
+def test_file_map_names_every_room_and_module() -> None:
+    """Each folder of nanoray/ and of the repository by its path, each top-level module by its name."""
+    file_map = next(block for block in BLOCKS if block.startswith("nanoray/"))
+    package = [path for path in (ROOT / "nanoray").iterdir() if not path.name.startswith("__")]
+    rooms = {f"nanoray/{path.name}/" for path in package if path.is_dir()}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+    rooms |= {
+        f"{name.partition('/')[0]}/" for name in tracked if "/" in name and name[0] != "." and name[:7] != "nanoray"
+    }
+    assert {room for room in rooms if room not in file_map} == set()
+    modules = {path.name for path in package if path.suffix == ".py"}
+    assert {name for name in modules if name not in file_map} == set()
+    for path in re.findall(r"(?:nanoray|tests|docs)/[\w/.]+", file_map):
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("command", COMMANDS_IN_BLOCKS)
+def test_commands_parse(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each flag exists and each file is there. What trains runs for real below, and in the other tests."""
+    words = [w for w in shlex.split(command.replace("&&", "")) if not re.match(r"[A-Z_]+=", w)]
+    for word in words:
+        if word.startswith("examples/"):
+            assert (ROOT / word).is_file()
+    module = next((w for w in words if w.startswith("nanoray.")), "")
+    if module in ("nanoray.train", "nanoray.launch"):
+        flags = words[words.index(module) + 1 :]
+        assert parse_args(flags, "x", "y").config
+    elif module:
+        assert module in {target.removesuffix(".__main__") for target, _ in COMMANDS.values()}
+    elif words[:3] == ["python", "-m", "nanoray"]:
+        assert words[3] in COMMANDS
+        if words[3] == "kube":
+            monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+            assert importlib.import_module(COMMANDS["kube"][0]).main([*words[4:], "--dry_run"]) == 0
+    elif words[0] == "kubectl":
+        assert (ROOT / words[words.index("-k") + 1] / "kustomization.yaml").is_file()
+    elif words[0] == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+        assert words[1] in targets
+    else:
+        assert words[0].split("/")[-1] in ("python3", "python", "ray", "tensorboard")
+
+
+def python(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    return run(*args, cwd=cwd, env=env)
+
+
+@pytest.mark.slow
+def test_the_first_minute_as_a_new_user_without_internet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """examples/train_shakespeare.py from another folder, nothing cached, a proxy that leads nowhere: a short run."""
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    script = str(ROOT / "examples" / "train_shakespeare.py")
+    done = python(script, "--max_steps", "40", "--eval_every", "20", "--log_every", "20", cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "stdlib: source text of Python" in done.stdout
+    assert "Shakespeare is not cached and the download failed" in done.stdout
+    assert re.search(r"step +40/40 \| loss \d\.\d+ \| val \d\.\d+", done.stdout)
+    (run,) = (folder / "runs").iterdir()
+    assert json.loads((run / "summary.json").read_text())["dataset"] == "stdlib"
+    next_commands = [line[7:] for line in done.stdout.splitlines() if " -m nanoray.sample " in line]
+    sampled = subprocess.run(next_commands[0], shell=True, cwd=folder, capture_output=True, text=True, timeout=200)
+    assert sampled.returncode == 0, sampled.stderr
+    assert "To be" in sampled.stdout
+
+
+def test_dry_run_of_the_large_preset(tmp_path: Path) -> None:
+    """The 124 M parameter recipe on 8 ranks, planned on a machine with none of them."""
+    done = python(
+        *("nanoray.launch", "--preset", "gpt2-124m", "--workers", "8", "--dry_run"),
+        *("--tokenizer", "byte", "--dataset", "stdlib", "--device", "cpu", "--ray_address", "10.0.0.1:6379"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "12 seq × 5 accum × 8 dp × 1024 tok = 491,520 tok/step" in done.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+PAGES = {
+    "communication": ["collectives", "algorithms", "overlap", "scaling"],
+    "reliability": ["recovery", "checkpoint", "control", "soak"],
+}
+
+
+@pytest.mark.parametrize(("name", "bench"), [(name, bench) for name, benches in PAGES.items() for bench in benches])
+def test_tables_are_pasted_from_results(name: str, bench: str) -> None:
+    """What `paste` makes of the committed JSON stands in the page, line by line; so do its file and its date."""
+    page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    report = Report.read(ROOT / "docs" / "results" / f"{bench}-cpu.json")
+    pasted = importlib.import_module(f"nanoray.bench.{bench}").paste(report)
+    missing = [line for line in pasted if line.startswith("|") and line not in page]
+    assert missing == []
+    assert f"results/{bench}-cpu.json" in page
+    assert report.conditions["date"].split()[0] in page
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_of_a_page_lead_somewhere(name: str) -> None:
+    page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)\)", page):
+        assert target.startswith("http") or (ROOT / "docs" / target).exists(), target
+    assert not re.search(r"^[A-Z_]{3,}$", page, re.M)
+
+
+def test_figures_stand_in_a_committed_result() -> None:
+    """Every number of the README's tables is a median of a committed result, rounded as printed."""
+    results = [json.loads(path.read_text()) for path in (ROOT / "docs" / "results").glob("*.json")]
+    medians = {number(row["median"]) for result in results for row in result["rows"] if row["median"] is not None}
+    cells = re.findall(r"\| (\d[\d.]*) \(", README)
+    assert len(cells) == 6 * 3 + 5
+    assert [c for c in cells if c not in medians] == []
+
+
+def test_architecture_draws_the_layers_of_the_test() -> None:
+    """The rows of docs/architecture.md are those that tests/unit/test_layers.py enforces, in the same order."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    drawing = page.partition("## The layers")[2].partition("```\n")[2].partition("```")[0]
+    rows = [{name.strip("/") for name in line[:34].split()} for line in drawing.splitlines()]
+    assert rows == ROWS

@@ -1,0 +1,162 @@
+"""A run's folder: one command at a time uses it, and one attempt at a time writes to it."""
+
+from __future__ import annotations
+
+import calendar
+import errno
+import fcntl
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoray.errors import CheckpointError, ConfigError
+from nanoray.run import RunSpec, lock_run, new_folder, read_attempt, write_attempt
+from tests.harness.cluster import wait_for
+from tests.harness.commands import Command, run
+from tests.harness.ranks import TINY, make_spec, run_ranks
+
+HOLD = "import sys, time; from pathlib import Path; from nanoray.run import lock_run\n"
+HOLD += "lock = lock_run(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the lock of a folder."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout
+        assert process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_run_in_use_is_refused_and_left_alone(text: Path, tmp_path: Path) -> None:
+    """Until the process that uses it dies, by whatever cause."""
+    spec = make_spec(text, tmp_path, stop_at=2)
+    run_ranks(spec, 1)
+    (spec.folder / "summary.json").write_text("as it was")
+    folder = spec.folder
+    del spec
+    with held(folder) as process:
+        with pytest.raises(ConfigError) as error:
+            make_spec(text, tmp_path, resume="auto")
+        assert re.match(
+            rf"run {folder} is in use by pid {process.pid} on {platform.node()}; wait until it ends, or start a new "
+            rf"run from one of its checkpoints \(--resume {folder}/checkpoints/step_\.\.\.\)\. If that process and "
+            rf"its host are gone, remove {folder}/lock$",
+            str(error.value),
+        )
+        assert (folder / "summary.json").read_text() == "as it was"
+        other = make_spec(text, tmp_path, resume=str(folder / "checkpoints" / "step_00000002"))
+        assert other.folder != folder, "a new run from its checkpoint disturbs nobody"
+        process.kill()
+        again = make_spec(text, tmp_path, resume=str(folder))  # it may still be dying
+    assert again.folder == folder
+    assert again.lock
+    assert (folder / "lock").read_text() == f"pid {os.getpid()} on {platform.node()}\n"
+
+
+def test_a_second_command_on_a_live_run_is_refused(text: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "words.yaml"
+    values = TINY | {"dataset": str(text), "data_dir": str(tmp_path / "cache"), "checkpoint_every": 5}
+    recipe.write_text("".join(f"{key}: {value}\n" for key, value in values.items()))
+    flags = ("nanoray.train", "--config", str(recipe), "--out_dir", str(tmp_path / "runs"))
+    with Command(*flags, "--max_steps", "100000") as first:
+        wait_for(lambda: list(tmp_path.glob("runs/*/checkpoints/step_*")), process=first)
+        second = run(*flags, "--resume", "auto")
+        assert second.returncode == 2, second.stdout
+        assert f"is in use by pid {first.pid} on {platform.node()}" in second.stderr
+        assert first.poll() is None
+    third = run(*flags, "--resume", "auto", "--stop_at", "1")
+    assert third.returncode == 0, third.stderr
+
+
+def test_a_process_of_the_same_number_on_a_host_of_the_same_name_is_another(text: Path, tmp_path: Path) -> None:
+    """As in two containers: the text in the lock file says nothing about who holds it."""
+    folder = make_spec(text, tmp_path).folder
+    with held(folder):
+        (folder / "lock").write_text(f"pid {os.getpid()} on {platform.node()}\n")
+        with pytest.raises(ConfigError, match="is in use by"):
+            lock_run(folder)
+
+
+def test_resume_never_writes_into_a_folder_of_another_name(text: Path, tmp_path: Path) -> None:
+    """Neither by auto, which looks for this name and recipe, nor by path."""
+    first = make_spec(text, tmp_path, name="lr1", lr=1e-3, stop_at=2)
+    run_ranks(first, 1)
+    auto = make_spec(text, tmp_path, name="lr2", lr=2e-3, resume="auto")
+    assert (auto.folder != first.folder, auto.resume) == (True, "")
+    assert any("another experiment (name is lr1 there and lr2 here, lr is 0.001" in note for note in auto.notes)
+    by_path = make_spec(text, tmp_path, name="lr2", lr=2e-3, resume=str(first.folder))
+    assert "_lr2" in by_path.folder.name
+    assert by_path.resume.startswith(str(first.folder))
+    assert any("not the recipe of" in note for note in by_path.notes)
+    del first
+    longer = make_spec(text, tmp_path, name="lr1", lr=1e-3, max_steps=99, log_every=3, resume="auto")
+    assert longer.folder.name.endswith("_lr1")
+    assert longer.resume == str(longer.folder)
+
+
+def test_a_folder_is_named_in_utc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Pacific/Kiritimati")  # UTC+14
+    time.tzset()
+    try:
+        stamp = new_folder(tmp_path, "x").name[:17]
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert abs(calendar.timegm(time.strptime(stamp, "%Y-%m-%d_%H%M%S")) - time.time()) < 3600
+
+
+def test_the_lock_lives_as_long_as_the_spec(text: Path, tmp_path: Path) -> None:
+    spec = make_spec(text, tmp_path)
+    folder = spec.folder
+    spec = spec.next_attempt()  # the same lock
+    assert spec.lock
+    again, warning = lock_run(folder)
+    assert (again, warning) == (None, ""), "this process has it"
+    assert RunSpec.from_dict(spec.to_dict()).lock is None, "it does not travel"
+    del spec
+    with held(folder):
+        pass
+
+
+def test_a_file_system_without_locks_is_said_once(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    spec = make_spec(text, tmp_path)
+    assert spec.lock is None
+    assert spec.notes == (f"warning  {spec.folder} cannot be locked (No locks available): let only one command use it",)
+
+
+def test_which_attempt_may_write(text: Path, tmp_path: Path) -> None:
+    assert read_attempt(tmp_path) is None
+    spec = make_spec(text, tmp_path / "runs", stop_at=2)
+    assert read_attempt(spec.folder) == (0, spec.started)
+    write_attempt(replace(spec, attempt=12))
+    assert read_attempt(spec.folder) == (12, spec.started)
+    assert not list(spec.folder.glob(".attempt*"))
+    (spec.folder / "attempt").write_text("twelve")
+    with pytest.raises(
+        CheckpointError, match=rf"^cannot tell from {spec.folder}/attempt which attempt may write .*; r"
+    ):
+        read_attempt(spec.folder)
+    write_attempt(spec)
+    run_ranks(spec, 1)
+    write_attempt(replace(spec, attempt=3))
+    again = make_spec(text, tmp_path / "runs", resume="auto")
+    assert read_attempt(again.folder) == (0, again.started), "a new command counts anew"

@@ -1,0 +1,127 @@
+"""SECURITY.md's promises that have no better place."""
+
+from __future__ import annotations
+
+import ast
+import http.server
+import os
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nanoray.config import load_config
+from nanoray.data import download
+from nanoray.data.prepare import prepare
+from nanoray.errors import ConfigError, DataError
+from nanoray.mesh.rendezvous import Rendezvous
+from tests.harness.commands import run
+from tests.harness.ranks import make_spec
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = [*sorted((ROOT / "nanoray").rglob("*.py")), *sorted((ROOT / "examples").glob("*.py"))]
+DANGEROUS = {
+    *("pickle", "marshal", "shelve", "dill", "cloudpickle"),
+    *("torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "yaml.load_all", "os.system", "numpy.load"),
+}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_nothing_is_read_that_could_run(path: Path) -> None:
+    """No pickle, no unsafe YAML, no shell, no eval of text in what is shipped."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            assert not DANGEROUS & {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module not in DANGEROUS
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name == "torch.load" and any(ast.unparse(k) == "weights_only=True" for k in node.keywords):
+                continue
+            assert name not in DANGEROUS | {"eval", "exec", "compile"}, f"{name} in line {node.lineno}"
+            shell = [k for k in node.keywords if k.arg == "shell"]
+            assert not shell, f"a shell in line {node.lineno}"
+
+
+@pytest.mark.parametrize("name", ["../up", "a/b", "/etc", "a b", "", "x\n"])
+def test_a_name_cannot_leave_the_run_root(name: str) -> None:
+    with pytest.raises(ConfigError, match="name = "):
+        load_config(None, "tiny", {"name": name})
+
+
+def test_run_folders_are_private(text: Path, tmp_path: Path) -> None:
+    assert make_spec(text, tmp_path / "runs").folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("url", ["https://me:secret@host/input.txt", "http://token@host/x"])
+def test_a_password_in_data_url_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(None, "tiny", {"dataset": "shakespeare", "data_url": url})
+    assert "data_url holds a password" in str(refused.value)
+    assert "secret" not in str(refused.value)
+    assert "token" not in str(refused.value)
+
+
+@pytest.mark.parametrize("key", ["X-Amz-Signature", "X-Amz-Security-Token", "sig", "token", "X-Goog-Credential"])
+def test_a_presigned_url_is_refused_and_its_secret_not_repeated(key: str) -> None:
+    url = f"https://store.example/input.txt?version=3&{key}=hushhush"
+    with pytest.raises(ConfigError) as refused:
+        load_config(None, "tiny", {"dataset": "shakespeare", "data_url": url})
+    assert f"data_url carries a secret ({key}=...)" in str(refused.value)
+    assert "hushhush" not in str(refused.value)
+    load_config(None, "tiny", {"dataset": "shakespeare", "data_url": "https://store.example/input.txt?version=3"})
+
+
+def test_secrets_of_the_environment_and_of_the_rendezvous_stay_out_of_files(text: Path, tmp_path: Path) -> None:
+    """A proxy's password, Ray's token, and what keeps strangers out of the store: in no log, dump or metric."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    env |= {"HTTPS_PROXY": "http://me:proxypassword@127.0.0.1:1", "RAY_AUTH_TOKEN": "raytokenraytokenraytoken"}
+    env |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "NO_PROXY": "127.0.0.1"}
+    command = ["nanoray.train", "--preset", "tiny", "--max_steps", "2", "--warmup_steps", "1"]
+    command += ["--dataset", str(text), "--data_dir", str(tmp_path / "cache"), "--out_dir", str(tmp_path / "runs")]
+    done = run(*command, env=env)
+    assert done.returncode == 0, done.stderr
+    told = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+    told[Path("output")] = (done.stdout + done.stderr).encode()
+    assert any(b"attempt 0, pid" in content for content in told.values()), "the logs are among them"
+    for secret in (b"proxypassword", b"raytokenraytoken"):
+        assert not [path for path, content in told.items() if secret in content]
+    assert "storesecret" not in repr(Rendezvous(secret="storesecret")), "the logs say how ranks meet"
+
+
+@pytest.fixture
+def endless() -> Iterator[str]:
+    """A server whose answer never ends."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            try:
+                while True:
+                    self.wfile.write(b"x" * 65536)
+            except OSError:
+                pass
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+
+
+def test_a_download_has_an_end(endless: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "MAX_BYTES", 1 << 20)
+    config = load_config(None, "tiny", {"dataset": "shakespeare", "data_url": endless, "data_dir": str(tmp_path)})
+    with pytest.raises(DataError, match="more than 1 MiB"):
+        prepare(config)
+    assert not list(tmp_path.rglob("*.txt"))
+
+
+def test_the_tests_that_security_md_names_are_there() -> None:
+    for name in re.findall(r"`(test_\w+\.py)`", (ROOT / "SECURITY.md").read_text()):
+        assert [*(ROOT / "tests").rglob(name)], name

@@ -1,0 +1,250 @@
+"""The actor of one rank, called as an object: heartbeats, orders, and what becomes of an exception."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nanoray.errors import CheckpointError, ConfigError, RendezvousError, StateDiverged
+from nanoray.faults.cause import CAUSES
+from nanoray.faults.progress import ProgressFile
+from nanoray.launch.worker import LostPeer, Worker
+from nanoray.mesh.rendezvous import Order, Rendezvous
+from nanoray.run import RunSpec
+from tests.harness.scripted_ray import make_spec
+
+Train = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunSpec]:
+    """A run of two ranks. Workers in it change CUDA_VISIBLE_DEVICES and start processes that wait for their end."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    yield make_spec(tmp_path / "run", workers=2)
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"exit_record.py" in command and str(tmp_path).encode() in command:
+            os.kill(int(pid), signal.SIGKILL)
+            os.waitpid(int(pid), 0)
+
+
+def worker(train: Train | None = None, rank: int | None = 1, gpus: tuple[str, ...] = ()) -> Worker:
+    api = SimpleNamespace(
+        get_gpu_ids=lambda: list(gpus),
+        get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "node1", get_actor_id=lambda: "actor1"),
+        util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"),
+    )
+    return Worker("a-run", rank, train=train, api=api)
+
+
+R = Rendezvous(rank=1, world_size=2, backend="gloo")
+
+
+# Exceptions.
+
+
+@pytest.mark.parametrize(
+    ("error", "live", "kind", "exit_code"),
+    [
+        (ValueError("x"), False, "exception", 1),
+        (ConfigError("x"), False, "refused", 2),
+        (CheckpointError("x"), True, "refused", 4),
+        (StateDiverged("x"), False, "diverged", 1),
+        (RuntimeError("Connection closed by peer [10.0.0.1]:4711"), False, "peer_lost", 1),
+        (LostPeer("x"), False, "peer_lost", 1),
+        (RendezvousError("x"), False, "refused", 3),
+        (RendezvousError("x"), True, "peer_lost", 3),  # a new rank that did not meet the survivors
+    ],
+)
+def test_an_exception_becomes_data(spec: RunSpec, error: Exception, live: bool, kind: str, exit_code: int) -> None:
+    def train(run: RunSpec, *_: Any) -> dict[str, Any]:
+        ProgressFile(run.progress(1)).set(7, "backward")
+        raise error
+
+    found = worker(train).run(spec.to_dict(), Rendezvous(rank=1, world_size=2, backend="gloo", live=live))
+    assert (found["ok"], found["kind"], found["exit_code"]) == (False, kind, exit_code)
+    assert kind in CAUSES
+    assert (found["step"], found["phase"]) == (7, "backward")
+    assert (found["error"], found["message"]) == (type(error).__name__, str(error))
+    assert "raise error" in found["traceback"]
+
+
+def test_the_position_of_an_earlier_process_in_the_slot_is_forgotten(spec: RunSpec) -> None:
+    ProgressFile(spec.progress(1)).set(99, "eval")
+    spec.exit_record(1).write_text('{"pid": 1}')
+
+    def train(*_: Any) -> dict[str, Any]:
+        raise ValueError("before the first step")
+
+    found = worker(train).run(spec.to_dict(), R)
+    assert (found["step"], found["phase"]) == (0, "init")
+    assert not spec.exit_record(1).exists()
+
+
+def test_an_outcome_is_returned_and_messages_wait_for_a_poll(spec: RunSpec) -> None:
+    def train(run: RunSpec, r: Rendezvous, watchers: list[Any], *_: Any) -> dict[str, Any]:
+        watchers[0].on_note("first")
+        watchers[0].on_note("second")
+        return {"step": 30}
+
+    rank = worker(train)
+    assert rank.run(spec.to_dict(), R) == {"ok": True, "step": 30}
+    assert rank.poll() == [("note", "first"), ("note", "second")]
+    assert rank.poll() == []
+
+
+# Orders.
+
+
+@pytest.mark.parametrize(
+    ("calls", "order"),
+    [([], Order.GO_ON), (["pause"], Order.REGROUP), (["stop"], Order.STOP), (["pause", "stop"], Order.STOP)],
+)
+@pytest.mark.parametrize("direction", [1, -1])
+def test_a_stop_outranks_a_pause(spec: RunSpec, calls: list[str], order: int, direction: int) -> None:
+    def train(run: RunSpec, r: Rendezvous, watchers: Any, wanted: Callable[[], int], *_: Any) -> dict[str, Any]:
+        for name in calls[::direction]:
+            getattr(rank, name)()
+        return {"order": wanted()}
+
+    rank = worker(train)
+    assert rank.run(spec.to_dict(), R)["order"] == order
+
+
+def in_thread(rank: Worker, spec: RunSpec) -> tuple[threading.Thread, dict[str, Any]]:
+    found: dict[str, Any] = {}
+    thread = threading.Thread(target=lambda: found.update(rank.run(spec.to_dict(), R)), daemon=True)
+    thread.start()
+    return thread, found
+
+
+def test_a_survivor_waits_for_the_newest_attempt(spec: RunSpec) -> None:
+    """The driver may have tried twice: only its last attempt counts, and an old pause is over."""
+
+    def train(
+        run: RunSpec, r: Rendezvous, watchers: Any, wanted: Callable[[], int], store: Any, rejoin: Any
+    ) -> dict[str, Any]:
+        ProgressFile(run.progress(1)).set(7, "backward")
+        rank.pause()
+        gate.wait(10)
+        run, r = rejoin("connection closed")
+        return {"attempt": run.attempt, "world_size": r.world_size, "order": wanted()}
+
+    gate, rank = threading.Event(), worker(train)
+    second = spec.next_attempt().next_attempt()
+    rank.go_on(spec.next_attempt().to_dict(), R)
+    rank.go_on(second.to_dict(), Rendezvous(rank=0, world_size=1))
+    gate.set()
+    thread, found = in_thread(rank, spec)
+    thread.join(30)
+    assert found == {"ok": True, "attempt": 2, "world_size": 1, "order": Order.GO_ON}
+    heartbeat = rank.heartbeat(0.0, False, None)
+    assert (heartbeat.attempt, heartbeat.waiting) == (2, False)
+
+
+@pytest.mark.parametrize("driver_calls", [False, True])
+def test_a_rank_stopped_by_another_orphan_ends_too(
+    spec: RunSpec, monkeypatch: pytest.MonkeyPatch, driver_calls: bool
+) -> None:
+    """Its own patience ends a second after that of the rank which stopped the run; then nobody would end it."""
+    monkeypatch.setattr("nanoray.launch.worker.DRIVER_SILENT_S", 20.0)
+    exits: list[int] = []
+
+    def leave(code: int) -> None:
+        exits.append(code)
+        raise SystemExit  # the process would be gone
+
+    monkeypatch.setattr(os, "_exit", leave)
+
+    def train(*_: Any) -> dict[str, Any]:
+        one._called_at = time.monotonic() - (12.0 if driver_calls else 19.5)
+        if driver_calls:
+            threading.Timer(0.1, lambda: one.heartbeat(0.0, False, None)).start()
+        return {"exit_reason": "stopped"}
+
+    one = worker(train)
+    if driver_calls:
+        assert one.run(spec.to_dict(), R) == {"ok": True, "exit_reason": "stopped"}
+    else:
+        with pytest.raises(SystemExit):
+            one.run(spec.to_dict(), R)
+    assert exits == ([] if driver_calls else [0])
+
+
+def test_a_rank_that_may_not_rejoin_is_not_asked_to(spec: RunSpec) -> None:
+    """With --recovery restart `train` gets no way to rejoin."""
+    seen = []
+
+    def train(*given: Any) -> dict[str, Any]:
+        seen.append(given[-1])
+        return {}
+
+    restart = make_spec(spec.folder / "restart", workers=2, recovery="restart")
+    worker(train).run(spec.to_dict(), R)
+    worker(train).run(restart.to_dict(), R)
+    assert callable(seen[0])
+    assert seen[1] is None
+
+
+# Heartbeats.
+
+
+def test_a_heartbeat_without_a_change_comes_late(spec: RunSpec) -> None:
+    rank, began = worker(), time.monotonic()
+    assert rank.heartbeat(0.05, False, None)[:3] == (0, "init", 0)
+    assert time.monotonic() - began >= 0.05
+
+
+def test_a_heartbeat_is_answered_at_once_when_something_changes(spec: RunSpec) -> None:
+    """The step that it waits for has passed; the rank begins to wait; the rank goes on."""
+
+    def train(run: RunSpec, r: Rendezvous, watchers: Any, wanted: Any, store: Any, rejoin: Any) -> dict[str, Any]:
+        file = ProgressFile(run.progress(1))
+        file.set(7, "backward")
+        ready.set()
+        gate.wait(10)
+        rejoin("connection closed")
+        over.wait(10)
+        return {}
+
+    ready, gate, over, rank = threading.Event(), threading.Event(), threading.Event(), worker(train)
+    thread, _ = in_thread(rank, spec)
+    assert ready.wait(30)
+    assert rank.heartbeat(30.0, False, after=6).step == 7
+    threading.Timer(0.05, gate.set).start()
+    heartbeat = rank.heartbeat(30.0, False, None)
+    assert (heartbeat.waiting, heartbeat.attempt, heartbeat.step, heartbeat.phase) == (True, 0, 7, "backward")
+    threading.Timer(0.05, rank.go_on, (spec.next_attempt().to_dict(), R)).start()
+    assert not rank.heartbeat(30.0, True, None).waiting
+    over.set()
+    thread.join(30)
+
+
+# Devices.
+
+
+def test_an_actor_without_a_device_sees_none(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    facts = worker().ready()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert (facts["rank"], facts["pid"], facts["node"], facts["devices"]) == (1, os.getpid(), "node1", [])
+
+
+def test_a_spare_takes_the_devices_of_its_slot(spec: RunSpec) -> None:
+    spare = worker(rank=None)
+    assert repr(spare) == "a-run spare"
+    spare.take_slot(2, ["MIG-a"])
+    assert repr(spare) == "a-run rank 2"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-a"
+    assert spare.describe()["devices"] == ["MIG-a"]

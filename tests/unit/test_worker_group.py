@@ -1,0 +1,234 @@
+"""The group of actors on a scripted Ray: slots, ranks, spares, events, and how an end is described."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, RayError
+
+from nanoray.faults import exit_record
+from nanoray.faults.cause import FailureCollector
+from nanoray.faults.hang import Position, Watchdog
+from nanoray.faults.progress import ProgressFile
+from nanoray.launch.worker_group import EXIT_RECORD_S, LOG_LINES, WorkerGroup
+from tests.harness.scripted_ray import Actor, Ref, Run
+
+
+def started(folder: Path, workers: int = 3, **config: Any) -> tuple[Run, WorkerGroup]:
+    """A group whose ranks train."""
+    run = Run(folder, workers, **config)
+    run.group.create()
+    run.group.begin()
+    return run, run.group
+
+
+def dead(error: Exception) -> Ref:
+    return Ref(error, True)
+
+
+# Slots and ranks.
+
+
+def test_every_actor_has_a_slot_and_a_name_of_its_own(tmp_path: Path) -> None:
+    run, group = started(tmp_path / "run")
+    assert group.members == group.ready == [0, 1, 2]
+    group.fill(1)
+    group.fill(1)
+    names = [actor.name for actor in run.ray.actors.values()]
+    assert names == ["run-rank0", "run-rank1.0-2", "run-rank2"]
+    assert group.ready == [0, 2], "the new one has not answered yet"
+    assert run.ray.orders[-4:] == ["kill 1", "start 1", "kill 1", "start 1"]
+
+
+def test_actors_that_die_while_starting_are_an_error(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.ray.on_describe = lambda actor, ref: actor.fail_pending(ActorDiedError())  # type: ignore[method-assign]
+    with pytest.raises(RayError):
+        run.group.create()
+
+
+def test_ranks_follow_the_slots_that_are_taken(tmp_path: Path) -> None:
+    """Slot 0 is lost and the group is smaller: slots 1 and 2 are ranks 0 and 1, and one of them serves the store."""
+    run, group = started(tmp_path)
+    group.runs.pop(0)
+    group.regroup(replace(run.spec, attempt=1), [1, 2], group.open_store([1, 2]))
+    assert run.ray.orders[-2:] == ["go_on 1 as 0/2 attempt 1", "go_on 2 as 1/2 attempt 1"]
+    group.regroup(replace(run.spec, attempt=2), [0, 1, 2], group.open_store([0, 1, 2]))
+    assert run.ray.orders[-3:] == [
+        *("run 0 as 0/3 attempt 2", "go_on 1 as 1/3 attempt 2", "go_on 2 as 2/3 attempt 2")
+    ], "an actor without the run's state begins, the others go on"
+
+
+@pytest.mark.parametrize("mute", [{0}, {0, 1}, {0, 1, 2}])
+def test_any_rank_with_the_state_may_serve_the_store(tmp_path: Path, mute: set[int]) -> None:
+    run, group = started(tmp_path)
+    answer = run.ray.on_open_store
+
+    def on_open_store(actor: Actor, ref: Ref, *args: Any) -> None:
+        if actor.slot not in mute:
+            answer(actor, ref, *args)
+
+    run.ray.on_open_store = on_open_store  # type: ignore[method-assign]
+    if len(mute) < 3:
+        assert group.open_store([0, 1, 2]) == ("10.0.0.1", 4711)
+    else:
+        with pytest.raises(RayError, match="none of the ranks 0, 1, 2, which hold the state, answers"):
+            group.open_store([0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("workers", "training", "ready", "slots"),
+    [
+        (3, [0, 2], [0, 1, 2], [0, 1, 2]),
+        (6, [0, 1, 2, 3, 5], [0, 1, 2, 3, 5], [0, 1, 2, 3]),  # 12 samples cannot be divided among 5
+        (6, [5], [0, 1, 2, 3, 5], [0, 1, 2, 5]),  # a rank with the state is never left out
+        (4, [], [], []),
+    ],
+)
+def test_a_group_is_as_large_as_the_batch_allows(
+    tmp_path: Path, workers: int, training: list[int], ready: list[int], slots: list[int]
+) -> None:
+    group = Run(tmp_path, workers).group
+    group.runs = dict.fromkeys(training)
+    assert group.divisible(ready) == slots
+
+
+# New actors and spares.
+
+
+def test_a_spare_takes_a_slot_once_it_is_ready(tmp_path: Path) -> None:
+    run, group = started(tmp_path, spares=1)
+    group.fill(1)
+    assert (run.ray.orders[-1], group.promoted) == ("start 1", set()), "the spare has not rehearsed yet"
+    run.ray.time.sleep(5.0)
+    group.fill(2)
+    assert (run.ray.orders[-1], group.promoted) == ("spare takes 2", {2})
+    assert group.spares == []
+    group.add_spares()
+    assert (run.ray.orders[-1], len(group.spares)) == ("start spare", 1)
+
+
+def test_a_spare_on_another_node_has_not_the_device_of_the_slot(tmp_path: Path) -> None:
+    run, group = started(tmp_path, spares=1)
+    group.place = replace(run.place, kind="cuda", bundle={"GPU": 1.0, "CPU": 1.0})
+    run.ray.time.sleep(5.0)
+    group.fill(2)
+    assert run.ray.orders[-1] == "start 2"
+    group.fill(0)
+    assert run.ray.orders[-1] == "spare takes 0"
+
+
+# Events.
+
+
+def test_events_of_one_moment_come_together(tmp_path: Path) -> None:
+    run, group = started(tmp_path)
+    for slot in group.members:
+        group.request_heartbeat(slot)
+    assert list(group.events(0.0)) == []
+    for slot in (0, 1, 2):
+        run.ray.at(0.1, run.ray.die, slot)
+    found = list(group.events(0.25))
+    assert [(kind, slot) for kind, slot, _ in found] == [("ended", 0), ("ended", 1), ("ended", 2)]
+    assert group.runs == group.heartbeats == {}, "the heartbeat of a dead rank is no event"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "hang_timeout", "seconds"), [(2, 60.0, 1.0), (500, 60.0, 1.0), (4000, 60.0, 8.0), (4000, 8.0, 2.0)]
+)
+def test_many_ranks_answer_less_often(tmp_path: Path, ranks: int, hang_timeout: float, seconds: float) -> None:
+    group = Run(tmp_path, hang_timeout=hang_timeout).group
+    group.members = list(range(ranks))
+    assert group.heartbeat_s == seconds
+    off = Run(tmp_path / "off", hang_timeout=0.0).group
+    off.members = group.members
+    assert off.heartbeat_s == max(1.0, ranks / 500), "without a watchdog there is no deadline"
+
+
+# How a rank ended.
+
+
+@pytest.mark.parametrize(
+    ("record", "cause", "how"),
+    [
+        ({"signal": "SIGKILL", "oom": False}, "killed", "killed by SIGKILL"),
+        ({"signal": "SIGSEGV", "oom": False}, "killed", "killed by SIGSEGV"),
+        ({"signal": "SIGKILL", "oom": True}, "out_of_memory", "killed by the kernel, which was out of memory"),
+        ({"exit_code": 3, "oom": False}, "killed", "exited with code 3 and without a Python exception"),
+        (
+            {"pid": 1, "signal": "SIGSEGV"},
+            "killed",
+            "killed, or crashed without a Python exception",
+        ),  # an earlier process
+        (None, "killed", "killed, or crashed without a Python exception"),
+    ],
+)
+def test_how_a_process_died(tmp_path: Path, record: dict[str, Any] | None, cause: str, how: str) -> None:
+    run, group = started(tmp_path)
+    ProgressFile(run.spec.progress(1)).set(7, "optimizer")
+    if record is not None:
+        record = {"pid": run.ray.actors[1].pid, "boot": exit_record.boot_id(), "monotonic": 1.0} | record
+        run.spec.exit_record(1).write_text(json.dumps(record))
+    group.event_at = run.ray.time.now
+    result, failure = group.result(dead(ActorDiedError()), 1)
+    assert result is None
+    assert failure
+    assert (failure.cause, failure.signature) == (cause, how)
+    assert failure.title == f"rank 1 (pid 1001, node 10.0.0.1) died in optimizer of step 7: {how}"
+
+
+def test_exit_records_are_awaited_together(tmp_path: Path) -> None:
+    """Where nodes share no folder there are none, and thousands of ranks may die at once."""
+    run, group = started(tmp_path, 12)
+    group.event_at = began = run.ray.time.now
+    for slot in group.members:
+        assert group.result(dead(ActorDiedError()), slot)[1]
+    assert EXIT_RECORD_S <= run.ray.time.now - began < 2 * EXIT_RECORD_S
+
+
+def test_the_end_of_a_long_log(tmp_path: Path) -> None:
+    run, group = started(tmp_path)
+    run.spec.log(1).write_text("".join(f"line {i}\n" for i in range(100_000)))
+    _, failure = group.result(dead(ActorDiedError()), 1)
+    assert failure
+    lines = [f"line {i}" for i in range(100_000 - LOG_LINES, 100_000)]
+    assert failure.detail.splitlines() == ["end of its log:", *lines]
+
+
+@pytest.mark.parametrize(("kind", "retry", "detail"), [("exception", True, "Traceback"), ("refused", False, "")])
+def test_an_error_that_was_returned(tmp_path: Path, kind: str, retry: bool, detail: str) -> None:
+    _, group = started(tmp_path)
+    error = {"ok": False, "kind": kind, "exit_code": 4, "error": "ValueError", "message": "x", "traceback": "Traceback"}
+    _, failure = group.result(Ref(error | {"step": 3, "phase": "eval"}, True), 2)
+    assert failure
+    assert (failure.cause, failure.retry, failure.exit_code, failure.detail) == (kind, retry, 4, detail)
+    assert failure.title == "rank 2 (pid 1002, node 10.0.0.2) failed in eval of step 3: ValueError: x"
+
+
+@pytest.mark.parametrize(
+    ("positions", "frozen", "ended"),
+    [
+        ([(5, "backward"), (5, "forward"), (5, "backward")], [], [1]),
+        ([(5, "backward"), (5, "backward"), (5, "backward")], [], [2]),  # one of equals
+        ([(5, "forward"), (5, "backward"), (5, "backward")], [2], [2]),  # does not answer: that is certain
+        ([(5, "forward"), (5, "forward"), (6, "forward")], [], [0, 1]),
+    ],
+)
+def test_which_rank_hangs(
+    tmp_path: Path, positions: list[tuple[int, str]], frozen: list[int], ended: list[int]
+) -> None:
+    run, group = started(tmp_path)
+    watchdog = Watchdog(group.members, 60.0, run.ray.time.monotonic)
+    collector = FailureCollector(group.members, True, 60.0, 1.5)
+    for slot, position in enumerate(positions):
+        ProgressFile(run.spec.progress(slot)).set(*position)
+        watchdog.update(slot, Position(1, "init"), 0.0)  # the file is newer
+        run.ray.actors[slot].frozen = slot in frozen
+    group.end_hung(watchdog, collector)
+    assert [failure.rank for failure in collector.failures] == ended
+    assert run.ray.orders[-len(ended) :] == [f"kill {slot}" for slot in ended]
+    assert sorted(group.runs) == [slot for slot in range(3) if slot not in ended]
