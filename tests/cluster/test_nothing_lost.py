@@ -112,7 +112,7 @@ def test_a_rank_dies_while_the_replacement_of_another_is_awaited(
     assert "restart " not in output
     found = reports(tmp_path)
     assert [r["rank"] for r in found] == [first, second] or len(found[0]["consequences"]) == 1
-    assert found[-1]["steps_repeated"] == 0
+    assert found[-1]["steps_repeated"] <= 1, "only a step that both of the lost ranks, and no other, had completed"
     steps = sorted(losses(tmp_path))
     assert steps == list(range(1, steps[-1] + 1))
     assert no_actors_left(cluster)
