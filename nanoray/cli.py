@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +25,9 @@ _GROUPS = {
     "log": "logging, evaluation, checkpoints",
     "fault": "faults",
 }
+
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed
 
 
 @dataclass(frozen=True)
@@ -135,3 +139,10 @@ def run_subcommand(commands: dict[str, Callable[[list[str]], int]], argv: list[s
     except NanorayError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def handle_stop_signals(handler: Callable[[int, Any], None]) -> None:
+    """Let `handler` receive the stop signals, but for one that is ignored already, as nohup does with SIGHUP."""
+    for signum in STOP_SIGNALS:
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, handler)

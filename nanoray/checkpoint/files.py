@@ -189,6 +189,11 @@ def _prune(folder: Path, saved: Path, keep: int) -> None:
                 os.rename(path, folder / f".del-{path.name}--{os.getpid()}")
 
 
+def void_unfinished(folder: Path) -> None:
+    """Remove what was written and not committed. A process of an older attempt, frozen there, can commit it no more."""
+    _clean(folder)
+
+
 def _clean(folder: Path, tag: str = "") -> None:
     """Remove the hidden folders of one save or of all; restore an .old one whose replacement is missing."""
     for name in names_in(folder, []):

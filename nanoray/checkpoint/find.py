@@ -98,8 +98,8 @@ def _find_newest(
     runs = [out_dir / name for name in names_in(out_dir, notes) if _RUN.fullmatch(name)]
     damaged = bool(notes)
     for run_dir in sorted(runs, key=_age, reverse=True):
-        if other := other_recipe(run_dir, recipe):
-            notes.append(f"run {run_dir.name} is another experiment ({other}); skipped")
+        if changed := other_recipe(run_dir, recipe):
+            notes.append(f"run {run_dir.name} is another experiment ({', '.join(changed.values())}); skipped")
             continue
         other = ""
         for path in reversed(steps_in(run_dir / "checkpoints", [])):  # compare shapes first, which reads little
@@ -120,12 +120,12 @@ def _find_newest(
 
 def _age(run_dir: Path) -> tuple[float, int, list[str]]:
     """Return what orders runs: when the newest command on it started, its newest step, its name with -2 before -10."""
+    started = 0.0
     try:
         started = float(json.loads((run_dir / "run.json").read_text(encoding="utf-8"))["started"])
     except (OSError, ValueError, KeyError, TypeError):  # of an older version, or broken: its name says it, in UTC
         with suppress(ValueError):
-            return calendar.timegm(time.strptime(run_dir.name[:17], "%Y-%m-%d_%H%M%S")), 0, _numbered(run_dir.name)
-        return 0.0, 0, _numbered(run_dir.name)
+            started = calendar.timegm(time.strptime(run_dir.name[:17], "%Y-%m-%d_%H%M%S"))
     steps = [int(path.name.removeprefix("step_")) for path in steps_in(run_dir / "checkpoints", [])]
     return started, max(steps, default=0), _numbered(run_dir.name)
 
@@ -134,18 +134,21 @@ def _numbered(name: str) -> list[str]:
     return [part.zfill(20) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-def other_recipe(run_dir: Path, recipe: Mapping[str, Any]) -> str:
-    """Return what a run's config.json and run.json have that differs from `recipe`; "" if nothing, or without them."""
+def other_recipe(run_dir: Path, recipe: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a run's config.json and run.json have that differs from `recipe`: a text for each such key of it.
+
+    Without these files, which older versions did not write, nothing differs.
+    """
     try:
         have = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
         tokens = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))["dataset"]["tokens_sha256"]
     except (OSError, ValueError, KeyError, TypeError):
-        return ""
-    found = {key: (have[key], value) for key, value in recipe.items() if key in have and have[key] != value}
-    wrong = [f"{key} is {there} there and {here} here" for key, (there, here) in found.items()]
+        return {}
+    other = {key: value for key, value in recipe.items() if key in have and have[key] != value}
+    changed = {key: f"{key} is {have[key]} there and {value} here" for key, value in other.items()}
     if tokens != recipe.get("tokens_sha256", tokens):
-        wrong.append("its dataset has other tokens")
-    return ", ".join(wrong)
+        changed["tokens_sha256"] = "its dataset has other tokens"
+    return changed
 
 
 def _difference(meta: dict[str, Any], model_shape: dict[str, Any]) -> str:

@@ -34,9 +34,8 @@ def open_run(config: Config, dataset: DatasetInfo, started: float) -> RunSpec:
             notes += [f"resume  {note}" for note in found.notes]
             asked_for_step = (Path(config.resume).expanduser() / "state.json").exists()
             if changed := other_recipe(found.run_dir, recipe):
-                notes.append(f"resume  not the recipe of {found.run_dir.name}: {changed}")
-            renamed = other_recipe(found.run_dir, {"name": config.name})
-            own = found.run_dir.resolve().parent == out_dir and not asked_for_step and not renamed
+                notes.append(f"resume  not the recipe of {found.run_dir.name}: {', '.join(changed.values())}")
+            own = found.run_dir.resolve().parent == out_dir and not asked_for_step and "name" not in changed
             folder = found.run_dir.resolve() if own else None
             resume = str(found.run_dir.resolve() if own else found.path.resolve())
     folder = folder or new_folder(out_dir, config.name)

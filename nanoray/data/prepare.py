@@ -214,8 +214,7 @@ def _tokenize(source: _Source, config: Config) -> DatasetInfo:
     key = hashlib.sha256(f"v1 {source.sha256} {kind} {config.val_fraction!r}".encode()).hexdigest()[:16]
     stem = re.sub(r"[^A-Za-z0-9._-]+", "_", source.name)[:40]
     folder = cache_dir(config) / "tokens" / f"{stem}-{kind}-{key}"
-    cached = _reuse(folder)
-    if cached and _is_whole(cached):
+    if cached := _reuse(folder):
         return replace(cached, name=source.name, note=source.note)
     damaged = "; its damaged token cache was rebuilt" if (folder / "meta.json").exists() else ""
 
@@ -266,17 +265,12 @@ def _reuse(folder: Path) -> DatasetInfo | None:
         tokenizer_from_json(info.tokenizer)
         sizes = [(folder / f"{split}.bin").stat().st_size for split in ("train", "val")]
         itemsize = np.dtype(info.dtype).itemsize
+        if sizes != [info.train_tokens * itemsize, info.val_tokens * itemsize]:
+            return None
+        verify(folder, info.tokens_sha256)
     except (OSError, ValueError, TypeError, DataError):  # absent or damaged: the caller tokenizes again
         return None
-    return info if sizes == [info.train_tokens * itemsize, info.val_tokens * itemsize] else None
-
-
-def _is_whole(cached: DatasetInfo) -> bool:
-    try:
-        verify(cached.path, cached.tokens_sha256)
-    except DataError:  # its content is not what was written: the caller tokenizes again
-        return False
-    return True
+    return info
 
 
 def _open_folder(folder: Path, config: Config) -> DatasetInfo:

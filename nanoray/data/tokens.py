@@ -27,7 +27,6 @@ class TokenData:
         """Open `info`. Raises DataError when the sizes of its files are not those that `prepare` recorded."""
         counts = {"train": info.train_tokens, "val": info.val_tokens}
         self._files = {split: _open(info, f"{split}.bin", tokens) for split, tokens in counts.items()}
-        self._splits = {split: file.tokens for split, file in self._files.items()}
         assert min(counts.values()) > block_size, "prepare refuses this"
         self.block_size = block_size
         self.device = device
@@ -40,7 +39,7 @@ class TokenData:
         hash of the seed. There is no state: any rank can compute any sample. The bias of `%` is below 2**-24.
         """
         index = np.arange(first_sample, first_sample + count, dtype=np.uint64)
-        windows = np.uint64(len(self._splits["train"]) - self.block_size)
+        windows = np.uint64(len(self._files["train"].tokens) - self.block_size)
         return (_mix(self._key + (index + np.uint64(1)) * _GOLDEN) % windows).astype(np.int64)
 
     def train_batch(self, first_sample: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,7 +51,7 @@ class TokenData:
 
         The ranks split these windows, so the validation loss is the same at any world size.
         """
-        room = len(self._splits["val"]) - self.block_size - 1  # the last possible start
+        room = len(self._files["val"].tokens) - self.block_size - 1  # the last possible start
         count = min(limit, room // self.block_size + 1)
         return np.arange(count, dtype=np.int64) * room // max(1, count - 1)
 
@@ -61,9 +60,9 @@ class TokenData:
         return self._batch("val", starts)
 
     def _batch(self, split: str, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        self._files[split].require_whole()
-        window = np.arange(self.block_size + 1)
-        tokens = torch.from_numpy(self._splits[split][starts[:, None] + window].astype(np.int64))  # (B, T + 1)
+        file, window = self._files[split], np.arange(self.block_size + 1)
+        file.require_whole()
+        tokens = torch.from_numpy(file.tokens[starts[:, None] + window].astype(np.int64))  # (B, T + 1)
         if self.device is not None and self.device.type == "cuda":
             tokens = tokens.pin_memory().to(self.device, non_blocking=True)  # pageable memory would block the copy
         elif self.device is not None:

@@ -3,7 +3,8 @@
 Every rank writes its position (step and phase) to a file and answers the driver's `Worker.heartbeat` with it. If no
 rank has moved for `hang_timeout` seconds, the rank furthest behind is the one that hangs. Only changes count, timed by
 the driver's clock, so the clocks of other hosts do not matter. Set-up may take longer than the timeout, but a rank
-that answers no heartbeat for twice the timeout is frozen, whatever its phase.
+that answers no heartbeat for twice the timeout is frozen, whatever its phase. Where all ranks are in the
+same forward, and after a long one, the limit is longer: a step may honestly take more time than the timeout.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 _ORDER = ("data", "forward", "backward", "optimizer", "log", "eval", "checkpoint", "done")  # within a step
-_PATIENCE = {"checkpoint": 10.0}  # phase -> factor on the timeout: one rank may write files while the others wait
+_PATIENT = 10.0  # factor on the timeout while one rank may write files, or all ranks compute
+_ALONE = ("data", "forward")  # in these phases no rank waits for another one
+_SLOW = 4.0  # factor on the longest forward so far: a backward takes twice as long
 
 
 class Position(NamedTuple):
@@ -31,7 +34,8 @@ class Watchdog:
         self._seen: dict[int, tuple[Position, float]] = {}  # with the rank's own clock: a long evaluation moves it
         self._moved_at = clock()
         self._heard_at = dict.fromkeys(ranks, self._moved_at)  # of running ranks: the newest answer
-        self._unseen = set(self._heard_at)
+        self._setting_up = set(self._heard_at)  # not seen in any step yet
+        self._longest_s = 0.0  # without a move, until a rank ended its forward
         self.silent_s = 0.0
 
     def update(self, rank: int, position: Position, written_at: float) -> None:
@@ -46,9 +50,13 @@ class Watchdog:
 
     def _take(self, rank: int, position: Position, written_at: float) -> None:
         if self._seen.get(rank) != (position, written_at):
+            now, before = self._clock(), self._seen.get(rank)
+            if before and before[0].phase in _ALONE:
+                self._longest_s = max(self._longest_s, now - self._moved_at)
             self._seen[rank] = position, written_at
-            self._moved_at = self._clock()
-            self._unseen.discard(rank)
+            self._moved_at = now
+            if position.phase != "init":
+                self._setting_up.discard(rank)
 
     def ended(self, rank: int) -> None:
         """Expect no more answers from this rank."""
@@ -60,18 +68,21 @@ class Watchdog:
         return 0 < self._timeout_s / 4 < self._clock() - self._moved_at
 
     def hangs(self) -> bool:
-        """Whether no rank has moved for too long. Until all ranks were seen once: whether one does not answer."""
+        """Whether no rank has moved for too long. Until all ranks train: whether one does not answer."""
         now = self._clock()
         self.silent_s = now - self._moved_at
         if not self._timeout_s or self.silent_s <= self._timeout_s:
             return False
         if any(now - at > 2 * self._timeout_s for at in self._heard_at.values()):
             return True
-        if self._unseen:
+        if self._setting_up:
             return False
-        phases = {position.phase for position, _ in self._seen.values()}
-        limit_s = self._timeout_s * max(_PATIENCE.get(phase, 1.0) for phase in phases)
-        return "init" not in phases and phases != {"done"} and self.silent_s > limit_s
+        places = {position for position, _ in self._seen.values()}
+        phases = {phase for _, phase in places}
+        together = len(places) == 1 and phases <= {*_ALONE}
+        factor = _PATIENT if together or "checkpoint" in phases else 1.0
+        limit_s = max(self._timeout_s * factor, _SLOW * self._longest_s)
+        return phases != {"done"} and self.silent_s > limit_s
 
     def positions(self) -> dict[int, Position]:
         """Return the last known position of every rank."""

@@ -80,7 +80,8 @@ class Driver:
                         if collector.all_waiting and (self.group.pausing or self._can_grow()):
                             self._grow()
                             continue
-                        self._name_cause_of_broken_group(collector)
+                        if not collector.silent:  # else they are the cause
+                            self._name_broken_group(self.group, collector)
 
                     # Name the cause. Ranks that wait hold the run's state, so nothing ends before they have formed
                     # another group: to train with replacements, or alone and only to save.
@@ -179,9 +180,9 @@ class Driver:
 
     def _obey_stop(self, group: WorkerGroup, collector: FailureCollector) -> None:
         """Tell the ranks of a stop: requested from outside, or because of trouble with the cluster."""
-        if not self.stop.requested and not self._saving and (trouble := self.cluster.trouble()):
+        if not self._ending and (trouble := self.cluster.trouble()):
             self.stop.request(trouble)
-        if self.stop.requested or self._saving:
+        if self._ending:
             group.stop()
             if collector.failures:
                 collector.hurry(STOP_PATIENCE_S, self._clock.monotonic())
@@ -190,6 +191,11 @@ class Driver:
             now, patience_s = self._clock.monotonic(), max(MUTE_S, 3 * group.heartbeat_s)
             if all(now - self._heard.get(slot, now) > patience_s for slot in collector.silent):
                 collector.hurry(0.0, now)
+
+    @property
+    def _ending(self) -> bool:
+        """Whether the ranks only save what they hold: no step follows."""
+        return self.stop.requested or self._saving is not None
 
     @property
     def _too_late(self) -> bool:
@@ -232,8 +238,7 @@ class Driver:
     def _on_start(self, group: WorkerGroup, collector: FailureCollector, slot: int, ready: bool) -> None:
         """Note that a new actor is ready, or died before that. A ready one lets a group that shrank grow again."""
         self._note_start(group, slot, ready)
-        going_on = not collector.failures and not self.stop.requested and not self._saving
-        if ready and going_on and self._can_grow():
+        if ready and not collector.failures and not self._ending and self._can_grow():
             group.pause()
 
     def _note_start(self, group: WorkerGroup, slot: int, ready: bool) -> None:
@@ -264,19 +269,15 @@ class Driver:
             return
         self._headless = not self.cluster.head_answers()
         for failure in failures:
-            if self.stop.requested or self._saving or _hopeless(group, failure):
-                group.vacate(failure.rank)
+            if self._ending or _hopeless(group, failure):
+                group.vacate(failure.rank, not self._headless)
             else:
-                group.fill(failure.rank)
+                group.fill(failure.rank, not self._headless)
 
     # Decide.
 
-    def _name_cause_of_broken_group(self, collector: FailureCollector) -> None:
-        """Add a failure for a group that broke although no rank ended: of the ranks that did not leave it, if any."""
-        assert self.group
-        group = self.group
-        if collector.silent:
-            return  # they are the cause
+    def _name_broken_group(self, group: WorkerGroup, collector: FailureCollector) -> None:
+        """Add a failure for a group that broke although no rank was lost, and all left it."""
         slot = group.members[0]
         step, phase = group.positions().get(slot, (Position(0, "init"), 0.0))[0]
         title = f"the group of {len(group.members)} rank(s) broke in {phase} of step {step}, though no rank was lost"
@@ -318,21 +319,21 @@ class Driver:
         began, config = self._clock.monotonic(), self.spec.config
         lost, before = [slot for slot in group.members if slot not in group.runs], len(group.members)
         for _ in range(START_TRIES):
-            if not reason and not self._saving and not self.stop.requested:
+            if not reason and not self._ending:
                 reason = self._wait_for_replacements(group, lost)
             left = [slot for slot in group.members if slot in group.runs]
             if not left or self._too_late:
                 return False
             slots = group.divisible(group.ready)
             too_few = len(slots) < self.place.workers and config.recovery != "shrink"
-            if too_few and not reason and not self._saving and not self.stop.requested:
+            if too_few and not reason and not self._ending:
                 print(f"replace  {self._budget} no new actor within {config.replace_timeout:g} s", flush=True)
                 if any(slot in group.unfit for slot in lost):
                     reason = "its replacement cannot work where it was started, and no other node has room"
-            saves = bool(self.stop.requested or self._saving or reason or too_few)
+            saves = self._ending or bool(reason) or too_few
             if saves:
                 slots = group.divisible(left)
-                if not self._saving and not self.stop.requested:
+                if not self._ending:
                     self._saving = Saving(reason, self._clock.monotonic() + SAVE_S)
             try:
                 store = group.open_store(slots)
@@ -365,6 +366,8 @@ class Driver:
             for kind, slot, value in group.events(min(POLL_S, max(0.0, deadline - self._clock.monotonic()))):
                 if kind == "started":
                     self._note_start(group, slot, value)
+                elif kind == "heartbeat" and slot in group.runs:
+                    group.request_heartbeat(slot, value.waiting)  # so that it knows that the driver lives
                 elif kind == "ended":
                     collector = FailureCollector(group.runs, True, 0.0, 0.0, live=True)
                     self._on_end(group, collector, slot, value)

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed
-
+from nanoray.cli import STOP_SIGNALS, handle_stop_signals
 
 AFTER_THIS_STEP = b"\nstopping after this step, with a checkpoint (Ctrl-C once more: stop now)\n"
 
@@ -28,10 +27,8 @@ class Stop:
         self._at_once = False
 
     def install(self) -> None:
-        """Handle the signals, but for one that was ignored when Python started, as nohup does with SIGHUP."""
-        for signum in STOP_SIGNALS:
-            if signal.getsignal(signum) is not signal.SIG_IGN:
-                signal.signal(signum, self)
+        """Handle the signals that are not ignored."""
+        handle_stop_signals(self)
 
     def __call__(self, signum: int, frame: Any) -> None:
         if self.signal and signum == signal.SIGINT:

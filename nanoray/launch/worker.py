@@ -15,6 +15,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import ray
@@ -30,6 +31,7 @@ from nanoray.run import RunSpec, recovers_in_place
 
 REPLACE_TIMEOUT_S = 600.0  # a survivor that gets no order for this long ends by itself
 DRIVER_SILENT_S = 20.0  # the driver calls every second or two; after this long without it, stop with a checkpoint
+ORPHAN_S = 60.0  # the same for a rank that waits for orders, while the driver is busier
 LOOK_S = 0.005  # how often `heartbeat` checks whether the step it waits for has passed
 
 
@@ -70,6 +72,7 @@ class Worker:
         self._called_at = time.monotonic()  # when the driver last called `heartbeat`, or its patience ends
         self._store: Any = None
         self._spec: RunSpec | None = None  # of the present attempt
+        self._rendezvous = Rendezvous()
         self._waiting = threading.Event()  # this rank has left its groups and waits for the next attempt
         self._attempts: queue.Queue[tuple[dict[str, Any], Rendezvous]] = queue.Queue()
         self._devices = bound_devices(api)
@@ -148,6 +151,7 @@ class Worker:
 
         assert self._rank is not None
         run = self._spec = RunSpec.from_dict(spec)
+        self._rendezvous = rendezvous
         self._called_at = time.monotonic()
         for old in (run.progress(self._rank), run.exit_record(self._rank)):  # of an earlier process in this slot
             old.unlink(missing_ok=True)
@@ -176,21 +180,39 @@ class Worker:
             }
 
     def _rejoin(self, lost: str) -> tuple[RunSpec, Rendezvous]:
-        """Wait, during `run`, for the driver's next attempt; return it. Raises LostPeer if none comes."""
+        """Wait, during `run`, for the driver's next attempt; return it. Raises LostPeer if none comes.
+
+        If the driver is silent, one of the ranks that wait goes on alone, and only to save.
+        """
         assert self._spec
         self._waiting.set()
-        try:
-            patience_s = max(REPLACE_TIMEOUT_S, 2 * self._spec.config.replace_timeout)
-            spec, rendezvous = self._attempts.get(timeout=patience_s)
-            while not self._attempts.empty():
-                spec, rendezvous = self._attempts.get_nowait()  # only the newest counts
-        except queue.Empty:
-            raise LostPeer(lost) from None
+        until = time.monotonic() + max(REPLACE_TIMEOUT_S, 2 * self._spec.config.replace_timeout)
+        orders = None
+        while orders is None:
+            with suppress(queue.Empty):
+                orders = self._attempts.get(timeout=ORPHAN_S / 60)
+                while True:
+                    orders = self._attempts.get_nowait()  # only the newest counts
+            orphaned = time.monotonic() - self._called_at > ORPHAN_S
+            if orders is None and orphaned and self._is_first_orphan():
+                self._stop.set()
+                orders = self._spec.to_dict(), _alone(self._rendezvous)
+            elif orders is None and (orphaned or time.monotonic() > until):
+                raise LostPeer(lost)
         self._pause.clear()
         self._waiting.clear()
         self._called_at = time.monotonic()
-        self._spec = RunSpec.from_dict(spec)
-        return self._spec, rendezvous
+        self._spec, self._rendezvous = RunSpec.from_dict(orders[0]), orders[1]
+        return self._spec, self._rendezvous
+
+    def _is_first_orphan(self) -> bool:
+        """Whether no other rank that waits has noticed that the driver is gone: only one may save."""
+        assert self._spec
+        mark = self._spec.folder / "logs" / f"orphan-{self._spec.started!r}-{self._spec.attempt}"
+        with suppress(OSError):
+            os.close(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            return True
+        return False
 
     def _wanted(self) -> Order:
         """Return what the driver wants after this step. A driver that is silent for too long means STOP."""
@@ -272,6 +294,12 @@ def raise_priority() -> None:
     for thread in os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else []:
         with suppress(PermissionError, ProcessLookupError):
             os.setpriority(os.PRIO_PROCESS, int(thread), 0)
+
+
+def _alone(r: Rendezvous) -> Rendezvous:
+    """Return the meeting of one rank that holds the run's state, for a rank of a group that broke."""
+    alone = replace(r, rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, live=True, reference=0)
+    return replace(alone, master_addr="", master_port=0, agent_store=True)
 
 
 def _kind_of(error: Exception, rendezvous: Rendezvous) -> str:

@@ -100,21 +100,28 @@ class WorkerGroup:
                 raise GetTimeoutError(f"no answer within {timeout_s:g} s")
         return list(self.api.get(refs))
 
-    def vacate(self, slot: int) -> None:
-        """Leave a slot empty. Without a head its actor, if it lives, ends with the run."""
+    def vacate(self, slot: int, head: bool | None = None) -> None:
+        """Leave a slot empty. Without a head its actor, if it lives, ends with the run.
+
+        head: whether it answers, if it was asked just now.
+        """
         self.starting.pop(slot, None)
         self.promoted.discard(slot)
         if (actor := self.actors.pop(slot, None)) is None:
             return
-        if self.head_answers():
+        if self.head_answers() if head is None else head:
             self.kill(actor)
         else:
             self.former.append(actor)
 
-    def fill(self, slot: int) -> None:
-        """End the actor in a slot, if any, and put a spare or a new actor in its place; none without a head."""
-        self.vacate(slot)
-        if not self.head_answers():
+    def fill(self, slot: int, head: bool | None = None) -> None:
+        """End the actor in a slot, if any, and put a spare or a new actor in its place; none without a head.
+
+        head: whether it answers, if it was asked just now.
+        """
+        head = self.head_answers() if head is None else head
+        self.vacate(slot, head)
+        if not head:
             return
         replaces = bool(self.facts)
         # With shrink the others train meanwhile, so a new actor has the time to rehearse; otherwise they wait for it.

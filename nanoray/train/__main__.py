@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from nanoray.checkpoint.resume import open_run
-from nanoray.cli import Loaded, run_command
+from nanoray.cli import Loaded, handle_stop_signals, run_command
 from nanoray.config import Config, resolve_batch
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError, NanorayError, RendezvousError
@@ -145,9 +145,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self._signal = 0
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(signum) is not signal.SIG_IGN:  # as nohup leaves SIGHUP
-                signal.signal(signum, self._handle)
+        handle_stop_signals(self._handle)
 
     def _handle(self, signum: int, frame: Any) -> None:
         if self._signal and signum == signal.SIGINT:

@@ -271,7 +271,7 @@ class Observers:
     def record(self, record: dict[str, Any]) -> None:
         """Report the record of a step. What cannot be written (a full disk) waits; the run continues."""
         for callback in self.callbacks:
-            name = FILES.get(type(callback), type(callback).__name__)
+            name = _target(callback)
             try:
                 callback.on_record(record)
             except (OSError, ValueError) as error:
@@ -290,8 +290,8 @@ class Observers:
                 try:
                     callback.rewind(step)
                 except OSError as error:
-                    name = FILES.get(type(callback), type(callback).__name__)
-                    self.note(f"warning  records after step {step} could not be dropped from {name}: {_reason(error)}")
+                    where = _target(callback)
+                    self.note(f"warning  records after step {step} could not be dropped from {where}: {_reason(error)}")
 
     def close(self) -> None:
         """Close all callbacks; a failed write gives a warning."""
@@ -299,11 +299,15 @@ class Observers:
             try:
                 callback.close()
             except (OSError, ValueError) as error:
-                name = FILES.get(type(callback), type(callback).__name__)
-                self.note(f"warning  some records are not in {name}: {_reason(error)}")
+                self.note(f"warning  some records are not in {_target(callback)}: {_reason(error)}")
 
 
 FILES: dict[type, str] = {JsonlWriter: "metrics.jsonl", TensorBoardWriter: "tb/"}
+
+
+def _target(callback: Callback) -> str:
+    """Return what a callback writes, for messages."""
+    return FILES.get(type(callback), type(callback).__name__)
 
 
 def _reason(error: Exception) -> str:

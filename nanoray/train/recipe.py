@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoray import __version__
-from nanoray.checkpoint.files import load
+from nanoray.checkpoint.files import load, void_unfinished
 from nanoray.checkpoint.find import newest_valid
 from nanoray.checkpoint.writer import CheckpointWriter
 from nanoray.config import Batch, Config, batch_for, resolve_batch
@@ -316,6 +316,7 @@ def find_checkpoint(spec: RunSpec) -> tuple[str, int, tuple[str, ...]]:
     """
     if not spec.resume and not spec.attempt:
         return "", 0, ()
+    void_unfinished(spec.checkpoints)
     newest, damaged = newest_valid(spec.checkpoints)
     if newest is None and spec.resume and Path(spec.resume) != spec.folder:
         return spec.resume, load(Path(spec.resume)).meta["step"], ()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from nanoray.bench.harness import leaks
 from nanoray.checkpoint.find import newest_valid
 from tests.cluster.test_cluster_faults import FAST_HEALTH, gcs_server
 from tests.harness.cluster import (
@@ -19,6 +20,7 @@ from tests.harness.cluster import (
     Cluster,
     alive,
     finish,
+    left_behind,
     losses,
     no_actors_left,
     only_run,
@@ -218,7 +220,7 @@ def test_a_stop_while_resources_are_awaited(cluster: Cluster, recipe: Path, tmp_
 @pytest.mark.parametrize(("signum", "seconds"), [(signal.SIGTERM, 0.3), (signal.SIGTERM, 2.0), (signal.SIGINT, 3.0)])
 def test_a_stop_while_ray_starts(recipe: Path, tmp_path: Path, signum: signal.Signals, seconds: float) -> None:
     """At any time of its start: no traceback, no process, no folder."""
-    before = ray_folders()
+    before = leaks.entries()
     driver = start(None, recipe, tmp_path, *LONG, RAY_ADDRESS="local")
     wait_for(lambda: ray_folders() - before, process=driver)
     time.sleep(seconds)
@@ -227,5 +229,5 @@ def test_a_stop_while_ray_starts(recipe: Path, tmp_path: Path, signum: signal.Si
     assert code == 128 + signum, output
     assert "Traceback" not in output
     wait_for(lambda: not processes_of_session(driver.pid), 30)
-    wait_for(lambda: not ray_folders(unused=True) - before, 30)  # other tests' are in use
+    assert left_behind(before) == []
     assert not alive(driver.pid)

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.harness.cluster import Cluster, end_session, in_driver, no_actors_left, ray_folders, wait_for
+from nanoray.bench.harness import leaks
+from tests.harness.cluster import Cluster, end_session, in_driver, left_behind, no_actors_left, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ("--quick", "--max_bytes", "1024", "--ops", "all_reduce,broadcast", "--dtypes", "float32", "--device", "cpu")
@@ -31,10 +32,10 @@ def collectives(out: Path, *flags: str, env: dict[str, str], ranks: int) -> dict
 
 def test_a_local_ray_leaves_nothing(tmp_path: Path) -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {"HOME": str(tmp_path)}
-    before = ray_folders()
+    before = leaks.entries()
     told = collectives(tmp_path / "c.json", "--ray_address", "local", env=env, ranks=1)
     assert told["ranks"]["on hosts"] == "1 (1)"
-    wait_for(lambda: not ray_folders(unused=True) - before, 30)  # other tests' are in use
+    assert left_behind(before) == []
 
 
 def test_on_two_nodes_of_a_ray_cluster(cluster: Cluster, tmp_path: Path) -> None:

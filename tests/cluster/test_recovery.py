@@ -31,6 +31,7 @@ from tests.harness.cluster import (
     thaw,
     wait_for,
 )
+from tests.harness.commands import watchers_of
 
 EVERY_FIVE = ("--eval_every", "5", "--checkpoint_every", "5")
 PATIENT = ("--hang_timeout", "0", "--timeout_s", "300")  # where a test holds a rank itself
@@ -131,7 +132,7 @@ def test_every_phase_of_a_step(
     assert summary(tmp_path)["restarts"] == len(PLAN)
     assert f"total     {len(PLAN)} fault(s)" in story(only_run(tmp_path))[-1]
     assert no_actors_left(cluster)
-    assert not watched_ranks(only_run(tmp_path))
+    assert not watchers_of(only_run(tmp_path))
 
 
 def test_the_group_shrinks_and_grows_back(
@@ -167,19 +168,6 @@ def repeated(step: int, phase: str) -> int:
     done = step if phase in ("log", "eval", "checkpoint") else step - 1
     saved = (step - 1) // 5 * 5
     return done - saved
-
-
-def watched_ranks(run: Path) -> list[str]:
-    """The processes that attend ranks of this run."""
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if b"exit_record.py" in command and str(run).encode() in command:
-            found.append(pid)
-    return found
 
 
 def attempts(out: Path) -> dict[int, int]:
@@ -348,7 +336,7 @@ def test_a_driver_that_is_killed_leaves_nothing_and_the_run_goes_on(
     os.kill(driver.pid, signal.SIGKILL)
     wait_for(lambda: not any(alive(pid) for pid in pids), 60)
     driver.communicate()
-    assert not watched_ranks(only_run(tmp_path))
+    assert not watchers_of(only_run(tmp_path))
     code, output = launch(cluster, recipe, tmp_path, *EVERY_FIVE, "--resume", "auto")
     assert code == 0, output
     assert losses(tmp_path) == losses(clean[2])

@@ -273,19 +273,9 @@ def left_behind(before: set[str]) -> list[str]:
     return [path for path in leaks.abandoned(before) if Path(path).name.startswith(("nanoray-", "pymp-"))]
 
 
-def ray_folders(unused: bool = False) -> set[Path]:
-    """The temporary folders of Rays that nanoray started; with `unused`, those of which no process has a file open."""
-    folders = {path for path in Path("/tmp").glob("nanoray-*") if path.is_dir() and "pool" not in path.name}
-    if not unused:
-        return folders
-    opened = [link for process in Path("/proc").glob("[0-9]*") for link in _links_of(process)]
-    return {path for path in folders if not any(link.startswith(f"{path}/") for link in opened)}
-
-
-def _links_of(process: Path) -> list[str]:
-    with contextlib.suppress(OSError):
-        return [os.readlink(link) for link in (process / "fd").iterdir()]
-    return []
+def ray_folders() -> set[str]:
+    """The temporary folders of Rays that nanoray started."""
+    return {str(path) for path in Path("/tmp").glob("nanoray-*") if path.is_dir() and "pool" not in path.name}
 
 
 def in_driver(cluster: Cluster, code: str) -> Any:

@@ -8,14 +8,16 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import random
 import runpy
 import secrets
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -165,3 +167,35 @@ def _run(args: list[str], env: dict[str, str], cwd: str, outputs: tuple[str, str
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
+
+
+def watchers_of(path: Path) -> list[int]:
+    """The processes that watch ranks whose exit records are at this path, or under it."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (process / "cmdline").read_bytes()
+            if b"exit_record.py" in command and str(path).encode() in command:
+                found.append(int(process.name))
+    return found
+
+
+def killed_saves(folder: Path, save_forever: Callable[..., None], *args: object) -> Iterator[int]:
+    """Kill 25 times, at any moment, a process that saves checkpoints in a folder; yield the last step it told of.
+
+    `save_forever` is called with the arguments and with a shared value: where it tells the step that it has saved.
+    """
+    rng, in_save = random.Random(0), 0
+    for _ in range(25):
+        done = forkserver.RawValue("q", 0)  # no lock: a process killed while it holds one keeps it
+        process = forkserver.Process(target=save_forever, args=(*args, done), daemon=True)
+        process.start()
+        while not done.value and process.is_alive():
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, 0.1))
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        in_save += any(folder.glob(".*"))
+        yield done.value
+    assert in_save >= 5, "the kills did hit saves"

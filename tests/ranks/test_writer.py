@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -28,9 +27,10 @@ from nanoray.errors import CheckpointError
 from nanoray.mesh.mesh import Mesh
 from nanoray.run import RunSpec, write_attempt
 from nanoray.state import StateDict
+from nanoray.train.recipe import find_checkpoint
 from tests.harness.alone import engine_of
 from tests.harness.cluster import wait_for as until
-from tests.harness.commands import Command
+from tests.harness.commands import Command, forkserver, killed_saves
 from tests.harness.ranks import TINY, make_spec, records, run_ranks, series
 
 ALONE = Mesh(0, 1, 0, torch.device("cpu"), "none", "")
@@ -385,27 +385,14 @@ def train_forever(spec: dict[str, Any], done: Any) -> None:
 
 def test_sigkill_at_any_time_loses_nothing(text: Path, tmp_path: Path) -> None:
     spec = make_spec(text, tmp_path)
-    context = multiprocessing.get_context("forkserver")
-    rng, killed_in_save = random.Random(0), 0
-    for _ in range(25):
-        done = context.Value("q", 0)
-        process = context.Process(target=train_forever, args=(spec.to_dict(), done), daemon=True)
-        process.start()
-        while not done.value and process.is_alive():
-            time.sleep(0.001)
-        time.sleep(rng.uniform(0, 0.1))
-        process.kill()
-        process.join()
-        assert process.exitcode == -9
-        killed_in_save += bool(hidden(spec))
+    for done in killed_saves(spec.checkpoints, train_forever, spec.to_dict()):
         found, notes = newest_valid(spec.checkpoints)
         assert found
         step = found.state.meta["step"]
-        assert done.value <= step <= done.value + 1, "committed but not yet told"
+        assert done <= step <= done + 1, "committed but not yet told"
         assert found.state.model["w"].eq(step).all(), "of the step that it claims"
         assert found.state.optimizer["exp_avg.w"].eq(step / 2).all()
         assert notes == []
-    assert killed_in_save >= 5, "the kills did hit saves"
 
 
 def test_sigterm_leaves_a_complete_last_checkpoint(text: Path, tmp_path: Path) -> None:
@@ -435,6 +422,39 @@ def test_an_attempt_that_is_over_writes_nothing(text: Path, tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match=r"^attempt 1 is over: attempt 2 runs now; nothing written$"):
         saver.save(ALONE, make(8), final=True)
     assert (steps(spec), hidden(spec)) == ([], [theirs.name]), "what the other attempt is writing stays"
+
+
+def freeze_before_the_rename(spec: dict[str, Any]) -> None:
+    """Save step 20, and freeze once everything is written and the attempt was found to be the present one."""
+    run, calls = RunSpec.from_dict(spec), iter(range(2))
+    checkpoint.save(
+        run.checkpoints, make(20), 9, "0", lambda: os.kill(os.getpid(), signal.SIGSTOP) if next(calls) else None
+    )
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_process_that_was_frozen_before_its_rename_commits_nothing(text: Path, tmp_path: Path, saves: bool) -> None:
+    """The next attempt starts meanwhile. If it saves the same step, with other content, that stays."""
+    spec = make_spec(text, tmp_path)
+    saver_of(spec).save(ALONE, make(3), final=True)
+    old = forkserver.Process(target=freeze_before_the_rename, args=(spec.to_dict(),), daemon=True)
+    old.start()
+    status = Path(f"/proc/{old.pid}/stat")
+    until(lambda: status.read_text().rpartition(")")[2].split()[0] == "T")
+    assert len(hidden(spec)) == 1
+    following = spec.next_attempt()
+    write_attempt(following)
+    assert find_checkpoint(following)[1] == 3
+    if saves:
+        saver_of(following).save(ALONE, make(20, numel=8), final=True)
+    os.kill(old.pid or 0, signal.SIGCONT)
+    old.join(60)
+    assert old.exitcode == 1, "its rename failed"
+    assert steps(spec) == ([3, 20] if saves else [3])
+    assert hidden(spec) == []
+    newest, notes = newest_valid(spec.checkpoints)
+    assert newest
+    assert (len(newest.state.model["w"]), notes) == (8 if saves else 64, [])
 
 
 def test_an_attempt_that_ends_in_mid_write_does_not_commit(text: Path, tmp_path: Path, slow: None) -> None:

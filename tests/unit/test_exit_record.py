@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from nanoray.faults import exit_record
+from tests.harness.commands import watchers_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="exit records need Linux")
 
@@ -52,7 +52,8 @@ def test_the_end_of_a_process_is_recorded(tmp_path: Path, how: str, says: dict[s
     assert found["boot"] == exit_record.boot_id()
     assert found["oom"] is False
     assert [path.name for path in tmp_path.iterdir()] == ["rank0.exit.json"]
-    assert not _watchers(record), "it ends after the process that it watches"
+    time.sleep(0.2)
+    assert not watchers_of(record), "it ends after the process that it watches"
 
 
 @pytest.mark.parametrize(
@@ -94,16 +95,3 @@ def test_a_missing_or_torn_record_is_empty(tmp_path: Path) -> None:
     assert exit_record.read(tmp_path / "none") == {}
     (tmp_path / "torn").write_text('{"pid": 1')
     assert exit_record.read(tmp_path / "torn") == {}
-
-
-def _watchers(record: Path) -> list[str]:
-    time.sleep(0.2)
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if b"exit_record.py" in command and str(record).encode() in command:
-            found.append(pid)
-    return found

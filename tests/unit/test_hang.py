@@ -67,12 +67,36 @@ def test_phases_that_may_take_longer(phases: tuple[str, str]) -> None:
     assert not watchdog.hangs()
 
 
-def test_a_checkpoint_may_not_take_for_ever() -> None:
+@pytest.mark.parametrize("phase", ["checkpoint", "forward"])
+def test_even_those_may_not_take_for_ever(phase: str) -> None:
     time = Time()
     watchdog = Watchdog(range(2), 5.0, time)
     for _ in range(9):
-        update(watchdog, (3, "checkpoint"), (3, "checkpoint"))
+        update(watchdog, (3, phase), (3, phase))
         time.now += 6
+    assert watchdog.hangs()
+
+
+def test_an_honest_forward_may_be_longer_than_the_timeout() -> None:
+    """Nobody waits for anybody where all are in one forward; and the backward that follows takes twice as long."""
+    time = Time()
+    watchdog = Watchdog(range(2), 5.0, time)
+    for position in ((1, "forward"), (1, "backward"), (1, "backward"), (1, "backward")):
+        update(watchdog, position, position)
+        time.now += 9
+        assert not watchdog.hangs(), position
+    update(watchdog, (2, "forward"), (1, "backward"))
+    time.now += 37
+    update(watchdog, (2, "forward"), (1, "backward"))
+    assert watchdog.hangs(), "four times 9 s"
+
+
+def test_a_rank_that_is_behind_in_its_forward_hangs() -> None:
+    time = Time()
+    watchdog = Watchdog(range(2), 5.0, time)
+    update(watchdog, (1, "backward"), (1, "forward"))
+    time.now += 6
+    update(watchdog, (1, "backward"), (1, "forward"))
     assert watchdog.hangs()
 
 

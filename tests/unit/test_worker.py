@@ -19,6 +19,7 @@ from nanoray.faults.progress import ProgressFile
 from nanoray.launch.worker import LostPeer, Worker
 from nanoray.mesh.rendezvous import Order, Rendezvous
 from nanoray.run import RunSpec
+from tests.harness.commands import watchers_of
 from tests.harness.scripted_ray import make_spec
 
 Train = Callable[..., dict[str, Any]]
@@ -29,14 +30,9 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunSpec]:
     """A run of two ranks. Workers in it change CUDA_VISIBLE_DEVICES and start processes that wait for their end."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     yield make_spec(tmp_path / "run", workers=2)
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if b"exit_record.py" in command and str(tmp_path).encode() in command:
-            os.kill(int(pid), signal.SIGKILL)
-            os.waitpid(int(pid), 0)
+    for pid in watchers_of(tmp_path):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def worker(train: Train | None = None, rank: int | None = 1, gpus: tuple[str, ...] = ()) -> Worker:
@@ -151,6 +147,33 @@ def test_a_survivor_waits_for_the_newest_attempt(spec: RunSpec) -> None:
     assert found == {"ok": True, "attempt": 2, "world_size": 1, "order": Order.GO_ON}
     heartbeat = rank.heartbeat(0.0, False, None)
     assert (heartbeat.attempt, heartbeat.waiting) == (2, False)
+
+
+def test_of_the_ranks_that_wait_for_a_driver_that_is_gone_one_saves(
+    spec: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on alone, and only to save. Another one ends. One that the driver still calls waits for its orders."""
+    monkeypatch.setattr("nanoray.launch.worker.ORPHAN_S", 0.6)
+    monkeypatch.setattr("nanoray.launch.worker.DRIVER_SILENT_S", 1000.0)
+
+    def train(run: RunSpec, r: Rendezvous, watchers: Any, wanted: Any, store: Any, rejoin: Any) -> dict[str, Any]:
+        run, r = rejoin("connection closed")
+        return {"attempt": run.attempt, "group": (r.rank, r.world_size, r.live, r.slot, r.slots), "order": wanted()}
+
+    ranks = [worker(train) for _ in range(3)]
+    began, waits = time.monotonic(), [in_thread(rank, spec) for rank in ranks]
+    while time.monotonic() - began < 2.0:  # the driver still calls one of them
+        ranks[2].heartbeat(0.0, True, None)
+        time.sleep(0.05)
+    for thread, _ in waits[:2]:
+        thread.join(30)
+    saved, ended = sorted((found for _, found in waits[:2]), key=lambda found: not found["ok"])
+    assert saved == {"ok": True, "attempt": 0, "group": (0, 1, True, 1, 2), "order": Order.STOP}
+    assert (ended["ok"], ended["error"], ended["kind"]) == (False, "LostPeer", "peer_lost")
+    assert waits[2][0].is_alive()
+    ranks[2].go_on(spec.next_attempt().to_dict(), R)
+    waits[2][0].join(30)
+    assert (waits[2][1]["attempt"], waits[2][1]["order"]) == (1, Order.GO_ON)
 
 
 @pytest.mark.parametrize("driver_calls", [False, True])
