@@ -120,14 +120,14 @@ def _find_newest(
 
 def _age(run_dir: Path) -> tuple[float, int, list[str]]:
     """Return what orders runs: when the newest command on it started, its newest step, its name with -2 before -10."""
-    started = 0.0
+    started, newest = 0.0, 0
     try:
         started = float(json.loads((run_dir / "run.json").read_text(encoding="utf-8"))["started"])
+        newest = max(steps_in(run_dir / "checkpoints", []).values(), default=0)
     except (OSError, ValueError, KeyError, TypeError):  # of an older version, or broken: its name says it, in UTC
         with suppress(ValueError):
             started = calendar.timegm(time.strptime(run_dir.name[:17], "%Y-%m-%d_%H%M%S"))
-    steps = [int(path.name.removeprefix("step_")) for path in steps_in(run_dir / "checkpoints", [])]
-    return started, max(steps, default=0), _numbered(run_dir.name)
+    return started, newest, _numbered(run_dir.name)
 
 
 def _numbered(name: str) -> list[str]:
