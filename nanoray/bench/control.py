@@ -184,7 +184,7 @@ def _hang(n: int, victim: int, folder: Path) -> tuple[float, int]:
     if not watchdog.hangs():
         raise RuntimeError("no rank moved, and the watchdog gave no alarm")
     positions = watchdog.positions()
-    for rank in behind(positions):
+    for rank in behind(positions, {}):
         step, phase = positions[rank]
         collector.ended(rank, Failure(rank, "hung", f"rank {rank} made no progress", step, phase), time.monotonic())
     return _report(collector, n, folder, began)

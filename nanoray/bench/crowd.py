@@ -103,8 +103,9 @@ class Ranks:
         """Return no messages."""
         return []
 
-    async def stacks(self, log_file: str) -> None:
+    async def stacks(self, log_file: str) -> int:
         """Do nothing."""
+        return 0
 
 
 def _end(future: asyncio.Future[Any], value: Any) -> None:

@@ -89,8 +89,12 @@ class Watchdog:
         return {rank: position for rank, (position, _) in sorted(self._seen.items())}
 
 
-def behind(positions: Mapping[int, Position]) -> list[int]:
-    """Return the ranks that are furthest behind. If all are at the same place that is all of them."""
-    keys = {r: (p.step, _ORDER.index(p.phase) if p.phase in _ORDER else -1) for r, p in positions.items()}
+def behind(positions: Mapping[int, Position], collectives: Mapping[int, int]) -> list[int]:
+    """Return the ranks that are furthest behind: by step, phase, and the number of collectives that they have started.
+
+    If all are at the same place that is all of them.
+    """
+    phases = {r: _ORDER.index(p.phase) if p.phase in _ORDER else -1 for r, p in positions.items()}
+    keys = {r: (p.step, phases[r], collectives.get(r, 0)) for r, p in positions.items()}
     last = min(keys.values())
     return [rank for rank, key in keys.items() if key == last]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from nanoray.faults import exit_record
 from nanoray.faults.cause import Failure, FailureCollector, FaultReport, Recovery, consequences_of
 from nanoray.faults.hang import Position
+
+LOG_LINES, LOG_BYTES = 8, 1 << 14
 
 
 class FaultLog:
@@ -69,3 +73,13 @@ class FaultLog:
 
 def _indented(text: str) -> list[str]:
     return ["  " + line for line in text.rstrip().splitlines()]
+
+
+def end_of_log(path: Path) -> str:
+    """Return the last lines of a rank's log, with a heading; empty if it cannot be read."""
+    with suppress(OSError):
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+        return "\n".join(["end of its log:", *lines[-LOG_LINES:]])
+    return ""

@@ -253,12 +253,15 @@ class Worker:
                 time.sleep(LOOK_S)
 
     @ray.method(concurrency_group="control")
-    def stacks(self, log_file: str) -> None:
-        """Append the Python stacks of all threads to this rank's log."""
+    def stacks(self, log_file: str) -> int:
+        """Append the Python stacks of all threads to this rank's log; return how many collectives it has started."""
+        from nanoray.mesh.mesh import collectives_started
+
         with open(log_file, "a", encoding="utf-8") as file:
             file.write("stacks of all threads of this rank, because no rank makes progress:\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
+        return collectives_started()
 
     @ray.method(concurrency_group="control")
     def go_on(self, spec: dict[str, Any], rendezvous: Rendezvous) -> None:

@@ -24,6 +24,7 @@ from nanoray.faults import exit_record
 from nanoray.faults.cause import Failure, FailureCollector
 from nanoray.faults.hang import Position, Watchdog, behind
 from nanoray.faults.progress import ProgressFile
+from nanoray.launch.fault_log import end_of_log
 from nanoray.launch.placement import START_TIMEOUT_S, Placement, bounded, strategy
 from nanoray.launch.worker import Worker
 from nanoray.mesh.rendezvous import BackendChoice, RankDevice, Rendezvous, choose_backend, rendezvous_of
@@ -39,7 +40,6 @@ ANSWER_S = 2.0  # a process that is not frozen answers on its control lane in mi
 SETTLE_S = 1.5  # after the first failure, listen this long for others: a survivor's error often arrives first
 STORE_TIMEOUT_S = 5.0  # a rank that waits opens a store in milliseconds
 EXIT_RECORD_S = 5.0  # an exit record is written within milliseconds of the death, and a busy machine may take seconds
-LOG_LINES, LOG_BYTES = 8, 1 << 14
 
 
 @dataclass
@@ -374,31 +374,39 @@ class WorkerGroup:
         for slot, (position, _) in self.positions().items():
             if slot in places and position.step >= places[slot].step:
                 places[slot] = position
-        answers = {slot: self.actors[slot].stacks.remote(str(self.spec.log(slot))) for slot in places}
-        done, _ = self.api.wait([*answers.values()], num_returns=len(answers), timeout=ANSWER_S)
-        on_time = set(done)
-        mute = [slot for slot, ref in answers.items() if ref not in on_time]
-        late = mute or behind(places)
-        where = [(r, f"rank {r} in {p.phase} of step {p.step}") for r, p in list(places.items())[:4]]
+        started = self._save_stacks(places)
+        mute = [slot for slot in places if slot not in started]
+        late = mute or behind(places, started)
+        where = {slot: f"rank {slot} {_at(places[slot], started.get(slot))}" for slot in list(places)[:4]}
         for slot in late if mute or len(late) < len(places) else late[-1:]:
             step, phase = places[slot]
-            others = [text for r, text in where if r != slot]  # a few are enough: all of them would be quadratic
+            others = [text for r, text in where.items() if r != slot]  # a few: all of them would be quadratic
             why = "does not answer" if slot in mute else "is behind"
             seen = f"{', '.join(others[:3])}{' ...' if len(places) > 4 else ''}"
             title = (
-                f"{self._name(slot)} made no progress for {watchdog.silent_s:.0f} s in {phase} of step {step} and "
-                f"{why} ({seen}); it was ended"
+                f"{self._name(slot)} made no progress for {watchdog.silent_s:.0f} s "
+                f"{_at(places[slot], started.get(slot))} and {why} ({seen}); it was ended"
             )
             detail = f"stacks of all ranks that answered: {self.spec.log(slot).parent}"
             failure = Failure(slot, "hung", title, step, phase, detail, signature=f"hung in {phase}")
             failure.silent_s = watchdog.silent_s
             self._end_rank(slot, failure, collector)
 
+    def _save_stacks(self, slots: Iterable[int]) -> dict[int, int]:
+        """Let ranks write their stacks. Return how many collectives those have started that answer in time."""
+        asked = {self.actors[slot].stacks.remote(str(self.spec.log(slot))): slot for slot in slots}
+        done, _ = self.api.wait([*asked], num_returns=len(asked), timeout=ANSWER_S)
+        started = {asked[ref]: 0 for ref in done}
+        for ref in done:
+            with suppress(RayError):  # it died just now
+                started[asked[ref]] = self.api.get(ref)
+        return started
+
     def end_silent(self, slot: int, collector: FailureCollector) -> None:
         """End a rank that did not notice that its group broke, or that never reached the rendezvous."""
         step, phase = ProgressFile.read(self.spec.progress(slot)) or (0, "init")
         title = f"{self._name(slot)} did not leave the group that broke, in {phase} of step {step}; it was ended"
-        self._end_rank(slot, Failure(slot, "hung", title, step, phase, self._log_tail(slot)), collector)
+        self._end_rank(slot, Failure(slot, "hung", title, step, phase, end_of_log(self.spec.log(slot))), collector)
 
     def _end_rank(self, slot: int, failure: Failure, collector: FailureCollector) -> None:
         failure.facts = self.facts[slot]
@@ -431,7 +439,7 @@ class WorkerGroup:
     def _failure_of_dead(self, error: RayError, slot: int) -> Failure:
         """Return how a rank ended that did not return from `run`."""
         step, phase = ProgressFile.read(self.spec.progress(slot)) or (0, "init")
-        failure = Failure(slot, "killed", "", step, phase, self._log_tail(slot), facts=self.facts[slot])
+        failure = Failure(slot, "killed", "", step, phase, end_of_log(self.spec.log(slot)), facts=self.facts[slot])
         what, how = "died", "killed, or crashed without a Python exception"
         if isinstance(error, OutOfMemoryError):
             failure.cause, how = "out_of_memory", "ended by Ray's memory monitor"
@@ -468,14 +476,6 @@ class WorkerGroup:
         fact = self.facts[slot]
         return f"rank {slot} (pid {fact['pid']}, node {fact['ip']})"
 
-    def _log_tail(self, slot: int) -> str:
-        with suppress(OSError):
-            with self.spec.log(slot).open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
-                lines = file.read().decode("utf-8", "replace").splitlines()
-            return "\n".join(["end of its log:", *lines[-LOG_LINES:]])
-        return ""
-
     def kill(self, actor: Any) -> None:
         """End an actor. Without a head that takes for ever, so it is left to a thread then."""
         bounded(lambda: self.api.kill(actor))
@@ -493,3 +493,8 @@ class WorkerGroup:
 def start_timeout_s(config: Config) -> float:
     """Return how long actors may take to start. If a node is lost, a slot waits for another one: as at placement."""
     return max(START_TIMEOUT_S, config.placement_timeout_s)
+
+
+def _at(position: Position, collectives: int | None) -> str:
+    """Write where a rank is, and after how many collectives, if it said so."""
+    return f"in {position.phase} of step {position.step}" + (f" after {collectives} collectives" if collectives else "")

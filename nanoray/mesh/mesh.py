@@ -161,6 +161,17 @@ def abandon_groups() -> None:
             end()
 
 
+def collectives_started() -> int:
+    """Return how many collectives this process has started in its present groups. Any thread may ask."""
+    from torch.distributed.distributed_c10d import _world
+
+    started = 0
+    for group in list(_world.pg_map):
+        with suppress(RuntimeError):  # it is being closed
+            started += group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    return started
+
+
 class Vote(NamedTuple):
     """A vote of all ranks in progress."""
 

@@ -102,6 +102,7 @@ class Actor:
         self.runs: list[Ref] = []
         self.sleepers: list[tuple[Ref, bool, int | None]] = []
         self.trained, self.kept = False, 0  # whether it has held the run's state; its steps when its group broke
+        self.collectives = 0  # that it has started
         self.avoids: list[str] = []  # nodes on which Ray must not place it
 
     def __getattr__(self, method: str) -> Any:
@@ -282,7 +283,7 @@ class ScriptedRay:
         ref.set([])
 
     def on_stacks(self, actor: Actor, ref: Ref, log: str) -> None:
-        ref.set(None)
+        ref.set(actor.collectives)
 
     def on_run(self, actor: Actor, ref: Ref, spec: dict[str, Any], r: Rendezvous) -> None:
         actor.runs.append(ref)

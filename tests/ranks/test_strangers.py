@@ -56,10 +56,10 @@ def exchange(mesh: Mesh) -> Any:
     return mesh.all_gather(("rank", mesh.rank))
 
 
-def both(store: TCPStore) -> dict[int, Any]:
-    """Run two ranks that exchange values, each in a process of its own; return what each got, or its error."""
+def both(store: TCPStore, work: Callable[[Mesh], Any] = exchange) -> dict[int, Any]:
+    """Run two ranks that do some `work`, each in a process of its own; return what each got, or its error."""
     answers = forkserver.Queue()
-    ranks = [forkserver.Process(target=rank_of, args=(r, store.port, None, exchange, answers)) for r in (0, 1)]
+    ranks = [forkserver.Process(target=rank_of, args=(r, store.port, None, work, answers)) for r in (0, 1)]
     for process in ranks:
         process.start()
     try:

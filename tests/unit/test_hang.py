@@ -18,18 +18,20 @@ class Time:
 
 
 @pytest.mark.parametrize(
-    ("positions", "late"),
+    ("positions", "collectives", "late"),
     [
-        ([(5, "backward"), (5, "forward")], [1]),
-        ([(5, "backward"), (4, "log"), (5, "forward")], [1]),
-        ([(5, "eval"), (5, "log"), (5, "log")], [1, 2]),
-        ([(5, "backward"), (5, "backward")], [0, 1]),
-        ([(5, "optimizer"), (6, "forward")], [0]),
-        ([(5, "data"), (5, "forward")], [0]),
+        ([(5, "backward"), (5, "forward")], {}, [1]),
+        ([(5, "backward"), (4, "log"), (5, "forward")], {}, [1]),
+        ([(5, "eval"), (5, "log"), (5, "log")], {}, [1, 2]),
+        ([(5, "backward"), (5, "backward")], {}, [0, 1]),
+        ([(5, "optimizer"), (6, "forward")], {}, [0]),
+        ([(5, "data"), (5, "forward")], {}, [0]),
+        ([(5, "backward"), (5, "backward"), (5, "backward")], {0: 813, 1: 812, 2: 813}, [1]),  # it left one out
+        ([(5, "backward"), (5, "forward")], {0: 812, 1: 813}, [1]),
     ],
 )
-def test_which_ranks_are_behind(positions: list[tuple[int, str]], late: list[int]) -> None:
-    assert behind({rank: Position(*position) for rank, position in enumerate(positions)}) == late
+def test_which_ranks_are_behind(positions: list[tuple[int, str]], collectives: dict[int, int], late: list[int]) -> None:
+    assert behind({rank: Position(*position) for rank, position in enumerate(positions)}, collectives) == late
 
 
 def update(watchdog: Watchdog, *positions: tuple[int, str], written_at: float = 0.0) -> None:

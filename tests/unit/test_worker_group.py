@@ -14,7 +14,8 @@ from nanoray.faults import exit_record
 from nanoray.faults.cause import FailureCollector
 from nanoray.faults.hang import Position, Watchdog
 from nanoray.faults.progress import ProgressFile
-from nanoray.launch.worker_group import EXIT_RECORD_S, LOG_LINES, WorkerGroup
+from nanoray.launch.fault_log import LOG_LINES
+from nanoray.launch.worker_group import EXIT_RECORD_S, WorkerGroup
 from tests.harness.scripted_ray import Actor, Ref, Run
 
 
@@ -210,16 +211,17 @@ def test_an_error_that_was_returned(tmp_path: Path, kind: str, retry: bool, deta
 
 
 @pytest.mark.parametrize(
-    ("positions", "frozen", "ended"),
+    ("positions", "collectives", "frozen", "ended"),
     [
-        ([(5, "backward"), (5, "forward"), (5, "backward")], [], [1]),
-        ([(5, "backward"), (5, "backward"), (5, "backward")], [], [2]),  # one of equals
-        ([(5, "forward"), (5, "backward"), (5, "backward")], [2], [2]),  # does not answer: that is certain
-        ([(5, "forward"), (5, "forward"), (6, "forward")], [], [0, 1]),
+        ([(5, "backward"), (5, "forward"), (5, "backward")], [9, 9, 9], [], [1]),
+        ([(5, "backward"), (5, "backward"), (5, "backward")], [9, 9, 9], [], [2]),  # one of equals
+        ([(5, "backward"), (5, "backward"), (5, "backward")], [9, 8, 9], [], [1]),  # it left one out
+        ([(5, "forward"), (5, "backward"), (5, "backward")], [9, 9, 9], [2], [2]),  # does not answer: that is certain
+        ([(5, "forward"), (5, "forward"), (6, "forward")], [9, 9, 9], [], [0, 1]),
     ],
 )
 def test_which_rank_hangs(
-    tmp_path: Path, positions: list[tuple[int, str]], frozen: list[int], ended: list[int]
+    tmp_path: Path, positions: list[tuple[int, str]], collectives: list[int], frozen: list[int], ended: list[int]
 ) -> None:
     run, group = started(tmp_path)
     watchdog = Watchdog(group.members, 60.0, run.ray.time.monotonic)
@@ -227,8 +229,11 @@ def test_which_rank_hangs(
     for slot, position in enumerate(positions):
         ProgressFile(run.spec.progress(slot)).set(*position)
         watchdog.update(slot, Position(1, "init"), 0.0)  # the file is newer
-        run.ray.actors[slot].frozen = slot in frozen
+        run.ray.actors[slot].frozen, run.ray.actors[slot].collectives = slot in frozen, collectives[slot]
     group.end_hung(watchdog, collector)
+    for failure in collector.failures:
+        said = "" if failure.rank in frozen else f" after {collectives[failure.rank]} collectives"
+        assert f"in {failure.phase} of step 5{said} and " in failure.title
     assert [failure.rank for failure in collector.failures] == ended
     assert run.ray.orders[-len(ended) :] == [f"kill {slot}" for slot in ended]
     assert sorted(group.runs) == [slot for slot in range(3) if slot not in ended]

@@ -1,0 +1,41 @@
+"""How many collectives each rank has started: it tells which rank left one out, when all wait for ever."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+
+from nanoray.mesh.mesh import Mesh, collectives_started
+from nanoray.mesh.rendezvous import open_store
+from tests.ranks.test_strangers import both
+
+
+def leave_one_out(mesh: Mesh) -> tuple[int, int]:
+    """Return how many collectives this rank has started before, and while one waits that rank 1 leaves out."""
+    ones = torch.ones(8)
+    before, during = collectives_started(), [0]
+
+    def look() -> None:
+        time.sleep(1.0)
+        during[0] = collectives_started()
+        if mesh.rank == 1:
+            mesh.all_reduce(ones)  # so that rank 0 need not wait for its timeout
+
+    watching = threading.Thread(target=look)
+    watching.start()
+    mesh.all_gather(mesh.rank)
+    mesh.broadcast("word")
+    mesh.barrier()
+    if mesh.rank == 0:
+        mesh.all_reduce(ones)
+    watching.join()
+    return before, during[0]
+
+
+def test_the_rank_that_left_out_a_collective_has_started_one_less() -> None:
+    found = both(open_store("127.0.0.1", 2, 60), leave_one_out)
+    (before, during), (same, one_less) = found[0], found[1]
+    assert before == same
+    assert during == one_less + 1 > before + 3
