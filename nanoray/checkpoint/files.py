@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from nanoray.errors import CheckpointError
+from nanoray.points import reached
 from nanoray.state import StateDict
 
 FORMAT = 1
@@ -80,13 +81,17 @@ def save(folder: Path, state: StateDict, keep: int, attempt: str = "", fence: Ca
         if disk.f_blocks and have < need + (1 << 16):  # manifest and rounding; some FUSE mounts report no blocks
             raise OSError(errno.ENOSPC, f"disk full: need {need / 1e6:.2f} MB, have {have / 1e6:.2f} MB", str(folder))
         temp.mkdir()
+        reached("save")
         sums = {file: _write(temp / file, parts) for file, parts in files.items()}
         _write(temp / MANIFEST, [_bytes(_manifest_json(sums))])
         _fsync_folder(temp)
         may_write()
+        reached("written")
         if final.is_dir():
             os.rename(final, aside)
+            reached("aside")
         os.rename(temp, final)
+        reached("renamed")
         _fsync_folder(folder)
     except BaseException as error:
         _clean(folder, tag)  # removes `temp`, puts `aside` back

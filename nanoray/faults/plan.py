@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoray.errors import ConfigError
 from nanoray.faults.progress import PHASES
+from nanoray.points import DRIVER_POINTS, POINTS, watch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nanoray")
 KINDS = ("kill", "stop", "exit", "raise", "hang", "slow", "oom", "disk-full", "nan", "bitflip")
+DRIVER = -1  # its "rank"
 _SPARE_BYTES = 64 << 10  # logs and metrics may still grow by this while the disk is "full"
 
 
@@ -36,9 +38,10 @@ class InjectedFault(RuntimeError):
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault to inject: its kind, and the rank, step (being computed) and phase at which it fires.
+    """One fault to inject: its kind, and the rank (or DRIVER), step (being computed) and phase at which it fires.
 
-    Without an attempt it fires once per run, even if the step is repeated; with one, in that attempt only.
+    Without an attempt it fires once per run, even if the step is repeated; with one, in that attempt only. `phase` may
+    also be one of POINTS: it fires when that is next reached at this step or later, or in this attempt.
     """
 
     kind: str
@@ -56,7 +59,7 @@ class Fault:
         """What identifies this fault within its plan."""
         return self.kind, self.rank, self.step, self.phase
 
-    def fire(self, record_in: Path, gpt: nn.Module) -> None:
+    def fire(self, record_in: Path, gpt: nn.Module | None) -> None:
         """Record that this fault fires, then inject it."""
         append_event(record_in, "injected", asdict(self))
         if self.kind == "kill":
@@ -112,7 +115,7 @@ def _fill_disk(run: Path, seconds: float) -> None:
     undo.start()
 
 
-def _poison(gpt: nn.Module, times: int) -> None:
+def _poison(gpt: nn.Module | None, times: int) -> None:
     """Make the middle block return NaN in its next `times` forward passes."""
     block, left = _middle_block(gpt), [times]
     compiled, block._compiled_call_impl = block._compiled_call_impl, None  # compiled code would not see the hook
@@ -127,12 +130,13 @@ def _poison(gpt: nn.Module, times: int) -> None:
     handle = block.register_forward_hook(hook)
 
 
-def _middle_block(gpt: nn.Module) -> Any:
+def _middle_block(gpt: nn.Module | None) -> Any:
+    assert gpt is not None, "parse_plan wants a phase for such a fault"
     blocks: Any = gpt.get_submodule("blocks")
     return blocks[len(blocks) // 2]
 
 
-def _flip_bit(gpt: nn.Module, bit: int) -> None:
+def _flip_bit(gpt: nn.Module | None, bit: int) -> None:
     """Flip one bit of one weight in the middle block."""
     import torch
 
@@ -150,7 +154,7 @@ def parse_plan(text: str) -> tuple[Fault, ...]:
             values = dict(item.strip().split("=", 1) for item in rest.split(",") if item.strip())
             fault = Fault(
                 kind=kind.strip(),
-                rank=int(values.pop("rank")),
+                rank=DRIVER if (rank := values.pop("rank")) == "driver" else int(rank),
                 step=int(values.pop("step")),
                 phase=values.pop("phase", "forward"),
                 attempt=int(values.pop("attempt")) if "attempt" in values else None,
@@ -164,11 +168,14 @@ def parse_plan(text: str) -> tuple[Fault, ...]:
                 f"faults = {part!r} is not KIND@rank=R,step=S[,phase=P][,attempt=A][,seconds=T][,mib=M][,times=N]"
                 f"[,bit=B] ({error})"
             ) from None
-        if fault.kind not in KINDS or fault.phase not in PHASES or values:
+        if fault.kind not in KINDS or fault.phase not in (*PHASES, *POINTS) or values:
             raise ConfigError(
-                f"faults = {part!r}: KIND is one of {', '.join(KINDS)}, phase one of {', '.join(PHASES)}"
+                f"faults = {part!r}: KIND is one of {', '.join(KINDS)}, phase one of {', '.join((*PHASES, *POINTS))}"
                 + (f", and there is no key {', '.join(values)}" if values else "")
             )
+        needs_phase = fault.phase in POINTS and fault.kind in ("nan", "bitflip")
+        if needs_phase or (fault.rank == DRIVER) != (fault.phase in DRIVER_POINTS):
+            raise ConfigError(f"faults = {part!r}: {fault.kind} of {rank} cannot fire at {fault.phase}; see points.py")
         if fault.times < 1 or not 0 <= fault.bit <= 31:
             raise ConfigError(f"faults = {part!r}: times is at least 1, bit 0 to 31 of a float32 weight")
         faults.append(fault)
@@ -176,29 +183,39 @@ def parse_plan(text: str) -> tuple[Fault, ...]:
 
 
 class Injector:
-    """Listens to the phases of a rank and lets its planned faults fire, each once."""
+    """Lets the planned faults of one rank, or of the driver, fire: each once, at its phase or point."""
 
-    def __init__(self, faults: Iterable[Fault], record: Path, model: nn.Module) -> None:
-        self._faults, self._record, self._model = list(faults), record, model
+    def __init__(self, record: Path, model: nn.Module | None = None) -> None:
+        """`record`: the run's faults.jsonl. `model`: for faults of kind nan and bitflip, which need a phase."""
+        self._record, self.model = record, model
+        self._faults: list[Fault] = []
+        self._step = 0  # the one being computed; in a new process that of the newest fault, which made it necessary
+
+    def plan(self, text: str, rank: int, attempt: int, started: float) -> None:
+        """Let the plan's faults of this rank and attempt fire that have not, in a run started at `started` (Unix s)."""
+        fired = set()
+        if text and self._record.exists():
+            for event in map(json.loads, self._record.read_text(encoding="utf-8").splitlines()):
+                if event["event"] == "injected" and event["time"] >= started:
+                    fired.add((event["kind"], event["rank"], event["step"], event["phase"]))
+                    self._step = max(self._step, event["step"])
+        mine = [fault for fault in parse_plan(text) if fault.rank == rank]
+        once = [fault for fault in mine if fault.attempt is None and fault.key not in fired]
+        self._faults = once + [fault for fault in mine if fault.attempt == attempt]
+        watch(self.at_point if any(fault.phase in POINTS for fault in self._faults) else None)
 
     def __call__(self, step: int, phase: str) -> None:
         """Fire what is planned for this phase of the step that is being computed."""
-        for fault in self._faults[:]:
-            if (fault.step, fault.phase) == (step, phase):
-                self._faults.remove(fault)
-                log.warning("fault plan fires: %s", fault)
-                fault.fire(self._record, self._model)
+        self._step = step
+        self._fire(fault for fault in self._faults if (fault.step, fault.phase) == (step, phase))
 
+    def at_point(self, point: str) -> None:
+        """Fire what is planned for this point: from its step on, or in its attempt. The driver counts no steps."""
+        here = (fault for fault in self._faults if fault.phase == point)
+        self._fire(f for f in here if f.attempt is not None or f.rank == DRIVER or f.step <= self._step)
 
-def faults_of(plan: str, rank: int, attempt: int, record: Path, started: float) -> list[Fault]:
-    """Return the faults that this rank must inject in this attempt of a run started at `started` (Unix seconds)."""
-    fired = set()
-    if plan and record.exists():
-        for event in map(json.loads, record.read_text(encoding="utf-8").splitlines()):
-            if event["event"] == "injected" and event["time"] >= started:
-                fired.add((event["kind"], event["rank"], event["step"], event["phase"]))
-    return [
-        fault
-        for fault in parse_plan(plan)
-        if fault.rank == rank and (fault.attempt == attempt if fault.attempt is not None else fault.key not in fired)
-    ]
+    def _fire(self, faults: Iterable[Fault]) -> None:
+        for fault in [*faults]:
+            self._faults.remove(fault)
+            log.warning("fault plan fires: %s", fault)
+            fault.fire(self._record, self.model)

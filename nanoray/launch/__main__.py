@@ -14,7 +14,7 @@ from nanoray.cli import Loaded, run_command
 from nanoray.config import Config, resolve_batch
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError, WorkerFailed
-from nanoray.faults.plan import parse_plan
+from nanoray.faults.plan import DRIVER, Injector, parse_plan
 from nanoray.launch.driver import Driver
 from nanoray.launch.placement import Placement, bounded, connected, stuck
 from nanoray.launch.signals import catch_signals
@@ -56,6 +56,7 @@ def launch(loaded: Loaded, started: float) -> int:
             spec = open_run(config, dataset, started)
             spec = replace(spec, notes=(*notes, *spec.notes))
             with summary_on_failure(spec):
+                Injector(spec.folder / "faults.jsonl").plan(config.faults, DRIVER, 0, started)
                 driver = Driver(spec, place, stop)
                 outcome = driver.run()
         finally:

@@ -23,6 +23,7 @@ from nanoray.launch.placement import HEAD_TIMEOUT_S, ClusterWatch, Placement
 from nanoray.launch.signals import Stop, StopRequested
 from nanoray.launch.worker import Heartbeat
 from nanoray.launch.worker_group import POLL_S, SETTLE_S, START_TRIES, WorkerGroup, start_timeout_s
+from nanoray.points import reached
 from nanoray.run import RunSpec, write_attempt
 from nanoray.train.observers import Console
 
@@ -210,10 +211,12 @@ class Driver:
             return
         collector.ended(slot, failure, self._clock.monotonic())
         if failure:
+            reached("lost")
             group.break_meeting(slot)
             if slot in group.newcomers and not failure.retry:
                 group.unfit.setdefault(slot, set()).add(failure.facts["node"])
             self._start_replacements(group, collector, [failure])
+            reached("replacing")
         elif slot == group.members[0]:
             self.outcome = result
             collector.rank_0_finished(self._clock.monotonic())
@@ -340,8 +343,11 @@ class Driver:
             except RayError as error:
                 print(f"replace  {self._budget} failed: {_one_line(error)}", flush=True)
                 continue
+            reached("store")
             self._begin_attempt()
+            reached("attempt")
             group.regroup(self.spec, slots, store, stop=saves)
+            reached("orders")
             joined = [slot for slot in lost if slot in slots]
             self._announce_group(joined, before, self._clock.monotonic() - began, saves)
             group.promoted.clear()
@@ -425,6 +431,7 @@ class Driver:
         if self.group:
             self.group.end()
         self.group, self._saving = None, None
+        reached("restarting")
         self.faults.set_recovery("restart")
         seconds = back_off_s(self.faults.causes)
         pause = f", in {seconds:.0f} s: no step was completed since the last failure" if seconds else ""
@@ -434,6 +441,7 @@ class Driver:
     # The end.
 
     def _finished(self, outcome: dict[str, Any]) -> dict[str, Any]:
+        reached("finished")
         if self.faults.recovery:  # the run ended before it completed another step
             self.faults.close_as_recovered()
         stopped = outcome["exit_reason"] == "stopped"

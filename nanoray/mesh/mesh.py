@@ -28,6 +28,7 @@ from nanoray.errors import RankDiffers, RendezvousError
 from nanoray.mesh import wire
 from nanoray.mesh.rendezvous import PATIENCE_S, Order, Rendezvous, T, connect_store, public_name
 from nanoray.mesh.wire import SealedStore
+from nanoray.points import reached
 
 READ_S = 5.0  # for the other ranks to read why there is no meeting
 
@@ -81,6 +82,7 @@ class Mesh:
         if self.world_size == 1:
             return Vote(ballot, None, self)
 
+        reached("exchange_vote")
         work = dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=self.control_group, async_op=True)
         return Vote(ballot, work, self)
 
@@ -145,6 +147,7 @@ class Mesh:
                 dist.barrier(group=self.patient_group)
 
     def _noted(self, op: str, what: str, group: str, tensor: Tensor | None = None) -> AbstractContextManager[None]:
+        reached(f"exchange_{what}")
         return self.listener.call(op, what, group, tensor) if self.listener else nullcontext()
 
 
@@ -219,6 +222,7 @@ def join(
         timeout=timedelta(seconds=timeout_s),
         device_id=device if r.backend == "nccl" else None,
     )
+    reached("groups")
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(timeout_s, PATIENCE_S)))
     me = Mesh(r.rank, r.world_size, r.local_rank, device, r.backend, r.backend_reason, control, patient, store)
@@ -231,6 +235,7 @@ def _roll_call(store: Any, r: Rendezvous, facts: Mapping[str, str], deadline: fl
     """Wait until every rank has come and has the facts of the reference. (all ranks) The last one to come compares."""
     keys = [f"facts/{rank}" for rank in range(r.world_size)]
     store.set(keys[r.rank], json.dumps({**facts, "WORLD_SIZE": str(r.world_size), "backend": r.backend}))
+    reached("roll_call")
     if store.add("arrived", 1) == r.world_size:
         store.set(
             "verdict", json.dumps(_difference([json.loads(value) for value in store.multi_get(keys)], r.reference))

@@ -26,6 +26,7 @@ from nanoray.faults.cause import is_collective_error
 from nanoray.mesh.mesh import Mesh, abandon_groups
 from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.models.gpt import GPT, ModelShape
+from nanoray.points import reached
 from nanoray.run import RunSpec
 from nanoray.state import TrainState
 from nanoray.train.engine import Regroup, RuntimeEngine
@@ -63,7 +64,9 @@ def train_in_groups(
             if orders:
                 group = meet_again(orders, group.spec, state, meet)
             engine = build(group)
+            reached("built")
             outcome = engine.fit()
+            reached("last")
             group.mesh.barrier()  # (all ranks) no rank leaves while another one needs it
             engine.par.close()
             return outcome
@@ -86,7 +89,9 @@ def train_in_groups(
         if engine:
             engine.writer.hold()
         del engine
+        reached("leave")
         leave(group, state)
+        reached("wait")
         orders = rejoin(lost)
 
 

@@ -31,7 +31,7 @@ from nanoray.data.tokenizer import tokenizer_from_json
 from nanoray.data.tokens import MicroBatches, TokenData
 from nanoray.data.verify import sampled_hash, verify
 from nanoray.errors import CheckpointError, ConfigError, DataError, NanorayError
-from nanoray.faults.plan import Injector, faults_of
+from nanoray.faults.plan import Injector
 from nanoray.faults.progress import ProgressFile
 from nanoray.mesh.devices import Device, choose_precision, cpu_features, discover_gpus, keep_freed_memory, peak_flops
 from nanoray.mesh.mesh import Mesh, join
@@ -40,6 +40,7 @@ from nanoray.models.costs import count_parameters, flops_per_token
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.sampling import generate
 from nanoray.parallel.plan import Loss, Plan
+from nanoray.points import reached
 from nanoray.run import RunSpec
 from nanoray.state import TrainState, share
 from nanoray.trace.log import CommLog, CommTrace
@@ -79,9 +80,15 @@ def train(
     if rendezvous.device == "cpu":
         keep_freed_memory()
 
+    injector = Injector(spec.folder / "faults.jsonl")
+
     def meet_others(spec: RunSpec, rendezvous: Rendezvous, store: Any = None) -> Mesh:
+        injector.plan(spec.config.faults, rendezvous.slot, spec.attempt, spec.started)
+        reached("meet")
         log.info("attempt %d, pid %d, nice %d, %s", spec.attempt, os.getpid(), os.nice(0), rendezvous)
-        return meet(rendezvous, facts(spec), spec.config.timeout_s, spec.config.init_timeout_s, store)
+        mesh = meet(rendezvous, facts(spec), spec.config.timeout_s, spec.config.init_timeout_s, store)
+        reached("met")
+        return mesh
 
     mesh = meet_others(spec, rendezvous, store)
     if mesh.device.type == "cuda":
@@ -95,7 +102,7 @@ def train(
         spec = replace(spec, resume=resume, notes=(*spec.notes, *notes))
     spec = replace(spec, config=spec.config.model_copy(update={"precision": precision}))
     group = Group(spec, mesh, source)
-    recipe = Recipe(group, watchers, wanted)
+    recipe = Recipe(group, watchers, wanted, injector)
     if source is None:
         recipe.observers.open(mesh.rank, resume_step)
         for line in describe(spec, recipe.batch_for(mesh), mesh, recipe.device, why):
@@ -116,7 +123,9 @@ def train(
 class Recipe:
     """What this process keeps between groups of ranks, and how it builds an engine for a group."""
 
-    def __init__(self, group: Group, watchers: Sequence[Callback], wanted: Callable[[], Order]) -> None:
+    def __init__(
+        self, group: Group, watchers: Sequence[Callback], wanted: Callable[[], Order], injector: Injector
+    ) -> None:
         """Make model, optimizer and data; nothing communicates."""
         spec, mesh = group.spec, group.mesh
         cfg = self._cfg = spec.config
@@ -126,6 +135,7 @@ class Recipe:
         if cfg.compile:
             for block in self.model.blocks:
                 block.compile()  # per block, so that DDP's hooks between blocks still overlap communication
+        self._injector, injector.model = injector, self.model
         self.scaler = LossScaler(mesh.device, enabled=cfg.precision == "fp16")
         self.guards = Guards(cfg, self.batch_for(mesh), mesh.device, self.scaler if self.scaler.enabled else None)
         self.state = TrainState(self.model, make_optimizer(self.model, cfg), self.scaler, self.guards)
@@ -155,11 +165,11 @@ class Recipe:
         else:
             share(state, mesh, 0)  # CPUs of different models may initialise weights differently
         self.progress.base, state.whole = state.step, True
+        reached("shared")
         trace = comm_trace(spec, mesh, par, state.reported_step)
-        planned = faults_of(spec.config.faults, mesh.slot, spec.attempt, spec.folder / "faults.jsonl", spec.started)
         listeners: list[Callable[[int, str], None]] = [self.progress.set]
         listeners += [trace.on_phase] if trace else []
-        listeners += [Injector(planned, spec.folder / "faults.jsonl", self.model)] if planned else []
+        listeners += [self._injector] if spec.config.faults else []
         return RuntimeEngine(
             spec=spec,
             mesh=mesh,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from nanoray.faults.plan import Injector
 from nanoray.mesh.mesh import join
 from nanoray.mesh.rendezvous import Order, Rendezvous
 from nanoray.run import RunSpec
@@ -15,5 +16,5 @@ from nanoray.train.recipe import Recipe
 def engine_of(spec: RunSpec, wanted: Callable[[], Order] = lambda: Order.GO_ON) -> RuntimeEngine:
     """Return the engine of a run of one rank; its precision must not be `auto`."""
     group = Group(spec, join(Rendezvous(), {}, 20, 20))
-    recipe = Recipe(group, (), wanted)
+    recipe = Recipe(group, (), wanted, Injector(spec.folder / "faults.jsonl"))
     return recipe.build(group)

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from nanoray.config import make_config
 from nanoray.errors import ConfigError
 from nanoray.faults.cause import is_collective_error
-from nanoray.faults.plan import Fault, InjectedFault, parse_plan
+from nanoray.faults.plan import DRIVER, Fault, InjectedFault, Injector, parse_plan
 from nanoray.faults.progress import ProgressFile
 from nanoray.models.gpt import GPT, ModelShape
+from nanoray.points import reached, watch
 
 
 def a_gpt() -> GPT:
@@ -27,6 +28,38 @@ def test_a_plan_is_data() -> None:
     plan = parse_plan("kill@rank=1,step=30,phase=backward; slow@rank=0,step=5,seconds=0.2,attempt=2")
     assert plan == (Fault("kill", 1, 30, "backward"), Fault("slow", 0, 5, "forward", 2, 0.2))
     assert parse_plan("") == ()
+
+
+def fired(record: Path) -> list[str]:
+    return [json.loads(line)["phase"] for line in record.read_text().splitlines()] if record.exists() else []
+
+
+def test_a_fault_at_a_point_fires_once_from_its_step_on(tmp_path: Path) -> None:
+    """A new process knows from the record which step made it necessary."""
+    record = tmp_path / "faults.jsonl"
+    text = "slow@rank=0,step=5,phase=shared,seconds=0;slow@rank=0,step=5,phase=meet,seconds=0;"
+    text += "slow@rank=1,step=5,phase=meet,seconds=0"
+    injector = Injector(record)
+    injector.plan(text, 0, 0, 0.0)
+    try:
+        for step, expected in ((4, []), (6, ["shared"]), (7, ["shared"])):
+            injector(step, "forward")
+            reached("shared")
+            assert fired(record) == expected
+        new = Injector(record)
+        new.plan(text, 1, 1, 0.0)
+        reached("meet")
+        assert fired(record) == ["shared", "meet"], "of the new process only: one watches"
+        injector.plan(text, 0, 1, 0.0)
+        reached("shared")
+        reached("meet")
+        assert fired(record) == ["shared", "meet", "meet"], "each once in a run"
+    finally:
+        watch(None)
+
+
+def test_the_driver_is_no_rank() -> None:
+    assert parse_plan("kill@rank=driver,step=0,phase=orders") == (Fault("kill", DRIVER, 0, "orders"),)
 
 
 def test_in_yaml_a_plan_may_be_a_list() -> None:
@@ -76,6 +109,9 @@ def test_a_flipped_bit_is_one_bit_of_one_weight(tmp_path: Path, bit: int) -> Non
         ("kill@rank=x,step=1", "is not KIND@rank=R,step=S"),
         ("kill@rank=0,step=1,phase=lunch", "phase one of init, data, forward"),
         ("kill@rank=0,step=1,color=red", "there is no key color"),
+        ("nan@rank=0,step=1,phase=meet", "nan of 0 cannot fire at meet; see points.py"),
+        ("kill@rank=0,step=1,phase=orders", "kill of 0 cannot fire at orders"),
+        ("kill@rank=driver,step=1,phase=forward", "kill of driver cannot fire at forward"),
         ("nan@rank=0,step=1,times=0", "times is at least 1"),
         ("bitflip@rank=0,step=1,bit=32", "bit 0 to 31"),
     ],

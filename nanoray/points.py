@@ -1,0 +1,63 @@
+"""The points at which a run's state passes from one holder to another. A planned fault can fire at each of them.
+
+The phases of a step (faults/progress.py) are such points, too. Code says `reached("share")`; nothing happens unless
+somebody watches. tests/cluster/test_kill_points.py ends ranks and drivers at every one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+# In a rank: name -> what happens right after it.
+EXCHANGES = {  # each before a collective
+    "exchange_vote": "a rank says whether it wants to stop, or hears what all want",
+    "exchange_loss": "the logged loss is averaged",
+    "exchange_overflow": "with fp16: whose gradients are not finite",
+    "exchange_eval": "the evaluation's sums are added",
+    "exchange_objects": "small values: who holds the state, what failed, whether a checkpoint is due",
+    "exchange_state": "one tensor of the state is sent from the rank that holds it",
+    "exchange_barrier": "all ranks wait for each other",
+}
+MEETING = {
+    "leave": "a survivor leaves the group that broke",
+    "wait": "it waits for the driver's orders",
+    "meet": "a survivor or a new rank goes to the others",
+    "roll_call": "it has written its facts, and reads the verdict",
+    "groups": "the group of all ranks stands, the two others do not",
+    "met": "all groups stand, nothing has been sent",
+    "shared": "the state was received, and no engine was built",
+    "built": "the engine is built, and no step begun",
+    "last": "the last checkpoint is on disk, and the others may still write",
+}
+SAVING = {
+    "save": "a checkpoint begins to be written",
+    "written": "its files are on disk under a temporary name",
+    "aside": "an older one of this step was moved away, and the new one is not there",
+    "renamed": "it has its name, and older ones were not removed",
+}
+RANK_POINTS = EXCHANGES | MEETING | SAVING
+
+# In the driver.
+DRIVER_POINTS = {
+    "lost": "it has heard of a lost rank",
+    "replacing": "it has started a new process for it",
+    "store": "one of the survivors serves a new store",
+    "attempt": "the new attempt's number is on disk",
+    "orders": "all ranks were told to meet",
+    "restarting": "all ranks were ended, to be started again",
+    "finished": "rank 0 has returned its outcome",
+}
+POINTS = RANK_POINTS | DRIVER_POINTS
+
+_watchers: list[Callable[[str], None]] = []
+
+
+def reached(point: str) -> None:
+    """Tell those who watch that this process is at a point."""
+    for watcher in _watchers:
+        watcher(point)
+
+
+def watch(watcher: Callable[[str], None] | None) -> None:
+    """Let one function, and no other, hear of the points that this process reaches; None: no function."""
+    _watchers[:] = [watcher] if watcher else []
