@@ -20,8 +20,10 @@ from tests.harness.cluster import Cluster, finish, injected, launch, losses, no_
 
 PACKAGE = Path(__file__).resolve().parents[2] / "nanoray"
 ALL = os.environ.get("NANORAY_TEST_POINTS") == "all"
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600 if ALL else 600)]
 FLAGS = ("--workers", "3", "--cpus_per_worker", "0.5", "--dropout", "0.1", "--log_every", "1", "--eval_every", "4")
 FLAGS += ("--checkpoint_every", "4", "--keep_checkpoints", "3", "--sample_tokens", "0", "--spares", "0")
+LIMIT_S = 3000 if ALL else 500
 EVERY = 4  # steps from one fault to the next
 # Only one of two precisions reaches one of these, and only a step that is saved again the other.
 ELSEWHERE = {"exchange_overflow", "aside"}
@@ -29,16 +31,15 @@ IN_RECOVERY = {*MEETING, "exchange_state"} - {"last"}
 
 
 def test_the_points_in_the_code_are_those_that_are_listed() -> None:
-    found, said = set(), set()
+    found, built = set(), set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "reached":
-                (name,) = node.args
-                if isinstance(name, ast.Constant):
-                    found.add(str(name.value))
-                else:
-                    said.add(ast.unparse(name))
-    assert said <= {"f'exchange_{what}'"}
+            match node:
+                case ast.Call(func=ast.Name(id="reached"), args=[ast.Constant(value=name)]):
+                    found.add(str(name))
+                case ast.Call(func=ast.Name(id="reached"), args=[ast.JoinedStr() as name]):
+                    built.add(ast.unparse(name))
+    assert built == {"f'exchange_{what}'"}
     assert found | EXCHANGES.keys() == POINTS.keys()
     assert not set(DRIVER_POINTS) & set(RANK_POINTS)
 
@@ -77,7 +78,6 @@ def chosen(points: set[str], n: int) -> list[str]:
     return sorted(points) if ALL else random.Random(len(POINTS)).sample(sorted(points), n)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kill", "stop"] if ALL else ["kill"])
 @pytest.mark.parametrize("newcomer", [False, True])
 def test_ranks_end_at_every_point(cluster: Cluster, recipe: Path, tmp_path: Path, kind: str, newcomer: bool) -> None:
@@ -95,7 +95,7 @@ def test_ranks_end_at_every_point(cluster: Cluster, recipe: Path, tmp_path: Path
         "6" if kind == "stop" else "60",
     )
     expected, theirs = clean(cluster, recipe, tmp_path / "clean", steps)
-    code, output = finish(start(cluster, recipe, tmp_path / "out", *flags, "--faults", plan), 560)
+    code, output = finish(start(cluster, recipe, tmp_path / "out", *flags, "--faults", plan), LIMIT_S)
     assert code == 0, output
     fired = [(event["kind"], event["rank"], event["phase"]) for event in injected(tmp_path / "out")]
     assert sorted(f"{kind}@rank={rank},phase={phase}" for kind, rank, phase in fired) == sorted(
@@ -109,7 +109,6 @@ def test_ranks_end_at_every_point(cluster: Cluster, recipe: Path, tmp_path: Path
     note(kind, points, "newcomer" if newcomer else "rank")
 
 
-@pytest.mark.slow
 def test_drivers_end_at_every_point(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
     """The next command goes on from what is on disk."""
     expected, theirs = clean(cluster, recipe, tmp_path / "clean", 16)
