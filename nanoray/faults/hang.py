@@ -55,7 +55,7 @@ class Watchdog:
                 self._longest_s = max(self._longest_s, now - self._moved_at)
             self._seen[rank] = position, written_at
             self._moved_at = now
-            if position.phase != "init":
+            if position.phase not in ("init", "regroup"):
                 self._setting_up.discard(rank)
 
     def ended(self, rank: int) -> None:

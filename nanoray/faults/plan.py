@@ -168,9 +168,10 @@ def parse_plan(text: str) -> tuple[Fault, ...]:
                 f"faults = {part!r} is not KIND@rank=R,step=S[,phase=P][,attempt=A][,seconds=T][,mib=M][,times=N]"
                 f"[,bit=B] ({error})"
             ) from None
-        if fault.kind not in KINDS or fault.phase not in (*PHASES, *POINTS) or values:
+        places = [phase for phase in PHASES if phase != "regroup"] + [*POINTS]
+        if fault.kind not in KINDS or fault.phase not in places or values:
             raise ConfigError(
-                f"faults = {part!r}: KIND is one of {', '.join(KINDS)}, phase one of {', '.join((*PHASES, *POINTS))}"
+                f"faults = {part!r}: KIND is one of {', '.join(KINDS)}, phase one of {', '.join(places)}"
                 + (f", and there is no key {', '.join(values)}" if values else "")
             )
         needs_phase = fault.phase in POINTS and fault.kind in ("nan", "bitflip")

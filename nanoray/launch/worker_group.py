@@ -457,7 +457,7 @@ class WorkerGroup:
         else:
             failure.cause, what, how = "exception", "failed", str(error)
         failure.title = f"{self._name(slot)} {what} in {phase} of step {step}: {how}"
-        failure.signature = how if failure.cause != "node_lost" else ""
+        failure.signature = how if failure.cause != "node_lost" and phase != "regroup" else ""
         return failure
 
     def _exit_record(self, slot: int) -> dict[str, Any]:

@@ -245,12 +245,24 @@ def connect_store(r: Rendezvous, timeout_s: float) -> TCPStore:
         if r.rank == 0 and not r.agent_store:
             return open_store(r.master_addr, r.world_size, timeout_s, r.master_port)
         patience = timedelta(seconds=timeout_s)
+        if r.agent_store:
+            _require_listener(r.master_addr, r.master_port)
         return TCPStore(r.master_addr, r.master_port, r.world_size, timeout=patience, wait_for_workers=False)
 
     where = f"{r.master_addr}:{r.master_port}"
     return _within(
         timeout_s, connect, f"rank {r.rank} cannot reach the store at {where}; is rank 0 up, and the port free?"
     )
+
+
+def _require_listener(host: str, port: int) -> None:
+    """Raise ConnectionRefusedError if nobody serves a store that was there: TCPStore would try until its timeout."""
+    try:
+        socket.create_connection((host, port), timeout=5.0).close()
+    except ConnectionRefusedError:
+        raise
+    except OSError:  # a busy host, or a name that is not known yet: TCPStore tries longer
+        pass
 
 
 def _within(seconds: float, call: Callable[[], T], complaint: str) -> T:

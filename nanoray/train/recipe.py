@@ -103,12 +103,18 @@ def train(
     spec = replace(spec, config=spec.config.model_copy(update={"precision": precision}))
     group = Group(spec, mesh, source)
     recipe = Recipe(group, watchers, wanted, injector)
+
+    def wait_for_orders(lost: str) -> tuple[RunSpec, Rendezvous]:
+        assert rejoin
+        recipe.progress.set(recipe.state.step + 1, "regroup")
+        return rejoin(lost)
+
     if source is None:
         recipe.observers.open(mesh.rank, resume_step)
         for line in describe(spec, recipe.batch_for(mesh), mesh, recipe.device, why):
             recipe.observers.note(line)
     try:
-        outcome = train_in_groups(group, recipe.state, recipe.build, meet_others, rejoin)
+        outcome = train_in_groups(group, recipe.state, recipe.build, meet_others, rejoin and wait_for_orders)
         if recipe.observers.callbacks and outcome["exit_reason"] == "finished":  # rank 0 only
             try:
                 outcome["sample"] = sample_text(recipe.model, spec)

@@ -1,6 +1,6 @@
 """Ranks and drivers end at every point where the run's state changes hands: nothing is lost, no bit differs.
 
-Two of the points, chosen by a seed, are tried by default; all of them, ended and frozen, with NANORAY_TEST_POINTS=all.
+A few of them are tried by default; all of them, ended and frozen, and pairs with NANORAY_TEST_POINTS=all.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ import ast
 import json
 import os
 import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
 from nanoray.checkpoint.find import newest_valid
+from nanoray.faults.plan import parse_plan
 from nanoray.points import DRIVER_POINTS, EXCHANGES, MEETING, POINTS, RANK_POINTS, SAVING
 from tests.harness.cluster import Cluster, finish, injected, launch, losses, no_actors_left, only_run, reports, start
 
@@ -73,18 +75,36 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
     return newest.state.model
 
 
-def chosen(points: set[str], n: int) -> list[str]:
-    """All of these points, or some."""
-    return sorted(points) if ALL else random.Random(len(POINTS)).sample(sorted(points), n)
-
-
 @pytest.mark.parametrize("kind", ["kill", "stop"] if ALL else ["kill"])
 @pytest.mark.parametrize("newcomer", [False, True])
 def test_ranks_end_at_every_point(cluster: Cluster, recipe: Path, tmp_path: Path, kind: str, newcomer: bool) -> None:
     """Of three ranks one or two are lost at a time, so the third holds the state, and no step is repeated."""
-    points = IN_RECOVERY - {"leave", "wait"} if newcomer else RANK_POINTS.keys() - ELSEWHERE - {"last"}
-    points = chosen(set(points), 2)
+    possible = IN_RECOVERY - {"leave", "wait"} if newcomer else RANK_POINTS.keys() - ELSEWHERE - {"last"}
+    points = sorted(possible) if ALL else ["shared"] if newcomer else ["groups", "renamed"]
     plan, steps = plan_of([*points, "last"], kind, newcomer)
+    output = survive(cluster, recipe, tmp_path, plan, steps)
+    assert {report["recovery"] for report in reports(tmp_path / "out")} <= {"", "in_place"}, output
+    titles = [title for report in reports(tmp_path / "out") for title in (report["title"], *report["consequences"])]
+    meeting = [point for point in points if point in ("meet", "roll_call", "groups", "met") and not newcomer]
+    assert sum("in regroup of step" in title for title in titles) >= len(meeting) * (kind == "kill")
+    note(kind, points, "newcomer" if newcomer else "rank")
+
+
+@pytest.mark.skipif(not ALL, reason="opt-in: NANORAY_TEST_POINTS=all takes half an hour")
+def test_both_survivors_end_in_one_recovery(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
+    """Pairs of points, a sample of them. When nobody is left who holds the state, all start from the checkpoint."""
+    source, plan, pairs = random.Random(0), [], []
+    for step in range(EVERY, 9 * EVERY, EVERY):
+        pairs.append([source.choice(sorted(IN_RECOVERY)) for _ in range(2)])
+        ranks = source.sample(range(3), 3)
+        plan.append(f"kill@rank={ranks[0]},step={step},phase=backward")
+        plan += [f"kill@rank={r},step={step},phase={point}" for r, point in zip(ranks[1:], pairs[-1], strict=True)]
+    survive(cluster, recipe, tmp_path, ";".join(plan), 10 * EVERY)
+    note("kill", ["+".join(pair) for pair in pairs], "both survivors")
+
+
+def survive(cluster: Cluster, recipe: Path, tmp_path: Path, plan: str, steps: int) -> str:
+    """Train with a plan of faults: each fires, and the run ends as one without them. Return its output."""
     flags = (
         *FLAGS,
         "--max_steps",
@@ -92,27 +112,24 @@ def test_ranks_end_at_every_point(cluster: Cluster, recipe: Path, tmp_path: Path
         "--max_failures",
         "99",
         "--hang_timeout",
-        "6" if kind == "stop" else "60",
+        "6" if "stop@" in plan else "60",
     )
     expected, theirs = clean(cluster, recipe, tmp_path / "clean", steps)
     code, output = finish(start(cluster, recipe, tmp_path / "out", *flags, "--faults", plan), LIMIT_S)
     assert code == 0, output
-    fired = [(event["kind"], event["rank"], event["phase"]) for event in injected(tmp_path / "out")]
-    assert sorted(f"{kind}@rank={rank},phase={phase}" for kind, rank, phase in fired) == sorted(
-        fault.replace(f",step={fault.split('step=')[1].split(',')[0]}", "") for fault in plan.split(";")
-    )
-    assert {report["recovery"] for report in reports(tmp_path / "out")} <= {"", "in_place"}, output
+    fired = Counter((event["kind"], event["rank"], event["phase"]) for event in injected(tmp_path / "out"))
+    assert fired == Counter((fault.kind, fault.rank, fault.phase) for fault in parse_plan(plan)), output
     assert losses(tmp_path / "out") == expected, "bit for bit"
     ours = weights(tmp_path / "out")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert no_actors_left(cluster)
-    note(kind, points, "newcomer" if newcomer else "rank")
+    return output
 
 
 def test_drivers_end_at_every_point(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
     """The next command goes on from what is on disk."""
     expected, theirs = clean(cluster, recipe, tmp_path / "clean", 16)
-    points = chosen(set(DRIVER_POINTS), 2)
+    points = sorted(DRIVER_POINTS) if ALL else ["orders"]
     for point in points:
         out = tmp_path / point
         recovery = "restart" if point == "restarting" else "in_place"

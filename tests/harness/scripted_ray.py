@@ -388,7 +388,7 @@ class ScriptedRay:
         self.furthest, actor.trains_since = max(self.furthest, completed), None
         actor.kept = completed
         if self.in_place:
-            actor.waiting = True
+            actor.waiting, actor.step, actor.phase = True, completed + 1, "regroup"
             actor.wake()
         else:
             self.fail(actor.slot or 0, "peer_lost", "RuntimeError: Connection closed by peer", notice_s=None)
