@@ -59,9 +59,9 @@ class Fault:
         """What identifies this fault within its plan."""
         return self.kind, self.rank, self.step, self.phase
 
-    def fire(self, record_in: Path, gpt: nn.Module | None) -> None:
-        """Record that this fault fires, then inject it."""
-        append_event(record_in, "injected", asdict(self))
+    def fire(self, record_in: Path, gpt: nn.Module | None, started: float = 0.0) -> None:
+        """Record that this fault fires, in the command that was `started` then (Unix s), and inject it."""
+        append_event(record_in, "injected", asdict(self) | {"command": started})
         if self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.kind == "stop":
@@ -190,14 +190,15 @@ class Injector:
         """`record`: the run's faults.jsonl. `model`: for faults of kind nan and bitflip, which need a phase."""
         self._record, self.model = record, model
         self._faults: list[Fault] = []
+        self._started = 0.0  # of the command; it names it, because clocks of hosts differ
         self._step = 0  # the one being computed; in a new process that of the newest fault, which made it necessary
 
     def plan(self, text: str, rank: int, attempt: int, started: float) -> None:
         """Let the plan's faults of this rank and attempt fire that have not, in a run started at `started` (Unix s)."""
-        fired = set()
+        fired, self._started = set(), started
         if text and self._record.exists():
             for event in map(json.loads, self._record.read_text(encoding="utf-8").splitlines()):
-                if event["event"] == "injected" and event["time"] >= started:
+                if event["event"] == "injected" and event.get("command") == started:
                     fired.add((event["kind"], event["rank"], event["step"], event["phase"]))
                     self._step = max(self._step, event["step"])
         mine = [fault for fault in parse_plan(text) if fault.rank == rank]
@@ -219,4 +220,4 @@ class Injector:
         for fault in [*faults]:
             self._faults.remove(fault)
             log.warning("fault plan fires: %s", fault)
-            fault.fire(self._record, self.model)
+            fault.fire(self._record, self.model, self._started)

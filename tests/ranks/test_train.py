@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 import nanoray
+from nanoray.checkpoint.find import newest_valid
 from nanoray.data.tokens import TokenData
 from nanoray.errors import CheckpointError
 from nanoray.models.gpt import GPT, ModelShape
@@ -82,6 +84,27 @@ def test_resume_is_bit_identical(text: Path, tmp_path: Path, world: int) -> None
     for key in ("train/loss", "train/grad_norm", "val/loss"):
         assert series(rest, key) == series(whole, key), key
     assert [r["step"] for r in records(rest)] == list(range(1, 10)), "one record per logged step"
+
+
+def another_day() -> None:
+    """Move this process' clock by a day, forward or back; monotonic clocks stay."""
+    real, shift = time.time, 86400.0 if os.getpid() % 2 else -86400.0
+    time.time = lambda: real() + shift  # type: ignore[assignment]
+
+
+def test_clocks_that_differ_by_days_change_nothing(text: Path, tmp_path: Path) -> None:
+    """A planned fault has fired, too, whatever the time of its record."""
+    plan = {"checkpoint_every": 4, "faults": "slow@rank=0,step=3,seconds=0;slow@rank=1,step=3,seconds=0"}
+    spec, clean = make_spec(text, tmp_path / "skewed", **plan), make_spec(text, tmp_path / "clean", **plan)
+    for outcome in run_ranks(clean, 2) + run_ranks(spec, 2, first=another_day):
+        assert outcome["exit_reason"] == "finished"
+    assert series(spec) == series(clean)
+    shutil.rmtree(spec.checkpoints)  # the next attempt does step 3 again
+    spec.checkpoints.mkdir()
+    run_ranks(spec.next_attempt(), 2, first=another_day)
+    events = [json.loads(line) for line in (spec.folder / "faults.jsonl").read_text().splitlines()]
+    assert [event["rank"] for event in events] in ([0, 1], [1, 0])
+    assert newest_valid(spec.checkpoints)[0].path.name == f"step_{max(series(clean)):08d}"  # type: ignore[union-attr]
 
 
 def test_a_resumed_run_continues_its_average_its_clock_and_its_summary(text: Path, tmp_path: Path) -> None:
