@@ -16,5 +16,7 @@ from nanoray.train.recipe import Recipe
 def engine_of(spec: RunSpec, wanted: Callable[[], Order] = lambda: Order.GO_ON) -> RuntimeEngine:
     """Return the engine of a run of one rank; its precision must not be `auto`."""
     group = Group(spec, join(Rendezvous(), {}, 20, 20))
-    recipe = Recipe(group, (), wanted, Injector(spec.folder / "faults.jsonl"))
+    injector = Injector(spec.folder / "faults.jsonl")
+    injector.plan(spec.config.faults, 0, spec.attempt, spec.started)
+    recipe = Recipe(group, (), wanted, injector)
     return recipe.build(group)
