@@ -33,6 +33,7 @@ START_TIMEOUT_S = 90.0  # for a process to start and answer
 PLACEMENT_POLL_S = 0.25  # how often a wait for resources looks whether a stop was requested
 _CLEANUP_THREAD = "nanoray-cleanup"
 CLEANUP_TIMEOUT_S = 5.0
+SHUTDOWN_S = 3.0  # Ray ends this process with code 1 where its shutdown takes 5 s; until then it ends with its own code
 HEAD_ANSWER_S = 2.0  # it answers in milliseconds
 HEAD_TIMEOUT_S = 15.0  # after 60 s without a head Ray ends the driver, without an error
 
@@ -90,7 +91,7 @@ def connected(address: str, slots: Slots | None, stop: Stop | None = None) -> It
             stop.install()
         yield
     finally:
-        bounded(ray.shutdown)
+        bounded(ray.shutdown, SHUTDOWN_S)
         if temp:
             _end_processes_of(temp)
             shutil.rmtree(temp, ignore_errors=True)
@@ -124,11 +125,11 @@ def _temporary_files_in(folder: str | None) -> Iterator[None]:
             os.environ["TMPDIR"] = before
 
 
-def bounded(cleanup: Callable[[], object]) -> None:
-    """Call `cleanup`, but wait for CLEANUP_TIMEOUT_S only: a call to a cluster without a head never returns."""
+def bounded(cleanup: Callable[[], object], seconds: float = CLEANUP_TIMEOUT_S) -> None:
+    """Call `cleanup`, but wait for some seconds only: a call to a cluster without a head never returns."""
     thread = threading.Thread(target=cleanup, name=_CLEANUP_THREAD, daemon=True)
     thread.start()
-    thread.join(CLEANUP_TIMEOUT_S)
+    thread.join(seconds)
 
 
 def stuck() -> bool:
