@@ -33,7 +33,7 @@ START_TIMEOUT_S = 90.0  # for a process to start and answer
 PLACEMENT_POLL_S = 0.25  # how often a wait for resources looks whether a stop was requested
 _CLEANUP_THREAD = "nanoray-cleanup"
 CLEANUP_TIMEOUT_S = 5.0
-SHUTDOWN_S = 3.0  # Ray ends this process with code 1 where its shutdown takes 5 s; until then it ends with its own code
+SHUTDOWN_S = 3.0  # of a cluster of others: where that takes 5 s, Ray ends this process with code 1 in place of its own
 HEAD_ANSWER_S = 2.0  # it answers in milliseconds
 HEAD_TIMEOUT_S = 15.0  # after 60 s without a head Ray ends the driver, without an error
 
@@ -91,7 +91,7 @@ def connected(address: str, slots: Slots | None, stop: Stop | None = None) -> It
             stop.install()
         yield
     finally:
-        bounded(ray.shutdown, SHUTDOWN_S)
+        bounded(ray.shutdown, CLEANUP_TIMEOUT_S if temp else SHUTDOWN_S)
         if temp:
             _end_processes_of(temp)
             shutil.rmtree(temp, ignore_errors=True)
