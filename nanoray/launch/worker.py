@@ -193,7 +193,7 @@ class Worker:
                 orders = self._attempts.get(timeout=ORPHAN_S / 60)
                 while True:
                     orders = self._attempts.get_nowait()  # only the newest counts
-            orphaned = time.monotonic() - self._called_at > ORPHAN_S
+            orphaned = self._silent_s > ORPHAN_S
             if orders is None and orphaned and self._is_first_orphan():
                 self._stop.set()
                 orders = self._spec.to_dict(), _alone(self._rendezvous)
@@ -216,20 +216,22 @@ class Worker:
 
     def _wanted(self) -> Order:
         """Return what the driver wants after this step. A driver that is silent for too long means STOP."""
-        if self._stop.is_set() or self._driver_is_silent():
+        if self._stop.is_set() or self._silent_s > DRIVER_SILENT_S:
             return Order.STOP
         return Order.REGROUP if self._pause.is_set() else Order.GO_ON
 
-    def _driver_is_silent(self) -> bool:
-        return time.monotonic() - self._called_at > DRIVER_SILENT_S
+    @property
+    def _silent_s(self) -> float:
+        """For how long the driver has been due to call."""
+        return time.monotonic() - self._called_at
 
     def _end_if_orphaned(self) -> None:
         """End this process if the driver is silent: Ray ends actors only once it knows that their driver is dead.
 
         The rank whose patience ended first stops all of them. The others wait here for the driver's next call.
         """
-        while time.monotonic() - self._called_at > DRIVER_SILENT_S / 2:
-            if self._driver_is_silent():
+        while self._silent_s > DRIVER_SILENT_S / 2:
+            if self._silent_s > DRIVER_SILENT_S:
                 os._exit(0)
             time.sleep(LOOK_S)
 

@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoray.checkpoint.find import newest_valid
 from nanoray.faults.plan import parse_plan
 from nanoray.points import DRIVER_POINTS, EXCHANGES, MEETING, POINTS, RANK_POINTS, SAVING
-from tests.harness.cluster import Cluster, finish, injected, launch, losses, no_actors_left, only_run, reports, start
+from tests.harness.cluster import Cluster, finish, injected, launch, losses, no_actors_left, reports, start, weights
 
 PACKAGE = Path(__file__).resolve().parents[2] / "nanoray"
 ALL = os.environ.get("NANORAY_TEST_POINTS") == "all"
@@ -67,12 +66,6 @@ def clean(cluster: Cluster, recipe: Path, out: Path, steps: int) -> tuple[dict[i
     code, output = launch(cluster, recipe, out, *FLAGS, "--max_steps", str(steps))
     assert code == 0, output
     return losses(out), weights(out)
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    newest, _ = newest_valid(only_run(out) / "checkpoints")
-    assert newest
-    return newest.state.model
 
 
 @pytest.mark.parametrize("kind", ["kill", "stop"] if ALL else ["kill"])

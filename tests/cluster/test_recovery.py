@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoray.checkpoint.find import newest_valid
 from nanoray.faults.__main__ import story
 from nanoray.trace.__main__ import read_steps
 from tests.harness.cluster import (
@@ -30,6 +29,7 @@ from tests.harness.cluster import (
     summary,
     thaw,
     wait_for,
+    weights,
 )
 from tests.harness.commands import watchers_of
 
@@ -50,12 +50,6 @@ def clean(cluster: Cluster, recipe: Path, tmp_path_factory: pytest.TempPathFacto
 
 def of(ranks: int) -> tuple[str, ...]:
     return ("--workers", str(ranks), "--cpus_per_worker", "0.5", "--dropout", "0" if ranks == 2 else "0.1")
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    newest, _ = newest_valid(only_run(out) / "checkpoints")
-    assert newest is not None
-    return newest.state.model
 
 
 # Every phase of a step, both ranks, by signal, exit code and exception, in one run.

@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from nanoray.bench.harness import leaks
 from nanoray.bench.harness.processes import HEAD_ENV, current_cluster, head_command
+from nanoray.checkpoint.find import newest_valid
 from tests.harness.commands import ROOT, Command
 
 TOKEN = "nanoray-test-token-nanoray-test-token"
@@ -191,6 +193,13 @@ def finish(process: Command, seconds: float = START_S) -> tuple[int, str]:
 def launch(cluster: Cluster | None, recipe: Path, out: Path, *flags: str) -> tuple[int, str]:
     """Run `python -m nanoray.launch` on a recipe."""
     return finish(start(cluster, recipe, out, *flags))
+
+
+def weights(out: Path) -> dict[str, Tensor]:
+    """The weights in the newest checkpoint of the run under `out`."""
+    newest, _ = newest_valid(only_run(out) / "checkpoints")
+    assert newest is not None
+    return newest.state.model
 
 
 def pid_of(out: Path, rank: int) -> int:
