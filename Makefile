@@ -1,5 +1,5 @@
-# make train | make test | make test-fast | make test-kube | make lint | make bench.  Each sets up .venv first; the second
-# time that takes no time.
+# make train | make test | make test-all | make test-fast | make test-gpu | make test-kube | make lint | make bench.
+# Each sets up .venv first; the second time that takes no time.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 python; do \
 	"$$p" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo "$$p" && break; done)
@@ -7,7 +7,7 @@ PY := .venv/bin/python
 # The stamp's name holds what the environment depends on: this folder, the pins and the interpreter.
 STAMP := .venv/installed-$(shell { pwd; cat pyproject.toml constraints.txt; "$(PYTHON)" -V; } 2>/dev/null | cksum | cut -d' ' -f1)
 
-.PHONY: train test test-fast test-kube lint bench docs setup clean
+.PHONY: train test test-all test-fast test-gpu test-kube lint bench docs setup clean
 
 train: setup
 	@$(PY) examples/train_shakespeare.py $(ARGS)
@@ -16,14 +16,24 @@ train: setup
 # cluster/ has the longest files.
 PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# For every change: each promise at least once, but for those whose test is marked `full`.
 test: setup lint
+	@$(PYTEST) -m "not full" $(ARGS)
+
+# Before a release, and after a change of recovery or placement: each promise in every mode and with every signal.
+test-all: setup lint
 	@$(PYTEST) $(ARGS)
 
 # Without Ray and without benchmarks, which take longest: for the inner loop.
 test-fast: setup
 	@$(PYTEST) -m "not slow" --ignore-glob="*/ranks/test_bench_*" tests/unit tests/ranks $(ARGS)
 
-# On the cluster that KUBECONFIG names, with the image that NANORAY_IMAGE names: kubectl and KubeRay must be there.
+# On this machine's GPU; two ranks share it if it is the only one.
+test-gpu: setup
+	@NANORAY_TEST_GPU=1 $(PY) -m pytest tests/gpu $(ARGS)
+
+# On the cluster that KUBECONFIG names, with the image that NANORAY_IMAGE names: kubectl and KubeRay must be there. The
+# cluster needs no internet. Half an hour or more.
 test-kube: setup
 	@NANORAY_TEST_KUBE=1 $(PY) -m pytest tests/cluster/test_kube_live.py $(ARGS)
 

@@ -1,3 +1,17 @@
 """nanoray: train nanoGPT on many accelerators with raw PyTorch DDP on Ray, nothing hidden."""
 
+from typing import Any
+
 __version__ = "0.1.0"
+
+_EXPORTED = {"RuntimeEngine", "Callback", "Run"}  # of nanoray.train.runtime, which imports torch
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name in _EXPORTED:
+        return getattr(import_module("nanoray.train.runtime"), name)
+    if name == "launch":  # the package, which is a function, too
+        return import_module("nanoray.launch")
+    raise AttributeError(f"module nanoray has no attribute {name}")

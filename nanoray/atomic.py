@@ -1,4 +1,4 @@
-"""Atomic file writes: write a temporary file beside the target, then rename it."""
+"""Atomic file writes: write a temporary file beside the target, then rename it. And files that are written by lines."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return what the lines of a file hold; [] without the file. A killed run or a full disk may have torn the last."""
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return found
 
 
 def write_json(path: Path, value: Any) -> None:

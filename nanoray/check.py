@@ -29,6 +29,7 @@ from nanoray.config import Config
 from nanoray.errors import ConfigError, NanorayError
 from nanoray.mesh import devices
 from nanoray.mesh.devices import Device, Slots, discover_gpus, local_slots
+from nanoray.mesh.layout import Layout
 from nanoray.mesh.rendezvous import RankDevice, choose_backend
 
 GIB = 2**30
@@ -66,7 +67,8 @@ def survey(config: Config, nvml: Any = None) -> dict[str, Any]:
         precision, why = devices.choose_precision(config.precision, slots.kind, config.n_embd, features, bf16_gpu)
         cards = [RankDevice(d.kind, "this node", d.parent_uuid) for d in slots.devices]
         cards = cards or [RankDevice("cpu", "this node", "")] * slots.workers
-        report["placement"] = {"choice": f"{slots.workers} × {slots.kind}", "reason": slots.reason}
+        mesh = f" = {Layout.of(config, slots.workers)}" if config.tp * config.pp * config.ep > 1 else ""
+        report["placement"] = {"choice": f"{slots.workers} × {slots.kind}{mesh}", "reason": slots.reason}
         report["precision"] = {"choice": precision, "reason": why}
         backend = choose_backend(cards, config.backend, nccl)
         report["backend"] = {"choice": backend.backend, "reason": backend.reason}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import signal
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 from nanoray.config import DEFAULT_PRESET, Config, field_extra, load_config, make_config, read_yaml, refuse_unknown
 from nanoray.errors import ConfigError, NanorayError
+from nanoray.model_options import lay_over
 from nanoray.output import lasting_output
 
 _GROUPS = {
@@ -31,12 +33,22 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the ter
 
 
 @dataclass(frozen=True)
+class Scale:
+    """Where a dry run pretends to be: so many ranks, and what they and their links are like."""
+
+    world_size: int
+    topology: str | None = None
+    memory_gb: float | None = None
+
+
+@dataclass(frozen=True)
 class Loaded:
     """A configuration, and which of its keys were given as flags."""
 
     config: Config
     given: frozenset[str]  # keys set by flags
     dry_run: bool = False
+    scale: Scale | None = None  # of a dry run that takes none of this machine's devices
 
 
 def parse_args(argv: list[str], prog: str, description: str) -> Loaded:
@@ -44,18 +56,55 @@ def parse_args(argv: list[str], prog: str, description: str) -> Loaded:
     parser = _build_parser(prog, description)
     known, unknown = parser.parse_known_args(argv)
     if unknown:
-        refuse_unknown(unknown[0].split("=")[0], [f"--{k}" for k in (*_flags(), "config", "preset", "dry_run")], "flag")
+        others = ("config", "preset", "dry_run", *_AT_SCALE)
+        refuse_unknown(unknown[0].split("=")[0], [f"--{k}" for k in (*_flags(), *others)], "flag")
     flags = vars(known)
     file, preset, dry_run = flags.pop("config", None), flags.pop("preset", None), flags.pop("dry_run", False)
+    scale = _scale({key: flags.pop(key) for key in _AT_SCALE if key in flags}, dry_run, flags)
     of_run = {} if file or preset else _config_of_run(flags.get("resume", "none"))
-    config = make_config(of_run | flags) if of_run else load_config(file, preset, flags)
+    config = make_config(lay_over(of_run, flags, "the flags")) if of_run else load_config(file, preset, flags)
     for key in flags.keys() & _COUNTS_IF.keys():
         other, value = _COUNTS_IF[key]
+        if key == "weight_decay" and config.momentum:
+            continue  # sgd with momentum has it
         if getattr(config, other) not in value:
             raise ConfigError(
                 f"{key} = {flags[key]} would be ignored: {other} = {getattr(config, other)}; drop --{key}"
             )
-    return Loaded(config, frozenset(flags), dry_run)
+    return Loaded(config, frozenset(flags), dry_run, scale)
+
+
+# Flags of a dry run at a scale that is not this machine's.
+_AT_SCALE = {
+    "world_size": ("N", "with --dry_run: so many ranks, which need not exist; prints groups, bytes, memory"),
+    "topology": ("NAME|FILE", "with --world_size: nodes and links (nanoray/topologies or a YAML file); adds the "
+                 "predicted step and the best layouts"),
+    "memory_gb": ("X", "with --world_size: memory of a device in GB (default: the topology's)"),
+}  # fmt: skip
+
+
+def _scale(given: dict[str, str], dry_run: bool, flags: dict[str, Any]) -> Scale | None:
+    """Read the flags of _AT_SCALE. Raises ConfigError for those that would be ignored."""
+    for key, value in given.items():
+        needed = "dry_run" if not dry_run else "world_size" if "world_size" not in given else ""
+        if needed:
+            raise ConfigError(f"{key} = {value} would be ignored without --{needed}; add it, or drop --{key}")
+    if not given:
+        return None
+    if "workers" in flags:
+        raise ConfigError(
+            f"workers = {flags['workers']} and world_size = {given['world_size']} both say how many ranks; drop one"
+        )
+    values: dict[str, Any] = dict(given)
+    for key, kind, what in (("world_size", int, "a whole number above 0"), ("memory_gb", float, "a number above 0")):
+        if key in given:
+            try:
+                values[key] = kind(given[key])
+            except ValueError:
+                values[key] = 0
+            if not 0 < values[key] < math.inf:
+                raise ConfigError(f"{key} = {given[key]} is not {what}")
+    return Scale(**values)
 
 
 # Flags that have an effect only with certain values of another key.
@@ -100,6 +149,8 @@ def _build_parser(prog: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--config", metavar="FILE", help="YAML (or config.json) with any of the keys below")
     parser.add_argument("--preset", metavar="NAME", help=f"a file of nanoray/presets (default: {DEFAULT_PRESET})")
     parser.add_argument("--dry_run", action="store_true", help="print what would run and where, start nothing, exit 0")
+    for key, (metavar, text) in _AT_SCALE.items():
+        parser.add_argument(f"--{key}", metavar=metavar, help=text)
     groups = {key: parser.add_argument_group(title) for key, title in _GROUPS.items()}
     for key in _flags():
         field = Config.model_fields[key]
@@ -124,6 +175,12 @@ def run_command(run: Callable[[Loaded, float], int], argv: list[str] | None, pro
         except NanorayError as error:
             print(f"error: {error}", file=sys.stderr)
             return error.exit_code
+
+
+def require_script(config: Config, main: object) -> None:
+    """Raise ConfigError when the model is a script's own and there is no script."""
+    if config.model == "own" and main is None:
+        raise ConfigError("model = own needs a script that brings the model; see examples/own_model.py")
 
 
 def run_subcommand(commands: dict[str, Callable[[list[str]], int]], argv: list[str] | None, doc: str) -> int:

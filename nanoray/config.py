@@ -6,16 +6,18 @@ or `3e-4`, which YAML reads as a string); pydantic converts them to the declared
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from nanoray.errors import ConfigError
+from nanoray.model_options import StepOptions, lay_over, refuse_contradictions, refuse_parallelism
+from nanoray.model_options import did_you_mean as did_you_mean
+from nanoray.model_options import read_yaml as read_yaml
+from nanoray.model_options import refuse_unknown as refuse_unknown
 
 PRESET_DIR = Path(__file__).resolve().parent / "presets"
 DEFAULT_PRESET = "shakespeare-cpu"
@@ -24,6 +26,7 @@ VOCAB_MULTIPLE = 64  # embeddings are padded to this many rows: matrix products 
 # Overriding a key of these groups changes the recipe, so the preset's expected loss no longer applies.
 _RECIPE_GROUPS = ("data", "model", "batch", "optim")
 _KEEPS_RECIPE = {"dataset", "data_url", "data_dir", "micro_batch_size", "grad_accum_steps", "compile"}
+_KEEPS_RECIPE |= {"attention", "loss_chunk"}  # the same mathematics
 
 
 def _field(default: Any, group: str, **limits: Any) -> Any:
@@ -48,14 +51,14 @@ class Kube(BaseModel):
     """namespace of all objects; created if it does not exist"""
     image: str = ""
     """image of all pods, with a tag (default: the overlay's)"""
-    ranks_per_pod: Positive = 1
-    """ranks, and so GPUs, of one worker pod"""
-    cpus: float = Field(default=1.0, gt=0)
-    """CPUs of a worker pod, requested and limited; on CPU at least one per rank"""
-    memory_gib: float = Field(default=4.0, gt=0)
-    """memory of a worker pod in GiB, /dev/shm included"""
-    shm_gib: float = Field(default=1.0, gt=0)
-    """/dev/shm of a worker pod in GiB"""
+    ranks_per_pod: Natural = 0
+    """ranks, and so GPUs, of one worker pod (0 = the overlay's)"""
+    cpus: float = Field(default=0.0, ge=0)
+    """CPUs of a worker pod, requested and limited (0 = the overlay's)"""
+    memory_gib: float = Field(default=0.0, ge=0)
+    """memory of a worker pod in GiB, /dev/shm included (0 = the overlay's)"""
+    shm_gib: float = Field(default=0.0, ge=0)
+    """/dev/shm of a worker pod in GiB (0 = the overlay's)"""
     gpu_resource: str = ""
     """device resource of a rank: nvidia.com/gpu, nvidia.com/mig-1g.18gb, ... (default: the overlay's)"""
     storage: str = "hostpath"
@@ -74,7 +77,7 @@ class Kube(BaseModel):
 _SIGNED_URL = r"(?i)[?&]([^=&]*(?:signature|token|secret|password|credential)[^=&]*|sig|key)="
 
 
-class Config(BaseModel):
+class Config(StepOptions):
     """A training run, complete and immutable. Each attribute's docstring is the help text of its flag."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
@@ -90,9 +93,10 @@ class Config(BaseModel):
 
     dataset: str = _field("auto", "data", min_length=1)
     """auto (cached, else download, else Python's standard library) | shakespeare | stdlib | PATH of a text file, or of
-    a folder with train.bin and val.bin"""
+    a folder with train.bin and val.bin; for a resnet: auto (cached, else download, else generated) | cifar10 |
+    cifar10-generated (patterns of 10 classes under noise)"""
     data_url: str = _field("", "data")
-    """where `shakespeare` comes from instead: an http(s):// or file:// URL; its sha256 must still match"""
+    """where `shakespeare` or `cifar10` comes from instead: an http(s):// or file:// URL; its sha256 must still match"""
     data_dir: str = _field("", "data")
     """cache of downloads and tokens (default: $XDG_CACHE_HOME/nanoray or ~/.cache/nanoray)"""
     tokenizer: Literal["auto", "char", "byte", "gpt2"] = _field("auto", "data")
@@ -100,6 +104,15 @@ class Config(BaseModel):
     val_fraction: float = _field(0.1, "data", gt=0, lt=0.5)
     """share of the text, at its end, kept for validation"""
 
+    model: Literal["gpt", "resnet", "own"] = _field("gpt", "model")
+    """gpt (text) | resnet (images: the ResNet for CIFAR-10 of He et al. 2016) | own (a module of your script: see
+    nanoray.launch and examples/own_model.py)"""
+    resnet_depth: Positive = _field(20, "model")
+    """layers of the resnet: 6n + 2, so 8, 14, 20, 32, 44, 50, ..."""
+    resnet_width: Positive = _field(1, "model")
+    """factor on the resnet's 16, 32 and 64 channels"""
+    sync_batchnorm: bool = _field(False, "model")
+    """resnet: normalise by the micro batches of all ranks together, not by each rank's own"""
     n_layer: Positive = _field(4, "model")
     """transformer blocks"""
     n_head: Positive = _field(4, "model")
@@ -123,8 +136,17 @@ class Config(BaseModel):
 
     max_steps: Positive = _field(2000, "optim")
     """optimizer steps of the whole schedule"""
-    optimizer: Literal["adamw", "sgd"] = _field("adamw", "optim")
-    """adamw (fused) | sgd (plain, no momentum: parity tests use it because AdamW hides a factor on the gradient)"""
+    num_epochs: Natural = _field(0, "optim")
+    """in place of max_steps: how often the schedule goes through the training data (0 = max_steps counts)"""
+    optimizer: Literal["adamw", "sgd", "muon"] = _field("adamw", "optim")
+    """adamw (fused) | sgd (plain unless given momentum: parity tests use it because AdamW hides a factor on the
+    gradient) | muon (of a gpt: orthogonal updates of the blocks' matrices, adamw for all else)"""
+    momentum: float = _field(0.0, "optim", ge=0, lt=1)
+    """sgd: decay of the sum of past gradients (0 = plain)"""
+    nesterov: bool = _field(False, "optim")
+    """sgd with momentum: look ahead along the sum (Nesterov)"""
+    label_smoothing: float = _field(0.0, "optim", ge=0, lt=1)
+    """resnet: share of a label that goes to all classes alike, while training"""
     lr: float = _field(1e-3, "optim", gt=0)
     """peak learning rate"""
     min_lr: float = _field(1e-4, "optim", ge=0)
@@ -136,7 +158,8 @@ class Config(BaseModel):
     decay_fraction: float = _field(0.65, "optim", gt=0, le=1)
     """wsd: the last part of the steps, over which the rate falls linearly to min_lr"""
     weight_decay: float = _field(0.1, "optim", ge=0)
-    """AdamW's decoupled decay, on matrices and embeddings only"""
+    """decay of matrices, convolutions and embeddings: AdamW's decoupled one, or added to the gradient by sgd with
+    momentum; plain sgd has none"""
     beta1: float = _field(0.9, "optim", ge=0, lt=1)
     """AdamW: decay of the first moment"""
     beta2: float = _field(0.99, "optim", ge=0, lt=1)
@@ -148,11 +171,8 @@ class Config(BaseModel):
     a value given as a flag is kept"""
     tokens_per_param: float = _field(12.0, "optim", gt=0)
     """scaling=nanochat: training tokens per scaling parameter (matrices + lm_head)"""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = _field("auto", "optim")
-    """auto (the fastest one that is safe on this device, printed with its reason) | fp32 | bf16 | fp16 (with a loss
-    scaler); weights and optimizer state are float32 in all of them"""
     compile: bool = _field(False, "optim")
-    """torch.compile each block: slower start, faster steps on GPUs"""
+    """torch.compile each block, or an own model's layers: slower start, faster steps on GPUs"""
 
     workers: Positive | Literal["auto"] = _field("auto", "dist")
     """ranks; auto = every GPU or MIG slice, else 2 on CPU (1 on a single core)"""
@@ -164,8 +184,38 @@ class Config(BaseModel):
     """pack ranks on few nodes, or spread them over many"""
     cpus_per_worker: float = _field(0.0, "dist", ge=0)
     """CPUs reserved per rank (0 = an equal share of the node's on CPU, 1 with a GPU)"""
+    dp_mode: Literal["ddp", "ddp_by_hand", "zero1", "zero2", "fsdp"] = _field("ddp", "dist")
+    """how ranks share the work: ddp (torch's; every rank keeps all gradients and optimizer state) | ddp_by_hand (the
+    same, with buckets in plain sight) | zero1 (each rank keeps 1/n of the optimizer state) | zero2 (and of the
+    gradients) | fsdp (and of the weights)"""
+    mirror: Literal["auto", "off"] = _field("auto", "dist")
+    """zero1 and zero2, on Ray with gloo: auto (another rank, on another node if there are several, keeps a second copy
+    of each rank's optimizer state and does the same updates, so a lost rank is replaced with no step repeated; 12/n
+    bytes more per parameter with AdamW on n ranks, and 4/n sent per step) | off (a lost rank's share is on disk only,
+    so all ranks restart from the newest checkpoint)"""
+    fsdp_reshard: Literal["full", "grad_op"] = _field("full", "dist")
+    """fsdp: full (free a block's weights after its forward and gather them again in backward: least memory) | grad_op
+    (keep them until backward is done: one all-gather less)"""
+    fsdp_gather: Literal["fp32", "bf16"] = _field("fp32", "dist")
+    """fsdp: type in which weights are gathered and computed with; bf16 halves these bytes, and rounds norms, too"""
+    activation_checkpointing: Literal["none", "selective", "block"] = _field("none", "dist")
+    """what a forward keeps for backward: none (all of it: fastest) | selective (results of matrix products and
+    attention; about a third of the activations less, norms and GELU are computed twice) | block (each block's input
+    only: by far the least, and a step computes every block's forward twice, up to a third more time); no loss changes
+    by a bit"""
+    tp: Positive = _field(1, "dist")
+    """tensor parallelism: ranks that share each layer of a gpt, by heads, hidden units and tokens; ranks = dp x tp x
+    pp"""
+    pp: Positive = _field(1, "dist")
+    """pipeline parallelism: ranks that have n_layer/pp blocks of a gpt each, between which micro batches pass"""
+    pp_schedule: Literal["gpipe", "1f1b", "interleaved"] = _field("1f1b", "dist")
+    """pp: gpipe (all forwards, then all backwards) | 1f1b (in turn: the same time, and at most pp micro batches'
+    activations) | interleaved (each rank has several chunks of layers: less waiting, more travels)"""
+    pp_chunks: Natural = _field(0, "dist")
+    """pp_schedule interleaved: chunks of layers per rank (0 = 2)"""
     bucket_mb: float = _field(0.0, "dist", ge=0)
-    """DDP's gradient bucket in MB (0 = 25 on GPU, 2 on CPU); it fixes the order of sums, so a resume keeps it"""
+    """gradient bucket in MB (0 = 25 on GPU, 2 on CPU, 8 there by hand and with zero1 and zero2); with ddp it fixes the
+    order of sums, so a resume keeps it"""
     allreduce: Literal["backend", "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", "flat"] = (
         _field("backend", "dist")
     )
@@ -176,10 +226,13 @@ class Config(BaseModel):
     """seconds after which a waiting collective fails, and the attempt with it"""
     init_timeout_s: float = _field(60.0, "dist", gt=0)
     """seconds within which all ranks must have joined"""
+    head_timeout_s: float = _field(15.0, "dist", gt=0)
+    """seconds without the cluster's head after which the ranks save and the run ends; raise it only where the head's
+    state outlives it (GCS fault tolerance) and the driver is on another node"""
     ray_address: str = _field("auto", "dist", min_length=1)
     """auto (RAY_ADDRESS, else a new local Ray) | local | HOST:PORT"""
     placement_timeout_s: float = _field(4.0, "dist", gt=0)
-    """seconds to wait for busy resources; raise it on an autoscaling cluster"""
+    """seconds to wait for busy resources, and for nodes that have not joined; raise it on an autoscaling cluster"""
 
     log_every: Positive = _field(10, "log")
     """steps between metric records; only logging synchronises with the device"""
@@ -205,9 +258,10 @@ class Config(BaseModel):
     """failures in a row, with fewer than 10 steps completed between them, before giving up; ranks that are left save"""
     recovery: Literal["in_place", "shrink", "restart"] = _field("in_place", "fault")
     """when a rank is lost, on Ray: in_place (only that rank is replaced, its state comes from another rank's memory, no
-    step is repeated; falls back to a restart with NCCL, with an --allreduce written by hand, or without a survivor) |
+    step is repeated; falls back to a restart with NCCL, with an --allreduce written by hand, with fsdp or ep, where no
+    other rank has the lost part of a state divided by zero1 or zero2 (see --mirror), tp or pp, or without a survivor) |
     shrink (as in_place, but if no replacement comes in time fewer ranks continue with the same global batch until one
-    does) | restart (all ranks, from the newest checkpoint)"""
+    does; not with tp or pp: restart) | restart (all ranks, from the newest checkpoint)"""
     replace_timeout: float = _field(60.0, "fault", ge=0)
     """seconds to wait for a lost rank's replacement; then in_place saves and restarts, and shrink continues with fewer
     ranks"""
@@ -259,7 +313,9 @@ class Config(BaseModel):
                 f"spares = {self.spares} would be ignored: recovery = restart starts all ranks anew; "
                 "use recovery in_place, or drop spares"
             )
-        if self.stop_at > self.max_steps:
+        refuse_contradictions(self, {key: field.default for key, field in type(self).model_fields.items()})
+        steps = 10**18 if self.num_epochs else self.max_steps  # known with the dataset; then these checks come again
+        if self.stop_at > steps:
             raise ValueError(
                 f"stop_at = {self.stop_at} is beyond max_steps = {self.max_steps}; lower stop_at or raise max_steps"
             )
@@ -267,7 +323,7 @@ class Config(BaseModel):
             raise ValueError(f"min_lr = {self.min_lr} is above lr = {self.lr}; lower min_lr or raise lr")
         if not re.fullmatch(r"off|always|every=[1-9]\d*", self.comm_trace):
             raise ValueError(f"comm_trace = {self.comm_trace!r} is none of off, always, every=K; try every=50")
-        last = min(self.max_steps, self.stop_at or self.max_steps)
+        last = min(steps, self.stop_at or steps)
         if self.trace_every // 2 >= last:
             raise ValueError(
                 f"comm_trace = {self.comm_trace} would trace nothing: its first step is {self.trace_every // 2 + 1} "
@@ -275,10 +331,11 @@ class Config(BaseModel):
             )
         if self.backend == "nccl" and self.device == "cpu":
             raise ValueError("backend = nccl needs GPUs, but device = cpu; use backend gloo or auto")
-        if self.data_url and self.dataset not in ("auto", "shakespeare"):
+        refuse_parallelism(self)
+        if self.data_url and self.dataset not in ("auto", "shakespeare", "cifar10"):
             raise ValueError(
                 f"data_url would be ignored: dataset = {self.dataset} is not downloaded; "
-                "drop data_url, or use dataset shakespeare"
+                "drop data_url, or use dataset shakespeare or cifar10"
             )
         if re.search(r"://[^/]*@", self.data_url):
             raise ValueError(
@@ -292,6 +349,26 @@ class Config(BaseModel):
         if not (self.micro_batch_size or self.global_batch_size):
             raise ValueError("no batch size: give micro_batch_size (per rank) or global_batch_size (all ranks)")
         return self
+
+    @property
+    def sharded(self) -> bool:
+        """Whether no rank has the whole state: each keeps the optimizer state of its own shard."""
+        return self.tp * self.pp * self.ep > 1 or self.dp_mode in ("zero1", "zero2", "fsdp")
+
+    def mirrors(self, backend: str = "gloo") -> bool:
+        """Whether each rank's share of a sharded state is kept by another rank, too, where there are several ranks."""
+        kept = self.mirror == "auto" and self.dp_mode in ("zero1", "zero2") and self.tp * self.pp * self.ep == 1
+        return kept and self.recovery != "restart" and backend == "gloo" and not self.pure
+
+    def replicated(self, ranks: int) -> bool:
+        """Whether another replica has each rank's part of a state that tp and pp divide; it never shrinks."""
+        divided = self.tp * self.pp > 1 and self.ep == 1 and self.recovery == "in_place"
+        return divided and self.dp_mode in ("ddp", "ddp_by_hand") and ranks >= 2 * self.tp * self.pp
+
+    @property
+    def chunks(self) -> int:
+        """The chunks of layers that each stage of a pipeline has."""
+        return (self.pp_chunks or 2) if self.pp_schedule == "interleaved" else 1
 
     @property
     def trace_every(self) -> int:
@@ -308,7 +385,7 @@ class Config(BaseModel):
 def recipe_of(config: Config) -> dict[str, Any]:
     """Return the keys and values that make two runs the same experiment: not its length, logging, devices, ranks."""
     keys = {key for key in Config.model_fields if field_group(key) in _RECIPE_GROUPS} - _KEEPS_RECIPE
-    keys = keys - {"max_steps", "precision"} | {"name", "seed"}
+    keys = keys - {"max_steps", "num_epochs", "precision"} | {"name", "seed"}
     return {key: value for key, value in config.model_dump().items() if key in keys}
 
 
@@ -368,7 +445,7 @@ def load_config(file: str | None = None, preset: str | None = None, overrides: d
     if preset or not file:
         merged |= {"name": preset or DEFAULT_PRESET} | _read_preset(preset or DEFAULT_PRESET)
     if file:
-        merged |= {"name": Path(file).stem} | read_yaml(Path(file))
+        merged = lay_over(merged, {"name": Path(file).stem} | read_yaml(Path(file)), file)
     if not merged.keys() <= Config.model_fields.keys():
         refuse_unknown(next(k for k in merged if k not in Config.model_fields), list(Config.model_fields), "key")
     # A per-rank batch from the flags replaces a global one from the file; a global one replaces accumulation.
@@ -379,7 +456,7 @@ def load_config(file: str | None = None, preset: str | None = None, overrides: d
         merged.pop("grad_accum_steps", None)
     if any(field_group(k) in _RECIPE_GROUPS and k not in _KEEPS_RECIPE for k in overrides):
         merged.pop("expected_val_loss", None)
-    return make_config(merged | overrides)
+    return make_config(lay_over(merged, overrides, "the flags"))
 
 
 def make_config(values: dict[str, Any]) -> Config:
@@ -407,32 +484,6 @@ def _read_preset(preset: str) -> dict[str, Any]:
         names = sorted(p.stem for p in PRESET_DIR.glob("*.yaml"))
         refuse_unknown(preset, names, f"preset (in {PRESET_DIR})")
     return read_yaml(path)
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Return a YAML file's mapping, {} for an empty file. Raises ConfigError."""
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read config file {path}: {error.strerror}; check the path") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} is not YAML: {' '.join(str(error).split())}") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict) or not all(isinstance(k, str) for k in values):
-        raise ConfigError(f"config file {path} must hold `key: value` lines, not a {type(values).__name__}")
-    return values
-
-
-def did_you_mean(name: str, known: list[str]) -> str:
-    """Return a hint for an unknown name: the closest known one, or all of them."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
-
-
-def refuse_unknown(name: str, known: list[str], kind: str) -> None:
-    """Raise ConfigError for an unknown name, with the closest known one."""
-    raise ConfigError(f"unknown {kind} {name}; {did_you_mean(name, known)}")
 
 
 def field_extra(key: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@
     ├── CheckpointError      a checkpoint is damaged, or does not fit this model         exit 4
     ├── TrainingDiverged     a loss that is not finite, or an exhausted loss scale       exit 5
     ├── StateDiverged        the ranks' weights differ, and no majority agrees           exit 1, retried
+    ├── StateLost            a share of the state is in no rank's memory any more         exit 1, retried
     └── WorkerFailed         ranks died more often than max_failures allows              exit 1
 
 `exit_code` is what the command line tools return; `retry` says whether a restart from the newest checkpoint can help.
@@ -63,6 +64,12 @@ class TrainingDiverged(NanorayError):
 
 class StateDiverged(NanorayError):
     """The ranks no longer hold the same weights, and no majority says which are right."""
+
+    retry = True
+
+
+class StateLost(NanorayError):
+    """A share of the run's state was lost with the rank that owned it and the rank that mirrored it."""
 
     retry = True
 

@@ -25,8 +25,9 @@ METRICS: dict[str, Metric] = {
         Metric(
             "train/loss",
             "nat/token",
-            "cross entropy of this step's global batch: mean over all ranks and micro steps, before the update",
-            "starts near ln(vocabulary size), falls; equal on all ranks",
+            "cross entropy of this step's global batch: mean over all ranks and micro steps, before the update; for "
+            "image models per image, with smoothed labels",
+            "starts near ln(vocabulary size, or classes), falls; equal on all ranks",
         ),
         Metric(
             "train/loss_ema",
@@ -42,6 +43,7 @@ METRICS: dict[str, Metric] = {
             "0.1 to 2 after warm-up; spikes mean bad batches or a learning rate that is too high",
         ),
         Metric("train/tokens", "token", "tokens trained on so far: samples_seen x block_size", "grows linearly"),
+        Metric("train/samples", "image", "image models: images trained on so far", "grows linearly"),
         Metric(
             "train/loss_scale",
             "1",
@@ -55,10 +57,31 @@ METRICS: dict[str, Metric] = {
             "a handful at the start, then one per growth interval",
         ),
         Metric(
+            "precision/grad_lost",
+            "%",
+            "with precision_stats: elements of this step's gradient that are zero, or subnormal in the format that "
+            "backward computes in, with the loss scale in them. `precision_layers` of the record has both, and "
+            "precision/unchanged, by layer",
+            "below 10 but for rows of the embedding whose token is not in the batch; rising: a larger loss scale",
+        ),
+        Metric(
+            "precision/unchanged",
+            "%",
+            "with precision_stats: weights that have the same bits after this step's update as before; 100 where the "
+            "update was skipped",
+            "below 20 with float32 weights; above 50: updates are lost to rounding, which no loss scale cures",
+        ),
+        Metric(
             "val/loss",
             "nat/token",
             "cross entropy over eval_samples windows of the validation split, all ranks together",
             "close to train/loss; rising while train/loss falls means overfitting",
+        ),
+        Metric(
+            "val/accuracy",
+            "1",
+            "image models: share of the same validation images whose class has the highest logit",
+            "rises; 1 / classes is chance",
         ),
         Metric(
             "time/step_ms",
@@ -91,6 +114,12 @@ METRICS: dict[str, Metric] = {
             "perf/tok_per_sec",
             "token/s",
             "tokens per second of all ranks: global batch x block_size / step_ms",
+            "steady",
+        ),
+        Metric(
+            "perf/samples_per_sec",
+            "image/s",
+            "image models: images per second of all ranks: global batch / step_ms",
             "steady",
         ),
         Metric(
@@ -132,10 +161,52 @@ METRICS: dict[str, Metric] = {
             "0",
         ),
         Metric(
+            "moe/load_max",
+            "1",
+            "mixture of experts: choices that fell on the most loaded expert, over the mean of the experts, in this "
+            "step's global batch and before any is dropped; of the layer where that is largest. `nanoray experts RUN` "
+            "draws all of them",
+            "1 is even; below 2 after the first hundreds of steps; the number of experts / top k: one gets everything",
+        ),
+        Metric(
+            "moe/load_min",
+            "1",
+            "the same of the least loaded expert, in the layer where that is smallest",
+            "0.5 to 1; 0: an expert that no token reaches learns nothing",
+        ),
+        Metric(
+            "moe/dropped",
+            "%",
+            "choices that exceeded expert_capacity, whose tokens this expert left out; mean of the layers",
+            "under 5; 0 without expert_capacity",
+        ),
+        Metric(
+            "moe/entropy",
+            "1",
+            "entropy of a token's probabilities over the experts, as a share of log(experts); mean of all",
+            "starts near 1, falls as the router decides; near 0 with a load_max that grows: it has collapsed",
+        ),
+        Metric("moe/balance_loss", "1", "the loss that evens the load, without its factor; mean of layers", "near 1"),
+        Metric("moe/z_loss", "1", "mean square of log(sum of exp(router's logits)); mean of layers", "below 20"),
+        Metric(
             "comm/step_ms",
             "ms",
             "traced steps only, as all comm/ metrics: mean wall time of the steps traced since the last record",
             "close to time/step_ms",
+        ),
+        Metric(
+            "pipe/bubble",
+            "%",
+            "with pp, traced steps only: share of forward and backward in which a stage waits for another one, as "
+            "measured, mean over ranks",
+            "close to pipe/bubble_theory; above it where stages take unequal time",
+        ),
+        Metric(
+            "pipe/bubble_theory",
+            "%",
+            "the same by the schedule alone: (pp - 1) / (chunks x micro batches + pp - 1), if all turns of a kind take "
+            "equally long and messages take no time",
+            "more micro batches or chunks lower it",
         ),
         Metric(
             "comm/busy_ms",

@@ -13,10 +13,20 @@ EXCHANGES = {  # each before a collective
     "exchange_vote": "a rank says whether it wants to stop, or hears what all want",
     "exchange_loss": "the logged loss is averaged",
     "exchange_overflow": "with fp16: whose gradients are not finite",
+    "exchange_finite": "before a sharded state is saved: whether all weights are finite",
     "exchange_eval": "the evaluation's sums are added",
     "exchange_objects": "small values: who holds the state, what failed, whether a checkpoint is due",
     "exchange_state": "one tensor of the state is sent from the rank that holds it",
     "exchange_barrier": "all ranks wait for each other",
+    "exchange_gradients": "a bucket by hand begins to be summed or gathered",
+    "exchange_mirror": "gradients are sent to the rank that mirrors their owner",
+    "exchange_norm": "the norm of gradients is summed over their owners",
+    "exchange_weights": "updated weights begin to be sent by their owners",
+    "exchange_activations": "with tp or pp: what ranks have computed of layers is summed, or sent on or back",
+    "exchange_logits": "with tp: the maximum or the sums of a loss over the vocabulary",
+    "exchange_tokens": "with ep: tokens, or how many, go to the ranks of their experts or come back",
+    "exchange_statistics": "running statistics of batch normalisation are averaged",
+    "exchange_batchnorm": "with sync_batchnorm: a layer's sums are added, forward or backward",
 }
 MEETING = {
     "leave": "a survivor leaves the group that broke",
@@ -34,8 +44,13 @@ SAVING = {
     "written": "its files are on disk under a temporary name",
     "aside": "an older one of this step was moved away, and the new one is not there",
     "renamed": "it has its name, and older ones were not removed",
+    "part": "this rank's part of a sharded one is on disk, and rank 0 does not know",
 }
-RANK_POINTS = EXCHANGES | MEETING | SAVING
+STEP = {
+    "committed": "the norm of gradients is known here, and no weight has changed",
+    "caught_up": "a sharded state is recovered: this rank has completed the step that another one had",
+}
+RANK_POINTS = STEP | EXCHANGES | MEETING | SAVING
 
 # In the driver.
 DRIVER_POINTS = {

@@ -10,6 +10,7 @@ runs/2026-11-21_101500_shakespeare-cpu/    (UTC)
     comm/            with --comm_trace: every collective, and the timeline
     faults.jsonl     failures and recoveries;  `nanoray faults` explains them
     logs/rank0.log   each rank's log;  rank0.progress: its last step and phase;  rank0.exit.json: how it ended
+    logs/rank0.*.ledger    the seconds of each of its processes, by account;  `nanoray ledger` adds them up
     attempt          the attempt that may write checkpoints, and when its command started
     lock             held by the process that uses the run; contains its pid and host
 """
@@ -17,6 +18,7 @@ runs/2026-11-21_101500_shakespeare-cpu/    (UTC)
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import platform
 import sys
@@ -34,6 +36,7 @@ from nanoray.config import Config
 from nanoray.data.prepare import DatasetInfo
 from nanoray.errors import CheckpointError, ConfigError
 
+_RECORD_BYTES = 16384  # more than one record of metrics.jsonl has
 LOCK_WAIT_S = 2.0  # a killed process may take a moment to exit
 
 
@@ -118,14 +121,21 @@ class RunSpec:
         """Return the path of the record of how a rank's process ended."""
         return self.folder / "logs" / f"rank{rank}.exit.json"
 
+    def ledger(self, rank: int) -> Path:
+        """Return the path of this process' ledger, as the process of a rank in this attempt."""
+        return self.folder / "logs" / f"rank{rank}.{self.started:.3f}-{self.attempt}-{os.getpid()}.ledger"
+
 
 def recovers_in_place(config: Config, backend: str, ranks: int) -> bool:
     """Whether only a lost rank is replaced while the others keep running. Driver and ranks must decide the same.
 
     With NCCL the survivors see no error before the timeout, which then ends their processes. A hand-written all-reduce
-    has a thread that may wait for a peer and keep its group open.
+    has a thread that may wait for a peer and keep its group open. A lost rank's shard of the state is on disk only,
+    unless another rank mirrors it or has the same one.
     """
-    return config.recovery != "restart" and ranks > 1 and backend == "gloo" and config.allreduce == "backend"
+    held = not config.sharded or config.mirrors(backend) or config.replicated(ranks)
+    replaceable = backend == "gloo" and config.allreduce == "backend" and held
+    return config.recovery != "restart" and ranks > 1 and replaceable
 
 
 def new_folder(out_dir: Path, name: str) -> Path:
@@ -206,6 +216,18 @@ def read_attempt(folder: Path) -> tuple[int, float] | None:
         raise CheckpointError(f"cannot tell from {path} which attempt may write ({error}); remove it") from None
 
 
+def newest_record(folder: Path) -> dict[str, Any] | None:
+    """Return the newest complete record of a run's metrics.jsonl; None while there is none."""
+    try:
+        with (folder / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _RECORD_BYTES))
+            lines = file.read().split(b"\n")[:-1]
+        record: dict[str, Any] = json.loads(lines[-1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return record
+
+
 @contextmanager
 def summary_on_failure(spec: RunSpec) -> Iterator[None]:
     """Write summary.json also when the run ends in an exception, and raise that again."""
@@ -230,6 +252,7 @@ def write_summary(spec: RunSpec, outcome: dict[str, Any], restarts: int) -> dict
         "loss_ema": outcome.get("loss_ema"),
         "train_s": outcome.get("train_s"),
         "tok_per_sec": outcome.get("tok_per_sec"),
+        "samples_per_sec": outcome.get("samples_per_sec"),
         "step_ms": outcome.get("step_ms"),
         "first_step_s": outcome.get("first_step_s"),
         "total_s": round(time.time() - spec.started, 3),

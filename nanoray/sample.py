@@ -69,7 +69,12 @@ def load_state(path: Path) -> tuple[StateDict, Path]:
 
 
 def rebuild(state: StateDict, device: torch.device) -> tuple[GPT, DatasetInfo]:
-    """Return the checkpoint's model, in evaluation mode, and the dataset that it was trained on."""
+    """Return the checkpoint's model, in evaluation mode, and the dataset that it was trained on.
+
+    Raises CheckpointError for a model that makes no text.
+    """
+    if state.meta["dataset"].get("kind") == "images":
+        raise CheckpointError("this checkpoint is of a resnet, which classifies images; give one of a gpt for text")
     gpt = GPT(ModelShape(**state.meta["model_shape"])).to(device)
     gpt.load_state_dict(state.model)
     return gpt.eval(), DatasetInfo.from_dict(state.meta["dataset"])

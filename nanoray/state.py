@@ -10,14 +10,16 @@ One serialiser serves all of them, and the tensors that it packs are the tensors
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from nanoray.errors import CheckpointError
 from nanoray.mesh.mesh import Mesh
+from nanoray.mesh.pieces import Piece, Shard, is_cut, whole_shards
 
 EMA_DECAY = 0.99  # per step, of the smoothed loss
 
@@ -37,13 +39,18 @@ class Part(Protocol):
 
 @dataclass
 class StateDict:
-    """A TrainState as plain data. `meta` holds `step` and anything else that is JSON."""
+    """A TrainState as plain data. `meta` holds `step` and anything else that is JSON.
+
+    With `pieces`, each tensor of a parameter named there is that piece, flat; other tensors are whole.
+    """
 
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]  # flat names: "exp_avg.<param>", "step.<param>"
-    rng: list[dict[str, Tensor]] = field(default_factory=list)  # per rank: the generators' states as bytes
+    rng: list[dict[str, Tensor]] = field(default_factory=list)  # per rank: states of generators and loader, as bytes
     scaler: dict[str, float] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
+    pieces: dict[str, Piece] | None = None  # by parameter; None: all tensors are whole
+    aliases: dict[str, str] = field(default_factory=dict)  # further names of tied weights, which are saved once
 
 
 @dataclass
@@ -84,14 +91,70 @@ class Session:
         return step - 1 if self.record is not None and self.reported != step else step
 
 
+@dataclass
+class Holding:
+    """Shards in this rank's memory, and the optimizer that updates them."""
+
+    shards: list[Shard]
+    optimizer: torch.optim.Optimizer
+    owner: int  # the rank whose shards they are: this one, or the one that it mirrors
+
+
+class Update(NamedTuple):
+    """What a rank needs besides its gradients to do the newest step's update as all others have done it."""
+
+    norm: Tensor | None = None  # of the whole gradient
+    leave_out: Tensor | None = None  # 1: the update was left out
+
+
 class TrainState:
-    """One rank's copy of the state of a run. The data axis replicates it whole; no other axis exists yet."""
+    """One rank's share of the state of a run: the weights, and the optimizer state of its shards of them."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Part, guards: Part) -> None:
         """Take the parts as they are at step 0. `whole` is set once they hold the state of the run."""
         self.model, self.optimizer, self.scaler, self.guards = model, optimizer, scaler, guards
         self.scalars, self.session = Scalars(), Session()
+        self.shards = whole_shards(model)
+        self.sharded = False  # whether other ranks hold the optimizer state of other shards
+        self.weights: list[Shard] | None = None  # the weights of this rank, where no rank has them all
+        self.mirror: Holding | None = None  # another rank's share, updated here from the same gradients
         self.whole = False  # whether other ranks may copy this state: only after a resume or recovery is done
+        self.can_finish = False  # whether gradients of the next step are here that complete it without lost ranks
+        self.update = Update()  # the newest one
+
+    def hold(self, own: Holding, mirror: Holding | None, sharded: bool, weights: list[Shard] | None = None) -> None:
+        """Keep these from now on. With `sharded`, other ranks have the optimizer state of other shards.
+
+        With `weights` this rank holds only these parts of the model's weights.
+        """
+        self.shards, self.optimizer, self.mirror = own.shards, own.optimizer, mirror
+        self.sharded, self.weights = sharded, weights
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether no rank has all weights."""
+        return self.weights is not None
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """This rank's own optimizer, and the one of the share that it mirrors."""
+        return [self.optimizer, *([self.mirror.optimizer] if self.mirror else [])]
+
+    @property
+    def pieces(self) -> dict[str, Piece]:
+        """Which part of each parameter this rank's optimizer updates; empty if that is all of it."""
+        return {shard.piece.name: shard.piece for shard in self.shards} if self.sharded else {}
+
+    @property
+    def weight_pieces(self) -> dict[str, Piece] | None:
+        """Which part of each parameter this rank has; None: all of it."""
+        return {shard.piece.name: shard.piece for shard in self.weights} if self.weights is not None else None
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The model's buffers that are part of its state, such as running statistics, equal on all replicas."""
+        saved = self.model.state_dict().keys()  # which leaves out the others
+        return {name: buffer for name, buffer in self.model.named_buffers() if name in saved}
 
     @property
     def step(self) -> int:
@@ -103,10 +166,11 @@ class TrainState:
         """Sequences consumed by them."""
         return self.scalars.samples
 
-    def advance(self, samples: int) -> None:
+    def advance(self, samples: int, update: Update | None = None) -> None:
         """Count a completed step of `samples` sequences."""
         self.scalars.step += 1
         self.scalars.samples += samples
+        self.update, self.can_finish = update or Update(), False
 
     def see_loss(self, loss: float, smooth: bool) -> None:
         """Record a logged step's mean loss; `smooth` adds it to the moving average.
@@ -127,17 +191,50 @@ class TrainState:
         return self.session.reported_step(self.step)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return, in one order on all ranks, the live tensors that must be equal on all replicas."""
-        tensors = {name: p.detach() for name, p in self.model.named_parameters()}
-        tensors |= dict(sorted(optimizer_tensors(self.optimizer, self.model).items()))
+        """Return, in one order on all ranks, the live tensors that must be equal on all replicas.
+
+        Of a model that is cut, the pieces that other ranks hold as well, by their places: not all ranks have the same.
+        """
+        weights = () if self.shards_weights else self.model.named_parameters()
+        tensors = {name: p.detach() for name, p in weights}
+        if is_cut(self.model):
+            tensors = {s.piece.place: s.param.detach() for s in self.weights or () if s.holders > 1}
+            shared = {s.piece.name: s.piece.place for s in self.shards if s.holders > 1}
+            for name, tensor in optimizer_tensors(self.optimizer, self.shards).items():
+                key, _, param = name.partition(".")
+                tensors |= {f"{key}.{shared[param]}": tensor} if param in shared else {}
+        tensors |= self.buffers
+        if not self.sharded:
+            tensors |= dict(sorted(optimizer_tensors(self.optimizer, self.shards).items()))
         return tensors | self.scaler.tensors()
 
+    def pack_own(self, first: bool) -> StateDict:
+        """Return what this rank saves of a sharded state: what it owns. The `first` rank adds what nobody owns."""
+        packed, shards = self.pack(), [shard for shard in self.shards if shard.owner]
+        pieces = {shard.piece.name: shard.piece for shard in shards}
+        aliases = {name: origin for name, origin in _aliases(self.model).items() if name != origin}
+        ownerless = self.without_owner(packed.model) if first else {}
+        packed.model = {shard.piece.name: shard.param.detach() for shard in shards} | ownerless
+        every = optimizer_tensors(self.optimizer, self.shards)
+        packed.optimizer = {name: tensor for name, tensor in every.items() if name.partition(".")[2] in pieces}
+        packed.pieces, packed.aliases = pieces, aliases
+        return packed
+
+    def without_owner(self, model: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return what no optimizer updates of a model's tensors: buffers and frozen weights."""
+        owned = {name for name, p in self.model.named_parameters() if p.requires_grad}
+        aliases = _aliases(self.model)
+        return {n: t for n, t in model.items() if n not in owned and aliases[n] == n}
+
     def pack(self, rng: list[dict[str, Tensor]] | None = None) -> StateDict:
-        """Return the state as data. The tensors are the live ones, which the next step changes."""
+        """Return what this rank shares with the others, as data: all of the state, unless it is sharded.
+
+        The tensors are the live ones, which the next step changes.
+        """
         s = self.scalars
         return StateDict(
-            model=self.model.state_dict(),
-            optimizer=optimizer_tensors(self.optimizer, self.model),
+            model=self.buffers if self.shards_weights else self.model.state_dict(),
+            optimizer={} if self.sharded else optimizer_tensors(self.optimizer, self.shards),
             rng=rng or [],
             scaler=self.scaler.values(),
             meta={
@@ -150,14 +247,17 @@ class TrainState:
             },
         )
 
-    def load(self, saved: StateDict) -> None:
+    def load(self, saved: StateDict, optimizer: bool = True, weights: bool = True) -> None:
         """Load what `pack` returned, in place. Raises CheckpointError for another optimizer or model.
 
+        Of a sharded state, `saved.optimizer` has this rank's pieces. Without `optimizer` the optimizer keeps its state;
+        without `weights` only those are loaded that `saved` has.
         A checkpoint of an older nanoray has no scalars of its own; step, cursor and losses are in its meta.
         """
-        self.model.load_state_dict(saved.model)
-        if saved.optimizer or saved.meta["step"] > 0:  # before its first step an optimizer has no state
-            load_optimizer_tensors(self.optimizer, self.model, saved.optimizer)
+        self._load_weights(saved.model, weights)
+        self.can_finish = False
+        if optimizer and (saved.optimizer or saved.meta["step"] > 0):  # before its first step an optimizer has no state
+            load_optimizer_tensors(self.optimizer, self.shards, saved.optimizer)
         self.scaler.load_values(saved.scaler)
         meta = saved.meta
         old = {"step": meta["step"], "samples": meta["samples_seen"], "ema_step": meta["step"]}
@@ -166,6 +266,17 @@ class TrainState:
         self.guards.load_values(meta.get("guards", {}))
         step = self.step
         self.session = Session(begun=step, current=step, evaluated=step, reported=step, saved=step)
+
+    @torch.no_grad()
+    def _load_weights(self, saved: dict[str, Tensor], all_of_them: bool) -> None:
+        if self.weights is None:
+            self.model.load_state_dict(saved, strict=all_of_them)
+            return
+        for shard in self.weights:
+            if shard.piece.name in saved:  # else a rank shares its state, which has no weights
+                shard.param.copy_(saved[shard.piece.name].view_as(shard.param))
+        for name, buffer in self.buffers.items():
+            buffer.copy_(saved[name])
 
     def rewind(self, saved: StateDict, samples: int) -> None:
         """Go back to `saved` and continue with the data from `samples`. Clock and guards keep their values."""
@@ -181,12 +292,25 @@ def share(state: TrainState, mesh: Mesh, source: int) -> None:
     """Copy the whole state of rank `source` to all ranks, tensor by tensor. (all ranks)
 
     Nothing is read from disk. Afterwards every rank has the source's parameters, optimizer, scaler, guards, scalars and
-    session.
+    session. Where weights or optimizer state are sharded, each rank keeps its own.
+    """
+    packed, session = fetch(state, mesh, source)
+    if mesh.rank != source:
+        state.load(packed, optimizer=not state.sharded)
+    state.session, state.whole = session, True
+
+
+def fetch(state: TrainState, mesh: Mesh, source: int, pieces: bool = True) -> tuple[StateDict, Session]:
+    """Return the state and session of rank `source`, without its shards if it is sharded. (all ranks)
+
+    Nothing is loaded yet. Without `pieces` it leaves out all that an optimizer updates.
     """
     own = mesh.rank == source
     packed = state.pack() if own else StateDict({}, {})
+    if not pieces:
+        packed.model, packed.optimizer = state.without_owner(packed.model), {}
     aliases = _aliases(state.model)
-    tensors = {("model", name): packed.model[name] for name in {*aliases.values()} if own}
+    tensors = {("model", name): packed.model[name] for name in {*aliases.values()} & packed.model.keys()}
     tensors |= {("optimizer", name): tensor for name, tensor in packed.optimizer.items()}
     layout = [(key, tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()]
     layout, packed.scaler, packed.meta, session = mesh.broadcast(
@@ -197,10 +321,9 @@ def share(state: TrainState, mesh: Mesh, source: int) -> None:
             tensors[key] = torch.empty(shape, dtype=dtype, device=mesh.device)
         mesh.broadcast_tensor(tensors[key].to(mesh.device), source)
     if not own:
-        packed.model = {name: tensors["model", first] for name, first in aliases.items()}
+        packed.model = {n: tensors["model", first] for n, first in aliases.items() if ("model", first) in tensors}
         packed.optimizer = {name: tensor for (part, name), tensor in tensors.items() if part == "optimizer"}
-        state.load(packed)
-    state.session, state.whole = Session(**session), True
+    return packed, Session(**session)
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:
@@ -224,9 +347,9 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(t), name) for name, t in model.state_dict(keep_vars=True).items()}
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
+def optimizer_tensors(optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) -> dict[str, Tensor]:
     """Return the optimizer's state as one flat dict with names such as `exp_avg.<parameter>`."""
-    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    names: dict[Tensor, str] = {shard.param: shard.piece.name for shard in shards}
     return {
         f"{key}.{names[p]}": value
         for p, state in optimizer.state.items()
@@ -235,21 +358,31 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
     }
 
 
-def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> None:
+def load_optimizer_tensors(
+    optimizer: torch.optim.Optimizer, shards: Sequence[Shard], tensors: dict[str, Tensor]
+) -> None:
     """Restore what `optimizer_tensors` returned, in place on each parameter's device.
 
     Raises CheckpointError when the state belongs to another optimizer or to other parameters.
     """
-    params = dict(model.named_parameters())
+    params = {shard.piece.name: shard.param for shard in shards}
     expected = {"exp_avg", "exp_avg_sq", "step"} if isinstance(optimizer, torch.optim.AdamW) else set()
+    expected |= {"momentum_buffer"} if optimizer.defaults.get("momentum") else set()
+    expected = getattr(optimizer, "state_keys", expected)
     found = {name.split(".", 1)[0] for name in tensors}
     if found != expected:
         raise CheckpointError(
             f"optimizer state holds {sorted(found) or 'nothing'}, but {type(optimizer).__name__} needs "
             f"{sorted(expected) or 'nothing'}; resume with the optimizer that wrote it"
+            + (", in its precision and with its master_weights" if hasattr(optimizer, "state_keys") else "")
         )
     for name, tensor in tensors.items():
         key, param = name.split(".", 1)
-        if param not in params or (key != "step" and tensor.shape != params[param].shape):
+        like = params.get(param)
+        if like is None or (key != "step" and tensor.shape not in (like.shape, (like.numel(),))):
             raise CheckpointError(f"optimizer state {name} {tuple(tensor.shape)} does not fit this model's parameters")
-        optimizer.state[params[param]][key] = tensor.to(params[param].device, copy=True)
+        value = tensor if key == "step" else tensor.view_as(like)
+        same = key == "step" or not isinstance(optimizer, torch.optim.AdamW | torch.optim.SGD)
+        kind = value.dtype if same else like.dtype  # of a run in another precision
+        kind = kind if key == "step" else getattr(optimizer, "state_type", kind)
+        optimizer.state[like][key] = value.to(like.device, kind, copy=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.cluster import Cluster, ray_head
+from tests.harness.cluster import Cluster, commands_end_here, ray_head
 from tests.harness.ranks import TINY
 
 for variable in ("RAY_ADDRESS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
@@ -21,6 +21,24 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep token caches of tests out of ~/.cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def _no_command_outlives_its_test() -> Iterator[None]:
+    """A run that a failed test has left would take the CPUs of all tests after it."""
+    with commands_end_here():
+        yield
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Tensors of a few kilobytes gain nothing from threads, and on a busy machine each barrier costs a time slice."""
+    import torch  # not for tests that need none
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
@@ -54,6 +72,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     """The tiny recipe as a YAML file on the test text."""
     folder = tmp_path_factory.mktemp("recipe")
     values = TINY | {"dataset": str(text), "data_dir": str(folder / "cache"), "max_steps": 30, "tensorboard": True}
+    values["placement_timeout_s"] = 60  # a slow machine may still be ending the run before
     path = folder / "words.yaml"
     path.write_text("".join(f"{key}: {value}\n" for key, value in values.items() if key != "name"))
     return path

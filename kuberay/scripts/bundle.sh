@@ -25,8 +25,17 @@ keep events.txt kubectl -n "$NAMESPACE" get events --sort-by=.lastTimestamp
 keep objects.txt kubectl -n "$NAMESPACE" get pods,services,jobs,deployments,statefulsets,pvc,networkpolicies -o wide
 keep ray.yaml kubectl -n "$NAMESPACE" get rayjobs,rayclusters -o yaml
 keep pods.txt kubectl -n "$NAMESPACE" describe pods
-keep operator.log kubectl logs -A -l app.kubernetes.io/name=kuberay-operator --tail=2000
+# `kubectl logs` reads one namespace only, and the operator may be in any. Helm labels it kuberay-operator, kustomize kuberay.
+OPERATOR=(-A -l 'app.kubernetes.io/name in (kuberay-operator,kuberay)')
+keep operator.txt kubectl get pods "${OPERATOR[@]}" -o wide
 if [ "$DRY_RUN" = 0 ]; then
+  found="$(kubectl get pods "${OPERATOR[@]}" --no-headers -o custom-columns=:metadata.namespace,:metadata.name 2>/dev/null || true)"
+  while read -r space pod; do
+    [ -n "$pod" ] || continue
+    keep "operator-$pod.log" kubectl -n "$space" logs "$pod" --all-containers --tail=2000
+  done <<<"$found"
+  cat "$FOLDER"/operator-*.log >"$FOLDER/operator.log" 2>/dev/null || echo "no operator pod was found, or it may not be read" >"$FOLDER/operator.log"
+  rm -f "$FOLDER"/operator-*.log
   while read -r pod; do
     [ -n "$pod" ] || continue
     keep "$(basename "$pod").log" kubectl -n "$NAMESPACE" logs "$pod" --all-containers --tail=5000

@@ -38,8 +38,22 @@ BENCHES = {
     ),
     "algorithms": ("nanoray.bench.algorithms", "hand-written ring, tree, ... all-reduces against the backend's own"),
     "overlap": ("nanoray.bench.overlap", "bucket sizes of DDP: how much communication hides behind the backward pass"),
+    "strategies": (
+        "nanoray.bench.strategies",
+        "DDP, ZeRO and FSDP, with and without activation checkpointing: step time against memory",
+    ),
+    "equivalence": ("nanoray.bench.equivalence", "every data-parallel mode against one process: losses, weights, bits"),
     "scaling": ("nanoray.bench.scaling", "step time from 1 to 4096 ranks: a fitted model, checked at 3 and 4"),
+    "layouts": (
+        "nanoray.bench.layouts",
+        "steps that a dry run predicts for dp x tp, beside real ones at 2, 4 and 8 ranks",
+    ),
+    "step": ("nanoray.bench.step", "attention, optimizer, precision, compile, ...: what each gains a step on this CPU"),
     "recovery": ("nanoray.bench.recovery", "how long training stands still when a rank is killed; goodput under kills"),
+    "precision": (
+        "nanoray.bench.precision",
+        "what 16 bits lose in training, by cause, what cures it, and time and memory of each mode",
+    ),
     "mig": ("nanoray.bench.mig", "MIG slices: what is there, what would run where, and what it gains"),
     "checkpoint": (
         "nanoray.bench.checkpoint",
@@ -58,6 +72,7 @@ NOT_IN_ALL = {"soak"}  # it proves something, takes half an hour, and is asked f
 QUICK_IN_ALL = {
     "train": ["--arms", "plain,torchrun"],
     "recovery": ["--arms", "torchrun"],
+    "step": ["--presets", "shakespeare-cpu"],
 }  # its other arms start clusters, which takes minutes
 FIGURES = (".png", ".svg", ".pdf")
 FILES = {"json": "report.json", "figure": "report.png", "html": "report.html"}  # flag -> a name to propose

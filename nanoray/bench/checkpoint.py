@@ -6,6 +6,9 @@
     torch.save      the same tensors, fsync, rename, fsync of the folder: no sums
     dcp.save        torch.distributed.checkpoint with its defaults, as one process
     dcp.async_save  the same in its thread
+    dcp stager      dcp.async_save with a DefaultStager that lives as long as training: it keeps its buffers, and copies
+                    in a thread (on a GPU into pinned memory); the next update waits for the copy
+    dcp process     the same with shared memory, and another process that writes
 
 One process holds a preset's weights and their Adam state and trains a small GPT on one thread at the same time. Every
 round runs all arms in turn. Before and after each, steps run without a save. The training time lost is how much longer
@@ -35,9 +38,9 @@ from nanoray.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from nanoray.state import StateDict
 
-RAW, SYNC, ASYNC, TORCH, DCP, DCP_ASYNC = ARMS = (
+RAW, SYNC, ASYNC, TORCH, DCP, DCP_ASYNC, STAGER, PROCESS = ARMS = (
     *("raw disk", "nanoray sync", "nanoray async"),
-    *("torch.save", "dcp.save", "dcp.async_save"),
+    *("torch.save", "dcp.save", "dcp.async_save", "dcp stager", "dcp process"),
 )
 STALL, DONE, LOST, RATE = "stall", "on disk after", "training time lost", "written"
 OF_STALL, OF_LOST, OF_DISK = "stall, of nanoray sync", "lost, of nanoray sync", "of raw disk"
@@ -213,11 +216,17 @@ def draw(report: Report, path: Path) -> None:
 # On the rank.
 
 
+def no_wait() -> None:
+    """The state may be updated at once."""
+
+
 class Arm(NamedTuple):
     """One way to save."""
 
     begin: Callable[[int], Callable[[], bool]]  # save the state as of a step; the result says whether it is on disk
     read: Callable[[int], dict[str, Any]] | None  # read it back: tensors by name
+    copied: Callable[[], object] = no_wait  # wait until the state has been copied and may be updated
+    close: Callable[[], object] = no_wait
 
 
 def measure_rank(mesh: Any, order: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
@@ -249,7 +258,7 @@ def measure_rank(mesh: Any, order: dict[str, Any], emit: Callable[[dict[str, Any
             done = arms[arm].begin(turn)
             stall_s = time.perf_counter() - start
             while not done():
-                step()
+                stall_s += step(arms[arm].copied)
                 steps += 1
             done_s = time.perf_counter() - start
             for _ in range(TAIL_STEPS):
@@ -268,6 +277,8 @@ def measure_rank(mesh: Any, order: dict[str, Any], emit: Callable[[dict[str, Any
             for path in folder.iterdir():
                 if path.name != "logs":
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for each in arms.values():
+        each.close()
 
 
 def same_bits(ours: Any, theirs: Any) -> bool:
@@ -279,8 +290,11 @@ def same_bits(ours: Any, theirs: Any) -> bool:
     return torch.equal(*(t.cpu().contiguous().reshape(-1).view(torch.uint8) for t in (ours, theirs)))
 
 
-def make_step(device: Any) -> Callable[[], None]:
-    """Return a real training step of a small GPT, which waits for the device."""
+def make_step(device: Any) -> Callable[..., float]:
+    """Return a real training step of a small GPT, which waits for the device.
+
+    The step returns for how many seconds its update waited for what it was given: the copy of an earlier state.
+    """
     import torch
 
     from nanoray.models.gpt import GPT, ModelShape
@@ -292,11 +306,15 @@ def make_step(device: Any) -> Callable[[], None]:
     optimizer = make_optimizer(gpt, cfg)
     x, y = (torch.randint(65, (cfg.global_batch_size, cfg.block_size), device=device) for _ in range(2))  # (B, T)
 
-    def step() -> None:
+    def step(copied: Callable[[], object] = no_wait) -> float:
         gpt(x, y).backward()
+        start = time.perf_counter()
+        copied()
+        waited_s = time.perf_counter() - start
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         wait_for(device)
+        return waited_s
 
     return step
 
@@ -306,6 +324,7 @@ def make_arms(mesh: Any, preset: str, folder: Path) -> tuple[dict[str, Arm], Cal
     import torch
     import torch.distributed.checkpoint as dcp
 
+    from nanoray.mesh.pieces import whole_shards
     from nanoray.models.gpt import GPT, ModelShape
     from nanoray.state import optimizer_tensors
     from nanoray.train.optim import make_optimizer
@@ -320,7 +339,7 @@ def make_arms(mesh: Any, preset: str, folder: Path) -> tuple[dict[str, Arm], Cal
     optimizer.zero_grad(set_to_none=True)
 
     def tree() -> dict[str, torch.Tensor]:
-        return _flat(gpt.state_dict(), optimizer_tensors(optimizer, gpt))
+        return _flat(gpt.state_dict(), optimizer_tensors(optimizer, whole_shards(gpt)))
 
     def at_once(write: Callable[[], object]) -> Callable[[int], Callable[[], bool]]:
         def begin(step: int) -> Callable[[], bool]:
@@ -353,8 +372,49 @@ def make_arms(mesh: Any, preset: str, folder: Path) -> tuple[dict[str, Arm], Cal
         ),
         DCP: Arm(at_once(lambda: dcp.save(tree(), checkpoint_id=folder / "dcp", no_dist=True)), dcp_read),
         DCP_ASYNC: Arm(dcp_async, dcp_read),
+        STAGER: _staged(tree, folder, mesh.device, dcp_read, process=False),
+        PROCESS: _staged(tree, folder, mesh.device, dcp_read, process=True),
     }
     return arms, tree
+
+
+def _staged(
+    tree: Callable[[], dict[str, Any]],
+    folder: Path,
+    device: Any,
+    read: Callable[[int], dict[str, Any]],
+    process: bool,
+) -> Arm:
+    """Return the arm of a DefaultStager with all that the device allows: what its options need of CUDA, CPU lacks."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+    on_gpu = device.type == "cuda"
+    stager = DefaultStager(
+        StagingOptions(
+            use_pinned_memory=on_gpu, use_shared_memory=process, use_async_staging=True, use_non_blocking_copy=on_gpu
+        )
+    )
+    kind = AsyncCheckpointerType.PROCESS if process else AsyncCheckpointerType.THREAD
+    begun: list[Any] = []
+
+    def begin(step: int) -> Callable[[], bool]:
+        if process and not dist.is_initialized():  # its process asks the default group for its place, even alone
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        found: Any = dcp.async_save(
+            tree(), checkpoint_id=folder / "dcp", async_stager=stager, no_dist=True, async_checkpointer_type=kind
+        )
+        begun[:] = [found]
+        return lambda: found.upload_completion.done() and bool(found.upload_completion.result())
+
+    def close() -> None:
+        stager.close()
+        if process and dist.is_initialized():
+            dist.destroy_process_group()
+
+    return Arm(begin, read, lambda: begun[0].staging_completion.result(), close)
 
 
 def _flat(model: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]:
@@ -394,11 +454,12 @@ def saved_state(gpt: Any, optimizer: Any, step: int) -> StateDict:
     """Return what a run of one rank saves after `step`: weights, optimizer state and random generators."""
     import torch
 
+    from nanoray.mesh.pieces import whole_shards
     from nanoray.state import StateDict, optimizer_tensors
 
     rng = [{"torch": torch.get_rng_state()}]
     meta = {"step": step, "world_size": 1, "val_loss": None}
-    return StateDict(gpt.state_dict(), optimizer_tensors(optimizer, gpt), rng, meta=meta)
+    return StateDict(gpt.state_dict(), optimizer_tensors(optimizer, whole_shards(gpt)), rng, meta=meta)
 
 
 def _write_raw(tensors: dict[str, Any], folder: Path) -> None:

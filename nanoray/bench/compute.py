@@ -95,9 +95,15 @@ def run_baseline(spec: RunSpec, gate: Gate, threads: int) -> None:
         step += 1
 
 
-def run_engine(spec: RunSpec, gate: Gate, order: dict[str, Any], say: Say) -> None:
-    """Train with nanoray as rank `order["rank"]` of `order["world"]`; rank 0 first says at which port it serves."""
+def run_engine(
+    spec: RunSpec, gate: Gate, order: dict[str, Any], say: Say, task: Callable[..., Any] | None = None
+) -> None:
+    """Train with nanoray as rank `order["rank"]` of `order["world"]`; rank 0 first says at which port it serves.
+
+    `task` is what makes model and optimizer, if not the recipe's own.
+    """
     from nanoray.train.recipe import train
+    from nanoray.train.tasks import task_of
 
     rank, world, store, port = order["rank"], order["world"], None, order.get("port", 0)
     if world > 1 and rank == 0:
@@ -106,7 +112,7 @@ def run_engine(spec: RunSpec, gate: Gate, order: dict[str, Any], say: Say) -> No
         say({"port": port})
     ranks = rendezvous_of(["here"] * world, BackendChoice("gloo", "CPU ranks", {}), "bench")
     rendezvous = replace(ranks[rank], master_addr="127.0.0.1", master_port=port, threads=order["threads"])
-    train(spec, replace(rendezvous, agent_store=True), wanted=gate, store=store)
+    train(spec, replace(rendezvous, agent_store=True), wanted=gate, store=store, task_of=task or task_of)
 
 
 def main() -> int:

@@ -209,7 +209,7 @@ class Run:
             lines = self.child.log.read_text(encoding="utf-8", errors="replace").splitlines()
             times = [f"{year}{match[1]}" for line in lines if (match := TORCHRUN_SAW.match(line))]
             moments = [datetime.strptime(text, "%Y%m%d %H:%M:%S.%f").timestamp() for text in times]
-        elif arm == "torchtrainer":
+        elif arm in ("torchtrainer", "torchft"):
             session = self.head.log.with_suffix("") if self.head else self.folder
             logs = session.glob("session_2*/logs/train/ray-train-app-controller-*.log")
             lines = [line for log in logs for line in log.read_text(encoding="utf-8").splitlines()]

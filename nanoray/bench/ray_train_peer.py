@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,15 +30,18 @@ from nanoray.mesh.devices import available_cpus, cpu_share, discover_gpus, local
 from nanoray.run import RunSpec
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the peer and return its exit code."""
+def main(
+    argv: list[str] | None = None,
+    program: str = "python -m nanoray.bench.ray_train_peer",
+    what: str = "Train under Ray Train's TorchTrainer: what nanoray.launch is measured against.",
+    loop: Callable[[dict[str, Any]], None] | None = None,
+    torch_config: Callable[[], Any] = lambda: None,
+) -> int:
+    """Run the peer and return its exit code. `loop` and `torch_config`: those of another peer on Ray Train."""
     started = time.time()
     try:
-        config = parse_args(
-            sys.argv[1:] if argv is None else argv,
-            "python -m nanoray.bench.ray_train_peer",
-            "Train under Ray Train's TorchTrainer: what nanoray.launch is measured against.",
-        ).config
+        config = parse_args(sys.argv[1:] if argv is None else argv, program, what).config
+        settings = torch_config()
         address, slots = ray_address(config), None
         if address == "local":
             workers = None if config.workers == "auto" else config.workers
@@ -45,20 +49,21 @@ def main(argv: list[str] | None = None) -> int:
             config = config.model_copy(update={"workers": slots.workers})
         dataset = prepare(config)
         with connected(address, slots):
-            _fit(open_run(config, dataset, started))
+            _fit(open_run(config, dataset, started), loop or train_loop, settings)
     except NanorayError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 
 
-def _fit(spec: RunSpec) -> None:
+def _fit(spec: RunSpec, loop: Callable[[dict[str, Any]], None], torch_config: Any) -> None:
     has = ray.cluster_resources()
     use_gpu = spec.config.device != "cpu" and has.get("GPU", 0) > 0
     workers = int(has["GPU"] if use_gpu else 2) if spec.config.workers == "auto" else spec.config.workers
     cpus = 1.0 if use_gpu else cpu_share([has["CPU"]], workers)  # as nanoray.placement reserves them, on one node
     trainer = ray.train.torch.TorchTrainer(
-        train_loop,
+        loop,
+        torch_config=torch_config,
         train_loop_config={"spec": spec.to_dict(), "threads": max(1, int(cpus))},
         scaling_config=ray.train.ScalingConfig(
             num_workers=workers,

@@ -5,6 +5,7 @@
     shrink        nanoray.launch --recovery shrink --replace_timeout 0      the survivors go on at once, with fewer
     restart       nanoray.launch --recovery restart                         all ranks, from the newest checkpoint
     torchtrainer  Ray Train's TorchTrainer around the same recipe, FailureConfig(max_failures=...)
+    torchft       the same trainer with torchft: the survivors go on at once, only the lost rank is replaced
     torchrun      torchrun --max-restarts ... -m nanoray.train
 
 Part one: one run per arm and round, in rotating order; one rank gets a SIGKILL between two given steps. All arms of a
@@ -28,6 +29,7 @@ from nanoray.bench.harness.plan import SEE_FAILED, Plan, add_training_flags, cho
 from nanoray.bench.harness.processes import ChildFailed, python_in
 from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, say
 from nanoray.bench.killed import Goodput, Kill, Run, arrivals, goodput, outage, wrong_losses
+from nanoray.bench.torchft_peer import missing
 from nanoray.errors import ConfigError
 from nanoray.mesh.devices import available_cpus, discover_gpus, local_slots
 
@@ -37,8 +39,8 @@ ON_NANORAY = {  # arm -> flags of nanoray.launch
     "shrink": ["--recovery", "shrink", "--replace_timeout", "0", "--spares", "0"],
     "restart": ["--recovery", "restart"],
 }
-PEER, TORCHRUN = "torchtrainer", "torchrun"
-ARMS = (*ON_NANORAY, PEER, TORCHRUN)
+PEER, TORCHFT, TORCHRUN = "torchtrainer", "torchft", "torchrun"
+ARMS = (*ON_NANORAY, PEER, TORCHFT, TORCHRUN)
 STANDSTILL, NOTICED, REPEATED = "standstill", "of it: until noticed", "steps repeated"
 GOODPUT, HITS, REDONE = "goodput", "kills that hit", "steps repeated, all kills"
 WRONG = "steps whose loss is not that of a run without a kill"
@@ -97,6 +99,12 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     if window_s and not plan_of_kills:
         raise ConfigError(f"no kill within goodput_s = {window_s:g} at mean_s = {args.mean_s:g}; take another --seed")
     args.kills = kills
+    if TORCHFT in arms and (why := missing()):
+        arms.remove(TORCHFT)
+        report.rows.append(Row(TORCHFT, STANDSTILL, "s", (), skipped=why))
+        say(f"skipped  {TORCHFT}: {why}")
+        if not arms:
+            return
     with planned(args, arms, slots) as (plan, stack):
         report.conditions["recipe"] = (
             f"preset {args.preset}, {slots.workers} ranks on {slots.kind}, a record every step, a checkpoint every "
@@ -182,7 +190,9 @@ def _kill_once(plan: Plan, arm: str, turn: int, whom: tuple[float, int], referen
         back = outage(run.done, killed)
         if back is None or run.step != plan.args.steps:
             raise ChildFailed(f"it ended at step {run.step} of {plan.args.steps}\n{run.child.tail()}")
-        exact = arm != "shrink" and not plan.slots.devices  # another number of ranks, or a GPU, sums in another order
+        exact = (
+            arm not in ("shrink", TORCHFT) and not plan.slots.devices
+        )  # another number of ranks, or a GPU, sums in another order
         wrong = wrong_losses(run.losses(), reference, 0.0 if exact else SAME_LOSS)
         noticed_s = run.noticed_s(arm, killed)
     return Kill(turn, rank, back.step, back.standstill_s, noticed_s, back.repeated, wrong)
@@ -271,6 +281,8 @@ def _line(report: Report, arm: str) -> tuple[str, ...] | None:
     if single is None and whole is None:
         return None
     texts = [report.cell(arm, metric) for metric in (STANDSTILL, NOTICED, REPEATED)]
+    if single and single.skipped:
+        texts[0] = "skipped"
     texts.append(report.cell(f"{PEER} / {arm}", STANDSTILL))
     texts += [str(single.n), "" if single.wrong is None else str(single.wrong)] if single else ["", ""]
     return (arm, *texts, report.cell(arm, GOODPUT))

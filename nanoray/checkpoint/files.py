@@ -4,6 +4,8 @@
         model.safetensors  optimizer.safetensors  rng.safetensors  state.json
         manifest.json      format version; bytes and sha256 of each file above; written last
 
+A sharded state has several writers (parts.py): format 2, with model-RRRRR and optimizer-RRRRR.safetensors of each rank.
+
 `save` commits by a rename, so a process killed at any instant leaves the old set of checkpoints or the new one. There
 is no `latest` pointer: readers take the newest folder whose checksums match, because the formats do not detect a
 flipped bit. A kill can leave hidden folders: .tmp-step_… was being written, .del-step_… was being removed, .old-step_…
@@ -13,42 +15,44 @@ was set aside while the same step was saved again. The last kind counts as a che
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from nanoray.checkpoint import parts
+from nanoray.checkpoint.tensorfile import (
+    GONE,
+    Damage,
+    as_bytes,
+    damage_of,
+    fsync_folder,
+    layout,
+    plain,
+    read_file,
+    tensors_in,
+    write_file,
+)
 from nanoray.errors import CheckpointError
+from nanoray.mesh.pieces import Piece
 from nanoray.points import reached
 from nanoray.state import StateDict
 
-FORMAT = 1
-MANIFEST, STATE = "manifest.json", "state.json"
-TENSOR_FILES = ("model.safetensors", "optimizer.safetensors", "rng.safetensors")
+WHOLE, SHARDED = 1, 2  # formats: whole tensors of one writer, pieces of several
+MANIFEST, STATE, RNG = "manifest.json", "state.json", "rng.safetensors"
+TENSOR_FILES = ("model.safetensors", "optimizer.safetensors", RNG)
 
 STEP_NAME = re.compile(r"step_(\d{8,})")
 _HIDDEN = re.compile(r"\.(tmp|old|del)-(step_\d{8,})-[\w.]*-\d+")
-_GONE = (FileNotFoundError, NotADirectoryError)
-_CHUNK = 8 << 20  # bytes hashed and written at a time
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool, "U8": torch.uint8,
-    "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
-}  # fmt: skip
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-
-class Damage(Exception):
-    """Why a folder is not a valid checkpoint: "FILE: reason"."""
+Sums = dict[str, dict[str, Any]]  # bytes and sha256 of each file
+Pieces = Mapping[str, Piece]  # by parameter
 
 
 def save(folder: Path, state: StateDict, keep: int, attempt: str = "", fence: Callable[[], None] | None = None) -> Path:
@@ -62,121 +66,107 @@ def save(folder: Path, state: StateDict, keep: int, attempt: str = "", fence: Ca
     and no partial file remains.
     """
     assert keep >= 1, keep
-    if bad := [f"{key} = {value}" for key, value in state.scaler.items() if not math.isfinite(value)]:
-        raise CheckpointError(f"the loss scaler is not finite ({', '.join(bad)}); resume from an older checkpoint")
-    name = f"step_{int(state.meta['step']):08d}"
-    tag = f"{name}-{re.sub(r'[^A-Za-z0-9_.]', '_', attempt)}-{os.getpid()}"
-    temp, aside, final = folder / f".tmp-{tag}", folder / f".old-{tag}", folder / name
-    rng = {f"{rank}.{key}": value for rank, generators in enumerate(state.rng) for key, value in generators.items()}
-    files = {f: _layout(t) for f, t in zip(TENSOR_FILES, (state.model, state.optimizer, rng), strict=True)}
-    rest = {"ranks": len(state.rng), "scaler": state.scaler, "meta": _plain(state.meta, "meta")}
-    files[STATE] = [_bytes(json.dumps(rest, indent=1, allow_nan=False).encode())]
-    may_write = fence or (lambda: None)
-    may_write()  # before _clean: hidden folders may belong to a newer attempt
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _clean(folder)  # before the space is measured: a killed save leaves gigabytes
-        disk, need = os.statvfs(folder), sum(tensor.nbytes for parts in files.values() for tensor in parts)
+    rest = [as_bytes(_rest(state))]
+    tensors = zip(TENSOR_FILES, (state.model, state.optimizer, _flat_rng(state)), strict=True)
+    files = {name: layout(of) for name, of in tensors} | {STATE: rest}
+    draft = Draft(folder, state.meta["step"], attempt, fence)
+    with draft.errors():
+        draft.begin(sum(tensor.nbytes for parts in files.values() for tensor in parts))
+        sums = {name: write_file(draft.temp / name, parts) for name, parts in files.items()}
+        draft.commit(sums, WHOLE)
+    draft.finish(keep)
+    return draft.final
+
+
+def save_shared(draft: Draft, state: StateDict, writers: int, keep: int, alive: Callable[[], None]) -> Path:
+    """Write the first rank's part of a sharded state into a draft that has begun, and commit it. (rank 0 only)
+
+    Meanwhile the other `writers` - 1 ranks call `parts.write`. `alive` is called while this rank waits for them, and
+    raises when one of them cannot come any more. Raises as `save`.
+    """
+    with draft.errors():
+        parts.write(draft.temp, 0, state)
+        sums, pieces = parts.collect(draft.temp, writers, alive)
+        sums[RNG] = write_file(draft.temp / RNG, layout(_flat_rng(state)))
+        rest = _rest(state, {"aliases": state.aliases, "pieces": pieces})
+        sums[STATE] = write_file(draft.temp / STATE, [as_bytes(rest)])
+        draft.commit(sums, SHARDED)
+    draft.finish(keep)
+    return draft.final
+
+
+class Draft:
+    """A checkpoint in the making: files under a hidden name, which one rename commits."""
+
+    def __init__(self, folder: Path, step: int, attempt: str, fence: Callable[[], None] | None) -> None:
+        """Touch nothing, but call `fence`, because hidden folders may belong to a newer attempt."""
+        self.name, self._folder, self._may_write = f"step_{int(step):08d}", folder, fence or (lambda: None)
+        self._tag = f"{self.name}-{re.sub(r'[^A-Za-z0-9_.]', '_', attempt)}-{os.getpid()}"
+        self.temp, self._aside = folder / f".tmp-{self._tag}", folder / f".old-{self._tag}"
+        self.final = folder / self.name
+        self._may_write()
+
+    def begin(self, need: int) -> None:
+        """Make the hidden folder, for `need` bytes. Raises OSError, also when the disk has no room for them."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        _clean(self._folder)  # before the space is measured: a killed save leaves gigabytes
+        disk = os.statvfs(self._folder)
         have = disk.f_bavail * disk.f_frsize
         if disk.f_blocks and have < need + (1 << 16):  # manifest and rounding; some FUSE mounts report no blocks
-            raise OSError(errno.ENOSPC, f"disk full: need {need / 1e6:.2f} MB, have {have / 1e6:.2f} MB", str(folder))
-        temp.mkdir()
+            text = f"disk full: need {need / 1e6:.2f} MB, have {have / 1e6:.2f} MB"
+            raise OSError(errno.ENOSPC, text, str(self._folder))
+        self.temp.mkdir()
         reached("save")
-        sums = {file: _write(temp / file, parts) for file, parts in files.items()}
-        _write(temp / MANIFEST, [_bytes(_manifest_json(sums))])
-        _fsync_folder(temp)
-        may_write()
+
+    def commit(self, sums: Sums, version: int) -> None:
+        """Write the manifest, and rename the folder to its name."""
+        write_file(self.temp / MANIFEST, [as_bytes(_manifest_json(sums, version))])
+        fsync_folder(self.temp)
+        self._may_write()
         reached("written")
-        if final.is_dir():
-            os.rename(final, aside)
+        if self.final.is_dir():
+            os.rename(self.final, self._aside)
             reached("aside")
-        os.rename(temp, final)
+        os.rename(self.temp, self.final)
         reached("renamed")
-        _fsync_folder(folder)
-    except BaseException as error:
-        _clean(folder, tag)  # removes `temp`, puts `aside` back
-        if not isinstance(error, OSError):
-            raise
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        remedy = "free space, raise the limit or lower keep_checkpoints" if full else "check the disk and permissions"
-        raise CheckpointError(
-            f"cannot write checkpoint {name} in {folder}: {error.strerror} ({Path(str(error.filename)).name}); "
-            f"{remedy}, or set another out_dir; older checkpoints are untouched"
-        ) from error
-    _prune(folder, final, keep)
-    _clean(folder)
-    return final
+        fsync_folder(self._folder)
+
+    def finish(self, keep: int) -> None:
+        """Remove older checkpoints, and what is left of the draft."""
+        _prune(self._folder, self.final, keep)
+        _clean(self._folder)
+
+    def discard(self) -> None:
+        """Remove the hidden folder, and put back what was moved aside."""
+        _clean(self._folder, self._tag)
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Undo the draft when something fails inside, and turn an OSError into a CheckpointError."""
+        try:
+            yield
+        except BaseException as error:
+            self.discard()
+            if not isinstance(error, OSError):
+                raise
+            text = f"cannot write checkpoint {self.name} in {self._folder}: {parts.reason(error)}"
+            raise CheckpointError(f"{text}, or set another out_dir; older checkpoints are untouched") from error
 
 
-def _layout(tensors: dict[str, Tensor]) -> list[Tensor]:
-    """Lay out a safetensors file: length of header (8 bytes), JSON header padded to 8, buffers, widest dtypes first."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    parts: list[Tensor] = []
-    at = 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
-        if tensor.dtype not in _DTYPE_NAMES or name in header:
-            raise CheckpointError(
-                f"cannot store tensor {name} of dtype {tensor.dtype}; rename it, or cast it to one of {[*_DTYPE_NAMES]}"
-            )
-        offsets = [at, at := at + tensor.nbytes]
-        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-        parts.append(tensor.detach())
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return [_bytes(len(text).to_bytes(8, "little") + text), *parts]
+def _rest(state: StateDict, more: Mapping[str, Any] | None = None) -> bytes:
+    """Return what is no tensor, as the JSON of state.json."""
+    if bad := [f"{key} = {value}" for key, value in state.scaler.items() if not math.isfinite(value)]:
+        raise CheckpointError(f"the loss scaler is not finite ({', '.join(bad)}); resume from an older checkpoint")
+    rest = {"ranks": len(state.rng), "scaler": state.scaler, "meta": plain(state.meta, "meta"), **(more or {})}
+    return json.dumps(rest, indent=1, allow_nan=False).encode()
 
 
-def _plain(value: Any, where: str) -> Any:
-    """Return `value` as JSON data, null for floats that are not finite. Raises CheckpointError for other types."""
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, (list, tuple)):
-        return [_plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
-    kind = type(value).__name__
-    raise CheckpointError(f"{where} is a {kind}, which JSON cannot hold; use str keys; str, int, float, bool or list")
+def _flat_rng(state: StateDict) -> dict[str, Tensor]:
+    return {f"{rank}.{key}": value for rank, generators in enumerate(state.rng) for key, value in generators.items()}
 
 
-def _manifest_json(sums: dict[str, dict[str, Any]]) -> bytes:
-    return json.dumps({"format": FORMAT, "files": sums}, indent=1).encode()
-
-
-def _bytes(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _write(path: Path, parts: list[Tensor]) -> dict[str, Any]:
-    """Write and fsync a new file, hashing in the same pass."""
-    digest = hashlib.sha256()
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        for tensor in parts:
-            data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data  # copies only if needed
-            for start in range(0, len(data), _CHUNK):
-                chunk = data[start : start + _CHUNK]
-                digest.update(chunk)
-                while chunk:  # a write may be partial
-                    chunk = chunk[os.write(fd, chunk) :]
-        os.fsync(fd)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        os.close(fd)
-    return {"bytes": sum(tensor.nbytes for tensor in parts), "sha256": digest.hexdigest()}
-
-
-def _fsync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot sync a folder
-            raise
-    finally:
-        os.close(fd)
+def _manifest_json(sums: Sums, version: int) -> bytes:
+    return json.dumps({"format": version, "files": sums}, indent=1).encode()
 
 
 def _prune(folder: Path, saved: Path, keep: int) -> None:
@@ -210,13 +200,15 @@ def _clean(folder: Path, tag: str = "") -> None:
                     shutil.rmtree(folder / name)
 
 
-def load(path: Path) -> StateDict:
+def load(path: Path, pieces: Pieces | None = None, weights: Pieces | None = None) -> StateDict:
     """Read one checkpoint folder into CPU tensors. Raises CheckpointError unless all sizes and checksums match.
 
-    Each file is read once, into one buffer that its tensors share: the bytes used are the bytes that were checked.
+    With `pieces`, by parameter, the optimizer state of these parameters comes as that piece, flat, and with `weights`
+    the weights; files that have none of it are not read. Each file is read once, into one buffer that its
+    tensors share: the bytes used are the bytes that were checked.
     """
     try:
-        return load_checked(path)
+        return load_checked(path, pieces, weights)
     except Damage as damage:
         raise CheckpointError(
             f"checkpoint {path} is damaged ({damage}); remove it, or --resume its run folder to use an older one"
@@ -247,80 +239,67 @@ def peek(path: Path) -> tuple[int, dict[str, Any]]:
     return sum(entry["bytes"] for entry in sums.values()), content["meta"]
 
 
-def load_checked(path: Path) -> StateDict:
+def load_checked(path: Path, pieces: Pieces | None = None, weights: Pieces | None = None) -> StateDict:
+    """Do the work of `load`, but raise Damage."""
     sums, content = open_checkpoint(path)
-    model, optimizer, flat = (_tensors(_read(path / name, sums[name]), name) for name in TENSOR_FILES)
+    rng = _rank_states(path, sums, content)
+    with damage_of(STATE):
+        state = StateDict({}, {}, rng, content["scaler"], content["meta"])
+    if "pieces" in content:
+        state.model, state.optimizer = parts.load(path, sums, content, pieces, weights)
+        return state
+    state.model, state.optimizer = (tensors_in(read_file(path / n, sums[n]), n) for n in TENSOR_FILES[:2])
+    with damage_of(TENSOR_FILES[1]):
+        if pieces is not None:
+            of = {name: pieces[name.partition(".")[2]] for name in state.optimizer if name.partition(".")[2] in pieces}
+            steps = {name: state.optimizer[name] for name in of if name.startswith("step.")}
+            state.optimizer = {n: steps[n] if n in steps else p.take(state.optimizer[n]) for n, p in of.items()}
+        state.model |= {name: piece.take(state.model[name]) for name, piece in (weights or {}).items()}
+    return state
+
+
+def load_rank_states(path: Path) -> tuple[list[dict[str, Tensor]], dict[str, Any]]:
+    """Return what a checkpoint has of each rank alone, and its meta; weights are not read. Raises Damage."""
+    sums, content = open_checkpoint(path)
+    return _rank_states(path, sums, content), content["meta"]
+
+
+def _rank_states(path: Path, sums: Sums, content: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+    flat = tensors_in(read_file(path / RNG, sums[RNG]), RNG)
     with damage_of(STATE):
         rng: list[dict[str, Tensor]] = [{} for _ in range(content["ranks"])]
         for name, tensor in flat.items():
             rank, key = name.split(".", 1)
             rng[int(rank)][key] = tensor
-        return StateDict(model, optimizer, rng, content["scaler"], content["meta"])
+    return rng
 
 
-@contextmanager
-def damage_of(file: str) -> Iterator[None]:
-    """Turn an error from reading `file` into Damage."""
-    try:
-        yield
-    except OSError as error:
-        raise Damage(f"{file}: {'missing' if isinstance(error, _GONE) else error.strerror}") from None
-    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError):
-        raise Damage(f"{file}: not as nanoray writes it") from None
-
-
-def open_checkpoint(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+def open_checkpoint(path: Path) -> tuple[Sums, dict[str, Any]]:
     """Read a checkpoint's manifest and state.json, and compare every file's size; the tensors are not read."""
     with damage_of(MANIFEST):
         raw = (path / MANIFEST).read_bytes()
         content = json.loads(raw)
         version, sums = content["format"], content["files"]
-        if version != FORMAT:
-            raise Damage(f"{MANIFEST}: format {version!r}, but this nanoray reads format {FORMAT}")
-        sums = {name: {"bytes": sums[name]["bytes"], "sha256": sums[name]["sha256"]} for name in (*TENSOR_FILES, STATE)}
-        if _manifest_json(sums) != raw:
+        if version not in (WHOLE, SHARDED):
+            raise Damage(f"{MANIFEST}: format {version!r}, but this nanoray reads the formats {WHOLE} and {SHARDED}")
+        names = (*TENSOR_FILES, STATE) if version == WHOLE else (*parts.names_in(sums), RNG, STATE)
+        sums = {name: {"bytes": sums[name]["bytes"], "sha256": sums[name]["sha256"]} for name in names}
+        if _manifest_json(sums, version) != raw:
             raise ValueError("not byte for byte what these sums give")
     for name, entry in sums.items():
         with damage_of(name):
             if (size := (path / name).stat().st_size) != entry["bytes"]:
                 raise Damage(f"{name}: {size} bytes instead of {entry['bytes']}")
-    data = _read(path / STATE, sums[STATE])
+    data = read_file(path / STATE, sums[STATE])
     with damage_of(STATE):
         return sums, json.loads(data.numpy().tobytes())
-
-
-def _read(path: Path, entry: dict[str, Any]) -> Tensor:
-    """Read a whole file into a uint8 tensor, hashing in the same pass."""
-    digest = hashlib.sha256()
-    with damage_of(path.name), open(path, "rb", buffering=0) as file:
-        data = torch.empty(entry["bytes"], dtype=torch.uint8)
-        view, at = data.numpy().data, 0
-        while got := file.readinto(view[at : at + _CHUNK]):
-            digest.update(view[at : at + got])
-            at += got
-    if digest.hexdigest() != entry["sha256"]:
-        raise Damage(f"{path.name}: sha256 differs")
-    return data
-
-
-def _tensors(data: Tensor, file: str) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file in memory, as views of `data`."""
-    with damage_of(file):
-        start = 8 + int.from_bytes(data[:8].numpy().tobytes(), "little")
-        header = json.loads(data[8:start].numpy().tobytes())
-        header.pop("__metadata__")
-        tensors: dict[str, Tensor] = {}
-        for name, spec in header.items():
-            begin, end = (start + offset for offset in spec["data_offsets"])
-            tensors[name] = data[begin:end].view(_DTYPES[spec["dtype"]]).view(spec["shape"])
-        return tensors
 
 
 def names_in(folder: Path, notes: list[str]) -> list[str]:
     try:
         return sorted(os.listdir(folder))
     except OSError as error:
-        if not isinstance(error, _GONE):
+        if not isinstance(error, GONE):
             notes.append(f"cannot read {folder}: {error.strerror}")
         return []
 

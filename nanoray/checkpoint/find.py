@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from nanoray.checkpoint.files import (
     MANIFEST,
     STEP_NAME,
@@ -20,6 +22,7 @@ from nanoray.checkpoint.files import (
     StateDict,
     load,
     load_checked,
+    load_rank_states,
     names_in,
     open_checkpoint,
     steps_in,
@@ -53,6 +56,18 @@ def newest_valid(folder: Path) -> tuple[Resume | None, list[str]]:
     used = f"using {found.path.name}" if found else "no older one is valid"
     notes[:] = [f"{note}; {used}" for note in notes]
     return found, notes
+
+
+def newest_rank_states(folder: Path, otherwise: str) -> tuple[list[dict[str, Tensor]], int]:
+    """Return what the newest valid checkpoint of a folder has of each rank alone, and after how many samples.
+
+    If there is none, that of `otherwise`, a checkpoint's path or "". Without any: nothing, after 0 samples.
+    """
+    for path in [*steps_in(folder, []), *([Path(otherwise)] if otherwise else [])]:
+        with suppress(Damage):
+            states, meta = load_rank_states(path)
+            return states, meta["samples_seen"]
+    return [], 0
 
 
 def find_run(
@@ -153,6 +168,8 @@ def other_recipe(run_dir: Path, recipe: Mapping[str, Any]) -> dict[str, str]:
 
 def _difference(meta: dict[str, Any], model_shape: dict[str, Any]) -> str:
     have = {**(meta.get("config") or {}), **(meta.get("model_shape") or {})}
+    more = {key: 0 for key in meta.get("model_shape") or {} if model_shape and key.startswith("expert")}  # dense here
+    model_shape = more | model_shape
     wrong = [key for key, value in model_shape.items() if have.get(key) != value]
     return ", ".join(f"{key} is {have.get(key, 'unknown')} there and {model_shape[key]} here" for key in wrong)
 

@@ -21,9 +21,9 @@ def open_run(config: Config, dataset: DatasetInfo, started: float) -> RunSpec:
     resume, folder, notes = "", None, list[str]()
     if config.resume != "none":
         from nanoray.checkpoint.find import find_run, other_recipe
-        from nanoray.models.gpt import ModelShape
+        from nanoray.models.build import shape_of
 
-        shape = ModelShape.of(config, dataset.vocab_size).to_dict()
+        shape = shape_of(config, dataset.vocab_size).to_dict()
         recipe = recipe_of(config) | {"tokens_sha256": dataset.tokens_sha256}
         passed_over: list[str] = []
         found = find_run(out_dir, config.resume, shape, recipe, passed_over)

@@ -3,6 +3,7 @@
     loop     step ─► step ─► copy ─► step ─► step ─► step ─► step ─► copy ─► ...
     thread                      └──► write, hash, fsync ──► rename      └──► ...
 
+A sharded state is copied and written by every rank; rank 0's thread waits for the others' parts and commits.
 At most one checkpoint is being written; the next one waits for it, so a slow disk slows training down but needs no more
 memory. os.write and hashlib release the GIL, so steps keep their speed. All ranks learn of a failed write at the next
 checkpoint, where they communicate anyway.
@@ -18,12 +19,15 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanoray.checkpoint import files as checkpoint
+from nanoray.checkpoint import parts
 from nanoray.errors import CheckpointError
 from nanoray.mesh.mesh import Mesh
 from nanoray.run import RunSpec, read_attempt
@@ -31,6 +35,7 @@ from nanoray.state import StateDict
 
 log = logging.getLogger("nanoray")
 TRIES = 3  # failed checkpoints in a row (a full disk, say) that end the run
+CLOSE_S = 10.0  # at the end of a run, for the other ranks' parts of a checkpoint
 _ALIGN = 64  # bytes, for vectorised copies
 Tensors = dict[tuple[str, str], Tensor]  # by part of the state and name
 Place = tuple[int, torch.Size, torch.dtype, torch.device]  # the copy's first byte; the tensor's shape, dtype, device
@@ -41,12 +46,14 @@ class AttemptOver(CheckpointError):
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints, beside training or while it waits. (rank 0 writes; the others learn the result)"""
+    """Writes a run's checkpoints, beside training or while it waits. (rank 0 commits; the others learn the result)"""
 
-    def __init__(self, spec: RunSpec, note: Callable[[str], None]) -> None:
-        """`note` shows a line to the user; only the training thread calls it."""
+    def __init__(
+        self, spec: RunSpec, note: Callable[[str], None], saved: Callable[[int], None] = lambda step: None
+    ) -> None:
+        """`note` shows a line to the user, `saved` hears of a step on disk; only the training thread calls them."""
         self.committed = -1  # the newest step that this process has written to disk
-        self._spec, self._note = spec, note
+        self._spec, self._note, self._saved = spec, note, saved
         self._beside = spec.config.checkpoint_mode == "async"
         self._snapshot: Snapshot | None = None
         self._thread: threading.Thread | None = None
@@ -54,6 +61,8 @@ class CheckpointWriter:
         self._outcome: float | Exception = 0.0  # of the last write: its seconds, or why it failed
         self._failures = 0  # in a row
         self._fatal = ""  # why the run cannot continue; broadcast at the next checkpoint
+        self._in_parts = self._is_part = False  # whether ranks write parts; whether this rank writes one for rank 0
+        self._no_part = ""  # why a part that rank 0 waits for will not come
         self._may_commit = threading.Event()  # cleared while a survivor waits for its next attempt
         self._may_commit.set()
         self._news: dict[str, float] = {}
@@ -64,18 +73,105 @@ class CheckpointWriter:
             self._snapshot = Snapshot(named_tensors(state))
 
     def save(self, mesh: Mesh, state: StateDict | None, final: bool = False) -> None:
-        """Save rank 0's `state`; with `final` return only when it is on disk. (all ranks)
+        """Save rank 0's `state`, or every rank's part of it; with `final` return only when it is on disk. (all ranks)
 
-        Raises CheckpointError on all ranks when a final checkpoint failed, or the third one in a row.
+        Ranks other than 0 give a state if it is sharded, else None. Raises CheckpointError on all ranks when a final
+        checkpoint failed, or the third one in a row.
         """
-        problem = self._save(state, final) if state else ""
+        if state and state.pieces is not None:
+            problem = self._save_parts(mesh, state, final)
+        else:
+            problem = self._save(state, final) if state else ""
         if problem := mesh.broadcast(problem):  # (all ranks) wait in the group with the long timeout
             raise CheckpointError(problem)
+
+    def _save_parts(self, mesh: Mesh, state: StateDict, final: bool) -> str:
+        """Save a sharded state, or start to; return on rank 0 why the run cannot continue. (all ranks)"""
+        step, first = state.meta["step"], mesh.rank == 0
+        self._in_parts, self._is_part = True, not first
+        self._settle_parts(mesh)
+        sizes = mesh.gather(sum(tensor.nbytes for tensor in named_tensors(state).values()))
+        draft = self._begin(step, sum(sizes or ()), final) if first else None
+        temp = mesh.broadcast(str(draft.temp) if draft else "")  # (all ranks) they need it to write their parts
+        if not temp:
+            return self._fatal
+        job = partial(self._write_parts, draft, Path(temp), mesh.rank, mesh.world_size)
+        if final or not self._beside:
+            if not first:
+                job(state)
+            self._hear_of_parts(mesh)
+            if first:
+                job(state)
+                self._take_note(step, final)
+            return self._fatal
+        try:
+            copy = self._copy(state)
+        except CheckpointError as error:  # this rank's part does not come; the next checkpoint tells rank 0
+            self._outcome = error
+            if first:
+                assert draft
+                draft.discard()
+                self._take_note(step, final)
+            return self._fatal
+        self._step, self._thread = step, threading.Thread(target=job, args=(copy,), daemon=True)
+        self._thread.start()
+        return ""
+
+    def _settle_parts(self, mesh: Mesh) -> None:
+        """Wait for the write in progress on every rank. (all ranks) Rank 0 learns first which part will not come."""
+        if mesh.rank:
+            self._settle()
+        self._hear_of_parts(mesh)
+        if mesh.rank == 0:
+            self._settle()
+
+    def _hear_of_parts(self, mesh: Mesh) -> None:
+        """Tell rank 0 which parts were not written. (all ranks)"""
+        failed = self._outcome if mesh.rank and isinstance(self._outcome, Exception) else None
+        told = mesh.gather(f"rank {mesh.rank}: {failed}" if failed else "")
+        if mesh.rank:
+            self._outcome = 0.0
+        self._no_part = next(filter(None, told or ()), "")
+
+    def _begin(self, step: int, need: int, final: bool) -> checkpoint.Draft | None:
+        """Make the folder for the parts, of `need` bytes; None where nothing is to be saved. (rank 0 only)"""
+        if step == self.committed or (self._fatal and not final):
+            return None
+        self._no_part = ""
+        try:
+            draft = checkpoint.Draft(self._spec.checkpoints, step, str(self._spec.attempt), self._fence)
+            with draft.errors():
+                draft.begin(need)
+            return draft
+        except CheckpointError as error:
+            self._outcome = error
+            self._take_note(step, final)
+            return None
+
+    def _write_parts(
+        self, draft: checkpoint.Draft | None, temp: Path, rank: int, writers: int, state: StateDict
+    ) -> None:
+        """Write this rank's part, on rank 0 also commit, and store the outcome. Also runs in the thread."""
+        start, keep = time.perf_counter(), self._spec.config.keep_checkpoints
+        try:
+            if draft:
+                checkpoint.save_shared(draft, state, writers, keep, self._require_parts)
+            else:
+                parts.write(temp, rank, state)
+            self._outcome = time.perf_counter() - start
+        except Exception as error:  # raised again, or counted, in the training thread
+            self._outcome = error
+
+    def _require_parts(self) -> None:
+        """Raise CheckpointError when a part that rank 0 waits for will not come."""
+        if self._no_part:
+            raise CheckpointError(f"not all parts of the checkpoint were written ({self._no_part})")
 
     def _save(self, state: StateDict, final: bool) -> str:
         """Save, or start to; return why the run cannot continue, empty if it can. (rank 0 only)"""
         step = state.meta["step"]
         self._settle()
+        self._is_part = False  # after the group has shrunk to one rank
         if step == self.committed:
             return ""
         if self._fatal and not final:
@@ -114,7 +210,8 @@ class CheckpointWriter:
             seconds = time.perf_counter() - start
             log.warning("waited %.3f s for the checkpoint of step %d, still being written", seconds, self._step)
         self._thread = None
-        self._take_note(self._step)
+        if not self._is_part:
+            self._take_note(self._step)
 
     @property
     def busy(self) -> bool:
@@ -146,6 +243,7 @@ class CheckpointWriter:
             self.committed, self._failures, self._fatal = step, 0, ""
             self._news["time/checkpoint_write_s"] = outcome
             log.info("checkpoint of step %d is on disk, written in %.3f s", step, outcome)
+            self._saved(step)
             return
         if not isinstance(outcome, CheckpointError):
             raise outcome
@@ -169,14 +267,18 @@ class CheckpointWriter:
         news, self._news = self._news, {}
         return news
 
-    def forget(self) -> None:
-        """Finish the write in progress. Steps will be repeated with other data, and saved again."""
-        self._settle()
+    def forget(self, mesh: Mesh) -> None:
+        """Finish the write in progress. (all ranks) Steps will be repeated with other data, and saved again."""
+        if self._in_parts:
+            self._settle_parts(mesh)
+        else:
+            self._settle()
         self.committed = -1
 
     def hold(self) -> None:
         """Hold commits back: the group broke, and the run's next attempt may have begun."""
         self._may_commit.clear()
+        self._no_part = "the group of ranks broke"
 
     def go_on(self, spec: RunSpec, rank: int) -> None:
         """Allow commits again, as `rank` of the new attempt."""
@@ -189,6 +291,8 @@ class CheckpointWriter:
         """Wait for the write in progress. Its outcome is only logged."""
         self._may_commit.set()
         if self._thread:
+            self._thread.join(CLOSE_S)
+            self._no_part = "the run ended"
             self._thread.join()
             log.info("checkpoint of step %d, when the run ended: %s", self._step, self._outcome)
             self._thread = None

@@ -24,34 +24,35 @@ class FetchFailed(Exception):
         self.got = got  # sha256 of what arrived
 
 
-def fetch(url: str, tries: int, total_s: float) -> bytes:
+def fetch(url: str, tries: int, total_s: float, most_bytes: int = 0) -> bytes:
     """Read an http(s):// or file:// URL, or a bare path; retry after a transient error.
 
-    One try takes at most `total_s` seconds. Raises FetchFailed.
+    One try takes at most `total_s` seconds, and `most_bytes` (0: MAX_BYTES). Raises FetchFailed.
     """
+    most_bytes = most_bytes or MAX_BYTES
     url = url if "://" in url else Path(url).expanduser().absolute().as_uri()
     if not url.startswith(("http://", "https://", "file://")):
         raise FetchFailed("not an http(s):// or file:// URL")
     tries = 1 if url.startswith("file://") else tries
     for pause_s in BACKOFF_S[: tries - 1]:
         try:
-            return _try(url, total_s)
+            return _try(url, total_s, most_bytes)
         except FetchFailed as error:
             if not error.transient:
                 raise
         time.sleep(pause_s)
-    return _try(url, total_s)
+    return _try(url, total_s, most_bytes)
 
 
-def _try(url: str, total_s: float) -> bytes:
+def _try(url: str, total_s: float, most_bytes: int) -> bytes:
     done: list[bytes | FetchFailed] = []
 
     def read() -> None:
         try:
             # A new opener, because urlopen's global one keeps the proxies of its first call.
             with build_opener().open(url, timeout=min(TRY_S, total_s)) as response:
-                body = response.read(MAX_BYTES + 1)
-                short = getattr(response, "length", 0) if len(body) <= MAX_BYTES else 0  # read(n) takes less
+                body = response.read(most_bytes + 1)
+                short = getattr(response, "length", 0) if len(body) <= most_bytes else 0  # read(n) takes less
                 done.append(_explain(IncompleteRead(body, short)) if short else body)
         except Exception as error:
             done.append(_explain(error))
@@ -62,8 +63,8 @@ def _try(url: str, total_s: float) -> bytes:
     result = done[0] if done else FetchFailed(f"no answer within {total_s:g} s", transient=True)
     if isinstance(result, FetchFailed):
         raise result
-    if len(result) > MAX_BYTES:
-        raise FetchFailed(f"more than {MAX_BYTES >> 20} MiB, which is no text of ours")
+    if len(result) > most_bytes:
+        raise FetchFailed(f"more than {most_bytes >> 20} MiB, which is no file of ours")
     return result
 
 

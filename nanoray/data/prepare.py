@@ -1,4 +1,7 @@
-"""Prepare token datasets: turn a text into train.bin, val.bin and meta.json. data/tokens.py reads batches from them."""
+"""Prepare datasets: turn a text into train.bin, val.bin and meta.json. data/tokens.py reads batches from them.
+
+Images come from data/cifar10.py, in the same files; data/images.py reads batches from them.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,17 @@ import os
 import re
 import sys
 import sysconfig
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from nanoray.atomic import replace_bytes
 from nanoray.config import Config
-from nanoray.data import download
+from nanoray.data import cifar10, download
+from nanoray.data.dataset import DatasetInfo as DatasetInfo
+from nanoray.data.dataset import absolute, own_data, write
+from nanoray.data.dataset import cache_dir as cache_dir
 from nanoray.data.download import FetchFailed, fetch
 from nanoray.data.tokenizer import Tokenizer as Tokenizer
 from nanoray.data.tokenizer import tokenizer_from_json
@@ -38,40 +43,16 @@ _STDLIB_SKIP = {  # third-party code, tests, and tables (encodings, pydoc_data)
 }
 
 
-@dataclass(frozen=True)
-class DatasetInfo:
-    """A prepared dataset: enough to open it, to decode its tokens, and to notice that it changed."""
-
-    name: str  # shakespeare | stdlib | the file's stem or the folder's name
-    note: str  # one line for the log: where the text came from and, for a fallback, why
-    path: Path  # the folder with train.bin, val.bin and meta.json
-    dtype: str  # uint16 | uint32
-    vocab_size: int
-    train_tokens: int
-    val_tokens: int
-    sha256: str  # of the source text; empty for a folder that does not say
-    tokens_sha256: str  # of train.bin followed by val.bin
-    tokenizer: dict[str, Any]  # for tokenizer_from_json
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON types."""
-        return asdict(self) | {"path": str(self.path)}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> DatasetInfo:
-        """Read `to_dict` back. Raises DataError when a key is missing, unknown, or of the wrong type."""
-        try:
-            return cls(**(values | {"path": Path(values["path"])}))
-        except (KeyError, TypeError) as error:
-            raise DataError(f"not the record of a dataset: {error}; prepare the dataset again") from None
-
-
 def prepare(config: Config) -> DatasetInfo:
-    """Find or make the token files of `config.dataset`. (driver or rank 0 only; the other ranks get the result)
+    """Find or make the files of `config.dataset`. (driver or rank 0 only; the other ranks get the result)
 
     Raises DataError when there is no such dataset, or when a split is shorter than one window of block_size + 1 tokens.
     """
-    path = _absolute(config.dataset)
+    if config.model == "resnet":
+        return cifar10.prepare(config)
+    if config.model == "own":
+        return own_data()
+    path = absolute(config.dataset)
     if config.dataset == "auto":
         info = _tokenize(_shakespeare_or_stdlib(config), config)
     elif config.dataset == "shakespeare":
@@ -92,15 +73,6 @@ def prepare(config: Config) -> DatasetInfo:
                 f"use a longer text{lower}"
             )
     return info
-
-
-def cache_dir(config: Config) -> Path:
-    """Return the folder of downloads and tokens: data_dir, else $XDG_CACHE_HOME/nanoray, else ~/.cache/nanoray."""
-    folder = config.data_dir or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "nanoray")
-    path = _absolute(folder)
-    if folder.startswith("~/") and os.path.expanduser(folder) == folder:
-        raise DataError(f"no home folder for the cache {folder}; name a writable folder with --data_dir")
-    return path
 
 
 # ---- sources of text ------------------------------------------------------------------------------------------------
@@ -155,7 +127,7 @@ def _get_shakespeare(config: Config, tries: int, total_s: float) -> _Source:
     )
     if source.sha256 != SHAKESPEARE_SHA256:
         raise FetchFailed(f"these {len(source.data)} bytes are another text", got=source.sha256)
-    _write(cached, source.data)
+    write(cached, source.data)
     return source
 
 
@@ -237,9 +209,9 @@ def _tokenize(source: _Source, config: Config) -> DatasetInfo:
     )
     # Two processes that race write the same bytes, so replacing file by file never mixes two datasets. meta.json comes
     # last: a folder that has it is complete.
-    _write(folder / "train.bin", train.tobytes())
-    _write(folder / "val.bin", val.tobytes())
-    _write(folder / "meta.json", json.dumps(info.to_dict(), indent=2).encode())
+    write(folder / "train.bin", train.tobytes())
+    write(folder / "val.bin", val.tobytes())
+    write(folder / "meta.json", json.dumps(info.to_dict(), indent=2).encode())
     verify(folder, info.tokens_sha256)
     return info
 
@@ -344,16 +316,3 @@ def _scan(file: Path, dtype: str, vocab_size: int, digest: hashlib._Hash) -> int
                 )
             count += len(ids)
     return count
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write a file of the cache whole or not at all. Raises DataError when it cannot."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_bytes(path, data)
-    except OSError as error:
-        raise DataError(f"cannot write {path}: {error.strerror}; name a writable folder with --data_dir") from None
-
-
-def _absolute(path: str) -> Path:
-    return Path(os.path.abspath(os.path.expanduser(path)))

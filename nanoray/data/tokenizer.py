@@ -14,6 +14,7 @@ import numpy as np
 from nanoray.errors import DataError
 
 GPT2_VOCAB_SIZE = 50257
+VOCAB = {"auto": 65, "char": 65, "byte": 256, "gpt2": GPT2_VOCAB_SIZE}  # without a text: Shakespeare has 65 characters
 UNKNOWN = "\ufffd"
 
 

@@ -9,15 +9,16 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from nanoray.config import Batch
-from nanoray.data.prepare import DatasetInfo
+from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import DataError
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's step: 2**64 / the golden ratio, made odd
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's step: 2**64 / the golden ratio, made odd
 
 
 class TokenData:
@@ -26,11 +27,12 @@ class TokenData:
     def __init__(self, info: DatasetInfo, block_size: int, seed: int, device: torch.device | None = None) -> None:
         """Open `info`. Raises DataError when the sizes of its files are not those that `prepare` recorded."""
         counts = {"train": info.train_tokens, "val": info.val_tokens}
-        self._files = {split: _open(info, f"{split}.bin", tokens) for split, tokens in counts.items()}
+        size = np.dtype(info.dtype).itemsize
+        self._files = {split: open_mapped(info, split, tokens * size) for split, tokens in counts.items()}
         assert min(counts.values()) > block_size, "prepare refuses this"
         self.block_size = block_size
         self.device = device
-        self._key = _mix(np.array([seed], np.uint64))  # (1,): numpy warns of overflow in scalars, not in arrays
+        self._key = mix(np.array([seed], np.uint64))  # (1,): numpy warns of overflow in scalars, not in arrays
 
     def offsets(self, first_sample: int, count: int) -> np.ndarray:
         """Return where samples first_sample ... first_sample + count - 1 start in train.bin, (count,) int64.
@@ -39,8 +41,8 @@ class TokenData:
         hash of the seed. There is no state: any rank can compute any sample. The bias of `%` is below 2**-24.
         """
         index = np.arange(first_sample, first_sample + count, dtype=np.uint64)
-        windows = np.uint64(len(self._files["train"].tokens) - self.block_size)
-        return (_mix(self._key + (index + np.uint64(1)) * _GOLDEN) % windows).astype(np.int64)
+        windows = np.uint64(len(self._files["train"].numbers) - self.block_size)
+        return (mix(self._key + (index + np.uint64(1)) * GOLDEN) % windows).astype(np.int64)
 
     def train_batch(self, first_sample: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return inputs and targets of `count` samples, both (B, T) int64 on the device."""
@@ -51,9 +53,9 @@ class TokenData:
 
         The ranks split these windows, so the validation loss is the same at any world size.
         """
-        room = len(self._files["val"].tokens) - self.block_size - 1  # the last possible start
+        room = len(self._files["val"].numbers) - self.block_size - 1  # the last possible start
         count = min(limit, room // self.block_size + 1)
-        return np.arange(count, dtype=np.int64) * room // max(1, count - 1)
+        return evenly_spaced(room, count)
 
     def val_batch(self, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Return inputs and targets at `starts`, both (B, T) int64 on the device."""
@@ -62,12 +64,30 @@ class TokenData:
     def _batch(self, split: str, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         file, window = self._files[split], np.arange(self.block_size + 1)
         file.require_whole()
-        tokens = torch.from_numpy(file.tokens[starts[:, None] + window].astype(np.int64))  # (B, T + 1)
+        tokens = torch.from_numpy(file.numbers[starts[:, None] + window].astype(np.int64))  # (B, T + 1)
         if self.device is not None and self.device.type == "cuda":
             tokens = tokens.pin_memory().to(self.device, non_blocking=True)  # pageable memory would block the copy
         elif self.device is not None:
             tokens = tokens.to(self.device)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def evenly_spaced(last: int, count: int) -> np.ndarray:
+    """Return `count` numbers from 0 to `last`, (count,) int64."""
+    return np.arange(count, dtype=np.int64) * last // max(1, count - 1)
+
+
+class Samples(Protocol):
+    """A dataset as the loop sees it: batches of inputs and targets, on the device."""
+
+    def train_batch(self, first_sample: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return inputs and targets (B, ...) of `count` samples; sample i depends on the seed and i only."""
+
+    def val_windows(self, limit: int) -> np.ndarray:
+        """Return what names at most `limit` samples of the validation split, the same ones at every world size."""
+
+    def val_batch(self, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return inputs and targets (B, ...) of some of what `val_windows` returned."""
 
 
 class MicroBatches:
@@ -77,8 +97,9 @@ class MicroBatches:
     samples from (m * dp + r) * micro_batch_size on. The cursor is the caller's: asking for another one is a seek.
     """
 
-    def __init__(self, data: TokenData, batch: Batch, rank: int) -> None:
-        self.data, self.batch, self._rank = data, batch, rank
+    def __init__(self, data: Samples, batch: Batch, rank: int) -> None:
+        """`rank` is the one among the data ranks, of which `batch` has dp."""
+        self.data, self.batch, self.rank = data, batch, rank
         self._ahead: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.seconds = 0.0  # of host time spent on reading, so far
 
@@ -99,23 +120,23 @@ class MicroBatches:
     def get(self, samples: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return one micro batch (B, T), targets too, of the step whose first sample is `samples`."""
         size, _, dp = self.batch
-        return self.data.train_batch(samples + (micro * dp + self._rank) * size, size)
+        return self.data.train_batch(samples + (micro * dp + self.rank) * size, size)
 
     def describe(self, samples: int, micro: int | None) -> str:
         """Write this rank's samples of a step, or of one of its micro batches, for a message."""
         size, accum, dp = self.batch
-        firsts = [samples + (m * dp + self._rank) * size for m in range(accum) if micro in (None, m)]
+        firsts = [samples + (m * dp + self.rank) * size for m in range(accum) if micro in (None, m)]
         return ", ".join(f"{first} to {first + size - 1}" for first in firsts)
 
 
-class _TokenFile:
-    """A memory-mapped file of tokens that is kept open. To read beyond the end of one that shrank would be a SIGBUS."""
+class MappedFile:
+    """A memory-mapped file that is kept open. To read beyond the end of one that shrank would be a SIGBUS."""
 
     def __init__(self, path: Path, dtype: str, size: int) -> None:
         self._path, self._size = path, size
         self._file = path.open("rb")
         self.require_whole()
-        self.tokens = np.asarray(np.memmap(self._file, dtype=dtype, mode="r"))  # numpy indexes a view faster
+        self.numbers = np.asarray(np.memmap(self._file, dtype=dtype, mode="r"))  # numpy indexes a view faster
 
     def require_whole(self) -> None:
         """Raise DataError when the file has not the size that was prepared."""
@@ -126,10 +147,11 @@ class _TokenFile:
             )
 
 
-def _open(info: DatasetInfo, file: str, tokens: int) -> _TokenFile:
-    path = info.path / file
+def open_mapped(info: DatasetInfo, split: str, size: int) -> MappedFile:
+    """Open the file of a split, which has `size` bytes. Raises DataError when it is not there, or has another size."""
+    path = info.path / f"{split}.bin"
     try:
-        return _TokenFile(path, info.dtype, tokens * np.dtype(info.dtype).itemsize)
+        return MappedFile(path, info.dtype, size)
     except OSError as error:
         raise DataError(
             f"dataset changed: cannot open {path}: {error.strerror}; prepare it again, and with several nodes keep "
@@ -137,7 +159,8 @@ def _open(info: DatasetInfo, file: str, tokens: int) -> _TokenFile:
         ) from None
 
 
-def _mix(z: np.ndarray) -> np.ndarray:
+def mix(z: np.ndarray) -> np.ndarray:
+    """Return SplitMix64's hash of each uint64 (Steele et al. 2014)."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))

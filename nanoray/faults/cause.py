@@ -10,12 +10,12 @@ fail at once.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nanoray.atomic import read_json_lines
 from nanoray.faults.plan import append_event
 
 # What can end a rank -> how close that is to the root cause (lower is closer).
@@ -24,6 +24,7 @@ CAUSES = {
     "killed": 0,  # a signal, or an exit without an exception
     "node_lost": 0,  # its node does not answer
     "hung": 0,  # alive, but all other ranks waited for it
+    "drained": 1,  # its node will be taken away, so it left: nobody's failure, and not charged to --max_failures
     "exception": 1,  # the program's own error
     "diverged": 1,  # the ranks' weights differ, and no majority agrees
     "refused": 1,  # NanorayError: another try would end the same way
@@ -151,10 +152,7 @@ def consequences_of(others: Sequence[Failure]) -> list[str]:
 
 def read_reports(folder: Path) -> list[dict[str, Any]]:
     """Return the events in a run's faults.jsonl, oldest first: reports (`fault`) and planned faults (`injected`)."""
-    path = folder / "faults.jsonl"
-    if not path.exists():
-        return []
-    events = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    events = read_json_lines(folder / "faults.jsonl")
     for event in events:
         if "echo" in event:  # the name of the field in older runs
             event["consequences"] = event.pop("echo")
@@ -244,7 +242,9 @@ def reason_to_give_up(cause: Failure, history: list[Failure], max_failures: int)
     """
     if not cause.retry:
         return "restarting cannot cure this"
-    repeats = 0
+    if cause.cause == "drained":
+        return ""
+    history, repeats = _charged(history), 0
     for earlier in reversed(history):
         if (earlier.signature, earlier.step, earlier.phase) != (cause.signature, cause.step, cause.phase):
             break
@@ -260,6 +260,7 @@ def reason_to_give_up(cause: Failure, history: list[Failure], max_failures: int)
 
 def without_progress(history: list[Failure]) -> int:
     """Return how many failures there were, up to the newest, without PROGRESS_STEPS completed steps between them."""
+    history = _charged(history)
     count = int(bool(history))
     for earlier, later in zip(reversed(history[:-1]), reversed(history), strict=False):
         if later.completed - earlier.completed >= PROGRESS_STEPS:
@@ -270,12 +271,16 @@ def without_progress(history: list[Failure]) -> int:
 
 def back_off_s(history: list[Failure]) -> float:
     """Return the pause before the next restart: 0 after progress, else 1, 2, 4, ... up to 30 seconds."""
-    stuck = 0
+    history, stuck = _charged(history), 0
     for earlier, later in zip(reversed(history[:-1]), reversed(history), strict=False):
         if later.completed > earlier.completed:
             break
         stuck += 1
     return min(30.0, 2.0 ** (stuck - 1)) if stuck else 0.0
+
+
+def _charged(history: list[Failure]) -> list[Failure]:
+    return [failure for failure in history if failure.cause != "drained"]
 
 
 _COLLECTIVE_SIGNS = (

@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-_ORDER = ("data", "forward", "backward", "optimizer", "log", "eval", "checkpoint", "done")  # within a step
+# Within a step. In a pipeline a rank computes forwards and backwards by turns, and is idle while it waits for another.
+_ORDER = ("data", "forward", "backward", "idle", "optimizer", "log", "eval", "checkpoint", "done")
 _PATIENT = 10.0  # factor on the timeout while one rank may write files, or all ranks compute
 _ALONE = ("data", "forward")  # in these phases no rank waits for another one
 _SLOW = 4.0  # factor on the longest forward so far: a backward takes twice as long

@@ -120,11 +120,13 @@ def _poison(gpt: nn.Module | None, times: int) -> None:
     block, left = _middle_block(gpt), [times]
     compiled, block._compiled_call_impl = block._compiled_call_impl, None  # compiled code would not see the hook
 
-    def hook(module: object, args: object, output: Tensor) -> Tensor:
+    def hook(module: object, args: object, output: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
         left[0] -= 1
         if not left[0]:
             handle.remove()
             block._compiled_call_impl = compiled
+        if isinstance(output, tuple):  # with experts, a block also tells of its routing
+            return output[0] * float("nan"), output[1]
         return output * float("nan")
 
     handle = block.register_forward_hook(hook)
@@ -132,16 +134,19 @@ def _poison(gpt: nn.Module | None, times: int) -> None:
 
 def _middle_block(gpt: nn.Module | None) -> Any:
     assert gpt is not None, "parse_plan wants a phase for such a fault"
-    blocks: Any = gpt.get_submodule("blocks")
-    return blocks[len(blocks) // 2]
+    blocks: Any = getattr(gpt, "blocks", None) or [*gpt.children()] or [gpt]
+    own = [block for block in blocks if any(True for _ in block.parameters())] or [gpt]  # a stage has some of them
+    return own[len(own) // 2]
 
 
 def _flip_bit(gpt: nn.Module | None, bit: int) -> None:
     """Flip one bit of one weight in the middle block."""
     import torch
 
-    weight = _middle_block(gpt).get_parameter("attn.proj.weight")
-    first = weight.data.view(-1).view(torch.int32)[:1]
+    named = dict(_middle_block(gpt).named_parameters())
+    weight = named["attn.proj.weight" if "attn.proj.weight" in named else "conv1.weight"].data
+    local = weight.to_local() if hasattr(weight, "to_local") else weight  # with fsdp this rank has some rows
+    first = local.view(-1).view(torch.int32)[:1]
     first.bitwise_xor_(torch.tensor(1 << bit if bit < 31 else -(1 << 31), dtype=torch.int32, device=first.device))
 
 

@@ -7,7 +7,7 @@ import struct
 import time
 from pathlib import Path
 
-PHASES = ("init", "data", "forward", "backward", "optimizer", "log", "eval", "checkpoint", "done", "regroup")
+PHASES = ("init", "data", "forward", "backward", "optimizer", "log", "eval", "checkpoint", "done", "regroup", "idle")
 
 
 class ProgressFile:

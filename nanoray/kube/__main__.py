@@ -2,7 +2,7 @@
 
 render   check the objects and write them to stdout, without a cluster
 submit   apply them, follow status and the driver's log until the job ends; exit with its result
-status   the job, its pods, and what keeps them from running
+status   the job, its step, loss and ETA, its pods, and what keeps them from running
 logs     the driver's log; --follow until the job ends
 stop     stop the job, which writes a checkpoint; --delete also removes its objects
 fetch    copy a run folder from the volume to this machine
@@ -20,8 +20,10 @@ from typing import Any
 
 from nanoray.cli import Loaded, run_command, run_subcommand
 from nanoray.config import Kube, make_config
-from nanoray.kube.cluster import TERMINAL, Api, Follower, KubeError, check_operator, ray_api, troubles
-from nanoray.kube.fetch import fetch
+from nanoray.errors import ConfigError
+from nanoray.kube.cluster import TERMINAL, Api, Follower, KubeError, attempts, check_operator, ray_api, troubles
+from nanoray.kube.fetch import fetch, progress_of
+from nanoray.kube.fit import compare
 from nanoray.kube.kustomize import to_yaml
 from nanoray.kube.render import job_name, render
 
@@ -63,7 +65,12 @@ def _kube_flags(command: str, argv: list[str]) -> tuple[dict[str, str], list[str
 
 
 def _with(loaded: Loaded, own: dict[str, str]) -> Loaded:
-    """Override the file's `kube:` by the flags of Kube."""
+    """Override the file's `kube:` by the flags of Kube. Raises ConfigError for flags that predict a run."""
+    if loaded.scale:
+        raise ConfigError(
+            f"world_size = {loaded.scale.world_size} would be ignored: `nanoray kube` predicts nothing; use "
+            "`python -m nanoray.launch --dry_run --world_size ...`"
+        )
     kube = make_config(loaded.config.model_dump() | {"kube": loaded.config.kube.model_dump() | own}).kube
     return replace(loaded, config=loaded.config.model_copy(update={"kube": kube}))
 
@@ -78,6 +85,7 @@ def _submit(loaded: Loaded, started: float) -> int:
     name, namespace = job_name(loaded.config.name), loaded.config.kube.namespace
     if loaded.dry_run:
         print("\n".join(f"would apply {o['kind']} {o['metadata']['name']}" for o in objects))
+        print("\n".join(compare(objects)))
         return 0
     api = Api()
     print(check_operator(api))
@@ -132,9 +140,16 @@ def _parser(command: str, text: str) -> argparse.ArgumentParser:
 def _status(argv: list[str]) -> int:
     args = _parser("status", "show a job, its pods, and what keeps them from running").parse_args(argv)
     api, name, status = _found(args)
-    print(f"job    {name} {status.get('jobDeploymentStatus', 'accepted')}/{status.get('jobStatus', '')}".rstrip("/"))
+    state = f"{status.get('jobDeploymentStatus', 'accepted')}/{status.get('jobStatus', '')}".rstrip("/")
+    print(f"job    {name} {state}" + (f", attempt {attempts(status)}" if attempts(status) > 1 else ""))
     if status.get("message"):
         print(f"       {status['message']}")
+    if status.get("jobId"):
+        try:
+            told = progress_of(api, args.namespace, _job(api, args.namespace, name))
+            print("run    " + " · ".join(f"{key} {value}" for key, value in told.items()))
+        except KubeError as error:
+            print(f"run    nothing known of its steps: {error}")
     cluster = status.get("rayClusterName", "")
     pods = api.get("Pod", args.namespace, selector=f"ray.io/cluster={cluster}")["items"] if cluster else []
     for pod in pods:
@@ -173,6 +188,7 @@ def _stop(argv: list[str]) -> int:
     if args.delete:
         _delete(api, args.namespace, "RayJob", name)
         _delete(api, args.namespace, "ConfigMap", f"{name}-config")
+        _delete(api, args.namespace, "PodDisruptionBudget", name)
         print(f"job    {name} deleted; its runs and checkpoints are still on the volume")
     return 0
 

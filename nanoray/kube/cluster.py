@@ -13,6 +13,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,8 @@ INSTALL = (
     "helm repo add kuberay https://ray-project.github.io/kuberay-helm/ && helm install kuberay-operator "
     f"kuberay/kuberay-operator --version {KUBERAY} --namespace kuberay-system --create-namespace"
 )
+# Helm labels the operator kuberay-operator, the kustomize installation kuberay.
+OPERATOR = "app.kubernetes.io/name in (kuberay-operator,kuberay)"
 MANAGER = "nanoray"  # field manager of server-side apply
 # kind -> (path of its API, plural, lives in a namespace)
 KINDS = {
@@ -141,6 +144,12 @@ class Api:
         except ApiError as error:
             raise KubeError(_refusal(thing["kind"], name, namespace, error)) from None
 
+    def annotate(self, kind: str, namespace: str, name: str, values: dict[str, str]) -> None:
+        """Set annotations of an object and leave all else as it is. Raises ApiError."""
+        patch = {"metadata": {"annotations": values}}
+        kind_of_patch = {"Content-Type": "application/merge-patch+json"}
+        self.call("PATCH", path_of(kind, namespace, name), patch, (("fieldManager", MANAGER),), kind_of_patch)
+
     def run_in(self, pod: str, namespace: str, command: list[str]) -> str:
         """Run a command in a pod and return its standard output. Raises KubeError with its error output."""
         from kubernetes import client, stream
@@ -206,7 +215,7 @@ def check_operator(api: Api) -> str:
         if error.status == 404:
             raise KubeError(f"KubeRay is not installed in this cluster; {INSTALL}") from None
     try:
-        query = (("labelSelector", "app.kubernetes.io/name=kuberay-operator"),)
+        query = (("labelSelector", OPERATOR),)
         found = api.call("GET", "/apis/apps/v1/deployments", query=query)["items"]
     except ApiError as error:
         return f"kuberay: version unknown ({error.message})"
@@ -270,10 +279,14 @@ class Follower:
     say: Callable[[str], None] = print
     poll_s: float = 2.0
     start_timeout_s: float = 900.0
+    annotate_s: float = 30.0
     silence_s: float = 300.0  # give up following (not the job) when the API server is away for longer
     _seen: set[str] = field(default_factory=set)
-    _log_end: int = 0
+    _attempt: int = 0  # counts Ray jobs, from 1
+    _job: tuple[str, str] = ("", "")  # RayCluster and Ray job of this attempt
+    _shown: str = ""  # what of this attempt's log was printed
     _broken_log: bool = False
+    _annotated_at: float = float("-inf")
 
     def run(self) -> Object:
         """Return the RayJob's status once it is terminal. Raises KubeError when it cannot start, or was deleted."""
@@ -282,15 +295,19 @@ class Follower:
             status = self._status()
             state = "/".join(filter(None, (status.get("jobDeploymentStatus"), status.get("jobStatus")))) or "accepted"
             if status.get("jobId"):
+                if (status.get("rayClusterName", ""), status["jobId"]) != self._job:
+                    self._begin_attempt(status)
                 for line in self.new_log(status):
                     self.say(line)
             if state != last:
-                self.say(f"job    {state} after {time.monotonic() - began:.0f} s")
+                why = f": {_short(status.get('message', ''))}" if state.startswith("Retrying") else ""
+                self.say(f"job    {state} after {time.monotonic() - began:.0f} s{why}")
                 last = state
             started = started or status.get("jobStatus") in ("RUNNING", "SUCCEEDED", "FAILED", "STOPPED")
             if status.get("jobDeploymentStatus") in TERMINAL:
                 return status
             self._pods(status, started, time.monotonic() - began)
+            self._annotate(status)
             time.sleep(self.poll_s)
 
     def _status(self) -> Object:
@@ -332,6 +349,22 @@ class Follower:
                 f"the job cannot start: {reason}. Its objects are still there: nanoray kube stop {self.name} --delete"
             )
 
+    def _annotate(self, status: Object) -> None:
+        """Copy the run's progress to annotations of the RayJob; the operator does not, and pods have no token."""
+        if status.get("jobStatus") != "RUNNING" or time.monotonic() - self._annotated_at < self.annotate_s:
+            return
+        self._annotated_at = time.monotonic()
+        with suppress(KubeError, AttributeError):
+            if told := told_by_job(self.api, self.namespace, status):
+                values = {f"nanoray/{key}": value for key, value in told.items()}
+                self.api.annotate("RayJob", self.namespace, self.name, values)
+
+    def _begin_attempt(self, status: Object) -> None:
+        """Name the Ray job that runs from now on; its log is read from the beginning."""
+        self._attempt, self._shown = max(self._attempt + 1, attempts(status)), ""
+        self._job = cluster, job = status.get("rayClusterName", ""), status["jobId"]
+        self.say(f"try    {self._attempt}: Ray job {job} on RayCluster {cluster}")
+
     def new_log(self, status: Object) -> Iterator[str]:
         """Yield the new lines of the driver's log. After a failed request the next call reads them."""
         try:
@@ -343,8 +376,23 @@ class Follower:
             return
         self._broken_log = False
         whole = text if status.get("jobDeploymentStatus") in TERMINAL else text[: text.rfind("\n") + 1]
-        fresh, self._log_end = whole[self._log_end :], max(len(whole), self._log_end)
+        if whole and not whole.startswith(self._shown):  # the head was replaced, and the operator resubmitted the job
+            self._begin_attempt(status)
+        fresh = whole[len(self._shown) :]
+        self._shown += fresh
         yield from fresh.splitlines()
+
+
+def attempts(status: Object) -> int:
+    """Return which attempt a RayJob is at: the operator counts the failed ones, each on a cluster of its own."""
+    ended = status.get("jobDeploymentStatus") in ("Failed", "Retrying")
+    return max(1, int(status.get("failed") or 0) + (not ended))
+
+
+def told_by_job(api: Api, namespace: str, status: Object) -> dict[str, str]:
+    """Return what a RayJob's driver last told of its run: state, folder, step, loss, eta. Raises ApiError."""
+    metadata = ray_api(api, namespace, status, f"/api/jobs/{status['jobId']}").get("metadata") or {}
+    return {key.removeprefix("nanoray_"): value for key, value in metadata.items() if key.startswith("nanoray_")}
 
 
 def ray_api(api: Api, namespace: str, status: Object, path: str, method: str = "GET", body: Any = None) -> Any:

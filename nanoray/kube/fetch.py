@@ -1,4 +1,4 @@
-"""Copy a run folder from the cluster's volume, by running `tar` in TensorBoard's pod through the API server.
+"""Read runs on the cluster's volume, by running `tar` and `tail` in TensorBoard's pod through the API server.
 
 That pod lives as long as the volume and mounts it read-only.
 """
@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import os
 import re
 import shutil
 import tarfile
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from nanoray.errors import ConfigError
-from nanoray.kube.cluster import Api, KubeError
+from nanoray.kube.cluster import Api, KubeError, told_by_job
+from nanoray.kube.kustomize import Object
+from nanoray.train.observers import progress
 
 SELECTOR = "app.kubernetes.io/name=nanoray-tensorboard"
 
@@ -27,12 +31,9 @@ def fetch(api: Api, namespace: str, name: str, run: str, out_dir: str) -> Path:
     """
     if "/" in run or run.startswith("."):
         raise ConfigError(f"run = {run!r} is no folder's name; take one that `nanoray kube fetch {name}` lists")
-    pods = api.get("Pod", namespace, selector=SELECTOR)["items"]
-    ready = [p["metadata"]["name"] for p in pods if p.get("status", {}).get("phase") == "Running"]
-    if not ready:
-        raise KubeError(f"no TensorBoard pod runs in {namespace}, and files are read through it; see kubectl get pods")
+    pod = _reader(api, namespace)
     find = ["find", "/data/runs", "-mindepth", "2", "-maxdepth", "2", "-type", "d", "-printf", "%P\\n"]
-    runs = sorted(api.run_in(ready[0], namespace, find).split(), key=lambda r: r.partition("/")[2])
+    runs = sorted(api.run_in(pod, namespace, find).split(), key=lambda r: r.partition("/")[2])
     own = [
         r for r in runs if r.endswith(f"/{run}") or (not run and re.match(rf"{re.escape(name)}(-\d{{8}}-\d{{6}})?/", r))
     ]
@@ -42,9 +43,7 @@ def fetch(api: Api, namespace: str, name: str, run: str, out_dir: str) -> Path:
     target = Path(out_dir).expanduser() / newest
     if target.exists():
         raise KubeError(f"{target} is there already; move it away, or give --out_dir another")
-    packed = api.run_in(
-        ready[0], namespace, ["sh", "-c", 'tar -czf - -C "/data/runs/$0" "$1" | base64', folder, newest]
-    )
+    packed = api.run_in(pod, namespace, ["sh", "-c", 'tar -czf - -C "/data/runs/$0" "$1" | base64', folder, newest])
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=".fetch-", dir=target.parent))
     try:
@@ -56,3 +55,34 @@ def fetch(api: Api, namespace: str, name: str, run: str, out_dir: str) -> Path:
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return target
+
+
+def _reader(api: Api, namespace: str) -> str:
+    """Return the name of a pod that runs and mounts the volume. Raises KubeError."""
+    pods = api.get("Pod", namespace, selector=SELECTOR)["items"]
+    ready = [p["metadata"]["name"] for p in pods if p.get("status", {}).get("phase") == "Running"]
+    if not ready:
+        raise KubeError(f"no TensorBoard pod runs in {namespace}, and files are read through it; see kubectl get pods")
+    return str(ready[0])
+
+
+_NEWEST = """cd "$0" && run=$(ls -1 | sort | tail -n 1) && printf '%s\\n' "$run" &&
+tail -n 1 "$run/metrics.jsonl" && cat "$run/config.json\""""
+
+
+def progress_of(api: Api, namespace: str, job: Object) -> dict[str, str]:
+    """Return how far a RayJob's run is: from its Ray job while it runs, else from the volume. Raises KubeError."""
+    status = job.get("status", {})
+    if status.get("jobStatus") == "RUNNING":
+        with suppress(KubeError, AttributeError):
+            if told := told_by_job(api, namespace, status):
+                return told
+    out_dir = job.get("spec", {}).get("entrypoint", "").partition("--out_dir ")[2].partition(" ")[0].strip()
+    if not out_dir:
+        raise KubeError("the job's entrypoint names no --out_dir")
+    found = api.run_in(_reader(api, namespace), namespace, ["sh", "-c", _NEWEST, out_dir]).split("\n", 2)
+    try:
+        (run, line, config) = found
+        return {"folder": f"{out_dir}/{run}"} | progress(json.loads(line), json.loads(config)["max_steps"])
+    except (ValueError, KeyError):
+        raise KubeError(f"{out_dir} has no run with a record yet") from None

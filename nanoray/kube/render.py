@@ -17,7 +17,7 @@ import yaml
 from nanoray.config import Config, Kube
 from nanoray.errors import ConfigError
 from nanoray.kube.kustomize import Object, build, containers
-from nanoray.kube.rules import NAME_LIMIT, groups, problems
+from nanoray.kube.rules import NAME_LIMIT, groups, problems, quantity, templates
 
 _INSTALLED = Path(__file__).resolve().with_name("manifests")  # where a wheel puts the checkout's kuberay/
 KUBE_DIR = _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[2] / "kuberay"
@@ -49,10 +49,13 @@ def render(config: Config, timestamp: str) -> list[Object]:
     job = next(thing for thing in objects if thing["kind"] == "RayJob")
     name = job_name(config.name)
     _shape(job, config, int(ranks))
+    _protect(objects, job, name)
     _storage(objects, kube)
     objects.insert(1, _config_map(config, name))
     job["metadata"]["name"] = name
     job["spec"]["entrypoint"] = entrypoint(int(ranks), config.device, _folder(config, f"{name}-{timestamp}"))
+    if job["spec"]["rayClusterSpec"].get("gcsFaultToleranceOptions"):  # a new head takes a minute
+        job["spec"]["entrypoint"] += f" --head_timeout_s {max(300.0, config.head_timeout_s):g}"
     job["spec"]["ttlSecondsAfterFinished"] = kube.ttl_s
     if not job["spec"].get("suspend"):
         job["spec"]["backoffLimit"] = kube.retries
@@ -113,29 +116,36 @@ def _config_map(config: Config, name: str) -> Object:
 def _shape(job: Object, config: Config, ranks: int) -> None:
     """Set the number of worker pods and their resources, and mount the configuration in all pods."""
     kube, spec = config.kube, job["spec"]["rayClusterSpec"]
-    (workers,) = spec["workerGroupSpecs"]
-    pods = math.ceil(ranks / kube.ranks_per_pod)
-    if ranks % kube.ranks_per_pod:
+    workers = spec["workerGroupSpecs"][0]
+    params = dict(workers["rayStartParams"])
+    of_overlay = int(params.get("num-gpus") or params["num-cpus"])  # ranks of its pods
+    per_pod = kube.ranks_per_pod or of_overlay
+    pods = math.ceil(ranks / per_pod)
+    if ranks % per_pod:
         raise ConfigError(
-            f"workers = {ranks} is no multiple of ranks_per_pod = {kube.ranks_per_pod}: pods of a group are alike; "
-            f"use --workers {pods * kube.ranks_per_pod}"
+            f"workers = {ranks} is no multiple of ranks_per_pod = {per_pod}: pods of a group are alike; "
+            f"use --workers {pods * per_pod}"
         )
     workers |= {"replicas": pods, "minReplicas": pods, "maxReplicas": pods}
     container = workers["template"]["spec"]["containers"][0]
-    of_overlay = container["resources"]["limits"]
-    limits = {k: v for k, v in of_overlay.items() if k.startswith("rdma/")}
-    limits |= {"cpu": f"{kube.cpus:g}", "memory": f"{kube.memory_gib:g}Gi"}
-    params = {k: v for k, v in workers["rayStartParams"].items() if k not in ("num-cpus", "num-gpus")}
-    params["num-cpus"] = f"{math.floor(kube.cpus)}"
+    given, larger = container["resources"]["limits"], max(1.0, per_pod / of_overlay)
+    cpus = kube.cpus or quantity(given["cpu"]) * larger
+    memory = kube.memory_gib or quantity(given["memory"]) / 2**30 * larger
+    limits = {k: v for k, v in given.items() if k.startswith("rdma/")}
+    limits |= {"cpu": f"{cpus:g}", "memory": f"{memory:g}Gi"}
+    params["num-cpus"] = str(max(math.floor(cpus), per_pod))  # what Ray counts with; ranks may share a CPU
     if config.device != "cpu":
-        devices = [k for k in of_overlay if k.startswith("nvidia.com/")]
-        limits[kube.gpu_resource or (devices or ["nvidia.com/gpu"])[0]] = str(kube.ranks_per_pod)
-        params["num-gpus"] = str(kube.ranks_per_pod)
+        devices = [k for k in given if k.startswith("nvidia.com/")]
+        limits[kube.gpu_resource or (devices or ["nvidia.com/gpu"])[0]] = str(per_pod)
+        params["num-gpus"] = str(per_pod)
+    else:
+        params.pop("num-gpus", None)
     container["resources"] = {"requests": dict(limits), "limits": dict(limits)}
     workers["rayStartParams"] = params
     for volume in workers["template"]["spec"]["volumes"]:
         if "emptyDir" in volume:
-            volume["emptyDir"]["sizeLimit"] = f"{kube.shm_gib:g}Gi"
+            shm = kube.shm_gib or quantity(volume["emptyDir"]["sizeLimit"]) / 2**30 * larger
+            volume["emptyDir"]["sizeLimit"] = f"{shm:g}Gi"
     for group in groups(spec):
         pod = group["template"]["spec"]
         pod["volumes"].append({"name": "config", "configMap": {"name": f"{job_name(config.name)}-config"}})
@@ -146,9 +156,24 @@ def _shape(job: Object, config: Config, ranks: int) -> None:
         container["image"] = kube.image or re.sub(r"(cpu|cuda)$", tag, container["image"])
 
 
+def _protect(objects: list[Object], job: Object, name: str) -> None:
+    """Give the job a disruption budget of its own, for exactly its pods: other jobs of the namespace have theirs."""
+    own = {"app.kubernetes.io/instance": name}
+    pods = 0
+    for template, count in templates(job):
+        template["metadata"]["labels"] |= own
+        pods += count
+    for thing in objects:
+        if thing["kind"] == "PodDisruptionBudget":
+            thing["metadata"]["name"] = name
+            thing["spec"]["minAvailable"] = pods
+            thing["spec"]["selector"]["matchLabels"] |= own
+
+
 def _storage(objects: list[Object], kube: Kube) -> None:
     """Set the claim's size and class; with a StorageClass of the cluster, drop our own volume."""
-    for thing in list(objects):
+    default_class = kube.storage == "hostpath" and not any(o["kind"] == "PersistentVolume" for o in objects)
+    for thing in [] if default_class else list(objects):  # overlay laptop: its claim stays as it is
         if thing["kind"] == "PersistentVolume" and kube.storage != "hostpath":
             objects.remove(thing)
         elif thing["kind"] == "PersistentVolume":

@@ -15,7 +15,7 @@ from typing import Any
 from nanoray.kube.kustomize import Object, containers
 
 NAME_LIMIT = {"RayCluster": 53, "RayJob": 47}  # the operator appends a suffix
-HEAD_MEMORY = 4 * 2**30
+HEAD_MEMORY = 1.5 * 2**30  # the head of overlay laptop, with its driver, held 0.9 GiB at its peak
 _UNITS = {"": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _UNITS |= {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 
@@ -84,7 +84,7 @@ def _cluster(spec: dict[str, Any]) -> Iterator[str]:
             if params.get("num-cpus") != "0":
                 yield f"head: num-cpus = {params.get('num-cpus')!r}; '0' keeps ranks away from the head"
             if quantity(limits["memory"]) < HEAD_MEMORY:
-                yield f"head: memory {limits['memory']}; the dashboard and the driver need 4Gi"
+                yield f"head: memory {limits['memory']}; the dashboard and the driver need 1536Mi, with long runs 4Gi"
         elif not group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]:
             yield f"{which}: replicas {group['replicas']} outside {group['minReplicas']}..{group['maxReplicas']}"
 
@@ -113,11 +113,16 @@ def _job(spec: dict[str, Any]) -> Iterator[str]:
         yield "a replaced pod takes longer than nanoray waits by default; add --placement_timeout_s 300"
 
 
-def _pods(thing: Object) -> Iterator[dict[str, Any]]:
+def templates(thing: Object) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield the pod templates of an object, each with the number of its pods."""
     if spec := cluster_spec(thing):
-        yield from (group["template"]["spec"] for group in groups(spec))
+        yield from ((group["template"], group.get("replicas", 1)) for group in groups(spec))
     elif thing["kind"] in ("Job", "Deployment", "StatefulSet"):
-        yield thing["spec"]["template"]["spec"]
+        yield thing["spec"]["template"], thing["spec"].get("replicas", 1)
+
+
+def _pods(thing: Object) -> Iterator[dict[str, Any]]:
+    yield from (template["spec"] for template, _ in templates(thing))
 
 
 def _policy(thing: Object) -> Iterator[str]:
@@ -165,7 +170,7 @@ def _container(container: Object, pod: Object) -> Iterator[str]:
 def _references(objects: list[Object]) -> Iterator[str]:
     """Yield accounts, claims and ConfigMaps that a pod names but that are missing, and selectors without a match."""
     there = {(thing["kind"], thing["metadata"]["name"]) for thing in objects}
-    labels: list[dict[str, str]] = []
+    labels: list[tuple[dict[str, str], int]] = []  # of each pod template, with the number of its pods
     for thing in objects:
         for pod in _pods(thing):
             wanted = {("ServiceAccount", pod.get("serviceAccountName", "default"))}
@@ -179,14 +184,17 @@ def _references(objects: list[Object]) -> Iterator[str]:
                 wanted |= {("ConfigMap", ref["name"]) for ref in refs if not ref.get("optional")}
             for kind, name in sorted(wanted - there):
                 yield f"{thing['kind']} {thing['metadata']['name']}: names {kind} {name}, which is not there"
-        templates = [group["template"] for group in groups(spec)] if (spec := cluster_spec(thing)) else []
-        if thing["kind"] in ("Job", "Deployment", "StatefulSet"):
-            templates = [thing["spec"]["template"]]
-        labels += [template.get("metadata", {}).get("labels", {}) for template in templates]
+        labels += [(template.get("metadata", {}).get("labels", {}), count) for template, count in templates(thing)]
     for thing in objects:
         selector = thing.get("spec", {}).get("selector") or thing.get("spec", {}).get("podSelector")
         if thing["kind"] not in ("Service", "PodDisruptionBudget", "NetworkPolicy", "PodMonitor") or not selector:
             continue
-        match = selector.get("matchLabels", selector)
-        if not any(match.items() <= own.items() for own in labels):
-            yield f"{thing['kind']} {thing['metadata']['name']}: {match} selects no pod of these objects"
+        match, name = selector.get("matchLabels", selector), f"{thing['kind']} {thing['metadata']['name']}"
+        pods = sum(count for own, count in labels if match.items() <= own.items())
+        if not pods:
+            yield f"{name}: {match} selects no pod of these objects"
+        elif thing["kind"] == "PodDisruptionBudget" and thing["spec"].get("minAvailable") != pods:
+            yield (
+                f"{name}: minAvailable = {thing['spec'].get('minAvailable')} and {pods} pods; write {pods}: "
+                "RayClusters have no scale subresource, so only a number of pods keeps a drain from ending a rank"
+            )

@@ -1,0 +1,19 @@
+"""Train on Ray. The package is a function, too: `nanoray.launch(main, config)` trains a script's own model."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+class _Package(types.ModuleType):
+    def __call__(self, main: Callable[[Any], Any], config: Mapping[str, Any] | None = None, ray: bool = True) -> int:
+        """Call `main(run)` on every rank of a new run; return the exit code. See nanoray.launch.own."""
+        from nanoray.launch.own import launch_own
+
+        return launch_own(main, config or {}, ray)
+
+
+sys.modules[__name__].__class__ = _Package

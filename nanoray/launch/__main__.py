@@ -4,38 +4,64 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ray.util.placement_group import remove_placement_group
 
 from nanoray.checkpoint.resume import open_run
-from nanoray.cli import Loaded, run_command
+from nanoray.cli import Loaded, require_script, run_command
 from nanoray.config import Config, resolve_batch
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError, WorkerFailed
 from nanoray.faults.plan import DRIVER, Injector, parse_plan
 from nanoray.launch.driver import Driver
-from nanoray.launch.placement import Placement, bounded, connected, stuck
+from nanoray.launch.job_report import JobReport
+from nanoray.launch.placement import Placement, bounded, connected
 from nanoray.launch.signals import catch_signals
 from nanoray.mesh.devices import Slots, available_cpus, discover_gpus, local_slots
+from nanoray.mesh.layout import Layout
 from nanoray.run import summary_on_failure, write_summary
+from nanoray.train.forecast import forecast_lines
 from nanoray.train.report import closing_lines, dry_run_lines, plan
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `python -m nanoray.launch` and return its exit code."""
+    """Run `python -m nanoray.launch`, and end this process with its exit code.
+
+    Ray is not shut down on a cluster of others: its end of the connection closes with the process, and it removes what
+    is the run's. `ray.shutdown` sends metrics, for seconds on a busy head and for ever to one that is gone; an
+    ObjectRef that goes meanwhile makes Ray end the process with code 1.
+    """
     what = "Train on Ray: one actor per GPU, MIG slice or CPU share."
-    code = run_command(launch, argv, "python -m nanoray.launch", what)
-    if stuck():
+    try:
+        code = run_command(partial(launch, last=True), argv, "python -m nanoray.launch", what)
+    except SystemExit as ended:  # --help, or a stop before any rank had trained
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:  # a defect
+        traceback.print_exc()
+        code = 1
+    with suppress(OSError):  # nobody may read the output any more
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
-    return code
+    os._exit(code)
 
 
-def launch(loaded: Loaded, started: float) -> int:
-    """Train the loaded configuration on Ray and return the exit code. Raises NanorayError."""
+def launch(loaded: Loaded, started: float, main: Callable[[Any], Any] | None = None, last: bool = False) -> int:
+    """Train the loaded configuration on Ray and return the exit code. Raises NanorayError.
+
+    `main` is a script's function that each rank calls with its Run (nanoray.train.runtime). `last`: the caller ends
+    this process with os._exit.
+    """
+    require_script(loaded.config, main)
+    if loaded.scale:
+        print("\n".join(forecast_lines(loaded, loaded.scale)))
+        return 0
     config = lasting_out_dir(loaded.config)
     address = ray_address(config)
     slots = None
@@ -44,21 +70,22 @@ def launch(loaded: Loaded, started: float) -> int:
         slots = local_slots(config.device, workers, discover_gpus(), available_cpus())
         config = config.model_copy(update={"workers": slots.workers})
     if loaded.dry_run:
-        return _dry_run(loaded, config, address, slots)
+        return _dry_run(loaded, config, address, slots, main)
     if config.workers != "auto" and config.scaling == "none":
-        resolve_batch(config, config.workers)  # an impossible batch fails before Ray starts
+        resolve_batch(config, Layout.of(config, config.workers).dp)  # an impossible batch fails before Ray starts
     parse_plan(config.faults)
     dataset = prepare(config)
-    with catch_signals() as stop, connected(address, slots, stop):
+    with catch_signals() as stop, connected(address, slots, stop, last):
         place = Placement.make(config, stop.check)
         try:
-            config, notes = plan(replace(loaded, config=config), place.workers, dataset.vocab_size)
+            config, notes = plan(replace(loaded, config=config), place.workers, dataset)
             spec = open_run(config, dataset, started)
             spec = replace(spec, notes=(*notes, *spec.notes))
-            with summary_on_failure(spec):
+            with summary_on_failure(spec), JobReport(spec) as report:
                 Injector(spec.folder / "faults.jsonl").plan(config.faults, DRIVER, 0, started)
-                driver = Driver(spec, place, stop)
+                driver = Driver(spec, place, stop, script=(main, loaded.given) if main else None)
                 outcome = driver.run()
+                report.state = outcome["exit_reason"]
         finally:
             bounded(lambda: remove_placement_group(place.group))
     summary = write_summary(spec, outcome, len(driver.faults.causes))
@@ -93,14 +120,22 @@ def lasting_out_dir(config: Config) -> Config:
     return config.model_copy(update={"out_dir": str(lasting)})
 
 
-def _dry_run(loaded: Loaded, config: Config, address: str, slots: Slots | None) -> int:
+def _dry_run(
+    loaded: Loaded, config: Config, address: str, slots: Slots | None, main: Callable[[Any], Any] | None
+) -> int:
     if slots is None and config.workers == "auto":
         raise ConfigError(f"a dry run does not contact the cluster at {address}; give --workers N")
-    dp = slots.workers if slots else int(config.workers)
+    ranks = slots.workers if slots else int(config.workers)
     dataset = prepare(config)
-    config, notes = plan(replace(loaded, config=config), dp, dataset.vocab_size)
-    where = f"{dp} × {slots.kind} on this machine ({slots.reason})" if slots else f"{dp} actors on {address}"
-    print("\n".join(dry_run_lines(config, notes, resolve_batch(config, dp), dataset, where)))
+    config, notes = plan(replace(loaded, config=config), ranks, dataset)
+    where = f"{ranks} × {slots.kind} on this machine ({slots.reason})" if slots else f"{ranks} actors on {address}"
+    if main:
+        from nanoray.train.runtime import dry_run  # imports torch
+
+        dry_run(main, config, loaded.given, ranks, where)
+        return 0
+    batch = resolve_batch(config, Layout.of(config, ranks).dp)
+    print("\n".join(dry_run_lines(config, notes, batch, dataset, where)))
     return 0
 
 

@@ -7,9 +7,10 @@ connect ─► place (placement group) ─► Driver: attempts of a WorkerGroup 
 
 from __future__ import annotations
 
+import math
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -18,10 +19,12 @@ from ray.exceptions import GetTimeoutError, RayError
 from nanoray.errors import ConfigError, PlacementError
 from nanoray.faults.cause import Failure, FailureCollector, back_off_s, reason_to_give_up, without_progress
 from nanoray.faults.hang import Position, Watchdog
+from nanoray.launch.cluster_watch import ANOTHER_HEAD, ClusterWatch
+from nanoray.launch.drain import Drains, Leave
 from nanoray.launch.fault_log import FaultLog
-from nanoray.launch.placement import HEAD_TIMEOUT_S, ClusterWatch, Placement
+from nanoray.launch.placement import Placement
 from nanoray.launch.signals import Stop, StopRequested
-from nanoray.launch.worker import Heartbeat
+from nanoray.launch.worker import Heartbeat, Script
 from nanoray.launch.worker_group import POLL_S, SETTLE_S, START_TRIES, WorkerGroup, start_timeout_s
 from nanoray.points import reached
 from nanoray.run import RunSpec, write_attempt
@@ -37,18 +40,21 @@ class Saving:
     """The ranks that are left only save what they hold. `reason`: why the run ends then; empty: all start again."""
 
     reason: str
-    until: float  # monotonic seconds
+    until: float = math.inf  # monotonic seconds; set once a rank has failed
 
 
 class Driver:
     """Runs attempt after attempt of a training run, until it ends or there is no reason to try again."""
 
-    def __init__(self, spec: RunSpec, place: Placement, stop: Stop, api: Any = ray, clock: Any = time) -> None:
+    def __init__(
+        self, spec: RunSpec, place: Placement, stop: Stop, api: Any = ray, clock: Any = time, script: Script = None
+    ) -> None:
         """`api` and `clock` are the modules ray and time, or a test's stand-ins for what they offer."""
-        self.spec, self.place, self.stop = spec, place, stop
+        self.spec, self.place, self.stop, self._script = spec, place, stop, script
         self._api, self._clock = api, clock
         self.console = Console(spec.config.max_steps)
-        self.cluster = ClusterWatch(place, api)
+        self.cluster = ClusterWatch(place, api, head_timeout_s=spec.config.head_timeout_s)
+        self.drains = Drains(self.cluster)
         self.faults = FaultLog(spec.folder, clock)
         self.group: WorkerGroup | None = None
         self.outcome: dict[str, Any] | None = None  # rank 0's, which it returns after the last checkpoint
@@ -68,15 +74,18 @@ class Driver:
                     if collector is None:
                         return self._stopped_without_ranks()
                     if self.outcome is not None:  # failures after the last checkpoint change nothing
-                        if not self._saving:
-                            return self._finished(self.outcome)
-                        if self._saving.reason:
+                        if self._saving and self._saving.reason:
                             return self._gave_up(self._saving.reason)
+                        if not self._saving or self.stop.requested:
+                            return self._finished(self.outcome)
                         self._restart()
                         continue
 
-                    # All left their process groups although no rank failed: to grow, or because the group broke.
+                    # All left their process groups although no rank failed: because nodes are drained, to grow, or
+                    # because the group broke.
                     assert self.group
+                    if not self._ending and self.drains.end(self.group, collector):
+                        self._start_replacements(self.group, collector, collector.failures)
                     if not collector.failures:
                         if collector.all_waiting and (self.group.pausing or self._can_grow()):
                             self._grow()
@@ -109,8 +118,9 @@ class Driver:
             if self.group is None:
                 self.stop.check()
                 self._begin_attempt()
-                checks = {"check": self.stop.check, "head_answers": self.cluster.head_answers}
-                self.group = WorkerGroup(self.spec, self.place, **checks, api=self._api, clock=self._clock)  # type: ignore[arg-type]
+                self.group = WorkerGroup(
+                    self.spec, self.place, self.stop.check, self.cluster, self._script, api=self._api, clock=self._clock
+                )
                 self.group.create()
                 self.group.begin()
                 self._refuse_useless_spares(self.group)
@@ -137,17 +147,17 @@ class Driver:
         except OSError as error:
             if self._first_attempt:
                 raise
-            print(
-                f"warning  attempt {self.spec.attempt} is not noted in {self.spec.folder}: {error.strerror}", flush=True
-            )
+            text = f"warning  attempt {self.spec.attempt} is not noted in {self.spec.folder}: {error.strerror}"
+            print(text, flush=True)
         self._first_attempt = False
 
     def _refuse_useless_spares(self, group: WorkerGroup) -> None:
-        if self.spec.config.spares not in ("auto", 0) and not group.in_place:
+        config = self.spec.config
+        if config.spares not in ("auto", 0) and not group.in_place:
             raise ConfigError(
-                f"spares = {self.spec.config.spares} would be ignored: with backend {group.backend}, "
-                f"{self.place.workers} rank(s) and allreduce {self.spec.config.allreduce} a fault restarts all ranks; "
-                "drop spares"
+                f"spares = {config.spares} would be ignored: with backend {group.backend}, {self.place.workers} "
+                f"rank(s), allreduce {config.allreduce}, dp_mode {config.dp_mode}, tp {config.tp}, pp {config.pp} "
+                f"and ep {config.ep} a fault restarts all ranks; drop spares"
             )
 
     # Watch.
@@ -183,6 +193,8 @@ class Driver:
         """Tell the ranks of a stop: requested from outside, or because of trouble with the cluster."""
         if not self._ending and (trouble := self.cluster.trouble()):
             self.stop.request(trouble)
+        if not (self._ending or group.pausing or collector.failures):
+            self._leave_drained_nodes(group)
         if self._ending:
             group.stop()
             if collector.failures:
@@ -272,10 +284,22 @@ class Driver:
             return
         self._headless = not self.cluster.head_answers()
         for failure in failures:
-            if self._ending or _hopeless(group, failure):
+            if self._ending or group.hopeless(failure):
                 group.vacate(failure.rank, not self._headless)
             else:
                 group.fill(failure.rank, not self._headless)
+
+    def _leave_drained_nodes(self, group: WorkerGroup) -> None:
+        """Tell all ranks to leave their group after this step, or to save, if ranks on drained nodes should leave."""
+        self.drains.announce(group)
+        leave = self.drains.decide(group)
+        if leave is Leave.IN_PLACE:
+            group.pause()
+        elif leave is Leave.SAVE:
+            positions = [position for position, _ in group.positions().values()]
+            self.faults.add(self.drains.failures(group), positions, self.spec.attempt, len(group.members))
+            self.faults.set_recovery("restart")
+            self._saving = Saving("")
 
     # Decide.
 
@@ -301,11 +325,12 @@ class Driver:
         """Announce which failure is the cause; return why the run must not continue, empty if it may."""
         positions = [position for position, _ in group.positions().values()]
         cause = self.faults.add(collector, positions, self.spec.attempt, len(group.members))
-        if not self.cluster.head_answers(HEAD_TIMEOUT_S):
-            return "the cluster's head is gone; start it again, and this run with --resume auto"
+        if not self.cluster.head_answers(self.cluster.head_timeout_s):
+            gone = "the cluster's head is gone; start it again, and this run with --resume auto"
+            return f"{ANOTHER_HEAD}; start the run again with --resume auto" if self.cluster.replaced else gone
         if not cause.retry and cause.rank in group.newcomers:  # it never trained: another node may do
             shrinks = self.spec.config.recovery == "shrink"
-            return "" if shrinks or not _hopeless(group, cause) else "its replacement could not work on three nodes"
+            return "" if shrinks or not group.hopeless(cause) else "its replacement could not work on three nodes"
         return reason_to_give_up(cause, self.faults.causes, self.spec.config.max_failures)
 
     @property
@@ -322,8 +347,11 @@ class Driver:
         began, config = self._clock.monotonic(), self.spec.config
         lost, before = [slot for slot in group.members if slot not in group.runs], len(group.members)
         for _ in range(START_TRIES):
-            if not reason and not self._ending:
+            if not reason and not self._ending and not group.lost_share():
                 reason = self._wait_for_replacements(group, lost)
+            if text := group.lost_share():
+                self.faults.explain(text)
+                return False
             left = [slot for slot in group.members if slot in group.runs]
             if not left or self._too_late:
                 return False
@@ -336,8 +364,9 @@ class Driver:
             saves = self._ending or bool(reason) or too_few
             if saves:
                 slots = group.divisible(left)
-                if not self._ending:
-                    self._saving = Saving(reason, self._clock.monotonic() + SAVE_S)
+                if not self.stop.requested:
+                    until = min(self._saving.until if self._saving else math.inf, self._clock.monotonic() + SAVE_S)
+                    self._saving = replace(self._saving or Saving(reason), until=until)
             try:
                 store = group.open_store(slots)
             except RayError as error:
@@ -360,6 +389,8 @@ class Driver:
         Returns why the run must not continue after one of those; empty if it may.
         """
         timeout_s = self.spec.config.replace_timeout
+        if self.spec.config.recovery != "shrink":
+            timeout_s += self.cluster.vacated_in_s  # until then a new actor may have to wait in its bundle
         deadline = self._clock.monotonic() + timeout_s
         for slot in lost:
             if slot not in group.actors and len(group.unfit.get(slot, ())) < START_TRIES:
@@ -461,13 +492,8 @@ class Driver:
             self.faults.close("none")
         cause = self.faults.causes[-1]
         message = f"{cause.title}. Gave up: {reason}.{saved} Checkpoints and logs: {self.spec.folder}"
-        code = self.stop.exit_code or (1 if cause.retry else cause.exit_code)
+        code = (self.stop.exit_code if saved or not self.stop.reason else 0) or (1 if cause.retry else cause.exit_code)
         return {"ok": False, "exit_reason": f"failed: {cause.title}", "exit_code": code, "message": message}
-
-
-def _hopeless(group: WorkerGroup, failure: Failure) -> bool:
-    """Whether newcomers could not work on so many nodes that another one will not do either."""
-    return not failure.retry and len(group.unfit.get(failure.rank, ())) >= START_TRIES
 
 
 def _one_line(error: Exception) -> str:

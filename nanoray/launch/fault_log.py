@@ -28,7 +28,8 @@ class FaultLog:
         cause = collector.cause
         others = [failure for failure in collector.failures if failure is not cause]
         consequences = [f"  {line}" for line in consequences_of(others)]
-        print("\n".join(["", f"failure  {cause.title}", *_indented(cause.detail), *consequences]), flush=True)
+        word = "drain  " if cause.cause == "drained" else "failure"
+        print("\n".join(["", f"{word}  {cause.title}", *_indented(cause.detail), *consequences]), flush=True)
         if self.recovery:  # the previous fault was not overcome before this one
             self.close(self.recovery.report.recovery)
         self.causes.append(cause)
@@ -52,6 +53,12 @@ class FaultLog:
         """Note how the run recovers from the present fault: in_place, spare, shrink or restart."""
         assert self.recovery
         self.recovery.report.recovery = kind
+
+    def explain(self, text: str) -> None:
+        """Print, and note in the report, a consequence of the present fault."""
+        assert self.recovery
+        self.recovery.report.consequences.append(text)
+        print(f"mirror   {text}", flush=True)
 
     def close_as_recovered(self) -> None:
         """Write the report of the present fault: a step was completed for the first time since."""

@@ -26,23 +26,23 @@ from nanoray.config import Config
 from nanoray.errors import PlacementError
 from nanoray.launch.signals import Stop, StopRequested
 from nanoray.launch.worker import bound_devices
-from nanoray.mesh.devices import Slots, available_cpus, cpu_share
+from nanoray.mesh.devices import Slots, available_cpus, choose_precision, cpu_share
 
 _TOKEN_FILE = Path("~/.ray/auth_token").expanduser()
 START_TIMEOUT_S = 90.0  # for a process to start and answer
 PLACEMENT_POLL_S = 0.25  # how often a wait for resources looks whether a stop was requested
-_CLEANUP_THREAD = "nanoray-cleanup"
+ASSEMBLED_S = 30.0  # no new node for so long: the pods of a KubeRay cluster are all there
+_KUBERAY = "RAY_USAGE_STATS_KUBERAY_IN_USE"  # an environment variable that its operator sets in every pod
 CLEANUP_TIMEOUT_S = 5.0
-SHUTDOWN_S = 3.0  # of a cluster of others: where that takes 5 s, Ray ends this process with code 1 in place of its own
-HEAD_ANSWER_S = 2.0  # it answers in milliseconds
-HEAD_TIMEOUT_S = 15.0  # after 60 s without a head Ray ends the driver, without an error
+SHUTDOWN_S = 30.0  # of a cluster of others: Ray first sends its last metrics, which may take 10 s
 
 
 @contextmanager
-def connected(address: str, slots: Slots | None, stop: Stop | None = None) -> Iterator[None]:
+def connected(address: str, slots: Slots | None, stop: Stop | None = None, last: bool = False) -> Iterator[None]:
     """Connect to a cluster; or, given local `slots`, start a Ray on this machine and remove it afterwards.
 
-    A stop that is requested meanwhile raises StopRequested.
+    A stop that is requested meanwhile raises StopRequested. `last`: the caller ends this process with os._exit soon
+    afterwards, so a cluster of others sees the connection close.
     """
     options: dict[str, Any] = {
         "namespace": f"nanoray-{secrets.token_hex(4)}",  # two runs of one name on a cluster are not in each other's way
@@ -71,7 +71,7 @@ def connected(address: str, slots: Slots | None, stop: Stop | None = None) -> It
     try:
         try:
             if slots is None:
-                _dial(address)
+                dial(address)
             with _temporary_files_in(temp), stop.at_once():
                 context = ray.init(address=address, **options)
         except SystemExit as ended:  # Ray has put its own handler for SIGTERM in the place of ours
@@ -91,10 +91,22 @@ def connected(address: str, slots: Slots | None, stop: Stop | None = None) -> It
             stop.install()
         yield
     finally:
-        bounded(ray.shutdown, CLEANUP_TIMEOUT_S if temp else SHUTDOWN_S)
-        if temp:
-            _end_processes_of(temp)
-            shutil.rmtree(temp, ignore_errors=True)
+        if temp or not last:
+            _disconnect(temp)
+
+
+def _disconnect(temp: str | None) -> None:
+    """Disconnect from Ray; remove a local one, whose folder is `temp`.
+
+    While Ray shuts down, Python code that lets go of an ObjectRef makes it end this process at once with code 1. So
+    this waits longer than Ray takes, but for a head that does not answer: then there is no end.
+    """
+    over = bounded(ray.shutdown, CLEANUP_TIMEOUT_S if temp else SHUTDOWN_S)
+    if temp:
+        _end_processes_of(temp)
+        if over.is_alive():  # it waited for one of them
+            over.join(SHUTDOWN_S)
+        shutil.rmtree(temp, ignore_errors=True)
 
 
 def _end_processes_of(temp: str) -> None:
@@ -125,19 +137,23 @@ def _temporary_files_in(folder: str | None) -> Iterator[None]:
             os.environ["TMPDIR"] = before
 
 
-def bounded(cleanup: Callable[[], object], seconds: float = CLEANUP_TIMEOUT_S) -> None:
-    """Call `cleanup`, but wait for some seconds only: a call to a cluster without a head never returns."""
-    thread = threading.Thread(target=cleanup, name=_CLEANUP_THREAD, daemon=True)
+def bounded(cleanup: Callable[[], object], seconds: float = CLEANUP_TIMEOUT_S) -> threading.Thread:
+    """Call `cleanup`, but wait for some seconds only: a call to a cluster without a head never returns.
+
+    Returns its thread. What a cluster refuses that does not know this run needs no cleanup.
+    """
+
+    def clean_up() -> None:
+        with suppress(RayError):
+            cleanup()
+
+    thread = threading.Thread(target=clean_up, name="nanoray-cleanup", daemon=True)
     thread.start()
     thread.join(seconds)
+    return thread
 
 
-def stuck() -> bool:
-    """Whether a cleanup of this process still waits for a cluster that does not answer; a normal exit would block."""
-    return any(thread.name == _CLEANUP_THREAD for thread in threading.enumerate())
-
-
-def _dial(address: str) -> None:
+def dial(address: str) -> None:
     """Raise OSError if nothing listens at HOST:PORT. Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if port.isdigit() and "://" not in address:
@@ -168,25 +184,12 @@ class Placement:
 
         Raises PlacementError with the resources of each node if that is impossible.
         """
-        nodes = _nodes(api)
-        gpus = sum(node["total"].get("GPU", 0) for node in nodes)
-        kind = {"auto": "cuda" if gpus else "cpu"}.get(config.device, config.device)
-        if kind == "cpu":
-            cpus = [node["total"].get("CPU", 0.0) for node in nodes]
-            workers = (2 if sum(cpus) >= 2 else 1) if config.workers == "auto" else config.workers
-            bundle = {"CPU": config.cpus_per_worker or cpu_share([c for c in cpus if c > 0], workers)}
-        else:
-            workers = max(1, int(gpus)) if config.workers == "auto" else config.workers
-            bundle = {"GPU": 1.0, "CPU": config.cpus_per_worker or 1.0}
+        deadline = time.monotonic() + config.placement_timeout_s
+        kind, workers, bundle = _request_that_fits(config, deadline, check, api)
         asked = f"{workers} × {_resources(bundle)}"
-        if sum(_fits(node["total"], bundle) for node in nodes) < workers:
-            raise PlacementError(
-                f"asked for {asked}, but the cluster can never hold it; {_table(nodes, 'total')}; "
-                "lower --workers or --cpus_per_worker, or add nodes"
-            )
         group = api.util.placement_group([bundle] * workers, strategy=config.placement.upper())
         try:
-            deadline, ready = time.monotonic() + config.placement_timeout_s, group.ready()
+            ready = group.ready()
             while not api.wait([ready], timeout=min(PLACEMENT_POLL_S, max(0.0, deadline - time.monotonic())))[0]:
                 check()
                 if time.monotonic() < deadline:
@@ -194,7 +197,7 @@ class Placement:
                 state = api.util.placement_group_table(group)["stats"]["scheduling_state"]
                 raise PlacementError(
                     f"asked for {asked}, not free within {config.placement_timeout_s:g} s ({state}); "
-                    f"{_table(_nodes(api), 'available')}; wait for other jobs, or raise --placement_timeout_s"
+                    f"{_table(nodes_of(api), 'available')}; wait for other jobs, or raise --placement_timeout_s"
                 )
             slots = _slots_of(group, kind, workers, api)
             if config.device == "mig" and not all(devices[0].startswith("MIG-") for _, devices, _ in slots):
@@ -209,78 +212,65 @@ class Placement:
         return cls(group, "mig" if mig else kind, bundle, tuple(index for _, _, index in sorted(slots)))
 
 
-class ClusterWatch:
-    """Checks every second, in a thread, that the cluster's head answers and that no node of this run is drained."""
+def _request_that_fits(
+    config: Config, deadline: float, check: Callable[[], None], api: Any
+) -> tuple[str, int, dict[str, float]]:
+    """Return `_request` for the nodes that there are, waiting for more of them while the cluster is assembling.
 
-    def __init__(self, place: Placement, api: Any = ray, clock: Any = time) -> None:
-        self._place, self._api, self._clock = place, api, clock
-        self._address = ""
-        self._answered_at = clock.monotonic()
-        self._asked, self._answered = 0, 0  # questions of head_answers
-        self._drained: tuple[str, int] | None = None  # a node of this run and its deadline, Unix ms; 0 without one
-        self._over, self._ask = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._check_until_exit, daemon=True)
+    A cluster is assembling if it has no CPU at all when this begins, as a head without workers, or if KubeRay's
+    operator brings its pods up. Others are as large as they will be. `check` is called while it waits, and may raise.
+    Raises PlacementError when the cluster cannot hold the ranks.
+    """
+    assembling = _KUBERAY in os.environ
+    said, seen, seen_at = "", set[str](), 0.0
+    while True:
+        nodes, now = nodes_of(api), time.monotonic()
+        assembling |= not any(node["total"].get("CPU") for node in nodes)
+        if seen != (seen := {node["id"] for node in nodes}):
+            seen_at = now
+        try:
+            request = _, workers, bundle = _request(config, nodes)
+            # Ranks that share a CPU: other nodes may only be late.
+            dense = bundle["CPU"] < 1 and not config.cpus_per_worker
+            if not (dense and assembling) or now > min(deadline, seen_at + ASSEMBLED_S):
+                return request
+            problem = f"{workers} ranks would share CPUs"
+        except PlacementError as error:
+            if not assembling:
+                raise
+            if now >= deadline:
+                raise PlacementError(
+                    f"{error}; waited {config.placement_timeout_s:g} s for more nodes: see why they do not join, or "
+                    "raise --placement_timeout_s"
+                ) from None
+            problem = f"no room for workers = {config.workers}"
+        if said != (said := f"{problem}; {_table(nodes, 'total')}"):
+            print(f"wait   at most {deadline - now:.0f} s for more nodes: {said}", flush=True)
+        check()
+        time.sleep(max(0.0, min(PLACEMENT_POLL_S, deadline - time.monotonic())))
 
-    def __enter__(self) -> ClusterWatch:
-        self._address = self._api.get_runtime_context().gcs_address  # not earlier: the call starts Ray if need be
-        self._thread.start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._ask.set()
+def _request(config: Config, nodes: list[dict[str, Any]]) -> tuple[str, int, dict[str, float]]:
+    """Return the kind of device, the number of ranks and the resources of each, for these nodes.
 
-    @property
-    def head_lost(self) -> bool:
-        """Whether the head has not answered for HEAD_TIMEOUT_S."""
-        return self._clock.monotonic() - self._answered_at > HEAD_TIMEOUT_S
-
-    def head_answers(self, within_s: float = HEAD_ANSWER_S) -> bool:
-        """Whether the head answers a request of now. Without a head, creating or ending an actor blocks for ever.
-
-        A connection proves nothing: the kernel accepts it for a process that is frozen.
-        """
-        self._asked += 1
-        question, deadline = self._asked, time.monotonic() + within_s
-        self._ask.set()
-        while self._answered < question:
-            try:
-                _dial(self._address)
-            except OSError:
-                return False
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.002)  # the thread answers within a millisecond or two
-        return True
-
-    def trouble(self) -> str:
-        """Return why this run should stop now, with a checkpoint; empty if it need not."""
-        if self.head_lost:
-            return f"the cluster's head has not answered for {HEAD_TIMEOUT_S:.0f} s"
-        if not self._drained:
-            return ""
-        node, deadline_ms = self._drained
-        left = f", {max(0.0, deadline_ms / 1e3 - time.time()):.0f} s left" if deadline_ms else ""
-        return f"node {node[:8]} is being drained{left}"
-
-    def check(self) -> None:
-        """Ask the head which nodes are being drained."""
-        question, asked_at = self._asked, self._clock.monotonic()
-        with suppress(Exception):  # any error means that the head did not answer
-            _dial(self._address)
-            # Ray has no public call for this. A frozen head blocks it, and so this thread.
-            draining = dict(self._api._private.state.state.get_draining_nodes())
-            nodes: Iterable[str] = ()
-            if draining:
-                nodes = self._api.util.placement_group_table(self._place.group)["bundles_to_node_id"].values()
-            self._drained = next(((node, at) for node, at in draining.items() if node in nodes), None)
-            self._answered, self._answered_at = question, asked_at
-
-    def _check_until_exit(self) -> None:
-        while not self._over.is_set():
-            self._ask.wait(1.0)
-            self._ask.clear()
-            self.check()
+    Raises PlacementError when the nodes cannot hold them, even if nobody else used them.
+    """
+    gpus = sum(node["total"].get("GPU", 0) for node in nodes)
+    kind = {"auto": "cuda" if gpus else "cpu"}.get(config.device, config.device)
+    if kind == "cpu":
+        choose_precision(config.precision, kind, config.n_embd, frozenset())  # raises for one that CPUs do not have
+        cpus = [node["total"].get("CPU", 0.0) for node in nodes]
+        workers = (2 if sum(cpus) >= 2 else 1) if config.workers == "auto" else config.workers
+        bundle = {"CPU": config.cpus_per_worker or cpu_share([c for c in cpus if c > 0], workers)}
+    else:
+        workers = max(1, int(gpus)) if config.workers == "auto" else config.workers
+        bundle = {"GPU": 1.0, "CPU": config.cpus_per_worker or 1.0}
+    if room_on(nodes, bundle, "total") < workers:
+        raise PlacementError(
+            f"asked for {workers} × {_resources(bundle)}, but the cluster can never hold it; "
+            f"{_table(nodes, 'total')}; lower --workers or --cpus_per_worker, or add nodes"
+        )
+    return kind, workers, bundle
 
 
 def _slots_of(group: PlacementGroup, kind: str, workers: int, api: Any) -> list[tuple[str, list[str], int]]:
@@ -306,17 +296,24 @@ def strategy(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrat
     return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
 
 
-def _nodes(api: Any) -> list[dict[str, Any]]:
+def nodes_of(api: Any) -> list[dict[str, Any]]:
+    """Return id, address, total and available resources of each node that is alive."""
     available = api._private.state.available_resources_per_node()  # Ray has no public call for this
-    alive = [n for n in api.nodes() if n["Alive"]]
     return [
-        {"ip": n["NodeManagerAddress"], "total": n["Resources"], "available": available.get(n["NodeID"], {})}
-        for n in alive
+        {
+            "id": node["NodeID"],
+            "ip": node["NodeManagerAddress"],
+            "total": node["Resources"],
+            "available": available.get(node["NodeID"], {}),
+        }
+        for node in api.nodes()
+        if node["Alive"]
     ]
 
 
-def _fits(resources: dict[str, float], bundle: dict[str, float]) -> int:
-    return min(int(resources.get(name, 0) / amount + 1e-6) for name, amount in bundle.items())
+def room_on(nodes: Iterable[dict[str, Any]], bundle: dict[str, float], column: str) -> int:
+    """Return how many ranks of this bundle the nodes' `column` (total or available) can hold."""
+    return sum(min(int(node[column].get(name, 0) / amount + 1e-6) for name, amount in bundle.items()) for node in nodes)
 
 
 def _resources(values: dict[str, float]) -> str:

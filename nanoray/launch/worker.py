@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import math
 import os
 import queue
+import socket
 import threading
 import time
 import traceback
@@ -32,7 +34,12 @@ from nanoray.run import RunSpec, recovers_in_place
 REPLACE_TIMEOUT_S = 600.0  # a survivor that gets no order for this long ends by itself
 DRIVER_SILENT_S = 20.0  # the driver calls every second or two; after this long without it, stop with a checkpoint
 ORPHAN_S = 60.0  # the same for a rank that waits for orders, while the driver is busier
+HEADLESS_S = 5.0  # both, where the cluster's head is gone: the driver was on it, or gives up, too
+DIAL_S = 1.0  # a head that lives accepts a connection in milliseconds, also if it is frozen
 LOOK_S = 0.005  # how often `heartbeat` checks whether the step it waits for has passed
+
+
+Script = tuple[Callable[[Any], Any], frozenset[str]] | None  # a function that trains, and the keys that it has set
 
 
 class LostPeer(RuntimeError):
@@ -50,6 +57,30 @@ class Heartbeat(NamedTuple):
     waiting: bool  # it has left its process groups and waits for the next attempt
 
 
+class Head:
+    """The cluster's head, as far as this process can see: whether anything still listens at its address."""
+
+    def __init__(self, api: Any) -> None:
+        """Note the head's address. A name is looked up once: on Kubernetes another head may get it."""
+        host, _, port = api.get_runtime_context().gcs_address.rpartition(":")
+        self._address: Any = None
+        with suppress(OSError, ValueError):
+            self._address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0][4][:2]
+        self._gone, self._asked_at = False, -math.inf
+
+    @property
+    def gone(self) -> bool:
+        """Whether it refuses connections or cannot be reached; asked once a second. A frozen head is not gone."""
+        if self._address and time.monotonic() - self._asked_at > DIAL_S:
+            try:
+                socket.create_connection(self._address, timeout=DIAL_S).close()
+                self._gone = False
+            except OSError:
+                self._gone = True
+            self._asked_at = time.monotonic()
+        return self._gone
+
+
 class Worker:
     """One rank. `run` trains; other methods answer at the same time, in Ray's concurrency groups.
 
@@ -61,15 +92,17 @@ class Worker:
         run_name: str,
         rank: int | None,
         rehearsal: dict[str, Any] | None = None,
+        script: Script = None,
         train: Callable[..., dict[str, Any]] | None = None,
         api: Any = ray,
     ) -> None:
         """`rehearsal`: a RunSpec, as a dict, to rehearse with. Tests replace recipe.train and ray (`api`)."""
-        self._name, self._rank, self._rehearsal = run_name, rank, rehearsal
+        self._name, self._rank, self._rehearsal, self._script = run_name, rank, rehearsal, script
         self._train, self._api = train, api
         self._messages: deque[tuple[str, Any]] = deque()
-        self._stop, self._pause = threading.Event(), threading.Event()
+        self._stop, self._pause_in = threading.Event(), -1  # the attempt in which the driver wants another group
         self._called_at = time.monotonic()  # when the driver last called `heartbeat`, or its patience ends
+        self._head = Head(api)
         self._store: Any = None
         self._spec: RunSpec | None = None  # of the present attempt
         self._rendezvous = Rendezvous()
@@ -83,7 +116,7 @@ class Worker:
         self._importing.start()
 
     def _prepare(self) -> None:
-        importlib.import_module("nanoray.train.recipe")
+        importlib.import_module("nanoray.train.runtime")
         if self._rehearsal:
             from nanoray.train.elastic import rehearse
 
@@ -148,6 +181,7 @@ class Worker:
         """Train as one rank and return the outcome, or the failure and its kind as data for the driver."""
         self._importing.join()
         from nanoray.train.recipe import log, train
+        from nanoray.train.runtime import Program
 
         assert self._rank is not None
         run = self._spec = RunSpec.from_dict(spec)
@@ -161,7 +195,8 @@ class Worker:
             store = self._store if rendezvous.rank == 0 and not rendezvous.agent_store else None
             in_place = recovers_in_place(run.config, rendezvous.backend, rendezvous.slots)
             rejoin = self._rejoin if in_place else None
-            outcome = (self._train or train)(run, rendezvous, watchers, self._wanted, store, rejoin)
+            trainer = Program(*self._script) if self._script else self._train or train
+            outcome = trainer(run, rendezvous, watchers, self._wanted, store, rejoin)
             self._end_if_orphaned()
             return {"ok": True, **outcome}
         except Exception as error:  # the driver compares it with what other ranks report
@@ -193,13 +228,12 @@ class Worker:
                 orders = self._attempts.get(timeout=ORPHAN_S / 60)
                 while True:
                     orders = self._attempts.get_nowait()  # only the newest counts
-            orphaned = self._silent_s > ORPHAN_S
+            orphaned = self._silent_s > self._patience_s(ORPHAN_S)
             if orders is None and orphaned and self._is_first_orphan():
                 self._stop.set()
                 orders = self._spec.to_dict(), _alone(self._rendezvous)
             elif orders is None and (orphaned or time.monotonic() > until):
                 raise LostPeer(lost)
-        self._pause.clear()
         self._waiting.clear()
         self._called_at = time.monotonic()
         self._spec, self._rendezvous = RunSpec.from_dict(orders[0]), orders[1]
@@ -216,22 +250,26 @@ class Worker:
 
     def _wanted(self) -> Order:
         """Return what the driver wants after this step. A driver that is silent for too long means STOP."""
-        if self._stop.is_set() or self._silent_s > DRIVER_SILENT_S:
+        if self._stop.is_set() or self._silent_s > self._patience_s(DRIVER_SILENT_S):
             return Order.STOP
-        return Order.REGROUP if self._pause.is_set() else Order.GO_ON
+        return Order.REGROUP if self._spec and self._pause_in == self._spec.attempt else Order.GO_ON
 
     @property
     def _silent_s(self) -> float:
         """For how long the driver has been due to call."""
         return time.monotonic() - self._called_at
 
+    def _patience_s(self, usual_s: float) -> float:
+        """Return how long the driver may be silent: not long if the cluster's head is gone."""
+        return min(usual_s, HEADLESS_S) if self._silent_s > HEADLESS_S / 2 and self._head.gone else usual_s
+
     def _end_if_orphaned(self) -> None:
         """End this process if the driver is silent: Ray ends actors only once it knows that their driver is dead.
 
         The rank whose patience ended first stops all of them. The others wait here for the driver's next call.
         """
-        while self._silent_s > DRIVER_SILENT_S / 2:
-            if self._silent_s > DRIVER_SILENT_S:
+        while self._silent_s > (patience_s := self._patience_s(DRIVER_SILENT_S)) / 2:
+            if self._silent_s > patience_s:
                 os._exit(0)
             time.sleep(LOOK_S)
 
@@ -276,9 +314,9 @@ class Worker:
         return [self._messages.popleft() for _ in range(len(self._messages))]
 
     @ray.method(concurrency_group="control")
-    def pause(self) -> None:
-        """Ask all ranks to leave their process groups after the same step and wait for the next attempt."""
-        self._pause.set()
+    def pause(self, attempt: int) -> None:
+        """Ask all ranks to leave the process groups of this attempt after the same step, and wait for the next one."""
+        self._pause_in = attempt
 
     @ray.method(concurrency_group="control")
     def stop(self) -> None:

@@ -10,23 +10,24 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, GetTimeoutError, OutOfMemoryError, RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, NodeLabelSchedulingStrategy, NotIn
 
 from nanoray.config import Config, batch_for
-from nanoray.faults import exit_record
 from nanoray.faults.cause import Failure, FailureCollector
 from nanoray.faults.hang import Position, Watchdog, behind
 from nanoray.faults.progress import ProgressFile
-from nanoray.launch.fault_log import end_of_log
+from nanoray.launch.cluster_watch import ClusterWatch
 from nanoray.launch.placement import START_TIMEOUT_S, Placement, bounded, strategy
-from nanoray.launch.worker import Worker
+from nanoray.launch.rank_end import RankEnd
+from nanoray.launch.worker import Script, Worker
+from nanoray.mesh.layout import Layout, mirror_distance, whole_replicas
 from nanoray.mesh.rendezvous import BackendChoice, RankDevice, Rendezvous, choose_backend, rendezvous_of
 from nanoray.run import RunSpec, recovers_in_place
 from nanoray.train.observers import Console
@@ -49,7 +50,8 @@ class WorkerGroup:
     spec: RunSpec
     place: Placement
     check: Callable[[], None] = lambda: None  # called while the ranks start; what it raises interrupts that
-    head_answers: Callable[[], bool] = lambda: True  # without a head, to create or end an actor takes for ever
+    cluster: ClusterWatch | None = None  # which nodes are drained; whether there is a head to create or end an actor
+    script: Script = None  # what each rank runs in the place of the recipe
     members: list[int] = field(default_factory=list)  # the slots of the present group, in rank order
     actors: dict[int, Any] = field(default_factory=dict)
     facts: dict[int, dict[str, Any]] = field(default_factory=dict)  # pid, node, ip, devices
@@ -68,6 +70,7 @@ class WorkerGroup:
     created: int = 0  # actors so far, to give each its own name
     choice: BackendChoice | None = None
     host: int | None = None  # the slot whose process serves the store
+    distance: int = 0  # member i + distance mirrors the share of member i; 0: nobody does
     secret: str = field(default="", repr=False)  # of the present meeting
     poll: Any = None  # pending `poll` of rank 0
     event_at: float = 0.0  # monotonic seconds of the newest events: processes they report dead had died by then
@@ -83,7 +86,8 @@ class WorkerGroup:
             self.fill(slot)
         if len(self.starting) < self.place.workers:
             raise RayError("the cluster's head does not answer")
-        facts = self._get([*self.starting.values()], start_timeout_s(self.spec.config))
+        wait_s = start_timeout_s(self.spec.config) + (self.cluster.vacated_in_s if self.cluster else 0.0)
+        facts = self._get([*self.starting.values()], wait_s)
         self.facts = dict(zip(self.starting, facts, strict=True))
         self.starting.clear()
         self.add_spares()
@@ -99,6 +103,10 @@ class WorkerGroup:
             if pending and not left:
                 raise GetTimeoutError(f"no answer within {timeout_s:g} s")
         return list(self.api.get(refs))
+
+    def head_answers(self) -> bool:
+        """Whether the head answers: without one, creating or ending an actor takes for ever."""
+        return self.cluster is None or self.cluster.head_answers()
 
     def vacate(self, slot: int, head: bool | None = None) -> None:
         """Leave a slot empty. Without a head its actor, if it lives, ends with the run.
@@ -138,10 +146,12 @@ class WorkerGroup:
         self.starting[slot] = actor.ready.remote() if replaces else actor.describe.remote()
 
     def _strategy(self, slot: int) -> Any:
-        """Where an actor goes: to the slot's bundle, or outside of it once a newcomer could not work on its node."""
-        if avoid := self.unfit.get(slot):
+        """Where an actor goes: to the slot's bundle, or to another node if that one is unfit or drained."""
+        bundle = self.place.order[slot]
+        avoid = self.unfit.get(slot, set()) | (self.cluster.avoided(bundle) if self.cluster else set())
+        if avoid:
             return NodeLabelSchedulingStrategy(hard={"ray.io/node-id": NotIn(*sorted(avoid))})
-        return strategy(self.place.group, self.place.order[slot])
+        return strategy(self.place.group, bundle)
 
     def add_spares(self) -> None:
         """Start the spares that are missing: processes that have rehearsed the first step and hold no device."""
@@ -169,7 +179,7 @@ class WorkerGroup:
             max_restarts=0,  # Ray would re-execute silently; the driver decides
             max_task_retries=0,
             **options,
-        ).remote(self.spec.folder.name, slot, self.spec.to_dict() if rehearse else None)
+        ).remote(self.spec.folder.name, slot, self.spec.to_dict() if rehearse else None, self.script)
 
     def _take_spare(self, slot: int) -> Any:
         """Assign a ready spare to a slot and return it; None if there is none that fits."""
@@ -179,8 +189,9 @@ class WorkerGroup:
                 lost = self.facts.get(slot)
                 if not done or lost is None:
                     continue
-                if self.place.kind != "cpu" and self.api.get(ready)["node"] != lost["node"]:
-                    continue  # the slot's device is on another node
+                node = self.api.get(ready)["node"]
+                if node in self.drained_nodes or (self.place.kind != "cpu" and node != lost["node"]):
+                    continue  # it will be gone soon; the slot's device is on another node
                 self.spares.remove((spare, ready))
                 spare.take_slot.remote(slot, lost["devices"])
                 self.promoted.add(slot)
@@ -196,15 +207,26 @@ class WorkerGroup:
         return True
 
     @property
+    def drained_nodes(self) -> Collection[str]:
+        return self.cluster.draining if self.cluster else ()
+
+    @property
+    def drained(self) -> list[int]:
+        """The members whose node will be taken away."""
+        nodes = self.drained_nodes  # almost always none: this is asked in every look at the ranks
+        return [slot for slot in self.members if self.facts[slot]["node"] in nodes] if nodes else []
+
+    @property
     def ready(self) -> list[int]:
         """The slots whose actor has started, with or without the run's state in memory."""
         return sorted(slot for slot in self.actors if slot not in self.starting)
 
     def divisible(self, slots: Sequence[int]) -> list[int]:
         """Return as many of these slots as the global batch can be divided among, first those that hold the state."""
-        best = sorted(slots, key=lambda slot: (slot not in self.runs, slot))
-        while best and batch_for(self.spec.config, self.place.workers, len(best)) is None:
-            best.pop()
+        config, layout = self.spec.config, Layout.of(self.spec.config, self.place.workers)
+        best = whole_replicas(layout, sorted(slots, key=lambda slot: (slot not in self.runs, slot)))
+        while best and batch_for(config, layout.dp, layout.dp * len(best) // layout.world_size) is None:
+            best = whole_replicas(layout, best[:-1])
         return sorted(best)
 
     # Groups.
@@ -290,10 +312,29 @@ class WorkerGroup:
         device = "cpu" if kind == "cpu" else "cuda:0"
         self.secret = secrets.token_hex(16)
         ranks = rendezvous_of([fact["node"] for fact in facts], choice, self.secret)
+        mirrors = self.spec.config.mirrors(choice.backend)
+        self.distance = mirror_distance([r.local_rank for r in ranks]) if mirrors else 0
         return [
             replace(r, slot=slot, slots=self.place.workers, device=device, threads=self.place.threads)
             for r, slot in zip(ranks, self.members, strict=True)
         ]
+
+    def lost_share(self, leaving: Collection[int] = ()) -> str:
+        """Say which share of the state is lost with all its copies, or would be without `leaving`; else empty."""
+        gone = {*leaving, *(slot for slot in self.members if slot not in self.runs)}
+        if self.spec.config.replicated(self.place.workers):
+            parts = Layout.of(self.spec.config, self.place.workers).groups("dp")
+            lost = [f"ranks {', '.join(map(str, part))}" for part in parts if gone.issuperset(part)]
+            return f"shares of the state are lost with all that held them: {'; '.join(lost)}" if lost else ""
+        if not self.distance:
+            return ""
+        pairs = zip(self.members, self.members[self.distance :] + self.members[: self.distance], strict=True)
+        lost = [f"that of rank {owner} with rank {mirror}" for owner, mirror in pairs if {owner, mirror} <= gone]
+        return f"shares of the state are lost, each with its mirror: {', '.join(lost)}" if lost else ""
+
+    def hopeless(self, failure: Failure) -> bool:
+        """Whether newcomers could not work on so many nodes that another one will not do either."""
+        return not failure.retry and len(self.unfit.get(failure.rank, ())) >= START_TRIES
 
     # Events.
 
@@ -352,12 +393,12 @@ class WorkerGroup:
     def pause(self) -> None:
         """Tell every rank to leave the group after the same step, and wait."""
         self.pausing = True
-        self._call_all("pause")
+        self._call_all("pause", self.spec.attempt)
 
-    def _call_all(self, method: str) -> None:
+    def _call_all(self, method: str, *args: Any) -> None:
         for slot in self.members:
             if slot in self.actors:  # else it is lost
-                getattr(self.actors[slot], method).remote()
+                getattr(self.actors[slot], method).remote(*args)
 
     def positions(self) -> dict[int, tuple[Position, float]]:
         """Return each member's last position from its progress file, and when it was written by the rank's clock."""
@@ -384,7 +425,7 @@ class WorkerGroup:
             why = "does not answer" if slot in mute else "is behind"
             seen = f"{', '.join(others[:3])}{' ...' if len(places) > 4 else ''}"
             title = (
-                f"{self._name(slot)} made no progress for {watchdog.silent_s:.0f} s "
+                f"{self._rank(slot).name} made no progress for {watchdog.silent_s:.0f} s "
                 f"{_at(places[slot], started.get(slot))} and {why} ({seen}); it was ended"
             )
             detail = f"stacks of all ranks that answered: {self.spec.log(slot).parent}"
@@ -404,9 +445,16 @@ class WorkerGroup:
 
     def end_silent(self, slot: int, collector: FailureCollector) -> None:
         """End a rank that did not notice that its group broke, or that never reached the rendezvous."""
-        step, phase = ProgressFile.read(self.spec.progress(slot)) or (0, "init")
-        title = f"{self._name(slot)} did not leave the group that broke, in {phase} of step {step}; it was ended"
-        self._end_rank(slot, Failure(slot, "hung", title, step, phase, end_of_log(self.spec.log(slot))), collector)
+        self._end_rank(slot, self._rank(slot).by_silence(), collector)
+
+    def end_drained(self, slot: int, collector: FailureCollector) -> None:
+        """End a rank that has left its group because its node will be taken away."""
+        self._end_rank(slot, self.drain_of(slot), collector)
+
+    def drain_of(self, slot: int) -> Failure:
+        """Return why a rank whose node will be taken away is lost to its group."""
+        assert self.cluster
+        return self._rank(slot).by_drain(self.cluster.notice(self.facts[slot]["node"]))
 
     def _end_rank(self, slot: int, failure: Failure, collector: FailureCollector) -> None:
         failure.facts = self.facts[slot]
@@ -419,62 +467,12 @@ class WorkerGroup:
         try:
             result = self.api.get(ref)
         except RayError as error:
-            return None, self._failure_of_dead(error, slot)
-        if result["ok"]:
-            return result, None
-        lines = f"{result['error']}: {result['message']}"
-        return None, Failure(
-            slot,
-            result["kind"],
-            f"{self._name(slot)} failed in {result['phase']} of step {result['step']}: {lines}",
-            result["step"],
-            result["phase"],
-            "" if result["kind"] == "refused" else result["traceback"],
-            retry=result["kind"] != "refused",
-            exit_code=result["exit_code"],
-            signature=lines,
-            facts=self.facts[slot],
-        )
+            # One deadline for all ranks that died together: thousands may, and leave no record on this host.
+            return None, self._rank(slot).by_death(error, self.event_at + EXIT_RECORD_S)
+        return (result, None) if result["ok"] else (None, self._rank(slot).by_error(result))
 
-    def _failure_of_dead(self, error: RayError, slot: int) -> Failure:
-        """Return how a rank ended that did not return from `run`."""
-        step, phase = ProgressFile.read(self.spec.progress(slot)) or (0, "init")
-        failure = Failure(slot, "killed", "", step, phase, end_of_log(self.spec.log(slot)), facts=self.facts[slot])
-        what, how = "died", "killed, or crashed without a Python exception"
-        if isinstance(error, OutOfMemoryError):
-            failure.cause, how = "out_of_memory", "ended by Ray's memory monitor"
-            failure.detail = str(error)
-        elif isinstance(error, ActorDiedError):
-            record = failure.exit_record = self._exit_record(slot)
-            if record.get("oom"):
-                failure.cause, how = "out_of_memory", "killed by the kernel, which was out of memory"
-            elif name := record.get("signal"):
-                how = f"killed by {name}"
-            elif "exit_code" in record:
-                how = f"exited with code {record['exit_code']} and without a Python exception"
-        elif isinstance(error, RayActorError):
-            failure.cause, what, how = "node_lost", "is out of reach", "its node is lost or busy"
-        else:
-            failure.cause, what, how = "exception", "failed", str(error)
-        failure.title = f"{self._name(slot)} {what} in {phase} of step {step}: {how}"
-        failure.signature = how if failure.cause != "node_lost" and phase != "regroup" else ""
-        return failure
-
-    def _exit_record(self, slot: int) -> dict[str, Any]:
-        """Return how the process in a slot ended, waiting for its record; empty if none is written."""
-        # One deadline for all ranks that died together: thousands may, and leave no record on this host.
-        deadline = self.event_at + EXIT_RECORD_S
-        while True:
-            record = exit_record.read(self.spec.exit_record(slot))
-            if record.get("pid") == self.facts[slot]["pid"]:
-                return record
-            if self.clock.monotonic() > deadline:
-                return {}
-            self.clock.sleep(0.005)
-
-    def _name(self, slot: int) -> str:
-        fact = self.facts[slot]
-        return f"rank {slot} (pid {fact['pid']}, node {fact['ip']})"
+    def _rank(self, slot: int) -> RankEnd:
+        return RankEnd(slot, self.facts[slot], self.spec, self.clock)
 
     def kill(self, actor: Any) -> None:
         """End an actor. Without a head that takes for ever, so it is left to a thread then."""

@@ -19,35 +19,36 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nanoray.errors import PlacementError
+from nanoray.errors import ConfigError, PlacementError
 
 MAX_RANKS_PER_CPU = 4
 BF16_MIN_WIDTH = 256  # in narrower layers casts cost more than bf16 gains: 0.85x at width 128, 2.1x at 384 (with AMX)
+PLAIN_MAX_BLOCK = 256  # --attention auto: the largest block_size at which plain attention was measured
 
 # Compute slices (of 7) and memory slices (of 8) -> how many fit on one GPU; every GPU with 7 slices has these six.
 MIG_SHAPES = {(1, 1): 7, (1, 2): 4, (2, 2): 3, (3, 4): 2, (4, 4): 1, (7, 8): 1}
 _MIG_GB = (40, 80, 94, 96, 141, 180)  # nominal memory: A100, A100 and H100, H100 NVL, H100, H200, B200
 _PROFILE = re.compile(r"(?:(\d)c\.)?(\d+g\.\d+gb)")
 
-# NVML name -> dense TFLOP/s with float32 accumulation: bf16, fp16, fp32 (TF32 if supported); memory GB/s. 0: none.
-_PEAKS: tuple[tuple[str, float, float, float, float], ...] = (
-    (r"B200", 2250, 2250, 1125, 8000),
-    (r"H200", 989.4, 989.4, 494.7, 4800),
-    (r"H200 NVL", 835.5, 835.5, 417.8, 4800),
-    (r"H100 (80GB HBM3|SXM5?)", 989.4, 989.4, 494.7, 3350),
-    (r"H100 NVL", 835.5, 835.5, 417.8, 3938),
-    (r"H100 PCIe", 756.5, 756.5, 378.0, 2039),
-    (r"A100", 312, 312, 156, 0),  # the memory differs by board
-    (r"A100-(SXM4|PCIE)-40GB", 312, 312, 156, 1555),
-    (r"A100-SXM4-80GB", 312, 312, 156, 2039),
-    (r"A100 80GB PCIe", 312, 312, 156, 1935),
-    (r"L40S", 362.05, 362.05, 183, 864),
-    (r"L4", 121, 121, 60, 300),
-    (r"A10", 125, 125, 62.5, 600),
-    (r"RTX 3090", 71, 71, 35.6, 936),
-    (r"RTX 4090", 165.2, 165.2, 82.6, 1008),
-    (r"T4", 0, 65, 8.1, 320),
-    (r"V100-SXM2-(16|32)GB", 0, 125, 15.7, 900),
+# NVML name -> dense TFLOP/s with float32 accumulation: bf16, fp16, TF32, float32; memory GB/s. 0: none.
+_PEAKS: tuple[tuple[str, float, float, float, float, float], ...] = (
+    (r"B200", 2250, 2250, 1125, 75, 8000),
+    (r"H200", 989.4, 989.4, 494.7, 66.9, 4800),
+    (r"H200 NVL", 835.5, 835.5, 417.8, 60, 4800),
+    (r"H100 (80GB HBM3|SXM5?)", 989.4, 989.4, 494.7, 66.9, 3350),
+    (r"H100 NVL", 835.5, 835.5, 417.8, 60, 3938),
+    (r"H100 PCIe", 756.5, 756.5, 378.0, 51.2, 2039),
+    (r"A100", 312, 312, 156, 19.5, 0),  # the memory differs by board
+    (r"A100-(SXM4|PCIE)-40GB", 312, 312, 156, 19.5, 1555),
+    (r"A100-SXM4-80GB", 312, 312, 156, 19.5, 2039),
+    (r"A100 80GB PCIe", 312, 312, 156, 19.5, 1935),
+    (r"L40S", 362.05, 362.05, 183, 91.6, 864),
+    (r"L4", 121, 121, 60, 30.3, 300),
+    (r"A10", 125, 125, 62.5, 31.2, 600),
+    (r"RTX 3090", 71, 71, 35.6, 35.6, 936),
+    (r"RTX 4090", 165.2, 165.2, 82.6, 82.6, 1008),
+    (r"T4", 0, 65, 0, 8.1, 320),
+    (r"V100-SXM2-(16|32)GB", 0, 125, 0, 15.7, 900),
 )
 _CPU_FEATURES = frozenset({"amx_bf16", "amx_tile", "avx512_bf16", "avx512f", "avx2", "fma", "bf16", "sve", "asimd"})
 
@@ -105,6 +106,20 @@ def discover_gpus(nvml: Any = None) -> list[Device]:
         nvml.nvmlShutdown()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return devices if visible is None else _visible(devices, visible)
+
+
+def driver_version() -> str:
+    """Return the version of NVIDIA's driver, or "" without one."""
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        return ""
+    with contextlib.suppress(nvml.NVMLError):
+        nvml.nvmlInit()
+        version = str(nvml.nvmlSystemGetDriverVersion())
+        nvml.nvmlShutdown()
+        return version
+    return ""
 
 
 def take_own_slice(local_rank: int) -> list[str]:
@@ -218,18 +233,18 @@ def _peak(device: Device | str, column: int) -> float | None:
     fractions = _fractions(name) if isinstance(device, str) else (device.compute_fraction, device.bandwidth_fraction)
     bare = re.sub(r"^((NVIDIA|Tesla|GeForce) )+", "", name.partition(" MIG ")[0])
     row = next((row[1:] for row in _PEAKS if re.fullmatch(row[0], bare)), None)
-    return row[column] * fractions[column == 3] * (1e9 if column == 3 else 1e12) or None if row else None
+    return row[column] * fractions[column == 4] * (1e9 if column == 4 else 1e12) or None if row else None
 
 
 def peak_flops(device: Device | str, dtype: str) -> float | None:
-    """Return the dense peak FLOP/s for "bf16", "fp16" or "fp32" (TF32 if the GPU has it), None when unknown."""
-    column = {"bf16": 0, "fp16": 1, "fp32": 2}.get(dtype)
+    """Return the dense peak FLOP/s for "bf16", "fp16", "tf32" or "fp32", None when unknown."""
+    column = {"bf16": 0, "fp16": 1, "tf32": 2, "fp32": 3}.get(dtype.removesuffix("_pure"))
     return None if column is None else _peak(device, column)
 
 
 def peak_bandwidth(device: Device | str) -> float | None:
     """Return the peak memory bandwidth in bytes/s, scaled to the slice, None when unknown."""
-    return _peak(device, 3)
+    return _peak(device, 4)
 
 
 def _read(path: Path) -> str:
@@ -289,7 +304,13 @@ def cpu_features(root: str = "/") -> frozenset[str]:
 def choose_precision(
     requested: str, kind: str, n_embd: int, features: frozenset[str], bf16_gpu: bool | None = None
 ) -> tuple[str, str]:
-    """Return the precision to train in, and why. `bf16_gpu`: every GPU of the run has compute capability >= 8."""
+    """Return the precision to train in, and why. `bf16_gpu`: every GPU of the run has compute capability >= 8.
+
+    Raises ConfigError for one that this kind of device does not have.
+    """
+    if requested == "tf32" and (kind == "cpu" or bf16_gpu is False):
+        have = "there is none" if kind == "cpu" else "a GPU is older than compute capability 8"
+        raise ConfigError(f"precision = tf32 is a format of GPUs, but {have}; use precision fp32")
     if requested != "auto":
         return requested, "asked for"
     if kind != "cpu":
@@ -303,6 +324,17 @@ def choose_precision(
     if n_embd < BF16_MIN_WIDTH:
         return "fp32", f"{units[0]} pays only from width {BF16_MIN_WIDTH} on, and n_embd = {n_embd}"
     return "bf16", f"{units[0]}, and n_embd = {n_embd} is wide enough (>= {BF16_MIN_WIDTH})"
+
+
+def choose_attention(requested: str, kind: str, precision: str, block_size: int, features: frozenset[str]) -> str:
+    """Return flash or plain: what was measured to be faster for `auto`.
+
+    On a CPU that multiplies bf16, torch's fused attention in bf16 takes most of its time in its backward.
+    """
+    if requested != "auto":
+        return requested
+    units = kind == "cpu" and precision == "bf16" and bool(features & {"amx_bf16", "avx512_bf16"})
+    return "plain" if units and block_size <= PLAIN_MAX_BLOCK else "flash"
 
 
 def local_slots(device: str, workers: int | None, gpus: list[Device], cpus: float) -> Slots:
@@ -363,6 +395,20 @@ def cpu_share(node_cpus: list[float], workers: int) -> float:
         f"asked: {workers} ranks on CPU, available per node: {', '.join(f'{c:g}' for c in node_cpus) or 'none'} CPUs, "
         f"which hold {most} at {MAX_RANKS_PER_CPU} ranks per CPU; lower workers to {most}, or add nodes"
     )
+
+
+def return_freed_memory() -> None:
+    """Make glibc give freed memory back at once, so that resident memory is what is in use: what a tensor takes.
+
+    From 64 KiB on each tensor has pages of its own. Slower: every tensor of a step is faulted in again.
+    """
+    libc = ctypes.CDLL(None)
+    if sys.platform == "linux" and hasattr(libc, "mallopt"):
+        trim_threshold, mmap_threshold, mmap_max = -1, -3, -4  # malloc.h
+        libc.mallopt(mmap_threshold, 64 << 10)
+        libc.mallopt(mmap_max, 1 << 20)
+        libc.mallopt(trim_threshold, 64 << 10)
+        libc.malloc_trim(0)
 
 
 def keep_freed_memory() -> None:

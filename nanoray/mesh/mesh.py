@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -38,6 +38,11 @@ class CollectiveListener(Protocol):
 
     def call(self, op: str, what: str, group: str, tensor: Tensor | None = None) -> AbstractContextManager[None]:
         """Return a context for one collective; `what` is its purpose, `group` the process group's name."""
+
+    def started(
+        self, op: str, what: str, group: str, tensor: Tensor, bucket: int | None, last: bool
+    ) -> Callable[[], None]:
+        """Note a collective that begins now; the returned function is called when it has ended."""
 
 
 @dataclass

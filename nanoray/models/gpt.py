@@ -1,8 +1,9 @@
 """The GPT of nanoGPT. Nothing here knows about ranks; `parallel/` splits the model by the names of its parts:
 
-    tok_emb, pos_emb                                  tokens and positions become the residual stream  (B, T, C)
+    tok_emb, pos_emb                                  tokens and positions become the residual stream  (B, T, C);
+                                                      with rotary positions there is no pos_emb
     blocks.N   norm1, attn.{qkv, proj}                x + attention of the normed x
-               norm2, mlp.{up, down}                  x + a two-layer network of the normed x
+               norm2, mlp.{up, down}                  x + a two-layer network of the normed x, or a mixture of experts
     norm, lm_head                                     the stream becomes logits; lm_head.weight is tok_emb.weight
 
 Letters: B sequences, T tokens each, S tokens attended to, C = n_embd, H heads of D = C/H, V = vocab_size.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +22,10 @@ from torch import Tensor, nn
 
 from nanoray.config import VOCAB_MULTIPLE, Config
 from nanoray.errors import ConfigError
+from nanoray.models.activation_checkpointing import run_block
+from nanoray.models.dropout import derive_seed, seed_generators
+from nanoray.models.kernels import Kernels, chunked_cross_entropy, plain_attention, rotate
+from nanoray.models.moe import MoE, RouterTraining, Routing, Stacked
 
 
 @dataclass(frozen=True)
@@ -32,18 +38,33 @@ class ModelShape:
     block_size: int
     bias: bool
     vocab_size: int  # tokens that exist; the embedding has padded_vocab rows
+    experts: int = 0  # in place of each MLP; 0: none, and what follows means nothing
+    experts_per_token: int = 0
+    expert_hidden: int = 0  # hidden units of one expert
+    shared_experts: int = 0
+    rotary: bool = False  # queries and keys are turned by their positions, in place of a position embedding
 
     def __post_init__(self) -> None:
         for key, value in asdict(self).items():
-            if key != "bias" and value < 1:
+            if key not in ("bias", "rotary", *_OF_EXPERTS) and value < 1:
                 raise ConfigError(f"{key} = {value}, but a model needs at least 1; raise {key}")
         if self.n_embd % self.n_head:
             raise ConfigError(f"n_embd = {self.n_embd} is not a multiple of n_head = {self.n_head}; change one of them")
+        if self.rotary and self.n_embd // self.n_head % 2:
+            raise ConfigError(
+                "positions = rotary turns pairs of numbers, but a head has n_embd/n_head = "
+                f"{self.n_embd}/{self.n_head} = {self.n_embd // self.n_head}; use another n_head, or positions learned"
+            )
 
     @classmethod
     def of(cls, config: Config, vocab_size: int) -> ModelShape:
         """Return the shape of `config` for a tokenizer of `vocab_size` tokens."""
-        return cls(config.n_layer, config.n_head, config.n_embd, config.block_size, config.bias, vocab_size)
+        dense = (config.n_layer, config.n_head, config.n_embd, config.block_size, config.bias, vocab_size)
+        rotary = config.positions == "rotary"
+        if not config.experts:
+            return cls(*dense, rotary=rotary)
+        hidden = config.expert_hidden or 4 * config.n_embd
+        return cls(*dense, config.experts, config.experts_per_token, hidden, config.shared_experts, rotary)
 
     @property
     def padded_vocab(self) -> int:
@@ -56,21 +77,35 @@ class ModelShape:
         return self.vocab_size if padding > self.vocab_size // 8 else self.padded_vocab
 
     def to_dict(self) -> dict[str, int | bool]:
-        return asdict(self)
+        """Return the sizes as plain data; those of experts and `rotary` only where there are any."""
+        left_out = {*(() if self.experts else _OF_EXPERTS), *(() if self.rotary else ("rotary",))}
+        return {key: value for key, value in asdict(self).items() if key not in left_out}
+
+
+_OF_EXPERTS = ("experts", "experts_per_token", "expert_hidden", "shared_experts")
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer with pre-norm blocks (Radford et al. 2019), learned positions and tied embeddings."""
+    """A decoder-only transformer with pre-norm blocks (Radford et al. 2019) and tied embeddings."""
 
-    def __init__(self, shape: ModelShape, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        dropout: float = 0.0,
+        activation_checkpointing: str = "none",
+        routers: RouterTraining = RouterTraining(),  # noqa: B008 (it is immutable)
+        kernels: Kernels = Kernels(),  # noqa: B008
+    ) -> None:
         super().__init__()
         self.shape = shape
+        self.routing = Routing(routers, shape.n_layer) if shape.experts else None
         self.tok_emb = nn.Embedding(shape.padded_vocab, shape.n_embd)
-        self.pos_emb = nn.Embedding(shape.block_size, shape.n_embd)
+        self.pos_emb: Any = nn.Identity() if shape.rotary else Positions(shape.block_size, shape.n_embd)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(shape, dropout) for _ in range(shape.n_layer))
+        blocks = (Block(shape, dropout, activation_checkpointing, routers, kernels) for _ in range(shape.n_layer))
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(shape.n_embd, bias=shape.bias)
-        self.lm_head = LMHead(shape)
+        self.lm_head = LMHead(shape, kernels.loss_chunk)
         self.init_weights()
 
     def forward(self, idx: Tensor, targets: Tensor | None = None, kv_cache: list[KVCache] | None = None) -> Tensor:
@@ -78,20 +113,42 @@ class GPT(nn.Module):
 
         With a kv_cache, one KVCache per block, idx (B, T) continues the cached tokens.
         """
+        drops = self.training and self.dropout.p > 0
+        seed = torch.initial_seed() if drops else 0  # what the caller seeded, say for this micro batch
         x = self.embed(idx, kv_cache[0].length if kv_cache else 0)  # (B, T, C)
+        told: dict[int, Tensor] = {}  # by the layers' routers
         for n, block in enumerate(self.blocks):
+            if drops:  # outside of the block, which may be compiled
+                seed_generators(derive_seed(seed, n), x.device)
             x = block(x, kv_cache[n] if kv_cache else None)  # (B, T, C)
+            if self.routing:
+                x, routed = x
+                told[n] = routed
         if targets is None:
             return self.lm_head(self.norm(x[:, -1]))[:, : self.shape.vocab_size]  # (B, V)
-        logits = self.lm_head(self.norm(x))  # (B, T, logit_columns)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        loss = self.lm_head.loss(self.norm(x), targets)
+        return self.routing.added_to(loss, told) if self.routing and self.training else loss
+
+    def views(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes in which parameters are cut, where they are not their own: queries, keys, values apart.
+
+        Also the experts' biases, which lie one behind the other.
+        """
+        C, E = self.shape.n_embd, self.shape.experts
+        named = {name: p for name, p in self.named_parameters() if ".qkv." in name}
+        views: dict[str, tuple[int, ...]] = {name: (3, C, C) if p.dim() == 2 else (3, C) for name, p in named.items()}
+        biases = {
+            f"{at}.bias": m.bias for at, m in self.named_modules() if isinstance(m, Stacked) and m.bias is not None
+        }
+        return views | {name: (E, bias.numel() // E) for name, bias in biases.items()}
 
     def embed(self, idx: Tensor, start: int = 0) -> Tensor:
         """Return the residual stream (B, T, C) of tokens idx (B, T) at positions start, start + 1, ..."""
         end, limit = start + idx.shape[1], self.shape.block_size
         if end > limit:
             raise ConfigError(f"{end} tokens, but block_size = {limit}; pass fewer, or train with a larger block_size")
-        return self.dropout(self.tok_emb(idx) + self.pos_emb.weight[start:end])
+        x = self.tok_emb(idx)
+        return self.dropout(x if self.shape.rotary else x + self.pos_emb(start, end))
 
     def init_weights(self) -> None:
         """Draw weights as GPT-2 does: N(0, 0.02), over sqrt(2·n_layer) where a layer writes to the residual stream.
@@ -108,63 +165,105 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=residual_std if name.endswith(("proj.weight", "down.weight")) else 0.02)
 
 
+class Positions(nn.Embedding):
+    """A learned vector for each position."""
+
+    def forward(self, start: int, end: int) -> Tensor:  # type: ignore[override]
+        """Return the vectors (end - start, C) of positions start to end - 1."""
+        return self.weight[start:end]
+
+
 class Block(nn.Module):
-    """Attention, which moves information between positions, then an MLP on each position."""
+    """Attention, which moves information between positions, then an MLP, or experts, on each position."""
 
-    def __init__(self, shape: ModelShape, dropout: float) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        dropout: float,
+        activation_checkpointing: str = "none",
+        routers: RouterTraining = RouterTraining(),  # noqa: B008
+        kernels: Kernels = Kernels(),  # noqa: B008
+    ) -> None:
         super().__init__()
+        self.activation_checkpointing, self.drops = activation_checkpointing, dropout > 0
         self.norm1 = nn.LayerNorm(shape.n_embd, bias=shape.bias)
-        self.attn = Attention(shape, dropout)
+        self.attn = Attention(shape, dropout, kernels.plain_attention)
         self.norm2 = nn.LayerNorm(shape.n_embd, bias=shape.bias)
-        self.mlp = MLP(shape, dropout)
+        self.mlp = experts_of(shape, dropout, routers) if shape.experts else MLP(shape, dropout)
 
-    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: KVCache | None = None) -> Any:
+        """Return the residual stream (B, T, C) after this block; with experts, also what their router tells."""
+        # Inside of the block, so that a compiled block contains it, and fsdp gathers the weights once for both.
+        if cache is None:
+            return run_block(self._layers, x, self.activation_checkpointing, self.drops and self.training)
+        return self._layers(x, cache)
+
+    def _layers(self, x: Tensor, cache: KVCache | None = None) -> Any:
         x = x + self.attn(self.norm1(x), cache)  # (B, T, C)
-        return x + self.mlp(self.norm2(x))  # (B, T, C)
+        y = self.mlp(self.norm2(x))  # (B, T, C)
+        return (x + y[0], y[1]) if isinstance(y, tuple) else x + y
 
 
 class Attention(nn.Module):
     """Causal self-attention. qkv's rows are all queries, then all keys, then all values, each head by head."""
 
-    def __init__(self, shape: ModelShape, dropout: float) -> None:
+    def __init__(self, shape: ModelShape, dropout: float, plain: bool = False) -> None:
         super().__init__()
-        self.head_dim = shape.n_embd // shape.n_head
+        self.head_dim, self.rotary, self.plain = shape.n_embd // shape.n_head, shape.rotary, plain
         self.qkv = nn.Linear(shape.n_embd, 3 * shape.n_embd, bias=shape.bias)
         self.proj = nn.Linear(shape.n_embd, shape.n_embd, bias=shape.bias)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
-        B, T, _ = x.shape
+        return self.dropout(self.proj(self.heads(x, cache)))  # (B, T, C)
+
+    def heads(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Return what the heads have found for x (B, T, C), one beside the other: (B, T, C)."""
+        qkv = self.qkv(x)  # (B, T, 3C)
+        B, T, _ = qkv.shape
         # The number of heads follows from the shape: a rank that holds only some of them runs the same line.
-        q, k, v = (y.view(B, T, -1, self.head_dim).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))  # (B, H, T, D)
+        q, k, v = (y.view(B, T, -1, self.head_dim).transpose(1, 2) for y in qkv.chunk(3, -1))  # (B, H, T, D)
+        if self.rotary:
+            start = cache.length if cache is not None else 0
+            q, k = rotate(q, start), rotate(k, start)
         if cache is not None:
             k, v = cache.append(k, v)  # (B, H, S, D)
         S = k.shape[2]
+        if self.plain:
+            return plain_attention(q, k, v, self.dropout.p * self.training).transpose(1, 2).flatten(2)
         # is_causal aligns query 0 with key 0, which is right for T = S. One query sees all keys; else pass a mask.
         mask = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T) if 1 < T < S else None
         y = F.scaled_dot_product_attention(q, k, v, mask, self.dropout.p * self.training, T == S)  # (B, H, T, D)
-        return self.dropout(self.proj(y.transpose(1, 2).flatten(2)))  # (B, T, C)
+        return y.transpose(1, 2).flatten(2)  # (B, T, C)
 
 
 class MLP(nn.Module):
-    """Project up to 4C, apply GELU, project down."""
+    """Project up to 4C, or to `hidden` units, apply GELU, project down."""
 
-    def __init__(self, shape: ModelShape, dropout: float) -> None:
+    def __init__(self, shape: ModelShape, dropout: float, hidden: int = 0) -> None:
         super().__init__()
-        self.up = nn.Linear(shape.n_embd, 4 * shape.n_embd, bias=shape.bias)
-        self.down = nn.Linear(4 * shape.n_embd, shape.n_embd, bias=shape.bias)
+        hidden = hidden or 4 * shape.n_embd
+        self.up = nn.Linear(shape.n_embd, hidden, bias=shape.bias)
+        self.down = nn.Linear(hidden, shape.n_embd, bias=shape.bias)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.dropout(self.down(F.gelu(self.up(x))))  # (B, T, C); gelu is exact, as nanoGPT's, and works on 4C
 
 
+def experts_of(shape: ModelShape, dropout: float, routers: RouterTraining) -> MoE:
+    """Return a block's experts. The shared ones are one MLP with the hidden units of them all."""
+    shared = MLP(shape, 0.0, shape.shared_experts * shape.expert_hidden) if shape.shared_experts else None
+    sizes = (shape.n_embd, shape.experts, shape.experts_per_token, shape.expert_hidden)
+    return MoE(*sizes, shape.bias, dropout, routers, shared)
+
+
 class LMHead(nn.Linear):
     """The tied output layer. The padding of the vocabulary gets no probability and no gradient."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, loss_chunk: int = 0) -> None:
         super().__init__(shape.n_embd, shape.padded_vocab, bias=False)
-        self.vocab_size, self.columns = shape.vocab_size, shape.logit_columns
+        self.vocab_size, self.columns, self.loss_chunk = shape.vocab_size, shape.logit_columns, loss_chunk
 
     def forward(self, x: Tensor) -> Tensor:
         if self.columns == self.vocab_size:
@@ -172,6 +271,15 @@ class LMHead(nn.Linear):
         # A bias of -inf costs nothing inside the product; slicing the logits would copy gigabytes on a GPU.
         padding = F.pad(x.new_zeros(self.vocab_size), (0, self.columns - self.vocab_size), value=-math.inf)
         return F.linear(x, self.weight, padding)  # (..., padded_vocab)
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross entropy (float32 scalar) of x (B, T, C), given targets (B, T)."""
+        if self.loss_chunk:
+            return chunked_cross_entropy(
+                x.flatten(0, 1), self.weight, targets.flatten(), self.vocab_size, self.loss_chunk
+            )
+        logits = self(x)  # (B, T, logit_columns)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 class KVCache:

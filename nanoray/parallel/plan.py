@@ -1,101 +1,257 @@
 """The parallelism of a model on a mesh. The loop calls the methods of one Plan and knows no strategy by name.
 
-forward_backward ─► grad_norm ─► clip        and no_sync_backward, warm_up, close around them
+whole, seeded model ─► cut over tp (tp.py) ─► split over pp (pp.py) ─► cut over ep (ep.py) ─► shared over dp (ddp.py,
+buckets.py, fsdp.py)
+
+forward_backward ─► grad_norm ─► clip ─► (the optimizer's update) ─► spread ─► zero_grad
+                                                     and no_sync_backward, warm_up, close around them
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
+from itertools import repeat
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from nanoray.config import Config
-from nanoray.mesh.algorithms import AsyncAllReduce
+from nanoray.mesh.axis import axes_of, data_axis
+from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
-from nanoray.parallel.ddp import Hook, apply_ddp, average_by
+from nanoray.mesh.pieces import Shard, whole_shards
+from nanoray.parallel import ep, pp, tp
+from nanoray.parallel.buckets import BY_HAND, Buckets
+from nanoray.parallel.ddp import DataParallel, Hook, TorchDDP
+from nanoray.parallel.fsdp import FSDP
+from nanoray.parallel.norm import norm_of_owned
+from nanoray.parallel.schedules import Turn, bubble
+from nanoray.parallel.statistics import RunningStatistics
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]  # (model, inputs, targets) -> mean loss of a micro batch
 MicroBatch = tuple[Tensor, Tensor]
 
 
+def _no_phase(name: str) -> None:
+    pass
+
+
+def _no_seed(micro: int) -> None:
+    pass
+
+
 class Plan:
-    """Data parallelism: every rank holds the whole model, and the last backward of a step averages gradients."""
+    """Data parallelism: replicas of the model share the batch, and exchange gradients once per step.
+
+    What each rank keeps of weights, gradients and optimizer state is the affair of `dp_mode`. With `tp` a replica is
+    several ranks, which compute with one part of each layer each, with `pp` they compute with some layers each; they
+    read the same samples.
+    """
 
     def __init__(
-        self, model: nn.Module, mesh: Mesh, config: Config, accum: int, loss: Loss, scale: Callable[[Tensor], Tensor]
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        config: Config,
+        accum: int,
+        loss: Loss,
+        scale: Callable[[Tensor], Tensor],
+        mirror: int = 0,
     ) -> None:
-        """Wrap `model` for this mesh. (all ranks) `scale` is applied to a loss before its backward (fp16).
+        """Prepare `model` for this mesh. (all ranks) `scale` is applied to a loss before its backward (fp16).
 
-        All ranks must hold equal weights, or receive them before the first step: nothing is broadcast here.
+        mirror: with ZeRO, rank r + mirror keeps a second copy of rank r's optimizer state; 0: nobody does.
+
+        All ranks must hold equal weights, or receive them before the first step; those that no rank keeps whole are
+        sent here, by rank 0.
         """
         self.model, self._mesh, self._accum, self._loss, self._scale = model, mesh, accum, loss, scale
-        self._bucket_mb = config.bucket_mb
-        self._params = [p for p in model.parameters() if p.requires_grad]
-        self._by_hand: AsyncAllReduce | None = None
-        if config.allreduce != "backend" and mesh.world_size > 1:
-            group = dist.new_group(timeout=timedelta(seconds=config.timeout_s))
-            dist.all_reduce(torch.zeros(1, device=mesh.device), group=group)  # NCCL sets up a group in its first one
-            self._by_hand = AsyncAllReduce(config.allreduce, group, mesh.device)
-        hook = average_by(self._by_hand.start, mesh.world_size) if self._by_hand else None
-        self._wrapped = apply_ddp(model, mesh, config.bucket_mb, hook)
-        self.twin: nn.Module | None = None
-        self.traced = False  # whether the step goes through the twin
+        axes = axes_of(Layout.of(config, mesh.world_size), mesh, config.timeout_s)
+        self.data, self._tensor, stages = axes["dp"], axes["tp"], axes["pp"]
+        self._axes = list(axes.values())
+        mode = "ddp" if self.data.size == 1 else config.dp_mode  # one rank shares nothing
+        split = self._split = self._tensor.size * stages.size > 1
+        sharded = mode in ("zero1", "zero2", "fsdp")
+        self._replicated = config.replicated(mesh.slots)
+        if split or axes["ep"].size > 1 or mode == "fsdp":
+            for tensor in [*model.parameters(), *model.buffers()]:
+                mesh.broadcast_tensor(tensor.data, 0)
+        if self._tensor.size > 1:
+            tp.cut(model, self._tensor, config.sequence_parallel)
+        self._flow: pp.Straight | pp.Pipe = pp.Straight(accum)
+        self._stage: pp.Stage | None = None
+        self.bubble = 0.0  # the share of the time that a stage of a pipeline waits by its schedule
+        if stages.size > 1:
+            self._stage = pp.split(model, stages.index, stages.size, config.chunks)
+            parts = self._tensor.size if config.sequence_parallel else 1
+            self._flow = pp.Pipe(self._stage, stages, config.pp_schedule, accum, parts)
+            self.bubble = bubble(config.pp_schedule, stages.size, accum, config.chunks)
+        self._experts: ep.ExpertParallel | None = None
+        if axes["ep"].size > 1:
+            ep.cut(model, axes["ep"])
+            self._experts = ep.ExpertParallel(model, self.data, axes["edp"], mode, config.bucket_mb)
+        self._ddp = TorchDDP(model, self.data, config) if mode == "ddp" else None
+        by_hand = mode in BY_HAND and self._experts is None
+        self._buckets = Buckets(model, self.data, mode, config.bucket_mb, mirror) if by_hand else None
+        self._parallel: DataParallel = self._ddp or self._experts or self._buckets or FSDP(model, self.data, config)
+        self._statistics = RunningStatistics(model, self.data, config.sync_batchnorm)
+        self._partial = tp.names_of_partial(model)
+        self.shards: list[Shard] | None = self._parallel.shards  # what the optimizer updates; None: the parameters
+        self.weights: list[Shard] | None = None  # the weights of this rank; None: all of them
+        if split or self._experts:
+            replicas = self._experts.replicas if self._experts else lambda name: self.data
+            of_cut = tp.names_of_cut(model), self._tensor, replicas
+            own = whole_shards(model) if self.shards is None else self.shards
+            self.shards = tp.with_owners(own, *of_cut, sharded)
+            self.weights = tp.with_owners(whole_shards(model), *of_cut, False) if mode != "fsdp" else None
+        if mode == "fsdp":
+            self.weights = self.shards
+        if stages.size > 1 and self.shards is not None and self.weights is not None:
+            self.shards, self.weights = (pp.with_tie(of, stages.index) for of in (self.shards, self.weights))
 
     @property
-    def reduce(self) -> Callable[[Tensor], Any] | None:
-        """Function that starts the all-reduce of a gradient bucket; None for the backend's own."""
-        return self._by_hand.start if self._by_hand else None
+    def mirror_shards(self) -> list[Shard] | None:
+        """What this rank updates a second time, beside its owner; None: nothing is mirrored."""
+        return self._buckets.mirror_shards if self._buckets else None
 
-    def add_twin(self, hook: Hook) -> nn.Module:
-        """Wrap the model a second time, for steps whose collectives are measured. (all ranks)"""
-        self.twin = apply_ddp(self.model, self._mesh, self._bucket_mb, hook)
-        return self.twin
+    def trace(self, traced: bool) -> None:
+        """Measure the collectives of the next step, or do not. (all ranks)"""
+        if self._ddp:
+            self._ddp.trace(traced)
+
+    def forward_backward(
+        self, micro_batches: Iterator[MicroBatch], phase: Callable[[str], None], seed: Callable[[int], None]
+    ) -> Tensor:
+        """Run a step's micro batches; afterwards gradients are means over all ranks. (all ranks)
+
+        The factor of that mean enters at the loss, so that all that follows is a sum; torch's DDP divides by the ranks
+        itself. `phase` is called when a phase begins, `seed` with the number of a micro batch before its forward.
+        Returns the mean loss of this rank's replica, detached, a scalar on the device.
+        """
+        parallel, accum = self._parallel, self._accum
+        self._statistics.begin()
+        total, batches = torch.zeros((), device=self._mesh.device), dict[int, MicroBatch]()
+        for turn in self.turns:  # F0 B0 F1 B1 ... without a pipeline
+            last = turn.micro == accum - 1
+            if turn.op == "F":
+                if turn.chunk == 0:
+                    phase("data")
+                    batches[turn.micro] = next(micro_batches)
+                x, y = batches[turn.micro]
+                self._flow.receive(turn, phase, x)
+                with parallel.forward(last):
+                    phase("forward")
+                    seed(turn.micro)
+                    loss = self._flow.forward(turn, parallel.wrapped, self._loss, x, y)  # mean over (B, T)
+                if loss is not None:
+                    total += loss
+                if turn.chunk == self._flow.chunks - 1:
+                    del batches[turn.micro], x, y
+            else:
+                self._flow.receive(turn, phase)
+                with parallel.backward(last, turn.chunk):
+                    phase("backward")
+                    self._flow.backward(turn, lambda loss: self._scale(loss / (accum * parallel.divisor)))
+        total = self._flow.finish(total, phase)
+        if isinstance(self._flow, pp.Pipe) and self._stage and self._stage.tied is not None:
+            self._flow.add_tied(parallel.sum_of(self._stage.tied))
+        self._sum_partial()
+        self._statistics.average(accum)
+        return total / accum
+
+    def _sum_partial(self) -> None:
+        """Add up gradients of which each tensor rank has that of its own positions. (all ranks of a replica)"""
+        found = [s.param.grad for s in self.shards or () if s.piece.name in self._partial and s.param.grad is not None]
+        if found:
+            total = self._tensor.sum(torch.cat([gradient.reshape(-1) for gradient in found]), "gradients")
+            for gradient, part in zip(found, total.split([g.numel() for g in found]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+    @property
+    def turns(self) -> list[Turn]:
+        """What this rank computes in a step, in this order: a forward or a backward of a micro batch each."""
+        return self._flow.turns
+
+    def repeat(
+        self, batch: Callable[[int], MicroBatch], seed: Callable[[int], None], look: Callable[[int], None]
+    ) -> None:
+        """Run a step's turns once more, without a sum over data ranks. (all ranks)
+
+        `batch` returns a micro batch by its number; `look` is called after each turn with the number of its own.
+        """
+        for turn in self.turns:
+            self._flow.receive(turn, _no_phase, batch(turn.micro)[0])
+            if turn.op == "F":
+                seed(turn.micro)
+                self._flow.forward(turn, self.model, self._loss, *batch(turn.micro))
+            else:
+                self._flow.backward(turn, lambda loss: loss / self._accum)
+            look(turn.micro)
+        self._flow.finish(torch.zeros((), device=self._mesh.device), _no_phase)
+
+    @property
+    def whole(self) -> Any:
+        """What to call for the loss of a batch without gradients. (all ranks of a replica)"""
+        return self._flow.evaluate if isinstance(self._flow, pp.Pipe) else self.model
+
+    @property
+    def knows_loss(self) -> bool:
+        """Whether `whole` returns the loss on this rank: in a pipeline it does on the last stage."""
+        return self._stage is None or self._stage.last
 
     @property
     def gradients(self) -> list[Tensor]:
         """The gradients that this rank updates with."""
-        return [p.grad for p in self._params if p.grad is not None]
+        return self._parallel.gradients
 
-    def forward_backward(self, micro_batches: Iterator[MicroBatch], phase: Callable[[str], None]) -> Tensor:
-        """Run a step's micro batches; the last backward averages gradients over the ranks. (all ranks)
+    def mirror_gradients(self) -> bool:
+        """Send the gradients to the rank that mirrors this rank's state. (all ranks)
 
-        Returns this rank's own mean loss, detached, a scalar on the device. `phase` is called when a phase begins.
+        Returns whether ranks that are lost from now on leave behind all that the others need to finish this step.
         """
-        wrapped = self.twin if self.traced and self.twin else self._wrapped
-        total = torch.zeros((), device=self._mesh.device)
-        for micro in range(self._accum):
-            phase("data")
-            x, y = next(micro_batches)
-            with nullcontext() if micro == self._accum - 1 else self._silent(wrapped):
-                phase("forward")
-                loss = self._loss(wrapped, x, y)  # mean over (B, T)
-                phase("backward")
-                self._scale(loss / self._accum).backward()
-            total += loss.detach()
-        return total / self._accum
+        if self._replicated:  # another replica has the same gradients, once all know the norm
+            return True
+        return self._buckets.mirror_gradients() if self._buckets else False
 
     def grad_norm(self) -> Tensor:
-        """Return the norm of the whole model's gradient, equal on all ranks, a scalar on the device."""
-        return get_total_norm(self.gradients)
+        """Return the norm of the whole model's gradient, equal on all ranks, a scalar on the device. (all ranks)"""
+        if not self._split:
+            return self._parallel.norm()
+        owned = [s.param.grad for s in self.shards or () if s.owner and s.param.grad is not None]
+        return norm_of_owned(owned, data_axis(self._mesh), self._mesh.device)
 
     def clip(self, limit: float, norm: Tensor) -> None:
         """Scale the gradients so that their norm, which is `norm` now, is at most `limit`."""
-        clip_grads_with_norm_(self._params, limit, norm)
+        self._parallel.clip(limit, norm)
+
+    def spread(self) -> None:
+        """Start to send updated weights to the ranks that have not updated them. (all ranks)
+
+        Running statistics change here, with the weights.
+        """
+        self._statistics.update()
+        self._parallel.spread()
+
+    def settle(self) -> None:
+        """Wait until the weights are whole; a forward waits by itself."""
+        self._parallel.settle()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        self._parallel.zero_grad()
 
     def no_sync_backward(self, x: Tensor, y: Tensor, timed: AbstractContextManager[None]) -> None:
         """Run a forward and backward without communication under `timed`, to compare with a traced step."""
-        with self._silent(self._wrapped):
+        if self._ddp:
+            self._ddp.trace(False)
+        with self._parallel.quiet():
             if self._accum > 1:
-                self._backward(self._wrapped, x, y)  # a step's last backward adds to existing gradients
+                self._backward(x, y)  # a step's last backward adds to existing gradients
             with timed:
-                self._backward(self._wrapped, x, y)
-        self.model.zero_grad(set_to_none=True)
+                self._backward(x, y)
+        self.zero_grad()
 
     def warm_up(self, x: Tensor, y: Tensor) -> None:
         """Run forward and backward passes whose results are thrown away. (all ranks)
@@ -104,22 +260,44 @@ class Plan:
         step of a fresh and of a resumed run sums in the same order, so resume is bit-exact at 3 and more ranks. The
         warm-up also compiles the model, and detects a lack of memory, before the first step.
         """
-        self._backward(self._wrapped, x, y)
-        self.model.zero_grad(set_to_none=True)
-        if self.twin:
+        if self._stage:
+            self.forward_backward(repeat((x, y)), _no_phase, _no_seed)
+        else:
+            with self._parallel.backward(last=True):
+                self._backward(x, y)
+        self.zero_grad()
+        if self._ddp and self._ddp.twin:
+            self._ddp.trace(True)
             for _ in range(2):  # DDP regroups at the start of the second
-                self._backward(self.twin, x, y)
-                self.model.zero_grad(set_to_none=True)
+                self._backward(x, y)
+                self.zero_grad()
             self.no_sync_backward(x, y, nullcontext())
 
+    def add_twin(self, hook: Hook) -> nn.Module | None:
+        """Wrap the model a second time, for steps whose collectives are measured. (all ranks)
+
+        None where there is nothing to measure so: buckets by hand note themselves, and torch's DDP is in no pipeline.
+        """
+        return self._ddp.add_twin(hook) if self._ddp and not self._stage else None
+
+    @property
+    def reduce(self) -> Callable[[Tensor], object] | None:
+        """Function that starts torch DDP's all-reduce of a bucket, where it is written by hand."""
+        return self._ddp.reduce if self._ddp else None
+
+    @property
+    def bucket_names(self) -> dict[int, list[str]]:
+        """The parameters of each bucket by hand; torch's DDP has a hook that tells them, and fsdp has no buckets."""
+        by_hand = self._experts or self._buckets
+        return by_hand.bucket_names if by_hand else {}
+
     def close(self) -> None:
-        """Stop the thread of a hand-written all-reduce, if any. (all ranks)"""
-        if self._by_hand:
-            self._by_hand.close()
+        """Stop the thread of a hand-written all-reduce, if any, and leave the groups of the axes. (all ranks)"""
+        if self._ddp:
+            self._ddp.close()
+        if not isinstance(self._parallel, FSDP):  # DTensor (torch 2.13) keeps the names of groups beyond its own life
+            for axis in self._axes:
+                axis.leave()
 
-    def _backward(self, wrapped: nn.Module, x: Tensor, y: Tensor) -> None:
-        self._scale(self._loss(wrapped, x, y)).backward()
-
-    def _silent(self, wrapped: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which backward passes only add to the gradients."""
-        return wrapped.no_sync() if self._mesh.world_size > 1 else nullcontext()  # type: ignore[operator]
+    def _backward(self, x: Tensor, y: Tensor) -> None:
+        self._scale(self._loss(self._parallel.wrapped, x, y)).backward()

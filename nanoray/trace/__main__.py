@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nanoray.atomic import write_json
+from nanoray.atomic import read_json_lines, write_json
 from nanoray.errors import ConfigError
 from nanoray.trace.timeline import chrome_trace, draw, newest_window
 
@@ -41,12 +39,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def read_steps(run: Path) -> list[dict[str, Any]]:
     """Return the traced steps of a run. Raises ConfigError when there is none."""
-    path = run / "comm" / "steps.jsonl"
-    steps = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        with suppress(ValueError):  # the torn last line of a killed run
-            steps.append(json.loads(line))
-    steps = [step for step in steps if "collectives" in step]
+    steps = [step for step in read_json_lines(run / "comm" / "steps.jsonl") if "collectives" in step]
     if not steps:
         raise ConfigError(f"{run} has no traced steps; start a run with --comm_trace every=50, or always")
     return steps

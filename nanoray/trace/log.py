@@ -13,10 +13,10 @@ import os
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from nanoray.atomic import write_json
 from nanoray.mesh.mesh import Mesh
@@ -34,10 +34,8 @@ from nanoray.trace.recorder import (
 )
 from nanoray.trace.timeline import MAX_DRAWN, chrome_trace, draw, newest_window
 
-if TYPE_CHECKING:
-    from torch import nn
-
 PAUSES = ("eval", "checkpoint")  # not counted in a step's time
+IDLE = "idle"  # a stage of a pipeline waits for another one
 WORK = ("data", "forward", "backward", "optimizer", "log")  # phases in which a rank can be slower than the others
 LATE_SHARE = 0.2  # of the other ranks' own work; less is noise
 LATE_OF, LATE_TIMES = 8, 6  # a straggler was behind in 6 of the last 8 traced steps
@@ -45,15 +43,18 @@ OFFSETS_EVERY = 500  # steps between two comparisons of several hosts' clocks
 MIN_COMPARED = 3  # comparisons with no_sync before their median is shown
 DETAIL_BYTES = 256 << 20  # of steps.jsonl; later steps are written without collectives
 MEANS = ("step_ms", "busy_ms", "exposed_ms", "hidden_ms", "skew_ms", "late_ms")
+TURNS = ("data", "forward", "backward")  # what the stages of a pipeline do between waits
 SUMS = ("bytes", "bus_bytes", "transfer_s")
 
 
 class CommTrace:
     """The loop's interface to tracing: this rank's recorder, and on rank 0 the log of all ranks."""
 
-    def __init__(self, mesh: Mesh, recorder: CommRecorder, twin: nn.Module, log: CommLog | None) -> None:
-        """`twin` is the model's second wrapper, with the recorder's hook; `log` is None except on rank 0."""
-        self._mesh, self._recorder, self.twin, self._log = mesh, recorder, twin, log
+    def __init__(
+        self, mesh: Mesh, recorder: CommRecorder, buckets: Callable[[], dict[int, list[str]]], log: CommLog | None
+    ) -> None:
+        """`buckets` returns the names of the parameters in each bucket; `log` is None except on rank 0."""
+        self._mesh, self._recorder, self._buckets, self._log = mesh, recorder, buckets, log
         self._offsets: list[ClockOffset] = []
         self._hosts, self._next_offsets = 1, 0
 
@@ -73,16 +74,19 @@ class CommTrace:
             self._log.limit = (min(gbps for gbps, _ in facts), what)
 
     def begin(self, step: int) -> bool:
-        """Return whether this step is traced; a traced step goes through the twin."""
+        """Return whether this step is traced."""
         traced = self._recorder.begin(step)
         self._mesh.listener = self._recorder if traced else None
         return traced
 
-    def end(self, unsynced: Callable[[AbstractContextManager[None]], None]) -> float:
-        """End the step's notes; now and then time `unsynced` for comparison. Return the seconds it took. (all ranks)"""
+    def end(self, unsynced: Callable[[AbstractContextManager[None]], None] | None) -> float:
+        """End the step's notes; now and then time `unsynced` for comparison. Return the seconds it took. (all ranks)
+
+        None: this run cannot compute without communication.
+        """
         self._mesh.listener = None
         self._recorder.end()
-        if not self._recorder.no_sync_due():
+        if unsynced is None or not self._recorder.no_sync_due():
             return 0.0
         wait_for(self._mesh.device)
         start = time.perf_counter()
@@ -102,8 +106,7 @@ class CommTrace:
                 self._next_offsets = own[-1]["step"] + OFFSETS_EVERY
             notes = self._mesh.gather(own)
             if self._log is not None and notes is not None:
-                buckets = self._recorder.buckets(self.twin)
-                metrics, lines = self._log.add(notes, self._offsets, buckets)
+                metrics, lines = self._log.add(notes, self._offsets, self._buckets())
                 for line in lines:
                     note(line)
         self._mesh.listener = noting
@@ -120,11 +123,22 @@ class CommTrace:
 class CommLog:
     """Collects the notes of all ranks. (rank 0 only)"""
 
-    def __init__(self, folder: Path, resume_step: int, attempt: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        resume_step: int,
+        attempt: int,
+        sizes: Mapping[str, int] | None = None,
+        bubble: float | None = None,
+    ) -> None:
+        """`sizes` tells how many ranks share a collective of an axis (tp, pp, dp), where that is not all of them.
+
+        `bubble` is the share of the time that a stage of a pipeline waits by its schedule; None: there is no pipeline.
+        """
         self.folder = folder
         self.limit: tuple[float, str] | None = None  # GB/s, and what it measures
         folder.mkdir(exist_ok=True)
-        self._attempt = attempt
+        self._attempt, self._sizes, self._bubble = attempt, sizes or {}, bubble
         self._late: deque[tuple[int, str, float]] = deque(maxlen=LATE_OF)
         self._straggler: dict[str, Any] | None = None  # the last one; `until` is None while it is one
         self._window: deque[dict[str, Any]] = deque(maxlen=MAX_DRAWN)
@@ -139,7 +153,7 @@ class CommLog:
         """Add the notes of all ranks, in rank order; return metrics for the next record, and lines for the user."""
         lines, now = [], Totals()
         for of_ranks in zip(*notes, strict=True):
-            step = merge(of_ranks, offsets) | {"attempt": self._attempt}
+            step = merge(of_ranks, offsets, self._sizes) | {"attempt": self._attempt}
             figures = step["figures"]
             self._window.append(step)
             seen = [c for c in step["collectives"] if c["bucket"] is not None]
@@ -148,7 +162,10 @@ class CommLog:
             now.add(figures)
             (self._profiled if figures["profiled"] else self._total).add(figures)
             lines += self._write(step, buckets)
-        return {f"comm/{key}": value for key, value in now.means().items()}, lines
+        metrics = {f"comm/{key}": value for key, value in now.means().items()}
+        if self._bubble is not None and now.steps:
+            metrics |= {"pipe/bubble": now.sums["bubble"] / now.steps, "pipe/bubble_theory": 100 * self._bubble}
+        return metrics, lines
 
     def _write(self, step: dict[str, Any], buckets: dict[int, list[str]]) -> list[str]:
         """Append a step to the file. After a failed write (a full disk) it warns and writes no more."""
@@ -214,6 +231,8 @@ class CommLog:
             summary["limit_share"] = 100 * summary["busbw_gbps"] / self.limit[0]
         if self._slowest:
             summary["slowest"] = {key: self._slowest[key] for key in ("step", "bucket", "bytes", "time_us", "skew_us")}
+        if self._bubble is not None:
+            summary |= {"bubble": total.sums["bubble"] / total.steps, "bubble_theory": 100 * self._bubble}
         return summary | {
             "traced_steps": self._total.steps + self._profiled.steps,
             "busy_share": 100 * mean["busy_ms"] / mean["step_ms"],
@@ -250,7 +269,7 @@ class Totals:
     def add(self, figures: dict[str, Any]) -> None:
         """Count one more step."""
         self.steps += 1
-        for key in (*MEANS, *SUMS):
+        for key in (*MEANS, *SUMS, "bubble"):
             self.sums[key] += figures[key]
         self.late[figures["late_rank"]] += 1
         if figures["ab_ms"] is not None:
@@ -272,11 +291,15 @@ class Totals:
         return statistics.median(self.compared) if len(self.compared) >= least else None
 
 
-def merge(of_ranks: Sequence[dict[str, Any]], offsets: Sequence[ClockOffset]) -> dict[str, Any]:
+def merge(
+    of_ranks: Sequence[dict[str, Any]], offsets: Sequence[ClockOffset], sizes: Mapping[str, int] | None = None
+) -> dict[str, Any]:
     """Convert one step's notes of all ranks to rank 0's clock, in ms from its first phase; add figures over ranks.
 
     A collective's `time_us` begins when its last rank has started it: min over ranks of (end - start). So the wait for
-    a late rank (`skew_us`) does not look like a slow link.
+    a late rank (`skew_us`) does not look like a slow link. Collectives of an axis whose `sizes` are fewer ranks run in
+    several groups beside each other: they make one row, with the ranks of one of them. The stages of a pipeline have
+    rows of their own, in which the times of the other ranks are None.
     """
     origin = min(rank["phases"][0][1] - offset.offset for rank, offset in zip(of_ranks, offsets, strict=True))
 
@@ -287,21 +310,22 @@ def merge(of_ranks: Sequence[dict[str, Any]], offsets: Sequence[ClockOffset]) ->
         [[name, ms(start, r), ms(end, r)] for name, start, end in rank["phases"]] for r, rank in enumerate(of_ranks)
     ]
     collectives = []
-    for same in _matched([rank["collectives"] for rank in of_ranks]):
-        first = same[0]
-        seconds = min(c["end"] - c["start"] for c in same)
-        arrivals = [ms(c["enqueue"], r) for r, c in enumerate(same)]
+    for same in _matched([rank["collectives"] for rank in of_ranks], (sizes or {}).get("pp", 1)):
+        first, *_ = same.values()
+        seconds = min(c["end"] - c["start"] for c in same.values())
+        arrivals = {r: ms(c["enqueue"], r) for r, c in same.items()}
         row = {key: first[key] for key in ("op", "what", "group", "phase", "dtype", "bucket", "last", "timing")}
-        row |= {"step": of_ranks[0]["step"], "bytes": first["size_bytes"], "ranks": len(same)}
+        row |= {"step": of_ranks[0]["step"], "bytes": first["size_bytes"]}
+        row["ranks"] = (sizes or {}).get(first["group"], len(same))
         for key in ("enqueue", "start", "end"):
-            row[f"{key}_ms"] = [ms(c[key], r) for r, c in enumerate(same)]
+            row[f"{key}_ms"] = [ms(same[r][key], r) if r in same else None for r in range(len(of_ranks))]
         row |= {
-            "latency_us": 1e6 * max(c["end"] - c["enqueue"] for c in same),
+            "latency_us": 1e6 * max(c["end"] - c["enqueue"] for c in same.values()),
             "time_us": 1e6 * seconds,
-            "skew_us": 1e3 * (max(arrivals) - min(arrivals)),
-            "late_rank": arrivals.index(max(arrivals)),
+            "skew_us": 1e3 * (max(arrivals.values()) - min(arrivals.values())),
+            "late_rank": max(arrivals, key=lambda r: arrivals[r]),
         }
-        factor = busbw_factor(first["op"], len(same))
+        factor = busbw_factor(first["op"], row["ranks"])
         if first["size_bytes"] and seconds > 0 and factor:
             row["algbw_gbps"] = algbw_gbps(first["size_bytes"], seconds)
             row["busbw_gbps"] = row["algbw_gbps"] * factor
@@ -310,25 +334,36 @@ def merge(of_ranks: Sequence[dict[str, Any]], offsets: Sequence[ClockOffset]) ->
     return step | {"figures": _figures(step, of_ranks)}
 
 
-def _matched(of_ranks: Sequence[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
-    """Return the collectives that belong together: the k-th of each (operation, purpose, bucket) on every rank."""
+def _matched(of_ranks: Sequence[list[dict[str, Any]]], pp: int) -> list[dict[int, dict[str, Any]]]:
+    """Return the collectives that belong together, by rank: the k-th of each (op, what, bucket, group) on every rank.
+
+    Each of the `pp` stages of a pipeline has its own along dp and tp.
+    """
     seen: list[dict[Any, dict[str, Any]]] = []
-    for collectives in of_ranks:
+    per_stage = len(of_ranks) // pp
+    for rank, collectives in enumerate(of_ranks):
         counts: dict[tuple[Any, ...], int] = {}
         own = {}
         for c in collectives:
-            key = (c["op"], c["what"], c["bucket"])
+            stage = rank // per_stage if pp > 1 and c["group"] in ("dp", "tp") else 0
+            key = (c["op"], c["what"], c["bucket"], c["group"], stage)
             counts[key] = counts.get(key, 0) + 1
             own[key, counts[key]] = c
         seen.append(own)
-    return [[own[key] for own in seen] for key in seen[0] if all(key in own for own in seen)]
+    found = []
+    for key in dict.fromkeys(key for own in seen for key in own):
+        same = {rank: own[key] for rank, own in enumerate(seen) if key in own}
+        group = key[0][3]
+        if len(same) == (per_stage if pp > 1 and group in ("dp", "tp") else len(seen)):  # else one has no note of it
+            found.append(same)
+    return found
 
 
 def _figures(step: dict[str, Any], of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the numbers of one step: means over ranks, and the rank with most work of its own."""
     costs, step_ms, works, differences = [], [], [], []
     for r, rank in enumerate(of_ranks):
-        own = [Collective(**c) for c in rank["collectives"] if c["phase"] not in PAUSES]
+        own = [Collective(**c) for c in rank["collectives"] if c["phase"] not in (*PAUSES, IDLE)]
         costs.append(account(own))
         step_ms.append(sum(end - start for name, start, end in step["phases"][r] if name not in PAUSES))
         works.append(_own_work_ms(rank))
@@ -336,13 +371,19 @@ def _figures(step: dict[str, Any], of_ranks: Sequence[dict[str, Any]]) -> dict[s
             synced = sum(next(e - s for n, s, e in reversed(rank["phases"]) if n == x) for x in ("forward", "backward"))
             differences.append(1e3 * (synced - rank["no_sync_s"]))
     buckets = [c for c in step["collectives"] if c["bucket"] is not None]
+
+    def begun(c: dict[str, Any]) -> float:
+        return float(max(ms for ms in c["start_ms"] if ms is not None))
+
     totals = [sum(work.values()) for work in works]
     late = totals.index(max(totals))
     others = [work for r, work in enumerate(works) if r != late] or works
     behind = {p: works[late][p] - statistics.median(w[p] for w in others) for p in WORK}
     others_ms = statistics.median(sum(w.values()) for w in others)
+    waits = [_share(rank["phases"]) for rank in of_ranks]
     return {
         "step": step["step"],
+        "bubble": 100 * statistics.fmean(waits),
         "step_ms": statistics.fmean(step_ms),
         "busy_ms": 1e3 * statistics.fmean(c.busy for c in costs),
         "exposed_ms": 1e3 * statistics.fmean(c.exposed for c in costs),
@@ -353,13 +394,23 @@ def _figures(step: dict[str, Any], of_ranks: Sequence[dict[str, Any]]) -> dict[s
         "late_phase": max(behind, key=lambda p: behind[p]),
         "late_ms": totals[late] - others_ms,
         "others_ms": others_ms,
-        "bytes": sum(c["bytes"] for c in step["collectives"] if c["phase"] not in PAUSES),
-        "bus_bytes": sum(c["bytes"] * (busbw_factor(c["op"], c["ranks"]) or 0) for c in buckets),
+        "bytes": sum(c["bytes"] * _part(c) for c in step["collectives"] if c["phase"] not in PAUSES),
+        "bus_bytes": sum(c["bytes"] * (busbw_factor(c["op"], c["ranks"]) or 0) * _part(c) for c in buckets),
         # Buckets that run at the same time share the link, so that time counts once.
-        "transfer_s": union_length([(max(c["start_ms"]), max(c["start_ms"]) + c["time_us"] / 1e3) for c in buckets])
-        / 1e3,
+        "transfer_s": union_length([(begun(c), begun(c) + c["time_us"] / 1e3) for c in buckets]) / 1e3,
         "profiled": of_ranks[0]["profiled"],
     }
+
+
+def _part(c: dict[str, Any]) -> float:
+    """Return the share of the ranks that have a row's collective: 1 unless stages of a pipeline have other ones."""
+    return sum(ms is not None for ms in c["start_ms"]) / len(c["start_ms"])
+
+
+def _share(phases: Sequence[Any]) -> float:
+    """Return which share of forward and backward a stage of a pipeline waits; 0 without a pipeline."""
+    idle, turns = (sum(end - start for name, start, end in phases if name in of) for of in ((IDLE,), TURNS))
+    return idle / (idle + turns) if idle else 0.0
 
 
 def _own_work_ms(rank: dict[str, Any]) -> dict[str, float]:

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from nanoray.mesh.axis import Axis, data_axis
 from nanoray.mesh.mesh import Mesh
 from nanoray.metrics import algbw_gbps
 from nanoray.parallel.ddp import first_of
@@ -47,7 +48,7 @@ class Collective:
 
     op: str
     what: str  # gradients | loss | eval | vote | ...
-    group: str  # default | control | patient | gradients (a group of its own, for hand-written algorithms)
+    group: str  # default | control | patient | gradients (of its own, for hand-written algorithms) | an axis: dp, tp
     phase: str
     dtype: str
     size_bytes: int
@@ -156,17 +157,25 @@ class CommRecorder:
     """Notes one rank's collectives. Between traced steps every method returns at once."""
 
     def __init__(
-        self, mesh: Mesh, every: int, reduce: Callable[[Tensor], Any] | None = None, profile: bool = True
+        self,
+        mesh: Mesh,
+        every: int,
+        reduce: Callable[[Tensor], Any] | None = None,
+        profile: bool = True,
+        axis: Axis | None = None,
     ) -> None:
         """Trace windows of steps, `every` apart. `reduce` starts the all-reduce of a gradient bucket; None: torch's.
 
+        torch's DDP sums over `axis`; None: over all ranks.
         With `profile`, torch's profiler sometimes measures when gloo's threads begin; else it follows from the queue.
         """
         self.mesh, self.every = mesh, every
         self.clock = Clock(mesh.device)
         self._bucket_params: dict[int, list[Any]] = {}
-        self._reduce = reduce or (lambda buffer: dist.all_reduce(buffer, async_op=True).get_future())
-        self._group = "gradients" if reduce else "default"
+        self._data = axis or data_axis(mesh)
+        group, part = self._data.group, self._data.size < mesh.world_size
+        self._reduce = reduce or (lambda buffer: dist.all_reduce(buffer, group=group, async_op=True).get_future())
+        self._group = "gradients" if reduce else self._data.name if part else "default"
         self._lanes = GLOO_LANES if mesh.backend == "gloo" and not reduce else 1
         self._host_ends = mesh.backend == "gloo"  # gloo completes on the host, also for CUDA tensors
         self._now: _Step | None = None
@@ -253,24 +262,33 @@ class CommRecorder:
         Multiplying by 1/n first is what DDP's C++ path does: the sums have the same bits with and without the hook.
         """
         buffer = bucket.buffer()
-        buffer.mul_(1.0 / self.mesh.world_size)
-        ready = self.clock.now()
-        notes, index, last = self._now, bucket.index(), bucket.is_last()
-        if notes is not None:  # not in the warm-up: DDP regroups its buckets after it
-            self._bucket_params[index] = bucket.parameters()
+        buffer.mul_(1.0 / self._data.size)
+        if self._now is not None:  # not in the warm-up: DDP regroups its buckets after it
+            self._bucket_params[bucket.index()] = bucket.parameters()
+        ended = self.started("all_reduce", "gradients", self._group, buffer, bucket.index(), bucket.is_last())
 
         def finish(future: torch.futures.Future[Any]) -> Tensor:
             value = future.value()
-            if notes is not None:
-                end = time.perf_counter() if self._host_ends else self.clock.now()
-                size, dtype = buffer.numel() * buffer.element_size(), str(buffer.dtype).removeprefix("torch.")
-                seen = Collective(
-                    "all_reduce", "gradients", self._group, "backward", dtype, size, ready, ready, end, ""
-                )
-                notes.collectives.append(replace(seen, bucket=index, last=last))
+            ended()
             return first_of(value)
 
         return self._reduce(buffer).then(finish)
+
+    def started(
+        self, op: str, what: str, group: str, tensor: Tensor, bucket: int | None, last: bool
+    ) -> Callable[[], None]:
+        """Note a collective that begins now and runs beside compute; call the returned function when it has ended."""
+        ready, notes = self.clock.now(), self._now
+        phase = notes.phases[-1][0] if notes and notes.phases else "backward"
+        size, dtype = tensor.numel() * tensor.element_size(), str(tensor.dtype).removeprefix("torch.")
+
+        def ended() -> None:
+            if notes is not None:
+                end = time.perf_counter() if self._host_ends else self.clock.now()
+                seen = Collective(op, what, group, phase, dtype, size, ready, ready, end, "")
+                notes.collectives.append(replace(seen, bucket=bucket, last=last))
+
+        return ended
 
     def buckets(self, model: nn.Module) -> dict[int, list[str]]:
         """Return the names of the parameters in each bucket seen so far. `model` is their DDP wrapper."""

@@ -37,7 +37,8 @@ def chrome_trace(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 span = {"ts": shift + 1e3 * start, "dur": 1e3 * (end - start), "pid": rank, "tid": 0}
                 events.append({"ph": "X", "name": name, "cat": "phase", **span, "args": {"step": step["step"]}})
             free: dict[str, float] = {}
-            for c in sorted(step["collectives"], key=lambda c: c["start_ms"][rank]):
+            own = [c for c in step["collectives"] if c["start_ms"][rank] is not None]
+            for c in sorted(own, key=lambda c: c["start_ms"][rank]):
                 label = c["what"] if c["bucket"] is None else f"bucket {c['bucket']}"
                 start, end = c["start_ms"][rank], c["end_ms"][rank]
                 row_name = next(
@@ -58,6 +59,7 @@ COLOURS = {
     "data": "#c9a227",
     "forward": "#7fb3d5",
     "backward": "#2e6da4",
+    "idle": "#efe3cf",
     "optimizer": "#7d9a58",
     "log": "#b8b8b8",
     "eval": "#8e7cc3",
@@ -83,9 +85,10 @@ def draw(steps: Sequence[dict[str, Any]], path: Path) -> None:
             used |= {name for name, _, _ in phases}
             spans = [(shift + start, end - start) for _, start, end in phases]
             axes.broken_barh(spans, (rank - 0.4, 0.36), color=[COLOURS.get(name, "#dddddd") for name, _, _ in phases])
-            ready = max((c["enqueue_ms"][rank] for c in step["collectives"] if c["last"]), default=0.0)
+            own = [c for c in step["collectives"] if c["start_ms"][rank] is not None]
+            ready = max((c["enqueue_ms"][rank] for c in own if c["last"]), default=0.0)
             hidden, exposed = [], []
-            for c in step["collectives"]:
+            for c in own:
                 start, end = c["start_ms"][rank], c["end_ms"][rank]
                 middle = start if c["bucket"] is None else min(max(start, ready), end)
                 hidden.append((shift + start, middle - start))
@@ -102,7 +105,8 @@ def draw(steps: Sequence[dict[str, Any]], path: Path) -> None:
     axes.set_xlabel("ms on rank 0's clock")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    legend = [Patch(color=COLOURS[name], label=name) for name in COLOURS if name in used]
+    labels = dict.fromkeys(COLOURS, "") | {"idle": ": waits for another stage"}
+    legend = [Patch(color=COLOURS[name], label=name + labels[name]) for name in COLOURS if name in used]
     legend.append(Patch(color=HIDDEN, label="collective, hidden behind backward"))
     legend.append(Patch(color=EXPOSED, label="collective, exposed: the step waits"))
     figure.legend(handles=legend, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
@@ -117,5 +121,10 @@ def draw(steps: Sequence[dict[str, Any]], path: Path) -> None:
         fontsize=9,
         loc="left",
     )
+    if "idle" in used:
+        share = fmean(s["figures"]["bubble"] for s in steps)
+        axes.set_title(
+            f"{axes.get_title('left')}\na stage is idle {share:.0f} % of forward and backward", fontsize=9, loc="left"
+        )
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)

@@ -7,6 +7,7 @@ import os
 import platform
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
@@ -14,11 +15,12 @@ from typing import Any
 import torch
 
 from nanoray.checkpoint.resume import open_run
-from nanoray.cli import Loaded, handle_stop_signals, run_command
+from nanoray.cli import Loaded, handle_stop_signals, require_script, run_command
 from nanoray.config import Config, resolve_batch
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError, NanorayError, RendezvousError
 from nanoray.mesh.devices import available_cpus, take_own_slice
+from nanoray.mesh.layout import Layout
 from nanoray.mesh.rendezvous import (
     Order,
     RankDevice,
@@ -28,20 +30,31 @@ from nanoray.mesh.rendezvous import (
     runtime_nccl_version,
 )
 from nanoray.run import RunSpec, lock_run, summary_on_failure, write_attempt, write_summary
+from nanoray.train.forecast import forecast_lines
 from nanoray.train.observers import Console
 from nanoray.train.recipe import train
 from nanoray.train.report import closing_lines, dry_run_lines, plan
+from nanoray.train.runtime import Program, Run, dry_run
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run `python -m nanoray.train` and return the exit code."""
     what = "Train in this process; under torchrun, as one rank of many. No Ray."
-    return run_command(_run, argv, "python -m nanoray.train", what)
+    return run_command(run_here, argv, "python -m nanoray.train", what)
 
 
-def _run(loaded: Loaded, started: float) -> int:
+def run_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None = None) -> int:
+    """Train in this process, as the only rank or as one of torchrun's; return the exit code.
+
+    `main` is a script's function that trains a model of its own.
+    """
+    require_script(loaded.config, main)
+    if loaded.scale:
+        print("\n".join(forecast_lines(loaded, loaded.scale)))
+        return 0
+    run_rank = Program(main, loaded.given) if main else train
     rendezvous = _local_rendezvous(loaded.config)
-    config = loaded.config
+    config, ranks = loaded.config, rendezvous.world_size
     if config.workers not in ("auto", rendezvous.world_size):
         raise ConfigError(
             f"workers = {config.workers}, but this is {rendezvous.world_size} process(es); start "
@@ -49,13 +62,16 @@ def _run(loaded: Loaded, started: float) -> int:
         )
     if loaded.dry_run:
         dataset = prepare(config)
-        config, notes = plan(loaded, rendezvous.world_size, dataset.vocab_size)
-        batch = resolve_batch(config, rendezvous.world_size)
+        config, notes = plan(loaded, rendezvous.world_size, dataset)
+        batch = resolve_batch(config, Layout.of(config, ranks).dp)
         where = f"this process on {rendezvous.device}, {rendezvous.threads} threads"
+        if main:
+            dry_run(main, config, loaded.given, ranks, where)
+            return 0
         print("\n".join(dry_run_lines(config, notes, batch, dataset, where)))
         return 0
     if config.scaling == "none":
-        resolve_batch(config, rendezvous.world_size)  # an impossible batch fails before the ranks meet
+        resolve_batch(config, Layout.of(config, ranks).dp)  # an impossible batch fails before the ranks meet
     store = None
     if rendezvous.world_size > 1 or rendezvous.agent_store:
         store = connect_store(rendezvous, config.init_timeout_s)
@@ -64,7 +80,7 @@ def _run(loaded: Loaded, started: float) -> int:
     stop = StopSignals()
     watchers = [Console(spec.config.max_steps)] if rendezvous.rank == 0 else []
     with summary_on_failure(spec) if rendezvous.rank == 0 else nullcontext():
-        outcome = train(spec, rendezvous, watchers, stop.wanted, store)
+        outcome = run_rank(spec, rendezvous, watchers, stop.wanted, store)
     # All ranks report a stop by signal, also those without one, so that a supervisor treats them in the same way.
     code = (stop.exit_code or 128 + signal.SIGTERM) if outcome["exit_reason"] == "stopped" else 0
     if rendezvous.rank == 0:
@@ -94,7 +110,7 @@ def _shared_spec(loaded: Loaded, rendezvous: Rendezvous, store: Any, started: fl
             store.set(key, json.dumps(spec.to_dict()))
             return spec
         dataset = prepare(loaded.config)
-        config, notes = plan(loaded, rendezvous.world_size, dataset.vocab_size)
+        config, notes = plan(loaded, rendezvous.world_size, dataset)
         spec = open_run(config, dataset, started)
     except NanorayError as error:
         if store:

@@ -6,7 +6,7 @@
 The new process group broadcasts the state of the rank with the most completed steps: nothing is read from disk and no
 completed step is repeated. Survivors can be one step apart, because the last all-reduce may have finished on some of
 them only. All ranks repeat the interrupted step with the same data and dropout, so the losses equal those of a run
-without the fault.
+without the fault. Of a sharded state no rank has all: mirror.py puts it together.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from nanoray.data.tokens import TokenData
-from nanoray.errors import ConfigError, NanorayError
+from nanoray.errors import ConfigError, NanorayError, StateLost
 from nanoray.faults.cause import is_collective_error
 from nanoray.mesh.mesh import Mesh, abandon_groups
 from nanoray.mesh.rendezvous import Rendezvous
-from nanoray.models.gpt import GPT, ModelShape
 from nanoray.points import reached
 from nanoray.run import RunSpec
 from nanoray.state import TrainState
-from nanoray.train.engine import Regroup, RuntimeEngine
+from nanoray.train.engine import Engine, Regroup
 from nanoray.train.optim import make_optimizer
+from nanoray.train.tasks import task_of
 
 log = logging.getLogger("nanoray")
 Rejoin = Callable[[str], tuple[RunSpec, Rendezvous]]  # takes the error; returns once the lost rank has been replaced
@@ -48,7 +47,7 @@ class Group:
 def train_in_groups(
     first: Group,
     state: TrainState,
-    build: Callable[[Group], RuntimeEngine],
+    build: Callable[[Group], Engine],
     meet: Callable[[RunSpec, Rendezvous], Mesh],
     rejoin: Rejoin | None,
 ) -> dict[str, Any]:
@@ -80,7 +79,9 @@ def train_in_groups(
             ) from error
         except Exception as error:
             # A rank that holds the state outlives what its peers say in a meeting: a newcomer may be the unfit one.
-            peer_lost = is_collective_error(error) or (isinstance(error, NanorayError) and not engine)
+            # A state that is lost is so on all ranks: they end, and start again from the newest checkpoint.
+            unmet = isinstance(error, NanorayError) and not engine and not isinstance(error, StateLost)
+            peer_lost = is_collective_error(error) or unmet
             if rejoin is None or not state.whole or not peer_lost:
                 raise
             lost = f"{type(error).__name__}: {error}"
@@ -96,8 +97,13 @@ def train_in_groups(
 
 
 def leave(group: Group, state: TrainState) -> None:
-    """Release the broken group; weights, optimizer and data cursor stay as they are."""
-    state.optimizer.zero_grad(set_to_none=True)
+    """Release the broken group; weights, optimizer and data cursor stay as they are.
+
+    So do gradients with which the step in progress can be finished.
+    """
+    if not state.can_finish:
+        for optimizer in state.optimizers:
+            optimizer.zero_grad(set_to_none=True)
     gc.collect()  # frees the DDP wrapper with its hooks on the parameters and its reference to the group
     group.mesh.leave()
     abandon_groups()  # of a join that failed
@@ -137,12 +143,14 @@ def rehearse(spec: RunSpec) -> None:
     second ones take milliseconds. Nothing else remains of them.
     """
     torch.set_num_threads(1)
-    gpt = GPT(ModelShape.of(spec.config, spec.dataset.vocab_size), spec.config.dropout)
-    optimizer = make_optimizer(gpt, spec.config)
-    device = torch.device("cpu")
-    data = TokenData(spec.dataset, spec.config.block_size, spec.config.seed, device)
+    if spec.config.model == "own":
+        return  # the user's script makes the model
+    task = task_of(spec)
+    alone = task.model()
+    optimizer = make_optimizer(alone, spec.config)
+    data = task.data(torch.device("cpu"))
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    model = DistributedDataParallel(gpt)
+    model = DistributedDataParallel(alone)
     for _ in range(2):  # DDP regroups its buckets at the start of the second pass
         model(*data.train_batch(0, 1)).backward()
         optimizer.step()

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,19 @@ from nanoray.data.tokens import MicroBatches
 from nanoray.errors import TrainingDiverged
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.rendezvous import Order
+from nanoray.models.dropout import derive_seed, seed_generators
 from nanoray.parallel.plan import Plan
+from nanoray.points import reached
 from nanoray.run import RunSpec
-from nanoray.state import StateDict, TrainState, rng_state, set_rng_state
+from nanoray.state import StateDict, TrainState, Update, rng_state, set_rng_state
 from nanoray.trace.log import CommTrace
-from nanoray.train import replicas
+from nanoray.train import replicas, routing
 from nanoray.train.guards import BadStep, Guards
+from nanoray.train.mirror import copy_to_mirror
 from nanoray.train.observers import Observers, now
 from nanoray.train.optim import lr_at, set_lr
 from nanoray.train.precision import LossScaler
+from nanoray.train.precision_stats import PrecisionStats
 from nanoray.train.replay import Finding, describe, replay
 from nanoray.train.throughput import Throughput
 
@@ -53,10 +58,19 @@ class Workload:
     flops_per_token: float | None
     peak_flops: float | None  # of all ranks together; None for an unknown device
     meta: dict[str, Any]  # for checkpoints: model_shape, dataset
+    unit: str = "tok"  # what speed is measured in: tok, or samples for data without tokens (tokens_per_sample is 1)
+    draws: bool = False  # the model may draw random numbers although dropout is 0
+    score_names: tuple[str, ...] = ("val/loss",)  # metrics of an evaluation; the first is the loss
+    scores: Callable[[nn.Module, Tensor, Tensor], Sequence[Tensor]] | None = None  # their means; None: the loss alone
+    loader: Callable[[int], dict[str, Tensor]] = lambda samples: {}  # state of this rank's loader after so many samples
+
+    def score(self, model: nn.Module, x: Tensor, y: Tensor) -> Sequence[Tensor]:
+        """Return the means over a batch of what an evaluation measures, as scalars on the device."""
+        return self.scores(model, x, y) if self.scores else (self.loss(model, x, y),)
 
 
 @dataclass
-class RuntimeEngine:
+class Engine:
     """One rank's share of a training run, in one group of ranks."""
 
     spec: RunSpec
@@ -76,8 +90,8 @@ class RuntimeEngine:
 
     def __post_init__(self) -> None:
         self.cfg, self.batch, self.note = self.spec.config, self.batches.batch, self.observers.note
-        w = self.workload
-        self.speed = Throughput(self.batch.global_size * w.tokens_per_sample, w.flops_per_token, w.peak_flops)
+        self.stats, w = PrecisionStats(self.cfg.stats_every, self.cfg.precision), self.workload
+        self.speed = Throughput(self.batch.global_size * w.tokens_per_sample, w.flops_per_token, w.peak_flops, w.unit)
 
     def fit(self) -> dict[str, Any]:
         """Train until max_steps, stop_at, or a stop request on any rank. (all ranks)
@@ -99,21 +113,27 @@ class RuntimeEngine:
         while s.step < last and order is Order.GO_ON:
             # (all ranks) Start a vote on stopping. It runs beside the step, and is read when the step is done.
             s.session.current = s.step + 1
-            par.traced = trace.begin(s.step + 1) if trace else False
+            par.trace(trace.begin(s.step + 1) if trace else False)
             vote = mesh.start_vote(self.wanted())
-            set_lr(s.optimizer, lr := lr_at(s.step, cfg))
-            self.seed_dropout(s.step)
+            set_lr(s.optimizers, lr := lr_at(s.step, cfg))
 
             # Forward and backward over the micro batches. (all ranks) The last backward averages the gradients.
-            own_loss = par.forward_backward(self.batches.step(s.samples), self.phase)
+            seed = partial(self.seed_dropout, s.step)
+            routing.begin(s.model)
+            own_loss = par.forward_backward(self.batches.step(s.samples), self.phase, seed)
 
-            # (all ranks) On logged steps the loss is averaged. Nothing changes before the update, so an interrupted
-            # step can be repeated. An update is left out when the norm is not finite.
+            # (all ranks) On logged steps the loss is averaged. A rank's mirror, if any, gets its gradients: once a rank
+            # knows the norm, all others can finish the step without it. Nothing changes before the update, so until
+            # then an interrupted step can be repeated. An update is left out when the norm is not finite.
             self.phase("optimizer")
+            self.stats.look(s, s.step + 1)
             self.scaler.unscale(par.gradients)
             logged = self.is_logged(s.step + 1, last)
             mean_loss = mesh.all_reduce_mean(own_loss.clone(), "loss") if logged else None
-            norm = par.grad_norm()
+            routed = routing.means(s.model, mesh) if logged else None
+            s.can_finish = par.mirror_gradients()
+            norm = self.scaler.norm(par.grad_norm())
+            reached("committed")
             if self.scaler.enabled:  # (all ranks) two flags: gradients that overflow, losses that are not finite
                 mesh.all_reduce(self.scaler.look(norm, own_loss), "overflow", op="max")
             verdict = self.guards.check(s.step + 1, norm, own_loss, mean_loss, logged, self.explain, s.samples)
@@ -125,18 +145,22 @@ class RuntimeEngine:
                 self._end_trace()
                 continue
 
-            # Clip, update, advance. With fp16 all ranks skip the same steps.
+            # Clip, update, advance; nothing communicates meanwhile. With fp16 all ranks skip the same steps.
+            # (all ranks) With sharded optimizer state the owners of the weights send them to the others, beside what
+            # follows.
             if cfg.grad_clip:
                 par.clip(cfg.grad_clip, norm)
-            self.scaler.step(s.optimizer, verdict.leave_out)
-            s.optimizer.zero_grad(set_to_none=True)
-            s.advance(self.batch.global_size)
+            left_out = self.scaler.step(s.optimizer, verdict.leave_out, s.optimizers[1:])
+            s.advance(self.batch.global_size, Update(norm, left_out))
+            par.spread()
+            par.zero_grad()
             self.speed.step()
 
             # (all ranks) On logged steps: wait for the device, record, evaluate, save. Then compare the replicas.
             if mean_loss is not None:
                 self.phase("log")
-                self._record(mean_loss.item(), lr, norm.item())
+                more = routing.measured(routed) | self.stats.measured(s, mesh)
+                self._record(mean_loss.item(), lr, norm.item(), more)
             self.finish_step()
             order = vote.result()
             self._end_trace()
@@ -162,22 +186,26 @@ class RuntimeEngine:
 
     def _warm_up(self) -> None:
         rng = rng_state(self.mesh.device)
-        self.par.warm_up(*self.batches.get(0, 0))
+        self.par.warm_up(*self.batches.get(self.state.samples, 0))  # a script's loader may not go back
         if self.trace:
             self.trace.prepare()
         set_rng_state(rng, self.mesh.device)
 
-    def seed_dropout(self, step: int) -> None:
-        """Seed the dropout of the step after `step` from (seed, step, rank): every process draws the same masks."""
-        if self.cfg.dropout:
-            torch.manual_seed(step_seed(self.cfg.seed, step, self.mesh.rank))
+    def seed_dropout(self, step: int, micro: int) -> None:
+        """Seed the dropout of a micro batch of the step after `step`: every process draws the same masks.
+
+        The seed is that of (seed, step, micro batch, data rank), and a model may derive one for each layer from it. So
+        the masks do not depend on the order in which micro batches and layers are computed.
+        """
+        if self.cfg.dropout or self.workload.draws:
+            seed_generators(derive_seed(self.cfg.seed, step, micro, self.batches.rank), self.mesh.device)
 
     def is_logged(self, step: int, last: int) -> bool:
         """Whether a step is recorded: the regular ones, and the first and last of this command."""
         return step == last or step == self.state.session.begun + 1 or self._is_regular(step)
 
     def _is_regular(self, step: int) -> bool:
-        due = (self.cfg.log_every, self.cfg.eval_every, self.cfg.checkpoint_every)
+        due = (self.cfg.log_every, self.cfg.eval_every, self.cfg.checkpoint_every, self.cfg.stats_every)
         return any(every and step % every == 0 for every in due)
 
     def explain(self, bad: BadStep) -> str:
@@ -186,8 +214,8 @@ class RuntimeEngine:
         self._compare(again=True)  # a flipped exponent bit makes infinities, too; this finds and heals it
         start = s.samples - (s.step - bad.step + 1) * size  # the step's first sample
         rng = rng_state(self.mesh.device)
-        self.seed_dropout(bad.step - 1)
-        layer, micro = replay(s.model, self.batches, start, self.workload.loss)
+        seed = partial(self.seed_dropout, bad.step - 1)
+        layer, micro = replay(s.model, partial(self.batches.get, start), self.par.repeat, seed)
         set_rng_state(rng, self.mesh.device)
         exact = self.cfg.on_nan != "skip" or bad.step > s.step
         step = (
@@ -204,22 +232,23 @@ class RuntimeEngine:
     def _roll_back(self, why: str) -> None:
         """Load the newest valid checkpoint and continue with the data after the bad step. (all ranks)"""
         s, path = self.state, ""
-        self.writer.forget()
+        self.writer.forget(self.mesh)
         if self.mesh.rank == 0:
             newest, _ = newest_valid(self.spec.checkpoints)
             path = str(newest.path) if newest else self.spec.resume  # or the checkpoint that the run started from
         path = self.mesh.broadcast(path)
         self.guards.rolled_back(path, why)
         self.note(f"warning  {why}. Rolling back to {path} and continuing with the data after it")
-        saved = read_checkpoint(path, self.spec, self.mesh, self.workload.meta["model_shape"], self.note)
+        saved = read_checkpoint(path, self.spec, self.mesh, s, self.workload.meta["model_shape"], self.note)
+        self.par.settle()
         s.rewind(saved, s.samples + self.batch.global_size)
-        s.optimizer.zero_grad(set_to_none=True)
+        copy_to_mirror(s, self.mesh)
+        self.par.zero_grad()
         self.observers.rewind(s.step)
 
-    def _record(self, loss: float, lr: float, grad_norm: float) -> None:
+    def _record(self, loss: float, lr: float, grad_norm: float, measured: dict[str, Any]) -> None:
         """Begin the record of this step. Raises TrainingDiverged when the fp16 loss scale is exhausted."""
         s, device = self.state, self.mesh.device
-        measured: dict[str, Any] = {}
         if self.scaler.enabled:
             measured["train/loss_scale"], measured["train/skipped_steps"] = self.scaler.read(s.step)
             self._warn(self.guards.watch_overflows(s.step, measured["train/skipped_steps"]))
@@ -237,7 +266,7 @@ class RuntimeEngine:
             "fault/restarts": self.spec.attempt,
             "time": now(),
             "train/lr": lr,
-            "train/tokens": s.samples * self.workload.tokens_per_sample,
+            self.speed.total_name: s.samples * self.workload.tokens_per_sample,
             "mem/peak_gib": peak / 2**30,
             **self.guards.metrics(),
             **measured,
@@ -248,8 +277,8 @@ class RuntimeEngine:
         record |= self.speed.window(s.scalars, self.batches.seconds, counted=not first)
         if first:
             s.session.first_step_s = time.time() - self.spec.started
-            if self.mesh.rank == 0:
-                self.writer.prepare(s.pack())
+            if self.mesh.rank == 0 or s.sharded:
+                self.writer.prepare(self._packed())
         else:
             record |= self.writer.news()
 
@@ -285,26 +314,29 @@ class RuntimeEngine:
 
     @torch.no_grad()
     def _evaluate(self) -> dict[str, float]:
-        """Return the mean loss over the same validation windows at every world size. (all ranks)"""
+        """Return the mean loss, and other scores, over the same validation samples at every world size. (all ranks)"""
         self.phase("eval")
         s, mesh, data, start = self.state, self.mesh, self.batches.data, time.perf_counter()
-        windows = data.val_windows(self.cfg.eval_samples)[mesh.rank :: mesh.world_size]
-        total = torch.zeros(2, dtype=torch.float64 if mesh.device.type == "cpu" else torch.float32)
-        total = total.to(mesh.device)  # sum of losses, number of windows
+        windows, names = data.val_windows(self.cfg.eval_samples), self.workload.score_names
+        own, most = windows[self.batches.rank :: self.batch.dp], -(-len(windows) // self.batch.dp)
+        total = torch.zeros(len(names) + 1, dtype=torch.float64 if mesh.device.type == "cpu" else torch.float32)
+        total = total.to(mesh.device)  # sums of the scores, number of windows
         s.model.eval()
-        for first in range(0, len(windows), self.batch.micro):
+        for first in range(0, most, self.batch.micro):  # equally often on all ranks: sharded weights are gathered
             self.phase("eval")  # a long evaluation must show progress
-            starts = windows[first : first + self.batch.micro]
-            loss = self.workload.loss(s.model, *data.val_batch(starts))
-            total += torch.stack([loss * len(starts), torch.full_like(loss, len(starts))])
+            starts = own[first : first + self.batch.micro]
+            scores = self.workload.score(self.par.whole, *data.val_batch(starts if len(starts) else windows[:1]))
+            if len(starts) and self.par.knows_loss:
+                total += torch.stack([score * len(starts) for score in (*scores, torch.ones_like(scores[0]))])
         s.model.train()
-        loss_sum, count = mesh.all_reduce(total, "eval").tolist()
-        value = loss_sum / count
+        *sums, count = mesh.all_reduce(total, "eval").tolist()
+        value, *others = (total / count for total in sums)
         s.scalars.val_loss, s.session.evaluated = value, s.step
         if not math.isfinite(value):
             raise TrainingDiverged(f"at step {s.step} the validation loss is {value}; lower lr")
         s.scalars.best_val_loss = min(value, s.scalars.best_val_loss or math.inf)
-        return {"val/loss": value, "time/eval_s": time.perf_counter() - start}
+        scores_of_step = dict(zip(names, (value, *others), strict=True))
+        return {**scores_of_step, "time/eval_s": time.perf_counter() - start}
 
     def _save(self, final: bool = False) -> float:
         """Save a checkpoint of this step; return the seconds that training waited. (all ranks)
@@ -314,27 +346,33 @@ class RuntimeEngine:
         """
         self.phase("checkpoint")
         s, start = self.state, time.perf_counter()
-        rng = self.mesh.gather(rng_state(self.mesh.device))
-        params = [p for p in s.model.parameters() if p.requires_grad]
-        if not torch.isfinite(get_total_norm(params)):
+        rng = self.mesh.gather(rng_state(self.mesh.device) | self.workload.loader(s.samples))
+        norm = get_total_norm([shard.param for shard in s.shards])
+        if not torch.isfinite(self.mesh.all_reduce(norm, "finite") if s.sharded else norm):
             raise TrainingDiverged(
                 f"after step {s.step} the weights are not finite; lower lr, or set grad_clip. The checkpoint before "
                 "this step is good"
             )
         saved = None
-        if rng is not None:
-            saved = s.pack(rng)
+        if rng is not None or s.sharded:
+            saved = self._packed()
+            saved.rng = rng or []
             saved.meta |= {"world_size": self.mesh.world_size, "attempt": self.spec.attempt}
             saved.meta |= {"config": self.cfg.model_dump(), **self.workload.meta}
         self.writer.save(self.mesh, saved, final)
         s.session.saved = s.step  # copied, perhaps not yet on disk; the final save waits for the disk
         return self.writer.paused(s.step, time.perf_counter() - start)
 
+    def _packed(self) -> StateDict:
+        """Return what this rank writes of a checkpoint: all of the state, or its shards of it."""
+        return self.state.pack_own(first=self.mesh.rank == 0) if self.state.sharded else self.state.pack()
+
     def _compare(self, again: bool = False) -> None:
         """Compare the replicas' state once per step, and heal a minority; `again` repeats it. (all ranks)"""
         s = self.state
         if self.mesh.world_size == 1 or not self.cfg.hash_every or (s.session.compared == s.step and not again):
             return
+        self.par.settle()
         healed, warning = replicas.compare(s, self.mesh)
         s.session.compared = s.step
         self.guards.count_healed(healed)
@@ -343,7 +381,7 @@ class RuntimeEngine:
     def _end_trace(self) -> None:
         """End a traced step; now and then time a backward without communication for comparison. (all ranks)"""
         if self.trace:
-            self.speed.pause(self.trace.end(self._no_sync_backward))
+            self.speed.pause(self.trace.end(None if self.state.shards_weights else self._no_sync_backward))
 
     def _no_sync_backward(self, timed: Any) -> None:
         rng = rng_state(self.mesh.device)
@@ -374,13 +412,18 @@ class RuntimeEngine:
 
 
 def read_checkpoint(
-    path: str, spec: RunSpec, mesh: Mesh, model_shape: dict[str, Any], note: Callable[[str], None]
+    path: str,
+    spec: RunSpec,
+    mesh: Mesh,
+    state: TrainState,
+    model_shape: dict[str, Any],
+    note: Callable[[str], None],
 ) -> StateDict:
-    """Read a checkpoint, restore this rank's random generators, and note what differs from this run. (all ranks)
+    """Read what this rank's `state` needs of a checkpoint, and restore this rank's random generators. (all ranks)
 
-    Raises CheckpointError when it is damaged, or of a model of another shape.
+    Notes what differs from this run. Raises CheckpointError when it is damaged, or of a model of another shape.
     """
-    saved = files.load(Path(path))
+    saved = files.load(Path(path), state.pieces if state.sharded else None, state.weight_pieces)
     check_shape(saved, model_shape, path)
     meta = saved.meta
     note(f"resume  from step {meta['step']} of {path}")
@@ -391,14 +434,12 @@ def read_checkpoint(
             f"resume  written by {meta['world_size']} ranks, now {mesh.world_size}: same batches, but sums in "
             "another order and new dropout masks, so losses agree closely and not bit for bit"
         )
+    for axis in ("tp", "pp", "ep"):
+        if (before := meta.get("config", {}).get(axis, 1)) != (now_ := getattr(spec.config, axis)):
+            note(f"resume  written with {axis} {before}, now {now_}: the same model, cut otherwise")
     if meta["dataset"]["tokens_sha256"] != spec.dataset.tokens_sha256:
         note(f"resume  the dataset differs from the checkpoint's ({meta['dataset']['name']})")
     return saved
-
-
-def step_seed(seed: int, step: int, rank: int) -> int:
-    """Return the dropout seed of one step on one rank; it depends on no process, so a resume draws the same masks."""
-    return (seed * 1_000_003 + step * 8_191 + rank * 131_071 + 1) % 2**63
 
 
 def _peak_resident_bytes() -> int:

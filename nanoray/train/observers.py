@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from math import nan
+from math import isnan, nan
 from pathlib import Path
 from typing import Any, Protocol, TextIO, runtime_checkable
 
@@ -44,6 +44,14 @@ class Rewindable(Protocol):
 
     def rewind(self, step: int) -> None:
         """Drop the records after `step`; those steps will be repeated."""
+
+
+@runtime_checkable
+class Saves(Protocol):
+    """A callback that wants to know of checkpoints."""
+
+    def on_saved(self, step: int) -> None:
+        """Hear that the checkpoint of a step is on disk."""
 
 
 class JsonlWriter:
@@ -218,9 +226,14 @@ class Console:
         ]
         if "val/loss" in record:
             parts.append(f"val {record['val/loss']:.4f}")
+        if "val/accuracy" in record:
+            parts.append(f"accuracy {100 * record['val/accuracy']:.1f} %")
         parts += [f"lr {record['train/lr']:.1e}", f"gnorm {record.get('train/grad_norm', nan):.2f}"]
         if "time/step_ms" in record:
-            parts += [f"{record['time/step_ms']:.3g} ms", f"{short(record['perf/tok_per_sec'])} tok/s"]
+            parts.append(f"{record['time/step_ms']:.3g} ms")
+        for key, unit in (("perf/tok_per_sec", "tok/s"), ("perf/samples_per_sec", "samples/s")):
+            if key in record:
+                parts.append(f"{short(record[key])} {unit}")
         if "perf/mfu" in record:
             parts.append(f"mfu {record['perf/mfu']:.1f} %")
         if "comm/exposed_share" in record:
@@ -283,6 +296,12 @@ class Observers:
                     self._failing.discard(name)
                     self.note(f"warning  {name} is written again, and complete")
 
+    def saved(self, step: int) -> None:
+        """Tell those who want to know that the checkpoint of a step is on disk."""
+        for callback in self.callbacks:
+            if isinstance(callback, Saves):
+                callback.on_saved(step)
+
     def rewind(self, step: int) -> None:
         """Drop the records after `step` where a callback keeps records."""
         for callback in self.callbacks:
@@ -312,6 +331,15 @@ def _target(callback: Callback) -> str:
 
 def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
+
+
+def progress(record: dict[str, Any], max_steps: int) -> dict[str, str]:
+    """Return how far a run is, as text, from its newest record: step, loss, val_loss where it is in it, and ETA."""
+    left_s = record.get("time/step_ms", nan) / 1e3 * (max_steps - record["step"])
+    found = {"step": f"{record['step']}/{max_steps}", "loss": f"{record.get('train/loss', nan):.4f}"}
+    if "val/loss" in record:
+        found["val_loss"] = f"{record['val/loss']:.4f}"
+    return found if isnan(left_s) else found | {"eta": clock(left_s)}
 
 
 def short(value: float) -> str:

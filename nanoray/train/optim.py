@@ -3,33 +3,48 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from nanoray.config import Config, make_config
+from nanoray.mesh.pieces import Shard, whole_shards
+from nanoray.train.muon import Muon
+from nanoray.train.optim16 import Optim16
 
 
-def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """Build the optimizer over `model`'s parameters; matrices and embeddings decay, vectors do not.
+def make_optimizer(model: nn.Module, config: Config, shards: list[Shard] | None = None) -> torch.optim.Optimizer:
+    """Build the optimizer over `model`'s parameters, or over this rank's shards of them.
 
-    Both kinds are fused: one kernel over all parameters, and fp16 can skip a step without a device sync.
+    Matrices and embeddings decay, vectors do not. Both kinds are fused: one kernel over all parameters, and fp16 can
+    skip a step without a device sync. SGD has weight decay only with momentum. Its buffers begin as zeros: torch would
+    leave them uninitialised when fp16 skips the very first update.
     """
-    params = [p for p in model.parameters() if p.requires_grad]
+    shards = whole_shards(model) if shards is None else shards
     groups = [
-        {"params": [p for p in params if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [shard.param for shard in shards if shard.decays], "weight_decay": config.weight_decay},
+        {"params": [shard.param for shard in shards if not shard.decays], "weight_decay": 0.0},
     ]
+    if config.pure:
+        return Optim16(groups, shards, config)
+    if config.optimizer == "muon":
+        return Muon.of(shards, config)
+    if config.optimizer == "sgd" and config.momentum:
+        sgd = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=True)
+        for shard in shards:
+            sgd.state[shard.param]["momentum_buffer"] = torch.zeros_like(shard.param)
+        return sgd
     if config.optimizer == "sgd":
-        return torch.optim.SGD(params, lr=config.lr, fused=True)
+        return torch.optim.SGD([shard.param for shard in shards], lr=config.lr, fused=True)
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def set_lr(optimizers: Sequence[torch.optim.Optimizer], lr: float) -> None:
     """Set the learning rate of every parameter group."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["lr"] = lr * group.get("lr_factor", 1.0)  # of a group with a rate of its own
 
 
 def lr_at(step: int, config: Config) -> float:
@@ -69,8 +84,9 @@ def derive_scaling(config: Config, given: frozenset[str], scaling_params: int, d
     """Apply nanochat's scaling rules: tokens from model size, batch from tokens, rate and decay from the batch.
 
     D = r·S; B = B_ref·(D/D_ref)^0.383 rounded to a power of two; lr ∝ √(B/B_ref); weight decay ∝ √(B/B_ref)·D_ref/D.
-    `lr` and `weight_decay` of the configuration are taken as the values at the reference point. Keys in `given` (set by
-    flags) are kept. The batch is at least one sequence per rank and a multiple of the ranks' micro batches.
+    `lr`, `muon_lr` and `weight_decay` of the configuration are taken as the values at the reference point. Keys in
+    `given` (set by flags) are kept. The batch is at least one sequence per rank and a multiple of the ranks' micro
+    batches.
     """
     tokens = config.tokens_per_param * scaling_params
     ref_tokens = _REF_TOKENS_PER_PARAM * _REF_SCALING_PARAMS
@@ -96,6 +112,11 @@ def derive_scaling(config: Config, given: frozenset[str], scaling_params: int, d
             f"D = {config.tokens_per_param:g} tok × S = {scaling_params:,} parameters = {tokens:.3g} tok",
         ),
         Derived("lr", config.lr * lr_factor, f"{config.lr:g} × √(B/B_ref = {ratio:.3g})"),
+        *(
+            [Derived("muon_lr", config.muon_lr * lr_factor, f"{config.muon_lr:g} × √(B/B_ref = {ratio:.3g})")]
+            if config.optimizer == "muon"
+            else []
+        ),
         Derived("min_lr", config.min_lr * lr_factor, f"{config.min_lr:g} × √(B/B_ref = {ratio:.3g})"),
         Derived(
             "weight_decay",

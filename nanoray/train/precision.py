@@ -1,11 +1,13 @@
-"""Mixed precision: the autocast region, and an fp16 loss scaler whose skip decision all ranks share.
+"""Number formats of a run: the autocast region, and an fp16 loss scaler whose skip decision all ranks share.
 
-Weights, gradients and optimizer state stay float32, so rounding loses no small update; only matrix products and
-attention run in 16 bits. Loss scaling keeps gradients from underflowing in fp16.
+With bf16 and fp16, weights, gradients and optimizer state stay float32, so rounding loses no small update; only matrix
+products and attention run in 16 bits. With bf16_pure and fp16_pure all of these have 16 bits (optim16.py). Loss scaling
+keeps gradients from underflowing in fp16.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -13,14 +15,40 @@ from torch import Tensor
 
 from nanoray.errors import TrainingDiverged
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}  # fp8: outside of its products
 
 
 def autocast(device_type: str, precision: str) -> AbstractContextManager:
-    """Return the region in which matrix products run in `precision`; for fp32 it does nothing."""
-    if precision == "fp32":
+    """Return the region in which matrix products run in `precision`; where that is the weights' type it does nothing.
+
+    The products of fp32 and tf32 differ by `float32_products`, those of pure precisions have the type of the weights.
+    """
+    if precision not in _DTYPES:
         return nullcontext()
     return torch.autocast(device_type, dtype=_DTYPES[precision])
+
+
+def weight_type(precision: str) -> torch.dtype:
+    """Return the type of the weights, and so of their gradients."""
+    return _DTYPES[precision.removesuffix("_pure")] if precision.endswith("_pure") else torch.float32
+
+
+def float32_products(precision: str) -> str:
+    """Return torch's setting for products of float32 on a GPU: "highest" (float32), or "high" (TF32).
+
+    With bf16 and fp16 it concerns the few products that autocast leaves in float32.
+    """
+    return "highest" if precision == "fp32" else "high"
+
+
+def step_unless(optimizer: torch.optim.Optimizer, leave_out: Tensor | None, scale: Tensor | None = None) -> None:
+    """Step an optimizer, unless `leave_out` is 1. `scale`: the factor that its gradients still have, if any."""
+    # torch's protocol for fused optimizers
+    optimizer.found_inf = leave_out  # type: ignore[attr-defined]
+    optimizer.grad_scale = scale  # type: ignore[attr-defined]
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    if fused or leave_out is None or not leave_out.item():  # others cannot leave out a step: the host waits and decides
+        optimizer.step()
 
 
 class LossScaler:
@@ -28,13 +56,16 @@ class LossScaler:
 
     The scale halves when a gradient overflowed and doubles after `growth_interval` good steps, up to 2^24. The caller
     reduces `found_inf` over all ranks before `step`, so every rank skips the same steps.
+
+    With `late`, for gradients in fp16, they keep the scale until the optimizer has them in float32: dividing them in
+    place would make the small ones zero again.
     """
 
     GROWTH_INTERVAL = 1000
     INITIAL, LARGEST = 2.0**16, 2.0**24
 
-    def __init__(self, device: torch.device, enabled: bool) -> None:
-        self.enabled = enabled
+    def __init__(self, device: torch.device, enabled: bool, late: bool = False) -> None:
+        self.enabled, self.late = enabled, enabled and late
         self._state = torch.tensor([self.INITIAL, 0.0, 0.0], device=device)  # scale, good steps in a row, skipped
         self._flags = torch.zeros(2, device=device)
 
@@ -43,9 +74,13 @@ class LossScaler:
         return loss * self._state[0] if self.enabled else loss
 
     def unscale(self, grads: list[Tensor]) -> None:
-        """Divide the gradients by the scale, in place."""
-        if self.enabled:
+        """Divide the gradients by the scale, in place; with `late` nothing happens."""
+        if self.enabled and not self.late:
             torch._foreach_mul_(grads, 1.0 / self._state[0])
+
+    def norm(self, norm: Tensor) -> Tensor:
+        """Return the norm of the gradients without the scale, given that of those in memory."""
+        return norm / self._state[0] if self.late else norm
 
     def look(self, grad_norm: Tensor, own_loss: Tensor) -> Tensor:
         """Return two flags, (2,): the gradients' norm is not finite; this rank's own loss is not. Reduce them with MAX.
@@ -67,20 +102,23 @@ class LossScaler:
         """1 where the loss of some rank is not finite, after the reduction of what `look` returned."""
         return self._flags[1]
 
-    def step(self, optimizer: torch.optim.Optimizer, leave_out: Tensor | None = None) -> None:
-        """Step a fused optimizer, unless `found_inf` or `leave_out` is 1; then update the scale.
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        leave_out: Tensor | None = None,
+        mirrors: Sequence[torch.optim.Optimizer] = (),
+    ) -> Tensor | None:
+        """Step an optimizer and its mirrors, unless `found_inf` or `leave_out` is 1; then update the scale.
 
-        Both are tensors on the device, so the host waits for neither.
+        Both are tensors on the device; with a fused optimizer the host waits for neither. Returns what counted.
         """
         skip = leave_out
         if self.enabled:
             skip = self.found_inf if leave_out is None else torch.maximum(self.found_inf, leave_out)
-        # torch's protocol for fused optimizers
-        optimizer.found_inf = skip  # type: ignore[attr-defined]
-        optimizer.grad_scale = None  # type: ignore[attr-defined]
-        optimizer.step()
+        for each in (optimizer, *mirrors):
+            step_unless(each, skip, self._state[0] if self.late else None)
         if not self.enabled:
-            return
+            return skip
         before, (scale, good, skipped) = self._state, self._state.unbind()
         bad = self.found_inf > 0
         grown = torch.where(good + 1 >= self.GROWTH_INTERVAL, (scale * 2).clamp(max=self.LARGEST), scale)
@@ -93,6 +131,7 @@ class LossScaler:
         )
         if leave_out is not None:  # the guards' affair: it says nothing about the scale
             self._state = torch.where(leave_out > 0, before, self._state)
+        return skip
 
     def read(self, step: int) -> tuple[float, int]:
         """Return (scale, steps skipped); raise TrainingDiverged when the scale is exhausted. Waits for the device."""

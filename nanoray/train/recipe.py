@@ -23,36 +23,50 @@ from torch import Tensor, nn
 
 from nanoray import __version__
 from nanoray.checkpoint.files import load, void_unfinished
-from nanoray.checkpoint.find import newest_valid
+from nanoray.checkpoint.find import newest_rank_states, newest_valid
 from nanoray.checkpoint.writer import CheckpointWriter
 from nanoray.config import Batch, Config, batch_for, resolve_batch
 from nanoray.data.prepare import prepare
-from nanoray.data.tokenizer import tokenizer_from_json
-from nanoray.data.tokens import MicroBatches, TokenData
+from nanoray.data.tokens import MicroBatches
 from nanoray.data.verify import sampled_hash, verify
 from nanoray.errors import CheckpointError, ConfigError, DataError, NanorayError
 from nanoray.faults.plan import Injector
 from nanoray.faults.progress import ProgressFile
-from nanoray.mesh.devices import Device, choose_precision, cpu_features, discover_gpus, keep_freed_memory, peak_flops
+from nanoray.mesh.devices import (
+    Device,
+    choose_attention,
+    choose_precision,
+    cpu_features,
+    cpu_name,
+    discover_gpus,
+    driver_version,
+    keep_freed_memory,
+    peak_flops,
+)
+from nanoray.mesh.layout import Layout, mirror_distance
 from nanoray.mesh.mesh import Mesh, join
+from nanoray.mesh.pieces import whole_shards
 from nanoray.mesh.rendezvous import Order, Rendezvous
-from nanoray.models.costs import count_parameters, flops_per_token
-from nanoray.models.gpt import GPT, ModelShape
-from nanoray.models.sampling import generate
+from nanoray.models.build import shape_of
+from nanoray.models.fp8 import use_fp8
+from nanoray.parallel.fsdp import units_of
 from nanoray.parallel.plan import Loss, Plan
 from nanoray.points import reached
 from nanoray.run import RunSpec
-from nanoray.state import TrainState, share
+from nanoray.state import Holding, TrainState, rng_state, set_rng_state, share
+from nanoray.trace.ledger import Ledger
 from nanoray.trace.log import CommLog, CommTrace
 from nanoray.trace.recorder import CommRecorder
 from nanoray.train.elastic import Group, Rejoin, furthest, train_in_groups
-from nanoray.train.engine import RuntimeEngine, Workload, read_checkpoint
+from nanoray.train.engine import Engine, Workload, read_checkpoint
 from nanoray.train.guards import Guards
-from nanoray.train.observers import Callback, Observers, short
-from nanoray.train.optim import make_optimizer
-from nanoray.train.precision import LossScaler, autocast
+from nanoray.train.mirror import copy_to_mirror, recover
+from nanoray.train.observers import Callback, Observers
+from nanoray.train.precision import LossScaler, autocast, float32_products, weight_type
+from nanoray.train.tasks import Task, task_of
 
 log = logging.getLogger("nanoray")
+COMPILED_VERSIONS = 64
 Meet = Callable[..., Mesh]  # takes what nanoray.mesh.mesh.join takes
 
 
@@ -64,16 +78,18 @@ def train(
     store: Any = None,
     rejoin: Rejoin | None = None,
     meet: Meet = join,
+    task_of: Callable[[RunSpec], Task] = task_of,
 ) -> dict[str, Any]:
     """Train `spec` as one rank and return the outcome as plain data. (all ranks)
 
     `watchers` receive notes and records on rank 0. `wanted` is called once per step: STOP on any rank stops all ranks
     after the same step, with a checkpoint; REGROUP makes them form new groups. `rejoin` is called for REGROUP and when
-    a peer is lost, and returns the spec and rendezvous to continue with. `meet` forms the process groups. Raises
-    NanorayError when the run cannot start or continue.
+    a peer is lost, and returns the spec and rendezvous to continue with. `meet` forms the process groups. `task_of`
+    returns model and data. Raises NanorayError when the run cannot start or continue.
     """
     require_shared_folder(spec, rendezvous)
-    verify(spec.dataset.path, spec.dataset.tokens_sha256)
+    if spec.dataset.kind != "own":
+        verify(spec.dataset.path, spec.dataset.tokens_sha256)
     log_to(spec.log(rendezvous.slot))
     os.environ.update(rendezvous.env)
     torch.set_num_threads(rendezvous.threads)
@@ -91,38 +107,42 @@ def train(
         return mesh
 
     mesh = meet_others(spec, rendezvous, store)
-    if mesh.device.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32 for what stays float32
     source, why, resume_step = None, "", 0
     if rendezvous.live:  # (all ranks) the survivors know the precision
         source, precision, _ = furthest(mesh, None, "")
     else:
         precision, why = agree_on_precision(mesh, resolve_precision(spec.config, mesh))
         resume, resume_step, notes = mesh.broadcast(find_checkpoint(spec) if mesh.rank == 0 else ("", 0, ()))
-        spec = replace(spec, resume=resume, notes=(*spec.notes, *notes))
-    spec = replace(spec, config=spec.config.model_copy(update={"precision": precision}))
+        spec = replace(spec, resume=resume, notes=(*spec.notes, *notes, *compare_hardware(mesh)))
+    if mesh.device.type == "cuda":
+        torch.set_float32_matmul_precision(float32_products(precision))
+        torch.backends.cudnn.allow_tf32 = precision != "fp32"  # convolutions have a setting of their own
+    task = task_of(spec)
+    spec = replace(spec, config=resolved(spec.config, mesh, precision, task.settings()))
     group = Group(spec, mesh, source)
-    recipe = Recipe(group, watchers, wanted, injector)
+    recipe = Recipe(group, watchers, wanted, injector, task, bool(rejoin) and spec.config.mirrors(mesh.backend))
 
     def wait_for_orders(lost: str) -> tuple[RunSpec, Rendezvous]:
         assert rejoin
         recipe.progress.set(recipe.state.step + 1, "regroup")
+        recipe.ledger.group_lost()
         return rejoin(lost)
 
     if source is None:
         recipe.observers.open(mesh.rank, resume_step)
-        for line in describe(spec, recipe.batch_for(mesh), mesh, recipe.device, why):
+        for line in describe(spec, recipe.batch_for(mesh), mesh, recipe.device, why, recipe.task):
             recipe.observers.note(line)
     try:
         outcome = train_in_groups(group, recipe.state, recipe.build, meet_others, rejoin and wait_for_orders)
         if recipe.observers.callbacks and outcome["exit_reason"] == "finished":  # rank 0 only
             try:
-                outcome["sample"] = sample_text(recipe.model, spec)
+                outcome["sample"] = recipe.task.closing(partial(recipe.whole_model, spec))
             except NanorayError as error:  # training is done and saved; a sample is optional
                 recipe.observers.note(f"warning  no sample of text: {error}")
     finally:
         recipe.writer.close()
         recipe.observers.close()
+        recipe.ledger.close()
     return outcome
 
 
@@ -130,85 +150,148 @@ class Recipe:
     """What this process keeps between groups of ranks, and how it builds an engine for a group."""
 
     def __init__(
-        self, group: Group, watchers: Sequence[Callback], wanted: Callable[[], Order], injector: Injector
+        self,
+        group: Group,
+        watchers: Sequence[Callback],
+        wanted: Callable[[], Order],
+        injector: Injector,
+        task: Task,
+        mirrors: bool = False,
     ) -> None:
-        """Make model, optimizer and data; nothing communicates."""
+        """Make model, optimizer and data; nothing communicates. `mirrors`: another rank has each rank's share, too."""
         spec, mesh = group.spec, group.mesh
         cfg = self._cfg = spec.config
-        self._wanted, self.device = wanted, this_device(mesh)
+        self._wanted, self.device, self._mirrors = wanted, this_device(mesh), mirrors
         torch.manual_seed(cfg.seed)  # the same initial weights on every rank
-        self.model = GPT(ModelShape.of(cfg, spec.dataset.vocab_size), cfg.dropout).to(mesh.device)
-        if cfg.compile:
-            for block in self.model.blocks:
-                block.compile()  # per block, so that DDP's hooks between blocks still overlap communication
-        self._injector, injector.model = injector, self.model
-        self.scaler = LossScaler(mesh.device, enabled=cfg.precision == "fp16")
+        self.task = task
+        self._injector = injector
+        self._make_model(mesh.device)
+        self.scaler = LossScaler(mesh.device, cfg.precision.startswith("fp16"), late=cfg.pure)
         self.guards = Guards(cfg, self.batch_for(mesh), mesh.device, self.scaler if self.scaler.enabled else None)
-        self.state = TrainState(self.model, make_optimizer(self.model, cfg), self.scaler, self.guards)
-        self.data = TokenData(spec.dataset, cfg.block_size, cfg.seed, mesh.device)
+        self.state = TrainState(self.model, task.optimizer(self.model, None), self.scaler, self.guards)
+        self.data = self.task.data(mesh.device)
         self.observers = Observers(spec, watchers)
-        self.writer = CheckpointWriter(spec, self.observers.note)
+        self.writer = CheckpointWriter(spec, self.observers.note, self.observers.saved)
         self.progress = ProgressFile(spec.progress(mesh.slot))
+        self.ledger = Ledger(spec.ledger(mesh.slot), spec.started, group.source is not None or spec.attempt > 0)
+
+    def _make_model(self, device: torch.device) -> None:
+        """Make a model with initial weights."""
+        self._injector.model = self.model = self.task.model().to(device)
+        if self._cfg.pure:
+            self.model.to(weight_type(self._cfg.precision))
+        elif self._cfg.precision == "fp8":
+            use_fp8(self.model, self._cfg.fp8_scaling)
+        if self._cfg.compile:
+            compile_layers(self.model, self._cfg)
 
     def batch_for(self, mesh: Mesh) -> Batch:
         """Return how the group's ranks share the global batch, whose size is fixed."""
-        return batch_for(self._cfg, mesh.slots, mesh.world_size) or resolve_batch(self._cfg, mesh.world_size)
+        full, now = (Layout.of(self._cfg, ranks).dp for ranks in (mesh.slots, mesh.world_size))
+        return batch_for(self._cfg, full, now) or resolve_batch(self._cfg, now)
 
-    def build(self, group: Group) -> RuntimeEngine:
+    def build(self, group: Group) -> Engine:
         """Build the engine of a group; afterwards `state` holds the state of the run. (all ranks)"""
         spec, mesh, state, observers = group.spec, group.mesh, self.state, self.observers
-        batch, loss = self.batch_for(mesh), partial(mean_loss, mesh.device.type, self._cfg.precision)
-        par = Plan(self.model, mesh, self._cfg, batch.accum, loss, self.scaler.scale)
+        batch, known = self.batch_for(mesh), state.whole
+        loss = partial(mean_loss, mesh.device.type, self._cfg.precision, loss=self.task.loss)
+        distance = mirror_distance(mesh.all_gather(mesh.local_rank)) if self._mirrors else 0
+        replicated = self._cfg.replicated(mesh.slots)
+        if group.source is not None and replicated:  # the model of a survivor is cut, for groups that are gone
+            rng = rng_state(mesh.device)
+            self._make_model(mesh.device)
+            set_rng_state(rng, mesh.device)
+        par = Plan(self.model, mesh, self._cfg, batch.accum, loss, self.scaler.scale, distance)
+        if par.shards is not None or self._mirrors:
+            kept = self._holdings(par, mesh, distance)
+            if group.source is not None and (self._mirrors or replicated):
+                recover(state, mesh, group.source, kept, self._cfg.grad_clip, replicated)
+                state.model = self.model
+            state.hold(kept[0], kept[1] if distance else None, par.shards is not None, par.weights)
         if group.source is not None:
-            share(state, mesh, group.source)
+            if not (self._mirrors or replicated):
+                share(state, mesh, group.source)
+            if not known:  # a new rank: its loader goes on from the newest checkpoint, and skips what was read since
+                self.task.load_data(partial(newest_rank_states, spec.checkpoints, spec.resume))
             observers.open(mesh.rank, state.reported_step)
             observers.catch_up(state.session.newest, state.reported_step)
             self.writer.go_on(spec, mesh.rank)
             observers.note(f"rejoin  from step {state.step} in the memory of rank {group.source}; no step is repeated")
         elif spec.resume:
-            shape = self.model.shape.to_dict()
-            state.load(read_checkpoint(spec.resume, spec, mesh, shape, observers.note))
+            shape = shape_of(self._cfg, spec.dataset.vocab_size).to_dict()
+            saved = read_checkpoint(spec.resume, spec, mesh, state, shape, observers.note)
+            if note := self.task.load_data(lambda: (saved.rng, saved.meta["samples_seen"])):
+                observers.note(note)
+            state.load(saved)
+            copy_to_mirror(state, mesh)
         else:
             share(state, mesh, 0)  # CPUs of different models may initialise weights differently
         self.progress.base, state.whole = state.step, True
         reached("shared")
         trace = comm_trace(spec, mesh, par, state.reported_step)
-        listeners: list[Callable[[int, str], None]] = [self.progress.set]
+        listeners: list[Callable[[int, str], None]] = [self.progress.set, self.ledger.on_phase]
         listeners += [trace.on_phase] if trace else []
         listeners += [self._injector] if spec.config.faults else []
-        return RuntimeEngine(
+        return Engine(
             spec=spec,
             mesh=mesh,
             state=state,
             par=par,
-            batches=MicroBatches(self.data, batch, mesh.rank),
+            batches=MicroBatches(self.data, batch, par.data.index),
             guards=self.guards,
             scaler=self.scaler,
             observers=observers,
             writer=self.writer,
-            workload=self._workload(spec, mesh, loss),
+            workload=self._workload(mesh, loss),
             wanted=self._wanted,
             listeners=listeners,
             trace=trace,
             regrouped=group.source is not None,
         )
 
-    def _workload(self, spec: RunSpec, mesh: Mesh, loss: Loss) -> Workload:
+    def _holdings(self, par: Plan, mesh: Mesh, distance: int) -> list[Holding]:
+        """Return what this rank of a group keeps, at step 0: its own shards, and those that it mirrors."""
+        own = whole_shards(self.model) if par.shards is None else par.shards
+        kept = [(own, mesh.rank)]
+        if par.mirror_shards is not None:
+            kept.append((par.mirror_shards, (mesh.rank - distance) % mesh.world_size))
+        whole, make = par.shards is None, self.task.optimizer
+        return [Holding(shards, make(self.model, None if whole else shards), owner) for shards, owner in kept]
+
+    def whole_model(self, spec: RunSpec) -> nn.Module:
+        """Return the model with all weights, from the newest checkpoint where no rank has them. (rank 0 only)"""
+        if not self.state.shards_weights:
+            return self.model
+        newest, _ = newest_valid(spec.checkpoints)
+        assert newest, "a run saves before it ends"
+        model = self.task.model()
+        model.load_state_dict(newest.state.model)
+        return model
+
+    def _workload(self, mesh: Mesh, loss: Loss) -> Workload:
         peak = peak_flops(self.device, self._cfg.precision) if self.device else None
-        shape = self.model.shape
-        return Workload(
-            loss=loss,
-            tokens_per_sample=self._cfg.block_size,
-            flops_per_token=flops_per_token(shape),
-            peak_flops=peak * mesh.world_size if peak else None,
-            meta={"model_shape": shape.to_dict(), "dataset": spec.dataset.to_dict()},
-        )
+        total = peak * mesh.world_size if peak else None
+        return self.task.workload(loss, mesh.device, self._cfg.precision, total)
 
 
-def mean_loss(device_type: str, precision: str, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Return a model's mean loss over inputs and targets (B, T), computed in the run's precision."""
+def mean_loss(
+    device_type: str, precision: str, model: nn.Module, x: Tensor, y: Tensor, loss: Loss | None = None
+) -> Tensor:
+    """Return a model's mean loss over a batch, computed in the run's precision; without `loss` it is model(x, y)."""
     with autocast(device_type, precision):
-        return model(x, y)
+        return loss(model, x, y) if loss else model(x, y)
+
+
+def compile_layers(model: nn.Module, config: Config) -> None:
+    """Compile each layer in a model's lists of layers, or a model without any as a whole, at its first call.
+
+    Per layer, so that DDP's hooks between layers still overlap communication. Layers of a class share their code, and
+    torch keeps only 8 versions of it by default: a ResNet's blocks are of 5 kinds, each in training, in evaluation, and
+    in a last, smaller batch. Their sizes are few, so each gets a version with fixed sizes, in any order of calls.
+    """
+    torch._dynamo.config.recompile_limit = max(COMPILED_VERSIONS, torch._dynamo.config.recompile_limit)
+    for layer in units_of(model) or [model]:
+        layer.compile(dynamic=False if config.model == "resnet" else None)
 
 
 def comm_trace(spec: RunSpec, mesh: Mesh, par: Plan, resume_step: int) -> CommTrace | None:
@@ -216,10 +299,13 @@ def comm_trace(spec: RunSpec, mesh: Mesh, par: Plan, resume_step: int) -> CommTr
     cfg = spec.config
     if not cfg.trace_every or mesh.world_size == 1:
         return None
-    recorder = CommRecorder(mesh, cfg.trace_every, par.reduce)
+    recorder = CommRecorder(mesh, cfg.trace_every, par.reduce, cfg.dp_mode == "ddp" and cfg.tp * cfg.pp == 1, par.data)
     twin = par.add_twin(recorder.hook)
-    log_of_all = CommLog(spec.folder / "comm", resume_step, spec.attempt) if mesh.rank == 0 else None
-    return CommTrace(mesh, recorder, twin, log_of_all)
+    names = partial(recorder.buckets, twin) if twin else lambda: par.bucket_names
+    sizes = {"tp": cfg.tp, "pp": cfg.pp, "dp": par.data.size, "ep": cfg.ep, "edp": par.data.size // cfg.ep}
+    bubble = par.bubble if cfg.pp > 1 else None
+    log_of_all = CommLog(spec.folder / "comm", resume_step, spec.attempt, sizes, bubble) if mesh.rank == 0 else None
+    return CommTrace(mesh, recorder, names, log_of_all)
 
 
 def require_shared_folder(spec: RunSpec, rendezvous: Rendezvous) -> None:
@@ -246,7 +332,7 @@ def facts(spec: RunSpec) -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "dataset (sha256)": spec.dataset.tokens_sha256[:16],
-        "tokens on its disk (sampled sha256)": sampled_hash(spec.dataset.path),
+        "tokens on its disk (sampled sha256)": "" if spec.dataset.kind == "own" else sampled_hash(spec.dataset.path),
         "attempt": str(spec.attempt),
         "run folder": spec.folder.name,
     }
@@ -278,8 +364,19 @@ def this_device(mesh: Mesh) -> Device | None:
 def resolve_precision(config: Config, mesh: Mesh) -> tuple[str, str]:
     """Return the precision that suits this rank, and the reason for it."""
     cuda = mesh.device.type == "cuda"
+    if config.model != "gpt" and config.precision == "auto" and not cuda:
+        return "fp32", "the gain of bf16 on a CPU was measured for GPTs only"
     bf16_gpu = torch.cuda.get_device_capability(mesh.device)[0] >= 8 if cuda else None
     return choose_precision(config.precision, mesh.device.type, config.n_embd, cpu_features(), bf16_gpu)
+
+
+def resolved(config: Config, mesh: Mesh, precision: str, settings: dict[str, Any]) -> Config:
+    """Return the configuration with what this rank's device decides, and what the task does."""
+    update = {"precision": precision, **settings}
+    if config.model == "gpt":
+        how = config.attention, mesh.device.type, precision, config.block_size
+        update["attention"] = choose_attention(*how, cpu_features())
+    return config.model_copy(update=update)
 
 
 def agree_on_precision(mesh: Mesh, own: tuple[str, str]) -> tuple[str, str]:
@@ -292,36 +389,40 @@ def agree_on_precision(mesh: Mesh, own: tuple[str, str]) -> tuple[str, str]:
     return mesh.broadcast(choice)
 
 
-def describe(spec: RunSpec, batch: Batch, mesh: Mesh, device: Device | None, why_precision: str) -> list[str]:
+def hardware(mesh: Mesh) -> str:
+    """Return the model of this rank's GPU and its driver, or of its CPU."""
+    if mesh.device.type == "cpu":
+        return cpu_name()
+    return f"{torch.cuda.get_device_name(mesh.device)}, driver {driver_version() or 'unknown'}"
+
+
+def compare_hardware(mesh: Mesh) -> tuple[str, ...]:
+    """Return a line that names the ranks with other hardware than rank 0's, if any. (all ranks; lines on rank 0)"""
+    found = mesh.gather(hardware(mesh)) or [""]
+    others = [f"rank {rank} {name}" for rank, name in enumerate(found) if name != found[0]]
+    if not others:
+        return ()
+    return (
+        f"warning  ranks run on different hardware: rank 0 {found[0]}; {'; '.join(others)}. The slowest sets the pace, "
+        "and a step that another kind does again may differ in its last bits",
+    )
+
+
+def describe(
+    spec: RunSpec, batch: Batch, mesh: Mesh, device: Device | None, why_precision: str, task: Task
+) -> list[str]:
     """Return the lines printed before training; each derived value has its reason."""
-    cfg, shape = spec.config, ModelShape.of(spec.config, spec.dataset.vocab_size)
+    data, model = task.lines(batch)
     where = f"CPU, {torch.get_num_threads()} thread(s) per rank"
     if mesh.device.type == "cuda":
         where = device.name if device else torch.cuda.get_device_name(mesh.device)
     return [
-        f"nanoray {__version__} · run {spec.folder.name} · {mesh.world_size} rank(s) = dp {batch.dp} · "
-        f"backend {mesh.backend} ({mesh.backend_reason}) · {where}",
-        f"data   {spec.dataset.note} · {short(spec.dataset.train_tokens)} train + {short(spec.dataset.val_tokens)} val "
-        f"tokens, vocabulary {spec.dataset.vocab_size}",
-        f"batch  {batch.micro} seq × {batch.accum} accum × {batch.dp} dp × {cfg.block_size} tok = "
-        f"{batch.global_size * cfg.block_size} tok/step      model {count_parameters(shape) / 1e6:.2f} M parameters, "
-        f"{cfg.precision} ({why_precision})",
+        f"nanoray {__version__} · run {spec.folder.name} · {mesh.world_size} rank(s) = "
+        f"{Layout.of(spec.config, mesh.world_size)} · backend {mesh.backend} ({mesh.backend_reason}) · {where}",
+        data,
+        f"{model}, {spec.config.precision} ({why_precision})",
         *spec.notes,
     ]
-
-
-def sample_text(gpt: GPT, spec: RunSpec) -> str | None:
-    """Return text that the model generates after a newline, the same for the same weights. (rank 0 only)"""
-    if not spec.config.sample_tokens:
-        return None
-    tokenizer = tokenizer_from_json(spec.dataset.tokenizer)
-    device = next(gpt.parameters()).device
-    prompt = torch.tensor([tokenizer.encode("\n").tolist()], device=device)  # (1, T)
-    if device.type == "cpu":
-        torch.set_num_threads(1)  # one token is too little work for several threads
-    source = torch.Generator(device=device).manual_seed(spec.config.seed)
-    tokens = generate(gpt, prompt, spec.config.sample_tokens, temperature=0.8, top_k=200, generator=source)
-    return tokenizer.decode(tokens[0].tolist()).strip("\n")
 
 
 def find_checkpoint(spec: RunSpec) -> tuple[str, int, tuple[str, ...]]:

@@ -1,7 +1,7 @@
 """Repeat a bad step exactly, and find where it first went wrong.
 
-Data and dropout depend only on (seed, step, rank), and a step that is not finite changes no weights. So a second
-forward and backward, without communication, is the same computation.
+Data and dropout depend only on (seed, step, micro batch, data rank), and a step that is not finite changes no weights.
+So a second forward and backward, without a sum of gradients, is the same computation.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from nanoray.data.tokens import MicroBatches
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.gpt import LMHead
+from nanoray.parallel.plan import MicroBatch
 
 NAMED = 4  # ranks that a message describes
 
@@ -30,31 +30,29 @@ class Finding(NamedTuple):
 
 
 def replay(
-    model: nn.Module, batches: MicroBatches, first_sample: int, loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
+    model: nn.Module,
+    batch: Callable[[int], MicroBatch],
+    repeat: Callable[..., None],
+    seed: Callable[[int], None],
 ) -> tuple[str, int | None]:
-    """Run a step's forward and backward on this rank alone; leave the gradients as they were.
+    """Run a step's forwards and backwards without a sum of gradients, which stay as they were. (all ranks)
 
-    Returns what was first not finite (empty: nothing) and in which micro batch. The caller seeds
-    dropout before and restores the generators after.
+    Returns what was first not finite (empty: nothing) and in which micro batch. `repeat` is Plan.repeat, `batch`
+    returns a micro batch by its number, `seed` seeds the dropout of one; the caller restores the generators after.
     """
-    accum = batches.batch.accum
     params = [p for p in model.parameters() if p.requires_grad]
     kept = [p.grad for p in params]
     model.zero_grad(set_to_none=True)
-    probe, where = Probe(model), None
+    probe, where = Probe(model), list[int]()
     with probe, torch.compiler.set_stance("force_eager"):  # compiled blocks would not see the hooks
-        for micro in range(accum):
-            value = loss(model, *batches.get(first_sample, micro))
-            (value / accum).backward()
-            if probe.found and where is None:
-                where = micro
+        repeat(batch, seed, lambda micro: where.append(micro) if probe.found and not where else None)
     if not probe.found and not torch.isfinite(get_total_norm([p.grad for p in params if p.grad is not None])):
         named = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
         names = (f"the gradient of {name}" for name, grad in named if not torch.isfinite(grad).all())
         probe.found = next(names, "the norm of all gradients, which overflows")
     for p, grad in zip(params, kept, strict=True):
         p.grad = grad
-    return probe.found, where
+    return probe.found, where[0] if where else None
 
 
 def describe(mesh: Mesh, step: str, own: Finding) -> str:
@@ -97,10 +95,12 @@ class Probe:
             if not self.found and not torch.isfinite(tensor).all():
                 self.found = what
 
-        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            output = output[0] if isinstance(output, tuple) else output  # experts also tell of their routing
             # The padding of the vocabulary has logits of -inf on purpose.
             tokens = output[..., : module.vocab_size] if isinstance(module, LMHead) else output
-            look(f"the output of {name}" if name else "the loss", tokens)
+            whole = "the loss" if output.dim() == 0 else "the output of the stage"
+            look(f"the output of {name}" if name else whole, tokens)
             if output.requires_grad:
                 output.register_hook(lambda grad: look(f"the gradient at the output of {name or 'the model'}", grad))
 

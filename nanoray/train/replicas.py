@@ -12,7 +12,8 @@ from torch import Tensor
 
 from nanoray.errors import StateDiverged
 from nanoray.mesh.mesh import Mesh
-from nanoray.state import TrainState, share
+from nanoray.mesh.pieces import is_cut
+from nanoray.state import TrainState, optimizer_tensors, share
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = {"cpu": 1 << 17, "cuda": 1 << 22}  # elements: an int64 product that stays in cache, or fills a GPU
@@ -21,11 +22,16 @@ _CHUNK = {"cpu": 1 << 17, "cuda": 1 << 22}  # elements: an int64 product that st
 def compare(state: TrainState, mesh: Mesh) -> tuple[int, str]:
     """Compare the ranks' weights and optimizer state; heal a minority from the majority's memory. (all ranks)
 
+    Of a sharded optimizer state, each share is compared with its mirror, if it has one.
     Returns the number of healed ranks, and a warning for the user. Raises StateDiverged when there is no
     majority. Costs one pass over the state, and one wait for the device.
     """
     names, hashes = hash_tensors(state.tensors())
+    if is_cut(state.model):
+        _compare_pieces(dict(zip(names, hashes, strict=True)), state, mesh)
+        return 0, ""
     digests = mesh.all_gather((combine(hashes), state.samples))
+    _compare_mirrors(state, mesh)
     (winner, votes), *others = Counter(digests).most_common()
     if not others:
         return 0, ""
@@ -48,6 +54,46 @@ def compare(state: TrainState, mesh: Mesh) -> tuple[int, str]:
     )
 
 
+def _compare_pieces(own: dict[str, int], state: TrainState, mesh: Mesh) -> None:
+    """Compare the ranks that hold the same piece. (all ranks) Raises StateDiverged: nothing is healed."""
+    everyone = mesh.all_gather({**own, "the data cursor": state.samples})
+    found: dict[str, dict[int, int]] = {}
+    for rank, hashes in enumerate(everyone):
+        for place, value in hashes.items():
+            found.setdefault(place, {})[rank] = value
+    wrong = {place: held for place, held in found.items() if len(set(held.values())) > 1}
+    if not wrong:
+        return
+    place, held = next(iter(wrong.items()))
+    (winner, votes), *_ = Counter(held.values()).most_common()
+    strays = [rank for rank, value in held.items() if value != winner] if votes > len(held) / 2 else [*held]
+    raise StateDiverged(
+        f"after step {state.step} ranks that hold the same piece of the state differ in {len(wrong)} of "
+        f"{len(found)} pieces, first in {place}, on rank {', '.join(map(str, strays))} of {sorted(held)}: a flipped "
+        "bit, or a faulty device. A model that is cut is not healed: resume from the newest checkpoint, which was "
+        "written while all agreed; ranks on devices of different models round differently and need hash_every 0"
+    )
+
+
+def _compare_mirrors(state: TrainState, mesh: Mesh) -> None:
+    """Compare each rank's share of a sharded optimizer state with its mirror. (all ranks, if any has one)
+
+    Raises StateDiverged on all ranks where they differ: of two holders, nobody knows which one is right.
+    """
+    if state.mirror is None:
+        return
+    mirror, hashes = state.mirror, []
+    for shards, optimizer in ((state.shards, state.optimizer), (mirror.shards, mirror.optimizer)):
+        hashes.append(combine(hash_tensors(dict(sorted(optimizer_tensors(optimizer, shards).items())))[1]))
+    everyone = mesh.all_gather((mirror.owner, *hashes))
+    if differ := [(owner, rank) for rank, (owner, _, copy) in enumerate(everyone) if everyone[owner][1] != copy]:
+        pairs = ", ".join(f"of rank {owner} and its mirror on rank {rank}" for owner, rank in differ)
+        raise StateDiverged(
+            f"after step {state.step} the optimizer state differs {pairs}: a flipped bit, or a faulty device. Of two "
+            "copies nobody knows which one is right: resume from the newest checkpoint"
+        )
+
+
 def hash_tensors(tensors: dict[str, Tensor]) -> tuple[list[str], list[int]]:
     """Return the names and a 64-bit sum of each tensor's bits: sum over i of (2i + 1)·x_i in int64, which wraps.
 
@@ -55,6 +101,8 @@ def hash_tensors(tensors: dict[str, Tensor]) -> tuple[list[str], list[int]]:
     2^64, and two swapped elements of 32 bits change the sum by (x_i - x_j)·2(j - i), which 2^64 does not divide either.
     So both are always detected.
     """
+    if not tensors:  # no replicas: each rank holds its own shard
+        return [], []
     sums, odd = [], {}
     for tensor in tensors.values():
         flat = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])

@@ -14,19 +14,32 @@ from pathlib import Path
 import pytest
 
 import nanoray.bench.__main__ as bench
+from nanoray.bench import recovery
 from nanoray.bench.harness.launchers import RANK_PID
 from nanoray.bench.harness.processes import session_members
-from nanoray.bench.recovery import ARMS, GOODPUT, PEER, REPEATED, STANDSTILL, TORCHRUN
+from nanoray.bench.recovery import ARMS, GOODPUT, PEER, REPEATED, STANDSTILL, TORCHFT, TORCHRUN
+from nanoray.bench.torchft_peer import missing
 
 SHORT = ["--steps", "30", "--between", "10,20", "--checkpoint_every", "8", "--timeout_s", "300", "--device", "cpu"]
 
 
 @pytest.mark.usefixtures("shared_head")
 @pytest.mark.timeout(600)  # for machines that are busy with other tests
-@pytest.mark.parametrize("arms", [("in_place", "restart"), ("spare", "shrink"), (PEER,), (TORCHRUN,)])
+@pytest.mark.parametrize(
+    "arms",
+    [
+        ("in_place", "restart"),
+        pytest.param(("spare", "shrink"), marks=pytest.mark.full),
+        pytest.param((PEER,), marks=pytest.mark.full),
+        pytest.param((TORCHFT,), marks=pytest.mark.full),
+        pytest.param((TORCHRUN,), marks=pytest.mark.full),
+    ],
+)
 def test_a_real_kill_in_every_arm(
     arms: tuple[str, ...], text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if TORCHFT in arms and (why := missing()):
+        pytest.skip(why)
     files = [f"--{flag}={tmp_path / f'r.{end}'}" for flag, end in (("json", "json"), ("html", "html"))]
     flags = ["--quick", "--dataset", str(text), f"--figure={tmp_path / 'r.png'}", "--arms", ",".join(arms)]
     assert bench.main(["recovery", *SHORT, *flags, *files]) == 0, capsys.readouterr()
@@ -47,9 +60,27 @@ def test_a_real_kill_in_every_arm(
 
 
 def test_no_arm_is_without_a_test() -> None:
-    assert set(ARMS) == {"in_place", "restart", "spare", "shrink", PEER, TORCHRUN}
+    assert set(ARMS) == {"in_place", "restart", "spare", "shrink", PEER, TORCHFT, TORCHRUN}
 
 
+@pytest.mark.full
+def test_a_peer_that_is_not_installed_is_skipped_and_says_how(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    why = "torchft is not installed: pip install it"
+    monkeypatch.setattr(recovery, "missing", lambda: why)
+    flags = ["--quick", *SHORT, "--dataset", str(text), "--arms", f"{TORCHFT},{TORCHRUN}"]
+    assert bench.main(["recovery", *flags, f"--json={tmp_path / 'r.json'}"]) == 0, capsys.readouterr()
+    rows = {(r["arm"], r["metric"]): r for r in json.loads((tmp_path / "r.json").read_text())["rows"]}
+    assert rows[TORCHFT, STANDSTILL]["skipped"] == why
+    assert rows[TORCHRUN, STANDSTILL]["n"] == 1
+    assert bench.main(["recovery", *SHORT, "--dataset", str(text), "--arms", TORCHFT]) == 0
+    told = capsys.readouterr()
+    assert f"skipped  {TORCHFT}: {why}" in told.err
+    assert [TORCHFT, "skipped", "0"] in [line.split() for line in told.out.splitlines()]
+
+
+@pytest.mark.full
 def test_a_real_plan_of_kills(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Under torchrun, which starts all ranks anew in the run's folder: most of this short time is lost to that."""
     flags = ["--arms", "torchrun", "--kills", "0", "--goodput_s", "5", "--mean_s", "2", "--dataset", str(text)]
@@ -61,6 +92,7 @@ def test_a_real_plan_of_kills(text: Path, tmp_path: Path, capsys: pytest.Capture
     assert row["clean_per_s"] > 1
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_the_ranks_as_well(text: Path) -> None:
     """torchrun gives each rank a session of its own."""
     temp = tempfile.mkdtemp(prefix="t-", dir="/tmp")  # a short path, as /tmp is
@@ -77,7 +109,7 @@ def test_ctrl_c_ends_the_ranks_as_well(text: Path) -> None:
         ranks = [int(found[1]) for log in logs if (found := RANK_PID.search(log.read_text()))]
         time.sleep(0.1)
     run.send_signal(signal.SIGINT)
-    _, err = run.communicate(timeout=40)
+    _, err = run.communicate(timeout=200)
     assert len(ranks) == 2
     assert run.returncode == 130
     assert "no report was written" in err

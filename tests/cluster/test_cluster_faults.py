@@ -1,17 +1,14 @@
-"""What happens around the ranks: a frozen driver, a drained or lost node, a head that is gone, memory that runs out."""
+"""What happens around the ranks: a frozen driver, a lost node, a head that is gone, memory that runs out."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
-import re
 import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,20 +20,20 @@ from tests.harness.cluster import (
     finish,
     fired,
     launch,
-    living_nodes,
     losses,
     no_actors_left,
+    only_report,
     only_run,
     pid_of,
     processes_of_session,
     ray_head,
     ray_node,
-    reports,
     start,
     summary,
     trains,
     wait_for,
 )
+from tests.harness.commands import ROOT, Command
 
 
 def test_ranks_without_a_driver_stop_with_a_checkpoint(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
@@ -59,26 +56,6 @@ def test_ranks_without_a_driver_stop_with_a_checkpoint(cluster: Cluster, recipe:
     assert no_actors_left(cluster)
 
 
-def test_a_drained_node_ends_the_run_with_a_checkpoint(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
-    with ray_node(cluster):
-        flags = ("--placement", "spread", "--max_steps", "100000", "--log_every", "100")
-        driver = start(cluster, recipe, tmp_path, *flags)
-        wait_for(lambda: trains(tmp_path), process=driver)
-        command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", f"--address={cluster.address}"]
-        command += [f"--node-id={living_nodes(cluster)[1]}", "--reason=DRAIN_NODE_REASON_PREEMPTION"]
-        command += ["--reason-message=test", "--deadline-remaining-seconds=300"]
-        drained = subprocess.run(command, env=cluster.env, capture_output=True, text=True, timeout=60, check=False)
-        assert drained.returncode == 0, drained.stdout + drained.stderr
-        asked = time.monotonic()
-        code, output = finish(driver)
-        assert time.monotonic() - asked < 290, "before the deadline"
-    assert code == 143, output
-    assert re.search(r"stop     node \w{8} is being drained, \d+ s left: stopping after this step", output)
-    result = summary(tmp_path)
-    assert result["exit_reason"] == "stopped"
-    assert (only_run(tmp_path) / "checkpoints" / f"step_{result['steps']:08d}" / "manifest.json").exists()
-
-
 FAST_HEALTH = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "500",
@@ -87,6 +64,7 @@ FAST_HEALTH = {
 }
 
 
+@pytest.mark.full
 def test_a_lost_node_shrinks_the_group_and_a_new_one_lets_it_grow(recipe: Path, tmp_path: Path) -> None:
     """Two nodes with room for one rank each; one is killed, and later another one joins."""
     with ray_head("--num-cpus=1", **FAST_HEALTH) as cluster:
@@ -105,7 +83,7 @@ def test_a_lost_node_shrinks_the_group_and_a_new_one_lets_it_grow(recipe: Path, 
             wait_for(lambda: max(losses(tmp_path)) > grown + 20, process=driver)
             driver.terminate()
             _, output = finish(driver)
-    (report,) = reports(tmp_path)
+    report = only_report(tmp_path, output)
     lost = f"until rank {report['rank']} is back"  # either may have sat there
     assert f"shrink   1/3 2 -> 1 rank(s) with the same global batch, {lost}" in output
     assert "grow     1 -> 2 ranks; no step is repeated" in output
@@ -137,6 +115,7 @@ def test_a_head_that_does_not_answer_stops_the_run_with_a_checkpoint(recipe: Pat
         assert (only_run(tmp_path) / "checkpoints" / f"step_{result['steps']:08d}" / "manifest.json").exists()
 
 
+@pytest.mark.full
 def test_a_head_that_dies_with_its_ranks_is_the_cause(recipe: Path, tmp_path: Path) -> None:
     """`ray start --block` takes the head's ranks along. Whoever asked for new actors now would wait for ever."""
     with ray_head(dashboard=False) as cluster:
@@ -156,6 +135,7 @@ def memory_lock() -> Iterator[None]:
         yield
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("memory_lock")
 def test_a_rank_that_takes_too_much_memory_is_named(recipe: Path, tmp_path: Path) -> None:
     total, available = memory_bytes()
@@ -168,7 +148,7 @@ def test_a_rank_that_takes_too_much_memory_is_named(recipe: Path, tmp_path: Path
         code, output = launch(cluster, recipe, tmp_path, "--faults", plan, "--recovery", "restart")
         assert code == 0, output
         assert fired(tmp_path) == ["oom"]
-        (report,) = reports(tmp_path)
+        report = only_report(tmp_path, output)
         assert report["cause"] == "out_of_memory"
         assert "was ended by Ray's memory monitor" in output or "ended by Ray's memory monitor" in report["title"]
         assert "Memory on the node" in output, "who used how much"
@@ -178,3 +158,76 @@ def memory_bytes() -> tuple[int, int]:
     """Total and available memory of this machine."""
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return tuple(int(lines[key].split()[0]) << 10 for key in ("MemTotal", "MemAvailable"))  # type: ignore[return-value]
+
+
+@pytest.fixture
+def mute_agents() -> Iterator[Callable[[int], None]]:
+    """A call that freezes the agents in a session until the test ends. Whoever shuts Ray down sends them metrics."""
+    frozen: list[int] = []
+
+    def freeze(session: int) -> None:
+        for pid in processes_of_session(session):
+            if b"DashboardAgent" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                frozen.append(pid)
+                os.kill(pid, signal.SIGSTOP)
+        assert frozen
+
+    yield freeze
+    for pid in frozen:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+WAITS = "slow@rank=0,step=12,phase=data,seconds=6"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("local", [False, True])
+def test_a_node_agent_that_does_not_answer_does_not_change_the_exit_code(
+    cluster: Cluster, recipe: Path, tmp_path: Path, mute_agents: Callable[[int], None], local: bool
+) -> None:
+    driver = start(None if local else cluster, recipe, tmp_path, "--faults", WAITS, "--cpus_per_worker", "0.5")
+    wait_for(lambda: fired(tmp_path), process=driver)
+    mute_agents(driver.pid if local else cluster.session)
+    code, output = finish(driver)
+    assert code == 0, output
+    assert "finished 30 steps" in output
+    assert summary(tmp_path)["exit_reason"] == "finished"
+    if local:
+        wait_for(lambda: not processes_of_session(driver.pid), 60)
+    else:
+        assert no_actors_left(cluster, 60.0)  # but those of a Ray Train that used the cluster before
+
+
+SCRIPT = """
+import sys, torch, nanoray
+
+def main(run):
+    x = torch.randn(200, 3)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+    nanoray.RuntimeEngine(model, optimizer, run, torch.nn.functional.mse_loss).fit(data, data, steps=30)
+
+if __name__ == "__main__":
+    settings = {"workers": 2, "cpus_per_worker": 0.5, "spares": 0, "tensorboard": False, "max_steps": 30}
+    settings |= {"placement_timeout_s": 60}
+    code = nanoray.launch(main, settings | {"out_dir": sys.argv[1], "faults": sys.argv[2]})
+    print(f"the script goes on after {code}", flush=True)
+    raise SystemExit(7)
+"""
+
+
+@pytest.mark.full
+def test_a_node_agent_that_does_not_answer_does_not_end_a_script(
+    cluster: Cluster, tmp_path: Path, mute_agents: Callable[[int], None]
+) -> None:
+    script, out = tmp_path / "script.py", tmp_path / "out"
+    script.write_text(SCRIPT)
+    out.mkdir()
+    driver = Command(str(script), str(out), WAITS, env=cluster.env | {"PYTHONPATH": str(ROOT)})
+    wait_for(lambda: fired(out), process=driver)
+    mute_agents(cluster.session)
+    code, output = finish(driver)
+    assert "the script goes on after 0" in output, output
+    assert code == 7, output

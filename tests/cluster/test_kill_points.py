@@ -27,7 +27,13 @@ FLAGS += ("--checkpoint_every", "4", "--keep_checkpoints", "3", "--sample_tokens
 LIMIT_S = 3000 if ALL else 500
 EVERY = 4  # steps from one fault to the next
 # Only one of two precisions reaches one of these, and only a step that is saved again the other.
-ELSEWHERE = {"exchange_overflow", "aside"}
+# Reached where a state is sharded.
+SHARDED = {"exchange_finite", "exchange_gradients", "exchange_norm", "exchange_weights", "part"}
+MIRRORED = {"exchange_mirror", "caught_up"}  # and where it is mirrored
+IMAGES = {"exchange_statistics", "exchange_batchnorm"}  # reached by a resnet: test_images.py
+TENSOR = {"exchange_activations", "exchange_logits"}  # with --tp, after which a lost rank means a restart, too
+EXPERTS = {"exchange_tokens"}  # with --ep: the same
+ELSEWHERE = {"exchange_overflow", "aside", *SHARDED, *MIRRORED, *IMAGES, *TENSOR, *EXPERTS}
 IN_RECOVERY = {*MEETING, "exchange_state"} - {"last"}
 
 
@@ -53,7 +59,7 @@ def plan_of(points: list[str], kind: str, newcomer: bool) -> tuple[str, int]:
     plan, step = [], 0
     for i, point in enumerate(points):
         step += EVERY
-        if point in IN_RECOVERY:
+        if point in IN_RECOVERY or point == "caught_up":
             lost = i % 3
             plan.append(f"kill@rank={lost},step={step},phase=backward")
             plan.append(f"{kind}@rank={lost if newcomer else (lost + 1) % 3},step={step},phase={point}")
@@ -62,14 +68,16 @@ def plan_of(points: list[str], kind: str, newcomer: bool) -> tuple[str, int]:
     return ";".join(plan), step + EVERY
 
 
-def clean(cluster: Cluster, recipe: Path, out: Path, steps: int) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
-    code, output = launch(cluster, recipe, out, *FLAGS, "--max_steps", str(steps))
+def clean(
+    cluster: Cluster, recipe: Path, out: Path, steps: int, *more: str
+) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
+    code, output = launch(cluster, recipe, out, *FLAGS, *more, "--max_steps", str(steps))
     assert code == 0, output
     return losses(out), weights(out)
 
 
 @pytest.mark.parametrize("kind", ["kill", "stop"] if ALL else ["kill"])
-@pytest.mark.parametrize("newcomer", [False, True])
+@pytest.mark.parametrize("newcomer", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_ranks_end_at_every_point(cluster: Cluster, recipe: Path, tmp_path: Path, kind: str, newcomer: bool) -> None:
     """Of three ranks one or two are lost at a time, so the third holds the state, and no step is repeated."""
     possible = IN_RECOVERY - {"leave", "wait"} if newcomer else RANK_POINTS.keys() - ELSEWHERE - {"last"}
@@ -81,6 +89,51 @@ def test_ranks_end_at_every_point(cluster: Cluster, recipe: Path, tmp_path: Path
     meeting = [point for point in points if point in ("meet", "roll_call", "groups", "met") and not newcomer]
     assert sum("in regroup of step" in title for title in titles) >= len(meeting) * (kind == "kill")
     note(kind, points, "newcomer" if newcomer else "rank")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["kill", "stop"] if ALL else ["kill"])
+@pytest.mark.parametrize("mirror", ["auto", "off"])
+def test_ranks_of_a_sharded_run_end_at_every_point(
+    cluster: Cluster, recipe: Path, tmp_path: Path, kind: str, mirror: str
+) -> None:
+    """Without a mirror a lost shard is on disk only: all ranks start again from there, and repeat up to 3 steps.
+
+    With it a rank is replaced in place, and so is its replacement that is lost before it has the state.
+    """
+    if mirror == "auto":
+        points = (
+            sorted(SHARDED | MIRRORED | IN_RECOVERY - {"leave", "wait"}) if ALL else ["committed", "part", "caught_up"]
+        )
+    else:
+        points = sorted(SHARDED) if ALL else ["exchange_weights"]
+    plan, steps = plan_of(points, kind, newcomer=True)
+    survive(cluster, recipe, tmp_path, plan, steps, "--dp_mode", "zero1", "--mirror", mirror)
+    found = {report["recovery"] for report in reports(tmp_path / "out")}
+    assert found == {"restart"} if mirror == "off" else found <= {"", "in_place"}
+    note(kind, points, "rank of a sharded run")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["kill", "stop"] if ALL else ["kill"])
+def test_ranks_that_share_layers_end_at_every_point(cluster: Cluster, recipe: Path, tmp_path: Path, kind: str) -> None:
+    """dp 2 × tp 2: the others wait in a sum of activations; all start again from the newest checkpoint."""
+    points = sorted(TENSOR) if ALL else ["exchange_activations"]
+    plan, steps = plan_of(points, kind, newcomer=False)
+    survive(cluster, recipe, tmp_path, plan, steps, "--workers", "4", "--tp", "2", "--dp_mode", "zero1")
+    assert {report["recovery"] for report in reports(tmp_path / "out")} == {"restart"}
+    note(kind, points, "rank that shares layers")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["kill", "stop"] if ALL else ["kill"])
+def test_ranks_that_share_experts_end_at_every_point(cluster: Cluster, recipe: Path, tmp_path: Path, kind: str) -> None:
+    """dp 4 × ep 2: the others wait for tokens; all start again from the newest checkpoint."""
+    plan, steps = plan_of(sorted(EXPERTS), kind, newcomer=False)
+    flags = ("--workers", "4", "--experts", "4", "--ep", "2", "--dp_mode", "zero1")
+    survive(cluster, recipe, tmp_path, plan, steps, *flags)
+    assert {report["recovery"] for report in reports(tmp_path / "out")} == {"restart"}
+    note(kind, sorted(EXPERTS), "rank that shares experts")
 
 
 @pytest.mark.skipif(not ALL, reason="opt-in: NANORAY_TEST_POINTS=all takes half an hour")
@@ -96,10 +149,11 @@ def test_both_survivors_end_in_one_recovery(cluster: Cluster, recipe: Path, tmp_
     note("kill", ["+".join(pair) for pair in pairs], "both survivors")
 
 
-def survive(cluster: Cluster, recipe: Path, tmp_path: Path, plan: str, steps: int) -> str:
+def survive(cluster: Cluster, recipe: Path, tmp_path: Path, plan: str, steps: int, *more: str) -> str:
     """Train with a plan of faults: each fires, and the run ends as one without them. Return its output."""
     flags = (
         *FLAGS,
+        *more,
         "--max_steps",
         str(steps),
         "--max_failures",
@@ -107,7 +161,7 @@ def survive(cluster: Cluster, recipe: Path, tmp_path: Path, plan: str, steps: in
         "--hang_timeout",
         "6" if "stop@" in plan else "60",
     )
-    expected, theirs = clean(cluster, recipe, tmp_path / "clean", steps)
+    expected, theirs = clean(cluster, recipe, tmp_path / "clean", steps, *more)
     code, output = finish(start(cluster, recipe, tmp_path / "out", *flags, "--faults", plan), LIMIT_S)
     assert code == 0, output
     fired = Counter((event["kind"], event["rank"], event["phase"]) for event in injected(tmp_path / "out"))
@@ -119,6 +173,7 @@ def survive(cluster: Cluster, recipe: Path, tmp_path: Path, plan: str, steps: in
     return output
 
 
+@pytest.mark.full
 def test_drivers_end_at_every_point(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
     """The next command goes on from what is on disk."""
     expected, theirs = clean(cluster, recipe, tmp_path / "clean", 16)

@@ -1,7 +1,8 @@
 """On a real cluster, the one that KUBECONFIG names: `make test-kube NANORAY_IMAGE=...`. Needs kubectl and KubeRay.
 
-The image must be one that the nodes can pull or already have. Everything goes into a namespace of its own, which is
-deleted at the end; storage is a claim on the cluster's default StorageClass, so kind, k3d and minikube will do.
+The image must be one that the nodes can pull or already have; nothing else is fetched, so the cluster may be offline.
+Everything goes into two namespaces of its own, deleted at the end. Storage is a claim on the cluster's default
+StorageClass, so kind, k3d and minikube will do; a job's pods ask for 1.6 CPU and 4.4 GiB.
 """
 
 from __future__ import annotations
@@ -11,24 +12,28 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nanoray.kube.kustomize import build, containers, to_yaml
-from nanoray.kube.render import KUBE_DIR
+from nanoray.config import load_config
+from nanoray.kube.kustomize import to_yaml
+from nanoray.kube.render import render
 
-NAMESPACE = "nanoray-test"
-pytestmark = [pytest.mark.timeout(1500)]
+NAMESPACES = ("nanoray-test", "nanoray-test-2")
+pytestmark = [pytest.mark.timeout(2400)]
 Object = dict[str, Any]
 
 
 def kubectl(*words: str, text: str | None = None, check: bool = True) -> str:
     done = subprocess.run(["kubectl", *words], input=text, capture_output=True, text=True, timeout=300)
     assert not check or done.returncode == 0, f"kubectl {' '.join(words)}: {done.stdout}{done.stderr}"
-    return done.stdout
+    return done.stdout if check else done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -39,71 +44,190 @@ def cluster() -> Iterator[None]:
         pytest.skip("kubectl is not installed")
     found = subprocess.run(["kubectl", "version", "--request-timeout=5s"], capture_output=True, text=True)
     if found.returncode:
-        pytest.skip(f"no cluster answers: {found.stderr.strip().splitlines()[-1]}")
+        pytest.skip(f"no cluster answers: {(found.stderr.strip().splitlines() or ['no reason given'])[-1]}")
     if not os.environ.get("NANORAY_IMAGE"):
-        pytest.skip("NANORAY_IMAGE names no image that the cluster's nodes can pull")
+        pytest.skip("NANORAY_IMAGE names no image that the cluster's nodes have or can pull")
     if folder := os.environ.get("NANORAY_TEST_KUBERAY_CRDS"):
-        kubectl("apply", "--server-side", "-f", folder)
+        kubectl("apply", "--server-side", "--force-conflicts", "-f", folder)
     kubectl("get", "crd", "rayjobs.ray.io", "rayclusters.ray.io")
     yield
-    kubectl("-n", NAMESPACE, "delete", "rayjobs", "--all", "--wait", "--timeout=120s", check=False)
-    kubectl("delete", "namespace", NAMESPACE, "--wait", "--timeout=180s", check=False)
+    for space in NAMESPACES:
+        kubectl("-n", space, "delete", "rayjobs", "--all", "--wait", "--timeout=180s", check=False)
+        kubectl("delete", "namespace", space, "--ignore-not-found", "--wait", "--timeout=180s", check=False)
 
 
-def overlay(flags: str) -> list[Object]:
-    """The cpu job with the given image, a claim on the default class, and other flags of the run."""
-    objects = [o for o in build(KUBE_DIR / "overlays" / "cpu" / "job") if o["kind"] != "PersistentVolume"]
-    for thing in objects:
-        if thing["kind"] == "Namespace":
-            thing["metadata"]["name"] = NAMESPACE
-        else:
-            thing["metadata"]["namespace"] = NAMESPACE
-        for container in containers(thing):
-            container["image"] = os.environ["NANORAY_IMAGE"]
-        if thing["kind"] == "PersistentVolumeClaim":
-            del thing["spec"]["storageClassName"]
-            thing["spec"] |= {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "2Gi"}}}
-        if thing["kind"] == "RayJob":
-            thing["spec"]["entrypoint"] += f" --dataset stdlib {flags}"
-            thing["spec"]["ttlSecondsAfterFinished"] = 30
-    return objects
+@dataclass(frozen=True)
+class Job:
+    """A RayJob of these tests."""
+
+    name: str
+    namespace: str = NAMESPACES[0]
+
+    def k(self, *words: str, **options: Any) -> str:
+        """Run kubectl in the job's namespace."""
+        return kubectl("-n", self.namespace, *words, **options)
+
+    def apply(self, steps: int, workers: int = 2, **values: Any) -> None:
+        """Apply what `nanoray kube submit --overlay laptop` would: with a claim on the default StorageClass."""
+        kube = {"overlay": "laptop", "ranks_per_pod": 1, "cpus": 0.5, "memory_gib": 1.25, "ttl_s": 60}
+        kube |= {"namespace": self.namespace, "image": os.environ["NANORAY_IMAGE"], "retries": values.pop("retries", 2)}
+        run = {"name": self.name, "workers": workers, "device": "cpu", "dataset": "stdlib", "max_steps": steps}
+        run |= {"log_every": 10, "checkpoint_every": 50, "eval_every": 0}
+        objects = render(load_config(None, "tiny", run | values | {"kube": kube}), "live")
+        kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", text=to_yaml(objects))
+
+    @property
+    def status(self) -> Object:
+        found: Object = json.loads(self.k("get", "rayjob", self.name, "-o", "json")).get("status", {})
+        return found
+
+    def pods(self, kind: str) -> list[str]:
+        """The names of the head or worker pods of the job's present cluster that are not being deleted."""
+        selector = f"ray.io/cluster={self.status.get('rayClusterName', '')},ray.io/node-type={kind}"
+        found = json.loads(self.k("get", "pod", "-l", selector, "-o", "json"))["items"]
+        return [pod["metadata"]["name"] for pod in found if "deletionTimestamp" not in pod["metadata"]]
+
+    @property
+    def log(self) -> str:
+        """The driver's log; empty while there is no head to ask."""
+        read = "cat /tmp/ray/session_latest/logs/job-driver-*.log"
+        words = ["exec", *self.pods("head")[:1], "-c", "ray-head", "--", "bash", "-c", read]
+        return self.k(*words, check=False) if self.pods("head") else ""
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps in the driver's log, in the order in which they were printed."""
+        return [int(step) for step in re.findall(r"^step +(\d+)/", self.log, re.MULTILINE)]
+
+    def until(self, ready: Any, seconds: float, what: str) -> Any:
+        end = time.monotonic() + seconds
+        while not (found := ready()):
+            status = self.status
+            ended = status.get("jobDeploymentStatus") == "Failed"
+            assert not ended, f"failed before: {what}\n{status}\n{self.log[-4000:]}"
+            assert time.monotonic() < end, f"not within {seconds:g} s: {what}\n{status}\n{self.log[-4000:]}"
+            time.sleep(2)
+        return found
+
+    def trains(self) -> None:
+        """Wait until it has printed a few steps."""
+        self.until(lambda: len(self.steps) >= 5, 900, "five lines with a step")
+
+    def succeeds(self, steps: int) -> None:
+        self.until(lambda: self.status.get("jobStatus") == "SUCCEEDED", 1200, "SUCCEEDED")
+        assert f"step {steps}/{steps}" in self.log
 
 
-def job() -> Object:
-    status: Object = json.loads(kubectl("-n", NAMESPACE, "get", "rayjob", "nanoray", "-o", "json")).get("status", {})
-    return status
+@pytest.fixture
+def job(cluster: None, request: pytest.FixtureRequest) -> Iterator[Job]:
+    """A job named after the test. Deleted at its end."""
+    name = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_").lower())[:30].strip("-")
+    job = Job(name)
+    yield job
+    job.k("delete", "rayjob", job.name, "--ignore-not-found", "--wait", "--timeout=180s", check=False)
 
 
-def driver_log() -> str:
-    head = kubectl("-n", NAMESPACE, "get", "pod", "-l", "ray.io/node-type=head", "-o", "name").split()
-    read = "cat /tmp/ray/session_latest/logs/job-driver-*.log"
-    return kubectl("-n", NAMESPACE, "exec", head[0], "--", "bash", "-c", read, check=False) if head else ""
+def test_a_job_trains_and_its_cluster_is_gone_after_the_ttl(job: Job) -> None:
+    job.apply(steps=100)
+    job.succeeds(100)
+    job.until(lambda: not job.pods("head"), 300, "the cluster is gone after its TTL")
 
 
-def until(ready: Any, seconds: float, what: str) -> Any:
-    end = time.monotonic() + seconds
-    while not (found := ready()):
-        assert time.monotonic() < end, f"not within {seconds:g} s: {what}\n{job()}\n{driver_log()[-3000:]}"
+@pytest.mark.parametrize("how", [(), ("--grace-period=0", "--force")], ids=["deleted", "lost"])
+def test_a_worker_pod_in_mid_run_costs_no_retry_and_no_step(job: Job, how: tuple[str, ...]) -> None:
+    """Deleted: SIGTERM and a grace period. Lost: the pod is gone at once, as with its node."""
+    job.apply(steps=6000)
+    job.trains()
+    before, victim = job.status, job.pods("worker")[0]
+    job.k("delete", "pod", victim, "--wait=false", *how)
+    job.until(lambda: re.search("replace|shrink|restart", job.log), 300, "the driver's recovery")
+    assert victim not in job.pods("worker")
+    job.succeeds(6000)
+    after = job.status
+    assert (after["rayClusterName"], after["jobId"]) == (before["rayClusterName"], before["jobId"]), "a retry"
+    assert not after.get("failed")
+    if not how:
+        assert len(job.steps) == len(set(job.steps)), "a step was repeated"
+
+
+def test_a_deleted_head_costs_one_attempt_and_the_run_goes_on(job: Job) -> None:
+    """The operator makes a new head and runs the job again, which resumes from the newest checkpoint."""
+    job.apply(steps=6000)
+    job.until(lambda: len(job.steps) >= 12, 900, "120 steps, and so two checkpoints")
+    job.k("delete", "pod", *job.pods("head"), "--wait=false")
+    first = job.until(lambda: "resume" in job.log and job.steps, 900, "the job on a new head, resumed")[0]
+    assert first > 50, "it began anew"
+    assert "can never hold" not in job.log
+    job.succeeds(6000)
+    assert int(job.status.get("failed") or 0) <= 1
+
+
+def test_an_eviction_is_refused_while_the_budget_protects_the_ranks(job: Job) -> None:
+    job.apply(steps=6000)
+    job.trains()
+
+    def budget() -> Object:
+        found: Object = json.loads(job.k("get", "pdb", job.name, "-o", "json")).get("status", {})
+        return found
+
+    job.until(lambda: budget().get("currentHealthy") == 3, 200, "the budget counts three healthy pods")
+    assert budget()["disruptionsAllowed"] == 0
+    for pod in (*job.pods("worker"), *job.pods("head")):
+        eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod}}
+        path = f"/api/v1/namespaces/{job.namespace}/pods/{pod}/eviction"
+        said = job.k("create", "--raw", path, "-f", "-", text=json.dumps(eviction), check=False)
+        assert "disruption budget" in said, said
+    job.succeeds(6000)
+
+
+def test_a_drain_waits_for_the_budget_and_without_it_costs_only_the_ranks(job: Job) -> None:
+    job.apply(steps=8000)
+    job.trains()
+    pod = job.pods("worker")[0]
+    node = job.k("get", "pod", pod, "-o", "jsonpath={.spec.nodeName}")
+    mine = f"--pod-selector=app.kubernetes.io/instance={job.name},ray.io/node-type=worker"
+    drain = ["drain", node, "--ignore-daemonsets", "--delete-emptydir-data", mine]
+    try:
+        assert "disruption budget" in kubectl(*drain, "--timeout=20s", check=False)
+        assert pod in job.pods("worker"), "it was evicted although the budget protects it"
+        before = job.status
+        job.k("delete", "pdb", job.name)
+        kubectl(*drain, "--timeout=200s")
+    finally:
+        kubectl("uncordon", node)  # also with one node the operator's new pods have a place
+    job.succeeds(8000)
+    assert (job.status["rayClusterName"], job.status["jobId"]) == (before["rayClusterName"], before["jobId"]), "a retry"
+
+
+def test_the_run_of_a_failed_job_can_be_fetched(job: Job, tmp_path: Path) -> None:
+    job.apply(steps=100, retries=0, faults="nan@rank=0,step=60", on_nan="stop")
+    end = time.monotonic() + 900
+    while job.status.get("jobDeploymentStatus") != "Failed":
+        assert time.monotonic() < end, f"{job.status}\n{job.log}"
         time.sleep(2)
-    return found
+    job.k("rollout", "status", "deployment/nanoray-tensorboard", "--timeout=200s")
+    command = [sys.executable, "-m", "nanoray", "kube", "fetch", job.name, "--namespace", job.namespace]
+    done = subprocess.run([*command, "--out_dir", str(tmp_path)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (run,) = tmp_path.iterdir()
+    assert json.loads((run / "summary.json").read_text())["exit_code"] == 5
+    assert '"kind": "nan"' in (run / "faults.jsonl").read_text(), "the fault fired"
+    assert (run / "checkpoints" / "step_00000050" / "manifest.json").is_file()
+    assert (run / "logs" / "rank0.log").stat().st_size
 
 
-def test_a_job_trains_and_is_gone_after_its_ttl(cluster: None) -> None:
-    kubectl("apply", "--server-side", "-f", "-", text=to_yaml(overlay("--max_steps 100 --out_dir /data/runs/one")))
-    until(lambda: "loss" in driver_log(), 900, "a line with a loss")
-    until(lambda: job().get("jobStatus") == "SUCCEEDED", 600, "SUCCEEDED")
-    assert "step 100/100" in driver_log()
-    gone = lambda: not kubectl("-n", NAMESPACE, "get", "rayclusters", "-o", "name").strip()  # noqa: E731
-    until(gone, 180, "the cluster is gone after its TTL")
-    kubectl("-n", NAMESPACE, "delete", "rayjob", "nanoray", "--wait", "--timeout=120s")
-
-
-def test_a_worker_pod_deleted_in_mid_run_is_replaced_and_the_job_succeeds(cluster: None) -> None:
-    flags = "--max_steps 1500 --checkpoint_every 50 --log_every 10 --out_dir /data/runs/two"
-    kubectl("apply", "--server-side", "-f", "-", text=to_yaml(overlay(flags)))
-    until(lambda: "step  100/" in driver_log(), 900, "step 100")
-    pods = kubectl("-n", NAMESPACE, "get", "pod", "-l", "ray.io/node-type=worker", "-o", "name").split()
-    kubectl("-n", NAMESPACE, "delete", pods[0], "--wait=false", "--grace-period=0", "--force")
-    until(lambda: re.search("replace|restart", driver_log()), 300, "the driver's recovery")
-    until(lambda: job().get("jobStatus") == "SUCCEEDED", 900, "SUCCEEDED")
-    assert "step 1500/1500" in driver_log()
+def test_two_namespaces_at_once(cluster: None) -> None:
+    """Each with its own volume, token and policy; where the nodes have no room for both, one waits for the other."""
+    jobs = [Job("twin", space) for space in NAMESPACES]
+    try:
+        for job in jobs:
+            job.apply(steps=200, workers=1)
+        tokens = set()
+        for job in jobs:
+            job.succeeds(200)
+            cluster_name = job.status["rayClusterName"]
+            tokens.add(job.k("get", "secret", cluster_name, "-o", "jsonpath={.data.auth_token}"))
+        assert len(tokens) == 2, "both clusters have the same token"
+    finally:
+        for job in jobs:
+            job.k("delete", "rayjob", job.name, "--ignore-not-found", "--wait", "--timeout=180s", check=False)

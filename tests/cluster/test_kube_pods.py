@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -172,6 +173,43 @@ def test_submit_survives_a_lost_pod_and_a_lost_log(
     assert (code, "is there already" in output) == (4, True), output
 
 
+@pytest.mark.full
+def test_a_deleted_worker_pod_costs_only_its_rank(
+    world: tuple[ApiServer, Machine, Operator, Path], tmp_path: Path
+) -> None:
+    """`kubectl delete pod` in mid-run: Ray drains its node, the operator makes another pod, and the job goes on.
+
+    The same RayJob, the same attempt, no repeated step, and the losses of an undisturbed run.
+    """
+    _, machine, operator, volume = world
+    recipe = RECIPE | {"dataset": str(volume / "words.txt")}
+    file = tmp_path / "deleted.yaml"
+    file.write_text(yaml.safe_dump(RECIPE | {"dataset": "/data/words.txt"}))
+    slow = "slow@rank=0,step=15,phase=data,seconds=27"  # until little of the notice is left
+    flags = ("--spares", "0", "--replace_timeout", "120", "--timeout_s", "300", "--hang_timeout", "0")
+    submit = Command("submit", "--config", str(file), "--workers", "2", "--device", "cpu", "--faults", slow, *flags)
+    submit.wait_for(r"^apply +RayJob deleted$", 100)
+    submit.wait_for(r"step +14/60", 300)
+    victim = next(name for name in list(machine.pods) if name.startswith("deleted") and "worker-1" in name)
+    seconds = operator.delete_pod(victim)
+    assert seconds < 60, "within the grace period of 120 s, without SIGKILL"
+    code = submit.finish(300)
+    output = "\n".join(submit.lines)
+    assert code == 0, output + str(operator.errors)
+    assert re.search(r"drain +node \w{8} .* is being drained, \d+ s left", output), output
+    assert re.search(r"replace +0/3 rank \d .* no step is repeated", output), output
+    assert "restart " not in output
+    assert submit.lines[-1].startswith("job    Complete/SUCCEEDED"), output
+    (folder,) = (volume / "runs").glob("deleted-*/*")
+    events = [json.loads(line) for line in (folder / "faults.jsonl").read_text().splitlines()]
+    assert [event.get("kind") or event["cause"] for event in events] == ["slow", "drained"]
+    assert (events[1]["recovery"], events[1]["steps_repeated"]) == ("in_place", 0)
+    assert losses(folder) == local_losses(tmp_path, recipe, 2), "bit for bit"
+    assert operator.errors == []
+    assert run("stop", "deleted", "--delete")[0] == 0
+
+
+@pytest.mark.full
 def test_stop_writes_a_checkpoint(world: tuple[ApiServer, Machine, Operator, Path], tmp_path: Path) -> None:
     """`nanoray kube stop` on the same cluster: Ray's SIGTERM, a checkpoint, exit 143 of whoever follows."""
     server, _, operator, volume = world
@@ -238,6 +276,7 @@ def test_the_statefulset_trains_without_ray(tmp_path: Path, text: Path) -> None:
         assert pods[0].terminate(grace_s=60) < 60, "an idle pod ends at once"
 
 
+@pytest.mark.full
 def test_a_pod_of_the_statefulset_checkpoints_at_sigterm(tmp_path: Path, text: Path) -> None:
     """The kubelet's SIGTERM reaches the rank through the shell; all ranks agree on the step and save it."""
     recipe = RECIPE | {"max_steps": 100000, "checkpoint_every": 0, "log_every": 10}
@@ -252,6 +291,29 @@ def test_a_pod_of_the_statefulset_checkpoints_at_sigterm(tmp_path: Path, text: P
         assert summary["exit_code"] == 143
         (checkpoint,) = (folder / "checkpoints").iterdir()
         assert int(re.sub(r"\D", "", checkpoint.name)) > 50
+
+
+def test_a_pod_is_deleted_as_kubernetes_does(tmp_path: Path) -> None:
+    """Its name goes first, then its preStop hook runs, then PID 1 alone gets SIGTERM, and after the grace SIGKILL."""
+    if reason := missing():
+        pytest.skip(reason)
+    child = "(trap 'echo child' TERM; while :; do sleep 0.1; done) & "
+    listens = "trap 'echo term $(date +%s.%N)' TERM; echo ready; while :; do sleep 0.1; done"
+    with Machine(tmp_path) as machine:
+        pod = machine.start("web-0", child + listens, {}, 2**20, ("web-0.svc",))
+        other = machine.start("web-1", "while :; do getent hosts web-0.svc || echo gone; sleep 0.1; done", {}, 2**20)
+        until(lambda: "ready" in pod.log and pod.address in other.log, 30, pod.log + other.log)
+        hook = "getent hosts web-0.svc || echo hook; sleep 1; echo hooked $(date +%s.%N)"
+        took = machine.delete("web-0", 3.0, hook)
+        assert 3.0 <= took < 10.0, "it ignores SIGTERM, so it was killed when the grace period was over"
+        lines = [line.split() for line in pod.log.splitlines()]
+        assert [words[0] for words in lines] == ["ready", "hook", "hooked", "term"], "PID 1 alone gets the signal"
+        assert float(lines[2][1]) <= float(lines[3][1])
+        until(lambda: other.log.rstrip().endswith("gone"), 10, other.log)
+        assert not pod.alive
+        assert machine.start("web-2", "trap 'exit 0' TERM; echo ready; sleep 100 & wait", {}, 2**20).alive
+        until(lambda: "ready" in machine.pods["web-2"].log, 30, "")
+        assert machine.delete("web-2", 60.0) < 30.0, "one that obeys is not waited for"
 
 
 def _ended(pid: int) -> bool:
@@ -287,7 +349,7 @@ def test_ray_understands_the_operators_commands(folder: str) -> None:
     objects = build(KUBE_DIR / folder)
     (spec,) = [s for thing in objects if (s := cluster_spec(thing))]
     for i, group in enumerate(groups(spec)):
-        words = ray_start(group, "head" if i else None).split()
+        words = shlex.split(ray_start(group, "head" if i else None))
         context = start.make_context("start", words[2:])
         assert context.params["head"] is (i == 0)
         assert context.params["block"] is True

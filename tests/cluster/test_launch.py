@@ -89,7 +89,7 @@ def test_stop_at_checkpoints_and_resume_auto_goes_on(
     assert losses(tmp_path) == losses(clean[0])
 
 
-@pytest.mark.parametrize("local", [False, True], ids=["cluster", "own ray"])
+@pytest.mark.parametrize("local", [False, pytest.param(True, marks=pytest.mark.full)], ids=["cluster", "own ray"])
 def test_ctrl_c_once_checkpoints_and_exits_130(cluster: Cluster, recipe: Path, tmp_path: Path, local: bool) -> None:
     before = leaks.entries()
     process = start(None if local else cluster, recipe, tmp_path, "--max_steps", "100000", "--log_every", "10")
@@ -108,6 +108,7 @@ def test_ctrl_c_once_checkpoints_and_exits_130(cluster: Cluster, recipe: Path, t
         assert no_actors_left(cluster)
 
 
+@pytest.mark.full
 def test_ctrl_c_twice_stops_now(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
     """The second one does not wait for a rank that hangs."""
     process = start(cluster, recipe, tmp_path, "--faults", "hang@rank=1,step=3")
@@ -199,6 +200,10 @@ def test_ray_job_submit_runs_the_example(
     info = job(cluster, submission)
     assert (info["status"], info["driver_exit_code"]) == ("SUCCEEDED", 0)
     assert info["metadata"]["owner"] == "test"
+    folder = str(only_run(tmp_path))
+    told = {k.removeprefix("nanoray_"): v for k, v in info["metadata"].items() if k.startswith("nanoray_")}
+    assert (told["state"], told["step"], told["folder"]) == ("finished", "30/30", folder), "kept when the job is over"
+    assert float(told["loss"]) == pytest.approx(losses(tmp_path)[30], abs=1e-4)
 
 
 def test_a_failing_job_has_its_exit_code(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
@@ -209,22 +214,36 @@ def test_a_failing_job_has_its_exit_code(cluster: Cluster, recipe: Path, tmp_pat
     assert (job(cluster, submission)["status"], job(cluster, submission)["driver_exit_code"]) == ("FAILED", 2)
 
 
+@pytest.mark.full
 def test_ray_job_stop_leaves_a_checkpoint_and_metrics_were_exported(
     cluster: Cluster, recipe: Path, tmp_path: Path
 ) -> None:
     code, output = submit(cluster, recipe, tmp_path, "--max_steps", "100000", "--log_every", "10", wait=False)
     assert code == 0, output
     submission = re.findall(r"raysubmit_\w+", output)[0]
+
+    def said() -> str:
+        return str(job(cluster, submission))
+
     try:
-        wait_for(lambda: trains(tmp_path) and len(losses(tmp_path)) > 2)
+        wait_for(lambda: trains(tmp_path) and len(losses(tmp_path)) > 2, said=said)
         run = only_run(tmp_path).name
-        wait_for(lambda: f'run="{run}"' in exported_metrics(cluster))
+        wait_for(lambda: "nanoray_step" in job(cluster, submission)["metadata"], said=said)
+        info = job(cluster, submission)
+        assert info["metadata"]["owner"] == "test"
+        assert re.fullmatch(r"\d+/100000", info["metadata"]["nanoray_step"])
+        step = info["metadata"]["nanoray_step"]
+        wait_for(lambda: job(cluster, submission)["metadata"]["nanoray_step"] != step, said=said)
+        status = [sys.executable, "-m", "ray.scripts.scripts", "job", "status", submission]
+        said = subprocess.run(status, env=cluster.env, capture_output=True, text=True, timeout=200).stdout
+        assert re.search(rf"training · folder \S+{run} · step \d+/100000 · loss \d\.\d+ · eta \d+:", said), said
+        wait_for(lambda: f'run="{run}"' in exported_metrics(cluster), said=said)
         sample = [line for line in exported_metrics(cluster).splitlines() if line.startswith("ray_nanoray_train_loss{")]
         assert 'rank="0"' in sample[0]
     finally:  # else it would hold the CPUs of a cluster that other tests use
         stop = [sys.executable, "-m", "ray.scripts.scripts", "job", "stop", submission]
         subprocess.run(stop, env=cluster.env, check=True, capture_output=True, timeout=200)
-    wait_for(lambda: job(cluster, submission)["status"] == "STOPPED")
+    wait_for(lambda: job(cluster, submission)["status"] == "STOPPED", said=said)
     result = summary(tmp_path)
     assert result["exit_reason"] == "stopped"
     assert (only_run(tmp_path) / "checkpoints" / f"step_{result['steps']:08d}" / "manifest.json").exists()
@@ -236,11 +255,12 @@ def exported_metrics(cluster: Cluster) -> str:
     nodes = in_driver(cluster, "print(json.dumps([n['MetricsExportPort'] for n in ray.nodes() if n['Alive']]))")
     texts = []
     for port in nodes:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=200) as answer:
             texts.append(answer.read().decode())
     return "\n".join(texts)
 
 
+@pytest.mark.full
 def test_ranks_are_sorted_by_node_and_spread_over_two(
     recipe: Path, tmp_path: Path, clean: tuple[Path, str], cluster: Cluster
 ) -> None:

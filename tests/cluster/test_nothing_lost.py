@@ -71,6 +71,7 @@ def test_a_stop_while_no_node_has_room_for_a_lost_rank(recipe: Path, tmp_path: P
     assert [r["recovery"] for r in reports(tmp_path)] == ["none"]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(os.geteuid() != 0, reason="hides a folder from a node by a mount of its own: only root may")
 def test_a_node_without_the_shared_folder_is_passed_over(recipe: Path, tmp_path: Path) -> None:
     """The replacement starts on a node that does not see the run's folder; a third node does."""
@@ -95,7 +96,7 @@ def test_a_node_without_the_shared_folder_is_passed_over(recipe: Path, tmp_path:
     assert steps == list(range(1, steps[-1] + 1)), "no step is missing or done twice"
 
 
-@pytest.mark.parametrize(("first", "second"), [(2, 0), (0, 1)])
+@pytest.mark.parametrize(("first", "second"), [(2, 0), pytest.param(0, 1, marks=pytest.mark.full)])
 def test_a_rank_dies_while_the_replacement_of_another_is_awaited(
     cluster: Cluster, recipe: Path, tmp_path: Path, first: int, second: int
 ) -> None:
@@ -120,6 +121,7 @@ def test_a_rank_dies_while_the_replacement_of_another_is_awaited(
     assert no_actors_left(cluster)
 
 
+@pytest.mark.full
 def test_a_rank_dies_while_the_head_is_frozen(recipe: Path, tmp_path: Path) -> None:
     """Its port accepts connections, and no request is answered. The other rank saves."""
     with ray_head(dashboard=False) as cluster:
@@ -151,7 +153,7 @@ def run_in_shell(cluster: Cluster, recipe: Path, out: Path, tail: str) -> tuple[
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("tail", ["2>&1 | head -n 3", "> /dev/full"])
+@pytest.mark.parametrize("tail", ["> /dev/full", pytest.param("2>&1 | head -n 3", marks=pytest.mark.full)])
 def test_output_that_cannot_be_written_does_not_end_a_run(
     cluster: Cluster, recipe: Path, tmp_path: Path, tail: str
 ) -> None:
@@ -164,6 +166,7 @@ def test_output_that_cannot_be_written_does_not_end_a_run(
     assert no_actors_left(cluster)
 
 
+@pytest.mark.full
 def test_a_closed_terminal_stops_the_run_with_a_checkpoint(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
     driver = start(cluster, recipe, tmp_path, *LONG)
     wait_for(lambda: trains(tmp_path), process=driver)
@@ -217,7 +220,14 @@ def test_a_stop_while_resources_are_awaited(cluster: Cluster, recipe: Path, tmp_
     assert no_actors_left(cluster)
 
 
-@pytest.mark.parametrize(("signum", "seconds"), [(signal.SIGTERM, 0.3), (signal.SIGTERM, 2.0), (signal.SIGINT, 3.0)])
+@pytest.mark.parametrize(
+    ("signum", "seconds"),
+    [
+        (signal.SIGTERM, 2.0),
+        pytest.param(signal.SIGTERM, 0.3, marks=pytest.mark.full),
+        pytest.param(signal.SIGINT, 3.0, marks=pytest.mark.full),
+    ],
+)
 def test_a_stop_while_ray_starts(recipe: Path, tmp_path: Path, signum: signal.Signals, seconds: float) -> None:
     """At any time of its start: no traceback, no process, no folder."""
     before = leaks.entries()

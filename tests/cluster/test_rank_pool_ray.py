@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from nanoray.bench.harness import leaks
 from tests.harness.cluster import Cluster, end_session, in_driver, left_behind, no_actors_left, wait_for
 
@@ -38,6 +40,7 @@ def test_a_local_ray_leaves_nothing(tmp_path: Path) -> None:
     assert left_behind(before) == []
 
 
+@pytest.mark.full
 def test_on_two_nodes_of_a_ray_cluster(cluster: Cluster, tmp_path: Path) -> None:
     """The head has two CPUs and the node one: with three ranks, one is on the node."""
     join = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={cluster.address}", "--block"]

@@ -13,6 +13,7 @@ import torch
 
 from nanoray.faults.__main__ import story
 from nanoray.trace.__main__ import read_steps
+from nanoray.trace.ledger import accounts_of
 from tests.harness.cluster import (
     Cluster,
     alive,
@@ -22,6 +23,7 @@ from tests.harness.cluster import (
     launch,
     losses,
     no_actors_left,
+    only_report,
     only_run,
     pid_of,
     reports,
@@ -31,7 +33,7 @@ from tests.harness.cluster import (
     wait_for,
     weights,
 )
-from tests.harness.commands import watchers_of
+from tests.harness.commands import no_watchers_left
 
 EVERY_FIVE = ("--eval_every", "5", "--checkpoint_every", "5")
 PATIENT = ("--hang_timeout", "0", "--timeout_s", "300")  # where a test holds a rank itself
@@ -67,13 +69,24 @@ CAUSES = {"kill": "killed", "exit": "killed", "raise": "exception"}
 HOW = {"kill": "killed by SIGKILL", "exit": "exited with code 3", "raise": "InjectedFault"}
 
 
+def require_equal_weights(out: Path, clean: Path) -> None:
+    """The final weights of two runs are the same to the bit."""
+    ours, theirs = weights(out), weights(clean)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 @pytest.mark.parametrize(
     ("mode", "ranks", "flags"),
     [
         ("in_place", 2, ("--spares", "0")),
-        ("in_place", 3, ("--spares", "0")),
-        ("spare", 2, ("--spares", "1")),
-        ("restart", 2, ("--recovery", "restart", "--checkpoint_mode", "sync", "--comm_trace", "every=4")),
+        pytest.param("in_place", 3, ("--spares", "0"), marks=pytest.mark.full),
+        pytest.param("spare", 2, ("--spares", "1"), marks=pytest.mark.full),
+        pytest.param(
+            "restart",
+            2,
+            ("--recovery", "restart", "--checkpoint_mode", "sync", "--comm_trace", "every=4"),
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_every_phase_of_a_step(
@@ -121,12 +134,85 @@ def test_every_phase_of_a_step(
         last = [attempt for attempt in traced.values() if attempt == len(PLAN)]
         assert summary(tmp_path)["comm"]["traced_steps"] == len(last) > 0, "of the last attempt"
     assert losses(tmp_path) == losses(clean[ranks]), "bit for bit"
-    ours, theirs = weights(tmp_path), weights(clean[ranks])
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    require_equal_weights(tmp_path, clean[ranks])
     assert summary(tmp_path)["restarts"] == len(PLAN)
     assert f"total     {len(PLAN)} fault(s)" in story(only_run(tmp_path))[-1]
+    ledger = accounts_of(only_run(tmp_path))
+    assert ledger.total == pytest.approx(ledger.slots * ledger.wall_s, rel=0.01), ledger
+    assert ledger.slots == ranks
+    still = ranks * sum(r["recover_s"] for r in found)  # until a new step is done: a restart repeats some before it
+    assert ledger.seconds["recovery"] >= (0.5 if mode == "restart" else 0.75) * still, "all ranks stood still"
+    assert (ledger.seconds["repeated"] > 0) == (mode == "restart")
     assert no_actors_left(cluster)
-    assert not watchers_of(only_run(tmp_path))
+    assert no_watchers_left(only_run(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("mode", "ranks", "spares"), [("zero1", 3, "0"), pytest.param("zero2", 2, "1", marks=pytest.mark.full)]
+)
+def test_every_phase_of_a_step_with_a_sharded_state(
+    cluster: Cluster, recipe: Path, tmp_path: Path, mode: str, ranks: int, spares: str
+) -> None:
+    """A lost rank's share is in the memory of its mirror. Two faults are on either side of the norm, which commits."""
+    flags = (*EVERY_FIVE, *of(ranks), "--dp_mode", mode)
+    code, output = launch(cluster, recipe, tmp_path / "clean", *flags)
+    assert code == 0, output
+    places = [("kill", 1, 6, "forward"), ("kill", 0, 9, "backward"), ("exit", 1, 12, "exchange_norm")]
+    places += [("kill", 0, 14, "committed"), ("kill", 1, 17, "exchange_weights")]
+    places += [("kill", 0, 20, "eval"), ("kill", 1, 25, "checkpoint")]
+    plan = ";".join(f"{kind}@rank={rank},step={step},phase={place}" for kind, rank, step, place in places)
+    flags += ("--spares", spares, "--max_failures", "9", "--faults", plan)
+    code, output = finish(start(cluster, recipe, tmp_path / "out", *flags), 500)
+    assert code == 0, output
+    out = tmp_path / "out"
+    assert fired(out) == [kind for kind, *_ in places], "each fired, once"
+    assert {r["recovery"] for r in reports(out)} <= {"in_place", "spare"}, output
+    assert [r["steps_repeated"] for r in reports(out)] == [0] * len(places)
+    assert losses(out) == losses(tmp_path / "clean"), "bit for bit"
+    require_equal_weights(out, tmp_path / "clean")
+    assert no_actors_left(cluster)
+
+
+@pytest.mark.full
+def test_a_part_of_each_layer_is_replaced_from_the_other_replica(
+    cluster: Cluster, recipe: Path, tmp_path: Path
+) -> None:
+    """dp 2 × tp 2: two ranks after one another; then both that hold one part, which only a checkpoint has."""
+    flags = (*EVERY_FIVE, *of(4), "--tp", "2", "--spares", "0", "--max_steps", "25")
+    code, output = launch(cluster, recipe, tmp_path / "clean", *flags)
+    assert code == 0, output
+    places = ["kill@rank=1,step=6,phase=backward", "kill@rank=2,step=9,phase=log"]
+    places += ["kill@rank=0,step=18,phase=forward", "kill@rank=2,step=18,phase=forward"]
+    out = tmp_path / "out"
+    code, output = finish(start(cluster, recipe, out, *flags, "--max_failures", "9", "--faults", ";".join(places)), 500)
+    assert code == 0, output
+    assert fired(out) == ["kill"] * 4, output
+    found = [(report["recovery"], report["steps_repeated"]) for report in reports(out)]
+    assert found[:2] == [("in_place", 0), ("in_place", 0)], output
+    assert found[-1] == ("restart", 2), output
+    assert losses(out) == losses(tmp_path / "clean"), "bit for bit"
+    require_equal_weights(out, tmp_path / "clean")
+    assert no_actors_left(cluster)
+
+
+@pytest.mark.full
+def test_a_share_that_is_lost_with_its_mirror_is_read_from_the_checkpoint(
+    cluster: Cluster, recipe: Path, tmp_path: Path
+) -> None:
+    flags = (*EVERY_FIVE, *of(3), "--dp_mode", "zero1", "--max_steps", "16", "--spares", "0")
+    code, output = launch(cluster, recipe, tmp_path / "clean", *flags)
+    assert code == 0, output
+    plan = "kill@rank=1,step=13,phase=backward;kill@rank=2,step=13,phase=backward"
+    out = tmp_path / "out"
+    code, output = launch(cluster, recipe, out, *flags, "--faults", plan)
+    assert code == 0, output
+    assert fired(out) == ["kill", "kill"]
+    (report,) = reports(out)
+    assert (report["recovery"], report["steps_repeated"]) == ("restart", 2)
+    assert "shares of the state are lost, each with its mirror: that of rank 1 with rank 2" in report["consequences"]
+    assert "mirror   shares of the state are lost" in output
+    assert losses(out) == losses(tmp_path / "clean")
+    assert no_actors_left(cluster)
 
 
 def test_the_group_shrinks_and_grows_back(
@@ -139,10 +225,11 @@ def test_the_group_shrinks_and_grows_back(
     plan = "kill@rank=0,step=6,phase=backward;stop@rank=1,step=8,phase=data;"
     plan += "kill@rank=2,step=16,phase=optimizer;stop@rank=1,step=18,phase=data"
     flags = (*EVERY_FIVE, *of(3), "--dropout", "0", "--recovery", "shrink", "--replace_timeout", "0", "--faults", plan)
-    driver = start(cluster, recipe, tmp_path, *flags, *PATIENT)
+    # A slow machine takes more than 30 s until the second loss. A spare would be there by then, and fill the slot.
+    driver = start(cluster, recipe, tmp_path, *flags, *PATIENT, "--spares", "0")
     for kill, freeze in ((0, 1), (2, 3)):
         wait_for(lambda freeze=freeze: len(injected(tmp_path)) > freeze, process=driver)  # type: ignore[misc]
-        thaw(cluster, tmp_path, 1, "pause", since=injected(tmp_path)[kill]["time"])
+        thaw(driver, tmp_path, 1, "pause", since=injected(tmp_path)[kill]["time"])
     code, output = finish(driver)
     assert code == 0, output
     assert fired(tmp_path) == ["kill", "stop", "kill", "stop"]
@@ -170,6 +257,7 @@ def attempts(out: Path) -> dict[int, int]:
     return {record["step"]: record["attempt"] for record in map(json.loads, lines)}
 
 
+@pytest.mark.full
 def test_the_survivor_keeps_its_process_and_the_trace_its_order(
     cluster: Cluster, recipe: Path, clean: dict[int, Path], tmp_path: Path
 ) -> None:
@@ -228,19 +316,20 @@ def test_a_hung_rank_is_named_and_replaced(
     assert losses(tmp_path) == losses(clean[2])
     rank = int(fault[fault.index("rank=") + 5])
     stacks = (only_run(tmp_path) / "logs" / f"rank{rank if fault.startswith('hang') else 1 - rank}.log").read_text()
-    (report,) = reports(tmp_path)
+    report = only_report(tmp_path, output)
     assert (report["cause"], report["recovery"], report["steps_repeated"]) == ("hung", "in_place", 0)
     assert "no rank makes progress" in stacks
     assert 'faults.py", line' in stacks or "engine.py" in stacks, "where it is"
     assert no_actors_left(cluster)
 
 
+@pytest.mark.full
 def test_a_rank_frozen_before_the_ranks_have_met_is_named_and_replaced(
     cluster: Cluster, recipe: Path, clean: dict[int, Path], tmp_path: Path
 ) -> None:
     """Rank 0 serves the store: who asks a frozen server waits for ever, for no timeout counts while it is connected."""
     driver = start(cluster, recipe, tmp_path, *EVERY_FIVE, "--hang_timeout", "4")
-    pid = pid_of(tmp_path, 0)
+    pid = pid_of(tmp_path, 0, driver)
     os.kill(pid, signal.SIGSTOP)
     code, output = finish(driver)
     assert code == 0, output
@@ -282,6 +371,7 @@ def test_divergence_is_not_retried_and_keeps_its_exit_code(cluster: Cluster, rec
     assert result["exit_reason"].startswith("failed: rank ")
 
 
+@pytest.mark.full
 def test_max_failures_0_gives_up_at_once(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
     code, output = launch(cluster, recipe, tmp_path, "--max_failures", "0", "--faults", "kill@rank=0,step=3")
     assert code == 1
@@ -292,14 +382,17 @@ def test_max_failures_0_gives_up_at_once(cluster: Cluster, recipe: Path, tmp_pat
 def test_a_rank_that_dies_at_the_same_place_again_and_again_is_given_up(
     cluster: Cluster, recipe: Path, tmp_path: Path
 ) -> None:
-    plan = ";".join(f"exit@rank=1,step=5,attempt={attempt}" for attempt in range(3))
-    code, output = launch(cluster, recipe, tmp_path, "--max_failures", "9", "--faults", plan)
-    assert code == 1
+    plan = ";".join(f"exit@rank=1,step=5,attempt={attempt}" for attempt in range(9))
+    code, output = launch(cluster, recipe, tmp_path, "--max_failures", "20", "--faults", plan)
+    assert code == 1, output
     assert "Gave up: deterministic: it failed 3 times in the same way at the same step" in output
-    assert [r["recovery"] for r in reports(tmp_path)] == ["in_place", "in_place", "none"]
+    *earlier, last = [r["recovery"] for r in reports(tmp_path)]
+    assert earlier[-2:] == ["in_place", "in_place"], output  # a busy machine may not see the exit code of a first one
+    assert last == "none"
     assert no_actors_left(cluster)
 
 
+@pytest.mark.full
 def test_a_rank_that_is_lost_during_a_stop_does_not_cost_the_checkpoint(
     cluster: Cluster, recipe: Path, tmp_path: Path
 ) -> None:
@@ -311,7 +404,7 @@ def test_a_rank_that_is_lost_during_a_stop_does_not_cost_the_checkpoint(
     driver = start(cluster, recipe, tmp_path, "--checkpoint_every", "0", "--faults", plan, *PATIENT)
     wait_for(lambda: injected(tmp_path), process=driver)
     driver.terminate()
-    thaw(cluster, tmp_path, 0, "stop", since=injected(tmp_path)[0]["time"])
+    thaw(driver, tmp_path, 0, "stop", since=injected(tmp_path)[0]["time"])
     code, output = finish(driver, 200)
     assert fired(tmp_path) == ["stop", "kill"]
     assert code == 143, output
@@ -329,11 +422,11 @@ def test_a_driver_that_is_killed_leaves_nothing_and_the_run_goes_on(
     """SIGKILL of the driver: Ray ends its actors, also one that sleeps; `--resume auto` continues the run."""
     driver = start(cluster, recipe, tmp_path, *EVERY_FIVE, "--faults", "slow@rank=0,step=12,phase=data,seconds=600")
     wait_for(lambda: any(tmp_path.glob("*/faults.jsonl")), process=driver)
-    pids = [pid_of(tmp_path, rank) for rank in (0, 1)]
+    pids = [pid_of(tmp_path, rank, driver) for rank in (0, 1)]
     os.kill(driver.pid, signal.SIGKILL)
     wait_for(lambda: not any(alive(pid) for pid in pids), 60)
     driver.communicate()
-    assert not watchers_of(only_run(tmp_path))
+    assert no_watchers_left(only_run(tmp_path))
     code, output = launch(cluster, recipe, tmp_path, *EVERY_FIVE, "--resume", "auto")
     assert code == 0, output
     assert losses(tmp_path) == losses(clean[2])

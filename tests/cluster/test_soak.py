@@ -22,6 +22,7 @@ from tests.harness.cluster import ROOT, wait_for
 SHORT = ("--minutes", "0.6", "--share", "0.4", "--every", "4", "--most", "5", "--nodes", "1", "--seed", "7", "--shared")
 
 
+@pytest.mark.full
 def test_a_short_soak_ends_with_the_weights_of_a_run_without_faults(text: Path, tmp_path: Path) -> None:
     found, log = tmp_path / "soak.json", tmp_path / "output.txt"
     flags = ["--json", str(found), "--figure", str(tmp_path / "soak.svg"), "--dataset", str(text)]
@@ -99,6 +100,7 @@ def test_leaks_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert not leaks.processes(str(tmp_path / "marker"), 0.0)
 
 
+@pytest.mark.full
 def test_an_interrupted_soak_ends_all_that_it_started(text: Path) -> None:
     temp = tempfile.mkdtemp(prefix="t-", dir="/tmp")  # a short path, as /tmp is
     command = [sys.executable, "-m", "nanoray.bench", "soak", *SHORT, "--dataset", str(text)]

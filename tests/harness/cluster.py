@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -29,7 +30,17 @@ from nanoray.checkpoint.find import newest_valid
 from tests.harness.commands import ROOT, Command
 
 TOKEN = "nanoray-test-token-nanoray-test-token"
+started: list[Command] = []  # runs of the present test, and of fixtures that outlive it
 START_S = 180.0  # for a Ray head, a node or a run to come up, on a machine that is busy with other tests
+
+
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def ends_with_tests() -> None:
+    """Let this process, just forked, get SIGTERM when the tests end without ending it, as after Ctrl-C."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @dataclass
@@ -40,6 +51,10 @@ class Cluster:
     dashboard: str  # its URL; empty when it was started without
     env: dict[str, str]
     session: int  # of all its processes
+
+    @property
+    def runs(self) -> bool:
+        return bool(processes_of_session(self.session))
 
     def get(self, path: str) -> Any:
         """Ask the dashboard for JSON; again where a busy machine did not answer in time."""
@@ -85,6 +100,7 @@ def ray_head(*flags: str, dashboard: bool = True, **env: str) -> Iterator[Cluste
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=ends_with_tests,
             )
         try:
             wait_for(lambda: "Ray runtime started" in log.read_text(), START_S, head, log.read_text)
@@ -106,21 +122,29 @@ def ray_node(cluster: Cluster, *flags: str, before: tuple[str, ...] = ()) -> Ite
     command = [*before, sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={cluster.address}", "--block"]
     ports = ("dashboard-agent-listen-port", "min-worker-port", "max-worker-port")
     command += ["--num-cpus=1", *(f"--{port}=0" for port in ports), *flags]
-    nodes = living_nodes(cluster)
     for tries_left in (2, 1, 0):
-        node = subprocess.Popen(command, env=cluster.env, stdout=subprocess.DEVNULL, start_new_session=True)
+        here = set(living_nodes(cluster))  # ids: a node that was here may leave while this one joins
+        node = subprocess.Popen(
+            command,
+            env=cluster.env,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=ends_with_tests,
+        )
         try:
-            wait_for(lambda: len(living_nodes(cluster)) > len(nodes), START_S, node)
+            wait_for(lambda: set(living_nodes(cluster)) - here, START_S, node)  # noqa: B023
             break
         except AssertionError:  # Ray itself gives a node 30 s to start, which a busy machine may exceed
             end_session(node)
             if not tries_left:
                 raise
+    joined = set(living_nodes(cluster)) - here
     try:
         yield node
     finally:
         end_session(node, grace_s=10.0)
-        wait_for(lambda: len(living_nodes(cluster)) <= len(nodes), START_S)
+        if cluster.runs:  # else the head is gone as well
+            wait_for(lambda: not joined & set(living_nodes(cluster)), START_S)
 
 
 def living_nodes(cluster: Cluster) -> list[str]:
@@ -129,7 +153,7 @@ def living_nodes(cluster: Cluster) -> list[str]:
     return [node["node_id"] for node in sorted(nodes, key=lambda node: not node["is_head_node"])]
 
 
-def end_session(leader: subprocess.Popen[Any], grace_s: float = 0.0) -> None:
+def end_session(leader: subprocess.Popen[Any] | Command, grace_s: float = 0.0) -> None:
     """End a process that a test started as a session leader, and what is left of its session."""
     if grace_s:
         leader.terminate()
@@ -163,12 +187,15 @@ def wait_for(
     said: Callable[[], str] = str,
 ) -> None:
     """Wait until `ready` returns something true. Raises AssertionError in time, or when `process` ends."""
+
+    def output() -> str:
+        return process.output if isinstance(process, Command) else said()
+
     end = time.monotonic() + seconds
     while not ready():
         if process is not None and process.poll() is not None and not ready():
-            text = process.output if isinstance(process, Command) else said()
-            raise AssertionError(f"ended with {process.returncode}: {text}")
-        assert time.monotonic() < end, f"not ready after {seconds} s: {said()}"
+            raise AssertionError(f"ended with {process.returncode}: {output()}")
+        assert time.monotonic() < end, f"not ready after {seconds} s: {output()}"
         time.sleep(0.05)
 
 
@@ -176,7 +203,10 @@ def start(cluster: Cluster | None, recipe: Path, out: Path, *flags: str, **env: 
     """Start `python -m nanoray.launch` on a recipe."""
     base = cluster.env if cluster else {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     base = base | {"RAY_USAGE_STATS_ENABLED": "0"} | env
-    return Command("nanoray.launch", "--config", str(recipe), "--out_dir", str(out), *flags, env=base)
+    command = Command("nanoray.launch", "--config", str(recipe), "--out_dir", str(out), *flags, env=base)
+    command.cluster = cluster
+    started.append(command)
+    return command
 
 
 def finish(process: Command, seconds: float = START_S) -> tuple[int, str]:
@@ -188,6 +218,31 @@ def finish(process: Command, seconds: float = START_S) -> tuple[int, str]:
         output, _ = process.communicate()
         pytest.fail(f"no end after {seconds} s:\n{output}")
     return int(process.returncode or 0), output
+
+
+@contextmanager
+def commands_end_here(grace_s: float = 20.0) -> Iterator[None]:
+    """End the runs that `start` starts meanwhile and that still run at the end, as after a failed assertion.
+
+    SIGTERM, and after `grace_s` SIGKILL to its session. Then the clusters that they used are waited for: the next run
+    finds them as this one did. What they had printed is printed.
+    """
+    earlier = list(started)
+    try:
+        yield
+    finally:
+        left = [command for command in started if command not in earlier and command.poll() is None]
+        started[:] = earlier
+        for command in left:
+            command.terminate()
+        clusters = []
+        for command in left:
+            end_session(command, grace_s)
+            print(f"ended {' '.join(command.args)} (pid {command.pid}), which had printed:\n{command.output}")
+            if command.cluster and command.cluster.runs and command.cluster not in clusters:
+                clusters.append(command.cluster)
+        for cluster in clusters:
+            assert not cluster.dashboard or no_actors_left(cluster, 60.0), "an ended run left actors behind"
 
 
 def launch(cluster: Cluster | None, recipe: Path, out: Path, *flags: str) -> tuple[int, str]:
@@ -202,28 +257,29 @@ def weights(out: Path) -> dict[str, Tensor]:
     return newest.state.model
 
 
-def pid_of(out: Path, rank: int) -> int:
+def pid_of(out: Path, rank: int, driver: Command | None = None) -> int:
     """The process of a rank, by the newest attempt in its log."""
-    wait_for(lambda: any(out.glob(f"*/logs/rank{rank}.log")))
+    wait_for(lambda: any(out.glob(f"*/logs/rank{rank}.log")), process=driver)
     log = only_run(out) / "logs" / f"rank{rank}.log"
-    wait_for(lambda: "pid " in log.read_text())
+    wait_for(lambda: "pid " in log.read_text(), process=driver)
     return int(re.findall(r"pid (\d+)", log.read_text())[-1])
 
 
-def thaw(cluster: Cluster, out: Path, rank: int, method: str, since: float) -> None:
+def thaw(driver: Command, out: Path, rank: int, method: str, since: float) -> None:
     """Let a rank that a `stop` fault froze go on as soon as the others have their orders.
 
     The orders are a call of `method` (pause, stop) that has ended in a rank's actor after `since` (Unix seconds).
     """
-    pid, run = pid_of(out, rank), only_run(out).name
-    wait_for(lambda: process_state(pid) == "T")
+    cluster: Cluster = driver.cluster
+    pid, run = pid_of(out, rank, driver), only_run(out).name
+    wait_for(lambda: process_state(pid) == "T", process=driver)
 
     def told() -> bool:
         actors = [a["actor_id"] for a in cluster.states("actors") if str(a["name"]).startswith(run)]
         calls = [call for actor in actors for call in cluster.states("tasks", actor_id=actor, state="FINISHED")]
         return any(call["name"].endswith(f".{method}") and call["end_time_ms"] > 1e3 * since for call in calls)
 
-    wait_for(told)
+    wait_for(told, process=driver)
     os.kill(pid, signal.SIGCONT)
 
 
@@ -253,6 +309,13 @@ def reports(out: Path) -> list[dict[str, Any]]:
     """The faults of a run, as the driver reported them."""
     lines = (only_run(out) / "faults.jsonl").read_text().splitlines()
     return [event for event in map(json.loads, lines) if event["event"] == "fault"]
+
+
+def only_report(out: Path, output: str) -> dict[str, Any]:
+    """The one fault of a run. `output`: what its driver printed, for the case that there were none or more."""
+    found = reports(out)
+    assert len(found) == 1, f"{found}\n{output}"
+    return found[0]
 
 
 def summary(out: Path) -> dict[str, Any]:

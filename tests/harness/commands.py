@@ -15,11 +15,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 from nanoray.mesh.rendezvous import open_store
 
@@ -31,6 +33,10 @@ forkserver = multiprocessing.get_context("forkserver")
 _TORCH = ["torch._dynamo", "torch.distributed.nn.functional"]
 forkserver.set_forkserver_preload([*_TORCH, "nanoray.train.recipe", "nanoray.train.report", "nanoray.cli", __name__])
 
+# Starting a process also looks at the ends of all others. Two threads that look at one end at the same time both read
+# its exit code from the same pipe, and the second, which finds nothing, reports 255.
+_one_at_a_time = threading.Lock()
+
 
 class Command:
     """`python -m MODULE ...` or `python SCRIPT.py ...`, with the methods of `subprocess.Popen`.
@@ -41,12 +47,14 @@ class Command:
 
     def __init__(self, *args: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT, apart: bool = False) -> None:
         self.args = args
+        self.cluster: Any = None  # the Ray cluster (tests.harness.cluster) that it uses, if that is known
         # They go with this object.
         self._files = [tempfile.NamedTemporaryFile(prefix="nr-out-") for _ in range(1 + apart)]  # noqa: SIM115
         names = self._files[0].name, self._files[-1].name
         how = list(args), dict(os.environ if env is None else env), str(cwd), names
         self._process = forkserver.Process(target=_run, args=how, daemon=True)
-        self._process.start()
+        with _one_at_a_time:
+            self._process.start()
         self.pid = int(self._process.pid or 0)
 
     @property
@@ -69,15 +77,16 @@ class Command:
 
     def poll(self) -> int | None:
         """Return the exit code, or None."""
-        return self._process.exitcode
+        with _one_at_a_time:
+            return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
         """Return the exit code. Raises subprocess.TimeoutExpired."""
         wait([self._process.sentinel], timeout)
-        self._process.join(1)
-        if self._process.exitcode is None:
+        code = self.poll()
+        if code is None:
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-        return self._process.exitcode
+        return code
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
         """Wait for the end and return the output."""
@@ -178,6 +187,16 @@ def watchers_of(path: Path) -> list[int]:
             if b"exit_record.py" in command and str(path).encode() in command:
                 found.append(int(process.name))
     return found
+
+
+def no_watchers_left(path: Path, seconds: float = 30.0) -> bool:
+    """Whether the watchers of ranks at this path have ended, as each does after its rank."""
+    end = time.monotonic() + seconds
+    while watchers_of(path):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def killed_saves(folder: Path, save_forever: Callable[..., None], *args: object) -> Iterator[int]:

@@ -94,20 +94,25 @@ class ApiServer:
     def _objects(self, request: web.Request, match: re.Match[str], text: str) -> web.Response:
         key = (match["plural"], match["ns"] or "", match["name"] or "")
         if request.method == "PATCH":
-            assert request.headers["Content-Type"] == "application/apply-patch+yaml"
             assert request.query["fieldManager"]
+            if request.headers["Content-Type"] == "application/merge-patch+json":
+                if key not in self.objects:
+                    return _status(404, f'{key[0]} "{key[2]}" not found')
+                _merge(self.objects[key], json.loads(text))
+                return web.json_response(self.objects[key])
+            assert request.headers["Content-Type"] == "application/apply-patch+yaml"
             thing = yaml.safe_load(text)
             known = self.objects.get(key, {})
             self.objects[key] = thing | ({"status": known["status"]} if "status" in known else {})
             return web.json_response(self.objects[key])
         if request.method == "GET" and not key[2]:
-            wanted = dict(part.split("=") for part in request.query.get("labelSelector", "").split(",") if part)
+            selector = request.query.get("labelSelector", "")
             items = [
                 thing
                 for (plural, space, _), thing in self.objects.items()
                 if plural == key[0]
                 and key[1] in ("", space)
-                and wanted.items() <= thing["metadata"].get("labels", {}).items()
+                and _selects(selector, thing["metadata"].get("labels", {}))
             ]
             return web.json_response({"items": items})
         if key not in self.objects:
@@ -152,6 +157,24 @@ class ApiServer:
         await socket.send_bytes(b"\x03" + json.dumps(end).encode())
         await socket.close()
         return socket
+
+
+def _merge(thing: dict[str, Any], patch: dict[str, Any]) -> None:
+    """Apply a JSON merge patch (RFC 7386) without deletions."""
+    for key, value in patch.items():
+        if isinstance(value, dict):
+            _merge(thing.setdefault(key, {}), value)
+        else:
+            thing[key] = value
+
+
+def _selects(selector: str, labels: dict[str, str]) -> bool:
+    """Whether `labels` satisfy a selector of the forms `a=b` and `a in (b,c)`, joined by commas."""
+    for part in re.findall(r"[^,(]+(?:\([^)]*\))?", selector):
+        key, values = re.split(r"=| in ", part.strip(), maxsplit=1)
+        if labels.get(key) not in values.strip("()").split(","):
+            return False
+    return True
 
 
 def _status(code: int, message: str) -> web.Response:

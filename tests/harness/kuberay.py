@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shlex
 import threading
 import urllib.request
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ class Pod:
     env: dict[str, str]
     shm_bytes: int
     memory_bytes: int
+    grace_s: float  # between SIGTERM and SIGKILL
+    pre_stop: str  # the command of its hook; empty without one
 
 
 def head_service(cluster: str, namespace: str) -> str:
@@ -102,7 +105,17 @@ def _pod(
         env |= {"FQ_RAY_IP": service, "RAY_IP": service.split(".")[0]}
     shm = next(v["emptyDir"]["sizeLimit"] for v in spec["volumes"] if v.get("emptyDir", {}).get("medium") == "Memory")
     memory = container["resources"]["limits"]["memory"]
-    return Pod(name, which, f"ulimit -n 65536; {start}", env, int(quantity(shm)), int(quantity(memory)))
+    hook = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])
+    return Pod(
+        name,
+        which,
+        f"ulimit -n 65536; {start}",
+        env,
+        int(quantity(shm)),
+        int(quantity(memory)),
+        float(spec.get("terminationGracePeriodSeconds", 30)),
+        shlex.join(hook),
+    )
 
 
 class Operator:
@@ -177,10 +190,15 @@ class Operator:
             "status": {"phase": "Running"},
         }
 
+    def delete_pod(self, name: str) -> float:
+        """Delete a pod as `kubectl delete pod` does, and return the seconds; its owner makes another one."""
+        (pod,) = [pod for pods in self._pods.values() for pod in pods if pod.name == name]
+        return self.machine.delete(name, pod.grace_s, pod.pre_stop)
+
     def _replace(self, namespace: str, cluster: str) -> None:
         for pod in self._pods[cluster]:
             if not self.machine.pods[pod.name].alive and pod.group != "head":
-                self.machine.delete(pod.name)
+                self.machine.remove(pod.name)
                 self._start(pod, namespace, cluster)
 
     def _submit(self, job: dict[str, Any], namespace: str, cluster: str, status: dict[str, Any]) -> None:

@@ -56,7 +56,7 @@ def missing() -> str:
     """Return why pods cannot be started here; empty when they can."""
     if sys.platform != "linux" or os.geteuid():
         return "pods as namespaces need root on Linux"
-    for tool in ("ip", "unshare", "chroot", "mount"):
+    for tool in ("ip", "unshare", "chroot", "mount", "nsenter"):
         if not shutil.which(tool):
             return f"pods as namespaces need {tool}"
     probe = subprocess.run(["unshare", "-n", "-m", "-p", "-f", "true"], capture_output=True, text=True)
@@ -103,16 +103,29 @@ class RunningPod:
         self._process.kill()
         self._process.wait(10)
 
-    def terminate(self, grace_s: float) -> float:
-        """End it as the kubelet does: SIGTERM to the first process, then SIGKILL. Returns the seconds that it took."""
+    def terminate(self, grace_s: float, pre_stop: str = "") -> float:
+        """End it as the kubelet does; return the seconds that it took.
+
+        First its preStop hook, a command inside the pod, then SIGTERM to the first process and to no other, and SIGKILL
+        when the grace period, which began with the hook, is over.
+        """
         began = time.monotonic()
         with contextlib.suppress(ProcessLookupError, IndexError, FileNotFoundError):
+            if pre_stop:
+                self._run(pre_stop, grace_s)
             os.kill(self.init, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(grace_s)
+            self._process.wait(max(0.0, began + grace_s - time.monotonic()))
         took = time.monotonic() - began
         self.kill()
         return took
+
+    def _run(self, command: str, timeout_s: float) -> None:
+        """Run a command in the pod's namespaces and root, as the kubelet runs hooks."""
+        enter = ["nsenter", "--target", str(self.init), "--all", "--root", "--wd", "/bin/bash", "-c"]
+        with contextlib.suppress(subprocess.TimeoutExpired), (self.folder / "log").open("ab") as log:
+            whole = f". /opt/bin/environment; {command}"
+            subprocess.run([*enter, whole], stdout=log, stderr=subprocess.STDOUT, timeout=timeout_s, check=False)
 
 
 class Machine:
@@ -139,7 +152,7 @@ class Machine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for name in list(self.pods):
-            self.delete(name)
+            self.remove(name)
         ip("link", "del", self._id)
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -172,7 +185,7 @@ class Machine:
         exports = [f"export {key}={shlex.quote(value)}\n" for key, value in (known | env).items()]
         (folder / "bin" / "environment").write_text("".join(exports))
         (folder / "hosts").touch()
-        with (folder / "log").open("wb") as log:
+        with (folder / "log").open("ab") as log:
             process = self._spawn(netns, name, folder, shm_bytes, command, log)
         self.pods[name] = RunningPod(name, address, process, folder, netns)
         self._write_hosts()
@@ -211,10 +224,21 @@ class Machine:
         for pod in self.pods.values():
             (pod.folder / "hosts").write_text(text)
 
-    def delete(self, name: str) -> None:
-        """End a pod and take its network away."""
+    def delete(self, name: str, grace_s: float, pre_stop: str = "") -> float:
+        """Delete a pod as Kubernetes does: nobody finds it any more, then the kubelet ends it; then it is gone.
+
+        Connections that stand live on until its processes end. Returns the seconds that it took.
+        """
+        pod = self.pods[name]
+        self._names = {alias: address for alias, address in self._names.items() if address != pod.address}
+        self._write_hosts()
+        return pod.terminate(grace_s, pre_stop)
+
+    def remove(self, name: str) -> None:
+        """End what is left of a pod, and take its network away."""
         pod = self.pods.pop(name)
         pod.kill()
+        self._names = {alias: address for alias, address in self._names.items() if address != pod.address}
         subprocess.run(["ip", "netns", "del", pod.netns], check=False, capture_output=True)
 
 

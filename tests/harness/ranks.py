@@ -49,11 +49,16 @@ def make_spec(text: Path, out_dir: Path, **overrides: Any) -> RunSpec:
 
 
 def run_ranks(
-    specs: RunSpec | list[RunSpec], world: int, timeout_s: float = 90, first: Callable[[], None] | None = None
+    specs: RunSpec | list[RunSpec],
+    world: int,
+    timeout_s: float = 90,
+    first: Callable[[], None] | None = None,
+    train: Callable[..., dict[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
     """Train one spec (or one per rank) on `world` real ranks; return each rank's outcome or {"error": ...}.
 
-    Each rank's process calls `first` before it trains: a function of a module, to make its machine a worse one.
+    Each rank's process calls `first` before it trains: a function of a module, to make its machine a worse one. `train`
+    replaces recipe.train.
     """
     specs = specs if isinstance(specs, list) else [specs] * world
     store = open_store("127.0.0.1", world, 30) if world > 1 else None
@@ -72,7 +77,7 @@ def run_ranks(
             secret="test",
             agent_store=True,
         )
-        order = specs[rank].to_dict(), rendezvous, there, first
+        order = specs[rank].to_dict(), rendezvous, there, first, train
         process = forkserver.Process(target=_rank_main, args=order, daemon=True)
         process.start()
         there.close()
@@ -95,9 +100,16 @@ def run_ranks(
     return results
 
 
-def _rank_main(spec: dict[str, Any], rendezvous: Rendezvous, pipe: Any, first: Callable[[], None] | None) -> None:
-    from nanoray.train.recipe import train
+def _rank_main(
+    spec: dict[str, Any],
+    rendezvous: Rendezvous,
+    pipe: Any,
+    first: Callable[[], None] | None,
+    train: Callable[..., dict[str, Any]] | None,
+) -> None:
+    from nanoray.train import recipe
 
+    train = train or recipe.train
     try:
         if first:
             first()

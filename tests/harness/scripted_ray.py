@@ -32,13 +32,14 @@ from nanoray.launch.signals import Stop
 from nanoray.launch.worker import Heartbeat
 from nanoray.launch.worker_group import WorkerGroup
 from nanoray.mesh.rendezvous import Rendezvous
-from nanoray.run import RunSpec
+from nanoray.run import RunSpec, recovers_in_place
 
 NOTICE_S = 0.02  # from a death until its peers' collectives fail
 REPORT_S = 0.01  # from a death until Ray reports it
 START_S = 2.0  # from the creation of an actor until it is ready
 STEP_S = 1.0
 GO_ON_S = 0.005  # until a waiting rank has taken the next attempt; it still answers that it waits
+DRIVER_NODE = "d" * 56
 RUN_S = 40.0  # a group that trains so long without a fault has finished
 
 
@@ -104,6 +105,7 @@ class Actor:
         self.trained, self.kept = False, 0  # whether it has held the run's state; its steps when its group broke
         self.collectives = 0  # that it has started
         self.avoids: list[str] = []  # nodes on which Ray must not place it
+        self.home = node_id(0) if slot is None else ""  # a spare's node, also once it has a slot
 
     def __getattr__(self, method: str) -> Any:
         def remote(*args: Any) -> Ref:
@@ -119,7 +121,7 @@ class Actor:
 
     @property
     def facts(self) -> dict[str, Any]:
-        node = node_id((self.slot or 0) + 256 * len(self.avoids))
+        node = self.home or node_id((self.slot or 0) + 256 * len(self.avoids))
         return {"pid": self.pid, "node": node, "ip": f"10.0.0.{self.slot}", "devices": []}
 
     def write_progress(self) -> None:
@@ -167,7 +169,9 @@ class ScriptedRay:
     created: list[Actor] = field(default_factory=list)
     reactions: dict[str, Callable[[], None]] = field(default_factory=dict)  # order -> what happens right after it
     start_s: float = START_S
-    draining: dict[str, int] = field(default_factory=dict)
+    draining: dict[str, int] = field(default_factory=dict)  # node -> Unix ms of its end; 0 if nobody said
+    room: int = 0  # how many more ranks other nodes can hold
+    unplaced: list[tuple[Actor, Callable[[], None]]] = field(default_factory=list)  # actors in bundles on such nodes
     without_head: list[str] = field(default_factory=list)  # actors that were created when the head was gone
     thrown_away: list[tuple[int, int, int]] = field(default_factory=list)  # slot, its steps, those of the checkpoint
 
@@ -179,20 +183,25 @@ class ScriptedRay:
         self.forming: dict[int, Actor] = {}
         self.furthest = 0  # completed steps in memory
         self.saved = 0  # the step of the newest checkpoint: ranks write one when they stop
-        self.paused: set[int] = set()
+        self.paused: dict[int, int] = {}  # pid -> the attempt that it should leave
         self.stopped: set[int] = set()
         self.util = SimpleNamespace(
             placement_group_table=lambda group: {"bundles_to_node_id": {i: node_id(i) for i in range(self.workers)}}
         )
         state = SimpleNamespace(get_draining_nodes=lambda: dict(self.draining))
-        self._private = SimpleNamespace(state=SimpleNamespace(state=state))
-        self.get_runtime_context = lambda: SimpleNamespace(gcs_address=address)
+        free = lambda: {"free": {"CPU": float(self.room)}}  # noqa: E731
+        gcs = SimpleNamespace(internal_kv_get=lambda *_: b"")
+        worker = SimpleNamespace(global_worker=SimpleNamespace(gcs_client=gcs))
+        state = SimpleNamespace(state=state, available_resources_per_node=free)
+        self._private = SimpleNamespace(state=state, worker=worker)
+        self.nodes = lambda: [{"NodeID": "free", "NodeManagerAddress": "", "Resources": {}, "Alive": True}]
+        self.get_runtime_context = lambda: SimpleNamespace(gcs_address=address, get_node_id=lambda: DRIVER_NODE)
 
     # ray's surface
 
     def remote(self, **_: Any) -> Callable[[type], Any]:
         def options(**given: Any) -> Any:
-            return SimpleNamespace(remote=lambda run, slot, rehearsal: self._create(slot, given))
+            return SimpleNamespace(remote=lambda run, slot, rehearsal, script: self._create(slot, given))
 
         return lambda cls: SimpleNamespace(options=options)
 
@@ -254,9 +263,19 @@ class ScriptedRay:
     # What actors do when they are called
 
     def on_describe(self, actor: Actor, ref: Ref) -> None:
-        ref.set(actor.facts)
+        self._once_placed(actor, lambda: ref.set(actor.facts))
+
+    def _once_placed(self, actor: Actor, answer: Callable[[], None]) -> None:
+        """Let an actor start; one whose bundle is on a drained node waits until Ray has moved the bundle."""
+        if actor.slot is not None and actor.facts["node"] in self.draining:
+            self.unplaced.append((actor, answer))
+        else:
+            answer()
 
     def on_ready(self, actor: Actor, ref: Ref) -> None:
+        self._once_placed(actor, lambda: self._start(actor, ref))
+
+    def _start(self, actor: Actor, ref: Ref) -> None:
         slot = -1 if actor.slot is None else actor.slot
         if self.failing_starts.get(slot, 0):
             self.failing_starts[slot] -= 1
@@ -310,9 +329,9 @@ class ScriptedRay:
         self.stopped.add(actor.pid)
         self._end_step()
 
-    def on_pause(self, actor: Actor, ref: Ref) -> None:
+    def on_pause(self, actor: Actor, ref: Ref, attempt: int) -> None:
         self._note(f"pause {actor.slot}")
-        self.paused.add(actor.pid)
+        self.paused[actor.pid] = attempt
         self._end_step()
 
     # Training
@@ -327,7 +346,6 @@ class ScriptedRay:
             self.forming = {}
         actor.attempt, actor.phase = spec["attempt"], "init"
         self.forming[r.rank] = actor
-        self.paused.discard(actor.pid)
         if not r.live:
             self.furthest = self.saved
         actor.step = actor.base = self.furthest
@@ -360,7 +378,7 @@ class ScriptedRay:
         attempt = self.members[0].attempt if self.members else -1
         if members and members <= self.stopped:
             self.time.after(STEP_S, lambda: self._finish(attempt, "stopped"))
-        elif members and members <= self.paused:
+        elif members and all(self.paused.get(pid) == attempt for pid in members):
             self.time.after(STEP_S, lambda: self._pause(attempt))
 
     def _finish(self, attempt: int, reason: str) -> None:
@@ -457,10 +475,30 @@ class ScriptedRay:
         actor.phase, actor.frozen = "forward", frozen
         actor.write_progress()
 
-    def drain(self, driver: Driver, slot: int) -> None:
-        """Announce that a rank's node will be taken away."""
-        self.draining[node_id(slot)] = 0
+    def drain(self, driver: Driver, slot: int | None, notice_s: float | None = None) -> None:
+        """Announce that a rank's node (None: the driver's) will be taken away, in so many seconds if anybody says."""
+        node = DRIVER_NODE if slot is None else self.actors[slot].facts["node"]
+        self._announce_drain(driver, node, notice_s)
+        if notice_s is not None:  # the driver reads the notice by the real clock, which does not move here
+            for left_s in range(1, int(notice_s)):
+                self.time.after(notice_s - left_s, partial(self._announce_drain, driver, node, left_s))
+            self.time.after(notice_s, partial(self._take_away, driver, node))
+
+    def _announce_drain(self, driver: Driver, node: str, left_s: float | None) -> None:
+        self.draining[node] = 0 if left_s is None else int(1e3 * (time.time() + left_s))
         driver.cluster.check()
+
+    def _take_away(self, driver: Driver, node: str) -> None:
+        """End a node and what is left on it; Ray moves its bundles to the node that has come in its place."""
+        del self.draining[node]
+        driver.cluster.check()
+        for actor in [actor for actor in self.created if actor.alive and actor.slot is not None]:
+            if actor.facts["node"] == node and not any(actor is waiting for waiting, _ in self.unplaced):
+                self._die(actor, NOTICE_S, REPORT_S, ActorUnavailableError("unreachable", None))
+        unplaced, self.unplaced = self.unplaced, []
+        for actor, answer in unplaced:
+            if actor.alive:
+                self._once_placed(actor, answer)
 
 
 def make_spec(folder: Path, **config: Any) -> RunSpec:
@@ -478,7 +516,7 @@ class Run:
     def __init__(self, folder: Path, workers: int = 3, **config: Any) -> None:
         self.spec = make_spec(folder, workers=workers, **config)
         self.place = Placement(None, "cpu", {"CPU": 1.0}, tuple(range(workers)))  # type: ignore[arg-type]
-        in_place = self.spec.config.recovery != "restart" and workers > 1
+        in_place = recovers_in_place(self.spec.config, "gloo", workers)
         self.ray = ScriptedRay(self.spec, workers, in_place)
         self.stop = Stop()
         self.group = WorkerGroup(self.spec, self.place, api=self.ray, clock=self.ray.time)  # for tests without a driver

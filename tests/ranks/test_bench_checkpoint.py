@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.staging import DefaultStager
 
 import nanoray.bench.__main__ as bench
 from nanoray.bench import checkpoint
 from nanoray.bench.checkpoint import (
     ARMS,
     ASYNC,
+    DCP_ASYNC,
     DONE,
     LOST,
     OF_DISK,
     OF_LOST,
     OF_STALL,
+    PROCESS,
     RATE,
     RAW,
+    STAGER,
     STALL,
     SYNC,
     add_rows,
@@ -55,8 +60,9 @@ def test_a_real_measurement_reads_back_every_bit_and_leaves_nothing(
         assert rows[arm, DONE].get("wrong") == (None if arm == RAW else 0)
         assert rows[arm, DONE]["note"].endswith("GB")
     assert rows[SYNC, OF_STALL]["values"] == [100.0, 100.0]
-    for stall, done in zip(rows[ASYNC, STALL]["values"], rows[ASYNC, DONE]["values"], strict=True):
-        assert stall < done, "it is on disk after training went on"
+    for arm in (ASYNC, STAGER, PROCESS):
+        for stall, done in zip(rows[arm, STALL]["values"], rows[arm, DONE]["values"], strict=True):
+            assert stall < done, f"{arm}: it is on disk after training went on"
     assert (tmp_path / "c.png").read_bytes()[:4] == b"\x89PNG"
     assert checkpoint.WRONG in (tmp_path / "c.html").read_text()
 
@@ -83,10 +89,37 @@ def test_a_save_that_changes_a_bit_is_found(tmp_path: Path) -> None:
     assert not checkpoint.same_bits(tensor, back[name])
     assert not checkpoint.same_bits(tensor, None)
     assert not checkpoint.same_bits(tensor, tensor.double())
+    for arm in arms.values():
+        arm.close()
     (tmp_path / "checkpoints" / "step_00000002").write_text("in the way")
     done = arms[ASYNC].begin(2)
     with pytest.raises(checkpoint.CheckpointError, match="the checkpoint of round 2 was not written"):
         until(done)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("arm", [ASYNC, DCP_ASYNC, STAGER, PROCESS])
+def test_an_update_waits_for_the_copy(arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is on disk is the state of the call, also where the copy takes its time."""
+    stage = DefaultStager._stage
+
+    def slow(self: DefaultStager, *state: Any, **more: Any) -> Any:
+        time.sleep(0.3)
+        return stage(self, *state, **more)
+
+    monkeypatch.setattr(DefaultStager, "_stage", slow)
+    arms, tree = checkpoint.make_arms(Mesh(0, 1, 0, torch.device("cpu"), "none", ""), "tiny", tmp_path)
+    before = {name: tensor.clone() for name, tensor in tree().items()}
+    done, read = arms[arm].begin(1), arms[arm].read
+    arms[arm].copied()
+    for tensor in tree().values():
+        tensor.detach().add_(1)
+    until(done)
+    assert read
+    back = read(1)
+    assert all(checkpoint.same_bits(tensor, back[name]) for name, tensor in before.items())
+    for each in arms.values():
+        each.close()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from nanoray.config import resolve_batch
 from nanoray.errors import NanorayError, StateDiverged, TrainingDiverged
 from nanoray.mesh.rendezvous import Order
 from nanoray.run import RunSpec
-from nanoray.train.engine import RuntimeEngine
+from nanoray.train.engine import Engine
 from nanoray.train.guards import MANY_OVERFLOWS, MOST_ROLLBACKS, MOST_SKIPS, BadStep, Guards, Verdict
 from nanoray.train.optim import lr_at
 from nanoray.train.precision import LossScaler
@@ -42,7 +42,7 @@ def by_hand(spec: RunSpec, plan: list[tuple[int, int, bool]]) -> dict[str, Tenso
     engine = engine_of(spec)
     cfg, gpt, optimizer = spec.config, engine.state.model, engine.state.optimizer
     for step, sample, update in plan:
-        engine.seed_dropout(step)
+        engine.seed_dropout(step, 0)
         gpt(*engine.batches.data.train_batch(sample, GLOBAL)).backward()
         if cfg.grad_clip:
             clip_grad_norm_(gpt.parameters(), cfg.grad_clip)
@@ -179,7 +179,7 @@ def test_in_fp16_all_ranks_know_of_one_ranks_loss(text: Path, tmp_path: Path) ->
     assert "Not finite on rank 1: own loss nan" in outcomes[0]["message"]
 
 
-def reading_later(spec: RunSpec, wanted: Callable[[], Order] = lambda: Order.GO_ON) -> RuntimeEngine:
+def reading_later(spec: RunSpec, wanted: Callable[[], Order] = lambda: Order.GO_ON) -> Engine:
     """An engine that looks at norms on logged steps only, as on a GPU."""
     engine = engine_of(spec, wanted)
     engine.guards.reads_each_step = False

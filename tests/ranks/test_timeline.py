@@ -181,7 +181,7 @@ def two_hosts_rank(mesh: Mesh, order: dict[str, Any], emit: Any) -> None:
     nanoray.trace.recorder.clock_domain = nanoray.trace.log.clock_domain = lambda: f"host{mesh.rank}"
     recorder = CommRecorder(mesh, every=1, profile=False)
     log = CommLog(Path(order["folder"]) / "comm", 0, 0) if mesh.rank == 0 else None
-    trace = CommTrace(mesh, recorder, torch.nn.Linear(1, 1), log)
+    trace = CommTrace(mesh, recorder, dict, log)
     trace.prepare()
     for step in (1, 2, 3):
         trace.begin(step)

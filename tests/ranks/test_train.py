@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 import torch
 
 import nanoray
+import nanoray.train.recipe as training
 from nanoray.checkpoint.find import newest_valid
 from nanoray.data.tokens import TokenData
 from nanoray.errors import CheckpointError
@@ -105,6 +107,21 @@ def test_clocks_that_differ_by_days_change_nothing(text: Path, tmp_path: Path) -
     events = [json.loads(line) for line in (spec.folder / "faults.jsonl").read_text().splitlines()]
     assert [event["rank"] for event in events] in ([0, 1], [1, 0])
     assert newest_valid(spec.checkpoints)[0].path.name == f"step_{max(series(clean)):08d}"  # type: ignore[union-attr]
+
+
+def a_cpu_of_its_own() -> None:
+    """Let this process see another processor than the others."""
+    training.cpu_name = lambda: f"CPU {os.getpid()}"  # type: ignore[assignment]
+
+
+def test_ranks_on_different_hardware_are_named(text: Path, tmp_path: Path) -> None:
+    """They may train together: gradients are summed, and every rank updates with the same sum."""
+    for name, first in (("alike", None), ("apart", a_cpu_of_its_own)):
+        spec = make_spec(text, tmp_path / name)
+        for outcome in run_ranks(spec, 2, first=first):
+            assert outcome["exit_reason"] == "finished"
+        told = re.findall(r"different hardware: rank 0 CPU \d+; rank 1 CPU \d+\.", spec.log(0).read_text())
+        assert len(told) == (first is not None)
 
 
 def test_a_resumed_run_continues_its_average_its_clock_and_its_summary(text: Path, tmp_path: Path) -> None:
@@ -267,7 +284,9 @@ torch.nn.functional.cross_entropy = no_memory
 from nanoray.train.__main__ import main
 sys.exit(main(sys.argv[1:]))"""
     flags = ["--preset", "tiny", "--dataset", str(text), "--data_dir", str(tmp_path / "c"), "--out_dir", str(tmp_path)]
-    done = subprocess.run([sys.executable, "-c", full, *flags], capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", full, *flags], capture_output=True, text=True, timeout=200, check=False
+    )
     assert done.returncode == 2, done.stderr
     assert (
         "error: out of GPU memory (CUDA out of memory. Tried to allocate 2.00 GiB.); halve --micro_batch" in done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,16 +17,14 @@ from PIL import Image
 
 from nanoray.bench import __main__ as bench
 from nanoray.bench.harness.html import line, write
-from nanoray.bench.harness.processes import Child
 from nanoray.bench.harness.report import Report, Row, Section, Target, conditions
+from tests.harness.browser import chromium, in_chromium
 
 HOSTILE = "</td><script>document.title = 'taken'</script><img src=http://example.org/x.png onerror=alert(1)> & \"'"
 SVG = (
     '<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 40 20">'
     '<rect width="40" height="20" fill="#ff00ff"/></svg>'
 )
-CHROMIUM = shutil.which("chromium")
-in_chromium = pytest.mark.skipif(not CHROMIUM, reason="no chromium on the PATH: apt-get install chromium")
 
 
 def report_of(name: str = "train", hostile: str = HOSTILE) -> Report:
@@ -131,16 +128,6 @@ def test_the_marks_of_the_spread() -> None:
 
 
 # How a browser shows it
-
-
-def chromium(page: Path, *flags: str) -> str:
-    """Open the page and return what the browser prints; it and its helpers end with the call."""
-    argv = [CHROMIUM or "", "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-    argv += [f"--user-data-dir={page.parent / 'profile'}", *flags, page.as_uri()]
-    log = page.with_suffix(".log")
-    with Child(argv, os.environ | {"HOME": str(page.parent)}, log) as browser:
-        browser.wait(90)
-    return log.read_text()
 
 
 @in_chromium
@@ -376,7 +363,7 @@ def test_ctrl_c_ends_all_of_them(fakes: Path, tmp_path: Path) -> None:
     word, pid = run.stdout.readline().split()
     assert word == "pid"
     run.send_signal(signal.SIGINT)
-    out, err = run.communicate(timeout=30)
+    out, err = run.communicate(timeout=200)
     assert run.returncode == 130
     assert "interrupted: everything that was started is ended, no report was written" in err
     assert "fine" not in out + err

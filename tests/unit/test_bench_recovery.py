@@ -161,7 +161,7 @@ def test_a_run_that_ends_too_soon_is_no_measurement(run: Run) -> None:
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--arms", "in_place,torchelastic"], "unknown arm torchelastic; known: in_place, spare, shrink, restart, "),
+        (["--arms", "in_place,horovod"], "unknown arm horovod; known: in_place, spare, shrink, restart, "),
         (["--between", "5"], "between = 5: not two steps; write A,B like 100,250"),
         (["--between", "9,400"], "between = 9,400, steps = 400; 1 <= A <= B < steps is needed"),
         (["--between", "0,9"], "between = 0,9, steps = 400; 1 <= A <= B < steps is needed"),

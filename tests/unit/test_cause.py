@@ -233,3 +233,19 @@ def test_thousands_of_consequences_are_counted() -> None:
     lines = FaultReport.of(failure(0), others, attempt=0, world_size=4000).consequences
     assert lines == [*(f"rank {rank} peer_lost" for rank in range(1, MAX_CONSEQUENCES + 1)), "and 3,991 more ranks"]
     assert consequences_of(others[:MAX_CONSEQUENCES]) == lines[:MAX_CONSEQUENCES]
+
+
+def test_a_drain_is_not_charged() -> None:
+    """Nodes may be taken away as often as they like: neither the budget nor the pause between restarts knows of it."""
+    drains = [failure(1, "drained", signature="same") for _ in range(70)]
+    assert without_progress(drains) == 0
+    assert reason_to_give_up(drains[-1], drains, max_failures=0) == ""
+    assert back_off_s(drains) == 0.0
+    kill = failure(0)
+    assert without_progress([*drains, kill]) == 1
+    assert reason_to_give_up(kill, [*drains, kill], max_failures=1) == ""
+    assert back_off_s([*drains, kill]) == 0.0
+    collector = FailureCollector(range(2), False, 9.0, 1.0)
+    for rank, cause in enumerate(("drained", "killed")):
+        collector.ended(rank, failure(rank, cause), 0.0)
+    assert collector.cause.rank == 1

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from nanoray.checkpoint import files as checkpoint
+from nanoray.checkpoint import tensorfile
 from nanoray.checkpoint.files import load, save
 from nanoray.checkpoint.find import check_shape, find_run, newest_valid
 from nanoray.errors import CheckpointError
@@ -23,7 +24,7 @@ from tests.harness.commands import forkserver, killed_saves
 
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 8, "block_size": 16, "bias": False, "vocab_size": 65}
 FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"]
-DTYPES = [*checkpoint._DTYPES.values()]
+DTYPES = [*tensorfile.DTYPES.values()]
 
 
 def fork(target, *args):
@@ -109,7 +110,7 @@ def test_empty_state(tmp_path):
 
 def test_partial_writes_and_many_chunks(tmp_path, monkeypatch):
     write = os.write
-    monkeypatch.setattr(checkpoint, "_CHUNK", 100)
+    monkeypatch.setattr(tensorfile, "CHUNK", 100)
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:7]))
     state = make(1, numel=301)
     assert same(load(save(tmp_path, state, keep=1)), state)
@@ -227,7 +228,7 @@ def break_it(path, how):
     elif how == "nested":
         manifest.write_bytes(b"[" * 100_000)
     elif how == "format":
-        manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+        manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 3'))
     elif how == "unlisted":
         manifest.write_text('{"format": 1, "files": {}}')
     elif how == "foreign":
@@ -246,7 +247,7 @@ DAMAGE = {
     "no manifest": r"manifest.json: missing",
     "not json": r"manifest.json: not as nanoray writes it",
     "nested": r"manifest.json: not as nanoray writes it",
-    "format": r"manifest.json: format 2, but this nanoray reads format 1",
+    "format": r"manifest.json: format 3, but this nanoray reads the formats 1 and 2",
     "unlisted": r"manifest.json: not as nanoray writes it",
     "foreign": r"model.safetensors: not as nanoray writes it",
     "foreign state": r"state.json: not as nanoray writes it",

@@ -14,14 +14,14 @@ from nanoray.cli import parse_args
 from nanoray.config import PRESET_DIR, Config, load_config, make_config, resolve_batch
 from nanoray.errors import ConfigError
 
-PRESETS = ["gpt2-124m", "shakespeare-char", "shakespeare-cpu", "tiny"]
+PRESETS = ["gpt2-124m", "moe-tiny", "nanochat-d12", "shakespeare-char", "shakespeare-cpu", "tiny"]
 
 
 def parse(*argv: str) -> Config:
     return parse_args(list(argv), "prog", "what").config
 
 
-def test_presets_are_the_four_and_load() -> None:
+def test_presets_are_these_and_load() -> None:
     assert sorted(p.stem for p in PRESET_DIR.glob("*.yaml")) == PRESETS
     for preset in PRESETS:
         assert load_config(preset=preset).name == preset
@@ -107,7 +107,10 @@ ERRORS = [
     (["--preset", "tinny"], "did you mean tiny?"),
     (["--config", "/nowhere.yaml"], "cannot read config file /nowhere.yaml: No such file or directory; check the path"),
     (["--dropout", "1"], "dropout = '1': Input should be less than 1"),
-    (["--precision", "fp8"], "precision = 'fp8': Input should be 'auto', 'fp32', 'bf16' or 'fp16'"),
+    (
+        ["--precision", "fp7"],
+        "precision = 'fp7': Input should be 'auto', 'fp32', 'tf32', 'bf16', 'fp16', 'bf16_pure', ",
+    ),
     (["--global_batch_size", "0"], "no batch size: give micro_batch_size (per rank) or global_batch_size (all ranks)"),
     (["--beta1", "0.8", "--optimizer", "sgd"], "beta1 = 0.8 would be ignored: optimizer = sgd; drop --beta1"),
     (["--decay_fraction", "0.5"], "decay_fraction = 0.5 would be ignored: schedule = cosine; drop --decay_fraction"),

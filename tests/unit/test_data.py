@@ -26,6 +26,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanoray.config import make_config
+from nanoray.data import dataset as dataset_file
 from nanoray.data import download, tokenizer
 from nanoray.data import prepare as data
 from nanoray.data.prepare import DatasetInfo, cache_dir, prepare
@@ -384,7 +385,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, fails, full)
-    assert "cannot write" in refused(lambda: data._write(tmp_path / "f", b"new"))
+    assert "cannot write" in refused(lambda: dataset_file.write(tmp_path / "f", b"new"))
     assert files(tmp_path) == ["f"]
     assert (tmp_path / "f").read_bytes() == b"old"
 
@@ -395,7 +396,7 @@ def test_an_interrupted_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(os, "fsync", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        data._write(tmp_path / "f", b"new")
+        dataset_file.write(tmp_path / "f", b"new")
     assert files(tmp_path) == []
 
 

@@ -13,8 +13,9 @@ import pytest
 
 from nanoray.errors import ConfigError, PlacementError
 from nanoray.faults.cause import MAX_CONSEQUENCES
+from nanoray.launch.cluster_watch import LEAVE_S
 from nanoray.launch.driver import SAVE_S
-from tests.harness.scripted_ray import Run
+from tests.harness.scripted_ray import RUN_S, Run, node_id
 
 IN_PLACE_OF_1 = ["start 1", "go_on 0 as 0/3 attempt 1", "run 1 as 1/3 attempt 1", "go_on 2 as 2/3 attempt 1"]
 RESTART = [f"start {slot}" for slot in range(3)] + [f"run {slot} as {slot}/3 attempt 1" for slot in range(3)]
@@ -474,15 +475,151 @@ def test_a_stop_while_a_replacement_never_comes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("victim", range(3))
 @pytest.mark.parametrize("gap_s", [-0.05, 0.05], ids=["drained, then lost", "lost, then drained"])
-def test_a_drained_node_and_a_lost_rank(tmp_path: Path, victim: int, gap_s: float) -> None:
-    """A drain is a stop with a reason, also while a lost rank's replacement is awaited."""
+def test_the_drivers_drained_node_and_a_lost_rank(tmp_path: Path, victim: int, gap_s: float) -> None:
+    """A drain of the driver's own node is a stop with a reason, also while a lost rank's replacement is awaited."""
     run = Run(tmp_path)
-    run.ray.at(10.3, run.ray.drain, run.driver, 2)
+    run.ray.at(10.3, run.ray.drain, run.driver, None)
     run.ray.at(10.3 - gap_s, run.ray.die, victim)
     outcome = run()
     assert (outcome["exit_reason"], outcome["exit_code"]) == ("stopped", 143)
-    assert outcome["why"] == "node 00000002 is being drained"
+    assert outcome["why"] == "the driver's node dddddddd is being drained"
     assert outcome["world_size"] == 2
+
+
+# Drained nodes.
+
+
+def in_place_of(slot: int, *before: str, attempt: int = 1) -> list[str]:
+    """The orders by which a rank leaves with its node, and another one comes."""
+    meet = [f"{'run' if s == slot else 'go_on'} {s} as {s}/3 attempt {attempt}" for s in range(3)]
+    return [*(f"pause {s}" for s in range(3)), *before, f"kill {slot}", f"start {slot}", *meet]
+
+
+@pytest.mark.parametrize("slot", range(3))
+def test_a_drained_rank_moves_where_there_is_room(
+    tmp_path: Path, slot: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At once: all complete the step, and its replacement goes to another node, without a fault's costs."""
+    run = Run(tmp_path, max_failures=0)
+    run.ray.room = 1
+    run.ray.at(10.3, run.ray.drain, run.driver, slot)
+    assert ended_well(run())
+    assert run.orders == in_place_of(slot)
+    assert what(run) == [(slot, "drained", "in_place", 0)]
+    assert run.ray.actors[slot].avoids == [node_id(slot)]
+    output = capsys.readouterr().out
+    assert f"drain    node 0000000{slot} (10.0.0.{slot}) with rank {slot} is being drained\n" in output
+    assert f"drain    rank {slot} (pid {1000 + slot}, node 10.0.0.{slot}) left after step" in output
+    assert "training again after" in output
+    assert ", no steps repeated" in output
+
+
+def test_without_room_a_drained_rank_stays_until_its_node_is_almost_gone(tmp_path: Path) -> None:
+    """A new node comes only after the old one: nobody is gained by waiting for it in idleness."""
+    run = Run(tmp_path, replace_timeout=5.0)
+    run.ray.at(10.3, run.ray.drain, run.driver, 1, 25.0)
+    moments: dict[str, float] = {}
+    for order in ("pause 1", "run 1 as 1/3 attempt 1"):
+        run.ray.reactions[order] = lambda order=order: moments.update({order: run.ray.time.now - run.ray.time.began})  # type: ignore[misc]
+    assert ended_well(run())
+    assert run.orders == in_place_of(1)
+    assert 10.3 + 25.0 - LEAVE_S <= moments["pause 1"] < 10.3 + 25.0 - LEAVE_S + 2.0
+    assert moments["run 1 as 1/3 attempt 1"] > 10.3 + 25.0, "in its bundle, which Ray moves when the node is gone"
+    assert run.ray.actors[1].avoids == []
+    assert what(run) == [(1, "drained", "in_place", 0)]
+
+
+def test_a_drained_node_that_dies_early_is_a_lost_node(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.ray.at(10.3, run.ray.drain, run.driver, 1, 100.0)
+    run.ray.at(20.3, run.ray._take_away, run.driver, node_id(1))
+    run.ray.reactions["start 1"] = run.ray.draining.clear
+    assert ended_well(run())
+    assert run.orders == IN_PLACE_OF_1
+    assert what(run) == [(1, "node_lost", "in_place", 0)]
+
+
+def test_a_spare_takes_a_drained_ranks_slot_unless_its_own_node_is_drained(tmp_path: Path) -> None:
+    for slot, order in ((1, "spare takes 1"), (0, "start 0")):
+        run = Run(tmp_path / str(slot), spares=1)
+        run.ray.room = 1
+        run.ray.at(10.3, run.ray.drain, run.driver, slot)
+        assert ended_well(run())
+        assert order in run.orders
+        assert what(run)[0][1:] == ("drained", "spare" if slot else "in_place", 0)
+
+
+def test_with_shrink_the_others_train_until_a_drained_ranks_node_is_replaced(tmp_path: Path) -> None:
+    run = Run(tmp_path, recovery="shrink", replace_timeout=0)
+    run.ray.at(10.3, run.ray.drain, run.driver, 0, 15.0)
+    assert ended_well(run())
+    assert run.orders == [
+        *("pause 0", "pause 1", "pause 2", "kill 0", "start 0"),
+        *("go_on 1 as 0/2 attempt 1", "go_on 2 as 1/2 attempt 1"),
+        *("pause 1", "pause 2"),
+        *("run 0 as 0/3 attempt 2", "go_on 1 as 1/3 attempt 2", "go_on 2 as 2/3 attempt 2"),
+    ]
+    assert what(run)[0][:3] == (0, "drained", "shrink")
+
+
+@pytest.mark.parametrize("recovery", ["in_place", "restart"])
+def test_where_no_rank_can_go_on_from_memory_all_save_and_start_again(tmp_path: Path, recovery: str) -> None:
+    """All ranks are on drained nodes, or a lost rank would restart all: a notice is time to save."""
+    run = Run(tmp_path, recovery=recovery, max_failures=0)
+    run.ray.room = 3
+    for slot in range(3) if recovery == "in_place" else [2]:
+        run.ray.at(10.3, run.ray.drain, run.driver, slot)
+    assert ended_well(run())
+    orders = [order for order in run.orders if not order.startswith("kill")]
+    assert orders == [*(f"stop {slot}" for slot in range(3)), *RESTART]
+    (report,) = run.reports
+    assert (report["cause"], report["recovery"], report["steps_repeated"]) == ("drained", "restart", 0)
+    assert run.ray.saved > 10
+
+
+@pytest.mark.parametrize(("recovery", "repeated"), [("in_place", 0), ("restart", 10)])
+def test_a_rank_is_lost_while_all_save_before_their_nodes_are_gone(
+    tmp_path: Path, recovery: str, repeated: int
+) -> None:
+    """Where the others outlive it they still save; in either case all start again."""
+    run = Run(tmp_path, recovery=recovery)
+    run.ray.room = 3
+    for slot in range(3):
+        run.ray.at(10.3, run.ray.drain, run.driver, slot)
+    run.ray.at(10.8, run.ray.die, 1)  # the driver looks four times a second
+    assert ended_well(run())
+    assert [report[:3] for report in what(run)] == [(0, "drained", "restart"), (1, "killed", "restart")]
+    assert what(run)[-1][3] == repeated
+
+
+def test_the_actors_of_a_restart_wait_for_the_node_that_replaces_a_drained_one(tmp_path: Path) -> None:
+    run = Run(tmp_path, recovery="restart")
+    run.ray.at(10.3, run.ray.drain, run.driver, 1, 30.0)
+    assert ended_well(run())
+    assert [order for order in run.orders if not order.startswith("kill")][-6:] == RESTART
+    assert run.ray.time.now - run.ray.time.began > 40.0 + RUN_S
+
+
+@pytest.mark.parametrize("victim", range(3))
+@pytest.mark.parametrize("gap_s", [-0.05, 0.05, 1.3], ids=["lost, then drained", "drained, then lost", "all wait"])
+def test_a_drained_node_and_a_lost_rank(tmp_path: Path, victim: int, gap_s: float) -> None:
+    """Both are replaced; no step is repeated while one rank holds the state."""
+    run = Run(tmp_path)
+    run.ray.room = 3
+    run.ray.at(10.3, run.ray.drain, run.driver, 2)
+    run.ray.at(10.3 + gap_s, run.ray.die, victim)
+    assert ended_well(run())
+    assert run.reports[-1]["steps_repeated"] == 0
+    assert {report["steps_repeated"] for report in run.reports} <= {0, None}, "None: not overcome before the second"
+    assert run.ray.actors[2].facts["node"] != node_id(2)
+
+
+def test_a_stop_outranks_a_drain(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.ray.room = 3
+    run.ray.at(10.3, run.ray.drain, run.driver, 2)
+    run.ray.at(10.4, run.sigterm)
+    assert ended_well(run(), "stopped")
 
 
 # Shrink and grow, spares, budgets.
@@ -620,3 +757,27 @@ def test_spares_that_could_never_be_used_are_refused(tmp_path: Path) -> None:
     run = Run(tmp_path, allreduce="ring", spares=1)
     with pytest.raises(ConfigError, match=r"spares = 1 would be ignored: .* a fault restarts all ranks; drop spares"):
         run()
+
+
+# A sharded state: each rank's share is in its own memory and in that of the next one.
+
+
+@pytest.mark.parametrize(("also", "recovery"), [(0, "restart"), (2, "restart"), (3, "in_place")])
+def test_a_share_is_lost_with_its_mirror_only(tmp_path: Path, also: int, recovery: str) -> None:
+    """Of four ranks 1 and another one are lost together; where nobody holds a share any more, nobody waits."""
+    run = Run(tmp_path, workers=4, dp_mode="zero1")
+    for slot in (1, also):
+        run.ray.at(10.3, run.ray.die, slot)
+    assert ended_well(run(), world_size=4)
+    assert [report["recovery"] for report in run.reports] == [recovery]
+    said = [line for line in run.reports[0]["consequences"] if "each with its mirror" in line]
+    owner, mirror = sorted((1, also))
+    wanted = f"shares of the state are lost, each with its mirror: that of rank {owner} with rank {mirror}"
+    assert said == ([wanted] if recovery == "restart" else [])
+
+
+def test_without_mirrors_a_lost_rank_means_a_restart(tmp_path: Path) -> None:
+    run = Run(tmp_path, dp_mode="zero1", mirror="off")
+    run.ray.at(10.3, run.ray.die, 1)
+    assert ended_well(run())
+    assert what(run) == [(1, "killed", "restart", 10)]

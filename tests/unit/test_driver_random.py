@@ -18,7 +18,8 @@ from nanoray.launch import driver
 from nanoray.launch.driver import SAVE_S
 from tests.harness.scripted_ray import Run
 
-KINDS = ("die", "node", "memory", "exception", "refused", "peer_lost", "hang", "freeze", "sigterm", "drain", "head")
+KINDS = ("die", "node", "memory", "exception", "refused", "peer_lost", "hang", "freeze", "sigterm", "head")
+KINDS += ("drain", "drain", "drain_driver")
 BOUND_S = 3 * SAVE_S  # from a stop until the run is over, whatever else happens
 
 
@@ -30,6 +31,7 @@ class Event(NamedTuple):
     slot: int
     notice_s: float  # until the peers know
     report_s: float  # until Ray knows
+    drain_s: float | None = None  # until a drained node is gone, if anybody says
 
 
 EVENTS = st.builds(
@@ -39,6 +41,7 @@ EVENTS = st.builds(
     slot=st.integers(0, 3),
     notice_s=st.sampled_from([0.0, 0.02, 1.0, 20.0]),
     report_s=st.sampled_from([0.001, 0.01, 0.5]),
+    drain_s=st.sampled_from([None, 3.0, 30.0]),
 )
 CONFIGS = st.fixed_dictionaries(
     {
@@ -54,6 +57,7 @@ STARTS = st.fixed_dictionaries(
         "start_s": st.sampled_from([0.5, 2.0, 1000.0]),
         "failing": st.dictionaries(st.integers(0, 3), st.integers(1, 4), max_size=1),
         "refusing": st.dictionaries(st.integers(0, 3), st.integers(1, 4), max_size=1),
+        "room": st.sampled_from([0, 1, 3]),
     }
 )
 
@@ -67,9 +71,11 @@ def fire(run: Run, event: Event, stops: list[float]) -> None:
         run.stop(signal.SIGTERM, None)
     elif event.kind == "head":
         run.ray.head.close()
-    elif event.kind == "drain" and event.slot < run.place.workers:
+    elif event.kind == "drain_driver":
         stops.append(run.ray.time.now)
-        run.ray.drain(run.driver, event.slot)
+        run.ray.drain(run.driver, None)
+    elif event.kind == "drain" and actor is not None and actor.facts["node"] not in run.ray.draining:
+        run.ray.drain(run.driver, event.slot, event.drain_s)
     elif event.kind in ("die", "node", "memory") and actor is not None and actor.alive:
         run.ray.die(event.slot, event.notice_s, event.report_s, event.kind)
     elif event.kind in ("exception", "refused", "peer_lost") and trains:
@@ -82,6 +88,7 @@ def play(folder: Path, config: dict[str, Any], starts: dict[str, Any], plan: lis
     """Run the driver through a plan and check what must hold in every case."""
     run = Run(folder / "run", **config)
     run.ray.failing_starts, run.ray.refusing_starts = dict(starts["failing"]), dict(starts["refusing"])
+    run.ray.room = starts.get("room", 0)
     stops: list[float] = []
     run.ray.at(0.0, lambda: setattr(run.ray, "start_s", starts["start_s"]))
     for event in plan:

@@ -9,6 +9,8 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,14 @@ from nanoray.errors import ConfigError
 from nanoray.kube.__main__ import main
 from nanoray.kube.kustomize import build, containers, json_patch, to_yaml
 from nanoray.kube.render import KUBE_DIR, entrypoint, job_name, render
-from nanoray.kube.rules import cluster_spec, groups, problems, quantity
+from nanoray.kube.rules import cluster_spec, groups, problems, quantity, templates
 
 ROOT = KUBE_DIR.parent
 OVERLAYS = sorted(path.name for path in (KUBE_DIR / "overlays").iterdir())
-FOLDERS = [f"overlays/{name}/{form}" for name in OVERLAYS for form in ("cluster", "job")] + ["statefulset"]
+FOLDERS = [f"overlays/{name}/{form}" for name in OVERLAYS for form in ("cluster", "job")]
+WITHOUT_RAY = ["statefulset", "statefulset-gpu", "statefulset-mig", "statefulset-rdma", "torchrun", "torchrun-gpu"]
+FOLDERS += WITHOUT_RAY
+OPTIONS = ["storageclass", "monitoring"]  # components that no folder uses
 Object = dict[str, Any]
 
 
@@ -37,8 +42,18 @@ def of_kind(objects: list[Object], kind: str) -> Object:
 # The folders themselves.
 
 
-def test_overlays_are_the_seven() -> None:
-    assert OVERLAYS == ["cpu", "kueue", "mig-mixed", "mig-single", "multi-pod", "rdma", "single-pod"]
+def test_overlays_are_the_nine() -> None:
+    assert OVERLAYS == [
+        "cpu",
+        "gcs-ft",
+        "kueue",
+        "laptop",
+        "mig-mixed",
+        "mig-single",
+        "multi-pod",
+        "rdma",
+        "single-pod",
+    ]
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -51,9 +66,9 @@ def test_five_lines_on_top(path: Path) -> None:
     head = path.read_text().splitlines()[:5]
     assert [line.split(":")[0] for line in head] == ["# Makes", "# Command", "# Expect", "# Takes", "# Delete"]
     own = str(path.parent.relative_to(ROOT))
-    if "overlays" in own or "statefulset" in own:
+    if "overlays" in own or path.parent.name in WITHOUT_RAY:
         assert f"kubectl apply --server-side -k {own}" in head[1]
-        assert f"kubectl delete -k {own}" in head[4]
+        assert f"kubectl delete --ignore-not-found -k {own}" in head[4]
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
@@ -76,7 +91,9 @@ def test_what_each_overlay_asks_for() -> None:
         )
     assert asked == {
         "cpu": (2, {}, "cpu"),
+        "gcs-ft": (2, {}, "cpu"),
         "kueue": (2, {}, "cpu"),
+        "laptop": (1, {}, "cpu"),
         "single-pod": (1, {"gpu": "4"}, "cuda"),
         "multi-pod": (4, {"gpu": "1"}, "cuda"),
         "mig-single": (7, {"gpu": "1"}, "cuda"),
@@ -100,6 +117,65 @@ def test_entrypoints_are_commands_of_nanoray_and_fit_the_pods(name: str) -> None
     assert config.workers == group["replicas"] * per_pod
     assert resolve_batch(config, int(config.workers)).micro > 0
     assert (config.device == "cpu") == ("num-gpus" not in group["rayStartParams"])
+
+
+@pytest.mark.parametrize(
+    ("folder", "pods", "per_pod", "devices", "image"),
+    [
+        ("statefulset", 3, 1, {}, "cpu"),
+        ("statefulset-gpu", 3, 1, {"nvidia.com/gpu": "1"}, "cuda"),
+        ("statefulset-mig", 3, 1, {"nvidia.com/mig-1g.18gb": "1"}, "cuda"),
+        ("statefulset-rdma", 3, 1, {"nvidia.com/gpu": "1", "rdma/rdma_shared_device_a": "1"}, "cuda"),
+        ("torchrun", 1, 3, {}, "cpu"),
+        ("torchrun-gpu", 1, 3, {"nvidia.com/gpu": "3"}, "cuda"),
+    ],
+)
+def test_without_ray_the_ranks_fit_their_devices_and_their_batch(
+    folder: str, pods: int, per_pod: int, devices: Object, image: str
+) -> None:
+    """As many ranks as devices, flags that nanoray.train takes, a batch that divides; on a node with GPUs."""
+    from nanoray.cli import parse_args
+    from nanoray.config import resolve_batch
+
+    objects = build(KUBE_DIR / folder)
+    assert not [o for o in objects if o["kind"] in ("RayCluster", "RayJob")]
+    (thing,) = [o for o in objects if o["kind"] == "StatefulSet" or o["metadata"]["name"] == "nanoray-torchrun"]
+    ((template, count),) = templates(thing)
+    pod, (container,) = template["spec"], template["spec"]["containers"]
+    env = {item["name"]: item.get("value") for item in container["env"]}
+    if per_pod > 1:
+        words = [*container["command"], *container["args"]]
+        assert f"--nproc_per_node={per_pod}" in words
+        flags = words[words.index("nanoray.train") + 1 :]
+        assert of_kind(objects, "PodDisruptionBudget")["spec"]["minAvailable"] == 1
+    else:
+        assert env["WORLD_SIZE"] == str(count)
+        (default,) = re.findall(r"\$\{TRAIN_FLAGS:-(.*)\}", container["args"][0])
+        flags = (env.get("TRAIN_FLAGS") or default).split()
+    config = parse_args(flags, "x", "y").config
+    assert resolve_batch(config, pods * per_pod).micro > 0
+    assert (count, container["image"].rpartition("-")[2]) == (pods, image)
+    assert {k: v for k, v in container["resources"]["limits"].items() if "/" in k} == devices
+    assert config.out_dir == f"/data/runs/{re.sub('mig|rdma', 'gpu', folder)}"
+    assert (config.device == "cuda") == bool(devices) == ("affinity" in pod) == ("tolerations" in pod)
+
+
+def test_rdma_is_an_option_of_the_statefulset() -> None:
+    objects = build(KUBE_DIR / "statefulset-rdma")
+    container = of_kind(objects, "StatefulSet")["spec"]["template"]["spec"]["containers"][0]
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert of_kind(objects, "Namespace")["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "privileged"
+    (values,) = [o["data"] for o in objects if o["metadata"]["name"] == "nanoray-nccl"]
+    assert values["NCCL_IB_DISABLE"] == "0"
+
+
+def _with_component(name: str, tmp_path: Path) -> Path:
+    """Return a copy of an overlay that uses a component which no folder of the repository uses."""
+    shutil.copytree(KUBE_DIR, tmp_path / "kuberay")
+    path = tmp_path / "kuberay" / "overlays" / "cpu" / "cluster"
+    with (path / "kustomization.yaml").open("a") as file:
+        file.write(f"components:\n  - ../../../components/{name}\n")
+    return path
 
 
 def test_versions_are_the_same_everywhere() -> None:
@@ -197,11 +273,11 @@ def test_a_misspelt_field_does_not_fit(crds: dict[str, Object]) -> None:
             jsonschema.Draft7Validator(crds["RayJob"]).validate(broken)
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_other_objects_fit_kubernetes_schemas(folder: str) -> None:
+@pytest.mark.parametrize("folder", [*FOLDERS, *OPTIONS])
+def test_other_objects_fit_kubernetes_schemas(folder: str, tmp_path: Path) -> None:
     import kubernetes_validate
 
-    for thing in build(KUBE_DIR / folder):
+    for thing in build(KUBE_DIR / folder if folder in FOLDERS else _with_component(folder, tmp_path)):
         if thing["apiVersion"].split("/")[0] not in ("ray.io", "kueue.x-k8s.io", "monitoring.coreos.com"):
             kubernetes_validate.validate(thing, "1.34", strict=True)
         elif spec := cluster_spec(thing):  # the operator makes pods of these
@@ -213,16 +289,11 @@ def test_other_objects_fit_kubernetes_schemas(folder: str) -> None:
 # Against the real kustomize.
 
 
-@pytest.mark.parametrize("folder", [*FOLDERS, "storageclass", "monitoring"])
+@pytest.mark.parametrize("folder", [*FOLDERS, *OPTIONS])
 def test_our_renderer_prints_what_kustomize_prints(folder: str, tmp_path: Path) -> None:
-    """Also the two components that no overlay uses, in an overlay made for it."""
+    """Also the components that no folder uses, in one made for it."""
     command = _kustomize()
-    path = KUBE_DIR / folder
-    if not path.is_dir():
-        shutil.copytree(KUBE_DIR, tmp_path / "kuberay")
-        path = tmp_path / "kuberay" / "overlays" / "cpu" / "cluster"
-        with (path / "kustomization.yaml").open("a") as file:
-            file.write(f"components:\n  - ../../../components/{folder}\n")
+    path = KUBE_DIR / folder if folder in FOLDERS else _with_component(folder, tmp_path)
     done = subprocess.run([*command, str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     theirs = {_name(thing): thing for thing in yaml.safe_load_all(done.stdout)}
@@ -309,6 +380,28 @@ def test_a_selector_that_selects_nothing_is_found() -> None:
     objects = build(KUBE_DIR / "overlays" / "cpu" / "job")
     of_kind(objects, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"] = {"app": "other"}
     assert problems(objects) == ["PodDisruptionBudget nanoray: {'app': 'other'} selects no pod of these objects"]
+
+
+@pytest.mark.parametrize("change", [{"minAvailable": 2}, {"minAvailable": "100%"}, {"maxUnavailable": 0}])
+def test_a_budget_that_would_let_a_drain_end_a_rank_is_found(change: Object) -> None:
+    """Only a number does: the disruption controller cannot count the pods of an object without a scale subresource."""
+    objects = build(KUBE_DIR / "overlays" / "cpu" / "job")
+    spec = of_kind(objects, "PodDisruptionBudget")["spec"]
+    del spec["minAvailable"]
+    spec.update(change)
+    (problem,) = problems(objects)
+    assert "and 3 pods; write 3: RayClusters have no scale subresource" in problem
+
+
+def test_the_operator_gets_in_however_it_was_installed() -> None:
+    """By the labels of Helm's chart and of the kustomize installation."""
+    for folder in FOLDERS:
+        rules = of_kind(build(KUBE_DIR / folder), "NetworkPolicy")["spec"]["ingress"]
+        (peer,) = [peer for rule in rules for peer in rule["from"] if "matchExpressions" in peer["podSelector"]]
+        assert peer["namespaceSelector"] == {}, "in any namespace"
+        (match,) = peer["podSelector"]["matchExpressions"]
+        assert (match["key"], match["operator"]) == ("app.kubernetes.io/name", "In")
+        assert set(match["values"]) == {"kuberay-operator", "kuberay"}
 
 
 @pytest.mark.parametrize(("text", "value"), [("500m", 0.5), ("4Gi", 4 * 2**30), ("2", 2), (3, 3), ("1.5G", 1.5e9)])
@@ -403,6 +496,34 @@ def test_render_carries_the_configuration_along() -> None:
         assert {"name": "config", "mountPath": "/etc/nanoray", "readOnly": True} in pod["containers"][0]["volumeMounts"]
 
 
+def test_the_laptops_claim_asks_the_default_class() -> None:
+    """Also when it is rendered; a StorageClass that is named wins."""
+    for objects in (
+        build(KUBE_DIR / "overlays" / "laptop" / "job"),
+        render(kube_config(kube={"overlay": "laptop"}), "s"),
+    ):
+        assert not [o for o in objects if o["kind"] == "PersistentVolume"]
+        claim = of_kind(objects, "PersistentVolumeClaim")["spec"]
+        assert claim == {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "2Gi"}}}
+    named = render(kube_config(kube={"overlay": "laptop", "storage": "nfs", "storage_gib": 7}), "s")
+    claim = of_kind(named, "PersistentVolumeClaim")["spec"]
+    assert (claim["storageClassName"], claim["resources"]["requests"]["storage"]) == ("nfs", "7Gi")
+
+
+def test_each_job_has_a_disruption_budget_of_its_own() -> None:
+    """Two jobs of a namespace with different numbers of pods: neither budget counts the other's pods."""
+    budgets = {}
+    for name, workers in (("one", 2), ("two", 4)):
+        objects = render(kube_config(name=name, workers=workers), "s")
+        budget = of_kind(objects, "PodDisruptionBudget")
+        labels = [g["template"]["metadata"]["labels"] for g in groups(cluster_spec(of_kind(objects, "RayJob")) or {})]
+        assert all(budget["spec"]["selector"]["matchLabels"].items() <= own.items() for own in labels)
+        budgets[budget["metadata"]["name"]] = budget["spec"]["minAvailable"], labels[0]["app.kubernetes.io/instance"]
+    assert budgets == {"one": (3, "one"), "two": (5, "two")}
+    overlays = of_kind(build(KUBE_DIR / "overlays" / "cpu" / "cluster"), "PodDisruptionBudget")
+    assert not overlays["spec"]["selector"]["matchLabels"].items() <= labels[0].items(), "nor that of an overlay"
+
+
 def test_render_shapes_pods() -> None:
     shape = {"ranks_per_pod": 4, "cpus": 32, "memory_gib": 128, "shm_gib": 16, "image": "registry/nanoray:7"}
     job = of_kind(render(kube_config(device="cuda", workers=8, global_batch_size=16, kube=shape), "s"), "RayJob")
@@ -413,6 +534,68 @@ def test_render_shapes_pods() -> None:
     limits = {"cpu": "32", "memory": "128Gi", "nvidia.com/gpu": "4"}
     assert group["template"]["spec"]["containers"][0]["resources"] == {"requests": limits, "limits": limits}
     assert {c["image"] for c in containers(job)} == {"registry/nanoray:7"}
+
+
+@pytest.mark.parametrize(
+    ("overlay", "device", "flags", "pods", "limits", "shm", "params"),
+    [
+        ("cpu", "cpu", {}, 4, {"cpu": "1", "memory": "4Gi"}, "1Gi", {"num-cpus": "1"}),
+        ("laptop", "cpu", {}, 2, {"cpu": "0.75", "memory": "1.5Gi"}, "0.125Gi", {"num-cpus": "2"}),
+        ("laptop", "cpu", {"ranks_per_pod": 4}, 1, {"cpu": "1.5", "memory": "3Gi"}, "0.25Gi", {"num-cpus": "4"}),
+        ("laptop", "cpu", {"ranks_per_pod": 1}, 4, {"cpu": "0.75", "memory": "1.5Gi"}, "0.125Gi", {"num-cpus": "1"}),
+        ("cpu", "cpu", {"ranks_per_pod": 2, "cpus": 0.5}, 2, {"cpu": "0.5", "memory": "8Gi"}, "2Gi", {"num-cpus": "2"}),
+        (
+            *("single-pod", "cuda", {}, 1, {"cpu": "16", "memory": "64Gi", "nvidia.com/gpu": "4"}, "16Gi"),
+            {"num-cpus": "16", "num-gpus": "4"},
+        ),
+    ],
+)
+def test_pods_are_the_overlays_unless_their_size_is_given(
+    overlay: str, device: str, flags: Object, pods: int, limits: Object, shm: str, params: Object
+) -> None:
+    """A pod with more ranks than the overlay's gets that many times its resources; one with fewer keeps them."""
+    config = kube_config(device=device, workers=4, global_batch_size=12, kube={"overlay": overlay, **flags})
+    (group,) = of_kind(render(config, "s"), "RayJob")["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert group["replicas"] == pods
+    assert group["template"]["spec"]["containers"][0]["resources"]["limits"] == limits
+    assert group["template"]["spec"]["volumes"][1]["emptyDir"]["sizeLimit"] == shm
+    assert {k: v for k, v in group["rayStartParams"].items() if k != "object-store-memory"} == params
+
+
+def test_with_gcs_fault_tolerance_the_driver_is_not_on_the_head() -> None:
+    """Else it would die with the head, whatever the head's store keeps. All the other overlays are without both."""
+    for name in OVERLAYS:
+        job = of_kind(build(KUBE_DIR / "overlays" / name / "job"), "RayJob")["spec"]
+        head, worker = groups(job["rayClusterSpec"])
+        options = job["rayClusterSpec"].get("gcsFaultToleranceOptions")
+        assert bool(options) == ("entrypointResources" in job) == (name == "gcs-ft")
+        if options:
+            assert options["backend"] == "rocksdb"
+            asked = json.loads(job["entrypointResources"])
+            offered = json.loads(json.loads(worker["rayStartParams"]["resources"]))
+            assert all(0 < amount <= offered[key] for key, amount in asked.items())
+            assert "resources" not in head["rayStartParams"]
+        assert ("--head_timeout_s 300" in job["entrypoint"]) == bool(options)
+        if name in ("cpu", "gcs-ft"):
+            rendered = of_kind(render(kube_config(kube={"overlay": name}), "s"), "RayJob")["spec"]
+            assert ("--head_timeout_s 300" in rendered["entrypoint"]) == bool(options)
+            assert ("entrypointResources" in rendered) == bool(options)
+
+
+def test_every_overlay_has_the_documented_network_defaults() -> None:
+    """Plain Ethernet: the pod's interface by its name, no InfiniBand; in the pod of every rank, and of the driver."""
+    for folder in FOLDERS:
+        objects = build(KUBE_DIR / folder)
+        (values,) = [o["data"] for o in objects if o["metadata"]["name"] == "nanoray-nccl"]
+        assert values["NCCL_IB_DISABLE"] == ("0" if folder == "statefulset-rdma" else "1")
+        assert values["NCCL_SOCKET_IFNAME"] == values["GLOO_SOCKET_IFNAME"] == "eth0"
+        trains = [
+            o for o in objects if cluster_spec(o) or o["kind"] == "StatefulSet" or "torchrun" in o["metadata"]["name"]
+        ]
+        assert trains
+        for template in [template for thing in trains for template, _ in templates(thing)]:
+            refs = [source["configMapRef"]["name"] for source in template["spec"]["containers"][0]["envFrom"]]
+            assert refs == ["nanoray-proxy", "nanoray-nccl"], folder
 
 
 def test_render_mig_and_storage_class() -> None:
@@ -430,7 +613,7 @@ def test_render_mig_and_storage_class() -> None:
     [
         ({"workers": "auto"}, "give --workers N"),
         ({"device": "auto"}, "give --workers N --device"),
-        ({"kube": {"overlay": "gpu"}}, "there is no overlay 'gpu'; one of cpu, kueue"),
+        ({"kube": {"overlay": "gpu"}}, "there is no overlay 'gpu'; one of cpu, gcs-ft, kueue"),
         ({"workers": 3, "global_batch_size": 3, "kube": {"ranks_per_pod": 2}}, "use --workers 4"),
         ({"dataset": "/home/me/text.txt"}, "is a path of this machine"),
         ({"resume": "auto"}, "is no folder of the volume; give --resume /data/runs/FOLDER"),
@@ -514,11 +697,76 @@ def test_dry_runs_print_every_step_and_touch_nothing(line: str, tmp_path: Path) 
     script, *args = line.split()
     env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
     command = ["bash", str(KUBE_DIR / "scripts" / script), "--dry-run", *args]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
     assert (done.returncode == 0) != ("is-none" in line), done.stdout + done.stderr
     for part in DRY_RUNS[line]:
         assert part in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+KUBECTL = """#!/bin/bash
+# What kubectl answers about an operator of either label, in a namespace of its own. `logs` takes no -A.
+case " $* " in
+  *" logs "*" -A "* | *" -A "*" logs "*) echo "error: unknown shorthand flag: 'A' in -A" >&2; exit 1 ;;
+  *" -A -l "*custom-columns*) [ "$NO_OPERATOR" = 1 ] || echo "ray-system   operator-x" ;;
+  *" -n ray-system logs operator-x "*) echo "operator says auth_token=secret http://me:secret@proxy" ;;
+  *" -n nanoray get pods -o name "*) echo pod/words-head-x ;;
+  *" exec words-head-x "*) echo "driver says" ;;
+  *) echo "$*" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("operator", [True, False])
+def test_the_bundle_has_the_operators_log_and_no_secret(operator: bool, tmp_path: Path) -> None:
+    (tmp_path / "kubectl").write_text(KUBECTL)
+    (tmp_path / "kubectl").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "TMPDIR": str(tmp_path), "NO_OPERATOR": "" if operator else "1"}
+    command = ["bash", str(KUBE_DIR / "scripts" / "bundle.sh"), "x.tar.gz"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stdout) == (0, "x.tar.gz\n"), done.stderr
+    with tarfile.open(tmp_path / "x.tar.gz") as archive:
+        files = {m.name: archive.extractfile(m).read().decode() for m in archive.getmembers() if m.isfile()}  # type: ignore[union-attr]
+    assert "failed: " not in "".join(files.values())
+    log = "operator says auth_token=(removed) http://(removed)@proxy\n"
+    assert files["./operator.log"] == (log if operator else "no operator pod was found, or it may not be read\n")
+    assert files["./driver.log"] == "driver says\n"
+    assert "kuberay-operator,kuberay" in files["./operator.txt"]
+
+
+def test_a_dataset_job_without_internet_says_so_once_and_takes_a_cache_that_comes(
+    shakespeare: Path, tmp_path: Path
+) -> None:
+    """The manifest's command, as a process: one remedy over several tries, pauses that grow, then the text is there."""
+    (job,) = [o for o in build(KUBE_DIR / "overlays" / "cpu" / "job") if o["kind"] == "Job"]
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert (job["spec"]["backoffLimit"], job["spec"]["template"]["spec"]["restartPolicy"]) == (0, "Never")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho try >> {tmp_path}/tries\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    env = {item["name"]: item.get("value", "") for item in container["env"]} | {"FIRST_PAUSE_S": "1"}
+    env |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HOSTNAME": "dataset-pod", "https_proxy": "http://127.0.0.1:9"}
+    env |= {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
+    log = tmp_path / "log"
+    with log.open("w") as out:
+        process = subprocess.Popen([*container["command"], *container["args"]], env=env, stdout=out, stderr=out)
+    try:
+        end = time.monotonic() + 120
+        (tmp_path / "tries").touch()
+        while len((tmp_path / "tries").read_text().split()) < 3:
+            assert time.monotonic() < end, log.read_text()
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.2)
+        said = log.read_text()
+        assert said.count("error: cannot get Shakespeare from") == 1
+        assert said.count(f"cp input.txt dataset-pod:{tmp_path}/cache/nanoray/shakespeare.txt") == 1
+        (tmp_path / "cache" / "nanoray").mkdir(parents=True)
+        shutil.copy(shakespeare, tmp_path / "cache" / "nanoray" / "shakespeare.txt")
+        assert process.wait(120) == 0, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+    assert log.read_text().removeprefix(said).splitlines()[-1] == "dry run: nothing was started"
 
 
 @pytest.mark.parametrize("path", [p for p in SCRIPTS if p.name != "lib.sh"], ids=lambda p: p.name)

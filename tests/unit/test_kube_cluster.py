@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 import socket
+import threading
+import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -78,19 +83,21 @@ def test_no_kuberay_gives_the_install_command(server: ApiServer, submit: list[st
     assert server.objects == {}, "nothing was applied"
 
 
+@pytest.mark.parametrize("label", ["kuberay-operator", "kuberay"], ids=["helm", "kustomize"])
 @pytest.mark.parametrize(
     ("image", "line"),
     [("quay.io/kuberay/operator:v1.7.0", "kuberay: 1.7.0"), ("mirror/operator@sha256:0", "kuberay: version unknown")],
 )
-def test_the_operators_version_is_said(server: ApiServer, image: str, line: str) -> None:
-    _operator(server, image)
+def test_the_operators_version_is_said(server: ApiServer, image: str, line: str, label: str) -> None:
+    _operator(server, image, label)
+    _operator(server, "quay.io/kuberay/operator:v0.1.0", "another")
     assert check_operator(Api()) == line
 
 
-def _operator(server: ApiServer, image: str) -> None:
-    labels = {"app.kubernetes.io/name": "kuberay-operator"}
+def _operator(server: ApiServer, image: str, label: str = "kuberay-operator") -> None:
+    labels = {"app.kubernetes.io/name": label}
     spec = {"template": {"spec": {"containers": [{"image": image}]}}}
-    server.objects["deployments", "k", "o"] = {"metadata": {"name": "o", "labels": labels}, "spec": spec}
+    server.objects["deployments", "k", label] = {"metadata": {"name": label, "labels": labels}, "spec": spec}
 
 
 def test_an_old_operator_is_refused(server: ApiServer, submit: list[str], capsys: Any) -> None:
@@ -132,7 +139,9 @@ def test_a_job_that_runs_is_not_replaced(server: ApiServer, submit: list[str], c
 
 def test_dry_run_touches_nothing(server: ApiServer, submit: list[str], capsys: Any) -> None:
     assert main([*submit, "--dry_run"]) == 0
-    assert "would apply RayJob words" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "would apply RayJob words" in out
+    assert "fit    not compared with the nodes: there is none yet" in out
     assert server.objects == {}
 
 
@@ -277,6 +286,152 @@ def test_every_kind_that_is_rendered_has_a_path() -> None:
             assert path_of(thing["kind"], "n", "x").startswith(
                 "/api/v1/" if thing["apiVersion"] == "v1" else f"/apis/{thing['apiVersion']}/"
             )
+
+
+# Attempts.
+
+
+@pytest.fixture
+def logs(server: ApiServer) -> Iterator[dict[str, str]]:
+    """What Ray's jobs API answers as the log of a job, by the job's id; a head with a token is there."""
+    found: dict[str, str] = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            _, _, kind, *rest = self.path.split("/")
+            assert kind == "jobs"
+            job, text = rest[0], found.get(rest[0], "")
+            metadata = json.loads(found.get(f"{job} metadata", "null"))
+            body = json.dumps({"logs": text} if rest[1:] == ["logs"] else {"metadata": metadata}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: Any) -> None:
+            """Print nothing."""
+
+    ray = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=ray.serve_forever, daemon=True).start()
+    for cluster in ("words-abc", "words-def"):
+        server.proxies[f"{cluster}-head-svc"] = f"http://127.0.0.1:{ray.server_port}"
+        env = [{"name": "RAY_AUTH_TOKEN", "valueFrom": {"secretKeyRef": {"name": "token", "key": "auth_token"}}}]
+        labels = {"ray.io/cluster": cluster, "ray.io/node-type": "head"}
+        head = {"metadata": {"name": f"{cluster}-head", "labels": labels}, "spec": {"containers": [{"env": env}]}}
+        server.objects["pods", "nanoray", f"{cluster}-head"] = head
+    server.objects["secrets", "nanoray", "token"] = {"metadata": {"name": "token"}, "data": {"auth_token": "eA=="}}
+    yield found
+    ray.shutdown()
+    ray.server_close()
+
+
+def test_every_attempt_is_shown_with_its_number_and_its_whole_log(server: ApiServer, logs: dict[str, str]) -> None:
+    """A retry on another cluster, then a new head of that cluster, where the same job is submitted once more."""
+    running = {"jobDeploymentStatus": "Running", "jobStatus": "RUNNING"}
+    job = rayjob(server, **running, rayClusterName="words-abc", jobId="words-1")
+    logs["words-1"] = "start\nstep 1 of the first\nhalf a li"
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        if line == "step 1 of the first":
+            job["status"] = {"jobDeploymentStatus": "Retrying", "jobStatus": "FAILED", "message": "exit 1", "failed": 1}
+        elif line.startswith("job    Retrying"):
+            job["status"] = running | {"rayClusterName": "words-def", "jobId": "words-2", "failed": 1}
+            logs["words-2"] = "start\nstep 1 of the second\nstep 2 of the second\n"
+        elif line == "step 2 of the second":
+            logs["words-2"] = "start\nstep 2 on a new head\n"  # shorter than what was printed
+        elif line == "step 2 on a new head":
+            job["status"] |= {"jobDeploymentStatus": "Complete", "jobStatus": "SUCCEEDED"}
+            logs["words-2"] += "the end, without a newline"
+
+    guard = threading.Timer(20, lambda: job.update(status={"jobDeploymentStatus": "Failed", "jobStatus": "stuck"}))
+    guard.start()
+    assert Follower(Api(), "nanoray", "words", say, poll_s=0.01).run()["jobStatus"] == "SUCCEEDED", said
+    guard.cancel()
+    assert [line for line in said if not re.match("job    (Running|Complete)", line)] == [
+        "try    1: Ray job words-1 on RayCluster words-abc",
+        "start",
+        "step 1 of the first",
+        "job    Retrying/FAILED after 0 s: exit 1",
+        "try    2: Ray job words-2 on RayCluster words-def",
+        "start",
+        "step 1 of the second",
+        "step 2 of the second",
+        "try    3: Ray job words-2 on RayCluster words-def",
+        "start",
+        "step 2 on a new head",
+        "the end, without a newline",
+    ]
+
+
+def test_a_late_follower_and_status_know_the_attempt(server: ApiServer, logs: dict[str, str], capsys: Any) -> None:
+    """The operator counts the attempts that failed; after the last one, that one is among them."""
+    status = {"rayClusterName": "words-def", "jobId": "words-3", "failed": 2}
+    job = rayjob(server, **status, jobDeploymentStatus="Running", jobStatus="RUNNING")
+    assert main(["status", "words"]) == 0
+    assert "job    words Running/RUNNING, attempt 3\n" in capsys.readouterr().out
+    job["status"] |= {"jobDeploymentStatus": "Failed", "jobStatus": "FAILED", "failed": 3}
+    assert main(["logs", "words", "--follow"]) == 1
+    assert "try    3: Ray job words-3 on RayCluster words-def\n" in capsys.readouterr().out
+
+
+def test_status_tells_step_loss_and_eta_while_the_job_runs_and_afterwards(
+    server: ApiServer, logs: dict[str, str], tmp_path: Path, capsys: Any
+) -> None:
+    """From the Ray job's metadata, which the driver keeps up to date; when the cluster is gone, from the volume."""
+    job = rayjob(
+        server, rayClusterName="words-abc", jobId="words-1", jobDeploymentStatus="Running", jobStatus="RUNNING"
+    )
+    assert main(["status", "words"]) == 0
+    assert "run    nothing known of its steps: the job's entrypoint names no --out_dir" in capsys.readouterr().out
+    job["spec"]["entrypoint"] = "exec python -m nanoray.launch --out_dir /data/runs/words-1 --resume auto"
+    logs["words-1 metadata"] = json.dumps({"owner": "me", "nanoray_state": "training", "nanoray_step": "7/40"})
+    assert main(["status", "words"]) == 0
+    assert "run    state training · step 7/40\n" in capsys.readouterr().out
+    logs["words-1 metadata"] = json.dumps({"owner": "me"})
+    assert main(["status", "words"]) == 0
+    assert "run    nothing known of its steps: no TensorBoard pod runs" in capsys.readouterr().out
+    job["status"] |= {"jobDeploymentStatus": "Complete", "jobStatus": "SUCCEEDED"}
+    _tensorboard(server)
+    assert main(["status", "words"]) == 0
+    assert "run    nothing known of its steps: sh -c" in capsys.readouterr().out
+    for name, step in (("2026-01-01_000000_words", 3), ("2026-01-02_000000_words", 20)):
+        run = tmp_path / "volume" / "runs" / "words-1" / name
+        run.mkdir(parents=True)
+        record = {"step": step, "train/loss": 2.5, "val/loss": 2.75, "time/step_ms": 3000.0}
+        (run / "metrics.jsonl").write_text('{"step": 1}\n' + json.dumps(record) + "\n")
+        (run / "config.json").write_text('{\n  "max_steps": 40\n}\n')
+    assert main(["status", "words"]) == 0
+    line = "folder /data/runs/words-1/2026-01-02_000000_words · step 20/40 · loss 2.5000 · val_loss 2.7500 · eta 1:00"
+    assert f"run    {line}\n" in capsys.readouterr().out
+    (run / "metrics.jsonl").write_text("")
+    assert main(["status", "words"]) == 0
+    assert "nothing known of its steps: /data/runs/words-1 has no run with a record yet" in capsys.readouterr().out
+
+
+def test_a_follower_annotates_the_rayjob(server: ApiServer, logs: dict[str, str]) -> None:
+    """With the user's rights: the operator copies no metadata, and pods have no token. A refusal is no error."""
+    job = rayjob(
+        server, rayClusterName="words-abc", jobId="words-1", jobDeploymentStatus="Running", jobStatus="RUNNING"
+    )
+    job["spec"]["entrypoint"] = "kept"
+    logs["words-1 metadata"] = json.dumps({"nanoray_step": "7/40", "nanoray_loss": "2.5", "owner": "me"})
+    logs["words-1"] = "one\n"
+    server.refusals["PATCH rayjobs"] = (403, "forbidden")
+    follower = Follower(Api(), "nanoray", "words", print, poll_s=0.01, annotate_s=0.0)
+    threading.Timer(0.3, server.refusals.clear).start()
+
+    def end() -> None:
+        deadline = time.monotonic() + 20
+        while "annotations" not in job["metadata"] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        job["status"] |= {"jobDeploymentStatus": "Complete", "jobStatus": "SUCCEEDED"}
+
+    threading.Thread(target=end, daemon=True).start()
+    follower.run()
+    assert job["metadata"].get("annotations") == {"nanoray/step": "7/40", "nanoray/loss": "2.5"}
+    assert job["spec"]["entrypoint"] == "kept"
 
 
 # fetch.

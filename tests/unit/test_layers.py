@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A room may import from the rows above its own, and from itself. docs/architecture.md draws the same picture.
 ROWS = [
     {"errors", "atomic", "output"},
-    {"metrics", "points"},
+    {"metrics", "points", "model_options"},
     {"config"},
     {"cli", "mesh", "faults"},
     {"state", "data", "models"},
@@ -22,14 +22,14 @@ ROWS = [
     {"checkpoint", "trace"},
     {"train"},
     {"launch"},
-    {"kube", "check", "sample", "mig"},
+    {"kube", "check", "sample", "mig", "report"},
     {"bench"},
     {"__main__"},
 ]
 ROW = {room: i for i, row in enumerate(ROWS) for room in row}
 MAY_IMPORT_RAY = {"launch", "bench"}
 LOOP_LINES, FUNCTION_LINES, FILE_LINES = 120, 80, 500
-PACKAGE_LINES, BENCH_LINES, KUBE_LINES = 13000, 7250, 1500  # what trains and survives, what measures, what deploys
+PACKAGE_LINES, BENCH_LINES, KUBE_LINES = 22200, 9450, 1510  # what trains and survives, what measures, what deploys
 
 
 def module_name(path: Path) -> str:

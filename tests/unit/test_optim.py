@@ -10,6 +10,7 @@ from torch import nn
 
 from nanoray.config import Config, load_config, make_config
 from nanoray.errors import CheckpointError, ConfigError
+from nanoray.mesh.pieces import whole_shards
 from nanoray.models.costs import scaling_parameters
 from nanoray.models.gpt import ModelShape
 from nanoray.state import load_optimizer_tensors, optimizer_tensors
@@ -63,10 +64,10 @@ def test_state_goes_out_and_comes_back() -> None:
         optimizer.zero_grad()
 
     step(a, first)
-    tensors = optimizer_tensors(first, a)
+    tensors = optimizer_tensors(first, whole_shards(a))
     assert sorted(tensors) == sorted(f"{k}.{n}" for k in ("exp_avg", "exp_avg_sq", "step") for n in ("weight", "bias"))
     b.load_state_dict(a.state_dict())
-    load_optimizer_tensors(second, b, tensors)
+    load_optimizer_tensors(second, whole_shards(b), tensors)
     step(a, first)
     step(b, second)
     assert torch.equal(a.weight, b.weight)
@@ -77,12 +78,12 @@ def test_foreign_state_is_refused() -> None:
     model = nn.Linear(3, 2)
     adam, sgd = make_optimizer(model, config()), make_optimizer(model, config(optimizer="sgd"))
     with pytest.raises(CheckpointError, match="optimizer state holds nothing, but AdamW needs"):
-        load_optimizer_tensors(adam, model, {})
+        load_optimizer_tensors(adam, whole_shards(model), {})
     one = {f"{k}.weight": torch.zeros(2, 3) for k in ("exp_avg", "exp_avg_sq")} | {"step.weight": torch.zeros(())}
     with pytest.raises(CheckpointError, match="but SGD needs nothing; resume with the optimizer that wrote it"):
-        load_optimizer_tensors(sgd, model, one)
+        load_optimizer_tensors(sgd, whole_shards(model), one)
     with pytest.raises(CheckpointError, match="does not fit this model's parameters"):
-        load_optimizer_tensors(adam, model, one | {"exp_avg.weight": torch.zeros(9)})
+        load_optimizer_tensors(adam, whole_shards(model), one | {"exp_avg.weight": torch.zeros(9)})
 
 
 def test_scaling_rules_at_their_reference_point_change_nothing() -> None:

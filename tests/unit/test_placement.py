@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import signal
 import socket
+import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +14,10 @@ import pytest
 from ray.exceptions import GetTimeoutError
 
 from nanoray.config import load_config
-from nanoray.errors import PlacementError
-from nanoray.launch.placement import HEAD_TIMEOUT_S, ClusterWatch, Placement
+from nanoray.errors import ConfigError, PlacementError
+from nanoray.launch.cluster_watch import HEAD_TIMEOUT_S, LEAVE_S, ClusterWatch
+from nanoray.launch.placement import Placement
+from nanoray.launch.signals import Stop, StopRequested
 from tests.harness.scripted_ray import ScriptedTime
 
 
@@ -27,8 +33,10 @@ class Cluster:
             placement_group_table=self._table,
             remove_placement_group=self._remove,
         )
-        available = {f"id{i}": ({} if not free else node) for i, node in enumerate(nodes)}
-        self._private = SimpleNamespace(state=SimpleNamespace(available_resources_per_node=lambda: available))
+        self._private = SimpleNamespace(state=SimpleNamespace(available_resources_per_node=self._available))
+
+    def _available(self) -> dict[str, dict[str, float]]:
+        return {f"id{i}": ({} if not self.free else node) for i, node in enumerate(self.all)}
 
     def nodes(self) -> list[dict[str, Any]]:
         alive = [
@@ -67,9 +75,18 @@ class Cluster:
         return [("node0", [device]) for device in self.devices]
 
 
-def make(cluster: Cluster, **config: Any) -> Placement:
+def make(cluster: Cluster, check: Callable[[], None] = lambda: None, **config: Any) -> Placement:
     values: dict[str, Any] = {"device": "auto", "global_batch_size": 12, "micro_batch_size": 1}
-    return Placement.make(load_config(preset="tiny", overrides=values | config), api=cluster)
+    return Placement.make(load_config(preset="tiny", overrides=values | config), check, api=cluster)
+
+
+def test_a_precision_of_gpus_is_refused_on_a_cluster_without_any() -> None:
+    cluster = Cluster({"CPU": 4.0})
+    with pytest.raises(
+        ConfigError, match="precision = tf32 is a format of GPUs, but there is none; use precision fp32"
+    ):
+        make(cluster, workers=2, precision="tf32")
+    assert cluster.bundles == [], "before anything is reserved"
 
 
 def test_ranks_are_ordered_by_node() -> None:
@@ -131,6 +148,82 @@ def test_a_request_that_never_fits_is_refused_at_once(
     assert cluster.bundles == [], "nothing was reserved"
 
 
+@pytest.fixture
+def in_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a pod that KubeRay's operator made."""
+    monkeypatch.setenv("RAY_USAGE_STATS_KUBERAY_IN_USE", "1")
+
+
+def joining(cluster: Cluster, *later: dict[str, float], after: int = 2) -> Callable[[], None]:
+    """A check that is called while a placement waits: every `after` calls another node has joined the cluster."""
+    calls, nodes = itertools.count(1), list(later)
+
+    def check() -> None:
+        if next(calls) % after == 0 and nodes:
+            cluster.all = (*cluster.all, nodes.pop(0))
+
+    return check
+
+
+def test_a_head_without_workers_waits_for_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """The operator submits the job again before the worker pods have come back."""
+    cluster = Cluster({})
+    place = make(
+        cluster, joining(cluster, {"CPU": 1.0}, {"CPU": 1.0}), workers=2, cpus_per_worker=1, placement_timeout_s=60
+    )
+    assert place.workers == 2
+    assert cluster.bundles == [{"CPU": 1.0}] * 2
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "wait   at most 60 s for more nodes: no room for workers = 2; total per node: 10.0.0.0 has nothing"
+    assert second.endswith("10.0.0.0 has nothing; 10.0.0.1 has 1 CPU")
+
+
+@pytest.mark.usefixtures("in_a_pod")
+def test_in_kubernetes_fewer_pods_than_ranks_need_are_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also for GPUs, while some pods are there; one line per change, not per look."""
+    cluster = Cluster({}, {"CPU": 4.0, "GPU": 1.0}, devices=("0", "0"))
+    place = make(cluster, joining(cluster, {"CPU": 4.0, "GPU": 1.0}, after=4), workers=2, device="cuda")
+    assert (place.kind, place.workers) == ("cuda", 2)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1
+    assert lines[0].endswith(
+        "no room for workers = 2; total per node: 10.0.0.0 has nothing; 10.0.0.1 has 1 GPU + 4 CPU"
+    )
+
+
+@pytest.mark.usefixtures("in_a_pod")
+@pytest.mark.parametrize("second", [True, False])
+def test_ranks_share_no_cpu_while_pods_are_still_coming(second: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks would fit on the first pod, at half a CPU each; where no other one comes they do."""
+    monkeypatch.setattr("nanoray.launch.placement.ASSEMBLED_S", 1.5)
+    cluster = Cluster({}, {"CPU": 1.0})
+    make(cluster, joining(cluster, *[{"CPU": 1.0}] * second), workers=2, device="cpu")
+    assert cluster.bundles == [{"CPU": 1.0 if second else 0.5}] * 2
+
+
+@pytest.mark.usefixtures("in_a_pod")
+def test_nodes_that_never_join_are_an_error_in_time() -> None:
+    cluster = Cluster({})
+    with pytest.raises(PlacementError) as caught:
+        make(cluster, workers=2, device="cpu", placement_timeout_s=1)
+    assert "available per node: none CPUs" in str(caught.value)
+    assert "waited 1 s for more nodes: see why they do not join, or raise --placement_timeout_s" in str(caught.value)
+    assert cluster.bundles == []
+
+
+def test_a_stop_ends_the_wait_for_nodes() -> None:
+    stop, calls = Stop(), itertools.count()
+
+    def check() -> None:
+        if next(calls) == 2:
+            stop(signal.SIGTERM, None)
+        stop.check()
+
+    with pytest.raises(StopRequested):
+        make(Cluster({}), check, workers=2, device="cpu")
+    assert next(calls) == 3
+
+
 def test_a_busy_cluster_is_an_error_in_time() -> None:
     cluster = Cluster({"CPU": 2.0}, free=False)
     with pytest.raises(PlacementError) as caught:
@@ -143,42 +236,102 @@ def test_a_busy_cluster_is_an_error_in_time() -> None:
 # The watch over the head.
 
 
-def watch(time: ScriptedTime) -> tuple[ClusterWatch, socket.socket, dict[str, int]]:
-    """A watch over a head that listens, and a run on node 1 and node 2."""
-    head, draining = socket.create_server(("127.0.0.1", 0)), dict[str, int]()
-    api = SimpleNamespace(
-        get_runtime_context=lambda: SimpleNamespace(gcs_address=f"127.0.0.1:{head.getsockname()[1]}"),
-        util=SimpleNamespace(placement_group_table=lambda group: {"bundles_to_node_id": {0: "node1", 1: "node2"}}),
-        _private=SimpleNamespace(state=SimpleNamespace(state=SimpleNamespace(get_draining_nodes=lambda: draining))),
+def watch(clock: ScriptedTime) -> tuple[ClusterWatch, socket.socket, dict[str, int], dict[str, float]]:
+    """A watch over a head that listens, a run on node1 and node2 with a driver on node0, and node3 without it."""
+    head, draining, free = socket.create_server(("127.0.0.1", 0)), dict[str, int](), {"node2": 5.0, "node3": 0.0}
+    address = f"127.0.0.1:{head.getsockname()[1]}"
+    state = SimpleNamespace(
+        state=SimpleNamespace(get_draining_nodes=lambda: draining),
+        available_resources_per_node=lambda: {node: {"CPU": cpus} for node, cpus in free.items()},
     )
-    return ClusterWatch(Placement(None, "cpu", {"CPU": 1.0}, (0, 1)), api, time), head, draining  # type: ignore[arg-type]
+    gcs = SimpleNamespace(internal_kv_get=lambda *_: b"")
+    api = SimpleNamespace(
+        get_runtime_context=lambda: SimpleNamespace(gcs_address=address, get_node_id=lambda: "node0"),
+        util=SimpleNamespace(placement_group_table=lambda group: {"bundles_to_node_id": {0: "node1", 1: "node2"}}),
+        nodes=lambda: [{"NodeID": n, "NodeManagerAddress": "", "Resources": {}, "Alive": True} for n in free],
+        _private=SimpleNamespace(state=state, worker=SimpleNamespace(global_worker=SimpleNamespace(gcs_client=gcs))),
+    )
+    place = Placement(None, "cpu", {"CPU": 1.0}, (0, 1))  # type: ignore[arg-type]
+    return ClusterWatch(place, api, clock), head, draining, free
 
 
 def test_a_head_that_is_gone_is_known_at_once_and_reported_after_a_while() -> None:
-    time = ScriptedTime()
-    cluster, head, _ = watch(time)
+    clock = ScriptedTime()
+    cluster, head, _, _ = watch(clock)
     with cluster:
-        time.sleep(10.0)
+        clock.sleep(10.0)
         cluster.check()
         assert cluster.head_answers()
         head.close()
         assert not cluster.head_answers()
-        time.sleep(HEAD_TIMEOUT_S - 1)
+        clock.sleep(HEAD_TIMEOUT_S - 1)
         cluster.check()
         assert cluster.trouble() == ""
-        time.sleep(2.0)
+        clock.sleep(2.0)
         assert cluster.trouble() == "the cluster's head has not answered for 15 s"
+        cluster.head_timeout_s = 300.0  # with GCS fault tolerance
+        assert cluster.trouble() == ""
+        cluster._answered_at -= 300.0 - HEAD_TIMEOUT_S
+        assert cluster.trouble() == "the cluster's head has not answered for 300 s"
 
 
-def test_only_the_nodes_of_this_run_matter() -> None:
-    cluster, head, draining = watch(ScriptedTime())
+def test_another_head_in_the_place_of_the_old_one_is_asked_nothing_more() -> None:
+    """Ray aborts a driver whose question about drained nodes such a head refuses."""
+    cluster, head, draining, _ = watch(ScriptedTime())
+
+    def refuse(*_: Any) -> bytes:
+        raise RuntimeError("RPC error: WrongClusterID: Perhaps the client is accessing GCS after it has restarted.")
+
     with cluster, head:
-        draining["node9"] = 0
+        assert cluster.head_answers()
+        cluster._api._private.worker.global_worker.gcs_client.internal_kv_get = refuse
+        cluster._api._private.state.state.get_draining_nodes = lambda: pytest.fail("Ray aborts here")
+        draining["node0"] = 0
+        cluster.check()
+        assert cluster.replaced
+        assert cluster.head_lost
+        assert not cluster.head_answers()
+        assert cluster.trouble() == "another head has taken the place of the cluster's head, and does not know this run"
+        assert not cluster.draining
+
+
+def test_only_a_drain_of_the_drivers_node_is_trouble() -> None:
+    cluster, head, draining, _ = watch(ScriptedTime())
+    with cluster, head:
+        draining |= {"node2": 0, "node9": 0}
         cluster.check()
         assert cluster.trouble() == ""
-        draining["node2"] = 0
+        draining["node0"] = 0
         cluster.check()
-        assert cluster.trouble() == "node node2 is being drained"
-        draining["node2"] = 1
+        assert cluster.trouble() == "the driver's node node0 is being drained"
+        draining["node0"] = 1
         cluster.check()
-        assert cluster.trouble() == "node node2 is being drained, 0 s left"
+        assert cluster.trouble() == "the driver's node node0 is being drained, 0 s left"
+
+
+def test_ranks_leave_a_drained_node_when_others_have_room_or_time_is_short() -> None:
+    cluster, head, draining, free = watch(ScriptedTime())
+
+    def notice(left_s: float | None) -> None:
+        draining["node2"] = int(1e3 * (time.time() + left_s)) if left_s else 0
+        cluster.check()
+
+    with cluster, head:
+        notice(None)
+        assert not cluster.should_leave(["node2"], save_first=False), "its own free CPUs are no room"
+        notice(LEAVE_S + 5)
+        assert not cluster.should_leave(["node2"], save_first=False)
+        assert cluster.should_leave(["node2"], save_first=True), "a checkpoint takes longer than a step"
+        assert cluster.vacated_in_s == pytest.approx(LEAVE_S + 5, abs=1.0)
+        assert cluster.avoided(1) == set(), "a new actor waits in its bundle"
+        notice(LEAVE_S - 1)
+        assert cluster.should_leave(["node2"], save_first=False)
+        notice(None)
+        assert cluster.vacated_in_s == 0.0
+        free["node3"] = 1.0
+        cluster.check()
+        assert cluster.should_leave(["node2"], save_first=False)
+        assert not cluster.should_leave(["node2", "node2"], save_first=False), "there is room for one"
+        assert cluster.avoided(0) == set(), "its bundle is on a node that stays"
+        assert cluster.avoided(1) == {"node2"}
+        assert cluster.avoided(1) == set(), "the room is taken"

@@ -4,32 +4,17 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from nanoray.bench.simulate import (
-    FLAT,
-    MODELS,
-    TOPOLOGY_DIR,
-    Bucket,
-    Cost,
-    Event,
-    Link,
-    Schedule,
-    Step,
-    Topology,
-    Work,
-    all_reduce,
-    best,
-    fit,
-    load_topology,
-    scaling,
-    simulate,
-)
+from nanoray.bench.simulate import Work, fit, scaling
 from nanoray.errors import ConfigError
 from nanoray.mesh.algorithms import ALGORITHMS
+from nanoray.mesh.links import FLAT, MODELS, TOPOLOGY_DIR, Cost, Link, Topology, all_reduce, best, load_topology
+from nanoray.parallel.simulate import Bucket, Event, Schedule, Step, simulate
 
 MB = 1_000_000
 ALPHA_S, BETA = 50e-6, 1 / 2e9
@@ -314,3 +299,33 @@ def test_more_ranks_never_scale_better() -> None:
         points = scaling(NODES, WORK, [2**i for i in range(4, 15)], algorithm)
         assert all(a.efficiency >= b.efficiency - 1e-9 for a, b in pairwise(points))
         assert math.isfinite(points[-1].step_s)
+
+
+# Steps that wait in the midst of their layers
+
+
+def test_waits_lie_between_compute_and_before_the_bucket_that_follows() -> None:
+    """
+    compute  F F w B B B w w w . O    a bucket after all of backward and its waits: 2 + 1 + 3 + 3, then 2 of its own
+    """
+    step = Step(2, 3, 1, (Bucket(3, 2),), (Cost(0.5, 0.5), Cost(0.0, 3.0)))
+    plan = simulate(step, price)
+    assert comm(plan)[-1] == ("lane 0", "bucket 0", 9, 11)
+    assert [e for e in plan.events if e.track == "waits"] == [("waits", "forward", 2, 3), ("waits", "backward", 6, 9)]
+    assert (plan.step_s, plan.exposed_s) == (12, 2)
+
+
+def test_waits_are_spread_over_backward() -> None:
+    """Half of backward's 4 seconds of waiting comes before the bucket at half of it: forward 0, ready at 2 + 2."""
+    step = Step(0, 4, 0, (Bucket(2, 1),), (Cost(0, 0), Cost(4.0, 0.0)))
+    (bucket,) = [event for event in simulate(step, price).events if event.name == "bucket 0"]
+    assert (bucket.start_s, bucket.end_s) == (4, 5)
+
+
+def test_waits_share_a_link_or_have_their_own() -> None:
+    """A bucket of 3 seconds is ready at 5; one of them passes beside compute, the others beside a wait from 6 on."""
+    step = Step(0, 2, 0, (Bucket(1, 3),), (Cost(0, 0), Cost(0.0, 8.0)))
+    own, shared = (simulate(replace(step, one_link=one_link), price) for one_link in (False, True))
+    buckets = [next(e for e in plan.events if e.name == "bucket 0") for plan in (own, shared)]
+    assert [(e.start_s, e.end_s) for e in buckets] == [(5, 8), (5, 10)]
+    assert (own.step_s, shared.step_s) == (10, 12)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +18,7 @@ import pytest
 from nanoray.errors import CheckpointError, ConfigError, RendezvousError, StateDiverged
 from nanoray.faults.cause import CAUSES
 from nanoray.faults.progress import ProgressFile
-from nanoray.launch.worker import LostPeer, Worker
+from nanoray.launch.worker import DRIVER_SILENT_S, HEADLESS_S, LostPeer, Worker
 from nanoray.mesh.rendezvous import Order, Rendezvous
 from nanoray.run import RunSpec
 from tests.harness.commands import watchers_of
@@ -35,10 +37,11 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunSpec]:
         os.waitpid(pid, 0)
 
 
-def worker(train: Train | None = None, rank: int | None = 1, gpus: tuple[str, ...] = ()) -> Worker:
+def worker(train: Train | None = None, rank: int | None = 1, gpus: tuple[str, ...] = (), head: str = "") -> Worker:
+    context = SimpleNamespace(get_node_id=lambda: "node1", get_actor_id=lambda: "actor1", gcs_address=head)
     api = SimpleNamespace(
         get_gpu_ids=lambda: list(gpus),
-        get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "node1", get_actor_id=lambda: "actor1"),
+        get_runtime_context=lambda: context,
         util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"),
     )
     return Worker("a-run", rank, train=train, api=api)
@@ -111,7 +114,7 @@ def test_an_outcome_is_returned_and_messages_wait_for_a_poll(spec: RunSpec) -> N
 def test_a_stop_outranks_a_pause(spec: RunSpec, calls: list[str], order: int, direction: int) -> None:
     def train(run: RunSpec, r: Rendezvous, watchers: Any, wanted: Callable[[], int], *_: Any) -> dict[str, Any]:
         for name in calls[::direction]:
-            getattr(rank, name)()
+            rank.stop() if name == "stop" else rank.pause(spec.attempt)
         return {"order": wanted()}
 
     rank = worker(train)
@@ -132,7 +135,7 @@ def test_a_survivor_waits_for_the_newest_attempt(spec: RunSpec) -> None:
         run: RunSpec, r: Rendezvous, watchers: Any, wanted: Callable[[], int], store: Any, rejoin: Any
     ) -> dict[str, Any]:
         ProgressFile(run.progress(1)).set(7, "backward")
-        rank.pause()
+        rank.pause(run.attempt)
         gate.wait(10)
         run, r = rejoin("connection closed")
         return {"attempt": run.attempt, "world_size": r.world_size, "order": wanted()}
@@ -147,6 +150,28 @@ def test_a_survivor_waits_for_the_newest_attempt(spec: RunSpec) -> None:
     assert found == {"ok": True, "attempt": 2, "world_size": 1, "order": Order.GO_ON}
     heartbeat = rank.heartbeat(0.0, False, None)
     assert (heartbeat.attempt, heartbeat.waiting) == (2, False)
+
+
+def test_a_pause_counts_for_the_attempt_that_it_names(spec: RunSpec) -> None:
+    """It may arrive before a rank that waits has taken the orders of that attempt, or after it has left it."""
+
+    def train(run: RunSpec, r: Rendezvous, watchers: Any, wanted: Any, store: Any, rejoin: Any) -> dict[str, Any]:
+        orders = [wanted()]
+        for _ in range(2):
+            rejoin("connection closed")
+            orders.append(wanted())
+        return {"orders": orders}
+
+    rank, second = worker(train), spec.next_attempt()
+    rank.pause(1)
+    thread, found = in_thread(rank, spec)
+    for attempt in (second, second.next_attempt()):
+        assert rank._waiting.wait(10)
+        rank.go_on(attempt.to_dict(), R)
+        while rank._spec and rank._spec.attempt < attempt.attempt:
+            time.sleep(0.01)
+    thread.join(30)
+    assert found["orders"] == [Order.GO_ON, Order.REGROUP, Order.GO_ON]
 
 
 def test_of_the_ranks_that_wait_for_a_driver_that_is_gone_one_saves(
@@ -203,6 +228,56 @@ def test_a_rank_stopped_by_another_orphan_ends_too(
         with pytest.raises(SystemExit):
             one.run(spec.to_dict(), R)
     assert exits == ([] if driver_calls else [0])
+
+
+@pytest.fixture
+def head() -> Iterator[socket.socket]:
+    """A head that listens and, as one that is frozen, never accepts."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+@pytest.mark.parametrize("gone", [True, False], ids=["head gone", "head frozen"])
+def test_without_a_head_a_silent_driver_is_not_waited_for(spec: RunSpec, head: socket.socket, gone: bool) -> None:
+    """A rank that trains stops after seconds; where the head still listens, only after DRIVER_SILENT_S."""
+
+    def train(run: RunSpec, r: Rendezvous, watchers: Any, wanted: Any, *_: Any) -> dict[str, Any]:
+        if gone:
+            head.close()
+        orders = []
+        for silent_s in (HEADLESS_S - 1, HEADLESS_S + 1, DRIVER_SILENT_S + 1):
+            rank._called_at = time.monotonic() - silent_s
+            orders.append(wanted())
+        rank._called_at = time.monotonic()
+        return {"orders": orders}
+
+    rank = worker(train, head=f"127.0.0.1:{head.getsockname()[1]}")
+    stopped = Order.STOP if gone else Order.GO_ON
+    assert rank.run(spec.to_dict(), R)["orders"] == [Order.GO_ON, stopped, Order.STOP]
+
+
+@pytest.mark.parametrize("gone", [True, False], ids=["head gone", "head frozen"])
+def test_without_a_head_a_rank_that_waits_saves_within_seconds(
+    spec: RunSpec, head: socket.socket, gone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanoray.launch.worker.HEADLESS_S", 1.0)
+    monkeypatch.setattr(os, "_exit", lambda code: sys.exit())  # the process would be gone
+    address = f"127.0.0.1:{head.getsockname()[1]}"
+    if gone:
+        head.close()
+
+    def train(run: RunSpec, r: Rendezvous, watchers: Any, wanted: Any, store: Any, rejoin: Any) -> dict[str, Any]:
+        _, r = rejoin("connection closed")
+        saved.append((r.world_size, wanted()))
+        return {}
+
+    saved: list[tuple[int, Order]] = []
+    rank = worker(train, head=address)
+    thread, _ = in_thread(rank, spec)
+    thread.join(10.0 if gone else 5.0)
+    assert saved == ([(1, Order.STOP)] if gone else [])
+    rank.go_on(spec.next_attempt().to_dict(), R)
+    thread.join(30)
 
 
 def test_a_rank_that_may_not_rejoin_is_not_asked_to(spec: RunSpec) -> None:

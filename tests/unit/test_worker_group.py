@@ -98,6 +98,31 @@ def test_a_group_is_as_large_as_the_batch_allows(
     assert group.divisible(ready) == slots
 
 
+@pytest.mark.parametrize(
+    ("left", "slots"),
+    [
+        ([0, 1, 2, 3], [0, 1, 2, 3]),
+        ([0, 2, 3], [0, 3]),  # 0 and 2 hold the same part
+        ([1, 2], [1, 2]),
+        ([1], []),
+    ],
+)
+def test_a_group_of_replicas_has_every_part(tmp_path: Path, left: list[int], slots: list[int]) -> None:
+    """dp 2 x tp 2: ranks 0 and 2 have one half of each layer, 1 and 3 the other."""
+    group = Run(tmp_path, 4, tp=2, n_head=2, n_embd=32).group
+    group.runs = dict.fromkeys(left)
+    assert group.divisible(left) == slots
+
+
+def test_a_part_is_lost_with_all_its_replicas(tmp_path: Path) -> None:
+    group = Run(tmp_path, 4, tp=2, n_head=2, n_embd=32).group
+    group.members, group.runs = [0, 1, 2, 3], dict.fromkeys([0, 1, 3])
+    assert group.lost_share() == ""
+    assert group.lost_share([0]) == "shares of the state are lost with all that held them: ranks 0, 2"
+    group.runs = dict.fromkeys([1, 3])
+    assert group.lost_share() == "shares of the state are lost with all that held them: ranks 0, 2"
+
+
 # New actors and spares.
 
 

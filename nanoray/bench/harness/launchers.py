@@ -62,7 +62,8 @@ def command(arm: str, workers: int, recipe: list[str], address: str, python_path
         # Static rendezvous, its default: `--standalone` starts 0.4 s later. The port: not the one others may use.
         port = f"--master-port={free_port()}"
         return [*python, "torch.distributed.run", f"--nproc-per-node={workers}", port, "-m", "nanoray.train", *recipe]
-    module = "nanoray.launch" if arm.startswith("ray") else "nanoray.bench.ray_train_peer"
+    peers = {"torchft": "nanoray.bench.torchft_peer"}
+    module = "nanoray.launch" if arm.startswith("ray") else peers.get(arm, "nanoray.bench.ray_train_peer")
     where = "local" if arm.endswith("-init") else address
     return [*python, module, "--ray_address", where, *ranks, *recipe]
 

@@ -44,6 +44,8 @@ def add_where_flags(parser: argparse.ArgumentParser, cpu_workers: int = 2) -> No
     parser.add_argument("--launcher", choices=LAUNCHERS, help=how)
     parser.add_argument("--device", choices=("auto", "cuda", "mig", "cpu"), default="auto", help="what a rank runs on")
     parser.add_argument("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="of the process group")
+    share = "more ranks than GPUs or slices: they take turns on them (without torchrun and Ray)"
+    parser.add_argument("--share_devices", action="store_true", help=share)
     parser.add_argument("--ray_address", default="auto", help="HOST:PORT, or local (default: RAY_ADDRESS, else local)")
     parser.add_argument(
         "--timeout_s", type=float, default=600.0, help="a rank that is silent for so many seconds has failed"
@@ -60,6 +62,8 @@ def where_from(args: argparse.Namespace) -> Where:
         if under_torchrun:
             remedy = "every rank of torchrun would start ranks of its own; drop the flag, or run without torchrun"
         raise ConfigError(f"launcher = {launcher}, RANK = {os.environ.get('RANK', 'not set')}; {remedy}")
+    if args.share_devices and launcher != "processes":
+        raise ConfigError(f"share_devices, but launcher = {launcher}; only ranks of this command can share devices")
     if args.timeout_s <= 0 or (args.workers is not None and args.workers < 1):
         raise ConfigError(f"workers = {args.workers}, timeout_s = {args.timeout_s:g}; both must be above 0")
     workers = args.workers
@@ -75,7 +79,7 @@ def where_from(args: argparse.Namespace) -> Where:
             )
         slots = local_slots(args.device, None, discover_gpus(), available_cpus())
         workers = slots.workers if slots.devices else args.cpu_workers
-    return Where(workers, launcher, args.device, args.backend, args.ray_address, args.timeout_s)
+    return Where(workers, launcher, args.device, args.backend, args.ray_address, args.timeout_s, args.share_devices)
 
 
 def _cluster() -> str:

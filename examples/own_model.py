@@ -1,0 +1,29 @@
+"""Train a model of your own with nanoray's loop: checkpoints, resume, recovery from faults, and every dp_mode.
+
+python examples/own_model.py                                       on Ray, with two ranks
+torchrun --nproc-per-node 3 examples/own_model.py                  without Ray
+"""
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import nanoray
+
+
+def points(count: int, seed: int) -> TensorDataset:
+    """Points of the plane and the quadrant that each is in."""
+    xy = torch.randn(count, 2, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(xy, (xy[:, 0] > 0) * 2 + (xy[:, 1] > 0).long())
+
+
+def main(run: nanoray.Run) -> None:
+    model = nn.Sequential(nn.Linear(2, 64), nn.GELU(), nn.Linear(64, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+    engine = nanoray.RuntimeEngine(model, optimizer, run, loss_fn=nn.functional.cross_entropy)
+    engine.fit(points(20_000, seed=1), points(2_000, seed=2), steps=200)
+
+
+if __name__ == "__main__":
+    config = {"name": "quadrants", "global_batch_size": 96, "log_every": 20, "eval_every": 100, "max_steps": 200}
+    raise SystemExit(nanoray.launch(main, config))

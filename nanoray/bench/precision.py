@@ -1,0 +1,306 @@
+"""`python -m nanoray.bench precision`: what 16 bits lose in training, what cures it, and what each mode costs.
+
+One process trains a small GPT in every precision, on the same batches, and measures apart: gradients that underflow,
+updates that are lost, Adam's moments, overflow in attention and in compressed sums, the loss scale after overflows,
+and eight bits in the residual stream and in the loss. docs/precision.md explains the rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanoray.bench.harness.figure import figure
+from nanoray.bench.harness.report import Report, Row, Target, markdown, say
+from nanoray.config import load_config
+from nanoray.data.prepare import prepare
+from nanoray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nanoray.bench.precision_lab import Lab
+
+MODES: dict[str, dict[str, Any]] = {name: {"precision": name} for name in ("fp32", "bf16", "fp16", "bf16_pure")}
+MODES["bf16_pure, stochastic"] = {"precision": "bf16_pure", "rounding": "stochastic"}
+MODES["bf16_pure, fp32 masters"] = {"precision": "bf16_pure", "master_weights": "fp32"}
+MODES["fp16_pure"] = {"precision": "fp16_pure"}
+MODES["fp16_pure, fp32 masters"] = {"precision": "fp16_pure", "master_weights": "fp32"}
+MODES |= {f"fp8, per {how}": {"precision": "fp8", "fp8_scaling": how} for how in ("tensor", "row")}
+SETTINGS: dict[str, Any] = {"n_layer": 2, "n_head": 4, "n_embd": 64, "block_size": 32, "global_batch_size": 4}
+TINY: dict[str, Any] = SETTINGS | {"n_layer": 2, "n_embd": 32, "block_size": 16, "global_batch_size": 4}
+STEP, STATE, STATE_FORMULA, KEPT, KEPT_FORMULA = "step", "state", "state, formula", "batch", "batch, formula"
+LOSS, CURVE, SKIPPED = "final loss", "loss curve", "skipped steps"
+WEIGHTS = (0, 4, 8, 12, 16, 20, 24)  # k of a loss weight of 2^-k
+NO_SCALE, SCALED, LATE, LATE_SCALED = "lost", "lost, scaled", "lost, trained", "lost, trained, scaled"
+RATES = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
+UPDATES: dict[str, dict[str, Any]] = {name: of for name, of in MODES.items() if name.endswith("_pure")}
+UPDATES |= {name: of for name, of in MODES.items() if name.startswith("bf16_pure, ")}
+STUCK, WENT = "never moved", "went"
+EXPONENTS = (-1, -2, -3, -4, -5, -6, -7)
+PLAIN, ROOT = "wrong, m and v", "wrong, scaled m and √v"
+HEADS = (8.0, 16.0, 32.0, 64.0, 128.0)
+RANKS = (2, 8, 64, 512, 4096)
+MEANS = ("sum, then divide", "divide, then sum", "by √n, twice")
+OVERFLOWS = (1, 5, 10, 16)
+DEPTHS = (2, 8, 32)
+KINDS = ("bf16", "bf16_pure", "fp16_pure")
+Axes = Any
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add this benchmark's flags."""
+    parser.add_argument("--dataset", default="stdlib", help="text to learn, as of nanoray.train [%(default)s]")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps of each mode [100; 24 with --quick]")
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all modes in turn [10; 2 with --quick]")
+    parser.add_argument("--workers", type=int, metavar="N", default=1, help="1: this bench is one process")
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    """Run all experiments and fill the report."""
+    steps = (24 if args.quick else 100) if args.steps is None else args.steps
+    rounds = (2 if args.quick else 10) if args.rounds is None else args.rounds
+    if args.workers != 1:
+        raise ConfigError(f"workers = {args.workers}, but this bench studies arithmetic in one process; drop --workers")
+    if rounds < 1 or steps < rounds:
+        raise ConfigError(f"steps = {steps}, rounds = {rounds}; at least one step a round, and one round")
+    import torch
+
+    from nanoray.bench.precision_lab import Lab
+    from nanoray.data.tokens import TokenData
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        settings = TINY if args.quick else SETTINGS
+        own = {"dataset": args.dataset, "tokenizer": "byte", "max_steps": steps, "lr": 3e-3, "min_lr": 1e-5}
+        own["warmup_steps"] = min(20, steps // 4)
+        config = load_config(preset="shakespeare-cpu", overrides=settings | own)
+        info = prepare(config)
+        lab = Lab(config, TokenData(info, config.block_size, config.seed), info.vocab_size)
+        told = ", ".join(f"{key} {value}" for key, value in settings.items())
+        report.conditions["recipe"] = f"{told}, {steps} steps, lr 3e-3 to 1e-5, {info.note}, 1 thread"
+        study(lab, report, steps, rounds, args.quick)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def study(lab: Lab, report: Report, steps: int, rounds: int, quick: bool) -> None:
+    """Run the experiments in turn."""
+    trained = train_modes(lab, report, steps // rounds * rounds, rounds)
+    say("gradients")
+    underflow(lab, report, trained, 2 if quick else 3)
+    say("updates")
+    updates(lab, report, trained, 4 if quick else 20)
+    say("moments, overflow, eight bits")
+    moments(report)
+    overflow(lab, report, trained)
+    eight_bits(lab, report, trained, 2 if quick else 5)
+    judge(report)
+
+
+def train_modes(lab: Lab, report: Report, steps: int, rounds: int) -> dict[str, Any]:
+    """Train every mode on the same batches, in turn; return float32's weights."""
+    from nanoray.bench.precision_lab import Training, rounds_of
+
+    runs = {name: Training(lab, **settings) for name, settings in MODES.items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for name, ms in rounds_of(runs, steps, rounds):
+        times[name].append(statistics.median(ms))
+    for name, run in runs.items():
+        say(f"{name:<24} {statistics.median(times[name]):.1f} ms, loss {run.losses[-1]:.3f}")
+        held, formula = sum(run.held.values()), run.formula
+        report.rows += [
+            Row(name, STEP, "ms", tuple(times[name])),
+            Row(name, STATE, "MiB", (held / 2**20,), extra={"held": run.held}),
+            Row(name, STATE_FORMULA, "MiB", (formula["state"] / 2**20,)),
+            Row(name, KEPT, "MiB", (run.kept_for_backward() / 2**20,), "kept for backward"),
+            Row(name, KEPT_FORMULA, "MiB", (formula["batch"] / 2**20,), "activations, copies and both logits"),
+            Row(name, LOSS, "nat", (statistics.mean(run.losses[-max(1, steps // 10) :]),), "mean of the last tenth"),
+            Row(name, CURVE, "nat", tuple(run.losses[:: max(1, steps // 60)])),
+        ]
+        if run.scaler.enabled:
+            report.rows.append(Row(name, SKIPPED, "steps", (float(run.scaler.values()["skipped"]),)))
+    return {name: p.detach() for name, p in runs["fp32"].model.named_parameters()}
+
+
+def underflow(lab: Lab, report: Report, trained: dict[str, Any], batches: int) -> None:
+    """Count gradients that fp16 makes zero: by the weight of the loss, before and after training, and by layer."""
+    from nanoray.bench.precision_lab import gradients, largest_scale, lost, pieces_of
+
+    first, late = lab.model(), lab.model()
+    late.load_state_dict(trained, strict=False)
+    layers: dict[str, list[float]] = {name: [] for name in pieces_of(late)}
+    for k in WEIGHTS:
+        found: dict[str, list[float]] = {name: [] for name in (NO_SCALE, SCALED, LATE, LATE_SCALED)}
+        scales = []
+        for number in range(batches):
+            batch = lab.batch(1000 + number)
+            for model, plain, cured in ((first, NO_SCALE, SCALED), (late, LATE, LATE_SCALED)):
+                exact = gradients(model, batch, "fp32")
+                half = gradients(model, batch, "fp16", 2.0**-k)
+                scale = largest_scale(model, batch, 2.0**-k)
+                found[plain].append(lost(half, exact))
+                found[cured].append(lost(gradients(model, batch, "fp16", 2.0**-k * scale), exact))
+                if model is late:
+                    scales.append(scale)
+                if model is late and k == 8:
+                    for name, values in layers.items():
+                        values.append(lost(half, exact, name))
+        arm = f"loss × 2^-{k}"
+        report.rows += [Row(arm, name, "%", tuple(values)) for name, values in found.items()]
+        report.rows.append(Row(arm, "scale", "1", tuple(scales), "largest without an overflow, up to 2^24"))
+    report.rows += [Row(f"layer {n}", LATE, "%", tuple(v), "loss × 2^-8, no scale") for n, v in layers.items()]
+
+
+def updates(lab: Lab, report: Report, trained: dict[str, Any], steps: int) -> None:
+    """Repeat one update of trained weights: how many weights do not move, and how far the rest goes."""
+    from nanoray.bench.precision_lab import move
+
+    for lr in RATES:
+        for name, settings in UPDATES.items():
+            stuck, went = move(lab, trained, lr, steps, **settings)
+            report.rows.append(Row(f"lr {lr:.0e}", f"{STUCK}, {name}", "%", (stuck,), f"in {steps} updates"))
+            report.rows.append(Row(f"lr {lr:.0e}", f"{WENT}, {name}", "%", (went,), "100: as far as in float64"))
+
+
+def moments(report: Report) -> None:
+    """Compare first updates of AdamW whose state is in fp16 with exact ones, by the size of the gradient."""
+    from nanoray.bench.precision_lab import adam_in_fp16
+
+    for exponent in EXPONENTS:
+        plain, scaled = adam_in_fp16(10.0**exponent)
+        arm = f"gradients of 1e{exponent}"
+        report.rows += [Row(arm, PLAIN, "%", (plain,), "off by over a tenth"), Row(arm, ROOT, "%", (scaled,))]
+
+
+def overflow(lab: Lab, report: Report, trained: dict[str, Any]) -> None:
+    """Let attention's logits, sums over ranks, and whole steps overflow."""
+    import torch
+
+    from nanoray.bench.precision_lab import attention_overflow, compressed_mean, gradients, life_of_a_scale, lost
+
+    for size in HEADS:
+        for how, bad in attention_overflow(size).items():
+            report.rows.append(Row(f"q and k of {size:g}", f"not finite, {how}", "%", (bad,)))
+    model, batch = lab.model(), lab.batch(2000)
+    model.load_state_dict(trained, strict=False)
+    exact = gradients(model, batch, "fp32")
+    flat = torch.cat([g.flatten() for g in exact.values()])
+    scaled = flat * (2.0**14 / flat.abs().max())  # as dynamic scaling leaves them: the largest near fp16's limit
+    for ranks in RANKS:
+        for how in MEANS:
+            over, zero = compressed_mean(scaled, ranks, how)
+            report.rows += [
+                Row(f"{ranks} ranks", f"overflow, {how}", "%", (over,)),
+                Row(f"{ranks} ranks", f"zero, {how}", "%", (zero,)),
+            ]
+    for count in OVERFLOWS:
+        scales = life_of_a_scale(count, 120, interval=20)
+        low = gradients(model, batch, "fp16", min(scales))
+        arm = f"{count} overflows"
+        report.rows += [
+            Row(arm, "lowest scale", "1", (min(scales),)),
+            Row(arm, LATE, "%", (lost(low, exact),), "at the lowest scale"),
+            Row(arm, "scale", "1", tuple(scales), "after each of 120 steps; growth interval 20 in place of 1000"),
+        ]
+
+
+def eight_bits(lab: Lab, report: Report, trained: dict[str, Any], batches: int) -> None:
+    """Measure what 16 bits in the residual stream and in the loss do to their values."""
+    import torch
+
+    from nanoray.bench.precision_lab import loss_error, stream_error
+
+    for layers in DEPTHS:
+        for kind in KINDS:
+            error = stream_error(lab, layers, kind)
+            report.rows.append(Row(f"{layers} layers", f"error, {kind}", "%", (error,), "residual stream, untrained"))
+    model = lab.model()
+    model.load_state_dict(trained, strict=False)
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
+        errors = [loss_error(model, lab.batch(3000 + i), dtype) for i in range(batches)]
+        report.rows.append(Row(f"loss in {name}", "error", "nat", tuple(errors), "log-softmax and mean, equal logits"))
+
+
+def judge(report: Report) -> None:
+    """Say what must hold on any machine."""
+    for mode in MODES:
+        held, formula = report.row(mode, STATE), report.row(mode, STATE_FORMULA)
+        assert held
+        assert formula
+        off = abs(held.median / formula.median - 1)
+        row = Row(mode, "state, error", "1", (off,) * 5, "one number: memory has no spread")
+        report.targets.append(Target(f"{mode}: state held beside the formula", row, "<=", 0.01))
+
+
+def value(report: Report, arm: str, metric: str) -> str:
+    return report.cell(arm, metric, "none") or "·"
+
+
+def paste(report: Report) -> list[str]:
+    """Return the tables of docs/precision.md."""
+
+    def of(arms: list[str], metrics: dict[str, str], first: str) -> list[str]:
+        lines = [[arm, *(value(report, arm, metric) for metric in metrics)] for arm in arms]
+        return [*markdown([first, *metrics.values()], lines), ""]
+
+    costs = {STEP: "step, ms", STATE: "state, MiB", STATE_FORMULA: "by formula", KEPT: "kept for backward, MiB"}
+    costs |= {KEPT_FORMULA: "with logits, by formula", LOSS: "final loss", SKIPPED: "skipped"}
+    sums = {f"{what}, {how}": f"{what}: {how}" for how in MEANS for what in ("overflow", "zero")}
+    attention = ("fp16, scaled after", "fp16, scaled before", "fp16, torch's kernel", "bf16, scaled after")
+    sections = [
+        of(list(MODES), costs, "mode"),
+        of([f"loss × 2^-{k}" for k in WEIGHTS], {k: k for k in (NO_SCALE, SCALED, LATE, LATE_SCALED)}, "lost, %"),
+        of([r.arm for r in report.rows if r.arm.startswith("layer ")], {LATE: "lost, trained, no scale"}, "lost, %"),
+        of([f"lr {lr:.0e}" for lr in RATES], {f"{STUCK}, {n}": n for n in UPDATES}, "weights that never moved, %"),
+        of([f"lr {lr:.0e}" for lr in RATES], {f"{WENT}, {n}": n for n in UPDATES}, "distance, % of float64's"),
+        of([f"gradients of 1e{e}" for e in EXPONENTS], {PLAIN: "m and v in fp16", ROOT: "2^12·m, 2^12·√v"}, "wrong, %"),
+        of([f"q and k of {h:g}" for h in HEADS], {f"not finite, {h}": h for h in attention}, "not finite, %"),
+        of([f"{n} ranks" for n in RANKS], sums, "mean in fp16, %"),
+        of([f"{n} overflows" for n in OVERFLOWS], {"lowest scale": "lowest scale", LATE: "lost, %"}, "in a row"),
+        of([f"{n} layers" for n in DEPTHS], {f"error, {kind}": kind for kind in KINDS}, "residual stream, % off"),
+        of([f"loss in {kind}" for kind in ("bf16", "fp16", "fp32")], {"error": "error, nat"}, "mean loss"),
+    ]
+    return [line for section in sections for line in section]
+
+
+def draw(report: Report, path: Path) -> None:
+    """Draw one picture per claim."""
+    with figure(report, path, (16, 11), (3, 3)) as axes:
+        _lines(axes[0], report, [f"loss × 2^-{k}" for k in WEIGHTS], WEIGHTS, (NO_SCALE, SCALED, LATE, LATE_SCALED))
+        axes[0].set(title="gradients that fp16 makes zero", xlabel="k of a loss × 2^-k", ylabel="%")
+        layers = [r for r in report.rows if r.arm.startswith("layer ") and r.values]
+        axes[1].bar([r.arm.removeprefix("layer ") for r in layers], [r.median for r in layers])
+        axes[1].tick_params(axis="x", rotation=30)
+        axes[1].set(title="the same by layer, loss × 2^-8, no scale", ylabel="%")
+        rates = [f"lr {lr:.0e}" for lr in RATES]
+        _lines(axes[2], report, rates, RATES, [f"{WENT}, {name}" for name in UPDATES])
+        axes[2].set(title="distance of repeated small updates", xlabel="lr", ylabel="% of float64's", xscale="log")
+        arms = [f"gradients of 1e{e}" for e in EXPONENTS]
+        _lines(axes[3], report, arms, EXPONENTS, (PLAIN, ROOT))
+        axes[3].set(title="AdamW's state in fp16: wrong updates", xlabel="log10 of the gradient", ylabel="%")
+        how = [r.metric for r in report.rows if r.arm == f"q and k of {HEADS[0]:g}"]
+        _lines(axes[4], report, [f"q and k of {h:g}" for h in HEADS], HEADS, how)
+        axes[4].set(title="attention that is not finite", xlabel="size of q and k", ylabel="%")
+        sums = [f"{what}, {how}" for how in MEANS for what in ("overflow", "zero")]
+        _lines(axes[5], report, [f"{n} ranks" for n in RANKS], RANKS, sums)
+        axes[5].set(title="mean over ranks in fp16", xlabel="ranks", ylabel="%", xscale="log")
+        for count in OVERFLOWS:
+            if row := report.row(f"{count} overflows", "scale"):
+                axes[6].plot(row.values, label=row.arm)
+        axes[6].set(title="life of a loss scale (growth interval 20)", xlabel="step", ylabel="scale", yscale="log")
+        _lines(axes[7], report, [f"{n} layers" for n in DEPTHS], DEPTHS, [f"error, {kind}" for kind in KINDS])
+        axes[7].set(title="error of the residual stream", xlabel="layers", ylabel="%", xscale="log")
+        for name in MODES:
+            if row := report.row(name, CURVE):
+                axes[8].plot(row.values, label=name, linewidth=1)
+        axes[8].set(title="loss of each mode, same batches", xlabel="60ths of the run", ylabel="nat/token")
+        for each in (*axes[0:1], *axes[2:]):
+            each.legend(fontsize=6)
+
+
+def _lines(axes: Axes, report: Report, arms: list[str], xs: Any, metrics: Any) -> None:
+    for metric in metrics:
+        rows = [(x, row.median) for x, arm in zip(xs, arms, strict=True) if (row := report.row(arm, metric))]
+        axes.plot(*zip(*rows, strict=True), marker="o", markersize=3, label=metric)

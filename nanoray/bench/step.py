@@ -1,0 +1,414 @@
+"""`python -m nanoray.bench step`: what each way to compute a step gains, on CPU, against this machine's own ceiling.
+
+A ladder per preset: each rung is the `base` with one thing changed.
+
+    base                      one process on all cores, float32, torch's fused attention, fused AdamW, eager
+    plain attention           --attention plain: two batched products and a softmax
+    unfused AdamW             torch's default AdamW
+    chunked loss              --loss_chunk
+    compile                   --compile
+    bf16                      --precision bf16 --attention flash
+    bf16 + plain attention    --precision bf16 --attention plain
+    two ranks                 one rank per core, on two cores
+    eager loop                a peer: the loop that people write first (compute.py)
+    eager loop + kept memory  the same, and glibc keeps freed memory, as every nanoray rank lets it
+    nanogpt                   a peer: nanoGPT's own train.py, where --nanogpt names its folder
+
+All arms of a preset stay alive and run blocks of steps in turn; products of two large matrices, in float32 and in bf16,
+run in the same rounds and are the ceiling that `of peak` refers to. Batches are smaller than a preset's where a step
+would take too long, and they are told in the notes. The loss is that of the last step: all arms but the peers saw the
+same samples. With dropout it is shown and not compared, because other kernels draw other masks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nanoray.atomic import read_json_lines
+from nanoray.bench.harness.figure import figure, whiskers
+from nanoray.bench.harness.plan import chosen, data_flags, rotated
+from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, scratch_folder
+from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, say
+from nanoray.bench.nanogpt_peer import NanoGPT
+from nanoray.checkpoint.resume import open_run
+from nanoray.config import Config, load_config, make_config
+from nanoray.data.dataset import DatasetInfo
+from nanoray.data.prepare import prepare
+from nanoray.errors import ConfigError
+from nanoray.mesh.devices import available_cpus, available_memory_bytes, cpu_features
+
+BASE, EAGER, PEER = "base", "eager loop", "nanogpt"
+RUNGS: dict[str, dict[str, Any]] = {  # settings of the run; those with "_" are not the configuration's
+    BASE: {},
+    "plain attention": {"attention": "plain"},
+    "unfused AdamW": {"_unfused": True},
+    "chunked loss": {"loss_chunk": 128},
+    "compile": {"compile": True},
+    "bf16": {"precision": "bf16", "attention": "flash"},
+    "bf16 + plain attention": {"precision": "bf16", "attention": "plain"},
+    "two ranks": {"_ranks": 2},
+    EAGER: {"_eager": True},
+    "eager loop + kept memory": {"_eager": True, "_keep": True},
+}
+ARMS = (*RUNGS, PEER)
+BF16_UNITS = frozenset({"amx_bf16", "avx512_bf16"})
+TOKENS, PEAK, MEMORY, READY, LOSS, PRODUCTS = "tokens", "of peak", "memory", "until ready", "loss", "products"
+SIZE = 1024  # rows and columns of the matrices of a product
+SAME_LOSS = {"fp32": 1e-3, "bf16": 2e-2}  # relative, to that of the base
+WRONG = "arms whose loss is not the base's, to 0.1 % in float32 and 2 % in bf16"
+GIB_PER_ARM = 2.8  # of the largest ladder
+BLOCK_MS = 600.0  # of the base; all arms do as many steps
+PRODUCTS_PER_BLOCK = 10
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """What is trained of a preset, and which rungs it has."""
+
+    settings: Mapping[str, Any]
+    rungs: tuple[str, ...]
+    tokens: int = 0  # > 0: random tokens of so large a vocabulary, where its data set cannot be had everywhere
+
+
+LADDERS = {
+    "shakespeare-cpu": Ladder({}, ARMS),
+    "shakespeare-char": Ladder({"global_batch_size": 4}, ARMS),
+    "gpt2-124m": Ladder(
+        {"tokenizer": "auto", "block_size": 256, "micro_batch_size": 1, "global_batch_size": 1, "compile": False},
+        (BASE, "plain attention", "chunked loss", EAGER),
+        tokens=50257,
+    ),
+}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add this benchmark's flags."""
+    parser.add_argument("--presets", default="all", metavar="A,B", help=f"which of {', '.join(LADDERS)} [all]")
+    parser.add_argument("--arms", default="all", metavar="A,B", help=f"which of {', '.join(ARMS)} [all]")
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all arms [5; 2 with --quick]")
+    parser.add_argument("--settings", metavar="KEY=VALUE,...", default="", help="keys that replace each preset's")
+    parser.add_argument("--dataset", default="auto", help="as in nanoray.launch [auto]")
+    parser.add_argument("--data_dir", default="", help="as in nanoray.launch")
+    parser.add_argument("--nanogpt", type=Path, metavar="PATH", help="folder of nanoGPT, to run its train.py as a peer")
+    late = "seconds after which an arm that says nothing has failed [%(default)g]"
+    parser.add_argument("--timeout_s", type=float, default=300, help=late)
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    """Climb the ladder of every preset and fill the report. Nothing that it starts outlives it."""
+    args.rounds = args.rounds or (2 if args.quick else 5)
+    try:
+        overrides = dict(part.split("=", 1) for part in args.settings.split(",") if part)
+    except ValueError:
+        raise ConfigError(f"settings = {args.settings}: not KEY=VALUE,...; write for example n_embd=256") from None
+    arms, presets = chosen(args.arms, ARMS), chosen(args.presets, list(LADDERS), "preset")
+    if args.rounds < 1 or BASE not in arms:
+        raise ConfigError(f"rounds = {args.rounds}, arms = {args.arms}; at least 1 round, and the base, are needed")
+    if args.nanogpt and not (args.nanogpt / "train.py").is_file():
+        raise ConfigError(f"nanogpt = {args.nanogpt} has no train.py; give the folder of a clone of nanoGPT")
+    for name in presets:
+        with scratch_folder() as folder, ExitStack() as stack:
+            climb = _prepared(args, name, overrides, folder)
+            wanted = [arm for arm in LADDERS[name].rungs if arm in arms]
+            _start_all(climb, wanted, report, stack)
+            _run_rounds(climb, report)
+            _rows(climb, report)
+    _judge(report, presets)
+
+
+@dataclass
+class Climb:
+    """What one ladder has started and found."""
+
+    args: argparse.Namespace
+    name: str
+    config: Config
+    data: DatasetInfo
+    folder: Path
+    env: dict[str, str]
+    ranks: dict[str, list[Child]] = field(default_factory=dict)
+    runs: dict[str, Path] = field(default_factory=dict)  # folders of the engine's runs
+    ready_s: dict[str, list[float]] = field(default_factory=dict)
+    step_ms: dict[str, list[float]] = field(default_factory=dict)
+    memory: dict[str, float] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    steps: int = 1
+
+    @property
+    def threads(self) -> int:
+        return max(1, int(available_cpus()))
+
+    def precision(self, arm: str) -> str:
+        return str(RUNGS.get(arm, {}).get("precision", "fp32"))
+
+    def fail(self, report: Report, arm: str, error: Exception) -> None:
+        """Note that an arm has failed, and end it; the others go on."""
+        self.failed[arm] = f"{self.name}: {arm}: {error}"
+        report.failures.append(self.failed[arm])
+        for child in self.ranks.pop(arm, []):
+            child.end()
+
+
+def _prepared(args: argparse.Namespace, name: str, overrides: dict[str, str], folder: Path) -> Climb:
+    """Return the climb of one preset, with its configuration and data."""
+    ladder = LADDERS[name]
+    fixed = {"out_dir": str(folder), "max_steps": 10**6, "eval_every": 0, "checkpoint_every": 0}
+    fixed |= {"log_every": 1 if ladder.tokens else 5}
+    fixed |= {"device": "cpu", "precision": "fp32", "attention": "flash", "hash_every": 0, "tensorboard": False}
+    values = {**ladder.settings, **fixed, **data_flags(args), **overrides}
+    if ladder.tokens:
+        values["dataset"] = str(_random_tokens(folder / "random-tokens", ladder.tokens))
+    config = load_config(preset=name, overrides=values)
+    env = arm_environment() | {"TMPDIR": str(folder / "tmp"), "CUDA_VISIBLE_DEVICES": ""}
+    env["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
+    return Climb(args, name, config, prepare(config), folder, env)
+
+
+def _random_tokens(folder: Path, vocab_size: int) -> Path:
+    """Write a data set of random tokens in nanoGPT's format: a step takes as long on them as on a text."""
+    import numpy as np
+
+    folder.mkdir()
+    source = np.random.default_rng(0)
+    for split in ("train", "val"):
+        (folder / f"{split}.bin").write_bytes(source.integers(vocab_size, size=50_000, dtype=np.uint16).tobytes())
+    (folder / "meta.json").write_text(json.dumps({"vocab_size": vocab_size}), encoding="utf-8")
+    return folder
+
+
+def _start_all(climb: Climb, arms: list[str], report: Report, stack: ExitStack) -> None:
+    """Start every arm, and the products; wait until each is ready for its first step."""
+    need = GIB_PER_ARM * len(arms) if LADDERS[climb.name].tokens else 0.0
+    free = available_memory_bytes() / 2**30
+    if need > free and not climb.args.settings:
+        for arm in arms:
+            climb.skipped[arm] = f"all arms together need {need:.0f} GiB, and {free:.0f} GiB are free"
+        return
+    for dtype in ("float32", "bfloat16"):
+        size = SIZE if dtype == "float32" or cpu_features() & BF16_UNITS else SIZE // 2
+        order = {"arm": "products", "size": size, "dtype": dtype, "threads": climb.threads}
+        _start(climb, report, stack, f"{PRODUCTS} {dtype}", [order])
+    for arm in arms:
+        if arm == PEER:
+            if climb.args.nanogpt is None:
+                climb.skipped[arm] = "--nanogpt names no folder"
+            continue
+        if arm == "two ranks" and available_cpus() < 2:
+            climb.skipped[arm] = "one core is no place for two ranks"
+            continue
+        say(f"start  {climb.name}: {arm}")
+        _start(climb, report, stack, arm, orders_of(climb, arm))
+        if arm == "compile" and arm in climb.ranks:  # once more, from the cache that the first start has left
+            for child in climb.ranks.pop(arm):
+                child.end()
+            _start(climb, report, stack, arm, orders_of(climb, arm))
+
+
+def orders_of(climb: Climb, arm: str) -> list[dict[str, Any]]:
+    """Open a run for an arm; return the order of each of its ranks."""
+    how = RUNGS[arm]
+    settings = {key: value for key, value in how.items() if not key.startswith("_")}
+    name = arm.replace(" + ", "-").replace(" ", "-") + f"-{len(climb.ready_s.get(arm, []))}"
+    values = climb.config.model_dump() | settings | {"name": name}
+    spec = open_run(make_config(values), climb.data, time.time())
+    climb.runs[arm] = spec.folder
+    ranks = how.get("_ranks", 1)
+    order = {"arm": "eager" if how.get("_eager") else "engine", "world": ranks, "spec": str(spec.folder / "run.json")}
+    order |= {
+        "threads": max(1, climb.threads // ranks),
+        "keep_memory": how.get("_keep"),
+        "unfused": how.get("_unfused"),
+    }
+    return [order | {"rank": rank} for rank in range(ranks)]
+
+
+def _start(climb: Climb, report: Report, stack: ExitStack, arm: str, orders: list[dict[str, Any]]) -> None:
+    """Start the processes of an arm, and note the seconds until they are ready for their first step."""
+    begin, ranks, port = time.monotonic(), climb.ranks.setdefault(arm, []), 0
+    try:
+        for rank, order in enumerate(orders):
+            if rank:
+                order |= {"port": port}
+            argv = [sys.executable, "-m", "nanoray.bench.step_rank", json.dumps(order)]
+            log = climb.folder / f"{arm.replace(' ', '-')}-{rank}.log"
+            ranks.append(stack.enter_context(Child(argv, climb.env, log, pipes=True)))
+            if len(orders) > 1 and rank == 0:
+                port = ranks[0].answer(climb.args.timeout_s)["port"]  # at which it serves the store
+        for child in ranks:
+            child.answer(climb.args.timeout_s)
+        climb.ready_s.setdefault(arm, []).append(time.monotonic() - begin)
+    except ChildFailed as error:
+        climb.fail(report, arm, error)
+
+
+def _run_rounds(climb: Climb, report: Report) -> None:
+    """Let all arms run one block after the other, round by round in rotating order."""
+    peer = NanoGPT(climb.args.nanogpt, climb.config, climb.data, climb.folder) if climb.args.nanogpt else None
+    wants_peer = peer is not None and PEER in LADDERS[climb.name].rungs and PEER in chosen(climb.args.arms, ARMS)
+    arms, settled = [*climb.ranks, *([PEER] if wants_peer else [])], 0.0
+    for turn in range(-1, climb.args.rounds):  # the first one does not count: memory and caches settle
+        for arm in rotated(arms, max(turn, 0)):
+            if arm in climb.failed or (arm == PEER and turn < 0):
+                continue
+            try:
+                ms = peer.step_ms(climb.env, climb.args.timeout_s) if peer and arm == PEER else _block(climb, arm)
+            except ChildFailed as error:
+                climb.fail(report, arm, error)
+                continue
+            settled = ms if arm == BASE else settled
+            if turn >= 0:
+                climb.step_ms.setdefault(arm, []).append(ms)
+        if turn < 0 and settled and not climb.args.quick:
+            climb.steps = max(1, round(BLOCK_MS / settled))
+        say(f"round {turn + 1}/{climb.args.rounds}  {climb.name}  {BASE} {settled:.1f} ms")
+    for arm, ranks in climb.ranks.items():
+        climb.memory[arm] = sum(map(_most_resident, ranks)) / 2**20
+
+
+def _block(climb: Climb, arm: str) -> float:
+    """Let an arm run a block of steps; return milliseconds per step, of the slower rank."""
+    ranks = climb.ranks[arm]
+    for child in ranks:
+        child.ask(str(PRODUCTS_PER_BLOCK if arm.startswith(PRODUCTS) else climb.steps))
+    return max(float(child.answer(climb.args.timeout_s)["step_ms"]) for child in ranks)
+
+
+def _most_resident(child: Child) -> int:
+    """Return the most bytes that a living child has had resident, 0 where there is no /proc."""
+    with suppress(OSError, StopIteration):
+        lines = Path(f"/proc/{child.process.pid}/status").read_text(encoding="utf-8").splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+    return 0
+
+
+def _rows(climb: Climb, report: Report) -> None:
+    """Add the rows of one ladder."""
+    from nanoray.models.costs import flops_per_token
+    from nanoray.models.gpt import ModelShape
+
+    shape = ModelShape.of(climb.config, climb.data.vocab_size)
+    tokens, flops = climb.config.global_batch_size * climb.config.block_size, flops_per_token(shape)
+    peaks: dict[str, list[float]] = {}
+    for precision, dtype in (("fp32", "float32"), ("bf16", "bfloat16")):
+        arm = f"{PRODUCTS} {dtype}"
+        size = SIZE if precision == "fp32" or cpu_features() & BF16_UNITS else SIZE // 2
+        peaks[precision] = [2 * size**3 / ms / 1e6 for ms in climb.step_ms.get(arm, [])]
+        note = f"matrices of {size} x {size}, {climb.threads} thread(s)"
+        report.rows.append(_row(climb, arm, PRODUCTS, "GFLOP/s", peaks[precision], note))
+    what = f"{climb.config.global_batch_size} sequences of {climb.config.block_size} tokens, blocks of {climb.steps}"
+    losses = {arm: _losses(folder) for arm, folder in climb.runs.items() if arm in climb.step_ms}
+    last = min((max(found, default=0) for arm, found in losses.items() if not RUNGS[arm].get("_eager")), default=0)
+    for arm in LADDERS[climb.name].rungs:
+        if arm not in (*climb.step_ms, *climb.failed, *climb.skipped):
+            continue
+        rate = [1e3 * tokens / ms for ms in climb.step_ms.get(arm, [])]
+        report.rows.append(_row(climb, arm, TOKENS, "1/s", rate, what))
+        if not rate:
+            continue
+        peak = peaks[climb.precision(arm)]
+        shares = [100 * flops * each / (1e9 * of) for each, of in zip(rate, peak, strict=False)]
+        report.rows.append(_row(climb, arm, PEAK, "%", shares, f"of products in {climb.precision(arm)}"))
+        if arm in climb.memory:
+            report.rows.append(_row(climb, arm, MEMORY, "MiB", [climb.memory[arm]], "most resident, all ranks"))
+            cold, *again = climb.ready_s[arm]
+            note = f"from a cache {again[0]:.1f} s" if again else "process, imports, model, warm-up"
+            report.rows.append(_row(climb, arm, READY, "s", [cold], note, {"cached_s": again[0]} if again else None))
+        if last and arm in losses and last in losses[arm]:
+            loss, base = losses[arm][last], losses[BASE][last]
+            near = math.isclose(loss, base, rel_tol=SAME_LOSS[climb.precision(arm)])
+            wrong = None if climb.config.dropout else int(not near)  # other kernels draw other masks
+            report.rows.append(Row(_named(climb.name, arm), LOSS, "", (loss,), f"of step {last}", wrong=wrong))
+
+
+def _named(preset: str, arm: str) -> str:
+    return f"{preset}: {arm}"
+
+
+def _row(
+    climb: Climb,
+    arm: str,
+    metric: str,
+    unit: str,
+    values: list[float],
+    note: str = "",
+    extra: dict[str, Any] | None = None,
+) -> Row:
+    failed = climb.failed.get(arm, "")
+    skipped = "" if failed else climb.skipped.get(arm, "")
+    return Row(_named(climb.name, arm), metric, unit, tuple(values), note, failed, None, skipped, extra or {})
+
+
+def _losses(run: Path) -> dict[int, float]:
+    """Return step -> loss of a run; empty for a peer, which keeps no records."""
+    return {r["step"]: r["train/loss"] for r in read_json_lines(run / "metrics.jsonl") if "train/loss" in r}
+
+
+def _judge(report: Report, presets: list[str]) -> None:
+    """Add the ratios of all arms to the base, and of the base to the peers, with what they should come to."""
+    units = bool(cpu_features() & BF16_UNITS)
+    excuse = "" if units else "this CPU has neither amx_bf16 nor avx512_bf16"
+    for name in presets:
+        for arm in LADDERS[name].rungs:
+            if arm != BASE:
+                report.compare(_named(name, arm), _named(name, BASE), TOKENS)
+        if LADDERS[name].tokens:
+            continue
+        base, eager = _named(name, BASE), _named(name, EAGER)
+        if row := report.compare(base, eager, TOKENS):
+            report.targets.append(Target(f"tokens/s, {row.arm}", row, ">=", 1.05))
+        best = _named(name, "bf16 + plain attention")
+        if row := report.compare(best, eager, TOKENS):
+            limit = 2.5 if name == "shakespeare-char" else 1.4
+            report.targets.append(Target(f"tokens/s, {row.arm}", row, ">=", limit, excuse))
+
+
+def _table(report: Report, spread: str) -> list[tuple[str, ...]]:
+    head = ("arm", "tokens/s", "/ base", "of peak, %", "memory, MiB", "until ready, s", "loss")
+    table: list[tuple[str, ...]] = [head]
+    for row in report.rows:
+        if row.metric == TOKENS and row.unit == "1/s" and not row.skipped:
+            base = _named(row.arm.partition(": ")[0], BASE)
+            cells = [report.cell(row.arm, metric, spread) for metric in (PEAK, MEMORY, READY, LOSS)]
+            against = report.cell(f"{row.arm} / {base}", TOKENS, spread)
+            table.append((row.arm, report.cell(row.arm, TOKENS, spread), against, *cells))
+    return table
+
+
+def lines(report: Report) -> list[str]:
+    """Return a line per arm, medians with their quartiles, then the products, and what was left out."""
+    found = aligned([(*line, "") for line in _table(report, "quartiles")], right=set(range(1, 7)))
+    products = [row for row in report.rows if row.metric == PRODUCTS]
+    found += ["", *(f"{row.arm}: {report.cell(row.arm, PRODUCTS)} GFLOP/s, {row.note}" for row in products)]
+    return found + [f"skipped  {row.arm}: {row.skipped}" for row in report.rows if row.skipped and row.metric == TOKENS]
+
+
+def paste(report: Report) -> list[str]:
+    """Return the table for a page."""
+    head, *body = _table(report, "range")
+    return markdown(head, body)
+
+
+def draw(report: Report, path: Path) -> None:
+    """Draw each ladder: tokens per second beside the base's, medians with their quartiles."""
+    ladders = [name for name in LADDERS if report.row(_named(name, BASE), TOKENS)]
+    with figure(report, path, (11, 3.8), (1, max(1, len(ladders)))) as every:
+        for axes, name in zip(every, ladders, strict=False):
+            rows = [r for r in report.rows if r.metric == TOKENS and r.unit == "ratio" and r.values]
+            rows = [r for r in rows if r.arm.startswith(f"{name}: ") and r.arm.endswith(f" / {_named(name, BASE)}")]
+            shown = [row.arm.partition(": ")[2].partition(" / ")[0] for row in rows]
+            if rows:
+                axes.barh(shown, [r.median for r in rows], xerr=whiskers(rows, quartiles=True), capsize=3, color="0.6")
+            axes.axvline(1.0, color="C3", linewidth=1)
+            axes.set(title=name, xlabel=f"tokens/s beside {BASE}")
+            axes.tick_params(labelsize=7)
+            axes.invert_yaxis()

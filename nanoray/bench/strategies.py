@@ -1,0 +1,473 @@
+"""`python -m nanoray.bench strategies`: what each way to share a batch costs in time, memory and communication.
+
+DDP, DDP by hand, ZeRO-1, ZeRO-2 and FSDP, each with and without activation checkpointing, train one model on the same
+batches. Times: every round runs a few steps of each arm in turn, on ranks that hold them all, so a slow minute of the
+machine hits all arms; communication comes from one more step of each round, traced. Memory: fresh ranks for every arm,
+beside what the formulas of `nanoray.parallel.memory` and `nanoray.models.costs` say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanoray.bench.harness.figure import figure, whiskers
+from nanoray.bench.harness.plan import chosen, rotated
+from nanoray.bench.harness.rank_pool import RankFailed, RankPool, add_where_flags, describe, where_from
+from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, say
+from nanoray.config import Config, load_config, make_config, resolve_batch
+from nanoray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from nanoray.mesh.mesh import Mesh
+
+MODES: dict[str, dict[str, Any]] = {mode: {"dp_mode": mode} for mode in ("ddp", "ddp_by_hand", "zero1", "zero2")}
+MODES |= {f"fsdp {how}": {"dp_mode": "fsdp", "fsdp_reshard": how} for how in ("full", "grad_op")}
+# In a run --mirror decides; here a mode without the word mirrors nothing, to compare.
+ARMS = MODES | {f"{mode} mirrored": {"dp_mode": mode, "mirrored": True} for mode in ("zero1", "zero2")}
+STEP, P95, SAMPLES, TOKENS = "step", "p95 step", "samples", "tokens"
+BUSY, EXPOSED, BYTES, LOSS = "collectives busy", "exposed", "bytes a step", "final loss"
+STATE, STATE_FORMULA, STATE_ERROR = "state", "state, formula", "state, error"
+PEAK, PEAK_FORMULA, PEAK_ERROR = "peak", "peak, formula", "peak, error"
+KEPT = ("parameters", "gradients", "optimizer", "mirror")  # between two steps
+MEMORY_STEPS = 5
+LARGE_MIB = 16  # of state: what resident memory is judged from
+SAME_LOSS = 1e-3  # relative: all arms learn from the same batches
+WRONG = "arms whose final loss is not torch DDP's to 0.1 %"
+WORST = "worst arm"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add this benchmark's flags."""
+    add_where_flags(parser)
+    parser.add_argument("--model", choices=MODELS, default="gpt", help="what is trained [%(default)s]")
+    parser.add_argument("--preset", help="a gpt's sizes, batch and optimizer [shakespeare-cpu; on GPU gpt2-124m]")
+    parser.add_argument("--settings", metavar="KEY=VALUE,...", default="", help="keys that replace the preset's")
+    parser.add_argument("--arms", default="all", help=f"some of {', '.join(ARMS)} [%(default)s]")
+    how = "activation checkpointing of every arm's second run, of a gpt [%(default)s; none: no second runs]"
+    parser.add_argument("--checkpointing", choices=("block", "selective", "none"), default="block", help=how)
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all arms [10; 2 with --quick]")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps of an arm per round [4; 2 with --quick]")
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    """Time all arms on the same ranks, measure each one's memory on fresh ones, and fill the report."""
+    where = where_from(args)
+    rounds = (2 if args.quick else 10) if args.rounds is None else args.rounds
+    steps = (2 if args.quick else 4) if args.steps is None else args.steps
+    if where.workers < 2 or min(rounds, steps) < 1:
+        raise ConfigError(f"workers = {where.workers}, rounds = {rounds}, steps = {steps}; 2, 1 and 1 are the least")
+    modes = chosen(args.arms, list(ARMS))
+    arms = {mode: ARMS[mode] for mode in modes}
+    if args.checkpointing != "none" and args.model == "gpt":
+        extra = {"activation_checkpointing": args.checkpointing}
+        arms |= {f"{mode} + {args.checkpointing}": MODES[mode] | extra for mode in modes if mode in MODES}
+    try:
+        overrides = dict(part.split("=", 1) for part in args.settings.split(",") if part)
+    except ValueError:
+        raise ConfigError(f"settings = {args.settings}: not KEY=VALUE,...; write for example n_embd=256") from None
+    if args.preset and args.model != "gpt":
+        raise ConfigError(f"preset = {args.preset} is a gpt's, but model = {args.model}; use --settings")
+    configuration(args.model, args.preset or "shakespeare-cpu", overrides)  # refuses what is not known
+    order = {"model": args.model, "overrides": overrides, "arms": arms, "rounds": rounds, "steps": steps}
+    found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
+    try:
+        with RankPool(where) as pool:
+            describe(report, pool)
+            on_gpu = pool.facts[0]["device"] != "cpu"
+            order["preset"] = args.preset or ("gpt2-124m" if on_gpu else "shakespeare-cpu")
+            for event in pool.run("nanoray.bench.strategies:time_rank", order):
+                if "recipe" in event:
+                    report.conditions["recipe"] = f"{event['recipe']}, {rounds} rounds of {steps} steps, random data"
+                    continue
+                found[event["arm"]].append(event)
+                say(f"round {event['round']}  {event['arm']:<24} {event['step_ms']:.1f} ms")
+    except RankFailed as error:
+        report.failures.append(str(error))
+    for arm, events in found.items():
+        report.rows += _time_rows(arm, events, report.row(modes[0], LOSS))
+    for arm in arms:
+        report.rows += _memory_rows(where, order | {"arms": {arm: arms[arm]}}, arm)
+    _judge(report, list(arms))
+
+
+def _time_rows(arm: str, events: list[dict[str, Any]], first: Row | None) -> list[Row]:
+    """Return an arm's rows; `first` is the final loss of the first arm, whose batches were the same."""
+
+    def row(metric: str, unit: str, key: str) -> Row:
+        return Row(arm, metric, unit, tuple(e[key] for e in events))
+
+    if not events:
+        return [Row(arm, STEP, "ms", ())]
+    times = [ms for e in events for ms in e["times_ms"]]
+    p95 = statistics.quantiles(times, n=20, method="inclusive")[-1] if len(times) > 1 else times[0]
+    last = events[-1]
+    sent = {name: {"n": n, "bytes": size} for name, (n, size) in last["collectives"].items()}
+    told = " · ".join(f"{name} {each['bytes'] / 1e6:.3g} MB in {each['n']}" for name, each in sent.items())
+    total = sum(each["bytes"] for each in sent.values()) / 1e6
+    wrong = int(first is not None and not math.isclose(last["loss"], first.median, rel_tol=SAME_LOSS))
+    return [
+        row(STEP, "ms", "step_ms"),
+        Row(arm, P95, "ms", (p95,), f"of {len(times)} steps"),
+        *(
+            Row(arm, metric, "1/s", tuple(1e3 * e[metric] / e["step_ms"] for e in events))
+            for metric in (SAMPLES, TOKENS)
+            if last[metric]
+        ),
+        row(BUSY, "ms", "busy_ms"),
+        row(EXPOSED, "ms", "exposed_ms"),
+        Row(arm, BYTES, "MB", (total,), told, extra={"collectives": sent}),
+        Row(arm, LOSS, "", (last["loss"],), f"after {last['trained']} steps", wrong=wrong),
+    ]
+
+
+def _memory_rows(where: Any, order: dict[str, Any], arm: str) -> list[Row]:
+    """Measure one arm on fresh ranks: what another arm has freed would hide what this one takes."""
+    say(f"memory  {arm}")
+    try:
+        with RankPool(where) as pool:
+            (found,) = pool.run("nanoray.bench.strategies:memory_rank", order)
+    except RankFailed as error:
+        return [Row(arm, STATE, "MiB", (), error=str(error)), Row(arm, PEAK, "MiB", (), error=str(error))]
+    parts, held = found["formula"], found["held"]
+    told = " + ".join(f"{name.replace('_', ' ')} {size / 2**20:.3g}" for name, size in parts.items() if size)
+    kept, total = sum(parts.get(name, 0) for name in KEPT), found["at_peak"]
+    state = [sum(each.values()) for each in held]
+    measured = " + ".join(f"{name} {size / 2**20:.3g}" for name, size in held[-1].items())
+    extra = {"formula_bytes": parts, "held_bytes": held[-1]}
+    return [
+        Row(arm, STATE, "MiB", tuple(size / 2**20 for size in state), measured, extra=extra),
+        Row(arm, STATE_FORMULA, "MiB", (kept / 2**20,)),
+        Row(arm, STATE_ERROR, "%", tuple(100 * (size / kept - 1) for size in state)),
+        Row(arm, PEAK, "MiB", tuple(size / 2**20 for size in found["peak"]), found["what"]),
+        Row(arm, PEAK_FORMULA, "MiB", (total / 2**20,), told),
+        Row(arm, PEAK_ERROR, "%", tuple(100 * (size / total - 1) for size in found["peak"])),
+    ]
+
+
+def _judge(report: Report, arms: list[str]) -> None:
+    """Add the ratios to torch's DDP and the targets."""
+    limits = {"ddp_by_hand": 1.05, "zero1": 1.10}
+    for arm in arms:
+        row = report.compare(arm, _base(arm), STEP, "paired by round") if arm != _base(arm) else None
+        if row and arm in limits:
+            report.targets.append(Target(f"{row.arm}, step", row, "<=", limits[arm]))
+    gpu = "(cuda)" in str(report.conditions.get("devices"))
+    for metric in (STATE_ERROR, PEAK_ERROR):
+        rows = [row for arm in arms if (row := report.row(arm, metric)) and row.values]
+        if rows:
+            worst = tuple(max(abs(v) for v in step) for step in zip(*(row.values for row in rows), strict=True))
+            report.rows.append(Row(WORST, metric, "%", worst, "largest difference of all arms, per step"))
+            kept = [row.median for arm in arms if (row := report.row(arm, STATE)) and row.values]
+            small = metric == PEAK_ERROR and not gpu and max(kept, default=0.0) < LARGE_MIB
+            rss = f"with less than {LARGE_MIB} MiB of state, buffers of libraries are the larger part" if small else ""
+            text = f"{metric.partition(',')[0]} memory, measured against the formula, {WORST}, %"
+            report.targets.append(Target(text, report.rows[-1], "<=", 10.0, rss))
+
+
+def _table(report: Report, spread: str) -> list[tuple[str, ...]]:
+    columns = {STEP: "step, ms", P95: "p95, ms", SAMPLES: "samples/s", EXPOSED: "exposed, ms", BYTES: "MB sent"}
+    columns |= {STATE: "state, MiB", STATE_FORMULA: "formula", PEAK: "peak, MiB", PEAK_FORMULA: "formula", LOSS: "loss"}
+    table = [("mode", "step / ddp", *columns.values())]
+    for arm in (row.arm for row in report.rows if row.metric == STEP and row.unit == "ms"):
+        cells = [report.cell(arm, metric, spread if metric in (STEP, EXPOSED) else "none") for metric in columns]
+        table.append((arm, report.cell(f"{arm} / {_base(arm)}", STEP, spread), *cells))
+    return table
+
+
+def _base(arm: str) -> str:
+    """Return the arm of torch's DDP with the same activation checkpointing."""
+    how = arm.partition(" + ")[2]
+    return f"ddp + {how}" if how else "ddp"
+
+
+def lines(report: Report) -> list[str]:
+    """Return a line per arm, medians with their quartiles, and the bytes of each collective."""
+    table = aligned([(*line, "") for line in _table(report, "quartiles")], right=set(range(1, 12)))
+    rows = [row for row in report.rows if row.metric == BYTES and row.values and " + " not in row.arm]
+    return [*table, "", *(f"{row.arm}: {row.note}" for row in rows)]
+
+
+def paste(report: Report) -> list[str]:
+    """Return the table for a page."""
+    head, *body = _table(report, "range")
+    return markdown(head, body)
+
+
+def draw(report: Report, path: Path) -> None:
+    """Draw step time over memory: what stays between steps, and the peak; hollow with activation checkpointing."""
+    note = f"{report.conditions.get('recipe', '')} · {report.conditions.get('backend', '')}"
+    with figure(report, path, (11, 4.6), note=note) as both:
+        for axes, metric in zip(both, (STATE, PEAK), strict=True):
+            for row in (r for r in report.rows if r.metric == metric and r.values):
+                step, mode = report.row(row.arm, STEP), row.arm.partition(" + ")[0]
+                if step and step.values:
+                    look = {"color": f"C{list(ARMS).index(mode)}", "mfc": None if row.arm == mode else "white"}
+                    spread = whiskers([step], quartiles=True)
+                    axes.errorbar(row.median, step.median, yerr=spread, fmt="o", capsize=2, label=row.arm, **look)
+            axes.set(xlabel="MiB per rank", ylabel="step, ms, median and quartiles", xlim=(0, None), ylim=(0, None))
+            axes.set_title("weights + gradients + optimizer" if metric == STATE else "peak of a step")
+            axes.grid(alpha=0.25)
+        both[0].legend(fontsize=6, ncols=2)
+
+
+# On every rank.
+
+
+@dataclass
+class Case:
+    """What is trained: a model on this rank's device, and what the benchmark has to know about it."""
+
+    model: nn.Module
+    batch: Callable[[int], tuple[Tensor, Tensor]]  # of a micro batch, by its number: inputs and targets of this rank
+    samples: int  # of a micro batch
+    tokens: int  # of a sample; 0 where there are none
+    activations: dict[str, int]  # bytes by part, at the peak of a step
+    what: str
+
+
+def gpt(mesh: Mesh, config: Config, precision: str, micro: int) -> Case:
+    """Return a GPT with random tokens."""
+    import torch
+
+    from nanoray.bench.simulate import VOCAB
+    from nanoray.mesh.layout import Layout
+    from nanoray.models.build import gpt_of
+    from nanoray.models.costs import Cut, activation_memory, count_parameters
+    from nanoray.models.gpt import ModelShape
+
+    shape, layout = ModelShape.of(config, VOCAB[config.tokenizer]), Layout.of(config, mesh.world_size)
+    d = layout.coords(mesh.rank).dp
+    torch.manual_seed(config.seed)
+    model = gpt_of(shape, config.model_copy(update={"dropout": 0.0})).to(mesh.device)
+
+    def batch(number: int) -> tuple[Tensor, Tensor]:
+        source = torch.Generator().manual_seed(d + number * layout.dp)
+        tokens = torch.randint(shape.vocab_size, (micro, config.block_size + 1), generator=source)
+        return tokens[:, :-1].to(mesh.device), tokens[:, 1:].to(mesh.device)  # (B, T) each
+
+    what = f"GPT of {count_parameters(shape):,} parameters, {config.n_layer} blocks of width {config.n_embd}"
+    cut = Cut(config.tp, config.ep, config.sequence_parallel)
+    activations = activation_memory(shape, micro, precision, config.activation_checkpointing, cut)
+    return Case(model, batch, micro, config.block_size, activations, what)
+
+
+def resnet(mesh: Mesh, config: Config, precision: str, micro: int) -> Case:
+    """Return a ResNet with random images."""
+    import torch
+
+    from nanoray.models.resnet import SIZE, ResNet, ResNetShape
+    from nanoray.models.resnet_costs import activation_memory, count_parameters
+
+    shape = ResNetShape.of(config, classes=10)
+    torch.manual_seed(config.seed)
+    model = ResNet(shape, config.label_smoothing).to(mesh.device)
+
+    def batch(number: int) -> tuple[Tensor, Tensor]:
+        source = torch.Generator().manual_seed(mesh.rank + number * mesh.world_size)
+        images = torch.randn(micro, 3, SIZE, SIZE, generator=source)  # (B, 3, H, W)
+        return images.to(mesh.device), torch.randint(10, (micro,), generator=source).to(mesh.device)  # (B,)
+
+    what = f"ResNet-{shape.resnet_depth} of {count_parameters(shape):,} parameters"
+    return Case(model, batch, micro, 0, activation_memory(shape, micro, precision), what)
+
+
+MakeCase = Callable[["Mesh", Config, str, int], Case]  # (mesh, configuration, precision, micro batch size)
+MODELS: dict[str, MakeCase] = {"gpt": gpt, "resnet": resnet}
+RESNET = {"model": "resnet", "optimizer": "sgd", "momentum": 0.9, "lr": 0.1, "grad_clip": 0.0, "global_batch_size": 64}
+TINY = {  # loads code, which is not an arm's memory
+    "gpt": {"n_layer": 1, "n_embd": 16, "n_head": 1, "block_size": 8},
+    "resnet": {"resnet_depth": 8, "global_batch_size": 8},
+}
+
+
+class Arm:
+    """One way to train a case on this rank: the steps of the loop, without its guards and records."""
+
+    def __init__(
+        self, mesh: Mesh, config: Config, make: MakeCase, traced: bool = False, mirrored: bool = False
+    ) -> None:
+        """Make model, plan and optimizers, and warm them up. (all ranks) `mirrored`: as with --mirror on one node."""
+        from functools import partial
+
+        from nanoray.mesh.layout import Layout
+        from nanoray.parallel.ddp import default_bucket_mb
+        from nanoray.parallel.fsdp import units_of
+        from nanoray.parallel.memory import at_peak, model_memory
+        from nanoray.parallel.plan import Plan
+        from nanoray.trace.recorder import CommRecorder
+        from nanoray.train.optim import make_optimizer
+        from nanoray.train.recipe import agree_on_precision, mean_loss, resolve_precision
+
+        precision, _ = agree_on_precision(mesh, resolve_precision(config, mesh))
+        batch = resolve_batch(config, Layout.of(config, mesh.world_size).dp)
+        self.mesh, self.accum, self.clip, self.trained = mesh, batch.accum, config.grad_clip, 0
+        self.case = make(mesh, config, precision, batch.micro)
+        bucket_mb = config.bucket_mb or default_bucket_mb(mesh.device, config.dp_mode)
+        loss = partial(mean_loss, mesh.device.type, precision)
+        self.plan = Plan(self.case.model, mesh, config, batch.accum, loss, lambda loss: loss, int(mirrored))
+        state = model_memory(config, self.case.model, batch.dp, batch.accum, bucket_mb, mirrored)
+        self.formula, self.dp = state | self.case.activations, batch.dp
+        sizes = (sum(state.get(name, 0) for name in KEPT), sum(self.case.activations.values()), state["in_flight"])
+        growing = state["gradients"] if config.dp_mode == "fsdp" else 0
+        self.at_peak = at_peak(*sizes, layers=len(units_of(self.case.model)), growing=growing)
+        self.optimizer = make_optimizer(self.case.model, config, self.plan.shards)
+        self.mirror = self.plan.mirror_shards and make_optimizer(self.case.model, config, self.plan.mirror_shards)
+        self.recorder = CommRecorder(mesh, every=1, profile=False)
+        if traced:
+            self.plan.add_twin(self.recorder.hook)
+        self.plan.warm_up(*self.case.batch(0))
+        self.recipe = f"{self.case.what}, {precision}, {batch.accum} × {batch.micro} samples a rank and step"
+
+    def step(self) -> None:
+        """Train one step; the gradients stay. (all ranks)"""
+        first = self.trained * self.accum
+        micro_batches = (self.case.batch(first + i) for i in range(self.accum))
+        self.loss = self.plan.forward_backward(micro_batches, self.recorder.phase, lambda micro: None)
+        self.plan.mirror_gradients()
+        self.norm = self.plan.grad_norm()
+        if self.clip:
+            self.plan.clip(self.clip, self.norm)
+        self.optimizer.step()
+        if self.mirror:
+            self.mirror.step()
+        self.plan.spread()
+        self.trained += 1  # also the number of the next step's batch
+
+    def traced_step(self) -> dict[str, Any]:
+        """Train one step and return what its collectives cost this rank. (all ranks)"""
+        from nanoray.trace.recorder import Collective, account, wait_for
+
+        self.plan.trace(True)
+        self.mesh.listener = self.recorder
+        self.recorder.begin(0)
+        self.step()
+        self.plan.settle()
+        self.recorder.end()
+        self.mesh.listener = None
+        self.plan.trace(False)
+        self.plan.zero_grad()
+        wait_for(self.mesh.device)
+        self.recorder.clock.anchor()
+        seen = [Collective(**c) for c in self.recorder.read()[0]["collectives"]]
+        cost, sizes = account(seen), Counter[str]()
+        for c in seen:
+            sizes[f"{c.op} {c.what}"] += c.size_bytes
+        counts = Counter(f"{c.op} {c.what}" for c in seen)
+        sent = {name: (counts[name], size) for name, size in sizes.items()}
+        return {"busy_ms": 1e3 * cost.busy, "exposed_ms": 1e3 * cost.exposed, "collectives": sent}
+
+
+def _arm(mesh: Mesh, order: dict[str, Any], own: dict[str, Any], traced: bool) -> Arm:
+    settings = {key: value for key, value in own.items() if key != "mirrored"}
+    config = configuration(order["model"], order["preset"], order["overrides"] | settings)
+    return Arm(mesh, config, MODELS[order["model"]], traced, "mirrored" in own)
+
+
+def configuration(model: str, preset: str, overrides: dict[str, Any]) -> Config:
+    """Return what is trained. Raises ConfigError for a key or value that cannot be."""
+    return load_config(preset=preset, overrides=overrides) if model == "gpt" else make_config(RESNET | overrides)
+
+
+def time_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> None:
+    """Run the rounds; emit one event per arm and round, times of the slowest rank. (all ranks)"""
+    import torch
+
+    from nanoray.mesh.devices import keep_freed_memory
+    from nanoray.trace.recorder import Clock, wait_for
+
+    if mesh.device.type == "cpu":
+        keep_freed_memory()  # as in a run; where memory is measured, what is freed should be gone
+
+    def worst(ms: list[float]) -> list[float]:
+        return list(mesh.all_reduce(torch.tensor(ms, device=mesh.device), op="max").tolist())
+
+    arms = {name: _arm(mesh, order, own, traced=True) for name, own in order["arms"].items()}
+    clock = Clock(mesh.device)
+    emit({"recipe": next(iter(arms.values())).recipe})
+    for turn in range(order["rounds"]):
+        for name in rotated(list(arms), turn):
+            arm = arms[name]
+            mesh.barrier()
+            start, marks = time.perf_counter(), [clock.now()]
+            for _ in range(order["steps"]):
+                arm.step()
+                arm.plan.zero_grad()
+                marks.append(clock.now())
+            arm.plan.settle()
+            wait_for(mesh.device)
+            step_ms = 1e3 * (time.perf_counter() - start) / order["steps"]
+            clock.anchor()
+            at = [clock.seconds(mark) for mark in marks]
+            step_ms, *times = worst([step_ms, *(1e3 * (b - a) for a, b in pairwise(at))])
+            event = {"arm": name, "round": turn, "step_ms": step_ms, "times_ms": times, **arm.traced_step()}
+            event["busy_ms"], event["exposed_ms"] = worst([event["busy_ms"], event["exposed_ms"]])
+            event[SAMPLES] = arm.case.samples * arm.accum * arm.dp
+            event[TOKENS] = event[SAMPLES] * arm.case.tokens
+            event |= {"loss": mesh.all_reduce_mean(arm.loss.clone()).item(), "trained": arm.trained}
+            emit(event)
+    for arm in arms.values():
+        arm.plan.close()
+
+
+def memory_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> None:
+    """Train a few steps of the only arm; emit the formula, and what the rank with the most memory held. (all ranks)"""
+    import torch
+
+    from nanoray.mesh.devices import return_freed_memory
+
+    if mesh.device.type == "cpu":
+        return_freed_memory()
+    (own,) = order["arms"].values()
+    list(_steps(_arm(mesh, order, own | TINY[order["model"]], traced=False), 1, lambda: 0))
+    on_gpu = mesh.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
+    before = torch.cuda.memory_allocated() if on_gpu else _resident("VmRSS")
+
+    def peak() -> int:
+        return (torch.cuda.max_memory_allocated() if on_gpu else _resident("VmHWM")) - before
+
+    arm = _arm(mesh, order, own, traced=False)
+    found = list(_steps(arm, MEMORY_STEPS, peak))
+    arm.plan.close()
+    everyone = mesh.gather(found)
+    if everyone is not None:
+        held = max(([held for held, _ in rank] for rank in everyone), key=lambda steps: sum(steps[-1].values()))
+        most = max(([peak for _, peak in rank] for rank in everyone), key=lambda steps: steps[-1])
+        what = "device memory" if on_gpu else "resident memory above that before the model was made"
+        emit({"formula": arm.formula, "at_peak": arm.at_peak, "held": held, "peak": most, "what": what})
+
+
+def _steps(arm: Arm, count: int, peak: Callable[[], int]) -> Iterator[tuple[dict[str, int], int]]:
+    """Train, and yield what is held at the end of each step and the peak until then. (all ranks)"""
+    from nanoray.parallel.memory import held_by_mirror, held_bytes
+
+    for _ in range(count):
+        arm.step()
+        arm.plan.settle()
+        held = held_bytes(arm.case.model, arm.plan.gradients, arm.optimizer)
+        if arm.mirror:
+            held["mirror"] = held_by_mirror(arm.plan.mirror_shards or (), arm.mirror)
+        yield held, peak()
+        arm.plan.zero_grad()
+
+
+def _resident(key: str) -> int:
+    """Return this process's resident memory (VmRSS) or its peak (VmHWM) in bytes."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(key)).split()[1])

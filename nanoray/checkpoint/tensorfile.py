@@ -1,0 +1,139 @@
+"""Files of tensors: written and hashed in one pass, read and checked in one pass. The format is safetensors.
+
+A file is: length of the header (8 bytes), a JSON header padded to 8, the tensors' buffers with the widest types first.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanoray.errors import CheckpointError
+
+GONE = (FileNotFoundError, NotADirectoryError)
+CHUNK = 8 << 20  # bytes hashed and written at a time
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool, "U8": torch.uint8,
+    "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
+}  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Damage(Exception):
+    """Why a folder is not a valid checkpoint: "FILE: reason"."""
+
+
+@contextmanager
+def damage_of(file: str) -> Iterator[None]:
+    """Turn an error from reading `file` into Damage."""
+    try:
+        yield
+    except OSError as error:
+        raise Damage(f"{file}: {'missing' if isinstance(error, GONE) else error.strerror}") from None
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError):
+        raise Damage(f"{file}: not as nanoray writes it") from None
+
+
+def layout(tensors: dict[str, Tensor]) -> list[Tensor]:
+    """Lay out a safetensors file: length of header (8 bytes), JSON header padded to 8, buffers, widest dtypes first."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    parts: list[Tensor] = []
+    at = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
+        if tensor.dtype not in DTYPE_NAMES or name in header:
+            raise CheckpointError(
+                f"cannot store tensor {name} of dtype {tensor.dtype}; rename it, or cast it to one of {[*DTYPE_NAMES]}"
+            )
+        offsets = [at, at := at + tensor.nbytes]
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        parts.append(tensor.detach())
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return [as_bytes(len(text).to_bytes(8, "little") + text), *parts]
+
+
+def plain(value: Any, where: str) -> Any:
+    """Return `value` as JSON data, null for floats that are not finite. Raises CheckpointError for other types."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, (list, tuple)):
+        return [plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+    kind = type(value).__name__
+    raise CheckpointError(f"{where} is a {kind}, which JSON cannot hold; use str keys; str, int, float, bool or list")
+
+
+def as_bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def write_file(path: Path, parts: list[Tensor]) -> dict[str, Any]:
+    """Write and fsync a new file, hashing in the same pass."""
+    digest = hashlib.sha256()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        for tensor in parts:
+            data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data  # copies only if needed
+            for start in range(0, len(data), CHUNK):
+                chunk = data[start : start + CHUNK]
+                digest.update(chunk)
+                while chunk:  # a write may be partial
+                    chunk = chunk[os.write(fd, chunk) :]
+        os.fsync(fd)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(fd)
+    return {"bytes": sum(tensor.nbytes for tensor in parts), "sha256": digest.hexdigest()}
+
+
+def fsync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot sync a folder
+            raise
+    finally:
+        os.close(fd)
+
+
+def read_file(path: Path, entry: dict[str, Any]) -> Tensor:
+    """Read a whole file into a uint8 tensor, hashing in the same pass."""
+    digest = hashlib.sha256()
+    with damage_of(path.name), open(path, "rb", buffering=0) as file:
+        data = torch.empty(entry["bytes"], dtype=torch.uint8)
+        view, at = data.numpy().data, 0
+        while got := file.readinto(view[at : at + CHUNK]):
+            digest.update(view[at : at + got])
+            at += got
+    if digest.hexdigest() != entry["sha256"]:
+        raise Damage(f"{path.name}: sha256 differs")
+    return data
+
+
+def tensors_in(data: Tensor, file: str) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file in memory, as views of `data`."""
+    with damage_of(file):
+        start = 8 + int.from_bytes(data[:8].numpy().tobytes(), "little")
+        header = json.loads(data[8:start].numpy().tobytes())
+        header.pop("__metadata__")
+        tensors: dict[str, Tensor] = {}
+        for name, spec in header.items():
+            begin, end = (start + offset for offset in spec["data_offsets"])
+            tensors[name] = data[begin:end].view(DTYPES[spec["dtype"]]).view(spec["shape"])
+        return tensors

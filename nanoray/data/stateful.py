@@ -1,0 +1,154 @@
+"""A script's loader that knows its own place: its state is saved with each checkpoint, rank by rank.
+
+    rank 0   its loader ─► batch 0 ─► batch 1 ─► batch 2 ─► ...        each rank reads a loader of its own
+    rank 1   its loader ─► batch 0 ─► batch 1 ─► batch 2 ─► ...
+                        └ state 0  └ state 1  └ state 2                taken before each batch
+
+Batch k of a rank is the k-th that its loader yields, over all epochs. A rank with the state before an earlier batch
+goes on from there: that is how a resume, a repeated step and the replacement of a lost rank read the same batches.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanoray.errors import DataError
+
+KEPT = 64  # batches that a rank keeps, with the state before each, to repeat a step
+
+
+def is_stateful(data: Any) -> bool:
+    """Whether data are a loader with a state: an iterable, without an index, that can save its place and load it."""
+    methods = ("__iter__", "state_dict", "load_state_dict")
+    return all(callable(getattr(data, name, None)) for name in methods) and not hasattr(data, "__getitem__")
+
+
+class Stateful:
+    """The batches of one rank's loader, by their numbers. The newest ones are kept."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._iterator: Iterator[Any] | None = None  # None: not begun, or to begin again from a state
+        self._next = 0  # the number of the batch that the iterator yields next
+        self._states: dict[int, Any] = {}  # before a batch, by its number
+        self._kept: OrderedDict[int, Any] = OrderedDict()
+        self._anchor = 0  # the batch before which the newest saved or loaded state was taken
+
+    def batch(self, number: int) -> Any:
+        """Return batch `number`. Raises DataError when the loader has none, or can go back so far no more."""
+        if number not in self._kept and (self._iterator is None or number < self._next):
+            self._seek(number)
+        while number not in self._kept:
+            self._advance()
+        return self._kept[number]
+
+    def state_before(self, number: int) -> Tensor:
+        """Return the loader's state before a batch, as bytes: (n,) uint8."""
+        if number not in self._states:
+            self.batch(number)
+        self._anchor = number
+        return pack(self._states[number])
+
+    def load(self, state: Tensor, number: int) -> None:
+        """Go on from the state before batch `number`."""
+        self._states, self._anchor, self._iterator = {number: unpack(state)}, number, None
+        self._kept.clear()
+
+    def _seek(self, number: int) -> None:
+        """Begin at the newest known state that is not after batch `number`."""
+        known = [k for k in self._states if k <= number]
+        if not known and (self._states or self._iterator):
+            raise DataError(
+                f"batch {number} of the train data is needed again, but the oldest known state of the loader is that "
+                f"before batch {min(self._states, default=self._next)}; give a dataset with len() and []"
+            )
+        if known:
+            self._loader.load_state_dict(copy.deepcopy(self._states[max(known)]))
+        self._next = max(known, default=0)
+        self._iterator = iter(self._loader)
+
+    def _advance(self) -> None:
+        assert self._iterator is not None
+        self._states[self._next] = copy.deepcopy(self._loader.state_dict())
+        found = next(self._iterator, None)
+        if found is None:  # the next epoch
+            self._iterator = iter(self._loader)
+            found = next(self._iterator, None)
+        if found is None:
+            raise DataError("the loader of the train data yields no batch in a whole epoch; give it at least one")
+        self._kept[self._next] = found
+        self._next += 1
+        while len(self._kept) > KEPT:
+            oldest, _ = self._kept.popitem(last=False)
+            if oldest != self._anchor:
+                self._states.pop(oldest, None)
+        for number in [k for k in self._states if k < next(iter(self._kept)) and k != self._anchor]:
+            del self._states[number]
+
+
+def pack(state: Any) -> Tensor:
+    """Return a loader's state as bytes of JSON, (n,) uint8. Raises DataError for what is no plain data."""
+    return torch.frombuffer(bytearray(json.dumps(_plain(state, "state")).encode()), dtype=torch.uint8)
+
+
+def unpack(packed: Tensor) -> Any:
+    """Return what `pack` got."""
+    return _restored(json.loads(packed.cpu().contiguous().numpy().tobytes()))
+
+
+def _plain(value: Any, where: str) -> Any:
+    """Return a value as JSON; what JSON has not is a dict with the key "", which names its kind."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        items = [_plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {"": "tuple", "items": items}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) and key for key in value):
+            return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
+        pairs = [[_plain(k, f"a key of {where}"), _plain(item, f"{where}[{k!r}]")] for k, item in value.items()]
+        return {"": "dict", "items": pairs}
+    if isinstance(value, bytes):
+        return {"": "bytes", "data": base64.b64encode(value).decode()}
+    if isinstance(value, Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        kind, dtype = "tensor", str(value.dtype).removeprefix("torch.")
+    elif isinstance(value, (np.ndarray, np.generic)) and not np.asarray(value).dtype.hasobject:
+        flat, kind, dtype = np.asarray(value), "array", np.asarray(value).dtype.str
+    else:
+        raise DataError(
+            f"the state of the train data's loader has a {type(value).__name__} at {where}, which a checkpoint cannot "
+            "hold; let state_dict() return numbers, text, lists, dicts, bytes, tensors or arrays"
+        )
+    return {"": kind, "dtype": dtype, "shape": [*value.shape], "data": base64.b64encode(flat.tobytes()).decode()}
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_restored(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get("")
+    if kind is None:
+        return {key: _restored(item) for key, item in value.items()}
+    if kind == "tuple":
+        return tuple(_restored(item) for item in value["items"])
+    if kind == "dict":
+        return {_restored(key): _restored(item) for key, item in value["items"]}
+    data = bytearray(base64.b64decode(value["data"]))
+    if kind == "bytes":
+        return bytes(data)
+    if kind == "array":
+        return np.frombuffer(data, value["dtype"]).reshape(value["shape"]).copy()
+    dtype = getattr(torch, value["dtype"])
+    flat = torch.frombuffer(data, dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.reshape(value["shape"]).clone()

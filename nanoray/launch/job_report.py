@@ -1,0 +1,88 @@
+"""What a run started by `ray job submit`, or by KubeRay, writes onto its own Ray job while it trains.
+
+Ray fixes a job's metadata when the job is submitted, and offers no call to change it later (ray-project/ray#36638). But
+the jobs API reads a job's record from the head's key-value store, so the driver writes there: `nanoray_*` keys into the
+metadata, and one line as the message, which `ray job status` prints. Only while the record says RUNNING: Ray itself
+writes the record before the driver starts and after it has ended, and keeps the metadata then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from contextlib import suppress
+from typing import Any
+
+from ray.experimental.internal_kv import internal_kv_get_gcs_client
+
+from nanoray.launch.placement import bounded
+from nanoray.run import RunSpec, newest_record
+from nanoray.train.observers import progress
+
+INTERVAL_S = 5.0
+WRITE_S = 2.0  # for one request; a head that is gone must hold up neither training nor the end
+PREFIX = "nanoray_"
+
+
+def submission_id() -> str:
+    """Return the id of the Ray job whose driver this process is; empty for a driver that was started in another way."""
+    with suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])["metadata"]["job_submission_id"])
+    return ""
+
+
+class JobReport:
+    """Keeps the record of this process's Ray job up to date, in a thread; idle without one. A context manager."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self.state = ""  # set at the end: finished, stopped, failed: ...
+        self._spec, self._job = spec, submission_id()
+        self._written: dict[str, str] = {}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._write_until_exit, name="nanoray-job-report", daemon=True)
+
+    def __enter__(self) -> JobReport:
+        if self._job:
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.state = "failed"
+        self._over.set()
+        if self._job:
+            bounded(self._thread.join, 2 * WRITE_S + 1)
+
+    def facts(self) -> dict[str, str]:
+        """Return what is known of the run, as text: state, folder and, once a step was logged, step, loss and ETA."""
+        record = newest_record(self._spec.folder)
+        state = self.state or ("training" if record else "starting")
+        known = progress(record, self._spec.config.max_steps) if record else {}
+        return {"state": state, "folder": str(self._spec.folder)} | known
+
+    def _write_until_exit(self) -> None:
+        over = False
+        while not over:
+            with suppress(Exception):  # a head that does not answer is the driver's business; this is only a report
+                if (facts := self.facts()) != self._written:
+                    self._write(facts)
+                    self._written = facts
+            over = self._over.wait(INTERVAL_S)
+        with suppress(Exception):
+            self._write(self.facts())
+
+    def _write(self, facts: dict[str, str]) -> None:
+        from ray._private.ray_constants import KV_NAMESPACE_JOB
+        from ray.dashboard.modules.job.common import JobInfoStorageClient
+
+        store: Any = internal_kv_get_gcs_client()
+        key = JobInfoStorageClient.JOB_DATA_KEY.format(job_id=self._job).encode()
+        info = json.loads(store.internal_kv_get(key, namespace=KV_NAMESPACE_JOB, timeout=WRITE_S))
+        if info["status"] != "RUNNING":
+            return
+        own = {f"{PREFIX}{name}": value for name, value in facts.items()}
+        info["metadata"] = {k: v for k, v in (info["metadata"] or {}).items() if not k.startswith(PREFIX)} | own
+        info["message"] = " · ".join(f"{name} {value}" for name, value in facts.items() if name != "state")
+        info["message"] = f"{facts['state']} · {info['message']}"
+        store.internal_kv_put(key, json.dumps(info).encode(), True, namespace=KV_NAMESPACE_JOB, timeout=WRITE_S)

@@ -1,0 +1,55 @@
+"""Launch a script's own function: on Ray, or in this process, alone or as a rank of torchrun."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nanoray.cli import Loaded, lasting_output
+from nanoray.config import make_config
+from nanoray.errors import ConfigError, NanorayError
+
+# What the script's optimizer and model decide, not a recipe.
+DEFAULTS = {
+    "name": "own",
+    "model": "own",
+    "micro_batch_size": 32,
+    "max_steps": 1000,
+    "schedule": "constant",
+    "warmup_steps": 0,
+    "grad_clip": 0.0,
+    "sample_tokens": 0,
+}
+
+
+def launch_own(main: Callable[[Any], Any], config: Mapping[str, Any], ray: bool = True) -> int:
+    """Call `main(run)` on every rank of a new run, and return the exit code; an error is printed as one line.
+
+    `config` has keys of nanoray's configuration (`nanoray launch --help`), such as workers, micro_batch_size, dp_mode,
+    checkpoint_every, resume. Under torchrun this process is one rank. Without `ray` it trains alone. With the key
+    dry_run, `main` is called in this process and ends at `fit`, which prints the memory of a rank by part.
+    """
+    started = time.time()
+    with lasting_output():
+        try:
+            config = dict(config)
+            dry_run = bool(config.pop("dry_run", False))
+            values = DEFAULTS | config
+            if values["model"] != "own":
+                raise ConfigError(f"model = {values['model']}, but the script brings its own; drop the key")
+            if "global_batch_size" in config and "micro_batch_size" not in config:
+                values["micro_batch_size"] = 0
+            loaded = Loaded(make_config(values), frozenset(config), dry_run)
+            if not ray or "RANK" in os.environ:
+                from nanoray.train.__main__ import run_here
+
+                return run_here(loaded, started, main)
+            from nanoray.launch.__main__ import launch
+
+            return launch(loaded, started, main)
+        except NanorayError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return error.exit_code

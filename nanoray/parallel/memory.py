@@ -1,0 +1,163 @@
+"""How many bytes a rank holds of weights, gradients and optimizer state, by data-parallel mode: arithmetic only.
+
+With P parameters in float32 on n ranks, AdamW, bytes per parameter:
+
+    mode               weights   gradients   optimizer   and beside backward
+    ddp                4         4           8           nothing: the gradients lie in the buckets that travel
+    ddp_by_hand        4         4           8           what arrives for the buckets in flight
+    zero1              4         4           8/n         the same
+    zero2              4         4/n         8/n         the buckets in flight, and what arrives for them
+    fsdp               4/n       4/n         8/n         gathered weights, and gradients until they are cut
+
+With bf16_pure and fp16_pure: 2, 2 and 4, and with float32 master weights 2, 2 and 12 of optimizer state.
+With expert parallelism, n is dp/ep for the experts that a rank holds, and dp for the rest; each has its own buckets.
+With zero1 and zero2, a mirror of another rank's share (--mirror) costs 4/n of gradients and 8/n of optimizer more.
+
+`held_bytes` counts what there really is. Source of the table: Rajbhandari et al. 2020, ZeRO, figure 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from nanoray.config import Config
+from nanoray.mesh.pieces import Shard
+from nanoray.parallel.buckets import IN_FLIGHT
+from nanoray.parallel.ep import names_of_experts
+from nanoray.parallel.fsdp import units_of
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of parameters of a model: all, those outside of its layers, its largest layer's, its largest tensor's."""
+
+    params: int
+    outside: int
+    layer: int
+    tensor: int
+    trained: int  # those that have gradients
+    each: float = 4.0  # bytes of a parameter
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Sizes:
+        """Count; the model may be on the meta device, where it takes no memory."""
+        layers = [sum(p.numel() for p in layer.parameters()) for layer in units_of(model)]
+        params = list(model.parameters())
+        tensors = [p.numel() for p in params]
+        trained, each = sum(p.numel() for p in params if p.requires_grad), sum(p.nbytes for p in params) / sum(tensors)
+        return cls(sum(tensors), sum(tensors) - sum(layers), max(layers, default=0), max(tensors), trained, each)
+
+    @classmethod
+    def of_some(cls, model: nn.Module, names: Collection[str]) -> Sizes:
+        """Count these parameters only, as if they were in no layer."""
+        tensors = [p.numel() for name, p in model.named_parameters() if name in names]
+        return cls(sum(tensors), sum(tensors), 0, max(tensors), sum(tensors))
+
+
+def state_memory(
+    config: Config,
+    sizes: Sizes,
+    ranks: int,
+    accum: int,
+    bucket_mb: float,
+    mirrored: bool = False,
+    moments: float | None = None,
+) -> dict[str, int]:
+    """Return the bytes of one rank by part: parameters, gradients and optimizer, which stay, and what is in flight.
+
+    With `mirrored`, `mirror` is what it keeps of another rank's gradients and optimizer state. `moments`: the numbers
+    that the optimizer keeps for each element; None: those of the configuration's.
+
+    In flight is the most that a step holds beside them:
+
+    - by hand: up to three buckets, of `bucket_mb` or as large as the largest tensor. For each the ranks' sums arrive in
+      a second buffer; with zero2 the bucket itself comes to it
+    - fsdp: weights outside of layers, gathered for the whole step, and those of a layer, once as they arrive and once
+      in their places; grad_op keeps all layers. Gradients of what lies outside, whole until the end of backward, and of
+      a layer as computed, packed and received. With accumulation, whole gradients until the last micro batch
+    """
+    mode, P, T, each = (config.dp_mode if ranks > 1 else "ddp"), sizes.params, sizes.trained, sizes.each
+    share = -(-T // ranks)
+    if moments is None:
+        moments = {"adamw": 2.0, "muon": 1 + sizes.outside / max(1, sizes.params)}.get(config.optimizer)
+        moments = float(config.momentum > 0) if moments is None else moments
+    kept = each * moments  # bytes of an element, by its optimizer
+    if config.master_weights == "fp32":
+        kept = 4 * (moments + 1)
+    state = {
+        "parameters": int(each * (-(-P // ranks) if mode == "fsdp" else P)),
+        "gradients": int(each * (share if mode in ("zero2", "fsdp") else T)),
+        "optimizer": int(kept * (T if mode in ("ddp", "ddp_by_hand") else share)),
+        "in_flight": 0,
+    }
+    if mirrored and mode in ("zero1", "zero2"):
+        state["mirror"] = int(each * (1 + moments) * share)
+    total = int(each * T)
+    bucket = min(max(int(bucket_mb * 2**20), int(each * sizes.tensor)), total)
+    buckets = min((IN_FLIGHT + 1) * bucket, total)
+    if mode in ("ddp_by_hand", "zero1"):
+        state["in_flight"] = buckets
+    elif mode == "zero2":
+        state["in_flight"] = 2 * buckets
+    elif mode == "fsdp":
+        size = 2 if config.fsdp_gather == "bf16" else each
+        gathered = P + sizes.layer if config.fsdp_reshard == "grad_op" else sizes.outside + 2 * sizes.layer
+        whole = P if accum > 1 else sizes.outside + sizes.layer
+        state["in_flight"] = int(size * gathered + 4 * (whole + 2 * max(sizes.layer, sizes.outside)))
+    return state
+
+
+def at_peak(state: int, activations: int, in_flight: int, layers: int, growing: int = 0) -> int:
+    """Return the most bytes that a step takes at once, given those of its parts, which are never all there together.
+
+    Backward begins with all activations and nothing in flight. When the gradients of the first layer are on their way,
+    its activations are gone; at the end all are. `growing` are the gradients in `state` that have no memory until
+    backward makes them, layer by layer: fsdp's.
+    """
+    rest, layers = state - growing, max(1, layers)
+    first = activations - activations // layers + growing // layers + in_flight
+    return rest + max(activations, first, growing + in_flight)
+
+
+def model_memory(
+    config: Config, model: nn.Module, ranks: int, accum: int, bucket_mb: float, mirrored: bool = False
+) -> dict[str, int]:
+    """Return `state_memory` of a model as a rank holds it: whole, or cut by ep.py or tp.py. `ranks`: data ranks."""
+    if config.ep == 1:
+        return state_memory(config, Sizes.of(model), ranks, accum, bucket_mb, mirrored)
+    experts = names_of_experts(model)
+    rest = {name for name, _ in model.named_parameters()} - experts
+    of_rest = state_memory(config, Sizes.of_some(model, rest), ranks, accum, bucket_mb)
+    of_experts = state_memory(config, Sizes.of_some(model, experts), ranks // config.ep, accum, bucket_mb)
+    return {part: size + of_experts[part] for part, size in of_rest.items()}
+
+
+def held_bytes(model: nn.Module, gradients: Sequence[Tensor], optimizer: Optimizer) -> dict[str, int]:
+    """Return the bytes of the storages behind a rank's weights, its `gradients`, and its optimizer state, by part.
+
+    Call it between backward and zero_grad, when the weights are settled.
+    """
+    params = list(model.parameters())
+    whole, state = [p.grad for p in params if p.grad is not None], _state_of(optimizer)
+    return {"parameters": _bytes(params), "gradients": _bytes([*gradients, *whole]), "optimizer": _bytes(state)}
+
+
+def held_by_mirror(shards: Sequence[Shard], optimizer: Optimizer) -> int:
+    """Return the bytes of a mirror's gradients and optimizer state. Its weights are those of the model."""
+    gradients = [shard.param.grad for shard in shards if shard.param.grad is not None]
+    return _bytes([*gradients, *_state_of(optimizer)])
+
+
+def _state_of(optimizer: Optimizer) -> list[Tensor]:
+    return [tensor for kept in optimizer.state.values() for tensor in kept.values()]
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of all storages of the tensors; views of one count once."""
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum({s.data_ptr(): s.nbytes() for s in (tensor.untyped_storage() for tensor in local)}.values())

@@ -1,0 +1,81 @@
+"""`nanoray report RUN [RUN ...]`: one HTML page about a run, or about several beside each other."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import sys
+import tempfile
+from pathlib import Path
+
+import jinja2
+from markupsafe import Markup
+
+from nanoray import __version__
+from nanoray.atomic import replace_text
+from nanoray.errors import ConfigError
+from nanoray.report.charts import COLOURS, charts
+from nanoray.report.gather import Run, facts, read_run, settings
+from nanoray.trace.ledger import MEANINGS, USEFUL
+from nanoray.trace.timeline import draw, newest_window
+
+TEMPLATE = Path(__file__).with_name("page.html.j2")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `nanoray report` and return the exit code."""
+    parser = argparse.ArgumentParser(prog="nanoray report", description="Write an HTML page about runs.")
+    parser.add_argument("run", type=Path, nargs="+", help="folder of a run; several are compared")
+    parser.add_argument("--output", type=Path, help="page to write [RUN/report.html; of several: compare.html here]")
+    args = parser.parse_args(argv)
+    output = args.output or (args.run[0] / "report.html" if len(args.run) == 1 else Path("compare.html"))
+    try:
+        html = page([read_run(folder) for folder in args.run])
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(
+            f"error: cannot read {error.filename} ({error.strerror}); read it as the user who ran it", file=sys.stderr
+        )
+        return 1
+    try:
+        replace_text(output, html)
+    except OSError as error:
+        print(f"error: cannot write {output} ({error.strerror}); give another --output", file=sys.stderr)
+        return 1
+    print(output)
+    return 0
+
+
+def page(runs: list[Run]) -> str:
+    """Return the page as HTML. Texts of runs are escaped; it loads nothing and runs no script."""
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared",
+        runs=runs,
+        facts=[facts(run) for run in runs],
+        colours=COLOURS,
+        charts=[(title, Markup(svg)) for title, svg in charts(runs)],
+        faulty=any(run.faults for run in runs),
+        meanings=MEANINGS,
+        useful=USEFUL,
+        timelines=[(run.name, _timeline(run)) for run in runs if run.traced],
+        samples=[(run.name, run.summary["sample"]) for run in runs if run.summary.get("sample")],
+        settings=settings(runs),
+        version=__version__,
+    )
+
+
+def _timeline(run: Run) -> str:
+    """Return the picture of the newest traced steps, as base64 of an SVG."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "timeline.svg")
+        draw(newest_window(run.traced), path)
+        return base64.b64encode(path.read_bytes()).decode()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,121 @@
+"""What a dry run tells of a script's own model: memory of a rank by part, with no rank started and no device taken.
+
+    main(run) ─► model, optimizer, data ─► RuntimeEngine.fit ─► these lines, and the script ends there
+
+The state follows from the model's parameters and from a probe of the optimizer; activations from a forward pass on fake
+tensors, which have shapes and no memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from nanoray.config import Batch, Config
+from nanoray.mesh.layout import Layout
+from nanoray.parallel.memory import Sizes, state_memory
+from nanoray.train.precision import autocast
+from nanoray.train.report import buckets_of, told_memory
+
+PROBED = 16  # elements of the parameter that an optimizer is tried on
+
+
+class DryRunEnded(BaseException):
+    """Raised by `fit` when a dry run has told what it knows; a script's `except Exception` lets it pass."""
+
+
+def own_lines(
+    config: Config,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Callable[[nn.Module, Any, Any], Tensor],
+    batch: Batch,
+    example: tuple[Any, Any],
+    placement: str,
+) -> list[str]:
+    """Return the lines for a module: mesh, batch arithmetic, parameters, memory. `example` is one micro batch."""
+    precision = "fp32" if config.precision == "auto" else config.precision
+    sizes, notes = Sizes.of(model), []
+    more = {"buffers": sum(buffer.nbytes for buffer in model.buffers())}
+    try:
+        more["activations"] = activation_bytes(model, loss, *example, precision)
+    except Exception as error:
+        notes.append(f"memory     without activations: a forward on fake tensors failed ({_first_line(error)})")
+    moments = kept_per_element(optimizer)
+    if moments is None:
+        notes.append(f"memory     without the state of {type(optimizer).__name__}, which could not be tried alone")
+    layout, total = Layout(dp=batch.dp), batch.global_size
+    bucket_mb, mirrored = buckets_of(config)
+    state = state_memory(config, sizes, batch.dp, batch.accum, bucket_mb, mirrored, moments or 0.0)
+    frozen = f", {sizes.params - sizes.trained:,} of them frozen" if sizes.params > sizes.trained else ""
+    return [
+        f"mesh       {layout.world_size} rank(s) = {layout}",
+        f"placement  {placement}",
+        "data       of the script",
+        f"batch      {batch.micro} samples × {batch.accum} accum × {batch.dp} dp = {total:,} samples/step, "
+        f"{config.max_steps:,} steps = {total * config.max_steps:,} samples",
+        f"model      {type(model).__name__}, {sizes.params:,} parameters{frozen}, {type(optimizer).__name__}",
+        told_memory(config, batch, precision, state | more),
+        *notes,
+        "dry run: nothing was started",
+    ]
+
+
+def kept_per_element(optimizer: torch.optim.Optimizer) -> float | None:
+    """Return how many numbers an optimizer keeps for each element that it updates; None if it cannot be tried alone."""
+    probe = nn.Parameter(torch.zeros(PROBED))
+    probe.grad = torch.zeros(PROBED)
+    settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    try:
+        alike = type(optimizer)([settings | {"params": [probe]}], lr=settings["lr"])  # type: ignore[call-arg]
+        alike.step()
+    except Exception as error:
+        logging.getLogger("nanoray").info("%s could not be tried alone: %r", type(optimizer).__name__, error)
+        return None
+    kept = [value for value in alike.state[probe].values() if isinstance(value, Tensor) and value.dim()]
+    return sum(value.numel() for value in kept) / PROBED
+
+
+def activation_bytes(
+    model: nn.Module, loss: Callable[[nn.Module, Any, Any], Tensor], x: Any, y: Any, precision: str
+) -> int:
+    """Return the bytes that a forward pass keeps for backward, besides parameters and buffers, computed on CPU.
+
+    Nothing is computed: fake tensors have shapes and types only. Raises what the model raises on them.
+    """
+    kept: dict[int, Tensor] = {}  # by storage; the tensors stay alive, so that no number is used twice
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        state: dict[str, Tensor] = {
+            f"model.{name}": mode.from_tensor(t) for name, t in [*model.named_parameters(), *model.named_buffers()]
+        }
+        inputs = tree_map_only(Tensor, mode.from_tensor, (x, y))
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast("cpu", precision):
+            torch.func.functional_call(_WithLoss(model, loss), state, inputs)
+    given = {tensor.untyped_storage()._cdata for tensor in state.values()}
+    return sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in given)
+
+
+class _WithLoss(nn.Module):
+    """A model with its loss, as one module that can be called with other tensors in the place of its parameters."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any, Any], Tensor]) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, x: Any, y: Any) -> Tensor:
+        return self.loss(self.model, x, y)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"

@@ -1,0 +1,327 @@
+"""Train any module with nanoray's loop: the same checkpoints, recovery, parallelism and metrics as its own models have.
+
+nanoray.launch(main, config) ─► Program, on every rank ─► main(run) ─► RuntimeEngine(model, ..., run).fit(data)
+                                                                            └─► recipe.train with an OwnTask
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanoray.config import Batch, Config, resolve_batch
+from nanoray.data.dataset import own_data
+from nanoray.data.own import LOADER, OwnData
+from nanoray.data.tokens import Samples
+from nanoray.errors import CheckpointError, ConfigError
+from nanoray.mesh.pieces import Shard
+from nanoray.mesh.rendezvous import Order, Rendezvous
+from nanoray.models.batch_norm import replace_norms
+from nanoray.run import RunSpec
+from nanoray.train.dry_run import DryRunEnded, own_lines
+from nanoray.train.engine import Workload
+from nanoray.train.recipe import train
+from nanoray.train.tasks import Loss, RankStates
+
+log = logging.getLogger("nanoray")
+LossFn = Callable[[Any, Any], Tensor]  # (the model's output, targets) -> mean loss
+
+
+class Callback:
+    """Hooks for what a run reports. They run on rank 0 and only observe: what they raise is noted, and the run goes on.
+
+    The step waits for them, so they must be quick. Override those that you need.
+    """
+
+    def on_run_start(self, run: Run) -> None:
+        """Before the first step. Called again in the process that becomes rank 0 after a fault."""
+
+    def on_step_end(self, step: int, record: Mapping[str, Any]) -> None:
+        """After a logged step (`log_every`), with its record: docs/metrics.md has the names."""
+
+    def on_eval_end(self, step: int, record: Mapping[str, Any]) -> None:
+        """After an evaluation; `record` has val/loss."""
+
+    def on_checkpoint(self, step: int) -> None:
+        """After the checkpoint of a step is on disk."""
+
+    def on_fault(self, text: str) -> None:
+        """After a warning, a rollback, or a recovery from a lost rank."""
+
+    def on_run_end(self, outcome: Mapping[str, Any]) -> None:
+        """After the last checkpoint is on disk."""
+
+
+@dataclass
+class Run:
+    """One rank's part of a run, as the script's function gets it."""
+
+    spec: RunSpec
+    rendezvous: Rendezvous
+    given: frozenset[str]  # keys of the configuration that the script has set
+    watchers: Sequence[Any] = ()
+    wanted: Callable[[], Order] = lambda: Order.GO_ON
+    store: Any = field(default=None, repr=False)
+    rejoin: Any = field(default=None, repr=False)
+    outcome: dict[str, Any] | None = None  # of `fit`
+    placement: str = ""  # of a dry run: where its ranks would be. Then `fit` prints what it knows and ends the script
+
+    @property
+    def config(self) -> Config:
+        return self.spec.config
+
+    @property
+    def rank(self) -> int:
+        return self.rendezvous.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.rendezvous.world_size
+
+
+class RuntimeEngine:
+    """Trains a module on data of the script's own, as one rank of a run."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        run: Run,
+        loss_fn: LossFn | None = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        """Take a model and the optimizer of its parameters. All ranks start from rank 0's weights.
+
+        The loss of a batch is loss_fn(model(inputs), targets), a mean over the batch; without `loss_fn`,
+        model(inputs, targets). The optimizer keeps its rates and groups; `lr` and `schedule` of the configuration
+        replace the rate of its first group, and the others keep their ratio to it. torch's BatchNorm is replaced, in
+        place, by one whose running statistics are equal on all ranks (models/batch_norm.py).
+        """
+        self.model, self.optimizer, self.run, self.loss_fn, self.callbacks = model, optimizer, run, loss_fn, callbacks
+        replace_norms(model)
+        self.groups = _group_of(model, optimizer)
+
+    def fit(self, train_data: Any, val_data: Any = None, steps: int | None = None) -> dict[str, Any]:
+        """Train for `steps` optimizer steps, or max_steps of the configuration; return the outcome. (all ranks)
+
+        `train_data` and `val_data`: a dataset with len() and [], a DataLoader (its dataset is taken), or an iterable of
+        batches of micro_batch_size samples. Items and batches are pairs (inputs, targets). Raises ConfigError for a
+        second call, and NanorayError when the run cannot start or continue.
+        """
+        run = self.run
+        if run.outcome is not None:
+            raise ConfigError("fit was called twice in one run; launch a run for each of them")
+        if run.placement:
+            print("\n".join(OwnTask(self, run.spec, train_data, val_data, steps).dry_run_lines(run.placement)))
+            raise DryRunEnded
+        watchers = [*run.watchers, *(_Observer(callback, run) for callback in self.callbacks)]
+
+        def task_of(spec: RunSpec) -> OwnTask:
+            return OwnTask(self, spec, train_data, val_data, steps)
+
+        run.outcome = train(run.spec, run.rendezvous, watchers, run.wanted, run.store, run.rejoin, task_of=task_of)
+        for watcher in watchers:
+            if isinstance(watcher, _Observer) and run.rank == 0:
+                watcher.on_end(run.outcome)
+        return run.outcome
+
+
+class OwnTask:
+    """A model, optimizer and data of a script, as the recipe asks for them (tasks.Task)."""
+
+    def __init__(self, engine: RuntimeEngine, spec: RunSpec, train_data: Any, val_data: Any, steps: int | None) -> None:
+        self._engine, self._spec, self._steps = engine, spec, steps
+        self._train_data, self._val_data = train_data, val_data
+
+    def settings(self) -> dict[str, Any]:
+        """Return what the optimizer and the call of `fit` decide."""
+        given, first = self._engine.run.given, self._engine.optimizer.param_groups[0]
+        decided: dict[str, Any] = {} if "lr" in given else {"lr": first["lr"], "min_lr": 0.1 * first["lr"]}
+        decided |= {"max_steps": self._steps} if self._steps else {}
+        return decided | ({} if self._val_data is not None else {"eval_every": 0})
+
+    def model(self) -> nn.Module:
+        return self._engine.model
+
+    def optimizer(self, model: nn.Module, shards: list[Shard] | None) -> torch.optim.Optimizer:
+        """Return the script's optimizer; for shards one of its kind, with its groups cut alike."""
+        own = self._engine.optimizer
+        for group in own.param_groups:
+            group.setdefault("lr_factor", group["lr"] / own.param_groups[0]["lr"])
+        if shards is None:
+            return own
+        groups: list[dict[str, Any]] = []
+        for number, group in enumerate(own.param_groups):
+            mine = [shard.param for shard in shards if self._engine.groups.get(shard.piece.name) == number]
+            groups.append({key: value for key, value in group.items() if key != "params"} | {"params": mine})
+        return type(own)([group for group in groups if group["params"]], lr=own.param_groups[0]["lr"])  # type: ignore[call-arg]
+
+    def loss(self, model: nn.Module, x: Any, y: Any) -> Tensor:
+        loss_fn = self._engine.loss_fn
+        return loss_fn(model(x), y) if loss_fn else model(x, y)
+
+    def data(self, device: torch.device) -> Samples:
+        ranks, cfg = self._engine.run.rendezvous.slots, self._spec.config
+        place = self._engine.run.rank, ranks
+        batch = resolve_batch(cfg, ranks)
+        self._data = OwnData(self._train_data, self._val_data, cfg.seed, batch.micro, device, place)
+        if self._data.stateful and cfg.recovery == "shrink":
+            raise ConfigError(
+                f"recovery = shrink changes the number of ranks, but the train data are a loader with a state, one of "
+                f"{ranks}; use recovery in_place or restart, or give a dataset with len() and []"
+            )
+        return self._data
+
+    def load_data(self, saved: Callable[[], tuple[RankStates, int]]) -> str:
+        """Let the script's loader go on from this rank's state in a checkpoint.
+
+        Raises CheckpointError when another number of ranks has saved it. Without a state in it, the loader begins
+        anew and what was used is read and skipped, as of any iterable.
+        """
+        if not self._data.stateful:
+            return ""
+        (states, samples), ranks = saved(), self._engine.run.rendezvous.slots
+        if not any(LOADER in of for of in states):
+            return "resume  the checkpoint has no state of the loader: it begins anew and skips what was used"
+        if len(states) != ranks:
+            raise CheckpointError(
+                f"the checkpoint has the states of {len(states)} loaders, one of each rank, but now there are {ranks} "
+                f"ranks; resume with {len(states)} ranks, or give a dataset with len() and [], which any number shares"
+            )
+        self._data.load_state(states[self._engine.run.rank], samples)
+        return f"resume  each rank's loader goes on from its own state after {samples} samples"
+
+    def workload(self, loss: Loss, device: torch.device, precision: str, peak: float | None) -> Workload:
+        meta = {"model_shape": {}, "dataset": self._spec.dataset.to_dict()}
+        return Workload(loss, 1, None, None, meta, unit="samples", draws=True, loader=self._data.state_at)
+
+    def lines(self, batch: Batch) -> list[str]:
+        numbers = sum(p.numel() for p in self._engine.model.parameters())
+        return [
+            "data   of the script",
+            f"batch  {batch.micro} samples × {batch.accum} accum × {batch.dp} dp = {batch.global_size} samples/step"
+            f"      model {type(self._engine.model).__name__}, {numbers / 1e6:.2f} M parameters",
+        ]
+
+    def dry_run_lines(self, placement: str) -> list[str]:
+        """Return what a dry run prints. Reads one micro batch."""
+        engine, config = self._engine, self._spec.config.model_copy(update=self.settings())
+        batch = resolve_batch(config, engine.run.world_size)
+        example = self.data(torch.device("cpu")).train_batch(0, batch.micro)
+        return own_lines(config, engine.model, engine.optimizer, self.loss, batch, example, placement)
+
+    def closing(self, model_of: Callable[[], nn.Module]) -> str | None:
+        return None
+
+
+class Program:
+    """A script's function in the place of recipe.train: the launchers call it on every rank."""
+
+    def __init__(self, main: Callable[[Run], Any], given: frozenset[str]) -> None:
+        self._main, self._given = main, given
+
+    def __call__(
+        self,
+        spec: RunSpec,
+        rendezvous: Rendezvous,
+        watchers: Sequence[Any] = (),
+        wanted: Callable[[], Order] = lambda: Order.GO_ON,
+        store: Any = None,
+        rejoin: Any = None,
+    ) -> dict[str, Any]:
+        run = Run(spec, rendezvous, self._given, watchers, wanted, store, rejoin)
+        torch.manual_seed(spec.config.seed)  # the same new weights on all ranks
+        self._main(run)
+        if run.outcome is None:
+            raise ConfigError(_untrained(self._main))
+        return run.outcome
+
+
+def dry_run(main: Callable[[Run], Any], config: Config, given: frozenset[str], ranks: int, placement: str) -> None:
+    """Call a script's function up to `fit`, which prints mesh, batch and memory of a rank in place of training.
+
+    The model is made in this process; no rank is started, no device taken and no run folder made.
+    """
+    spec = RunSpec(config, own_data(), Path(config.out_dir), time.time())
+    torch.manual_seed(config.seed)
+    try:
+        main(Run(spec, Rendezvous(world_size=ranks), given, placement=placement))
+    except DryRunEnded:
+        return
+    raise ConfigError(_untrained(main))
+
+
+def _untrained(main: Callable[[Run], Any]) -> str:
+    name = getattr(main, "__name__", "the function")
+    return f"{name} returned without training; call RuntimeEngine(model, optimizer, run).fit(...) in it"
+
+
+class _Observer:
+    """A script's callback as the engine calls it (observers.Callback)."""
+
+    def __init__(self, callback: Callback, run: Run) -> None:
+        self._callback, self._run, self._begun = callback, run, False
+        self._failed: set[str] = set()
+
+    def on_note(self, text: str) -> None:
+        self._begin()
+        if text.startswith(("warning", "rejoin")):
+            self._call("on_fault", text)
+
+    def on_record(self, record: dict[str, Any]) -> None:
+        self._begin()
+        self._call("on_step_end", record["step"], record)
+        if "val/loss" in record:
+            self._call("on_eval_end", record["step"], record)
+
+    def on_saved(self, step: int) -> None:
+        self._call("on_checkpoint", step)
+
+    def on_end(self, outcome: Mapping[str, Any]) -> None:
+        self._call("on_run_end", outcome)
+
+    def close(self) -> None:
+        """Do nothing: a callback keeps no file of the run."""
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self._call("on_run_start", self._run)
+
+    def _call(self, name: str, *args: Any) -> None:
+        try:
+            getattr(self._callback, name)(*args)
+        except Exception as error:
+            if name not in self._failed:
+                self._failed.add(name)
+                where = f"{type(self._callback).__name__}.{name}"
+                log.exception("%s failed", where)
+                for watcher in self._run.watchers:
+                    watcher.on_note(f"warning  {where} raised {type(error).__name__}: {error}; the run goes on")
+
+
+def _group_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Return the number of the optimizer's group of each parameter. Raises ConfigError for a foreign parameter."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            if id(p) not in names:
+                raise ConfigError(
+                    f"the optimizer has a parameter of shape {tuple(p.shape)} that is not the model's; make it from "
+                    "model.parameters(), after the last change of the model"
+                )
+            groups[names[id(p)]] = number
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and name not in groups]
+    if missing:
+        raise ConfigError(
+            f"the optimizer does not update {missing[0]}; give it all parameters, or set requires_grad to False"
+        )
+    return groups

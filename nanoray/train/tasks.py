@@ -1,0 +1,178 @@
+"""What differs between a GPT on text and a ResNet on images. The recipe asks a task; the loop gets its Workload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from nanoray.config import Batch
+from nanoray.data.images import ImageData
+from nanoray.data.tokenizer import tokenizer_from_json
+from nanoray.data.tokens import Samples, TokenData
+from nanoray.mesh.pieces import Shard
+from nanoray.models import costs, resnet_costs
+from nanoray.models.build import build_model
+from nanoray.models.gpt import GPT, ModelShape
+from nanoray.models.resnet import ResNetShape, loss_and_accuracy
+from nanoray.models.sampling import generate
+from nanoray.run import RunSpec
+from nanoray.train.engine import Workload
+from nanoray.train.observers import short
+from nanoray.train.optim import make_optimizer
+from nanoray.train.precision import autocast
+
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+RankStates = list[dict[str, Tensor]]  # what a checkpoint has of each rank alone
+
+
+class Task(Protocol):
+    """A model and its data."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return keys of the configuration that the task decides."""
+
+    def model(self) -> nn.Module:
+        """Return the model with new weights."""
+
+    def optimizer(self, model: nn.Module, shards: list[Shard] | None) -> torch.optim.Optimizer:
+        """Return the optimizer of the model's parameters, or of these shards of them."""
+
+    def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """Return the mean loss of a batch."""
+
+    def data(self, device: torch.device) -> Samples:
+        """Open the dataset."""
+
+    def load_data(self, saved: Callable[[], tuple[RankStates, int]]) -> str:
+        """Let a loader with a state go on where a checkpoint has it; return a note, or "".
+
+        `saved` reads what the checkpoint has of each rank, and after how many samples.
+        """
+
+    def workload(self, loss: Loss, device: torch.device, precision: str, peak: float | None) -> Workload:
+        """Return what the loop needs to know. `peak` is the FLOP/s of all ranks together, if known."""
+
+    def lines(self, batch: Batch) -> list[str]:
+        """Return two lines on the data and on the batch and the model's size."""
+
+    def closing(self, model_of: Callable[[], nn.Module]) -> str | None:
+        """Return what the trained model, which `model_of` returns, has to show. (rank 0 only)"""
+
+
+def task_of(spec: RunSpec) -> Task:
+    """Return the task of a run."""
+    return ImageTask(spec) if spec.config.model == "resnet" else TextTask(spec)
+
+
+class ConfiguredTask:
+    """What tasks share whose model and optimizer the configuration describes."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self.spec = spec
+
+    def settings(self) -> dict[str, Any]:
+        return {}
+
+    def model(self) -> nn.Module:
+        return build_model(self.spec.config, self.spec.dataset.vocab_size)
+
+    def optimizer(self, model: nn.Module, shards: list[Shard] | None) -> torch.optim.Optimizer:
+        return make_optimizer(model, self.spec.config, shards)
+
+    def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return model(x, y)
+
+    def load_data(self, saved: Callable[[], tuple[RankStates, int]]) -> str:
+        return ""
+
+    def closing(self, model_of: Callable[[], nn.Module]) -> str | None:
+        return None
+
+
+class TextTask(ConfiguredTask):
+    """A GPT that predicts the next token."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        super().__init__(spec)
+        self.shape = ModelShape.of(spec.config, spec.dataset.vocab_size)
+
+    def data(self, device: torch.device) -> Samples:
+        return TokenData(self.spec.dataset, self.spec.config.block_size, self.spec.config.seed, device)
+
+    def workload(self, loss: Loss, device: torch.device, precision: str, peak: float | None) -> Workload:
+        return Workload(
+            loss=loss,
+            tokens_per_sample=self.spec.config.block_size,
+            flops_per_token=costs.flops_per_token(self.shape),
+            peak_flops=peak,
+            meta={"model_shape": self.shape.to_dict(), "dataset": self.spec.dataset.to_dict()},
+        )
+
+    def lines(self, batch: Batch) -> list[str]:
+        data, length = self.spec.dataset, self.spec.config.block_size
+        millions = costs.count_parameters(self.shape) / 1e6
+        return [
+            f"data   {data.note} · {short(data.train_tokens)} train + {short(data.val_tokens)} val "
+            f"tokens, vocabulary {data.vocab_size}",
+            f"batch  {batch.micro} seq × {batch.accum} accum × {batch.dp} dp × {length} tok = "
+            f"{batch.global_size * length} tok/step      model {millions:.2f} M parameters"
+            + costs.told_experts(self.shape),
+        ]
+
+    def closing(self, model_of: Callable[[], nn.Module]) -> str | None:
+        if not self.spec.config.sample_tokens:
+            return None
+        model = model_of()
+        assert isinstance(model, GPT)
+        return sample_text(model, self.spec)
+
+
+class ImageTask(ConfiguredTask):
+    """A ResNet that classifies images."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        super().__init__(spec)
+        self.shape = ResNetShape.of(spec.config, spec.dataset.vocab_size)
+
+    def data(self, device: torch.device) -> Samples:
+        return ImageData(self.spec.dataset, self.spec.config.seed, device)
+
+    def workload(self, loss: Loss, device: torch.device, precision: str, peak: float | None) -> Workload:
+        def scores(model: nn.Module, x: Tensor, y: Tensor) -> Sequence[Tensor]:
+            with autocast(device.type, precision):
+                return loss_and_accuracy(model, x, y)
+
+        return Workload(
+            loss=loss,
+            tokens_per_sample=1,
+            flops_per_token=resnet_costs.flops_per_image(self.shape),
+            peak_flops=peak,
+            meta={"model_shape": self.shape.to_dict(), "dataset": self.spec.dataset.to_dict()},
+            unit="samples",
+            score_names=("val/loss", "val/accuracy"),
+            scores=scores,
+        )
+
+    def lines(self, batch: Batch) -> list[str]:
+        data, size = self.spec.dataset, resnet_costs.count_parameters(self.shape)
+        return [
+            f"data   {data.note} · {short(data.train_tokens)} train + {short(data.val_tokens)} val images, "
+            f"{data.vocab_size} classes",
+            f"batch  {batch.micro} images × {batch.accum} accum × {batch.dp} dp = {batch.global_size} images/step      "
+            f"model ResNet-{self.shape.resnet_depth}, {size / 1e6:.2f} M parameters",
+        ]
+
+
+def sample_text(gpt: GPT, spec: RunSpec) -> str:
+    """Return text that the model generates after a newline, the same for the same weights. (rank 0 only)"""
+    tokenizer = tokenizer_from_json(spec.dataset.tokenizer)
+    device = next(gpt.parameters()).device
+    prompt = torch.tensor([tokenizer.encode("\n").tolist()], device=device)  # (1, T)
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # one token is too little work for several threads
+    source = torch.Generator(device=device).manual_seed(spec.config.seed)
+    tokens = generate(gpt, prompt, spec.config.sample_tokens, temperature=0.8, top_k=200, generator=source)
+    return tokenizer.decode(tokens[0].tolist()).strip("\n")

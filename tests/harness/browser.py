@@ -1,0 +1,24 @@
+"""A real browser, for pages that nanoray writes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from nanoray.bench.harness.processes import Child
+
+CHROMIUM = shutil.which("chromium")
+in_chromium = pytest.mark.skipif(not CHROMIUM, reason="no chromium on the PATH: apt-get install chromium")
+
+
+def chromium(page: Path, *flags: str) -> str:
+    """Open the page and return what the browser prints; it and its helpers end with the call."""
+    argv = [CHROMIUM or "", "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    argv += [f"--user-data-dir={page.parent / 'profile'}", *flags, page.as_uri()]
+    log = page.with_suffix(".log")
+    with Child(argv, os.environ | {"HOME": str(page.parent)}, log) as browser:
+        browser.wait(90)
+    return log.read_text()

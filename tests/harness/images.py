@@ -1,0 +1,129 @@
+"""A small dataset of generated images, runs of a small ResNet on it, and norms on the ranks of a pool."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanoray.checkpoint.resume import open_run
+from nanoray.config import make_config, resolve_batch
+from nanoray.data.cifar10 import generate, store
+from nanoray.data.dataset import DatasetInfo
+from nanoray.mesh.axis import data_axis
+from nanoray.mesh.mesh import Mesh
+from nanoray.models.batch_norm import BatchNorm
+from nanoray.models.resnet import ResNet, ResNetShape
+from nanoray.parallel.statistics import RunningStatistics
+from nanoray.run import RunSpec
+from nanoray.state import TrainState, share
+from nanoray.train import replicas
+from nanoray.train.guards import Guards
+from nanoray.train.optim import make_optimizer
+from nanoray.train.precision import LossScaler
+
+TRAIN, VAL = 100, 40  # images: an epoch is no multiple of a batch
+TINY = {
+    "model": "resnet",
+    "resnet_depth": 8,
+    "global_batch_size": 24,
+    "max_steps": 8,  # an epoch ends in the 5th step
+    "warmup_steps": 2,
+    "optimizer": "sgd",
+    "momentum": 0.9,
+    "lr": 0.05,
+    "weight_decay": 5e-4,
+    "grad_clip": 0.0,
+    "log_every": 1,
+    "eval_every": 4,
+    "eval_samples": 40,
+    "checkpoint_every": 0,
+    "tensorboard": False,
+    "timeout_s": 20,
+    "init_timeout_s": 20,
+}
+
+
+def small_dataset(folder: Path, train: int = TRAIN, val: int = VAL) -> DatasetInfo:
+    """Write a dataset of so many generated images."""
+    splits = generate(0, train), generate(train, val)
+    return store(folder, DatasetInfo("small", "small", folder, "uint8", 10, train, val, "", "", {}), *splits)
+
+
+def image_spec(images: DatasetInfo, out_dir: Path, **overrides: Any) -> RunSpec:
+    """Open a run of the tiny recipe on a small dataset."""
+    config = make_config(TINY | {"name": "images", "dataset": "cifar10-generated", "out_dir": str(out_dir)} | overrides)
+    return open_run(config, images, time.time())
+
+
+def norm_layer(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> None:
+    """Run one BatchNorm on this rank's part of a batch, forward and backward; emit all ranks' results."""
+    torch.manual_seed(1)
+    x, dy = (torch.randn(order["batch"], 5, 3, 4) * 3 + 2 for _ in range(2))  # the whole batch
+    norm, axis = BatchNorm(5), data_axis(mesh)
+    with torch.no_grad():
+        norm.weight.copy_(torch.linspace(0.5, 2.0, 5))
+        norm.bias.copy_(torch.linspace(-1.0, 1.0, 5))
+    statistics = RunningStatistics(torch.nn.Sequential(norm), axis, order["synchronised"])
+    share_of = order["batch"] // mesh.world_size
+    part = slice(mesh.rank * share_of, (mesh.rank + 1) * share_of)
+    own = x[part].clone().requires_grad_()
+    y = norm(own)
+    y.backward(dy[part])
+    before = norm.running_var.clone()
+    statistics.average(1)
+    statistics.update()
+    assert norm.weight.grad is not None
+    assert norm.bias.grad is not None
+    assert own.grad is not None
+    everyone = mesh.gather(
+        {
+            "y": y.detach(),
+            "dx": own.grad,
+            "dw": norm.weight.grad,
+            "db": norm.bias.grad,
+            "mean": norm.running_mean,
+            "var": norm.running_var,
+            "early": not torch.equal(before, torch.ones(5)),
+        }
+    )
+    if everyone is not None:
+        plain = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in _joined(everyone)}
+        emit(plain | {"equal_stats": all(torch.equal(r["var"], everyone[0]["var"]) for r in everyone)})
+
+
+def _joined(everyone: list[dict[str, Any]]) -> list[tuple[str, Any]]:
+    together = [(key, torch.cat([rank[key] for rank in everyone])) for key in ("y", "dx")]
+    together += [(key, sum(rank[key] for rank in everyone)) for key in ("dw", "db")]
+    return [*together, *((key, everyone[0][key]) for key in ("mean", "var", "early"))]
+
+
+def copied_state(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> None:
+    """Copy rank 0's state to ranks that have another one, then flip a running statistic of rank 1, and heal it."""
+    state = make_state(seed=mesh.rank)
+    for name, tensor in state.tensors().items():  # what no rank begins with
+        if "running" in name or "momentum" in name:
+            tensor += mesh.rank + 1
+    share(state, mesh, 0)
+    shared = mesh.gather(replicas.hash_tensors(state.tensors())[1])
+    if mesh.rank == 1:
+        model: ResNet = state.model  # type: ignore[assignment]
+        model.stem_norm.running_var[3] += 1.0
+    healed, warning = replicas.compare(state, mesh)
+    after = mesh.gather(replicas.hash_tensors(state.tensors())[1])
+    names = [*state.tensors()]
+    if mesh.rank == 0:
+        emit({"shared": shared, "healed": healed, "warning": warning, "after": after, "names": names})
+
+
+def make_state(seed: int = 0, **settings: Any) -> TrainState:
+    """Return the state of a tiny ResNet with momentum, at step 0."""
+    config = make_config(TINY | settings)
+    torch.manual_seed(seed)
+    model = ResNet(ResNetShape(8, 1, 10))
+    cpu = torch.device("cpu")
+    scaler = LossScaler(cpu, enabled=False)
+    return TrainState(model, make_optimizer(model, config), scaler, Guards(config, resolve_batch(config, 1), cpu, None))

@@ -1,0 +1,155 @@
+"""The matrix of equivalence: green as it is, red with each planted bug."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nanoray.bench.__main__ as bench
+from nanoray.bench import equivalence
+from nanoray.bench.equivalence import CASES, SGD, arms_for, largest, must_equal
+from nanoray.bench.strategies import MODES
+
+FLAGS = ["equivalence", "--device", "cpu"]
+
+
+@pytest.mark.parametrize(
+    "cases", [["SGD", "SGD, 2 micro batches"], pytest.param([*CASES], marks=pytest.mark.full)], ids=["SGD", "all"]
+)
+def test_every_mode_trains_as_one_process_does_with_and_without_checkpointing(
+    tmp_path: Path,
+    shared_ranks: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    cases: list[str],
+) -> None:
+    """The whole matrix at two ranks: every arm, in every case."""
+    shared_ranks(equivalence)
+    monkeypatch.setattr(equivalence, "CASES", {case: CASES[case] for case in cases})
+    files = [f"--json={tmp_path / 'e.json'}", f"--figure={tmp_path / 'e.png'}"]
+    assert bench.main([*FLAGS, "--workers", "2", *files]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1].startswith("OK  ")
+    arms = arms_for(2)
+    assert {"zero1 + block", "tp 2", "tp 2 + selective", "pp 2 gpipe", "pp 2 1f1b + block"} <= arms.keys()
+    for arm in arms:
+        assert f"\n{arm} " in out
+    rows = json.loads((tmp_path / "e.json").read_text())["rows"]
+    alone = sum(CASES[case]["accum"] == 1 for case in cases)
+    assert len(rows) == (len(arms) * len(cases) - alone) * 4, "interleaved takes no single micro batch"
+    assert all(row["wrong"] == 0 and row["median"] is not None for row in rows)
+    same = {row["arm"]: row["same"] for row in rows if row["metric"] == "SGD: bits"}
+    assert set(same["zero1"]) >= {"ddp_by_hand", "zero2", "fsdp full", "fsdp grad_op", "zero2 + block"}
+    assert (tmp_path / "e.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("bug", "red", "green"),
+    [
+        ("share", {"ddp_by_hand", "zero1", "zero2", "fsdp full", "fsdp grad_op"}, {"ddp"}),
+        ("twice", {"ddp_by_hand", "zero1", "zero2", "fsdp full", "fsdp grad_op"}, {"ddp"}),
+        ("owner", {"zero1", "zero2"}, {"ddp"}),
+    ],
+)
+def test_a_planted_bug_makes_it_red(
+    bug: str,
+    red: set[str],
+    green: set[str],
+    tmp_path: Path,
+    shared_ranks: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shared_ranks(equivalence)
+    monkeypatch.setattr(equivalence, "ENTRY", f"tests.harness.planted:measure_with_{bug}")
+    monkeypatch.setattr(equivalence, "CASES", {"SGD": CASES["SGD"]})
+    assert bench.main([*FLAGS, "--workers", "3", "--quick", f"--json={tmp_path / 'e.json'}"]) == 1
+    rows = json.loads((tmp_path / "e.json").read_text())["rows"]
+    wrong = {arm: sum(row["wrong"] for row in rows if row["arm"] == arm) for arm in MODES}
+    assert red <= {arm for arm, count in wrong.items() if count}
+    assert green <= {arm for arm, count in wrong.items() if not count}
+
+
+@pytest.mark.parametrize(
+    "bug", ["qkv", *(pytest.param(b, marks=pytest.mark.full) for b in ("row_bias", "replicas", "untied"))]
+)
+def test_a_planted_bug_of_tensor_parallelism_makes_it_red(
+    bug: str, tmp_path: Path, shared_ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared_ranks(equivalence)
+    monkeypatch.setattr(equivalence, "ENTRY", f"tests.harness.planted:measure_with_{bug}")
+    monkeypatch.setattr(equivalence, "CASES", {"SGD": CASES["SGD"]})
+    monkeypatch.setattr(equivalence, "arms_for", lambda *_, **__: {"ddp": {}, "tp 2": {"tp": 2}})
+    assert bench.main([*FLAGS, "--workers", "2", "--quick", f"--json={tmp_path / 'e.json'}"]) == 1
+    rows = json.loads((tmp_path / "e.json").read_text())["rows"]
+    wrong = {row["metric"] for row in rows if row["arm"] == "tp 2" and row["wrong"]}
+    assert f"SGD: {equivalence.NORM if bug == 'replicas' else equivalence.WEIGHT}" in wrong
+    assert not any(row["wrong"] for row in rows if row["arm"] == "ddp")
+
+
+@pytest.mark.parametrize(
+    "bug", ["loose_ends", *(pytest.param(b, marks=pytest.mark.full) for b in ("both_ends", "each_stage"))]
+)
+def test_a_planted_bug_of_a_pipeline_makes_it_red(
+    bug: str, tmp_path: Path, shared_ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = "SGD, 2 micro batches"
+    shared_ranks(equivalence)
+    monkeypatch.setattr(equivalence, "ENTRY", f"tests.harness.planted:measure_with_{bug}")
+    monkeypatch.setattr(equivalence, "CASES", {case: CASES[case]})
+    arms = {"ddp": {}, "pp 2": {"pp": 2}, "pp 2 gpipe": {"pp": 2, "pp_schedule": "gpipe"}}
+    monkeypatch.setattr(equivalence, "arms_for", lambda *_, **__: arms)
+    assert bench.main([*FLAGS, "--workers", "2", "--quick", f"--json={tmp_path / 'e.json'}"]) == 1
+    rows = json.loads((tmp_path / "e.json").read_text())["rows"]
+    for arm in ("pp 2", "pp 2 gpipe"):
+        wrong = {row["metric"] for row in rows if row["arm"] == arm and row["wrong"]}
+        assert f"{case}: {equivalence.NORM if bug == 'both_ends' else equivalence.WEIGHT}" in wrong
+    assert not any(row["wrong"] for row in rows if row["arm"] == "ddp")
+
+
+def test_which_modes_must_have_the_same_bits() -> None:
+    one, two = {"accum": 1, "settings": SGD}, {"accum": 2, "settings": SGD}
+    assert must_equal("zero2", one) == ["ddp_by_hand"]
+    assert must_equal("zero2", two) == []
+    assert must_equal("zero2 + block", two) == ["zero2"]
+    assert must_equal("fsdp full", one) == must_equal("fsdp grad_op", two) == ["zero1"]
+    assert must_equal("fsdp grad_op", CASES["AdamW, clipped"]) == ["fsdp full"]
+    assert must_equal("ddp + selective", one) == ["ddp"]
+    assert must_equal("tp 2 × zero1 + block", two) == ["tp 2 × zero1", "tp 2 × ddp_by_hand"]
+    assert must_equal("tp 2 × fsdp full", one) == ["tp 2 × zero1"]
+    assert must_equal("tp 2", one) == []
+    assert must_equal("pp 2 gpipe", one) == ["pp 2 1f1b"]
+    assert must_equal("pp 2 × zero1 + block", two) == ["pp 2 × zero1", "pp 2 × ddp_by_hand"]
+
+
+def test_which_arms_run_at_how_many_ranks() -> None:
+    split = {arm for arm in arms_for(2, checkpointing=False) if "tp" in arm}
+    assert split == {"tp 2", "tp 2, sequence", "experts, tp 2"}
+    assert not {arm for arm in arms_for(3) if "tp" in arm}
+    cut = {arm for arm in arms_for(4, False) if arm.startswith("tp")}
+    assert cut == {"tp 4", "tp 4, sequence", *(f"tp 2 × {mode}" for mode in MODES)}
+    piped = {arm for arm in arms_for(4, False) if arm.startswith("pp")}
+    assert piped == {
+        *(f"pp 4 {kind}" for kind in equivalence.SCHEDULES),
+        *(f"pp 2 × {mode}" for mode in ("ddp_by_hand", "zero1", "zero2", "tp 2")),
+    }
+    assert {arm for arm in arms_for(3, False) if "pp" in arm} == {f"pp 3 {kind}" for kind in equivalence.SCHEDULES}
+    assert not equivalence.fits({"pp": 2, "pp_schedule": "interleaved"}, 1)
+
+
+@pytest.mark.parametrize("workers", ["1", "8"])
+def test_ranks_that_do_not_divide_the_batch_are_refused(workers: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main([*FLAGS, "--workers", workers]) == 2
+    assert f"workers = {workers}: one rank shares nothing, and 840 samples" in capsys.readouterr().err
+
+
+def test_what_is_not_finite_is_not_overlooked() -> None:
+    assert math.isnan(largest([1.0, math.nan, 2.0]))
+    assert largest([1.0, math.inf, 2.0]) == math.inf
+    alone = {"losses": [1.0, 1.0], "norms": [1.0]}
+    rank = {"losses": [1.0, math.nan], "norms": [1.0], "digest": "a", "off": math.nan, "alone": alone}
+    loss, weight, norm, _ = equivalence._rows("SGD", CASES["SGD"], "zero1", [rank], {"zero1": [rank]})
+    assert [row.problem for row in (loss, weight, norm)] == ["not finite", "not finite", ""]

@@ -1,0 +1,110 @@
+"""bench step: every rung of the ladder and every peer on a tiny model, what it refuses, the losses it compares."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoray.bench import __main__ as bench
+from nanoray.bench.harness.report import Report
+from nanoray.bench.step import ARMS, BASE, LADDERS, LOSS, MEMORY, PEAK, PEER, PRODUCTS, READY, TOKENS, WRONG, paste
+from nanoray.errors import ConfigError
+
+TINY = "n_layer=1,n_head=2,n_embd=16,block_size=16"
+# Stands for nanoGPT's train.py, which cannot be had everywhere: it reads the tokens and prints lines as that does.
+TRAIN_PY = """
+import os, pickle, sys
+import numpy as np
+import sizes  # a neighbour
+flags = dict(a[2:].split("=") for a in sys.argv[1:])
+data = os.path.join("data", flags["dataset"])
+vocab = pickle.load(open(os.path.join(data, "meta.pkl"), "rb"))["vocab_size"]
+tokens = np.memmap(os.path.join(data, "train.bin"), dtype=np.uint16, mode="r")
+assert tokens.max() < vocab and len(tokens) > int(flags["block_size"]) and flags["batch_size"] == sizes.BATCH
+assert os.path.samefile(os.getcwd(), os.path.dirname(os.path.abspath("configurator.py")))
+print("step 0: train loss 4.2, val loss 4.2")
+for step in range(int(flags["max_iters"]) + 1):
+    print(f"iter {step}: loss {4.2 - step / 100:.4f}, time {5000.0 if step < 10 else 20.0 + step % 2:.2f}ms, mfu 1.00%")
+"""
+
+
+def nanogpt(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "train.py").write_text(TRAIN_PY)
+    (folder / "sizes.py").write_text('BATCH = "12"\n')
+    (folder / "configurator.py").write_text("")
+    return folder
+
+
+def climbed(text: Path, tmp_path: Path, *flags: str) -> dict[tuple[str, str, str], dict[str, Any]]:
+    out = tmp_path / "s.json"
+    argv = ["step", "--quick", "--settings", TINY, "--dataset", str(text), "--data_dir", str(tmp_path / "cache")]
+    assert bench.main([*argv, "--json", str(out), *flags]) == 0
+    return {(r["arm"], r["metric"], r["unit"]): r for r in json.loads(out.read_text())["rows"]}
+
+
+@pytest.mark.parametrize(
+    "arms", [(BASE, "bf16", PEER), pytest.param(ARMS, marks=pytest.mark.full)], ids=["some", "all"]
+)
+def test_every_rung_and_every_peer(
+    arms: tuple[str, ...], text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figure, page = tmp_path / "s.png", tmp_path / "s.html"
+    wanted = "all" if arms == ARMS else ",".join(arms)
+    flags = ["--presets", "shakespeare-cpu", "--arms", wanted, "--nanogpt", str(nanogpt(tmp_path / "nanogpt"))]
+    rows = climbed(text, tmp_path, *flags, "--figure", str(figure), "--html", str(page))
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1].startswith("OK  ")
+    for arm in arms:
+        name = f"shakespeare-cpu: {arm}"
+        assert rows[name, TOKENS, "1/s"]["n"] == rows[name, PEAK, "%"]["n"] == 2
+        assert rows[name, TOKENS, "1/s"]["median"] > 0
+        assert f"| {name} | " in out
+        if arm != BASE:
+            assert rows[f"{name} / shakespeare-cpu: {BASE}", TOKENS, "ratio"]["n"] == 2
+        if arm != PEER:
+            assert rows[name, MEMORY, "MiB"]["median"] > 50
+            assert rows[name, READY, "s"]["median"] > 0
+        assert ((name, LOSS, "") in rows) == (arm != PEER and "eager" not in arm)
+    if "compile" in arms:
+        assert "cached_s" in rows["shakespeare-cpu: compile", READY, "s"]
+    assert rows[f"shakespeare-cpu: {PEER}", TOKENS, "1/s"]["median"] == pytest.approx(12 * 16 / 20.5e-3, rel=0.03)
+    for dtype in ("float32", "bfloat16"):
+        assert rows[f"shakespeare-cpu: {PRODUCTS} {dtype}", PRODUCTS, "GFLOP/s"]["median"] > 0.1
+    losses = [r["median"] for (_, metric, _), r in rows.items() if metric == LOSS]
+    assert len(set(losses)) > 1, "bf16 rounds"
+    assert all(r["wrong"] == 0 for (_, metric, _), r in rows.items() if metric == LOSS)
+    assert figure.read_bytes()[:4] == b"\x89PNG"
+    assert WRONG.replace("'", "&#39;")[:20] in page.read_text()
+    report = Report.read(tmp_path / "s.json")
+    assert len([line for line in paste(report) if line.startswith("| shakespeare-cpu: ")]) == len(arms)
+
+
+@pytest.mark.full
+def test_the_large_ladder_has_random_tokens_of_its_vocabulary(text: Path, tmp_path: Path) -> None:
+    presets = ["--presets", "shakespeare-char,gpt2-124m"]
+    rows = climbed(text, tmp_path, *presets, "--arms", f"{BASE},chunked loss,{PEER}", "--rounds", "1")
+    assert "wrong" not in rows["shakespeare-char: chunked loss", LOSS, ""], "dropout: it is not compared"
+    assert rows[f"shakespeare-char: {PEER}", TOKENS, "1/s"]["skipped"] == "--nanogpt names no folder"
+    assert rows["gpt2-124m: chunked loss", LOSS, ""]["wrong"] == 0
+    assert rows["gpt2-124m: base", LOSS, ""]["median"] == pytest.approx(10.825, abs=0.1), "log 50257: nothing to learn"
+    assert LADDERS["gpt2-124m"].tokens == 50257
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--arms", "compile"], "at least 1 round, and the base, are needed"),
+        (["--rounds=-1"], "rounds = -1"),
+        (["--settings", "n_embd"], "not KEY=VALUE"),
+        (["--nanogpt", "/nowhere"], "nanogpt = /nowhere has no train.py; give the folder of a clone of nanoGPT"),
+        (["--presets", "shakespeare"], "unknown preset shakespeare; did you mean shakespeare-"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["step", *flags]) == ConfigError.exit_code
+    assert re.search(re.escape(message), capsys.readouterr().err)

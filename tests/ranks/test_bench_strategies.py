@@ -1,0 +1,144 @@
+"""The benchmark of strategies: every arm for real, the memory formula by part, and the verdicts by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nanoray.bench.__main__ as bench
+from nanoray.bench import strategies
+from nanoray.bench.harness.report import Report, Row
+from nanoray.bench.strategies import (
+    ARMS,
+    EXPOSED,
+    KEPT,
+    LOSS,
+    MODES,
+    PEAK,
+    STATE,
+    STATE_ERROR,
+    STATE_FORMULA,
+    STEP,
+    lines,
+    paste,
+)
+from tests.ranks.conftest import Pools
+
+FLAGS = ["strategies", "--preset", "tiny", "--device", "cpu", "--quick"]
+
+
+def test_every_arm_runs(tmp_path: Path, shared_ranks: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    shared_ranks(strategies)
+    files = [f"--json={tmp_path / 's.json'}", f"--figure={tmp_path / 's.png'}"]
+    bench.main([*FLAGS, "--workers", "2", "--settings", "n_embd=64,global_batch_size=8", *files])
+    found = json.loads((tmp_path / "s.json").read_text())
+    assert found["failures"] == []
+    rows = {(r["arm"], r["metric"], r["unit"]): r for r in found["rows"]}
+    arms = [*ARMS, *(f"{mode} + block" for mode in MODES)]
+    for arm in arms:
+        assert rows[arm, STEP, "ms"]["n"] == 2, "rounds"
+        assert rows[arm, EXPOSED, "ms"]["median"] > 0, "a step communicates"
+        assert rows[arm, LOSS, ""]["wrong"] == 0
+        assert rows[arm, STATE, "MiB"]["median"] > 0
+        assert rows[arm, PEAK, "MiB"]["n"] == strategies.MEMORY_STEPS
+        assert abs(rows[arm, STATE_ERROR, "%"]["median"]) < 10, arm
+    sent = {mode: {k: v["bytes"] for k, v in rows[mode, "bytes a step", "MB"]["collectives"].items()} for mode in ARMS}
+    size = rows["ddp", STATE, "MiB"]["held_bytes"]["parameters"]
+    assert sent["ddp"]["all_reduce gradients"] == size
+    assert sent["ddp_by_hand"]["reduce_scatter gradients"] == pytest.approx(size, rel=0.05)
+    assert sent["zero2"]["all_gather weights"] == pytest.approx(size, rel=0.05)
+    assert sent["zero1 mirrored"]["send_recv mirror"] == pytest.approx(size / 2, rel=0.05)
+    assert "send_recv mirror" not in sent["zero1"]
+    assert sent["fsdp full"]["all_gather weights"] > sent["fsdp grad_op"]["all_gather weights"]
+    assert {t["target"].partition(",")[0] for t in found["targets"]} >= {"ddp_by_hand / ddp", "zero1 / ddp"}
+    out = capsys.readouterr().out
+    for arm in arms:
+        assert f"\n| {arm} |" in out
+    assert (tmp_path / "s.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_resnet_runs_in_every_mode(tmp_path: Path, shared_ranks: Any) -> None:
+    shared_ranks(strategies)
+    flags = ["strategies", "--device", "cpu", "--quick", "--workers", "2", "--model", "resnet"]
+    bench.main([*flags, "--settings", "resnet_depth=8,global_batch_size=8", f"--json={tmp_path / 'r.json'}"])
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert found["failures"] == []
+    rows = {(r["arm"], r["metric"]): r for r in found["rows"]}
+    for arm in ARMS:
+        assert rows[arm, LOSS]["wrong"] == 0, arm
+        assert rows[arm, "samples"]["median"] > 0
+        assert (arm, "tokens") not in rows
+        assert abs(rows[arm, STATE_ERROR]["median"]) < 10, arm
+    assert "ResNet-8 of 75,290 parameters" in found["conditions"]["recipe"]
+
+
+def test_a_preset_is_a_gpts() -> None:
+    assert bench.main(["strategies", "--device", "cpu", "--workers", "2", "--model", "resnet", "--preset", "tiny"]) == 2
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_the_formula_says_what_each_rank_holds(pools: Pools, ranks: int, optimizer: str) -> None:
+    """Weights, gradients and optimizer each for itself, by the storages that are alive at the end of a step."""
+    overrides = {"n_embd": 96, "n_layer": 3, "global_batch_size": 12, "optimizer": optimizer, "bucket_mb": 0.25}
+    for mode, own in ARMS.items():
+        order = {"model": "gpt", "preset": "tiny", "overrides": overrides, "arms": {mode: own}}
+        (found,) = pools(ranks).run("nanoray.bench.strategies:memory_rank", order)
+        assert ("mirror" in found["formula"]) == ("mirrored" in mode)
+        for part in (part for part in KEPT if part in found["formula"]):
+            held, formula = found["held"][-1][part], found["formula"][part]
+            if part == "optimizer" and optimizer == "sgd":
+                assert held == formula == 0
+            else:
+                assert held == pytest.approx(formula, rel=0.02), (mode, part)
+
+
+def report_of(**arms: tuple[float, float]) -> Report:
+    """A report with (step in ms, state in MiB) of each arm, five rounds alike. The formula says 100 MiB of each."""
+    report = Report("strategies", {"gpus": []})
+    for name, (ms, held) in arms.items():
+        arm = name.replace("__", " + ")
+        report.rows += [Row(arm, STEP, "ms", (ms,) * 5), Row(arm, LOSS, "", (1.0,), wrong=0)]
+        report.rows += [Row(arm, STATE, "MiB", (held,) * 5), Row(arm, STATE_FORMULA, "MiB", (100.0,))]
+        report.rows.append(Row(arm, STATE_ERROR, "%", (held - 100,) * 5))
+    strategies._judge(report, [name.replace("__", " + ") for name in arms])
+    return report
+
+
+def test_a_slow_mode_and_a_wrong_formula_are_missed_targets() -> None:
+    report = report_of(ddp=(100.0, 99.0), ddp_by_hand=(106.0, 99.0), zero1=(109.0, 85.0))
+    verdicts = {target.text: target.verdict for target in report.targets}
+    assert verdicts == {
+        "ddp_by_hand / ddp, step": "MISSED",
+        "zero1 / ddp, step": "ok",
+        "state memory, measured against the formula, worst arm, %": "MISSED",
+    }
+    assert report.failed
+
+
+def test_a_line_per_arm() -> None:
+    report = report_of(ddp=(100.0, 99.0), ddp__block=(130.0, 99.0), zero1__block=(143.0, 99.0))
+    assert paste(report)[4].startswith("| zero1 + block | 1.10 (1.10–1.10) | 143 (143–143) |"), "against DDP with it"
+    assert lines(report)[1].split()[:3] == ["ddp", "100", "(100–100)"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--workers", "1"], "workers = 1, rounds = 2, steps = 2; 2, 1 and 1 are the least"),
+        (["--rounds", "0"], "rounds = 0"),
+        (["--settings", "n_embd"], "settings = n_embd: not KEY=VALUE,...; write for example n_embd=256"),
+        (["--settings", "n_emd=3"], "n_emd; did you mean n_embd?"),
+        (["--arms", "zero3"], "unknown arm zero3; did you mean zero"),
+        (["--preset", "tinny"], "tinny; did you mean tiny?"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    flags: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strategies, "RankPool", lambda where: pytest.fail("it started ranks"))
+    assert bench.main([*FLAGS, *flags]) == 2
+    assert text in capsys.readouterr().err

@@ -1,0 +1,185 @@
+"""A ResNet on images through the whole program: resume, modes, batch normalisation over ranks, copies of its state."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nanoray.data.dataset import DatasetInfo
+from nanoray.run import RunSpec
+from tests.harness.axes import equal, final
+from tests.harness.images import image_spec, small_dataset
+from tests.harness.ranks import records, run_ranks, series
+from tests.ranks.conftest import Pools
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> DatasetInfo:
+    return small_dataset(tmp_path_factory.mktemp("images"))
+
+
+def trained(images: DatasetInfo, folder: Path, world: int, **settings: Any) -> RunSpec:
+    spec = image_spec(images, folder, **settings)
+    outcomes = run_ranks(spec, world)
+    assert not [outcome for outcome in outcomes if "error" in outcome], outcomes
+    return spec
+
+
+@pytest.mark.parametrize(("world", "mode"), [(1, "ddp"), (2, "ddp"), (2, "zero2"), (3, "ddp")])
+def test_resume_in_the_middle_of_an_epoch_changes_no_bit(
+    images: DatasetInfo, tmp_path: Path, world: int, mode: str
+) -> None:
+    settings = {"dp_mode": mode, "nesterov": True, "label_smoothing": 0.1, "hash_every": 1}
+    whole = trained(images, tmp_path / "whole", world, **settings)
+    first = trained(images, tmp_path / "cut", world, **settings, stop_at=3)
+    assert final(first).meta["samples_seen"] == 72, "of an epoch of 100"
+    rest = trained(images, tmp_path / "cut", world, **settings, resume="auto")
+    assert rest.folder == first.folder
+    for key in ("train/loss", "train/grad_norm", "val/loss", "val/accuracy"):
+        assert series(rest, key) == series(whole, key), key
+    assert equal(final(rest), final(whole))
+    assert "stem_norm.running_mean" in final(whole).model
+    assert "momentum_buffer.stem.weight" in final(whole).optimizer
+    assert not [name for name in final(whole).model if "pending" in name]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_modes_by_hand_agree_bit_for_bit(images: DatasetInfo, tmp_path: Path, world: int) -> None:
+    modes = ("ddp_by_hand", "zero1", "zero2")
+    runs = [trained(images, tmp_path / mode, world, dp_mode=mode) for mode in modes]
+    for run in runs[1:]:
+        assert series(run) == series(runs[0])
+        assert series(run, "val/loss") == series(runs[0], "val/loss")
+        assert equal(final(run), final(runs[0]))
+
+
+def test_fsdp_is_zero2_but_for_the_rounding_of_odd_rows(images: DatasetInfo, tmp_path: Path) -> None:
+    """The fused update rounds the elements beyond the last multiple of 16 otherwise (fsdp.py)."""
+    zero, fsdp = (trained(images, tmp_path / mode, 2, dp_mode=mode) for mode in ("zero2", "fsdp"))
+    assert series(fsdp) == pytest.approx(series(zero), abs=1e-5)
+    assert series(fsdp, "val/loss") == pytest.approx(series(zero, "val/loss"), abs=1e-5)
+    assert final(fsdp).model.keys() == final(zero).model.keys()
+    assert all(torch.allclose(final(fsdp).model[name], t, atol=1e-5) for name, t in final(zero).model.items())
+    assert final(fsdp).optimizer.keys() == final(zero).optimizer.keys()
+
+
+def test_a_run_goes_on_with_another_mode(images: DatasetInfo, tmp_path: Path) -> None:
+    """Running statistics and momentum go along, from whole weights to shards and back."""
+    settings = {"sync_batchnorm": True, "precision": "fp32"}
+    alone = trained(images, tmp_path / "alone", 1, **settings)
+    for mode, world, stop in (("ddp", 2, 2), ("fsdp", 3, 5), ("zero1", 2, 0)):
+        spec = trained(images, tmp_path / "run", world, dp_mode=mode, stop_at=stop, resume="auto", **settings)
+    assert series(spec) == pytest.approx(series(alone), abs=2e-3)
+    assert len([*spec.folder.parent.iterdir()]) == 1, "all in one run"
+    theirs = final(alone).model
+    assert final(spec).model.keys() == theirs.keys()
+    for name in ("stem_norm.running_var", "blocks.2.norm2.running_mean"):
+        assert torch.allclose(final(spec).model[name], theirs[name], atol=2e-2), name
+
+
+@pytest.mark.parametrize(("world", "mode"), [(2, "ddp"), (3, "ddp_by_hand"), (2, "zero2"), (2, "fsdp")])
+def test_synchronised_norms_train_as_one_process_does(
+    images: DatasetInfo, tmp_path: Path, world: int, mode: str
+) -> None:
+    """Plain SGD without clipping shows a wrong factor. Without --sync_batchnorm the losses are others."""
+    plain = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.1, "precision": "fp32"}
+    alone = trained(images, tmp_path / "alone", 1, **plain)
+    ours = trained(images, tmp_path / "sync", world, dp_mode=mode, sync_batchnorm=True, **plain)
+    assert series(ours) == pytest.approx(series(alone), abs=2e-4)
+    assert series(ours, "train/grad_norm") == pytest.approx(series(alone, "train/grad_norm"), rel=2e-3)
+    for name, tensor in final(alone).model.items():
+        assert torch.allclose(final(ours).model[name], tensor, atol=2e-3), name
+    local = trained(images, tmp_path / "local", world, dp_mode=mode, **plain)
+    assert series(local) != pytest.approx(series(alone), abs=2e-4), "each rank normalises by its own images"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("synchronised", [True, False])
+def test_a_synchronised_layer_is_torchs_over_the_whole_batch(pools: Pools, ranks: int, synchronised: bool) -> None:
+    """Output, gradients and running statistics; a layer of its own rank's batch gives others."""
+    order = {"batch": 6, "synchronised": synchronised}
+    (found,) = pools(ranks).run("tests.harness.images:norm_layer", order)
+    torch.manual_seed(1)
+    x, dy = (torch.randn(6, 5, 3, 4) * 3 + 2 for _ in range(2))
+    x.requires_grad_()
+    layer = nn.BatchNorm2d(5)
+    with torch.no_grad():
+        layer.weight.copy_(torch.linspace(0.5, 2.0, 5))
+        layer.bias.copy_(torch.linspace(-1.0, 1.0, 5))
+    y = layer(x)
+    y.backward(dy)
+    theirs = {"y": y, "dx": x.grad, "dw": layer.weight.grad, "mean": layer.running_mean, "var": layer.running_var}
+    alike = {key: torch.allclose(torch.tensor(found[key]), value, atol=1e-4) for key, value in theirs.items()}
+    db = layer.bias.grad
+    assert db is not None
+    assert torch.allclose(torch.tensor(found["db"]), db, atol=1e-4)
+    assert found["equal_stats"], "to the bit, on all ranks"
+    assert not found["early"], "nothing changes before the update"
+    assert alike == {key: synchronised or key == "mean" for key in theirs}
+
+
+def test_a_newcomer_gets_running_statistics_and_momentum_and_a_flipped_one_is_healed(pools: Pools) -> None:
+    (found,) = pools(3).run("tests.harness.images:copied_state", {})
+    assert len({tuple(hashes) for hashes in found["shared"]}) == 1
+    assert {"stem_norm.running_mean", "stem_norm.running_var", "momentum_buffer.head.bias"} <= {*found["names"]}
+    assert found["healed"] == 1
+    assert "rank 1 in stem_norm.running_var" in found["warning"]
+    assert len({tuple(hashes) for hashes in found["after"]}) == 1
+    assert found["after"][0] == found["shared"][0]
+
+
+def test_every_number_of_ranks_trains_on_the_same_images(images: DatasetInfo, tmp_path: Path) -> None:
+    """With synchronised norms the loss of each step is that of one process, across the end of an epoch."""
+    plain = {"momentum": 0.0, "sync_batchnorm": True}
+    runs = [trained(images, tmp_path / str(world), world, **plain) for world in (1, 2, 3)]
+    for run in runs[1:]:
+        assert series(run) == pytest.approx(series(runs[0]), abs=2e-4)
+        assert series(run, "train/samples") == series(runs[0], "train/samples")
+
+
+def test_records_count_images(images: DatasetInfo, tmp_path: Path) -> None:
+    spec = trained(images, tmp_path, 2, comm_trace="always", sync_batchnorm=True, hash_every=1)
+    last = records(spec)[-1]
+    assert last["train/samples"] == 8 * 24
+    assert last["perf/samples_per_sec"] > 0
+    assert 0 <= last["val/accuracy"] <= 1
+    assert not last.keys() & {"train/tokens", "perf/tok_per_sec"}
+    assert last["fault/healed"] == 0
+    assert last["comm/busy_ms"] > 0
+    log = "".join(path.read_text() for path in (spec.folder / "comm").glob("*.jsonl"))
+    assert "batchnorm" in log
+    assert "statistics" in log
+
+
+@pytest.mark.parametrize("on_nan", ["skip", "rollback"])
+def test_a_step_that_is_not_finite_leaves_the_running_statistics_finite(
+    images: DatasetInfo, tmp_path: Path, on_nan: str
+) -> None:
+    fault = "nan@rank=1,step=5,phase=forward"
+    spec = trained(images, tmp_path, 2, on_nan=on_nan, faults=fault, checkpoint_every=2)
+    assert '"injected"' in (spec.folder / "faults.jsonl").read_text()
+    last = records(spec)[-1]
+    assert last["fault/skipped_steps" if on_nan == "skip" else "fault/rollbacks"] == 1
+    assert math.isfinite(last["val/loss"])
+    assert all(torch.isfinite(tensor).all() for tensor in final(spec).model.values())
+
+
+def test_fp16_and_bf16_train_with_momentum(images: DatasetInfo, tmp_path: Path) -> None:
+    """fp16's first scales overflow: the updates that are left out leave the momentum at zero."""
+    for precision in ("fp16", "bf16"):
+        spec = trained(images, tmp_path / precision, 2, precision=precision, sync_batchnorm=precision == "bf16")
+        assert all(math.isfinite(loss) for loss in series(spec).values())
+        assert all(torch.isfinite(tensor).all() for tensor in final(spec).optimizer.values())
+
+
+def test_another_depth_is_refused_on_resume(images: DatasetInfo, tmp_path: Path) -> None:
+    first = trained(images, tmp_path, 1, stop_at=2, max_steps=4)
+    with pytest.raises(Exception, match="resnet_depth is 8 there and 14 here"):
+        image_spec(images, tmp_path, resume=str(first.folder), resnet_depth=14)
+    shutil.rmtree(first.folder)

@@ -1,0 +1,326 @@
+"""A script's own model, optimizer and data in nanoray's loop: resumed to the bit, on any ranks, in every mode."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import nanoray
+from nanoray.checkpoint.find import newest_valid
+from nanoray.checkpoint.resume import open_run
+from nanoray.config import make_config
+from nanoray.data.dataset import own_data
+from nanoray.data.own import KEPT, Batches, OwnData
+from nanoray.errors import ConfigError, DataError
+from nanoray.launch.own import DEFAULTS
+from nanoray.mesh.rendezvous import Rendezvous
+from nanoray.run import RunSpec
+from nanoray.train.runtime import Program, Run, RuntimeEngine
+from tests.harness.ranks import records, run_ranks, series
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+SETTINGS: dict[str, Any] = {"global_batch_size": 12, "micro_batch_size": 0, "log_every": 1, "max_steps": 8}
+SETTINGS |= {"tensorboard": False, "checkpoint_every": 0, "eval_every": 4, "timeout_s": 20, "init_timeout_s": 20}
+
+
+def points(count: int, seed: int) -> TensorDataset:
+    x = torch.randn(count, 3, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(x, x.sum(1, keepdim=True).sin())
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+class Batched:
+    """An iterable of batches that can be iterated again."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Any:
+        x, y = points(40, 1).tensors
+        return iter([(x[i : i + self.size], y[i : i + self.size]) for i in range(0, 40 - self.size + 1, self.size)])
+
+
+def with_batch_norm(run: Run) -> None:
+    model = nn.Sequential(nn.Linear(3, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, fused=True)
+    RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(points(50, 1), points(20, 2))
+
+
+def with_bare_norm(run: Run) -> None:
+    model = nn.Sequential(nn.Linear(3, 16), nn.BatchNorm1d(16, affine=False), nn.Linear(16, 1))
+    RuntimeEngine(model, torch.optim.SGD(model.parameters(), lr=0.05), run)
+
+
+def fit(run: Run, how: str = "dataset", steps: int | None = None) -> None:
+    """What a script does: a model, two groups of parameters with rates of their own, an optimizer, data."""
+    model = network()
+    groups = [{"params": model[0].parameters(), "lr": 0.02}, {"params": model[2].parameters(), "lr": 0.005}]
+    optimizer = torch.optim.AdamW(groups, fused=how != "not fused")
+    data: Any = points(50, 1)
+    if how == "loader":
+        data = DataLoader(data, batch_size=5, shuffle=True)
+    if how == "batches":
+        data = Batched(run.config.global_batch_size // run.world_size)
+    RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(data, points(20, 2), steps)
+
+
+def open_own(folder: Path, **settings: Any) -> RunSpec:
+    return open_run(make_config(DEFAULTS | SETTINGS | {"out_dir": str(folder)} | settings), own_data(), time.time())
+
+
+def trained(folder: Path, world: int, main: Callable[[Run], None] = fit, **settings: Any) -> RunSpec:
+    spec = open_own(folder, **settings)
+    outcomes = run_ranks(spec, world, train=Program(main, frozenset(settings)))
+    assert not [outcome for outcome in outcomes if "error" in outcome], outcomes
+    return spec
+
+
+def final(spec: RunSpec) -> dict[str, Tensor]:
+    found, damaged = newest_valid(spec.checkpoints)
+    assert found
+    assert not damaged
+    return found.state.model | found.state.optimizer
+
+
+def alone() -> dict[int, float]:
+    """The losses of a plain loop over the same samples."""
+    torch.manual_seed(1337)
+    model = network()
+    groups = [{"params": model[0].parameters(), "lr": 0.02}, {"params": model[2].parameters(), "lr": 0.005}]
+    optimizer = torch.optim.AdamW(groups, fused=True)
+    data, losses = OwnData(points(50, 1), None, 1337, 12, CPU), {}
+    for step in range(8):
+        x, y = data.train_batch(12 * step, 12)
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses[step + 1] = loss.item()
+    return losses
+
+
+def test_a_script_trains_as_a_plain_loop_does_at_any_number_of_ranks(tmp_path: Path) -> None:
+    """Each group keeps its own rate, and an epoch ends in the middle of a step."""
+    expected = alone()
+    assert series(trained(tmp_path / "one", 1)) == expected, "to the bit"
+    for world in (2, 3):
+        assert series(trained(tmp_path / str(world), world)) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "zero1", "fsdp"])
+def test_it_resumes_to_the_bit_in_every_mode(tmp_path: Path, mode: str) -> None:
+    """In the middle of an epoch."""
+    whole = trained(tmp_path / "whole", 2, dp_mode=mode)
+    first = trained(tmp_path / "parts", 2, dp_mode=mode, stop_at=3)
+    rest = trained(tmp_path / "parts", 2, dp_mode=mode, resume="auto")
+    assert rest.folder == first.folder
+    assert series(rest) == series(whole)
+    ours, theirs = final(rest), final(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("how", ["loader", "batches", "not fused"])
+def test_other_data_and_optimizers_resume_to_the_bit(tmp_path: Path, how: str) -> None:
+    main = partial(fit, how=how)
+    whole = trained(tmp_path / "whole", 2, main)
+    trained(tmp_path / "parts", 2, main, stop_at=5)
+    assert series(trained(tmp_path / "parts", 2, main, resume="auto")) == series(whole)
+    if how == "loader":
+        assert series(whole) == pytest.approx(alone(), abs=1e-6), "its dataset in our order"
+
+
+def test_an_optimizer_that_is_not_fused_leaves_a_bad_step_out(tmp_path: Path) -> None:
+    main = partial(fit, how="not fused")
+    spec = trained(tmp_path, 1, main, on_nan="skip", faults="nan@rank=0,step=3")
+    assert records(spec)[-1]["fault/skipped_steps"] == 1
+    assert all(torch.isfinite(tensor).all() for tensor in final(spec).values())
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_torchs_batch_norm_has_equal_statistics_on_all_ranks(tmp_path: Path, world: int) -> None:
+    """They are compared with the weights at every step, and a resume goes on with them."""
+    settings = {"hash_every": 1, "global_batch_size": 24}
+    whole = trained(tmp_path / "whole", world, with_batch_norm, **settings)
+    trained(tmp_path / "parts", world, with_batch_norm, stop_at=3, **settings)
+    rest = trained(tmp_path / "parts", world, with_batch_norm, resume="auto", **settings)
+    assert series(rest) == series(whole)
+    ours, theirs = final(rest), final(whole)
+    assert (theirs["1.running_mean"] != 0).all()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_steps_of_the_call_replace_those_of_the_configuration(tmp_path: Path) -> None:
+    assert max(series(trained(tmp_path, 1, partial(fit, steps=5)))) == 5
+
+
+class Heard(nanoray.Callback):
+    """Writes down what it hears, and fails once in the middle."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, *words: Any) -> None:
+        with self.path.open("a") as stream:
+            stream.write(" ".join(map(str, words)) + "\n")
+
+    def on_run_start(self, run: Run) -> None:
+        self.write("start", run.world_size)
+
+    def on_step_end(self, step: int, record: Mapping[str, Any]) -> None:
+        self.write("step", step)
+        if step == 2:
+            raise RuntimeError("a broken callback")
+
+    def on_eval_end(self, step: int, record: Mapping[str, Any]) -> None:
+        self.write("eval", step, "val/loss" in record)
+
+    def on_checkpoint(self, step: int) -> None:
+        self.write("saved", step)
+
+    def on_run_end(self, outcome: Mapping[str, Any]) -> None:
+        self.write("end", outcome["exit_reason"])
+
+
+def watched(run: Run, path: Path) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    engine = RuntimeEngine(model, optimizer, run, nn.functional.mse_loss, [Heard(path)])
+    engine.fit(points(50, 1), points(20, 2))
+
+
+def test_callbacks_hear_in_order_and_a_broken_one_costs_nothing(tmp_path: Path) -> None:
+    main = partial(watched, path=tmp_path / "heard")
+    trained(tmp_path / "runs", 2, main, max_steps=4, checkpoint_mode="sync", checkpoint_every=2)
+    assert (tmp_path / "heard").read_text().splitlines() == [
+        *("start 2", "step 1", "step 2", "saved 2", "step 3", "step 4", "eval 4 True", "saved 4", "end finished"),
+    ]
+
+
+def refused(main: Callable[[Run], Any], folder: Path) -> str:
+    (outcome,) = run_ranks(open_own(folder), 1, train=Program(main, frozenset()))
+    return f"{outcome['error']}: {outcome['message']}"
+
+
+def never_fits(run: Run) -> None:
+    pass
+
+
+def fits_twice(run: Run) -> None:
+    fit(run)
+    fit(run)
+
+
+def of_another_model(run: Run) -> None:
+    RuntimeEngine(network(), torch.optim.SGD(network().parameters(), lr=0.1), run)
+
+
+def of_half_a_model(run: Run) -> None:
+    model = network()
+    RuntimeEngine(model, torch.optim.SGD(model[0].parameters(), lr=0.1), run)
+
+
+@pytest.mark.parametrize(
+    ("main", "text"),
+    [
+        (never_fits, "ConfigError: never_fits returned without training; call RuntimeEngine(model, optimizer, run)."),
+        (fits_twice, "ConfigError: fit was called twice in one run; launch a run for each of them"),
+        (of_another_model, "ConfigError: the optimizer has a parameter of shape (16, 3) that is not the model's; make"),
+        (
+            with_bare_norm,
+            "ConfigError: BatchNorm1d(16",
+        ),
+        (of_half_a_model, "ConfigError: the optimizer does not update 2.weight; give it all parameters, or set requir"),
+    ],
+)
+def test_scripts_that_cannot_train_are_told_why(tmp_path: Path, main: Callable[[Run], None], text: str) -> None:
+    assert refused(main, tmp_path).startswith(text)
+
+
+def test_data_that_cannot_be_read_are_told_why() -> None:
+    for data, text in (
+        (iter([1]), "the train data can be iterated once only; give a list, a DataLoader"),
+        (3, "the train data are a int; give a dataset"),
+        ([], "the train data are empty; give at least one sample"),
+    ):
+        with pytest.raises(DataError, match=text):
+            OwnData(data, None, 0, 2, CPU)
+    with pytest.raises(DataError, match="a batch is a list of 3, but must be a pair of inputs and targets"):
+        OwnData([(1, 2, 3)], None, 0, 1, CPU).train_batch(0, 1)
+    with pytest.raises(
+        DataError, match=r"batch 0 of the train data has 4 samples, but micro_batch_size = 5; make them"
+    ):
+        Batches(Batched(4), "train", 5).batch(0)
+
+
+def test_batches_go_on_over_epochs_and_back_to_older_ones() -> None:
+    batches = Batches(Batched(8), "train", 8)
+    firsts = [batches.batch(number)[0] for number in range(12)]
+    assert torch.equal(firsts[0], firsts[5]), "five batches are an epoch"
+    far = Batches(Batched(8), "train", 8)
+    assert torch.equal(far.batch(KEPT + 20)[0], firsts[(KEPT + 20) % 5])
+    assert torch.equal(far.batch(2)[0], firsts[2]), "it begins again"
+
+
+def test_model_own_needs_a_script(tmp_path: Path) -> None:
+    for module in ("nanoray.train", "nanoray.launch"):
+        command = [sys.executable, "-m", module, "--model", "own", "--micro_batch_size", "2"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+        assert done.returncode == ConfigError.exit_code
+        assert "model = own needs a script that brings the model; see examples/own_model.py" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["1_loop", "2_evaluation", "3_checkpoint"])
+def test_the_first_stages_run(tmp_path: Path, name: str) -> None:
+    script = ROOT / "examples" / "zero_to_one" / f"{name}.py"
+    outputs = [subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=200)]
+    if name == "3_checkpoint":
+        outputs.append(
+            subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+        )
+    assert [done.returncode for done in outputs] == [0] * len(outputs), outputs[-1].stderr
+    assert float(outputs[-1].stdout.split("step 200  loss ")[1].split()[0]) < 0.3
+
+
+@pytest.mark.parametrize(
+    "name", ["zero_to_one/4_ranks", "zero_to_one/5_overlap", "zero_to_one/6_monitoring", "own_model"]
+)
+def test_examples_run_under_torchrun(tmp_path: Path, name: str) -> None:
+    """Two ranks of a shared batch learn what one rank does (stages 4 to 6)."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = str(ROOT / "examples" / f"{name}.py")
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, script], cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    if name == "own_model":
+        (run,) = (tmp_path / "runs").iterdir()
+        assert json.loads((run / "summary.json").read_text())["val_loss"] < 0.3
+    else:
+        assert float(done.stdout.split("step 200  loss ")[1].split()[0]) < 0.3
+
+
+def test_a_callback_example_runs_without_ray(tmp_path: Path) -> None:
+    script = shutil.copytree(ROOT / "examples", tmp_path / "examples") / "own_callback.py"
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for line in ("watching", "step 40: validation loss", "step 60 is on disk", "finished after 120 steps"):
+        assert line in done.stdout
+    assert Rendezvous().world_size == 1

@@ -1,0 +1,196 @@
+"""Pipeline parallelism: equal to one process under every schedule, alone and with replicas and shards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoray.bench.equivalence import ADAMW, SGD
+from nanoray.parallel.schedules import SCHEDULES, bubble
+from nanoray.sample import main as sample
+from tests.harness.axes import Runs, equal, final, require_one_process, run
+from tests.harness.ranks import series
+from tests.ranks.conftest import Pools
+
+MODES = ("ddp_by_hand", "zero1", "zero2")
+
+
+def limit(settings: dict[str, Any]) -> float:
+    return 1e-6 if settings["optimizer"] == "sgd" else 2e-5  # AdamW divides by gradients that are almost zero
+
+
+@pytest.mark.parametrize("pp", [2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)])
+def test_every_schedule_trains_as_one_process_does(pools: Pools, pp: int) -> None:
+    """With fewer micro batches than stages, as many, and more; 1f1b and gpipe to the same bits."""
+    arms = {kind: {"pp": pp, "pp_schedule": kind, "n_layer": 2 * pp} for kind in SCHEDULES}
+    for accum in (1, pp, 6 if pp == 3 else 4):
+        able = {kind: own for kind, own in arms.items() if kind != "interleaved" or accum % pp == 0}
+        for settings in (SGD, ADAMW):
+            found = run(pools, pp, able, [{"accum": accum, "settings": settings}], alone=True)
+            assert len(found) == len(able)
+            require_one_process(found, limit(settings))
+            digests = {each["arm"]: each["ranks"][0]["digest"] for each in found}
+            assert digests["gpipe"] == digests["1f1b"]
+
+
+@pytest.mark.parametrize("bias", [pytest.param(True, marks=pytest.mark.full), False])
+def test_a_pipeline_of_replicas_and_of_shards(pools: Pools, bias: bool) -> None:
+    """dp 2 × pp 2 in every mode and schedule, and tp 2 × pp 2; by hand and zero1 agree to the bit."""
+    deep = {"pp": 2, "n_layer": 4}
+    arms = {mode: {**deep, "dp_mode": mode} for mode in MODES}
+    arms |= {f"{mode} interleaved": {**arms[mode], "pp_schedule": "interleaved"} for mode in MODES}
+    arms |= {"gpipe": {**deep, "dp_mode": "zero1", "pp_schedule": "gpipe"}, "tp": {**deep, "tp": 2}}
+    for settings in (SGD, ADAMW):
+        found = run(pools, 4, arms, [{"accum": 4, "settings": settings | {"bias": bias}}], alone=True)
+        require_one_process(found, limit(settings))
+        digests = {each["arm"]: each["ranks"][0]["digest"] for each in found}
+        assert digests["ddp_by_hand"] == digests["zero1"] == digests["gpipe"]
+        assert digests["ddp_by_hand interleaved"] == digests["zero1 interleaved"]
+
+
+def test_a_stage_keeps_its_layers_only(pools: Pools) -> None:
+    arms = {"pp 4": {"pp": 4, "n_layer": 8}, "pp 2 × zero1": {"pp": 2, "n_layer": 8, "dp_mode": "zero1"}}
+    for each in run(pools, 4, arms, [{"accum": 1, "settings": ADAMW | {"n_embd": 32, "n_layer": 8}}]):
+        held = [rank["state_elements"] for rank in each["ranks"]]
+        whole = 2 * each["ranks"][0]["elements"]
+        assert max(held) < whole / 4 * 1.3, each["arm"]
+        assert whole <= sum(held) < 1.2 * whole, "the tied embedding twice"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_activation_checkpointing_changes_no_bit_in_a_pipeline(pools: Pools, schedule: str) -> None:
+    hows = ("none", "selective", "block")
+    deep = {"n_layer": 4, "dropout": 0.3}
+    settings = [ADAMW | deep | {"activation_checkpointing": how} for how in hows]
+    arm = {"pp": {"pp": 2, "pp_schedule": schedule}}
+    found = run(pools, 2, arm, [{"accum": 4, "settings": s} for s in settings])
+    assert len({rank["digest"] for each in found for rank in each["ranks"]}) == 1
+
+
+# The whole program: the loop, checkpoints, resume.
+
+RECIPE: dict[str, Any] = {
+    "n_layer": 4,
+    "n_head": 4,
+    "max_steps": 6,
+    "global_batch_size": 24,
+    "grad_accum_steps": 4,
+    "precision": "fp32",
+    "bias": True,
+}
+
+
+@pytest.fixture
+def runs(text: Path, tmp_path: Path) -> Runs:
+    return Runs(text, tmp_path, RECIPE)
+
+
+def test_dropout_is_that_of_one_process_under_every_schedule(runs: Runs) -> None:
+    """Also evaluation, whose last batch has another shape, and the norm: logged by a rank that has no loss itself."""
+    settings = {"dropout": 0.3, "eval_every": 3, "eval_samples": 8}
+    alone = runs.trained("alone", 1, **settings)
+    found = []
+    for schedule in SCHEDULES:
+        spec = runs.trained(schedule, 2, pp=2, pp_schedule=schedule, hash_every=2, **settings)
+        assert series(spec) == pytest.approx(series(alone), abs=2e-6)
+        assert series(spec, "val/loss") == pytest.approx(series(alone, "val/loss"), abs=2e-6)
+        assert series(spec, "train/grad_norm") == pytest.approx(series(alone, "train/grad_norm"), rel=1e-5)
+        found.append(spec)
+    assert equal(final(found[0]), final(found[1])), "gpipe and 1f1b"
+    without = runs.trained("without", 1, **settings | {"dropout": 0.0})
+    assert series(without) != pytest.approx(series(alone), abs=1e-3), "dropout matters"
+
+
+@pytest.mark.parametrize(("settings", "world"), [({"dp_mode": "zero1"}, 4), ({"pp_schedule": "interleaved"}, 2)])
+def test_a_pipeline_resumes_to_the_bit(runs: Runs, settings: dict[str, Any], world: int) -> None:
+    runs.resumed(world, 4, **{"pp": 2, "dropout": 0.1, **settings})
+
+
+MESHES = [  # workers, settings
+    (2, {"pp": 2}),
+    (2, {"tp": 2}),
+    (4, {"pp": 4, "pp_schedule": "gpipe"}),
+    (3, {"dp_mode": "zero1"}),
+    (4, {"pp": 2, "dp_mode": "zero2"}),
+    (4, {"pp": 2, "tp": 2}),
+    (1, {}),
+]
+
+
+def test_any_mesh_loads_the_bits_that_any_other_saved(runs: Runs) -> None:
+    """Each saves what it has loaded, as a run that ends before its first step would, and nothing changes."""
+    start = runs.trained("start", 1, stop_at=2)
+    saved = final(start)
+    spec = start
+    for n, (world, settings) in enumerate(MESHES):
+        shared = {"lr": 1e-30, "min_lr": 0.0, "weight_decay": 0.0}  # the weights stay, to the bit
+        spec = runs.trained(str(n), world, resume=str(spec.folder), stop_at=3 + n, max_steps=20, **shared, **settings)
+        mine = final(spec)
+        assert mine.model.keys() == saved.model.keys(), settings
+        for name, tensor in saved.model.items():
+            assert tensor.equal(mine.model[name]), (name, settings)
+        assert mine.optimizer.keys() == saved.optimizer.keys()
+
+
+def test_a_run_goes_on_over_many_meshes(runs: Runs) -> None:
+    alone = runs.trained("alone", 1, max_steps=8)
+    for stop, (world, settings) in enumerate(MESHES, 1):
+        more = {"grad_accum_steps": 0, "micro_batch_size": 0} if world == 3 else {}
+        spec = runs.trained("run", world, stop_at=stop, resume="auto", max_steps=8, **settings, **more)
+    assert len([*spec.folder.parent.iterdir()]) == 1, "all in one run"
+    for step, loss in series(spec).items():
+        assert loss == pytest.approx(series(alone)[step], abs=2e-5)
+    assert {*series(spec)} == {*range(1, len(MESHES) + 1)}
+
+
+@pytest.mark.parametrize(("world", "mode"), [(4, "zero1"), (2, "ddp")])
+def test_the_bubble_is_measured_and_drawn_beside_the_theory(
+    runs: Runs, capsys: pytest.CaptureFixture[str], world: int, mode: str
+) -> None:
+    settings = {"comm_trace": "always", "sample_tokens": 8, "pp": 2, "dp_mode": mode}
+    spec, outcomes = runs.finished("piped", world, **settings)
+    assert len(outcomes[0]["sample"]) == 8
+    theory = 100 * bubble("1f1b", 2, 4)
+    assert outcomes[0]["comm"]["bubble_theory"] == pytest.approx(theory)
+    assert 0 < outcomes[0]["comm"]["bubble"] < 100
+    assert {*series(spec, "pipe/bubble_theory").values()} == {theory}
+    assert len(series(spec, "pipe/bubble")) >= 5
+    steps = [json.loads(line) for line in (spec.folder / "comm" / "steps.jsonl").read_text().splitlines()]
+    for phases in steps[2]["phases"]:
+        names = [name for name, _, _ in phases]
+        assert names.count("idle") >= 2
+        assert names.count("forward") >= 1
+    buckets = [c for c in steps[2]["collectives"] if c["bucket"] is not None]
+    assert {(c["group"], c["ranks"]) for c in buckets} == ({("dp", 2)} if world == 4 else set())
+    assert "waits for another stage" in (spec.folder / "comm" / "timeline.svg").read_text()
+    assert sample([str(spec.folder), "--max_new_tokens", "4"]) == 0
+    assert len(capsys.readouterr().out) >= 4
+
+
+@pytest.mark.parametrize(("precision", "far"), [("bf16", 2e-2), ("fp16", 5e-3)])
+def test_low_precision_in_a_pipeline_stays_near_one_process(runs: Runs, precision: str, far: float) -> None:
+    """With fp16 the loss scale enters at the last stage, and every rank skips the same steps."""
+    alone = runs.trained("alone", 1, precision=precision)
+    piped = runs.trained("piped", 2, pp=2, precision=precision, hash_every=1)
+    assert series(piped) == pytest.approx(series(alone), abs=far)
+    if precision == "fp16":
+        assert series(piped, "train/loss_scale") == series(alone, "train/loss_scale")
+
+
+def test_a_step_that_is_not_finite_is_named_with_its_stage(runs: Runs) -> None:
+    _, message = runs.failed(2, "TrainingDiverged", pp=2, faults="nan@rank=1,step=4")
+    assert "at step 4 the loss is nan" in message
+
+
+def test_a_flipped_bit_is_found_among_the_replicas_of_a_stage(runs: Runs) -> None:
+    settings = {"pp": 2, "dp_mode": "ddp_by_hand", "hash_every": 2, "faults": "bitflip@rank=2,step=3"}
+    _, message = runs.failed(4, "StateDiverged", **settings)
+    assert "after step 4 ranks that hold the same piece of the state differ" in message
+
+
+def test_replicas_with_torch_ddp_are_refused(runs: Runs) -> None:
+    _, message = runs.failed(4, "ConfigError", pp=2)
+    assert "dp_mode = ddp with pp = 2 and dp = 2" in message

@@ -1,0 +1,92 @@
+"""Shares of lost gradients and of weights that stay: counted by hand, and on real ranks in every cut of the state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nanoray.config import make_config
+from nanoray.errors import ConfigError
+from nanoray.mesh.mesh import Mesh
+from nanoray.mesh.pieces import whole_shards
+from nanoray.train.precision_stats import LAYERS, PrecisionStats, layer_of
+from tests.harness.axes import Runs
+from tests.harness.ranks import records
+
+
+class State:
+    """What PrecisionStats reads of a TrainState."""
+
+    sharded = False
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shards = whole_shards(model)
+
+
+ALONE = Mesh(0, 1, 0, torch.device("cpu"), "none", "")
+
+
+@pytest.mark.parametrize(("precision", "lost"), [("fp16", 3 / 5), ("bf16", 2 / 5)])
+def test_counts_by_hand(precision: str, lost: float) -> None:
+    """2^-20 is subnormal in fp16 and normal in bf16; 2^-130 in neither."""
+    model = nn.Sequential(nn.Linear(4, 1))
+    weight, bias = model[0].weight, model[0].bias
+    weight.grad, bias.grad = torch.tensor([[0.0, 2.0**-20, 1.0, -2.0]]), torch.tensor([2.0**-130])
+    stats, state = PrecisionStats(2, precision), State(model)
+    stats.look(state, 1)  # type: ignore[arg-type]
+    assert stats.measured(state, ALONE) == {}, "not due"  # type: ignore[arg-type]
+    stats.look(state, 2)  # type: ignore[arg-type]
+    with torch.no_grad():
+        weight[0, 0] += 1.0
+        bias += 1.0
+    found = stats.measured(state, ALONE)  # type: ignore[arg-type]
+    assert found["precision/grad_lost"] == pytest.approx(100 * lost)
+    assert found["precision/unchanged"] == pytest.approx(60.0)
+    assert found[LAYERS] == {"0": {"zero": 20.0, "subnormal": pytest.approx(100 * lost - 20), "unchanged": 60.0}}
+    assert stats.measured(state, ALONE) == {}, "once"  # type: ignore[arg-type]
+
+
+def test_layers_of_names() -> None:
+    names = {"blocks.3.attn.qkv.weight": "blocks.3", "tok_emb.weight": "tok_emb", "norm.weight": "norm", "w": "w"}
+    assert {name: layer_of(name) for name in names} == names
+
+
+@pytest.fixture
+def runs(text: Path, tmp_path: Path) -> Runs:
+    return Runs(text, tmp_path, {"max_steps": 4, "global_batch_size": 12, "log_every": 3, "precision_stats": "every=2"})
+
+
+def of(runs: Runs, name: str, **settings: Any) -> dict[int, dict[str, Any]]:
+    found = {r["step"]: r for r in records(runs.trained(name, 2, **settings))}
+    assert {step for step, record in found.items() if LAYERS in record} == {2, 4}
+    assert set(found) == {1, 2, 3, 4}, "a step that is counted is logged"
+    return found
+
+
+def test_all_cuts_of_the_state_count_alike(runs: Runs) -> None:
+    settings = {"precision": "bf16_pure", "lr": 1e-5, "min_lr": 1e-6}
+    hand = of(runs, "hand", dp_mode="ddp_by_hand", **settings)[4]
+    assert set(hand[LAYERS]) == {"tok_emb", "pos_emb", "blocks.0", "blocks.1", "norm"}
+    assert hand["precision/unchanged"] > 70, "updates of 1e-5 are lost in bf16"
+    assert hand[LAYERS]["norm"]["unchanged"] == 100.0, "weights near 1"
+    zero2 = of(runs, "zero2", dp_mode="zero2", **settings)[4]
+    for key in ("precision/grad_lost", "precision/unchanged"):
+        assert zero2[key] == pytest.approx(hand[key], abs=1e-9)
+    assert zero2[LAYERS] == hand[LAYERS]
+
+
+def test_a_loss_scale_that_is_too_small_shows(runs: Runs) -> None:
+    """fp16 with its scale of 2^16 loses little; the same gradients in fp32 lose only what is zero by itself."""
+    fp32, fp16 = (of(runs, name, precision=name)[2] for name in ("fp32", "fp16"))
+    assert fp32["precision/unchanged"] < 5
+    assert fp32["precision/grad_lost"] <= fp16["precision/grad_lost"] + 1e-9
+
+
+@pytest.mark.parametrize("value", ["on", "every=0", "every=", "always"])
+def test_other_words_are_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match="precision_stats = "):
+        make_config({"micro_batch_size": 1, "precision_stats": value})

@@ -1,0 +1,94 @@
+"""Tensor and pipeline parallelism with two replicas: a lost rank's part comes from the memory of the other replica."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoray.config import make_config
+from nanoray.run import recovers_in_place
+from tests.harness.axes import final
+from tests.harness.elastic import run_elastic
+from tests.harness.ranks import TINY, make_spec, series
+from tests.ranks.test_mirror import NORM, RECIPE, Clean, clean, deaf, ended_well, fired
+
+__all__ = ["clean"]  # the fixture
+
+PLAN = ["forward", "backward", "optimizer", "exchange_norm", "committed", "log", "eval", "checkpoint"]
+STEPS = [2, 3, 3, 4, 5, 6, 8, 8]
+INTERLEAVED = {"pp": 2, "pp_schedule": "interleaved", "n_layer": 4, "dp_mode": "ddp_by_hand", "grad_accum_steps": 2}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tp": 2},
+        {"pp": 2, "dp_mode": "ddp_by_hand", "grad_accum_steps": 2},
+        pytest.param(INTERLEAVED, marks=pytest.mark.full),
+        pytest.param({"tp": 2, "dp_mode": "ddp_by_hand", "optimizer": "sgd", "momentum": 0.9}, marks=pytest.mark.full),
+    ],
+    ids=["tp", "pp", "interleaved", "tp by hand"],
+)
+def test_a_rank_is_lost_anywhere_in_a_step(text: Path, tmp_path: Path, clean: Clean, settings: dict[str, Any]) -> None:
+    """dp 2 x tp 2 and dp 2 x pp 2: a fault in each of eight places of a run, on every rank twice."""
+    places = zip(range(8), STEPS, PLAN, strict=True)
+    plan = ";".join(f"kill@rank={i % 4},step={step},phase={place}" for i, step, place in places)
+    spec = make_spec(text, tmp_path, **RECIPE | settings | {"faults": plan})
+    outcome = run_elastic(spec, 4, timeout_s=300)
+    assert not [rank for rank in outcome.ranks.values() if "error" in rank], outcome
+    assert fired(spec) == PLAN, "each, once"
+    ended_well(spec, outcome, clean(4, **settings), len(PLAN))
+
+
+def test_a_step_that_one_rank_has_done_is_finished_by_the_others(text: Path, tmp_path: Path, clean: Clean) -> None:
+    """Rank 0 dies after the norm of step 5; of the others only rank 3 has heard it. Ranks 1 and 2 finish the step."""
+    spec = make_spec(text, tmp_path, **RECIPE | {"tp": 2, "faults": "kill@rank=0,step=5,phase=log"})
+    patches = dict.fromkeys((1, 2), deaf_to_the_norm)
+    outcome = run_elastic(spec, 4, patches=patches, timeout_s=200)
+    ended_well(spec, outcome, clean(4, tp=2), 1)
+    logs = [spec.log(rank).read_text() for rank in range(4)]
+    assert ["finished step 5, which rank 3 had done" in log for log in logs] == [False, True, True, False]
+
+
+def deaf_to_the_norm() -> None:
+    deaf(*NORM, 5)
+
+
+def test_a_part_that_is_gone_with_both_replicas_means_a_restart(text: Path, tmp_path: Path) -> None:
+    """Ranks 0 and 2 have the same part. Nobody goes on with weights that were made up."""
+    faults = "kill@rank=0,step=5,phase=forward;kill@rank=2,step=5,phase=forward"
+    spec = make_spec(text, tmp_path, **RECIPE | {"tp": 2, "faults": faults})
+    outcome = run_elastic(spec, 4, timeout_s=200)
+    assert {rank.get("error") for rank in outcome.ranks.values()} == {"StateLost"}, outcome
+    assert "is in the memory of none of these ranks" in outcome.ranks[1]["message"]
+
+
+def test_what_is_left_of_two_replicas_goes_on_as_one(text: Path, tmp_path: Path, clean: Clean) -> None:
+    """Rank 1 dies and nobody replaces it: ranks 0 and 3 have all parts, and are one replica from then on."""
+    spec = make_spec(text, tmp_path, **RECIPE | {"tp": 2, "faults": "kill@rank=1,step=5,phase=backward"})
+    outcome = run_elastic(spec, 4, groups=[[0, 3]], timeout_s=200)
+    assert [rank["step"] for rank in outcome.ranks.values() if "step" in rank] == [8, 8], outcome
+    whole = series(clean(4, tp=2))
+    for name, values in series(spec).items():
+        assert values == pytest.approx(whole[name], rel=1e-3), name
+    assert len(final(spec).model) == len(final(clean(4, tp=2)).model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "in_place"),
+    [
+        ({"tp": 2}, 4, True),
+        ({"pp": 2, "dp_mode": "ddp_by_hand"}, 4, True),
+        ({"tp": 2}, 2, False),  # there is no other replica
+        ({"tp": 2, "dp_mode": "zero1"}, 4, False),
+        ({"tp": 2, "recovery": "shrink"}, 4, False),
+        ({"tp": 2, "recovery": "restart"}, 4, False),
+        ({}, 2, True),
+    ],
+)
+def test_who_is_replaced_in_place(settings: dict[str, Any], ranks: int, in_place: bool) -> None:
+    config = make_config(TINY | {"n_layer": 2, "n_head": 2} | settings)
+    assert recovers_in_place(config, "gloo", ranks) == in_place
+    assert not recovers_in_place(config, "nccl", ranks)

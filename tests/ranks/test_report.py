@@ -1,0 +1,142 @@
+"""The page about a run, of runs that really trained; and their ledgers, which add up."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from nanoray.report.__main__ import main
+from nanoray.report.charts import POINTS, thinned
+from nanoray.trace.ledger import accounts_of
+from tests.harness.browser import chromium, in_chromium
+from tests.harness.commands import run, torchrun
+
+HOSTILE = "</pre><script>document.title = 'taken'</script><img src=http://example.org/x.png>"
+FLAGS = ("--preset=tiny", "--device=cpu", "--log_every=1", "--eval_every=3", "--tensorboard=false", "--dropout=0")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, text: Path) -> dict[str, Path]:
+    """A traced run of two ranks, and a run of one process with another learning rate."""
+    folder = tmp_path_factory.mktemp("runs")
+    flags = (*FLAGS, f"--dataset={text}", f"--data_dir={folder}/data", f"--out_dir={folder}")
+    two = torchrun(2, "nanoray.train", *flags, "--name=two", "--max_steps=8", "--comm_trace=always")
+    one = run("nanoray.train", *flags, "--name=one", "--max_steps=4", "--lr=0.002")
+    for done in (*two, one):
+        assert done.returncode == 0, done.stdout + done.stderr
+    return {name: next(folder.glob(f"*_{name}")) for name in ("one", "two")}
+
+
+class Page(HTMLParser):
+    """Collects what a browser would load or run, and the text that it would show."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.references: list[str] = []
+        self.tags: list[str] = []
+        self.text = ""
+        self.html = path.read_text(encoding="utf-8")
+        self.feed(self.html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.references += [value or "" for key, value in attrs if key in ("src", "href", "srcset", "data", "action")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_a_run_on_one_page(runs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(runs["two"])]) == 0
+    path = runs["two"] / "report.html"
+    assert capsys.readouterr().out == f"{path}\n"
+    page = Page(path)
+    assert len(page.html) < 1 << 20
+    assert all(reference.startswith(("#", "data:image/svg+xml;base64,")) for reference in page.references)
+    assert "script" not in page.tags
+    assert page.tags.count("svg") >= 6
+    summary = json.loads((runs["two"] / "summary.json").read_text())
+    assert f"{summary['val_loss']:.4f}" in page.text
+    for told in ("8 of 8", "2 x cpu, gloo", "Where the time went", "exposed communication", "comm_trace"):
+        assert told in page.text
+    assert "Timeline of the newest traced steps" in page.html
+    assert "var(--rule)" in page.html
+    assert "#01020" not in page.html, "the page's own colours"
+
+
+def test_runs_beside_each_other(runs: dict[str, Path], tmp_path: Path) -> None:
+    path = tmp_path / "compare.html"
+    assert main([*map(str, runs.values()), "--output", str(path)]) == 0
+    page = Page(path)
+    differing = re.findall(r'<tr class="look"><th scope="row">(\w+)</th>', page.html)
+    assert set(differing) == {"name", "max_steps", "lr", "comm_trace"}
+    assert all(folder.name in page.text for folder in runs.values())
+
+
+def test_a_killed_run_and_a_hostile_one_have_a_page(runs: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(runs["two"], folder)
+    (folder / "summary.json").unlink()
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "train/lo')  # torn
+    assert main([str(folder)]) == 0
+    assert "not ended" in Page(folder / "report.html").text
+    shutil.copy(runs["two"] / "summary.json", folder)
+    summary = json.loads((folder / "summary.json").read_text()) | {"sample": HOSTILE, "exit_reason": HOSTILE}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    assert main([str(folder)]) == 0
+    page = Page(folder / "report.html")
+    assert page.text.count(HOSTILE) >= 2
+    assert "script" not in page.tags
+    assert all(reference.startswith(("#", "data:")) for reference in page.references)
+
+
+def test_no_run_is_refused_with_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert "is not the folder of a run (no run.json)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["one", "two"])
+def test_the_ledger_of_a_real_run_adds_up(runs: dict[str, Path], name: str) -> None:
+    """Each second from the command to its end, on each rank; the ranks' clock is the one of the summary."""
+    found, summary = accounts_of(runs[name]), json.loads((runs[name] / "summary.json").read_text())
+    assert found.slots == summary["world_size"]
+    assert found.wall_s == pytest.approx(summary["total_s"], abs=2)  # the ranks end a moment before or after
+    assert found.total == pytest.approx(found.slots * found.wall_s, rel=0.01)
+    for account in ("start", "compute", "evaluation", "checkpoint"):
+        assert found.seconds[account] > 0
+    assert found.seconds["recovery"] == found.seconds["repeated"] == 0
+    assert found.traced == (name == "two")
+    assert (found.seconds["exposed communication"] > 0) == found.traced
+
+
+def test_a_thinned_curve_keeps_its_peaks() -> None:
+    steps = list(range(10_000))
+    values = [1.0] * len(steps)
+    values[1234], values[8765] = 9.0, -9.0
+    some, kept = thinned(steps, values)
+    assert len(some) <= POINTS
+    assert (dict(zip(some, kept, strict=True))[1234], dict(zip(some, kept, strict=True))[8765]) == (9.0, -9.0)
+    assert some == sorted(some)
+    assert thinned([1, 2], [3.0, 4.0]) == ([1, 2], [3.0, 4.0])
+
+
+@in_chromium
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_browser_shows_it_without_overflow(runs: dict[str, Path], tmp_path: Path, width: int) -> None:
+    """Nothing is wider than the window: the page, in a frame of that width, scrolls down only."""
+    assert main([str(runs["two"]), "--output", str(tmp_path / "page.html")]) == 0
+    probe = tmp_path / "probe.html"
+    probe.write_text(
+        f'<iframe src="page.html" style="width:{width}px;height:900px;border:0" onload="document.title = '
+        "this.contentDocument.documentElement.scrollWidth + ' of ' + this.clientWidth\"></iframe>"
+    )
+    shown = chromium(probe, "--allow-file-access-from-files", "--dump-dom")
+    found = re.search(r"<title>(\d+) of (\d+)</title>", shown)
+    assert found, shown[:500]
+    assert int(found[1]) <= int(found[2]) == width

@@ -1,0 +1,151 @@
+"""Sequence parallelism: equal to one process and to tensor parallelism without it; dropout, pipelines, experts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nanoray.bench.__main__ as bench
+from nanoray.bench import equivalence
+from nanoray.bench.equivalence import ADAMW, CASES, EXPERTS, SGD
+from tests.harness.axes import Runs, equal, final, require_one_process, run
+from tests.harness.ranks import series
+from tests.ranks.conftest import Pools
+
+MODES = ("ddp", "ddp_by_hand", "zero1", "zero2", "fsdp")
+CUT: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
+DEEP = {"n_layer": 4}
+
+
+@pytest.mark.parametrize("bias", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("settings", [SGD, pytest.param(ADAMW, marks=pytest.mark.full)], ids=["sgd", "adamw"])
+def test_it_trains_as_one_process_does(pools: Pools, settings: dict[str, Any], bias: bool) -> None:
+    """tp 2, tp 4, dp 2 × tp 2 in every mode, tp 2 × pp 2: losses, weights, norms; replicated weights stay equal."""
+    case = {"accum": 2, "settings": settings | {"bias": bias}}
+    arms: dict[str, Any] = {"tp 4": CUT | {"tp": 4}} | {mode: CUT | {"dp_mode": mode} for mode in MODES}
+    arms |= {kind: CUT | DEEP | {"pp": 2, "pp_schedule": kind} for kind in ("1f1b", "interleaved")}
+    found = run(pools, 4, arms, [case], alone=True) + run(pools, 2, {"tp 2": CUT}, [case], alone=True)
+    assert len(found) == len(arms) + 1
+    require_one_process(found, 1e-6 if settings is SGD else 2e-5)
+    digests = {each["arm"]: each["ranks"][0]["digest"] for each in found}
+    assert digests["ddp_by_hand"] == digests["zero1"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"expert_capacity": 0.75, "shared_experts": 0},
+        pytest.param({}, marks=pytest.mark.full),
+        pytest.param({"activation_checkpointing": "block"}, marks=pytest.mark.full),
+    ],
+)
+def test_experts_under_sequence_parallelism(pools: Pools, more: dict[str, Any]) -> None:
+    """The router's weight has the gradient of own positions; capacity and balance are those of the whole sequence."""
+    arms = {"ep": CUT | {"ep": 2, "dp_mode": "zero1"}, "pp": CUT | DEEP | {"pp": 2}, "tp 4": CUT | {"tp": 4}}
+    found = run(pools, 4, arms, [{"accum": 2, "settings": SGD | EXPERTS | more}], alone=True)
+    require_one_process(found, 3e-6, 2e-6)
+
+
+@pytest.mark.parametrize("bug", ["norms", pytest.param("ratings", marks=pytest.mark.full)])
+def test_a_planted_bug_makes_the_matrix_red(
+    bug: str, tmp_path: Path, shared_ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared_ranks(equivalence)
+    monkeypatch.setattr(equivalence, "ENTRY", f"tests.harness.planted:measure_with_{bug}")
+    monkeypatch.setattr(equivalence, "CASES", {"SGD": CASES["SGD"]})
+    arms = {"sound": EXPERTS | {"tp": 2}, "wrong": EXPERTS | CUT}
+    monkeypatch.setattr(equivalence, "arms_for", lambda *_, **__: arms)
+    flags = ["equivalence", "--device", "cpu", "--workers", "2", "--quick", f"--json={tmp_path / 'e.json'}"]
+    assert bench.main(flags) == 1
+    rows = json.loads((tmp_path / "e.json").read_text())["rows"]
+    assert f"SGD: {equivalence.WEIGHT}" in {row["metric"] for row in rows if row["arm"] == "wrong" and row["wrong"]}
+    assert not any(row["wrong"] for row in rows if row["arm"] == "sound")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_activation_checkpointing_changes_no_bit(pools: Pools, mode: str) -> None:
+    hows = ("none", "selective", "block")
+    settings = [ADAMW | {"dropout": 0.3, "activation_checkpointing": how} for how in hows]
+    found = run(pools, 4, {"cut": CUT | {"dp_mode": mode}}, [{"accum": 2, "settings": s} for s in settings])
+    assert len({rank["digest"] for each in found for rank in each["ranks"]}) == 1
+
+
+def test_dropout_has_the_masks_of_tensor_parallelism(pools: Pools) -> None:
+    """Each rank's masks are its own part of those that all ranks draw without it; so are losses and weights."""
+    runs: list[list[Any]] = [
+        [*pools(4).run("tests.harness.tensor:dropout_masks", {"sequence": cut})] for cut in (False, True)
+    ]
+    ranks = [events[0] for events in runs]
+    for whole, own in zip(*ranks, strict=True):
+        assert own["attention"] == whole["attention"]
+    for d in (0, 1):
+        parts = [rank["stream_masks"] for rank in ranks[1][2 * d : 2 * d + 2]]
+        for whole, *cut in zip(ranks[0][2 * d]["stream_masks"], *parts, strict=True):
+            assert [a + b for a, b in zip(*cut, strict=True)] == whole, "by sequence, position by position"
+    settings = SGD | {"dropout": 0.3}
+    found = run(pools, 2, {"tp": {"tp": 2}, "cut": CUT}, [{"accum": 2, "settings": settings}])
+    one, other = (each["ranks"][0] for each in found)
+    assert one["losses"] == pytest.approx(other["losses"], abs=1e-6)
+    assert one["norms"] == pytest.approx(other["norms"], rel=1e-5)
+
+
+# The whole program.
+
+RECIPE: dict[str, Any] = {"n_head": 4, "max_steps": 6, "global_batch_size": 24, "precision": "fp32", "bias": True}
+
+
+@pytest.fixture
+def runs(text: Path, tmp_path: Path) -> Runs:
+    return Runs(text, tmp_path, RECIPE)
+
+
+@pytest.mark.full
+def test_a_run_resumes_to_the_bit_and_goes_on_without(runs: Runs) -> None:
+    """The checkpoint is that of any mesh: what is cut is not the weights."""
+    _, rest = runs.resumed(4, 4, dropout=0.1, dp_mode="zero1", **CUT)
+    plain = runs.trained("plain", 2, resume=str(rest.folder), tp=2, max_steps=8)
+    alone = runs.trained("alone", 1, resume=str(rest.folder), max_steps=8)
+    assert series(plain) == pytest.approx(series(alone), abs=2e-5)
+    assert not equal(final(plain), final(rest))
+
+
+def test_tracing_comparing_and_evaluating_work(runs: Runs) -> None:
+    settings = {"comm_trace": "always", "hash_every": 2, "eval_every": 3, "eval_samples": 5, "sample_tokens": 4}
+    spec, outcomes = runs.finished("cut", 4, **settings, **CUT, dp_mode="ddp")
+    assert len(outcomes[0]["sample"]) == 4
+    alone = runs.trained("alone", 1, eval_every=3, eval_samples=5)
+    assert series(spec, "val/loss") == pytest.approx(series(alone, "val/loss"), abs=2e-5)
+    assert series(spec, "train/grad_norm") == pytest.approx(series(alone, "train/grad_norm"), rel=1e-4)
+    steps = [json.loads(line) for line in (spec.folder / "comm" / "steps.jsonl").read_text().splitlines()]
+    found = [c for c in steps[2]["collectives"] if c["group"] == "tp"]
+    stream = 4 * 12 * 16 * 32  # bytes of (B, T, C)
+    phases = {
+        phase: [(c["op"], c["bytes"]) for c in found if c["phase"] == phase and c["what"] == "activations"]
+        for phase in ("forward", "backward")
+    }
+    pair = [("all_gather", stream), ("reduce_scatter", stream)]
+    assert phases["forward"] == [pair[1], *pair * 4, pair[0]], "the embedding, two blocks, lm_head"
+    assert phases["backward"] == [pair[1], *pair * 4, pair[0]], "the other way round"
+    assert [c["op"] for c in found if c["what"] == "gradients"] == ["all_reduce"]
+    assert {c["ranks"] for c in found} == {2}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("precision", "far"), [("bf16", 2e-2), ("fp16", 5e-3)])
+def test_low_precision_stays_near_one_process(runs: Runs, precision: str, far: float) -> None:
+    alone = runs.trained("alone", 1, precision=precision, max_steps=4)
+    cut = runs.trained("cut", 2, precision=precision, max_steps=4, **CUT)
+    assert series(cut) == pytest.approx(series(alone), abs=far)
+
+
+@pytest.mark.full
+def test_compiled_blocks_train_alike(runs: Runs) -> None:
+    """Collectives run eagerly between what is compiled, also those of a router's ratings."""
+    settings: dict[str, Any] = CUT | {"experts": 4, "expert_hidden": 32, "max_steps": 3}
+    eager = runs.trained("eager", 2, **settings)
+    compiled = runs.trained("compiled", 2, compile=True, init_timeout_s=120, **settings)
+    assert series(compiled) == pytest.approx(series(eager), rel=1e-4)

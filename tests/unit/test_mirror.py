@@ -1,0 +1,96 @@
+"""What mirrors need to know without any process: which rank mirrors which, who sends what, and when all is lost."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from nanoray.config import Config, make_config
+from nanoray.errors import ConfigError, StateLost
+from nanoray.mesh.layout import mirror_distance
+from nanoray.mesh.pieces import Piece
+from nanoray.run import recovers_in_place
+from nanoray.train.mirror import Span, senders
+
+
+@pytest.mark.parametrize("size", [(), (7,), (3, 5), (2, 3, 4)])
+def test_a_piece_knows_where_it_begins_and_ends(size: tuple[int, ...]) -> None:
+    whole = Piece.whole("w", size)
+    assert whole.span == (0, whole.numel)
+    for begin in range(whole.numel):
+        for end in range(begin + 1, whole.numel + 1):
+            assert whole.flat_range(begin, end).span == (begin, end)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "distance"),
+    [("a", 0), ("aa", 1), ("ab", 1), ("aabb", 2), ("aaab", 3), ("aaabbb", 3), ("aabbcc", 2), ("abcd", 1)],
+)
+def test_a_rank_is_mirrored_on_another_node(nodes: str, distance: int) -> None:
+    found = mirror_distance([nodes[:i].count(node) for i, node in enumerate(nodes)])
+    assert found == distance
+    if len(set(nodes)) > 1 and len({nodes.count(node) for node in nodes}) == 1:
+        assert all(node != nodes[(i + found) % len(nodes)] for i, node in enumerate(nodes))
+
+
+def held(ranks: int, sizes: dict[str, int], distance: int = 1) -> list[list[Span]]:
+    """The spans of each rank's own share, and of the one that it mirrors."""
+
+    def share(rank: int) -> list[Span]:
+        cuts = {name: [size * i // ranks for i in range(ranks + 1)] for name, size in sizes.items()}
+        return [(name, at[rank], at[rank + 1]) for name, at in cuts.items() if at[rank] < at[rank + 1]]
+
+    return [share(rank) + share((rank - distance) % ranks) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_each_element_is_sent_once_by_a_rank_that_holds_it(seed: int) -> None:
+    """Also where ranks hold shares of different cuts, because the last recovery was not completed everywhere."""
+    source = random.Random(seed)
+    sizes = {"a": source.randrange(1, 60), "b": 1, "c": source.randrange(1, 60)}
+    ranks = source.randrange(2, 7)
+    spans = held(ranks, sizes)
+    lost = source.randrange(ranks)
+    spans[lost] = []
+    if seed % 2:
+        spans += held(source.randrange(2, 5), sizes)[:1]
+    found = senders(spans, sizes)
+    for name, size in sizes.items():
+        own = [(begin, end, rank) for (other, begin, end), rank in found if other == name]
+        assert [begin for begin, _, _ in own] == [0, *(end for _, end, _ in own[:-1])]
+        assert own[-1][1] == size
+        for begin, end, rank in own:
+            assert any(n == name and b <= begin and end <= e for n, b, e in spans[rank])
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+def test_neighbours_that_are_lost_together_take_a_share_with_them(ranks: int) -> None:
+    sizes = {"w": 100}
+    for first in range(ranks):
+        for second in range(first + 1, ranks):
+            spans = held(ranks, sizes)
+            spans[first] = spans[second] = []
+            if (second - first) % ranks in (1, ranks - 1):
+                with pytest.raises(StateLost, match="elements of w from"):
+                    senders(spans, sizes)
+            else:
+                assert sum(end - begin for (_, begin, end), _ in senders(spans, sizes)) == 100
+
+
+def config(**settings: object) -> Config:
+    return make_config({"micro_batch_size": 1, **settings})
+
+
+def test_where_a_sharded_state_recovers_in_place() -> None:
+    for mode in ("zero1", "zero2"):
+        assert recovers_in_place(config(dp_mode=mode), "gloo", 2)
+        assert recovers_in_place(config(dp_mode=mode, recovery="shrink"), "gloo", 2)
+        assert not recovers_in_place(config(dp_mode=mode, mirror="off"), "gloo", 2)
+        assert not recovers_in_place(config(dp_mode=mode, recovery="restart"), "gloo", 2)
+        assert not recovers_in_place(config(dp_mode=mode), "nccl", 2)
+        assert not recovers_in_place(config(dp_mode=mode), "gloo", 1)
+    assert not recovers_in_place(config(dp_mode="fsdp"), "gloo", 2)
+    assert recovers_in_place(config(dp_mode="ddp"), "gloo", 2)
+    with pytest.raises(ConfigError, match="mirror = off would be ignored: dp_mode = fsdp mirrors nothing"):
+        config(dp_mode="fsdp", mirror="off")

@@ -1,0 +1,181 @@
+"""Which options belong to which model and optimizer, nested YAML keys, epochs in place of steps."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoray.cli import Loaded, parse_args
+from nanoray.config import Config, load_config, make_config, recipe_of, resolve_batch
+from nanoray.data.dataset import DatasetInfo
+from nanoray.errors import ConfigError
+from nanoray.train.report import dry_run_lines, plan
+
+IMAGES = DatasetInfo("cifar10", "cifar10: a note", Path("/none"), "uint8", 10, 50_000, 10_000, "", "", {}, "images")
+TEXT = replace(IMAGES, name="text", dtype="uint16", vocab_size=65, train_tokens=6_400, kind="tokens")
+RESNET: dict[str, Any] = {"model": "resnet", "global_batch_size": 128}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"resnet_depth": 20, "model": "resnet", "tokenizer": "byte"},
+            "tokenizer = byte would be ignored: model = re",
+        ),
+        (
+            {"model": "resnet", "dropout": 0.1},
+            "dropout = 0.1 would be ignored: model = resnet has no such option",
+        ),
+        ({"model": "resnet", "bias": True}, "bias = True would be ignored"),
+        ({"model": "resnet", "val_fraction": 0.2}, "val_fraction = 0.2 would be ignored"),
+        ({"model": "resnet", "scaling": "nanochat"}, "scaling = nanochat would be ignored"),
+        (
+            {"model": "resnet", "dataset": "shakespeare"},
+            "dataset = shakespeare is text, but model = resnet learns",
+        ),
+        ({"dataset": "cifar10"}, "dataset = cifar10 has images, but model = gpt learns from text; use model resnet"),
+        ({"dataset": "cifar10-generated"}, "dataset = cifar10-generated has images"),
+        ({"resnet_depth": 32}, "resnet_depth = 32 would be ignored: model = gpt has no such option"),
+        ({"resnet_width": 2}, "resnet_width = 2 would be ignored"),
+        ({"label_smoothing": 0.1}, "label_smoothing = 0.1 would be ignored"),
+        ({"sync_batchnorm": True}, "sync_batchnorm = True would be ignored"),
+        (
+            {"model": "resnet", "resnet_depth": 18},
+            "resnet_depth = 18 is not 6n + 2 (8, 14, 20, 32, 44, 50, ...); try",
+        ),
+        ({"model": "resnet", "resnet_depth": 2}, "resnet_depth = 2 is not 6n + 2 (8, 14, 20, 32, 44, 50, ...); try 8"),
+        ({"momentum": 0.9}, "momentum = 0.9 would be ignored: optimizer = adamw has its own; use optimizer sgd"),
+        ({"optimizer": "sgd", "nesterov": True}, "nesterov needs momentum; give momentum 0.9, or drop nesterov"),
+        (
+            {"num_epochs": 2, "scaling": "nanochat"},
+            "num_epochs = 2 would be ignored: scaling = nanochat derives",
+        ),
+        ({"model": "resnet", "dataset": "cifar10-generated", "data_url": "file:///x"}, "data_url would be ignored"),
+    ],
+)
+def test_what_has_no_effect_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_config({"global_batch_size": 12} | values)
+
+
+def test_what_a_resnet_takes() -> None:
+    config = make_config(RESNET | {"optimizer": "sgd", "momentum": 0.9, "nesterov": True, "label_smoothing": 0.1})
+    assert config.resnet_depth == 20
+    for depth in (8, 14, 20, 32, 44, 50):
+        assert make_config(RESNET | {"resnet_depth": depth}).resnet_depth == depth
+    assert make_config(RESNET | {"dataset": "cifar10", "data_url": "file:///x"}).data_url
+
+
+def test_weight_decay_is_a_flag_of_sgd_with_momentum_only() -> None:
+    flags = ["--preset", "tiny", "--optimizer", "sgd", "--weight_decay", "0.01"]
+    with pytest.raises(ConfigError, match=r"weight_decay = 0\.01 would be ignored: optimizer = sgd"):
+        parse_args(flags, "x", "y")
+    assert parse_args([*flags, "--momentum", "0.9"], "x", "y").config.weight_decay == 0.01
+
+
+# ---- nested keys ----------------------------------------------------------------------------------------------------
+
+
+def load(tmp_path: Path, text: str, **flags: Any) -> Config:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return load_config(str(path), overrides=flags)
+
+
+NESTED = """
+model: {name: resnet, num_layers: 50}
+training: {batch_size: 256, num_epochs: 3, learning_rate: 0.2, optimizer: sgd}
+momentum: 0.9
+"""
+
+
+def test_nested_keys_are_other_spellings_of_ours(tmp_path: Path) -> None:
+    flat = "model: resnet\nresnet_depth: 50\nglobal_batch_size: 256\nnum_epochs: 3\nlr: 0.2\noptimizer: sgd\n"
+    flat += "momentum: 0.9\n"
+    assert load(tmp_path, NESTED) == load(tmp_path, flat)
+    gpt = load(tmp_path, "model: {name: gpt, num_layers: 3}\nmicro_batch_size: 2")
+    assert (gpt.model, gpt.n_layer) == ("gpt", 3)
+    assert load(tmp_path, "model: {num_layers: 3}\nmicro_batch_size: 2").n_layer == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: {name: resnet, layers: 8}", "unknown key model.layers; known: model.name, model.num_layers"),
+        ("training: {lr: 1}", "unknown key training.lr; known: training.batch_size, training.num_epochs"),
+        ("training: {learning_rate: 1.0}\nlr: 0.5", "training.learning_rate = 1.0 and lr = 0.5 say the same thing"),
+        ("model: {name: resnet, num_layers: 18}\nmicro_batch_size: 1", "resnet_depth = 18 is not 6n + 2"),
+        ("model: {name: vgg}\nmicro_batch_size: 1", "model = 'vgg': Input should be 'gpt', 'resnet'"),
+        ("training: 3\nmicro_batch_size: 1", "unknown key training"),
+    ],
+)
+def test_a_wrong_nested_key_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load(tmp_path, text)
+
+
+def test_the_example_configurations_differ_in_how_ranks_share_the_work_only() -> None:
+    folder = Path(__file__).resolve().parents[2] / "examples" / "configs"
+    ddp, fsdp = (load_config(str(folder / f"{kind}_resnet_cifar10.yaml")) for kind in ("ddp", "fsdp"))
+    theirs = fsdp.model_dump()
+    differ = {key for key, value in ddp.model_dump().items() if theirs[key] != value}
+    assert {"name", "dp_mode"} <= differ <= {"name", "dp_mode", "fsdp_reshard"}
+    assert ddp.dp_mode == "ddp"
+    assert ddp.model == "resnet"
+
+
+# ---- epochs ---------------------------------------------------------------------------------------------------------
+
+
+def planned(config: Config, dataset: DatasetInfo, dp: int = 2) -> tuple[Config, list[str]]:
+    return plan(Loaded(config, frozenset()), dp, dataset)
+
+
+def test_epochs_become_steps_of_the_batch_and_the_dataset() -> None:
+    config, notes = planned(make_config(RESNET | {"num_epochs": 3}), IMAGES)
+    assert (config.max_steps, config.num_epochs) == (1172, 0), "150,000 images, the last batch is shared"
+    assert notes == ["epochs max_steps = 1172: 3 epoch(s) × 50,000 images / 128 per step"]
+    assert make_config(config.model_dump()) == config, "config.json says what ran"
+    per_rank, _ = planned(make_config({"model": "resnet", "micro_batch_size": 50, "num_epochs": 1}), IMAGES, dp=4)
+    assert per_rank.max_steps == 250
+    text, notes = planned(make_config({"micro_batch_size": 5, "block_size": 64, "num_epochs": 2}), TEXT)
+    assert text.max_steps == 20
+    assert "2 epoch(s) × 100 sequences / 10 per step" in notes[0]
+
+
+def test_epochs_and_steps_replace_each_other_layer_by_layer(tmp_path: Path) -> None:
+    assert load(tmp_path, NESTED, max_steps="7").num_epochs == 0
+    assert load(tmp_path, NESTED, max_steps="7").max_steps == 7
+    assert load(tmp_path, "max_steps: 7\nmicro_batch_size: 1", num_epochs="2").num_epochs == 2
+    assert load_config(preset="tiny", overrides={"num_epochs": 1}).num_epochs == 1
+    with pytest.raises(ConfigError, match=r"num_epochs = 2 and max_steps = 7 in .*run\.yaml contradict each other"):
+        load(tmp_path, "max_steps: 7\nnum_epochs: 2\nmicro_batch_size: 1")
+    with pytest.raises(ConfigError, match="num_epochs = 2 and max_steps = 7 in the flags contradict each other"):
+        load(tmp_path, "micro_batch_size: 1", num_epochs="2", max_steps="7")
+    assert load(tmp_path, "max_steps: 7\nnum_epochs: 0\nmicro_batch_size: 1").max_steps == 7, "a run's config.json"
+
+
+def test_checks_of_steps_wait_for_the_epochs() -> None:
+    values = RESNET | {"num_epochs": 30, "stop_at": 5000, "comm_trace": "every=9000"}
+    assert planned(make_config(values), IMAGES)[0].stop_at == 5000
+    with pytest.raises(ConfigError, match="stop_at = 5000 is beyond max_steps = 391"):
+        planned(make_config(values | {"num_epochs": 1}), IMAGES)
+
+
+def test_epochs_are_no_part_of_the_experiment() -> None:
+    assert recipe_of(make_config(RESNET | {"num_epochs": 3})) == recipe_of(make_config(RESNET))
+    assert recipe_of(make_config(RESNET)) != recipe_of(make_config(RESNET | {"momentum": 0.9, "optimizer": "sgd"}))
+
+
+def test_a_dry_run_counts_images() -> None:
+    config = make_config(RESNET | {"optimizer": "sgd", "momentum": 0.9, "max_steps": 10})
+    lines = "\n".join(dry_run_lines(config, [], resolve_batch(config, 2), IMAGES, "here"))
+    assert "64 images × 1 accum × 2 dp = 128 images/step, 10 steps = 1,280 images" in lines
+    assert "269,722 parameters" in lines
+    assert "classes 10" in lines
+    assert "parameters 1.0 + gradients 1.0 + optimizer 1.0 + activations" in lines

@@ -1,0 +1,386 @@
+"""Pipelines without process groups: every schedule's timetable, how a model is split, ownership, memory, refusals."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
+
+from nanoray.cli import Loaded
+from nanoray.config import make_config, resolve_batch
+from nanoray.data.prepare import prepare
+from nanoray.errors import ConfigError
+from nanoray.faults.hang import Position, behind
+from nanoray.mesh.axis import Axis
+from nanoray.mesh.layout import Layout
+from nanoray.mesh.mesh import Mesh
+from nanoray.mesh.pieces import Piece, Shard, fill, whole_pieces, whole_shards
+from nanoray.models.costs import Cut, activation_memory
+from nanoray.models.gpt import GPT, ModelShape
+from nanoray.parallel import tp
+from nanoray.parallel.buckets import Buckets
+from nanoray.parallel.memory import Sizes
+from nanoray.parallel.pp import TIED, Stage, split, with_tie
+from nanoray.parallel.schedules import (
+    SCHEDULES,
+    Turn,
+    bubble,
+    drawing,
+    in_flight,
+    messages,
+    needed,
+    straight,
+    timetable,
+    turns,
+)
+from nanoray.run import recovers_in_place
+from nanoray.train.report import dry_run_lines, plan
+
+SHAPE = ModelShape(n_layer=8, n_head=4, n_embd=24, block_size=8, bias=True, vocab_size=65)
+SHAPES = [
+    (kind, pp, micro, chunks)
+    for kind in SCHEDULES
+    for pp in range(1, 7)
+    for micro in range(1, 13)
+    for chunks in ((1, 2, 3) if kind == "interleaved" else (1,))
+    if kind != "interleaved" or micro % pp == 0
+]
+
+
+def begins(kind: str, pp: int, micro: int, chunks: int, **cost: int) -> dict[tuple[int, Turn], int]:
+    """Return the tick in which each turn of each stage begins."""
+    table = timetable(kind, pp, micro, chunks, cost or {"F": 1, "B": 1})
+    return {(stage, turn): tick for tick, row in enumerate(table) for stage, turn in enumerate(row) if turn}
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_no_schedule_deadlocks_and_none_leaves_out_a_turn(kind: str) -> None:
+    """All shapes up to 6 stages, 12 micro batches and 3 chunks; turns begin after what they need has ended."""
+    for _, pp, micro, chunks in (shape for shape in SHAPES if shape[0] == kind):
+        at = begins(kind, pp, micro, chunks)
+        every = {Turn(op, chunk, k) for op in "FB" for chunk in range(chunks) for k in range(micro)}
+        for stage in range(pp):
+            assert {turn for s, turn in at if s == stage} == every, (pp, micro, chunks)
+            order = turns(kind, pp, stage, micro, chunks)
+            assert len(order) == len(every)
+            assert sorted(order, key=lambda turn: at[stage, turn]) == order, "in a stage's own order"
+        for (stage, turn), tick in at.items():
+            need = needed(turn, stage, pp, chunks)
+            assert need is None or at[need] < tick
+            if turn.op == "B":
+                assert at[stage, turn._replace(op="F")] < tick, "every F before its B"
+
+
+@pytest.mark.parametrize(("kind", "pp", "micro", "chunks"), [shape for shape in SHAPES if shape[1] > 1])
+def test_each_message_has_one_sender_and_one_receiver_and_comes_in_time(
+    kind: str, pp: int, micro: int, chunks: int
+) -> None:
+    table = timetable(kind, pp, micro, chunks)
+    at = begins(kind, pp, micro, chunks)
+    sent = [(tick, m) for tick, row in enumerate(messages(table, pp, chunks)) for m in row]
+    assert len({(m.target, m.turn) for _, m in sent}) == len(sent) == 2 * micro * (pp * chunks - 1)
+    for tick, m in sent:
+        source = needed(m.turn, m.target, pp, chunks)
+        assert source is not None
+        assert source[0] == m.source != m.target
+        assert at[source] == tick < at[m.target, m.turn], "sent when made, needed later"
+
+
+def test_backwards_come_in_the_order_of_micro_batches() -> None:
+    """So gradients are added in one order under every schedule: the same bits."""
+    for kind, pp, micro, chunks in SHAPES:
+        for stage in range(pp):
+            for chunk in range(chunks):
+                order = [t.micro for t in turns(kind, pp, stage, micro, chunks) if (t.op, t.chunk) == ("B", chunk)]
+                assert order == list(range(micro))
+
+
+@given(st.sampled_from(SHAPES), st.integers(1, 4), st.integers(1, 4))
+def test_costs_change_no_order_and_never_deadlock(
+    shape: tuple[str, int, int, int], forward: int, backward: int
+) -> None:
+    _, pp, micro, chunks = shape
+    at = begins(*shape, F=forward, B=backward)
+    cost = {"F": forward, "B": backward}
+    for (stage, turn), tick in at.items():
+        need = needed(turn, stage, pp, chunks)
+        assert need is None or at[need] + cost[need[1].op] <= tick
+    least = micro * chunks * (forward + backward)
+    assert len(timetable(*shape, cost)) >= least
+
+
+@pytest.mark.parametrize(("pp", "micro", "chunks"), [(2, 4, 2), (3, 6, 2), (4, 8, 2), (4, 8, 3)])
+def test_interleaved_is_the_order_of_torch(pp: int, micro: int, chunks: int) -> None:
+    sizes = {"n_local_stages": chunks, "microbatches_per_round": pp, "pp_group_size": pp, "_n_microbatches": micro}
+    order = ScheduleInterleaved1F1B._calculate_single_rank_operations
+    for stage in range(pp):
+        actions = [a for a in order(SimpleNamespace(**sizes), stage) if a is not None]  # type: ignore[arg-type]
+        theirs = [Turn(a.computation_type.value[0], a.stage_index // pp, a.microbatch_index) for a in actions]
+        assert turns("interleaved", pp, stage, micro, chunks) == theirs
+
+
+def test_the_bubble_is_that_of_the_papers() -> None:
+    for kind, pp, micro, chunks in SHAPES:
+        if micro >= pp:
+            theory = (pp - 1) / (chunks * micro + pp - 1)
+            assert bubble(kind, pp, micro, chunks) == pytest.approx(theory), (kind, pp, micro, chunks)
+    assert bubble("1f1b", 4, 1) == pytest.approx(3 / 4), "one micro batch: one stage works at a time"
+
+
+def test_activations_in_flight_are_bounded() -> None:
+    for kind, pp, micro, chunks in SHAPES:
+        for stage in range(pp):
+            kept = in_flight(kind, pp, stage, micro, chunks)
+            if kind == "gpipe":
+                assert kept == [micro]
+            elif kind == "1f1b":
+                assert kept == [min(micro, pp - stage)]
+            else:
+                assert sum(kept) <= min(micro * chunks, 2 * (pp - 1 - stage) + (chunks - 1) * pp + 1)
+
+
+def test_a_timetable_is_drawn() -> None:
+    assert drawing(timetable("1f1b", 2, 3)) == ["F0 F1  · B0 F2 B1  · B2", " · F0 B0 F1 B1 F2 B2  ·"]
+    assert "F1'" in drawing(timetable("interleaved", 2, 2, 2))[0]
+
+
+def test_without_a_pipeline_forward_and_backward_take_turns() -> None:
+    assert [f"{t.op}{t.micro}" for t in straight(2)] == ["F0", "B0", "F1", "B1"]
+
+
+def test_what_has_no_schedule_is_refused() -> None:
+    with pytest.raises(ValueError, match="3 micro batches are no groups of 2"):
+        turns("interleaved", 2, 0, 3, 2)
+    with pytest.raises(ValueError, match="no schedule 1f1b with 2 chunks"):
+        turns("1f1b", 2, 0, 3, 2)
+    with pytest.raises(ValueError, match="no schedule zigzag"):
+        turns("zigzag", 2, 0, 3)
+
+
+def stages(pp: int, chunks: int = 1, shape: ModelShape = SHAPE) -> list[Stage]:
+    found = []
+    for stage in range(pp):
+        torch.manual_seed(1)
+        model = GPT(shape)
+        found.append(split(model, stage, pp, chunks))
+    return found
+
+
+@pytest.mark.parametrize(("pp", "chunks"), [(2, 1), (4, 1), (2, 2), (4, 2), (2, 4), (8, 1)])
+def test_stages_hold_each_parameter_once_and_the_tied_one_twice(pp: int, chunks: int) -> None:
+    torch.manual_seed(1)
+    whole = dict(GPT(SHAPE).named_parameters())
+    owners: dict[str, list[int]] = {}
+    for n, stage in enumerate(stages(pp, chunks)):
+        for name, p in stage.named_parameters():
+            assert torch.equal(p, whole[name]), name
+        shards = with_tie(whole_shards(stage), n)
+        for shard in shards:
+            owners.setdefault(shard.piece.name, []).append(n)
+            assert shard.owner == (shard.piece.name != TIED or n == 0)
+            assert shard.holders == (2 if shard.piece.name == TIED else 1)
+        assert whole_pieces(stage).keys() == dict(stage.named_parameters()).keys()
+        params = [p for of in stage.chunk_params() for p in of]
+        assert {*params} == {*stage.parameters()}
+        assert len(params) == len({*params})
+        assert (stage.tied is not None) == (n in (0, pp - 1))
+        if stage.tied is not None:
+            assert stage.lm_head.weight is stage.tok_emb.weight is stage.tied
+    assert owners.pop(TIED) == [0, pp - 1]
+    assert all(len(ranks) == 1 for ranks in owners.values())
+    assert {*owners, TIED} == whole.keys()
+
+
+@pytest.mark.parametrize(("pp", "chunks"), [(2, 1), (4, 1), (2, 2), (4, 2)])
+def test_stages_after_one_another_are_the_whole_model(pp: int, chunks: int) -> None:
+    torch.manual_seed(1)
+    whole, parts = GPT(SHAPE), stages(pp, chunks)
+    x, y = torch.randint(0, 65, (2, 3, 8))
+    stream = x
+    for chunk in range(chunks):
+        for stage in parts:
+            stream = stage(stream, y, chunk=chunk)
+    assert torch.equal(stream, whole(x, y))
+
+
+MESHES = [
+    Layout(),
+    Layout(pp=2),
+    Layout(dp=3),
+    Layout(dp=2, pp=2),
+    Layout(tp=2),
+    Layout(dp=3, tp=2, pp=2),
+    Layout(pp=4),
+]
+
+
+def owned(rank: int, layout: Layout, chunks: int = 1) -> list[Shard]:
+    """The shards of one rank under zero1, as the plan makes them; nothing is sent."""
+    mesh = Mesh(rank, layout.world_size, rank, torch.device("cpu"), "none", "test")
+    place = layout.coords(rank)
+    of = {axis: next(g for g in layout.groups(axis) if rank in g) for axis in ("dp", "tp", "pp")}
+    data, tensor = (Axis(axis, of[axis], getattr(place, axis), None, mesh) for axis in ("dp", "tp"))
+    torch.manual_seed(1)
+    model: GPT = GPT(SHAPE)
+    if layout.tp > 1:
+        tp.cut(model, tensor)
+    if layout.pp > 1:
+        model = split(model, place.pp, layout.pp, chunks)
+    shards = Buckets(model, data, "zero1", 0.001).shards
+    assert shards is not None
+    shards = tp.with_owners(shards, tp.names_of_cut(model), tensor, lambda name: data, True)
+    return with_tie(shards, place.pp) if layout.pp > 1 else shards
+
+
+def saved_by(layout: Layout, chunks: int = 1) -> dict[str, list[tuple[Piece, torch.Tensor]]]:
+    saved: dict[str, list[tuple[Piece, torch.Tensor]]] = {}
+    for rank in range(layout.world_size):
+        for shard in owned(rank, layout, chunks):
+            if shard.owner:
+                saved.setdefault(shard.piece.name, []).append((shard.piece, shard.param.detach().clone()))
+    return saved
+
+
+@pytest.mark.parametrize(("before", "after"), [*itertools.permutations(MESHES, 2)], ids=str)
+def test_any_mesh_fills_its_pieces_from_those_of_any_other(before: Layout, after: Layout) -> None:
+    """Each element is owned once, and what a rank puts together has the bits that it has itself."""
+    chunks = 2 if before.pp > 1 else 1  # interleaved saves, 1f1b loads
+    saved = saved_by(before, chunks)
+    for name, piece in whole_pieces(GPT(SHAPE)).items():
+        assert sum(other.numel for other, _ in saved[name]) == piece.numel, name
+    for rank in range(after.world_size):
+        for shard in owned(rank, after):
+            assert torch.equal(fill(shard.piece, saved[shard.piece.name]), shard.param), shard.piece.place
+
+
+def test_both_holders_of_the_tied_embedding_have_the_same_slices() -> None:
+    """Under zero1 with replicas, so that the two stages can add up what each replica's slice has summed."""
+    every = [shard for rank in range(6) for shard in owned(rank, Layout(dp=3, pp=2)) if shard.piece.name == TIED]
+    places = [shard.piece.place for shard in every]
+    assert len(set(places)) == 3
+    assert all(shard.holders == places.count(shard.piece.place) == 2 for shard in every)
+
+
+def test_dry_run_tells_bubble_and_memory_of_each_stage(text: Path, tmp_path: Path) -> None:
+    values = {"dataset": str(text), "data_dir": str(tmp_path), "device": "cpu", "precision": "fp32"}
+    config = make_config({"micro_batch_size": 4, "grad_accum_steps": 4, "pp": 2, "dp_mode": "zero1", **values})
+    dataset = prepare(config)
+    config, notes = plan(Loaded(config, frozenset(), True), 4, dataset)
+    batch = resolve_batch(config, 2)
+    lines = dry_run_lines(config, notes, batch, dataset, "here")
+    assert lines[0] == "mesh       4 rank(s) = dp 2 × pp 2"
+    assert lines[1] == "talk       pp: ranks 0 2 | 1 3: the residual stream of each micro batch, and its gradient back"
+    assert lines[2] == "talk       dp: ranks 0 1 | 2 3: gradients, once per step"
+    found = [line for line in lines if line.startswith(("pipeline", "  "))]
+    assert found[0] == (
+        "pipeline   1f1b, 2 stages, 4 micro batches: a stage waits 20 % of the time; forwards kept, by stage: 2 1"
+    )
+    assert found[1:] == ["           " + line for line in drawing(timetable("1f1b", 2, 4))]
+    one, two = [line for line in lines if line.startswith("memory")]
+    shape = ModelShape.of(config, dataset.vocab_size)
+    torch.manual_seed(1)
+    for n, line in enumerate((one, two)):
+        params = Sizes.of(split(GPT(shape), n, 2)).params
+        assert f"stage {n}: " in line
+        assert f"parameters {4 * params / 2**20:.1f}" in line
+    assert "logits" in two
+    assert "logits" not in one
+
+
+@pytest.mark.parametrize("kept", ["none", "selective", "block"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_stages_keep_what_the_whole_model_keeps(kept: str, precision: str) -> None:
+    """With one micro batch in flight, stage by stage; what is computed again counts once per stage."""
+    whole = activation_memory(SHAPE, 4, precision, kept)
+    half = ModelShape(4, 4, 24, 8, True, 65)
+    parts = [activation_memory(half, 4, precision, kept, ends=(first, not first)) for first in (True, False)]
+    assert sum(part["logits"] for part in parts) == whole["logits"]
+    assert sum(part["copies"] for part in parts) == whole["copies"]
+    total = sum(part["activations"] for part in parts)
+    assert total == whole["activations"] if kept == "none" else total > whole["activations"]
+    twice = activation_memory(half, 4, precision, kept, batches=2, ends=(True, False))["activations"]
+    assert parts[0]["activations"] < twice <= 2 * parts[0]["activations"]
+
+
+def test_what_is_really_kept_for_backward_is_what_the_formula_says() -> None:
+    """Bytes that autograd saved in the forwards of a stage, for one and for three micro batches."""
+    shape = ModelShape(4, 4, 64, 32, False, 128)
+    for n, first in enumerate((True, False)):
+        torch.manual_seed(1)
+        stage = split(GPT(shape), n, 2)
+        for batches in (1, 3):
+            x, y = torch.randint(0, 128, (2, 8, 32))
+            saved: dict[int, int] = {}
+            weights = {p.untyped_storage().data_ptr() for p in stage.parameters()}
+
+            def keep(tensor: torch.Tensor, saved: dict[int, int] = saved, weights: set[int] = weights) -> torch.Tensor:
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in weights:
+                    saved[storage.data_ptr()] = storage.nbytes()
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                kept = [stage(x if first else torch.randn(8, 32, 64, requires_grad=True), y) for _ in range(batches)]
+            formula = activation_memory(
+                ModelShape(2, 4, 64, 32, False, 128), 8, "fp32", "none", Cut(), batches, (first, not first)
+            )
+            assert sum(saved.values()) == pytest.approx(sum(formula.values()), rel=0.1), (n, batches, len(kept))
+
+
+def test_what_cannot_be_a_pipeline_is_refused(text: Path, tmp_path: Path) -> None:
+    def refused(match: str, **values: Any) -> None:
+        with pytest.raises(ConfigError, match=match):
+            make_config({"micro_batch_size": 1, **values})
+
+    refused(r"pp = 3 does not divide n_layer = 4; use n_layer 3, or another pp", pp=3)
+    refused(
+        r"pp\*pp_chunks = 2\*3 = 6 does not divide n_layer = 4; use n_layer 6",
+        pp=2,
+        pp_schedule="interleaved",
+        pp_chunks=3,
+    )
+    refused(r"pp = 2 splits a gpt, but model = resnet; drop pp", pp=2, model="resnet")
+    refused(r"pp = 2 splits a gpt, but model = own", pp=2, model="own")
+    refused(r"allreduce = ring sums over all ranks, but pp = 2", pp=2, allreduce="ring")
+    refused(r"dp_mode = fsdp with pp = 2: each turn", pp=2, dp_mode="fsdp")
+    refused(r"pp_schedule = gpipe would be ignored: pp = 1", pp_schedule="gpipe")
+    refused(r"pp_chunks = 2 would be ignored: pp_schedule = 1f1b", pp=2, pp_chunks=2)
+    refused(r"pp_chunks = 1 is the schedule 1f1b", pp=2, pp_schedule="interleaved", pp_chunks=1)
+    groups = r"groups of pp = 2, but a step has 3; set grad_accum_steps 4, or use pp_schedule 1f1b"
+    refused(groups, pp=2, pp_schedule="interleaved", grad_accum_steps=3)
+    config = make_config(
+        {"global_batch_size": 6, "micro_batch_size": 2, "pp": 2, "pp_schedule": "interleaved", "dataset": str(text)}
+    )
+    config = config.model_copy(update={"data_dir": str(tmp_path)})
+    with pytest.raises(ConfigError, match=groups):
+        plan(Loaded(config, frozenset(), False), 2, prepare(config))
+    for ranks in (1, 3):
+        with pytest.raises(ConfigError, match=rf"ranks = dp\*pp, but pp = 2 does not divide {ranks} rank"):
+            Layout.of(make_config({"micro_batch_size": 1, "pp": 2}), ranks)
+    both = make_config({"micro_batch_size": 1, "pp": 2, "tp": 2})
+    with pytest.raises(
+        ConfigError, match=r"ranks = dp\*tp\*pp, but tp\*pp = 2\*2 = 4 does not divide 6 rank\(s\); use 8"
+    ):
+        Layout.of(both, 6)
+    with pytest.raises(ConfigError, match=r"dp_mode = ddp with pp = 2 and dp = 2: torch's DDP expects the backward of"):
+        Layout.of(make_config({"micro_batch_size": 1, "pp": 2}), 4)
+    assert Layout.of(both, 4) == Layout(dp=1, tp=2, pp=2)
+    with pytest.raises(ConfigError, match=r"pp = 2 splits a gpt, but the model is a Linear"):
+        split(torch.nn.Linear(2, 2), 0, 2)
+
+
+def test_a_lost_rank_of_a_pipeline_means_a_restart() -> None:
+    assert not recovers_in_place(make_config({"micro_batch_size": 1, "pp": 2}), "gloo", 2)
+    assert not make_config({"micro_batch_size": 1, "pp": 2, "dp_mode": "zero1"}).mirrors()
+
+
+def test_a_stage_that_computes_is_behind_the_stages_that_wait_for_it() -> None:
+    positions = {0: Position(5, "idle"), 1: Position(5, "forward"), 2: Position(5, "idle"), 3: Position(5, "optimizer")}
+    assert behind(positions, {}) == [1]

@@ -1,0 +1,202 @@
+"""The ResNet: its sizes in closed form, its layers against torch's own, its running statistics, and that it learns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from nanoray.data.images import ImageData
+from nanoray.mesh.axis import data_axis
+from nanoray.mesh.mesh import Mesh
+from nanoray.models.batch_norm import BatchNorm
+from nanoray.models.resnet import ResNet, ResNetShape, loss_and_accuracy
+from nanoray.models.resnet_costs import activation_memory, count_parameters, flops_per_image
+from nanoray.parallel.statistics import RunningStatistics
+from nanoray.train.optim import make_optimizer
+from tests.harness.images import TINY, make_state, small_dataset
+
+ALONE = data_axis(Mesh(0, 1, 0, torch.device("cpu"), "none", "alone"))
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("depth", [8, 14, 20, 32, 44, 50])
+def test_parameters_in_closed_form(depth: int, width: int) -> None:
+    """Per stage of c channels: one convolution from the stage before, 2n - 1 within, two numbers per normed channel."""
+    shape, n = ResNetShape(depth, width, 10), (depth - 2) // 6
+    c = [16 * width, 16 * width, 32 * width, 64 * width]
+    stages = sum(9 * c[i] * c[i + 1] + (2 * n - 1) * 9 * c[i + 1] ** 2 + 2 * n * 2 * c[i + 1] for i in range(3))
+    expected = 27 * c[0] + 2 * c[0] + stages + 64 * width * 10 + 10
+    model = ResNet(shape)
+    assert sum(p.numel() for p in model.parameters()) == expected == count_parameters(shape)
+    layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    assert len(layers) == depth
+
+
+@pytest.mark.parametrize(("depth", "millions"), [(20, 0.27), (32, 0.46), (44, 0.66)])
+def test_parameters_of_the_paper(depth: int, millions: float) -> None:
+    """He et al. 2016, table 6."""
+    assert round(count_parameters(ResNetShape(depth, 1, 10)) / 1e6, 2) == millions
+
+
+class Reference(nn.Module):
+    """The same network from torch's layers, written without sharing a line with it."""
+
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__()
+        n, a = (depth - 2) // 6, 16 * width
+        self.first = nn.Sequential(nn.Conv2d(3, a, 3, padding=1, bias=False), nn.BatchNorm2d(a))
+        self.pairs = nn.ModuleList()
+        for c in (16 * width, 32 * width, 64 * width):
+            for _ in range(n):
+                one = nn.Conv2d(a, c, 3, stride=c // a, padding=1, bias=False)
+                two = nn.Conv2d(c, c, 3, padding=1, bias=False)
+                self.pairs.append(nn.Sequential(one, nn.BatchNorm2d(c), nn.ReLU(), two, nn.BatchNorm2d(c)))
+                a = c
+        self.last = nn.Linear(a, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x))
+        for pair in self.pairs:
+            y = pair(x)
+            if y.shape != x.shape:
+                B, C, H, W = y.shape
+                shortcut = torch.zeros(B, C, H, W)
+                shortcut[:, C // 4 : C // 4 + C // 2] = F.max_pool2d(x, 1, stride=2)
+                x = shortcut
+            x = torch.relu(x + y)
+        return self.last(F.adaptive_avg_pool2d(x, 1)[:, :, 0, 0])
+
+
+def test_it_computes_what_torchs_layers_compute() -> None:
+    """Logits and gradients in training, running statistics after it, logits in evaluation."""
+    torch.manual_seed(0)
+    ours, theirs = ResNet(ResNetShape(14, 1, 10)), Reference(14, 1)
+    with torch.no_grad():
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            a.add_(torch.randn_like(a) * 0.05)
+            b.copy_(a)
+    statistics = RunningStatistics(ours, ALONE, False)
+    x, y = torch.randn(6, 3, 32, 32), torch.arange(6)
+    statistics.begin()
+    for model in (ours, theirs):
+        F.cross_entropy(model(x), y).backward()
+    statistics.average(1)
+    statistics.update()
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert a.grad is not None
+        assert torch.allclose(a.grad, b.grad, atol=1e-5), name
+    norms = [m for m in theirs.modules() if isinstance(m, nn.BatchNorm2d)]
+    for norm, torchs in zip((m for m in ours.modules() if isinstance(m, BatchNorm)), norms, strict=True):
+        assert torch.allclose(norm.running_mean, torchs.running_mean, atol=1e-6)
+        assert torch.allclose(norm.running_var, torchs.running_var, atol=1e-6)
+    ours.eval(), theirs.eval()
+    assert torch.allclose(ours(x), theirs(x), atol=1e-5)
+    assert ours(x, y).item() == pytest.approx(F.cross_entropy(theirs(x), y).item(), abs=1e-5)
+
+
+def test_a_forward_changes_no_running_statistic() -> None:
+    """A warm-up, a replay or a step that breaks goes forward, too; only the update after a step counts, once."""
+    model = ResNet(ResNetShape(8, 1, 10))
+    statistics = RunningStatistics(model, ALONE, False)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    first, second = torch.randn(2, 4, 3, 32, 32)
+    model(first)
+    model(first)  # these belong to no step
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    statistics.begin()
+    model(first)
+    model(second)
+    statistics.average(2)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    statistics.update()
+    outputs = [model.stem(batch) for batch in (first, second)]
+    mean = torch.stack([out.mean((0, 2, 3)) for out in outputs]).mean(0)
+    assert torch.allclose(model.stem_norm.running_mean, 0.1 * mean, atol=1e-6)
+    var = torch.stack([out.var((0, 2, 3)) for out in outputs]).mean(0)
+    assert torch.allclose(model.stem_norm.running_var, 0.9 + 0.1 * var, atol=1e-6)
+
+
+def test_statistics_that_are_not_finite_change_nothing() -> None:
+    model = ResNet(ResNetShape(8, 1, 10))
+    statistics = RunningStatistics(model, ALONE, False)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    statistics.begin()
+    model(torch.full((2, 3, 32, 32), torch.inf))
+    statistics.average(1)
+    statistics.update()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_the_state_that_ranks_compare_holds_running_statistics_and_momentum() -> None:
+    names = make_state().tensors().keys()
+    assert {"stem_norm.running_mean", "blocks.2.norm2.running_var", "momentum_buffer.head.weight"} <= names
+    assert not [name for name in names if "pending" in name]
+
+
+def test_smoothed_labels_count_in_training_only() -> None:
+    model = ResNet(ResNetShape(8, 1, 10), label_smoothing=0.2)
+    x, y = torch.randn(4, 3, 32, 32), torch.arange(4)
+    logits = model(x)
+    target = torch.full((4, 10), 0.02) + 0.8 * F.one_hot(y, 10)
+    assert model(x, y).item() == pytest.approx(-(target * logits.log_softmax(1)).sum(1).mean().item(), abs=1e-5)
+    model.eval()
+    assert model(x, y).item() == F.cross_entropy(model(x), y).item()
+
+
+def test_accuracy_counts_the_highest_logits() -> None:
+    model = nn.Identity()
+    logits = torch.tensor([[2.0, 1.0], [0.0, 1.0], [3.0, 0.0], [0.0, 2.0]])
+    loss, accuracy = loss_and_accuracy(model, logits, torch.tensor([0, 1, 1, 1]))
+    assert accuracy.item() == 0.75
+    assert loss.item() == pytest.approx(F.cross_entropy(logits, torch.tensor([0, 1, 1, 1])).item())
+
+
+def test_flops_are_three_times_those_of_a_forward_as_torch_counts_them() -> None:
+    shape = ResNetShape(14, 2, 10)
+    with FlopCounterMode(display=False) as counter:
+        ResNet(shape)(torch.randn(2, 3, 32, 32))
+    assert 2 * flops_per_image(shape) == 3 * counter.get_total_flops()
+
+
+@pytest.mark.parametrize("depth", [8, 20])
+def test_the_estimate_of_activations_is_what_backward_keeps(depth: int) -> None:
+    shape, batch = ResNetShape(depth, 1, 10), 4
+    model, kept = ResNet(shape), dict[int, int]()
+    own = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    x, y = torch.randn(batch, 3, 32, 32), torch.arange(batch)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x, y)
+    estimate = activation_memory(shape, batch, "fp32")
+    assert estimate["activations"] == pytest.approx(sum(kept.values()), rel=0.03)
+
+
+def test_it_learns_the_generated_images(tmp_path: Path) -> None:
+    """Chance is 0.1; a hundred steps of 32 images reach far more on images that it has not seen."""
+    from nanoray.config import make_config
+
+    torch.manual_seed(0)
+    config = make_config(TINY)
+    data = ImageData(small_dataset(tmp_path, 3200, 200), seed=1)
+    model = ResNet(ResNetShape(8, 1, 10))
+    optimizer, statistics = make_optimizer(model, config), RunningStatistics(model, ALONE, False)
+    for step in range(100):
+        statistics.begin()
+        model(*data.train_batch(32 * step, 32)).backward()
+        statistics.average(1)
+        optimizer.step()
+        statistics.update()
+        optimizer.zero_grad()
+    _, accuracy = loss_and_accuracy(model.eval(), *data.val_batch(data.val_windows(200)))
+    assert accuracy.item() > 0.5
