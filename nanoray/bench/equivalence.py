@@ -41,8 +41,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 LOSS, WEIGHT, NORM, BITS = "Δ loss", "Δ weight", "Δ norm / norm", "bits"
-LIMITS = {LOSS: 2e-6, NORM: 1e-4}
-WEIGHT_LIMIT = {"sgd": 2e-6, "adamw": 1e-4}  # AdamW divides by gradients that are almost zero
+# Sums in another order, on CPUs with other vector units; a wrong factor or a lost part is a thousand times as much.
+LIMITS = {LOSS: 4e-6, NORM: 1e-4}
+WEIGHT_LIMIT = {"sgd": 4e-6, "adamw": 1e-4}  # AdamW divides by gradients that are almost zero
 EXPERTS = {"experts": 4, "expert_hidden": 24, "shared_experts": 1, "balance_loss": 0.5, "z_loss": 0.1}
 SAMPLES = 840  # of a step: 1 to 7 ranks and 2 micro batches divide it
 STEPS = 3

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanoray.bench.equivalence import ENTRY
+from nanoray.bench.equivalence import ENTRY, LIMITS, LOSS, NORM, WEIGHT_LIMIT
 from nanoray.bench.harness.rank_pool import RankPool
 from nanoray.checkpoint.find import newest_valid
 from nanoray.run import RunSpec
@@ -30,14 +30,15 @@ def run(
     return [*pools(ranks).run(ENTRY, {"arms": arms, "cases": cases, "alone": alone})]
 
 
-def require_one_process(found: list[Any], far: float, losses: float = 1e-6) -> None:
-    """Weights (within `far`), losses and norms are those of one process, and all ranks agree to the bit."""
+def require_one_process(found: list[Any], settings: dict[str, Any]) -> None:
+    """Weights, losses and norms are those of one process within the benchmark's limits; ranks agree to the bit."""
+    far = WEIGHT_LIMIT[settings["optimizer"]]
     for each in found:
         where = (each["arm"], each["accum"])
         for rank in each["ranks"]:
             assert rank["off"] < far, where
-            assert rank["losses"] == pytest.approx(rank["alone"]["losses"], abs=losses), where
-            assert rank["norms"] == pytest.approx(rank["alone"]["norms"], rel=1e-5), where
+            assert rank["losses"] == pytest.approx(rank["alone"]["losses"], abs=LIMITS[LOSS]), where
+            assert rank["norms"] == pytest.approx(rank["alone"]["norms"], rel=LIMITS[NORM]), where
         assert len({(*rank["losses"], *rank["norms"], rank["digest"]) for rank in each["ranks"]}) == 1, where
 
 

@@ -20,10 +20,6 @@ BY_HAND = ("ddp_by_hand", "zero1", "zero2")
 DEEP = {"n_layer": 4}
 
 
-def limit(settings: dict[str, Any]) -> float:
-    return 3e-6 if settings["optimizer"] == "sgd" else 3e-5  # AdamW divides by gradients that are almost zero
-
-
 TWO = {"tp": {"tp": 2}, "pp": {"pp": 2, **DEEP}, "gpipe": {"pp": 2, "pp_schedule": "gpipe", **DEEP}}
 TWO |= {"interleaved": {"pp": 2, "pp_schedule": "interleaved", **DEEP}}
 FOUR = {f"ep × tp {mode}": {"ep": 2, "tp": 2, "dp_mode": mode} for mode in BY_HAND}
@@ -40,15 +36,14 @@ def test_experts_with_two_axes_train_as_one_process_does(pools: Pools, settings:
     """Losses, weights, norms; all ranks agree to the bit, also on what several of them hold."""
     found = run(pools, 4, arms, [{"accum": 2, "settings": settings | EXPERTS}], alone=True)
     assert len(found) == len(arms)
-    require_one_process(found, limit(settings), 2e-6)
+    require_one_process(found, settings)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("settings", [SGD, ADAMW], ids=["sgd", "adamw"])
 def test_experts_on_two_ranks_train_as_one_process_does(pools: Pools, settings: dict[str, Any]) -> None:
-    require_one_process(
-        run(pools, 2, TWO, [{"accum": 2, "settings": settings | EXPERTS}], alone=True), limit(settings), 2e-6
-    )
+    found = run(pools, 2, TWO, [{"accum": 2, "settings": settings | EXPERTS}], alone=True)
+    require_one_process(found, settings)
 
 
 @pytest.mark.parametrize("modes", [("zero1",), pytest.param(BY_HAND, marks=pytest.mark.full)], ids=["zero1", "all"])
@@ -58,7 +53,7 @@ def test_four_axes_on_eight_ranks(pools: Pools, settings: dict[str, Any], modes:
     arms: dict[str, Any] = {f"4d {mode}": {"ep": 2, "tp": 2, "pp": 2, "dp_mode": mode} for mode in modes}
     arms |= {"3d": {"tp": 2, "pp": 2, "dp_mode": "zero1"}} if modes == BY_HAND else {}
     found = run(pools, 8, arms, [{"accum": 2, "settings": settings | EXPERTS}], alone=True)
-    require_one_process(found, limit(settings), 2e-6)
+    require_one_process(found, settings)
     digests = {each["arm"]: each["ranks"][0]["digest"] for each in found}
     assert digests.get("4d ddp_by_hand") in (digests["4d zero1"], None)
 
@@ -75,7 +70,7 @@ def test_four_axes_on_eight_ranks(pools: Pools, settings: dict[str, Any], modes:
 def test_each_option_of_experts_works_with_the_other_axes(pools: Pools, more: dict[str, Any]) -> None:
     arms = {"tp": {"ep": 2, "tp": 2, "dp_mode": "zero1"}, "pp": {"ep": 2, "pp": 2, "dp_mode": "zero2", **DEEP}}
     found = run(pools, 4, arms, [{"accum": 2, "settings": SGD | EXPERTS | more}], alone=True)
-    require_one_process(found, limit(SGD), 2e-6)
+    require_one_process(found, SGD)
 
 
 def test_a_rank_keeps_its_share_of_the_experts_only(pools: Pools) -> None:

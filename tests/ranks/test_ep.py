@@ -29,7 +29,7 @@ def test_every_mesh_trains_as_one_process_does(pools: Pools, settings: dict[str,
     four = {f"ep {n} × {mode}": {"ep": n, "dp_mode": mode} for n in (2, 4) for mode in BY_HAND}
     found = run(pools, 2, two, [case], alone=True) + run(pools, 4, four, [case], alone=True)
     assert len(found) == len(two) + len(four)
-    require_one_process(found, 5e-6, 2e-6)
+    require_one_process(found, settings)
 
 
 @pytest.mark.parametrize(
@@ -44,10 +44,7 @@ def test_every_mesh_trains_as_one_process_does(pools: Pools, settings: dict[str,
 )
 def test_each_option_trains_as_one_process_does_under_ep(pools: Pools, more: dict[str, Any]) -> None:
     arms = {"ep 2": {"ep": 2, "dp_mode": "zero1"}}
-    (found,) = run(pools, 4, arms, [{"accum": 2, "settings": SGD | EXPERTS | more}], alone=True)
-    for rank in found["ranks"]:
-        assert rank["off"] < 2e-6
-        assert rank["norms"] == pytest.approx(rank["alone"]["norms"], rel=1e-5)
+    require_one_process(run(pools, 4, arms, [{"accum": 2, "settings": SGD | EXPERTS | more}], alone=True), SGD)
 
 
 def test_by_hand_and_zero_agree_bit_for_bit(pools: Pools) -> None:

@@ -44,8 +44,8 @@ def break_down(mesh: Any, order: dict[str, Any], emit: Any) -> None:
     """Let one rank end in the way asked for, while the others wait for it in a collective."""
     import torch
 
-    mesh.all_reduce(torch.ones(1), "test")
     emit({"before": True})
+    mesh.all_reduce(torch.ones(1), "test")  # rank 0 has said it before another rank ends
     if mesh.rank == order["rank"]:
         print("the last words of this rank", file=sys.stderr, flush=True)
         if order["how"] == "raise":

@@ -27,7 +27,7 @@ def test_two_and_four_ranks_train_as_one_process_does(pools: Pools, settings: di
     arms = {"tp 4": {"tp": 4}} | {f"tp 2 × {mode}": {"tp": 2, "dp_mode": mode} for mode in MODES}
     found = run(pools, 4, arms, [case], alone=True) + run(pools, 2, {"tp 2": {"tp": 2}}, [case], alone=True)
     assert len(found) == len(arms) + 1
-    require_one_process(found, 1e-6)
+    require_one_process(found, settings)
 
 
 def test_by_hand_and_zero_agree_bit_for_bit_under_tp(pools: Pools) -> None:
