@@ -57,7 +57,7 @@ def test_activation_checkpointing_changes_no_bit_under_tp(pools: Pools, mode: st
 
 def test_dropout_is_equal_where_it_must_be_and_differs_where_it_must(pools: Pools) -> None:
     """dp 2 × tp 2: masks of the stream depend on the data rank alone, those of attention on both."""
-    found: list[Any] = next(iter(pools(4).run("tests.harness.tensor:dropout_masks", {})))
+    (found,) = pools(4).run("tests.harness.tensor:dropout_masks", {})
     for rank in found:
         del rank["stream_masks"]
     for d in (0, 1):
