@@ -208,9 +208,10 @@ class Config(StepOptions):
     pp"""
     pp: Positive = _field(1, "dist")
     """pipeline parallelism: ranks that have n_layer/pp blocks of a gpt each, between which micro batches pass"""
-    pp_schedule: Literal["gpipe", "1f1b", "interleaved"] = _field("1f1b", "dist")
+    pp_schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = _field("1f1b", "dist")
     """pp: gpipe (all forwards, then all backwards) | 1f1b (in turn: the same time, and at most pp micro batches'
-    activations) | interleaved (each rank has several chunks of layers: less waiting, more travels)"""
+    activations) | interleaved (each rank has several chunks of layers: less waiting, more travels) | zero_bubble
+    (gradients of weights fill the time in which a stage would wait)"""
     pp_chunks: Natural = _field(0, "dist")
     """pp_schedule interleaved: chunks of layers per rank (0 = 2)"""
     bucket_mb: float = _field(0.0, "dist", ge=0)

@@ -365,9 +365,23 @@ def refuse_pipeline(config: Any) -> None:
             f"dp_mode = fsdp with pp = {pp}: each turn of a micro batch would gather a stage's weights anew; use "
             "dp_mode zero2, which shards all but the weights, or drop pp"
         )
+    if kind == "zero_bubble":
+        refuse_halves(config)
     require_stages(pp, config.chunks, config.n_layer)
     if config.grad_accum_steps and not config.global_batch_size:
         require_groups(kind, pp, config.grad_accum_steps)
+
+
+def refuse_halves(config: Any) -> None:
+    """Raise ValueError where a backward cannot be divided into the two halves of zero_bubble."""
+    found = config.activation_checkpointing
+    for given, key, why in (
+        (config.compile, "compile", "a compiled block computes both halves at once"),
+        (found != "none", f"activation_checkpointing {found}", "each half would compute the forward again"),
+        (config.dp_mode == "zero2", "dp_mode zero2", "it sums after each backward, and there are two"),
+    ):
+        if given:
+            raise ValueError(f"pp_schedule = zero_bubble with {key}: {why}; use pp_schedule 1f1b, or drop {key}")
 
 
 def refuse_tensor_parallelism(config: Any) -> None:

@@ -39,7 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "AdamW, clipped": {"accum": 1, "settings": ADAMW},
     "AdamW, clipped, 2 micro batches": {"accum": 2, "settings": ADAMW},
 }
-SCHEDULES = ("gpipe", "1f1b", "interleaved")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 LOSS, WEIGHT, NORM, BITS = "Δ loss", "Δ weight", "Δ norm / norm", "bits"
 # Sums in another order, on CPUs with other vector units; a wrong factor or a lost part is a thousand times as much.
 LIMITS = {LOSS: 4e-6, NORM: 1e-4}
@@ -158,8 +158,9 @@ def must_equal(arm: str, how: dict[str, Any]) -> list[str]:
     same = []
     if mode == "zero1" or (mode == "zero2" and how["accum"] == 1):
         same.append("ddp_by_hand")
-    if mode.endswith("gpipe"):
-        same.append(mode.replace("gpipe", "1f1b"))
+    for kind in ("gpipe", "zero_bubble"):
+        if mode.endswith(kind):
+            same.append(mode.replace(kind, "1f1b"))
     if mode.startswith("fsdp"):
         sgd = how["settings"]["optimizer"] == "sgd"
         same.append("zero1" if sgd else "fsdp full" if mode == "fsdp grad_op" else mode)

@@ -134,7 +134,7 @@ class Plan:
         self._statistics.begin()
         total, batches = torch.zeros((), device=self._mesh.device), dict[int, MicroBatch]()
         for turn in self.turns:  # F0 B0 F1 B1 ... without a pipeline
-            last = turn.micro == accum - 1
+            last = turn.micro == accum - 1 and turn.op in ("F", self._flow.last_half)
             if turn.op == "F":
                 if turn.chunk == 0:
                     phase("data")
@@ -171,7 +171,7 @@ class Plan:
 
     @property
     def turns(self) -> list[Turn]:
-        """What this rank computes in a step, in this order: a forward or a backward of a micro batch each."""
+        """What this rank computes in a step, in this order: forwards, and backwards or halves of them."""
         return self._flow.turns
 
     def repeat(

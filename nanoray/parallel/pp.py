@@ -13,6 +13,7 @@ ranks read the same timetable, so both sides of a message know of it: one batch 
 
     F   receive x from the part before (the first part embeds tokens), compute, keep the graph, send x on
     B   receive dx from the part after (the last part has the loss), backward through the kept graph, send dx back
+    W   in zero_bubble: the gradients of weights, which B then leaves out (zero_bubble.py)
 
 What is not of one stage alone:
 
@@ -43,7 +44,8 @@ from nanoray.mesh.pieces import Shard, whole_pieces
 from nanoray.model_options import require_stages
 from nanoray.models.dropout import derive_seed, seed_generators
 from nanoray.models.gpt import GPT
-from nanoray.parallel.schedules import Turn, messages, straight, timetable
+from nanoray.parallel.schedules import Turn, last_half, messages, straight, timetable
+from nanoray.parallel.zero_bubble import WeightGradients
 
 Compute = Callable[..., Tensor]  # (module, x, targets) -> the loss, or a residual stream
 Phase = Callable[[str], None]  # is told what this rank does now
@@ -135,7 +137,7 @@ def with_tie(shards: Sequence[Shard], stage: int) -> list[Shard]:
 class Straight:
     """The whole model on every rank: each forward is followed by its backward."""
 
-    chunks = 1
+    chunks, last_half = 1, "B"
 
     def __init__(self, accum: int) -> None:
         self.turns = straight(accum)
@@ -166,6 +168,8 @@ class Pipe:
     def __init__(self, stage: Stage, axis: Axis, kind: str, accum: int, parts: int = 1) -> None:
         """Lay out the turns of a step of `accum` micro batches; `parts`: ranks that share the stream's positions."""
         self._stage, self._axis, self.chunks, self._parts = stage, axis, len(stage.parts), parts
+        self.last_half = last_half(kind)
+        self._weights = WeightGradients(stage) if self.last_half == "W" else None
         table = timetable(kind, axis.size, accum, self.chunks)
         own = [(tick, turn) for tick, row in enumerate(table) if (turn := row[axis.index])]
         self.turns = [turn for _, turn in own]
@@ -220,6 +224,11 @@ class Pipe:
 
     def backward(self, turn: Turn, scaled: Callable[[Tensor], Tensor]) -> None:
         """Run a chunk's backward and send the stream's gradient back. The scale enters at the end of the model."""
+        if turn.op == "W":
+            assert self._weights
+            self._weights.compute(turn.micro)
+            self._exchange()
+            return
         stream, made, aside = self._kept.pop((turn.chunk, turn.micro))
         gradient, self._received = self._received, None
         if gradient is None:
@@ -228,6 +237,8 @@ class Pipe:
             made.backward(gradient)
         else:
             torch.autograd.backward([made, scaled(aside)], [gradient, None])
+        if self._weights:
+            self._weights.keep(turn.micro)
         self._exchange(None if stream is None else stream.grad)
 
     def _is_end(self, chunk: int) -> bool:

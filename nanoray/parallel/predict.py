@@ -9,7 +9,7 @@ With m micro batches of N = B·T tokens, p stages of v chunks, F and B the secon
 what it waits for inside of them:
 
     step  =  m·(F + B)  +  bubble  +  what gradients still take after the last backward  +  update
-    bubble   (p - 1)/v · (F + B)
+    bubble   (p - 1)/v · (F + B), or a third of it in zero_bubble
 
 What it leaves out: smaller matrix products are slower ones, so the same share of a device's peak is assumed in every
 layout; ranks are equal; experts get equally many tokens; a pipeline's messages are not hidden behind compute.
@@ -53,7 +53,7 @@ class Job:
     sequences: int  # of a step, all replicas together
     precision: str  # fp32 | bf16 | fp16
     bucket_mb: float
-    schedule: str = "1f1b"  # gpipe | 1f1b | interleaved
+    schedule: str = "1f1b"  # gpipe | 1f1b | interleaved | zero_bubble
     chunks: int = 1  # of layers on each stage
     experts: Experts | None = None
     mirrored: bool = False
@@ -141,6 +141,8 @@ def kept(schedule: str, pp: int, stage: int, micro: int, chunks: int = 1) -> flo
     """Return how many micro batches' activations a stage keeps at most, in shares of all its layers."""
     if schedule == "gpipe":
         return micro
+    if schedule == "zero_bubble":
+        return min(micro, pp)
     if schedule == "interleaved":
         return min(micro * chunks, 2 * (pp - 1 - stage) + (chunks - 1) * pp + 1) / chunks
     return min(micro, pp - stage)
@@ -437,7 +439,8 @@ def _stage(job: Job, layout: Layout, micro: int, stage: int, network: Network, s
     update_s = loud.optimizer_s * stretch
     after = sum(t.times * price(t).seconds for t in talks if t.when in ("after", "once"))
     total_s = last_s + (accum - 1) * (last_s - update_s if often else quiet_s) + accum * exposed + after
-    bubble_s = (layout.pp - 1) / job.chunks * quiet_s
+    shorter = 3 if job.schedule == "zero_bubble" else job.chunks  # a W fills what an F and a B leave
+    bubble_s = (layout.pp - 1) / shorter * quiet_s
     compute_s = accum * (forward_s + backward_s) * stretch + update_s
     wait_s, whole_s = accum * quiet_s - (compute_s - update_s), sum(alone_s.values())
     parts = {"compute": compute_s} | {axis: wait_s * s / whole_s if whole_s else 0.0 for axis, s in alone_s.items()}

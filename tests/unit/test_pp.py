@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
 from nanoray.cli import Loaded
 from nanoray.config import make_config, resolve_batch
@@ -29,11 +29,13 @@ from nanoray.parallel.buckets import Buckets
 from nanoray.parallel.memory import Sizes
 from nanoray.parallel.pp import TIED, Stage, split, with_tie
 from nanoray.parallel.schedules import (
+    ALIKE,
     SCHEDULES,
     Turn,
     bubble,
     drawing,
     in_flight,
+    last_half,
     messages,
     needed,
     straight,
@@ -56,7 +58,7 @@ SHAPES = [
 
 def begins(kind: str, pp: int, micro: int, chunks: int, **cost: int) -> dict[tuple[int, Turn], int]:
     """Return the tick in which each turn of each stage begins."""
-    table = timetable(kind, pp, micro, chunks, cost or {"F": 1, "B": 1})
+    table = timetable(kind, pp, micro, chunks, cost or ALIKE)
     return {(stage, turn): tick for tick, row in enumerate(table) for stage, turn in enumerate(row) if turn}
 
 
@@ -65,7 +67,8 @@ def test_no_schedule_deadlocks_and_none_leaves_out_a_turn(kind: str) -> None:
     """All shapes up to 6 stages, 12 micro batches and 3 chunks; turns begin after what they need has ended."""
     for _, pp, micro, chunks in (shape for shape in SHAPES if shape[0] == kind):
         at = begins(kind, pp, micro, chunks)
-        every = {Turn(op, chunk, k) for op in "FB" for chunk in range(chunks) for k in range(micro)}
+        ops = "FBW" if kind == "zero_bubble" else "FB"
+        every = {Turn(op, chunk, k) for op in ops for chunk in range(chunks) for k in range(micro)}
         for stage in range(pp):
             assert {turn for s, turn in at if s == stage} == every, (pp, micro, chunks)
             order = turns(kind, pp, stage, micro, chunks)
@@ -74,8 +77,9 @@ def test_no_schedule_deadlocks_and_none_leaves_out_a_turn(kind: str) -> None:
         for (stage, turn), tick in at.items():
             need = needed(turn, stage, pp, chunks)
             assert need is None or at[need] < tick
-            if turn.op == "B":
-                assert at[stage, turn._replace(op="F")] < tick, "every F before its B"
+            if turn.op != "F":
+                before = "F" if turn.op == "B" else "B"
+                assert at[stage, turn._replace(op=before)] < tick, "every F before its B, every B before its W"
 
 
 @pytest.mark.parametrize(("kind", "pp", "micro", "chunks"), [shape for shape in SHAPES if shape[1] > 1])
@@ -98,21 +102,22 @@ def test_backwards_come_in_the_order_of_micro_batches() -> None:
     for kind, pp, micro, chunks in SHAPES:
         for stage in range(pp):
             for chunk in range(chunks):
-                order = [t.micro for t in turns(kind, pp, stage, micro, chunks) if (t.op, t.chunk) == ("B", chunk)]
-                assert order == list(range(micro))
+                for op in {"B", last_half(kind)}:
+                    order = [t.micro for t in turns(kind, pp, stage, micro, chunks) if (t.op, t.chunk) == (op, chunk)]
+                    assert order == list(range(micro))
 
 
-@given(st.sampled_from(SHAPES), st.integers(1, 4), st.integers(1, 4))
+@given(st.sampled_from(SHAPES), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
 def test_costs_change_no_order_and_never_deadlock(
-    shape: tuple[str, int, int, int], forward: int, backward: int
+    shape: tuple[str, int, int, int], forward: int, backward: int, weights: int
 ) -> None:
-    _, pp, micro, chunks = shape
-    at = begins(*shape, F=forward, B=backward)
-    cost = {"F": forward, "B": backward}
+    kind, pp, micro, chunks = shape
+    cost = {"F": forward, "B": backward, "W": weights}
+    at = begins(*shape, **cost)
     for (stage, turn), tick in at.items():
         need = needed(turn, stage, pp, chunks)
         assert need is None or at[need] + cost[need[1].op] <= tick
-    least = micro * chunks * (forward + backward)
+    least = micro * chunks * (forward + backward + weights * (kind == "zero_bubble"))
     assert len(timetable(*shape, cost)) >= least
 
 
@@ -126,10 +131,21 @@ def test_interleaved_is_the_order_of_torch(pp: int, micro: int, chunks: int) -> 
         assert turns("interleaved", pp, stage, micro, chunks) == theirs
 
 
+@pytest.mark.parametrize(("pp", "micro"), [(2, 4), (3, 6), (4, 4), (4, 8)])
+def test_zero_bubble_is_the_order_of_torch(pp: int, micro: int) -> None:
+    sizes = {"n_local_stages": 1, "microbatches_per_round": pp, "pp_group_size": pp, "_n_microbatches": micro}
+    order = ScheduleInterleavedZeroBubble._calculate_single_rank_operations
+    for stage in range(pp):
+        actions = [a for a in order(SimpleNamespace(**sizes), stage) if a is not None]  # type: ignore[arg-type]
+        theirs = [(a.computation_type.value.replace("I", "B"), a.microbatch_index) for a in actions]
+        assert [(turn.op, turn.micro) for turn in turns("zero_bubble", pp, stage, micro)] == theirs
+
+
 def test_the_bubble_is_that_of_the_papers() -> None:
     for kind, pp, micro, chunks in SHAPES:
         if micro >= pp:
-            theory = (pp - 1) / (chunks * micro + pp - 1)
+            work = 3 * micro if kind == "zero_bubble" else chunks * micro
+            theory = (pp - 1) / (work + pp - 1)
             assert bubble(kind, pp, micro, chunks) == pytest.approx(theory), (kind, pp, micro, chunks)
     assert bubble("1f1b", 4, 1) == pytest.approx(3 / 4), "one micro batch: one stage works at a time"
 
@@ -142,6 +158,8 @@ def test_activations_in_flight_are_bounded() -> None:
                 assert kept == [micro]
             elif kind == "1f1b":
                 assert kept == [min(micro, pp - stage)]
+            elif kind == "zero_bubble":
+                assert kept == [min(micro, pp)]
             else:
                 assert sum(kept) <= min(micro * chunks, 2 * (pp - 1 - stage) + (chunks - 1) * pp + 1)
 
@@ -160,6 +178,8 @@ def test_what_has_no_schedule_is_refused() -> None:
         turns("interleaved", 2, 0, 3, 2)
     with pytest.raises(ValueError, match="no schedule 1f1b with 2 chunks"):
         turns("1f1b", 2, 0, 3, 2)
+    with pytest.raises(ValueError, match="no schedule zero_bubble with 2 chunks"):
+        turns("zero_bubble", 2, 0, 4, 2)
     with pytest.raises(ValueError, match="no schedule zigzag"):
         turns("zigzag", 2, 0, 3)
 
@@ -350,6 +370,10 @@ def test_what_cannot_be_a_pipeline_is_refused(text: Path, tmp_path: Path) -> Non
     refused(r"pp = 2 splits a gpt, but model = own", pp=2, model="own")
     refused(r"allreduce = ring sums over all ranks, but pp = 2", pp=2, allreduce="ring")
     refused(r"dp_mode = fsdp with pp = 2: each turn", pp=2, dp_mode="fsdp")
+    halves = {"pp": 2, "pp_schedule": "zero_bubble"}
+    refused(r"pp_schedule = zero_bubble with compile: a compiled block .* use pp_schedule 1f1b", compile=True, **halves)
+    refused(r"zero_bubble with activation_checkpointing block: each half", activation_checkpointing="block", **halves)
+    refused(r"zero_bubble with dp_mode zero2: it sums after each backward", dp_mode="zero2", **halves)
     refused(r"pp_schedule = gpipe would be ignored: pp = 1", pp_schedule="gpipe")
     refused(r"pp_chunks = 2 would be ignored: pp_schedule = 1f1b", pp=2, pp_chunks=2)
     refused(r"pp_chunks = 1 is the schedule 1f1b", pp=2, pp_schedule="interleaved", pp_chunks=1)

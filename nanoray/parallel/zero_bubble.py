@@ -1,0 +1,70 @@
+"""A backward in two halves: what the stage before waits for at once, and gradients of weights when there is time.
+
+A linear layer y = x·Wᵀ computes two products in its backward, each as large as that of its forward:
+
+    B   dx = dy·W      the gradient of its input: the layer before, and so the stage before, can go on with it
+    W   dW = dyᵀ·x     the gradient of its weight: nobody needs it before the update
+
+In a pipeline the second half fills the time in which a stage would wait (`schedules.py` says when). The layer's product
+is a graph of its own, which autograd walks twice, each time only towards what is asked for. So both halves compute what
+one backward would, to the bit; the gradients of norms, embeddings and experts come with B.
+Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism (its schedule ZB-H1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Product = Callable[[Tensor], Tensor]
+Half = tuple[Tensor, Tensor, list[nn.Parameter]]  # what a layer made, its gradient, and the parameters behind it
+
+
+class WeightGradients:
+    """Keeps the second half of each linear layer's backward until a turn "W" asks for it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Divide the backward of all linear layers of `model`, whose forwards are replaced on the objects."""
+        self._now: list[Half] = []
+        self._waiting: dict[int, list[Half]] = {}
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear):
+                params = [p for p in layer.parameters(recurse=False) if p.requires_grad]
+                layer.forward = partial(self._run, layer.forward, params)  # type: ignore[method-assign]
+
+    def _run(self, product: Product, params: list[nn.Parameter], x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return product(x)
+        y: Tensor = _Halves.apply(x, product, lambda y, dy: self._now.append((y, dy, params)))
+        return y
+
+    def keep(self, micro: int) -> None:
+        """Note that the first half of a micro batch's backward is done."""
+        self._waiting[micro], self._now = self._now, []
+
+    def compute(self, micro: int) -> None:
+        """Compute the second half: add to the gradients of the weights, which run their hooks."""
+        for y, dy, params in self._waiting.pop(micro):
+            torch.autograd.backward(y, dy, inputs=params)
+
+
+class _Halves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, product: Product, then: Callable[[Tensor, Tensor], None]) -> Tensor:
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_()
+            ctx.y = product(ctx.x)
+        ctx.then = then
+        y: Tensor = ctx.y.detach()
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (dx,) = torch.autograd.grad(ctx.y, ctx.x, grads[0], retain_graph=True)
+        ctx.then(ctx.y, grads[0])
+        ctx.x = ctx.y = None
+        return dx, None, None
