@@ -30,6 +30,8 @@ CAUSES = {
     "refused": 1,  # NanorayError: another try would end the same way
     "peer_lost": 2,  # a collective that lost its peer: a consequence
 }
+PEER_LOST = CAUSES["peer_lost"]
+ROOT_S = 10.0  # how long to wait for the root of a consequence: a busy Ray tells of a death later than its peers do
 PROGRESS_STEPS = 10  # completed steps between two failures that make the second one a new story
 FAILURES_PER_HOUR = 60  # more than this is no training, even if every failure is overcome
 MAX_CONSEQUENCES = 8  # lines that a report keeps: of thousands of ranks, all fail with the same words
@@ -191,7 +193,8 @@ class FailureCollector:
         self.failures.append(failure)
         if not failure.retry and failure.phase == "init" and not self._live:
             self.in_place = False  # a run that cannot start: nobody has anything to keep
-        self._deadline = min(self._deadline, now + (self._patience_s if self.in_place else self._settle_s))
+        settle_s = max(self._settle_s, ROOT_S) if CAUSES[failure.cause] == PEER_LOST else self._settle_s
+        self._deadline = min(self._deadline, now + (self._patience_s if self.in_place else settle_s))
 
     def hurry(self, patience_s: float, now: float) -> None:
         """Give the ranks that have not noticed so much time, and no more."""

@@ -117,8 +117,8 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-def _wait_for_end(mutex: ctypes.c_void_p, pid: int) -> bool:
-    """Wait until the holder of the mutex dies; return whether the kernel ran out of memory in its last seconds.
+def _wait_for_end(mutex: ctypes.c_void_p, pid: int) -> int:
+    """Wait until the holder of the mutex dies; return its cgroup's count of _oom_kills some seconds before.
 
     A process that the kernel ends takes a while to die, and another one may have been ended long before.
     """
@@ -126,7 +126,7 @@ def _wait_for_end(mutex: ctypes.c_void_p, pid: int) -> bool:
     while True:
         until = _Timespec(int(time.time()) + OOM_LOOK_S, 0)
         if libc.pthread_mutex_timedlock(mutex, ctypes.byref(until)) != errno.ETIMEDOUT:
-            return _oom_kills("self") > counts[0]  # the same cgroup; the other process may be gone
+            return counts[0]
         counts.append(_oom_kills(pid))
 
 
@@ -146,13 +146,15 @@ def _main(page: int, stat: int, says: int, pid: int, record: str) -> None:
     shared = mmap.mmap(page, _PAGE)
     pidfd = os.pidfd_open(pid)
     os.close(says)  # the end of the pipe tells
-    oom = _wait_for_end(_address(shared), pid)
-    found: dict[str, object] = {"pid": pid, "boot": boot_id(), "monotonic": time.monotonic()}
+    oom_kills = _wait_for_end(_address(shared), pid)
+    # First what cannot be known later: a parent that is quick reaps the process, and with it its status.
+    found: dict[str, object] = {"pid": pid, "monotonic": time.monotonic()}
     with suppress(OSError):  # already reaped, and the kernel is older than 6.15: only the time is known
         status = _exit_status(stat, pidfd)
         number = status & 0x7F
         found |= {"signal": signal.Signals(number).name} if number else {"exit_code": status >> 8}
-    found["oom"] = found.get("signal") == "SIGKILL" and oom
+    found["oom"] = found.get("signal") == "SIGKILL" and _oom_kills("self") > oom_kills  # the same cgroup
+    found["boot"] = boot_id()
     aside = f"{record}.{os.getpid()}"
     with open(aside, "w", encoding="utf-8") as file:
         json.dump(found, file)

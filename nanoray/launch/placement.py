@@ -73,7 +73,7 @@ def connected(address: str, slots: Slots | None, stop: Stop | None = None, last:
             if slots is None:
                 dial(address)
             with _temporary_files_in(temp), stop.at_once():
-                context = ray.init(address=address, **options)
+                context = _init(address, options, temp)
         except SystemExit as ended:  # Ray has put its own handler for SIGTERM in the place of ours
             if ended.code != signal.SIGTERM:
                 raise
@@ -93,6 +93,21 @@ def connected(address: str, slots: Slots | None, stop: Stop | None = None, last:
     finally:
         if temp or not last:
             _disconnect(temp)
+
+
+def _init(address: str, options: dict[str, Any], temp: str | None) -> Any:
+    """Connect to a Ray, or start one in the folder `temp`: twice if it exceeds the 30 s that Ray itself gives it."""
+    for once_more in (temp, None):
+        try:
+            return ray.init(address=address, **options)
+        except Exception as error:  # Ray raises no more special one here
+            if "timed out during startup" not in str(error):
+                raise
+            if not once_more:
+                raise RuntimeError(str(error)) from None
+            bounded(ray.shutdown, CLEANUP_TIMEOUT_S)
+            _end_processes_of(once_more)
+    raise AssertionError
 
 
 def _disconnect(temp: str | None) -> None:

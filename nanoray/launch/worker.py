@@ -36,6 +36,7 @@ DRIVER_SILENT_S = 20.0  # the driver calls every second or two; after this long 
 ORPHAN_S = 60.0  # the same for a rank that waits for orders, while the driver is busier
 HEADLESS_S = 5.0  # both, where the cluster's head is gone: the driver was on it, or gives up, too
 DIAL_S = 1.0  # a head that lives accepts a connection in milliseconds, also if it is frozen
+FROZEN_S = 2.0  # a process that nobody freezes looks at its clock more often than this
 LOOK_S = 0.005  # how often `heartbeat` checks whether the step it waits for has passed
 
 
@@ -81,6 +82,32 @@ class Head:
         return self._gone
 
 
+class OwnTime:
+    """The monotonic clock without the time in which this process was frozen, as in a paused container or machine.
+
+    A driver that could not be heard in that time was not silent.
+    """
+
+    def __init__(self) -> None:
+        self._seen = time.monotonic(), 0.0  # when it last looked, and the seconds frozen until then
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def _look(self) -> None:
+        while True:
+            time.sleep(FROZEN_S / 4)
+            now = time.monotonic()
+            self._seen = now, self._frozen(now)
+
+    def _frozen(self, now: float) -> float:
+        at, frozen = self._seen
+        return frozen + max(0.0, now - at - FROZEN_S)
+
+    def now(self) -> float:
+        """Return seconds, of which only differences mean something."""
+        now = time.monotonic()
+        return now - self._frozen(now)
+
+
 class Worker:
     """One rank. `run` trains; other methods answer at the same time, in Ray's concurrency groups.
 
@@ -101,7 +128,8 @@ class Worker:
         self._train, self._api = train, api
         self._messages: deque[tuple[str, Any]] = deque()
         self._stop, self._pause_in = threading.Event(), -1  # the attempt in which the driver wants another group
-        self._called_at = time.monotonic()  # when the driver last called `heartbeat`, or its patience ends
+        self._own_time = OwnTime()
+        self._called_at = self._own_time.now()  # when the driver last called `heartbeat`, or its patience ends
         self._head = Head(api)
         self._store: Any = None
         self._spec: RunSpec | None = None  # of the present attempt
@@ -186,7 +214,7 @@ class Worker:
         assert self._rank is not None
         run = self._spec = RunSpec.from_dict(spec)
         self._rendezvous = rendezvous
-        self._called_at = time.monotonic()
+        self._called_at = self._own_time.now()
         for old in (run.progress(self._rank), run.exit_record(self._rank)):  # of an earlier process in this slot
             old.unlink(missing_ok=True)
         exit_record.watch(run.exit_record(self._rank))
@@ -235,7 +263,7 @@ class Worker:
             elif orders is None and (orphaned or time.monotonic() > until):
                 raise LostPeer(lost)
         self._waiting.clear()
-        self._called_at = time.monotonic()
+        self._called_at = self._own_time.now()
         self._spec, self._rendezvous = RunSpec.from_dict(orders[0]), orders[1]
         return self._spec, self._rendezvous
 
@@ -257,7 +285,7 @@ class Worker:
     @property
     def _silent_s(self) -> float:
         """For how long the driver has been due to call."""
-        return time.monotonic() - self._called_at
+        return self._own_time.now() - self._called_at
 
     def _patience_s(self, usual_s: float) -> float:
         """Return how long the driver may be silent: not long if the cluster's head is gone."""
@@ -277,7 +305,7 @@ class Worker:
     def heartbeat(self, patience_s: float, waiting: bool, after: int | None) -> Heartbeat:
         """Return where this rank is, after `patience_s` or once `waiting` differs or step `after` has passed."""
         deadline = time.monotonic() + patience_s
-        self._called_at = deadline
+        self._called_at = self._own_time.now() + patience_s
         while True:
             spec = self._spec  # before `waiting`, which `_rejoin` clears before it sets the next spec
             position = ProgressFile.read_all(spec.progress(self._rank or 0)) if spec else None

@@ -48,9 +48,11 @@ def test_a_lost_head_costs_no_step(recipe: Path, tmp_path: Path) -> None:
         driver = start(cluster, recipe, out, *FLAGS)
         wait_for(lambda: fired(out) == ["slow"], process=driver)
         ranks = [pid_of(out, rank) for rank in (0, 1)]
-        for pid in [driver.pid, *processes_of_session(cluster.session)]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        together = [driver.pid, *processes_of_session(cluster.session)]
+        for signum in (signal.SIGSTOP, signal.SIGKILL):  # a head that outlives its driver would end the ranks
+            for pid in together:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signum)
         lost = time.monotonic()
         wait_for(lambda: not any(alive(pid) for pid in ranks))
         ended_after_s = time.monotonic() - lost

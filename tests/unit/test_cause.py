@@ -114,6 +114,17 @@ def test_without_recovery_in_place_only_consequences_are_awaited() -> None:
     assert collector.complete(11.6)
 
 
+def test_a_consequence_is_not_named_before_its_root_can_be_known() -> None:
+    """A rank that lost its peer says so at once; Ray, on a busy machine, tells seconds later which one died."""
+    collector = FailureCollector(range(3), False, 30.0, 1.5)
+    collector.ended(0, failure(0, "peer_lost"), 10.0)
+    assert not collector.complete(14.9)
+    collector.ended(1, failure(1), 15.0)
+    assert not collector.complete(16.4)
+    assert collector.complete(16.6)
+    assert collector.cause.rank == 1
+
+
 @pytest.mark.parametrize(("phase", "live"), [("init", False), ("init", True), ("forward", False)])
 def test_a_refusal_ends_the_wait_only_if_nobody_holds_a_state(phase: str, live: bool) -> None:
     """A run that cannot start ends at once. Later the ranks that are left have something to save."""

@@ -109,7 +109,8 @@ def test_an_old_oom_kill_is_not_this_death(monkeypatch: pytest.MonkeyPatch, look
     left = iter([True] * looks_since)
     monkeypatch.setattr(exit_record.ctypes, "CDLL", lambda _: Libc())
     monkeypatch.setattr(exit_record, "_oom_kills", lambda *_: next(seen, last))
-    assert exit_record._wait_for_end(None, 1) is oom  # type: ignore[arg-type]
+    before = exit_record._wait_for_end(None, 1)  # type: ignore[arg-type]
+    assert (exit_record._oom_kills("self") > before) is oom
 
 
 def test_a_missing_or_torn_record_is_empty(tmp_path: Path) -> None:

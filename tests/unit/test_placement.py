@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,11 @@ from ray.exceptions import GetTimeoutError
 
 from nanoray.config import load_config
 from nanoray.errors import ConfigError, PlacementError
+from nanoray.launch import placement
 from nanoray.launch.cluster_watch import HEAD_TIMEOUT_S, LEAVE_S, ClusterWatch
-from nanoray.launch.placement import Placement
+from nanoray.launch.placement import Placement, connected
 from nanoray.launch.signals import Stop, StopRequested
+from nanoray.mesh.devices import local_slots
 from tests.harness.scripted_ray import ScriptedTime
 
 
@@ -78,6 +81,33 @@ class Cluster:
 def make(cluster: Cluster, check: Callable[[], None] = lambda: None, **config: Any) -> Placement:
     values: dict[str, Any] = {"device": "auto", "global_batch_size": 12, "micro_batch_size": 1}
     return Placement.make(load_config(preset="tiny", overrides=values | config), check, api=cluster)
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_local_ray_that_a_busy_machine_starts_too_slowly_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failures: int
+) -> None:
+    """Ray gives its own node 30 s, which no setting changes, and then raises a bare Exception."""
+    calls: list[str] = []
+
+    def init(address: str, **options: Any) -> Any:
+        calls.append(options["_temp_dir"])
+        if len(calls) <= failures:
+            raise Exception("The current node timed out during startup. This could happen because ...")
+        return SimpleNamespace(dashboard_url="")
+
+    monkeypatch.setattr(placement.ray, "init", init)
+    monkeypatch.setattr(placement.tempfile, "mkdtemp", lambda **_: str(tmp_path))
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_MODE", "RAY_USAGE_STATS_ENABLED"):
+        monkeypatch.setenv(name, "")
+    slots = local_slots("cpu", 2, [], 2.0)
+    if failures == 1:
+        with connected("local", slots):
+            pass
+    else:
+        with pytest.raises(PlacementError, match="timed out during startup"), connected("local", slots):
+            pass
+    assert calls == [str(tmp_path)] * 2
 
 
 def test_a_precision_of_gpus_is_refused_on_a_cluster_without_any() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -216,7 +217,7 @@ def test_a_rank_stopped_by_another_orphan_ends_too(
     monkeypatch.setattr(os, "_exit", leave)
 
     def train(*_: Any) -> dict[str, Any]:
-        one._called_at = time.monotonic() - (12.0 if driver_calls else 19.5)
+        one._called_at = one._own_time.now() - (12.0 if driver_calls else 19.5)
         if driver_calls:
             threading.Timer(0.1, lambda: one.heartbeat(0.0, False, None)).start()
         return {"exit_reason": "stopped"}
@@ -228,6 +229,35 @@ def test_a_rank_stopped_by_another_orphan_ends_too(
         with pytest.raises(SystemExit):
             one.run(spec.to_dict(), R)
     assert exits == ([] if driver_calls else [0])
+
+
+FROZEN = """
+import time
+from nanoray.launch import worker
+worker.FROZEN_S = 0.4
+own = worker.OwnTime()
+for _ in range(2):
+    print(own.now(), time.monotonic(), flush=True)
+    input()
+"""
+
+
+def test_a_rank_that_was_frozen_does_not_take_its_driver_for_silent() -> None:
+    """The first thing that it does afterwards is to look at the time: no other thread has run before."""
+    with subprocess.Popen(
+        [sys.executable, "-c", FROZEN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as process:
+        assert process.stdin
+        assert process.stdout
+        own, clock = map(float, process.stdout.readline().split())
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1.5)
+        process.stdin.write("\n")
+        process.send_signal(signal.SIGCONT)
+        own_then, clock_then = map(float, process.stdout.readline().split())
+        process.stdin.write("\n")
+    assert clock_then - clock >= 1.5
+    assert own_then - own <= clock_then - clock - 1.0
 
 
 @pytest.fixture
@@ -246,9 +276,9 @@ def test_without_a_head_a_silent_driver_is_not_waited_for(spec: RunSpec, head: s
             head.close()
         orders = []
         for silent_s in (HEADLESS_S - 1, HEADLESS_S + 1, DRIVER_SILENT_S + 1):
-            rank._called_at = time.monotonic() - silent_s
+            rank._called_at = rank._own_time.now() - silent_s
             orders.append(wanted())
-        rank._called_at = time.monotonic()
+        rank._called_at = rank._own_time.now()
         return {"orders": orders}
 
     rank = worker(train, head=f"127.0.0.1:{head.getsockname()[1]}")
