@@ -87,8 +87,11 @@ def test_leaks_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(leaks, "SETTLE_S", 1.0)
     before = leaks.entries()
     file = Path(f"/tmp/nanoray-test-{os.getpid()}")
-    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", str(tmp_path / "marker")])
+    sleeps = [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)", str(tmp_path / "marker")]
+    sleeper = subprocess.Popen(sleeps, stdout=subprocess.PIPE)
     try:
+        assert sleeper.stdout
+        sleeper.stdout.readline()  # a process that has just begun has no command line yet
         file.touch()
         assert any(str(sleeper.pid) in line for line in leaks.processes(str(tmp_path / "marker"), 0.0))
         assert str(file) in leaks.abandoned(before)
@@ -96,7 +99,7 @@ def test_leaks_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     finally:
         file.unlink()
         sleeper.kill()
-        sleeper.wait()
+        sleeper.communicate()
     assert not leaks.processes(str(tmp_path / "marker"), 0.0)
 
 
