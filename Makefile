@@ -14,7 +14,8 @@ train: setup
 
 # Two workers, a file each at a time: tests of one file share runs and ranks. In the order of the folders, because
 # cluster/ has the longest files.
-PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# The package is compiled once: where the environment forbids that, each of a thousand processes would do it.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # For every change: each promise at least once, but for those whose test is marked `full`.
 test: setup lint

@@ -31,6 +31,8 @@ from tests.harness.commands import ROOT, Command
 
 TOKEN = "nanoray-test-token-nanoray-test-token"
 started: list[Command] = []  # runs of the present test, and of fixtures that outlive it
+# Of what a Ray starts for itself, what no test needs: each takes a second of a CPU.
+LESS = ("--include-log-monitor=false",)
 START_S = 180.0  # for a Ray head, a node or a run to come up, on a machine that is busy with other tests
 
 
@@ -90,6 +92,7 @@ def ray_head(*flags: str, dashboard: bool = True, **env: str) -> Iterator[Cluste
     """
     base = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     base |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "RAY_USAGE_STATS_ENABLED": "0"} | HEAD_ENV | env
+    flags = (*LESS, "--no-monitor", *flags)
     flags = ("--num-cpus=2", *flags) if dashboard else ("--num-cpus=2", "--include-dashboard=false", *flags)
     with tempfile.TemporaryDirectory(prefix="nr-", dir="/tmp", ignore_cleanup_errors=True) as temp:
         log = Path(temp, "start.log")
@@ -134,7 +137,7 @@ def ray_node(cluster: Cluster, *flags: str, before: tuple[str, ...] = ()) -> Ite
     """
     command = [*before, sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={cluster.address}", "--block"]
     ports = ("dashboard-agent-listen-port", "min-worker-port", "max-worker-port")
-    command += ["--num-cpus=1", *(f"--{port}=0" for port in ports), *flags]
+    command += ["--num-cpus=1", *(f"--{port}=0" for port in ports), *LESS, *flags]
     for tries_left in (2, 1, 0):
         here = set(living_nodes(cluster))  # ids: a node that was here may leave while this one joins
         node = subprocess.Popen(
