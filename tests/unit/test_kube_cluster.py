@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from nanoray.kube.__main__ import main
 from nanoray.kube.cluster import Api, ApiError, Follower, KubeError, check_operator, path_of, troubles
 from nanoray.kube.fetch import fetch
 from tests.harness.kube_server import ApiServer
+from tests.harness.ports import closed_port
 from tests.harness.ranks import TINY
 
 Object = dict[str, Any]
@@ -65,13 +65,11 @@ def test_no_kubeconfig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, submit: 
 
 
 def test_nobody_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, submit: list[str], capsys: Any) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     dead = ApiServer()
-    dead.port = port
-    monkeypatch.setenv("KUBECONFIG", str(dead.kubeconfig(tmp_path)))
-    assert main(submit) == 4
+    with closed_port() as port:
+        dead.port = port
+        monkeypatch.setenv("KUBECONFIG", str(dead.kubeconfig(tmp_path)))
+        assert main(submit) == 4
     assert f"no answer from the cluster at http://127.0.0.1:{port}" in capsys.readouterr().err
 
 
