@@ -75,10 +75,8 @@ def test_in_yaml_a_plan_may_be_a_list() -> None:
 
 def test_a_full_disk_gets_space_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rank0.log").write_text("log")
-    timers: list[threading.Timer] = []
-    monkeypatch.setattr(
-        threading.Timer, "start", lambda timer: timers.append(timer)
-    )  # this test says when the time is over
+    timers: list[threading.Timer] = []  # this test says when their time is over
+    monkeypatch.setattr(threading.Timer, "start", lambda timer: timers.append(timer))
     Fault("disk-full", 0, 1, "forward", seconds=0.3).fire(tmp_path / "faults.jsonl", a_gpt())
     (timer,) = timers
     try:
