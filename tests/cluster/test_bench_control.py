@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterator
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,15 @@ from nanoray.bench.harness.report import Report
 from nanoray.faults.cause import CAUSES, Failure, FailureCollector
 
 DECISION = ["control", "--part", "decision"]
+
+
+@pytest.fixture(autouse=True)
+def _own_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A test beside this one that looks for abandoned folders in /tmp does not see those of the benchmark."""
+    get_temp_dir()  # multiprocessing keeps using the one that it makes first
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield
 
 
 def run(tmp_path: Path, *flags: str) -> tuple[int, Report, dict[str, Any]]:

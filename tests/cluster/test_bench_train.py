@@ -38,7 +38,7 @@ def test_the_traffic_of_ray_is_measured(
 ) -> None:
     monkeypatch.setattr(launchers, "SAMPLE_S", 0.05)  # the steps take less than a second
     figure = tmp_path / "r.png"
-    rows = measure(text, tmp_path, "--arms", "torchrun,ray", "--steps", "150", "--figure", str(figure))
+    rows = measure(text, tmp_path, "--arms", "torchrun,ray", "--steps", "300", "--figure", str(figure))
     out = capsys.readouterr().out
     assert out.splitlines()[-1].startswith("OK  ")
     for arm in ("torchrun", "ray"):

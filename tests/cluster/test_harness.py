@@ -23,7 +23,7 @@ from tests.harness.cluster import (
 )
 from tests.harness.commands import ROOT
 
-ALL_CPUS = ("--workers", "2", "--cpus_per_worker", "1", "--placement_timeout_s", "4")
+ALL_CPUS = ("--workers", "2", "--cpus_per_worker", "1", "--placement_timeout_s", "30")
 
 
 def test_a_run_that_a_failed_test_has_left_is_ended(

@@ -20,7 +20,6 @@ from tests.harness.cluster import (
     ROOT,
     Cluster,
     finish,
-    free_port,
     in_driver,
     launch,
     left_behind,
@@ -35,6 +34,7 @@ from tests.harness.cluster import (
     trains,
     wait_for,
 )
+from tests.harness.ports import closed_port
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,8 @@ def test_bad_arithmetic_fails_before_ray(recipe: Path, tmp_path: Path) -> None:
 
 
 def test_no_cluster_at_the_address_says_so(recipe: Path, tmp_path: Path) -> None:
-    code, output = launch(None, recipe, tmp_path, "--ray_address", f"127.0.0.1:{free_port()}")
+    with closed_port() as port:
+        code, output = launch(None, recipe, tmp_path, "--ray_address", f"127.0.0.1:{port}")
     assert code == 3
     assert "cannot connect to Ray at 127.0.0.1:" in output
     assert "use --ray_address local" in output
@@ -329,7 +330,7 @@ said = io.StringIO()
 with contextlib.redirect_stdout(said), connected("local", local_slots("cpu", 1, [], 1.0)):
     url = re.search(r"http://[\\d.:]+", said.getvalue())[0]
     try:
-        code = urllib.request.urlopen(url + "/api/jobs/", timeout=10).status
+        code = urllib.request.urlopen(url + "/api/jobs/", timeout=120).status
     except urllib.error.HTTPError as error:
         code = error.code
     inodes = set()

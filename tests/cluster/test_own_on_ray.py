@@ -42,7 +42,7 @@ def launched(cluster: Cluster, folder: Path, out: Path, **settings: object) -> s
         [sys.executable, str(script), json.dumps(config)],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=400,
         env=os.environ | cluster.env | {"RAY_ADDRESS": cluster.address},
     )
     assert done.returncode == 0, done.stdout + done.stderr

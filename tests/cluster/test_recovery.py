@@ -304,13 +304,13 @@ def test_a_hung_rank_is_named_and_replaced(
     cluster: Cluster, recipe: Path, clean: dict[int, Path], tmp_path: Path, fault: str, says: str
 ) -> None:
     """A rank that sleeps, and one that SIGSTOP froze: the others would wait for the collective's timeout."""
-    flags = ("--eval_every", "5", "--checkpoint_every", "0", "--hang_timeout", "4", "--faults", fault)
+    flags = ("--eval_every", "5", "--checkpoint_every", "0", "--spares", "0", "--hang_timeout", "8", "--faults", fault)
     code, output = launch(cluster, recipe, tmp_path, *flags)
     assert code == 0, output
     assert fired(tmp_path) == [fault.partition("@")[0]], "the fault did not fire"
     silent = re.search(r"made no progress for (\d+) s", output)
     assert silent, output
-    assert int(silent[1]) >= 4
+    assert int(silent[1]) >= 8
     assert re.search(says, output), output
     assert "replace  1/3" in output
     assert losses(tmp_path) == losses(clean[2])
@@ -328,7 +328,7 @@ def test_a_rank_frozen_before_the_ranks_have_met_is_named_and_replaced(
     cluster: Cluster, recipe: Path, clean: dict[int, Path], tmp_path: Path
 ) -> None:
     """Rank 0 serves the store: who asks a frozen server waits for ever, for no timeout counts while it is connected."""
-    driver = start(cluster, recipe, tmp_path, *EVERY_FIVE, "--hang_timeout", "4")
+    driver = start(cluster, recipe, tmp_path, *EVERY_FIVE, "--hang_timeout", "8")
     pid = pid_of(tmp_path, 0, driver)
     os.kill(pid, signal.SIGSTOP)
     code, output = finish(driver)
@@ -383,7 +383,7 @@ def test_a_rank_that_dies_at_the_same_place_again_and_again_is_given_up(
     cluster: Cluster, recipe: Path, tmp_path: Path
 ) -> None:
     plan = ";".join(f"exit@rank=1,step=5,attempt={attempt}" for attempt in range(9))
-    code, output = launch(cluster, recipe, tmp_path, "--max_failures", "20", "--faults", plan)
+    code, output = launch(cluster, recipe, tmp_path, "--max_failures", "20", "--spares", "0", "--faults", plan)
     assert code == 1, output
     assert "Gave up: deterministic: it failed 3 times in the same way at the same step" in output
     *earlier, last = [r["recovery"] for r in reports(tmp_path)]

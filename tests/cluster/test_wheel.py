@@ -20,7 +20,7 @@ def run(*command: str | Path, cwd: Path) -> str:
     """Run a command and return its standard output; fail with all that it printed."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "PYTHON", "VIRTUAL_ENV"))}
     words = [str(word) for word in command]
-    done = subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, f"{words}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
     return done.stdout
 

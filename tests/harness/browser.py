@@ -20,5 +20,5 @@ def chromium(page: Path, *flags: str) -> str:
     argv += [f"--user-data-dir={page.parent / 'profile'}", *flags, page.as_uri()]
     log = page.with_suffix(".log")
     with Child(argv, os.environ | {"HOME": str(page.parent)}, log) as browser:
-        browser.wait(90)
+        browser.wait(300)
     return log.read_text()

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -76,12 +75,6 @@ class Cluster:
         for key, value in equal.items():
             query += [("filter_keys", key), ("filter_predicates", "="), ("filter_values", value)]
         return self.get(f"/api/v0/{kind}?{urllib.parse.urlencode(query)}")["data"]["result"]["result"]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 @contextmanager
@@ -384,7 +377,7 @@ def in_driver(cluster: Cluster, code: str) -> Any:
     raise AssertionError(f"it printed no JSON: {done.stdout}{done.stderr}")
 
 
-def no_actors_left(cluster: Cluster, seconds: float = 20.0) -> bool:
+def no_actors_left(cluster: Cluster, seconds: float = 60.0) -> bool:
     """Whether all actors and placement groups are gone; what was killed just now may still be listed for a moment."""
     end = time.monotonic() + seconds
     while left := _left(cluster):

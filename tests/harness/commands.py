@@ -115,7 +115,7 @@ class Command:
 
 
 def run(
-    *args: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT, timeout: float = 200
+    *args: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT, timeout: float = 400
 ) -> subprocess.CompletedProcess[str]:
     """Run a command as `subprocess.run` would with captured output. At the time limit AssertionError shows it."""
     with Command(*args, env=env, cwd=cwd, apart=True) as command:
@@ -123,7 +123,7 @@ def run(
 
 
 def torchrun(
-    ranks: int, *args: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT, timeout: float = 200
+    ranks: int, *args: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT, timeout: float = 400
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run a command on some ranks, with the variables that torchrun sets and without its agent."""
     store = open_store("127.0.0.1", ranks, 30)

@@ -35,7 +35,7 @@ def run_elastic(
     patches: dict[int, Patch] | None = None,
     on_nodes: Sequence[int] = (),
     grow_at: int = 0,
-    timeout_s: float = 120,
+    timeout_s: float = 300,
 ) -> Outcome:
     """Train with `world` ranks; whenever some are lost and the others wait, form another group.
 

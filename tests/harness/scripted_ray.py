@@ -7,11 +7,13 @@ only when the driver waits, so that a run of minutes takes milliseconds.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import json
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -154,6 +156,26 @@ class Actor:
             ref.set(error)
 
 
+class Head(socket.socket):
+    """A head's address: each connection is accepted and closed, until `close`, after which they are refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bind(("127.0.0.1", 0))
+        self.listen(1024)
+        threading.Thread(target=self._accept_all, daemon=True).start()
+
+    def _accept_all(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                self.accept()[0].close()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.shutdown(socket.SHUT_RDWR)  # `close` alone would not end the `accept` of the thread
+        super().close()
+
+
 @dataclass
 class ScriptedRay:
     """The module `ray`, as far as the driver uses it, and the script's handles on what happens."""
@@ -177,7 +199,7 @@ class ScriptedRay:
 
     def __post_init__(self) -> None:
         self.pids = itertools.count(1000)
-        self.head = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self.head = Head()
         address = f"127.0.0.1:{self.head.getsockname()[1]}"
         self.members: list[Actor] = []  # of the newest group that has formed
         self.forming: dict[int, Actor] = {}

@@ -21,7 +21,7 @@ def pools() -> Iterator[Pools]:
 
         def pool(ranks: int) -> RankPool:
             if ranks not in started:
-                started[ranks] = stack.enter_context(RankPool(Where(ranks, device="cpu", timeout_s=60)))
+                started[ranks] = stack.enter_context(RankPool(Where(ranks, device="cpu", timeout_s=300)))
             return started[ranks]
 
         yield pool

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import threading
-import time
+from datetime import timedelta
 
 import torch
 
 from nanoray.mesh.mesh import Mesh, collectives_started
 from nanoray.mesh.rendezvous import open_store
+from tests.harness.cluster import wait_for as until
 from tests.ranks.test_strangers import both
 
 
 def leave_one_out(mesh: Mesh) -> tuple[int, int]:
     """Return how many collectives this rank has started before, and while one waits that rank 1 leaves out."""
     ones = torch.ones(8)
-    before, during = collectives_started(), [0]
+    before, during, met = collectives_started(), [0], threading.Event()
 
     def look() -> None:
-        time.sleep(1.0)
+        assert met.wait(60)
+        if mesh.rank == 0:
+            until(lambda: collectives_started() > counted[0], 60)
+            mesh.store.set("rank 0 waits", "")
+        else:
+            mesh.store.wait(["rank 0 waits"], timedelta(seconds=60))
         during[0] = collectives_started()
         if mesh.rank == 1:
             mesh.all_reduce(ones)  # so that rank 0 need not wait for its timeout
@@ -28,6 +34,8 @@ def leave_one_out(mesh: Mesh) -> tuple[int, int]:
     mesh.all_gather(mesh.rank)
     mesh.broadcast("word")
     mesh.barrier()
+    counted = [collectives_started()]
+    met.set()
     if mesh.rank == 0:
         mesh.all_reduce(ones)
     watching.join()

@@ -29,7 +29,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_script_trains_two_ranks_under_torchrun(script: Path, cache: Path, tmp_path: Path) -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {"PYTHON": sys.executable, "RANKS": "2"}
     command = ["bash", str(script), *SHORT, "--device", "cpu", "--data_dir", str(cache)]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 rank(s) = dp 2 · backend gloo" in done.stdout
     assert "cifar10-generated: patterns of 10 classes under noise" in done.stdout

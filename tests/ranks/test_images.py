@@ -62,10 +62,10 @@ def test_modes_by_hand_agree_bit_for_bit(images: DatasetInfo, tmp_path: Path, wo
 def test_fsdp_is_zero2_but_for_the_rounding_of_odd_rows(images: DatasetInfo, tmp_path: Path) -> None:
     """The fused update rounds the elements beyond the last multiple of 16 otherwise (fsdp.py)."""
     zero, fsdp = (trained(images, tmp_path / mode, 2, dp_mode=mode) for mode in ("zero2", "fsdp"))
-    assert series(fsdp) == pytest.approx(series(zero), abs=1e-5)
-    assert series(fsdp, "val/loss") == pytest.approx(series(zero, "val/loss"), abs=1e-5)
+    assert series(fsdp) == pytest.approx(series(zero), abs=5e-5)
+    assert series(fsdp, "val/loss") == pytest.approx(series(zero, "val/loss"), abs=5e-5)
     assert final(fsdp).model.keys() == final(zero).model.keys()
-    assert all(torch.allclose(final(fsdp).model[name], t, atol=1e-5) for name, t in final(zero).model.items())
+    assert all(torch.allclose(final(fsdp).model[name], t, atol=5e-5) for name, t in final(zero).model.items())
     assert final(fsdp).optimizer.keys() == final(zero).optimizer.keys()
 
 

@@ -121,7 +121,7 @@ def test_a_script_trains_as_a_plain_loop_does_at_any_number_of_ranks(tmp_path: P
     expected = alone()
     assert series(trained(tmp_path / "one", 1)) == expected, "to the bit"
     for world in (2, 3):
-        assert series(trained(tmp_path / str(world), world)) == pytest.approx(expected, abs=1e-6)
+        assert series(trained(tmp_path / str(world), world)) == pytest.approx(expected, abs=2e-5)
 
 
 @pytest.mark.parametrize("mode", ["ddp", "zero1", "fsdp"])
@@ -143,7 +143,7 @@ def test_other_data_and_optimizers_resume_to_the_bit(tmp_path: Path, how: str) -
     trained(tmp_path / "parts", 2, main, stop_at=5)
     assert series(trained(tmp_path / "parts", 2, main, resume="auto")) == series(whole)
     if how == "loader":
-        assert series(whole) == pytest.approx(alone(), abs=1e-6), "its dataset in our order"
+        assert series(whole) == pytest.approx(alone(), abs=2e-5), "its dataset in our order"
 
 
 def test_an_optimizer_that_is_not_fused_leaves_a_bad_step_out(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_batches_go_on_over_epochs_and_back_to_older_ones() -> None:
 def test_model_own_needs_a_script(tmp_path: Path) -> None:
     for module in ("nanoray.train", "nanoray.launch"):
         command = [sys.executable, "-m", module, "--model", "own", "--micro_batch_size", "2"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400)
         assert done.returncode == ConfigError.exit_code
         assert "model = own needs a script that brings the model; see examples/own_model.py" in done.stderr
 
@@ -289,10 +289,10 @@ def test_model_own_needs_a_script(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["1_loop", "2_evaluation", "3_checkpoint"])
 def test_the_first_stages_run(tmp_path: Path, name: str) -> None:
     script = ROOT / "examples" / "zero_to_one" / f"{name}.py"
-    outputs = [subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=200)]
+    outputs = [subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=400)]
     if name == "3_checkpoint":
         outputs.append(
-            subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+            subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=400)
         )
     assert [done.returncode for done in outputs] == [0] * len(outputs), outputs[-1].stderr
     assert float(outputs[-1].stdout.split("step 200  loss ")[1].split()[0]) < 0.3
@@ -307,7 +307,7 @@ def test_examples_run_under_torchrun(tmp_path: Path, name: str) -> None:
     script = str(ROOT / "examples" / f"{name}.py")
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, script], cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment
+        [*command, script], cwd=tmp_path, capture_output=True, text=True, timeout=400, env=environment
     )
     assert done.returncode == 0, done.stderr
     if name == "own_model":
@@ -319,7 +319,7 @@ def test_examples_run_under_torchrun(tmp_path: Path, name: str) -> None:
 
 def test_a_callback_example_runs_without_ray(tmp_path: Path) -> None:
     script = shutil.copytree(ROOT / "examples", tmp_path / "examples") / "own_callback.py"
-    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     for line in ("watching", "step 40: validation loss", "step 60 is on disk", "finished after 120 steps"):
         assert line in done.stdout

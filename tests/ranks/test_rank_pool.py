@@ -21,7 +21,7 @@ from nanoray.bench.harness.processes import session_members
 from nanoray.bench.harness.rank_pool import RankFailed, RankPool, Where, add_where_flags, describe, where_from
 from nanoray.bench.harness.report import Report
 from nanoray.errors import ConfigError, PlacementError
-from tests.harness.cluster import free_port
+from tests.harness.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = "tests.ranks.test_rank_pool"

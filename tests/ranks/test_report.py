@@ -106,7 +106,7 @@ def test_the_ledger_of_a_real_run_adds_up(runs: dict[str, Path], name: str) -> N
     """Each second from the command to its end, on each rank; the ranks' clock is the one of the summary."""
     found, summary = accounts_of(runs[name]), json.loads((runs[name] / "summary.json").read_text())
     assert found.slots == summary["world_size"]
-    assert found.wall_s == pytest.approx(summary["total_s"], abs=2)  # the ranks end a moment before or after
+    assert -0.001 < found.wall_s - summary["total_s"] < 20, "it lasts until the last rank has ended"
     assert found.total == pytest.approx(found.slots * found.wall_s, rel=0.01)
     for account in ("start", "compute", "evaluation", "checkpoint"):
         assert found.seconds[account] > 0

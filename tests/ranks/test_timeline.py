@@ -209,8 +209,8 @@ def test_ranks_on_two_hosts(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def spec(text: Path, tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
-    """Rank 1 sleeps 200 ms in the forward pass of every step from 3 on; the first part of a run that is resumed."""
-    plan = ";".join(f"slow@rank=1,step={s},phase=forward,seconds=0.2" for s in range(3, 13))
+    """Rank 1 sleeps 700 ms in the forward pass of steps 3 to 10; the first part of a run that is resumed."""
+    plan = ";".join(f"slow@rank=1,step={s},phase=forward,seconds=0.7" for s in range(3, 11))
     folder = tmp_path_factory.mktemp("slow")
     spec = make_spec(text, folder, comm_trace="always", max_steps=14, faults=plan, bucket_mb=0.03, checkpoint_every=12)
     assert all("error" not in r for r in run_ranks(spec, 2))
@@ -222,12 +222,12 @@ def test_a_straggler_is_named_with_its_phase(spec: RunSpec) -> None:
     assert len(lines) == 1
     found = re.search(r"rank 1: ([\d.]+) ms a step behind the others", lines[0])
     assert found, lines
-    assert float(found[1]) > 150, "about 200, more where the machine is busy"
+    assert float(found[1]) > 150, "about 700; less by what a busy machine delays rank 0"
     assert "most of it in forward" in lines[0]
-    assert len((spec.folder / "faults.jsonl").read_text().splitlines()) == 10  # it did sleep
+    assert len((spec.folder / "faults.jsonl").read_text().splitlines()) == 8  # it did sleep
     late = series(spec, "comm/late_rank")
-    assert [late[s] for s in range(5, 13)] == [1.0] * 8
-    assert all(ms > 100 for s, ms in series(spec, "comm/skew_ms").items() if 5 <= s <= 12)
+    assert [late[s] for s in range(5, 11)] == [1.0] * 6
+    assert all(ms > 100 for s, ms in series(spec, "comm/skew_ms").items() if 5 <= s <= 10)
 
 
 def test_a_trace_for_perfetto(spec: RunSpec) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from nanoray.__main__ import COMMANDS, main
-from nanoray.mesh.rendezvous import open_store
 from tests.harness.cluster import wait_for
 from tests.harness.commands import Command, run
+from tests.harness.ports import free_port
 from tests.harness.ranks import TINY
 
 
@@ -96,9 +96,8 @@ def test_a_restart_of_torchrun_goes_on_in_the_same_run(
 
 def test_the_variables_of_a_statefulset(recipe: Path, tmp_path: Path) -> None:
     """RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and nothing else, as a pod would set them."""
-    port = open_store("127.0.0.1", 1, 1).port  # free a moment ago; the store is closed again here
     flags = ("nanoray.train", "--config", str(recipe), "--out_dir", str(tmp_path))
-    env = dict(os.environ) | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    env = dict(os.environ) | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for rank in [Command(*flags, env=env | {"RANK": str(r)}) for r in (1, 0)]:
         output, _ = rank.communicate(timeout=200)
         assert rank.returncode == 0, output

@@ -192,7 +192,7 @@ def test_batch_arithmetic_never_lies(micro: int, accum: int, total: int, dp: int
     assert not accum or batch.accum == accum
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.dictionaries(
         st.sampled_from([*Config.model_fields, "bogus"]),
@@ -214,7 +214,7 @@ def test_any_values_make_a_config_or_a_config_error(values: dict[str, object]) -
     assert make_config(json.loads(config.to_json())) == config
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(max_size=60))
 def test_any_file_is_read_or_refused(text: str) -> None:
     import tempfile

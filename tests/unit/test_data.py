@@ -7,7 +7,6 @@ import hashlib
 import http.server
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -34,11 +33,10 @@ from nanoray.data.tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, 
 from nanoray.data.tokens import TokenData
 from nanoray.data.verify import sampled_hash, verify
 from nanoray.errors import DataError
+from tests.harness.ports import closed_port
 
 TEXT = b"".join(b"%d bottles of beer on the wall, take one down\n" % i for i in range(99))
-quick = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+quick = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 def config(dataset: object = "auto", **keys: object) -> Any:
@@ -46,14 +44,16 @@ def config(dataset: object = "auto", **keys: object) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Point every proxy at a closed port, let 127.0.0.1 through, and wait briefly."""
-    for name in ("http_proxy", "https_proxy"):
-        monkeypatch.setenv(name, f"http://127.0.0.1:{closed_port()}")
-        monkeypatch.delenv(name.upper(), raising=False)
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.delenv("NO_PROXY", raising=False)
-    monkeypatch.setattr(download, "BACKOFF_S", (0.01, 0.01))
+def refusing(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """A closed port. Every proxy is there, 127.0.0.1 is let through, and retries wait briefly."""
+    with closed_port() as port:
+        for name in ("http_proxy", "https_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{port}")
+            monkeypatch.delenv(name.upper(), raising=False)
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        monkeypatch.setattr(download, "BACKOFF_S", (0.01, 0.01))
+        yield port
 
 
 @pytest.fixture
@@ -68,12 +68,6 @@ def sample_file(tmp_path: Path) -> Path:
     path = tmp_path / "beer.txt"
     path.write_bytes(TEXT)
     return path
-
-
-def closed_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager
@@ -467,7 +461,7 @@ def test_failed_download(
 @pytest.mark.parametrize(
     ("url", "reason"),
     [
-        ("http://127.0.0.1:{closed_port}/", "Connection refused"),
+        ("http://127.0.0.1:{refusing}/", "Connection refused"),
         ("file:///nowhere/input.txt", "No such file or directory"),
         ("nowhere.txt", "No such file or directory"),
         ("gopher://x/y", "not an http(s):// or file:// URL"),
@@ -475,8 +469,8 @@ def test_failed_download(
         ("http://127.0.0.1:x/", "port"),
     ],
 )
-def test_unreachable(url: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    url = url.replace("{closed_port}", str(closed_port()))
+def test_unreachable(url: str, reason: str, refusing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = url.replace("{refusing}", str(refusing))
     monkeypatch.delenv("http_proxy")
     text = refused(lambda: prepare(config("shakespeare", data_url=url)))
     assert reason in text

@@ -546,7 +546,7 @@ def brute_share(nodes: list[Fraction], workers: int) -> Fraction | None:
     return None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.fractions(0, 16, max_denominator=4), max_size=4), st.integers(1, 40))
 def test_cpu_share_against_brute_force(nodes: list[Fraction], workers: int) -> None:
     expected = brute_share(nodes, workers)

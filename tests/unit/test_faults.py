@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -73,12 +73,18 @@ def test_in_yaml_a_plan_may_be_a_list() -> None:
     assert [fault.kind for fault in parse_plan(listed.faults)] == ["kill", "slow"]
 
 
-def test_a_full_disk_gets_space_again(tmp_path: Path) -> None:
+def test_a_full_disk_gets_space_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rank0.log").write_text("log")
+    timers: list[threading.Timer] = []  # this test says when their time is over
+    monkeypatch.setattr(threading.Timer, "start", lambda timer: timers.append(timer))
     Fault("disk-full", 0, 1, "forward", seconds=0.3).fire(tmp_path / "faults.jsonl", a_gpt())
-    with pytest.raises(OSError, match="too large"):
-        (tmp_path / "checkpoint").write_bytes(bytes(1 << 20))
-    time.sleep(0.5)
+    (timer,) = timers
+    try:
+        assert timer.interval == 0.3
+        with pytest.raises(OSError, match="too large"):
+            (tmp_path / "checkpoint").write_bytes(bytes(1 << 20))
+    finally:
+        timer.function(*timer.args)
     (tmp_path / "checkpoint").write_bytes(bytes(1 << 20))
 
 

@@ -24,6 +24,7 @@ from nanoray.mesh.rendezvous import (
     public_name,
     rendezvous_of,
 )
+from tests.harness.ports import closed_port
 
 TORCHRUN = {
     "RANK": "3",
@@ -208,11 +209,9 @@ def test_a_listener_that_never_answers_does_not_hang_us() -> None:
 
 def test_a_store_that_is_gone_is_no_reason_to_wait() -> None:
     """A survivor served it, and died. The others need not try until their timeout."""
-    with socket.socket() as gone:
-        gone.bind(("127.0.0.1", 0))
-        port = gone.getsockname()[1]
     began = time.monotonic()
-    with pytest.raises(RendezvousError, match=r"cannot reach the store at 127.0.0.1:\d+; .*refused"):
+    refused = pytest.raises(RendezvousError, match=r"cannot reach the store at 127.0.0.1:\d+; .*refused")
+    with closed_port() as port, refused:
         connect_store(replace(rendezvous(1, 2, port), agent_store=True), 60)
     assert time.monotonic() - began < 10
 

@@ -333,7 +333,7 @@ shapes = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(shapes)
 def test_count_parameters_is_what_torch_counts(shape: ModelShape) -> None:
     with torch.device("meta"):

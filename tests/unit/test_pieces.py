@@ -20,7 +20,7 @@ SHAPES = st.lists(st.integers(1, 5), max_size=4)
 
 
 @given(SHAPES, st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_flat_range_is_few_boxes_in_order(shape: list[int], data: st.DataObject) -> None:
     n = prod(shape)
     begin = data.draw(st.integers(0, n))
@@ -34,7 +34,7 @@ def test_a_flat_range_is_few_boxes_in_order(shape: list[int], data: st.DataObjec
 
 
 @given(SHAPES, st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_cut_is_put_together_from_any_other(shape: list[int], data: st.DataObject) -> None:
     n = prod(shape)
     whole, numbers = Piece.whole("p", shape), torch.arange(float(n)).view(shape)

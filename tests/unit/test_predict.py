@@ -223,7 +223,7 @@ LAYOUTS = st.builds(Layout, dp=st.sampled_from([1, 2, 4, 8]), tp=st.sampled_from
 MODES = st.sampled_from(["ddp", "ddp_by_hand", "zero1", "zero2", "fsdp"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(LAYOUTS, MODES, st.sampled_from(["none", "selective", "block"]))
 def test_memory_falls_with_each_axis(layout: Layout, mode: str, checkpointing: str) -> None:
     some = job(dp_mode=mode, activation_checkpointing=checkpointing)
@@ -354,7 +354,7 @@ def test_groups_on_nodes_by_hand() -> None:
     assert (shared.ranks_per_node, shared.levels[1].bandwidth_gb_per_s) == (2, 10)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(*(st.integers(1, 6) for _ in range(3)), st.integers(1, 12), st.sampled_from(["dp", "tp", "pp", "ep"]), st.data())
 def test_a_group_is_inside_a_node_exactly_when_no_group_leaves_one(
     dp: int, tp: int, pp: int, per_node: int, axis: str, data: Any
@@ -369,7 +369,7 @@ def test_a_group_is_inside_a_node_exactly_when_no_group_leaves_one(
     assert math.ceil(place.ranks / place.local) >= max(nodes) - 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(LAYOUTS, st.sampled_from(["dp", "tp", "pp"]), st.integers(1, 10**9), st.integers(1, 10**9))
 def test_seconds_grow_with_bytes(layout: Layout, axis: str, small: int, more: int) -> None:
     for op in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send"):
@@ -422,7 +422,7 @@ def test_more_ranks_than_cores_stretch_a_step() -> None:
     assert slow == pytest.approx(4 * fast)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(LAYOUTS, MODES, st.sampled_from([1, 2]))
 def test_slower_links_never_make_a_step_shorter(layout: Layout, mode: str, micro: int) -> None:
     some = job(dp_mode=mode)
@@ -451,7 +451,7 @@ def test_every_factorization_once(ranks: int) -> None:
     assert {one.ep for one in factorizations(ranks, experts=True)} == set(divisors(ranks))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.sampled_from([1, 2, 4, 6, 8, 16, 32]), MODES, st.sampled_from([None, 0.003, 0.01]))
 def test_the_best_is_never_slower_than_what_it_lists(ranks: int, mode: str, memory_gb: float | None) -> None:
     some = job(192, dp_mode=mode)

@@ -89,13 +89,13 @@ def test_it_computes_what_torchs_layers_compute() -> None:
     statistics.update()
     for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert a.grad is not None
-        assert torch.allclose(a.grad, b.grad, atol=1e-5), name
+        assert torch.allclose(a.grad, b.grad, atol=5e-5), name
     norms = [m for m in theirs.modules() if isinstance(m, nn.BatchNorm2d)]
     for norm, torchs in zip((m for m in ours.modules() if isinstance(m, BatchNorm)), norms, strict=True):
         assert torch.allclose(norm.running_mean, torchs.running_mean, atol=1e-6)
         assert torch.allclose(norm.running_var, torchs.running_var, atol=1e-6)
     ours.eval(), theirs.eval()
-    assert torch.allclose(ours(x), theirs(x), atol=1e-5)
+    assert torch.allclose(ours(x), theirs(x), atol=5e-5)
     assert ours(x, y).item() == pytest.approx(F.cross_entropy(theirs(x), y).item(), abs=1e-5)
 
 
