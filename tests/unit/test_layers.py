@@ -15,6 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ROWS = [
     {"errors", "atomic", "output"},
     {"metrics", "points", "model_options"},
+    {"compression_options"},
     {"config"},
     {"cli", "mesh", "faults"},
     {"state", "data", "models"},
