@@ -19,8 +19,8 @@ class CompressionOptions(StepOptions):
     )
     """dp_mode ddp and ddp_by_hand: what ranks send of their gradients: none (all, in float32) | bf16 | fp16 (half the
     bytes) | int8 (a quarter) | powersgd (products of rank powersgd_rank: far less). int8 and powersgd add what was not
-    sent to the next gradient, and keep it, 4 bytes per parameter. All change the result, and pay on slow links only:
-    see docs/precision.md"""
+    sent to the next gradient, and keep it, 4 bytes per parameter. All change the result, and save time where a link is
+    slow: see docs/precision.md"""
     powersgd_rank: int = Field(4, json_schema_extra={"group": "optim"}, gt=0)
     """grad_compress powersgd: columns of the two matrices that stand for each matrix of gradients"""
 
