@@ -13,9 +13,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from nanoray.compression_options import CompressionOptions, refuse_compression
 from nanoray.errors import ConfigError
-from nanoray.model_options import StepOptions, lay_over, refuse_contradictions, refuse_parallelism
 from nanoray.model_options import did_you_mean as did_you_mean
+from nanoray.model_options import lay_over, refuse_contradictions, refuse_parallelism
 from nanoray.model_options import read_yaml as read_yaml
 from nanoray.model_options import refuse_unknown as refuse_unknown
 
@@ -77,7 +78,7 @@ class Kube(BaseModel):
 _SIGNED_URL = r"(?i)[?&]([^=&]*(?:signature|token|secret|password|credential)[^=&]*|sig|key)="
 
 
-class Config(StepOptions):
+class Config(CompressionOptions):
     """A training run, complete and immutable. Each attribute's docstring is the help text of its flag."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
@@ -333,6 +334,7 @@ class Config(StepOptions):
         if self.backend == "nccl" and self.device == "cpu":
             raise ValueError("backend = nccl needs GPUs, but device = cpu; use backend gloo or auto")
         refuse_parallelism(self)
+        refuse_compression(self)
         if self.data_url and self.dataset not in ("auto", "shakespeare", "cifar10"):
             raise ValueError(
                 f"data_url would be ignored: dataset = {self.dataset} is not downloaded; "

@@ -21,6 +21,7 @@ from nanoray.errors import CheckpointError
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Piece, Shard, is_cut, whole_shards
 
+MEMORY = "compression"  # the key of what each rank alone keeps of compressed gradients, beside its generators
 EMA_DECAY = 0.99  # per step, of the smoothed loss
 
 
@@ -46,7 +47,7 @@ class StateDict:
 
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]  # flat names: "exp_avg.<param>", "step.<param>"
-    rng: list[dict[str, Tensor]] = field(default_factory=list)  # per rank: states of generators and loader, as bytes
+    rng: list[dict[str, Tensor]] = field(default_factory=list)  # per rank: generators, loader, compression's memory
     scaler: dict[str, float] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
     pieces: dict[str, Piece] | None = None  # by parameter; None: all tensors are whole
@@ -118,6 +119,7 @@ class TrainState:
         self.sharded = False  # whether other ranks hold the optimizer state of other shards
         self.weights: list[Shard] | None = None  # the weights of this rank, where no rank has them all
         self.mirror: Holding | None = None  # another rank's share, updated here from the same gradients
+        self.memory: Tensor | None = None  # what this rank's compressed gradients left over, flat; no other rank has it
         self.whole = False  # whether other ranks may copy this state: only after a resume or recovery is done
         self.can_finish = False  # whether gradients of the next step are here that complete it without lost ranks
         self.update = Update()  # the newest one
@@ -266,6 +268,15 @@ class TrainState:
         self.guards.load_values(meta.get("guards", {}))
         step = self.step
         self.session = Session(begun=step, current=step, evaluated=step, reported=step, saved=step)
+
+    def load_memory(self, saved: StateDict, rank: int, ranks: int) -> bool:
+        """Take over what as many ranks had left over, or begin anew; return whether all of it was saved."""
+        if self.memory is None:
+            return True
+        kept = saved.rng[rank].get(MEMORY) if len(saved.rng) == ranks else None
+        fits = kept is not None and kept.shape == self.memory.shape
+        self.memory.copy_(kept) if kept is not None and fits else self.memory.zero_()
+        return fits
 
     @torch.no_grad()
     def _load_weights(self, saved: dict[str, Tensor], all_of_them: bool) -> None:

@@ -42,6 +42,10 @@ BENCHES = {
         "nanoray.bench.strategies",
         "DDP, ZeRO and FSDP, with and without activation checkpointing: step time against memory",
     ),
+    "compression": (
+        "nanoray.bench.compression",
+        "gradients in bf16, fp16, int8 and PowerSGD: bytes, step time and loss beside float32",
+    ),
     "equivalence": ("nanoray.bench.equivalence", "every data-parallel mode against one process: losses, weights, bits"),
     "scaling": ("nanoray.bench.scaling", "step time from 1 to 4096 ranks: a fitted model, checked at 3 and 4"),
     "layouts": (

@@ -82,22 +82,50 @@ class Axis:
         """
         if self.size == 1:
             return lambda out: out.copy_(flat)
+        arrived = self.start_exchange(flat, what, bucket, last, "reduce_scatter")
+
+        def finish(out: Tensor) -> Tensor:
+            total, *others = arrived().view(self.size, -1)
+            for other in others:  # `sum(0)` adds in an order of its own, which depends on the place
+                total = torch.add(total, other, out=out)
+            return total
+
+        return finish
+
+    def start_exchange(
+        self, flat: Tensor, what: str, bucket: int | None = None, last: bool = False, op: str = "all_to_all"
+    ) -> Callable[[], Tensor]:
+        """Start to send slice i of `flat`, (n·s,), to rank i of the axis, which has several. (all ranks of the axis)
+
+        Returns a function that waits and returns the slices that this rank got, (n·s,), in the order of the ranks.
+        Until then `flat` must not change. `bucket` and `last` are those of `start_reduce_scatter`; `op` is what the
+        listener hears.
+        """
         reached(f"exchange_{what}")
-        noted = self._started("reduce_scatter", what, flat, bucket, last) if bucket is not None else None
+        noted = self._started(op, what, flat, bucket, last) if bucket is not None else None
         sent = flat.cpu() if self.through_host(flat) else flat
         got = torch.empty_like(sent)
         work = dist.all_to_all_single(got, sent, group=self.group, async_op=True)
         if noted:
             work.get_future().then(lambda future: noted())
 
-        def finish(out: Tensor) -> Tensor:
+        def finish() -> Tensor:
             work.wait()
-            total, *others = got.to(flat.device).view(self.size, -1)
-            for other in others:  # `sum(0)` adds in an order of its own, which depends on the place
-                total = torch.add(total, other, out=out)
-            return total
+            return got.to(flat.device)
 
         return finish
+
+    def start_sum(self, flat: Tensor, what: str, bucket: int, last: bool = False) -> Callable[[], None]:
+        """Start to add `flat` up over the axis, in place, with the backend's all-reduce. (all ranks of the axis)
+
+        Returns a function that waits for it. `bucket` and `last` are those of `start_reduce_scatter`.
+        """
+        reached(f"exchange_{what}")
+        noted = self._started("all_reduce", what, flat, bucket, last)
+        work = dist.all_reduce(flat, group=self.group, async_op=True)
+        if noted:
+            work.get_future().then(lambda future: noted())
+        return lambda: work.wait() and None
 
     def start_all_gather(self, flat: Tensor, what: str, bucket: int | None = None) -> Callable[[], None]:
         """Start to fill `flat`, (n·s,), with the slice that each rank of the axis holds in it. (all ranks of the axis)

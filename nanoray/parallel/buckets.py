@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.pieces import Shard, whole_pieces
+from nanoray.parallel.compress import Compressor, Sent
 from nanoray.parallel.ddp import default_bucket_mb
 from nanoray.parallel.norm import clip_to, norm_of_owned
 
@@ -68,7 +69,9 @@ class Buckets:
 
         mirror: with ZeRO, rank r + mirror also updates the slices of rank r, from the same gradients; 0: nobody does.
         only: the names of the parameters to take, where others sum the rest; first: the number of the first bucket.
+        `compressor` can be set before the first step, with ddp_by_hand.
         """
+        self.compressor: Compressor | None = None  # sends buckets in place of the reduce-scatter
         self.wrapped, self._axis, self._mode, self._mirror, self._first = model, axis, mode, mirror, first
         self.divisor = axis.size  # of the loss: afterwards every reduction is a sum
         self._inside = self._sending = False
@@ -213,6 +216,9 @@ class Buckets:
         if bucket.grads is None:  # zero2, and no parameter of it took part
             bucket.grads = torch.zeros_like(bucket.own_grad).repeat(self._axis.size)
         last = self._next == len(self._buckets)
+        if self.compressor:
+            self.compressor.send(Sent(bucket.grads, bucket.params, bucket.starts, bucket.index, last))
+            return
         sending = self._axis.start_reduce_scatter(bucket.grads, "gradients", bucket.index, last)
         self._flight.append((bucket, sending))
         if len(self._flight) > IN_FLIGHT:
@@ -242,6 +248,8 @@ class Buckets:
             self._send(bucket)
         while self._flight:
             self._receive()
+        if self.compressor:
+            self.compressor.drain()
         self.settle()
         for bucket in self._buckets:
             bucket.missing = len(bucket.params)

@@ -19,6 +19,7 @@ from nanoray.mesh.algorithms import AsyncAllReduce
 from nanoray.mesh.axis import Axis, data_axis
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Shard
+from nanoray.parallel.compress import Compressor, Sent
 
 Hook = Callable[[GradBucket], torch.futures.Future[torch.Tensor]]  # averages a bucket of gradients
 
@@ -75,7 +76,7 @@ class TorchDDP:
 
     divisor, shards = 1, None
 
-    def __init__(self, model: nn.Module, axis: Axis, config: Config) -> None:
+    def __init__(self, model: nn.Module, axis: Axis, config: Config, compressor: Compressor | None = None) -> None:
         """Wrap `model` for this axis. (all its ranks) They must hold equal weights before the first step."""
         self._model, self._axis, self._bucket_mb = model, axis, config.bucket_mb
         self._params = [p for p in model.parameters() if p.requires_grad]
@@ -86,6 +87,7 @@ class TorchDDP:
             dist.all_reduce(torch.zeros(1, device=mesh.device), group=group)  # NCCL sets up a group in its first one
             self._by_hand = AsyncAllReduce(config.allreduce, group, mesh.device)
         hook = average_by(self._by_hand.start, axis.size) if self._by_hand else None
+        hook = compress_by(compressor, axis.size) if compressor else hook
         self._plain = self.wrapped = apply_ddp(model, mesh, config.bucket_mb, hook, axis)
         self.twin: nn.Module | None = None
 
@@ -182,6 +184,28 @@ def average_by(reduce: Callable[[torch.Tensor], Any], ranks: int) -> Hook:
 
     def hook(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         return reduce(bucket.buffer().mul_(1.0 / ranks)).then(lambda future: first_of(future.value()))
+
+    return hook
+
+
+def compress_by(compressor: Compressor, ranks: int) -> Hook:
+    """Return a hook that averages a bucket compressed; its futures are done with those of the last bucket."""
+    waiting: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
+
+    def hook(bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        flat, gradients = bucket.buffer().mul_(1.0 / ranks), bucket.gradients()
+        if bucket.index() == 0:
+            waiting.clear()
+        starts = [int(gradient.storage_offset() - flat.storage_offset()) for gradient in gradients]
+        compressor.send(Sent(flat, bucket.parameters(), starts, bucket.index(), bucket.is_last()))
+        waiting.append((torch.futures.Future(devices=[flat.device] if flat.is_cuda else None), flat))
+        future = waiting[-1][0]
+        if bucket.is_last():
+            compressor.drain()
+            for done, average in waiting:
+                done.set_result(average)
+            waiting.clear()
+        return future
 
     return hook
 

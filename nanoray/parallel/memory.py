@@ -80,6 +80,8 @@ def state_memory(
     - fsdp: weights outside of layers, gathered for the whole step, and those of a layer, once as they arrive and once
       in their places; grad_op keeps all layers. Gradients of what lies outside, whole until the end of backward, and of
       a layer as computed, packed and received. With accumulation, whole gradients until the last micro batch
+    - compressed gradients: of each bucket on its way a copy in float32, what is sent, and what arrives. `compression`
+      is what error feedback keeps of every parameter, and what it will keep once the update is done
     """
     mode, P, T, each = (config.dp_mode if ranks > 1 else "ddp"), sizes.params, sizes.trained, sizes.each
     share = -(-T // ranks)
@@ -102,6 +104,10 @@ def state_memory(
     buckets = min((IN_FLIGHT + 1) * bucket, total)
     if mode in ("ddp_by_hand", "zero1"):
         state["in_flight"] = buckets
+    if config.grad_compress != "none" and ranks > 1:
+        state["in_flight"] += 3 * buckets
+        if config.grad_compress in ("int8", "powersgd"):
+            state["compression"] = 2 * 4 * T
     elif mode == "zero2":
         state["in_flight"] = 2 * buckets
     elif mode == "fsdp":

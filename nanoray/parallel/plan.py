@@ -24,6 +24,7 @@ from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Shard, whole_shards
 from nanoray.parallel import ep, pp, tp
 from nanoray.parallel.buckets import BY_HAND, Buckets
+from nanoray.parallel.compress import Compressor
 from nanoray.parallel.ddp import DataParallel, Hook, TorchDDP
 from nanoray.parallel.fsdp import FSDP
 from nanoray.parallel.norm import norm_of_owned
@@ -92,9 +93,14 @@ class Plan:
         if axes["ep"].size > 1:
             ep.cut(model, axes["ep"])
             self._experts = ep.ExpertParallel(model, self.data, axes["edp"], mode, config.bucket_mb)
-        self._ddp = TorchDDP(model, self.data, config) if mode == "ddp" else None
+        compress = config.grad_compress != "none" and self.data.size > 1
+        self._compressor = Compressor(model, self.data, config, scale) if compress else None
+        self._norm: Tensor | None = None
+        self._ddp = TorchDDP(model, self.data, config, self._compressor) if mode == "ddp" else None
         by_hand = mode in BY_HAND and self._experts is None
         self._buckets = Buckets(model, self.data, mode, config.bucket_mb, mirror) if by_hand else None
+        if self._buckets:
+            self._buckets.compressor = self._compressor
         self._parallel: DataParallel = self._ddp or self._experts or self._buckets or FSDP(model, self.data, config)
         self._statistics = RunningStatistics(model, self.data, config.sync_batchnorm)
         self._partial = tp.names_of_partial(model)
@@ -110,6 +116,11 @@ class Plan:
             self.weights = self.shards
         if stages.size > 1 and self.shards is not None and self.weights is not None:
             self.shards, self.weights = (pp.with_tie(of, stages.index) for of in (self.shards, self.weights))
+
+    @property
+    def memory(self) -> Tensor | None:
+        """What compression keeps on this rank for later steps, flat, live; None: nothing."""
+        return self._compressor.memory if self._compressor else None
 
     @property
     def mirror_shards(self) -> list[Shard] | None:
@@ -218,7 +229,8 @@ class Plan:
     def grad_norm(self) -> Tensor:
         """Return the norm of the whole model's gradient, equal on all ranks, a scalar on the device. (all ranks)"""
         if not self._split:
-            return self._parallel.norm()
+            self._norm = self._parallel.norm()
+            return self._norm
         owned = [s.param.grad for s in self.shards or () if s.owner and s.param.grad is not None]
         return norm_of_owned(owned, data_axis(self._mesh), self._mesh.device)
 
@@ -229,9 +241,11 @@ class Plan:
     def spread(self) -> None:
         """Start to send updated weights to the ranks that have not updated them. (all ranks)
 
-        Running statistics change here, with the weights.
+        Running statistics change here, with the weights, and so does what compression has not sent yet.
         """
         self._statistics.update()
+        if self._compressor:
+            self._compressor.commit(self._norm)
         self._parallel.spread()
 
     def settle(self) -> None:
@@ -241,6 +255,8 @@ class Plan:
     def zero_grad(self) -> None:
         """Forget the gradients."""
         self._parallel.zero_grad()
+        if self._compressor:
+            self._compressor.drop()
 
     def no_sync_backward(self, x: Tensor, y: Tensor, timed: AbstractContextManager[None]) -> None:
         """Run a forward and backward without communication under `timed`, to compare with a traced step."""
@@ -276,9 +292,10 @@ class Plan:
     def add_twin(self, hook: Hook) -> nn.Module | None:
         """Wrap the model a second time, for steps whose collectives are measured. (all ranks)
 
-        None where there is nothing to measure so: buckets by hand note themselves, and torch's DDP is in no pipeline.
+        None where there is nothing to measure so: buckets by hand and compressed ones note themselves, and torch's DDP
+        is in no pipeline.
         """
-        return self._ddp.add_twin(hook) if self._ddp and not self._stage else None
+        return self._ddp.add_twin(hook) if self._ddp and not (self._stage or self._compressor) else None
 
     @property
     def reduce(self) -> Callable[[Tensor], object] | None:
@@ -288,6 +305,8 @@ class Plan:
     @property
     def bucket_names(self) -> dict[int, list[str]]:
         """The parameters of each bucket by hand; torch's DDP has a hook that tells them, and fsdp has no buckets."""
+        if self._compressor:
+            return self._compressor.bucket_names
         by_hand = self._experts or self._buckets
         return by_hand.bucket_names if by_hand else {}
 

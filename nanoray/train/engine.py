@@ -32,7 +32,7 @@ from nanoray.models.dropout import derive_seed, seed_generators
 from nanoray.parallel.plan import Plan
 from nanoray.points import reached
 from nanoray.run import RunSpec
-from nanoray.state import StateDict, TrainState, Update, rng_state, set_rng_state
+from nanoray.state import MEMORY, StateDict, TrainState, Update, rng_state, set_rng_state
 from nanoray.trace.log import CommTrace
 from nanoray.train import replicas, routing
 from nanoray.train.guards import BadStep, Guards
@@ -347,6 +347,8 @@ class Engine:
         self.phase("checkpoint")
         s, start = self.state, time.perf_counter()
         rng = self.mesh.gather(rng_state(self.mesh.device) | self.workload.loader(s.samples))
+        left = self.mesh.gather_tensor(s.memory) if s.memory is not None else None
+        rng = [of | {MEMORY: kept} for of, kept in zip(rng, left, strict=True)] if rng and left else rng
         norm = get_total_norm([shard.param for shard in s.shards])
         if not torch.isfinite(self.mesh.all_reduce(norm, "finite") if s.sharded else norm):
             raise TrainingDiverged(
@@ -433,6 +435,11 @@ def read_checkpoint(
         note(
             f"resume  written by {meta['world_size']} ranks, now {mesh.world_size}: same batches, but sums in "
             "another order and new dropout masks, so losses agree closely and not bit for bit"
+        )
+    if not state.load_memory(saved, mesh.rank, mesh.world_size):
+        note(
+            f"resume  the checkpoint has not what {mesh.world_size} ranks with grad_compress = "
+            f"{spec.config.grad_compress} had left to send: that begins at zero, and losses agree closely only"
         )
     for axis in ("tp", "pp", "ep"):
         if (before := meta.get("config", {}).get(axis, 1)) != (now_ := getattr(spec.config, axis)):

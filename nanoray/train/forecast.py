@@ -87,6 +87,11 @@ def job_of(config: Config, vocab_size: int, sequences: int) -> Job:
             f"a forecast has no prediction for precision = {config.precision}; use precision {kin}, or --dry_run for "
             "the memory of a rank"
         )
+    if config.grad_compress != "none":
+        raise ConfigError(
+            f"a forecast has no prediction for grad_compress = {config.grad_compress}; use grad_compress none, or "
+            "--dry_run for the memory of a rank"
+        )
     device = "cpu" if config.device == "cpu" else "cuda"
     precision = {"cpu": "fp32", "cuda": "bf16"}[device] if config.precision == "auto" else config.precision
     backend = {"cpu": "gloo", "cuda": "nccl"}[device] if config.backend == "auto" else config.backend

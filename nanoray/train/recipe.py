@@ -202,6 +202,7 @@ class Recipe:
             self._make_model(mesh.device)
             set_rng_state(rng, mesh.device)
         par = Plan(self.model, mesh, self._cfg, batch.accum, loss, self.scaler.scale, distance)
+        state.memory = par.memory  # of this group: what another number or set of ranks had left over is gone
         if par.shards is not None or self._mirrors:
             kept = self._holdings(par, mesh, distance)
             if group.source is not None and (self._mirrors or replicated):
@@ -217,6 +218,8 @@ class Recipe:
             observers.catch_up(state.session.newest, state.reported_step)
             self.writer.go_on(spec, mesh.rank)
             observers.note(f"rejoin  from step {state.step} in the memory of rank {group.source}; no step is repeated")
+            if par.memory is not None:
+                observers.note("rejoin  what compressed gradients had left to send is gone with the group")
         elif spec.resume:
             shape = shape_of(self._cfg, spec.dataset.vocab_size).to_dict()
             saved = read_checkpoint(spec.resume, spec, mesh, state, shape, observers.note)
@@ -299,7 +302,8 @@ def comm_trace(spec: RunSpec, mesh: Mesh, par: Plan, resume_step: int) -> CommTr
     cfg = spec.config
     if not cfg.trace_every or mesh.world_size == 1:
         return None
-    recorder = CommRecorder(mesh, cfg.trace_every, par.reduce, cfg.dp_mode == "ddp" and cfg.tp * cfg.pp == 1, par.data)
+    profile = cfg.dp_mode == "ddp" and cfg.tp * cfg.pp == 1 and cfg.grad_compress == "none"
+    recorder = CommRecorder(mesh, cfg.trace_every, par.reduce, profile, par.data)
     twin = par.add_twin(recorder.hook)
     names = partial(recorder.buckets, twin) if twin else lambda: par.bucket_names
     sizes = {"tp": cfg.tp, "pp": cfg.pp, "dp": par.data.size, "ep": cfg.ep, "edp": par.data.size // cfg.ep}

@@ -15,6 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ROWS = [
     {"errors", "atomic", "output"},
     {"metrics", "points", "model_options"},
+    {"compression_options"},
     {"config"},
     {"cli", "mesh", "faults"},
     {"state", "data", "models"},
@@ -29,7 +30,7 @@ ROWS = [
 ROW = {room: i for i, row in enumerate(ROWS) for room in row}
 MAY_IMPORT_RAY = {"launch", "bench"}
 LOOP_LINES, FUNCTION_LINES, FILE_LINES = 120, 80, 500
-PACKAGE_LINES, BENCH_LINES, KUBE_LINES = 22200, 9450, 1510  # what trains and survives, what measures, what deploys
+PACKAGE_LINES, BENCH_LINES, KUBE_LINES = 22550, 9700, 1510  # what trains and survives, what measures, what deploys
 
 
 def module_name(path: Path) -> str:
