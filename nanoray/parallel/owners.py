@@ -2,13 +2,14 @@
 
 Nothing communicates and no memory is taken: the same functions cut the model as in a run, for one rank after another.
 
-    held      the weights that a rank has: all of them, a stage's (pp), some heads and hidden units (tp), experts (ep), or
-              rows (fsdp)
+    held      the weights that a rank has: all of them, a stage's (pp), some heads and hidden units (tp), experts
+              (ep), or rows (fsdp)
     updated   of these, what its optimizer updates: all, or a slice of each gradient bucket (zero1, zero2)
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -50,12 +51,17 @@ def rank_model(config: Config, classes: int, dtype: torch.dtype, place: Coords) 
     return model
 
 
-def holders_of(config: Config, classes: int, layout: Layout, bucket_mb: float) -> list[Holder]:
-    """Return what each rank has, by rank. Raises ConfigError for too many ranks."""
+def holders_of(
+    config: Config, layout: Layout, bucket_mb: float, model_at: Callable[[Coords], nn.Module]
+) -> list[Holder]:
+    """Return what each rank has, by rank; `model_at` makes the model of a place, as `rank_model` does.
+
+    Raises ConfigError for too many ranks.
+    """
     if layout.world_size > MOST_RANKS:
         raise ConfigError(
-            f"world_size = {layout.world_size}: the shards of at most {MOST_RANKS} ranks are laid out one by one; lower "
-            "--world_size, or see `nanoray launch --dry_run --world_size N` for bytes and memory at any scale"
+            f"world_size = {layout.world_size}: the shards of at most {MOST_RANKS} ranks are laid out one by one; "
+            "lower --world_size, or see `nanoray launch --dry_run --world_size N` for bytes and memory at any scale"
         )
     places = [layout.coords(rank) for rank in range(layout.world_size)]
     models: dict[tuple[int, int, int], nn.Module] = {}
@@ -63,7 +69,7 @@ def holders_of(config: Config, classes: int, layout: Layout, bucket_mb: float) -
     for place in places:
         key = place.tp, place.pp, place.ep
         if key not in models:
-            models[key] = rank_model(config, classes, torch.float32, place)
+            models[key] = model_at(place)
         held = whole_pieces(models[key])
         if layout.dp == 1 or config.dp_mode in ("ddp", "ddp_by_hand"):
             found.append(Holder(place, held, held))

@@ -39,14 +39,14 @@ class Seen:
     calls: int = 0
     inputs: list[tuple[Shape, str]] = field(default_factory=list)  # shape and dtype of each tensor
     outputs: list[tuple[Shape, str]] = field(default_factory=list)
-    reads: list[str] = field(default_factory=list)  # modules; "inputs" of the model; "weight NAME"
+    reads: list[str] = field(default_factory=list)  # modules; "inputs" of the model; names of parameters
     kept: int = 0  # bytes that wait for backward
     forward_flops: int = 0
     backward_flops: int = 0
 
 
 class Trial:
-    """A forward and a backward of `model`; `seen` tells of each module by its name, `loss_reads` what makes the loss."""
+    """A forward and a backward of `model`; `seen` tells of each module by its name."""
 
     def __init__(self, model: nn.Module, state: dict[str, Tensor] | None = None) -> None:
         """Get ready to watch. `state`: tensors by name that stand in for the model's parameters and buffers."""
@@ -55,6 +55,7 @@ class Trial:
         state = dict(named) if state is None else state
         self.seen = {name: Seen() for name, _ in model.named_modules()}
         self.loss_reads: list[str] = []
+        self.unused: list[str] = []  # modules whose results the loss does not depend on
         self._names = {id(tensor): name for name, tensor in state.items()}
         self._weights = {tensor.untyped_storage()._cdata for tensor in state.values()}
         self._kept: dict[int, Tensor] = {}  # by storage; the tensors stay alive, so that no number is used twice
@@ -85,6 +86,7 @@ class Trial:
             for hook in hooks:
                 hook.remove()
         self.loss_reads = self._sources("loss", loss)
+        self._find_unused(loss)
         return loss
 
     def backward(self, loss: Tensor) -> None:
@@ -131,7 +133,8 @@ class Trial:
 
     def _sources(self, name: str, tensor: Tensor) -> list[str]:
         """Return what a tensor, which `name` reads, was made of: the outermost modules, weights, or inputs."""
-        found, todo, done = list[str](), [tensor.grad_fn or id(tensor)], set[Any]()
+        todo: list[Any] = [tensor.grad_fn or id(tensor)]
+        found, done = list[str](), set[Any]()
         if any(tensor is given for given in self._given):
             return ["inputs"]
         while todo:
@@ -144,9 +147,24 @@ class Trial:
                 found.append(min(reversed(makers), key=lambda maker: maker.count(".")))
             elif not isinstance(node, int):
                 if hasattr(node, "variable"):
-                    found.append(f"weight {self._names.get(id(node.variable), '?')}")
+                    found.append(self._names.get(id(node.variable), "?"))
                 todo += [following for following, _ in node.next_functions]
         return list(dict.fromkeys(reversed(found)))
+
+    def _find_unused(self, loss: Tensor) -> None:
+        """Note the modules with results in autograd's graph of which none leads to the loss."""
+        todo, used = [loss.grad_fn], set[Any]()
+        while todo:
+            node = todo.pop()
+            if node is not None and node not in used:
+                used.add(node)
+                todo += [following for following, _ in node.next_functions]
+        made, led = set[str](), set[str]()
+        for node, names in self._made.items():
+            if not isinstance(node, int):
+                made |= {*names}
+                led |= {*names} if node in used else set()
+        self.unused = [name for name in self.seen if name in made - led]
 
     def _count_forward(self, flops: int) -> None:
         self.seen[self._now].forward_flops += flops
@@ -167,28 +185,34 @@ def trial_on_fakes(model: nn.Module, loss: Loss, x: Any, y: Any, precision: str,
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         named = [*model.named_parameters(), *model.named_buffers()]
         state: dict[str, Tensor] = {
-            name: torch.empty_like(t, device="cpu").requires_grad_(t.requires_grad) if t.is_meta else mode.from_tensor(t)
+            name: torch.empty_like(t, device="cpu").requires_grad_(t.requires_grad)
+            if t.is_meta
+            else mode.from_tensor(t)
             for name, t in named
         }
         inputs = tree_map_only(Tensor, mode.from_tensor, (x, y))
-        call, of_model = _WithLoss(model, loss), {f"model.{name}": tensor for name, tensor in state.items()}
         trial = Trial(model, state)
-        with autocast("cpu", precision):
-            made = trial.forward(lambda: torch.func.functional_call(call, of_model, inputs), inputs)
-        if backward:
-            trial.backward(made)
+
+        def run() -> None:
+            with autocast("cpu", precision):
+                made = trial.forward(lambda: loss(model, *inputs), inputs)
+            if backward:  # here, as activation checkpointing computes again with the same stand-ins
+                trial.backward(made)
+
+        of_model = {f"model.{name}": tensor for name, tensor in state.items()}
+        torch.func.functional_call(_Around(model), of_model, (run,))
     return trial
 
 
-class _WithLoss(nn.Module):
-    """A model with its loss, as one module that can be called with other tensors in the place of its parameters."""
+class _Around(nn.Module):
+    """A module around a model, whose call runs something while other tensors are in the place of its parameters."""
 
-    def __init__(self, model: nn.Module, loss: Loss) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.loss = model, loss
+        self.model = model
 
-    def forward(self, x: Any, y: Any) -> Tensor:
-        return self.loss(self.model, x, y)
+    def forward(self, run: Callable[[], None]) -> None:
+        run()
 
 
 def _told(tensor: Tensor) -> tuple[Shape, str]:
