@@ -145,7 +145,7 @@ def new_model(subject: Subject) -> nn.Module:
         ((), 1e-3),
         (("--precision=bf16", "--attention=flash", "--bias=true"), 0.1),
         (("--activation_checkpointing=block", "--attention=plain"), 1e-3),
-        (("--positions=rotary", "--loss_chunk=32", "--optimizer=muon"), 0.35),  # rotary keeps more than the formula
+        (("--positions=rotary", "--loss_chunk=32", "--optimizer=muon"), 0.03),
         (("--experts=4", "--experts_per_token=2", "--shared_experts=1"), 0.05),
         (tuple(RESNET), 0.05),
     ],
