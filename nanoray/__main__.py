@@ -13,6 +13,7 @@ COMMANDS = {
     "timeline": ("nanoray.trace.__main__", "draw traced steps of a run: phases and collectives of all ranks"),
     "ledger": ("nanoray.trace.ledger", "show where the time of a run went: compute, communication, recovery, ..."),
     "report": ("nanoray.report.__main__", "write an HTML page about a run, or compare several"),
+    "inspect": ("nanoray.inspect.__main__", "dump a model: tree, owners, FLOPs, memory; --verify runs one batch"),
     "experts": ("nanoray.trace.experts", "draw the load of a run's experts over its steps"),
     "checkpoint": ("nanoray.checkpoint.__main__", "list, verify, show or export checkpoints"),
     "faults": ("nanoray.faults.__main__", "list a run's faults: cause, recovery, cost"),

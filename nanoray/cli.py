@@ -51,8 +51,11 @@ class Loaded:
     scale: Scale | None = None  # of a dry run that takes none of this machine's devices
 
 
-def parse_args(argv: list[str], prog: str, description: str) -> Loaded:
-    """Turn a command line into a Config. Raises ConfigError; `--help` prints and exits 0."""
+def parse_args(argv: list[str], prog: str, description: str, base: dict[str, Any] | None = None) -> Loaded:
+    """Turn a command line into a Config. Raises ConfigError; `--help` prints and exits 0.
+
+    `base`: values in the place of the default preset's.
+    """
     parser = _build_parser(prog, description)
     known, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -61,7 +64,7 @@ def parse_args(argv: list[str], prog: str, description: str) -> Loaded:
     flags = vars(known)
     file, preset, dry_run = flags.pop("config", None), flags.pop("preset", None), flags.pop("dry_run", False)
     scale = _scale({key: flags.pop(key) for key in _AT_SCALE if key in flags}, dry_run, flags)
-    of_run = {} if file or preset else _config_of_run(flags.get("resume", "none"))
+    of_run = base or ({} if file or preset else _config_of_run(flags.get("resume", "none")))
     config = make_config(lay_over(of_run, flags, "the flags")) if of_run else load_config(file, preset, flags)
     for key in flags.keys() & _COUNTS_IF.keys():
         other, value = _COUNTS_IF[key]

@@ -98,7 +98,8 @@ def activation_memory(
                    selective 10·C (3 q k v, attention's, proj's, 4 up's, down's results) and H float32; and once, for
                    the block that is computed again, the rest of the above. Tensor parallelism divides all of it but
                    the inputs of norms, of qkv and of up, and with selective the results of proj and down. With
-                   sequence parallelism it also divides the inputs of norms, and of blocks.
+                   sequence parallelism it also divides the inputs of norms, and of blocks. Rotary positions add 2·C:
+                   q and k as they were turned, beside those that qkv returned.
                    For a mixture of experts see `_experts_memory`
                    With weights of 16 bits there are no copies, and what is float32 above but log-sum-exp has 2 bytes
     - logits       two float32 tensors (B, T, columns): logits, log-softmax; under autocast a 2-byte one before them;
@@ -109,8 +110,9 @@ def activation_memory(
     half, size, wide = _SIZES[precision]
     C, L, H, tokens = shape.n_embd, shape.n_layer, shape.n_head, micro_batch_size * shape.block_size
     (tp, ep, _), stream, norms = cut, wide * C // cut.parts, 2 * 2 * wide // cut.parts
-    block = 2 * stream + 2 * size * C + (12 * size * C + 4 * H) // tp + norms
-    again = stream + 2 * size * C + 4 * size * C // tp + norms
+    turned = 2 * size * C // tp * shape.rotary
+    block = 2 * stream + 2 * size * C + (12 * size * C + 4 * H) // tp + norms + turned
+    again = stream + 2 * size * C + 4 * size * C // tp + norms + turned
     blocks, once = {
         "none": (L * block, 0),
         "selective": (L * (stream + 2 * size * C + (8 * size * C + 4 * H) // tp), again),
@@ -120,6 +122,7 @@ def activation_memory(
         kept_by_experts, again_of_experts = _experts_memory(shape, size, kept, cut)
         heads = (4 * size * C + 4 * H) // tp
         attention, again = 2 * stream + size * C + heads + norms, stream + size * C + norms + again_of_experts
+        attention, again = attention + turned, again + turned
         blocks, once = {
             "none": (L * (attention + kept_by_experts), 0),
             "selective": (L * (stream + size * C + heads + kept_by_experts), again),
@@ -166,6 +169,10 @@ def with_kernels(
         matrix = tokens * shape.n_head * shape.block_size * size // tp
         blocks = 1 if kept == "block" else shape.n_layer
         parts["activations"] += blocks * (matrix - 4 * tokens * shape.n_head // tp) + 2 * matrix
+        turned = (
+            2 * tokens * size * shape.n_embd // tp * shape.rotary
+        )  # it keeps them in the place of their scaled copies
+        parts["activations"] -= turned * (shape.n_layer if kept == "none" else 1)
     if kernels.loss_chunk and parts.get("logits"):
         chunk = min(kernels.loss_chunk, tokens)
         parts["logits"] = chunk * shape.vocab_size * (4 if size == 4 else 6)

@@ -17,6 +17,16 @@ def convolutions(shape: ResNetShape) -> list[tuple[int, int, int]]:
     return layers
 
 
+def convolution_flops(c_in: int, c_out: int, rows: int) -> int:
+    """Return the forward FLOPs of a 3x3 convolution for one image: two per weight and pixel of its output."""
+    return 2 * 9 * c_in * c_out * rows**2
+
+
+def convolution_kept(c_out: int, rows: int) -> int:
+    """Return the numbers that a convolution keeps for backward: its output and the ReLU's, of one image."""
+    return 2 * c_out * rows**2
+
+
 def count_parameters(shape: ResNetShape) -> int:
     """Return the parameters of ResNet(shape) without building it: convolutions, two per norm channel, the head."""
     convs = sum(9 * c_in * c_out + 2 * c_out for c_in, c_out, _ in convolutions(shape))
@@ -28,8 +38,8 @@ def flops_per_image(shape: ResNetShape) -> int:
 
     Forward has two per multiplication and addition; backward has twice as many. Norms and ReLUs are left out.
     """
-    convs = sum(9 * c_in * c_out * rows**2 for c_in, c_out, rows in convolutions(shape))
-    return 6 * (convs + shape.channels[-1] * shape.classes)
+    convs = sum(convolution_flops(*convolution) for convolution in convolutions(shape))
+    return 3 * (convs + 2 * shape.channels[-1] * shape.classes)
 
 
 def activation_memory(shape: ResNetShape, micro_batch_size: int, precision: str) -> dict[str, int]:
@@ -38,5 +48,5 @@ def activation_memory(shape: ResNetShape, micro_batch_size: int, precision: str)
     Per convolution: its output, which the norm keeps, and the ReLU's output, which the ReLU and the next convolution
     share.
     """
-    kept = sum(2 * c_out * rows**2 for _, c_out, rows in convolutions(shape)) + 3 * SIZE**2
+    kept = sum(convolution_kept(c_out, rows) for _, c_out, rows in convolutions(shape)) + 3 * SIZE**2
     return {"activations": micro_batch_size * kept * (4 if precision == "fp32" else 2)}

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from nanoray.config import Config
 from nanoray.mesh.axis import Axis
-from nanoray.mesh.pieces import Shard, whole_pieces
+from nanoray.mesh.pieces import Piece, Shard, whole_pieces
 from nanoray.parallel.norm import clip_to, norm_of_owned
 
 
@@ -59,11 +59,9 @@ class FSDP:
         self.shards = []
         for name, p in self._sharded.items():
             assert isinstance(p, DTensor)
-            local, rows = p.to_local().detach(), -(-p.shape[0] // axis.size)
-            row = pieces[name].numel // p.shape[0]
-            first = min(p.shape[0], axis.index * rows)
-            assert local.shape[0] == min(p.shape[0], first + rows) - first, name
-            piece = pieces[name].flat_range(first * row, (first + local.shape[0]) * row)
+            local = p.to_local().detach()
+            piece = rows_of(pieces[name], p.shape[0], axis.size, axis.index)
+            assert local.numel() == piece.numel, name
             if piece.numel:
                 self.shards.append(Shard(piece, nn.Parameter(local.view(-1)), whole[name] >= 2))
 
@@ -123,6 +121,13 @@ class FSDP:
 def units_of(model: nn.Module) -> list[nn.Module]:
     """Return the modules whose weights are gathered together: the layers in lists of layers. The rest is one more."""
     return [layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module]
+
+
+def rows_of(piece: Piece, rows: int, ranks: int, index: int) -> Piece:
+    """Return the part of a parameter with so many rows here that fully_shard leaves to the rank `index` of `ranks`."""
+    share, row = -(-rows // ranks), piece.numel // rows
+    first = min(rows, index * share)
+    return piece.flat_range(first * row, min(rows, first + share) * row)
 
 
 class _Memory:

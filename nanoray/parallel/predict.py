@@ -43,6 +43,12 @@ class Experts:
     hidden: int
     shared: int = 0
 
+    @classmethod
+    def of(cls, shape: ModelShape) -> Experts | None:
+        """Return the experts of a model; None without any."""
+        sizes = (shape.experts, shape.experts_per_token, shape.expert_hidden, shape.shared_experts)
+        return cls(*sizes) if shape.experts else None
+
 
 @dataclass(frozen=True)
 class Job:

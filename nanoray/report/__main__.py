@@ -8,14 +8,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-import jinja2
 from markupsafe import Markup
 
-from nanoray import __version__
 from nanoray.atomic import replace_text
 from nanoray.errors import ConfigError
 from nanoray.report.charts import COLOURS, charts
 from nanoray.report.gather import Run, facts, read_run, settings
+from nanoray.report.html import render
 from nanoray.trace.ledger import MEANINGS, USEFUL
 from nanoray.trace.timeline import draw, newest_window
 
@@ -50,10 +49,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def page(runs: list[Run]) -> str:
     """Return the page as HTML. Texts of runs are escaped; it loads nothing and runs no script."""
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+    return render(
+        TEMPLATE,
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared",
         runs=runs,
         facts=[facts(run) for run in runs],
@@ -65,7 +62,6 @@ def page(runs: list[Run]) -> str:
         timelines=[(run.name, _timeline(run)) for run in runs if run.traced],
         samples=[(run.name, run.summary["sample"]) for run in runs if run.summary.get("sample")],
         settings=settings(runs),
-        version=__version__,
     )
 
 

@@ -14,14 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
 
 from nanoray.config import Batch, Config
 from nanoray.mesh.layout import Layout
 from nanoray.parallel.memory import Sizes, state_memory
-from nanoray.train.precision import autocast
 from nanoray.train.report import buckets_of, told_memory
+from nanoray.train.trial import trial_on_fakes
 
 PROBED = 16  # elements of the parameter that an optimizer is tried on
 
@@ -44,9 +42,9 @@ def own_lines(
     sizes, notes = Sizes.of(model), []
     more = {"buffers": sum(buffer.nbytes for buffer in model.buffers())}
     try:
-        more["activations"] = activation_bytes(model, loss, *example, precision)
+        more["activations"] = trial_on_fakes(model, loss, *example, precision).kept
     except Exception as error:
-        notes.append(f"memory     without activations: a forward on fake tensors failed ({_first_line(error)})")
+        notes.append(f"memory     without activations: a forward on fake tensors failed ({first_line(error)})")
     moments = kept_per_element(optimizer)
     if moments is None:
         notes.append(f"memory     without the state of {type(optimizer).__name__}, which could not be tried alone")
@@ -82,40 +80,6 @@ def kept_per_element(optimizer: torch.optim.Optimizer) -> float | None:
     return sum(value.numel() for value in kept) / PROBED
 
 
-def activation_bytes(
-    model: nn.Module, loss: Callable[[nn.Module, Any, Any], Tensor], x: Any, y: Any, precision: str
-) -> int:
-    """Return the bytes that a forward pass keeps for backward, besides parameters and buffers, computed on CPU.
-
-    Nothing is computed: fake tensors have shapes and types only. Raises what the model raises on them.
-    """
-    kept: dict[int, Tensor] = {}  # by storage; the tensors stay alive, so that no number is used twice
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor
-        return tensor
-
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        state: dict[str, Tensor] = {
-            f"model.{name}": mode.from_tensor(t) for name, t in [*model.named_parameters(), *model.named_buffers()]
-        }
-        inputs = tree_map_only(Tensor, mode.from_tensor, (x, y))
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast("cpu", precision):
-            torch.func.functional_call(_WithLoss(model, loss), state, inputs)
-    given = {tensor.untyped_storage()._cdata for tensor in state.values()}
-    return sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in given)
-
-
-class _WithLoss(nn.Module):
-    """A model with its loss, as one module that can be called with other tensors in the place of its parameters."""
-
-    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any, Any], Tensor]) -> None:
-        super().__init__()
-        self.model, self.loss = model, loss
-
-    def forward(self, x: Any, y: Any) -> Tensor:
-        return self.loss(self.model, x, y)
-
-
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return an error's type and the first line of its text."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"

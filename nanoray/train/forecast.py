@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from nanoray.cli import Loaded, Scale
 from nanoray.config import Batch, Config, make_config, resolve_batch
+from nanoray.data.cifar10 import CLASSES
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
@@ -42,7 +43,7 @@ def forecast_lines(loaded: Loaded, scale: Scale) -> list[str]:
     topology = _topology(scale.topology) if scale.topology else None
     try:
         layout = Layout.of(loaded.config, scale.world_size)
-        dataset = _dataset(loaded.config)
+        dataset = known_dataset(loaded.config)
         config, grown = _divided(loaded, layout.dp)
         config, notes = plan(replace(loaded, config=config), scale.world_size, dataset)
         batch = resolve_batch(config, layout.dp)
@@ -97,7 +98,6 @@ def job_of(config: Config, vocab_size: int, sequences: int) -> Job:
     backend = {"cpu": "gloo", "cuda": "nccl"}[device] if config.backend == "auto" else config.backend
     bucket_mb = config.bucket_mb or default_bucket_mb(torch.device(device), config.dp_mode)
     shape = ModelShape.of(config, vocab_size)
-    mixture = Experts(shape.experts, shape.experts_per_token, shape.expert_hidden, shape.shared_experts)
     return Job(
         shape,
         config,
@@ -106,7 +106,7 @@ def job_of(config: Config, vocab_size: int, sequences: int) -> Job:
         bucket_mb,
         config.pp_schedule,
         config.chunks,
-        mixture if shape.experts else None,
+        Experts.of(shape),
         config.mirrors(backend),
     )
 
@@ -127,8 +127,10 @@ def _topology(name: str) -> Topology:
     return topology
 
 
-def _dataset(config: Config) -> DatasetInfo:
+def known_dataset(config: Config) -> DatasetInfo:
     """Return what is known of the data. Only a text or folder of one's own, and epochs, need to be read."""
+    if config.model == "resnet":
+        return DatasetInfo(config.dataset, "not read", Path(), "uint8", len(CLASSES), 0, 0, "", "", {}, "images")
     from nanoray.data.tokenizer import VOCAB
 
     if config.num_epochs or config.dataset not in ("auto", "shakespeare", "stdlib"):

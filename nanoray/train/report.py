@@ -165,24 +165,12 @@ def memory_line(
     config: Config, classes: int, batch: Batch, precision: str, activations: dict[str, int], stage: int = 0
 ) -> str:
     """Return the memory of one rank at the peak of a step, by part; what a part is, its function says."""
-    import torch
-
-    from nanoray.mesh.axis import Axis
-    from nanoray.mesh.mesh import Mesh
-    from nanoray.models.build import build_model
-    from nanoray.parallel import ep, tp
+    from nanoray.mesh.layout import Coords
     from nanoray.parallel.memory import model_memory
-    from nanoray.parallel.pp import split
+    from nanoray.parallel.owners import rank_model
     from nanoray.train.precision import weight_type
 
-    with torch.device("meta"):
-        model = build_model(config, classes).to(weight_type(config.precision))
-        for cut, axis, size in ((tp.cut, "tp", config.tp), (ep.cut, "ep", config.ep)):
-            if size > 1:
-                nobody = Mesh(0, size, 0, torch.device("meta"), "none", "dry run")
-                cut(model, Axis(axis, tuple(range(size)), 0, None, nobody))
-        if config.pp > 1:
-            split(model, stage, config.pp, config.chunks)
+    model = rank_model(config, classes, weight_type(config.precision), Coords(0, 0, stage, 0))
     parts = model_memory(config, model, batch.dp, batch.accum, *buckets_of(config)) | activations
     return told_memory(config, batch, precision, parts, stage)
 

@@ -71,7 +71,7 @@ class Run:
     store: Any = field(default=None, repr=False)
     rejoin: Any = field(default=None, repr=False)
     outcome: dict[str, Any] | None = None  # of `fit`
-    placement: str = ""  # of a dry run: where its ranks would be. Then `fit` prints what it knows and ends the script
+    look: Callable[[OwnTask], None] | None = None  # of a dry run: gets what `fit` would train, and the script ends
 
     @property
     def config(self) -> Config:
@@ -118,8 +118,8 @@ class RuntimeEngine:
         run = self.run
         if run.outcome is not None:
             raise ConfigError("fit was called twice in one run; launch a run for each of them")
-        if run.placement:
-            print("\n".join(OwnTask(self, run.spec, train_data, val_data, steps).dry_run_lines(run.placement)))
+        if run.look:
+            run.look(OwnTask(self, run.spec, train_data, val_data, steps))
             raise DryRunEnded
         watchers = [*run.watchers, *(_Observer(callback, run) for callback in self.callbacks)]
 
@@ -210,11 +210,15 @@ class OwnTask:
             f"      model {type(self._engine.model).__name__}, {numbers / 1e6:.2f} M parameters",
         ]
 
+    def example(self) -> tuple[Config, Batch, tuple[Any, Any]]:
+        """Return the configuration with what the script has decided, its batch, and the first micro batch."""
+        config = self._spec.config.model_copy(update=self.settings())
+        batch = resolve_batch(config, self._engine.run.world_size)
+        return config, batch, self.data(torch.device("cpu")).train_batch(0, batch.micro)
+
     def dry_run_lines(self, placement: str) -> list[str]:
         """Return what a dry run prints. Reads one micro batch."""
-        engine, config = self._engine, self._spec.config.model_copy(update=self.settings())
-        batch = resolve_batch(config, engine.run.world_size)
-        example = self.data(torch.device("cpu")).train_batch(0, batch.micro)
+        (config, batch, example), engine = self.example(), self._engine
         return own_lines(config, engine.model, engine.optimizer, self.loss, batch, example, placement)
 
     def closing(self, model_of: Callable[[], nn.Module]) -> str | None:
@@ -249,10 +253,17 @@ def dry_run(main: Callable[[Run], Any], config: Config, given: frozenset[str], r
 
     The model is made in this process; no rank is started, no device taken and no run folder made.
     """
+    call_until_fit(main, config, given, ranks, lambda task: print("\n".join(task.dry_run_lines(placement))))
+
+
+def call_until_fit(
+    main: Callable[[Run], Any], config: Config, given: frozenset[str], ranks: int, look: Callable[[OwnTask], None]
+) -> None:
+    """Call a script's function up to `fit`, which calls `look` in place of training and ends the function."""
     spec = RunSpec(config, own_data(), Path(config.out_dir), time.time())
     torch.manual_seed(config.seed)
     try:
-        main(Run(spec, Rendezvous(world_size=ranks), given, placement=placement))
+        main(Run(spec, Rendezvous(world_size=ranks), given, look=look))
     except DryRunEnded:
         return
     raise ConfigError(_untrained(main))

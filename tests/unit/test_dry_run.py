@@ -13,8 +13,9 @@ from torch.utils.data import TensorDataset
 
 import nanoray
 from nanoray.parallel.memory import held_bytes
-from nanoray.train.dry_run import activation_bytes, kept_per_element
+from nanoray.train.dry_run import kept_per_element
 from nanoray.train.runtime import Run, RuntimeEngine
+from nanoray.train.trial import trial_on_fakes
 
 
 class Tower(nn.Module):
@@ -158,7 +159,7 @@ def test_bf16_keeps_smaller_activations_and_nothing_is_changed() -> None:
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return nn.functional.mse_loss(model(x), y)
 
-    fp32, bf16 = (activation_bytes(model, loss, x, x, precision) for precision in ("fp32", "bf16"))
+    fp32, bf16 = (trial_on_fakes(model, loss, x, x, precision).kept for precision in ("fp32", "bf16"))
     assert bf16 < fp32
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert kept_per_element(OPTIMIZERS["amsgrad"](model.parameters())) == 3

@@ -1,0 +1,81 @@
+"""`nanoray inspect TARGET`: the dump of a model, checked by one batch with --verify.
+
+TARGET is the folder of a run, one of its checkpoints, a YAML file, the name of a preset, or a script with its own
+model. Flags of `nanoray train --help` change the configuration: `nanoray inspect gpt2-124m --tp 2 --world_size 8`.
+Exit code 1: --verify found something wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from nanoray.atomic import replace_text
+from nanoray.cli import Parser
+from nanoray.errors import ConfigError, NanorayError
+from nanoray.output import lasting_output
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `nanoray inspect` and return the exit code."""
+    parser = Parser(
+        prog="nanoray inspect",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("target", metavar="TARGET", help="run folder, step folder, YAML file, preset, or script.py")
+    parser.add_argument(
+        "--verify", action="store_true", help="build the model, run one batch on this CPU, check everything"
+    )
+    parser.add_argument("--against", type=Path, metavar="OTHER", help="run or checkpoint to compare the weights with")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it as JSON, with every rank's pieces")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page")
+    parser.add_argument(
+        "--world_size", type=int, metavar="N", help="ranks to lay out [the run's; else workers, or tp*pp*ep]"
+    )
+    parser.add_argument("--function", default="main", help="of a script: what nanoray.launch would call [main]")
+    with lasting_output():
+        try:
+            args, flags = parser.parse_known_args(argv)
+            return _run(args, flags)
+        except NanorayError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return error.exit_code
+
+
+def _run(args: argparse.Namespace, flags: list[str]) -> int:
+    from nanoray.inspect.against import against
+    from nanoray.inspect.page import page
+    from nanoray.inspect.subject import find_subject
+    from nanoray.inspect.text import lines
+    from nanoray.inspect.tree import dump
+    from nanoray.inspect.verify import verify
+
+    if args.world_size is not None and args.world_size < 1:
+        raise ConfigError(f"world_size = {args.world_size} is not a whole number above 0; give the ranks to lay out")
+    subject = find_subject(args.target, flags, args.world_size, args.function)
+    told: dict[str, Any] = dump(subject)
+    told["verify"] = verify(subject, told) if args.verify else None
+    told["against"] = against(subject.state, args.against) if args.against else None
+    print("\n".join(lines(told)))
+    _write(args.json, lambda: json.dumps(told, indent=1) + "\n")
+    _write(args.html, lambda: page(told))
+    return 0 if not told["verify"] or told["verify"]["ok"] else 1
+
+
+def _write(path: Path | None, text: Any) -> None:
+    if path is None:
+        return
+    try:
+        replace_text(path, text())
+    except OSError as error:
+        raise ConfigError(f"cannot write {path} ({error.strerror}); give another path") from None
+    print(path)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

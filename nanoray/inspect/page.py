@@ -1,0 +1,31 @@
+"""The dump as one HTML page, in the style of `nanoray report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from nanoray.inspect import text
+from nanoray.report.html import render
+
+
+def page(told: dict[str, Any]) -> str:
+    """Return the page. It loads nothing and runs no script; texts are escaped."""
+    verified, compared = told["verify"], told["against"]
+    most = max((row["kept"] for row in told["modules"]), default=0)
+    return render(
+        Path(__file__).with_name("inspect.html.j2"),
+        title=told["subject"],
+        told=told,
+        head=text.head(told),
+        same=text.alike(told["modules"]),
+        flops=text.flops,
+        size=text.size,
+        shapes=text.shapes,
+        owners=text.owners(told),
+        most=most or 1,
+        verified=verified,
+        measured=text.measured(verified) if verified else [],
+        compared=compared,
+        apart=text.apart(compared) if compared else [],
+    )

@@ -1,0 +1,245 @@
+"""What `nanoray inspect` looks at: a run, one of its checkpoints, a configuration, or a script with its own model."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanoray.checkpoint.find import find_run
+from nanoray.cli import parse_args
+from nanoray.config import PRESET_DIR, Batch, Config, did_you_mean, resolve_batch
+from nanoray.data.dataset import DatasetInfo, own_data
+from nanoray.errors import CheckpointError, ConfigError
+from nanoray.launch.own import DEFAULTS
+from nanoray.mesh.devices import choose_attention, choose_precision, cpu_features
+from nanoray.mesh.layout import Coords, Layout
+from nanoray.models.build import OwnShape, shape_of
+from nanoray.models.gpt import ModelShape
+from nanoray.models.resnet import ResNetShape
+from nanoray.parallel.owners import rank_model
+from nanoray.state import StateDict
+from nanoray.train.forecast import known_dataset
+from nanoray.train.precision import weight_type
+from nanoray.train.runtime import OwnTask, call_until_fit
+from nanoray.train.trial import Loss
+
+PROG = "nanoray inspect"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with all that is known of it. `example` is one micro batch: its shapes count, and of a script its values.
+
+    `model` is whole and takes no memory, but for a script's own, which is the real one.
+    """
+
+    title: str
+    config: Config  # with the precision and the kernels that it is computed with
+    why: str  # that precision
+    dataset: DatasetInfo
+    layout: Layout
+    batch: Batch
+    model: nn.Module
+    shape: ModelShape | ResNetShape | OwnShape
+    example: tuple[Any, Any] | None  # None: nothing is known of its inputs
+    loss: Loss = lambda model, x, y: model(x, y)
+    optimizer: torch.optim.Optimizer | None = None  # of a script
+    state: StateDict | None = None
+    checkpoint: Path | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def script(self) -> bool:
+        """Whether the model is the real one of a script."""
+        return self.optimizer is not None
+
+    def at(self, place: Coords) -> nn.Module:
+        """Return the model on the meta device as the rank at `place` has it before data parallelism shares it."""
+        if isinstance(self.shape, OwnShape):
+            named = dict(self.model.named_parameters())
+            return outline(named, {name for name, p in named.items() if p.requires_grad})
+        return rank_model(self.config, self.dataset.vocab_size, weight_type(self.config.precision), place)
+
+
+def find_subject(target: str, flags: list[str], world_size: int | None, function: str) -> Subject:
+    """Return what `target` names, with `flags` laid over its configuration. Raises NanorayError.
+
+    `world_size`: ranks to lay out; None: the run's, or the configuration's.
+    """
+    path = Path(target).expanduser()
+    if path.suffix == ".py" and path.is_file():
+        return _of_script(path, flags, world_size, function)
+    what = "Dump a model"
+    if path.is_dir():
+        if not any((folder / "config.json").is_file() for folder in (path, path.parent, path.parent.parent)):
+            raise ConfigError(
+                f"{path} is no run and no checkpoint of one (no config.json); give a folder such as runs/2026-..."
+            )
+        config = parse_args(["--resume", str(path), *flags], PROG, what).config
+        return _of_run(path, config, world_size)
+    if path.is_file():
+        config = parse_args(["--config", str(path), *flags], PROG, what).config
+    else:
+        presets = sorted(p.stem for p in PRESET_DIR.glob("*.yaml"))
+        if target not in presets:
+            raise ConfigError(f"{target} is no folder of a run, no file and no preset; {did_you_mean(target, presets)}")
+        config = parse_args(["--preset", target, *flags], PROG, what).config
+    if config.model == "own":
+        raise ConfigError("model = own has no model without its script; give the script: nanoray inspect SCRIPT.py")
+    return _described(target, config, known_dataset(config), world_size)
+
+
+def _of_run(path: Path, config: Config, world_size: int | None) -> Subject:
+    """Return a run with its newest valid checkpoint, or a checkpoint; without any, the run's configuration."""
+    found, notes = None, []
+    try:
+        found = find_run(path, str(path), {})
+    except CheckpointError as error:
+        if not (path / "config.json").is_file():
+            raise
+        notes.append(f"without weights: {error}")
+    saved: dict[str, Any] = {}
+    if found:
+        notes += found.notes
+        saved = found.state.meta
+        world_size = world_size or saved["world_size"]
+        decided = saved.get("config") or {}
+        update = {
+            key: decided[key] for key in ("precision", "attention") if getattr(config, key) == "auto" and key in decided
+        }
+        config = config.model_copy(update=update)
+        dataset = DatasetInfo.from_dict(saved["dataset"])
+    else:
+        dataset = _dataset_of_run(path) or known_dataset(config)
+    title = path.resolve().name
+    state, at = (found.state, found.path) if found else (None, None)
+    if config.model != "own":
+        made = _described(title, config, dataset, world_size)
+        return replace(made, state=state, checkpoint=at, notes=[*notes, *made.notes])
+    if state is None:
+        raise ConfigError(
+            f"{path} has no valid checkpoint, and its model is a script's own; give that: nanoray inspect SCRIPT.py"
+        )
+    ranks = world_size or 1
+    notes.append(
+        "the model is a script's own, of which the checkpoint has the weights; the rest: nanoray inspect SCRIPT.py"
+    )
+    batch = resolve_batch(config, Layout.of(config, ranks).dp)
+    updated = {name.partition(".")[2] for name in state.optimizer} or state.model.keys()
+    layout, model = Layout.of(config, ranks), outline(state.model, updated)
+    return Subject(
+        title,
+        config,
+        "of the run",
+        dataset,
+        layout,
+        batch,
+        model,
+        OwnShape(),
+        None,
+        state=state,
+        checkpoint=at,
+        notes=notes,
+    )
+
+
+def _dataset_of_run(path: Path) -> DatasetInfo | None:
+    with suppress(OSError, ValueError, KeyError):
+        return DatasetInfo.from_dict(json.loads((path / "run.json").read_text(encoding="utf-8"))["dataset"])
+    return None
+
+
+def _described(title: str, config: Config, dataset: DatasetInfo, world_size: int | None) -> Subject:
+    """Return a model of nanoray's own, on the meta device."""
+    wanted, features = config.precision, cpu_features()
+    why = "asked for"
+    if wanted == "auto":
+        precision, why = choose_precision("auto" if config.model == "gpt" else "fp32", "cpu", config.n_embd, features)
+        config = config.model_copy(update={"precision": precision})
+    if config.model == "gpt":
+        how = choose_attention(config.attention, "cpu", config.precision, config.block_size, features)
+        config = config.model_copy(update={"attention": how})
+    ranks = world_size or (config.workers if isinstance(config.workers, int) else config.tp * config.pp * config.ep)
+    layout = Layout.of(config, ranks)
+    batch, shape = resolve_batch(config, layout.dp), shape_of(config, dataset.vocab_size)
+    whole = config.model_copy(update={"tp": 1, "pp": 1, "ep": 1, "sequence_parallel": False})
+    model = rank_model(whole, dataset.vocab_size, weight_type(config.precision), Coords(0, 0, 0, 0))
+    example = example_of(config, batch.micro)
+    return Subject(title, config, why, dataset, layout, batch, model, shape, example)
+
+
+def example_of(config: Config, micro: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets of a micro batch; only their shapes and types mean anything."""
+    if config.model == "resnet":
+        return torch.zeros(micro, 3, 32, 32), torch.zeros(micro, dtype=torch.long)
+    tokens = torch.zeros(micro, config.block_size, dtype=torch.long)
+    return tokens, tokens.clone()
+
+
+def _of_script(path: Path, flags: list[str], world_size: int | None, function: str) -> Subject:
+    """Call a script's function up to `fit`, and take its model, optimizer, loss and first micro batch."""
+    loaded = parse_args(flags, PROG, "Dump a model", base=dict(DEFAULTS))
+    config, found = loaded.config, list[Subject]()
+    if "global_batch_size" in loaded.given and "micro_batch_size" not in loaded.given:
+        config = config.model_copy(update={"micro_batch_size": 0})
+    main: Callable[..., Any] | None = runpy.run_path(str(path), run_name="inspected").get(function)
+    if not callable(main):
+        raise ConfigError(
+            f"{path} has no function {function}, which nanoray.launch would call; name it with --function"
+        )
+    ranks = world_size or (config.workers if isinstance(config.workers, int) else 1)
+
+    def look(task: OwnTask) -> None:
+        decided, batch, example = task.example()
+        precision = "fp32" if decided.precision == "auto" else decided.precision
+        decided = decided.model_copy(update={"precision": precision})
+        layout, model = Layout.of(decided, ranks), task.model()
+        optimizer = task.optimizer(model, None)
+        found.append(
+            Subject(
+                path.name,
+                decided,
+                "of the script",
+                own_data(),
+                layout,
+                batch,
+                model,
+                OwnShape(),
+                example,
+                task.loss,
+                optimizer,
+            )
+        )
+
+    call_until_fit(main, config, loaded.given, ranks, look)
+    return found[0]
+
+
+def outline(tensors: Mapping[str, Tensor], trained: Collection[str]) -> nn.Module:
+    """Return modules with these tensors, on the meta device, as their names nest them; those not trained as buffers."""
+    root = Unknown()
+    for name, tensor in tensors.items():
+        *path, last = name.split(".")
+        module: nn.Module = root
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, Unknown())
+            module = module.get_submodule(part)
+        like = torch.empty_like(tensor, device="meta", requires_grad=False)
+        if name in trained and tensor.is_floating_point():
+            module.register_parameter(last, nn.Parameter(like))
+        else:
+            module.register_buffer(last, like)
+    return root
+
+
+class Unknown(nn.Module):
+    """A module of which only its weights' names are known."""

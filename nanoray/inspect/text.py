@@ -1,0 +1,189 @@
+"""The dump as text: tree, layers, owners, checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from nanoray.inspect.tree import told_ranks
+
+UNKNOWN = "?"
+
+
+def flops(count: int | None) -> str:
+    """Return a number of FLOPs with a prefix: 1.23 G."""
+    if count is None:
+        return UNKNOWN
+    for power, unit in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if count >= 10**power:
+            return f"{count / 10**power:.3g} {unit}"
+    return str(count) if count else ""
+
+
+def size(count: int | None) -> str:
+    """Return bytes with a binary prefix: 1.5 MiB."""
+    if count is None:
+        return UNKNOWN
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if count >= 2**power:
+            return f"{count / 2**power:,.4g} {unit}"
+    return f"{count} B" if count else ""
+
+
+def shapes(tensors: Sequence[Any]) -> str:
+    """Return shapes and dtypes: 6×64×128 float32."""
+    return ", ".join(f"{'×'.join(map(str, shape)) or 'scalar'} {dtype}" for shape, dtype in tensors)
+
+
+def head(told: dict[str, Any]) -> dict[str, str]:
+    """Return the first lines as labels and texts."""
+    batch, axes = told["batch"], told["layout"]
+    layout = " × ".join(f"{axis} {n}" for axis, n in axes.items() if n > 1 or axis == "dp")
+    weights = "none loaded" if not told["checkpoint"] else f"{told['checkpoint']}, step {told['step']}"
+    both = sum(row["forward_flops"] for row in told["modules"]), sum(row["backward_flops"] for row in told["modules"])
+    counted = f"{flops(both[0])} forward, {flops(both[1])} backward, counted" if any(both) else "not counted"
+    formula = f"; {flops(told['flops_by_formula'])} by the formula of MFU" if told["flops_by_formula"] else ""
+    facts = {
+        "model": f"{told['model']}, {told['parameters']:,} parameters, {told['optimizer']}",
+        "weights": weights,
+        "ranks": f"{told['ranks']} = {layout}, {told['dp_mode']}",
+        "precision": f"{told['precision']} ({told['why_precision']})",
+        "batch": f"{batch['micro']} × {batch['accum']} accum × {batch['dp']} dp; what follows is of one micro batch, "
+        f"{batch['units']:,} {batch['unit']}",
+        "FLOPs": f"{counted}{formula}",
+    }
+    return facts | {f"memory {n}" if n else "memory": line for n, line in enumerate(told["memory"])}
+
+
+def lines(told: dict[str, Any]) -> list[str]:
+    """Return the dump as lines."""
+    found = [f"{told['subject']}"]
+    found += [f"{label:<10} {text}" for label, text in head(told).items()]
+    found += [f"{'note':<10} {note}" for note in told["notes"]]
+    found += [
+        "",
+        *_table(
+            ("module", "type", "weights", "returns", "reads", "parameters", "forward", "backward", "kept"), _tree(told)
+        ),
+    ]
+    found += ["", "layers, for one rank", *_table(LAYERS, _layers(told["layers"]))]
+    found += ["", "owners", *_table(OWNERS, owners(told))]
+    if told.get("verify"):
+        found += ["", *_verified(told["verify"])]
+    if told.get("against"):
+        found += ["", *_apart(told["against"])]
+    return found
+
+
+OWNERS = ("tensor", "shape", "dtype", "owner", "held by ranks", "updated by ranks")
+LAYERS = ("layer", "parameters", "forward", "backward", "activations", "weights", "gradients", "optimizer")
+
+
+def _layers(layers: list[dict[str, Any]]) -> list[list[str]]:
+    keys = ("kept", "weights", "gradients", "optimizer")
+    return [
+        [
+            row["name"],
+            f"{row['parameters']:,}",
+            flops(row["forward_flops"]),
+            flops(row["backward_flops"]),
+            *(size(row[k]) for k in keys),
+        ]
+        for row in layers
+    ]
+
+
+def alike(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Return for each layer of a list that is like the one before it the layer that it is like.
+
+    Layers are alike when the same modules and tensors have the same shapes and costs; whom the first one reads differs.
+    """
+    content: dict[str, list[Any]] = {}
+    for row in rows:
+        if row["layer"][-1:].isdigit():
+            inner = row["name"].removeprefix(row["layer"])
+            told = [inner, *(row[key] for key in ("type", "weights", "outputs", "calls", "kept", "forward_flops"))]
+            content.setdefault(row["layer"], []).append(told)
+    first: dict[str, str] = {}
+    found = {}
+    for layer, told in content.items():
+        like = first.setdefault(repr(told), layer)
+        if like != layer:
+            found[layer] = like
+    return found
+
+
+def _tree(told: dict[str, Any]) -> list[list[str]]:
+    found, same = [], alike(told["modules"])
+    for row in told["modules"]:
+        name = row["name"].rpartition(".")[2] or "(model)"
+        place = "  " * row["depth"] + name
+        if row["layer"] in same:
+            if row["name"] == row["layer"]:
+                found.append([place, f"as {same[row['layer']]}", *[""] * 7])
+            continue
+        weights = " ".join(f"{key} {'×'.join(map(str, of))}" for key, of in row["weights"].items())
+        parameters = f"{row['parameters']:,}" if row["parameters"] else ""
+        costs = [flops(row["forward_flops"]), flops(row["backward_flops"]), size(row["kept"])]
+        found.append([place, row["type"], weights, shapes(row["outputs"]), ", ".join(row["reads"]), parameters, *costs])
+    if told["loss_reads"]:
+        found.append(["(loss)", "", "", "", ", ".join(told["loss_reads"]), *[""] * 4])
+    return found
+
+
+def owners(told: dict[str, Any]) -> list[list[str]]:
+    """Return for each tensor its shape, dtype, owner, and the ranks that hold and update each piece of it."""
+    rows = []
+    for row in told["tensors"]:
+        owner = f"is {row['tied_to']}" if row["tied_to"] else row.get("owner", UNKNOWN)
+        ranks = [" | ".join(told_ranks(of["ranks"]) for of in row.get(kind, ())) for kind in ("held", "updated")]
+        rows.append([row["name"], "×".join(map(str, row["shape"])), row["dtype"], owner, *ranks])
+    return rows
+
+
+def measured(verified: dict[str, Any]) -> list[list[str]]:
+    """Return for each layer what it was predicted to keep and what it kept, of activations and optimizer state."""
+    rows = []
+    for row in verified["layers"]:
+        pairs = [(row["kept"], row["kept_measured"]), (row["optimizer"], row["optimizer_measured"])]
+        cells = []
+        for predicted, found in pairs:
+            ratio = f"{found / predicted:.3f}" if predicted and found is not None else ""
+            cells += [size(predicted), size(found), ratio]
+        rows.append([row["name"], *cells])
+    return rows
+
+
+MEASURED = ("layer", "activations", "measured", "ratio", "optimizer", "measured", "ratio")
+
+
+def _verified(verified: dict[str, Any]) -> list[str]:
+    """Return the checks, and what was measured beside what was predicted."""
+    checks = [[c["check"], "ok" if c["ok"] else "WRONG", c["found"]] for c in verified["checks"]]
+    found = ["verified: one batch, forward and backward, in one process on this CPU", *_table((), checks)]
+    if zero := verified["gradients_of_zero"]:
+        found.append(f"gradients that are zero everywhere: {', '.join(zero)}")
+    return [*found, "", *_table(MEASURED, measured(verified))]
+
+
+def apart(compared: dict[str, Any]) -> list[list[str]]:
+    """Return for each tensor how far it is from the other checkpoint's."""
+    rows = []
+    for row in compared["tensors"]:
+        told = "equal" if row["equal"] else "not there, or of another shape" if row["difference"] is None else ""
+        numbers = [f"{row[key]:.3g}" if row[key] is not None else "" for key in ("rms", "difference", "relative")]
+        rows.append([row["name"], "×".join(map(str, row["shape"])), *numbers, told])
+    return rows
+
+
+def _apart(compared: dict[str, Any]) -> list[str]:
+    names = ("tensor", "shape", "RMS", "RMS of difference", "relative", "")
+    only = [f"only there: {', '.join(compared['only_there'])}"] if compared["only_there"] else []
+    return [f"against {compared['path']}, step {compared['step']}", *_table(names, apart(compared)), *only]
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows below their names, each column as wide as its widest cell."""
+    every = [*([names] if names else []), *rows]
+    widths = [max(map(len, column)) for column in zip(*every, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in every]

@@ -1,0 +1,221 @@
+"""The dump of a model as plain data: modules, tensors with their owners, layers with their costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from nanoray import __version__
+from nanoray.errors import ConfigError
+from nanoray.inspect.layers import layer_of, layers_of, totals
+from nanoray.inspect.subject import Subject
+from nanoray.mesh.layout import Layout
+from nanoray.mesh.pieces import Box, Piece
+from nanoray.models import costs, resnet_costs
+from nanoray.models.gpt import ModelShape
+from nanoray.models.resnet import ResNetShape
+from nanoray.parallel.owners import Holder, holders_of
+from nanoray.train.dry_run import first_line
+from nanoray.train.report import buckets_of, memory_line, stage_activations
+from nanoray.train.trial import Seen, Trial, trial_on_fakes
+
+SHAPELESS = "tree without shapes, connections and counts"
+
+
+def dump(subject: Subject) -> dict[str, Any]:
+    """Return all that is known of a model without computing anything. Raises ConfigError."""
+    config, layout, batch = subject.config, subject.layout, subject.batch
+    notes, trial = [*subject.notes], None
+    if subject.example is None:
+        notes.append(f"{SHAPELESS}: the inputs of the model are not known")
+    else:
+        try:
+            trial = trial_on_fakes(subject.model, subject.loss, *subject.example, config.precision, backward=True)
+        except Exception as error:
+            notes.append(f"{SHAPELESS}: a trial on fake tensors failed ({first_line(error)}); --verify has them")
+    modules = modules_of(subject, trial)
+    layers = layers_of(subject, modules)
+    if subject.shape.to_dict() == {}:
+        how = "counted in a trial on fake tensors" if trial else "unknown"
+        notes.append(f"a script's own model has no formula: FLOPs and activations of its layers are {how}")
+    unit, size = _unit(subject)
+    return {
+        "nanoray": __version__,
+        "subject": subject.title,
+        "checkpoint": str(subject.checkpoint) if subject.checkpoint else None,
+        "step": subject.state.meta["step"] if subject.state else None,
+        "model": type(subject.model).__name__,
+        "shape": subject.shape.to_dict(),
+        "parameters": sum(p.numel() for p in subject.model.parameters()),
+        "precision": config.precision,
+        "why_precision": subject.why,
+        "device": config.device,
+        "ranks": layout.world_size,
+        "layout": {"dp": layout.dp, "tp": layout.tp, "pp": layout.pp, "ep": layout.ep},
+        "dp_mode": config.dp_mode if layout.dp > 1 else "one data rank",
+        "optimizer": type(subject.optimizer).__name__ if subject.optimizer else config.optimizer,
+        "batch": {**batch._asdict(), "unit": unit, "units": batch.micro * size},
+        "flops_by_formula": _flops(subject),
+        "memory": _memory(subject),
+        "modules": modules,
+        "loss_reads": trial.loss_reads if trial else None,
+        "unused": trial.unused if trial else None,
+        "tensors": tensors_of(subject, notes),
+        "layers": [asdict(layer) for layer in layers],
+        "totals": totals(layers),
+        "notes": notes,
+    }
+
+
+def _unit(subject: Subject) -> tuple[str, int]:
+    if isinstance(subject.shape, ModelShape):
+        return "tokens", subject.shape.block_size
+    return ("images" if isinstance(subject.shape, ResNetShape) else "samples"), 1
+
+
+def _flops(subject: Subject) -> int | None:
+    """Return the FLOPs of a micro batch, forward and backward, by the formula that MFU is counted with."""
+    if isinstance(subject.shape, ModelShape):
+        return subject.batch.micro * subject.shape.block_size * costs.flops_per_token(subject.shape)
+    if isinstance(subject.shape, ResNetShape):
+        return subject.batch.micro * resnet_costs.flops_per_image(subject.shape)
+    return None
+
+
+def _memory(subject: Subject) -> list[str]:
+    """Return the lines of a dry run on the memory of a rank, one for each stage."""
+    config, batch, classes, shape = subject.config, subject.batch, subject.dataset.vocab_size, subject.shape
+    if isinstance(shape, ResNetShape):
+        kept = [resnet_costs.activation_memory(shape, batch.micro, config.precision)]
+    elif isinstance(shape, ModelShape):
+        stages = range(config.pp)
+        kept = [stage_activations(config, shape, batch, config.precision, stage) for stage in stages]
+    else:
+        return []
+    return [
+        memory_line(config, classes, batch, config.precision, of, stage).split(maxsplit=1)[1]
+        for stage, of in enumerate(kept)
+    ]
+
+
+def modules_of(subject: Subject, trial: Trial | None) -> list[dict[str, Any]]:
+    """Return the modules in the model's order, with what a trial has seen of each."""
+    rows = []
+    for name, module in subject.model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        rows.append(
+            {
+                "name": name,
+                "type": type(module).__name__,
+                "depth": name.count(".") + bool(name),
+                "layer": layer_of(name, subject.model, subject.shape),
+                "parameters": sum(p.numel() for p in own.values()),
+                "weights": {key: [*p.shape] for key, p in own.items()},
+                **asdict(trial.seen[name] if trial else Seen()),
+            }
+        )
+    return rows
+
+
+# Tensors and their owners.
+
+
+def tensors_of(subject: Subject, notes: list[str]) -> list[dict[str, Any]]:
+    """Return parameters and buffers with the ranks that hold and update each piece of them."""
+    model, layout, config = subject.model, subject.layout, subject.config
+    saved = subject.state.model if subject.state else {}
+    bucket_mb, mirrored = buckets_of(config)
+    try:
+        holders = holders_of(config, layout, bucket_mb, subject.at)
+    except ConfigError as error:
+        notes.append(f"without owners: {error}")
+        holders = []
+    first: dict[int, str] = {}
+    rows = []
+    trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        tied = first.setdefault(id(tensor), name)
+        row: dict[str, Any] = {
+            "name": name,
+            "kind": "parameter" if name in trained else "buffer",
+            "shape": [*tensor.shape],
+            "dtype": str(saved.get(name, tensor).dtype).removeprefix("torch."),
+            "numel": tensor.numel(),
+            "trained": trained.get(name, False),
+            "tied_to": tied if tied != name else None,
+        }
+        if holders and row["trained"] and tied == name:
+            row |= owners_of(name, holders, layout, config.dp_mode, mirrored)
+        elif tied == name:
+            row["owner"] = "each rank has it whole" if layout.world_size > 1 else "rank 0"
+        rows.append(row)
+    return rows
+
+
+def owners_of(name: str, holders: list[Holder], layout: Layout, mode: str, mirrored: bool) -> dict[str, Any]:
+    """Return who holds and who updates which piece of a parameter, and a line that says by which axis."""
+    held, updated = (
+        {r: h for r, h in enumerate(getattr(x, kind) for x in holders) if name in h} for kind in ("held", "updated")
+    )
+    pieces = {rank: of[name] for rank, of in held.items()}
+    parts = []
+    if layout.pp > 1:
+        stages = sorted({holders[rank].place.pp for rank in pieces})
+        parts.append(f"pp: stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}")
+    view = next(iter(pieces.values())).view
+    for axis in ("tp", "ep"):
+        if (size := getattr(layout, axis)) > 1:
+            dim = _cut_along(axis, pieces, holders)
+            shape = "×".join(map(str, view))
+            parts.append(
+                f"{axis}: 1/{size} along dim {dim} of {shape}" if dim is not None else f"{axis}: whole on each"
+            )
+    if layout.dp > 1:
+        sharing = {
+            "zero1": "weights and gradients whole, optimizer sliced",
+            "zero2": "weights whole, gradients and optimizer sliced",
+            "fsdp": "rows of weights, gradients and optimizer",
+        }
+        parts.append(f"dp {mode}: {sharing.get(mode, 'whole on each')}" + ", mirrored" * mirrored)
+    return {
+        "owner": "; ".join(parts) or "rank 0",
+        "held": _grouped(pieces),
+        "updated": _grouped({rank: of[name] for rank, of in updated.items()}),
+    }
+
+
+def _cut_along(axis: str, pieces: dict[int, Piece], holders: list[Holder]) -> int | None:
+    """Return the dimension in which the pieces of ranks differ that differ in this axis alone; None: in none."""
+    for rank, piece in pieces.items():
+        place = holders[rank].place
+        for other, theirs in pieces.items():
+            at = holders[other].place
+            same = all(getattr(place, a) == getattr(at, a) for a in ("tp", "ep", "pp") if a != axis)
+            if same and getattr(at, axis) != getattr(place, axis) and (axis == "ep" or at.dp == place.dp):
+                sides = enumerate(zip(piece.boxes[0], theirs.boxes[0], strict=True))
+                return next((dim for dim, (a, b) in sides if a != b), None)
+    return None
+
+
+def _grouped(pieces: dict[int, Piece]) -> list[dict[str, Any]]:
+    """Return the distinct pieces, as boxes of (start, end) in each dimension of `view`, with the ranks of each."""
+    ranks: dict[tuple[Box, ...], list[int]] = {}
+    for rank, piece in pieces.items():
+        ranks.setdefault(piece.boxes, []).append(rank)
+    view = [*next(iter(pieces.values())).view] if pieces else []
+    return [
+        {"ranks": of, "boxes": [[[*side] for side in box] for box in boxes], "view": view}
+        for boxes, of in ranks.items()
+    ]
+
+
+def told_ranks(ranks: Iterable[int]) -> str:
+    """Return ranks as text: 0-3 6 8-9."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return " ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
