@@ -190,6 +190,7 @@ def test_ranks_that_all_lose_their_node_save_first(recipe: Path, undisturbed: Pa
     assert same(tmp_path, undisturbed)
 
 
+@pytest.mark.full
 def test_a_drain_of_the_drivers_node_ends_the_run_with_a_checkpoint(recipe: Path, tmp_path: Path) -> None:
     with ray_head() as own:
         driver = start(own, recipe, tmp_path, "--max_steps", "100000", "--log_every", "100")

@@ -147,9 +147,8 @@ def test_every_phase_of_a_step(
     assert no_watchers_left(only_run(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("mode", "ranks", "spares"), [("zero1", 3, "0"), pytest.param("zero2", 2, "1", marks=pytest.mark.full)]
-)
+@pytest.mark.full  # test_mirror has the same faults without Ray
+@pytest.mark.parametrize(("mode", "ranks", "spares"), [("zero1", 3, "0"), ("zero2", 2, "1")])
 def test_every_phase_of_a_step_with_a_sharded_state(
     cluster: Cluster, recipe: Path, tmp_path: Path, mode: str, ranks: int, spares: str
 ) -> None:
@@ -293,9 +292,10 @@ def test_the_survivor_keeps_its_process_and_the_trace_its_order(
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        (
+        pytest.param(
             "hang@rank=1,step=15,phase=forward",
             r"rank 1 .* in forward of step 15 after \d+ collectives and is behind \(rank 0 in backward of",
+            marks=pytest.mark.full,
         ),
         ("stop@rank=0,step=15,phase=backward", r"rank 0 .* in backward of step 15 and does not answer \(rank 1 in"),
     ],
@@ -379,6 +379,7 @@ def test_max_failures_0_gives_up_at_once(cluster: Cluster, recipe: Path, tmp_pat
     assert no_actors_left(cluster)
 
 
+@pytest.mark.full  # test_driver has it with scripted ranks
 def test_a_rank_that_dies_at_the_same_place_again_and_again_is_given_up(
     cluster: Cluster, recipe: Path, tmp_path: Path
 ) -> None:
