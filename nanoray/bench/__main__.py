@@ -42,6 +42,10 @@ BENCHES = {
         "nanoray.bench.strategies",
         "DDP, ZeRO and FSDP, with and without activation checkpointing: step time against memory",
     ),
+    "pipeline": (
+        "nanoray.bench.pipeline",
+        "how long the stages of a pipeline wait under each schedule, and in theory",
+    ),
     "compression": (
         "nanoray.bench.compression",
         "gradients in bf16, fp16, int8 and PowerSGD: bytes, step time and loss beside float32",

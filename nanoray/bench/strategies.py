@@ -335,6 +335,7 @@ class Arm:
         first = self.trained * self.accum
         micro_batches = (self.case.batch(first + i) for i in range(self.accum))
         self.loss = self.plan.forward_backward(micro_batches, self.recorder.phase, lambda micro: None)
+        self.recorder.phase("optimizer")
         self.plan.mirror_gradients()
         self.norm = self.plan.grad_norm()
         if self.clip:

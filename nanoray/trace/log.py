@@ -380,7 +380,7 @@ def _figures(step: dict[str, Any], of_ranks: Sequence[dict[str, Any]]) -> dict[s
     others = [work for r, work in enumerate(works) if r != late] or works
     behind = {p: works[late][p] - statistics.median(w[p] for w in others) for p in WORK}
     others_ms = statistics.median(sum(w.values()) for w in others)
-    waits = [_share(rank["phases"]) for rank in of_ranks]
+    waits = [share_idle(rank["phases"]) for rank in of_ranks]
     return {
         "step": step["step"],
         "bubble": 100 * statistics.fmean(waits),
@@ -407,7 +407,7 @@ def _part(c: dict[str, Any]) -> float:
     return sum(ms is not None for ms in c["start_ms"]) / len(c["start_ms"])
 
 
-def _share(phases: Sequence[Any]) -> float:
+def share_idle(phases: Sequence[Any]) -> float:
     """Return which share of forward and backward a stage of a pipeline waits; 0 without a pipeline."""
     idle, turns = (sum(end - start for name, start, end in phases if name in of) for of in ((IDLE,), TURNS))
     return idle / (idle + turns) if idle else 0.0

@@ -1,0 +1,220 @@
+"""`python -m nanoray.bench pipeline`: how long the stages of a pipeline wait, under every schedule, beside the theory.
+
+One rank is one stage. All arms train the same GPT on the same batches, so the schedules must end with the same loss,
+and all but `interleaved`, which computes in other chunks, with the same bits as 1f1b. Each round trains some steps of
+every arm in turn. A stage's waiting is the share of forward and backward in which it needs what another one has not
+sent yet; the theory knows equal stages and messages that take no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanoray.bench.harness.figure import figure
+from nanoray.bench.harness.plan import rotated
+from nanoray.bench.harness.rank_pool import RankFailed, RankPool, add_where_flags, describe, where_from
+from nanoray.bench.harness.report import Report, Row, aligned, markdown, say
+from nanoray.config import Config, load_config
+from nanoray.errors import ConfigError
+from nanoray.parallel.schedules import SCHEDULES, bubble
+
+if TYPE_CHECKING:
+    from nanoray.bench.strategies import Arm
+    from nanoray.mesh.mesh import Mesh
+
+BASE = "1f1b"
+STEP, WAIT, THEORY, LOSS, BITS = "step", "waiting", "waiting, theory", "loss", "bits"
+FAR = 1e-3  # of losses: in other chunks the norm is summed in another order, and AdamW makes more of it each step
+WRONG = "ranks whose weights are not those under 1f1b, or whose loss is far from it"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add this benchmark's flags."""
+    add_where_flags(parser)
+    parser.add_argument("--preset", default="shakespeare-cpu", help="whose model and batch [%(default)s]")
+    parser.add_argument("--micro", default="2,4,8", help="micro batches of a step, one after another [%(default)s]")
+    parser.add_argument("--micro_batch_size", type=int, default=4, metavar="N", help="sequences in one [%(default)s]")
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all arms [10; 2 with --quick]")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps of an arm per round [8; 2 with --quick]")
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    """Train all arms in turn on the same ranks, and fill the report."""
+    where = where_from(args)
+    rounds = (2 if args.quick else 10) if args.rounds is None else args.rounds
+    steps = (2 if args.quick else 8) if args.steps is None else args.steps
+    counts = [int(text) for text in args.micro.split(",") if text.strip().isdigit()]
+    if where.workers < 2 or min(rounds, steps, *counts, len(counts)) < 1:
+        raise ConfigError(
+            f"workers = {where.workers}, micro = {args.micro}, rounds = {rounds}, steps = {steps}; a pipeline needs 2 "
+            "ranks, and each of the others at least 1"
+        )
+    order: dict[str, Any] = {"preset": args.preset, "rounds": rounds, "steps": steps}
+    order |= {"micro_batch_size": args.micro_batch_size}
+    order["arms"] = arms_of(where.workers, counts, configuration(order, {}).n_layer)
+    for own in order["arms"].values():
+        configuration(order, own)  # what cannot be is known before a rank is started
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in order["arms"]}
+    with RankPool(where) as pool:
+        describe(report, pool)
+        try:
+            for event in pool.run("nanoray.bench.pipeline:train_rank", order):
+                if "recipe" in event:
+                    report.conditions["recipe"] = f"{event['recipe']}, {rounds} rounds of {steps} steps"
+                    continue
+                found[event["arm"]].append(event)
+                told = f"{event['step_ms']:.1f} ms, waits {event['wait']:.1f} %"
+                say(f"round {event['round']}  {event['arm']:<22} {told}")
+        except RankFailed as error:
+            report.failures.append(str(error))
+    for name, events in found.items():
+        _rows(report, name, order["arms"][name], events, found)
+
+
+def arms_of(stages: int, counts: list[int], layers: int) -> dict[str, dict[str, Any]]:
+    """Return the settings of every schedule with every number of micro batches, and of layers, that it takes."""
+    return {
+        f"{kind}, {m} micro": {"pp": stages, "pp_schedule": kind, "grad_accum_steps": m}
+        for m in counts
+        for kind in (BASE, *(kind for kind in SCHEDULES if kind != BASE))
+        if kind != "interleaved" or (m % stages == 0 and layers % (2 * stages) == 0)
+    }
+
+
+def configuration(order: dict[str, Any], own: dict[str, Any]) -> Config:
+    """Return what an arm trains. Raises ConfigError for a key or value that cannot be."""
+    size = {"micro_batch_size": order["micro_batch_size"], "global_batch_size": 0}
+    return load_config(preset=order["preset"], overrides=size | own)
+
+
+def _rows(
+    report: Report, name: str, own: dict[str, Any], events: list[dict[str, Any]], found: dict[str, list[dict[str, Any]]]
+) -> None:
+    """Add an arm's rows, and the ratio of its step to that of 1f1b with as many micro batches, round by round."""
+    kind, m, stages = own["pp_schedule"], own["grad_accum_steps"], own["pp"]
+    base = f"{BASE}, {m} micro"
+    if not events:
+        report.rows.append(Row(name, STEP, "ms", ()))
+        return
+    theory = 100 * bubble(kind, stages, m, 2 if kind == "interleaved" else 1)
+    report.rows += [
+        Row(name, STEP, "ms", tuple(e["step_ms"] for e in events)),
+        Row(name, WAIT, "%", tuple(e["wait"] for e in events), "mean over the stages"),
+        Row(name, THEORY, "%", (theory,)),
+    ]
+    losses = [(a["loss"], b["loss"]) for a, b in zip(events, found[base], strict=False)]
+    wrong = sum(abs(a - b) > FAR for a, b in losses)
+    if kind != "interleaved":
+        wrong += sum(a["digest"] != b["digest"] for a, b in zip(events, found[base], strict=False))
+    report.rows.append(Row(name, LOSS, "nat", tuple(e["loss"] for e in events), f"against {base}", wrong=wrong))
+    if name != base:
+        report.compare(name, base, STEP, "paired by round")
+
+
+def finding(report: Report) -> list[str]:
+    """Return what was found, by its numbers: which schedule is the fastest with most micro batches."""
+    ratios = [r for r in report.rows if r.metric == STEP and " / " in r.arm and r.values]
+    if not ratios:
+        return []
+    best = min(ratios, key=lambda row: row.median)
+    low, high = best.quartiles
+    words = "faster than" if high < 1 else "slower than" if low > 1 else "as fast as"
+    name, _, base = best.arm.partition(" / ")
+    return [f"the best schedule beside 1f1b, {name}, is {words} {base} here: {best.median:.3g} x its step"]
+
+
+def _table(report: Report, spread: str) -> list[tuple[str, ...]]:
+    table: list[tuple[str, ...]] = [("schedule", "step, ms", "step / 1f1b", "a stage waits, %", "by the theory, %")]
+    for row in (r for r in report.rows if r.metric == STEP and r.unit == "ms"):
+        base = f"{BASE}, {row.arm.partition(', ')[2]}"
+        cells = [report.cell(row.arm, metric, spread) for metric in (STEP, WAIT)]
+        table.append(
+            (
+                row.arm,
+                cells[0],
+                report.cell(f"{row.arm} / {base}", STEP, spread),
+                cells[1],
+                report.cell(row.arm, THEORY, "none"),
+            )
+        )
+    return table
+
+
+def lines(report: Report) -> list[str]:
+    """Return a line per arm, medians with their quartiles, and the finding."""
+    table = aligned([(*line, "") for line in _table(report, "quartiles")], right=set(range(1, 5)))
+    return [*table, "", *finding(report)]
+
+
+def paste(report: Report) -> list[str]:
+    """Return the table for a page, and the finding."""
+    head, *body = _table(report, "range")
+    return [*markdown(head, body), "", *finding(report)]
+
+
+def draw(report: Report, path: Path) -> None:
+    """Draw what was measured over what the theory says, and the steps of each schedule over those of 1f1b."""
+    note = f"{report.conditions.get('recipe', '')} · {report.conditions.get('backend', '')}"
+    with figure(report, path, (11, 4.4), note=note) as (left, right):
+        for i, kind in enumerate(SCHEDULES):
+            own = [r for r in report.rows if r.metric == WAIT and r.arm.startswith(f"{kind},") and r.values]
+            theory = [report.row(row.arm, THEORY) for row in own]
+            points = [(t.median, row.median) for t, row in zip(theory, own, strict=True) if t]
+            left.plot(*zip(*points, strict=True), "o", color=f"C{i}", label=kind) if points else None
+            ratios = [r for r in report.rows if r.metric == STEP and r.arm.startswith(f"{kind},") and " / " in r.arm]
+            right.plot([r.median for r in ratios if r.values], "o-", color=f"C{i}", label=kind)
+        left.axline((0, 0), slope=1, color="0.6", lw=0.8)
+        left.set(xlabel="a stage waits by the theory, %", ylabel="a stage waits, measured, %")
+        left.legend(fontsize=7)
+        right.axhline(1.0, color="0.6", lw=0.8)
+        right.set(xlabel="more micro batches", ylabel="step over that of 1f1b", xticks=[])
+
+
+# On every rank.
+
+
+def train_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> None:
+    """Run the rounds; emit one event per arm and round: times of the slowest stage, waiting of all. (all ranks)"""
+    import torch
+
+    from nanoray.bench.strategies import Arm, gpt
+    from nanoray.mesh.devices import keep_freed_memory
+    from nanoray.trace.log import share_idle
+    from nanoray.trace.recorder import wait_for
+    from nanoray.train.replicas import combine, hash_tensors
+
+    if mesh.device.type == "cpu":
+        keep_freed_memory()
+    arms = {name: Arm(mesh, configuration(order, own), gpt) for name, own in order["arms"].items()}
+    emit({"recipe": next(iter(arms.values())).case.what})
+    for turn in range(order["rounds"]):
+        for name in rotated(list(arms), turn):
+            arm = arms[name]
+            mesh.barrier()
+            start = time.perf_counter()
+            phases = [phase for _ in range(order["steps"]) for phase in _noted(arm)]
+            wait_for(mesh.device)
+            ms = torch.tensor(1e3 * (time.perf_counter() - start) / order["steps"], device=mesh.device)
+            wait = torch.tensor(100 * share_idle(phases), device=mesh.device)
+            event = {"arm": name, "round": turn, "loss": arm.loss.item()}
+            event |= {"step_ms": mesh.all_reduce(ms, op="max").item(), "wait": mesh.all_reduce_mean(wait).item()}
+            weights = dict(arm.case.model.named_parameters())
+            event["digest"] = mesh.all_gather(combine(hash_tensors({n: p.detach() for n, p in weights.items()})[1]))
+            emit(event)
+    for arm in arms.values():
+        arm.plan.close()
+
+
+def _noted(arm: Arm) -> list[Any]:
+    """Train one step; return this stage's phases."""
+    arm.recorder.begin(0)
+    arm.step()
+    arm.recorder.end()
+    arm.plan.zero_grad()
+    arm.recorder.clock.anchor()
+    (notes,) = arm.recorder.read()
+    return list(notes["phases"])
