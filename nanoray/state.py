@@ -10,7 +10,7 @@ One serialiser serves all of them, and the tensors that it packs are the tensors
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -120,6 +120,7 @@ class TrainState:
         self.weights: list[Shard] | None = None  # the weights of this rank, where no rank has them all
         self.mirror: Holding | None = None  # another rank's share, updated here from the same gradients
         self.memory: Tensor | None = None  # what this rank's compressed gradients left over, flat; no other rank has it
+        self.forget: Callable[[], None] = lambda: None  # lets it begin anew
         self.whole = False  # whether other ranks may copy this state: only after a resume or recovery is done
         self.can_finish = False  # whether gradients of the next step are here that complete it without lost ranks
         self.update = Update()  # the newest one
@@ -270,13 +271,19 @@ class TrainState:
         self.session = Session(begun=step, current=step, evaluated=step, reported=step, saved=step)
 
     def load_memory(self, saved: StateDict, rank: int, ranks: int) -> bool:
-        """Take over what as many ranks had left over, or begin anew; return whether all of it was saved."""
+        """Take over what as many ranks had left over, or begin anew; return whether nothing was dropped or missing.
+
+        Afterwards `saved` has it no more: it is as large as the weights, for each rank.
+        """
+        kept = [of.pop(MEMORY, None) for of in saved.rng]
         if self.memory is None:
-            return True
-        kept = saved.rng[rank].get(MEMORY) if len(saved.rng) == ranks else None
-        fits = kept is not None and kept.shape == self.memory.shape
-        self.memory.copy_(kept) if kept is not None and fits else self.memory.zero_()
-        return fits
+            return not any(of is not None for of in kept)
+        own = kept[rank] if len(kept) == ranks else None
+        if own is None or own.shape != self.memory.shape:
+            self.forget()
+            return False
+        self.memory.copy_(own)
+        return True
 
     @torch.no_grad()
     def _load_weights(self, saved: dict[str, Tensor], all_of_them: bool) -> None:

@@ -130,6 +130,11 @@ def _wait_for_end(mutex: ctypes.c_void_p, pid: int) -> int:
         counts.append(_oom_kills(pid))
 
 
+def _was_oom(found: dict[str, object], before: int) -> bool:
+    """Whether the kernel ended the process because of memory: its cgroup, this one, counts more than `before`."""
+    return found.get("signal") == "SIGKILL" and _oom_kills("self") > before
+
+
 def _exit_status(stat: int, pidfd: int) -> int:
     """Return the status of a process that has ended, as waitpid(2) gives it. Raises OSError if it cannot be known."""
     with suppress(OSError):
@@ -153,7 +158,7 @@ def _main(page: int, stat: int, says: int, pid: int, record: str) -> None:
         status = _exit_status(stat, pidfd)
         number = status & 0x7F
         found |= {"signal": signal.Signals(number).name} if number else {"exit_code": status >> 8}
-    found["oom"] = found.get("signal") == "SIGKILL" and _oom_kills("self") > oom_kills  # the same cgroup
+    found["oom"] = _was_oom(found, oom_kills)
     found["boot"] = boot_id()
     aside = f"{record}.{os.getpid()}"
     with open(aside, "w", encoding="utf-8") as file:

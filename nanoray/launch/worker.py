@@ -249,7 +249,7 @@ class Worker:
         """
         assert self._spec
         self._waiting.set()
-        until = time.monotonic() + max(REPLACE_TIMEOUT_S, 2 * self._spec.config.replace_timeout)
+        until = self._own_time.now() + max(REPLACE_TIMEOUT_S, 2 * self._spec.config.replace_timeout)
         orders = None
         while orders is None:
             with suppress(queue.Empty):
@@ -260,7 +260,7 @@ class Worker:
             if orders is None and orphaned and self._is_first_orphan():
                 self._stop.set()
                 orders = self._spec.to_dict(), _alone(self._rendezvous)
-            elif orders is None and (orphaned or time.monotonic() > until):
+            elif orders is None and (orphaned or self._own_time.now() > until):
                 raise LostPeer(lost)
         self._waiting.clear()
         self._called_at = self._own_time.now()

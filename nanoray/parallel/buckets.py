@@ -173,11 +173,18 @@ class Buckets:
         return nullcontext()
 
     @contextmanager
-    def backward(self, last: bool, chunk: int = 0) -> Iterator[None]:
-        """Run a chunk's backward inside. (all ranks) With `last`, and in zero2, it sends each full bucket."""
+    def backward(self, last: bool, chunk: int = 0, late: Collection[Tensor] | None = None) -> Iterator[None]:
+        """Run a chunk's backward inside. (all ranks) With `last`, and in zero2, it sends each full bucket.
+
+        late: the parameters whose gradients this backward adds to, if an earlier one had the rest; None: all.
+        """
         self._inside, self._sending = True, last or self._mode == "zero2"
         self._next, self._end = self._ranges[chunk]
         try:
+            if last and late is not None:
+                for bucket in self._buckets[self._next : self._end]:
+                    bucket.missing = sum(p in late for p in bucket.params)
+                self._send_full()
             yield
             if self._sending:
                 self._finish()
@@ -207,12 +214,18 @@ class Buckets:
         if not self._sending:
             return
         bucket.missing -= 1
+        self._send_full()
+
+    def _send_full(self) -> None:
         while self._next < self._end and self._buckets[self._next].missing <= 0:
             self._send(self._buckets[self._next])
 
     def _send(self, bucket: Bucket) -> None:
         """Start a bucket's reduce-scatter, and finish that of an earlier one."""
         self._next += 1
+        for p, place in zip(bucket.params, bucket.places, strict=False):
+            if p.grad is None:  # it took no part in this step
+                p.grad = place.zero_()
         if bucket.grads is None:  # zero2, and no parameter of it took part
             bucket.grads = torch.zeros_like(bucket.own_grad).repeat(self._axis.size)
         last = self._next == len(self._buckets)
@@ -241,11 +254,7 @@ class Buckets:
     def _finish(self) -> None:
         """Send what no gradient completed, wait for everything, and get ready for the next backward."""
         while self._next < self._end:
-            bucket = self._buckets[self._next]
-            for p, place in zip(bucket.params, bucket.places, strict=False):
-                if p.grad is None:  # it took no part in this step
-                    p.grad = place.zero_()
-            self._send(bucket)
+            self._send(self._buckets[self._next])
         while self._flight:
             self._receive()
         if self.compressor:

@@ -65,22 +65,31 @@ class Compressor:
         device = next(iter(trained)).device
         one = torch.ones((), device=device)
         self._scale = None if scale(one) is one else lambda: scale(one)
-        low = {p: _rank_of(p, config.powersgd_rank) for p in trained} if self.kind == "powersgd" else {}
-        sizes = [p.numel() for p in trained] if self.kind in ("int8", "powersgd") else []
-        sizes += [p.numel() // p.shape[0] * rank for p, rank in low.items() if rank]
-        self.memory: Tensor | None = torch.zeros(sum(sizes), device=device) if sizes else None
+        low = {p: rank for p in trained if (rank := _rank_of(p, config.powersgd_rank))}
+        low = low if self.kind == "powersgd" else {}
+        rounded = [*low] if low else [*trained] if self.kind == "int8" else []  # what goes whole leaves nothing over
+        sizes = [p.numel() for p in rounded] + [p.numel() // p.shape[0] * rank for p, rank in low.items()]
+        self.memory: Tensor | None = torch.empty(sum(sizes), device=device) if sizes else None
         parts = iter(self.memory.split(sizes) if self.memory is not None else ())
-        self._error = {p: next(parts) for p in trained} if sizes else {}
-        self._q = {p: next(parts).view(-1, rank) for p, rank in low.items() if rank}
+        self._error = {p: next(parts) for p in rounded}
+        self._q = {p: next(parts).view(-1, rank) for p, rank in low.items()}
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget what was left over. Each Q begins with the same numbers on all ranks: from zeros it would not move."""
+        if self.memory is not None:
+            self.memory.zero_()
         draws = torch.Generator().manual_seed(0)
         for q in self._q.values():
-            q.copy_(torch.randn(q.shape, generator=draws))  # the same on all ranks
+            q.copy_(torch.randn(q.shape, generator=draws))
 
     def send(self, sent: Sent) -> None:
         """Start to sum a bucket over the ranks; its gradients are divided by their number. (all ranks, in one order)
 
         Earlier buckets take their next step meanwhile, so that all ranks start all collectives in the same order.
         """
+        if sent.bucket == 0:  # DDP lays its buckets out anew after the first backward
+            self.bucket_names.clear()
         self.bucket_names[sent.bucket] = [self._names[p] for p in sent.params]
         flow = self._low_rank(sent) if self.kind == "powersgd" else self._rounded(sent)
         next(flow)
@@ -97,10 +106,10 @@ class Compressor:
             if next(flow, "done") == "done":
                 self._flight.remove(flow)
 
-    def commit(self, norm: Tensor | None) -> None:
-        """Keep what this step's buckets left over, unless the update was left out: its norm is not finite."""
+    def commit(self, left_out: Tensor | None) -> None:
+        """Keep what this step's buckets left over, unless the update was `left_out`: 1 on the device, or None."""
         for place, new in self._changes:
-            place.copy_(new if norm is None else torch.where(torch.isfinite(norm), new, place))
+            place.copy_(new if left_out is None else torch.where(left_out > 0, place, new))
         self.drop()
 
     def drop(self) -> None:
@@ -112,16 +121,19 @@ class Compressor:
         """Return a bucket's gradients in float32 with what earlier steps could not send, (size,), padded with zeros."""
         work = torch.zeros(size, device=sent.flat.device)
         work[: sent.flat.numel()] = sent.flat
-        for p, at in zip(sent.params, sent.starts, strict=True) if self._error else ():
-            error = self._error[p]
-            work[at : at + p.numel()] += error * self._scale() if self._scale else error
+        scale = self._scale() if self._scale and self._error else None
+        for p, at in zip(sent.params, sent.starts, strict=True):
+            if p in self._error:
+                error = self._error[p]
+                work[at : at + p.numel()] += error if scale is None else error * scale
         return work
 
     def _keep(self, sent: Sent, left: Tensor) -> None:
         """Note what a bucket leaves over; it becomes the memory with the update."""
         left = left / self._scale() if self._scale else left
         for p, at in zip(sent.params, sent.starts, strict=True):
-            self._changes.append((self._error[p], left[at : at + p.numel()]))
+            if p in self._error:
+                self._changes.append((self._error[p], left[at : at + p.numel()]))
 
     def _rounded(self, sent: Sent) -> Iterator[None]:
         """Sum a bucket in two exchanges of rounded numbers: slices to their owners, sums to all."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol
@@ -42,8 +42,13 @@ class DataParallel(Protocol):
     def forward(self, last: bool) -> AbstractContextManager[None]:
         """Return a context for a forward; with `last` its backward will exchange gradients."""
 
-    def backward(self, last: bool, chunk: int = 0) -> AbstractContextManager[None]:
-        """Return a context for a backward; with `last` it exchanges the gradients of a chunk. (all ranks)"""
+    def backward(
+        self, last: bool, chunk: int = 0, late: Collection[Tensor] | None = None
+    ) -> AbstractContextManager[None]:
+        """Return a context for a backward; with `last` it exchanges the gradients of a chunk. (all ranks)
+
+        late: the parameters whose gradients it adds to, if an earlier backward had the rest; None: all.
+        """
 
     def sum_of(self, p: nn.Parameter) -> Tensor:
         """Return what this rank has of the summed gradient of a model's tied parameter; a change changes it."""
@@ -108,7 +113,9 @@ class TorchDDP:
     def forward(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext() if last else self.quiet()
 
-    def backward(self, last: bool, chunk: int = 0) -> AbstractContextManager[None]:
+    def backward(
+        self, last: bool, chunk: int = 0, late: Collection[Tensor] | None = None
+    ) -> AbstractContextManager[None]:
         return nullcontext() if last else self.quiet()
 
     def sum_of(self, p: nn.Parameter) -> Tensor:

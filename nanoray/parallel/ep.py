@@ -32,7 +32,7 @@ Source: Lepikhin et al. 2020, GShard; Fedus et al. 2021, Switch Transformers; Ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -146,9 +146,9 @@ class ExpertParallel:
         return nullcontext()
 
     @contextmanager
-    def backward(self, last: bool, chunk: int = 0) -> Iterator[None]:
+    def backward(self, last: bool, chunk: int = 0, late: Collection[Tensor] | None = None) -> Iterator[None]:
         """Run a chunk's backward inside; with `last`, and in zero2, gradients are exchanged. (all ranks)"""
-        with self._rest.backward(last, chunk), self._experts.backward(last, chunk):
+        with self._rest.backward(last, chunk, late), self._experts.backward(last, chunk, late):
             yield
 
     def sum_of(self, p: nn.Parameter) -> Tensor:

@@ -15,7 +15,7 @@ Source: Zhao et al. 2023, PyTorch FSDP; Rajbhandari et al. 2020, ZeRO stage 3.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -72,7 +72,7 @@ class FSDP:
         raise NotImplementedError("a pipeline has no fsdp")
 
     @contextmanager
-    def backward(self, last: bool, chunk: int = 0) -> Iterator[None]:
+    def backward(self, last: bool, chunk: int = 0, late: Collection[Tensor] | None = None) -> Iterator[None]:
         """Run a backward inside; the last one sums the gradients of all micro batches. (all ranks)"""
         self._root.set_requires_gradient_sync(last)
         yield

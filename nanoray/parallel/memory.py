@@ -104,10 +104,6 @@ def state_memory(
     buckets = min((IN_FLIGHT + 1) * bucket, total)
     if mode in ("ddp_by_hand", "zero1"):
         state["in_flight"] = buckets
-    if config.grad_compress != "none" and ranks > 1:
-        state["in_flight"] += 3 * buckets
-        if config.grad_compress in ("int8", "powersgd"):
-            state["compression"] = 2 * 4 * T
     elif mode == "zero2":
         state["in_flight"] = 2 * buckets
     elif mode == "fsdp":
@@ -115,6 +111,10 @@ def state_memory(
         gathered = P + sizes.layer if config.fsdp_reshard == "grad_op" else sizes.outside + 2 * sizes.layer
         whole = P if accum > 1 else sizes.outside + sizes.layer
         state["in_flight"] = int(size * gathered + 4 * (whole + 2 * max(sizes.layer, sizes.outside)))
+    if config.grad_compress != "none" and ranks > 1:
+        state["in_flight"] += 3 * buckets
+        if config.grad_compress in ("int8", "powersgd"):
+            state["compression"] = 2 * 4 * T
     return state
 
 

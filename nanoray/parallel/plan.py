@@ -95,7 +95,6 @@ class Plan:
             self._experts = ep.ExpertParallel(model, self.data, axes["edp"], mode, config.bucket_mb)
         compress = config.grad_compress != "none" and self.data.size > 1
         self._compressor = Compressor(model, self.data, config, scale) if compress else None
-        self._norm: Tensor | None = None
         self._ddp = TorchDDP(model, self.data, config, self._compressor) if mode == "ddp" else None
         by_hand = mode in BY_HAND and self._experts is None
         self._buckets = Buckets(model, self.data, mode, config.bucket_mb, mirror) if by_hand else None
@@ -121,6 +120,16 @@ class Plan:
     def memory(self) -> Tensor | None:
         """What compression keeps on this rank for later steps, flat, live; None: nothing."""
         return self._compressor.memory if self._compressor else None
+
+    def forget_memory(self) -> None:
+        """Let what compression keeps begin anew, as in a new run."""
+        if self._compressor:
+            self._compressor.begin_anew()
+
+    @property
+    def compresses(self) -> bool:
+        """Whether gradients are compressed: one data rank sends none."""
+        return self._compressor is not None
 
     @property
     def mirror_shards(self) -> list[Shard] | None:
@@ -162,7 +171,7 @@ class Plan:
                     del batches[turn.micro], x, y
             else:
                 self._flow.receive(turn, phase)
-                with parallel.backward(last, turn.chunk):
+                with parallel.backward(last, turn.chunk, self._flow.late):
                     phase("backward")
                     self._flow.backward(turn, lambda loss: self._scale(loss / (accum * parallel.divisor)))
         total = self._flow.finish(total, phase)
@@ -229,8 +238,7 @@ class Plan:
     def grad_norm(self) -> Tensor:
         """Return the norm of the whole model's gradient, equal on all ranks, a scalar on the device. (all ranks)"""
         if not self._split:
-            self._norm = self._parallel.norm()
-            return self._norm
+            return self._parallel.norm()
         owned = [s.param.grad for s in self.shards or () if s.owner and s.param.grad is not None]
         return norm_of_owned(owned, data_axis(self._mesh), self._mesh.device)
 
@@ -238,14 +246,15 @@ class Plan:
         """Scale the gradients so that their norm, which is `norm` now, is at most `limit`."""
         self._parallel.clip(limit, norm)
 
-    def spread(self) -> None:
+    def spread(self, left_out: Tensor | None = None) -> None:
         """Start to send updated weights to the ranks that have not updated them. (all ranks)
 
-        Running statistics change here, with the weights, and so does what compression has not sent yet.
+        Running statistics change here, with the weights, and so does what compression has not sent yet, unless the
+        update was `left_out`: 1 on the device.
         """
         self._statistics.update()
         if self._compressor:
-            self._compressor.commit(self._norm)
+            self._compressor.commit(left_out)
         self._parallel.spread()
 
     def settle(self) -> None:

@@ -137,7 +137,7 @@ def with_tie(shards: Sequence[Shard], stage: int) -> list[Shard]:
 class Straight:
     """The whole model on every rank: each forward is followed by its backward."""
 
-    chunks, last_half = 1, "B"
+    chunks, last_half, late = 1, "B", None
 
     def __init__(self, accum: int) -> None:
         self.turns = straight(accum)
@@ -170,6 +170,7 @@ class Pipe:
         self._stage, self._axis, self.chunks, self._parts = stage, axis, len(stage.parts), parts
         self.last_half = last_half(kind)
         self._weights = WeightGradients(stage) if self.last_half == "W" else None
+        self.late = self._weights.params if self._weights else None  # whose gradients come with W
         table = timetable(kind, axis.size, accum, self.chunks)
         own = [(tick, turn) for tick, row in enumerate(table) if (turn := row[axis.index])]
         self.turns = [turn for _, turn in own]

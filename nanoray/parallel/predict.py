@@ -9,7 +9,7 @@ With m micro batches of N = B·T tokens, p stages of v chunks, F and B the secon
 what it waits for inside of them:
 
     step  =  m·(F + B)  +  bubble  +  what gradients still take after the last backward  +  update
-    bubble   (p - 1)/v · (F + B), or a third of it in zero_bubble
+    bubble   (p - 1)/v · (F + B); in zero_bubble, with as many micro batches as stages, (p - 1)/3 · (F + B)
 
 What it leaves out: smaller matrix products are slower ones, so the same share of a device's peak is assumed in every
 layout; ranks are equal; experts get equally many tokens; a pipeline's messages are not hidden behind compute.
@@ -29,6 +29,7 @@ from nanoray.models.build import kernels_of
 from nanoray.models.costs import Cut, activation_memory, with_kernels
 from nanoray.models.gpt import ModelShape
 from nanoray.parallel.memory import Sizes, state_memory
+from nanoray.parallel.schedules import waited
 from nanoray.parallel.simulate import NOTHING, Bucket, Step, simulate
 
 MOST_BUCKETS = 64  # simulated one by one; more are simulated in groups, each with the latency of all its own
@@ -445,8 +446,7 @@ def _stage(job: Job, layout: Layout, micro: int, stage: int, network: Network, s
     update_s = loud.optimizer_s * stretch
     after = sum(t.times * price(t).seconds for t in talks if t.when in ("after", "once"))
     total_s = last_s + (accum - 1) * (last_s - update_s if often else quiet_s) + accum * exposed + after
-    shorter = 3 if job.schedule == "zero_bubble" else job.chunks  # a W fills what an F and a B leave
-    bubble_s = (layout.pp - 1) / shorter * quiet_s
+    bubble_s = waited(job.schedule, layout.pp, accum, job.chunks) * quiet_s
     compute_s = accum * (forward_s + backward_s) * stretch + update_s
     wait_s, whole_s = accum * quiet_s - (compute_s - update_s), sum(alone_s.values())
     parts = {"compute": compute_s} | {axis: wait_s * s / whole_s if whole_s else 0.0 for axis, s in alone_s.items()}

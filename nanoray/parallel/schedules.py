@@ -23,7 +23,7 @@ that waits. Four stages, four micro batches:
                     long, and v times as much travels
 
 With m micro batches a rank waits for (pp - 1)/(v·m + pp - 1) of the time, however long a backward takes; in
-zero_bubble for (pp - 1)/(3·m + pp - 1), if F, B and W take equally long.
+zero_bubble for (pp - 1)/(3·m + pp - 1), if F, B and W take equally long and there are as many micro batches as stages.
 Source: Huang et al. 2019, GPipe; Narayanan et al. 2019, PipeDream; Narayanan et al. 2021, Megatron-LM (interleaved);
 Qi et al. 2023, Zero Bubble Pipeline Parallelism (ZB-H1).
 """
@@ -174,6 +174,14 @@ def bubble(kind: str, pp: int, micro: int, chunks: int = 1, cost: Mapping[str, i
     cost = cost or (HALVES if halves else USUAL)
     work = micro * chunks * sum(cost[op] for op in ("FBW" if halves else "FB"))
     return 1 - work / len(timetable(kind, pp, micro, chunks, cost))
+
+
+def waited(kind: str, pp: int, micro: int, chunks: int = 1) -> float:
+    """Return how long a stage waits in a step, over the time of a forward and backward of one micro batch."""
+    if kind != "zero_bubble" or micro >= pp:
+        return (pp - 1) / (3 if kind == "zero_bubble" else chunks)
+    share = bubble(kind, pp, micro)
+    return micro * share / (1 - share)
 
 
 def in_flight(kind: str, pp: int, stage: int, micro: int, chunks: int = 1) -> list[int]:

@@ -127,19 +127,27 @@ class Column(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's outputs (..., outputs/tp) of x (..., inputs)."""
-        return F.linear(enter(x, self.axis, self.sequence), self.weight, self.bias)
+        return self.product(enter(x, self.axis, self.sequence))
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return what this rank computes by itself."""
+        return F.linear(x, self.weight, self.bias)
 
 
 class Row(nn.Linear):
     """All outputs of a linear layer, from some of its inputs; the bias is added once, after the sum."""
 
     axis: Axis
-    sequence = False
+    sequence = bias_in_product = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Return all outputs (..., outputs) of this rank's inputs (..., inputs/tp), summed over the ranks."""
-        y = leave(F.linear(x, self.weight), self.axis, self.sequence)
+        y = leave(self.product(x), self.axis, self.sequence)
         return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return this rank's share of the sum."""
+        return F.linear(x, self.weight)
 
 
 class SplitAttention(Attention):
@@ -208,7 +216,7 @@ class VocabHead(LMHead):
         x = x.detach()
         if self.sequence:
             x = self.axis.sum(x if self.axis.index == self.axis.size - 1 else torch.zeros_like(x), "activations")
-        own = self._own_logits(x)
+        own = self.product(x)
         full = own.new_zeros(*own.shape[:-1], self.axis.size, own.shape[-1])
         full[..., self.axis.index, :] = own.detach()
         return self.axis.sum(full, "logits").flatten(-2)
@@ -218,10 +226,11 @@ class VocabHead(LMHead):
 
         With --sequence_parallel x has own positions, (B, T/tp, C).
         """
-        logits = self._own_logits(enter(x, self.axis, self.sequence)).flatten(0, 1).float()  # (B·T, V/tp)
+        logits = self.product(enter(x, self.axis, self.sequence)).flatten(0, 1).float()  # (B·T, V/tp)
         return _CrossEntropy.apply(logits, targets.flatten(), self.axis)
 
-    def _own_logits(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor) -> Tensor:
+        """Return the logits (..., V/tp) of this rank's tokens."""
         rows = self.weight.shape[0]
         real = min(max(self.vocab_size - self.axis.index * rows, 0), rows)  # the other rows are padding
         padding = F.pad(x.new_zeros(real), (0, rows - real), value=-math.inf) if real < rows else None

@@ -19,27 +19,35 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Product = Callable[[Tensor], Tensor]
-Half = tuple[Tensor, Tensor, list[nn.Parameter]]  # what a layer made, its gradient, and the parameters behind it
+Half = tuple[GradientEdge, Tensor, list[nn.Parameter]]  # the end of a product's graph, its gradient, its weights
 
 
 class WeightGradients:
     """Keeps the second half of each linear layer's backward until a turn "W" asks for it."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Divide the backward of all linear layers of `model`, whose forwards are replaced on the objects."""
+        """Divide the backward of all linear layers of `model`, by a forward, or product, of their own on the objects.
+
+        A layer whose forward also communicates has a method `product` for the rest, so W communicates nothing.
+        """
         self._now: list[Half] = []
         self._waiting: dict[int, list[Half]] = {}
+        self.params: set[Tensor] = set()  # whose gradients come with W
         for layer in model.modules():
             if isinstance(layer, nn.Linear):
+                name = "product" if hasattr(layer, "product") else "forward"
                 params = [p for p in layer.parameters(recurse=False) if p.requires_grad]
-                layer.forward = partial(self._run, layer.forward, params)  # type: ignore[method-assign]
+                params = [p for p in params if p is not layer.bias or getattr(layer, "bias_in_product", True)]
+                self.params.update(params)
+                setattr(layer, name, partial(self._run, getattr(layer, name), params))
 
     def _run(self, product: Product, params: list[nn.Parameter], x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return product(x)
-        y: Tensor = _Halves.apply(x, product, lambda y, dy: self._now.append((y, dy, params)))
+        y: Tensor = _Halves.apply(x, product, lambda edge, dy: self._now.append((edge, dy, params)))
         return y
 
     def keep(self, micro: int) -> None:
@@ -48,23 +56,22 @@ class WeightGradients:
 
     def compute(self, micro: int) -> None:
         """Compute the second half: add to the gradients of the weights, which run their hooks."""
-        for y, dy, params in self._waiting.pop(micro):
-            torch.autograd.backward(y, dy, inputs=params)
+        for edge, dy, params in self._waiting.pop(micro):
+            torch.autograd.backward(edge, dy, inputs=params)
 
 
 class _Halves(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, product: Product, then: Callable[[Tensor, Tensor], None]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, product: Product, then: Callable[[GradientEdge, Tensor], None]) -> Tensor:
         with torch.enable_grad():
             ctx.x = x.detach().requires_grad_()
-            ctx.y = product(ctx.x)
-        ctx.then = then
-        y: Tensor = ctx.y.detach()
-        return y
+            y = product(ctx.x)
+        ctx.edge, ctx.then = get_gradient_edge(y), then  # y itself would be kept in memory until W
+        return y.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (dx,) = torch.autograd.grad(ctx.y, ctx.x, grads[0], retain_graph=True)
-        ctx.then(ctx.y, grads[0])
-        ctx.x = ctx.y = None
+        (dx,) = torch.autograd.grad(ctx.edge, ctx.x, grads[0], retain_graph=True)
+        ctx.then(ctx.edge, grads[0])
+        ctx.x = ctx.edge = None
         return dx, None, None

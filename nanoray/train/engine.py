@@ -152,7 +152,7 @@ class Engine:
                 par.clip(cfg.grad_clip, norm)
             left_out = self.scaler.step(s.optimizer, verdict.leave_out, s.optimizers[1:])
             s.advance(self.batch.global_size, Update(norm, left_out))
-            par.spread()
+            par.spread(left_out)
             par.zero_grad()
             self.speed.step()
 
@@ -438,8 +438,8 @@ def read_checkpoint(
         )
     if not state.load_memory(saved, mesh.rank, mesh.world_size):
         note(
-            f"resume  the checkpoint has not what {mesh.world_size} ranks with grad_compress = "
-            f"{spec.config.grad_compress} had left to send: that begins at zero, and losses agree closely only"
+            f"resume  what compressed gradients of {meta['world_size']} ranks had left to send does not fit "
+            f"{mesh.world_size} with grad_compress = {spec.config.grad_compress}: it begins anew; losses agree closely"
         )
     for axis in ("tp", "pp", "ep"):
         if (before := meta.get("config", {}).get(axis, 1)) != (now_ := getattr(spec.config, axis)):

@@ -202,7 +202,11 @@ class Recipe:
             self._make_model(mesh.device)
             set_rng_state(rng, mesh.device)
         par = Plan(self.model, mesh, self._cfg, batch.accum, loss, self.scaler.scale, distance)
-        state.memory = par.memory  # of this group: what another number or set of ranks had left over is gone
+        state.memory, state.forget = par.memory, par.forget_memory  # of this group; what another one had left is gone
+        if self._cfg.grad_compress != "none" and not par.compresses:
+            observers.note(
+                f"note    grad_compress = {self._cfg.grad_compress} does nothing: one data rank sends no gradients"
+            )
         if par.shards is not None or self._mirrors:
             kept = self._holdings(par, mesh, distance)
             if group.source is not None and (self._mirrors or replicated):

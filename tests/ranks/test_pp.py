@@ -39,13 +39,16 @@ def test_a_pipeline_of_replicas_and_of_shards(pools: Pools, bias: bool) -> None:
     arms = {mode: {**deep, "dp_mode": mode} for mode in MODES}
     arms |= {f"{mode} interleaved": {**arms[mode], "pp_schedule": "interleaved"} for mode in MODES}
     arms |= {kind: {**deep, "dp_mode": "zero1", "pp_schedule": kind} for kind in ("gpipe", "zero_bubble")}
-    arms |= {f"tp {kind}": {**deep, "tp": 2, "pp_schedule": kind} for kind in ("1f1b", "zero_bubble")}
+    for kind in ("1f1b", "zero_bubble"):
+        arms[f"tp {kind}"] = {**deep, "tp": 2, "pp_schedule": kind}
+        arms[f"sequence {kind}"] = {**arms[f"tp {kind}"], "sequence_parallel": True}
     for settings in (SGD, ADAMW):
         found = run(pools, 4, arms, [{"accum": 4, "settings": settings | {"bias": bias}}], alone=True)
         require_one_process(found, settings)
         digests = {each["arm"]: each["ranks"][0]["digest"] for each in found}
         assert digests["ddp_by_hand"] == digests["zero1"] == digests["gpipe"] == digests["zero_bubble"]
         assert digests["tp 1f1b"] == digests["tp zero_bubble"]
+        assert digests["sequence 1f1b"] == digests["sequence zero_bubble"]
         assert digests["ddp_by_hand interleaved"] == digests["zero1 interleaved"]
 
 

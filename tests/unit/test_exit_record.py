@@ -110,7 +110,8 @@ def test_an_old_oom_kill_is_not_this_death(monkeypatch: pytest.MonkeyPatch, look
     monkeypatch.setattr(exit_record.ctypes, "CDLL", lambda _: Libc())
     monkeypatch.setattr(exit_record, "_oom_kills", lambda *_: next(seen, last))
     before = exit_record._wait_for_end(None, 1)  # type: ignore[arg-type]
-    assert (exit_record._oom_kills("self") > before) is oom
+    assert exit_record._was_oom({"signal": "SIGKILL"}, before) is oom
+    assert not exit_record._was_oom({"signal": "SIGTERM"}, before)
 
 
 def test_a_missing_or_torn_record_is_empty(tmp_path: Path) -> None:

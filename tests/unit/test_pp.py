@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from nanoray.cli import Loaded
 from nanoray.config import make_config, resolve_batch
@@ -41,7 +42,9 @@ from nanoray.parallel.schedules import (
     straight,
     timetable,
     turns,
+    waited,
 )
+from nanoray.parallel.zero_bubble import WeightGradients
 from nanoray.run import recovers_in_place
 from nanoray.train.report import dry_run_lines, plan
 
@@ -148,6 +151,53 @@ def test_the_bubble_is_that_of_the_papers() -> None:
             theory = (pp - 1) / (work + pp - 1)
             assert bubble(kind, pp, micro, chunks) == pytest.approx(theory), (kind, pp, micro, chunks)
     assert bubble("1f1b", 4, 1) == pytest.approx(3 / 4), "one micro batch: one stage works at a time"
+
+
+def test_the_forecast_of_the_bubble_is_that_of_the_timetable() -> None:
+    """Also with fewer micro batches than stages, where the formula of zero_bubble does not hold."""
+    for kind, pp, micro, chunks in SHAPES:
+        share = bubble(kind, pp, micro, chunks)
+        assert waited(kind, pp, micro, chunks) == pytest.approx(micro * share / (1 - share)), (kind, pp, micro, chunks)
+
+
+def test_gradients_that_come_with_b_and_with_w_leave_before_the_end() -> None:
+    """A bucket is sent when its last gradient comes, in whichever half, and not with all others at the end."""
+    mesh = Mesh(0, 1, 0, torch.device("cpu"), "none", "test")
+    model = torch.nn.Sequential(
+        torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)
+    )
+    halves = WeightGradients(model)
+    buckets = Buckets(model, Axis("dp", [0], 0, None, mesh), "ddp_by_hand", 1e-6)
+    sent: list[int] = []
+    send = buckets._send
+    buckets._send = lambda bucket: (sent.append(bucket.index), send(bucket))[1]  # type: ignore[method-assign]
+    with buckets.backward(False):
+        model(torch.randn(3, 8)).sum().backward()
+        halves.keep(0)
+    assert sent == []
+    with buckets.backward(True, 0, halves.params):
+        assert sent == [], "the first bucket is of a linear layer"
+        halves.compute(0)
+        assert sent == list(range(len(buckets.bucket_names)))
+    assert len(sent) >= 4
+
+
+@pytest.mark.parametrize("rows", [7])
+def test_between_its_halves_a_backward_keeps_inputs_and_gradients_only(rows: int) -> None:
+    layer = torch.nn.Linear(5, 3)
+    halves = WeightGradients(layer)
+    x = torch.randn(rows, 5, requires_grad=True)
+    y = layer(x * 1.0)
+    made = StorageWeakRef(y.untyped_storage())
+    dy = torch.ones_like(y)
+    y.backward(dy)
+    halves.keep(0)
+    assert layer.weight.grad is None
+    assert torch.equal(x.grad, dy @ layer.weight)  # type: ignore[arg-type]
+    del y
+    assert made.expired(), "the layer's output is gone"
+    halves.compute(0)
+    assert torch.equal(layer.weight.grad, dy.T @ x)  # type: ignore[arg-type]
 
 
 def test_activations_in_flight_are_bounded() -> None:
