@@ -54,7 +54,7 @@ class Loaded:
 def parse_args(argv: list[str], prog: str, description: str, base: dict[str, Any] | None = None) -> Loaded:
     """Turn a command line into a Config. Raises ConfigError; `--help` prints and exits 0.
 
-    `base`: values in the place of the default preset's.
+    `base`: values in the place of a preset's and a file's, which are refused.
     """
     parser = _build_parser(prog, description)
     known, unknown = parser.parse_known_args(argv)
@@ -64,6 +64,9 @@ def parse_args(argv: list[str], prog: str, description: str, base: dict[str, Any
     flags = vars(known)
     file, preset, dry_run = flags.pop("config", None), flags.pop("preset", None), flags.pop("dry_run", False)
     scale = _scale({key: flags.pop(key) for key in _AT_SCALE if key in flags}, dry_run, flags)
+    for key, value in (("config", file), ("preset", preset)):
+        if base and value:
+            raise ConfigError(f"{key} = {value} would be ignored: {prog} is configured from flags alone; drop --{key}")
     of_run = base or ({} if file or preset else _config_of_run(flags.get("resume", "none")))
     config = make_config(lay_over(of_run, flags, "the flags")) if of_run else load_config(file, preset, flags)
     for key in flags.keys() & _COUNTS_IF.keys():

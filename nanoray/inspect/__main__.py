@@ -48,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, flags: list[str]) -> int:
+    from nanoray.checkpoint.tensorfile import plain
     from nanoray.inspect.against import against
     from nanoray.inspect.page import page
     from nanoray.inspect.subject import find_subject
@@ -62,7 +63,7 @@ def _run(args: argparse.Namespace, flags: list[str]) -> int:
     told["verify"] = verify(subject, told) if args.verify else None
     told["against"] = against(subject.state, args.against) if args.against else None
     print("\n".join(lines(told)))
-    _write(args.json, lambda: json.dumps(told, indent=1) + "\n")
+    _write(args.json, lambda: json.dumps(plain(told, "dump"), indent=1, allow_nan=False) + "\n")
     _write(args.html, lambda: page(told))
     return 0 if not told["verify"] or told["verify"]["ok"] else 1
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import runpy
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+import sys
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoray.checkpoint.find import find_run
-from nanoray.cli import parse_args
+from nanoray.cli import Parser, parse_args
 from nanoray.config import PRESET_DIR, Batch, Config, did_you_mean, resolve_batch
 from nanoray.data.dataset import DatasetInfo, own_data
 from nanoray.errors import CheckpointError, ConfigError
@@ -75,7 +78,9 @@ def find_subject(target: str, flags: list[str], world_size: int | None, function
     `world_size`: ranks to lay out; None: the run's, or the configuration's.
     """
     path = Path(target).expanduser()
-    if path.suffix == ".py" and path.is_file():
+    script = path.suffix == ".py" and path.is_file()
+    _refuse_ignored(target, flags, script)
+    if script:
         return _of_script(path, flags, world_size, function)
     what = "Dump a model"
     if path.is_dir():
@@ -95,6 +100,24 @@ def find_subject(target: str, flags: list[str], world_size: int | None, function
     if config.model == "own":
         raise ConfigError("model = own has no model without its script; give the script: nanoray inspect SCRIPT.py")
     return _described(target, config, known_dataset(config), world_size)
+
+
+def _refuse_ignored(target: str, flags: list[str], script: bool) -> None:
+    """Raise ConfigError for flags that name another configuration than `target`, or that belong to a dry run."""
+    parser = Parser(PROG, allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--dry_run", action="store_const", const="")
+    for key in ("config", "preset", "resume", "topology", "memory_gb", "model"):
+        parser.add_argument(f"--{key}")
+    for key, value in vars(parser.parse_known_args(flags)[0]).items():
+        if key == "model":
+            if not script or value == "own":
+                continue
+            why = f"{target} brings its own"
+        elif key in ("config", "preset", "resume"):
+            why = "a script's configuration is flags" if script else f"{target} names the configuration"
+        else:
+            why = "inspect starts nothing and predicts no step"
+        raise ConfigError(f"{key}{value and f' = {value}'} would be ignored: {why}; drop --{key}")
 
 
 def _of_run(path: Path, config: Config, world_size: int | None) -> Subject:
@@ -190,11 +213,6 @@ def _of_script(path: Path, flags: list[str], world_size: int | None, function: s
     config, found = loaded.config, list[Subject]()
     if "global_batch_size" in loaded.given and "micro_batch_size" not in loaded.given:
         config = config.model_copy(update={"micro_batch_size": 0})
-    main: Callable[..., Any] | None = runpy.run_path(str(path), run_name="inspected").get(function)
-    if not callable(main):
-        raise ConfigError(
-            f"{path} has no function {function}, which nanoray.launch would call; name it with --function"
-        )
     ranks = world_size or (config.workers if isinstance(config.workers, int) else 1)
 
     def look(task: OwnTask) -> None:
@@ -219,8 +237,43 @@ def _of_script(path: Path, flags: list[str], world_size: int | None, function: s
             )
         )
 
-    call_until_fit(main, config, loaded.given, ranks, look)
+    with _as_script(path):
+        main: Callable[..., Any] | None = _imported(path).get(function)
+        if not callable(main):
+            raise ConfigError(
+                f"{path} has no function {function}, which nanoray.launch would call; name it with --function"
+            )
+        call_until_fit(main, config, loaded.given, ranks, look)
     return found[0]
+
+
+@contextmanager
+def _as_script(path: Path) -> Iterator[None]:
+    """Let a script see the modules and the arguments that it has as `python SCRIPT.py`."""
+    argv, folders = sys.argv, [*sys.path]
+    sys.argv = [str(path)]
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, folders
+
+
+def _imported(path: Path) -> dict[str, Any]:
+    """Run a script as a module that is imported, and return its names. Raises ConfigError with the line that failed."""
+    try:
+        return runpy.run_path(str(path), run_name="inspected")
+    except (Exception, SystemExit) as error:
+        places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+        if isinstance(error, SyntaxError):
+            places.append((error.filename or "", error.lineno))
+        files = [(Path(name), line) for name, line in places]
+        beside = [f"{f}:{n}" for f, n in files if f.is_file() and f.resolve().parent == path.resolve().parent]
+        where, said = beside[-1] if beside else path, " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"{where}: {type(error).__name__}: {said}; inspect imports the script "
+            'without arguments: mend it, or move what fails below if __name__ == "__main__":'
+        ) from error
 
 
 def outline(tensors: Mapping[str, Tensor], trained: Collection[str]) -> nn.Module:

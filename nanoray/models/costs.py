@@ -169,9 +169,8 @@ def with_kernels(
         matrix = tokens * shape.n_head * shape.block_size * size // tp
         blocks = 1 if kept == "block" else shape.n_layer
         parts["activations"] += blocks * (matrix - 4 * tokens * shape.n_head // tp) + 2 * matrix
-        turned = (
-            2 * tokens * size * shape.n_embd // tp * shape.rotary
-        )  # it keeps them in the place of their scaled copies
+        # Rotated queries and keys: it keeps them in the place of their scaled copies.
+        turned = 2 * tokens * size * shape.n_embd // tp * shape.rotary
         parts["activations"] -= turned * (shape.n_layer if kept == "none" else 1)
     if kernels.loss_chunk and parts.get("logits"):
         chunk = min(kernels.loss_chunk, tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanoray.checkpoint.files import load, open_checkpoint
+from nanoray.checkpoint.files import load, open_checkpoint, save
+from nanoray.cli import parse_args
 from nanoray.config import make_config
 from nanoray.errors import ConfigError
 from nanoray.inspect.__main__ import main
@@ -30,6 +32,7 @@ from tests.harness.browser import chromium, in_chromium
 from tests.harness.ranks import make_spec, run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+OWN = "examples/own_model.py"
 RESNET = ["--model", "resnet", "--resnet_depth", "8", "--micro_batch_size", "2", "--global_batch_size", "2"]
 
 
@@ -237,9 +240,14 @@ def test_another_connection_is_found() -> None:
 
 
 def told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, Any], str]:
-    """Run the command, and return its exit code, its JSON and its text."""
+    """Run the command, and return its exit code, its JSON, which is strict, and its text."""
     code = main([*argv, "--json", str(tmp_path / "dump.json")])
-    return code, json.loads((tmp_path / "dump.json").read_text()), capsys.readouterr().out
+    told = json.loads((tmp_path / "dump.json").read_text(), parse_constant=no_json)
+    return code, told, capsys.readouterr().out
+
+
+def no_json(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
 
 
 @pytest.mark.parametrize(
@@ -292,6 +300,21 @@ def test_a_run_and_two_of_its_checkpoints(text: Path, tmp_path: Path, capsys: py
     assert all(row["equal"] for row in told["against"]["tensors"]), "the run's newest is this one"
     assert main([str(new), "--n_embd=64", "--verify"]) != 0
     assert "drop the flags that change the model" in capsys.readouterr().err
+    assert main([str(spec.folder), f"--resume={old}"]) == ConfigError.exit_code, "one checkpoint, not the last named"
+    assert f"resume = {old} would be ignored: {spec.folder} names the configuration" in capsys.readouterr().err
+    state = load(new)
+    state.model["blocks.0.mlp.up.weight"][0, 0] = torch.nan
+    state.model["norm.weight"][0] = torch.inf
+    poisoned = save(tmp_path / "poisoned" / "checkpoints", state, keep=1)
+    (tmp_path / "poisoned" / "config.json").write_text((spec.folder / "config.json").read_text())
+    code, told, out = told_of(tmp_path, capsys, str(poisoned), "--against", str(old), "--verify")
+    assert code == 1
+    assert "WRONG  the loss is nan" in out
+    assert told["verify"]["loss"] is None
+    rows = {row["name"]: row for row in told["against"]["tensors"]}
+    for name in ("blocks.0.mlp.up.weight", "norm.weight"):
+        assert (rows[name]["rms"], rows[name]["difference"], rows[name]["relative"]) == (None, None, None)
+    assert rows["blocks.1.mlp.up.weight"]["rms"] > 0
 
 
 SCRIPT = """
@@ -354,6 +377,57 @@ def test_a_script_with_its_own_model(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert code == 1
     assert "WRONG  extra (Linear) is never called" in out
     assert "WRONG  extra.weight has no gradient; extra.bias has no gradient" in out
+
+
+def test_a_script_has_its_folder_and_no_arguments(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `python SCRIPT.py`: modules beside it are found, also in main, and inspect's arguments are not its own."""
+    before, after = SCRIPT.replace("EXTRA", "x = self.extra(x)").split("def main(run):\n")
+    path = tmp_path / "own.py"
+    (tmp_path / "net_beside.py").write_text(before)
+    (tmp_path / "rows_beside.py").write_text("rows = 64\n")
+    head = "import argparse, nanoray, torch\nfrom net_beside import *\nargparse.ArgumentParser().parse_args()\n"
+    inside = "    from rows_beside import rows\n    argparse.ArgumentParser().parse_args()\n"
+    path.write_text(f"{head}def main(run):\n{inside}{after}")
+    monkeypatch.setattr(sys, "argv", argv := ["nanoray inspect", "own.py", "--verify"])
+    folders = [*sys.path]
+    monkeypatch.chdir(tmp_path.parent)
+    try:
+        code, told, out = told_of(tmp_path, capsys, str(path), "--micro_batch_size=8", "--verify")
+    finally:
+        for name in ("net_beside", "rows_beside"):
+            sys.modules.pop(name, None)
+    assert code == 0, out
+    assert modules(told)["out"]["outputs"] == [[[8, 4], "float32"]]
+    assert (sys.argv, sys.path) == (argv, folders)
+
+
+@pytest.mark.parametrize(
+    ("own", "beside", "said"),
+    [
+        ("import broken_beside", "x = 1\n1 / 0", "broken_beside.py:2: ZeroDivisionError: division by zero;"),
+        ("x = 1\nimport broken_beside", "x = (", "broken_beside.py:1: SyntaxError: "),
+        ("x = 1\nx +", "", "own.py:2: SyntaxError: "),
+        ("import nowhere_at_all", "", "own.py:1: ModuleNotFoundError: No module named 'nowhere_at_all';"),
+        ("import json\njson.loads('{')", "", "own.py:2: JSONDecodeError: "),
+        ("\nraise SystemExit(3)", "", "own.py:2: SystemExit: 3;"),
+    ],
+)
+def test_a_script_that_fails_is_told_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], own: str, beside: str, said: str
+) -> None:
+    path, argv, folders = tmp_path / "own.py", [*sys.argv], [*sys.path]
+    path.write_text(own)
+    (tmp_path / "broken_beside.py").write_text(beside)
+    try:
+        assert main([str(path)]) == ConfigError.exit_code
+    finally:
+        sys.modules.pop("broken_beside", None)
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {tmp_path}/{said}")
+    assert error.endswith('without arguments: mend it, or move what fails below if __name__ == "__main__":\n')
+    assert (sys.argv, sys.path) == (argv, folders)
 
 
 @pytest.mark.full
@@ -428,14 +502,39 @@ def test_names_are_escaped(tmp_path: Path) -> None:
         (["tiny", "--world_size=0"], "world_size = 0 is not a whole number above 0"),
         (["tiny", "--tp=3"], "tp = 3 must divide"),
         (["tiny", "--n_embt=3"], "unknown flag --n_embt; did you mean --n_embd?"),
-        (["examples/own_model.py", "--function=mein"], "has no function mein, which nanoray.launch would call"),
+        ([OWN, "--function=mein"], "has no function mein, which nanoray.launch would call"),
         (["tiny", "--against=runs/none"], "there are no weights to compare with"),
         (["tiny", "--json=/nowhere/x.json"], "cannot write /nowhere/x.json"),
+        (["tiny", "--preset", "gpt2-124m"], "preset = gpt2-124m would be ignored: tiny names the configuration; drop"),
+        (["tiny", "--config=x.yaml"], "config = x.yaml would be ignored: tiny names the configuration; drop --config"),
+        (["tiny", "--resume=runs/R"], "resume = runs/R would be ignored: tiny names the configuration; drop --resume"),
+        (
+            ["tiny", "--dry_run"],
+            "dry_run would be ignored: inspect starts nothing and predicts no step; drop --dry_run",
+        ),
+        (["tiny", "--topology=x", "--world_size=2"], "topology = x would be ignored: inspect starts nothing and"),
+        (["tiny", "--memory_gb", "8"], "memory_gb = 8 would be ignored: inspect starts nothing and predicts no step"),
+        (["tiny", "--config"], "argument --config: expected one argument; see nanoray inspect --help"),
+        ([OWN, "--config=/nowhere.yaml"], "config = /nowhere.yaml would be ignored: a script's configuration is flags"),
+        ([OWN, "--preset=tiny"], "preset = tiny would be ignored: a script's configuration is flags; drop --preset"),
+        ([OWN, "--resume", "runs/R"], "resume = runs/R would be ignored: a script's configuration is flags; drop"),
+        ([OWN, "--dry_run"], "dry_run would be ignored: inspect starts nothing and predicts no step; drop --dry_run"),
+        ([OWN, "--model=gpt"], f"model = gpt would be ignored: {OWN} brings its own; drop --model"),
     ],
 )
 def test_errors_tell_the_remedy(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == ConfigError.exit_code or said.startswith("there are no weights")
     assert said in capsys.readouterr().err
+
+
+def test_a_script_may_be_told_that_the_model_is_its_own() -> None:
+    assert subject_of("--model", "own", target=OWN).script
+
+
+@pytest.mark.parametrize("key", ["config", "preset"])
+def test_values_in_the_place_of_a_preset_leave_no_room_for_one(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{key} = .* would be ignored: .* from flags alone; drop --{key}$"):
+        parse_args([f"--{key}=tiny"], "nanoray inspect", "", base={"model": "own", "micro_batch_size": 4})
 
 
 def test_too_many_ranks_have_a_tree_without_owners() -> None:
