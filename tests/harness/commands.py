@@ -161,7 +161,10 @@ def _run(args: list[str], env: dict[str, str], cwd: str, outputs: tuple[str, str
     sys.argv = list(args)
     code = 1
     try:
+        if "OMP_NUM_THREADS" in env:  # which the server has not seen when it imported torch
+            sys.modules["torch"].set_num_threads(int(env["OMP_NUM_THREADS"]))
         if args[0].endswith(".py"):
+            sys.path.insert(0, os.path.dirname(args[0]))
             runpy.run_path(args[0], run_name="__main__")
         else:
             runpy.run_module(args[0], run_name="__main__", alter_sys=True)

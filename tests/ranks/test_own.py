@@ -29,9 +29,11 @@ from nanoray.launch.own import DEFAULTS
 from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.run import RunSpec
 from nanoray.train.runtime import Program, Run, RuntimeEngine
+from tests.harness.commands import run, torchrun
 from tests.harness.ranks import records, run_ranks, series
 
-ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}  # two of each rank would wait for each other on two cores
 CPU = torch.device("cpu")
 SETTINGS: dict[str, Any] = {"global_batch_size": 12, "micro_batch_size": 0, "log_every": 1, "max_steps": 8}
 SETTINGS |= {"tensorboard": False, "checkpoint_every": 0, "eval_every": 4, "timeout_s": 20, "init_timeout_s": 20}
@@ -280,46 +282,40 @@ def test_batches_go_on_over_epochs_and_back_to_older_ones() -> None:
 
 def test_model_own_needs_a_script(tmp_path: Path) -> None:
     for module in ("nanoray.train", "nanoray.launch"):
-        command = [sys.executable, "-m", module, "--model", "own", "--micro_batch_size", "2"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400)
+        done = run(module, "--model", "own", "--micro_batch_size", "2", cwd=tmp_path)
         assert done.returncode == ConfigError.exit_code
         assert "model = own needs a script that brings the model; see examples/own_model.py" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["1_loop", "2_evaluation", "3_checkpoint"])
 def test_the_first_stages_run(tmp_path: Path, name: str) -> None:
-    script = ROOT / "examples" / "zero_to_one" / f"{name}.py"
-    outputs = [subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=400)]
-    if name == "3_checkpoint":
-        outputs.append(
-            subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=400)
-        )
+    script = str(EXAMPLES / "zero_to_one" / f"{name}.py")
+    outputs = [run(script, env=ONE_THREAD, cwd=tmp_path) for _ in range(2 if name == "3_checkpoint" else 1)]
     assert [done.returncode for done in outputs] == [0] * len(outputs), outputs[-1].stderr
     assert float(outputs[-1].stdout.split("step 200  loss ")[1].split()[0]) < 0.3
 
 
-@pytest.mark.parametrize(
-    "name", ["zero_to_one/4_ranks", "zero_to_one/5_overlap", "zero_to_one/6_monitoring", "own_model"]
-)
-def test_examples_run_under_torchrun(tmp_path: Path, name: str) -> None:
-    """Two ranks of a shared batch learn what one rank does (stages 4 to 6)."""
+@pytest.mark.parametrize("name", ["4_ranks", "5_overlap", "6_monitoring"])
+def test_the_stages_with_ranks_run(tmp_path: Path, name: str) -> None:
+    """Two ranks of a shared batch learn what one rank does."""
+    outputs = torchrun(2, str(EXAMPLES / "zero_to_one" / f"{name}.py"), env=ONE_THREAD, cwd=tmp_path)
+    assert [done.returncode for done in outputs] == [0, 0], outputs[0].stderr
+    assert float(outputs[0].stdout.split("step 200  loss ")[1].split()[0]) < 0.3
+
+
+def test_a_model_of_ones_own_trains_under_torchrun(tmp_path: Path) -> None:
+    """Under the real one."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = str(ROOT / "examples" / f"{name}.py")
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, script], cwd=tmp_path, capture_output=True, text=True, timeout=400, env=environment
-    )
+    script = str(EXAMPLES / "own_model.py")
+    done = subprocess.run([*command, script], cwd=tmp_path, capture_output=True, text=True, timeout=400, env=ONE_THREAD)
     assert done.returncode == 0, done.stderr
-    if name == "own_model":
-        (run,) = (tmp_path / "runs").iterdir()
-        assert json.loads((run / "summary.json").read_text())["val_loss"] < 0.3
-    else:
-        assert float(done.stdout.split("step 200  loss ")[1].split()[0]) < 0.3
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert json.loads((folder / "summary.json").read_text())["val_loss"] < 0.3
 
 
 def test_a_callback_example_runs_without_ray(tmp_path: Path) -> None:
-    script = shutil.copytree(ROOT / "examples", tmp_path / "examples") / "own_callback.py"
-    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    script = shutil.copytree(EXAMPLES, tmp_path / "examples") / "own_callback.py"
+    done = run(str(script), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for line in ("watching", "step 40: validation loss", "step 60 is on disk", "finished after 120 steps"):
         assert line in done.stdout
