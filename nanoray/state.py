@@ -120,7 +120,6 @@ class TrainState:
         self.weights: list[Shard] | None = None  # the weights of this rank, where no rank has them all
         self.mirror: Holding | None = None  # another rank's share, updated here from the same gradients
         self.memory: Tensor | None = None  # what this rank's compressed gradients left over, flat; no other rank has it
-        self.forget: Callable[[], None] = lambda: None  # lets it begin anew
         self.whole = False  # whether other ranks may copy this state: only after a resume or recovery is done
         self.can_finish = False  # whether gradients of the next step are here that complete it without lost ranks
         self.update = Update()  # the newest one
@@ -270,17 +269,19 @@ class TrainState:
         step = self.step
         self.session = Session(begun=step, current=step, evaluated=step, reported=step, saved=step)
 
-    def load_memory(self, saved: StateDict, rank: int, ranks: int) -> bool:
-        """Take over what as many ranks had left over, or begin anew; return whether nothing was dropped or missing.
+    def load_memory(self, saved: StateDict, rank: int, ranks: int, forget: Callable[[], None]) -> bool:
+        """Take over what as many ranks had left over, or `forget`; return whether nothing was dropped or missing.
 
-        Afterwards `saved` has it no more: it is as large as the weights, for each rank.
+        This state outlives a group of ranks. So it keeps no reference to what knows the group, as `forget` does: others
+        notice that a rank has left when its connections close, which they do when nothing refers to the group.
+        Afterwards `saved` has no memory any more: it is as large as the weights, for each rank.
         """
         kept = [of.pop(MEMORY, None) for of in saved.rng]
         if self.memory is None:
             return not any(of is not None for of in kept)
         own = kept[rank] if len(kept) == ranks else None
         if own is None or own.shape != self.memory.shape:
-            self.forget()
+            forget()
             return False
         self.memory.copy_(own)
         return True

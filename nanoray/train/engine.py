@@ -239,7 +239,7 @@ class Engine:
         path = self.mesh.broadcast(path)
         self.guards.rolled_back(path, why)
         self.note(f"warning  {why}. Rolling back to {path} and continuing with the data after it")
-        saved = read_checkpoint(path, self.spec, self.mesh, s, self.workload.meta["model_shape"], self.note)
+        saved = read_checkpoint(path, self.spec, self.mesh, s, self.workload.meta["model_shape"], self.par, self.note)
         self.par.settle()
         s.rewind(saved, s.samples + self.batch.global_size)
         copy_to_mirror(s, self.mesh)
@@ -419,6 +419,7 @@ def read_checkpoint(
     mesh: Mesh,
     state: TrainState,
     model_shape: dict[str, Any],
+    par: Plan,
     note: Callable[[str], None],
 ) -> StateDict:
     """Read what this rank's `state` needs of a checkpoint, and restore this rank's random generators. (all ranks)
@@ -436,7 +437,7 @@ def read_checkpoint(
             f"resume  written by {meta['world_size']} ranks, now {mesh.world_size}: same batches, but sums in "
             "another order and new dropout masks, so losses agree closely and not bit for bit"
         )
-    if not state.load_memory(saved, mesh.rank, mesh.world_size):
+    if not state.load_memory(saved, mesh.rank, mesh.world_size, par.forget_memory):
         note(
             f"resume  what compressed gradients of {meta['world_size']} ranks had left to send does not fit "
             f"{mesh.world_size} with grad_compress = {spec.config.grad_compress}: it begins anew; losses agree closely"

@@ -202,7 +202,7 @@ class Recipe:
             self._make_model(mesh.device)
             set_rng_state(rng, mesh.device)
         par = Plan(self.model, mesh, self._cfg, batch.accum, loss, self.scaler.scale, distance)
-        state.memory, state.forget = par.memory, par.forget_memory  # of this group; what another one had left is gone
+        state.memory = par.memory  # of this group: what another number or set of ranks had left over is gone
         if self._cfg.grad_compress != "none" and not par.compresses:
             observers.note(
                 f"note    grad_compress = {self._cfg.grad_compress} does nothing: one data rank sends no gradients"
@@ -226,7 +226,7 @@ class Recipe:
                 observers.note("rejoin  what compressed gradients had left to send is gone with the group")
         elif spec.resume:
             shape = shape_of(self._cfg, spec.dataset.vocab_size).to_dict()
-            saved = read_checkpoint(spec.resume, spec, mesh, state, shape, observers.note)
+            saved = read_checkpoint(spec.resume, spec, mesh, state, shape, par, observers.note)
             if note := self.task.load_data(lambda: (saved.rng, saved.meta["samples_seen"])):
                 observers.note(note)
             state.load(saved)
