@@ -24,6 +24,7 @@ from nanoray.bench.strategies import MODES, Arm, Case
 from nanoray.config import Config, make_config
 from nanoray.errors import ConfigError
 from nanoray.model_options import BY_HAND
+from nanoray.parallel.schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +40,6 @@ CASES: dict[str, dict[str, Any]] = {
     "AdamW, clipped": {"accum": 1, "settings": ADAMW},
     "AdamW, clipped, 2 micro batches": {"accum": 2, "settings": ADAMW},
 }
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 LOSS, WEIGHT, NORM, BITS = "Δ loss", "Δ weight", "Δ norm / norm", "bits"
 # Sums in another order, on CPUs with other vector units; a wrong factor or a lost part is a thousand times as much.
 LIMITS = {LOSS: 4e-6, NORM: 1e-4}

@@ -346,6 +346,13 @@ class Arm:
         self.plan.spread()
         self.trained += 1  # also the number of the next step's batch
 
+    def digests(self) -> list[int]:
+        """Return a number of each rank that changes with a bit of its weights. (all ranks)"""
+        from nanoray.train.replicas import combine, hash_tensors
+
+        weights = {name: p.detach() for name, p in self.case.model.named_parameters()}
+        return self.mesh.all_gather(combine(hash_tensors(weights)[1]))
+
     def traced_step(self) -> dict[str, Any]:
         """Train one step and return what its collectives cost this rank. (all ranks)"""
         from nanoray.trace.recorder import Collective, account, wait_for

@@ -73,7 +73,7 @@ def test_what_makes_no_sense_is_refused(
 )
 def test_other_weights_or_another_loss_fail_the_report(kind: str, loss: float, digest: str, wrong: int) -> None:
     def event(step_ms: float, loss: float, digest: str) -> dict[str, Any]:
-        return {"step_ms": step_ms, "wait": 20.0, "loss": loss, "digest": [digest, digest]}
+        return {"step_ms": step_ms, "wait": 20.0, "theory": 20.0, "loss": loss, "digest": [digest, digest]}
 
     arms, report = arms_of(2, [4], 4), Report("pipeline", {})
     name = f"{kind}, 4 micro"

@@ -67,6 +67,12 @@ class Row:
         low, _, high = statistics.quantiles(self.values, n=4, method="inclusive")
         return low, high
 
+    @property
+    def speed(self) -> str:
+        """Return what a ratio of times says of the upper one: neither, where its quartiles lie on both sides of 1."""
+        low, high = self.quartiles
+        return "faster than" if high < 1 else "slower than" if low > 1 else "as fast as"
+
     def to_dict(self) -> dict[str, Any]:
         """Return the row as it stands in the JSON file; without values it has `error` or `skipped`, and no median."""
         row = self.extra | {"arm": self.arm, "metric": self.metric, "unit": self.unit, "note": self.note}
