@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -22,3 +23,16 @@ def chromium(page: Path, *flags: str) -> str:
     with Child(argv, os.environ | {"HOME": str(page.parent)}, log) as browser:
         browser.wait(300)
     return log.read_text()
+
+
+def require_width(page: Path, width: int) -> None:
+    """In a frame of that width nothing of the page is wider: it scrolls down only."""
+    probe = page.with_name("probe.html")
+    probe.write_text(
+        f'<iframe src="{page.name}" style="width:{width}px;height:900px;border:0" onload="document.title = '
+        "this.contentDocument.documentElement.scrollWidth + ' of ' + this.clientWidth\"></iframe>"
+    )
+    shown = chromium(probe, "--allow-file-access-from-files", "--dump-dom")
+    found = re.search(r"<title>(\d+) of (\d+)</title>", shown)
+    assert found, shown[:500]
+    assert int(found[1]) <= int(found[2]) == width

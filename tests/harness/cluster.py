@@ -89,7 +89,20 @@ def ray_head(*flags: str, dashboard: bool = True, **env: str) -> Iterator[Cluste
     flags = ("--num-cpus=2", *flags) if dashboard else ("--num-cpus=2", "--include-dashboard=false", *flags)
     with tempfile.TemporaryDirectory(prefix="nr-", dir="/tmp", ignore_cleanup_errors=True) as temp:
         log = Path(temp, "start.log")
-        head = _started_head(Path(temp), flags, base | {"TMPDIR": temp}, log)
+
+        def start() -> tuple[subprocess.Popen[Any], Callable[[], object]]:
+            with log.open("w") as stream:
+                process = subprocess.Popen(
+                    head_command(Path(temp), *flags),
+                    env=base | {"TMPDIR": temp},
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=ends_with_tests,
+                )
+            return process, lambda: "Ray runtime started" in log.read_text()
+
+        head = _started(start, log.read_text)
         try:
             address = current_cluster(Path(temp))
             url = re.search(r"RAY_API_SERVER_ADDRESS='(http://[^']+)'", log.read_text())
@@ -100,26 +113,23 @@ def ray_head(*flags: str, dashboard: bool = True, **env: str) -> Iterator[Cluste
             end_session(head)
 
 
-def _started_head(temp: Path, flags: tuple[str, ...], env: dict[str, str], log: Path) -> subprocess.Popen[Any]:
-    """Start a head; again where this machine was too busy for the 30 s that Ray itself gives it."""
+def _started(
+    start: Callable[[], tuple[subprocess.Popen[Any], Callable[[], object]]], said: Callable[[], str] = str
+) -> subprocess.Popen[Any]:
+    """Start a Ray until it is ready; again where this machine was too busy for the 30 s that Ray itself gives a node.
+
+    `start` returns the process, and what tells whether it is ready. `said`: what it has written, for errors.
+    """
     for tries_left in (2, 1, 0):
-        with log.open("w") as stream:
-            head = subprocess.Popen(
-                head_command(temp, *flags),
-                env=env,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=ends_with_tests,
-            )
+        process, ready = start()
         try:
-            wait_for(lambda: "Ray runtime started" in log.read_text(), START_S, head, log.read_text)
-            return head
+            wait_for(ready, START_S, process, said)
+            break
         except BaseException as error:
-            end_session(head)
+            end_session(process)
             if not tries_left or not isinstance(error, AssertionError):
                 raise
-    raise AssertionError
+    return process
 
 
 @contextmanager
@@ -131,22 +141,20 @@ def ray_node(cluster: Cluster, *flags: str, before: tuple[str, ...] = ()) -> Ite
     command = [*before, sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={cluster.address}", "--block"]
     ports = ("dashboard-agent-listen-port", "min-worker-port", "max-worker-port")
     command += ["--num-cpus=1", *(f"--{port}=0" for port in ports), *LESS, *flags]
-    for tries_left in (2, 1, 0):
-        here = set(living_nodes(cluster))  # ids: a node that was here may leave while this one joins
-        node = subprocess.Popen(
+    here = set[str]()  # ids: a node that was here may leave while this one joins
+
+    def start() -> tuple[subprocess.Popen[Any], Callable[[], object]]:
+        here.update(living_nodes(cluster))
+        process = subprocess.Popen(
             command,
             env=cluster.env,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
             preexec_fn=ends_with_tests,
         )
-        try:
-            wait_for(lambda: set(living_nodes(cluster)) - here, START_S, node)  # noqa: B023
-            break
-        except AssertionError:  # Ray itself gives a node 30 s to start, which a busy machine may exceed
-            end_session(node)
-            if not tries_left:
-                raise
+        return process, lambda: set(living_nodes(cluster)) - here
+
+    node = _started(start)
     joined = set(living_nodes(cluster)) - here
     try:
         yield node

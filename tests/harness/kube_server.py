@@ -19,10 +19,20 @@ import aiohttp
 import yaml
 from aiohttp import web
 
+from tests.harness.ranks import TINY
+
 BEARER = "a-bearer-token-of-the-kubeconfig"
 _PATH = re.compile(
     r"(/api/v1|/apis/[^/]+/[^/]+)(?:/namespaces/(?P<ns>[^/]+))?/(?P<plural>[a-z]+)(?:/(?P<name>[^/]+))?$"
 )
+
+
+def submit_of(folder: Path) -> list[str]:
+    """Return the arguments of a submit that only the cluster can refuse."""
+    file = folder / "words.yaml"
+    values = {k: v for k, v in TINY.items() if k != "name"} | {"dataset": "stdlib", "workers": 2, "device": "cpu"}
+    file.write_text(yaml.safe_dump(values))
+    return ["submit", "--config", str(file)]
 
 
 class ApiServer:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import nanoray.bench.__main__ as bench
+from nanoray.bench import equivalence
 from nanoray.bench.harness.rank_pool import RankPool, Where
 
 Pools = Callable[[int], RankPool]
+Wrong = dict[str, set[str]]  # arm -> the metrics in which it is wrong; an arm that is right has none
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +40,28 @@ def shared_ranks(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any
         monkeypatch.setattr(bench, "RankPool", lambda where: nullcontext(pools(where.workers)))
 
     return share
+
+
+@pytest.fixture
+def planted(
+    shared_ranks: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., Wrong]:
+    """Run `bench equivalence` in one case with a bug of tests/harness/planted.py; it must fail. Return what is wrong.
+
+    arms: those of the benchmark, or others.
+    """
+
+    def run(bug: str, ranks: int, arms: dict[str, Any] | None = None, case: str = "SGD") -> Wrong:
+        shared_ranks(equivalence)
+        monkeypatch.setattr(equivalence, "ENTRY", f"tests.harness.planted:measure_with_{bug}")
+        monkeypatch.setattr(equivalence, "CASES", {case: equivalence.CASES[case]})
+        if arms:
+            monkeypatch.setattr(equivalence, "arms_for", lambda *_, **__: arms)
+        flags = ["equivalence", "--device", "cpu", "--workers", str(ranks), "--quick", f"--json={tmp_path / 'e.json'}"]
+        assert bench.main(flags) == 1
+        wrong: Wrong = {}
+        for row in json.loads((tmp_path / "e.json").read_text())["rows"]:
+            wrong.setdefault(row["arm"], set()).update({row["metric"]} if row["wrong"] else ())
+        return wrong
+
+    return run

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import nanoray.bench.__main__ as bench
 from nanoray.bench import equivalence
-from nanoray.bench.equivalence import ADAMW, CASES, EXPERTS, SGD
+from nanoray.bench.equivalence import ADAMW, EXPERTS, SGD
 from tests.harness.axes import Runs, require_one_process, run
 from tests.harness.ranks import records, series
-from tests.ranks.conftest import Pools
+from tests.ranks.conftest import Pools, Wrong
 
 BY_HAND = ("ddp_by_hand", "zero1", "zero2")
 DEEP = {"n_layer": 4}
@@ -92,18 +92,12 @@ def test_a_rank_keeps_its_share_of_the_experts_only(pools: Pools) -> None:
     ],
 )
 def test_a_planted_bug_makes_the_matrix_red(
-    bug: str, arm: dict[str, Any], metric: str, tmp_path: Path, shared_ranks: Any, monkeypatch: pytest.MonkeyPatch
+    bug: str, arm: dict[str, Any], metric: str, planted: Callable[..., Wrong]
 ) -> None:
-    shared_ranks(equivalence)
-    sound, wrong = (EXPERTS | {"dp_mode": "ddp_by_hand", "ep": 2} | more for more in ({}, arm))
-    monkeypatch.setattr(equivalence, "ENTRY", f"tests.harness.planted:measure_with_{bug}")
-    monkeypatch.setattr(equivalence, "CASES", {"SGD": CASES["SGD"]})
-    monkeypatch.setattr(equivalence, "arms_for", lambda *_, **__: {"sound": sound, "wrong": wrong})
-    flags = ["equivalence", "--device", "cpu", "--workers", "4", "--quick", f"--json={tmp_path / 'e.json'}"]
-    assert bench.main(flags) == 1
-    rows = json.loads((tmp_path / "e.json").read_text())["rows"]
-    assert f"SGD: {metric}" in {row["metric"] for row in rows if row["arm"] == "wrong" and row["wrong"]}
-    assert not any(row["wrong"] for row in rows if row["arm"] == "sound")
+    sound, cut = (EXPERTS | {"dp_mode": "ddp_by_hand", "ep": 2} | more for more in ({}, arm))
+    wrong = planted(bug, 4, {"sound": sound, "wrong": cut})
+    assert f"SGD: {metric}" in wrong["wrong"]
+    assert not wrong["sound"]
 
 
 # The whole program: the loop, checkpoints, resume.

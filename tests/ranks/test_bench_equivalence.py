@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import nanoray.bench.__main__ as bench
 from nanoray.bench import equivalence
 from nanoray.bench.equivalence import CASES, SGD, arms_for, largest, must_equal
 from nanoray.bench.strategies import MODES
+from tests.ranks.conftest import Wrong
 
 FLAGS = ["equivalence", "--device", "cpu"]
 
@@ -55,59 +57,31 @@ def test_every_mode_trains_as_one_process_does_with_and_without_checkpointing(
         ("owner", {"zero1", "zero2"}, {"ddp"}),
     ],
 )
-def test_a_planted_bug_makes_it_red(
-    bug: str,
-    red: set[str],
-    green: set[str],
-    tmp_path: Path,
-    shared_ranks: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    shared_ranks(equivalence)
-    monkeypatch.setattr(equivalence, "ENTRY", f"tests.harness.planted:measure_with_{bug}")
-    monkeypatch.setattr(equivalence, "CASES", {"SGD": CASES["SGD"]})
-    assert bench.main([*FLAGS, "--workers", "3", "--quick", f"--json={tmp_path / 'e.json'}"]) == 1
-    rows = json.loads((tmp_path / "e.json").read_text())["rows"]
-    wrong = {arm: sum(row["wrong"] for row in rows if row["arm"] == arm) for arm in MODES}
-    assert red <= {arm for arm, count in wrong.items() if count}
-    assert green <= {arm for arm, count in wrong.items() if not count}
+def test_a_planted_bug_makes_it_red(bug: str, red: set[str], green: set[str], planted: Callable[..., Wrong]) -> None:
+    wrong = planted(bug, 3)
+    assert red <= {arm for arm in MODES if wrong[arm]}
+    assert green <= {arm for arm in MODES if not wrong[arm]}
 
 
 @pytest.mark.parametrize(
     "bug", ["qkv", *(pytest.param(b, marks=pytest.mark.full) for b in ("row_bias", "replicas", "untied"))]
 )
-def test_a_planted_bug_of_tensor_parallelism_makes_it_red(
-    bug: str, tmp_path: Path, shared_ranks: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shared_ranks(equivalence)
-    monkeypatch.setattr(equivalence, "ENTRY", f"tests.harness.planted:measure_with_{bug}")
-    monkeypatch.setattr(equivalence, "CASES", {"SGD": CASES["SGD"]})
-    monkeypatch.setattr(equivalence, "arms_for", lambda *_, **__: {"ddp": {}, "tp 2": {"tp": 2}})
-    assert bench.main([*FLAGS, "--workers", "2", "--quick", f"--json={tmp_path / 'e.json'}"]) == 1
-    rows = json.loads((tmp_path / "e.json").read_text())["rows"]
-    wrong = {row["metric"] for row in rows if row["arm"] == "tp 2" and row["wrong"]}
-    assert f"SGD: {equivalence.NORM if bug == 'replicas' else equivalence.WEIGHT}" in wrong
-    assert not any(row["wrong"] for row in rows if row["arm"] == "ddp")
+def test_a_planted_bug_of_tensor_parallelism_makes_it_red(bug: str, planted: Callable[..., Wrong]) -> None:
+    wrong = planted(bug, 2, {"ddp": {}, "tp 2": {"tp": 2}})
+    assert f"SGD: {equivalence.NORM if bug == 'replicas' else equivalence.WEIGHT}" in wrong["tp 2"]
+    assert not wrong["ddp"]
 
 
 @pytest.mark.parametrize(
     "bug", ["loose_ends", *(pytest.param(b, marks=pytest.mark.full) for b in ("both_ends", "each_stage"))]
 )
-def test_a_planted_bug_of_a_pipeline_makes_it_red(
-    bug: str, tmp_path: Path, shared_ranks: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_planted_bug_of_a_pipeline_makes_it_red(bug: str, planted: Callable[..., Wrong]) -> None:
     case = "SGD, 2 micro batches"
-    shared_ranks(equivalence)
-    monkeypatch.setattr(equivalence, "ENTRY", f"tests.harness.planted:measure_with_{bug}")
-    monkeypatch.setattr(equivalence, "CASES", {case: CASES[case]})
     arms = {"ddp": {}, "pp 2": {"pp": 2}, "pp 2 gpipe": {"pp": 2, "pp_schedule": "gpipe"}}
-    monkeypatch.setattr(equivalence, "arms_for", lambda *_, **__: arms)
-    assert bench.main([*FLAGS, "--workers", "2", "--quick", f"--json={tmp_path / 'e.json'}"]) == 1
-    rows = json.loads((tmp_path / "e.json").read_text())["rows"]
+    wrong = planted(bug, 2, arms, case)
     for arm in ("pp 2", "pp 2 gpipe"):
-        wrong = {row["metric"] for row in rows if row["arm"] == arm and row["wrong"]}
-        assert f"{case}: {equivalence.NORM if bug == 'both_ends' else equivalence.WEIGHT}" in wrong
-    assert not any(row["wrong"] for row in rows if row["arm"] == "ddp")
+        assert f"{case}: {equivalence.NORM if bug == 'both_ends' else equivalence.WEIGHT}" in wrong[arm]
+    assert not wrong["ddp"]
 
 
 def test_which_modes_must_have_the_same_bits() -> None:

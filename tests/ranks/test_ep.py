@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import nanoray.bench.__main__ as bench
 from nanoray.bench import equivalence
 from nanoray.bench.equivalence import ADAMW, CASES, EXPERTS, SGD, arms_for, must_equal
 from nanoray.checkpoint.find import newest_valid
 from nanoray.sample import main as sample
 from tests.harness.axes import Runs, require_one_process, run
 from tests.harness.ranks import records, series
-from tests.ranks.conftest import Pools
+from tests.ranks.conftest import Pools, Wrong
 
 BY_HAND = ("ddp_by_hand", "zero1", "zero2")
 MODES = ("ddp", *BY_HAND, "fsdp")
@@ -80,20 +80,11 @@ def test_activation_checkpointing_changes_no_bit(pools: Pools, mode: str) -> Non
         ("balance", equivalence.WEIGHT),
     ],
 )
-def test_a_planted_bug_makes_the_matrix_red(
-    bug: str, metric: str, tmp_path: Path, shared_ranks: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shared_ranks(equivalence)
+def test_a_planted_bug_makes_the_matrix_red(bug: str, metric: str, planted: Callable[..., Wrong]) -> None:
     mode = "ddp_by_hand" if bug == "expert_replicas" else "zero1"  # with zero1 a rank has nothing to count twice
-    arm = {"dp_mode": mode, "ep": 2} | EXPERTS
-    monkeypatch.setattr(equivalence, "ENTRY", f"tests.harness.planted:measure_with_{bug}")
-    monkeypatch.setattr(equivalence, "CASES", {"SGD": CASES["SGD"]})
-    monkeypatch.setattr(equivalence, "arms_for", lambda *_, **__: {"ddp": {}, "ep": arm})
-    flags = ["equivalence", "--device", "cpu", "--workers", "4", "--quick", f"--json={tmp_path / 'e.json'}"]
-    assert bench.main(flags) == 1
-    rows = json.loads((tmp_path / "e.json").read_text())["rows"]
-    assert f"SGD: {metric}" in {row["metric"] for row in rows if row["arm"] == "ep" and row["wrong"]}
-    assert not any(row["wrong"] for row in rows if row["arm"] == "ddp")
+    wrong = planted(bug, 4, {"ddp": {}, "ep": {"dp_mode": mode, "ep": 2} | EXPERTS})
+    assert f"SGD: {metric}" in wrong["ep"]
+    assert not wrong["ddp"]
 
 
 def test_which_arms_run_and_which_must_have_the_same_bits() -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import nanoray.bench.__main__ as bench
 from nanoray.bench import equivalence
-from nanoray.bench.equivalence import ADAMW, CASES, EXPERTS, LIMITS, LOSS, NORM, SGD
+from nanoray.bench.equivalence import ADAMW, EXPERTS, LIMITS, LOSS, NORM, SGD
 from tests.harness.axes import Runs, equal, final, require_one_process, run
 from tests.harness.ranks import series
-from tests.ranks.conftest import Pools
+from tests.ranks.conftest import Pools, Wrong
 
 MODES = ("ddp", "ddp_by_hand", "zero1", "zero2", "fsdp")
 CUT: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
@@ -50,19 +50,10 @@ def test_experts_under_sequence_parallelism(pools: Pools, more: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("bug", ["norms", pytest.param("ratings", marks=pytest.mark.full)])
-def test_a_planted_bug_makes_the_matrix_red(
-    bug: str, tmp_path: Path, shared_ranks: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shared_ranks(equivalence)
-    monkeypatch.setattr(equivalence, "ENTRY", f"tests.harness.planted:measure_with_{bug}")
-    monkeypatch.setattr(equivalence, "CASES", {"SGD": CASES["SGD"]})
-    arms = {"sound": EXPERTS | {"tp": 2}, "wrong": EXPERTS | CUT}
-    monkeypatch.setattr(equivalence, "arms_for", lambda *_, **__: arms)
-    flags = ["equivalence", "--device", "cpu", "--workers", "2", "--quick", f"--json={tmp_path / 'e.json'}"]
-    assert bench.main(flags) == 1
-    rows = json.loads((tmp_path / "e.json").read_text())["rows"]
-    assert f"SGD: {equivalence.WEIGHT}" in {row["metric"] for row in rows if row["arm"] == "wrong" and row["wrong"]}
-    assert not any(row["wrong"] for row in rows if row["arm"] == "sound")
+def test_a_planted_bug_makes_the_matrix_red(bug: str, planted: Callable[..., Wrong]) -> None:
+    wrong = planted(bug, 2, {"sound": EXPERTS | {"tp": 2}, "wrong": EXPERTS | CUT})
+    assert f"SGD: {equivalence.WEIGHT}" in wrong["wrong"]
+    assert not wrong["sound"]
 
 
 @pytest.mark.full

@@ -28,7 +28,7 @@ from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.resnet_costs import activation_memory as resnet_memory
 from nanoray.models.resnet_costs import flops_per_image
 from nanoray.parallel.owners import MOST_RANKS
-from tests.harness.browser import chromium, in_chromium
+from tests.harness.browser import in_chromium, require_width
 from tests.harness.ranks import make_spec, run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -476,15 +476,7 @@ def test_a_page_that_needs_nothing_else(page: Path) -> None:
 @in_chromium
 @pytest.mark.parametrize("width", [1280, 400])
 def test_a_browser_shows_it_without_overflow(page: Path, width: int) -> None:
-    probe = page.with_name("probe.html")
-    probe.write_text(
-        f'<iframe src="{page.name}" style="width:{width}px;height:900px;border:0" onload="document.title = '
-        "this.contentDocument.documentElement.scrollWidth + ' of ' + this.clientWidth\"></iframe>"
-    )
-    shown = chromium(probe, "--allow-file-access-from-files", "--dump-dom")
-    found = re.search(r"<title>(\d+) of (\d+)</title>", shown)
-    assert found, shown[:500]
-    assert int(found[1]) <= int(found[2]) == width
+    require_width(page, width)
 
 
 def test_names_are_escaped(tmp_path: Path) -> None:

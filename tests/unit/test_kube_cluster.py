@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from nanoray.errors import ConfigError
 from nanoray.kube.__main__ import main
 from nanoray.kube.cluster import Api, ApiError, Follower, KubeError, check_operator, path_of, troubles
 from nanoray.kube.fetch import fetch
-from tests.harness.kube_server import ApiServer
+from tests.harness.kube_server import ApiServer, submit_of
 from tests.harness.ports import closed_port
-from tests.harness.ranks import TINY
 
 Object = dict[str, Any]
 
@@ -35,11 +33,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServe
 
 @pytest.fixture
 def submit(tmp_path: Path) -> list[str]:
-    """Arguments of a submit that only the cluster can refuse."""
-    file = tmp_path / "words.yaml"
-    values = {k: v for k, v in TINY.items() if k != "name"} | {"dataset": "stdlib", "workers": 2, "device": "cpu"}
-    file.write_text(yaml.safe_dump(values))
-    return ["submit", "--config", str(file)]
+    return submit_of(tmp_path)
 
 
 def rayjob(server: ApiServer, name: str = "words", **status: Any) -> Object:

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from nanoray.kube.__main__ import main
-from tests.harness.kube_server import ApiServer
-from tests.harness.ranks import TINY
+from tests.harness.kube_server import ApiServer, submit_of
 
 Object = dict[str, Any]
 
@@ -25,10 +23,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServe
 
 @pytest.fixture
 def submit(tmp_path: Path) -> list[str]:
-    file = tmp_path / "words.yaml"
-    values = {k: v for k, v in TINY.items() if k != "name"} | {"dataset": "stdlib", "workers": 2, "device": "cpu"}
-    file.write_text(yaml.safe_dump(values))
-    return ["submit", "--config", str(file), "--dry_run"]
+    return [*submit_of(tmp_path), "--dry_run"]
 
 
 def node(server: ApiServer, name: str, cpu: str, memory: str, **more: Any) -> None:
