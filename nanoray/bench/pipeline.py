@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoray.bench.harness.figure import figure
+from nanoray.bench.harness.figure import figure, whiskers
 from nanoray.bench.harness.plan import rotated
 from nanoray.bench.harness.rank_pool import RankFailed, RankPool, add_where_flags, describe, where_from
 from nanoray.bench.harness.report import Report, Row, aligned, markdown, say
@@ -162,12 +162,17 @@ def draw(report: Report, path: Path) -> None:
             points = [(t.median, row.median) for t, row in zip(theory, own, strict=True) if t]
             left.plot(*zip(*points, strict=True), "o", color=f"C{i}", label=kind) if points else None
             ratios = [r for r in report.rows if r.metric == STEP and r.arm.startswith(f"{kind},") and " / " in r.arm]
-            right.plot([r.median for r in ratios if r.values], "o-", color=f"C{i}", label=kind)
+            ratios = [r for r in ratios if r.values]
+            beside = [k + i / 10 for k in range(len(ratios))]  # so that no whisker hides another
+            spread = whiskers(ratios, quartiles=True)
+            right.errorbar(beside, [r.median for r in ratios], yerr=spread, fmt="o", capsize=2, color=f"C{i}")
+            if ratios:
+                right.set_xticks(beside, [r.arm.split()[1] for r in ratios])
         left.axline((0, 0), slope=1, color="0.6", lw=0.8)
         left.set(xlabel="a stage waits by the theory, %", ylabel="a stage waits, measured, %")
         left.legend(fontsize=7)
         right.axhline(1.0, color="0.6", lw=0.8)
-        right.set(xlabel="more micro batches", ylabel="step over that of 1f1b", xticks=[])
+        right.set(xlabel="micro batches", ylabel="step over that of 1f1b, median and quartiles")
 
 
 # On every rank.

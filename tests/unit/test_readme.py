@@ -124,8 +124,8 @@ def test_dry_run_of_the_large_preset(tmp_path: Path) -> None:
 
 PAGES = {
     "communication": ["collectives", "algorithms", "overlap", "scaling"],
-    "parallelism": ["strategies", "equivalence"],
-    "precision": ["precision"],
+    "parallelism": ["strategies", "equivalence", "pipeline"],
+    "precision": ["precision", "compression"],
     "reliability": ["recovery", "checkpoint", "control", "soak"],
     "step": ["step"],
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from nanoray.bench.harness.report import Report, Row, condition
@@ -23,14 +24,15 @@ def figure(
     drawn, axes = pyplot.subplots(*grid, figsize=size, layout="constrained", squeeze=False)
     try:
         yield list(axes.flat)
-        drawn.supxlabel("\n".join(filter(None, (note, footer(report)))), fontsize=7)
+        foot = [line for text in (note, footer(report)) for line in wrap(text, int(17 * size[0]))]  # 17 to an inch
+        drawn.supxlabel("\n".join(foot), fontsize=7)
         drawn.savefig(path, dpi=150)
     finally:
         pyplot.close(drawn)
 
 
 def footer(report: Report) -> str:
-    """Return how the numbers were obtained, in one line: command, date, machine and versions."""
+    """Return how the numbers were obtained, in one text: command, date, machine and versions."""
     told = report.conditions
     machine = told.get("gpus") or [told.get("cpu", {}).get("name", "")]
     parts = (told.get("command"), told.get("date"), machine[0], condition(told.get("versions", {})))
