@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from nanoray.bench.harness import processes
 from tests.harness.cluster import Cluster, commands_end_here, ray_head
+from tests.harness.commands import start_process
 from tests.harness.ranks import TINY
 
 for variable in ("RAY_ADDRESS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
     os.environ.pop(variable, None)
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+processes.start_process = start_process  # the ranks of a benchmark, too, need not import torch again
 # On a busy machine an example, and drawing it, may take long.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")

@@ -38,13 +38,12 @@ FLAGS += ("--placement_timeout_s", "170", "--faults", SLOW)
 
 
 def test_a_lost_head_costs_no_step(recipe: Path, tmp_path: Path) -> None:
-    """Head and driver are killed. The ranks on the other node save and end within seconds, and then that node.
+    """Head and driver are killed. The ranks on the other node save and end within seconds.
 
     The same command is given to a new head before its workers have joined: it waits for them, and goes on from there.
     """
     out = tmp_path / "runs"
-    impatient = {"RAY_gcs_rpc_server_reconnect_timeout_s": "30"}  # of a node without a head; Ray's default is 60
-    with ray_head("--num-cpus=0", **impatient) as cluster, ray_node(cluster, "--num-cpus=2") as node:
+    with ray_head("--num-cpus=0") as cluster, ray_node(cluster, "--num-cpus=2"):
         driver = start(cluster, recipe, out, *FLAGS)
         wait_for(lambda: fired(out) == ["slow"], process=driver)
         ranks = [pid_of(out, rank) for rank in (0, 1)]
@@ -56,7 +55,6 @@ def test_a_lost_head_costs_no_step(recipe: Path, tmp_path: Path) -> None:
         lost = time.monotonic()
         wait_for(lambda: not any(alive(pid) for pid in ranks))
         ended, ended_after_s = time.time(), time.monotonic() - lost
-        wait_for(lambda: node.poll() is not None)
         driver.communicate()
     newest, damaged = newest_valid(only_run(out) / "checkpoints")
     assert newest is not None

@@ -51,10 +51,8 @@ class Command:
         # They go with this object.
         self._files = [tempfile.NamedTemporaryFile(prefix="nr-out-") for _ in range(1 + apart)]  # noqa: SIM115
         names = self._files[0].name, self._files[-1].name
-        how = list(args), dict(os.environ if env is None else env), str(cwd), names
-        self._process = forkserver.Process(target=_run, args=how, daemon=True)
-        with _one_at_a_time:
-            self._process.start()
+        streams = {1: names[0], 2: names[1]}
+        self._process = _fork(list(args), dict(os.environ if env is None else env), str(cwd), streams)
         self.pid = int(self._process.pid or 0)
 
     @property
@@ -114,6 +112,45 @@ class Command:
         self.wait()
 
 
+class ForkedPopen(Command):
+    """A command with pipes or files as its streams, in the place of `subprocess.Popen`."""
+
+    def __init__(self, command: list[str], env: dict[str, str], stdin: Any, stdout: Any, stderr: Any) -> None:
+        self.args, self.cluster = tuple(command), None
+        streams: dict[int, Any] = {}
+        self.stdin, self.stdout = None, None
+        if stdin == subprocess.PIPE:
+            streams[0], own = forkserver.Pipe(duplex=False)
+            self.stdin = os.fdopen(os.dup(own.fileno()), "wb", buffering=0)
+            own.close()
+        if stdout == subprocess.PIPE:
+            own, streams[1] = forkserver.Pipe(duplex=False)
+            self.stdout = os.fdopen(os.dup(own.fileno()), "rb", buffering=0)
+            own.close()
+        else:
+            streams[1] = stdout.name
+        streams[2] = streams[1] if stderr == subprocess.STDOUT else stderr.name
+        self._process = _fork(command[2:], env, os.getcwd(), streams)
+        self.pid = int(self._process.pid or 0)
+        for stream in streams.values():
+            if not isinstance(stream, str):
+                stream.close()
+
+
+def start_process(command: list[str], **how: Any) -> Any:
+    """Start a process as `subprocess.Popen` does; a module of nanoray is forked."""
+    if command[1] != "-m" or not command[2].startswith("nanoray."):
+        return subprocess.Popen(command, **how)
+    return ForkedPopen(command, how["env"], how["stdin"], how["stdout"], how["stderr"])
+
+
+def _fork(args: list[str], env: dict[str, str], cwd: str, streams: Mapping[int, Any]) -> Any:
+    process = forkserver.Process(target=_run, args=(args, env, cwd, streams), daemon=True)
+    with _one_at_a_time:
+        process.start()
+    return process
+
+
 def run(
     *args: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT, timeout: float = 400
 ) -> subprocess.CompletedProcess[str]:
@@ -146,16 +183,20 @@ def _completed(command: Command, timeout: float) -> subprocess.CompletedProcess[
     return subprocess.CompletedProcess(command.args, code, command.output, command.errors)
 
 
-def _run(args: list[str], env: dict[str, str], cwd: str, outputs: tuple[str, str]) -> None:
-    """Become `python -m args`, in the forked process."""
+def _run(args: list[str], env: dict[str, str], cwd: str, streams: Mapping[int, Any]) -> None:
+    """Become `python -m args`, in the forked process. `streams`: file descriptor -> a file's path, or a connection."""
     os.setsid()
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
-    for fd, path in enumerate(outputs, 1):
-        file = os.open(path, os.O_WRONLY | os.O_APPEND)
+    for fd, stream in streams.items():
+        file = os.open(stream, os.O_WRONLY | os.O_APPEND) if isinstance(stream, str) else os.dup(stream.fileno())
         os.dup2(file, fd)
         os.close(file)
+    for stream in streams.values():  # or nobody would see the end of this process
+        if not isinstance(stream, str) and not stream.closed:
+            stream.close()
+    sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
     sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
     sys.argv = list(args)

@@ -33,6 +33,9 @@ CLUSTER_START_S = 90.0
 _NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RAY_ADDRESS")
 
 
+start_process: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen  # a caller may have a faster way
+
+
 class ChildFailed(Exception):
     """A child ended badly or too late; the message ends with the last lines of its output."""
 
@@ -46,7 +49,7 @@ class Child:
         pipe = subprocess.PIPE if pipes else None
         with log.open("wb") as stream:
             self.started = time.time()  # wall clock, as the children's records are
-            self.process = subprocess.Popen(
+            self.process = start_process(
                 list(command),
                 env=dict(env),
                 stdin=pipe or subprocess.DEVNULL,
