@@ -2,8 +2,7 @@
 
 A small GPT, of sizes that divide badly, learns for three steps: in one process, and on all ranks in every data-parallel
 mode, with and without activation checkpointing, and with tensor and pipeline parallelism where they divide the ranks.
-Plain SGD
-without clipping shows a wrong factor on the gradient, which AdamW and clipping hide; two accumulations show whether it
+Plain SGD without clipping shows a wrong factor on the gradient, which AdamW and clipping hide; two accumulations show whether it
 depends on them. A loss, weight or norm too far from that of one process, or a bit that differs where none may, makes
 the exit code 1.
 """
@@ -296,7 +295,7 @@ def whole_weights(arm: Arm) -> list[Tensor]:
 def measure_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> None:
     """Train every arm in every case of the order; emit for each what all ranks found. (all ranks)
 
-    With "alone" each rank also trains the whole batch by itself: how far the weights are from that is "off".
+    With "alone" rank 0 also trains the whole batch by itself: how far a rank's weights are from that is "off".
     """
     from nanoray.mesh.mesh import Mesh
 
@@ -309,7 +308,8 @@ def measure_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None])
             if order["alone"]:
                 model = {key: own[key] for key in (*EXPERTS, "n_layer") if key in own}
                 if str(model) not in alone_of:  # the same model, in one process
-                    alone_of[str(model)] = train(single, 1, **settings | model)
+                    of_one = train(single, 1, **settings | model) if mesh.rank == 0 else None
+                    alone_of[str(model)] = mesh.broadcast(of_one)
                 alone = alone_of[str(model)]
                 far = [(a - b).abs().max().item() for a, b in zip(weights, alone["weights"], strict=True)]
                 found |= {"off": largest(far), "alone": {key: alone[key] for key in ("losses", "norms")}}

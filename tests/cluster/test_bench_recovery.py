@@ -28,8 +28,8 @@ SHORT = ["--steps", "30", "--between", "10,20", "--checkpoint_every", "8", "--ti
 @pytest.mark.parametrize(
     "arms",
     [
-        ("in_place", "restart"),
-        pytest.param(("spare", "shrink"), marks=pytest.mark.full),
+        ("in_place",),
+        pytest.param(("restart", "spare", "shrink"), marks=pytest.mark.full),
         pytest.param((PEER,), marks=pytest.mark.full),
         pytest.param((TORCHFT,), marks=pytest.mark.full),
         pytest.param((TORCHRUN,), marks=pytest.mark.full),

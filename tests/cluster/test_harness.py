@@ -26,6 +26,7 @@ from tests.harness.commands import ROOT
 ALL_CPUS = ("--workers", "2", "--cpus_per_worker", "1", "--placement_timeout_s", "30")
 
 
+@pytest.mark.full
 def test_a_run_that_a_failed_test_has_left_is_ended(
     cluster: Cluster, recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -49,6 +50,7 @@ def test_a_run_that_does_not_obey_is_killed(cluster: Cluster, recipe: Path, tmp_
     assert no_actors_left(cluster, 0.0)
 
 
+@pytest.mark.full
 def test_a_cluster_ends_with_the_tests_that_were_killed() -> None:
     """As after Ctrl-C, when pytest-xdist ends its workers and no fixture is left to clean up."""
     code = "from tests.harness.cluster import ray_head\nwith ray_head(dashboard=False) as head:\n"

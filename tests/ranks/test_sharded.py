@@ -27,7 +27,7 @@ def run(pools: Pools, ranks: int, modes: list[str], cases: list[dict[str, Any]],
     return [*pools(ranks).run(ENTRY, {"arms": arms, "cases": cases, "alone": alone})]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 5, pytest.param(7, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [2, 3, *(pytest.param(n, marks=pytest.mark.full) for n in (5, 7))])
 def test_modes_by_hand_agree_bit_for_bit(pools: Pools, ranks: int) -> None:
     cases = [{"accum": 1, "settings": SGD}, {"accum": 1, "settings": ADAMW}, {"accum": 2, "settings": ADAMW}]
     for case in cases:
