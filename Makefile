@@ -12,10 +12,10 @@ STAMP := .venv/installed-$(shell { pwd; cat pyproject.toml constraints.txt; "$(P
 train: setup
 	@$(PY) examples/train_shakespeare.py $(ARGS)
 
-# Two workers, a file each at a time: tests of one file share runs and ranks. In the order of the folders, because
-# cluster/ has the longest files.
+# A file each at a time: tests of one file share runs and ranks. In the order of the folders, because cluster/ has the
+# longest files. Three workers on two cores: many tests wait, for a time limit or for Ray.
 # The package is compiled once: where the environment forbids that, each of a thousand processes would do it.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # For every change: each promise at least once, but for those whose test is marked `full`.
 test: setup lint

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from nanoray.bench.harness import processes
@@ -37,15 +38,10 @@ def _no_command_outlives_its_test() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors of a few kilobytes gain nothing from threads, and on a busy machine each barrier costs a time slice."""
-    import torch  # not for tests that need none
-
-    threads = torch.get_num_threads()
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Two workers share two cores, and tensors of a few kilobytes gain nothing from threads."""
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

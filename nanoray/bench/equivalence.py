@@ -2,9 +2,9 @@
 
 A small GPT, of sizes that divide badly, learns for three steps: in one process, and on all ranks in every data-parallel
 mode, with and without activation checkpointing, and with tensor and pipeline parallelism where they divide the ranks.
-Plain SGD without clipping shows a wrong factor on the gradient, which AdamW and clipping hide; two accumulations show whether it
-depends on them. A loss, weight or norm too far from that of one process, or a bit that differs where none may, makes
-the exit code 1.
+Plain SGD without clipping shows a wrong factor on the gradient, which AdamW and clipping hide; two accumulations show
+whether it depends on them. A loss, weight or norm too far from that of one process, or a bit that differs where none
+may, makes the exit code 1.
 """
 
 from __future__ import annotations

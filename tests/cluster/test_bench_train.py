@@ -69,9 +69,7 @@ def test_a_launcher_with_a_ray_of_its_own_trains(arm: str, text: Path, tmp_path:
 
 
 @pytest.mark.timeout(SLOW_S)
-@pytest.mark.parametrize(
-    "arms", [train.NARROW, pytest.param(train.WIDE, marks=pytest.mark.full), tuple(train.TRACED)]
-)
+@pytest.mark.parametrize("arms", [train.NARROW, pytest.param(train.WIDE, marks=pytest.mark.full), tuple(train.TRACED)])
 def test_every_loop_trains(arms: tuple[str, ...], text: Path, tmp_path: Path) -> None:
     rows = measure(text, tmp_path, "--loop_preset", "tiny", "--arms", ",".join(arms))
     assert all(rows[arm, "compute: step"]["median"] > 0 for arm in arms)

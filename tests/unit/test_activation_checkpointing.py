@@ -20,9 +20,6 @@ HOW = ("none", "selective", "block")
 SHAPE = ModelShape(n_layer=3, n_head=4, n_embd=64, block_size=32, bias=False, vocab_size=128)
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def batch(rows: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     return tuple(torch.randint(SHAPE.vocab_size, (rows, SHAPE.block_size), generator=generator) for _ in range(2))  # type: ignore[return-value]

@@ -31,7 +31,6 @@ from nanoray.parallel.owners import MOST_RANKS
 from tests.harness.browser import in_chromium, require_width
 from tests.harness.ranks import make_spec, run_ranks
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 OWN = "examples/own_model.py"
 RESNET = ["--model", "resnet", "--resnet_depth", "8", "--micro_batch_size", "2", "--global_batch_size", "2"]
 

@@ -23,9 +23,6 @@ from nanoray.models.sampling import generate
 PLAIN, CHUNKED = Kernels(plain_attention=True), Kernels(loss_chunk=7)
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def made(kernels: Kernels = Kernels(), vocab_size: int = 65, rotary: bool = False, dropout: float = 0.0) -> GPT:  # noqa: B008
     """A float64 model with large weights everywhere; equal arguments but for the kernels give equal weights."""
     torch.manual_seed(0)

@@ -25,9 +25,6 @@ GPT2 = ModelShape(n_layer=12, n_head=12, n_embd=768, block_size=1024, bias=True,
 VOCABULARIES = pytest.mark.parametrize("vocab_size", [65, 60, 64])
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def shape_of(vocab_size: int = 65, *, bias: bool = True, block_size: int = 8, n_layer: int = 2) -> ModelShape:
     return ModelShape(n_layer, 4, 32, block_size, bias, vocab_size)
 
