@@ -40,7 +40,7 @@ def _no_command_outlives_its_test() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
-    """Two workers share two cores, and tensors of a few kilobytes gain nothing from threads."""
+    """The workers share the cores, and tensors of a few kilobytes gain nothing from threads."""
     torch.set_num_threads(1)
 
 
