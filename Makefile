@@ -25,9 +25,9 @@ test: setup lint
 test-all: setup lint
 	@$(PYTEST) $(ARGS)
 
-# Without Ray and without benchmarks, which take longest: for the inner loop.
+# For the inner loop, in two minutes: the unit tests, and on real ranks the golden numbers and the guards of the loop.
 test-fast: setup
-	@$(PYTEST) -m "not slow" --ignore-glob="*/ranks/test_bench_*" tests/unit tests/ranks $(ARGS)
+	@$(PYTEST) -m "not slow and not full" tests/unit $(addprefix tests/ranks/test_,golden.py guards.py) $(ARGS)
 
 # On this machine's GPU; two ranks share it if it is the only one.
 test-gpu: setup

@@ -57,6 +57,7 @@ def test_lost_masks_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not all(same)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_a_compiled_block_contains_it(dropout: float) -> None:
     """Without the last step of the compiler, which needs minutes; that one sees plain graphs."""

@@ -136,6 +136,7 @@ def test_wrong_flags_are_refused(flags: list[str], message: str, capsys: pytest.
     assert re.search(re.escape(message), capsys.readouterr().err)
 
 
+@pytest.mark.slow
 def test_a_real_quick_run(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [f"--{flag}={tmp_path / f'r.{end}'}" for flag, end in (("json", "json"), ("figure", "svg"))]
     assert bench.main(["precision", "--quick", "--dataset", str(text), *files]) == 0

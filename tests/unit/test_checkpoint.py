@@ -479,6 +479,7 @@ def die_at(folder, step, deadly):
     save(folder, make(step), keep=1)
 
 
+@pytest.mark.slow
 def test_death_before_any_system_call_loses_nothing(tmp_path):
     """Even when the only checkpoint is being replaced by one of the same step."""
     aside = 0
@@ -509,6 +510,7 @@ def save_forever(folder, done):
             done.value = step
 
 
+@pytest.mark.slow
 def test_sigkill_at_any_time_loses_nothing(tmp_path):
     for done in killed_saves(tmp_path, save_forever, tmp_path):
         found, notes = newest_valid(tmp_path)

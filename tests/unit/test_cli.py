@@ -50,6 +50,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory, recipe: Path) -> tuple
     return out, done.stdout
 
 
+@pytest.mark.slow
 def test_train_in_this_process(one_process: tuple[Path, str]) -> None:
     out, printed = one_process
     assert list(losses(out)) == list(range(1, 21))
@@ -60,6 +61,7 @@ def test_train_in_this_process(one_process: tuple[Path, str]) -> None:
     assert (result["exit_reason"], result["exit_code"], result["world_size"]) == ("finished", 0, 1)
 
 
+@pytest.mark.slow
 def test_torchrun_is_the_same_recipe(recipe: Path, tmp_path: Path, one_process: tuple[Path, str]) -> None:
     done = python(
         *("torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d"),
@@ -73,6 +75,7 @@ def test_torchrun_is_the_same_recipe(recipe: Path, tmp_path: Path, one_process: 
     assert (only_run(tmp_path) / "logs" / "rank1.log").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_restart_of_torchrun_goes_on_in_the_same_run(
     world: int, recipe: Path, tmp_path: Path, one_process: tuple[Path, str]
@@ -182,6 +185,7 @@ def test_sample_refuses(one_process: tuple[Path, str], args: list[str], code: in
     assert message in process.stderr
 
 
+@pytest.mark.slow
 def test_the_console_script_knows_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     usage = capsys.readouterr().out

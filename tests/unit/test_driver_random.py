@@ -102,6 +102,7 @@ def play(folder: Path, config: dict[str, Any], starts: dict[str, Any], plan: lis
         assert run.ray.time.now - min(stops) < BOUND_S, "a stop is obeyed in time"
 
 
+@pytest.mark.slow
 @settings(max_examples=150, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(config=CONFIGS, starts=STARTS, plan=st.lists(EVENTS, min_size=1, max_size=4))
 def test_no_interleaving_loses_a_state(config: dict[str, Any], starts: dict[str, Any], plan: list[Event]) -> None:

@@ -734,6 +734,7 @@ def test_the_bundle_has_the_operators_log_and_no_secret(operator: bool, tmp_path
     assert "kuberay-operator,kuberay" in files["./operator.txt"]
 
 
+@pytest.mark.slow
 def test_a_dataset_job_without_internet_says_so_once_and_takes_a_cache_that_comes(
     shakespeare: Path, tmp_path: Path
 ) -> None:

@@ -263,6 +263,7 @@ def save_forever(folder: Path, done) -> None:  # type: ignore[no-untyped-def]
             done.value = step
 
 
+@pytest.mark.slow
 def test_sigkill_at_any_time_loses_nothing(tmp_path: Path) -> None:
     for done in killed_saves(tmp_path, save_forever, tmp_path):
         found, notes = newest_valid(tmp_path)

@@ -451,6 +451,7 @@ def test_every_factorization_once(ranks: int) -> None:
     assert {one.ep for one in factorizations(ranks, experts=True)} == set(divisors(ranks))
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(st.sampled_from([1, 2, 4, 6, 8, 16, 32]), MODES, st.sampled_from([None, 0.003, 0.01]))
 def test_the_best_is_never_slower_than_what_it_lists(ranks: int, mode: str, memory_gb: float | None) -> None:

@@ -284,6 +284,7 @@ def test_without_a_head_a_silent_driver_is_not_waited_for(spec: RunSpec, head: s
     assert rank.run(spec.to_dict(), R)["orders"] == [Order.GO_ON, stopped, Order.STOP]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gone", [True, False], ids=["head gone", "head frozen"])
 def test_without_a_head_a_rank_that_waits_saves_within_seconds(
     spec: RunSpec, head: socket.socket, gone: bool, monkeypatch: pytest.MonkeyPatch
