@@ -259,7 +259,7 @@ def join(
     plain = dist.PrefixStore(f"nanoray/{r.public}", store)
     sealed = SealedStore(plain, r.secret)
     _MEETINGS.add(sealed)
-    if r.abortable:  # else a thread of NCCL's group ends the process when a collective fails
+    if r.abortable and r.backend == "nccl":  # else a thread of NCCL's group ends the process when a collective fails
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     _roll_call(sealed, r, facts, deadline)
     dist.init_process_group(

@@ -10,8 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from nanoray.mesh.mesh import abort_groups
+from nanoray.faults.cause import is_collective_error
+from nanoray.mesh.mesh import Mesh, abandon_groups, abort_groups
+from nanoray.mesh.wire import SealedStore
+from nanoray.parallel.plan import Plan
 from nanoray.run import RunSpec
 from tests.harness.elastic import run_elastic
 from tests.harness.ranks import make_spec
@@ -41,6 +47,46 @@ def left_after(spec: RunSpec, rank: int) -> float:
     (line,) = [line for line in spec.log(rank).read_text().splitlines() if "leaving the group" in line]
     at, _, milliseconds = line[:23].partition(",")
     return time.mktime(time.strptime(at, "%Y-%m-%d %H:%M:%S")) + int(milliseconds) / 1000 - float(event["time"])
+
+
+def ends_with_wrong_sums(step: int) -> None:
+    """In this process the sums of one step are wrong and no error says so, as after an abort over NCCL."""
+    whole, calls = Plan.grad_norm, []
+
+    def aborted(self: Plan) -> Tensor:
+        norm = whole(self)
+        calls.append(step)
+        if len(calls) == step:
+            self._mesh.sealed.aborted = True
+            for gradient in self.gradients:
+                gradient.neg_()
+        return norm
+
+    Plan.grad_norm = aborted  # type: ignore[method-assign]
+
+
+def test_sums_of_an_aborted_group_are_not_used(text: Path, tmp_path: Path, clean: Clean) -> None:
+    spec = make_spec(text, tmp_path, **RECIPE)
+    outcome = run_elastic(spec, 2, patches=dict.fromkeys(range(2), partial(ends_with_wrong_sums, 5)))
+    ended_well(spec, outcome, clean(2), 1)
+    assert all("the driver has ordered to abort the group" in why for why in outcome.left[0])
+
+
+@pytest.mark.parametrize("what", ["loss", "state"])
+def test_what_an_aborted_group_has_sent_is_not_used(tmp_path: Path, what: str) -> None:
+    """Also what is not checked by the loop: a mean loss, or the state that a new rank receives."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = Mesh(0, 2, 0, torch.device("cpu"), "gloo", "", sealed=SealedStore(dist.HashStore(), "key"))
+        use = partial(mesh.all_reduce, torch.ones(1), "loss")
+        use = partial(mesh.broadcast_tensor, torch.ones(1), 0) if what == "state" else use
+        use()
+        mesh.sealed.abort()
+        with pytest.raises(RuntimeError, match="gloo: a peer is lost, and the driver has ordered to abort") as error:
+            use()
+        assert is_collective_error(error.value)
+    finally:
+        abandon_groups()
 
 
 @pytest.mark.parametrize(
