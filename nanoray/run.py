@@ -129,12 +129,12 @@ class RunSpec:
 def recovers_in_place(config: Config, backend: str, ranks: int) -> bool:
     """Whether only a lost rank is replaced while the others keep running. Driver and ranks must decide the same.
 
-    With NCCL the survivors see no error before the timeout, which then ends their processes. A hand-written all-reduce
-    has a thread that may wait for a peer and keep its group open. A lost rank's shard of the state is on disk only,
-    unless another rank mirrors it or has the same one.
+    A hand-written all-reduce has a thread that may wait for a peer and keep its group open. A lost rank's shard of the
+    state is on disk only, unless another rank mirrors it or has the same one. With NCCL the survivors see no error: the
+    driver orders them to abort, which is refused for sharded states, as it has not been run on a GPU yet.
     """
-    held = not config.sharded or config.mirrors(backend) or config.replicated(ranks)
-    replaceable = backend == "gloo" and config.allreduce == "backend" and held
+    held = not config.sharded or (backend == "gloo" and (config.mirrors() or config.replicated(ranks)))
+    replaceable = config.allreduce == "backend" and held
     return config.recovery != "restart" and ranks > 1 and replaceable
 
 

@@ -60,6 +60,9 @@ class Ranks:
     async def break_meeting(self, secret: str, absent: int) -> None:
         """Do nothing: nobody has met."""
 
+    async def abort(self, attempt: int) -> None:
+        """Do nothing: there is no group."""
+
     async def run(self, spec: dict[str, Any], rendezvous: Any) -> dict[str, Any]:
         """Wait for the end."""
         over = asyncio.get_running_loop().create_future()

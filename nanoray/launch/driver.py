@@ -19,6 +19,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from nanoray.errors import ConfigError, PlacementError
 from nanoray.faults.cause import Failure, FailureCollector, back_off_s, reason_to_give_up, without_progress
 from nanoray.faults.hang import Position, Watchdog
+from nanoray.launch.abort_orders import AbortOrders
 from nanoray.launch.cluster_watch import ANOTHER_HEAD, ClusterWatch
 from nanoray.launch.drain import Drains, Leave
 from nanoray.launch.fault_log import FaultLog
@@ -54,7 +55,7 @@ class Driver:
         self._api, self._clock = api, clock
         self.console = Console(spec.config.max_steps)
         self.cluster = ClusterWatch(place, api, head_timeout_s=spec.config.head_timeout_s)
-        self.drains = Drains(self.cluster)
+        self.drains, self.aborts = Drains(self.cluster), AbortOrders(clock)
         self.faults = FaultLog(spec.folder, clock)
         self.group: WorkerGroup | None = None
         self.outcome: dict[str, Any] | None = None  # rank 0's, which it returns after the last checkpoint
@@ -81,8 +82,7 @@ class Driver:
                         self._restart()
                         continue
 
-                    # All left their process groups although no rank failed: because nodes are drained, to grow, or
-                    # because the group broke.
+                    # All left their groups although no rank failed: nodes are drained, to grow, or the group broke.
                     assert self.group
                     if not self._ending and self.drains.end(self.group, collector):
                         self._start_replacements(self.group, collector, collector.failures)
@@ -147,8 +147,7 @@ class Driver:
         except OSError as error:
             if self._first_attempt:
                 raise
-            text = f"warning  attempt {self.spec.attempt} is not noted in {self.spec.folder}: {error.strerror}"
-            print(text, flush=True)
+            print(f"warning  attempt {self.spec.attempt} is not noted: {error}", flush=True)
         self._first_attempt = False
 
     def _refuse_useless_spares(self, group: WorkerGroup) -> None:
@@ -174,6 +173,7 @@ class Driver:
             group.request_heartbeat(slot, after=self.faults.target)
         while not collector.complete(self._clock.monotonic()) and not self._too_late:
             self._obey_stop(group, collector)
+            self.aborts.look(group, collector)
             for kind, slot, value in group.events(POLL_S):
                 if kind == "ended":
                     watchdog.ended(slot)

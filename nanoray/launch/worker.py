@@ -209,6 +209,17 @@ class Worker:
 
         break_meeting(self._store, secret, absent)
 
+    @ray.method(concurrency_group="control")
+    def abort(self, attempt: int) -> None:
+        """Abort the process groups of this attempt, if this rank is in them: a peer is lost.
+
+        An order for another attempt does nothing. No newer groups can stand yet: `go_on` waits for the same thread.
+        """
+        if self._spec and self._spec.attempt == attempt and not self._waiting.is_set():
+            from nanoray.mesh.mesh import abort_groups
+
+            abort_groups()
+
     def run(self, spec: dict[str, Any], rendezvous: Rendezvous) -> dict[str, Any]:
         """Train as one rank and return the outcome, or the failure and its kind as data for the driver."""
         self._importing.join()

@@ -307,15 +307,15 @@ class WorkerGroup:
 
     def _rendezvous(self) -> list[Rendezvous]:
         """Return who each rank of the present group is; the store's address is not known yet."""
-        kind, facts = self.place.kind, [self.facts[slot] for slot in self.members]
+        place, facts = self.place, [self.facts[slot] for slot in self.members]
         choice = self.choice = self.choice or self._choose_backend(facts)  # a run keeps its backend
-        device = "cpu" if kind == "cpu" else "cuda:0"
+        device = "cpu" if place.kind == "cpu" else "cuda:0"
         self.secret = secrets.token_hex(16)
         ranks = rendezvous_of([fact["node"] for fact in facts], choice, self.secret)
         mirrors = self.spec.config.mirrors(choice.backend)
         self.distance = mirror_distance([r.local_rank for r in ranks]) if mirrors else 0
         return [
-            replace(r, slot=slot, slots=self.place.workers, device=device, threads=self.place.threads)
+            replace(r, slot=slot, slots=place.workers, device=device, threads=place.threads, abortable=self.in_place)
             for r, slot in zip(ranks, self.members, strict=True)
         ]
 

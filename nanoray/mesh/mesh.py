@@ -8,12 +8,14 @@ Rendezvous (own rank, store's address) ───── join() ──► Mesh (gr
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol, cast
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,7 @@ from nanoray.mesh.wire import SealedStore
 from nanoray.points import reached
 
 READ_S = 5.0  # for the other ranks to read why there is no meeting
+_MEETINGS = WeakSet[SealedStore]()  # of this process, until it leaves its groups
 
 
 class CollectiveListener(Protocol):
@@ -62,6 +65,7 @@ class Mesh:
     sealed: Any = field(default=None, repr=False)  # torch calls its methods, but does not keep the object alive
     slot: int = -1  # as in Rendezvous
     slots: int = 0
+    abortable: bool = False
 
     def __post_init__(self) -> None:
         self.slot = self.rank if self.slot < 0 else self.slot
@@ -78,6 +82,7 @@ class Mesh:
         if self.world_size > 1:
             with self._noted("all_reduce", what, "default", tensor):
                 dist.all_reduce(tensor, op=dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
+            self.require_unbroken()
         return tensor
 
     def start_vote(self, wanted: Order) -> Vote:
@@ -149,6 +154,17 @@ class Mesh:
             return
         with self._noted("broadcast", "state", "default", tensor):
             dist.broadcast(tensor, src=src)
+        self.require_unbroken()
+
+    def require_unbroken(self) -> None:
+        """Raise RuntimeError if the groups of this rank were aborted: what it has summed or received may be wrong.
+
+        An aborted collective of NCCL ends like any other. So where the driver may order it, this waits for the device.
+        """
+        if self.abortable and self.backend == "nccl":
+            torch.cuda.current_stream(self.device).synchronize()
+        if self.sealed is not None and self.sealed.aborted:
+            raise RuntimeError(f"{self.backend}: a peer is lost, and the driver has ordered to abort the group")
 
     def leave(self) -> None:
         """Abandon every process group and its pending work, so that the other ranks see closed connections."""
@@ -174,9 +190,24 @@ def abandon_groups() -> None:
     """Abort and destroy every process group of this process, also those that a failed `join` left behind."""
     from torch.distributed.distributed_c10d import _abort_process_group
 
+    _MEETINGS.clear()
     for end in (_abort_process_group, dist.destroy_process_group):
         with suppress(Exception):  # a broken group may raise; close what can be closed
             end()
+
+
+def abort_groups() -> None:
+    """Let all that waits for a peer in a process group of this process fail. Any thread may ask, and more than once.
+
+    gloo has no abort (torch 2.13: `ProcessGroup.abort` does nothing there), so its connections are shut down.
+    """
+    from torch.distributed.distributed_c10d import _world
+
+    for meeting in list(_MEETINGS):
+        meeting.abort()  # first, because what an aborted communicator of NCCL leaves must not be used
+    for group in list(_world.pg_map):
+        with suppress(RuntimeError):  # it is being closed
+            group.abort()
 
 
 def collectives_started() -> int:
@@ -227,6 +258,9 @@ def join(
         store = connect_store(r, init_timeout_s)
     plain = dist.PrefixStore(f"nanoray/{r.public}", store)
     sealed = SealedStore(plain, r.secret)
+    _MEETINGS.add(sealed)
+    if r.abortable and r.backend == "nccl":  # else a thread of NCCL's group ends the process when a collective fails
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     _roll_call(sealed, r, facts, deadline)
     dist.init_process_group(
         r.backend,
@@ -241,7 +275,7 @@ def join(
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(timeout_s, PATIENCE_S)))
     me = Mesh(r.rank, r.world_size, r.local_rank, device, r.backend, r.backend_reason, control, patient, store)
-    me.slot, me.slots = r.slot, r.slots
+    me.slot, me.slots, me.abortable = r.slot, r.slots, r.abortable
     me.sealed = sealed
     return me
 

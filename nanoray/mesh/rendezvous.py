@@ -55,6 +55,7 @@ class Rendezvous:
     agent_store: bool = False  # the store already exists: torchrun's agent or a surviving rank serves it
     live: bool = False  # at least one of these ranks holds the run's state in memory
     reference: int = 0  # the rank with whose facts the others are compared: one that holds the state, if any does
+    abortable: bool = False  # the driver may order to abort the groups: a lost rank is replaced, the others live on
     run_id: str = ""  # torchrun's id of the job, the same in all of its restarts
     restarts: int = 0  # how often torchrun has restarted all ranks
     slot: int = -1  # which log and progress file it writes; equals the rank while every slot is in use

@@ -8,6 +8,9 @@ from __future__ import annotations
 import base64
 import hmac
 import json
+import os
+import socket
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -79,6 +82,8 @@ class SealedStore(dist.Store):
     def __init__(self, inner: dist.Store, key: str) -> None:
         super().__init__()
         self._inner, self._key = inner, key.encode()
+        self._passed: list[bytes] = []  # values written or read, such as the addresses of gloo's ranks
+        self.aborted = False
 
     def _tag(self, name: str, value: bytes) -> bytes:
         return hmac.digest(self._key, len(name).to_bytes(4, "big") + name.encode() + value, "sha256")
@@ -86,6 +91,7 @@ class SealedStore(dist.Store):
     def set(self, name: str, value: str | bytes) -> None:
         """Store a value with its proof."""
         value = value.encode() if isinstance(value, str) else bytes(value)
+        self._passed.append(value)
         self._inner.set(name, self._tag(name, value) + value)  # type: ignore[arg-type]
 
     def get(self, name: str) -> bytes:
@@ -97,6 +103,7 @@ class SealedStore(dist.Store):
                 f"the rendezvous store holds a value of a stranger under {name}: a process without this run's key "
                 "wrote it; who else can reach the store's port?"
             )
+        self._passed.append(value)
         return value
 
     def multi_get(self, names: list[str]) -> list[bytes]:
@@ -132,6 +139,40 @@ class SealedStore(dist.Store):
         """Change how long `get` and `wait` wait."""
         self._inner.set_timeout(timeout)
 
+    def abort(self) -> None:
+        """Shut down the TCP connections of this process one end of which is an address that a rank has put in here.
+
+        gloo's are such, and no others: its ranks tell each other in this store where they listen. What waits for one of
+        them fails then, as if the other rank had left. Any thread may ask, and more than once.
+        """
+        self.aborted, addresses = True, b" ".join(self._passed)
+        for name in os.listdir("/dev/fd"):
+            with suppress(OSError), _duplicate(int(name)) as connection:
+                ends = connection.getpeername(), connection.getsockname()
+                if any(_packed(connection.family, end) in addresses for end in ends):
+                    connection.shutdown(socket.SHUT_RDWR)
+
     def has_extended_api(self) -> bool:
         """Return False: torch is not to bypass the seals by other calls."""
         return False
+
+
+def _duplicate(fd: int) -> socket.socket:
+    """Return a TCP socket of this process as an object of its own. Raises OSError if `fd` is none."""
+    fd = os.dup(fd)
+    try:
+        found = socket.socket(fileno=fd)
+    except OSError:
+        os.close(fd)
+        raise
+    if found.family not in (socket.AF_INET, socket.AF_INET6):
+        found.close()
+        raise OSError
+    return found
+
+
+def _packed(family: int, address: tuple[Any, ...]) -> bytes:
+    """Return an address as it lies in a sockaddr_in (port, host) or sockaddr_in6 (port, flow, host)."""
+    host, port = address[0].partition("%")[0], address[1]
+    flow = b"" if family == socket.AF_INET else bytes(4)
+    return bytes(port.to_bytes(2, "big") + flow + socket.inet_pton(family, host))

@@ -134,6 +134,7 @@ class Engine:
             s.can_finish = par.mirror_gradients()
             norm = self.scaler.norm(par.grad_norm())
             reached("committed")
+            mesh.require_unbroken()
             if self.scaler.enabled:  # (all ranks) two flags: gradients that overflow, losses that are not finite
                 mesh.all_reduce(self.scaler.look(norm, own_loss), "overflow", op="max")
             verdict = self.guards.check(s.step + 1, norm, own_loss, mean_loss, logged, self.explain, s.samples)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from nanoray.checkpoint.find import newest_valid
 from tests.harness.cluster import (
@@ -25,6 +26,7 @@ from tests.harness.cluster import (
     only_report,
     only_run,
     pid_of,
+    process_state,
     processes_of_session,
     ray_head,
     ray_node,
@@ -32,6 +34,7 @@ from tests.harness.cluster import (
     summary,
     trains,
     wait_for,
+    weights,
 )
 from tests.harness.commands import ROOT, Command
 
@@ -92,6 +95,34 @@ def test_a_lost_node_shrinks_the_group_and_a_new_one_lets_it_grow(recipe: Path, 
     assert (result["exit_reason"], result["exit_code"], result["world_size"]) == ("stopped", 143, 2), output
     last = result["steps"]
     assert sorted(losses(tmp_path)) == sorted({1, *range(20, last + 1, 20)} | ({last} & losses(tmp_path).keys()))
+
+
+@pytest.mark.full
+def test_a_rank_on_a_frozen_node_is_left_by_order(recipe: Path, tmp_path: Path) -> None:
+    """Ray's health check reports the node lost. Its processes live, and none of their connections closes."""
+    flags = ("--placement", "spread", "--cpus_per_worker", "1", "--spares", "0", "--max_steps", "300")
+    flags += ("--hang_timeout", "0", "--timeout_s", "300", "--checkpoint_every", "0")
+    with ray_head(**FAST_HEALTH) as cluster:
+        code, output = launch(cluster, recipe, tmp_path / "clean", *flags)
+        assert code == 0, output
+        with ray_node(cluster) as node:
+            driver = start(cluster, recipe, tmp_path / "out", *flags)
+            wait_for(lambda: trains(tmp_path / "out"), process=driver)
+            (rank,) = {pid_of(tmp_path / "out", rank, driver) for rank in (0, 1)} & {*processes_of_session(node.pid)}
+            for pid in (frozen := processes_of_session(node.pid)):
+                os.kill(pid, signal.SIGSTOP)
+            code, output = finish(driver)
+            assert process_state(rank) == "T", "until the end"
+            for pid in frozen:
+                os.kill(pid, signal.SIGKILL)
+            assert code == 0, output
+    report = only_report(tmp_path / "out", output)
+    assert (report["recovery"], report["steps_repeated"], report["consequences"]) == ("in_place", 0, []), output
+    survivor = (only_run(tmp_path / "out") / "logs" / f"rank{1 - report['rank']}.log").read_text()
+    assert survivor.count("leaving the group") == 1
+    assert losses(tmp_path / "out") == losses(tmp_path / "clean"), "bit for bit"
+    ours, theirs = weights(tmp_path / "out"), weights(tmp_path / "clean")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def gcs_server(cluster: Cluster) -> int:

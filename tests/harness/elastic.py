@@ -35,13 +35,15 @@ def run_elastic(
     patches: dict[int, Patch] | None = None,
     on_nodes: Sequence[int] = (),
     grow_at: int = 0,
+    frozen: int = -1,
     timeout_s: float = 300,
 ) -> Outcome:
     """Train with `world` ranks; whenever some are lost and the others wait, form another group.
 
     groups: the slots of the second group, the third, ...; all slots where nothing is said. Slots whose process is lost
     get a new one. patches: by slot, for the processes of the first group. on_nodes: each rank's number on its node.
-    grow_at: the step in which a group that has shrunk is told to form another one.
+    grow_at: the step in which a group that has shrunk is told to form another one. frozen: a slot whose first process
+    stops and is taken for lost; it lives on, with its connections open, until the run is over.
     """
     write_attempt(spec)
     outcome, stores, lines, processes = Outcome(), [], {}, {}
@@ -77,7 +79,10 @@ def run_elastic(
             processes[slot] = forkserver.Process(target=_rank_main, args=order, daemon=True)
             processes[slot].start()
             there.close()
-        waiting = _listen(slots, lines, processes, outcome, deadline)
+        heard = slots
+        if not live and frozen in slots:
+            left_behind, heard = processes.pop(frozen), [slot for slot in slots if slot != frozen]
+        waiting = _listen(heard, lines, processes, outcome, deadline)
         slots = []
         if waiting:
             attempt += 1
@@ -90,6 +95,9 @@ def run_elastic(
     for process in processes.values():
         process.join(5)
         process.kill()
+    if frozen >= 0:
+        assert left_behind.is_alive()
+        left_behind.kill()
     return outcome
 
 

@@ -37,6 +37,7 @@ from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.run import RunSpec, recovers_in_place
 
 NOTICE_S = 0.02  # from a death until its peers' collectives fail
+ABORT_S = 0.03  # from an order to abort until the rank has left its group
 REPORT_S = 0.01  # from a death until Ray reports it
 START_S = 2.0  # from the creation of an actor until it is ready
 STEP_S = 1.0
@@ -185,6 +186,7 @@ class ScriptedRay:
     in_place: bool
     time: ScriptedTime = field(default_factory=ScriptedTime)
     orders: list[str] = field(default_factory=list)  # what the driver did, in order
+    aborts: list[tuple[int | None, int]] = field(default_factory=list)  # slot and attempt of each order to abort
     actors: dict[int, Actor] = field(default_factory=dict)  # by slot, the newest
     failing_starts: dict[int, int] = field(default_factory=dict)  # slot -> how many of its next actors die at start
     refusing_starts: dict[int, int] = field(default_factory=dict)  # slot -> how many newcomers cannot work
@@ -319,6 +321,12 @@ class ScriptedRay:
         """The ranks that wait for a lost one know at once."""
         for waiting in list(self.forming.values()):
             self.time.after(NOTICE_S, partial(self.lose_peer, waiting, waiting.attempt))
+
+    def on_abort(self, actor: Actor, ref: Ref, attempt: int) -> None:
+        """A rank in a group of this attempt that waits for a peer fails, as if the peer's connection had closed."""
+        self.aborts.append((actor.slot, attempt))
+        if actor in self.members and actor not in self.forming.values():
+            self.time.after(ABORT_S, partial(self.lose_peer, actor, attempt))
 
     def on_poll(self, actor: Actor, ref: Ref) -> None:
         ref.set([])

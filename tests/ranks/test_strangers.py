@@ -52,6 +52,31 @@ def rank_of(rank: int, port: int, store: TCPStore | None, work: Callable[[Mesh],
         answers.put((rank, f"{type(error).__name__}: {error}"))
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_an_abort_closes_the_connections_by_addresses_in_the_store_and_no_others(host: str) -> None:
+    """Also those that this process has accepted; a connection of Ray's in the same process stays."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    store = wire.SealedStore(dist.HashStore(), SECRET)
+    pairs = []
+    for _ in range(3):
+        with socket.create_server((host, 0), family=family) as server:
+            client = socket.create_connection(server.getsockname()[:2])
+            pairs.append((client, server.accept()[0]))
+    for name, (client, _) in (("mine", pairs[0]), ("theirs", pairs[1])):
+        _, port = client.getpeername()[:2]
+        flow = bytes(4) if family == socket.AF_INET6 else b""
+        store.set(name, b"sockaddr" + port.to_bytes(2, "big") + flow + socket.inet_pton(family, host) + b"rest")
+    store.abort()
+    store.abort()
+    for pair in pairs[:2]:
+        assert [end.recv(1) for end in pair] == [b"", b""]
+    pairs[2][0].sendall(b"x")
+    assert pairs[2][1].recv(1) == b"x"
+    assert store.aborted
+    for end in [end for pair in pairs for end in pair]:
+        end.close()
+
+
 def exchange(mesh: Mesh) -> Any:
     return mesh.all_gather(("rank", mesh.rank))
 

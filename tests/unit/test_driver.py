@@ -15,7 +15,7 @@ from nanoray.errors import ConfigError, PlacementError
 from nanoray.faults.cause import MAX_CONSEQUENCES
 from nanoray.launch.cluster_watch import LEAVE_S
 from nanoray.launch.driver import SAVE_S
-from tests.harness.scripted_ray import RUN_S, Run, node_id
+from tests.harness.scripted_ray import RUN_S, Actor, Ref, Run, node_id
 
 IN_PLACE_OF_1 = ["start 1", "go_on 0 as 0/3 attempt 1", "run 1 as 1/3 attempt 1", "go_on 2 as 2/3 attempt 1"]
 RESTART = [f"start {slot}" for slot in range(3)] + [f"run {slot} as {slot}/3 attempt 1" for slot in range(3)]
@@ -411,6 +411,83 @@ def test_thousands_of_consequences_are_counted(tmp_path: Path) -> None:
     lines = run.reports[0]["consequences"]
     assert len(lines) == MAX_CONSEQUENCES + 1
     assert lines[-1] == "and 3 more ranks"
+
+
+# Orders to abort, where no connection closes.
+
+
+@pytest.mark.parametrize("victim", range(3))
+def test_ranks_that_see_no_error_are_ordered_to_leave_their_group(tmp_path: Path, victim: int) -> None:
+    """A node that is cut off: the others wait for the lost rank for ever, and would be ended as silent."""
+    run = Run(tmp_path)
+    run.ray.at(10.3, run.ray.die, victim, None)
+    assert ended_well(run())
+    assert what(run) == [(victim, "killed", "in_place", 0)]
+    assert sorted(run.ray.aborts) == [(slot, 0) for slot in range(3) if slot != victim]
+    assert run.reports[0]["consequences"] == []
+    assert run.reports[0]["recover_s"] < 5.0
+
+
+def test_ranks_that_leave_by_themselves_get_no_order(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.ray.at(10.3, run.ray.die, 1)
+    run.ray.at(20.3, run.ray.die, 2, 0.02)
+    assert ended_well(run())
+    assert run.ray.aborts == []
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+@pytest.mark.parametrize("gap_s", [0.0, 0.2, 8.0], ids=["at once", "after the order", "in the next group"])
+def test_two_ranks_are_cut_off(tmp_path: Path, first: int, second: int, gap_s: float) -> None:
+    run = Run(tmp_path)
+    run.ray.at(10.3, run.ray.die, first, None)
+    run.ray.at(10.3 + gap_s, run.ray.die, second, None)
+    assert ended_well(run())
+    left = ({0, 1, 2} - {first, second}).pop()
+    assert (left, 0) in run.ray.aborts
+    assert [report["recovery"] for report in run.reports][-1] == "in_place"
+    assert [order for order in run.orders if order.startswith("run")].count(f"run {left} as {left}/3 attempt 1") == 0
+
+
+def test_a_late_order_does_not_break_the_next_group(tmp_path: Path) -> None:
+    """A rank gets it when it has met the others again; its number tells that it is an old one."""
+    run, late = Run(tmp_path), list[Actor]()
+    obey = run.ray.on_abort
+
+    def on_abort(actor: Actor, ref: Ref, attempt: int) -> None:
+        late.append(actor)
+        run.ray.time.after(8.0, lambda: obey(actor, ref, attempt))
+
+    run.ray.on_abort = on_abort  # type: ignore[method-assign]
+    run.ray.at(10.3, run.ray.die, 1, 0.5)
+    assert ended_well(run())
+    assert what(run) == [(1, "killed", "in_place", 0)]
+    assert sorted(run.ray.aborts) == [(0, 0), (2, 0)], "they arrived in the second group"
+    assert len(late) == 2
+
+
+def test_an_order_is_repeated_until_it_is_obeyed(tmp_path: Path) -> None:
+    """It may come while a rank forms its groups, before there is something to abort."""
+    run = Run(tmp_path)
+    obey, calls = run.ray.on_abort, list[int]()
+
+    def on_abort(actor: Actor, ref: Ref, attempt: int) -> None:
+        calls.append(attempt)
+        if len(calls) > 2:
+            obey(actor, ref, attempt)
+
+    run.ray.on_abort = on_abort  # type: ignore[method-assign]
+    run.ray.at(10.3, run.ray.die, 1, None)
+    assert ended_well(run())
+    assert what(run) == [(1, "killed", "in_place", 0)]
+    assert len(calls) == 4
+
+
+def test_with_recovery_restart_nobody_is_ordered(tmp_path: Path) -> None:
+    run = Run(tmp_path, recovery="restart")
+    run.ray.at(10.3, run.ray.die, 1, None)
+    assert ended_well(run())
+    assert run.ray.aborts == []
 
 
 # A stop, and a fault.

@@ -15,12 +15,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from nanoray.errors import CheckpointError, ConfigError, RendezvousError, StateDiverged
 from nanoray.faults.cause import CAUSES
 from nanoray.faults.progress import ProgressFile
 from nanoray.launch.worker import DRIVER_SILENT_S, HEADLESS_S, LostPeer, Worker
+from nanoray.mesh.mesh import _MEETINGS
 from nanoray.mesh.rendezvous import Order, Rendezvous
+from nanoray.mesh.wire import SealedStore
 from nanoray.run import RunSpec
 from tests.harness.commands import watchers_of
 from tests.harness.scripted_ray import make_spec
@@ -49,6 +52,39 @@ def worker(train: Train | None = None, rank: int | None = 1, gpus: tuple[str, ..
 
 
 R = Rendezvous(rank=1, world_size=2, backend="gloo")
+
+
+# Orders to abort.
+
+
+def test_only_an_order_for_the_groups_that_stand_is_obeyed(spec: RunSpec) -> None:
+    """One that comes before the first attempt, for an older one, or when this rank waits, aborts nothing."""
+
+    def train(run: RunSpec, r: Rendezvous, watchers: Any, wanted: Any, store: Any, rejoin: Any) -> dict[str, Any]:
+        in_group.set()
+        gate.wait(30)
+        rejoin("connection closed")
+        return {}
+
+    in_group, gate, rank = threading.Event(), threading.Event(), worker(train)
+    meeting = SealedStore(HashStore(), "key")
+    _MEETINGS.add(meeting)
+    second = spec.next_attempt()
+    rank.abort(second.attempt)
+    thread, _ = in_thread(rank, second)
+    assert in_group.wait(60)
+    rank.abort(spec.attempt)
+    rank.abort(second.next_attempt().attempt)
+    assert not meeting.aborted
+    gate.set()
+    assert rank._waiting.wait(60)
+    rank.abort(second.attempt)
+    assert not meeting.aborted
+    rank.go_on(second.next_attempt().to_dict(), R)
+    thread.join(30)
+    rank.abort(second.next_attempt().attempt)
+    assert meeting.aborted
+    _MEETINGS.clear()
 
 
 # Exceptions.

@@ -16,6 +16,8 @@ from nanoray.faults.hang import Position, Watchdog
 from nanoray.faults.progress import ProgressFile
 from nanoray.launch.fault_log import LOG_LINES
 from nanoray.launch.worker_group import EXIT_RECORD_S, WorkerGroup
+from nanoray.mesh.rendezvous import BackendChoice
+from nanoray.run import recovers_in_place
 from tests.harness.scripted_ray import Actor, Ref, Run
 
 
@@ -29,6 +31,30 @@ def started(folder: Path, workers: int = 3, **config: Any) -> tuple[Run, WorkerG
 
 def dead(error: Exception) -> Ref:
     return Ref(error, True)
+
+
+@pytest.mark.parametrize(
+    ("backend", "ranks", "config", "expected"),
+    [
+        ("gloo", 2, {}, True),
+        ("nccl", 2, {}, True),
+        ("nccl", 1, {}, False),
+        ("nccl", 2, {"recovery": "restart"}, False),
+        ("nccl", 2, {"allreduce": "ring"}, False),
+        ("gloo", 2, {"dp_mode": "zero1"}, True),
+        ("nccl", 2, {"dp_mode": "zero1"}, False),
+        ("gloo", 4, {"tp": 2}, True),
+        ("nccl", 4, {"tp": 2}, False),
+    ],
+)
+def test_where_a_lost_rank_is_replaced_alone(
+    tmp_path: Path, backend: str, ranks: int, config: dict[str, Any], expected: bool
+) -> None:
+    """Ranks that the driver may order to abort are told so when they meet."""
+    run, group = started(tmp_path, ranks, **config)
+    group.choice = BackendChoice(backend, "", {})
+    assert recovers_in_place(run.spec.config, backend, ranks) is group.in_place is expected
+    assert {r.abortable for r in group._rendezvous()} == {expected}
 
 
 # Slots and ranks.

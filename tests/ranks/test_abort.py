@@ -1,0 +1,115 @@
+"""Groups that are aborted by order: a frozen rank keeps its connections open, so the others see no error."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nanoray.faults.cause import is_collective_error
+from nanoray.mesh.mesh import Mesh, abandon_groups, abort_groups
+from nanoray.mesh.wire import SealedStore
+from nanoray.parallel.plan import Plan
+from nanoray.run import RunSpec
+from tests.harness.elastic import run_elastic
+from tests.harness.ranks import make_spec
+from tests.ranks.test_mirror import RECIPE, Clean, clean, ended_well, fired
+
+__all__ = ["clean"]  # the fixture
+
+PATIENT = {"timeout_s": 300, "init_timeout_s": 60}  # of the collectives: the run would last longer than that
+
+
+def obeys(events: Path) -> None:
+    """Let a thread of this process abort its groups a moment after the planned fault, as `Worker.abort` does."""
+
+    def wait_and_abort() -> None:
+        while not events.exists():
+            time.sleep(0.05)
+        time.sleep(0.5)  # by now this rank waits for the frozen one
+        abort_groups()
+        abort_groups()  # twice is as once
+
+    threading.Thread(target=wait_and_abort, daemon=True).start()
+
+
+def left_after(spec: RunSpec, rank: int) -> float:
+    """Seconds from the fault until a rank left its group."""
+    (event,) = map(json.loads, (spec.folder / "faults.jsonl").read_text().splitlines())
+    (line,) = [line for line in spec.log(rank).read_text().splitlines() if "leaving the group" in line]
+    at, _, milliseconds = line[:23].partition(",")
+    return time.mktime(time.strptime(at, "%Y-%m-%d %H:%M:%S")) + int(milliseconds) / 1000 - float(event["time"])
+
+
+def ends_with_wrong_sums(step: int) -> None:
+    """In this process the sums of one step are wrong and no error says so, as after an abort over NCCL."""
+    whole, calls = Plan.grad_norm, []
+
+    def aborted(self: Plan) -> Tensor:
+        norm = whole(self)
+        calls.append(step)
+        if len(calls) == step:
+            self._mesh.sealed.aborted = True
+            for gradient in self.gradients:
+                gradient.neg_()
+        return norm
+
+    Plan.grad_norm = aborted  # type: ignore[method-assign]
+
+
+def test_sums_of_an_aborted_group_are_not_used(text: Path, tmp_path: Path, clean: Clean) -> None:
+    spec = make_spec(text, tmp_path, **RECIPE)
+    outcome = run_elastic(spec, 2, patches=dict.fromkeys(range(2), partial(ends_with_wrong_sums, 5)))
+    ended_well(spec, outcome, clean(2), 1)
+    assert all("the driver has ordered to abort the group" in why for why in outcome.left[0])
+
+
+@pytest.mark.parametrize("what", ["loss", "state"])
+def test_what_an_aborted_group_has_sent_is_not_used(tmp_path: Path, what: str) -> None:
+    """Also what is not checked by the loop: a mean loss, or the state that a new rank receives."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = Mesh(0, 2, 0, torch.device("cpu"), "gloo", "", sealed=SealedStore(dist.HashStore(), "key"))
+        use = partial(mesh.all_reduce, torch.ones(1), "loss")
+        use = partial(mesh.broadcast_tensor, torch.ones(1), 0) if what == "state" else use
+        use()
+        mesh.sealed.abort()
+        with pytest.raises(RuntimeError, match="gloo: a peer is lost, and the driver has ordered to abort") as error:
+            use()
+        assert is_collective_error(error.value)
+    finally:
+        abandon_groups()
+
+
+@pytest.mark.parametrize(
+    ("world", "phase", "settings"),
+    [
+        (3, "backward", {}),
+        (4, "forward", {"tp": 2}),
+        pytest.param(3, "exchange_norm", {"dp_mode": "zero1"}, marks=pytest.mark.full),
+        pytest.param(4, "backward", {"pp": 2, "dp_mode": "ddp_by_hand", "grad_accum_steps": 2}, marks=pytest.mark.full),
+        pytest.param(3, "eval", {}, marks=pytest.mark.full),
+        pytest.param(3, "checkpoint", {}, marks=pytest.mark.full),
+    ],
+)
+def test_the_others_leave_a_frozen_rank(
+    text: Path, tmp_path: Path, clean: Clean, world: int, phase: str, settings: dict[str, Any]
+) -> None:
+    """SIGSTOP, and it stays so until the run is over: no step is repeated, and no bit differs."""
+    step = 4 if phase in ("eval", "checkpoint") else 5
+    faults = f"stop@rank=1,step={step},phase={phase}"
+    spec = make_spec(text, tmp_path, **RECIPE | PATIENT | settings | {"faults": faults})
+    others = [slot for slot in range(world) if slot != 1]
+    patches = dict.fromkeys(others, partial(obeys, spec.folder / "faults.jsonl"))
+    outcome = run_elastic(spec, world, patches=patches, frozen=1, timeout_s=100)
+    assert fired(spec) == [phase]
+    ended_well(spec, outcome, clean(world, **settings), 1)
+    assert max(left_after(spec, slot) for slot in others) < 30, "a second, on a machine that is not busy"
