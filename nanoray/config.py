@@ -260,10 +260,13 @@ class Config(CompressionOptions):
     """failures in a row, with fewer than 10 steps completed between them, before giving up; ranks that are left save"""
     recovery: Literal["in_place", "shrink", "restart"] = _field("in_place", "fault")
     """when a rank is lost, on Ray: in_place (only that rank is replaced, its state comes from another rank's memory, no
-    step is repeated; falls back to a restart with an --allreduce written by hand, with fsdp or ep, where no other
-    rank has the lost part of a state divided by zero1 or zero2 (see --mirror), tp or pp (over NCCL none has), or
-    without a survivor) | shrink (as in_place, but if no replacement comes in time fewer ranks continue with the same
+    step is repeated; falls back to a restart with NCCL (but see --abort_nccl), with an --allreduce written by hand,
+    with fsdp or ep, where no other rank has the lost part of a state divided by zero1 or zero2 (see --mirror), tp or
+    pp, or without a survivor) | shrink (as in_place, but if no replacement comes in time fewer ranks continue with the same
     global batch until one does; not with tp or pp: restart) | restart (all ranks, from the newest checkpoint)"""
+    abort_nccl: bool = _field(False, "fault")
+    """recovery in place and shrink over NCCL too, where each rank holds the whole state; ranks wait for their device in
+    each step, and this has not been run on a GPU yet"""
     replace_timeout: float = _field(60.0, "fault", ge=0)
     """seconds to wait for a lost rank's replacement; then in_place saves and restarts, and shrink continues with fewer
     ranks"""

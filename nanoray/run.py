@@ -130,10 +130,13 @@ def recovers_in_place(config: Config, backend: str, ranks: int) -> bool:
     """Whether only a lost rank is replaced while the others keep running. Driver and ranks must decide the same.
 
     A hand-written all-reduce has a thread that may wait for a peer and keep its group open. A lost rank's shard of the
-    state is on disk only, unless another rank mirrors it or has the same one. With NCCL the survivors see no error: the
-    driver orders them to abort, which is refused for sharded states, as it has not been run on a GPU yet.
+    state is on disk only, unless another rank mirrors it or has the same one. With NCCL the survivors see no error, and
+    abort by the driver's order where `abort_nccl` allows it.
     """
-    held = not config.sharded or (backend == "gloo" and (config.mirrors() or config.replicated(ranks)))
+    if backend == "gloo":
+        held = not config.sharded or config.mirrors() or config.replicated(ranks)
+    else:
+        held = config.abort_nccl and not config.sharded
     replaceable = config.allreduce == "backend" and held
     return config.recovery != "restart" and ranks > 1 and replaceable
 

@@ -91,4 +91,6 @@ def test_what_is_left_of_two_replicas_goes_on_as_one(text: Path, tmp_path: Path,
 def test_who_is_replaced_in_place(settings: dict[str, Any], ranks: int, in_place: bool) -> None:
     config = make_config(TINY | {"n_layer": 2, "n_head": 2} | settings)
     assert recovers_in_place(config, "gloo", ranks) == in_place
-    assert recovers_in_place(config, "nccl", ranks) == (in_place and not config.sharded)
+    assert not recovers_in_place(config, "nccl", ranks)
+    asked = config.model_copy(update={"abort_nccl": True})
+    assert recovers_in_place(asked, "nccl", ranks) == (in_place and not config.sharded)
