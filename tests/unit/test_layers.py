@@ -16,6 +16,7 @@ ROWS = [
     {"errors", "atomic", "output"},
     {"metrics", "points", "model_options"},
     {"compression_options"},
+    {"stop_options"},
     {"config"},
     {"cli", "mesh", "faults"},
     {"state", "data", "models"},
