@@ -127,6 +127,7 @@ PAGES = {
     "parallelism": ["strategies", "equivalence"],
     "precision": ["precision"],
     "reliability": ["recovery", "checkpoint", "control", "soak"],
+    "speedrun": ["speedrun"],
     "step": ["step"],
 }
 
