@@ -117,15 +117,15 @@ def _scale(given: dict[str, str], dry_run: bool, flags: dict[str, Any]) -> Scale
 _COUNTS_IF = {
     "min_lr": ("schedule", ("cosine", "wsd")),
     "decay_fraction": ("schedule", ("wsd",)),
-    "weight_decay": ("optimizer", ("adamw",)),
-    "beta1": ("optimizer", ("adamw",)),
-    "beta2": ("optimizer", ("adamw",)),
+    "weight_decay": ("optimizer", ("adamw", "muon")),
+    "beta1": ("optimizer", ("adamw", "muon")),
+    "beta2": ("optimizer", ("adamw", "muon")),
     "tokens_per_param": ("scaling", ("nanochat",)),
 }
 
 
 # Keys that belong to one command, not to the run: --resume does not take them from config.json.
-_NOT_INHERITED = ("resume", "stop_at", "faults", "workers", "out_dir")
+_NOT_INHERITED = ("resume", "stop_at", "target_loss", "faults", "workers", "out_dir")
 
 
 def _config_of_run(resume: str) -> dict[str, Any]:

@@ -13,12 +13,13 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from nanoray.compression_options import CompressionOptions, refuse_compression
+from nanoray.compression_options import refuse_compression
 from nanoray.errors import ConfigError
 from nanoray.model_options import did_you_mean as did_you_mean
 from nanoray.model_options import lay_over, refuse_contradictions, refuse_parallelism
 from nanoray.model_options import read_yaml as read_yaml
 from nanoray.model_options import refuse_unknown as refuse_unknown
+from nanoray.stop_options import StopOptions, refuse_stop
 
 PRESET_DIR = Path(__file__).resolve().parent / "presets"
 DEFAULT_PRESET = "shakespeare-cpu"
@@ -78,7 +79,7 @@ class Kube(BaseModel):
 _SIGNED_URL = r"(?i)[?&]([^=&]*(?:signature|token|secret|password|credential)[^=&]*|sig|key)="
 
 
-class Config(CompressionOptions):
+class Config(StopOptions):
     """A training run, complete and immutable. Each attribute's docstring is the help text of its flag."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
@@ -249,8 +250,6 @@ class Config(CompressionOptions):
     writes it) | sync (training waits until the checkpoint is on disk)"""
     keep_checkpoints: Positive = _field(2, "log")
     """newest checkpoints to keep, besides the best one"""
-    stop_at: Natural = _field(0, "log")
-    """write a checkpoint and exit 0 after this step (0 = run to max_steps)"""
     sample_tokens: Natural = _field(300, "log")
     """tokens of text to generate at the end (0 = none)"""
     tensorboard: bool = _field(True, "log")
@@ -262,8 +261,8 @@ class Config(CompressionOptions):
     """when a rank is lost, on Ray: in_place (only that rank is replaced, its state comes from another rank's memory, no
     step is repeated; falls back to a restart with NCCL (but see --abort_nccl), with an --allreduce written by hand,
     with fsdp or ep, where no other rank has the lost part of a state divided by zero1 or zero2 (see --mirror), tp or
-    pp, or without a survivor) | shrink (as in_place, but if no replacement comes in time fewer ranks continue with the same
-    global batch until one does; not with tp or pp: restart) | restart (all ranks, from the newest checkpoint)"""
+    pp, or without a survivor) | shrink (as in_place, but if no replacement comes in time fewer ranks continue with the
+    same global batch until one does; not with tp or pp: restart) | restart (all ranks, from the newest checkpoint)"""
     abort_nccl: bool = _field(False, "fault")
     """recovery in place and shrink over NCCL too, where each rank holds the whole state; ranks wait for their device in
     each step, and this has not been run on a GPU yet"""
@@ -320,10 +319,7 @@ class Config(CompressionOptions):
             )
         refuse_contradictions(self, {key: field.default for key, field in type(self).model_fields.items()})
         steps = 10**18 if self.num_epochs else self.max_steps  # known with the dataset; then these checks come again
-        if self.stop_at > steps:
-            raise ValueError(
-                f"stop_at = {self.stop_at} is beyond max_steps = {self.max_steps}; lower stop_at or raise max_steps"
-            )
+        refuse_stop(self, steps)
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr = {self.min_lr} is above lr = {self.lr}; lower min_lr or raise lr")
         if not re.fullmatch(r"off|always|every=[1-9]\d*", self.comm_trace):

@@ -57,6 +57,10 @@ BENCHES = {
         "steps that a dry run predicts for dp x tp, beside real ones at 2, 4 and 8 ranks",
     ),
     "step": ("nanoray.bench.step", "attention, optimizer, precision, compile, ...: what each gains a step on this CPU"),
+    "speedrun": (
+        "nanoray.bench.speedrun",
+        "seconds from a command to a validation loss on two CPU cores; all may join",
+    ),
     "recovery": ("nanoray.bench.recovery", "how long training stands still when a rank is killed; goodput under kills"),
     "precision": (
         "nanoray.bench.precision",
@@ -76,7 +80,7 @@ BENCHES = {
         "half an hour under random faults: the weights of a run without, nothing left behind",
     ),
 }
-NOT_IN_ALL = {"soak"}  # it proves something, takes half an hour, and is asked for by name
+NOT_IN_ALL = {"soak", "speedrun"}  # they take long, prove one thing each, and are asked for by name
 QUICK_IN_ALL = {
     "train": ["--arms", "plain,torchrun"],
     "recovery": ["--arms", "torchrun"],
@@ -88,7 +92,7 @@ USAGE = """\
 usage: python -m nanoray.bench NAME [--workers N] [--quick] [--json FILE] [--figure FILE] [--html FILE] [flags]
 
 {benches}
-  {all:<12}all but soak in turn, with their defaults; --figure takes a folder
+  {all:<12}all but soak and speedrun in turn, with their defaults; --figure takes a folder
 
   --workers N   ranks                       --json FILE    conditions, rows and verdicts
   --quick       few and short rounds        --figure FILE  a picture ({figures})

@@ -14,14 +14,19 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoray.bench.harness.processes import answers_only
+from nanoray.config import Config
+from nanoray.data.dataset import DatasetInfo
 from nanoray.mesh.rendezvous import BackendChoice, Order, open_store, rendezvous_of
 from nanoray.run import RunSpec
+
+if TYPE_CHECKING:
+    from torch import nn
 
 Say = Callable[[dict[str, Any]], None]
 
@@ -54,10 +59,17 @@ class Gate:
 
 
 def run_baseline(spec: RunSpec, gate: Gate, threads: int) -> None:
+    """Train with the plain loop, a step at each call of the gate."""
+    for _ in plain_loop(spec.config, spec.dataset, threads):
+        gate()
+
+
+def plain_loop(cfg: Config, data: DatasetInfo, threads: int) -> Iterator[nn.Module]:
     """Train nanoray's GPT with the loop people write first: nanoGPT's step, without what nanoray adds or leaves out.
 
     Random offsets from a fresh memmap, AdamW as torch makes it by default (not fused), clip_grad_norm_, and the loss
-    fetched on every step. The model is the same class as in the other arms: only the loop is compared.
+    fetched on every step. The model is the same class as in the other arms: only the loop is compared. Yields the model
+    before each step, without end.
     """
     import numpy as np
     import torch
@@ -66,7 +78,6 @@ def run_baseline(spec: RunSpec, gate: Gate, threads: int) -> None:
     from nanoray.train.optim import lr_at
 
     torch.set_num_threads(threads)
-    cfg, data = spec.config, spec.dataset
     torch.manual_seed(cfg.seed)
     model = GPT(ModelShape.of(cfg, data.vocab_size), cfg.dropout)
     decayed = [p for p in model.parameters() if p.dim() >= 2]
@@ -82,7 +93,8 @@ def run_baseline(spec: RunSpec, gate: Gate, threads: int) -> None:
         return block[:, :-1].contiguous(), block[:, 1:].contiguous()
 
     step, (x, y) = 0, batch()
-    while gate() is Order.GO_ON:
+    while True:
+        yield model
         for group in optimizer.param_groups:
             group["lr"] = lr_at(step, cfg)
         loss = model(x, y)

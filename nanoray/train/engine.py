@@ -94,7 +94,7 @@ class Engine:
         self.speed = Throughput(self.batch.global_size * w.tokens_per_sample, w.flops_per_token, w.peak_flops, w.unit)
 
     def fit(self) -> dict[str, Any]:
-        """Train until max_steps, stop_at, or a stop request on any rank. (all ranks)
+        """Train until max_steps, stop_at, target_loss, or a stop request on any rank. (all ranks)
 
         Returns the outcome as plain data. Raises TrainingDiverged when the loss stops being finite, StateDiverged when
         the ranks' weights differ, Regroup when the driver orders another group, and the process group's error when a
@@ -110,7 +110,7 @@ class Engine:
         if self.regrouped:  # (all ranks) a group that has met only to save does no step
             order = mesh.start_vote(self.wanted()).result()
 
-        while s.step < last and order is Order.GO_ON:
+        while s.step < last and order is Order.GO_ON and not self.on_target:
             # (all ranks) Start a vote on stopping. It runs beside the step, and is read when the step is done.
             s.session.current = s.step + 1
             par.trace(trace.begin(s.step + 1) if trace else False)
@@ -176,7 +176,7 @@ class Engine:
             self._compare()
             self._save(final=True)
         self.phase("done")
-        return self._outcome("stopped" if order is Order.STOP else "stop_at")
+        return self._outcome("stopped" if order is Order.STOP else "target_loss" if self.on_target else "stop_at")
 
     # The methods that the loop calls, in that order.
 
@@ -306,6 +306,12 @@ class Engine:
         """Hand the record of the newest step to the observers; every rank keeps it in case rank 0 is lost."""
         self.state.session.newest, self.state.session.reported = record, self.state.step
         self.observers.record(record)
+
+    @property
+    def on_target(self) -> bool:
+        """Whether the newest evaluation, of this command or of the checkpoint before it, has reached target_loss."""
+        target, loss = self.cfg.target_loss, self.state.scalars.val_loss
+        return bool(target) and loss is not None and loss <= target
 
     def _due(self, every: int) -> bool:
         return bool(every) and self.state.step % every == 0

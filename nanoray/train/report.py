@@ -202,8 +202,10 @@ def closing_lines(spec: RunSpec, summary: dict[str, Any]) -> list[str]:
     expected = expected_loss(spec)
     lines = [""]
     val = summary["val_loss"]
-    verdict = ""
-    if val is not None and expected is not None and summary["exit_reason"] == "finished":
+    verdict, target = "", spec.config.target_loss
+    if val is not None and target:
+        verdict = f" (target ≤ {target:g}: {'reached' if val <= target else 'NOT REACHED'})"
+    elif val is not None and expected is not None and summary["exit_reason"] == "finished":
         verdict = f" (expected ≤ {expected}: {'ok' if val <= expected else 'NOT REACHED'})"
     train = summary["train_loss"]
     loss = (

@@ -88,6 +88,27 @@ def test_resume_is_bit_identical(text: Path, tmp_path: Path, world: int) -> None
     assert [r["step"] for r in records(rest)] == list(range(1, 10)), "one record per logged step"
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_target_loss_ends_the_run_with_a_checkpoint_that_goes_on(text: Path, tmp_path: Path, world: int) -> None:
+    """At the first evaluation that reaches it, on all ranks alike; and the losses are those of a run without."""
+    whole = make_spec(text, tmp_path / "whole", eval_every=2)
+    train(whole, world)
+    evaluations = series(whole, "val/loss")
+    assert sorted(evaluations) == [2, 4, 6, 8]
+    assert evaluations[2] > evaluations[4] > evaluations[8]
+    parts = {"eval_every": 2, "resume": "auto"}
+    for _ in range(2):  # the second command finds it reached, and does no step
+        spec = make_spec(text, tmp_path / "parts", **parts, target_loss=evaluations[4])
+        outcomes = train(spec, world)
+        assert {(o["exit_reason"], o["step"], o["val_loss"]) for o in outcomes} == {("target_loss", 4, evaluations[4])}
+        assert newest_valid(spec.checkpoints)[0].path.name == "step_00000004"  # type: ignore[union-attr]
+    later = {"target_loss": evaluations[8] - 1, **parts}
+    (outcome, *_) = train(make_spec(text, tmp_path / "parts", **later), world)
+    assert (outcome["exit_reason"], outcome["step"]) == ("finished", 8)
+    assert series(spec) == series(whole)
+    assert series(spec, "val/loss") == evaluations
+
+
 def another_day() -> None:
     """Move this process' clock by a day, forward or back; monotonic clocks stay."""
     real, shift = time.time, 86400.0 if os.getpid() % 2 else -86400.0

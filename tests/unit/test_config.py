@@ -14,7 +14,7 @@ from nanoray.cli import parse_args
 from nanoray.config import PRESET_DIR, Config, load_config, make_config, resolve_batch
 from nanoray.errors import ConfigError
 
-PRESETS = ["gpt2-124m", "moe-tiny", "nanochat-d12", "shakespeare-char", "shakespeare-cpu", "tiny"]
+PRESETS = ["gpt2-124m", "moe-tiny", "nanochat-d12", "shakespeare-char", "shakespeare-cpu", "shakespeare-fast", "tiny"]
 
 
 def parse(*argv: str) -> Config:
@@ -32,6 +32,20 @@ def test_shakespeare_cpu_is_nanogpts_cpu_recipe() -> None:
     assert (c.n_layer, c.n_head, c.n_embd, c.block_size, c.global_batch_size) == (4, 4, 128, 64, 12)
     assert (c.max_steps, c.dropout, c.lr, c.min_lr, c.warmup_steps, c.beta2) == (2000, 0.0, 3e-3, 1e-4, 100, 0.99)
     assert c.expected_val_loss["shakespeare"] == 1.88
+
+
+def test_shakespeare_fast_is_the_same_model_and_batch() -> None:
+    fast, slow = load_config(preset="shakespeare-fast"), load_config(preset="shakespeare-cpu")
+    same = ("n_layer", "n_head", "n_embd", "block_size", "global_batch_size", "dropout", "bias", "eval_samples")
+    assert [getattr(fast, key) for key in same] == [getattr(slow, key) for key in same]
+    assert (fast.optimizer, fast.positions, fast.schedule, fast.decay_fraction) == ("muon", "rotary", "wsd", 1.0)
+    assert fast.max_steps <= slow.max_steps / 2
+    assert fast.expected_val_loss["shakespeare"] < slow.expected_val_loss["shakespeare"]
+
+
+def test_muon_has_adamws_flags_for_what_is_no_matrix() -> None:
+    c = parse("--optimizer", "muon", "--beta2", "0.95", "--weight_decay", "0.2")
+    assert (c.beta2, c.weight_decay) == (0.95, 0.2)
 
 
 def test_layers_default_preset_file_flag(tmp_path: Path) -> None:
@@ -77,11 +91,14 @@ def test_resuming_a_path_takes_that_runs_configuration(tmp_path: Path) -> None:
     """What the run is comes from its config.json; what the earlier command asked for (stop_at, fault) does not."""
     run = tmp_path / "run"
     (run / "checkpoints" / "step_00000012").mkdir(parents=True)
-    first = parse("--preset", "tiny", "--lr", "2e-3", "--stop_at", "12", "--faults", "kill@rank=0,step=1")
+    first = parse(
+        "--preset", "tiny", "--lr", "2e-3", "--stop_at", "12", "--target_loss", "2", "--faults", "kill@rank=0,step=1"
+    )
     (run / "config.json").write_text(first.to_json())
     for path in (run, run / "checkpoints", run / "checkpoints" / "step_00000012"):
         c = parse("--resume", str(path), "--max_steps", "99")
         assert (c.n_layer, c.lr, c.max_steps, c.stop_at, c.faults, c.resume) == (2, 2e-3, 99, 0, "", str(path))
+        assert c.target_loss == 0
     assert parse("--resume", str(run), "--preset", "shakespeare-cpu").n_layer == 4, "a preset that is given wins"
 
 
@@ -101,6 +118,8 @@ ERRORS = [
     (["--n_layer", "0"], "n_layer = '0': Input should be greater than 0"),
     (["--n_head", "3"], "n_embd = 128 is not a multiple of n_head = 3; try n_embd 126"),
     (["--stop_at", "3000"], "stop_at = 3000 is beyond max_steps = 2000; lower stop_at or raise max_steps"),
+    (["--target_loss", "1.9", "--eval_every", "0"], "target_loss = 1.9 would be ignored: eval_every = 0 evaluates"),
+    (["--target_loss=-1"], "target_loss = '-1': Input should be greater than or equal to 0"),
     (["--min_lr", "1"], "min_lr = 1.0 is above lr = 0.003; lower min_lr or raise lr"),
     (["--backend", "nccl", "--device", "cpu"], "backend = nccl needs GPUs, but device = cpu; use backend gloo or auto"),
     (["--dataset", "stdlib", "--data_url", "file:///x"], "data_url would be ignored: dataset = stdlib"),

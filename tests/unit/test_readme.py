@@ -127,6 +127,7 @@ PAGES = {
     "parallelism": ["strategies", "equivalence", "pipeline"],
     "precision": ["precision", "compression"],
     "reliability": ["recovery", "checkpoint", "control", "soak"],
+    "speedrun": ["speedrun"],
     "step": ["step"],
 }
 

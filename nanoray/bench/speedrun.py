@@ -1,0 +1,208 @@
+"""`python -m nanoray.bench speedrun`: seconds from a command to a validation loss of tiny Shakespeare on two CPU cores.
+
+docs/speedrun.md has the rules and the records. Arms run one after the other, in rotating order; each round has a seed
+of its own, the same one in all arms. The clock starts with the process and ends when an evaluation has shown the loss.
+CPU time is that of the whole process, its end included: other work on the machine changes it less than the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanoray.atomic import read_json_lines
+from nanoray.bench.harness.figure import bars, figure, measured
+from nanoray.bench.harness.plan import chosen, data_flags, rotated, words
+from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, scratch_folder
+from nanoray.bench.harness.report import Report, Row, Target, markdown, say
+from nanoray.config import load_config
+from nanoray.data.prepare import prepare
+from nanoray.errors import ConfigError
+
+CORES = 2
+SECONDS, CPU_TIME, STEPS, LOSS = "to the loss", "CPU time", "steps", "validation loss"
+UNITS = {SECONDS: "s", CPU_TIME: "s", STEPS: "steps", LOSS: "nat/token"}
+RULES = {"device": "cpu", "workers": 1, "eval_samples": 240, "block_size": 64}  # which no record may change
+QUIET = {"checkpoint_every": 0, "sample_tokens": 0, "tensorboard": "false"}  # what a record does not need
+
+
+@dataclass(frozen=True)
+class Record:
+    """A way to the loss: a preset, and what it changes."""
+
+    target: float
+    preset: str
+    flags: Mapping[str, object]
+    what: str
+    module: str = "nanoray.train"
+
+
+CPU_PRESET, FAST = "shakespeare-cpu", "shakespeare-fast"
+PEER, BASE, FITTED, ROTARY, LOWER = "nanogpt", CPU_PRESET, "+ schedule", "+ rotary", f"{FAST} to 1.70"
+_LINE = {"schedule": "wsd", "decay_fraction": 1.0, "lr": 6e-3, "min_lr": 0, "warmup_steps": 20}
+ARMS = {
+    PEER: Record(
+        1.88,
+        CPU_PRESET,
+        {"lr": 1e-3},
+        "nanoGPT's CPU recipe in the loop that people write first, an evaluation every 250 steps",
+        "nanoray.bench.speedrun_peer",
+    ),
+    BASE: Record(1.88, CPU_PRESET, {"eval_every": 50}, "three times the learning rate; nanoray's loop"),
+    FITTED: Record(1.88, CPU_PRESET, {"eval_every": 50, "max_steps": 1200, **_LINE}, "a rate of 6e-3, linear to zero"),
+    ROTARY: Record(
+        1.88, CPU_PRESET, {"eval_every": 50, "max_steps": 800, **_LINE, "positions": "rotary"}, "rotary positions"
+    ),
+    FAST: Record(1.88, FAST, {"max_steps": 300, "eval_every": 300}, "Muon for the matrices, and one evaluation"),
+    LOWER: Record(1.70, FAST, {"eval_every": 1000}, "the same preset, in its own number of steps"),
+}
+DEFAULT_ARMS = f"{PEER},{FAST}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one run came to."""
+
+    seconds: float
+    cpu_s: float
+    steps: int
+    loss: float
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add this benchmark's flags."""
+    which = f"all, or which of {', '.join(ARMS)} [%(default)s]"
+    parser.add_argument("--arms", default=DEFAULT_ARMS, metavar="A,B", help=which)
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all arms, a seed each [5; 1 with --quick]")
+    parser.add_argument("--settings", metavar="KEY=VALUE,...", default="", help="keys that replace those of all arms")
+    parser.add_argument("--dataset", default="shakespeare", help="as in nanoray.launch [%(default)s]")
+    parser.add_argument("--data_dir", default="", help="as in nanoray.launch")
+    late = "seconds after which a run has failed [%(default)g]"
+    parser.add_argument("--timeout_s", type=float, default=600, help=late)
+
+
+@contextmanager
+def two_cores() -> Iterator[None]:
+    """Let this process, and so all that it starts, use two cores, where the system can bind it to them."""
+    before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    if len(before) > CORES:
+        os.sched_setaffinity(0, sorted(before)[:CORES])
+    try:
+        yield
+    finally:
+        if len(before) > CORES:
+            os.sched_setaffinity(0, before)
+
+
+def run_once(
+    record: Record, flags: Mapping[str, object], env: Mapping[str, str], folder: Path, timeout_s: float
+) -> Found:
+    """Run one record's command; return what it came to. Raises ChildFailed, also where no evaluation was made."""
+    folder.mkdir(parents=True)
+    command = [sys.executable, "-m", record.module, "--preset", record.preset, *words({**flags, "out_dir": folder})]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with Child(command, env, folder / "output.log") as child:
+        child.wait(timeout_s)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        paths = [*folder.glob("metrics.jsonl"), *folder.glob("*/metrics.jsonl")]
+        evaluations = [r for path in paths for r in read_json_lines(path) if "val/loss" in r]
+        if not evaluations:
+            raise ChildFailed(f"it ended without an evaluation\n{child.tail()}")
+    last = evaluations[-1]
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    seconds = last["time"] + last["time/eval_s"] - child.started
+    return Found(seconds, cpu_s, last["step"], last["val/loss"])
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    """Run every record's command in each round, and fill the report. Nothing that it starts outlives it."""
+    args.rounds = args.rounds or (1 if args.quick else 5)
+    try:
+        overrides = dict(part.split("=", 1) for part in args.settings.split(",") if part)
+    except ValueError:
+        raise ConfigError(f"settings = {args.settings}: not KEY=VALUE,...; write for example max_steps=20") from None
+    arms = chosen(args.arms, list(ARMS))
+    if args.rounds < 1:
+        raise ConfigError(f"rounds = {args.rounds}; at least 1 round is needed")
+    found: dict[str, list[Found]] = {arm: [] for arm in arms}
+    failed: dict[str, str] = {}
+    with two_cores(), scratch_folder() as folder:
+        info = prepare(load_config(preset=CPU_PRESET, overrides=dict(data_flags(args))))  # before any clock
+        report.conditions["data"] = info.note
+        env = arm_environment() | {"TMPDIR": str(folder / "tmp"), "CUDA_VISIBLE_DEVICES": ""}
+        for turn in range(args.rounds):
+            for arm in (arm for arm in rotated(arms, turn) if arm not in failed):
+                record = ARMS[arm]
+                flags = {**RULES, **QUIET, **data_flags(args), "target_loss": record.target, "seed": turn}
+                flags |= {**record.flags, **overrides}
+                try:
+                    run = run_once(record, flags, env, folder / f"{arm}-{turn}".replace(" ", "-"), args.timeout_s)
+                except ChildFailed as error:
+                    failed[arm] = f"{arm}: {error}"
+                    report.failures.append(failed[arm])
+                    continue
+                found[arm].append(run)
+                say(
+                    f"round {turn + 1}/{args.rounds}  {arm:<24}  {run.seconds:.1f} s, {run.cpu_s:.1f} s of CPU  "
+                    f"{run.steps} steps  loss {run.loss:.4f}"
+                )
+    for arm in arms:
+        target = float(overrides.get("target_loss", ARMS[arm].target))
+        report.rows += _rows(arm, found[arm], target, report, failed.get(arm, ""))
+    _judge(report, arms)
+
+
+def _rows(arm: str, found: list[Found], target: float, report: Report, failed: str) -> list[Row]:
+    """Return an arm's rows, a value per round. Where a round has not reached the loss, its seconds are those of all."""
+    missed = [f"round {turn} ended at {run.loss:.4f}" for turn, run in enumerate(found, 1) if run.loss > target]
+    note = f"{ARMS[arm].what}; target {target:g}" + "".join(f"; {each}: seconds are a lower bound" for each in missed)
+    if missed and arm == FAST:  # the record, which must reach its loss in each round
+        report.failures.append(f"{arm}: {', '.join(missed)}, above {target:g}")
+    values = {
+        SECONDS: [run.seconds for run in found],
+        CPU_TIME: [run.cpu_s for run in found],
+        STEPS: [float(run.steps) for run in found],
+        LOSS: [run.loss for run in found],
+    }
+    more = {"missed": len(missed)}
+    return [
+        Row(arm, metric, unit, () if failed else tuple(values[metric]), note, failed, extra=more)
+        for metric, unit in UNITS.items()
+    ]
+
+
+def _judge(report: Report, arms: list[str]) -> None:
+    """Add the ratios of all records to the first one, in seconds and in CPU time, and what the fastest should reach."""
+    for arm in (arm for arm in arms if arm != PEER and ARMS[arm].target == ARMS[PEER].target):
+        report.compare(arm, PEER, CPU_TIME)
+        if (row := report.compare(arm, PEER, SECONDS)) and arm == FAST:
+            report.targets.append(Target(f"{SECONDS}, {row.arm}", row, "<=", 1 / 3))
+
+
+def paste(report: Report) -> list[str]:
+    """Return the table of records for a page: medians with their range; of steps and losses the highest of a round."""
+    head = ("record", "loss", "seconds", "/ nanogpt", "CPU seconds", "most steps", "highest loss")
+    lines = []
+    for arm in (arm for arm in ARMS if report.row(arm, SECONDS)):
+        against = report.cell(f"{arm} / {PEER}", SECONDS, "range")
+        cells = [report.cell(arm, metric, "range") for metric in (SECONDS, CPU_TIME)]
+        loss, steps = report.row(arm, LOSS), report.row(arm, STEPS)
+        bound = "≥ " if loss and loss.extra.get("missed") else ""
+        ends = (f"{max(steps.values):.0f}", f"{max(loss.values):.4f}") if steps and loss and loss.values else ("", "")
+        lines.append((arm, f"{ARMS[arm].target:.2f}", bound + cells[0], against, cells[1], *ends))
+    return markdown(head, lines)
+
+
+def draw(report: Report, path: Path) -> None:
+    """Draw seconds and CPU seconds to each record's loss; bars are medians, lines the lowest and highest."""
+    with figure(report, path) as (left, right):
+        for axes, metric in ((left, SECONDS), (right, CPU_TIME)):
+            bars(axes, measured(report, list(ARMS), metric), color="0.6")
+            axes.set(title=f"{metric}, seconds", xlabel="medians and range")
+            axes.invert_yaxis()
