@@ -51,15 +51,15 @@ def start_before(run: Past, step: int) -> int:
 def refuse(run: Past, steps: range) -> None:
     """Raise ConfigError when one process cannot play the ranks of a run in these steps."""
     for group in _groups(run, steps):
-        config, what = Config(**group["config"]), ""
-        if config.model != "gpt":
-            what = f"model = {config.model}"  # batch statistics and loaders of each rank are state as well
+        config, what = group["config"], ""
+        if config["model"] != "gpt":
+            what = f"model = {config['model']}"  # batch statistics and loaders of each rank are state as well
         elif group["ranks"] > 1:
-            cut = [f"{axis} = {size}" for axis in ("tp", "pp", "ep") if (size := getattr(config, axis)) > 1]
-            cut += [f"grad_compress = {config.grad_compress}"] * (config.grad_compress != "none")
-            cut += [f"fsdp_gather = {config.fsdp_gather}"] * (config.fsdp_gather != "fp32")
+            cut = [f"{axis} = {size}" for axis in ("tp", "pp", "ep") if (size := config[axis]) > 1]
+            cut += [f"grad_compress = {config['grad_compress']}"] * (config["grad_compress"] != "none")
+            cut += [f"fsdp_gather = {config['fsdp_gather']}"] * (config["fsdp_gather"] != "fp32")
             what = " and ".join(cut)
-        if config.model == "own":
+        if config["model"] == "own":
             raise ConfigError(f"{what}: a script brings the model, so only that script can do its steps again")
         if what:
             raise ConfigError(

@@ -136,15 +136,17 @@ def _rank(a: Past, b: Past, at: list[Difference]) -> str:
         strays = [rank for rank, digest in enumerate(own) if digest not in others]
         if 0 < len(strays) < len(own):
             return f"{_list(strays)} of {run.folder.name}: its state alone is not that of the other run"
-    if apart := [d for d in at if d.tensor]:
-        return f"{_list([d.rank for d in apart])}: its state is not that of the run's other ranks"
+    if apart := [d.rank for d in at if d.tensor]:
+        if 2 * len(apart) < max(len(run.certificate.states[step].get("ranks", ())) for run in (a, b)):
+            return f"{_list(apart)}: its state is not that of the run's other ranks"
+        return f"0 or {_list(apart)}: they disagree, and no majority tells which of them is right"
     return "unknown: neither losses nor hashes of single ranks are there for this step; train with --hash_every 1"
 
 
 def _tensor(at: list[Difference], apart: list[str], tensors: int) -> str:
     """Write which tensor the first difference is about."""
     if found := next((d for d in at if d.tensor), None):
-        return f"{found.tensor}: rank {found.rank} has another one than the run's other ranks"
+        return f"{found.tensor}: rank {found.rank} has another one than other ranks of {found.ours}"
     hashes = [d.what.removeprefix("hash of ") for d in at if d.what.startswith("hash of ")]
     if hashes and len(hashes) < tensors:
         return ", ".join(hashes[:SHOWN])
