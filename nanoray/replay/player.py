@@ -10,6 +10,7 @@ folder of its own: records, hashes of the state, and a checkpoint after the last
 
 from __future__ import annotations
 
+import bdb
 import pdb
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -62,6 +63,8 @@ class Witness:
             value = loss(model, x, y)
         finally:
             model.__dict__.pop("forward", None)
+        if value is None:  # runcall returns nothing when the user quits
+            raise bdb.BdbQuit
         self.inputs.append(x.detach().cpu())
         self.targets.append(y.detach().cpu())
         self.losses.append(value.item())

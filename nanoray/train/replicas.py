@@ -42,14 +42,11 @@ def compare(
     """
     own_losses = [loss if math.isfinite(loss) else None for loss in losses]
     names, hashes = hash_tensors(state.tensors())
-    rows = hash_tensors(
-        {shard.piece.place: shard.param for shard in state.weights or ()}
-    )  # no other rank may have them
-    digest = combine(hashes), state.samples
-    gathered = mesh.all_gather((digest, combine(rows[1]), own_losses, dict(zip(*rows, strict=True))))
-    digests = [of_rank[0] for of_rank in gathered]
-    told: dict[str, Any] = {"samples": state.samples, "losses": [loss for of_rank in gathered for loss in of_rank[2]]}
-    told["ranks"] = [written(of_all + of_rows) for (of_all, _), of_rows, *_ in gathered]
+    rows = hash_tensors({shard.piece.place: shard.param for shard in state.weights or ()})  # of a model that is cut
+    digests = mesh.all_gather((combine(hashes), state.samples))
+    gathered = mesh.all_gather((combine(hashes + rows[1]), own_losses, dict(zip(*rows, strict=True))))
+    told: dict[str, Any] = {"samples": state.samples, "losses": [loss for _, own, _ in gathered for loss in own]}
+    told["ranks"] = [written(digest) for digest, *_ in gathered]
     told["tensors"] = {place: written(value) for *_, of_rank in gathered for place, value in of_rank.items()}
     if is_cut(state.model):
         _compare_pieces(dict(zip(names, hashes, strict=True)), state, mesh, lambda differ: tell(told | differ))

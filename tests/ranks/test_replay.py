@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -91,7 +92,6 @@ FSDP = {"dp_mode": "fsdp", "optimizer": "sgd", "grad_accum_steps": 2, "weight_de
     [
         (3, {"dp_mode": "zero2", "grad_accum_steps": 2}),
         pytest.param(1, {}, marks=pytest.mark.full),
-        pytest.param(2, {"precision": "bf16"}, marks=pytest.mark.full),
         pytest.param(4, {"dp_mode": "zero1", "grad_accum_steps": 3}, marks=pytest.mark.full),
         pytest.param(3, FSDP, marks=pytest.mark.full),
         pytest.param(2, {"experts": 4, "dp_mode": "ddp_by_hand"}, marks=pytest.mark.full),
@@ -163,8 +163,7 @@ def test_pdb_stops_in_the_forward(
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("args\nc\n"))
     out = said(capsys, replay([str(pair.folder), "--step", "4", "--rank", "1", "--pdb"]), 0)
-    assert "gpt.py" in out
-    assert "def forward" in out
+    assert re.search(r"gpt\.py\(\d+\)forward\(\)", out)
     assert "equal    to the bit" in out
     monkeypatch.setattr("sys.stdin", io.StringIO("q\n"))
     assert "left the debugger" in said(capsys, replay([str(pair.folder), "--step", "4", "--pdb"]), 1)
