@@ -64,7 +64,7 @@ from nanoray.train.guards import Guards
 from nanoray.train.mirror import copy_to_mirror, recover
 from nanoray.train.observers import Callback, Observers
 from nanoray.train.precision import LossScaler, autocast, float32_products, weight_type
-from nanoray.train.tasks import Task, task_of
+from nanoray.train.tasks import ConfiguredTask, Task, task_of
 
 log = logging.getLogger("nanoray")
 COMPILED_VERSIONS = 64
@@ -118,6 +118,8 @@ def train(
     use_products(mesh.device, precision)
     task = task_of(spec)
     spec = replace(spec, config=resolved(spec.config, mesh, precision, task.settings()))
+    if isinstance(task, ConfiguredTask):
+        task.spec = spec  # whose attention is no longer `auto`, as the model would not understand it
     group = Group(spec, mesh, source)
     recipe = Recipe(group, watchers, wanted, injector, task, bool(rejoin) and spec.config.mirrors(mesh.backend))
 
