@@ -14,6 +14,8 @@ COMMANDS = {
     "ledger": ("nanoray.trace.ledger", "show where the time of a run went: compute, communication, recovery, ..."),
     "report": ("nanoray.report.__main__", "write an HTML page about a run, or compare several"),
     "inspect": ("nanoray.inspect.__main__", "dump a model: tree, owners, FLOPs, memory; --verify runs one batch"),
+    "replay": ("nanoray.replay.__main__", "do a step of a run again, and compare it with what the run recorded"),
+    "bisect": ("nanoray.replay.bisect", "find the first step, rank and tensor in which two runs differ"),
     "experts": ("nanoray.trace.experts", "draw the load of a run's experts over its steps"),
     "checkpoint": ("nanoray.checkpoint.__main__", "list, verify, show or export checkpoints"),
     "faults": ("nanoray.faults.__main__", "list a run's faults: cause, recovery, cost"),

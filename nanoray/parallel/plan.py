@@ -105,6 +105,7 @@ class Plan:
         self._partial = tp.names_of_partial(model)
         self.shards: list[Shard] | None = self._parallel.shards  # what the optimizer updates; None: the parameters
         self.weights: list[Shard] | None = None  # the weights of this rank; None: all of them
+        self.own_losses: list[Tensor] = []  # of the newest step, what `forward_backward` has returned
         if split or self._experts:
             replicas = self._experts.replicas if self._experts else lambda name: self.data
             of_cut = tp.names_of_cut(model), self._tensor, replicas
@@ -179,7 +180,8 @@ class Plan:
             self._flow.add_tied(parallel.sum_of(self._stage.tied))
         self._sum_partial()
         self._statistics.average(accum)
-        return total / accum
+        self.own_losses = [total / accum]
+        return self.own_losses[0]
 
     def _sum_partial(self) -> None:
         """Add up gradients of which each tensor rank has that of its own positions. (all ranks of a replica)"""

@@ -35,6 +35,7 @@ from nanoray.run import RunSpec
 from nanoray.state import MEMORY, StateDict, TrainState, Update, rng_state, set_rng_state
 from nanoray.trace.log import CommTrace
 from nanoray.train import replicas, routing
+from nanoray.train.certificate import append
 from nanoray.train.guards import BadStep, Guards
 from nanoray.train.mirror import copy_to_mirror
 from nanoray.train.observers import Observers, now
@@ -379,13 +380,18 @@ class Engine:
     def _compare(self, again: bool = False) -> None:
         """Compare the replicas' state once per step, and heal a minority; `again` repeats it. (all ranks)"""
         s = self.state
-        if self.mesh.world_size == 1 or not self.cfg.hash_every or (s.session.compared == s.step and not again):
+        if not self.cfg.hash_every or (s.session.compared == s.step and not again):
             return
         self.par.settle()
-        healed, warning = replicas.compare(s, self.mesh)
+        losses = [loss.item() for loss in self.par.own_losses]
+        healed, warning = replicas.compare(s, self.mesh, losses, self._certify)
         s.session.compared = s.step
         self.guards.count_healed(healed)
         self._warn(warning)
+
+    def _certify(self, found: dict[str, Any]) -> None:
+        if self.mesh.rank == 0:
+            append(self.spec.folder, {"step": self.state.step, "attempt": self.spec.attempt, **found})
 
     def _end_trace(self) -> None:
         """End a traced step; now and then time a backward without communication for comparison. (all ranks)"""

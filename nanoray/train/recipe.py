@@ -57,13 +57,14 @@ from nanoray.state import Holding, TrainState, rng_state, set_rng_state, share
 from nanoray.trace.ledger import Ledger
 from nanoray.trace.log import CommLog, CommTrace
 from nanoray.trace.recorder import CommRecorder
+from nanoray.train.certificate import append
 from nanoray.train.elastic import Group, Rejoin, furthest, train_in_groups
 from nanoray.train.engine import Engine, Workload, read_checkpoint
 from nanoray.train.guards import Guards
 from nanoray.train.mirror import copy_to_mirror, recover
 from nanoray.train.observers import Callback, Observers
 from nanoray.train.precision import LossScaler, autocast, float32_products, weight_type
-from nanoray.train.tasks import Task, task_of
+from nanoray.train.tasks import ConfiguredTask, Task, task_of
 
 log = logging.getLogger("nanoray")
 COMPILED_VERSIONS = 64
@@ -114,11 +115,11 @@ def train(
         precision, why = agree_on_precision(mesh, resolve_precision(spec.config, mesh))
         resume, resume_step, notes = mesh.broadcast(find_checkpoint(spec) if mesh.rank == 0 else ("", 0, ()))
         spec = replace(spec, resume=resume, notes=(*spec.notes, *notes, *compare_hardware(mesh)))
-    if mesh.device.type == "cuda":
-        torch.set_float32_matmul_precision(float32_products(precision))
-        torch.backends.cudnn.allow_tf32 = precision != "fp32"  # convolutions have a setting of their own
+    use_products(mesh.device, precision)
     task = task_of(spec)
     spec = replace(spec, config=resolved(spec.config, mesh, precision, task.settings()))
+    if isinstance(task, ConfiguredTask):
+        task.spec = spec  # whose attention is no longer `auto`, as the model would not understand it
     group = Group(spec, mesh, source)
     recipe = Recipe(group, watchers, wanted, injector, task, bool(rejoin) and spec.config.mirrors(mesh.backend))
 
@@ -146,8 +147,18 @@ def train(
     return outcome
 
 
+def use_products(device: torch.device, precision: str) -> None:
+    """Let float32 matrix products and convolutions on a GPU be as exact as a precision wants them."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision(float32_products(precision))
+        torch.backends.cudnn.allow_tf32 = precision != "fp32"  # convolutions have a setting of their own
+
+
 class Recipe:
     """What this process keeps between groups of ranks, and how it builds an engine for a group."""
+
+    plan: Callable[..., Plan] = Plan
+    batches = MicroBatches
 
     def __init__(
         self,
@@ -201,7 +212,7 @@ class Recipe:
             rng = rng_state(mesh.device)
             self._make_model(mesh.device)
             set_rng_state(rng, mesh.device)
-        par = Plan(self.model, mesh, self._cfg, batch.accum, loss, self.scaler.scale, distance)
+        par = self.plan(self.model, mesh, self._cfg, batch.accum, loss, self.scaler.scale, distance)
         state.memory = par.memory  # of this group: what another number or set of ranks had left over is gone
         if self._cfg.grad_compress != "none" and not par.compresses:
             observers.note(
@@ -235,6 +246,8 @@ class Recipe:
             share(state, mesh, 0)  # CPUs of different models may initialise weights differently
         self.progress.base, state.whole = state.step, True
         reached("shared")
+        if mesh.rank == 0:
+            append(spec.folder, told_of_group(spec, mesh, state.step))
         trace = comm_trace(spec, mesh, par, state.reported_step)
         listeners: list[Callable[[int, str], None]] = [self.progress.set, self.ledger.on_phase]
         listeners += [trace.on_phase] if trace else []
@@ -244,7 +257,7 @@ class Recipe:
             mesh=mesh,
             state=state,
             par=par,
-            batches=MicroBatches(self.data, batch, par.data.index),
+            batches=self.batches(self.data, batch, par.data.index),
             guards=self.guards,
             scaler=self.scaler,
             observers=observers,
@@ -414,6 +427,23 @@ def compare_hardware(mesh: Mesh) -> tuple[str, ...]:
         f"warning  ranks run on different hardware: rank 0 {found[0]}; {'; '.join(others)}. The slowest sets the pace, "
         "and a step that another kind does again may differ in its last bits",
     )
+
+
+def told_of_group(spec: RunSpec, mesh: Mesh, step: int) -> dict[str, Any]:
+    """Return what a re-enactment needs to know of a group that goes on after `step`, for certificate.py."""
+    return {
+        "group": step,
+        "attempt": spec.attempt,
+        "ranks": mesh.world_size,
+        "slots": mesh.slots,
+        "backend": mesh.backend,
+        "device": mesh.device.type,
+        "threads": torch.get_num_threads(),
+        "hardware": hardware(mesh),
+        "torch": str(torch.__version__),
+        "code": code_hash(),
+        "config": spec.config.model_dump(),
+    }
 
 
 def describe(

@@ -5,7 +5,10 @@ weights, optimizer, loss scale ─► hash_tensors() ─► compare over all ran
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,32 +17,58 @@ from nanoray.errors import StateDiverged
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import is_cut
 from nanoray.state import TrainState, optimizer_tensors, share
+from nanoray.train.certificate import written
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = {"cpu": 1 << 17, "cuda": 1 << 22}  # elements: an int64 product that stays in cache, or fills a GPU
 
 
-def compare(state: TrainState, mesh: Mesh) -> tuple[int, str]:
+def _tell_nobody(found: dict[str, Any]) -> None:
+    pass
+
+
+def compare(
+    state: TrainState,
+    mesh: Mesh,
+    losses: Sequence[float] = (),
+    tell: Callable[[dict[str, Any]], None] = _tell_nobody,
+) -> tuple[int, str]:
     """Compare the ranks' weights and optimizer state; heal a minority from the majority's memory. (all ranks)
 
-    Of a sharded optimizer state, each share is compared with its mirror, if it has one.
+    Of a sharded optimizer state, each share is compared with its mirror, if it has one. `tell` gets what certificate.py
+    keeps of this state, before it is healed; `losses` are those of the newest step on this rank.
     Returns the number of healed ranks, and a warning for the user. Raises StateDiverged when there is no
     majority. Costs one pass over the state, and one wait for the device.
     """
+    own_losses = [loss if math.isfinite(loss) else None for loss in losses]
     names, hashes = hash_tensors(state.tensors())
-    if is_cut(state.model):
-        _compare_pieces(dict(zip(names, hashes, strict=True)), state, mesh)
-        return 0, ""
+    rows = hash_tensors({shard.piece.place: shard.param for shard in state.weights or ()})  # of a model that is cut
     digests = mesh.all_gather((combine(hashes), state.samples))
-    _compare_mirrors(state, mesh)
+    gathered = mesh.all_gather((combine(hashes + rows[1]), own_losses, dict(zip(*rows, strict=True))))
+    told: dict[str, Any] = {"samples": state.samples, "losses": [loss for _, own, _ in gathered for loss in own]}
+    told["ranks"] = [written(digest) for digest, *_ in gathered]
+    told["tensors"] = {place: written(value) for *_, of_rank in gathered for place, value in of_rank.items()}
+    if is_cut(state.model):
+        _compare_pieces(dict(zip(names, hashes, strict=True)), state, mesh, lambda differ: tell(told | differ))
+        return 0, ""
     (winner, votes), *others = Counter(digests).most_common()
     if not others:
+        told["tensors"] |= dict(zip(names, map(written, hashes), strict=True))
+        tell(told | {"differ": {}})
+        _compare_mirrors(state, mesh)
         return 0, ""
+    _compare_mirrors(state, mesh)
     everyone = mesh.all_gather((len(hashes), hashes))
     majority = votes > mesh.world_size / 2
     source = digests.index(winner) if majority else 0
-    strays = [r for r, digest in enumerate(digests) if digest != digests[source]]
-    what = "; ".join(f"rank {r} in {_first_difference(names, everyone[r], everyone[source])}" for r in strays)
+    strays = {
+        r: _first_difference(names, everyone[r], everyone[source])
+        for r, digest in enumerate(digests)
+        if digest != digests[source]
+    }
+    what = "; ".join(f"rank {r} in {tensor}" for r, tensor in strays.items())
+    told["tensors"] |= dict(zip(names, map(written, everyone[source][1]), strict=False))
+    tell(told | {"differ": {str(r): tensor for r, tensor in strays.items()}})
     if not majority:
         raise StateDiverged(
             f"after step {state.step} the ranks hold different weights or optimizer state, and no majority agrees:"
@@ -54,7 +83,7 @@ def compare(state: TrainState, mesh: Mesh) -> tuple[int, str]:
     )
 
 
-def _compare_pieces(own: dict[str, int], state: TrainState, mesh: Mesh) -> None:
+def _compare_pieces(own: dict[str, int], state: TrainState, mesh: Mesh, tell: Callable[[dict[str, Any]], None]) -> None:
     """Compare the ranks that hold the same piece. (all ranks) Raises StateDiverged: nothing is healed."""
     everyone = mesh.all_gather({**own, "the data cursor": state.samples})
     found: dict[str, dict[int, int]] = {}
@@ -63,10 +92,12 @@ def _compare_pieces(own: dict[str, int], state: TrainState, mesh: Mesh) -> None:
             found.setdefault(place, {})[rank] = value
     wrong = {place: held for place, held in found.items() if len(set(held.values())) > 1}
     if not wrong:
+        tell({"differ": {}})
         return
     place, held = next(iter(wrong.items()))
     (winner, votes), *_ = Counter(held.values()).most_common()
     strays = [rank for rank, value in held.items() if value != winner] if votes > len(held) / 2 else [*held]
+    tell({"differ": {str(rank): place for rank in strays}})
     raise StateDiverged(
         f"after step {state.step} ranks that hold the same piece of the state differ in {len(wrong)} of "
         f"{len(found)} pieces, first in {place}, on rank {', '.join(map(str, strays))} of {sorted(held)}: a flipped "
@@ -105,7 +136,7 @@ def hash_tensors(tensors: dict[str, Tensor]) -> tuple[list[str], list[int]]:
         return [], []
     sums, odd = [], {}
     for tensor in tensors.values():
-        flat = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
+        flat = tensor.detach().reshape(-1).view(_INTEGERS.get(tensor.element_size(), torch.int64))
         chunk = _CHUNK.get(flat.device.type, 1 << 20)
         if flat.device not in odd:
             odd[flat.device] = torch.arange(1, 2 * chunk, 2, device=flat.device)

@@ -25,7 +25,7 @@ ROWS = [
     {"train"},
     {"launch"},
     {"kube", "check", "sample", "mig", "report"},
-    {"inspect"},
+    {"inspect", "replay"},
     {"bench"},
     {"__main__"},
 ]

@@ -184,7 +184,7 @@ def test_without_a_majority_nothing_is_healed() -> None:
         digests[rank] = (replicas.combine(hashes), state.samples)
     mesh = ScriptedMesh(0, digests)
     hashes_of = {rank: (len(h), h) for rank, h in enumerate(replicas.hash_tensors(s.tensors())[1] for s in states)}
-    answers = iter([[digests[r] for r in range(3)], [hashes_of[r] for r in range(3)]])
+    answers = iter([[digests[r] for r in range(3)], [(0, [], {})] * 3, [hashes_of[r] for r in range(3)]])
     mesh.all_gather = lambda value: next(answers)  # type: ignore[method-assign]
     with pytest.raises(StateDiverged, match=r"no majority agrees: rank 1 in .*; rank 2 in "):
         replicas.compare(states[0], mesh)
