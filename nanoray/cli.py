@@ -49,6 +49,7 @@ class Loaded:
     given: frozenset[str]  # keys set by flags
     dry_run: bool = False
     scale: Scale | None = None  # of a dry run that takes none of this machine's devices
+    quiet: bool = False  # print warnings, faults and the result only
 
 
 def parse_args(argv: list[str], prog: str, description: str, base: dict[str, Any] | None = None) -> Loaded:
@@ -59,11 +60,14 @@ def parse_args(argv: list[str], prog: str, description: str, base: dict[str, Any
     parser = _build_parser(prog, description)
     known, unknown = parser.parse_known_args(argv)
     if unknown:
-        others = ("config", "preset", "dry_run", *_AT_SCALE)
+        others = ("config", "preset", "dry_run", "quiet", *_AT_SCALE)
         refuse_unknown(unknown[0].split("=")[0], [f"--{k}" for k in (*_flags(), *others)], "flag")
     flags = vars(known)
     file, preset, dry_run = flags.pop("config", None), flags.pop("preset", None), flags.pop("dry_run", False)
     scale = _scale({key: flags.pop(key) for key in _AT_SCALE if key in flags}, dry_run, flags)
+    quiet = flags.pop("quiet", False)
+    if quiet and dry_run:
+        raise ConfigError("quiet would be ignored: a dry run prints its plan and nothing else; drop --quiet")
     for key, value in (("config", file), ("preset", preset)):
         if base and value:
             raise ConfigError(f"{key} = {value} would be ignored: {prog} is configured from flags alone; drop --{key}")
@@ -77,7 +81,7 @@ def parse_args(argv: list[str], prog: str, description: str, base: dict[str, Any
             raise ConfigError(
                 f"{key} = {flags[key]} would be ignored: {other} = {getattr(config, other)}; drop --{key}"
             )
-    return Loaded(config, frozenset(flags), dry_run, scale)
+    return Loaded(config, frozenset(flags), dry_run, scale, quiet)
 
 
 # Flags of a dry run at a scale that is not this machine's.
@@ -155,6 +159,8 @@ def _build_parser(prog: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--config", metavar="FILE", help="YAML (or config.json) with any of the keys below")
     parser.add_argument("--preset", metavar="NAME", help=f"a file of nanoray/presets (default: {DEFAULT_PRESET})")
     parser.add_argument("--dry_run", action="store_true", help="print what would run and where, start nothing, exit 0")
+    few = "print neither plan nor steps nor sample: where Ray is, warnings, faults, the result and its folder"
+    parser.add_argument("--quiet", action="store_true", help=few)
     for key, (metavar, text) in _AT_SCALE.items():
         parser.add_argument(f"--{key}", metavar=metavar, help=text)
     groups = {key: parser.add_argument_group(title) for key, title in _GROUPS.items()}
