@@ -7,7 +7,7 @@ PY := .venv/bin/python
 # The stamp's name holds what the environment depends on: this folder, the pins and the interpreter.
 STAMP := .venv/installed-$(shell { pwd; cat pyproject.toml constraints.txt; "$(PYTHON)" -V; } 2>/dev/null | cksum | cut -d' ' -f1)
 
-.PHONY: train test test-all test-fast test-gpu test-kube lint bench docs setup clean
+.PHONY: train test test-all test-fast test-gpu test-kube lint bench docs site setup clean
 
 train: setup
 	@$(PY) examples/train_shakespeare.py $(ARGS)
@@ -46,8 +46,15 @@ lint: setup
 bench: setup
 	@$(PY) -m nanoray.bench $(or $(ARGS),--help)
 
+# The generated pages of docs/, and with `make site` all of it as a website in build/site.
 docs: setup
 	@$(PY) -m nanoray.metrics > docs/metrics.md
+	@$(PY) -m nanoray.cli > docs/flags.md
+	@$(PY) -m nanoray.errors > docs/errors.md
+
+site: docs
+	@$(PY) -m mkdocs build --strict --quiet
+	@echo build/site/index.html
 
 setup: $(STAMP)
 

@@ -248,8 +248,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         about = "Is this machine ready, and what would run where? Flags are those of a run; --json prints JSON."
         loaded = parse_args([a for a in argv if a != "--json"], "nanoray.check", about)
-        if loaded.dry_run:
-            raise ConfigError("dry_run cannot take effect: the check never starts anything; drop --dry_run")
+        for flag in ("dry_run", "quiet"):
+            if getattr(loaded, flag):
+                raise ConfigError(f"{flag} cannot take effect: the check never starts anything; drop --{flag}")
     except NanorayError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -105,7 +105,8 @@ def find_subject(target: str, flags: list[str], world_size: int | None, function
 def _refuse_ignored(target: str, flags: list[str], script: bool) -> None:
     """Raise ConfigError for flags that name another configuration than `target`, or that belong to a dry run."""
     parser = Parser(PROG, allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
-    parser.add_argument("--dry_run", action="store_const", const="")
+    for key in ("dry_run", "quiet"):
+        parser.add_argument(f"--{key}", action="store_const", const="")
     for key in ("config", "preset", "resume", "topology", "memory_gb", "model"):
         parser.add_argument(f"--{key}")
     for key, value in vars(parser.parse_known_args(flags)[0]).items():

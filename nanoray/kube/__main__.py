@@ -65,7 +65,9 @@ def _kube_flags(command: str, argv: list[str]) -> tuple[dict[str, str], list[str
 
 
 def _with(loaded: Loaded, own: dict[str, str]) -> Loaded:
-    """Override the file's `kube:` by the flags of Kube. Raises ConfigError for flags that predict a run."""
+    """Override the file's `kube:` by the flags of Kube. Raises ConfigError for flags that predict or hide a run."""
+    if loaded.quiet:
+        raise ConfigError("quiet would be ignored: `nanoray kube` shows a job's log as it is; drop --quiet")
     if loaded.scale:
         raise ConfigError(
             f"world_size = {loaded.scale.world_size} would be ignored: `nanoray kube` predicts nothing; use "

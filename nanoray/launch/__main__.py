@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from nanoray.launch.signals import catch_signals
 from nanoray.mesh.devices import Slots, available_cpus, discover_gpus, local_slots
 from nanoray.mesh.layout import Layout
 from nanoray.run import summary_on_failure, write_summary
+from nanoray.train.console import choose_console
 from nanoray.train.forecast import forecast_lines
 from nanoray.train.report import closing_lines, dry_run_lines, plan
 
@@ -81,9 +82,11 @@ def launch(loaded: Loaded, started: float, main: Callable[[Any], Any] | None = N
             config, notes = plan(replace(loaded, config=config), place.workers, dataset)
             spec = open_run(config, dataset, started)
             spec = replace(spec, notes=(*notes, *spec.notes))
-            with summary_on_failure(spec), JobReport(spec) as report:
+            console = choose_console(config.max_steps, loaded.quiet)
+            with summary_on_failure(spec), JobReport(spec) as report, closing(console):
                 Injector(spec.folder / "faults.jsonl").plan(config.faults, DRIVER, 0, started)
                 driver = Driver(spec, place, stop, script=(main, loaded.given) if main else None)
+                driver.console = console
                 outcome = driver.run()
                 report.state = outcome["exit_reason"]
         finally:
@@ -93,7 +96,7 @@ def launch(loaded: Loaded, started: float, main: Callable[[Any], Any] | None = N
         error = WorkerFailed(outcome["message"])
         error.exit_code = outcome["exit_code"]
         raise error
-    print("\n".join(closing_lines(spec, summary)), flush=True)
+    print("\n".join(closing_lines(spec, summary, loaded.quiet)), flush=True)
     return outcome["exit_code"]
 
 

@@ -29,20 +29,20 @@ def launch_own(main: Callable[[Any], Any], config: Mapping[str, Any], ray: bool 
     """Call `main(run)` on every rank of a new run, and return the exit code; an error is printed as one line.
 
     `config` has keys of nanoray's configuration (`nanoray launch --help`), such as workers, micro_batch_size, dp_mode,
-    checkpoint_every, resume. Under torchrun this process is one rank. Without `ray` it trains alone. With the key
-    dry_run, `main` is called in this process and ends at `fit`, which prints the memory of a rank by part.
+    checkpoint_every, resume, and quiet. Under torchrun this process is one rank. Without `ray` it trains alone. With
+    the key dry_run, `main` is called in this process and ends at `fit`, which prints the memory of a rank by part.
     """
     started = time.time()
     with lasting_output():
         try:
             config = dict(config)
-            dry_run = bool(config.pop("dry_run", False))
+            dry_run, quiet = bool(config.pop("dry_run", False)), bool(config.pop("quiet", False))
             values = DEFAULTS | config
             if values["model"] != "own":
                 raise ConfigError(f"model = {values['model']}, but the script brings its own; drop the key")
             if "global_batch_size" in config and "micro_batch_size" not in config:
                 values["micro_batch_size"] = 0
-            loaded = Loaded(make_config(values), frozenset(config), dry_run)
+            loaded = Loaded(make_config(values), frozenset(config), dry_run, quiet=quiet)
             if not ray or "RANK" in os.environ:
                 from nanoray.train.__main__ import run_here
 

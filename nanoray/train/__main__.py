@@ -30,8 +30,8 @@ from nanoray.mesh.rendezvous import (
     runtime_nccl_version,
 )
 from nanoray.run import RunSpec, lock_run, summary_on_failure, write_attempt, write_summary
+from nanoray.train.console import choose_console
 from nanoray.train.forecast import forecast_lines
-from nanoray.train.observers import Console
 from nanoray.train.recipe import train
 from nanoray.train.report import closing_lines, dry_run_lines, plan
 from nanoray.train.runtime import Program, Run, dry_run
@@ -78,14 +78,14 @@ def run_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None =
     rendezvous = _with_backend(rendezvous, config, store)
     spec = _shared_spec(loaded, rendezvous, store, started)
     stop = StopSignals()
-    watchers = [Console(spec.config.max_steps)] if rendezvous.rank == 0 else []
+    watchers = [choose_console(spec.config.max_steps, loaded.quiet)] if rendezvous.rank == 0 else []
     with summary_on_failure(spec) if rendezvous.rank == 0 else nullcontext():
         outcome = run_rank(spec, rendezvous, watchers, stop.wanted, store)
     # All ranks report a stop by signal, also those without one, so that a supervisor treats them in the same way.
     code = (stop.exit_code or 128 + signal.SIGTERM) if outcome["exit_reason"] == "stopped" else 0
     if rendezvous.rank == 0:
         summary = write_summary(spec, outcome | {"exit_code": code}, restarts=spec.attempt)
-        print("\n".join(closing_lines(spec, summary)), flush=True)
+        print("\n".join(closing_lines(spec, summary, loaded.quiet)), flush=True)
     if rendezvous.world_size > 1:
         # The results are on disk. Shutting down gloo's threads can hang, so exit without it.
         sys.stdout.flush()

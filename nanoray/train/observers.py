@@ -206,7 +206,7 @@ class TensorBoardWriter:
 
 
 class Console:
-    """Prints one line per logged step."""
+    """Prints one line per logged step. train/console.py has others: for terminals, and for --quiet."""
 
     def __init__(self, max_steps: int, stream: TextIO | None = None) -> None:
         self._max_steps = max_steps
@@ -219,6 +219,10 @@ class Console:
 
     def on_record(self, record: dict[str, Any]) -> None:
         """Print one aligned line."""
+        self.on_note(self.line(record))
+
+    def line(self, record: dict[str, Any]) -> str:
+        """Return the line of a record, which must not be older than the one before but for a restart."""
         step = record["step"]
         parts = [
             f"step {step:>{len(str(self._max_steps))}}/{self._max_steps}",
@@ -238,12 +242,15 @@ class Console:
             parts.append(f"mfu {record['perf/mfu']:.1f} %")
         if "comm/exposed_share" in record:
             parts.append(f"comm exposed {record['comm/exposed_share']:.0f} %")
+        return " | ".join([*parts, *self.eta(record)])
+
+    def eta(self, record: dict[str, Any]) -> list[str]:
+        """Return `eta` and the time that is left, by the mean since the first record; nothing at the first one."""
+        step = record["step"]
         if self._first is None or step < self._first[1]:  # a restart may begin before the first line
             self._first = (record["time"], step)
         seconds, steps = record["time"] - self._first[0], step - self._first[1]
-        if steps:
-            parts.append(f"eta {clock(seconds / steps * (self._max_steps - step))}")
-        print(" | ".join(parts), file=self._stream, flush=True)
+        return [f"eta {clock(seconds / steps * (self._max_steps - step))}"] if steps else []
 
     def close(self) -> None:
         """Do nothing."""

@@ -197,8 +197,11 @@ def told_memory(config: Config, batch: Batch, precision: str, parts: dict[str, i
     )
 
 
-def closing_lines(spec: RunSpec, summary: dict[str, Any]) -> list[str]:
-    """Return the last lines of a run: loss, expected loss, a sample, the run's folder, and commands to run next."""
+def closing_lines(spec: RunSpec, summary: dict[str, Any], quiet: bool = False) -> list[str]:
+    """Return the last lines of a run: loss, expected loss, a sample, the run's folder, and commands to run next.
+
+    `quiet`: only the losses and the folder.
+    """
     expected = expected_loss(spec)
     lines = [""]
     val = summary["val_loss"]
@@ -217,10 +220,12 @@ def closing_lines(spec: RunSpec, summary: dict[str, Any]) -> list[str]:
     restarts = f" · {summary['restarts']} restart(s)" if summary["restarts"] else ""
     steps = "no" if summary["steps"] is None else summary["steps"]
     lines.append(f"{summary['exit_reason']:<6} {steps} steps in {clock(summary['total_s'])} · {loss}{speed}{restarts}")
+    run = shlex.quote(_from_here(str(spec.folder)))
+    if quiet:
+        return [lines[-1], f"files  {run}"]
     lines += comm_lines(summary.get("comm"), _from_here(str(spec.folder)))
     if summary.get("sample"):
         lines += ["sample", *("  " + line for line in summary["sample"].splitlines())]
-    run = shlex.quote(_from_here(str(spec.folder)))
     python = shlex.quote(_from_here(sys.executable))
     again = f"       {python} -m nanoray.launch --resume {run} --max_steps {2 * spec.config.max_steps}"
     return [

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nanoray.bench import __main__ as bench
+from nanoray.bench.harness import processes
 from nanoray.bench.harness.report import Report
 from nanoray.bench.speedrun import (
     ARMS,
@@ -28,6 +30,12 @@ from nanoray.config import load_config
 from nanoray.errors import ConfigError
 
 TINY = "n_layer=1,n_head=2,n_embd=16,block_size=16,eval_samples=24,max_steps=20,eval_every=10,warmup_steps=2"
+
+
+@pytest.fixture(autouse=True)
+def _started_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU time of a command is that of a child of this process."""
+    monkeypatch.setattr(processes, "start_process", subprocess.Popen)
 
 
 def ran(text: Path, tmp_path: Path, *flags: str) -> tuple[int, dict[str, Any]]:

@@ -120,6 +120,7 @@ def test_json_says_the_same_as_the_text(machine: Machine, capsys: pytest.Capture
     [
         (["--devise", "cpu"], "error: unknown flag --devise; did you mean --device?"),
         (["--dry_run"], "error: dry_run cannot take effect: the check never starts anything; drop --dry_run"),
+        (["--quiet"], "error: quiet cannot take effect: the check never starts anything; drop --quiet"),
     ],
 )
 def test_wrong_flags(argv: list[str], text: str, machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:

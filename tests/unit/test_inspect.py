@@ -500,6 +500,10 @@ def test_names_are_escaped(tmp_path: Path) -> None:
         (["tiny", "--config=x.yaml"], "config = x.yaml would be ignored: tiny names the configuration; drop --config"),
         (["tiny", "--resume=runs/R"], "resume = runs/R would be ignored: tiny names the configuration; drop --resume"),
         (
+            ["tiny", "--quiet"],
+            "quiet would be ignored: inspect starts nothing and predicts no step; drop --quiet",
+        ),
+        (
             ["tiny", "--dry_run"],
             "dry_run would be ignored: inspect starts nothing and predicts no step; drop --dry_run",
         ),

@@ -59,6 +59,10 @@ def test_file_map_names_every_room_and_module() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS_IN_BLOCKS)
 def test_commands_parse(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_command(command, tmp_path, monkeypatch)
+
+
+def check_command(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each flag exists and each file is there. What trains runs for real below, and in the other tests."""
     words = [w for w in shlex.split(command.replace("&&", "")) if not re.match(r"[A-Z_]+=", w)]
     for word in words:

@@ -1,0 +1,68 @@
+"""Commands on a terminal of their own: a real pty, and what a person would see on it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import struct
+import termios
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.harness.commands import ROOT, _run, forkserver
+
+ERASE = "\r\x1b[2K"
+
+
+class Terminal:
+    """A pty of 30 lines. After `run`, `written` is all that came through it."""
+
+    def __init__(self, columns: int = 100) -> None:
+        self.columns, self.written = columns, ""
+        self._master, self._slave = pty.openpty()
+        fcntl.ioctl(self._slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
+
+    def run(self, *args: str, env: Mapping[str, str], cwd: Path = ROOT, hang_up: str = "") -> int:
+        """Run `python -m args` on this terminal and return the exit code. `hang_up`: close it once this was printed."""
+        name = os.ttyname(self._slave)
+        process = forkserver.Process(target=_run, args=(list(args), dict(env), str(cwd), (name, name)), daemon=True)
+        process.start()
+        data = b""
+        with contextlib.suppress(OSError):  # EIO: nobody has it open any more
+            while part := os.read(self._master, 65536):
+                if self._slave >= 0:  # the command has it open
+                    os.close(self._slave)
+                    self._slave = -1
+                data += part
+                if hang_up and hang_up in data.decode("utf-8", "replace"):
+                    break
+        os.close(self._master)
+        process.join(200)
+        process.kill()
+        assert process.exitcode is not None, f"{args}: no end\n{data.decode()}"
+        self.written = data.decode("utf-8", "replace").replace("\r\n", "\n")
+        return process.exitcode
+
+    @property
+    def screen(self) -> list[str]:
+        """The lines that are left to see, without colours. Raises AssertionError for what a simple terminal lacks."""
+        lines = [""]
+        for part in re.split(r"(\n|\r\x1b\[2K|\x1b\[[0-9;]*m|[\r\x1b])", self.written):
+            if part == "\n":
+                lines.append("")
+            elif part == ERASE:
+                assert len(lines[-1]) < self.columns, f"erasing leaves a part of {lines[-1]!r}"
+                lines[-1] = ""
+            elif not part.startswith("\x1b["):
+                assert part not in ("\r", "\x1b"), "another control sequence"
+                lines[-1] += part
+        return lines
+
+    @property
+    def bars(self) -> list[str]:
+        """Each status line that was shown, without colours."""
+        shown = re.split(r"[\n]|\r\x1b\[2K", re.sub(r"\x1b\[[0-9;]*m", "", self.written))
+        return [line for line in shown if re.match(r"step +\d+/\d+  ", line)]
