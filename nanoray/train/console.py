@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from math import nan
-from typing import Any
+from typing import IO, Any, cast
 
 from nanoray.output import LastingStream
 from nanoray.train.observers import Console, short
@@ -43,7 +43,7 @@ class TerminalConsole(Console):
         from rich.console import Console as Screen  # imported only on a terminal
 
         self._terminal, self._news = terminal, dict[str, str]()
-        self._screen = Screen(file=terminal, force_terminal=True, highlight=False)
+        self._screen = Screen(file=cast(IO[str], terminal), force_terminal=True, highlight=False)
 
     def on_record(self, record: dict[str, Any]) -> None:
         """Draw the bar anew; print the line of an evaluation."""

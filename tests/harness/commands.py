@@ -52,7 +52,7 @@ class Command:
         self._files = [tempfile.NamedTemporaryFile(prefix="nr-out-") for _ in range(1 + apart)]  # noqa: SIM115
         names = self._files[0].name, self._files[-1].name
         streams = {1: names[0], 2: names[1]}
-        self._process = _fork(list(args), dict(os.environ if env is None else env), str(cwd), streams)
+        self._process = fork(list(args), dict(os.environ if env is None else env), str(cwd), streams)
         self.pid = int(self._process.pid or 0)
 
     @property
@@ -130,7 +130,7 @@ class ForkedPopen(Command):
         else:
             streams[1] = stdout.name
         streams[2] = streams[1] if stderr == subprocess.STDOUT else stderr.name
-        self._process = _fork(command[2:], env, os.getcwd(), streams)
+        self._process = fork(command[2:], env, os.getcwd(), streams)
         self.pid = int(self._process.pid or 0)
         for stream in streams.values():
             if not isinstance(stream, str):
@@ -144,7 +144,8 @@ def start_process(command: list[str], **how: Any) -> Any:
     return ForkedPopen(command, how["env"], how["stdin"], how["stdout"], how["stderr"])
 
 
-def _fork(args: list[str], env: dict[str, str], cwd: str, streams: Mapping[int, Any]) -> Any:
+def fork(args: list[str], env: dict[str, str], cwd: str, streams: Mapping[int, Any]) -> Any:
+    """Start `python -m args`. `streams`: file descriptor -> a file's path, or a connection."""
     process = forkserver.Process(target=_run, args=(args, env, cwd, streams), daemon=True)
     with _one_at_a_time:
         process.start()
@@ -184,7 +185,7 @@ def _completed(command: Command, timeout: float) -> subprocess.CompletedProcess[
 
 
 def _run(args: list[str], env: dict[str, str], cwd: str, streams: Mapping[int, Any]) -> None:
-    """Become `python -m args`, in the forked process. `streams`: file descriptor -> a file's path, or a connection."""
+    """Become `python -m args`, in the forked process."""
     os.setsid()
     os.chdir(cwd)
     os.environ.clear()

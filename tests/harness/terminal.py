@@ -10,9 +10,10 @@ import re
 import struct
 import termios
 from collections.abc import Mapping
+from multiprocessing.connection import wait
 from pathlib import Path
 
-from tests.harness.commands import ROOT, _run, forkserver
+from tests.harness.commands import ROOT, fork
 
 ERASE = "\r\x1b[2K"
 
@@ -28,11 +29,10 @@ class Terminal:
     def run(self, *args: str, env: Mapping[str, str], cwd: Path = ROOT, hang_up: str = "") -> int:
         """Run `python -m args` on this terminal and return the exit code. `hang_up`: close it once this was printed."""
         name = os.ttyname(self._slave)
-        process = forkserver.Process(target=_run, args=(list(args), dict(env), str(cwd), (name, name)), daemon=True)
-        process.start()
+        process = fork(list(args), dict(env), str(cwd), {1: name, 2: name})
         data = b""
         with contextlib.suppress(OSError):  # EIO: nobody has it open any more
-            while part := os.read(self._master, 65536):
+            while self._master in wait([self._master, process.sentinel]) and (part := os.read(self._master, 65536)):
                 if self._slave >= 0:  # the command has it open
                     os.close(self._slave)
                     self._slave = -1

@@ -71,6 +71,7 @@ def test_every_record_runs_and_stops_at_its_loss(
     assert len(paste(Report.read(tmp_path / "s.json"))) == 2 + len(arms)
 
 
+@pytest.mark.full
 def test_a_record_that_misses_its_loss_has_failed(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,7 +25,6 @@ from nanoray.train.certificate import read
 from nanoray.train.replicas import hash_tensors
 from tests.harness.ranks import make_spec, run_ranks
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 RECIPE: dict[str, Any] = {
     "dropout": 0.1,
     "lr": 3e-3,
