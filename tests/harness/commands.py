@@ -94,7 +94,8 @@ class Command:
     def send_signal(self, number: int) -> None:
         """Send a signal to this process alone."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended just now: the server waits for it, not we
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         """Send SIGTERM."""
@@ -186,6 +187,7 @@ def _completed(command: Command, timeout: float) -> subprocess.CompletedProcess[
 
 def _run(args: list[str], env: dict[str, str], cwd: str, streams: Mapping[int, Any]) -> None:
     """Become `python -m args`, in the forked process."""
+    multiprocessing.current_process().daemon = False  # which may have no children
     os.setsid()
     os.chdir(cwd)
     os.environ.clear()
