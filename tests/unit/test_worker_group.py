@@ -33,18 +33,22 @@ def dead(error: Exception) -> Ref:
     return Ref(error, True)
 
 
+ASKED = {"abort_nccl": True}
+
+
 @pytest.mark.parametrize(
     ("backend", "ranks", "config", "expected"),
     [
         ("gloo", 2, {}, True),
-        ("nccl", 2, {}, True),
-        ("nccl", 1, {}, False),
-        ("nccl", 2, {"recovery": "restart"}, False),
-        ("nccl", 2, {"allreduce": "ring"}, False),
+        ("nccl", 2, {}, False),
+        ("nccl", 2, ASKED, True),
+        ("nccl", 1, ASKED, False),
+        ("nccl", 2, ASKED | {"recovery": "restart"}, False),
+        ("nccl", 2, ASKED | {"allreduce": "ring"}, False),
         ("gloo", 2, {"dp_mode": "zero1"}, True),
-        ("nccl", 2, {"dp_mode": "zero1"}, False),
+        ("nccl", 2, ASKED | {"dp_mode": "zero1"}, False),
         ("gloo", 4, {"tp": 2}, True),
-        ("nccl", 4, {"tp": 2}, False),
+        ("nccl", 4, ASKED | {"tp": 2}, False),
     ],
 )
 def test_where_a_lost_rank_is_replaced_alone(
