@@ -184,12 +184,23 @@ def _build_parser(prog: str, description: str) -> argparse.ArgumentParser:
 def run_command(run: Callable[[Loaded, float], int], argv: list[str] | None, prog: str, what: str) -> int:
     """Parse a command line and run it; print a NanorayError as one line, and return the exit code."""
     started = time.time()
+    return exit_code_of(lambda: run(parse_args(sys.argv[1:] if argv is None else argv, prog, what), started))
+
+
+def exit_code_of(run: Callable[[], int]) -> int:
+    """Run a command whose output may be cut off; print a NanorayError as one line, and return the exit code."""
     with lasting_output():
         try:
-            return run(parse_args(sys.argv[1:] if argv is None else argv, prog, what), started)
+            return run()
         except NanorayError as error:
             print(f"error: {error}", file=sys.stderr)
             return error.exit_code
+
+
+def tool_parser(prog: str, doc: str | None) -> Parser:
+    """Return a parser for a command with flags of its own; `doc`, its module's docstring, is the help as it stands."""
+    how = argparse.RawDescriptionHelpFormatter
+    return Parser(prog=prog, description=doc, allow_abbrev=False, formatter_class=how)
 
 
 def require_script(config: Config, main: object) -> None:

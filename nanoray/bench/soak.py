@@ -25,7 +25,7 @@ from typing import Any
 from nanoray.bench.chaos import WEIGHTS, Chaos, Cluster, Fault, Seen, SoakFailed, Training, events, survive
 from nanoray.bench.harness import leaks
 from nanoray.bench.harness.figure import figure
-from nanoray.bench.harness.plan import data_flags, words
+from nanoray.bench.harness.plan import add_data_flags, data_flags, words
 from nanoray.bench.harness.processes import arm_environment, scratch_folder
 from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, number, say, table
 from nanoray.config import load_config
@@ -64,8 +64,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, choices=(1, 2), default=2, help="nodes; of two, one can be lost [2]")
     parser.add_argument("--workers", type=int, default=2, metavar="W", help="ranks; of two nodes, one has W - 1 [2]")
     parser.add_argument("--device", default="cpu", help="as in nanoray.launch; GPUs may not give equal bits [cpu]")
-    parser.add_argument("--dataset", default="stdlib", help="as in nanoray.launch [stdlib]")
-    parser.add_argument("--data_dir", default="", help="as in nanoray.launch")
+    add_data_flags(parser, "stdlib")
     parser.add_argument(
         "--shared", action="store_true", help="others use this machine: new files in /tmp may be theirs"
     )

@@ -18,7 +18,15 @@ from pathlib import Path
 
 from nanoray.atomic import read_json_lines
 from nanoray.bench.harness.figure import bars, figure, measured
-from nanoray.bench.harness.plan import chosen, data_flags, rotated, words
+from nanoray.bench.harness.plan import (
+    add_data_flags,
+    add_settings_flag,
+    chosen,
+    data_flags,
+    rotated,
+    settings_of,
+    words,
+)
 from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, scratch_folder
 from nanoray.bench.harness.report import Report, Row, Target, markdown, say
 from nanoray.config import load_config
@@ -80,9 +88,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     which = f"all, or which of {', '.join(ARMS)} [%(default)s]"
     parser.add_argument("--arms", default=DEFAULT_ARMS, metavar="A,B", help=which)
     parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all arms, a seed each [5; 1 with --quick]")
-    parser.add_argument("--settings", metavar="KEY=VALUE,...", default="", help="keys that replace those of all arms")
-    parser.add_argument("--dataset", default="shakespeare", help="as in nanoray.launch [%(default)s]")
-    parser.add_argument("--data_dir", default="", help="as in nanoray.launch")
+    add_settings_flag(parser, "those of all arms")
+    add_data_flags(parser, "shakespeare")
     late = "seconds after which a run has failed [%(default)g]"
     parser.add_argument("--timeout_s", type=float, default=600, help=late)
 
@@ -123,10 +130,7 @@ def run_once(
 def measure(args: argparse.Namespace, report: Report) -> None:
     """Run every record's command in each round, and fill the report. Nothing that it starts outlives it."""
     args.rounds = args.rounds or (1 if args.quick else 5)
-    try:
-        overrides = dict(part.split("=", 1) for part in args.settings.split(",") if part)
-    except ValueError:
-        raise ConfigError(f"settings = {args.settings}: not KEY=VALUE,...; write for example max_steps=20") from None
+    overrides = settings_of(args)
     arms = chosen(args.arms, list(ARMS))
     if args.rounds < 1:
         raise ConfigError(f"rounds = {args.rounds}; at least 1 round is needed")

@@ -35,7 +35,7 @@ from typing import Any
 
 from nanoray.atomic import read_json_lines
 from nanoray.bench.harness.figure import figure, whiskers
-from nanoray.bench.harness.plan import chosen, data_flags, rotated
+from nanoray.bench.harness.plan import add_data_flags, add_settings_flag, chosen, data_flags, rotated, settings_of
 from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, scratch_folder
 from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, say
 from nanoray.bench.nanogpt_peer import NanoGPT
@@ -95,9 +95,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--presets", default="all", metavar="A,B", help=f"which of {', '.join(LADDERS)} [all]")
     parser.add_argument("--arms", default="all", metavar="A,B", help=f"which of {', '.join(ARMS)} [all]")
     parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all arms [5; 2 with --quick]")
-    parser.add_argument("--settings", metavar="KEY=VALUE,...", default="", help="keys that replace each preset's")
-    parser.add_argument("--dataset", default="auto", help="as in nanoray.launch [auto]")
-    parser.add_argument("--data_dir", default="", help="as in nanoray.launch")
+    add_settings_flag(parser, "each preset's")
+    add_data_flags(parser)
     parser.add_argument("--nanogpt", type=Path, metavar="PATH", help="folder of nanoGPT, to run its train.py as a peer")
     late = "seconds after which an arm that says nothing has failed [%(default)g]"
     parser.add_argument("--timeout_s", type=float, default=300, help=late)
@@ -106,10 +105,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, report: Report) -> None:
     """Climb the ladder of every preset and fill the report. Nothing that it starts outlives it."""
     args.rounds = args.rounds or (2 if args.quick else 5)
-    try:
-        overrides = dict(part.split("=", 1) for part in args.settings.split(",") if part)
-    except ValueError:
-        raise ConfigError(f"settings = {args.settings}: not KEY=VALUE,...; write for example n_embd=256") from None
+    overrides = settings_of(args)
     arms, presets = chosen(args.arms, ARMS), chosen(args.presets, list(LADDERS), "preset")
     if args.rounds < 1 or BASE not in arms:
         raise ConfigError(f"rounds = {args.rounds}, arms = {args.arms}; at least 1 round, and the base, are needed")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoray.bench.harness.figure import figure, whiskers
-from nanoray.bench.harness.plan import chosen, rotated
+from nanoray.bench.harness.plan import add_settings_flag, chosen, rotated, settings_of
 from nanoray.bench.harness.rank_pool import RankFailed, RankPool, add_where_flags, describe, where_from
 from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, say
 from nanoray.config import Config, load_config, make_config, resolve_batch
@@ -53,7 +53,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_where_flags(parser)
     parser.add_argument("--model", choices=MODELS, default="gpt", help="what is trained [%(default)s]")
     parser.add_argument("--preset", help="a gpt's sizes, batch and optimizer [shakespeare-cpu; on GPU gpt2-124m]")
-    parser.add_argument("--settings", metavar="KEY=VALUE,...", default="", help="keys that replace the preset's")
+    add_settings_flag(parser, "the preset's")
     parser.add_argument("--arms", default="all", help=f"some of {', '.join(ARMS)} [%(default)s]")
     how = "activation checkpointing of every arm's second run, of a gpt [%(default)s; none: no second runs]"
     parser.add_argument("--checkpointing", choices=("block", "selective", "none"), default="block", help=how)
@@ -73,10 +73,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     if args.checkpointing != "none" and args.model == "gpt":
         extra = {"activation_checkpointing": args.checkpointing}
         arms |= {f"{mode} + {args.checkpointing}": MODES[mode] | extra for mode in modes if mode in MODES}
-    try:
-        overrides = dict(part.split("=", 1) for part in args.settings.split(",") if part)
-    except ValueError:
-        raise ConfigError(f"settings = {args.settings}: not KEY=VALUE,...; write for example n_embd=256") from None
+    overrides = settings_of(args)
     if args.preset and args.model != "gpt":
         raise ConfigError(f"preset = {args.preset} is a gpt's, but model = {args.model}; use --settings")
     configuration(args.model, args.preset or "shakespeare-cpu", overrides)  # refuses what is not known

@@ -9,24 +9,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from nanoray.atomic import replace_text
-from nanoray.cli import Parser
-from nanoray.errors import ConfigError, NanorayError
-from nanoray.output import lasting_output
+from nanoray.cli import exit_code_of, tool_parser
+from nanoray.errors import ConfigError
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run `nanoray inspect` and return the exit code."""
-    parser = Parser(
-        prog="nanoray inspect",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = tool_parser("nanoray inspect", __doc__)
     parser.add_argument("target", metavar="TARGET", help="run folder, step folder, YAML file, preset, or script.py")
     parser.add_argument(
         "--verify", action="store_true", help="build the model, run one batch on this CPU, check everything"
@@ -38,13 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         "--world_size", type=int, metavar="N", help="ranks to lay out [the run's; else workers, or tp*pp*ep]"
     )
     parser.add_argument("--function", default="main", help="of a script: what nanoray.launch would call [main]")
-    with lasting_output():
-        try:
-            args, flags = parser.parse_known_args(argv)
-            return _run(args, flags)
-        except NanorayError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return error.exit_code
+    return exit_code_of(lambda: _run(*parser.parse_known_args(argv)))
 
 
 def _run(args: argparse.Namespace, flags: list[str]) -> int:

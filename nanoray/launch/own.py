@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nanoray.cli import Loaded, lasting_output
+from nanoray.cli import Loaded, exit_code_of
 from nanoray.config import make_config
-from nanoray.errors import ConfigError, NanorayError
+from nanoray.errors import ConfigError
 
 # What the script's optimizer and model decide, not a recipe.
 DEFAULTS = {
@@ -33,23 +32,21 @@ def launch_own(main: Callable[[Any], Any], config: Mapping[str, Any], ray: bool 
     the key dry_run, `main` is called in this process and ends at `fit`, which prints the memory of a rank by part.
     """
     started = time.time()
-    with lasting_output():
-        try:
-            config = dict(config)
-            dry_run, quiet = bool(config.pop("dry_run", False)), bool(config.pop("quiet", False))
-            values = DEFAULTS | config
-            if values["model"] != "own":
-                raise ConfigError(f"model = {values['model']}, but the script brings its own; drop the key")
-            if "global_batch_size" in config and "micro_batch_size" not in config:
-                values["micro_batch_size"] = 0
-            loaded = Loaded(make_config(values), frozenset(config), dry_run, quiet=quiet)
-            if not ray or "RANK" in os.environ:
-                from nanoray.train.__main__ import run_here
+    return exit_code_of(lambda: _launch(main, dict(config), ray, started))
 
-                return run_here(loaded, started, main)
-            from nanoray.launch.__main__ import launch
 
-            return launch(loaded, started, main)
-        except NanorayError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return error.exit_code
+def _launch(main: Callable[[Any], Any], config: dict[str, Any], ray: bool, started: float) -> int:
+    dry_run, quiet = bool(config.pop("dry_run", False)), bool(config.pop("quiet", False))
+    values = DEFAULTS | config
+    if values["model"] != "own":
+        raise ConfigError(f"model = {values['model']}, but the script brings its own; drop the key")
+    if "global_batch_size" in config and "micro_batch_size" not in config:
+        values["micro_batch_size"] = 0
+    loaded = Loaded(make_config(values), frozenset(config), dry_run, quiet=quiet)
+    if not ray or "RANK" in os.environ:
+        from nanoray.train.__main__ import run_here
+
+        return run_here(loaded, started, main)
+    from nanoray.launch.__main__ import launch
+
+    return launch(loaded, started, main)

@@ -15,13 +15,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
+from safetensors.torch import save
 
 from nanoray.atomic import replace_bytes
-from nanoray.checkpoint.tensorfile import layout, plain
-from nanoray.cli import Parser
-from nanoray.errors import ConfigError, NanorayError
-from nanoray.output import lasting_output
+from nanoray.checkpoint.tensorfile import plain
+from nanoray.cli import exit_code_of, tool_parser
+from nanoray.errors import ConfigError
 from nanoray.replay.again import doubts, reenact, refuse, start_before
 from nanoray.replay.past import LIMITS, Past, compared, differences, matters, read_past, tensors_apart, text
 from nanoray.replay.player import Witness
@@ -31,12 +30,7 @@ from nanoray.train.replicas import hash_tensors
 
 def main(argv: list[str] | None = None) -> int:
     """Run `nanoray replay` and return the exit code."""
-    parser = Parser(
-        prog="nanoray replay",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = tool_parser("nanoray replay", __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the step to do again")
     parser.add_argument(
@@ -48,18 +42,18 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the re-enactment, itself a run, in this folder")
     parser.add_argument("--processes", action="store_true", help="use as many local ranks as the run had, over gloo")
-    with lasting_output():
-        try:
-            return _run(parser.parse_args(argv))
-        except NanorayError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return error.exit_code
-        except bdb.BdbQuit:
-            print("left the debugger: the step was not completed", file=sys.stderr)
-            return 1
+    return exit_code_of(lambda: _run(parser.parse_args(argv)))
 
 
 def _run(args: argparse.Namespace) -> int:
+    try:
+        return _replay(args)
+    except bdb.BdbQuit:
+        print("left the debugger: the step was not completed", file=sys.stderr)
+        return 1
+
+
+def _replay(args: argparse.Namespace) -> int:
     run, step = read_past(args.run), args.step
     start = start_before(run, step)
     steps, ranks = range(start + 1, step + 1), run.group_of(step)["ranks"]
@@ -118,7 +112,7 @@ def _dump(path: Path, witness: Witness, values: dict[str, Any]) -> None:
     names, hashes = hash_tensors(witness.gradients)
     told = {"step": witness.step, "rank": witness.rank, "losses": witness.losses, "of_all_ranks": values}
     told |= {"gradient_hashes": dict(zip(names, map(written, hashes), strict=True)), "divided_by": witness.divided_by}
-    data = b"".join(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for part in layout(tensors))
+    data = save({name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}, {"format": "pt"})
     for suffix, content in (
         (".safetensors", data),
         (".json", (json.dumps(plain(told, "dump"), indent=1) + "\n").encode()),

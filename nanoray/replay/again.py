@@ -36,13 +36,11 @@ def start_before(run: Past, step: int) -> int:
     """Return the step of the newest checkpoint before `step`, or 0 for a run that began there. Raises ConfigError."""
     if not 0 < step <= run.last:
         raise ConfigError(f"--step {step}: {run.folder} has done steps 1 to {run.last}; give one of them")
-    begun = run.certificate.groups[0]["group"]
-    starts = [
-        at for at in (*run.checkpoints, begun) if at < step and (at in run.checkpoints or not at or run.spec.resume)
-    ]
+    starts = [at for at in run.starts if at < step]
     if not starts:
+        oldest = min(run.checkpoints, default=run.certificate.groups[0]["group"])
         raise ConfigError(
-            f"--step {step}: the oldest checkpoint of {run.folder} is of step {min(run.checkpoints, default=begun)}; "
+            f"--step {step}: the oldest checkpoint of {run.folder} is of step {oldest}; "
             "give a later step, or train with a larger --keep_checkpoints"
         )
     return max(starts)

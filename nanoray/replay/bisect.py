@@ -9,14 +9,12 @@ one process. Exit code 1: they differ.
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from nanoray.cli import Parser
-from nanoray.errors import ConfigError, NanorayError
-from nanoray.output import lasting_output
+from nanoray.cli import exit_code_of, tool_parser
+from nanoray.errors import ConfigError
 from nanoray.replay.again import doubts, reenact, refuse
 from nanoray.replay.past import Difference, Past, compared, differences, matters, read_past, tensors_apart, text
 
@@ -26,26 +24,19 @@ SHOWN = 5  # tensors of a checkpoint that are listed
 
 def main(argv: list[str] | None = None) -> int:
     """Run `nanoray bisect` and return the exit code."""
-    parser = Parser(
-        prog="nanoray bisect",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = tool_parser("nanoray bisect", __doc__)
     parser.add_argument("a", type=Path, metavar="A", help="folder of a run")
     parser.add_argument("b", type=Path, nargs="?", metavar="B", help="folder of another run [A's re-enactment]")
     parser.add_argument(
         "--processes", action="store_true", help="without B: use as many local ranks as A had, over gloo"
     )
-    with lasting_output():
-        try:
-            args = parser.parse_args(argv)
-            if args.b:
-                return _two(read_past(args.a), read_past(args.b))
-            return _one(read_past(args.a), args.processes)
-        except NanorayError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return error.exit_code
+    return exit_code_of(lambda: _run(parser.parse_args(argv)))
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.b:
+        return _two(read_past(args.a), read_past(args.b))
+    return _one(read_past(args.a), args.processes)
 
 
 def _two(a: Past, b: Past) -> int:
@@ -59,8 +50,7 @@ def _two(a: Past, b: Past) -> int:
 
 def _one(run: Past, processes: bool) -> int:
     """Compare a run with its re-enactment, from one checkpoint to the next."""
-    begun = run.certificate.groups[0]["group"]
-    starts = sorted({*run.checkpoints, *([begun] if not begun or run.spec.resume else [])})
+    starts = sorted(run.starts)
     if not starts or starts[0] >= run.last:
         raise ConfigError(f"{run.folder} has no checkpoint before its last step {run.last}; train with more of them")
     if not processes:

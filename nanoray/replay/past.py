@@ -16,12 +16,12 @@ from nanoray.config import read_yaml
 from nanoray.errors import ConfigError
 from nanoray.run import RunSpec
 from nanoray.train.certificate import NAME, Certificate, read
+from nanoray.train.replicas import bits_of
 
 GIVEN = {"train/tokens": "tokens so far", "train/samples": "images so far", "train/lr": "learning rate"}
 COMPUTED = {"train/loss": "loss", "train/grad_norm": "gradient norm"}
 LAST_BITS = 1e-6  # relative
 LIMITS = {"loss": 1e-4, "own loss": 1e-4, "gradient norm": 1e-2}  # relative, where equal bits are not promised
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Difference(NamedTuple):
@@ -49,6 +49,12 @@ class Past:
     def last(self) -> int:
         """The newest step that has left something."""
         return max(self.records.keys() | self.certificate.states.keys() | self.checkpoints.keys(), default=0)
+
+    @property
+    def starts(self) -> set[int]:
+        """The steps after which its steps can be done again: of its checkpoints, and where it began itself."""
+        begun = self.certificate.groups[0]["group"]
+        return {*self.checkpoints, *([begun] if not begun or self.spec.resume else [])}
 
     def values(self, step: int) -> dict[str, Any]:
         """Return what is known of a step, by name: the causes before the consequences."""
@@ -126,12 +132,8 @@ def tensors_apart(ours: Path, theirs: Path) -> tuple[list[str], int]:
     a, b = (load(path) for path in (ours, theirs))
     both = [(name, of_a[name], of_b[name]) for of_a, of_b in ((a.model, b.model), (a.optimizer, b.optimizer))
             for name in of_a if name in of_b and of_a[name].shape == of_b[name].shape]  # fmt: skip
-    apart = [(_distance(x, y), _apart(name, x, y)) for name, x, y in both if not torch.equal(_bits(x), _bits(y))]
+    apart = [(_distance(x, y), _apart(name, x, y)) for name, x, y in both if not torch.equal(bits_of(x), bits_of(y))]
     return [line for _, line in sorted(apart, key=lambda found: -found[0])], len(both)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(INTEGERS.get(tensor.element_size(), torch.int64))
 
 
 def _distance(x: Tensor, y: Tensor) -> float:
@@ -142,7 +144,7 @@ def _distance(x: Tensor, y: Tensor) -> float:
 
 def _apart(name: str, x: Tensor, y: Tensor) -> str:
     """Write in which elements two tensors of one shape differ, and in which bit if it is a single one."""
-    (places,) = (flips := _bits(x) ^ _bits(y)).nonzero(as_tuple=True)
+    (places,) = (flips := bits_of(x) ^ bits_of(y)).nonzero(as_tuple=True)
     first = int(places[0])
     text = f"{name}: {len(places)} of {x.numel()} elements, first {first}: "
     text += f"{x.reshape(-1)[first].item()!r} and {y.reshape(-1)[first].item()!r}"

@@ -23,15 +23,11 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = {"cpu": 1 << 17, "cuda": 1 << 22}  # elements: an int64 product that stays in cache, or fills a GPU
 
 
-def _tell_nobody(found: dict[str, Any]) -> None:
-    pass
-
-
 def compare(
     state: TrainState,
     mesh: Mesh,
     losses: Sequence[float] = (),
-    tell: Callable[[dict[str, Any]], None] = _tell_nobody,
+    tell: Callable[[dict[str, Any]], None] = lambda found: None,
 ) -> tuple[int, str]:
     """Compare the ranks' weights and optimizer state; heal a minority from the majority's memory. (all ranks)
 
@@ -43,12 +39,13 @@ def compare(
     own_losses = [loss if math.isfinite(loss) else None for loss in losses]
     names, hashes = hash_tensors(state.tensors())
     rows = hash_tensors({shard.piece.place: shard.param for shard in state.weights or ()})  # of a model that is cut
-    digests = mesh.all_gather((combine(hashes), state.samples))
+    cut = is_cut(state.model)  # then its ranks differ, and are compared piece by piece
+    digests = [] if cut else mesh.all_gather((combine(hashes), state.samples))
     gathered = mesh.all_gather((combine(hashes + rows[1]), own_losses, dict(zip(*rows, strict=True))))
     told: dict[str, Any] = {"samples": state.samples, "losses": [loss for _, own, _ in gathered for loss in own]}
     told["ranks"] = [written(digest) for digest, *_ in gathered]
     told["tensors"] = {place: written(value) for *_, of_rank in gathered for place, value in of_rank.items()}
-    if is_cut(state.model):
+    if cut:
         _compare_pieces(dict(zip(names, hashes, strict=True)), state, mesh, lambda differ: tell(told | differ))
         return 0, ""
     (winner, votes), *others = Counter(digests).most_common()
@@ -125,6 +122,11 @@ def _compare_mirrors(state: TrainState, mesh: Mesh) -> None:
         )
 
 
+def bits_of(tensor: Tensor) -> Tensor:
+    """Return a tensor's elements in a row, as integers of their size: equal where all bits are."""
+    return tensor.detach().reshape(-1).view(_INTEGERS.get(tensor.element_size(), torch.int64))
+
+
 def hash_tensors(tensors: dict[str, Tensor]) -> tuple[list[str], list[int]]:
     """Return the names and a 64-bit sum of each tensor's bits: sum over i of (2i + 1)·x_i in int64, which wraps.
 
@@ -136,7 +138,7 @@ def hash_tensors(tensors: dict[str, Tensor]) -> tuple[list[str], list[int]]:
         return [], []
     sums, odd = [], {}
     for tensor in tensors.values():
-        flat = tensor.detach().reshape(-1).view(_INTEGERS.get(tensor.element_size(), torch.int64))
+        flat = bits_of(tensor)
         chunk = _CHUNK.get(flat.device.type, 1 << 20)
         if flat.device not in odd:
             odd[flat.device] = torch.arange(1, 2 * chunk, 2, device=flat.device)

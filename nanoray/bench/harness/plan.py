@@ -13,6 +13,7 @@ from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment,
 from nanoray.bench.harness.report import Report, Row, say
 from nanoray.config import load_config, refuse_unknown
 from nanoray.data.prepare import prepare
+from nanoray.errors import ConfigError
 from nanoray.mesh.devices import Slots
 
 SEE_FAILED = "see FAILED below"
@@ -43,13 +44,31 @@ def data_flags(args: argparse.Namespace) -> dict[str, str]:
     return {"dataset": args.dataset} | ({"data_dir": args.data_dir} if args.data_dir else {})
 
 
+def add_data_flags(parser: argparse.ArgumentParser, dataset: str = "auto") -> None:
+    """Add --dataset and --data_dir, which `data_flags` reads."""
+    parser.add_argument("--dataset", default=dataset, help="as in nanoray.launch [%(default)s]")
+    parser.add_argument("--data_dir", default="", help="as in nanoray.launch")
+
+
+def add_settings_flag(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add --settings, which `settings_of` reads. `what`: what the keys replace."""
+    parser.add_argument("--settings", metavar="KEY=VALUE,...", default="", help=f"keys that replace {what}")
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, str]:
+    """Return the configuration keys of --settings. Raises ConfigError."""
+    try:
+        return dict(part.split("=", 1) for part in args.settings.split(",") if part)
+    except ValueError:
+        raise ConfigError(f"settings = {args.settings}: not KEY=VALUE,...; write for example n_embd=256") from None
+
+
 def add_training_flags(parser: argparse.ArgumentParser, preset: str, timeout_s: float) -> None:
     """Add the flags that say what is trained, on what, and how long a run may take."""
     parser.add_argument("--workers", type=int, metavar="W", help="ranks [every GPU or slice, else 2 on CPU]")
     parser.add_argument("--device", default="auto", help="as in nanoray.launch [auto]")
     parser.add_argument("--preset", default=preset, help="the recipe of all launchers [%(default)s]")
-    parser.add_argument("--dataset", default="auto", help="as in nanoray.launch [auto]")
-    parser.add_argument("--data_dir", default="", help="as in nanoray.launch")
+    add_data_flags(parser)
     late = "seconds after which a run has failed [%(default)g]"
     parser.add_argument("--timeout_s", type=float, default=timeout_s, help=late)
 
