@@ -33,6 +33,7 @@ from tests.harness.cluster import (
     start,
     summary,
     trains,
+    undisturbed,
     wait_for,
     weights,
 )
@@ -103,8 +104,7 @@ def test_a_rank_on_a_frozen_node_is_left_by_order(recipe: Path, tmp_path: Path) 
     flags = ("--placement", "spread", "--cpus_per_worker", "1", "--spares", "0", "--max_steps", "300")
     flags += ("--hang_timeout", "0", "--timeout_s", "300", "--checkpoint_every", "0")
     with ray_head(**FAST_HEALTH) as cluster:
-        code, output = launch(cluster, recipe, tmp_path / "clean", *flags)
-        assert code == 0, output
+        undisturbed(recipe, tmp_path / "clean", *flags)
         with ray_node(cluster) as node:
             driver = start(cluster, recipe, tmp_path / "out", *flags)
             wait_for(lambda: trains(tmp_path / "out"), process=driver)

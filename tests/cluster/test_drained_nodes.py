@@ -21,7 +21,6 @@ from tests.harness.cluster import (
     Cluster,
     finish,
     fired,
-    launch,
     living_nodes,
     losses,
     only_report,
@@ -33,6 +32,7 @@ from tests.harness.cluster import (
     start,
     summary,
     trains,
+    undisturbed,
     wait_for,
     weights,
 )
@@ -50,12 +50,10 @@ def head() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(head: Cluster, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def clean(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder's parent of a run to which nothing happens."""
     out = tmp_path_factory.mktemp("undisturbed")
-    with ray_node(head):
-        code, output = launch(head, recipe, out, *FLAGS)
-    assert code == 0, output
+    undisturbed(recipe, out, *FLAGS)
     return out
 
 
@@ -73,9 +71,7 @@ def same(ours: Path, theirs: Path) -> bool:
     return losses(ours) == losses(theirs) and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_a_deleted_worker_pod_costs_only_its_rank(
-    head: Cluster, recipe: Path, undisturbed: Path, tmp_path: Path
-) -> None:
+def test_a_deleted_worker_pod_costs_only_its_rank(head: Cluster, recipe: Path, clean: Path, tmp_path: Path) -> None:
     """SIGTERM to its `ray start --block`; the operator's new pod joins later. The job goes on: no step is repeated."""
     with ray_node(head) as pod:
         slow = SLOW.replace("seconds=8", "seconds=6")  # the rank must leave before the notice is over
@@ -94,13 +90,13 @@ def test_a_deleted_worker_pod_costs_only_its_rank(
     assert f"replace  0/3 rank {rank} (pid" in output, "not charged to --max_failures"
     assert pid_of(tmp_path, 1 - rank) == pids[1 - rank], "the other rank kept its process"
     assert pid_of(tmp_path, rank) != pids[rank]
-    assert same(tmp_path, undisturbed)
+    assert same(tmp_path, clean)
     assert summary(tmp_path)["exit_reason"] == "finished"
 
 
 @pytest.mark.full
 def test_a_drained_rank_moves_at_once_where_there_is_room(
-    head: Cluster, recipe: Path, undisturbed: Path, tmp_path: Path
+    head: Cluster, recipe: Path, clean: Path, tmp_path: Path
 ) -> None:
     """A notice without a deadline, and another node with a free CPU: nobody waits until the drained node is gone."""
     with ray_node(head):
@@ -117,7 +113,7 @@ def test_a_drained_rank_moves_at_once_where_there_is_room(
     report = only_report(tmp_path, output)
     assert (report["cause"], report["recovery"], report["steps_repeated"]) == ("drained", "in_place", 0), output
     assert report["node"] == drained
-    assert same(tmp_path, undisturbed)
+    assert same(tmp_path, clean)
 
 
 @pytest.mark.full
@@ -142,7 +138,7 @@ def test_with_shrink_the_others_train_until_the_new_pod_is_there(head: Cluster, 
 
 @pytest.mark.full
 def test_a_frozen_node_is_replaced_and_what_thaws_changes_nothing(
-    head: Cluster, recipe: Path, undisturbed: Path, tmp_path: Path
+    head: Cluster, recipe: Path, clean: Path, tmp_path: Path
 ) -> None:
     """All its processes stop: nobody there answers, and no connection closes. They go on when the run has gone on."""
     with ray_node(head) as node:
@@ -167,11 +163,11 @@ def test_a_frozen_node_is_replaced_and_what_thaws_changes_nothing(
     report = only_report(tmp_path, output)
     assert (report["rank"], report["recovery"], report["steps_repeated"]) == (rank, "in_place", 0), output
     assert pid_of(tmp_path, 1 - rank) == pids[1 - rank], "the other rank kept its process"
-    assert same(tmp_path, undisturbed)
+    assert same(tmp_path, clean)
 
 
 @pytest.mark.full
-def test_ranks_that_all_lose_their_node_save_first(recipe: Path, undisturbed: Path, tmp_path: Path) -> None:
+def test_ranks_that_all_lose_their_node_save_first(recipe: Path, clean: Path, tmp_path: Path) -> None:
     """One worker pod with all ranks: its notice is time for a checkpoint, from which the new pod continues."""
     head = ray_head("--num-cpus=0", RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S="20")
     with head as cluster, ray_node(cluster, "--num-cpus=2") as pod:
@@ -187,7 +183,7 @@ def test_ranks_that_all_lose_their_node_save_first(recipe: Path, undisturbed: Pa
     assert re.search(r"restart  0/3 from the newest checkpoint\n", output)
     saved = {path.name for path in (only_run(tmp_path) / "checkpoints").iterdir()}
     assert saved & {"step_00000012", "step_00000013"}, "the slow step, completed, or the next: its vote was under way"
-    assert same(tmp_path, undisturbed)
+    assert same(tmp_path, clean)
 
 
 @pytest.mark.full

@@ -17,7 +17,6 @@ from tests.harness.cluster import (
     alive,
     finish,
     fired,
-    launch,
     losses,
     only_run,
     pid_of,
@@ -27,6 +26,7 @@ from tests.harness.cluster import (
     start,
     summary,
     trains,
+    undisturbed,
     wait_for,
     weights,
 )
@@ -34,7 +34,7 @@ from tests.harness.ports import free_port
 
 SLOW = "slow@rank=0,step=12,phase=data,seconds=8"  # a step that is under way when the head is lost
 FLAGS = ("--workers", "2", "--spares", "0", "--dropout", "0.1", "--checkpoint_every", "0", "--resume", "auto")
-FLAGS += ("--placement_timeout_s", "170", "--faults", SLOW)
+LOST = (*FLAGS, "--placement_timeout_s", "170", "--faults", SLOW)
 
 
 def test_a_lost_head_costs_no_step(recipe: Path, tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_a_lost_head_costs_no_step(recipe: Path, tmp_path: Path) -> None:
     """
     out = tmp_path / "runs"
     with ray_head("--num-cpus=0") as cluster, ray_node(cluster, "--num-cpus=2"):
-        driver = start(cluster, recipe, out, *FLAGS)
+        driver = start(cluster, recipe, out, *LOST)
         wait_for(lambda: fired(out) == ["slow"], process=driver)
         ranks = [pid_of(out, rank) for rank in (0, 1)]
         together = [driver.pid, *processes_of_session(cluster.session)]
@@ -64,13 +64,12 @@ def test_a_lost_head_costs_no_step(recipe: Path, tmp_path: Path) -> None:
     assert not damaged
 
     with ray_head("--num-cpus=0") as cluster:
-        driver = start(cluster, recipe, out, *FLAGS)
+        driver = start(cluster, recipe, out, *LOST)
         wait_for(lambda: "wait   at most 170 s for more nodes" in driver.output, process=driver)
         with ray_node(cluster, "--num-cpus=2"):
             code, output = finish(driver)
             assert code == 0, output
-            code, clean = launch(cluster, recipe, tmp_path / "undisturbed", *FLAGS)
-            assert code == 0, clean
+    undisturbed(recipe, tmp_path / "undisturbed", *FLAGS)
     assert re.search(r"wait   .* for more nodes: no room for workers = 2; total per node: \S+ has nothing\n", output)
     assert summary(out)["exit_reason"] == "finished"
     assert fired(out) == ["slow"], "no step was done again"

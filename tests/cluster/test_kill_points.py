@@ -17,7 +17,18 @@ import torch
 
 from nanoray.faults.plan import parse_plan
 from nanoray.points import DRIVER_POINTS, EXCHANGES, MEETING, POINTS, RANK_POINTS, SAVING
-from tests.harness.cluster import Cluster, finish, injected, launch, losses, no_actors_left, reports, start, weights
+from tests.harness.cluster import (
+    Cluster,
+    finish,
+    injected,
+    launch,
+    losses,
+    no_actors_left,
+    reports,
+    start,
+    undisturbed,
+    weights,
+)
 
 PACKAGE = Path(__file__).resolve().parents[2] / "nanoray"
 ALL = os.environ.get("NANORAY_TEST_POINTS") == "all"
@@ -68,11 +79,8 @@ def plan_of(points: list[str], kind: str, newcomer: bool) -> tuple[str, int]:
     return ";".join(plan), step + EVERY
 
 
-def clean(
-    cluster: Cluster, recipe: Path, out: Path, steps: int, *more: str
-) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
-    code, output = launch(cluster, recipe, out, *FLAGS, *more, "--max_steps", str(steps))
-    assert code == 0, output
+def clean(recipe: Path, out: Path, steps: int, *more: str) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
+    undisturbed(recipe, out, *FLAGS, *more, "--max_steps", str(steps))
     return losses(out), weights(out)
 
 
@@ -161,7 +169,7 @@ def survive(cluster: Cluster, recipe: Path, tmp_path: Path, plan: str, steps: in
         "--hang_timeout",
         "6" if "stop@" in plan else "60",
     )
-    expected, theirs = clean(cluster, recipe, tmp_path / "clean", steps, *more)
+    expected, theirs = clean(recipe, tmp_path / "clean", steps, *more)
     code, output = finish(start(cluster, recipe, tmp_path / "out", *flags, "--faults", plan), LIMIT_S)
     assert code == 0, output
     fired = Counter((event["kind"], event["rank"], event["phase"]) for event in injected(tmp_path / "out"))
@@ -176,7 +184,7 @@ def survive(cluster: Cluster, recipe: Path, tmp_path: Path, plan: str, steps: in
 @pytest.mark.full
 def test_drivers_end_at_every_point(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
     """The next command goes on from what is on disk."""
-    expected, theirs = clean(cluster, recipe, tmp_path / "clean", 16)
+    expected, theirs = clean(recipe, tmp_path / "clean", 16)
     points = sorted(DRIVER_POINTS) if ALL else ["orders"]
     for point in points:
         out = tmp_path / point

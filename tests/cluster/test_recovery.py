@@ -30,6 +30,7 @@ from tests.harness.cluster import (
     start,
     summary,
     thaw,
+    undisturbed,
     wait_for,
     weights,
 )
@@ -40,13 +41,12 @@ PATIENT = ("--hang_timeout", "0", "--timeout_s", "300")  # where a test holds a 
 
 
 @pytest.fixture(scope="module")
-def clean(cluster: Cluster, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+def clean(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """Runs without faults at 2 and 3 ranks, the latter with dropout: masks follow from step and rank."""
     folders = {}
     for ranks in (2, 3):
         folders[ranks] = tmp_path_factory.mktemp(f"clean{ranks}")
-        code, output = launch(cluster, recipe, folders[ranks], *EVERY_FIVE, *of(ranks))
-        assert code == 0, output
+        undisturbed(recipe, folders[ranks], *EVERY_FIVE, *of(ranks))
     return folders
 
 
@@ -154,8 +154,7 @@ def test_every_phase_of_a_step_with_a_sharded_state(
 ) -> None:
     """A lost rank's share is in the memory of its mirror. Two faults are on either side of the norm, which commits."""
     flags = (*EVERY_FIVE, *of(ranks), "--dp_mode", mode)
-    code, output = launch(cluster, recipe, tmp_path / "clean", *flags)
-    assert code == 0, output
+    undisturbed(recipe, tmp_path / "clean", *flags)
     places = [("kill", 1, 6, "forward"), ("kill", 0, 9, "backward"), ("exit", 1, 12, "exchange_norm")]
     places += [("kill", 0, 14, "committed"), ("kill", 1, 17, "exchange_weights")]
     places += [("kill", 0, 20, "eval"), ("kill", 1, 25, "checkpoint")]
@@ -178,8 +177,7 @@ def test_a_part_of_each_layer_is_replaced_from_the_other_replica(
 ) -> None:
     """dp 2 × tp 2: two ranks after one another; then both that hold one part, which only a checkpoint has."""
     flags = (*EVERY_FIVE, *of(4), "--tp", "2", "--spares", "0", "--max_steps", "25")
-    code, output = launch(cluster, recipe, tmp_path / "clean", *flags)
-    assert code == 0, output
+    undisturbed(recipe, tmp_path / "clean", *flags)
     places = ["kill@rank=1,step=6,phase=backward", "kill@rank=2,step=9,phase=log"]
     places += ["kill@rank=0,step=18,phase=forward", "kill@rank=2,step=18,phase=forward"]
     out = tmp_path / "out"
@@ -199,8 +197,7 @@ def test_a_share_that_is_lost_with_its_mirror_is_read_from_the_checkpoint(
     cluster: Cluster, recipe: Path, tmp_path: Path
 ) -> None:
     flags = (*EVERY_FIVE, *of(3), "--dp_mode", "zero1", "--max_steps", "16", "--spares", "0")
-    code, output = launch(cluster, recipe, tmp_path / "clean", *flags)
-    assert code == 0, output
+    undisturbed(recipe, tmp_path / "clean", *flags)
     plan = "kill@rank=1,step=13,phase=backward;kill@rank=2,step=13,phase=backward"
     out = tmp_path / "out"
     code, output = launch(cluster, recipe, out, *flags, "--faults", plan)
