@@ -15,7 +15,7 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from nanoray.bench.harness import leaks
 from nanoray.bench.harness.processes import HEAD_ENV, current_cluster, head_command
 from nanoray.checkpoint.find import newest_valid
 from tests.harness.commands import ROOT, Command, torchrun
+from tests.harness.ray_workers import forked_workers
 
 TOKEN = "nanoray-test-token-nanoray-test-token"
 started: list[Command] = []  # runs of the present test, and of fixtures that outlive it
@@ -78,11 +79,21 @@ class Cluster:
 
 
 @contextmanager
-def ray_head(*flags: str, dashboard: bool = True, **env: str) -> Iterator[Cluster]:
+def ray_head(*flags: str, dashboard: bool = True, forked: bool = True, **env: str) -> Iterator[Cluster]:
     """Start a Ray head with its own ports, token and temporary folder; end its whole session afterwards.
 
-    Without a dashboard it starts three times as fast; then there are no jobs and no `Cluster.states`.
+    Without a dashboard it starts three times as fast; then there are no jobs and no `Cluster.states`. With `forked` the
+    workers of this head and of nodes that join it are forked: see ray_workers.py.
     """
+    with (
+        forked_workers() if forked else nullcontext({}) as more,
+        _ray_head(*flags, dashboard=dashboard, **more, **env) as cluster,
+    ):
+        yield cluster
+
+
+@contextmanager
+def _ray_head(*flags: str, dashboard: bool, **env: str) -> Iterator[Cluster]:
     base = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     base |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "RAY_USAGE_STATS_ENABLED": "0"} | HEAD_ENV | env
     flags = (*LESS, "--no-monitor", *flags)

@@ -187,18 +187,26 @@ def _completed(command: Command, timeout: float) -> subprocess.CompletedProcess[
 
 def _run(args: list[str], env: dict[str, str], cwd: str, streams: Mapping[int, Any]) -> None:
     """Become `python -m args`, in the forked process."""
-    multiprocessing.current_process().daemon = False  # which may have no children
     os.setsid()
+    files = {
+        fd: os.open(s, os.O_WRONLY | os.O_APPEND) if isinstance(s, str) else s.fileno() for fd, s in streams.items()
+    }
+    become(args, env, cwd, files)
+
+
+def become(args: list[str], env: dict[str, str], cwd: str, streams: Mapping[int, int]) -> None:
+    """Become `python -m args`, or `python args` of a script, in a forked process; it ends here.
+
+    `streams`: the file descriptors that become its standard streams, and are closed: nobody else would see it end.
+    """
+    multiprocessing.current_process().daemon = False  # which may have no children
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
     for fd, stream in streams.items():
-        file = os.open(stream, os.O_WRONLY | os.O_APPEND) if isinstance(stream, str) else os.dup(stream.fileno())
-        os.dup2(file, fd)
-        os.close(file)
-    for stream in streams.values():  # or nobody would see the end of this process
-        if not isinstance(stream, str) and not stream.closed:
-            stream.close()
+        os.dup2(stream, fd)
+    for stream in streams.values():
+        os.close(stream)
     sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
     sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)

@@ -1,0 +1,76 @@
+"""Ray's workers, forked from a process that has imported torch: each takes four seconds of a CPU less to start.
+
+    raylet ─ starts ─► python default_worker.py ─ command, environment, streams ─► server, which has torch
+                       waits until the worker ends                                   │ forks
+                                                                                     ▼
+                       worker of another pid, which it tells the raylet when it registers, as one in a container does
+
+When the raylet ends the process that it has started, the worker ends. But whatever freezes a raylet's children does not
+freeze the workers: a test of that needs a Ray without them. Workers with a runtime environment, as those of jobs, start
+as Ray starts them.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from tests.harness.commands import become, forkserver
+
+_SITE = Path(__file__).with_name("forked_workers")
+REAP_S = 0.2  # a rank's exit status is read from its entry in /proc, which is gone when its parent has asked for it
+
+
+@contextmanager
+def forked_workers() -> Iterator[dict[str, str]]:
+    """Give the environment variables with which a Ray, started meanwhile, has forked workers."""
+    with tempfile.TemporaryDirectory(prefix="nr-workers-", dir="/tmp") as folder, socket.socket(socket.AF_UNIX) as home:
+        home.bind(f"{folder}/socket")
+        home.listen(64)
+        until, held = forkserver.Pipe(duplex=False)
+        server = forkserver.Process(target=_serve, args=(home, until), daemon=True)
+        server.start()
+        with held:
+            yield {"NANORAY_TEST_RAY_WORKERS": f"{folder}/socket", "PYTHONPATH": str(_SITE)}
+        server.join(10)
+
+
+def _serve(home: socket.socket, until: Connection) -> None:
+    """Fork a worker for each process that calls, until the other end of `until` is closed."""
+    gc.freeze()
+    while not (ready := select.select([home, until], [], [], REAP_S)[0]) or until not in ready:
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if ready:
+            caller, _ = home.accept()
+            with caller:
+                if not os.fork():
+                    home.close()
+                    until.close()
+                    _work(caller)
+
+
+def _work(caller: socket.socket) -> None:
+    """Become the worker that was ordered; end when the caller ends."""
+    os.setsid()  # Ray may end the whole process group of a worker
+    size, streams, *_ = socket.recv_fds(caller, 4, 3)
+    with caller.makefile("rb") as stream:
+        command, cwd, env = json.loads(stream.read(int.from_bytes(size, "little")))
+
+    def end_with_caller() -> None:
+        caller.recv(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=end_with_caller, daemon=True).start()
+    become(command, env, cwd, dict(enumerate(streams)))
