@@ -11,6 +11,7 @@ COMMANDS = {
     "launch": ("nanoray.launch.__main__", "train on Ray: one actor per GPU, MIG slice or CPU share"),
     "sample": ("nanoray.sample", "generate text from a checkpoint"),
     "timeline": ("nanoray.trace.__main__", "draw traced steps of a run: phases and collectives of all ranks"),
+    "whatif": ("nanoray.trace.whatif", "predict a run's step for another link, bucket size or number of ranks"),
     "ledger": ("nanoray.trace.ledger", "show where the time of a run went: compute, communication, recovery, ..."),
     "report": ("nanoray.report.__main__", "write an HTML page about a run, or compare several"),
     "inspect": ("nanoray.inspect.__main__", "dump a model: tree, owners, FLOPs, memory; --verify runs one batch"),

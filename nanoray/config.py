@@ -13,13 +13,14 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from nanoray.audit_options import AuditOptions, refuse_audit
 from nanoray.compression_options import refuse_compression
 from nanoray.errors import ConfigError
 from nanoray.model_options import did_you_mean as did_you_mean
 from nanoray.model_options import lay_over, refuse_contradictions, refuse_parallelism
 from nanoray.model_options import read_yaml as read_yaml
 from nanoray.model_options import refuse_unknown as refuse_unknown
-from nanoray.stop_options import StopOptions, refuse_stop
+from nanoray.stop_options import refuse_stop
 
 PRESET_DIR = Path(__file__).resolve().parent / "presets"
 DEFAULT_PRESET = "shakespeare-cpu"
@@ -79,7 +80,7 @@ class Kube(BaseModel):
 _SIGNED_URL = r"(?i)[?&]([^=&]*(?:signature|token|secret|password|credential)[^=&]*|sig|key)="
 
 
-class Config(StopOptions):
+class Config(AuditOptions):
     """A training run, complete and immutable. Each attribute's docstring is the help text of its flag."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
@@ -284,7 +285,7 @@ class Config(StopOptions):
     for devices that round differently): a rank that differs gets the majority's state"""
     faults: str = _field("", "fault")
     """break something on purpose: KIND@rank=R,step=S[,phase=P][;...], KIND kill | stop | exit | raise | hang | slow |
-    oom | disk-full | nan | bitflip; in YAML also a list of such texts, or of mappings"""
+    oom | disk-full | nan | bitflip | gradflip; in YAML also a list of such texts, or of mappings"""
 
     expected_val_loss: dict[str, float] = Field({}, json_schema_extra={"group": "log", "flag": False})
     """per dataset: the validation loss that the complete recipe should reach or beat"""
@@ -334,6 +335,7 @@ class Config(StopOptions):
             raise ValueError("backend = nccl needs GPUs, but device = cpu; use backend gloo or auto")
         refuse_parallelism(self)
         refuse_compression(self)
+        refuse_audit(self)
         if self.data_url and self.dataset not in ("auto", "shakespeare", "cifar10"):
             raise ValueError(
                 f"data_url would be ignored: dataset = {self.dataset} is not downloaded; "

@@ -8,6 +8,7 @@
     ├── CheckpointError      a checkpoint is damaged, or does not fit this model         exit 4
     ├── TrainingDiverged     a loss that is not finite, or an exhausted loss scale       exit 5
     ├── StateDiverged        the ranks' weights differ, and no majority agrees           exit 1, retried
+    ├── WrongGradient        a rank computes a wrong gradient, in a step done twice     exit 1
     ├── StateLost            a share of the state is in no rank's memory any more         exit 1, retried
     └── WorkerFailed         ranks died more often than max_failures allows              exit 1
 
@@ -69,6 +70,10 @@ class StateDiverged(NanorayError):
     retry = True
 
 
+class WrongGradient(NanorayError):
+    """Ranks compute different gradients from the same weights and samples, in a step that was done twice."""
+
+
 class StateLost(NanorayError):
     """A share of the run's state was lost with the rank that owned it and the rank that mirrored it."""
 
@@ -90,6 +95,7 @@ REMEDIES: dict[type[NanorayError], str] = {
     CheckpointError: "`nanoray checkpoint verify RUN` names the damaged ones; `--resume` an older one",
     TrainingDiverged: "lower `--lr`; `--on_nan rollback` leaves the batch out; `--precision bf16` or `fp32`",
     StateDiverged: "repeated on one rank: a faulty device, whose node should leave the cluster",
+    WrongGradient: "take the faulty device out of the cluster, and resume from a checkpoint that is old enough",
     StateLost: "the run restarts from the newest checkpoint; a lower `--checkpoint_every` loses less",
     WorkerFailed: "`nanoray faults RUN` lists the causes; then `--resume RUN`, and `--max_failures` to allow more",
 }

@@ -26,10 +26,11 @@ from nanoray.bench.harness.figure import figure, whiskers
 from nanoray.bench.harness.plan import rotated
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
 from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, number, say
-from nanoray.bench.simulate import VOCAB, Fit, fit
+from nanoray.bench.simulate import VOCAB
 from nanoray.config import Config, load_config
 from nanoray.errors import ConfigError
 from nanoray.mesh.devices import available_cpus
+from nanoray.mesh.fit import Fit, fit
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.links import Cost, coefficients
 from nanoray.mesh.mesh import Mesh

@@ -28,10 +28,11 @@ from typing import Any
 from nanoray.bench.harness.figure import figure, whiskers
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
 from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, number, say, table
-from nanoray.bench.simulate import VOCAB, Fit, Work, fit, model_work, scaling
+from nanoray.bench.simulate import VOCAB, Work, model_work, scaling
 from nanoray.config import Config, load_config
 from nanoray.errors import ConfigError, PlacementError
 from nanoray.mesh.devices import available_cpus
+from nanoray.mesh.fit import Fit, fit
 from nanoray.mesh.links import MODELS, Cost, Topology, best, coefficients, load_topology, topology_names
 from nanoray.mesh.mesh import Mesh
 from nanoray.parallel.simulate import Bucket, Schedule, Step, simulate

@@ -10,6 +10,7 @@ A ladder per preset: each rung is the `base` with one thing changed.
     bf16                      --precision bf16 --attention flash
     bf16 + plain attention    --precision bf16 --attention plain
     two ranks                 one rank per core, on two cores
+    two ranks + audit 10      the same with --audit_every 10, and 1: beside two ranks, what an audit costs
     eager loop                a peer: the loop that people write first (compute.py)
     eager loop + kept memory  the same, and glibc keeps freed memory, as every nanoray rank lets it
     nanogpt                   a peer: nanoGPT's own train.py, where --nanogpt names its folder
@@ -46,7 +47,7 @@ from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
 from nanoray.mesh.devices import available_cpus, available_memory_bytes, cpu_features
 
-BASE, EAGER, PEER = "base", "eager loop", "nanogpt"
+BASE, EAGER, PEER, TWO = "base", "eager loop", "nanogpt", "two ranks"
 RUNGS: dict[str, dict[str, Any]] = {  # settings of the run; those with "_" are not the configuration's
     BASE: {},
     "plain attention": {"attention": "plain"},
@@ -55,7 +56,9 @@ RUNGS: dict[str, dict[str, Any]] = {  # settings of the run; those with "_" are 
     "compile": {"compile": True},
     "bf16": {"precision": "bf16", "attention": "flash"},
     "bf16 + plain attention": {"precision": "bf16", "attention": "plain"},
-    "two ranks": {"_ranks": 2},
+    TWO: {"_ranks": 2},
+    f"{TWO} + audit 10": {"_ranks": 2, "audit_every": 10},
+    f"{TWO} + audit 1": {"_ranks": 2, "audit_every": 1},
     EAGER: {"_eager": True},
     "eager loop + kept memory": {"_eager": True, "_keep": True},
 }
@@ -199,7 +202,7 @@ def _start_all(climb: Climb, arms: list[str], report: Report, stack: ExitStack) 
             if climb.args.nanogpt is None:
                 climb.skipped[arm] = "--nanogpt names no folder"
             continue
-        if arm == "two ranks" and available_cpus() < 2:
+        if arm.startswith(TWO) and available_cpus() < 2:
             climb.skipped[arm] = "one core is no place for two ranks"
             continue
         say(f"start  {climb.name}: {arm}")
@@ -357,6 +360,8 @@ def _judge(report: Report, presets: list[str]) -> None:
         for arm in LADDERS[name].rungs:
             if arm != BASE:
                 report.compare(_named(name, arm), _named(name, BASE), TOKENS)
+            if arm.startswith(f"{TWO} +"):
+                report.compare(_named(name, arm), _named(name, TWO), TOKENS)
         if LADDERS[name].tokens:
             continue
         base, eager = _named(name, BASE), _named(name, EAGER)
@@ -385,6 +390,8 @@ def lines(report: Report) -> list[str]:
     found = aligned([(*line, "") for line in _table(report, "quartiles")], right=set(range(1, 7)))
     products = [row for row in report.rows if row.metric == PRODUCTS]
     found += ["", *(f"{row.arm}: {report.cell(row.arm, PRODUCTS)} GFLOP/s, {row.note}" for row in products)]
+    audits = [row.arm for row in report.rows if row.unit == "ratio" and row.arm.endswith(f": {TWO}")]
+    found += [f"{arm}: {report.cell(arm, TOKENS, 'quartiles')}" for arm in audits]
     return found + [f"skipped  {row.arm}: {row.skipped}" for row in report.rows if row.skipped and row.metric == TOKENS]
 
 

@@ -117,10 +117,13 @@ class MicroBatches:
         self.seconds += time.perf_counter() - start
         return found
 
-    def get(self, samples: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return one micro batch (B, T), targets too, of the step whose first sample is `samples`."""
+    def get(self, samples: int, micro: int, rank: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return one micro batch (B, T), targets too, of the step whose first sample is `samples`.
+
+        It is this rank's, or that of another data rank.
+        """
         size, _, dp = self.batch
-        return self.data.train_batch(samples + (micro * dp + self.rank) * size, size)
+        return self.data.train_batch(samples + (micro * dp + (self.rank if rank is None else rank)) * size, size)
 
     def describe(self, samples: int, micro: int | None) -> str:
         """Write this rank's samples of a step, or of one of its micro batches, for a message."""

@@ -13,8 +13,9 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("nanoray")
-KINDS = ("kill", "stop", "exit", "raise", "hang", "slow", "oom", "disk-full", "nan", "bitflip")
+KINDS = ("kill", "stop", "exit", "raise", "hang", "slow", "oom", "disk-full", "nan", "bitflip", "gradflip")
 DRIVER = -1  # its "rank"
 _SPARE_BYTES = 64 << 10  # logs and metrics may still grow by this while the disk is "full"
 
@@ -51,8 +52,8 @@ class Fault:
     attempt: int | None = None
     seconds: float = 1.0  # slow: how long to sleep; disk-full: until there is space again
     mib: int = 0  # oom: how much to allocate (0 = until the process is killed)
-    times: int = 1  # nan: how many forward passes of this rank, replays included
-    bit: int = 20  # bitflip: bit of a float32; 0 is the lowest of the mantissa, 31 the sign
+    times: int = 1  # nan, gradflip: of how many forward passes of this rank, replays and audits included
+    bit: int = 20  # bitflip, gradflip: bit of a float32; 0 is the lowest of the mantissa, 31 the sign
 
     @property
     def key(self) -> tuple[str, int, int, str]:
@@ -77,9 +78,11 @@ class Fault:
         elif self.kind == "disk-full":
             _fill_disk(record_in.parent, self.seconds)
         elif self.kind == "nan":
-            _poison(gpt, self.times)
+            _spoil(gpt, self.times, lambda output: output * float("nan"))
         elif self.kind == "bitflip":
             _flip_bit(gpt, self.bit)
+        elif self.kind == "gradflip":
+            _spoil(gpt, self.times, partial(_spoil_gradient, bit=self.bit))
         else:
             raise InjectedFault(f"fault plan: raise on rank {self.rank} at step {self.step} in {self.phase}")
 
@@ -115,8 +118,8 @@ def _fill_disk(run: Path, seconds: float) -> None:
     undo.start()
 
 
-def _poison(gpt: nn.Module | None, times: int) -> None:
-    """Make the middle block return NaN in its next `times` forward passes."""
+def _spoil(gpt: nn.Module | None, times: int, spoil: Callable[[Tensor], Tensor]) -> None:
+    """Let `spoil` replace the middle block's output in its next `times` forward passes."""
     block, left = _middle_block(gpt), [times]
     compiled, block._compiled_call_impl = block._compiled_call_impl, None  # compiled code would not see the hook
 
@@ -126,8 +129,8 @@ def _poison(gpt: nn.Module | None, times: int) -> None:
             handle.remove()
             block._compiled_call_impl = compiled
         if isinstance(output, tuple):  # with experts, a block also tells of its routing
-            return output[0] * float("nan"), output[1]
-        return output * float("nan")
+            return spoil(output[0]), output[1]
+        return spoil(output)
 
     handle = block.register_forward_hook(hook)
 
@@ -141,13 +144,32 @@ def _middle_block(gpt: nn.Module | None) -> Any:
 
 def _flip_bit(gpt: nn.Module | None, bit: int) -> None:
     """Flip one bit of one weight in the middle block."""
-    import torch
-
     named = dict(_middle_block(gpt).named_parameters())
     weight = named["attn.proj.weight" if "attn.proj.weight" in named else "conv1.weight"].data
     local = weight.to_local() if hasattr(weight, "to_local") else weight  # with fsdp this rank has some rows
-    first = local.view(-1).view(torch.int32)[:1]
-    first.bitwise_xor_(torch.tensor(1 << bit if bit < 31 else -(1 << 31), dtype=torch.int32, device=first.device))
+    _flip(local.view(-1)[:1], bit)
+
+
+def _spoil_gradient(output: Tensor, bit: int) -> Tensor:
+    """Flip a bit of the largest element of the gradient of a block's output, when backward comes there."""
+
+    def flipped(gradient: Tensor) -> Tensor:
+        flat = gradient.float().flatten().clone()
+        at = int(flat.abs().argmax())
+        _flip(flat[at : at + 1], bit)
+        return flat.view_as(gradient).to(gradient.dtype)
+
+    if output.requires_grad:
+        output.register_hook(flipped)
+    return output
+
+
+def _flip(element: Tensor, bit: int) -> None:
+    """Flip a bit of one float32, (1,), in place."""
+    import torch
+
+    mask = torch.tensor(1 << bit if bit < 31 else -(1 << 31), dtype=torch.int32, device=element.device)
+    element.view(torch.int32).bitwise_xor_(mask)
 
 
 def parse_plan(text: str) -> tuple[Fault, ...]:
@@ -179,11 +201,11 @@ def parse_plan(text: str) -> tuple[Fault, ...]:
                 f"faults = {part!r}: KIND is one of {', '.join(KINDS)}, phase one of {', '.join(places)}"
                 + (f", and there is no key {', '.join(values)}" if values else "")
             )
-        needs_phase = fault.phase in POINTS and fault.kind in ("nan", "bitflip")
+        needs_phase = fault.phase in POINTS and fault.kind in ("nan", "bitflip", "gradflip")
         if needs_phase or (fault.rank == DRIVER) != (fault.phase in DRIVER_POINTS):
             raise ConfigError(f"faults = {part!r}: {fault.kind} of {rank} cannot fire at {fault.phase}; see points.py")
         if fault.times < 1 or not 0 <= fault.bit <= 31:
-            raise ConfigError(f"faults = {part!r}: times is at least 1, bit 0 to 31 of a float32 weight")
+            raise ConfigError(f"faults = {part!r}: times is at least 1, bit 0 to 31 of a float32")
         faults.append(fault)
     return tuple(faults)
 
@@ -192,7 +214,7 @@ class Injector:
     """Lets the planned faults of one rank, or of the driver, fire: each once, at its phase or point."""
 
     def __init__(self, record: Path, model: nn.Module | None = None) -> None:
-        """`record`: the run's faults.jsonl. `model`: for faults of kind nan and bitflip, which need a phase."""
+        """`record`: the run's faults.jsonl. `model`: for nan, bitflip and gradflip, which need a phase."""
         self._record, self.model = record, model
         self._faults: list[Fault] = []
         self._started = 0.0  # of the command; it names it, because clocks of hosts differ

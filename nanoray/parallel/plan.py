@@ -214,6 +214,20 @@ class Plan:
         self._flow.finish(torch.zeros((), device=self._mesh.device), _no_phase)
 
     @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that have gradients, by name."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def gradients_of(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """Return the gradients of one micro batch as a step's backward makes them, before any sum; it sends nothing.
+
+        Those that the parameters have stay as they are. For a model that this rank has whole.
+        """
+        scaled = self._scale(self._loss(self.model, x, y) / (self._accum * self._parallel.divisor))
+        found = torch.autograd.grad(scaled, [*self.trained.values()], allow_unused=True)
+        return {name: g for name, g in zip(self.trained, found, strict=True) if g is not None}
+
+    @property
     def whole(self) -> Any:
         """What to call for the loss of a batch without gradients. (all ranks of a replica)"""
         return self._flow.evaluate if isinstance(self._flow, pp.Pipe) else self.model

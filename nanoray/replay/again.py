@@ -29,6 +29,7 @@ from nanoray.train.recipe import code_hash, hardware, use_products
 QUIETLY: dict[str, Any] = {
     "log_every": 1, "hash_every": 1, "eval_every": 0, "checkpoint_every": 0, "stats_every": 0, "comm_trace": "off",
     "tensorboard": False, "faults": "", "sample_tokens": 0, "checkpoint_mode": "sync", "resume": "none",
+    "audit_every": 0,
 }  # fmt: skip
 
 

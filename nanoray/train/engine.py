@@ -26,7 +26,7 @@ from nanoray.checkpoint.find import check_shape, newest_valid
 from nanoray.checkpoint.writer import CheckpointWriter
 from nanoray.data.tokens import MicroBatches
 from nanoray.errors import TrainingDiverged
-from nanoray.mesh.mesh import Mesh
+from nanoray.mesh.mesh import Mesh, Vote
 from nanoray.mesh.rendezvous import Order
 from nanoray.models.dropout import derive_seed, seed_generators
 from nanoray.parallel.plan import Plan
@@ -35,6 +35,7 @@ from nanoray.run import RunSpec
 from nanoray.state import MEMORY, StateDict, TrainState, Update, rng_state, set_rng_state
 from nanoray.trace.log import CommTrace
 from nanoray.train import replicas, routing
+from nanoray.train.audit import Audit
 from nanoray.train.certificate import append
 from nanoray.train.guards import BadStep, Guards
 from nanoray.train.mirror import copy_to_mirror
@@ -93,6 +94,9 @@ class Engine:
         self.cfg, self.batch, self.note = self.spec.config, self.batches.batch, self.observers.note
         self.stats, w = PrecisionStats(self.cfg.stats_every, self.cfg.precision), self.workload
         self.speed = Throughput(self.batch.global_size * w.tokens_per_sample, w.flops_per_token, w.peak_flops, w.unit)
+        self.audit = Audit(self.cfg.audit_every, self.mesh, self.par, self.batches, self.seed_dropout)
+        if self.cfg.audit_every and self.mesh.world_size == 1:
+            self.note(f"note    audit_every = {self.cfg.audit_every} does nothing: there is no other rank")
 
     def fit(self) -> dict[str, Any]:
         """Train until max_steps, stop_at, target_loss, or a stop request on any rank. (all ranks)
@@ -119,9 +123,14 @@ class Engine:
             set_lr(s.optimizers, lr := lr_at(s.step, cfg))
 
             # Forward and backward over the micro batches. (all ranks) The last backward averages the gradients.
-            seed = partial(self.seed_dropout, s.step)
+            # In an audited step another rank computes one of them, too: if they differ, the step is done again.
+            seed = self.audit.begin(s.step, s.samples, self.phase)
             routing.begin(s.model)
             own_loss = par.forward_backward(self.batches.step(s.samples), self.phase, seed)
+            if wrong := self.audit.differences():
+                self._warn(wrong)
+                order = self._leave_out(vote)
+                continue
 
             # (all ranks) On logged steps the loss is averaged. A rank's mirror, if any, gets its gradients: once a rank
             # knows the norm, all others can finish the step without it. Nothing changes before the update, so until
@@ -142,9 +151,7 @@ class Engine:
             self._warn(verdict.warning)
             if verdict.roll_back:  # (all ranks) load a checkpoint and continue with the data after this step
                 self._roll_back(verdict.roll_back)
-                order = vote.result()
-                self.speed.restart(self.batches.seconds)
-                self._end_trace()
+                order = self._leave_out(vote)
                 continue
 
             # Clip, update, advance; nothing communicates meanwhile. With fp16 all ranks skip the same steps.
@@ -193,14 +200,16 @@ class Engine:
             self.trace.prepare()
         set_rng_state(rng, self.mesh.device)
 
-    def seed_dropout(self, step: int, micro: int) -> None:
+    def seed_dropout(self, step: int, micro: int, rank: int | None = None) -> None:
         """Seed the dropout of a micro batch of the step after `step`: every process draws the same masks.
 
         The seed is that of (seed, step, micro batch, data rank), and a model may derive one for each layer from it. So
-        the masks do not depend on the order in which micro batches and layers are computed.
+        the masks do not depend on the order in which micro batches and layers are computed. `rank` is another
+        data rank than this one.
         """
         if self.cfg.dropout or self.workload.draws:
-            seed_generators(derive_seed(self.cfg.seed, step, micro, self.batches.rank), self.mesh.device)
+            of = self.batches.rank if rank is None else rank
+            seed_generators(derive_seed(self.cfg.seed, step, micro, of), self.mesh.device)
 
     def is_logged(self, step: int, last: int) -> bool:
         """Whether a step is recorded: the regular ones, and the first and last of this command."""
@@ -247,6 +256,14 @@ class Engine:
         copy_to_mirror(s, self.mesh)
         self.par.zero_grad()
         self.observers.rewind(s.step)
+
+    def _leave_out(self, vote: Vote) -> Order:
+        """End a step without an update; return the order for the next one. (all ranks)"""
+        self.par.zero_grad()
+        order = vote.result()
+        self.speed.restart(self.batches.seconds)
+        self._end_trace()
+        return order
 
     def _record(self, loss: float, lr: float, grad_norm: float, measured: dict[str, Any]) -> None:
         """Begin the record of this step. Raises TrainingDiverged when the fp16 loss scale is exhausted."""

@@ -136,21 +136,25 @@ def hash_tensors(tensors: dict[str, Tensor]) -> tuple[list[str], list[int]]:
     """
     if not tensors:  # no replicas: each rank holds its own shard
         return [], []
-    sums, odd = [], {}
-    for tensor in tensors.values():
-        flat = bits_of(tensor)
-        chunk = _CHUNK.get(flat.device.type, 1 << 20)
-        if flat.device not in odd:
-            odd[flat.device] = torch.arange(1, 2 * chunk, 2, device=flat.device)
-        total = torch.zeros((), dtype=torch.int64, device=flat.device)
-        for at in range(0, flat.numel(), chunk):
-            part = flat[at : at + chunk]
-            total += (part * odd[flat.device][: part.numel()]).sum()
-            if at:
-                total += part.sum(dtype=torch.int64) * (2 * at)
-        sums.append(total)
+    odd: dict[torch.device, Tensor] = {}
+    sums = [sum_of_bits(tensor, odd) for tensor in tensors.values()]
     main = sums[0].device
     return list(tensors), torch.stack([s.to(main) for s in sums]).tolist()
+
+
+def sum_of_bits(tensor: Tensor, odd: dict[torch.device, Tensor]) -> Tensor:
+    """Return that sum, a scalar on the tensor's device. `odd` keeps the factors for the next tensor."""
+    flat = bits_of(tensor)
+    chunk = _CHUNK.get(flat.device.type, 1 << 20)
+    if flat.device not in odd:
+        odd[flat.device] = torch.arange(1, 2 * chunk, 2, device=flat.device)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for at in range(0, flat.numel(), chunk):
+        part = flat[at : at + chunk]
+        total += (part * odd[flat.device][: part.numel()]).sum()
+        if at:
+            total += part.sum(dtype=torch.int64) * (2 * at)
+    return total
 
 
 def combine(hashes: list[int]) -> int:

@@ -12,8 +12,8 @@ import pytest
 from nanoray.bench import __main__ as bench
 from nanoray.bench import layouts
 from nanoray.bench.layouts import ERROR, MEASURED, PREDICTED, Here, arms_of
-from nanoray.bench.simulate import Fit
 from nanoray.config import load_config
+from nanoray.mesh.fit import Fit
 from nanoray.mesh.layout import Layout
 
 CONFIG = load_config(preset="shakespeare-cpu")

@@ -20,8 +20,9 @@ from nanoray.bench import scaling
 from nanoray.bench.harness.rank_pool import RankPool, Where
 from nanoray.bench.harness.report import Report
 from nanoray.bench.scaling import ERROR, MEASURED, PREDICTED, RANKS
-from nanoray.bench.simulate import VOCAB, Fit, gradient_buckets, model_work
+from nanoray.bench.simulate import VOCAB, gradient_buckets, model_work
 from nanoray.config import load_config
+from nanoray.mesh.fit import Fit
 from nanoray.mesh.links import load_topology
 from nanoray.models.costs import count_parameters, flops_per_token
 from nanoray.models.gpt import GPT, ModelShape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from nanoray.mesh.mesh import Mesh
 from nanoray.models.costs import count_parameters
 from nanoray.models.gpt import ModelShape
 from nanoray.run import RunSpec
+from nanoray.trace import whatif
 from nanoray.trace.recorder import (
     Clock,
     ClockOffset,
@@ -143,6 +145,15 @@ def outcome(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSp
 @pytest.fixture(scope="module")
 def always(outcome: tuple[RunSpec, dict[str, Any]]) -> RunSpec:
     return outcome[0]
+
+
+def test_a_traced_run_can_be_asked_what_if(always: RunSpec, capsys: pytest.CaptureFixture[str]) -> None:
+    assert whatif.main([str(always.folder), "--bucket_mb", "0.1,1", "--ranks", "8"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(
+        r"error  predicted [\d.]+ ms, measured [\d.]+ ms \(.*, n = \d\): [+-]\d+ %, for the .*", said[2]
+    )
+    assert [line.split("  ")[0] for line in said[4:]] == ["as it was", "bucket_mb 0.1, ranks 8", "bucket_mb 1, ranks 8"]
 
 
 def test_tracing_changes_no_bit(untraced: RunSpec, text: Path, tmp_path: Path) -> None:

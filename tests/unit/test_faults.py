@@ -110,7 +110,7 @@ def test_a_flipped_bit_is_one_bit_of_one_weight(tmp_path: Path, bit: int) -> Non
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("explode@rank=0,step=1", "KIND is one of kill, stop, exit, raise, hang, slow, oom, disk-full, nan, bitflip"),
+        ("explode@rank=0,step=1", "one of kill, stop, exit, raise, hang, slow, oom, disk-full, nan, bitflip, gradflip"),
         ("kill@rank=0", "is not KIND@rank=R,step=S"),
         ("kill@rank=x,step=1", "is not KIND@rank=R,step=S"),
         ("kill@rank=0,step=1,phase=lunch", "phase one of init, data, forward"),

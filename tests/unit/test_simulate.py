@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from nanoray.bench.simulate import Work, fit, scaling
+from nanoray.bench.simulate import Work, scaling
 from nanoray.errors import ConfigError
 from nanoray.mesh.algorithms import ALGORITHMS
+from nanoray.mesh.fit import fit
 from nanoray.mesh.links import FLAT, MODELS, TOPOLOGY_DIR, Cost, Link, Topology, all_reduce, best, load_topology
 from nanoray.parallel.simulate import Bucket, Event, Schedule, Step, simulate
 
