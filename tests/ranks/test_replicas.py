@@ -62,7 +62,7 @@ def test_a_part_that_is_gone_with_both_replicas_means_a_restart(text: Path, tmp_
     spec = make_spec(text, tmp_path, **RECIPE | {"tp": 2, "faults": faults})
     outcome = run_elastic(spec, 4, timeout_s=200)
     assert {rank.get("error") for rank in outcome.ranks.values()} == {"StateLost"}, outcome
-    assert "is in the memory of none of these ranks" in outcome.ranks[1]["message"]
+    assert "are in the memory of none of these ranks" in outcome.ranks[1]["message"]
 
 
 def test_what_is_left_of_two_replicas_goes_on_as_one(text: Path, tmp_path: Path, clean: Clean) -> None:

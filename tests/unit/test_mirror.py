@@ -83,14 +83,13 @@ def config(**settings: object) -> Config:
 
 
 def test_where_a_sharded_state_recovers_in_place() -> None:
-    for mode in ("zero1", "zero2"):
+    for mode in ("zero1", "zero2", "fsdp"):
         assert recovers_in_place(config(dp_mode=mode), "gloo", 2)
         assert recovers_in_place(config(dp_mode=mode, recovery="shrink"), "gloo", 2)
         assert not recovers_in_place(config(dp_mode=mode, mirror="off"), "gloo", 2)
         assert not recovers_in_place(config(dp_mode=mode, recovery="restart"), "gloo", 2)
         assert not recovers_in_place(config(dp_mode=mode), "nccl", 2)
         assert not recovers_in_place(config(dp_mode=mode), "gloo", 1)
-    assert not recovers_in_place(config(dp_mode="fsdp"), "gloo", 2)
     assert recovers_in_place(config(dp_mode="ddp"), "gloo", 2)
-    with pytest.raises(ConfigError, match="mirror = off would be ignored: dp_mode = fsdp mirrors nothing"):
-        config(dp_mode="fsdp", mirror="off")
+    with pytest.raises(ConfigError, match="mirror = off would be ignored: dp_mode = ddp mirrors nothing"):
+        config(dp_mode="ddp", mirror="off")
