@@ -135,14 +135,14 @@ class TrainState:
 
     def leave_model(self) -> None:
         """Part with a model that a group of ranks has cut, and keep its buffers; what is held of it is in shards."""
-        if self.left is None:  # else a group broke before it had a model
-            self.left, self.model = self.buffers, nn.Module()
+        self.left = self.buffers if self.left is None else self.left  # else the next group broke, too, before it stood
+        self.model = nn.Module()
 
-    def take_model(self, model: nn.Module) -> None:
-        """Go on with a new model, with the buffers of the one before."""
-        left, self.left, self.model = self.left or {}, None, model
-        for name, buffer in self.buffers.items():
-            buffer.copy_(left[name])
+    def take_left(self) -> None:
+        """Give a new model the buffers of the one before, if that was left."""
+        for name, buffer in (self.left or {}).items():
+            self.buffers[name].copy_(buffer)
+        self.left = None
 
     @property
     def shards_weights(self) -> bool:

@@ -215,8 +215,9 @@ class Recipe:
         distance = mirror_distance(mesh.all_gather(mesh.local_rank)) if self._mirrors else 0
         if state.left is not None:  # the model was cut, for a group that is gone
             with torch.random.fork_rng(devices=[]):
-                state.take_model(self._new_model(mesh.device))
+                state.model = self._new_model(mesh.device)
         par = self.plan(self.model, mesh, self._cfg, batch.accum, loss, self.scaler.scale, distance)
+        state.take_left()
         state.memory = par.memory  # of this group: what another number or set of ranks had left over is gone
         if self._cfg.grad_compress != "none" and not par.compresses:
             observers.note(

@@ -182,9 +182,7 @@ def test_a_rank_and_its_mirror_are_lost_together(text: Path, tmp_path: Path) -> 
     spec = make_spec(text, tmp_path, **RECIPE | {"dp_mode": "zero1", "faults": plan})
     outcome = run_elastic(spec, 3)
     assert {rank["error"] for rank in outcome.ranks.values()} == {"StateLost"}
-    assert (
-        "the rank that owned them is gone, and so is each that mirrored or shared them" in outcome.ranks[0]["message"]
-    )
+    assert "the rank that owned them is gone, and so is each that mirrored" in outcome.ranks[0]["message"]
 
 
 def test_two_ranks_that_do_not_mirror_each_other_are_lost_together(text: Path, tmp_path: Path, clean: Clean) -> None:
@@ -239,7 +237,8 @@ def test_a_missed_update_of_a_mirror_shows_in_the_weights(text: Path, tmp_path: 
     spec = make_spec(text, tmp_path, **RECIPE | settings | {"faults": "kill@rank=0,step=5,phase=backward"})
     outcome = run_elastic(spec, 2, patches={1: spoil_the_mirror})
     assert not [rank for rank in outcome.ranks.values() if "error" in rank], outcome
-    assert series(spec)[5] == series(clean(2, **settings))[5], "the loss before the update"
+    before = 5 if mode == "zero1" else 4  # with fsdp the mirror's weights are used, and not only its moments
+    assert series(spec)[before] == series(clean(2, **settings))[before]
     assert not equal(final(spec), final(clean(2, **settings)))
 
 
