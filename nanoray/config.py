@@ -358,8 +358,9 @@ class Config(StopOptions):
 
     def mirrors(self, backend: str = "gloo") -> bool:
         """Whether each rank's share of a sharded state is kept by another rank, too, where there are several ranks."""
-        kept = self.mirror == "auto" and self.dp_mode in ("zero1", "zero2", "fsdp") and self.tp * self.pp * self.ep == 1
-        return kept and self.recovery != "restart" and backend == "gloo" and not self.pure
+        recoveries = ("in_place", "shrink") if self.tp * self.pp == 1 else ("in_place",)  # which may need it
+        kept = self.mirror == "auto" and self.dp_mode in ("zero1", "zero2", "fsdp") and self.ep == 1
+        return kept and self.recovery in recoveries and backend == "gloo" and not self.pure
 
     def replicated(self, ranks: int) -> bool:
         """Whether another replica has each rank's part of a state that tp and pp divide; it never shrinks."""

@@ -43,7 +43,7 @@ from nanoray.mesh.devices import (
     keep_freed_memory,
     peak_flops,
 )
-from nanoray.mesh.layout import Layout, mirror_distance
+from nanoray.mesh.layout import Layout, mirrored
 from nanoray.mesh.mesh import Mesh, join
 from nanoray.mesh.pieces import whole_shards
 from nanoray.mesh.rendezvous import Order, Rendezvous
@@ -212,7 +212,8 @@ class Recipe:
         spec, mesh, state, observers = group.spec, group.mesh, self.state, self.observers
         batch, known = self.batch_for(mesh), state.whole
         loss = partial(mean_loss, mesh.device.type, self._cfg.precision, loss=self.task.loss)
-        distance = mirror_distance(mesh.all_gather(mesh.local_rank)) if self._mirrors else 0
+        layout = Layout.of(self._cfg, mesh.world_size)
+        distance, owner = mirrored(layout, mesh.rank, mesh.all_gather(mesh.local_rank)) if self._mirrors else (0, 0)
         if state.left is not None:  # the model was cut, for a group that is gone
             with torch.random.fork_rng(devices=[]):
                 state.model = self._new_model(mesh.device)
@@ -224,9 +225,9 @@ class Recipe:
                 f"note    grad_compress = {self._cfg.grad_compress} does nothing: one data rank sends no gradients"
             )
         if self._cfg.sharded:
-            kept = self._holdings(par, mesh, distance, known)
+            kept = self._holdings(par, mesh.rank, owner, known)
             if group.source is not None:
-                whole = whole_shards(self.model) if par.weights is None else []
+                whole = whole_shards(self.model) if par.weights is None else par.weights
                 recover(state, mesh, group.source, kept, self._cfg.grad_clip, whole)
             state.hold(kept[0], kept[1] if distance else None, par.shards is not None, par.weights)
         if group.source is not None:
@@ -274,11 +275,10 @@ class Recipe:
             regrouped=group.source is not None,
         )
 
-    def _holdings(self, par: Plan, mesh: Mesh, distance: int, known: bool) -> list[Holding]:
+    def _holdings(self, par: Plan, rank: int, owner: int, known: bool) -> list[Holding]:
         """Return what this rank keeps, at step 0: own shards, and those that it mirrors. `known`: it has others now."""
         own = whole_shards(self.model) if par.shards is None else par.shards
-        kept = [(own, mesh.rank)]
-        kept += [(par.mirror_shards, (mesh.rank - distance) % mesh.world_size)] if par.mirror_shards is not None else []
+        kept = [(own, rank), *([(par.mirror_shards, owner)] if par.mirror_shards is not None else [])]
         whole, make = par.shards is None and not known, self.task.optimizer
         return [Holding(shards, make(self.model, None if whole else shards), owner) for shards, owner in kept]
 

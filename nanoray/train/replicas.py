@@ -47,6 +47,7 @@ def compare(
     told["tensors"] = {place: written(value) for *_, of_rank in gathered for place, value in of_rank.items()}
     if cut:
         _compare_pieces(dict(zip(names, hashes, strict=True)), state, mesh, lambda differ: tell(told | differ))
+        _compare_mirrors(state, mesh)
         return 0, ""
     (winner, votes), *others = Counter(digests).most_common()
     if not others:
