@@ -154,6 +154,19 @@ def test_a_step_that_nobody_left_has_done_is_repeated(text: Path, tmp_path: Path
     assert "finished step" not in spec.log(1).read_text()
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("world", "settings"), [(2, ROWS), (4, {"tp": 2, "dp_mode": "zero1"}), (4, ROWS | {"tp": 2})])
+def test_a_new_rank_is_lost_before_it_has_the_state(
+    text: Path, tmp_path: Path, clean: Clean, world: int, settings: dict[str, Any]
+) -> None:
+    """The others leave a group twice more: with a model that it has not cut yet, and with one that holds nothing."""
+    plan = ";".join(f"kill@rank=1,step=3,phase={at}" for at in ("backward", "met", "caught_up"))
+    spec = make_spec(text, tmp_path, **RECIPE | settings | {"faults": plan})
+    outcome = run_elastic(spec, world)
+    assert fired(spec) == ["backward", "met", "caught_up"]
+    ended_well(spec, outcome, clean(world, **settings), 3)
+
+
 def breaks_in_the_spread(step: int) -> None:
     """In this process the group breaks when one step's weights begin to be sent."""
     whole, calls = Plan.spread, []
