@@ -192,10 +192,9 @@ class Config(AuditOptions):
     same, with buckets in plain sight) | zero1 (each rank keeps 1/n of the optimizer state) | zero2 (and of the
     gradients) | fsdp (and of the weights)"""
     mirror: Literal["auto", "off"] = _field("auto", "dist")
-    """zero1 and zero2, on Ray with gloo: auto (another rank, on another node if there are several, keeps a second copy
-    of each rank's optimizer state and does the same updates, so a lost rank is replaced with no step repeated; 12/n
-    bytes more per parameter with AdamW on n ranks, and 4/n sent per step) | off (a lost rank's share is on disk only,
-    so all ranks restart from the newest checkpoint)"""
+    """zero1, zero2 and fsdp, on Ray with gloo: auto (another rank, on another node if there are several, keeps a copy
+    of each rank's share and does the same updates, so a lost rank is replaced with no step repeated; with AdamW on n
+    ranks 12/n bytes more per parameter, fsdp 16/n, and 4/n sent per step) | off (they restart from a checkpoint)"""
     fsdp_reshard: Literal["full", "grad_op"] = _field("full", "dist")
     """fsdp: full (free a block's weights after its forward and gather them again in backward: least memory) | grad_op
     (keep them until backward is done: one all-gather less)"""
@@ -260,10 +259,10 @@ class Config(AuditOptions):
     """failures in a row, with fewer than 10 steps completed between them, before giving up; ranks that are left save"""
     recovery: Literal["in_place", "shrink", "restart"] = _field("in_place", "fault")
     """when a rank is lost, on Ray: in_place (only that rank is replaced, its state comes from another rank's memory, no
-    step is repeated; falls back to a restart with NCCL (but see --abort_nccl), with an --allreduce written by hand,
-    with fsdp or ep, where no other rank has the lost part of a state divided by zero1 or zero2 (see --mirror), tp or
-    pp, or without a survivor) | shrink (as in_place, but if no replacement comes in time fewer ranks continue with the
-    same global batch until one does; not with tp or pp: restart) | restart (all ranks, from the newest checkpoint)"""
+    step is repeated; a restart with NCCL (but see --abort_nccl), an --allreduce written by hand, ep, or where no other
+    rank has the lost part of a state divided by dp_mode (see --mirror), tp or pp) | shrink (as in_place, but if no
+    replacement comes in time fewer ranks continue with the same global batch until one does; not with tp or pp:
+    restart) | restart (all ranks, from the newest checkpoint)"""
     abort_nccl: bool = _field(False, "fault")
     """recovery in place and shrink over NCCL too, where each rank holds the whole state; ranks wait for their device in
     each step, and this has not been run on a GPU yet"""
@@ -361,8 +360,9 @@ class Config(AuditOptions):
 
     def mirrors(self, backend: str = "gloo") -> bool:
         """Whether each rank's share of a sharded state is kept by another rank, too, where there are several ranks."""
-        kept = self.mirror == "auto" and self.dp_mode in ("zero1", "zero2") and self.tp * self.pp * self.ep == 1
-        return kept and self.recovery != "restart" and backend == "gloo" and not self.pure
+        recoveries = ("in_place", "shrink") if self.tp * self.pp == 1 else ("in_place",)  # which may need it
+        kept = self.mirror == "auto" and self.dp_mode in ("zero1", "zero2", "fsdp") and self.ep == 1
+        return kept and self.recovery in recoveries and backend == "gloo" and not self.pure
 
     def replicated(self, ranks: int) -> bool:
         """Whether another replica has each rank's part of a state that tp and pp divide; it never shrinks."""

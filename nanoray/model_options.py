@@ -328,10 +328,10 @@ def refuse_parallelism(config: Any) -> None:
             "or drop sequence_parallel"
         )
     refuse_pipeline(config)
-    if config.mirror == "off" and config.dp_mode not in ("zero1", "zero2"):
+    if config.mirror == "off" and config.dp_mode not in ("zero1", "zero2", "fsdp"):
         raise ValueError(
-            f"mirror = off would be ignored: dp_mode = {config.dp_mode} mirrors nothing; use dp_mode zero1 or zero2, "
-            "or drop mirror"
+            f"mirror = off would be ignored: dp_mode = {config.dp_mode} mirrors nothing; use dp_mode zero1, zero2 or "
+            "fsdp, or drop mirror"
         )
     for key, default in (("fsdp_reshard", "full"), ("fsdp_gather", "fp32")):
         if getattr(config, key) != default and config.dp_mode != "fsdp":

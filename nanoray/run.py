@@ -135,7 +135,8 @@ def recovers_in_place(config: Config, backend: str, ranks: int) -> bool:
     abort by the driver's order where `abort_nccl` allows it.
     """
     if backend == "gloo":
-        held = not config.sharded or config.mirrors() or config.replicated(ranks)
+        mirrored = config.mirrors() and ranks > config.tp * config.pp
+        held = not config.sharded or mirrored or config.replicated(ranks)
     else:
         held = config.abort_nccl and not config.sharded
     replaceable = config.allreduce == "backend" and held

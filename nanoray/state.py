@@ -119,6 +119,7 @@ class TrainState:
         self.sharded = False  # whether other ranks hold the optimizer state of other shards
         self.weights: list[Shard] | None = None  # the weights of this rank, where no rank has them all
         self.mirror: Holding | None = None  # another rank's share, updated here from the same gradients
+        self.left: dict[str, Tensor] | None = None  # the buffers of a model that belonged to a group which is gone
         self.memory: Tensor | None = None  # what this rank's compressed gradients left over, flat; no other rank has it
         self.whole = False  # whether other ranks may copy this state: only after a resume or recovery is done
         self.can_finish = False  # whether gradients of the next step are here that complete it without lost ranks
@@ -131,6 +132,17 @@ class TrainState:
         """
         self.shards, self.optimizer, self.mirror = own.shards, own.optimizer, mirror
         self.sharded, self.weights = sharded, weights
+
+    def leave_model(self) -> None:
+        """Part with a model that a group of ranks has cut, and keep its buffers; what is held of it is in shards."""
+        self.left = self.buffers if self.left is None else self.left  # else the next group broke, too, before it stood
+        self.model = nn.Module()
+
+    def take_left(self) -> None:
+        """Give a new model the buffers of the one before, if that was left."""
+        for name, buffer in (self.left or {}).items():
+            self.buffers[name].copy_(buffer)
+        self.left = None
 
     @property
     def shards_weights(self) -> bool:

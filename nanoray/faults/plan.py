@@ -213,9 +213,10 @@ def parse_plan(text: str) -> tuple[Fault, ...]:
 class Injector:
     """Lets the planned faults of one rank, or of the driver, fire: each once, at its phase or point."""
 
-    def __init__(self, record: Path, model: nn.Module | None = None) -> None:
-        """`record`: the run's faults.jsonl. `model`: for nan, bitflip and gradflip, which need a phase."""
-        self._record, self.model = record, model
+    def __init__(self, record: Path) -> None:
+        """`record`: the run's faults.jsonl. `model_of` returns what faults of kind nan, bitflip and gradflip change."""
+        self._record = record
+        self.model_of: Callable[[], nn.Module | None] = lambda: None
         self._faults: list[Fault] = []
         self._started = 0.0  # of the command; it names it, because clocks of hosts differ
         self._step = 0  # the one being computed; in a new process that of the newest fault, which made it necessary
@@ -247,4 +248,4 @@ class Injector:
         for fault in [*faults]:
             self._faults.remove(fault)
             log.warning("fault plan fires: %s", fault)
-            fault.fire(self._record, self.model, self._started)
+            fault.fire(self._record, self.model_of(), self._started)

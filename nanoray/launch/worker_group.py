@@ -27,7 +27,7 @@ from nanoray.launch.cluster_watch import ClusterWatch
 from nanoray.launch.placement import START_TIMEOUT_S, Placement, bounded, strategy
 from nanoray.launch.rank_end import RankEnd
 from nanoray.launch.worker import Script, Worker
-from nanoray.mesh.layout import Layout, mirror_distance, whole_replicas
+from nanoray.mesh.layout import Layout, mirrored, whole_replicas
 from nanoray.mesh.rendezvous import BackendChoice, RankDevice, Rendezvous, choose_backend, rendezvous_of
 from nanoray.run import RunSpec, recovers_in_place
 from nanoray.train.observers import Console
@@ -70,7 +70,7 @@ class WorkerGroup:
     created: int = 0  # actors so far, to give each its own name
     choice: BackendChoice | None = None
     host: int | None = None  # the slot whose process serves the store
-    distance: int = 0  # member i + distance mirrors the share of member i; 0: nobody does
+    pairs: list[tuple[int, int]] = field(default_factory=list)  # slots: whose share is mirrored, and by whom
     secret: str = field(default="", repr=False)  # of the present meeting
     poll: Any = None  # pending `poll` of rank 0
     event_at: float = 0.0  # monotonic seconds of the newest events: processes they report dead had died by then
@@ -312,8 +312,11 @@ class WorkerGroup:
         device = "cpu" if place.kind == "cpu" else "cuda:0"
         self.secret = secrets.token_hex(16)
         ranks = rendezvous_of([fact["node"] for fact in facts], choice, self.secret)
-        mirrors = self.spec.config.mirrors(choice.backend)
-        self.distance = mirror_distance([r.local_rank for r in ranks]) if mirrors else 0
+        if self.spec.config.mirrors(choice.backend):
+            layout, local = Layout.of(self.spec.config, len(ranks)), [r.local_rank for r in ranks]
+            owners = [mirrored(layout, rank, local)[1] for rank in range(len(ranks))]
+            pairs = [(self.members[owner], slot) for owner, slot in zip(owners, self.members, strict=True)]
+            self.pairs = sorted((owner, mirror) for owner, mirror in pairs if owner != mirror)
         return [
             replace(r, slot=slot, slots=place.workers, device=device, threads=place.threads, abortable=self.in_place)
             for r, slot in zip(ranks, self.members, strict=True)
@@ -326,10 +329,7 @@ class WorkerGroup:
             parts = Layout.of(self.spec.config, self.place.workers).groups("dp")
             lost = [f"ranks {', '.join(map(str, part))}" for part in parts if gone.issuperset(part)]
             return f"shares of the state are lost with all that held them: {'; '.join(lost)}" if lost else ""
-        if not self.distance:
-            return ""
-        pairs = zip(self.members, self.members[self.distance :] + self.members[: self.distance], strict=True)
-        lost = [f"that of rank {owner} with rank {mirror}" for owner, mirror in pairs if {owner, mirror} <= gone]
+        lost = [f"that of rank {owner} with rank {mirror}" for owner, mirror in self.pairs if {owner, mirror} <= gone]
         return f"shares of the state are lost, each with its mirror: {', '.join(lost)}" if lost else ""
 
     def hopeless(self, failure: Failure) -> bool:

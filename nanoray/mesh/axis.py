@@ -154,13 +154,14 @@ class Axis:
     def pass_on(self, tensors: Sequence[Tensor], into: Sequence[Tensor], distance: int, what: str) -> None:
         """Send `tensors` to the rank `distance` further along; fill `into` with those of the rank as far behind.
 
-        (all ranks of the axis) Both have equal shapes, (k,), on all ranks. Returns when all has been received.
+        (all ranks of the axis) Each is flat, and as long on both ranks. Returns when all has been received.
         """
         to, source = ((self.index + step) % self.size for step in (distance, -distance))
         reached(f"exchange_{what}")
         works = []
         for tensor, out in zip(tensors, into, strict=True):  # gloo sends single messages of CPU tensors only
-            there, here = ([len(tensor) * (rank == peer) for rank in range(self.size)] for peer in (to, source))
+            there = [len(tensor) * (rank == to) for rank in range(self.size)]
+            here = [len(out) * (rank == source) for rank in range(self.size)]
             sent, got = (tensor.cpu(), torch.empty_like(out, device="cpu")) if self.through_host(out) else (tensor, out)
             works.append((dist.all_to_all_single(got, sent, here, there, group=self.group, async_op=True), got, out))
         for work, got, out in works:

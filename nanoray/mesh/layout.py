@@ -129,5 +129,12 @@ def mirror_distance(local_ranks: Sequence[int]) -> int:
 
     `local_ranks`: each rank's number on its node. With equal nodes the mirror is on another one, if there are several.
     """
-    most = max(local_ranks) + 1
+    most = len({*local_ranks})
     return most if most < len(local_ranks) else min(1, len(local_ranks) - 1)
+
+
+def mirrored(layout: Layout, rank: int, local_ranks: Sequence[int]) -> tuple[int, int]:
+    """Return `mirror_distance` along the data axis, and whose share `rank` mirrors there: its own at distance 0."""
+    (peers,) = (group for group in layout.groups("dp") if rank in group)
+    distance = mirror_distance([local_ranks[peer] for peer in peers])
+    return distance, peers[(peers.index(rank) - distance) % len(peers)]

@@ -168,7 +168,9 @@ class Mesh:
 
     def leave(self) -> None:
         """Abandon every process group and its pending work, so that the other ranks see closed connections."""
-        self.control_group = self.patient_group = None  # the last references, which keep the sockets open
+        self.control_group = self.patient_group = None  # references keep the sockets open; DTensor's caches have some
+        if self.sealed is not None:
+            self.sealed.abort()
         abandon_groups()
 
     def barrier(self) -> None:

@@ -60,11 +60,15 @@ class Piece:
     @property
     def span(self) -> tuple[int, int]:
         """Where a `flat_range` of a whole parameter begins and ends, in row-major order."""
+        return self.span_in(self.all)
+
+    def span_in(self, other: Piece) -> tuple[int, int]:
+        """Where a `flat_range` of another piece, which has one box, begins and ends in it, in row-major order."""
         if not self.boxes:
             return 0, 0
         begin = 0
-        for size, (start, _) in zip(self.view, self.boxes[0], strict=True):
-            begin = begin * size + start
+        for (first, last), (start, _) in zip(other.boxes[0], self.boxes[0], strict=True):
+            begin = begin * (last - first) + start - first
         return begin, begin + self.numel
 
     def narrow(self, dim: int, start: int, size: int) -> Piece:
@@ -106,6 +110,17 @@ class Shard:
     decays: bool  # whether weight decay applies: the dimensions of the whole parameter decide
     owner: bool = True  # whether this rank saves it and counts it in the norm: one of its holders does
     holders: int = 1  # ranks that hold the same piece of a state that is cut
+    cut_from: Piece | None = None  # what the model of this rank has of the parameter; None: no more than the piece
+
+    @property
+    def origin(self) -> Piece:
+        """What the model of this rank has of the parameter: equal on the ranks that share it."""
+        return self.cut_from or self.piece
+
+    @property
+    def span(self) -> tuple[str, int, int]:
+        """The place of `origin`, and where the elements begin and end in it."""
+        return self.origin.place, *self.piece.span_in(self.origin)
 
 
 def whole_shards(model: nn.Module) -> list[Shard]:

@@ -165,7 +165,7 @@ class Buckets:
                 piece = whole[names[p]].flat_range(begin - start, end - start)
                 param = nn.Parameter(bucket.weights[begin:end])
                 param.grad = grads[begin - first : end - first]
-                shards.append(Shard(piece, param, p.dim() >= 2))
+                shards.append(Shard(piece, param, p.dim() >= 2, cut_from=whole[names[p]]))
         return shards
 
     def forward(self, last: bool) -> AbstractContextManager[None]:

@@ -6,6 +6,8 @@
     rank 0     rows 0 .. of every parameter, with their gradients and optimizer state
     rank 1     the rows after them, ...
 
+A mirror of another rank's rows is plain tensors of its own, which no group knows.
+
 fully_shard (FSDP2) keeps each rank's rows in a DTensor; optimizer, norm and checkpoints see its local tensor, in the
 same memory. Gradients are summed in the order of the ranks, so the weights have the bits of zero2's: always with plain
 SGD, with AdamW or momentum if every rank's rows are a multiple of 16 elements. The fused kernel rounds the rest of a
@@ -35,11 +37,15 @@ from nanoray.parallel.norm import clip_to, norm_of_owned
 class FSDP:
     """Shards a model's weights, gradients and optimizer state over the ranks, block by block."""
 
-    def __init__(self, model: nn.Module, axis: Axis, config: Config) -> None:
-        """Cut `model`, in place, and keep this rank's rows. (all ranks of the axis) They must hold equal weights."""
-        self._axis, self.divisor = axis, axis.size
+    def __init__(self, model: nn.Module, axis: Axis, config: Config, mirror: int = 0) -> None:
+        """Cut `model`, in place, and keep this rank's rows. (all ranks of the axis) They must hold equal weights.
+
+        mirror: rank r + mirror also updates a copy of rank r's rows, from the same gradients; 0: nobody does.
+        """
+        self._axis, self.divisor, self._mirror = axis, axis.size, mirror
         self._model = self.wrapped = model
         pieces, whole = whole_pieces(model), {name: p.dim() for name, p in model.named_parameters()}
+        self.mirror_shards = self._copied(model, pieces) if mirror else None
         group = axis.group or dist.group.WORLD
         assert group is not None
         mesh = DeviceMesh.from_group(group, axis.mesh.device.type, mesh_dim_names=(axis.name,))
@@ -63,7 +69,30 @@ class FSDP:
             piece = rows_of(pieces[name], p.shape[0], axis.size, axis.index)
             assert local.numel() == piece.numel, name
             if piece.numel:
-                self.shards.append(Shard(piece, nn.Parameter(local.view(-1)), whole[name] >= 2))
+                param = nn.Parameter(local.view(-1))
+                self.shards.append(Shard(piece, param, whole[name] >= 2, cut_from=pieces[name]))
+
+    @property
+    def mirrored(self) -> int:
+        """The rank of the axis whose rows this rank mirrors."""
+        return (self._axis.index - self._mirror) % self._axis.size
+
+    def _copied(self, model: nn.Module, pieces: dict[str, Piece]) -> list[Shard]:
+        """Return copies of the mirrored rank's rows of a whole model. Their gradients lie in one tensor, to be sent."""
+        shards = []
+        for name, p in model.named_parameters():
+            if not p.requires_grad:
+                continue
+            piece = rows_of(pieces[name], p.shape[0], self._axis.size, self.mirrored)
+            begin, end = piece.span_in(pieces[name])
+            if piece.numel:
+                param = nn.Parameter(p.detach().reshape(-1)[begin:end].clone())
+                shards.append(Shard(piece, param, p.dim() >= 2, cut_from=pieces[name]))
+        like = next(model.parameters())
+        self._mirror_grad = like.new_zeros(sum(shard.param.numel() for shard in shards))
+        for shard, grad in zip(shards, self._mirror_grad.split([s.param.numel() for s in shards]), strict=True):
+            shard.param.grad = grad
+        return shards
 
     def forward(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext()
@@ -96,13 +125,24 @@ class FSDP:
         """The gradients of this rank's rows, flat."""
         return [shard.param.grad for shard in self.shards if shard.param.grad is not None]
 
+    def mirror_gradients(self) -> bool:
+        """Send this rank's gradients to the rank that mirrors it, and receive those to mirror. (all ranks)
+
+        Returns whether the step can be finished, once this has been done, without the ranks that are lost later.
+        """
+        if self.mirror_shards is None:
+            return False
+        own = torch.cat([*self.gradients, self._mirror_grad[:0]])  # a rank may have no rows
+        self._axis.pass_on([own], [self._mirror_grad], self._mirror, "mirror")
+        return True
+
     def norm(self) -> Tensor:
         """Return the norm of the whole gradient, a float32 scalar on the device. (all ranks)"""
         return norm_of_owned(self.gradients, self._axis, self._axis.mesh.device)
 
     def clip(self, limit: float, norm: Tensor) -> None:
         """Scale the gradients so that their norm, which is `norm` now, is at most `limit`."""
-        clip_to(limit, self.gradients, norm)
+        clip_to(limit, [*self.gradients, *([self._mirror_grad] if self.mirror_shards else [])], norm)
 
     def spread(self) -> None:
         """Do nothing: the next forward gathers the weights."""

@@ -11,7 +11,7 @@ With P parameters in float32 on n ranks, AdamW, bytes per parameter:
 
 With bf16_pure and fp16_pure: 2, 2 and 4, and with float32 master weights 2, 2 and 12 of optimizer state.
 With expert parallelism, n is dp/ep for the experts that a rank holds, and dp for the rest; each has its own buckets.
-With zero1 and zero2, a mirror of another rank's share (--mirror) costs 4/n of gradients and 8/n of optimizer more.
+A mirror of another rank's share (--mirror) costs 4/n of gradients, 8/n of optimizer and, with fsdp, 4/n of weights.
 
 `held_bytes` counts what there really is. Source of the table: Rajbhandari et al. 2020, ZeRO, figure 1.
 """
@@ -70,7 +70,7 @@ def state_memory(
 ) -> dict[str, int]:
     """Return the bytes of one rank by part: parameters, gradients and optimizer, which stay, and what is in flight.
 
-    With `mirrored`, `mirror` is what it keeps of another rank's gradients and optimizer state. `moments`: the numbers
+    With `mirrored`, `mirror` is what it keeps of another rank's share. `moments`: the numbers
     that the optimizer keeps for each element; None: those of the configuration's.
 
     In flight is the most that a step holds beside them:
@@ -97,8 +97,8 @@ def state_memory(
         "optimizer": int(kept * (T if mode in ("ddp", "ddp_by_hand") else share)),
         "in_flight": 0,
     }
-    if mirrored and mode in ("zero1", "zero2"):
-        state["mirror"] = int(each * (1 + moments) * share)
+    if mirrored and mode in ("zero1", "zero2", "fsdp"):
+        state["mirror"] = int(each * ((2 if mode == "fsdp" else 1) + moments) * share)
     total = int(each * T)
     bucket = min(max(int(bucket_mb * 2**20), int(each * sizes.tensor)), total)
     buckets = min((IN_FLIGHT + 1) * bucket, total)

@@ -63,7 +63,7 @@ class Plan:
     ) -> None:
         """Prepare `model` for this mesh. (all ranks) `scale` is applied to a loss before its backward (fp16).
 
-        mirror: with ZeRO, rank r + mirror keeps a second copy of rank r's optimizer state; 0: nobody does.
+        mirror: with ZeRO and fsdp, rank r + mirror keeps a second copy of rank r's share; 0: nobody does.
 
         All ranks must hold equal weights, or receive them before the first step; those that no rank keeps whole are
         sent here, by rank 0.
@@ -100,7 +100,10 @@ class Plan:
         self._buckets = Buckets(model, self.data, mode, config.bucket_mb, mirror) if by_hand else None
         if self._buckets:
             self._buckets.compressor = self._compressor
-        self._parallel: DataParallel = self._ddp or self._experts or self._buckets or FSDP(model, self.data, config)
+        self._fsdp = FSDP(model, self.data, config, mirror) if mode == "fsdp" else None
+        parallel: DataParallel | None = self._ddp or self._experts or self._buckets or self._fsdp
+        assert parallel
+        self._parallel, self._mirrored = parallel, self._buckets or self._fsdp
         self._statistics = RunningStatistics(model, self.data, config.sync_batchnorm)
         self._partial = tp.names_of_partial(model)
         self.shards: list[Shard] | None = self._parallel.shards  # what the optimizer updates; None: the parameters
@@ -135,7 +138,7 @@ class Plan:
     @property
     def mirror_shards(self) -> list[Shard] | None:
         """What this rank updates a second time, beside its owner; None: nothing is mirrored."""
-        return self._buckets.mirror_shards if self._buckets else None
+        return self._mirrored.mirror_shards if self._mirrored else None
 
     def trace(self, traced: bool) -> None:
         """Measure the collectives of the next step, or do not. (all ranks)"""
@@ -249,7 +252,7 @@ class Plan:
         """
         if self._replicated:  # another replica has the same gradients, once all know the norm
             return True
-        return self._buckets.mirror_gradients() if self._buckets else False
+        return self._mirrored.mirror_gradients() if self._mirrored else False
 
     def grad_norm(self) -> Tensor:
         """Return the norm of the whole model's gradient, equal on all ranks, a scalar on the device. (all ranks)"""
@@ -339,7 +342,7 @@ class Plan:
         """Stop the thread of a hand-written all-reduce, if any, and leave the groups of the axes. (all ranks)"""
         if self._ddp:
             self._ddp.close()
-        if not isinstance(self._parallel, FSDP):  # DTensor (torch 2.13) keeps the names of groups beyond its own life
+        if not self._fsdp:  # DTensor (torch 2.13) keeps the names of groups beyond its own life
             for axis in self._axes:
                 axis.leave()
 

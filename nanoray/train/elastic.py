@@ -99,11 +99,14 @@ def train_in_groups(
 def leave(group: Group, state: TrainState) -> None:
     """Release the broken group; weights, optimizer and data cursor stay as they are.
 
-    So do gradients with which the step in progress can be finished.
+    So do gradients with which the step in progress can be finished. A model that the group has cut refers to it.
     """
     if not state.can_finish:
         for optimizer in state.optimizers:
             optimizer.zero_grad(set_to_none=True)
+    config = group.spec.config
+    if config.tp * config.pp * config.ep > 1 or config.dp_mode == "fsdp":
+        state.leave_model()
     gc.collect()  # frees the DDP wrapper with its hooks on the parameters and its reference to the group
     group.mesh.leave()
     abandon_groups()  # of a join that failed

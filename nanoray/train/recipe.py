@@ -43,7 +43,7 @@ from nanoray.mesh.devices import (
     keep_freed_memory,
     peak_flops,
 )
-from nanoray.mesh.layout import Layout, mirror_distance
+from nanoray.mesh.layout import Layout, mirrored
 from nanoray.mesh.mesh import Mesh, join
 from nanoray.mesh.pieces import whole_shards
 from nanoray.mesh.rendezvous import Order, Rendezvous
@@ -53,7 +53,7 @@ from nanoray.parallel.fsdp import units_of
 from nanoray.parallel.plan import Loss, Plan
 from nanoray.points import reached
 from nanoray.run import RunSpec
-from nanoray.state import Holding, TrainState, rng_state, set_rng_state, share
+from nanoray.state import Holding, TrainState, share
 from nanoray.trace.ledger import Ledger
 from nanoray.trace.log import CommLog, CommTrace
 from nanoray.trace.recorder import CommRecorder
@@ -175,26 +175,32 @@ class Recipe:
         self._wanted, self.device, self._mirrors = wanted, this_device(mesh), mirrors
         torch.manual_seed(cfg.seed)  # the same initial weights on every rank
         self.task = task
-        self._injector = injector
-        self._make_model(mesh.device)
+        self._injector, injector.model_of = injector, lambda: self.state.model
+        model = self._new_model(mesh.device)
         self.scaler = LossScaler(mesh.device, cfg.precision.startswith("fp16"), late=cfg.pure)
         self.guards = Guards(cfg, self.batch_for(mesh), mesh.device, self.scaler if self.scaler.enabled else None)
-        self.state = TrainState(self.model, task.optimizer(self.model, None), self.scaler, self.guards)
+        self.state = TrainState(model, task.optimizer(model, None), self.scaler, self.guards)
         self.data = self.task.data(mesh.device)
         self.observers = Observers(spec, watchers)
         self.writer = CheckpointWriter(spec, self.observers.note, self.observers.saved)
         self.progress = ProgressFile(spec.progress(mesh.slot))
         self.ledger = Ledger(spec.ledger(mesh.slot), spec.started, group.source is not None or spec.attempt > 0)
 
-    def _make_model(self, device: torch.device) -> None:
+    @property
+    def model(self) -> nn.Module:
+        """The model of the present group. Only the state keeps it, because it may refer to the group."""
+        return self.state.model
+
+    def _new_model(self, device: torch.device) -> nn.Module:
         """Make a model with initial weights."""
-        self._injector.model = self.model = self.task.model().to(device)
+        model = self.task.model().to(device)
         if self._cfg.pure:
-            self.model.to(weight_type(self._cfg.precision))
+            model.to(weight_type(self._cfg.precision))
         elif self._cfg.precision == "fp8":
-            use_fp8(self.model, self._cfg.fp8_scaling)
+            use_fp8(model, self._cfg.fp8_scaling)
         if self._cfg.compile:
-            compile_layers(self.model, self._cfg)
+            compile_layers(model, self._cfg)
+        return model
 
     def batch_for(self, mesh: Mesh) -> Batch:
         """Return how the group's ranks share the global batch, whose size is fixed."""
@@ -206,26 +212,26 @@ class Recipe:
         spec, mesh, state, observers = group.spec, group.mesh, self.state, self.observers
         batch, known = self.batch_for(mesh), state.whole
         loss = partial(mean_loss, mesh.device.type, self._cfg.precision, loss=self.task.loss)
-        distance = mirror_distance(mesh.all_gather(mesh.local_rank)) if self._mirrors else 0
-        replicated = self._cfg.replicated(mesh.slots)
-        if group.source is not None and replicated:  # the model of a survivor is cut, for groups that are gone
-            rng = rng_state(mesh.device)
-            self._make_model(mesh.device)
-            set_rng_state(rng, mesh.device)
+        layout = Layout.of(self._cfg, mesh.world_size)
+        distance, owner = mirrored(layout, mesh.rank, mesh.all_gather(mesh.local_rank)) if self._mirrors else (0, 0)
+        if state.left is not None:  # the model was cut, for a group that is gone
+            with torch.random.fork_rng(devices=[]):
+                state.model = self._new_model(mesh.device)
         par = self.plan(self.model, mesh, self._cfg, batch.accum, loss, self.scaler.scale, distance)
+        state.take_left()
         state.memory = par.memory  # of this group: what another number or set of ranks had left over is gone
         if self._cfg.grad_compress != "none" and not par.compresses:
             observers.note(
                 f"note    grad_compress = {self._cfg.grad_compress} does nothing: one data rank sends no gradients"
             )
-        if par.shards is not None or self._mirrors:
-            kept = self._holdings(par, mesh, distance)
-            if group.source is not None and (self._mirrors or replicated):
-                recover(state, mesh, group.source, kept, self._cfg.grad_clip, replicated)
-                state.model = self.model
+        if self._cfg.sharded:
+            kept = self._holdings(par, mesh.rank, owner, known)
+            if group.source is not None:
+                whole = whole_shards(self.model) if par.weights is None else par.weights
+                recover(state, mesh, group.source, kept, self._cfg.grad_clip, whole)
             state.hold(kept[0], kept[1] if distance else None, par.shards is not None, par.weights)
         if group.source is not None:
-            if not (self._mirrors or replicated):
+            if not self._cfg.sharded:
                 share(state, mesh, group.source)
             if not known:  # a new rank: its loader goes on from the newest checkpoint, and skips what was read since
                 self.task.load_data(partial(newest_rank_states, spec.checkpoints, spec.resume))
@@ -269,13 +275,11 @@ class Recipe:
             regrouped=group.source is not None,
         )
 
-    def _holdings(self, par: Plan, mesh: Mesh, distance: int) -> list[Holding]:
-        """Return what this rank of a group keeps, at step 0: its own shards, and those that it mirrors."""
+    def _holdings(self, par: Plan, rank: int, owner: int, known: bool) -> list[Holding]:
+        """Return what this rank keeps, at step 0: own shards, and those that it mirrors. `known`: it has others now."""
         own = whole_shards(self.model) if par.shards is None else par.shards
-        kept = [(own, mesh.rank)]
-        if par.mirror_shards is not None:
-            kept.append((par.mirror_shards, (mesh.rank - distance) % mesh.world_size))
-        whole, make = par.shards is None, self.task.optimizer
+        kept = [(own, rank), *([(par.mirror_shards, owner)] if par.mirror_shards is not None else [])]
+        whole, make = par.shards is None and not known, self.task.optimizer
         return [Holding(shards, make(self.model, None if whole else shards), owner) for shards, owner in kept]
 
     def whole_model(self, spec: RunSpec) -> nn.Module:
@@ -485,8 +489,7 @@ def find_checkpoint(spec: RunSpec) -> tuple[str, int, tuple[str, ...]]:
 
 def log_to(path: Path) -> None:
     """Write this rank's log, and the stacks of a crash, to its file in the run folder."""
-    stream = path.open("a", encoding="utf-8")
-    handler = logging.StreamHandler(stream)
+    handler = logging.StreamHandler(stream := path.open("a", encoding="utf-8"))
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     for old in log.handlers[:]:
         log.removeHandler(old)

@@ -47,6 +47,7 @@ def compare(
     told["tensors"] = {place: written(value) for *_, of_rank in gathered for place, value in of_rank.items()}
     if cut:
         _compare_pieces(dict(zip(names, hashes, strict=True)), state, mesh, lambda differ: tell(told | differ))
+        _compare_mirrors(state, mesh)
         return 0, ""
     (winner, votes), *others = Counter(digests).most_common()
     if not others:
@@ -104,7 +105,7 @@ def _compare_pieces(own: dict[str, int], state: TrainState, mesh: Mesh, tell: Ca
 
 
 def _compare_mirrors(state: TrainState, mesh: Mesh) -> None:
-    """Compare each rank's share of a sharded optimizer state with its mirror. (all ranks, if any has one)
+    """Compare each rank's share of a sharded state with its mirror. (all ranks, if any has one)
 
     Raises StateDiverged on all ranks where they differ: of two holders, nobody knows which one is right.
     """
@@ -112,12 +113,14 @@ def _compare_mirrors(state: TrainState, mesh: Mesh) -> None:
         return
     mirror, hashes = state.mirror, []
     for shards, optimizer in ((state.shards, state.optimizer), (mirror.shards, mirror.optimizer)):
-        hashes.append(combine(hash_tensors(dict(sorted(optimizer_tensors(optimizer, shards).items())))[1]))
+        kept = optimizer_tensors(optimizer, shards)
+        kept |= {shard.piece.name: shard.param for shard in shards} if state.shards_weights else {}
+        hashes.append(combine(hash_tensors(dict(sorted(kept.items())))[1]))
     everyone = mesh.all_gather((mirror.owner, *hashes))
     if differ := [(owner, rank) for rank, (owner, _, copy) in enumerate(everyone) if everyone[owner][1] != copy]:
         pairs = ", ".join(f"of rank {owner} and its mirror on rank {rank}" for owner, rank in differ)
         raise StateDiverged(
-            f"after step {state.step} the optimizer state differs {pairs}: a flipped bit, or a faulty device. Of two "
+            f"after step {state.step} the sharded state differs {pairs}: a flipped bit, or a faulty device. Of two "
             "copies nobody knows which one is right: resume from the newest checkpoint"
         )
 

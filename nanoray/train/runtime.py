@@ -6,6 +6,7 @@ nanoray.launch(main, config) ─► Program, on every rank ─► main(run) ─�
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -148,7 +149,9 @@ class OwnTask:
         return decided | ({} if self._val_data is not None else {"eval_every": 0})
 
     def model(self) -> nn.Module:
-        return self._engine.model
+        """Return the script's model, or with fsdp a copy: each group of a run cuts one, for good."""
+        anew = self._spec.config.dp_mode == "fsdp" and self._engine.run.rejoin is not None
+        return copy.deepcopy(self._engine.model) if anew else self._engine.model
 
     def optimizer(self, model: nn.Module, shards: list[Shard] | None) -> torch.optim.Optimizer:
         """Return the script's optimizer; for shards one of its kind, with its groups cut alike."""

@@ -42,7 +42,7 @@ EVERY = 4  # steps from one fault to the next
 SHARDED = {"exchange_finite", "exchange_gradients", "exchange_norm", "exchange_weights", "part"}
 MIRRORED = {"exchange_mirror", "caught_up"}  # and where it is mirrored
 IMAGES = {"exchange_statistics", "exchange_batchnorm"}  # reached by a resnet: test_images.py
-TENSOR = {"exchange_activations", "exchange_logits"}  # with --tp, after which a lost rank means a restart, too
+TENSOR = {"exchange_activations", "exchange_logits"}  # with --tp
 EXPERTS = {"exchange_tokens"}  # with --ep: the same
 ELSEWHERE = {"exchange_overflow", "aside", *SHARDED, *MIRRORED, *IMAGES, *TENSOR, *EXPERTS}
 IN_RECOVERY = {*MEETING, "exchange_state"} - {"last"}
@@ -125,11 +125,11 @@ def test_ranks_of_a_sharded_run_end_at_every_point(
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["kill", "stop"] if ALL else ["kill"])
 def test_ranks_that_share_layers_end_at_every_point(cluster: Cluster, recipe: Path, tmp_path: Path, kind: str) -> None:
-    """dp 2 × tp 2: the others wait in a sum of activations; all start again from the newest checkpoint."""
+    """dp 2 × tp 2: the others wait in a sum of activations; the lost share is in the memory of its mirror."""
     points = sorted(TENSOR) if ALL else ["exchange_activations"]
     plan, steps = plan_of(points, kind, newcomer=False)
     survive(cluster, recipe, tmp_path, plan, steps, "--workers", "4", "--tp", "2", "--dp_mode", "zero1")
-    assert {report["recovery"] for report in reports(tmp_path / "out")} == {"restart"}
+    assert {report["recovery"] for report in reports(tmp_path / "out")} <= {"", "in_place"}
     note(kind, points, "rank that shares layers")
 
 

@@ -148,7 +148,7 @@ def test_every_phase_of_a_step(
 
 
 @pytest.mark.full  # test_mirror has the same faults without Ray
-@pytest.mark.parametrize(("mode", "ranks", "spares"), [("zero1", 3, "0"), ("zero2", 2, "1")])
+@pytest.mark.parametrize(("mode", "ranks", "spares"), [("zero1", 3, "0"), ("zero2", 2, "1"), ("fsdp", 3, "1")])
 def test_every_phase_of_a_step_with_a_sharded_state(
     cluster: Cluster, recipe: Path, tmp_path: Path, mode: str, ranks: int, spares: str
 ) -> None:
@@ -156,7 +156,7 @@ def test_every_phase_of_a_step_with_a_sharded_state(
     flags = (*EVERY_FIVE, *of(ranks), "--dp_mode", mode)
     undisturbed(recipe, tmp_path / "clean", *flags)
     places = [("kill", 1, 6, "forward"), ("kill", 0, 9, "backward"), ("exit", 1, 12, "exchange_norm")]
-    places += [("kill", 0, 14, "committed"), ("kill", 1, 17, "exchange_weights")]
+    places += [("kill", 0, 14, "committed"), ("kill", 1, 17, "log" if mode == "fsdp" else "exchange_weights")]
     places += [("kill", 0, 20, "eval"), ("kill", 1, 25, "checkpoint")]
     plan = ";".join(f"{kind}@rank={rank},step={step},phase={place}" for kind, rank, step, place in places)
     flags += ("--spares", spares, "--max_failures", "9", "--faults", plan)

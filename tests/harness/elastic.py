@@ -37,13 +37,15 @@ def run_elastic(
     grow_at: int = 0,
     frozen: int = -1,
     timeout_s: float = 300,
+    train: Callable[..., dict[str, Any]] | None = None,
 ) -> Outcome:
     """Train with `world` ranks; whenever some are lost and the others wait, form another group.
 
     groups: the slots of the second group, the third, ...; all slots where nothing is said. Slots whose process is lost
     get a new one. patches: by slot, for the processes of the first group. on_nodes: each rank's number on its node.
     grow_at: the step in which a group that has shrunk is told to form another one. frozen: a slot whose first process
-    stops and is taken for lost; it lives on, with its connections open, until the run is over.
+    stops and is taken for lost; it lives on, with its connections open, until the run is over. train: replaces
+    recipe.train.
     """
     write_attempt(spec)
     outcome, stores, lines, processes = Outcome(), [], {}, {}
@@ -75,7 +77,7 @@ def run_elastic(
                 continue
             lines[slot], there = forkserver.Pipe()
             patch = (patches or {}).get(slot) if not live else None
-            order = spec.to_dict(), rendezvous, there, patch, grow_at
+            order = spec.to_dict(), rendezvous, there, patch, grow_at, train
             processes[slot] = forkserver.Process(target=_rank_main, args=order, daemon=True)
             processes[slot].start()
             there.close()
@@ -128,7 +130,12 @@ def _listen(
 
 
 def _rank_main(
-    spec: dict[str, Any], rendezvous: Rendezvous, line: Connection, patch: Patch | None, grow_at: int
+    spec: dict[str, Any],
+    rendezvous: Rendezvous,
+    line: Connection,
+    patch: Patch | None,
+    grow_at: int,
+    train: Callable[..., dict[str, Any]] | None,
 ) -> None:
     from nanoray.train import recipe
 
@@ -148,7 +155,7 @@ def _rank_main(
     try:
         if patch:
             patch()
-        outcome = recipe.train(RunSpec.from_dict(spec), rendezvous, wanted=wanted, rejoin=rejoin)
+        outcome = (train or recipe.train)(RunSpec.from_dict(spec), rendezvous, wanted=wanted, rejoin=rejoin)
     except BaseException as error:
         outcome = {"error": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
     line.send(("ended", json.dumps(outcome)))

@@ -30,6 +30,7 @@ from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.run import RunSpec
 from nanoray.train.runtime import Program, Run, RuntimeEngine
 from tests.harness.commands import run, torchrun
+from tests.harness.elastic import run_elastic
 from tests.harness.ranks import records, run_ranks, series
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -135,6 +136,21 @@ def test_it_resumes_to_the_bit_in_every_mode(tmp_path: Path, mode: str) -> None:
     assert rest.folder == first.folder
     assert series(rest) == series(whole)
     ours, theirs = final(rest), final(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.full
+def test_with_fsdp_each_group_cuts_a_copy_of_the_scripts_model(tmp_path: Path) -> None:
+    """A rank is lost twice, and no bit differs: neither of the weights nor of the running statistics."""
+    settings: dict[str, Any] = {"dp_mode": "fsdp", "checkpoint_every": 4}
+    whole = trained(tmp_path / "whole", 2, with_batch_norm, **settings)
+    spec = open_own(tmp_path / "faults", faults="kill@rank=0,step=3;kill@rank=1,step=6,phase=backward", **settings)
+    outcome = run_elastic(spec, 2, train=Program(with_batch_norm, frozenset(settings)))
+    assert not [rank for rank in outcome.ranks.values() if "error" in rank], outcome
+    assert len(outcome.left) == 2
+    assert series(spec) == series(whole)
+    ours, theirs = final(spec), final(whole)
+    assert [name for name in theirs if "running_mean" in name]
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 

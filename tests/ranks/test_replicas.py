@@ -12,7 +12,7 @@ from nanoray.run import recovers_in_place
 from tests.harness.axes import final
 from tests.harness.elastic import run_elastic
 from tests.harness.ranks import TINY, make_spec, series
-from tests.ranks.test_mirror import NORM, RECIPE, Clean, clean, deaf, ended_well, fired
+from tests.ranks.test_mirror import NORM, RECIPE, Clean, clean, deaf, ended_well, fired, spoil_the_mirror
 
 __all__ = ["clean"]  # the fixture
 
@@ -28,8 +28,12 @@ INTERLEAVED = {"pp": 2, "pp_schedule": "interleaved", "n_layer": 4, "dp_mode": "
         {"pp": 2, "dp_mode": "ddp_by_hand", "grad_accum_steps": 2},
         pytest.param(INTERLEAVED, marks=pytest.mark.full),
         pytest.param({"tp": 2, "dp_mode": "ddp_by_hand", "optimizer": "sgd", "momentum": 0.9}, marks=pytest.mark.full),
+        pytest.param({"tp": 2, "dp_mode": "zero1"}, marks=pytest.mark.full),
+        pytest.param({"tp": 2, "dp_mode": "fsdp"}, marks=pytest.mark.full),
+        pytest.param({"pp": 2, "dp_mode": "zero2", "grad_accum_steps": 2}, marks=pytest.mark.full),
+        pytest.param(INTERLEAVED | {"dp_mode": "zero1"}, marks=pytest.mark.full),
     ],
-    ids=["tp", "pp", "interleaved", "tp by hand"],
+    ids=["tp", "pp", "interleaved", "tp by hand", "tp zero1", "tp fsdp", "pp zero2", "interleaved zero1"],
 )
 def test_a_rank_is_lost_anywhere_in_a_step(text: Path, tmp_path: Path, clean: Clean, settings: dict[str, Any]) -> None:
     """dp 2 x tp 2 and dp 2 x pp 2: a fault in each of eight places of a run, on every rank twice."""
@@ -62,7 +66,36 @@ def test_a_part_that_is_gone_with_both_replicas_means_a_restart(text: Path, tmp_
     spec = make_spec(text, tmp_path, **RECIPE | {"tp": 2, "faults": faults})
     outcome = run_elastic(spec, 4, timeout_s=200)
     assert {rank.get("error") for rank in outcome.ranks.values()} == {"StateLost"}, outcome
-    assert "is in the memory of none of these ranks" in outcome.ranks[1]["message"]
+    assert "are in the memory of none of these ranks" in outcome.ranks[1]["message"]
+
+
+@pytest.mark.full
+def test_a_rank_and_its_mirror_are_lost_together(text: Path, tmp_path: Path) -> None:
+    """Ranks 1 and 3 mirror each other: they are the data axis of their part."""
+    faults = "kill@rank=1,step=5,phase=forward;kill@rank=3,step=5,phase=forward"
+    spec = make_spec(text, tmp_path, **RECIPE | {"tp": 2, "dp_mode": "fsdp", "faults": faults})
+    outcome = run_elastic(spec, 4, timeout_s=200)
+    assert {rank.get("error") for rank in outcome.ranks.values()} == {"StateLost"}, outcome
+
+
+@pytest.mark.full
+def test_a_mirror_of_a_cut_model_that_differs_is_found(text: Path, tmp_path: Path) -> None:
+    spec = make_spec(text, tmp_path, **RECIPE | {"tp": 2, "dp_mode": "zero1"})
+    outcome = run_elastic(spec, 4, patches={1: spoil_the_mirror})
+    assert {rank["error"] for rank in outcome.ranks.values()} == {"StateDiverged"}
+    assert "of rank 3 and its mirror on rank 1" in outcome.ranks[2]["message"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("settings", [{"tp": 2, "dp_mode": "zero2"}, {"tp": 2, "dp_mode": "fsdp"}])
+def test_a_step_that_one_rank_of_a_sharded_replica_has_done_is_finished(
+    text: Path, tmp_path: Path, clean: Clean, settings: dict[str, Any]
+) -> None:
+    spec = make_spec(text, tmp_path, **RECIPE | settings | {"faults": "kill@rank=0,step=5,phase=log"})
+    outcome = run_elastic(spec, 4, patches=dict.fromkeys((1, 2), deaf_to_the_norm), timeout_s=200)
+    ended_well(spec, outcome, clean(4, **settings), 1)
+    logs = [spec.log(rank).read_text() for rank in range(4)]
+    assert ["finished step 5, which rank 3 had done" in log for log in logs] == [False, True, True, False]
 
 
 def test_what_is_left_of_two_replicas_goes_on_as_one(text: Path, tmp_path: Path, clean: Clean) -> None:
@@ -82,7 +115,12 @@ def test_what_is_left_of_two_replicas_goes_on_as_one(text: Path, tmp_path: Path,
         ({"tp": 2}, 4, True),
         ({"pp": 2, "dp_mode": "ddp_by_hand"}, 4, True),
         ({"tp": 2}, 2, False),  # there is no other replica
-        ({"tp": 2, "dp_mode": "zero1"}, 4, False),
+        ({"tp": 2, "dp_mode": "zero1"}, 4, True),
+        ({"tp": 2, "dp_mode": "fsdp"}, 4, True),
+        ({"pp": 2, "dp_mode": "zero2"}, 4, True),
+        ({"pp": 2, "dp_mode": "zero2"}, 2, False),
+        ({"tp": 2, "dp_mode": "zero1", "mirror": "off"}, 4, False),
+        ({"tp": 2, "dp_mode": "zero1", "recovery": "shrink"}, 4, False),
         ({"tp": 2, "recovery": "shrink"}, 4, False),
         ({"tp": 2, "recovery": "restart"}, 4, False),
         ({}, 2, True),

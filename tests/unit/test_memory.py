@@ -101,9 +101,11 @@ def test_dry_run_tells_the_memory_of_a_rank_by_part() -> None:
         assert total == pytest.approx(sum(found.values()), abs=0.3)
         return {name.strip("+ "): size for name, size in found.items()}
 
-    ddp, fsdp = parts(dp_mode="ddp"), parts(dp_mode="fsdp")
+    ddp, fsdp = parts(dp_mode="ddp"), parts(dp_mode="fsdp", mirror="off")
     assert set(ddp) == {"parameters", "gradients", "optimizer", "activations", "logits"}
     assert set(fsdp) == {*ddp, "in flight"}
     assert fsdp["optimizer"] == pytest.approx(ddp["optimizer"] / 4, abs=0.1)
     assert fsdp["activations"] == ddp["activations"]
+    mirror = parts(dp_mode="fsdp")["mirror"]
+    assert mirror == pytest.approx(fsdp["parameters"] + fsdp["gradients"] + fsdp["optimizer"], abs=0.1)
     assert parts(activation_checkpointing="block")["activations"] < 0.5 * ddp["activations"]

@@ -8,7 +8,7 @@ import pytest
 
 from nanoray.config import Config, make_config
 from nanoray.errors import ConfigError, StateLost
-from nanoray.mesh.layout import mirror_distance
+from nanoray.mesh.layout import Layout, mirror_distance, mirrored
 from nanoray.mesh.pieces import Piece
 from nanoray.run import recovers_in_place
 from nanoray.train.mirror import Span, senders
@@ -32,6 +32,18 @@ def test_a_rank_is_mirrored_on_another_node(nodes: str, distance: int) -> None:
     assert found == distance
     if len(set(nodes)) > 1 and len({nodes.count(node) for node in nodes}) == 1:
         assert all(node != nodes[(i + found) % len(nodes)] for i, node in enumerate(nodes))
+
+
+def test_with_tp_and_pp_a_mirror_is_along_the_data_axis() -> None:
+    """dp 2 x tp 2 on one node, dp 4 x tp 2 on two nodes of four, and on two stages."""
+
+    def owners(layout: Layout, local_ranks: list[int]) -> list[int]:
+        return [mirrored(layout, rank, local_ranks)[1] for rank in range(layout.world_size)]
+
+    assert owners(Layout(dp=2, tp=2), [0, 1, 2, 3]) == [2, 3, 0, 1]
+    assert owners(Layout(dp=4, tp=2), [0, 1, 2, 3] * 2) == [4, 5, 6, 7, 0, 1, 2, 3], "on the other node"
+    assert owners(Layout(dp=2, pp=2), [0, 1, 0, 1]) == [1, 0, 3, 2]
+    assert owners(Layout(dp=1, tp=2), [0, 1]) == [0, 1], "nobody mirrors"
 
 
 def held(ranks: int, sizes: dict[str, int], distance: int = 1) -> list[list[Span]]:
@@ -83,14 +95,13 @@ def config(**settings: object) -> Config:
 
 
 def test_where_a_sharded_state_recovers_in_place() -> None:
-    for mode in ("zero1", "zero2"):
+    for mode in ("zero1", "zero2", "fsdp"):
         assert recovers_in_place(config(dp_mode=mode), "gloo", 2)
         assert recovers_in_place(config(dp_mode=mode, recovery="shrink"), "gloo", 2)
         assert not recovers_in_place(config(dp_mode=mode, mirror="off"), "gloo", 2)
         assert not recovers_in_place(config(dp_mode=mode, recovery="restart"), "gloo", 2)
         assert not recovers_in_place(config(dp_mode=mode), "nccl", 2)
         assert not recovers_in_place(config(dp_mode=mode), "gloo", 1)
-    assert not recovers_in_place(config(dp_mode="fsdp"), "gloo", 2)
     assert recovers_in_place(config(dp_mode="ddp"), "gloo", 2)
-    with pytest.raises(ConfigError, match="mirror = off would be ignored: dp_mode = fsdp mirrors nothing"):
-        config(dp_mode="fsdp", mirror="off")
+    with pytest.raises(ConfigError, match="mirror = off would be ignored: dp_mode = ddp mirrors nothing"):
+        config(dp_mode="ddp", mirror="off")
