@@ -232,6 +232,13 @@ def newest_record(folder: Path) -> dict[str, Any] | None:
     return record
 
 
+def disk_used_percent(folder: Path) -> float:
+    """Return the share of a file system that is in use, as df counts it: of what is not kept for root."""
+    disk = os.statvfs(folder)
+    used = disk.f_blocks - disk.f_bfree
+    return 100 * used / max(1, used + disk.f_bavail)
+
+
 @contextmanager
 def summary_on_failure(spec: RunSpec) -> Iterator[None]:
     """Write summary.json also when the run ends in an exception, and raise that again."""
