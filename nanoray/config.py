@@ -19,7 +19,8 @@ from nanoray.model_options import did_you_mean as did_you_mean
 from nanoray.model_options import lay_over, refuse_contradictions, refuse_parallelism
 from nanoray.model_options import read_yaml as read_yaml
 from nanoray.model_options import refuse_unknown as refuse_unknown
-from nanoray.stop_options import StopOptions, refuse_stop
+from nanoray.statistics_options import StatisticsOptions, refuse_statistics
+from nanoray.stop_options import refuse_stop
 
 PRESET_DIR = Path(__file__).resolve().parent / "presets"
 DEFAULT_PRESET = "shakespeare-cpu"
@@ -79,7 +80,7 @@ class Kube(BaseModel):
 _SIGNED_URL = r"(?i)[?&]([^=&]*(?:signature|token|secret|password|credential)[^=&]*|sig|key)="
 
 
-class Config(StopOptions):
+class Config(StatisticsOptions):
     """A training run, complete and immutable. Each attribute's docstring is the help text of its flag."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
@@ -334,6 +335,7 @@ class Config(StopOptions):
             raise ValueError("backend = nccl needs GPUs, but device = cpu; use backend gloo or auto")
         refuse_parallelism(self)
         refuse_compression(self)
+        refuse_statistics(self)
         if self.data_url and self.dataset not in ("auto", "shakespeare", "cifar10"):
             raise ValueError(
                 f"data_url would be ignored: dataset = {self.dataset} is not downloaded; "

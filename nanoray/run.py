@@ -4,6 +4,7 @@ runs/2026-11-21_101500_shakespeare-cpu/    (UTC)
     config.json      the configuration; `--config` reads it
     run.json         the RunSpec: dataset, versions, command
     metrics.jsonl    one record per logged step
+    statistics.jsonl  with statistics_every: what each layer is like
     hashes.jsonl     the hashes of its states, and its groups of ranks;  `nanoray replay` and `bisect` compare them
     summary.json     how it ended
     checkpoints/step_00000250/ ...

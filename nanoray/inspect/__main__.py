@@ -48,11 +48,21 @@ def _run(args: argparse.Namespace, flags: list[str]) -> int:
     subject = find_subject(args.target, flags, args.world_size, args.function)
     told: dict[str, Any] = dump(subject)
     told["verify"] = verify(subject, told) if args.verify else None
+    told["statistics"] = newest_statistics(args.target)
     told["against"] = against(subject.state, args.against) if args.against else None
     print("\n".join(lines(told)))
     _write(args.json, lambda: json.dumps(plain(told, "dump"), indent=1, allow_nan=False) + "\n")
     _write(args.html, lambda: page(told))
     return 0 if not told["verify"] or told["verify"]["ok"] else 1
+
+
+def newest_statistics(target: str) -> dict[str, Any] | None:
+    """Return the newest statistics of the run that a run's or step's folder belongs to; None where there are none."""
+    from nanoray.train.statistics import newest
+
+    path = Path(target).expanduser()
+    found = (newest(folder) for folder in (path, path.parent.parent) if (folder / "config.json").is_file())
+    return next((record for record in found if record), None)
 
 
 def _write(path: Path | None, text: Any) -> None:

@@ -64,6 +64,7 @@ from nanoray.train.guards import Guards
 from nanoray.train.mirror import copy_to_mirror, recover
 from nanoray.train.observers import Callback, Observers
 from nanoray.train.precision import LossScaler, autocast, float32_products, weight_type
+from nanoray.train.statistics import Statistics
 from nanoray.train.tasks import ConfiguredTask, Task, task_of
 
 log = logging.getLogger("nanoray")
@@ -182,6 +183,7 @@ class Recipe:
         self.state = TrainState(self.model, task.optimizer(self.model, None), self.scaler, self.guards)
         self.data = self.task.data(mesh.device)
         self.observers = Observers(spec, watchers)
+        self.statistics = Statistics(cfg, self.model, self.scaler.scale, self.observers.note)
         self.writer = CheckpointWriter(spec, self.observers.note, self.observers.saved)
         self.progress = ProgressFile(spec.progress(mesh.slot))
         self.ledger = Ledger(spec.ledger(mesh.slot), spec.started, group.source is not None or spec.attempt > 0)
@@ -251,6 +253,7 @@ class Recipe:
         trace = comm_trace(spec, mesh, par, state.reported_step)
         listeners: list[Callable[[int, str], None]] = [self.progress.set, self.ledger.on_phase]
         listeners += [trace.on_phase] if trace else []
+        listeners += self.statistics.begin(spec.folder, state.step) if mesh.rank == 0 else []
         listeners += [self._injector] if spec.config.faults else []
         return Engine(
             spec=spec,
