@@ -2,6 +2,7 @@
 
 TARGET is the folder of a run, one of its checkpoints, a YAML file, the name of a preset, or a script with its own
 model. Flags of `nanoray train --help` change the configuration: `nanoray inspect gpt2-124m --tp 2 --world_size 8`.
+With --live: what a run does now, from the files in its folder; nothing else goes with it.
 Exit code 1: --verify found something wrong.
 """
 
@@ -24,6 +25,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--verify", action="store_true", help="build the model, run one batch on this CPU, check everything"
     )
+    parser.add_argument(
+        "--live", action="store_true", help="of a running job: step, loss, ETA, and what each rank does"
+    )
     parser.add_argument("--against", type=Path, metavar="OTHER", help="run or checkpoint to compare the weights with")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it as JSON, with every rank's pieces")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page")
@@ -35,6 +39,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, flags: list[str]) -> int:
+    if args.live:
+        from nanoray.inspect import live
+
+        given = [
+            f"--{key}" for key in ("verify", "against", "json", "html", "world_size") if getattr(args, key)
+        ] + flags
+        if given:
+            raise ConfigError(f"--live shows a run as it is, so {given[0]} would be ignored; drop one of the two")
+        print("\n".join(live.lines(Path(args.target).expanduser())))
+        return 0
     from nanoray.checkpoint.tensorfile import plain
     from nanoray.inspect.against import against
     from nanoray.inspect.page import page
