@@ -22,6 +22,7 @@ COMMANDS = {
     "faults": ("nanoray.faults.__main__", "list a run's faults: cause, recovery, cost"),
     "check": ("nanoray.check", "check that this machine is ready, and show what would run where"),
     "kube": ("nanoray.kube.__main__", "train on Kubernetes: render, submit, status, logs, stop, fetch"),
+    "alerts": ("nanoray.alerts", "print the alerts for Prometheus, as a rule file"),
     "mig": ("nanoray.mig", "show the MIG slices that a GPU supports, and those that exist here"),
     "bench": ("nanoray.bench.__main__", "run a benchmark"),
 }

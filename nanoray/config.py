@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from nanoray.audit_options import AuditOptions, refuse_audit
 from nanoray.compression_options import refuse_compression
 from nanoray.errors import ConfigError
 from nanoray.model_options import did_you_mean as did_you_mean
@@ -21,6 +20,7 @@ from nanoray.model_options import lay_over, refuse_contradictions, refuse_parall
 from nanoray.model_options import read_yaml as read_yaml
 from nanoray.model_options import refuse_unknown as refuse_unknown
 from nanoray.stop_options import refuse_stop
+from nanoray.watch_options import WatchOptions, refuse_audit, refuse_statistics
 
 PRESET_DIR = Path(__file__).resolve().parent / "presets"
 DEFAULT_PRESET = "shakespeare-cpu"
@@ -80,7 +80,7 @@ class Kube(BaseModel):
 _SIGNED_URL = r"(?i)[?&]([^=&]*(?:signature|token|secret|password|credential)[^=&]*|sig|key)="
 
 
-class Config(AuditOptions):
+class Config(WatchOptions):
     """A training run, complete and immutable. Each attribute's docstring is the help text of its flag."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
@@ -335,6 +335,7 @@ class Config(AuditOptions):
         refuse_parallelism(self)
         refuse_compression(self)
         refuse_audit(self)
+        refuse_statistics(self)
         if self.data_url and self.dataset not in ("auto", "shakespeare", "cifar10"):
             raise ValueError(
                 f"data_url would be ignored: dataset = {self.dataset} is not downloaded; "

@@ -4,6 +4,7 @@ runs/2026-11-21_101500_shakespeare-cpu/    (UTC)
     config.json      the configuration; `--config` reads it
     run.json         the RunSpec: dataset, versions, command
     metrics.jsonl    one record per logged step
+    statistics.jsonl  with statistics_every: what each layer is like
     hashes.jsonl     the hashes of its states, and its groups of ranks;  `nanoray replay` and `bisect` compare them
     summary.json     how it ended
     checkpoints/step_00000250/ ...
@@ -231,6 +232,13 @@ def newest_record(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, IndexError):
         return None
     return record
+
+
+def disk_used_percent(folder: Path) -> float:
+    """Return the share of a file system that is in use, as df counts it: of what is not kept for root."""
+    disk = os.statvfs(folder)
+    used = disk.f_blocks - disk.f_bfree
+    return 100 * used / max(1, used + disk.f_bavail)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 TARGET is the folder of a run, one of its checkpoints, a YAML file, the name of a preset, or a script with its own
 model. Flags of `nanoray train --help` change the configuration: `nanoray inspect gpt2-124m --tp 2 --world_size 8`.
+With --live: what a run does now, from the files in its folder; nothing else goes with it.
 Exit code 1: --verify found something wrong.
 """
 
@@ -24,6 +25,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--verify", action="store_true", help="build the model, run one batch on this CPU, check everything"
     )
+    parser.add_argument(
+        "--live", action="store_true", help="of a running job: step, loss, ETA, and what each rank does"
+    )
     parser.add_argument("--against", type=Path, metavar="OTHER", help="run or checkpoint to compare the weights with")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it as JSON, with every rank's pieces")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page")
@@ -35,6 +39,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, flags: list[str]) -> int:
+    if args.live:
+        from nanoray.inspect import live
+
+        given = [
+            f"--{key}" for key in ("verify", "against", "json", "html", "world_size") if getattr(args, key)
+        ] + flags
+        if given:
+            raise ConfigError(f"--live shows a run as it is, so {given[0]} would be ignored; drop one of the two")
+        print("\n".join(live.lines(Path(args.target).expanduser())))
+        return 0
     from nanoray.checkpoint.tensorfile import plain
     from nanoray.inspect.against import against
     from nanoray.inspect.page import page
@@ -48,11 +62,21 @@ def _run(args: argparse.Namespace, flags: list[str]) -> int:
     subject = find_subject(args.target, flags, args.world_size, args.function)
     told: dict[str, Any] = dump(subject)
     told["verify"] = verify(subject, told) if args.verify else None
+    told["statistics"] = newest_statistics(args.target)
     told["against"] = against(subject.state, args.against) if args.against else None
     print("\n".join(lines(told)))
     _write(args.json, lambda: json.dumps(plain(told, "dump"), indent=1, allow_nan=False) + "\n")
     _write(args.html, lambda: page(told))
     return 0 if not told["verify"] or told["verify"]["ok"] else 1
+
+
+def newest_statistics(target: str) -> dict[str, Any] | None:
+    """Return the newest statistics of the run that a run's or step's folder belongs to; None where there are none."""
+    from nanoray.train.statistics import newest
+
+    path = Path(target).expanduser()
+    found = (newest(folder) for folder in (path, path.parent.parent) if (folder / "config.json").is_file())
+    return next((record for record in found if record), None)
 
 
 def _write(path: Path | None, text: Any) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanoray.inspect.tree import told_ranks
+from nanoray.train.statistics import COLUMNS, table
 
 UNKNOWN = "?"
 
@@ -68,6 +69,9 @@ def lines(told: dict[str, Any]) -> list[str]:
     ]
     found += ["", "layers, for one rank", *_table(LAYERS, _layers(told["layers"]))]
     found += ["", "owners", *_table(OWNERS, owners(told))]
+    if record := told.get("statistics"):
+        found += ["", f"statistics of step {record['step']}, which took rank 0 {record['cost_ms']:.3g} ms"]
+        found += _table(("layer", *COLUMNS), table(record))
     if told.get("verify"):
         found += ["", *_verified(told["verify"])]
     if told.get("against"):

@@ -45,6 +45,7 @@ KINDS = {
     "RayCluster": ("/apis/ray.io/v1", "rayclusters", True),
     "RayJob": ("/apis/ray.io/v1", "rayjobs", True),
     "PodMonitor": ("/apis/monitoring.coreos.com/v1", "podmonitors", True),
+    "PrometheusRule": ("/apis/monitoring.coreos.com/v1", "prometheusrules", True),
     "ResourceFlavor": ("/apis/kueue.x-k8s.io/v1beta1", "resourceflavors", False),
     "ClusterQueue": ("/apis/kueue.x-k8s.io/v1beta1", "clusterqueues", False),
     "LocalQueue": ("/apis/kueue.x-k8s.io/v1beta1", "localqueues", True),

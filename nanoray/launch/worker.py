@@ -38,6 +38,7 @@ ORPHAN_S = 60.0  # the same for a rank that waits for orders, while the driver i
 HEADLESS_S = 5.0  # both, where the cluster's head is gone: the driver was on it, or gives up, too
 DIAL_S = 1.0  # a head that lives accepts a connection in milliseconds, also if it is frozen
 FROZEN_S = 2.0  # a process that nobody freezes looks at its clock more often than this
+HOLD_S = 1.0  # Ray exports a gauge every 10 s, if it was set since the last time
 LOOK_S = 0.005  # how often `heartbeat` checks whether the step it waits for has passed
 
 
@@ -128,6 +129,7 @@ class Worker:
         self._name, self._rank, self._rehearsal, self._script = run_name, rank, rehearsal, script
         self._train, self._api = train, api
         self._messages: deque[tuple[str, Any]] = deque()
+        self._metrics: _RayMetrics | None = None
         self._stop, self._pause_in = threading.Event(), -1  # the attempt in which the driver wants another group
         self._own_time = OwnTime()
         self._called_at = self._own_time.now()  # when the driver last called `heartbeat`, or its patience ends
@@ -234,7 +236,8 @@ class Worker:
             old.unlink(missing_ok=True)
         exit_record.watch(run.exit_record(self._rank))
         try:
-            watchers = [_MessageQueue(self._messages, _RayMetrics(self._name, self._rank))]
+            self._metrics = _RayMetrics(self._name, self._rank)
+            watchers = [_MessageQueue(self._messages, self._metrics)]
             store = self._store if rendezvous.rank == 0 and not rendezvous.agent_store else None
             in_place = recovers_in_place(run.config, rendezvous.backend, rendezvous.slots)
             rejoin = self._rejoin if in_place else None
@@ -354,6 +357,8 @@ class Worker:
     @ray.method(concurrency_group="control")
     def poll(self) -> list[tuple[str, Any]]:
         """Return the notes and records since the last call."""
+        if self._metrics:
+            self._metrics.hold()
         return [self._messages.popleft() for _ in range(len(self._messages))]
 
     @ray.method(concurrency_group="control")
@@ -422,6 +427,8 @@ class _RayMetrics:
     def __init__(self, run_name: str, rank: int) -> None:
         self._tags = {"run": run_name, "rank": str(rank)}
         self._gauges: dict[str, Gauge] = {}
+        self._newest: dict[str, float] = {}
+        self._set_at = 0.0
 
     def set(self, record: dict[str, Any]) -> None:
         for name in METRICS.keys() & record.keys():
@@ -433,3 +440,11 @@ class _RayMetrics:
                     tag_keys=("run", "rank"),
                 )
             self._gauges[name].set(record[name], tags=self._tags)
+            self._newest[name] = record[name]
+
+    def hold(self) -> None:
+        """Set all gauges again, every few seconds: Ray forgets one that was not set in two report intervals."""
+        if time.monotonic() - self._set_at > HOLD_S:
+            self._set_at = time.monotonic()
+            for name, value in [*self._newest.items()]:
+                self._gauges[name].set(value, tags=self._tags)

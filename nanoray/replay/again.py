@@ -23,13 +23,14 @@ from nanoray.replay.past import Past, read_past
 from nanoray.replay.player import OneProcess, Witness
 from nanoray.run import RunSpec, write_attempt
 from nanoray.train.elastic import Group
-from nanoray.train.recipe import code_hash, hardware, use_products
+from nanoray.train.hardware import hardware
+from nanoray.train.recipe import code_hash, use_products
 
 # What a re-enactment does otherwise than its run: it records every step, and leaves out what changes no weight.
 QUIETLY: dict[str, Any] = {
     "log_every": 1, "hash_every": 1, "eval_every": 0, "checkpoint_every": 0, "stats_every": 0, "comm_trace": "off",
-    "tensorboard": False, "faults": "", "sample_tokens": 0, "checkpoint_mode": "sync", "resume": "none",
-    "audit_every": 0,
+    "statistics_every": 0, "audit_every": 0, "tensorboard": False, "faults": "", "sample_tokens": 0,
+    "checkpoint_mode": "sync", "resume": "none",
 }  # fmt: skip
 
 

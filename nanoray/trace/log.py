@@ -162,7 +162,7 @@ class CommLog:
             now.add(figures)
             (self._profiled if figures["profiled"] else self._total).add(figures)
             lines += self._write(step, buckets)
-        metrics = {f"comm/{key}": value for key, value in now.means().items()}
+        metrics = {f"comm/{key}": value for key, value in now.means().items() if key != "hidden_ms"}
         if self._bubble is not None and now.steps:
             metrics |= {"pipe/bubble": now.sums["bubble"] / now.steps, "pipe/bubble_theory": 100 * self._bubble}
         return metrics, lines

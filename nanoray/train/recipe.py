@@ -37,9 +37,6 @@ from nanoray.mesh.devices import (
     choose_attention,
     choose_precision,
     cpu_features,
-    cpu_name,
-    discover_gpus,
-    driver_version,
     keep_freed_memory,
     peak_flops,
 )
@@ -61,9 +58,11 @@ from nanoray.train.certificate import append
 from nanoray.train.elastic import Group, Rejoin, furthest, train_in_groups
 from nanoray.train.engine import Engine, Workload, read_checkpoint
 from nanoray.train.guards import Guards
+from nanoray.train.hardware import compare_hardware, hardware, this_device
 from nanoray.train.mirror import copy_to_mirror, recover
 from nanoray.train.observers import Callback, Observers
 from nanoray.train.precision import LossScaler, autocast, float32_products, weight_type
+from nanoray.train.statistics import Statistics
 from nanoray.train.tasks import ConfiguredTask, Task, task_of
 
 log = logging.getLogger("nanoray")
@@ -182,6 +181,7 @@ class Recipe:
         self.state = TrainState(model, task.optimizer(model, None), self.scaler, self.guards)
         self.data = self.task.data(mesh.device)
         self.observers = Observers(spec, watchers)
+        self.statistics = Statistics(cfg, self.model, self.scaler.scale, self.observers.note)
         self.writer = CheckpointWriter(spec, self.observers.note, self.observers.saved)
         self.progress = ProgressFile(spec.progress(mesh.slot))
         self.ledger = Ledger(spec.ledger(mesh.slot), spec.started, group.source is not None or spec.attempt > 0)
@@ -257,6 +257,7 @@ class Recipe:
         trace = comm_trace(spec, mesh, par, state.reported_step)
         listeners: list[Callable[[int, str], None]] = [self.progress.set, self.ledger.on_phase]
         listeners += [trace.on_phase] if trace else []
+        listeners += self.statistics.begin(spec.folder, state.step) if mesh.rank == 0 else []
         listeners += [self._injector] if spec.config.faults else []
         return Engine(
             spec=spec,
@@ -374,18 +375,6 @@ def code_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def this_device(mesh: Mesh) -> Device | None:
-    """Return NVML's record of this rank's GPU or slice; None on CPU, or when NVML has none."""
-    if mesh.device.type != "cuda":
-        return None
-    usable = [gpu for gpu in discover_gpus() if not gpu.mig_mode]  # a card in MIG mode only holds slices
-    properties = torch.cuda.get_device_properties(mesh.device)
-    own = [gpu for gpu in usable if str(properties.uuid) in gpu.uuid]
-    alike = [gpu for gpu in usable if abs(gpu.memory_bytes / properties.total_memory - 1) < 0.1]
-    same_kind = {(gpu.name, gpu.profile) for gpu in alike}
-    return own[0] if own else alike[0] if len(same_kind) == 1 else None
-
-
 def resolve_precision(config: Config, mesh: Mesh) -> tuple[str, str]:
     """Return the precision that suits this rank, and the reason for it."""
     cuda = mesh.device.type == "cuda"
@@ -412,25 +401,6 @@ def agree_on_precision(mesh: Mesh, own: tuple[str, str]) -> tuple[str, str]:
         lowest = "fp32" if any(precision == "fp32" for precision, _ in proposals) else "fp16"
         choice = (lowest, f"ranks differ: {', '.join(precision for precision, _ in proposals)}")
     return mesh.broadcast(choice)
-
-
-def hardware(mesh: Mesh) -> str:
-    """Return the model of this rank's GPU and its driver, or of its CPU."""
-    if mesh.device.type == "cpu":
-        return cpu_name()
-    return f"{torch.cuda.get_device_name(mesh.device)}, driver {driver_version() or 'unknown'}"
-
-
-def compare_hardware(mesh: Mesh) -> tuple[str, ...]:
-    """Return a line that names the ranks with other hardware than rank 0's, if any. (all ranks; lines on rank 0)"""
-    found = mesh.gather(hardware(mesh)) or [""]
-    others = [f"rank {rank} {name}" for rank, name in enumerate(found) if name != found[0]]
-    if not others:
-        return ()
-    return (
-        f"warning  ranks run on different hardware: rank 0 {found[0]}; {'; '.join(others)}. The slowest sets the pace, "
-        "and a step that another kind does again may differ in its last bits",
-    )
 
 
 def told_of_group(spec: RunSpec, mesh: Mesh, step: int) -> dict[str, Any]:

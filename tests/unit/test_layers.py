@@ -17,7 +17,7 @@ ROWS = [
     {"metrics", "points", "model_options"},
     {"compression_options"},
     {"stop_options"},
-    {"audit_options"},
+    {"watch_options"},
     {"config"},
     {"cli", "mesh", "faults"},
     {"state", "data", "models"},
@@ -26,14 +26,14 @@ ROWS = [
     {"train"},
     {"launch"},
     {"kube", "check", "sample", "mig", "report"},
-    {"inspect", "replay"},
+    {"inspect", "replay", "alerts"},
     {"bench"},
     {"__main__"},
 ]
 ROW = {room: i for i, row in enumerate(ROWS) for room in row}
 MAY_IMPORT_RAY = {"launch", "bench"}
 LOOP_LINES, FUNCTION_LINES, FILE_LINES = 120, 80, 500
-PACKAGE_LINES, BENCH_LINES, KUBE_LINES = 26370, 10300, 1510  # what trains and survives, what measures, what deploys
+PACKAGE_LINES, BENCH_LINES, KUBE_LINES = 26830, 10300, 1510  # what trains and survives, what measures, what deploys
 
 
 def module_name(path: Path) -> str:

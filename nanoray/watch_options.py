@@ -1,4 +1,4 @@
-"""The option of the swap audit, and what it does not go with. config.py is built on this file."""
+"""The options of what ranks look at beside training, and what they do not go with. config.py is built on this file."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ from pydantic import Field
 
 from nanoray.stop_options import StopOptions
 
+WHOLE = ("ddp", "ddp_by_hand")  # values of dp_mode with which rank 0 has all weights and all gradients
 
-class AuditOptions(StopOptions):
-    """The key of an audit of gradients, a part of Config. Its docstring is the help text of its flag."""
+
+class WatchOptions(StopOptions):
+    """The keys of the swap audit and of statistics, a part of Config. Each docstring is the help text of its flag."""
 
     audit_every: int = Field(0, json_schema_extra={"group": "fault"}, ge=0)
     """steps between audits of gradients: another rank computes one micro batch's gradient of each rank, too, and a
     third one decides where they differ (0 = never). A step with a wrong gradient is done again, and no weight has it;
     wrong twice ends the run. Costs a micro batch's compute each time. For whole models on equal devices"""
+
+    statistics_every: int = Field(0, json_schema_extra={"group": "log"}, ge=0)
+    """steps between statistics of each layer in statistics.jsonl: weights, gradients, updates, activations, attention,
+    dead units (0 = never); rank 0 measures them, and no bit of the training changes"""
 
 
 def refuse_audit(config: Any) -> None:
@@ -34,3 +40,13 @@ def refuse_audit(config: Any) -> None:
             f"audit_every = {config.audit_every} with {what}: {why}, so no other rank can compute its gradient alone; "
             "use audit_every 0, or drop the other"
         )
+
+
+def refuse_statistics(config: Any) -> None:
+    """Raise ValueError when a Config wants statistics of weights or gradients that rank 0 does not have."""
+    for key, whole in (("dp_mode", WHOLE), ("tp", (1,)), ("pp", (1,)), ("ep", (1,))):
+        if config.statistics_every and (value := getattr(config, key)) not in whole:
+            raise ValueError(
+                f"statistics_every = {config.statistics_every} with {key} = {value}: rank 0 has only a part of the "
+                f"weights or gradients; use {key} {' or '.join(map(str, whole))}, or drop statistics_every"
+            )

@@ -1,0 +1,96 @@
+"""`nanoray inspect RUN --live`: what a running job does now, from the files in its folder and from /proc. No torch.
+
+A rank's process is known on its own host only: its ledger's name has the process id, and the process has the rank's
+progress file mapped. Elsewhere its position is shown, and `?` for the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nanoray.errors import ConfigError
+from nanoray.faults.progress import ProgressFile
+from nanoray.run import newest_record, read_attempt
+from nanoray.train.observers import clock, progress
+
+SAMPLE_S = 0.5  # over which CPU time is measured
+COLUMNS = ("rank", "step", "phase", "since", "pid", "memory", "cpu")
+
+
+class Usage(NamedTuple):
+    """What /proc says of a process."""
+
+    cpu_s: float
+    resident_gib: float
+
+
+def lines(folder: Path) -> list[str]:
+    """Return what the run in `folder` does now. Takes SAMPLE_S. Raises ConfigError where there is no run."""
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise ConfigError(f"{folder} is no folder of a run (no config.json); give one such as runs/2026-...") from None
+    files = sorted(folder.glob("logs/rank*.progress"), key=_rank_of)
+    pids = {path: pid for path in files if (pid := process_of(path))}
+    before, began = {path: usage(pid) for path, pid in pids.items()}, time.monotonic()
+    time.sleep(SAMPLE_S if pids else 0.0)
+    passed_s = time.monotonic() - began
+    record, now = newest_record(folder), time.time()
+    found = [f"{'run':<6} {folder.name}, {_state(folder, bool(pids))}"]
+    if record:
+        told = " · ".join(f"{key} {value}" for key, value in progress(record, config["max_steps"]).items())
+        found.append(f"{'newest':<6} {told} · recorded {clock(now - record['time'])} ago")
+    rows = [[*COLUMNS]]
+    for path in files:
+        step, phase, _, written_at = ProgressFile.read_all(path) or ("?", "?", 0, 0.0)
+        row = [str(_rank_of(path)), str(step), phase]
+        earlier, later = before.get(path), usage(pids[path]) if path in pids else None
+        if earlier and later:
+            busy = 100 * (later.cpu_s - earlier.cpu_s) / passed_s
+            age_s = max(0.0, time.monotonic() - written_at)
+            row += [f"{age_s:.1f} s", str(pids[path]), f"{later.resident_gib:.2f} GiB", f"{busy:.0f} %"]
+        rows.append(row + ["?"] * (len(COLUMNS) - len(row)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return found + ["  ".join(cell.ljust(width) for cell, width in zip(r, widths, strict=True)).rstrip() for r in rows]
+
+
+def _state(folder: Path, here: bool) -> str:
+    """Return whether the run goes on, and in which attempt."""
+    attempt, summary = read_attempt(folder), folder / "summary.json"
+    number = f", attempt {attempt[0]}" if attempt else ""
+    if here:
+        return f"running{number}"
+    if summary.exists() and summary.stat().st_mtime >= (attempt[1] if attempt else 0.0):
+        return f"ended: {json.loads(summary.read_text(encoding='utf-8'))['exit_reason']}"
+    return f"no process of it on this host{number}"
+
+
+def process_of(path: Path) -> int | None:
+    """Return the process on this host that has a rank's progress file mapped; None if there is none."""
+    ledgers = path.parent.glob(f"{path.stem}.*.ledger")
+    for ledger in sorted(ledgers, key=lambda ledger: ledger.stat().st_mtime, reverse=True):
+        pid = ledger.stem.rpartition("-")[2]
+        try:
+            if str(path.resolve()) in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8"):
+                return int(pid)
+        except OSError:  # it has ended, or is another user's, or on another host
+            continue
+    return None
+
+
+def usage(pid: int) -> Usage | None:
+    """Return CPU time so far and resident memory of a process; None if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return None
+    ticks, pages = int(fields[11]) + int(fields[12]), int(fields[21])  # utime + stime; rss
+    return Usage(ticks / os.sysconf("SC_CLK_TCK"), pages * os.sysconf("SC_PAGE_SIZE") / 2**30)
+
+
+def _rank_of(path: Path) -> int:
+    return int(path.stem.removeprefix("rank"))
