@@ -183,8 +183,8 @@ class WorkerGroup:
 
     def _take_spare(self, slot: int) -> Any:
         """Assign a ready spare to a slot and return it; None if there is none that fits."""
-        for spare, ready in self.spares:
-            with suppress(RayError):
+        for spare, ready in [*self.spares]:
+            try:
                 done, _ = self.api.wait([ready], timeout=0)
                 lost = self.facts.get(slot)
                 if not done or lost is None:
@@ -196,6 +196,8 @@ class WorkerGroup:
                 spare.take_slot.remote(slot, lost["devices"])
                 self.promoted.add(slot)
                 return spare
+            except RayError:  # it died in its imports: `add_spares` starts another one
+                self.spares = [other for other in self.spares if other[0] is not spare]
         return None
 
     def _take_facts(self, slot: int) -> bool:

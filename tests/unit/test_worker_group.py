@@ -168,6 +168,21 @@ def test_a_spare_takes_a_slot_once_it_is_ready(tmp_path: Path) -> None:
     assert (run.ray.orders[-1], len(group.spares)) == ("start spare", 1)
 
 
+def test_a_spare_that_dies_in_its_imports_costs_nothing_and_is_replaced(tmp_path: Path) -> None:
+    run = Run(tmp_path, spares=1)
+    run.ray.failing_starts[-1] = 1
+    group = run.group
+    group.create()
+    group.begin()
+    run.ray.time.sleep(5.0)
+    group.fill(2)
+    assert (run.ray.orders[-1], group.spares) == ("start 2", [])
+    group.add_spares()
+    run.ray.time.sleep(5.0)
+    group.fill(1)
+    assert (run.ray.orders[-1], group.promoted) == ("spare takes 1", {1})
+
+
 def test_a_spare_on_another_node_has_not_the_device_of_the_slot(tmp_path: Path) -> None:
     run, group = started(tmp_path, spares=1)
     group.place = replace(run.place, kind="cuda", bundle={"GPU": 1.0, "CPU": 1.0})
