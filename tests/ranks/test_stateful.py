@@ -6,7 +6,6 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterator
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -122,31 +121,19 @@ def test_a_checkpoint_without_the_loaders_state_is_said(tmp_path: Path) -> None:
     assert len(after) == 3 + 5 + 1, "3 skipped, 5 used, one read ahead"
 
 
-def own_rank(
-    spec: dict[str, Any], rendezvous: Rendezvous, line: Connection, patch: elastic.Patch | None, grow_at: int
-) -> None:
-    """A rank of the driver without Ray that calls the script's function."""
-    from nanoray.train import recipe
-
-    def train(spec: RunSpec, rendezvous: Rendezvous, wanted: Any, rejoin: Any) -> dict[str, Any]:
-        main = partial(streamed, notes=spec.folder.parent.parent / "notes")
-        return Program(main, frozenset())(spec, rendezvous, wanted=wanted, rejoin=rejoin)
-
-    recipe.train = train  # type: ignore[assignment]
-    elastic._rank_main(spec, rendezvous, line, patch, grow_at)
+def streamed_beside(spec: RunSpec, rendezvous: Rendezvous, **how: Any) -> dict[str, Any]:
+    """Train as a rank whose script reads a stream, and notes what beside the runs."""
+    return Program(partial(streamed, notes=spec.folder.parent.parent / "notes"), frozenset())(spec, rendezvous, **how)
 
 
 @pytest.mark.parametrize(("mode", "every"), [("ddp", 2), ("zero1", 2), ("ddp", 0)])
-def test_a_lost_rank_is_replaced_and_its_loader_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, every: int
-) -> None:
+def test_a_lost_rank_is_replaced_and_its_loader_goes_on(tmp_path: Path, mode: str, every: int) -> None:
     """From the newest checkpoint's state, and what was read after it is skipped; without one, from the start."""
     settings: dict[str, Any] = {"dp_mode": mode, "eval_every": 0, "checkpoint_every": every, "grad_accum_steps": 2}
     settings |= {"max_steps": 8, "checkpoint_mode": "sync"}
     whole = trained(tmp_path / "whole", 2, partial(streamed, notes=tmp_path / "clean"), **settings)
-    monkeypatch.setattr(elastic, "_rank_main", own_rank)
     spec = open_own(tmp_path / "run", faults="kill@rank=1,step=6,phase=backward", **settings)
-    outcome = elastic.run_elastic(spec, 2)
+    outcome = elastic.run_elastic(spec, 2, train=streamed_beside)
     assert [of.get("exit_reason") for of in outcome.ranks.values()] == ["finished"] * 2, outcome
     assert len(outcome.left) == 1, "one recovery"
     assert {r["step"]: r["train/loss"] for r in records(spec)} == series(whole), "no step is repeated, to the bit"

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import nanoray
-import nanoray.train.recipe as training
+import nanoray.train.hardware as training_hardware
 from nanoray.checkpoint.find import newest_valid
 from nanoray.data.tokens import TokenData
 from nanoray.errors import CheckpointError
@@ -132,7 +132,7 @@ def test_clocks_that_differ_by_days_change_nothing(text: Path, tmp_path: Path) -
 
 def a_cpu_of_its_own() -> None:
     """Let this process see another processor than the others."""
-    training.cpu_name = lambda: f"CPU {os.getpid()}"  # type: ignore[assignment]
+    training_hardware.cpu_name = lambda: f"CPU {os.getpid()}"  # type: ignore[assignment]
 
 
 def test_ranks_on_different_hardware_are_named(text: Path, tmp_path: Path) -> None:
