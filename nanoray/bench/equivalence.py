@@ -44,7 +44,6 @@ LOSS, WEIGHT, NORM, BITS = "Δ loss", "Δ weight", "Δ norm / norm", "bits"
 LIMITS = {LOSS: 4e-6, NORM: 1e-4}
 WEIGHT_LIMIT = {"sgd": 4e-6, "adamw": 1e-4}  # AdamW divides by gradients that are almost zero
 EXPERTS = {"experts": 4, "expert_hidden": 24, "shared_experts": 1, "balance_loss": 0.5, "z_loss": 0.1}
-SAMPLES = 840  # of a step: 1 to 7 ranks and 2 micro batches divide it
 STEPS = 3
 WRONG = "ranks above the limit, or modes that must be equal to the bit and are not"
 
@@ -57,15 +56,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, report: Report) -> None:
     """Train every arm in every case and fill the report."""
     where = where_from(args)
-    if where.workers < 2 or SAMPLES % (2 * where.workers):
+    samples = samples_for(where.workers)
+    if where.workers < 2 or samples % (2 * where.workers):
         raise ConfigError(
-            f"workers = {where.workers}: one rank shares nothing, and {SAMPLES} samples in 2 micro batches must divide "
+            f"workers = {where.workers}: one rank shares nothing, and {samples} samples in 2 micro batches must divide "
             "by the ranks; use --workers 2 to 7"
         )
     arms = arms_for(where.workers, checkpointing=not args.quick)
     with RankPool(where) as pool:
         describe(report, pool)
-        report.conditions["recipe"] = f"2 blocks of width 20, {SAMPLES} samples a step, {STEPS} steps, fp32, dropout 0"
+        report.conditions["recipe"] = f"2 blocks of width 20, {samples} samples a step, {STEPS} steps, fp32, dropout 0"
         for case, how in CASES.items():
             found: dict[str, list[dict[str, Any]]] = {}
             run = {arm: own for arm, own in arms.items() if fits(own, how["accum"])}
@@ -78,6 +78,11 @@ def measure(args: argparse.Namespace, report: Report) -> None:
                 return
             for arm, ranks in found.items():
                 report.rows += _rows(case, how, arm, ranks, found)
+
+
+def samples_for(ranks: int) -> int:
+    """Return the samples of a step: 2 to 7 ranks divide them, in 2 micro batches, too."""
+    return 840 if ranks % 5 == 0 else 168
 
 
 def arms_for(workers: int, checkpointing: bool = True) -> dict[str, dict[str, Any]]:
@@ -221,21 +226,24 @@ def small_gpt(mesh: Mesh, config: Config, precision: str, micro: int) -> Case:
     from nanoray.models.gpt import ModelShape
 
     layout = Layout.of(config, mesh.world_size)
-    d = layout.coords(mesh.rank).dp
+    d, samples = layout.coords(mesh.rank).dp, micro * config.grad_accum_steps * layout.dp
     torch.manual_seed(0)
     model = gpt_of(ModelShape.of(config, 65), config).to(mesh.device)
 
     def batch(number: int) -> tuple[Tensor, Tensor]:
         step, part = divmod(number, config.grad_accum_steps)
-        tokens = torch.randint(0, 65, (SAMPLES, 9), generator=torch.Generator().manual_seed(step))
+        tokens = torch.randint(0, 65, (samples, 9), generator=torch.Generator().manual_seed(step))
         own = tokens[(part * layout.dp + d) * micro :][:micro].to(mesh.device)
         return own[:, :-1].contiguous(), own[:, 1:].contiguous()  # (B, T) each
 
     return Case(model, batch, micro, config.block_size, {}, "")
 
 
-def train(mesh: Mesh, accum: int, **settings: Any) -> dict[str, Any]:
-    """Train on this rank with the others; return losses, norms, weights, and what this rank keeps. (all ranks)"""
+def train(mesh: Mesh, accum: int, samples: int, **settings: Any) -> dict[str, Any]:
+    """Train on this rank with the others; return losses, norms, weights, and what this rank keeps. (all ranks)
+
+    samples: of a step, of all ranks together.
+    """
     from nanoray.mesh.layout import Layout
 
     small = {
@@ -248,7 +256,7 @@ def train(mesh: Mesh, accum: int, **settings: Any) -> dict[str, Any]:
     }  # divides badly
     size = {"micro_batch_size": 1, "grad_accum_steps": accum, "precision": "fp32", "timeout_s": 60.0}
     config = make_config(small | size | settings)
-    size = {"micro_batch_size": SAMPLES // accum // Layout.of(config, mesh.world_size).dp}
+    size = {"micro_batch_size": samples // accum // Layout.of(config, mesh.world_size).dp}
     arm = Arm(mesh, config.model_copy(update=size), small_gpt)
     losses, norms = [], []
     for _ in range(STEPS):
@@ -299,16 +307,16 @@ def measure_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None])
     """
     from nanoray.mesh.mesh import Mesh
 
-    single = Mesh(0, 1, 0, mesh.device, "none", "alone")
+    single, samples = Mesh(0, 1, 0, mesh.device, "none", "alone"), samples_for(mesh.world_size)
     for case in order["cases"]:
         settings, alone_of = case["settings"], dict[str, Any]()
         for arm, own in order["arms"].items():
-            found = train(mesh, case["accum"], **settings | own)
+            found = train(mesh, case["accum"], samples, **settings | own)
             weights = found.pop("weights")
             if order["alone"]:
                 model = {key: own[key] for key in (*EXPERTS, "n_layer") if key in own}
                 if str(model) not in alone_of:  # the same model, in one process
-                    of_one = train(single, 1, **settings | model) if mesh.rank == 0 else None
+                    of_one = train(single, 1, samples, **settings | model) if mesh.rank == 0 else None
                     alone_of[str(model)] = mesh.broadcast(of_one)
                 alone = alone_of[str(model)]
                 far = [(a - b).abs().max().item() for a, b in zip(weights, alone["weights"], strict=True)]

@@ -18,7 +18,7 @@ from tests.ranks.conftest import Pools
 MODES = ("ddp", "ddp_by_hand", "zero1", "zero2", "fsdp")
 
 
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("bias", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize("settings", [SGD, ADAMW], ids=["sgd", "adamw"])
 def test_two_and_four_ranks_train_as_one_process_does(pools: Pools, settings: dict[str, Any], bias: bool) -> None:
     """tp 2, tp 4, and dp 2 × tp 2 in every mode: losses, weights, norms. A vocabulary of 65 leaves tp 4's last rank

@@ -76,7 +76,7 @@ def test_torchrun_is_the_same_recipe(recipe: Path, tmp_path: Path, one_process: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_restart_of_torchrun_goes_on_in_the_same_run(
     world: int, recipe: Path, tmp_path: Path, one_process: tuple[Path, str]
 ) -> None:

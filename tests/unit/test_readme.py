@@ -101,11 +101,11 @@ def test_the_first_minute_as_a_new_user_without_internet(tmp_path: Path, monkeyp
     folder = tmp_path / "a folder"
     folder.mkdir()
     script = str(ROOT / "examples" / "train_shakespeare.py")
-    done = python(script, "--max_steps", "40", "--eval_every", "20", "--log_every", "20", cwd=folder)
+    done = python(script, "--max_steps", "10", "--eval_every", "10", "--log_every", "10", cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "stdlib: source text of Python" in done.stdout
     assert "Shakespeare is not cached and the download failed" in done.stdout
-    assert re.search(r"step +40/40 \| loss \d\.\d+ \| val \d\.\d+", done.stdout)
+    assert re.search(r"step +10/10 \| loss \d\.\d+ \| val \d\.\d+", done.stdout)
     (run,) = (folder / "runs").iterdir()
     assert json.loads((run / "summary.json").read_text())["dataset"] == "stdlib"
     next_commands = [line[7:] for line in done.stdout.splitlines() if " -m nanoray.sample " in line]
