@@ -82,7 +82,7 @@ def prometheus(cluster: Cluster, folder: Path) -> Iterator[Prometheus]:
     wait_for(addresses.exists)
     rules = re.sub(r"\b(\d+)m\b", r"\1s", re.sub(r"\b1h\b", "60m", rule_file()))
     (folder / "rules.yaml").write_text(rules)
-    scrape = {"job_name": "ray", "file_sd_configs": [{"files": [str(addresses)]}]}
+    scrape = {"job_name": "ray", "file_sd_configs": [{"files": [str(addresses)], "refresh_interval": "1s"}]}
     every = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config = {"global": every, "rule_files": ["rules.yaml"], "scrape_configs": [scrape]}
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))

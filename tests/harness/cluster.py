@@ -17,6 +17,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from nanoray.bench.harness import leaks
 from nanoray.bench.harness.processes import HEAD_ENV, current_cluster, head_command
 from nanoray.checkpoint.find import newest_valid
 from tests.harness.commands import ROOT, Command, torchrun
-from tests.harness.ray_workers import forked_workers
+from tests.harness.ray_workers import forked_workers, workers_of
 
 TOKEN = "nanoray-test-token-nanoray-test-token"
 started: list[Command] = []  # runs of the present test, and of fixtures that outlive it
@@ -196,7 +197,7 @@ def end_session(leader: subprocess.Popen[Any] | Command, grace_s: float = 0.0) -
 
 
 def processes_of_session(session: int) -> list[int]:
-    """Return the live processes of a session that a test started."""
+    """Return the live processes of a session that a test started, and the workers that were forked for it."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -205,7 +206,7 @@ def processes_of_session(session: int) -> list[int]:
             continue
         if int(fields[3]) == session and fields[0] != "Z":
             found.append(int(path.parent.name))
-    return found
+    return found + [pid for pid in workers_of(found) if alive(pid)]
 
 
 def wait_for(
@@ -279,12 +280,12 @@ def launch(cluster: Cluster | None, recipe: Path, out: Path, *flags: str) -> tup
 
 
 def undisturbed(recipe: Path, out: Path, *flags: str) -> None:
-    """Train a recipe without Ray and without faults, on as many ranks as the flags say.
+    """Train a recipe without Ray and without faults, on as many ranks as the flags say last; else on two.
 
     What a run on Ray has to equal to the bit. It takes a tenth of the time.
     """
-    ranks = int(flags[flags.index("--workers") + 1])
-    for done in torchrun(ranks, "nanoray.train", "--config", str(recipe), "--out_dir", str(out), *flags):
+    ranks = [int(value) for flag, value in pairwise(flags) if flag == "--workers"] or [2]
+    for done in torchrun(ranks[-1], "nanoray.train", "--config", str(recipe), "--out_dir", str(out), *flags):
         assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -5,9 +5,8 @@
                                                                                      ▼
                        worker of another pid, which it tells the raylet when it registers, as one in a container does
 
-When the raylet ends the process that it has started, the worker ends. But whatever freezes a raylet's children does not
-freeze the workers: a test of that needs a Ray without them. Workers with a runtime environment, as those of jobs, start
-as Ray starts them.
+When the raylet ends the process that it has started, the worker ends. But what freezes a raylet's children has to look
+for the worker with `workers_of`, too. Workers with a runtime environment, as those of jobs, start as Ray starts them.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -27,6 +27,7 @@ from pathlib import Path
 
 from tests.harness.commands import become, forkserver
 
+_FOLDER = "nr-workers-"
 _SITE = Path(__file__).with_name("forked_workers")
 REAP_S = 0.2  # a rank's exit status is read from its entry in /proc, which is gone when its parent has asked for it
 
@@ -34,19 +35,25 @@ REAP_S = 0.2  # a rank's exit status is read from its entry in /proc, which is g
 @contextmanager
 def forked_workers() -> Iterator[dict[str, str]]:
     """Give the environment variables with which a Ray, started meanwhile, has forked workers."""
-    with tempfile.TemporaryDirectory(prefix="nr-workers-", dir="/tmp") as folder, socket.socket(socket.AF_UNIX) as home:
+    with tempfile.TemporaryDirectory(prefix=_FOLDER, dir="/tmp") as folder, socket.socket(socket.AF_UNIX) as home:
         home.bind(f"{folder}/socket")
         home.listen(64)
         until, held = forkserver.Pipe(duplex=False)
-        server = forkserver.Process(target=_serve, args=(home, until), daemon=True)
+        server = forkserver.Process(target=_serve, args=(home, Path(folder), until), daemon=True)
         server.start()
         with held:
             yield {"NANORAY_TEST_RAY_WORKERS": f"{folder}/socket", "PYTHONPATH": str(_SITE)}
         server.join(10)
 
 
-def _serve(home: socket.socket, until: Connection) -> None:
-    """Fork a worker for each process that calls, until the other end of `until` is closed."""
+def workers_of(callers: list[int]) -> list[int]:
+    """Return the workers that were forked for processes that a raylet has started."""
+    pairs = [note.name.split("-") for note in Path("/tmp").glob(f"{_FOLDER}*/*-*")]
+    return [int(worker) for caller, worker in pairs if int(caller) in callers]
+
+
+def _serve(home: socket.socket, folder: Path, until: Connection) -> None:
+    """Fork a worker for each process that calls, and note both in `folder`, until `until` is closed elsewhere."""
     gc.freeze()
     while not (ready := select.select([home, until], [], [], REAP_S)[0]) or until not in ready:
         with suppress(ChildProcessError):
@@ -55,7 +62,10 @@ def _serve(home: socket.socket, until: Connection) -> None:
         if ready:
             caller, _ = home.accept()
             with caller:
-                if not os.fork():
+                pid, _, _ = struct.unpack("3i", caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+                if worker := os.fork():
+                    (folder / f"{pid}-{worker}").touch()
+                else:
                     home.close()
                     until.close()
                     _work(caller)
