@@ -187,11 +187,14 @@ def run_command(run: Callable[[Loaded, float], int], argv: list[str] | None, pro
     return exit_code_of(lambda: run(parse_args(sys.argv[1:] if argv is None else argv, prog, what), started))
 
 
-def exit_code_of(run: Callable[[], int]) -> int:
-    """Run a command whose output may be cut off; print a NanorayError as one line, and return the exit code."""
+def exit_code_of(run: Callable[[], int | None]) -> int:
+    """Run a command whose output may be cut off; print a NanorayError as one line, and return the exit code.
+
+    None from `run` is 0.
+    """
     with lasting_output():
         try:
-            return run()
+            return run() or 0
         except NanorayError as error:
             print(f"error: {error}", file=sys.stderr)
             return error.exit_code

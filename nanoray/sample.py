@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 
 from nanoray.checkpoint.find import find_run
+from nanoray.cli import exit_code_of
 from nanoray.data.prepare import DatasetInfo
 from nanoray.data.tokenizer import tokenizer_from_json
-from nanoray.errors import CheckpointError, ConfigError, NanorayError
+from nanoray.errors import CheckpointError, ConfigError
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.sampling import generate
 from nanoray.state import StateDict
@@ -31,13 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1337, help="seed of the sampling [1337]")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
     args = parser.parse_args(argv)
-    try:
-        for number, text in enumerate(samples(args)):
-            print(("" if number == 0 else "---\n") + text, flush=True)
-        return 0
-    except NanorayError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    return exit_code_of(lambda: print("\n---\n".join(samples(args)), flush=True))
 
 
 def samples(args: argparse.Namespace) -> list[str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 from nanoray.atomic import read_json_lines, write_json
+from nanoray.cli import exit_code_of
 from nanoray.errors import ConfigError
 from nanoray.trace.timeline import chrome_trace, draw, newest_window
 
@@ -19,22 +19,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--step", type=int, help="last step to draw [the newest traced one]")
     parser.add_argument("--figure", type=Path, help="picture to write [RUN/comm/timeline.svg]")
     args = parser.parse_args(argv)
-    try:
-        steps = read_steps(args.run)
-        if args.step is not None:
-            if args.step not in {s["step"] for s in steps}:
-                known = ", ".join(str(s["step"]) for s in steps[-8:])
-                raise ConfigError(f"step = {args.step} was not traced; the last traced ones are {known}")
-            steps = [s for s in steps if s["step"] <= args.step]
-        drawn = newest_window(steps)
-        figure = args.figure or args.run / "comm" / "timeline.svg"
-        draw(drawn, figure)
-        write_json(figure.with_suffix(".json"), chrome_trace(drawn))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    return exit_code_of(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> None:
+    steps = read_steps(args.run)
+    if args.step is not None:
+        if args.step not in {s["step"] for s in steps}:
+            known = ", ".join(str(s["step"]) for s in steps[-8:])
+            raise ConfigError(f"step = {args.step} was not traced; the last traced ones are {known}")
+        steps = [s for s in steps if s["step"] <= args.step]
+    drawn = newest_window(steps)
+    figure = args.figure or args.run / "comm" / "timeline.svg"
+    draw(drawn, figure)
+    write_json(figure.with_suffix(".json"), chrome_trace(drawn))
     print(f"{figure}  and {figure.with_suffix('.json').name} for https://ui.perfetto.dev")
-    return 0
 
 
 def read_steps(run: Path) -> list[dict[str, Any]]:

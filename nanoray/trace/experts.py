@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 from nanoray.atomic import read_json_lines
+from nanoray.cli import exit_code_of
 from nanoray.errors import ConfigError
 
 LOADS = "expert_load"  # of a record: for each layer, each expert's load over the mean
@@ -19,19 +19,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="folder of a run of a model with experts")
     parser.add_argument("--figure", type=Path, help="picture to write [RUN/experts.svg]")
     args = parser.parse_args(argv)
-    try:
-        records = read_loads(args.run)
-        figure = args.figure or args.run / "experts.svg"
-        draw(records, figure)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    return exit_code_of(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> None:
+    records = read_loads(args.run)
+    figure = args.figure or args.run / "experts.svg"
+    draw(records, figure)
     last = records[-1]
     print(
         f"{figure}  at step {last['step']} the largest load is {last['moe/load_max']:.2f} times the mean, the smallest "
         f"{last['moe/load_min']:.2f} times; {last['moe/dropped']:.1f} % dropped; entropy {last['moe/entropy']:.2f}"
     )
-    return 0
 
 
 def read_loads(run: Path) -> list[dict[str, Any]]:

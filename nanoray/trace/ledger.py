@@ -17,7 +17,6 @@ import json
 import mmap
 import os
 import struct
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanoray.cli import exit_code_of
 from nanoray.errors import ConfigError
 from nanoray.faults.cause import read_reports
 from nanoray.trace.__main__ import read_steps
@@ -255,12 +255,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run `nanoray ledger RUN` and return the exit code."""
     parser = argparse.ArgumentParser(prog="nanoray ledger", description="Show where the time of a run went.")
     parser.add_argument("run", type=Path, help="run folder")
-    try:
-        print("\n".join(lines(parser.parse_args(argv).run)))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    args = parser.parse_args(argv)
+    return exit_code_of(lambda: print("\n".join(lines(args.run))))
 
 
 if __name__ == "__main__":

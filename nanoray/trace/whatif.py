@@ -14,13 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
+from nanoray.cli import exit_code_of
 from nanoray.errors import ConfigError
 from nanoray.mesh.fit import Fit, fit
 from nanoray.mesh.links import MODELS, Cost, Link, Topology, all_reduce, coefficients, load_topology
@@ -210,30 +210,29 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=_list(int), default=[None], help="numbers of ranks, each with its batch as now")
     parser.add_argument("--allreduce", type=_list(str), default=[None], help=f"of {', '.join((*MODELS, 'best'))}")
     args = parser.parse_args(argv)
+    return exit_code_of(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> None:
     own_link = args.latency_us is not None or args.bandwidth_gb_per_s is not None
-    try:
-        if args.topology and own_link:
-            raise ConfigError("topology has links of its own; drop latency_us and bandwidth_gb_per_s, or topology")
-        if unknown := {*args.allreduce} - {None, "best", *MODELS}:
-            raise ConfigError(f"allreduce = {', '.join(unknown)}: use one of {', '.join((*MODELS, 'best'))}")
-        numbers = [n for n in (*args.bucket_mb, *args.ranks, args.bandwidth_gb_per_s) if n is not None]
-        if any(n <= 0 for n in numbers) or (args.latency_us or 0) < 0:
-            raise ConfigError(f"{', '.join(f'{n:g}' for n in numbers)}: sizes, ranks and speeds are above 0")
+    if args.topology and own_link:
+        raise ConfigError("topology has links of its own; drop latency_us and bandwidth_gb_per_s, or topology")
+    if unknown := {*args.allreduce} - {None, "best", *MODELS}:
+        raise ConfigError(f"allreduce = {', '.join(unknown)}: use one of {', '.join((*MODELS, 'best'))}")
+    numbers = [n for n in (*args.bucket_mb, *args.ranks, args.bandwidth_gb_per_s) if n is not None]
+    if any(n <= 0 for n in numbers) or (args.latency_us or 0) < 0:
+        raise ConfigError(f"{', '.join(f'{n:g}' for n in numbers)}: sizes, ranks and speeds are above 0")
 
-        def other(link: Link) -> Topology:
-            if args.topology:
-                return load_topology(args.topology).filled(link)
-            asked = {"alpha_us": args.latency_us, "bandwidth_gb_per_s": args.bandwidth_gb_per_s}
-            link = link.model_copy(update={key: value for key, value in asked.items() if value is not None})
-            return Topology(ranks_per_node=2**20, intra=link, inter=link)
+    def other(link: Link) -> Topology:
+        if args.topology:
+            return load_topology(args.topology).filled(link)
+        asked = {"alpha_us": args.latency_us, "bandwidth_gb_per_s": args.bandwidth_gb_per_s}
+        link = link.model_copy(update={key: value for key, value in asked.items() if value is not None})
+        return Topology(ranks_per_node=2**20, intra=link, inter=link)
 
-        questions = [Question(*each) for each in product(args.bucket_mb, args.ranks, args.allreduce)]
-        changed = [q for q in questions if own_link or args.topology or q != Question()]
-        print("\n".join(lines(args.run, changed, other)))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    questions = [Question(*each) for each in product(args.bucket_mb, args.ranks, args.allreduce)]
+    changed = [q for q in questions if own_link or args.topology or q != Question()]
+    print("\n".join(lines(args.run, changed, other)))
 
 
 def _list(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:

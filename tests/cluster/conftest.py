@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,12 +10,20 @@ from types import SimpleNamespace
 import pytest
 
 from nanoray.bench.harness import plan
-from tests.harness.cluster import Cluster
+from tests.harness.cluster import Cluster, ray_head
+
+
+@pytest.fixture(scope="session")
+def plain_cluster() -> Iterator[Cluster]:
+    """A Ray head whose workers belong to its session, as a benchmark expects of its own."""
+    with ray_head(forked=False) as head:
+        yield head
 
 
 @pytest.fixture
-def shared_head(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let benchmarks that start a Ray head use the one of the tests."""
+def shared_head(plain_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let benchmarks that start a Ray head use one of the tests."""
+    cluster = plain_cluster
     process = SimpleNamespace(pid=cluster.session, poll=lambda: None)
     head = SimpleNamespace(process=process, tail=str, log=Path("/nowhere/ray.log"))
     env = {key: value for key, value in cluster.env.items() if key not in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")}
