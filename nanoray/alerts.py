@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from textwrap import dedent
 
-from nanoray.cli import tool_parser
+from nanoray.cli import exit_code_of, tool_parser
 from nanoray.kube.render import KUBE_DIR
 
 MANIFEST = KUBE_DIR / "components" / "monitoring" / "alerts.yaml"
@@ -20,9 +20,12 @@ def rule_file() -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run `nanoray alerts` and return the exit code."""
+    return exit_code_of(lambda: _run(argv))
+
+
+def _run(argv: list[str] | None) -> None:
     tool_parser("nanoray alerts", __doc__).parse_args(argv)
     print(rule_file(), end="")
-    return 0
 
 
 if __name__ == "__main__":

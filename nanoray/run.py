@@ -38,7 +38,7 @@ from nanoray.config import Config
 from nanoray.data.prepare import DatasetInfo
 from nanoray.errors import CheckpointError, ConfigError
 
-_RECORD_BYTES = 16384  # more than one record of metrics.jsonl has
+_RECORD_BYTES = 1 << 16  # more than one record of a file of records has
 LOCK_WAIT_S = 2.0  # a killed process may take a moment to exit
 
 
@@ -222,10 +222,10 @@ def read_attempt(folder: Path) -> tuple[int, float] | None:
         raise CheckpointError(f"cannot tell from {path} which attempt may write ({error}); remove it") from None
 
 
-def newest_record(folder: Path) -> dict[str, Any] | None:
-    """Return the newest complete record of a run's metrics.jsonl; None while there is none."""
+def newest_record(folder: Path, name: str = "metrics.jsonl") -> dict[str, Any] | None:
+    """Return the newest complete record of a file of a run's folder; None while there is none."""
     try:
-        with (folder / "metrics.jsonl").open("rb") as file:
+        with (folder / name).open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _RECORD_BYTES))
             lines = file.read().split(b"\n")[:-1]
         record: dict[str, Any] = json.loads(lines[-1])
@@ -234,11 +234,17 @@ def newest_record(folder: Path) -> dict[str, Any] | None:
     return record
 
 
-def disk_used_percent(folder: Path) -> float:
-    """Return the share of a file system that is in use, as df counts it: of what is not kept for root."""
-    disk = os.statvfs(folder)
+def disk_used(folder: Path) -> dict[str, float]:
+    """Return the share of a file system that is in use, as df counts it: of what is not kept for root.
+
+    Nothing where it does not answer: no run ends because of that.
+    """
+    try:
+        disk = os.statvfs(folder)
+    except OSError:
+        return {}
     used = disk.f_blocks - disk.f_bfree
-    return 100 * used / max(1, used + disk.f_bavail)
+    return {"disk/used": 100 * used / max(1, used + disk.f_bavail)}
 
 
 @contextmanager

@@ -19,8 +19,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nanoray.bench.harness.processes import CLUSTER_START_S, Child, ChildFailed, ray_head, session_members, stat_of
+from nanoray.bench.harness.processes import CLUSTER_START_S, Child, ChildFailed, ray_head, session_members
 from nanoray.faults.cause import Failure
+from nanoray.faults.proc import stat_of
 from nanoray.faults.progress import ProgressFile
 from nanoray.mesh.devices import Slots
 

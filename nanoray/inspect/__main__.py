@@ -16,6 +16,7 @@ from typing import Any
 from nanoray.atomic import replace_text
 from nanoray.cli import exit_code_of, tool_parser
 from nanoray.errors import ConfigError
+from nanoray.run import newest_record
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,10 +73,10 @@ def _run(args: argparse.Namespace, flags: list[str]) -> int:
 
 def newest_statistics(target: str) -> dict[str, Any] | None:
     """Return the newest statistics of the run that a run's or step's folder belongs to; None where there are none."""
-    from nanoray.train.statistics import newest
+    from nanoray.train.statistics import FILE
 
     path = Path(target).expanduser()
-    found = (newest(folder) for folder in (path, path.parent.parent) if (folder / "config.json").is_file())
+    found = (newest_record(folder, FILE) for folder in (path, path.parent.parent) if (folder / "config.json").is_file())
     return next((record for record in found if record), None)
 
 

@@ -7,25 +7,18 @@ progress file mapped. Elsewhere its position is shown, and `?` for the rest.
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from nanoray.errors import ConfigError
+from nanoray.faults.proc import cpu_seconds, resident_bytes, stat_of
 from nanoray.faults.progress import ProgressFile
 from nanoray.run import newest_record, read_attempt
 from nanoray.train.observers import clock, progress
 
 SAMPLE_S = 0.5  # over which CPU time is measured
 COLUMNS = ("rank", "step", "phase", "since", "pid", "memory", "cpu")
-
-
-class Usage(NamedTuple):
-    """What /proc says of a process."""
-
-    cpu_s: float
-    resident_gib: float
 
 
 def lines(folder: Path) -> list[str]:
@@ -36,7 +29,7 @@ def lines(folder: Path) -> list[str]:
         raise ConfigError(f"{folder} is no folder of a run (no config.json); give one such as runs/2026-...") from None
     files = sorted(folder.glob("logs/rank*.progress"), key=_rank_of)
     pids = {path: pid for path in files if (pid := process_of(path))}
-    before, began = {path: usage(pid) for path, pid in pids.items()}, time.monotonic()
+    before, began = {path: stat_of(pid) for path, pid in pids.items()}, time.monotonic()
     time.sleep(SAMPLE_S if pids else 0.0)
     passed_s = time.monotonic() - began
     record, now = newest_record(folder), time.time()
@@ -48,11 +41,11 @@ def lines(folder: Path) -> list[str]:
     for path in files:
         step, phase, _, written_at = ProgressFile.read_all(path) or ("?", "?", 0, 0.0)
         row = [str(_rank_of(path)), str(step), phase]
-        earlier, later = before.get(path), usage(pids[path]) if path in pids else None
+        earlier, later = before.get(path), stat_of(pids[path]) if path in pids else None
         if earlier and later:
-            busy = 100 * (later.cpu_s - earlier.cpu_s) / passed_s
+            busy = 100 * (cpu_seconds(later) - cpu_seconds(earlier)) / passed_s
             age_s = max(0.0, time.monotonic() - written_at)
-            row += [f"{age_s:.1f} s", str(pids[path]), f"{later.resident_gib:.2f} GiB", f"{busy:.0f} %"]
+            row += [f"{age_s:.1f} s", str(pids[path]), f"{resident_bytes(later) / 2**30:.2f} GiB", f"{busy:.0f} %"]
         rows.append(row + ["?"] * (len(COLUMNS) - len(row)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return found + ["  ".join(cell.ljust(width) for cell, width in zip(r, widths, strict=True)).rstrip() for r in rows]
@@ -80,16 +73,6 @@ def process_of(path: Path) -> int | None:
         except OSError:  # it has ended, or is another user's, or on another host
             continue
     return None
-
-
-def usage(pid: int) -> Usage | None:
-    """Return CPU time so far and resident memory of a process; None if it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except OSError:
-        return None
-    ticks, pages = int(fields[11]) + int(fields[12]), int(fields[21])  # utime + stime; rss
-    return Usage(ticks / os.sysconf("SC_CLK_TCK"), pages * os.sysconf("SC_PAGE_SIZE") / 2**30)
 
 
 def _rank_of(path: Path) -> int:

@@ -443,7 +443,7 @@ class _RayMetrics:
             self._newest[name] = record[name]
 
     def hold(self) -> None:
-        """Set all gauges again, every few seconds: Ray forgets one that was not set in two report intervals."""
+        """Set all gauges again, at most once in HOLD_S: Ray forgets one that was not set in two report intervals."""
         if time.monotonic() - self._set_at > HOLD_S:
             self._set_at = time.monotonic()
             for name, value in [*self._newest.items()]:

@@ -70,8 +70,8 @@ def state_memory(
 ) -> dict[str, int]:
     """Return the bytes of one rank by part: parameters, gradients and optimizer, which stay, and what is in flight.
 
-    With `mirrored`, `mirror` is what it keeps of another rank's share. `moments`: the numbers
-    that the optimizer keeps for each element; None: those of the configuration's.
+    With `mirrored`, `mirror` is what it keeps of another rank's share. `moments`: the numbers that the optimizer keeps
+    for each element; None: those of the configuration's.
 
     In flight is the most that a step holds beside them:
 

@@ -239,6 +239,7 @@ def _list(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     def parse(text: str) -> list[Any]:
         return [kind(part) for part in text.split(",")]
 
+    parse.__name__ = f"list of {kind.__name__}"  # as argparse names it in an error
     return parse
 
 

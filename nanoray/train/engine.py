@@ -31,7 +31,7 @@ from nanoray.mesh.rendezvous import Order
 from nanoray.models.dropout import derive_seed, seed_generators
 from nanoray.parallel.plan import Plan
 from nanoray.points import reached
-from nanoray.run import RunSpec, disk_used_percent
+from nanoray.run import RunSpec, disk_used
 from nanoray.state import MEMORY, StateDict, TrainState, Update, rng_state, set_rng_state
 from nanoray.trace.log import CommTrace
 from nanoray.train import replicas, routing
@@ -287,7 +287,7 @@ class Engine:
             "train/lr": lr,
             self.speed.total_name: s.samples * self.workload.tokens_per_sample,
             "mem/peak_gib": peak / 2**30,
-            "disk/used": disk_used_percent(self.spec.folder),
+            **disk_used(self.spec.folder),
             **self.guards.metrics(),
             **measured,
         }

@@ -6,7 +6,6 @@ changes. Hooks see the first micro batch; gradients are those of all ranks, befo
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
@@ -212,16 +211,6 @@ def dangers(layers: dict[str, dict[str, float | None]]) -> dict[str, str]:
 
 
 COLUMNS = ("weight_rms", "grad_rms", "update_ratio", "activation_rms", "attention_entropy", "max_logit", "dead")
-
-
-def newest(folder: Path) -> dict[str, Any] | None:
-    """Return the newest record of a run's statistics; None where there is none."""
-    try:
-        lines = (folder / FILE).read_text(encoding="utf-8").splitlines()
-        record: dict[str, Any] = json.loads(lines[-1])
-    except (OSError, ValueError, IndexError):
-        return None
-    return record
 
 
 def table(record: dict[str, Any]) -> list[list[str]]:

@@ -23,9 +23,10 @@ def plain_cluster() -> Iterator[Cluster]:
 @pytest.fixture
 def shared_head(plain_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let benchmarks that start a Ray head use one of the tests."""
-    cluster = plain_cluster
-    process = SimpleNamespace(pid=cluster.session, poll=lambda: None)
+    process = SimpleNamespace(pid=plain_cluster.session, poll=lambda: None)
     head = SimpleNamespace(process=process, tail=str, log=Path("/nowhere/ray.log"))
-    env = {key: value for key, value in cluster.env.items() if key not in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")}
-    monkeypatch.setattr(plan, "ray_head", lambda *_: nullcontext((cluster.address, head)))
+    env = {
+        key: value for key, value in plain_cluster.env.items() if key not in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
+    }
+    monkeypatch.setattr(plan, "ray_head", lambda *_: nullcontext((plain_cluster.address, head)))
     monkeypatch.setattr(plan, "arm_environment", lambda: env | {"PYTHONUNBUFFERED": "1"})

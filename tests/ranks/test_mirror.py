@@ -68,6 +68,8 @@ PLAN = [
 ]
 
 
+# Where the updated weights of a step begin to be sent; fsdp's are gathered by the next forward.
+SPREAD = {"zero1": "exchange_weights", "zero2": "exchange_weights", "fsdp": "log"}
 ROWS, KEPT = {"dp_mode": "fsdp"}, {"dp_mode": "fsdp", "fsdp_reshard": "grad_op"}
 
 
@@ -87,7 +89,7 @@ def test_a_rank_is_lost_anywhere_in_a_step(
 ) -> None:
     """A fault in each of eight places of a run: the norm is the commit point, and faults come on both of its sides."""
     steps = [2, 3, 3, 4, 5, 6, 8, 8]
-    phases = ["log" if settings["dp_mode"] == "fsdp" and at == "exchange_weights" else at for at in PLAN]
+    phases = [SPREAD[settings["dp_mode"]] if at == "exchange_weights" else at for at in PLAN]
     places = zip(range(8), steps, phases, strict=True)
     plan = ";".join(f"kill@rank={i % world},step={step},phase={place}" for i, step, place in places)
     spec = make_spec(text, tmp_path, **RECIPE | settings | {"faults": plan})
@@ -133,8 +135,8 @@ NORM, OVERFLOW = (Axis, "sum", "norm"), (Mesh, "all_reduce", "overflow")
 def test_a_step_that_one_rank_has_done_is_finished_by_the_others(
     text: Path, tmp_path: Path, clean: Clean, world: int, missed: Any, settings: dict[str, Any]
 ) -> None:
-    """Rank 0 dies when it has updated its share in step 5; of the others only the last one has heard the norm."""
-    plan = "kill@rank=0,step=5,phase=log"
+    """Rank 0 dies in the spread of step 5's weights; of the others only the last one has heard the norm."""
+    plan = f"kill@rank=0,step=5,phase={SPREAD[settings['dp_mode']]}"
     spec = make_spec(text, tmp_path, **RECIPE | settings | {"faults": plan})
     patches = {rank: partial(deaf, *missed, 5) for rank in range(1, world - 1)}
     outcome = run_elastic(spec, world, patches=patches)

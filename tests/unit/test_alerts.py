@@ -27,6 +27,11 @@ def test_the_command_prints_what_the_manifest_has(capsys: pytest.CaptureFixture[
     assert yaml.safe_load(capsys.readouterr().out) == manifest["spec"]
 
 
+def test_a_word_too_many_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["now"]) == 2
+    assert capsys.readouterr().err == "error: unrecognized arguments: now; see nanoray alerts --help\n"
+
+
 def test_every_query_is_of_metrics_that_exist() -> None:
     """Those of Ray that its own dashboard shows, or its agent measures."""
     panels = json.loads((MANIFEST.parent / "dashboard.json").read_text())["panels"]

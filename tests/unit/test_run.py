@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from nanoray.errors import CheckpointError, ConfigError
-from nanoray.run import RunSpec, disk_used_percent, lock_run, new_folder, read_attempt, write_attempt
+from nanoray.run import RunSpec, disk_used, lock_run, new_folder, read_attempt, write_attempt
 from tests.harness.cluster import wait_for
 from tests.harness.commands import Command, run
 from tests.harness.ranks import TINY, make_spec, run_ranks
@@ -164,4 +164,5 @@ def test_which_attempt_may_write(text: Path, tmp_path: Path) -> None:
 
 def test_the_disk_is_as_full_as_df_says(tmp_path: Path) -> None:
     said = subprocess.run(["df", "--output=pcent", tmp_path], capture_output=True, text=True, check=True).stdout
-    assert disk_used_percent(tmp_path) == pytest.approx(int(said.split()[-1].rstrip("%")), abs=2)
+    assert disk_used(tmp_path)["disk/used"] == pytest.approx(int(said.split()[-1].rstrip("%")), abs=2)
+    assert disk_used(tmp_path / "gone") == {}, "a file system that does not answer ends no run"

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from nanoray.faults.proc import cpu_seconds, stat_of
 from nanoray.mesh.devices import Slots, available_cpus
 
 TAIL_LINES = 12
@@ -145,17 +146,8 @@ def all_processes() -> dict[int, tuple[int, float]]:
     found = {}
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if name.isdigit() and (fields := stat_of(int(name))):
-            found[int(name)] = int(fields[3]), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            found[int(name)] = int(fields[3]), cpu_seconds(fields)
     return found
-
-
-def stat_of(pid: int) -> list[str]:
-    """Return /proc's fields of a living process, state ppid pgrp session ...; empty when it is gone, or a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split()
-    except (OSError, IndexError):
-        return []
-    return [] if fields[0] in "ZX" else fields
 
 
 @contextmanager

@@ -1,0 +1,26 @@
+"""What /proc says of a process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def stat_of(pid: int) -> list[str]:
+    """Return /proc's fields of a living process, state ppid pgrp session ...; empty when it is gone, or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split()
+    except (OSError, IndexError):
+        return []
+    return [] if fields[0] in "ZX" else fields
+
+
+def cpu_seconds(fields: Sequence[str]) -> float:
+    """Return the CPU seconds that a process with these fields has used."""
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime + stime
+
+
+def resident_bytes(fields: Sequence[str]) -> int:
+    """Return the memory that a process with these fields has resident."""
+    return int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
