@@ -9,6 +9,7 @@ beside what the formulas of `nanoray.parallel.memory` and `nanoray.models.costs`
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import statistics
 import time
@@ -283,10 +284,6 @@ def resnet(mesh: Mesh, config: Config, precision: str, micro: int) -> Case:
 MakeCase = Callable[["Mesh", Config, str, int], Case]  # (mesh, configuration, precision, micro batch size)
 MODELS: dict[str, MakeCase] = {"gpt": gpt, "resnet": resnet}
 RESNET = {"model": "resnet", "optimizer": "sgd", "momentum": 0.9, "lr": 0.1, "grad_clip": 0.0, "global_batch_size": 64}
-TINY = {  # loads code, which is not an arm's memory
-    "gpt": {"n_layer": 1, "n_embd": 16, "n_head": 1, "block_size": 8},
-    "resnet": {"resnet_depth": 8, "global_batch_size": 8},
-}
 
 
 class Arm:
@@ -301,7 +298,7 @@ class Arm:
         from nanoray.mesh.layout import Layout
         from nanoray.parallel.ddp import default_bucket_mb
         from nanoray.parallel.fsdp import units_of
-        from nanoray.parallel.memory import at_peak, model_memory
+        from nanoray.parallel.memory import Sizes, at_peak, model_memory, moments_of
         from nanoray.parallel.plan import Plan
         from nanoray.trace.recorder import CommRecorder
         from nanoray.train.optim import make_optimizer
@@ -316,9 +313,12 @@ class Arm:
         self.plan = Plan(self.case.model, mesh, config, batch.accum, loss, lambda loss: loss, int(mirrored))
         state = model_memory(config, self.case.model, batch.dp, batch.accum, bucket_mb, mirrored)
         self.formula, self.dp = state | self.case.activations, batch.dp
-        sizes = (sum(state.get(name, 0) for name in KEPT), sum(self.case.activations.values()), state["in_flight"])
-        growing = state["gradients"] if config.dp_mode == "fsdp" else 0
-        self.at_peak = at_peak(*sizes, layers=len(units_of(self.case.model)), growing=growing)
+        layers, growing = len(units_of(self.case.model)), state["gradients"] * (config.dp_mode == "fsdp")
+        moments = moments_of(config, Sizes.of(self.case.model), bucket_mb, state["in_flight"], layers)
+        copies = self.case.activations.get("copies", 0)  # backward computes a block again, with copies of its weights
+        gone = copies - copies // layers if config.activation_checkpointing == "block" else 0
+        kept, activations = sum(state.get(name, 0) for name in KEPT), sum(self.case.activations.values())
+        self.at_peak = at_peak(kept, activations, moments, growing, gone)
         self.optimizer = make_optimizer(self.case.model, config, self.plan.shards)
         self.mirror = self.plan.mirror_shards and make_optimizer(self.case.model, config, self.plan.mirror_shards)
         self.recorder = CommRecorder(mesh, every=1, profile=False)
@@ -435,14 +435,22 @@ def memory_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) 
     if mesh.device.type == "cpu":
         return_freed_memory()
     (own,) = order["arms"].values()
-    list(_steps(_arm(mesh, order, own | TINY[order["model"]], traced=False), 1, lambda: 0))
     on_gpu = mesh.device.type == "cuda"
+    resident = 0 if on_gpu else _resident("VmRSS")
+    first = _arm(mesh, order, own, traced=False)
+    list(
+        _steps(first, 1, lambda: 0)
+    )  # loads code and generates kernels for these shapes, which are not an arm's memory
+    first.plan.close()
+    del first
+    gc.collect()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     else:
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
     before = torch.cuda.memory_allocated() if on_gpu else _resident("VmRSS")
+    libraries = f"libraries took {(before - resident) / 2**20:.3g} in a first step"
 
     def peak() -> int:
         return (torch.cuda.max_memory_allocated() if on_gpu else _resident("VmHWM")) - before
@@ -454,7 +462,7 @@ def memory_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) 
     if everyone is not None:
         held = max(([held for held, _ in rank] for rank in everyone), key=lambda steps: sum(steps[-1].values()))
         most = max(([peak for _, peak in rank] for rank in everyone), key=lambda steps: steps[-1])
-        what = "device memory" if on_gpu else "resident memory above that before the model was made"
+        what = "device memory" if on_gpu else f"resident memory above that before the model was made; {libraries}"
         emit({"formula": arm.formula, "at_peak": arm.at_peak, "held": held, "peak": most, "what": what})
 
 

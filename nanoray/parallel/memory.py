@@ -18,6 +18,7 @@ A mirror of another rank's share (--mirror) costs 4/n of gradients, 8/n of optim
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -78,8 +79,9 @@ def state_memory(
     - by hand: up to three buckets, of `bucket_mb` or as large as the largest tensor. For each the ranks' sums arrive in
       a second buffer; with zero2 the bucket itself comes to it
     - fsdp: weights outside of layers, gathered for the whole step, and those of a layer, once as they arrive and once
-      in their places; grad_op keeps all layers. Gradients of what lies outside, whole until the end of backward, and of
-      a layer as computed, packed and received. With accumulation, whole gradients until the last micro batch
+      in their places; with grad_op those of all layers, which go one by one. Gradients of what lies outside,
+      whole until the end of backward, of a layer as computed, and packed, of the layer before as well. With
+      accumulation, whole gradients until the last micro batch
     - compressed gradients: of each bucket on its way a copy in float32, what is sent, and what arrives. `compression`
       is what error feedback keeps of every parameter, and what it will keep once the update is done
     """
@@ -108,9 +110,12 @@ def state_memory(
         state["in_flight"] = 2 * buckets
     elif mode == "fsdp":
         size = 2 if config.fsdp_gather == "bf16" else each
-        gathered = P + sizes.layer if config.fsdp_reshard == "grad_op" else sizes.outside + 2 * sizes.layer
         whole = P if accum > 1 else sizes.outside + sizes.layer
-        state["in_flight"] = int(size * gathered + 4 * (whole + 2 * max(sizes.layer, sizes.outside)))
+        packed = max(sizes.layer, sizes.outside)
+        if config.fsdp_reshard == "grad_op":  # by the time a second layer's gradients are packed, its weights are gone
+            state["in_flight"] = int(size * P + 4 * (whole + packed))
+        else:
+            state["in_flight"] = int(size * (sizes.outside + 2 * sizes.layer) + 4 * (whole + 2 * packed))
     if config.grad_compress != "none" and ranks > 1:
         state["in_flight"] += 3 * buckets
         if config.grad_compress in ("int8", "powersgd"):
@@ -118,16 +123,34 @@ def state_memory(
     return state
 
 
-def at_peak(state: int, activations: int, in_flight: int, layers: int, growing: int = 0) -> int:
+def at_peak(
+    state: int, activations: int, moments: Sequence[tuple[float, int]], growing: int = 0, forward_only: int = 0
+) -> int:
     """Return the most bytes that a step takes at once, given those of its parts, which are never all there together.
 
-    Backward begins with all activations and nothing in flight. When the gradients of the first layer are on their way,
-    its activations are gone; at the end all are. `growing` are the gradients in `state` that have no memory until
-    backward makes them, layer by layer: fsdp's.
+    Backward begins with all activations; when a share of it is done, that share of them is gone. `moments` are such
+    shares, from 0 to 1, each with the bytes in flight by then. `growing` are the gradients in `state` that have no
+    memory until backward makes them: fsdp's. `forward_only`: of the activations, what is gone when backward begins.
     """
-    rest, layers = state - growing, max(1, layers)
-    first = activations - activations // layers + growing // layers + in_flight
-    return rest + max(activations, first, growing + in_flight)
+    most = max((activations - forward_only) * (1 - done) + growing * done + flying for done, flying in moments)
+    return state - growing + int(max(activations, most))
+
+
+def moments_of(config: Config, sizes: Sizes, bucket_mb: float, in_flight: int, layers: int) -> list[tuple[float, int]]:
+    """Return shares of backward, and the bytes of `in_flight` that are there when each is done: see `at_peak`.
+
+    By hand a bucket is sent when it is full, and zero2 makes the next one then. fsdp sends layer by layer.
+    """
+    if config.dp_mode not in ("ddp_by_hand", "zero1", "zero2"):
+        return [(min(1.0, 1 / max(1, layers)), in_flight), (1.0, in_flight)]
+    total, bucket = 4 * sizes.params, max(bucket_mb * 2**20, 4 * sizes.tensor)
+    moments = []
+    for sent in range(math.ceil(total / bucket) + 1):
+        done = min(sent * bucket, total)
+        own = min(done + bucket, total) - done if config.dp_mode == "zero2" else 0
+        arriving = min(done, IN_FLIGHT * bucket) * (2 if config.dp_mode == "zero2" else 1)
+        moments.append((done / total, min(in_flight, int(arriving + own))))
+    return moments
 
 
 def model_memory(

@@ -14,7 +14,7 @@ import torch
 from nanoray.config import Batch, make_config
 from nanoray.models.costs import activation_memory, count_parameters
 from nanoray.models.gpt import GPT, ModelShape
-from nanoray.parallel.memory import Sizes, at_peak, state_memory
+from nanoray.parallel.memory import Sizes, at_peak, moments_of, state_memory
 from nanoray.train.report import memory_line
 
 SHAPE = ModelShape(n_layer=4, n_head=4, n_embd=64, block_size=32, bias=False, vocab_size=128)
@@ -59,7 +59,7 @@ def test_what_is_in_flight() -> None:
     assert memory(dp_mode="zero1", bucket_mb=100)["in_flight"] == P, "one bucket holds all"
     full = memory(dp_mode="fsdp")["in_flight"]
     assert full == 4 * (s.outside + 2 * s.layer) + 4 * (s.outside + s.layer + 2 * s.layer)
-    assert memory(dp_mode="fsdp", fsdp_reshard="grad_op")["in_flight"] == full + P - 4 * (s.outside + s.layer)
+    assert memory(dp_mode="fsdp", fsdp_reshard="grad_op")["in_flight"] == full + P - 4 * (s.outside + 3 * s.layer)
     assert memory(dp_mode="fsdp", accum=2)["in_flight"] == full + P - 4 * (s.outside + s.layer), "whole gradients"
     assert memory(dp_mode="fsdp", fsdp_gather="bf16")["in_flight"] == full - 2 * (s.outside + 2 * s.layer)
 
@@ -80,12 +80,30 @@ def test_buckets_in_flight_are_never_more_than_all_gradients() -> None:
 
 
 def test_activations_and_what_is_in_flight_are_never_there_in_full_together() -> None:
-    assert at_peak(100, 40, 0, layers=4) == 140, "the start of backward"
-    assert at_peak(100, 40, 8, layers=4) == 140
-    assert at_peak(100, 40, 30, layers=4) == 160, "the first layer's activations, 10, are gone"
-    assert at_peak(100, 40, 30, layers=0) == 140, "a model without layers"
-    assert at_peak(100, 40, 60, layers=4, growing=20) == 80 + 30 + 5 + 60, "a quarter of fsdp's gradients is there"
-    assert at_peak(100, 4, 60, layers=4, growing=20) == 160, "the end of backward"
+    assert at_peak(100, 40, [(0.25, 0), (1.0, 0)]) == 140, "the start of backward"
+    assert at_peak(100, 40, [(0.25, 8), (1.0, 8)]) == 140
+    assert at_peak(100, 40, [(0.25, 30), (1.0, 30)]) == 160, "the first layer's activations, 10, are gone"
+    assert at_peak(100, 40, [(0.25, 60), (1.0, 60)], growing=20) == 80 + 30 + 5 + 60, "so much of fsdp's gradients"
+    assert at_peak(100, 4, [(0.25, 60), (1.0, 60)], growing=20) == 160, "the end of backward"
+    assert at_peak(100, 40, [(0.5, 25)], forward_only=20) == 140, "the end of forward"
+    assert at_peak(100, 40, [(0.5, 40)], forward_only=20) == 150
+
+
+def test_what_is_in_flight_during_backward() -> None:
+    P = 4 * sizes().params
+    half = P / 2 / 2**20
+
+    def found(mode: str, bucket_mb: float = half) -> list[tuple[float, int]]:
+        config = make_config({"micro_batch_size": 1, "dp_mode": mode})
+        most = memory(dp_mode=mode, bucket_mb=bucket_mb)["in_flight"]
+        return moments_of(config, sizes(), bucket_mb, most, layers=4)
+
+    assert found("ddp") == [(0.25, 0), (1.0, 0)]
+    assert found("zero1") == [(0.0, 0), (0.5, P // 2), (1.0, P)]
+    assert found("zero2") == [(0.0, P // 2), (0.5, P + P // 2), (1.0, 2 * P)], "the next bucket is made at once"
+    fifths = [at for _, at in found("zero1", half * 2 / 5)]
+    assert fifths[:3] == pytest.approx([0, P / 5, 2 * P / 5], abs=1)
+    assert max(fifths) <= 2 * P / 5 + 1, "two buckets at most"
 
 
 def test_dry_run_tells_the_memory_of_a_rank_by_part() -> None:
