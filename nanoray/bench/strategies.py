@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 MODES: dict[str, dict[str, Any]] = {mode: {"dp_mode": mode} for mode in ("ddp", "ddp_by_hand", "zero1", "zero2")}
 MODES |= {f"fsdp {how}": {"dp_mode": "fsdp", "fsdp_reshard": how} for how in ("full", "grad_op")}
 # In a run --mirror decides; here a mode without the word mirrors nothing, to compare.
-ARMS = MODES | {f"{mode} mirrored": {"dp_mode": mode, "mirrored": True} for mode in ("zero1", "zero2")}
+ARMS = MODES | {f"{mode} mirrored": MODES[mode] | {"mirrored": True} for mode in ("zero1", "zero2", "fsdp full")}
 STEP, P95, SAMPLES, TOKENS = "step", "p95 step", "samples", "tokens"
 BUSY, EXPOSED, BYTES, LOSS = "collectives busy", "exposed", "bytes a step", "final loss"
 STATE, STATE_FORMULA, STATE_ERROR = "state", "state, formula", "state, error"
@@ -475,7 +475,7 @@ def _steps(arm: Arm, count: int, peak: Callable[[], int]) -> Iterator[tuple[dict
         arm.plan.settle()
         held = held_bytes(arm.case.model, arm.plan.gradients, arm.optimizer)
         if arm.mirror:
-            held["mirror"] = held_by_mirror(arm.plan.mirror_shards or (), arm.mirror)
+            held["mirror"] = held_by_mirror(arm.case.model, arm.plan.mirror_shards or (), arm.mirror)
         yield held, peak()
         arm.plan.zero_grad()
 

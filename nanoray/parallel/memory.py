@@ -176,10 +176,12 @@ def held_bytes(model: nn.Module, gradients: Sequence[Tensor], optimizer: Optimiz
     return {"parameters": _bytes(params), "gradients": _bytes([*gradients, *whole]), "optimizer": _bytes(state)}
 
 
-def held_by_mirror(shards: Sequence[Shard], optimizer: Optimizer) -> int:
-    """Return the bytes of a mirror's gradients and optimizer state. Its weights are those of the model."""
+def held_by_mirror(model: nn.Module, shards: Sequence[Shard], optimizer: Optimizer) -> int:
+    """Return the bytes of a mirror's gradients and optimizer state, and of weights that are not the model's own."""
     gradients = [shard.param.grad for shard in shards if shard.param.grad is not None]
-    return _bytes([*gradients, *_state_of(optimizer)])
+    own = {_local(p).untyped_storage().data_ptr() for p in model.parameters()}
+    weights = [s.param for s in shards if _local(s.param).untyped_storage().data_ptr() not in own]
+    return _bytes([*weights, *gradients, *_state_of(optimizer)])
 
 
 def _state_of(optimizer: Optimizer) -> list[Tensor]:
@@ -188,5 +190,8 @@ def _state_of(optimizer: Optimizer) -> list[Tensor]:
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of all storages of the tensors; views of one count once."""
-    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return sum({s.data_ptr(): s.nbytes() for s in (tensor.untyped_storage() for tensor in local)}.values())
+    return sum({s.data_ptr(): s.nbytes() for s in (_local(tensor).untyped_storage() for tensor in tensors)}.values())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -51,6 +51,7 @@ def test_every_arm_runs(tmp_path: Path, shared_ranks: Any, capsys: pytest.Captur
     assert sent["ddp_by_hand"]["reduce_scatter gradients"] == pytest.approx(size, rel=0.05)
     assert sent["zero2"]["all_gather weights"] == pytest.approx(size, rel=0.05)
     assert sent["zero1 mirrored"]["send_recv mirror"] == pytest.approx(size / 2, rel=0.05)
+    assert sent["fsdp full mirrored"]["send_recv mirror"] == pytest.approx(size / 2, rel=0.05)
     assert "send_recv mirror" not in sent["zero1"]
     assert sent["fsdp full"]["all_gather weights"] > sent["fsdp grad_op"]["all_gather weights"]
     assert {t["target"].partition(",")[0] for t in found["targets"]} >= {"ddp_by_hand / ddp", "zero1 / ddp"}
