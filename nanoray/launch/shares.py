@@ -54,7 +54,7 @@ class Shares:
         size = full.tp * full.pp
         fit = (n * size for n in range(len(slots) // size, 0, -1) if batch_for(config, full.dp, n))
         order = sorted(slots, key=lambda slot: (slot not in done, -done.get(slot, 0), slot))
-        return sorted(keep(order, next(fit, 0), [[slot for slot in share if slot in done] for share in self.held]))
+        return sorted(keep(order, next(fit, 0), self.held))
 
 
 def smaller(config: Config, before: int, members: Sequence[int], left_out: Sequence[int], workers: int) -> str:
