@@ -261,8 +261,8 @@ class Config(WatchOptions):
     """when a rank is lost, on Ray: in_place (only that rank is replaced, its state comes from another rank's memory, no
     step is repeated; a restart with NCCL (but see --abort_nccl), an --allreduce written by hand, ep, or where no other
     rank has the lost part of a state divided by dp_mode (see --mirror), tp or pp) | shrink (as in_place, but if no
-    replacement comes in time fewer ranks continue with the same global batch until one does; not with tp or pp:
-    restart) | restart (all ranks, from the newest checkpoint)"""
+    replacement comes in time fewer ranks continue with the same global batch until one does; with tp or pp fewer whole
+    replicas of tp*pp ranks) | restart (all ranks, from the newest checkpoint)"""
     abort_nccl: bool = _field(False, "fault")
     """recovery in place and shrink over NCCL too, where each rank holds the whole state; ranks wait for their device in
     each step, and this has not been run on a GPU yet"""
@@ -361,13 +361,12 @@ class Config(WatchOptions):
 
     def mirrors(self, backend: str = "gloo") -> bool:
         """Whether each rank's share of a sharded state is kept by another rank, too, where there are several ranks."""
-        recoveries = ("in_place", "shrink") if self.tp * self.pp == 1 else ("in_place",)  # which may need it
         kept = self.mirror == "auto" and self.dp_mode in ("zero1", "zero2", "fsdp") and self.ep == 1
-        return kept and self.recovery in recoveries and backend == "gloo" and not self.pure
+        return kept and self.recovery != "restart" and backend == "gloo" and not self.pure
 
     def replicated(self, ranks: int) -> bool:
-        """Whether another replica has each rank's part of a state that tp and pp divide; it never shrinks."""
-        divided = self.tp * self.pp > 1 and self.ep == 1 and self.recovery == "in_place"
+        """Whether another replica has each rank's part of a state that tp and pp divide."""
+        divided = self.tp * self.pp > 1 and self.ep == 1 and self.recovery != "restart"
         return divided and self.dp_mode in ("ddp", "ddp_by_hand") and ranks >= 2 * self.tp * self.pp
 
     @property

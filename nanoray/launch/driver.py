@@ -24,6 +24,7 @@ from nanoray.launch.cluster_watch import ANOTHER_HEAD, ClusterWatch
 from nanoray.launch.drain import Drains, Leave
 from nanoray.launch.fault_log import FaultLog
 from nanoray.launch.placement import Placement
+from nanoray.launch.shares import no_replica, smaller
 from nanoray.launch.signals import Stop, StopRequested
 from nanoray.launch.worker import Heartbeat, Script
 from nanoray.launch.worker_group import POLL_S, SETTLE_S, START_TRIES, WorkerGroup, start_timeout_s
@@ -356,7 +357,7 @@ class Driver:
             if not left or self._too_late:
                 return False
             slots = group.divisible(group.ready)
-            too_few = len(slots) < self.place.workers and config.recovery != "shrink"
+            too_few = not slots or (len(slots) < self.place.workers and config.recovery != "shrink")
             if too_few and not reason and not self._ending:
                 print(f"replace  {self._budget} no new actor within {config.replace_timeout:g} s", flush=True)
                 if any(slot in group.unfit for slot in lost):
@@ -367,6 +368,9 @@ class Driver:
                 if not self.stop.requested:
                     until = min(self._saving.until if self._saving else math.inf, self._clock.monotonic() + SAVE_S)
                     self._saving = replace(self._saving or Saving(reason), until=until)
+            if not slots:
+                self.faults.explain(no_replica(config, left))
+                return False
             try:
                 store = group.open_store(slots)
             except RayError as error:
@@ -377,8 +381,8 @@ class Driver:
             reached("attempt")
             group.regroup(self.spec, slots, store, stop=saves)
             reached("orders")
-            joined = [slot for slot in lost if slot in slots]
-            self._announce_group(joined, before, self._clock.monotonic() - began, saves)
+            joined, left_out = [slot for slot in lost if slot in slots], [slot for slot in left if slot not in slots]
+            self._announce_group(joined, left_out, before, self._clock.monotonic() - began, saves)
             group.promoted.clear()
             return True
         return False
@@ -415,7 +419,7 @@ class Driver:
                         deadline = self._clock.monotonic() + timeout_s
         return ""
 
-    def _announce_group(self, joined: list[int], before: int, seconds: float, saves: bool) -> None:
+    def _announce_group(self, joined: list[int], left_out: list[int], before: int, seconds: float, saves: bool) -> None:
         """Print and note which ranks joined and which are missing. `before`: the size of the group that broke."""
         assert self.group
         group, kind, size = self.group, "in_place", len(self.group.members)
@@ -429,12 +433,8 @@ class Driver:
             print(f"save     {size} rank(s) are left and hold the run's state; they save it, and end\n", flush=True)
         elif size < self.place.workers:
             kind = "shrink"
-            missing = sorted({*range(self.place.workers)} - {*group.members})
-            print(
-                f"shrink   {self._budget} {before} -> {size} rank(s) with the same global batch, until "
-                f"rank {', '.join(map(str, missing))} is back\n",
-                flush=True,
-            )
+            text = smaller(self.spec.config, before, group.members, left_out, self.place.workers)
+            print(f"shrink   {self._budget} {text}\n", flush=True)
         self.faults.set_recovery(kind)
 
     def _can_grow(self) -> bool:

@@ -2,7 +2,7 @@
 
 A slot is the place of a rank: its resources, its device, its log. When a rank is lost, another actor takes its slot.
 While every slot is taken, rank and slot are the same number. With `--recovery shrink` the group may be smaller for a
-while; its ranks are then the taken slots in order.
+while: its ranks are then its members' slots in order, whatever part of a model that tp or pp cut they had before.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, NodeLabelSchedulingStrategy, NotIn
 
-from nanoray.config import Config, batch_for
+from nanoray.config import Config
 from nanoray.faults.cause import Failure, FailureCollector
 from nanoray.faults.hang import Position, Watchdog, behind
 from nanoray.faults.progress import ProgressFile
 from nanoray.launch.cluster_watch import ClusterWatch
 from nanoray.launch.placement import START_TIMEOUT_S, Placement, bounded, strategy
 from nanoray.launch.rank_end import RankEnd
+from nanoray.launch.shares import Shares
 from nanoray.launch.worker import Script, Worker
-from nanoray.mesh.layout import Layout, mirrored, whole_replicas
 from nanoray.mesh.rendezvous import BackendChoice, RankDevice, Rendezvous, choose_backend, rendezvous_of
 from nanoray.run import RunSpec, recovers_in_place
 from nanoray.train.observers import Console
@@ -70,7 +70,7 @@ class WorkerGroup:
     created: int = 0  # actors so far, to give each its own name
     choice: BackendChoice | None = None
     host: int | None = None  # the slot whose process serves the store
-    pairs: list[tuple[int, int]] = field(default_factory=list)  # slots: whose share is mirrored, and by whom
+    shares: Shares = field(default_factory=Shares)  # of the state, and the members that hold them
     secret: str = field(default="", repr=False)  # of the present meeting
     poll: Any = None  # pending `poll` of rank 0
     event_at: float = 0.0  # monotonic seconds of the newest events: processes they report dead had died by then
@@ -224,12 +224,12 @@ class WorkerGroup:
         return sorted(slot for slot in self.actors if slot not in self.starting)
 
     def divisible(self, slots: Sequence[int]) -> list[int]:
-        """Return as many of these slots as the global batch can be divided among, first those that hold the state."""
-        config, layout = self.spec.config, Layout.of(self.spec.config, self.place.workers)
-        best = whole_replicas(layout, sorted(slots, key=lambda slot: (slot not in self.runs, slot)))
-        while best and batch_for(config, layout.dp, layout.dp * len(best) // layout.world_size) is None:
-            best = whole_replicas(layout, best[:-1])
-        return sorted(best)
+        """Return the largest part of these slots that can train: whole replicas, with each share of the state."""
+        if len(slots) == self.place.workers:
+            return sorted(slots)
+        done = dict.fromkeys(self.runs, 0) | {slot: at.step for slot, (at, _) in self.positions().items()}
+        done = {slot: done[slot] for slot in self.runs}
+        return self.shares.whole_replicas(self.spec.config, self.place.workers, slots, done)
 
     # Groups.
 
@@ -271,7 +271,8 @@ class WorkerGroup:
     def regroup(self, spec: RunSpec, slots: list[int], store: tuple[str, int], stop: bool = False) -> None:
         """Form a group of these slots: ranks that hold the run's state go on, new actors receive it from them.
 
-        With `stop` they save and end. Raises RayError.
+        With `stop` they save and end. Else a rank that is left out ends, and a new actor waits in its slot. Raises
+        RayError.
         """
         self.spec, self.members, self.poll = spec, slots, None
         self.live, self.stopping, self.pausing = True, False, False
@@ -287,6 +288,9 @@ class WorkerGroup:
                 self.actors[r.slot].go_on.remote(spec.to_dict(), r)
             else:
                 self.runs[r.slot] = self.actors[r.slot].run.remote(spec.to_dict(), r)
+        for slot in [] if stop else self.runs.keys() - {*slots}:
+            del self.runs[slot]
+            self.fill(slot)
 
     def break_meeting(self, slot: int) -> None:
         """Tell the members, if they still wait for a lost one to join them, that it will not come."""
@@ -314,11 +318,7 @@ class WorkerGroup:
         device = "cpu" if place.kind == "cpu" else "cuda:0"
         self.secret = secrets.token_hex(16)
         ranks = rendezvous_of([fact["node"] for fact in facts], choice, self.secret)
-        if self.spec.config.mirrors(choice.backend):
-            layout, local = Layout.of(self.spec.config, len(ranks)), [r.local_rank for r in ranks]
-            owners = [mirrored(layout, rank, local)[1] for rank in range(len(ranks))]
-            pairs = [(self.members[owner], slot) for owner, slot in zip(owners, self.members, strict=True)]
-            self.pairs = sorted((owner, mirror) for owner, mirror in pairs if owner != mirror)
+        self.shares = Shares.of(self.spec.config, choice.backend, self.members, [r.local_rank for r in ranks])
         return [
             replace(r, slot=slot, slots=place.workers, device=device, threads=place.threads, abortable=self.in_place)
             for r, slot in zip(ranks, self.members, strict=True)
@@ -327,12 +327,7 @@ class WorkerGroup:
     def lost_share(self, leaving: Collection[int] = ()) -> str:
         """Say which share of the state is lost with all its copies, or would be without `leaving`; else empty."""
         gone = {*leaving, *(slot for slot in self.members if slot not in self.runs)}
-        if self.spec.config.replicated(self.place.workers):
-            parts = Layout.of(self.spec.config, self.place.workers).groups("dp")
-            lost = [f"ranks {', '.join(map(str, part))}" for part in parts if gone.issuperset(part)]
-            return f"shares of the state are lost with all that held them: {'; '.join(lost)}" if lost else ""
-        lost = [f"that of rank {owner} with rank {mirror}" for owner, mirror in self.pairs if {owner, mirror} <= gone]
-        return f"shares of the state are lost, each with its mirror: {', '.join(lost)}" if lost else ""
+        return self.shares.lost(gone) if self.spec.config.sharded else ""  # whole on each rank: nobody is left
 
     def hopeless(self, failure: Failure) -> bool:
         """Whether newcomers could not work on so many nodes that another one will not do either."""

@@ -113,17 +113,6 @@ class Layout:
         return [tuple(ranks) for ranks in together.values()]
 
 
-def whole_replicas(layout: Layout, slots: Sequence[int]) -> list[int]:
-    """Return as many of these ranks of `layout` as make whole replicas, with a holder of each part, if there is one.
-
-    Of equals the first in `slots` are taken; those that hold a part that no earlier one holds come first.
-    """
-    count = len(slots) // (layout.tp * layout.pp) * layout.tp * layout.pp
-    holders = {(place.tp, place.pp): slot for slot in reversed(slots) for place in (layout.coords(slot),)}
-    first = {*holders.values()}
-    return sorted(slots, key=lambda slot: slot not in first)[:count]
-
-
 def mirror_distance(local_ranks: Sequence[int]) -> int:
     """Return d: of n ranks, rank (r + d) mod n mirrors the share of rank r. 0 for one rank, which has no neighbour.
 

@@ -240,6 +240,40 @@ def test_the_group_shrinks_and_grows_back(
     assert no_actors_left(cluster)
 
 
+@pytest.mark.full
+def test_a_whole_replica_trains_alone_until_there_are_two(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
+    """dp 2 x tp 2 loses rank 1 in step 6; ranks 0 and 3 go on. A frozen one gives new processes time.
+
+    While they are one replica the losses are, to the bit, those of one that began at the checkpoint of step 5.
+    """
+    mesh = ("--cpus_per_worker", "0.5", "--dropout", "0.1", "--tp", "2", "--checkpoint_mode", "sync")
+    flags = (*EVERY_FIVE, *mesh, "--keep_checkpoints", "9", "--log_every", "1", "--recovery", "shrink")
+    plan = "kill@rank=1,step=6,phase=backward;stop@rank=0,step=9,phase=data"
+    out = tmp_path / "out"
+    shrinks = (*flags, "--workers", "4", "--replace_timeout", "0", "--faults", plan, *PATIENT, "--spares", "0")
+    driver = start(cluster, recipe, out, *shrinks)
+    wait_for(lambda: len(injected(out)) > 1, process=driver)
+    thaw(driver, out, 0, "pause", since=injected(out)[0]["time"])
+    code, output = finish(driver)
+    assert code == 0, output
+    assert fired(out) == ["kill", "stop"]
+    (report,) = reports(out)
+    assert (report["rank"], report["recovery"], report["steps_repeated"]) == (1, "shrink", 0)
+    told = (
+        "4 -> 2 rank(s) = dp 1 × tp 2 with the same global batch, until rank 1, 2 is back; rank 2 has no part in that"
+    )
+    assert told in output
+    assert "grow     2 -> 4 ranks; no step is repeated" in output
+    assert summary(out)["world_size"] == 4
+    assert no_actors_left(cluster)
+    micro = str(json.loads((only_run(out) / "config.json").read_text())["global_batch_size"] // 2)
+    small = (*flags, "--workers", "2", "--micro_batch_size", micro, "--stop_at", "9", "--spares", "0")
+    resume = ("--resume", str(only_run(out) / "checkpoints" / "step_00000005"))
+    undisturbed(recipe, tmp_path / "small", *small, *resume)
+    alone = losses(tmp_path / "small")
+    assert {step: loss for step, loss in losses(out).items() if 5 < step < 9} == {s: alone[s] for s in (6, 7, 8)}
+
+
 def repeated(step: int, phase: str) -> int:
     """Steps that a restart from the checkpoints at 5, 10, ... does again."""
     done = step if phase in ("log", "eval", "checkpoint") else step - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,9 @@ import pytest
 
 from nanoray.config import make_config
 from nanoray.run import recovers_in_place
-from tests.harness.axes import final
+from tests.harness.axes import equal, final
 from tests.harness.elastic import run_elastic
-from tests.harness.ranks import TINY, make_spec, series
+from tests.harness.ranks import TINY, make_spec, records, run_ranks, series
 from tests.ranks.test_mirror import NORM, RECIPE, Clean, clean, deaf, ended_well, fired, spoil_the_mirror
 
 __all__ = ["clean"]  # the fixture
@@ -98,15 +99,53 @@ def test_a_step_that_one_rank_of_a_sharded_replica_has_done_is_finished(
     assert ["finished step 5, which rank 3 had done" in log for log in logs] == [False, True, True, False]
 
 
-def test_what_is_left_of_two_replicas_goes_on_as_one(text: Path, tmp_path: Path, clean: Clean) -> None:
-    """Rank 1 dies and nobody replaces it: ranks 0 and 3 have all parts, and are one replica from then on."""
-    spec = make_spec(text, tmp_path, **RECIPE | {"tp": 2, "faults": "kill@rank=1,step=5,phase=backward"})
-    outcome = run_elastic(spec, 4, groups=[[0, 3]], timeout_s=200)
+@pytest.mark.parametrize(
+    ("lost", "left", "settings"),
+    [
+        (1, [0, 3], {"tp": 2}),
+        (1, [0, 2], {"pp": 2, "dp_mode": "ddp_by_hand", "grad_accum_steps": 2}),
+        pytest.param(0, [1, 2], {"tp": 2}, marks=pytest.mark.full),  # each has the part that the other one will get
+        pytest.param(0, [1, 2], {"tp": 2, "dp_mode": "zero1"}, marks=pytest.mark.full),
+        pytest.param(2, [0, 3], {"tp": 2, "dp_mode": "fsdp"}, marks=pytest.mark.full),
+        pytest.param(0, [1, 2], {"pp": 2, "dp_mode": "zero2", "grad_accum_steps": 2}, marks=pytest.mark.full),
+    ],
+    ids=["tp", "pp", "tp other parts", "tp zero1", "tp fsdp", "pp zero2"],
+)
+def test_a_whole_replica_goes_on_as_one_that_began_so(
+    text: Path, tmp_path: Path, lost: int, left: list[int], settings: dict[str, Any]
+) -> None:
+    """A rank of dp 2 dies in step 5 and nobody replaces it. Two ranks that hold all parts between them go on.
+
+    From there on each bit is that of a run on two ranks from the checkpoint of step 4.
+    """
+    settings = RECIPE | settings | {"recovery": "shrink", "checkpoint_mode": "sync"}
+    spec = make_spec(text, tmp_path / "shrunk", **settings | {"faults": f"kill@rank={lost},step=5,phase=backward"})
+    outcome = run_elastic(spec, 4, groups=[left], timeout_s=200)
+    assert fired(spec) == ["backward"]
     assert [rank["step"] for rank in outcome.ranks.values() if "step" in rank] == [8, 8], outcome
-    whole = series(clean(4, tp=2))
-    for name, values in series(spec).items():
-        assert values == pytest.approx(whole[name], rel=1e-3), name
-    assert len(final(spec).model) == len(final(clean(4, tp=2)).model)
+    assert [record["step"] for record in records(spec)] == [*range(1, 9)]
+    shutil.copytree(spec.checkpoints / "step_00000004", tmp_path / "step_00000004")
+    small = {"resume": str(tmp_path / "step_00000004"), "micro_batch_size": 12 // settings.get("grad_accum_steps", 1)}
+    began = make_spec(text, tmp_path / "began", **settings | small | {"grad_accum_steps": 0})
+    assert not [rank for rank in run_ranks(began, 2) if "error" in rank]
+    assert {step: loss for step, loss in series(spec).items() if step > 4} == series(began)
+    assert equal(final(spec), final(began))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("settings", [{"tp": 2}, {"tp": 2, "dp_mode": "zero1"}, {"tp": 2, "dp_mode": "fsdp"}])
+def test_the_group_shrinks_by_a_replica_and_grows(
+    text: Path, tmp_path: Path, clean: Clean, settings: dict[str, Any]
+) -> None:
+    """dp 2 x tp 2, then one replica, then two again, of which new processes are three ranks."""
+    settings = settings | {"dropout": 0.0}
+    faults = "kill@rank=1,step=3,phase=backward"
+    spec = make_spec(text, tmp_path, **RECIPE | settings | {"recovery": "shrink", "faults": faults})
+    outcome = run_elastic(spec, 4, groups=[[0, 3]], grow_at=6, timeout_s=200)
+    assert not [rank for rank in outcome.ranks.values() if "error" in rank and rank["error"] != "Died"], outcome
+    assert outcome.left[1] == ["the driver ordered a new group"] * 2
+    assert [record["step"] for record in records(spec)] == [*range(1, 9)]
+    assert series(spec) == pytest.approx(series(clean(4, **settings)), abs=2e-5), "sums in another order, and no more"
 
 
 @pytest.mark.parametrize(
@@ -120,8 +159,10 @@ def test_what_is_left_of_two_replicas_goes_on_as_one(text: Path, tmp_path: Path,
         ({"pp": 2, "dp_mode": "zero2"}, 4, True),
         ({"pp": 2, "dp_mode": "zero2"}, 2, False),
         ({"tp": 2, "dp_mode": "zero1", "mirror": "off"}, 4, False),
-        ({"tp": 2, "dp_mode": "zero1", "recovery": "shrink"}, 4, False),
-        ({"tp": 2, "recovery": "shrink"}, 4, False),
+        ({"tp": 2, "dp_mode": "zero1", "recovery": "shrink"}, 4, True),
+        ({"tp": 2, "recovery": "shrink"}, 4, True),
+        ({"tp": 2, "recovery": "shrink"}, 2, False),
+        ({"ep": 2, "experts": 2, "dp_mode": "ddp_by_hand", "recovery": "shrink"}, 4, False),
         ({"tp": 2, "recovery": "restart"}, 4, False),
         ({}, 2, True),
     ],

@@ -718,6 +718,52 @@ def test_the_group_shrinks_at_once_and_grows_when_the_new_actor_is_ready(
     assert "grow     2 -> 3 ranks; no step is repeated" in capsys.readouterr().out
 
 
+REPLICAS: dict[str, Any] = {"recovery": "shrink", "replace_timeout": 0, "tp": 2, "n_head": 2, "n_embd": 32}
+
+
+def test_whole_replicas_shrink_and_grow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """dp 2 x tp 2: rank 1 is lost. Ranks 0 and 3 hold all; rank 2 is no replica and makes room for a new process."""
+    run = Run(tmp_path, 4, **REPLICAS)
+    run.ray.at(10.3, run.ray.die, 1)
+    assert ended_well(run(), world_size=4)
+    assert run.orders == [
+        *("start 1", "go_on 0 as 0/2 attempt 1", "go_on 3 as 1/2 attempt 1", "kill 2", "start 2", "pause 0", "pause 3"),
+        *("go_on 0 as 0/4 attempt 2", "run 1 as 1/4 attempt 2", "run 2 as 2/4 attempt 2", "go_on 3 as 3/4 attempt 2"),
+    ]
+    assert what(run) == [(1, "killed", "shrink", 0)]
+    output = capsys.readouterr().out
+    told = "shrink   1/3 4 -> 2 rank(s) = dp 1 × tp 2 with the same global batch, until rank 1, 2 is back; "
+    assert f"{told}rank 2 has no part in that and ends\n" in output
+    assert "grow     2 -> 4 ranks; no step is repeated" in output
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 3), (3, 0), (1, 3), (3, 1), (5, 2), (2, 1)])
+@pytest.mark.parametrize("mode", ["ddp", "zero1"])
+def test_two_losses_shrink_by_a_replica_each(tmp_path: Path, mode: str, first: int, second: int) -> None:
+    """dp 3 x tp 2, and no process can be started: 6, 4 and 2 ranks. Ranks of either part, in either order."""
+    run = Run(tmp_path, 6, **REPLICAS, dp_mode=mode)
+    run.ray.at(0.0, lambda: setattr(run.ray, "start_s", 1000.0))
+    run.ray.at(10.3, run.ray.die, first)
+    run.ray.at(14.3, run.ray.die, second)
+    assert ended_well(run(), world_size=2)
+    assert run.causes == [(first, "killed"), (second, "killed")]
+    assert {(report["recovery"], report["steps_repeated"]) for report in run.reports} == {("shrink", 0)}
+    assert [order.split()[3] for order in run.orders if order.startswith("go_on")] == [
+        *("0/4", "1/4", "2/4", "3/4"),
+        *("0/2", "1/2"),
+    ]
+
+
+def test_the_last_replica_is_not_divided(tmp_path: Path) -> None:
+    """When one of its ranks is lost, too, its part is gone, and all start again from the newest checkpoint."""
+    run = Run(tmp_path, 4, **REPLICAS)
+    run.ray.at(10.3, run.ray.die, 1)
+    run.ray.at(11.3, run.ray.die, 3)
+    assert ended_well(run(), world_size=4)
+    assert [report["recovery"] for report in run.reports] == ["shrink", "restart"]
+    assert run.reports[1]["consequences"] == ["shares of the state are lost with all that held them: rank 3"]
+
+
 def test_a_newcomer_that_dies_after_the_others_were_paused_is_the_cause(tmp_path: Path) -> None:
     """Its own death is named, not a group that broke by itself; and it is replaced."""
     run = Run(tmp_path, recovery="shrink", replace_timeout=0)

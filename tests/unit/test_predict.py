@@ -173,6 +173,8 @@ def test_memory_of_a_cut_model_is_the_formula_of_the_dry_run(mode: str, checkpoi
     expected = state_memory(some.config, Sizes.of(model), 4, 8, 0.05)
     expected |= activation_memory(SHAPE, 2, "fp32", checkpointing, Cut(2))
     assert memory_of(some, layout, 2) == expected
+    rows = job(dp_mode=mode, activation_checkpointing=checkpointing, tp=2, sequence_parallel=True)
+    assert memory_of(rows, layout, 2) == expected | activation_memory(SHAPE, 2, "fp32", checkpointing, Cut(2, 1, True))
     half = replace(some, precision="bf16")
     assert memory_of(half, layout, 2)["copies"] == pytest.approx(2 * scaling_parameters(SHAPE) / 2, rel=0.01)
 
@@ -324,6 +326,9 @@ def test_pipeline_messages_by_hand() -> None:
     for what in ("residual stream", "its gradient"):
         assert (talks[what].times, talks[what].nbytes) == (8 * 2, 4 * 4 * 16 * 64)
     assert talks["gradient of the embedding"].nbytes == 4 * 256 * 64
+    rows = job(64, dp_mode="ddp_by_hand", tp=2, sequence_parallel=True)
+    talks = {t.what: t for t in talks_of(rows, Layout(tp=2, pp=2), 4, 0) if t.axis == "pp"}
+    assert talks["residual stream"].nbytes == 4 * 4 * 16 * 64 / 2, "each tensor rank sends its positions"
 
 
 # Links
@@ -413,6 +418,20 @@ def test_a_step_of_tp_by_hand() -> None:
     assert two.step_s == pytest.approx(two.parts["compute"] + two.parts["tp"])
     half = predict(some, Layout(tp=2), 2, OnTopology(NODES), replace(SPEED, uncut=0.5))
     assert half.parts["compute"] == pytest.approx(0.75 * alone.parts["compute"])
+
+
+@pytest.mark.parametrize(("mode", "share"), [("ddp", 1), ("ddp_by_hand", 1), ("zero1", 4), ("zero2", 4), ("fsdp", 4)])
+def test_each_rank_updates_its_share(mode: str, share: int) -> None:
+    speeds = [replace(SPEED, optimizer_s=seconds) for seconds in (0, 1e-6)]
+    without, update = (predict(job(8, dp_mode=mode), Layout(dp=4), 2, OnTopology(FREE), s).step_s for s in speeds)
+    assert update - without == pytest.approx(1e-6 * count_parameters(SHAPE) / share, rel=1e-5)
+
+
+def test_gradients_that_nothing_hides_by_hand() -> None:
+    """Compute takes no time: buckets go one after the other, each with two messages in a ring of two."""
+    step = predict(job(8), Layout(dp=2), 4, OnTopology(NODES), Speed(1e30, 1e30))
+    (talk,) = step.talks
+    assert step.step_s == pytest.approx(talk.times * (2e-6 + talk.nbytes / 100e9))
 
 
 def test_more_ranks_than_cores_stretch_a_step() -> None:

@@ -128,6 +128,9 @@ def test_a_group_is_as_large_as_the_batch_allows(
     assert group.divisible(ready) == slots
 
 
+CUT = {"tp": 2, "n_head": 2, "n_embd": 32}
+
+
 @pytest.mark.parametrize(
     ("left", "slots"),
     [
@@ -139,18 +142,48 @@ def test_a_group_is_as_large_as_the_batch_allows(
 )
 def test_a_group_of_replicas_has_every_part(tmp_path: Path, left: list[int], slots: list[int]) -> None:
     """dp 2 x tp 2: ranks 0 and 2 have one half of each layer, 1 and 3 the other."""
-    group = Run(tmp_path, 4, tp=2, n_head=2, n_embd=32).group
+    _, group = started(tmp_path, 4, **CUT)
     group.runs = dict.fromkeys(left)
     assert group.divisible(left) == slots
 
 
+def test_the_rank_that_has_done_most_steps_goes_on(tmp_path: Path) -> None:
+    """Ranks 1 and 3 hold the same part, and rank 3 has completed a step more."""
+    run, group = started(tmp_path, 4, **CUT)
+    group.runs.pop(0)
+    for slot, step in ((1, 5), (2, 5), (3, 6)):
+        ProgressFile(run.spec.progress(slot)).set(step, "regroup")
+    assert group.divisible([1, 2, 3]) == [2, 3]
+
+
 def test_a_part_is_lost_with_all_its_replicas(tmp_path: Path) -> None:
-    group = Run(tmp_path, 4, tp=2, n_head=2, n_embd=32).group
-    group.members, group.runs = [0, 1, 2, 3], dict.fromkeys([0, 1, 3])
+    _, group = started(tmp_path, 4, **CUT)
+    group.runs.pop(2)
     assert group.lost_share() == ""
     assert group.lost_share([0]) == "shares of the state are lost with all that held them: ranks 0, 2"
-    group.runs = dict.fromkeys([1, 3])
+    group.runs.pop(0)
     assert group.lost_share() == "shares of the state are lost with all that held them: ranks 0, 2"
+
+
+@pytest.mark.parametrize("mode", ["ddp", "zero1"])
+def test_a_slots_part_follows_from_the_group_and_not_from_its_number(tmp_path: Path, mode: str) -> None:
+    """dp 3 x tp 2 loses slot 0: the five that are left make dp 2, in which slot 2 has the part that slot 1 had."""
+    run, group = started(tmp_path, 6, dp_mode=mode, recovery="shrink", **CUT)
+    group.runs.pop(0)
+    slots = group.divisible([1, 2, 3, 4, 5])
+    assert slots == [1, 2, 3, 4]
+    group.regroup(replace(run.spec, attempt=1), slots, group.open_store(slots))
+    assert run.ray.orders[-6:-2] == [f"go_on {slot} as {slot - 1}/4 attempt 1" for slot in slots]
+    assert run.ray.orders[-2:] == ["kill 5", "start 5"], "it holds nothing that the others do not"
+    assert sorted(group.runs) == slots
+    assert group.lost_share([1, 2]) == group.lost_share([3, 4]) == ""
+    assert {"ddp": "all that held them: ranks 2, 4", "zero1": "that of rank 2 with rank 4"}[mode] in group.lost_share(
+        [2, 4]
+    )
+    group.runs = dict.fromkeys([1, 2])
+    assert group.divisible([1, 2]) == [1, 2]
+    group.regroup(replace(run.spec, attempt=2), [1, 2], group.open_store([1, 2]))
+    assert group.lost_share([2]).endswith({"ddp": "held them: rank 2", "zero1": "its mirror: that of rank 2"}[mode])
 
 
 # New actors and spares.

@@ -1,0 +1,103 @@
+"""Which ranks go on when some are lost: whole replicas that together hold each share of the state."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from nanoray.config import make_config
+from nanoray.launch.shares import Shares, keep, no_replica, smaller
+from tests.harness.ranks import TINY
+
+
+def config(**settings: Any) -> Any:
+    return make_config(TINY | {"n_head": 4, "n_layer": 4, "recovery": "shrink"} | settings)
+
+
+AXES: list[dict[str, Any]] = [
+    {},
+    {"tp": 2},
+    {"pp": 2, "dp_mode": "ddp_by_hand"},
+    {"tp": 2, "pp": 2, "dp_mode": "ddp_by_hand"},
+    {"dp_mode": "zero1"},
+    {"tp": 2, "dp_mode": "zero1"},
+    {"pp": 2, "dp_mode": "zero2"},
+    {"tp": 2, "dp_mode": "fsdp"},
+]
+
+
+@pytest.mark.parametrize("axes", AXES, ids=str)
+@pytest.mark.parametrize("dp", [2, 3, 4])
+def test_after_any_two_losses_what_is_left_goes_on_or_says_what_is_lost(dp: int, axes: dict[str, Any]) -> None:
+    """One loss never costs a share. Two, in either order, do so only where they had all copies of one."""
+    cfg = config(**axes)
+    size = cfg.tp * cfg.pp
+    workers = dp * size
+    for first, second in itertools.permutations(range(workers), 2):
+        members = [*range(workers)]
+        for lost in (first, second):
+            if lost not in members:  # it was left out
+                continue
+            shares = Shares.of(cfg, "gloo", members, members)
+            left = [slot for slot in members if slot != lost]
+            if shares.lost([lost]):
+                assert len(members) == size, "only one replica had been left"
+                break
+            slots = shares.whole_replicas(cfg, workers, left, dict.fromkeys(left, 7))
+            assert len(slots) == len(left) // size * size > 0
+            assert not shares.lost({*members} - {*slots})
+            members = slots
+
+
+@pytest.mark.parametrize("axes", AXES[4:], ids=str)
+def test_two_ranks_that_are_lost_together(axes: dict[str, Any]) -> None:
+    """With mirrors a share is lost with both of its holders, and those are neighbours along the data axis."""
+    cfg = config(**axes)
+    workers = 4 * cfg.tp * cfg.pp
+    shares = Shares.of(cfg, "gloo", range(workers), range(workers))
+    gone = [pair for pair in itertools.combinations(range(workers), 2) if shares.lost(pair)]
+    assert len(gone) == workers, "each rank with its mirror"
+    for pair in itertools.combinations(range(workers), 2):
+        left = [slot for slot in range(workers) if slot not in pair]
+        slots = shares.whole_replicas(cfg, workers, left, dict.fromkeys(left, 7))
+        assert pair in gone or not shares.lost({*range(workers)} - {*slots})
+        assert len(slots) == len(left) // (cfg.tp * cfg.pp) * cfg.tp * cfg.pp
+
+
+@pytest.mark.parametrize(
+    ("workers", "batch", "sizes"),
+    [
+        (8, 12, {7: 6, 6: 6, 5: 4, 4: 4, 3: 2, 2: 2}),
+        (8, 8, {7: 4, 6: 4, 5: 4, 4: 4, 3: 2, 2: 2}),  # three replicas cannot share 8 samples
+    ],
+)
+def test_how_many_ranks_go_on(workers: int, batch: int, sizes: dict[int, int]) -> None:
+    cfg = config(tp=2, global_batch_size=batch)
+    shares = Shares.of(cfg, "gloo", range(workers), range(workers))
+    for left, size in sizes.items():
+        assert len(shares.whole_replicas(cfg, workers, range(left), dict.fromkeys(range(left), 0))) == size
+
+
+def test_what_a_new_process_in_a_lost_slot_does_not_hold() -> None:
+    """Slot 1 is lost and has a new process, slot 2 has none: 0 and 3 hold all, and the newcomer would hold nothing."""
+    cfg = config(tp=2)
+    shares = Shares.of(cfg, "gloo", range(4), range(4))
+    assert shares.whole_replicas(cfg, 4, [0, 1, 3], {0: 5, 3: 5}) == [0, 3]
+
+
+def test_slots_that_hold_what_no_other_does_are_kept() -> None:
+    ring = [(0, 1), (1, 2), (2, 3), (3, 0)]
+    assert keep([0, 1, 2, 3], 2, ring) == [0, 2]
+    assert keep([1, 2, 3], 2, ring) == [1, 3], "0 is gone: its neighbours have copies of what it had"
+    assert keep([0, 1, 2, 3], 1, ring) == []
+
+
+def test_what_is_said() -> None:
+    cut = config(tp=2, pp=2, dp_mode="ddp_by_hand")
+    told = "12 -> 8 rank(s) = dp 2 × tp 2 × pp 2 with the same global batch, until rank 0, 9, 10, 11 is back"
+    assert smaller(cut, 12, range(1, 9), [], 12) == told
+    assert smaller(cut, 12, range(1, 9), [9, 10], 12) == f"{told}; rank 9, 10 has no part in that and ends"
+    assert smaller(config(), 3, [1, 2], [], 3) == "3 -> 2 rank(s) with the same global batch, until rank 0 is back"
+    assert no_replica(cut, [0, 5]).startswith("of the 2 rank(s) 0, 5 no whole number of replicas of tp*pp = 2*2 ranks")
