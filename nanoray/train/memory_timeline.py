@@ -205,7 +205,7 @@ class MemoryTimeline:
             storages.number(storage, "gradients", before=True)
         for name, module in self._par.model.named_modules():
             self._handles.append(module.register_forward_pre_hook(partial(self._enter, name or "(model)")))
-            self._handles.append(module.register_forward_hook(self._leave))
+            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
         storages.__enter__()
 
     def _drop(self) -> None:
@@ -242,6 +242,7 @@ class MemoryTimeline:
         self._turn()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Leave a module, also by the exception with which a repeated forward ends early."""
         self._inside.pop()
         self._turn()
         if self._phase == "backward" and not self._inside and self._storages:

@@ -22,20 +22,24 @@ RECIPE: dict[str, Any] = {"max_steps": 4, "global_batch_size": 12, "dropout": 0.
 LAYERS = 2 * (12 * 32**2 + 2 * 32) + 32  # parameters of TINY without its embeddings
 
 
-def watched(phase: list[str]) -> Storages:
-    return Storages(torch.device("cpu"), lambda: phase[0], lambda: FORWARD if phase[0] == "forward" else "other")
+class Watched(Storages):
+    """Storages that are told the phase by hand."""
+
+    def __init__(self) -> None:
+        self.phase = "forward"
+        kind = lambda: FORWARD if self.phase == "forward" else "other"  # noqa: E731
+        super().__init__(torch.device("cpu"), lambda: self.phase, kind)
 
 
-def step(model: nn.Module, x: torch.Tensor, storages: Storages, at: list[str]) -> None:
-    """Do what MemoryTimeline does in a step of one process, the first one of AdamW."""
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+def step(model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer, storages: Watched) -> None:
+    """Do what MemoryTimeline does in a step of one process."""
     storages.note(model.parameters(), "weights", always=True)
     with storages:
         y = model(x).sum()
         storages.keep()
-        at[0] = "backward"
+        storages.phase = "backward"
         y.backward()
-        at[0] = "optimizer"
+        storages.phase = "optimizer"
         storages.note([p.grad for p in model.parameters()], "gradients", always=True)
         del y
         optimizer.step()
@@ -45,9 +49,8 @@ def step(model: nn.Module, x: torch.Tensor, storages: Storages, at: list[str]) -
 def test_a_small_step_by_hand() -> None:
     """(64, 8) @ (8, 16), ReLU, @ (16, 4): views count once, what is freed counts no more."""
     model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 4, bias=False))
-    weights, x, at = 4 * (8 * 16 + 16 * 4), torch.randn(64, 8), ["forward"]
-    storages = watched(at)
-    step(model, x, storages, at)
+    weights, x, storages = 4 * (8 * 16 + 16 * 4), torch.randn(64, 8), Watched()
+    step(model, x, torch.optim.AdamW(model.parameters(), fused=True), storages)
     found = summary(storages)
     # Before backward: x, and what ReLU returned for the second product (ReLU's own input is freed); the loss.
     hidden, result = 4 * 64 * 16, 4 * 64 * 4
@@ -67,15 +70,15 @@ def test_a_small_step_by_hand() -> None:
 def test_the_sum_moves_as_the_allocator_does() -> None:
     """torch's profiler tells each allocation of the CPU's allocator: the same peak above the beginning, and end.
 
-    A kernel's own workspace is not seen: LayerNorm's backward has one, so there is no LayerNorm here.
+    A kernel's own workspace is not seen: that of a LayerNorm, or of a product with strides of 0, so none is here.
     """
     from torch.profiler import ProfilerActivity, profile
 
-    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-    x, at = torch.randn(128, 64), ["forward"]
-    storages = watched(at)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.GELU())
+    x, storages = torch.randn(128, 64), Watched()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        step(model, x, storages, at)
+        step(model, x, optimizer, storages)
     level, levels = 0, [0]
     for event in sorted(events(seen), key=lambda event: event.start_time_ns):
         level += event.extra_fields.alloc_size
@@ -124,16 +127,19 @@ def test_each_rank_records_one_step_and_no_bit_changes(
     assert not (plain.folder / "memory").exists()
     found = read_memory(looked.folder)
     assert [(of_rank["rank"], of_rank["step"]) for of_rank in found] == [(rank, 3) for rank in range(world)]
-    mode = looked.config.dp_mode if world > 1 else "ddp"
     for of_rank in found:
         most, formula, peak = of_rank["most"], of_rank["formula"], of_rank["peak"]
         assert peak["bytes"] == sum(peak[name] for name in CATEGORIES)
-        assert peak["bytes"] == pytest.approx(formula["peak"], rel=0.2)
+        assert peak["other"] < 0.5 * peak["activations"]
+        if not {"pp", "activation_checkpointing"} & {*settings}:  # their parts are never there together
+            assert peak["bytes"] == pytest.approx(formula["peak"], rel=0.25)
         assert most["weights"] == pytest.approx(formula["weights"], rel=0.001)
         assert most["gradients"] == pytest.approx(formula["gradients"], rel=0.001)
         assert most["optimizer"] == pytest.approx(formula["optimizer"], rel=0.002), "and a step for each tensor"
-        assert (most["buckets"] > 0) == (mode in ("ddp_by_hand", "zero2", "fsdp"))
-    if mode == "zero2":  # what moves at once and what stays, to the byte: 16 elements a slice divide all tensors here
+        assert (most["buckets"] > 0) == (formula["buckets"] > 0)
+    if (
+        looked.config.dp_mode == "zero2"
+    ):  # what moves at once and what stays, to the byte: 16 elements a slice divide all tensors here
         count = 4 * (LAYERS + looked.config.n_embd * (256 + looked.config.block_size))
         for of_rank in found:
             assert of_rank["most"]["weights"] == count
