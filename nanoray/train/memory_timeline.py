@@ -171,15 +171,12 @@ class MemoryTimeline:
             self._note(f"note    memory_at = {self._at} records nothing: step {state.step} is done")
             return []
         self._spec, self._mesh, self._par, self._state, self._batch = spec, mesh, par, state, batch
-        self._gradients: list[weakref.ref[Any]] = []  # storages of those of the step before
         return [self]
 
     def __call__(self, step: int, phase: str) -> None:
         """Watch the step where it is due."""
         inside = step == self._at and phase not in OUTSIDE
         if self._storages is None:
-            if step == self._at - 1 and phase == "optimizer":
-                self._gradients = [weakref.ref(grad.untyped_storage()) for grad in self._grads()]
             if not inside:
                 return
             self._start()
@@ -200,9 +197,6 @@ class MemoryTimeline:
         storages.note(self._par.model.parameters(), "weights", always=True)
         storages.note(self._optimizer(), "optimizer", always=True)
         storages.note([self._par.memory], "buckets", always=True)
-        alive = [storage for of in self._gradients if (storage := of()) is not None]
-        for storage in alive:
-            storages.number(storage, "gradients", before=True)
         for name, module in self._par.model.named_modules():
             self._handles.append(module.register_forward_pre_hook(partial(self._enter, name or "(model)")))
             self._handles.append(module.register_forward_hook(self._leave, always_call=True))
