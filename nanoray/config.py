@@ -20,7 +20,7 @@ from nanoray.model_options import lay_over, refuse_contradictions, refuse_parall
 from nanoray.model_options import read_yaml as read_yaml
 from nanoray.model_options import refuse_unknown as refuse_unknown
 from nanoray.stop_options import refuse_stop
-from nanoray.watch_options import WatchOptions, refuse_audit, refuse_statistics
+from nanoray.watch_options import WatchOptions, refuse_watching
 
 PRESET_DIR = Path(__file__).resolve().parent / "presets"
 DEFAULT_PRESET = "shakespeare-cpu"
@@ -334,8 +334,7 @@ class Config(WatchOptions):
             raise ValueError("backend = nccl needs GPUs, but device = cpu; use backend gloo or auto")
         refuse_parallelism(self)
         refuse_compression(self)
-        refuse_audit(self)
-        refuse_statistics(self)
+        refuse_watching(self, steps)
         if self.data_url and self.dataset not in ("auto", "shakespeare", "cifar10"):
             raise ValueError(
                 f"data_url would be ignored: dataset = {self.dataset} is not downloaded; "

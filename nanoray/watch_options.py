@@ -12,7 +12,7 @@ WHOLE = ("ddp", "ddp_by_hand")  # values of dp_mode with which rank 0 has all we
 
 
 class WatchOptions(StopOptions):
-    """The keys of the swap audit and of statistics, a part of Config. Each docstring is the help text of its flag."""
+    """The keys of audit, statistics and memory timeline, a part of Config. Each docstring is the help of its flag."""
 
     audit_every: int = Field(0, json_schema_extra={"group": "fault"}, ge=0)
     """steps between audits of gradients: another rank computes one micro batch's gradient of each rank, too, and a
@@ -23,8 +23,20 @@ class WatchOptions(StopOptions):
     """steps between statistics of each layer in statistics.jsonl: weights, gradients, updates, activations, attention,
     dead units (0 = never); rank 0 measures them, and no bit of the training changes"""
 
+    memory_at: int = Field(0, json_schema_extra={"group": "log"}, ge=0)
+    """step whose memory each rank records in the run's memory/: bytes of weights, gradients, optimizer, activations,
+    buckets and the rest after each operation, beside the formula (0 = none); that step takes longer, and no bit of the
+    training changes"""
 
-def refuse_audit(config: Any) -> None:
+
+def refuse_watching(config: Any, steps: int) -> None:
+    """Raise ValueError when a Config of so many steps watches what it cannot."""
+    _refuse_audit(config)
+    _refuse_statistics(config)
+    _refuse_memory_at(config, min(steps, config.stop_at or steps))
+
+
+def _refuse_audit(config: Any) -> None:
     """Raise ValueError when a Config audits gradients that no other rank can compute."""
     if not config.audit_every:
         return
@@ -42,7 +54,7 @@ def refuse_audit(config: Any) -> None:
         )
 
 
-def refuse_statistics(config: Any) -> None:
+def _refuse_statistics(config: Any) -> None:
     """Raise ValueError when a Config wants statistics of weights or gradients that rank 0 does not have."""
     for key, whole in (("dp_mode", WHOLE), ("tp", (1,)), ("pp", (1,)), ("ep", (1,))):
         if config.statistics_every and (value := getattr(config, key)) not in whole:
@@ -50,3 +62,16 @@ def refuse_statistics(config: Any) -> None:
                 f"statistics_every = {config.statistics_every} with {key} = {value}: rank 0 has only a part of the "
                 f"weights or gradients; use {key} {' or '.join(map(str, whole))}, or drop statistics_every"
             )
+
+
+def _refuse_memory_at(config: Any, last: int) -> None:
+    """Raise ValueError when the step whose memory a Config wants comes after the last one, or shows nothing."""
+    if config.memory_at > last:
+        raise ValueError(
+            f"memory_at = {config.memory_at} would record nothing: the run ends at step {last}; use a step up to it"
+        )
+    if config.memory_at and config.compile:
+        raise ValueError(
+            f"memory_at = {config.memory_at} with compile = True: compiled layers allocate where it cannot be seen; "
+            "drop one of the two"
+        )

@@ -297,8 +297,7 @@ class Arm:
 
         from nanoray.mesh.layout import Layout
         from nanoray.parallel.ddp import default_bucket_mb
-        from nanoray.parallel.fsdp import units_of
-        from nanoray.parallel.memory import Sizes, at_peak, model_memory, moments_of
+        from nanoray.parallel.memory import model_memory, peak_memory
         from nanoray.parallel.plan import Plan
         from nanoray.trace.recorder import CommRecorder
         from nanoray.train.optim import make_optimizer
@@ -313,12 +312,7 @@ class Arm:
         self.plan = Plan(self.case.model, mesh, config, batch.accum, loss, lambda loss: loss, int(mirrored))
         state = model_memory(config, self.case.model, batch.dp, batch.accum, bucket_mb, mirrored)
         self.formula, self.dp = state | self.case.activations, batch.dp
-        layers, growing = len(units_of(self.case.model)), state["gradients"] * (config.dp_mode == "fsdp")
-        moments = moments_of(config, Sizes.of(self.case.model), bucket_mb, state["in_flight"], layers)
-        copies = self.case.activations.get("copies", 0)  # backward computes a block again, with copies of its weights
-        gone = copies - copies // layers if config.activation_checkpointing == "block" else 0
-        kept, activations = sum(state.get(name, 0) for name in KEPT), sum(self.case.activations.values())
-        self.at_peak = at_peak(kept, activations, moments, growing, gone)
+        self.at_peak = peak_memory(config, self.case.model, batch.dp, state, self.case.activations, bucket_mb)
         self.optimizer = make_optimizer(self.case.model, config, self.plan.shards)
         self.mirror = self.plan.mirror_shards and make_optimizer(self.case.model, config, self.plan.mirror_shards)
         self.recorder = CommRecorder(mesh, every=1, profile=False)

@@ -57,6 +57,7 @@ def _run(args: argparse.Namespace, flags: list[str]) -> int:
     from nanoray.inspect.text import lines
     from nanoray.inspect.tree import dump
     from nanoray.inspect.verify import verify
+    from nanoray.report.memory import read_memory
 
     if args.world_size is not None and args.world_size < 1:
         raise ConfigError(f"world_size = {args.world_size} is not a whole number above 0; give the ranks to lay out")
@@ -64,6 +65,7 @@ def _run(args: argparse.Namespace, flags: list[str]) -> int:
     told: dict[str, Any] = dump(subject)
     told["verify"] = verify(subject, told) if args.verify else None
     told["statistics"] = newest_statistics(args.target)
+    told["memory_timeline"] = [of_rank for folder in folders_of(args.target) for of_rank in read_memory(folder)]
     told["against"] = against(subject.state, args.against) if args.against else None
     print("\n".join(lines(told)))
     _write(args.json, lambda: json.dumps(plain(told, "dump"), indent=1, allow_nan=False) + "\n")
@@ -73,11 +75,15 @@ def _run(args: argparse.Namespace, flags: list[str]) -> int:
 
 def newest_statistics(target: str) -> dict[str, Any] | None:
     """Return the newest statistics of the run that a run's or step's folder belongs to; None where there are none."""
-    from nanoray.train.statistics import FILE
+    from nanoray.train.dangers import FILE
 
+    return next((record for folder in folders_of(target) if (record := newest_record(folder, FILE))), None)
+
+
+def folders_of(target: str) -> list[Path]:
+    """Return the folder of the run that a run's or step's folder belongs to, in a list; empty for other targets."""
     path = Path(target).expanduser()
-    found = (newest_record(folder, FILE) for folder in (path, path.parent.parent) if (folder / "config.json").is_file())
-    return next((record for record in found if record), None)
+    return [folder for folder in (path, path.parent.parent) if (folder / "config.json").is_file()][:1]
 
 
 def _write(path: Path | None, text: Any) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanoray.inspect.tree import told_ranks
-from nanoray.train.statistics import COLUMNS, table
+from nanoray.report.memory import told_memory
+from nanoray.train.dangers import COLUMNS, table
 
 UNKNOWN = "?"
 
@@ -72,6 +73,8 @@ def lines(told: dict[str, Any]) -> list[str]:
     if record := told.get("statistics"):
         found += ["", f"statistics of step {record['step']}, which took rank 0 {record['cost_ms']:.3g} ms"]
         found += _table(("layer", *COLUMNS), table(record))
+    for of_rank in told.get("memory_timeline") or ():
+        found += ["", *told_memory(of_rank)]
     if told.get("verify"):
         found += ["", *_verified(told["verify"])]
     if told.get("against"):

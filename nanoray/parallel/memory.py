@@ -19,7 +19,7 @@ A mirror of another rank's share (--mirror) costs 4/n of gradients, 8/n of optim
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -164,6 +164,26 @@ def model_memory(
     of_rest = state_memory(config, Sizes.of_some(model, rest), ranks, accum, bucket_mb)
     of_experts = state_memory(config, Sizes.of_some(model, experts), ranks // config.ep, accum, bucket_mb)
     return {part: size + of_experts[part] for part, size in of_rest.items()}
+
+
+def peak_memory(
+    config: Config,
+    model: nn.Module,
+    ranks: int,
+    parts: Mapping[str, int],
+    activations: Mapping[str, int],
+    bucket_mb: float,
+) -> int:
+    """Return the most bytes of a step: `at_peak` of `model_memory`'s parts, and of the activations'.
+
+    ranks: data ranks; one alone has no memory for gradients until backward makes them.
+    """
+    layers, in_flight = max(1, len(units_of(model))), parts["in_flight"]
+    copies = activations.get("copies", 0)  # backward computes a block again, with copies of that block's weights
+    gone = copies - copies // layers if config.activation_checkpointing == "block" else 0
+    moments = moments_of(config, Sizes.of(model), bucket_mb, in_flight, layers)
+    growing = parts["gradients"] if config.dp_mode == "fsdp" or ranks == 1 else 0
+    return at_peak(sum(parts.values()) - in_flight, sum(activations.values()), moments, growing, gone)
 
 
 def held_bytes(model: nn.Module, gradients: Sequence[Tensor], optimizer: Optimizer) -> dict[str, int]:

@@ -14,8 +14,10 @@ from nanoray.config import Config
 from nanoray.errors import ConfigError
 from nanoray.faults.__main__ import story
 from nanoray.faults.cause import read_reports
+from nanoray.report.memory import read_memory
 from nanoray.trace.__main__ import read_steps
 from nanoray.trace.ledger import Accounts, accounts_of
+from nanoray.train.dangers import FILE, dangers
 from nanoray.train.observers import clock, short
 
 NONE = "–"
@@ -34,6 +36,8 @@ class Run:
     story: list[str]  # the faults, as `nanoray faults` prints them
     accounts: Accounts | None
     traced: list[dict[str, Any]]  # steps with their collectives
+    layers: list[dict[str, Any]]  # statistics of each layer, by step
+    memory: list[dict[str, Any]]  # of one step, by rank
 
     @property
     def name(self) -> str:
@@ -49,6 +53,15 @@ class Run:
         """Return the newest value of a metric."""
         _, values = self.series(metric)
         return values[-1] if values else None
+
+    @property
+    def warnings(self) -> list[str]:
+        """What its layers' statistics warned of: each kind at the first step at which it was there."""
+        first: dict[str, str] = {}
+        for record in self.layers:
+            for kind, text in dangers(record["layers"]).items():
+                first.setdefault(kind, f"{kind} at step {record['step']}: {text}")
+        return [*first.values()]
 
     @property
     def state(self) -> str:
@@ -75,7 +88,8 @@ def read_run(folder: Path) -> Run:
     faults = [event for event in read_reports(folder) if event["event"] == "fault"]
     told = story(folder)[1:] if faults else []
     config, summary = _json(folder / "config.json"), _json(folder / "summary.json")
-    return Run(folder, config, spec, summary, read_json_lines(folder / "metrics.jsonl"), faults, told, accounts, traced)
+    records, layers = (read_json_lines(folder / name) for name in ("metrics.jsonl", FILE))
+    return Run(folder, config, spec, summary, records, faults, told, accounts, traced, layers, read_memory(folder))
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -59,6 +59,7 @@ from nanoray.train.elastic import Group, Rejoin, furthest, train_in_groups
 from nanoray.train.engine import Engine, Workload, read_checkpoint
 from nanoray.train.guards import Guards
 from nanoray.train.hardware import compare_hardware, hardware, this_device
+from nanoray.train.memory_timeline import MemoryTimeline
 from nanoray.train.mirror import copy_to_mirror, recover
 from nanoray.train.observers import Callback, Observers
 from nanoray.train.precision import LossScaler, autocast, float32_products, weight_type
@@ -182,6 +183,7 @@ class Recipe:
         self.data = self.task.data(mesh.device)
         self.observers = Observers(spec, watchers)
         self.statistics = Statistics(cfg, self.model, self.scaler.scale, self.observers.note)
+        self.memory = MemoryTimeline(cfg, self.observers.note)
         self.writer = CheckpointWriter(spec, self.observers.note, self.observers.saved)
         self.progress = ProgressFile(spec.progress(mesh.slot))
         self.ledger = Ledger(spec.ledger(mesh.slot), spec.started, group.source is not None or spec.attempt > 0)
@@ -258,6 +260,7 @@ class Recipe:
         listeners: list[Callable[[int, str], None]] = [self.progress.set, self.ledger.on_phase]
         listeners += [trace.on_phase] if trace else []
         listeners += self.statistics.begin(spec.folder, state.step) if mesh.rank == 0 else []
+        listeners += self.memory.begin(spec, mesh, par, state, batch)
         listeners += [self._injector] if spec.config.faults else []
         return Engine(
             spec=spec,

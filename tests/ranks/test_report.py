@@ -17,6 +17,7 @@ from tests.harness.browser import in_chromium, require_width
 from tests.harness.commands import run, torchrun
 
 HOSTILE = "</pre><script>document.title = 'taken'</script><img src=http://example.org/x.png>"
+LOOKED = ("--statistics_every=2", "--memory_at=3")
 FLAGS = ("--preset=tiny", "--device=cpu", "--log_every=1", "--eval_every=3", "--tensorboard=false", "--dropout=0")
 
 
@@ -26,7 +27,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, text: Path) -> dict[str, Path
     folder = tmp_path_factory.mktemp("runs")
     flags = (*FLAGS, f"--dataset={text}", f"--data_dir={folder}/data", f"--out_dir={folder}")
     two = torchrun(2, "nanoray.train", *flags, "--name=two", "--max_steps=8", "--comm_trace=always")
-    one = run("nanoray.train", *flags, "--name=one", "--max_steps=4", "--lr=0.002")
+    one = run("nanoray.train", *flags, "--name=one", "--max_steps=4", "--lr=0.002", *LOOKED)
     for done in (*two, one):
         assert done.returncode == 0, done.stdout + done.stderr
     return {name: next(folder.glob(f"*_{name}")) for name in ("one", "two")}
@@ -74,8 +75,29 @@ def test_runs_beside_each_other(runs: dict[str, Path], tmp_path: Path) -> None:
     assert main([*map(str, runs.values()), "--output", str(path)]) == 0
     page = Page(path)
     differing = re.findall(r'<tr class="look"><th scope="row">(\w+)</th>', page.html)
-    assert set(differing) == {"name", "max_steps", "lr", "comm_trace"}
+    assert set(differing) == {"name", "max_steps", "lr", "comm_trace", "statistics_every", "memory_at"}
     assert all(folder.name in page.text for folder in runs.values())
+
+
+def test_layers_and_memory_of_a_run_that_looked(runs: dict[str, Path], tmp_path: Path) -> None:
+    """Statistics over steps with what they warned of, and where each rank's memory went."""
+    folder = tmp_path / "run"
+    shutil.copytree(runs["one"], folder)
+    assert main([str(folder)]) == 0
+    page = Page(folder / "report.html")
+    assert "Nothing was exploding, vanishing or dead." in page.text
+    assert "attention's largest logit" in page.text
+    assert "memory of step 3, rank 0 on cpu: " in page.text
+    assert 'aria-label="memory of rank 0 over step 3"' in page.html
+    assert page.html.count("formula's peak") == 1
+    records = [json.loads(line) for line in (folder / "statistics.jsonl").read_text().splitlines()]
+    records[1]["layers"]["blocks.1"] |= {"dead": 70.0, "grad_rms": None}
+    (folder / "statistics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert main([str(folder)]) == 0
+    page = Page(folder / "report.html")
+    assert "exploding at step 4: the gradient of blocks.1 is not finite" in page.text
+    assert "dead at step 4: 70 % of the hidden units of blocks.1" in page.text
+    assert len(page.html) < 1 << 20
 
 
 def test_a_killed_run_and_a_hostile_one_have_a_page(runs: dict[str, Path], tmp_path: Path) -> None:

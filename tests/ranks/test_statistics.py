@@ -15,8 +15,10 @@ from nanoray.errors import ConfigError
 from nanoray.inspect.__main__ import main
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.run import RunSpec
+from nanoray.train import dangers as told
 from nanoray.train import statistics
-from nanoray.train.statistics import Statistics, attention_of, dangers, dead_share
+from nanoray.train.dangers import dangers
+from nanoray.train.statistics import Statistics, attention_of, dead_share
 from tests.harness.axes import equal, final
 from tests.harness.ranks import make_spec, run_ranks, series
 
@@ -24,7 +26,7 @@ RECIPE: dict[str, Any] = {"max_steps": 6, "global_batch_size": 12, "log_every": 
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / statistics.FILE).read_text().splitlines()]
+    return [json.loads(line) for line in (folder / told.FILE).read_text().splitlines()]
 
 
 def trained(text: Path, out: Path, **settings: Any) -> RunSpec:
@@ -41,12 +43,12 @@ def test_no_bit_of_the_training_changes_and_inspect_shows_them(
     assert series(looked) == series(plain)
     assert series(looked, "train/loss_ema") == series(plain, "train/loss_ema")
     assert equal(final(looked), final(plain))
-    assert not (plain.folder / statistics.FILE).exists()
+    assert not (plain.folder / told.FILE).exists()
     found = lines(looked.folder)
     assert [record["step"] for record in found] == [2, 4, 6]
     for record in found:
         assert {*record["layers"]} == {"tok_emb", "pos_emb", "blocks.0", "blocks.1", "norm"}
-        assert {*record["layers"]["blocks.1"]} == {*statistics.COLUMNS}
+        assert {*record["layers"]["blocks.1"]} == {*told.COLUMNS}
         assert all(value > 0 for key, value in record["layers"]["blocks.1"].items() if key != "dead")
         assert record["cost_ms"] > 0
     # The norm of all gradients, which the run records, is that of the layers together.
@@ -85,9 +87,9 @@ def test_dangers_are_named() -> None:
     assert dangers({"blocks.0": fine, "blocks.1": fine}) == {}
     assert [*dangers({"blocks.0": fine | {"max_logit": 200.0}})] == ["exploding"]
     assert dangers({"blocks.0": fine | {"grad_rms": None}}) == {"exploding": "the gradient of blocks.0 is not finite"}
-    told = dangers({"blocks.0": fine | {"grad_rms": 1e-7, "dead": 70.0}, "blocks.1": fine, "blocks.2": fine})
-    assert told["vanishing"].startswith("grad_rms of blocks.0 is 1e-07")
-    assert told["dead"].startswith("70 % of the hidden units of blocks.0")
+    found = dangers({"blocks.0": fine | {"grad_rms": 1e-7, "dead": 70.0}, "blocks.1": fine, "blocks.2": fine})
+    assert found["vanishing"].startswith("grad_rms of blocks.0 is 1e-07")
+    assert found["dead"].startswith("70 % of the hidden units of blocks.0")
 
 
 def test_a_danger_is_told_once(text: Path, tmp_path: Path) -> None:
