@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from nanoray.bench.harness import processes
 from tests.harness.cluster import Cluster, commands_end_here, ray_head
 from tests.harness.commands import start_process
+from tests.harness.forked_python import forked_python
 from tests.harness.ranks import TINY
 
 for variable in ("RAY_ADDRESS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
@@ -68,6 +70,13 @@ def cluster() -> Iterator[Cluster]:
     """A Ray head with two CPUs, for all tests that want nothing special of it."""
     with ray_head() as head:
         yield head
+
+
+@pytest.fixture(scope="session")
+def forked() -> Iterator[dict[str, str]]:
+    """Variables with which torchrun forks its ranks, and a script that calls PYTHON forks that."""
+    with tempfile.TemporaryDirectory(prefix="nr-python-", dir="/tmp") as folder, forked_python(Path(folder)) as env:
+        yield env
 
 
 @pytest.fixture(scope="module")

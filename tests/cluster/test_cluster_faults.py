@@ -16,6 +16,7 @@ import torch
 
 from nanoray.checkpoint.find import newest_valid
 from tests.harness.cluster import (
+    ENDLESS,
     Cluster,
     alive,
     finish,
@@ -42,7 +43,7 @@ from tests.harness.commands import ROOT, Command
 
 def test_ranks_without_a_driver_stop_with_a_checkpoint(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
     """A frozen driver (its node, or the network to it) asks nobody anything: after 20 s the ranks stop."""
-    driver = start(cluster, recipe, tmp_path, "--max_steps", "100000", "--log_every", "100", "--sample_tokens", "0")
+    driver = start(cluster, recipe, tmp_path, *ENDLESS, "--log_every", "10", "--sample_tokens", "0")
     wait_for(lambda: trains(tmp_path), process=driver)
     pids = [pid_of(tmp_path, rank) for rank in (0, 1)]
     os.kill(driver.pid, signal.SIGSTOP)
@@ -135,7 +136,7 @@ def gcs_server(cluster: Cluster) -> int:
 def test_a_head_that_does_not_answer_stops_the_run_with_a_checkpoint(recipe: Path, tmp_path: Path) -> None:
     """Ray itself would end the driver after a minute, without a word and without a checkpoint."""
     with ray_head(dashboard=False) as cluster:
-        driver = start(cluster, recipe, tmp_path, "--max_steps", "100000", "--log_every", "100")
+        driver = start(cluster, recipe, tmp_path, *ENDLESS, "--log_every", "10")
         wait_for(lambda: trains(tmp_path), process=driver)
         os.kill(gcs_server(cluster), signal.SIGSTOP)
         code, output = finish(driver)
@@ -150,7 +151,7 @@ def test_a_head_that_does_not_answer_stops_the_run_with_a_checkpoint(recipe: Pat
 def test_a_head_that_dies_with_its_ranks_is_the_cause(recipe: Path, tmp_path: Path) -> None:
     """`ray start --block` takes the head's ranks along. Whoever asked for new actors now would wait for ever."""
     with ray_head(dashboard=False) as cluster:
-        driver = start(cluster, recipe, tmp_path, "--max_steps", "100000", "--log_every", "100")
+        driver = start(cluster, recipe, tmp_path, *ENDLESS, "--log_every", "10")
         wait_for(lambda: trains(tmp_path), process=driver)
         os.kill(gcs_server(cluster), signal.SIGKILL)
         code, output = finish(driver)

@@ -12,8 +12,6 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +23,7 @@ import yaml
 from nanoray.kube.kustomize import build
 from nanoray.kube.render import KUBE_DIR
 from nanoray.kube.rules import cluster_spec, groups
+from tests.harness import commands
 from tests.harness.commands import torchrun
 from tests.harness.kube_server import ApiServer
 from tests.harness.kuberay import Operator, pods_of, ray_start
@@ -72,25 +71,16 @@ class Command:
     """`python -m nanoray kube ...` as a process whose output can be waited for."""
 
     def __init__(self, *args: str) -> None:
-        self.lines: list[str] = []
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "nanoray", "kube", *args],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self._thread = threading.Thread(target=self._read)
-        self._thread.start()
+        self._process = commands.Command("nanoray", "kube", *args)
 
-    def _read(self) -> None:
-        assert self._process.stdout
-        for line in self._process.stdout:
-            self.lines.append(line.rstrip("\n"))
+    @property
+    def lines(self) -> list[str]:
+        return self._process.output.splitlines()
 
     def wait_for(self, pattern: str, seconds: float) -> str:
         end = time.monotonic() + seconds
         while True:
-            for line in list(self.lines):
+            for line in self.lines:
                 if re.search(pattern, line):
                     return line
             assert self._process.poll() is None or time.monotonic() < end - seconds + 2, "\n".join(self.lines)
@@ -103,11 +93,7 @@ class Command:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"not over after {seconds} s:\n" + "\n".join(self.lines[-60:])) from None
         finally:
-            self.close()
-
-    def close(self) -> None:
-        self._process.kill()
-        self._thread.join()
+            self._process.kill()
 
 
 def run(*args: str) -> tuple[int, str]:

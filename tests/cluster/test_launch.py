@@ -17,6 +17,7 @@ import pytest
 
 from nanoray.bench.harness import leaks
 from tests.harness.cluster import (
+    ENDLESS,
     ROOT,
     Cluster,
     finish,
@@ -135,7 +136,7 @@ def test_a_request_that_never_fits_is_refused_with_a_table(cluster: Cluster, rec
 
 
 def test_a_busy_cluster_is_an_error_in_time(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
-    hold = start(cluster, recipe, tmp_path / "a", "--max_steps", "100000")
+    hold = start(cluster, recipe, tmp_path / "a", *ENDLESS)
     wait_for(lambda: trains(tmp_path / "a"), process=hold)
     code, output = launch(cluster, recipe, tmp_path / "b", "--placement_timeout_s", "2")
     hold.send_signal(signal.SIGTERM)

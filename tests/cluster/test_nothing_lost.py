@@ -16,6 +16,7 @@ from nanoray.bench.harness import leaks
 from nanoray.checkpoint.find import newest_valid
 from tests.cluster.test_cluster_faults import FAST_HEALTH, gcs_server
 from tests.harness.cluster import (
+    ENDLESS,
     ROOT,
     Cluster,
     alive,
@@ -37,7 +38,7 @@ from tests.harness.cluster import (
 )
 from tests.harness.commands import Command
 
-LONG = ("--max_steps", "100000", "--log_every", "1", "--sample_tokens", "0", "--spares", "0", "--checkpoint_every", "0")
+LONG = (*ENDLESS, "--log_every", "1", "--sample_tokens", "0", "--spares", "0", "--checkpoint_every", "0")
 ONE_EACH = (*LONG, "--placement", "spread", "--cpus_per_worker", "1")
 
 

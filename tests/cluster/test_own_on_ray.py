@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.harness.cluster import Cluster, fired, losses, no_actors_left, reports, weights
+from tests.harness.commands import run
 
 pytestmark = [pytest.mark.slow]
 SCRIPT = """
@@ -38,13 +37,7 @@ def launched(cluster: Cluster, folder: Path, out: Path, **settings: object) -> s
     config = {"global_batch_size": 12, "workers": 2, "cpus_per_worker": 0.5, "log_every": 1, "checkpoint_every": 10}
     config |= {"max_steps": 30, "spares": 0, "tensorboard": False, "out_dir": str(out), "placement_timeout_s": 60}
     config |= settings
-    done = subprocess.run(
-        [sys.executable, str(script), json.dumps(config)],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env=os.environ | cluster.env | {"RAY_ADDRESS": cluster.address},
-    )
+    done = run(str(script), json.dumps(config), env=os.environ | cluster.env | {"RAY_ADDRESS": cluster.address})
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

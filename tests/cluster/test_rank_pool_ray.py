@@ -13,16 +13,15 @@ import pytest
 
 from nanoray.bench.harness import leaks
 from tests.harness.cluster import Cluster, end_session, in_driver, left_behind, no_actors_left, wait_for
+from tests.harness.commands import run
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = ("--quick", "--max_bytes", "1024", "--ops", "all_reduce,broadcast", "--dtypes", "float32", "--device", "cpu")
 
 
 def collectives(out: Path, *flags: str, env: dict[str, str], ranks: int) -> dict[str, Any]:
     """Run the benchmark in a process of its own; return its conditions once all came out right."""
-    command = [sys.executable, "-m", "nanoray.bench", "collectives", *TINY, "--launcher", "ray", "--json", str(out)]
-    command += ["--workers", str(ranks), *flags]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    command = ("nanoray.bench", "collectives", *TINY, "--launcher", "ray", "--json", str(out))
+    done = run(*command, "--workers", str(ranks), *flags, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("OK  3 rows")
     assert not done.stdout.startswith("ray ")  # stdout is the report's

@@ -95,6 +95,16 @@ def test_every_manifest_is_in_the_wheel(installed: Path) -> None:
         assert wanted == {path.relative_to(found) for path in (found / part).rglob("*") if path.is_file()}
 
 
+def test_topologies_and_the_template_of_pages_are_found(installed: Path, elsewhere: Path) -> None:
+    machine = ("--topology", "nvlink-400g", "--world_size", "64")
+    command = (installed / "nanoray", "launch", "--preset", "gpt2-124m", "--dry_run", *machine)
+    assert "nvlink-400g" in run(*command, "--dataset", "stdlib", "--tokenizer", "byte", cwd=elsewhere)
+    flags = ("--part", "decision", "--workers", "20", "--rounds", "1", "--html", "page.html")
+    run(installed / "nanoray", "bench", "control", *flags, cwd=elsewhere)
+    assert (elsewhere / "page.html").is_file()
+
+
+@pytest.mark.full
 def test_bench_scaling_finds_topologies_and_template(installed: Path, elsewhere: Path) -> None:
     output = run(
         installed / "nanoray",

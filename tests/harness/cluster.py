@@ -34,6 +34,9 @@ TOKEN = "nanoray-test-token-nanoray-test-token"
 started: list[Command] = []  # runs of the present test, and of fixtures that outlive it
 # Of what a Ray starts for itself, what no test needs: each takes a second of a CPU.
 LESS = ("--include-log-monitor=false",)
+# Without them a run that only waits for its end takes the CPUs of the tests beside it.
+SLOW_STEPS = ";".join(f"slow@rank=0,step={step},phase=data,seconds=0.25" for step in range(11, 300))
+ENDLESS = ("--max_steps", "100000", "--faults", SLOW_STEPS)
 START_S = 180.0  # for a Ray head, a node or a run to come up, on a machine that is busy with other tests
 
 

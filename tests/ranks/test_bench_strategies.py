@@ -80,8 +80,10 @@ def test_a_preset_is_a_gpts() -> None:
     assert bench.main(["strategies", "--device", "cpu", "--workers", "2", "--model", "resnet", "--preset", "tiny"]) == 2
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize(
+    ("ranks", "optimizer"),
+    [(2, "sgd"), (3, "adamw"), *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, "adamw"), (3, "sgd")))],
+)
 def test_the_formula_says_what_each_rank_holds(pools: Pools, ranks: int, optimizer: str) -> None:
     """Weights, gradients and optimizer each for itself, by the storages that are alive at the end of a step."""
     overrides = {"n_embd": 96, "n_layer": 3, "global_batch_size": 12, "optimizer": optimizer, "bucket_mb": 0.25}

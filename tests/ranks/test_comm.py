@@ -290,7 +290,9 @@ def test_moments_of_a_device_become_seconds_of_the_host(monkeypatch: pytest.Monk
     assert clock.seconds(12.5) == 12.5  # gloo's ends are the host's already
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize(
+    "name", [n if n in ("ring", "double_tree") else pytest.param(n, marks=pytest.mark.full) for n in sorted(ALGORITHMS)]
+)
 def test_training_with_each_all_reduce_written_by_hand(
     name: str, untraced: RunSpec, text: Path, tmp_path: Path
 ) -> None:

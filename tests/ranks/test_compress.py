@@ -123,8 +123,14 @@ def run(pools: Pools, ranks: int, kind: str, mode: str, **order: Any) -> list[di
     return [*pools(ranks).run(f"{HERE}:sum_rank", order)]
 
 
-@pytest.mark.parametrize("mode", ["ddp", "ddp_by_hand"])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("ranks", "mode"),
+    [
+        (2, "ddp"),
+        (3, "ddp_by_hand"),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((3, "ddp"), (2, "ddp_by_hand"))),
+    ],
+)
 def test_a_mean_is_within_the_bound_of_its_kind_and_equal_on_all_ranks(pools: Pools, ranks: int, mode: str) -> None:
     for kind in KINDS:
         steps = [e for e in run(pools, ranks, kind, mode, gradient="thin") if "step" in e]

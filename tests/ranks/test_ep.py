@@ -21,7 +21,7 @@ BY_HAND = ("ddp_by_hand", "zero1", "zero2")
 MODES = ("ddp", *BY_HAND, "fsdp")
 
 
-@pytest.mark.parametrize("settings", [SGD, ADAMW], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("settings", [SGD, pytest.param(ADAMW, marks=pytest.mark.full)], ids=["sgd", "adamw"])
 def test_every_mesh_trains_as_one_process_does(pools: Pools, settings: dict[str, Any]) -> None:
     """Every mode without ep; ep 2 at two ranks, dp 4 × ep 2 and ep 4 at four: losses, weights, norms."""
     case = {"accum": 2, "settings": settings | EXPERTS}
@@ -36,9 +36,9 @@ def test_every_mesh_trains_as_one_process_does(pools: Pools, settings: dict[str,
     "more",
     [
         {"expert_capacity": 0.75},
-        {"experts_per_token": 1},
+        pytest.param({"experts_per_token": 1}, marks=pytest.mark.full),
         {"experts": 512, "experts_per_token": 1, "expert_hidden": 2},  # most of a micro batch's experts get no token
-        {"activation_checkpointing": "block", "dropout": 0.0},
+        pytest.param({"activation_checkpointing": "block", "dropout": 0.0}, marks=pytest.mark.full),
         {"activation_checkpointing": "selective", "bias": False},
     ],
 )
@@ -63,7 +63,7 @@ def test_every_rank_keeps_its_share_only(pools: Pools) -> None:
             assert rank["gradient_elements"] < rank["elements"] / 4 * 1.1
 
 
-@pytest.mark.parametrize("mode", ["ddp_by_hand", "zero2"])
+@pytest.mark.parametrize("mode", [pytest.param("ddp_by_hand", marks=pytest.mark.full), "zero2"])
 def test_activation_checkpointing_changes_no_bit(pools: Pools, mode: str) -> None:
     hows = ("none", "selective", "block")
     settings = [ADAMW | EXPERTS | {"dropout": 0.3, "activation_checkpointing": how} for how in hows]
@@ -75,9 +75,9 @@ def test_activation_checkpointing_changes_no_bit(pools: Pools, mode: str) -> Non
     ("bug", "metric"),
     [
         ("expert_factor", equivalence.WEIGHT),
-        ("expert_axis", equivalence.WEIGHT),
+        pytest.param("expert_axis", equivalence.WEIGHT, marks=pytest.mark.full),
         ("expert_replicas", equivalence.NORM),
-        ("balance", equivalence.WEIGHT),
+        pytest.param("balance", equivalence.WEIGHT, marks=pytest.mark.full),
     ],
 )
 def test_a_planted_bug_makes_the_matrix_red(bug: str, metric: str, planted: Callable[..., Wrong]) -> None:
@@ -108,7 +108,9 @@ def runs(text: Path, tmp_path: Path) -> Runs:
     return Runs(text, tmp_path, RECIPE)
 
 
-@pytest.mark.parametrize(("ep", "mode", "world"), [(2, "zero1", 4), (2, "ddp_by_hand", 2), (1, "ddp", 2)])
+@pytest.mark.parametrize(
+    ("ep", "mode", "world"), [(2, "zero1", 4), pytest.param(2, "ddp_by_hand", 2, marks=pytest.mark.full), (1, "ddp", 2)]
+)
 def test_a_run_resumes_to_the_bit(runs: Runs, ep: int, mode: str, world: int) -> None:
     whole, rest = runs.resumed(world, 5, ep=ep, dp_mode=mode, dropout=0.1, expert_capacity=1.0)
     assert series(rest, "moe/load_max") == series(whole, "moe/load_max")
@@ -159,8 +161,15 @@ def test_a_step_that_is_not_finite_is_named(runs: Runs) -> None:
     assert "at step 4 the loss is nan" in message
 
 
-@pytest.mark.parametrize(("precision", "far"), [("bf16", 3e-2), ("fp16", 1e-2)])
-@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize(
+    ("precision", "far", "ep"),
+    [
+        ("bf16", 3e-2, 1),
+        ("fp16", 1e-2, 2),
+        pytest.param("bf16", 3e-2, 2, marks=pytest.mark.full),
+        pytest.param("fp16", 1e-2, 1, marks=pytest.mark.full),
+    ],
+)
 def test_low_precision_stays_near_one_process(runs: Runs, precision: str, far: float, ep: int) -> None:
     settings = {"precision": precision, "max_steps": 5}
     alone = runs.trained("alone", 1, max_steps=5)

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,8 +25,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_a_script_trains_two_ranks_under_torchrun(script: Path, cache: Path, tmp_path: Path) -> None:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {"PYTHON": sys.executable, "RANKS": "2"}
+def test_a_script_trains_two_ranks_under_torchrun(
+    script: Path, cache: Path, tmp_path: Path, forked: dict[str, str]
+) -> None:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | forked | {"RANKS": "2"}
     command = ["bash", str(script), *SHORT, "--device", "cpu", "--data_dir", str(cache)]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -285,7 +285,9 @@ def test_the_hash_is_the_sum_it_says_it_is() -> None:
     assert combine([1, 2]) != combine([2, 1])
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "world", [1, pytest.param(2, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full)]
+)
 def test_clean_runs_raise_no_alarm(text: Path, tmp_path: Path, world: int) -> None:
     spec = make_spec(text, tmp_path, hash_every=1, max_steps=40, dropout=0.1, log_every=40)
     for outcome in run_ranks(spec, world):

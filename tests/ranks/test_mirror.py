@@ -76,7 +76,7 @@ ROWS, KEPT = {"dp_mode": "fsdp"}, {"dp_mode": "fsdp", "fsdp_reshard": "grad_op"}
 @pytest.mark.parametrize(
     ("world", "settings"),
     [
-        (2, {"dp_mode": "zero1"}),
+        pytest.param(2, {"dp_mode": "zero1"}, marks=pytest.mark.full),
         (3, {"dp_mode": "zero2"}),
         pytest.param(4, {"dp_mode": "zero1"}, marks=pytest.mark.full),
         pytest.param(2, ROWS, marks=pytest.mark.full),
@@ -126,7 +126,9 @@ NORM, OVERFLOW = (Axis, "sum", "norm"), (Mesh, "all_reduce", "overflow")
     ("world", "missed", "settings"),
     [
         (3, NORM, {"dp_mode": "zero1", "grad_accum_steps": 2}),
-        (4, NORM, {"dp_mode": "zero2", "optimizer": "sgd", "momentum": 0.9, "lr": 0.05}),
+        pytest.param(
+            4, NORM, {"dp_mode": "zero2", "optimizer": "sgd", "momentum": 0.9, "lr": 0.05}, marks=pytest.mark.full
+        ),
         (4, OVERFLOW, {"dp_mode": "zero2", "precision": "fp16"}),
         pytest.param(3, NORM, KEPT, marks=pytest.mark.full),
         pytest.param(4, OVERFLOW, ROWS | {"precision": "fp16"}, marks=pytest.mark.full),
@@ -147,7 +149,7 @@ def test_a_step_that_one_rank_has_done_is_finished_by_the_others(
     ]
 
 
-@pytest.mark.parametrize("mode", ["zero2", "fsdp"])
+@pytest.mark.parametrize("mode", [pytest.param("zero2", marks=pytest.mark.full), "fsdp"])
 def test_a_step_that_nobody_left_has_done_is_repeated(text: Path, tmp_path: Path, clean: Clean, mode: str) -> None:
     """Rank 0 heard the norm and died; rank 1 did not hear it. Both steps 5 are the same one."""
     spec = make_spec(text, tmp_path, **RECIPE | {"dp_mode": mode, "faults": "kill@rank=0,step=5,phase=committed"})
@@ -208,7 +210,7 @@ def test_two_ranks_that_do_not_mirror_each_other_are_lost_together(text: Path, t
     ended_well(spec, outcome, clean(4, dp_mode="zero1"), 1)
 
 
-@pytest.mark.parametrize("mode", ["zero1", "zero2", pytest.param("fsdp", marks=pytest.mark.full)])
+@pytest.mark.parametrize("mode", ["zero1", *(pytest.param(m, marks=pytest.mark.full) for m in ("zero2", "fsdp"))])
 def test_the_group_shrinks_and_grows_and_is_cut_anew(text: Path, tmp_path: Path, clean: Clean, mode: str) -> None:
     """3 -> 2 -> 1 -> 3 ranks: each time the pieces are put together from what the ranks hold, also by a single rank."""
     settings = {"dp_mode": mode, "dropout": 0.0}

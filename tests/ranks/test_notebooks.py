@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.harness.commands import ROOT
+from tests.harness.commands import ROOT, run
 
 FOLDER = ROOT / "examples" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -47,16 +46,20 @@ SCHEMA = {
 }
 
 
-def execute(name: str, folder: Path, **values: Any) -> str:
+def execute(name: str, folder: Path, python: dict[str, str], **values: Any) -> str:
     """Run a notebook in a folder of its own and return what it printed."""
     settings = [f"{key}={json.dumps(value)}" for key, value in values.items()]
-    env = os.environ | {
-        "MPLBACKEND": "Agg",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-    }
-    command = [sys.executable, str(ROOT / "tests/harness/notebook.py"), str(FOLDER / f"{name}.ipynb"), *settings]
-    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=400)
+    env = (
+        os.environ
+        | python
+        | {
+            "MPLBACKEND": "Agg",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+        }
+    )
+    script = str(ROOT / "tests/harness/notebook.py")
+    done = run(script, str(FOLDER / f"{name}.ipynb"), *settings, env=env, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -71,9 +74,11 @@ def test_a_notebook_is_valid_and_its_links_lead_somewhere(path: Path) -> None:
         assert target.startswith("https://") or (FOLDER / target).exists(), target
 
 
-def test_quickstart(text: Path, tmp_path: Path) -> None:
+def test_quickstart(text: Path, tmp_path: Path, forked: dict[str, str]) -> None:
     flags = ["--device", "cpu", "--data_dir", str(tmp_path / "cache"), "--tensorboard", "false"]
-    printed = execute("quickstart", tmp_path, PRESET="tiny", TEXT=str(text), STEPS=20, RUNS="my runs", MORE=flags)
+    printed = execute(
+        "quickstart", tmp_path, forked, PRESET="tiny", TEXT=str(text), STEPS=20, RUNS="my runs", MORE=flags
+    )
     assert re.search(r"^step 20/20 \| loss \d\.\d+ \| val ", printed, re.M)
     assert "To be" in printed
     assert re.search(r"^finished 24 steps ", printed, re.M), "it was continued, quietly"
@@ -81,7 +86,7 @@ def test_quickstart(text: Path, tmp_path: Path) -> None:
 
 
 def test_ddp_by_hand(tmp_path: Path) -> None:
-    printed = execute("ddp_by_hand", tmp_path)
+    printed = execute("ddp_by_hand", tmp_path, {})
     assert "[[3.0, 30.0], [3.0, 30.0]]" in printed
     assert "2 buckets; weights differ from section 3 by" in printed
     assert "4 ranks: 72 bytes sent by each, of 48;  2(n-1)/n x 48 = 72" in printed

@@ -18,18 +18,18 @@ from tests.ranks.conftest import Pools
 MODES = ("ddp_by_hand", "zero1", "zero2")
 
 
+@pytest.mark.parametrize("settings", [SGD, pytest.param(ADAMW, marks=pytest.mark.full)], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("pp", [2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)])
-def test_every_schedule_trains_as_one_process_does(pools: Pools, pp: int) -> None:
+def test_every_schedule_trains_as_one_process_does(pools: Pools, pp: int, settings: dict[str, Any]) -> None:
     """With fewer micro batches than stages, as many, and more; all but interleaved to the same bits."""
     arms = {kind: {"pp": pp, "pp_schedule": kind, "n_layer": 2 * pp} for kind in SCHEDULES}
     for accum in (1, pp, 6 if pp == 3 else 4):
         able = {kind: own for kind, own in arms.items() if kind != "interleaved" or accum % pp == 0}
-        for settings in (SGD, ADAMW):
-            found = run(pools, pp, able, [{"accum": accum, "settings": settings}], alone=True)
-            assert len(found) == len(able)
-            require_one_process(found, settings)
-            digests = {each["arm"]: each["ranks"][0]["digest"] for each in found}
-            assert digests["gpipe"] == digests["1f1b"] == digests["zero_bubble"]
+        found = run(pools, pp, able, [{"accum": accum, "settings": settings}], alone=True)
+        assert len(found) == len(able)
+        require_one_process(found, settings)
+        digests = {each["arm"]: each["ranks"][0]["digest"] for each in found}
+        assert digests["gpipe"] == digests["1f1b"] == digests["zero_bubble"]
 
 
 @pytest.mark.parametrize("settings", [SGD, pytest.param(ADAMW, marks=pytest.mark.full)], ids=["sgd", "adamw"])
@@ -61,7 +61,7 @@ def test_a_stage_keeps_its_layers_only(pools: Pools) -> None:
         assert whole <= sum(held) < 1.2 * whole, "the tied embedding twice"
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.full), "interleaved"])
 def test_activation_checkpointing_changes_no_bit_in_a_pipeline(pools: Pools, schedule: str) -> None:
     hows = ("none", "selective", "block")
     deep = {"n_layer": 4, "dropout": 0.3}
@@ -152,7 +152,7 @@ def test_a_run_goes_on_over_many_meshes(runs: Runs) -> None:
     assert {*series(spec)} == {*range(1, len(MESHES) + 1)}
 
 
-@pytest.mark.parametrize(("world", "mode"), [(4, "zero1"), (2, "ddp")])
+@pytest.mark.parametrize(("world", "mode"), [(4, "zero1"), pytest.param(2, "ddp", marks=pytest.mark.full)])
 def test_the_bubble_is_measured_and_drawn_beside_the_theory(
     runs: Runs, capsys: pytest.CaptureFixture[str], world: int, mode: str
 ) -> None:

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,6 +20,8 @@ from nanoray.bench.harness.processes import session_members
 from nanoray.bench.harness.rank_pool import RankFailed, RankPool, Where, add_where_flags, describe, where_from
 from nanoray.bench.harness.report import Report
 from nanoray.errors import ConfigError, PlacementError
+from tests.harness.cluster import wait_for
+from tests.harness.commands import Command, run
 from tests.harness.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -174,10 +175,6 @@ def test_what_cannot_be_is_refused_before_anything_starts() -> None:
 # From the command line: Ctrl-C, torchrun, Ray
 
 
-def bench(*flags: str, launcher: tuple[str, ...] = ()) -> list[str]:
-    return [sys.executable, *launcher, "-m", "nanoray.bench", "collectives", "--device", "cpu", *flags]
-
-
 def children_of(pid: int) -> list[int]:
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -189,13 +186,13 @@ def children_of(pid: int) -> list[int]:
 
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     env = os.environ | {"TMPDIR": str(tmp_path)}
-    process = subprocess.Popen(bench("--workers", "2"), cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    assert "all_reduce float32 1024 B in place  ok" in process.stderr.readline()
-    ranks = children_of(process.pid)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=200)
-    assert process.returncode == 128 + signal.SIGINT, err
+    flags = ("collectives", "--device", "cpu", "--workers", "2")
+    with Command("nanoray.bench", *flags, env=env, apart=True) as process:
+        wait_for(lambda: "\n" in process.errors, process=process)
+        assert "all_reduce float32 1024 B in place  ok" in process.errors.splitlines()[0]
+        ranks = children_of(process.pid)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(200) == 128 + signal.SIGINT, process.errors
     assert len(ranks) == 2
     assert not any(session_members(rank) for rank in ranks)
     assert not list(tmp_path.glob("nanoray-pool-*"))
@@ -230,14 +227,14 @@ def break_rank_1(mesh: Any, order: dict[str, Any], emit: Any) -> None:
         raise ValueError("a value that is wrong")
 
 
-def test_under_torchrun_every_process_is_a_rank_and_one_speaks_unless_another_breaks(tmp_path: Path) -> None:
+def test_under_torchrun_every_process_is_a_rank_and_one_speaks_unless_another_breaks(
+    tmp_path: Path, forked: dict[str, str]
+) -> None:
     """One start of torchrun: a good run, and one in which rank 1 breaks."""
     (tmp_path / "runs.py").write_text(TWO_RUNS)
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
-    command = [sys.executable, *torchrun, str(tmp_path / "runs.py"), "collectives", "--device", "cpu", *TINY]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    flags = ["--json", str(tmp_path / "c.json")]
-    done = subprocess.run([*command, *flags], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    torchrun = ["torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    command = [*torchrun, str(tmp_path / "runs.py"), "collectives", "--device", "cpu", *TINY]
+    done = run(*command, "--json", str(tmp_path / "c.json"), env=os.environ | forked)
     assert done.stdout.count("OK  3 rows") == 1, done.stderr
     assert checked(tmp_path / "c.json", 2)["ranks"]["started by"] == "torchrun"
     assert done.returncode != 0

@@ -39,8 +39,9 @@ def test_modes_by_hand_agree_bit_for_bit(pools: Pools, ranks: int) -> None:
         assert len({(*rank["losses"], *rank["norms"]) for each in found for rank in each["ranks"]}) == 1
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "accum"), [(2, 1), (3, 2), *(pytest.param(*case, marks=pytest.mark.full) for case in ((3, 1), (2, 2)))]
+)
 def test_every_mode_trains_as_one_process_does(pools: Pools, ranks: int, accum: int) -> None:
     """Plain SGD without clipping shows a wrong factor; one process takes the whole batch in one micro batch."""
     for settings in (SGD, ADAMW):
@@ -102,7 +103,7 @@ def trained(text: Path, folder: Path, world: int, **settings: Any) -> RunSpec:
     return spec
 
 
-@pytest.mark.parametrize("mode", ["zero1", "zero2", "fsdp"])
+@pytest.mark.parametrize("mode", [pytest.param("zero1", marks=pytest.mark.full), "zero2", "fsdp"])
 def test_a_sharded_run_is_the_run_by_hand_and_resumes_to_the_bit(text: Path, tmp_path: Path, mode: str) -> None:
     """Checkpoints are written beside training; the run is cut after the first of them."""
     world = 2 if mode == "fsdp" else 3
@@ -153,7 +154,9 @@ def test_what_cannot_be_is_refused() -> None:
         make_config(values)
 
 
-@pytest.mark.parametrize("mode", ALL)
+@pytest.mark.parametrize(
+    "mode", ["ddp_by_hand", *(pytest.param(m, marks=pytest.mark.full) for m in ("zero1", "zero2")), "fsdp"]
+)
 def test_tracing_comparing_evaluating_and_sampling_work_in_every_mode(text: Path, tmp_path: Path, mode: str) -> None:
     settings = {"comm_trace": "always", "hash_every": 2, "eval_every": 3, "eval_samples": 5, "sample_tokens": 8}
     spec = make_spec(text, tmp_path, **RECIPE | settings | {"max_steps": 6, "dp_mode": mode})
@@ -172,7 +175,7 @@ def test_tracing_comparing_evaluating_and_sampling_work_in_every_mode(text: Path
     assert 4 * parameters <= gradients <= 4.2 * parameters, "each gradient travels once, plus padding"
 
 
-@pytest.mark.parametrize("mode", ALL)
+@pytest.mark.parametrize("mode", [*(pytest.param(m, marks=pytest.mark.full) for m in BY_HAND[:2]), "zero2", "fsdp"])
 def test_a_step_that_is_not_finite_is_named_in_every_mode(text: Path, tmp_path: Path, mode: str) -> None:
     spec = make_spec(text, tmp_path, **RECIPE | {"dp_mode": mode, "faults": "nan@rank=1,step=4"})
     outcomes = run_ranks(spec, 2)
@@ -181,7 +184,7 @@ def test_a_step_that_is_not_finite_is_named_in_every_mode(text: Path, tmp_path: 
     assert "Not finite on rank 1" in outcomes[0]["message"]
 
 
-@pytest.mark.parametrize("mode", ["zero1", "fsdp"])
+@pytest.mark.parametrize("mode", ["zero1", pytest.param("fsdp", marks=pytest.mark.full)])
 def test_a_rollback_loads_every_ranks_shard(text: Path, tmp_path: Path, mode: str) -> None:
     """The bad step is left out, as in a run on one process: its samples are skipped."""
     settings = {"on_nan": "rollback", "checkpoint_every": 3, "faults": "nan@rank=0,step=5", "dropout": 0.0}

@@ -19,7 +19,7 @@ MODES = ("ddp", "ddp_by_hand", "zero1", "zero2", "fsdp")
 
 
 @pytest.mark.parametrize("bias", [True, pytest.param(False, marks=pytest.mark.full)])
-@pytest.mark.parametrize("settings", [SGD, ADAMW], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("settings", [SGD, pytest.param(ADAMW, marks=pytest.mark.full)], ids=["sgd", "adamw"])
 def test_two_and_four_ranks_train_as_one_process_does(pools: Pools, settings: dict[str, Any], bias: bool) -> None:
     """tp 2, tp 4, and dp 2 × tp 2 in every mode: losses, weights, norms. A vocabulary of 65 leaves tp 4's last rank
     with padding alone. The digests also say that what several ranks hold is equal to the bit on all of them."""
@@ -46,7 +46,7 @@ def test_every_rank_keeps_its_share_only(pools: Pools) -> None:
             assert rank["state_elements"] < 2 * rank["elements"] / 4 * 1.1, each["arm"]
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.full), "fsdp"])
 def test_activation_checkpointing_changes_no_bit_under_tp(pools: Pools, mode: str) -> None:
     """With dropout: what is computed twice draws the same masks again, the rank's own and those of all."""
     hows = ("none", "selective", "block")
@@ -80,7 +80,7 @@ def runs(text: Path, tmp_path: Path) -> Runs:
     return Runs(text, tmp_path, RECIPE)
 
 
-@pytest.mark.parametrize(("tp", "mode", "world"), [(2, "zero1", 4), (2, "ddp", 2)])
+@pytest.mark.parametrize(("tp", "mode", "world"), [(2, "zero1", 4), pytest.param(2, "ddp", 2, marks=pytest.mark.full)])
 def test_a_run_resumes_to_the_bit(runs: Runs, tp: int, mode: str, world: int) -> None:
     runs.resumed(world, 5, tp=tp, dp_mode=mode, dropout=0.1)
 

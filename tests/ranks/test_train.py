@@ -26,6 +26,7 @@ from nanoray.errors import CheckpointError
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.run import RunSpec
 from nanoray.train.recipe import find_checkpoint
+from tests.harness.commands import Command, run
 from tests.harness.ports import free_port
 from tests.harness.ranks import TINY, make_spec, records, run_ranks, series
 
@@ -305,9 +306,8 @@ torch.nn.functional.cross_entropy = no_memory
 from nanoray.train.__main__ import main
 sys.exit(main(sys.argv[1:]))"""
     flags = ["--preset", "tiny", "--dataset", str(text), "--data_dir", str(tmp_path / "c"), "--out_dir", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-c", full, *flags], capture_output=True, text=True, timeout=200, check=False
-    )
+    (tmp_path / "full.py").write_text(full)
+    done = run(str(tmp_path / "full.py"), *flags)
     assert done.returncode == 2, done.stderr
     assert (
         "error: out of GPU memory (CUDA out of memory. Tried to allocate 2.00 GiB.); halve --micro_batch" in done.stderr
@@ -356,13 +356,20 @@ def test_a_rank_with_other_code_is_refused(text: Path, tmp_path: Path) -> None:
     source.write_text(source.read_text().replace("0x9E3779B97F4A7C15", "0x9E3779B97F4A7C17"))
     flags = ["--preset", "tiny", "--dataset", str(text), "--data_dir", str(tmp_path / "c"), "--out_dir", str(tmp_path)]
     port, ranks = free_port(), []
-    for rank, path in enumerate((Path(nanoray.__file__).parents[1], other)):
+    for rank in (0, 1):
         env = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(path)}
-        command = [sys.executable, "-m", "nanoray.train", *flags]
-        ranks.append(subprocess.Popen(command, env=os.environ | env, cwd=path, stderr=subprocess.PIPE, text=True))
-    said = [process.communicate(timeout=400)[1] for process in ranks]
-    assert [process.returncode for process in ranks] == [3, 3], said
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ranks.append(os.environ | env)
+    command = [sys.executable, "-m", "nanoray.train", *flags]
+    own = {"env": ranks[1] | {"PYTHONPATH": str(other)}, "cwd": other}
+    with (
+        Command("nanoray.train", *flags, env=ranks[0], apart=True) as ours,
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **own) as theirs,
+    ):
+        said = [theirs.communicate(timeout=400)[1]]
+        ours.wait(400)
+        said.append(ours.errors)
+    assert [theirs.returncode, ours.returncode] == [3, 3], said
     assert all("rank 1 has code of nanoray (sha256) = " in text for text in said)
 
 

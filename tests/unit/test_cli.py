@@ -62,11 +62,14 @@ def test_train_in_this_process(one_process: tuple[Path, str]) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_is_the_same_recipe(recipe: Path, tmp_path: Path, one_process: tuple[Path, str]) -> None:
+def test_torchrun_is_the_same_recipe(
+    recipe: Path, tmp_path: Path, one_process: tuple[Path, str], forked: dict[str, str]
+) -> None:
     done = python(
         *("torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d"),
         *("--rdzv-endpoint", "127.0.0.1:0", "-m", "nanoray.train", "--config", str(recipe)),
         *("--out_dir", str(tmp_path), "--workers", "2"),
+        **forked,
     )
     assert done.returncode == 0, done.stderr
     assert list(losses(tmp_path).values()) == pytest.approx(list(losses(one_process[0]).values()), abs=1e-3)
@@ -78,13 +81,14 @@ def test_torchrun_is_the_same_recipe(recipe: Path, tmp_path: Path, one_process: 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_restart_of_torchrun_goes_on_in_the_same_run(
-    world: int, recipe: Path, tmp_path: Path, one_process: tuple[Path, str]
+    world: int, recipe: Path, tmp_path: Path, one_process: tuple[Path, str], forked: dict[str, str]
 ) -> None:
     done = python(
         *("torch.distributed.run", "--nproc-per-node", str(world), "--rdzv-backend", "c10d"),
         *("--rdzv-endpoint", "127.0.0.1:0", "--max-restarts", "1", "-m", "nanoray.train", "--config", str(recipe)),
         *("--out_dir", str(tmp_path), "--checkpoint_every", "5", "--checkpoint_mode", "sync"),
         *("--faults", f"kill@rank={world - 1},step=13"),
+        **forked,
     )
     assert done.returncode == 0, done.stderr
     run = only_run(tmp_path)

@@ -736,16 +736,16 @@ def test_the_bundle_has_the_operators_log_and_no_secret(operator: bool, tmp_path
 
 @pytest.mark.slow
 def test_a_dataset_job_without_internet_says_so_once_and_takes_a_cache_that_comes(
-    shakespeare: Path, tmp_path: Path
+    shakespeare: Path, tmp_path: Path, forked: dict[str, str]
 ) -> None:
     """The manifest's command, as a process: one remedy over several tries, pauses that grow, then the text is there."""
     (job,) = [o for o in build(KUBE_DIR / "overlays" / "cpu" / "job") if o["kind"] == "Job"]
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert (job["spec"]["backoffLimit"], job["spec"]["template"]["spec"]["restartPolicy"]) == (0, "Never")
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\necho try >> {tmp_path}/tries\nexec "{sys.executable}" "$@"\n')
+    python.write_text(f'#!/bin/sh\necho try >> {tmp_path}/tries\nexec "{forked["PYTHON"]}" "$@"\n')
     python.chmod(0o755)
-    env = {item["name"]: item.get("value", "") for item in container["env"]} | {"FIRST_PAUSE_S": "1"}
+    env = forked | {item["name"]: item.get("value", "") for item in container["env"]} | {"FIRST_PAUSE_S": "1"}
     env |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HOSTNAME": "dataset-pod", "https_proxy": "http://127.0.0.1:9"}
     env |= {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
     log = tmp_path / "log"
