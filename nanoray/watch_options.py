@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pydantic import Field
@@ -9,10 +10,11 @@ from pydantic import Field
 from nanoray.stop_options import StopOptions
 
 WHOLE = ("ddp", "ddp_by_hand")  # values of dp_mode with which rank 0 has all weights and all gradients
+PROFILED = 50  # steps at most of one profile
 
 
 class WatchOptions(StopOptions):
-    """The keys of audit, statistics and memory timeline, a part of Config. Each docstring is the help of its flag."""
+    """The keys of audit, statistics, memory and profile, a part of Config. Each docstring is the help of its flag."""
 
     audit_every: int = Field(0, json_schema_extra={"group": "fault"}, ge=0)
     """steps between audits of gradients: another rank computes one micro batch's gradient of each rank, too, and a
@@ -28,12 +30,24 @@ class WatchOptions(StopOptions):
     buckets and the rest after each operation, beside the formula (0 = none); that step takes longer, and no bit of the
     training changes"""
 
+    profile: str = Field("", json_schema_extra={"group": "log"})
+    """steps A:B, from A up to B but without B, whose operations torch.profiler notes on each rank; python -m
+    nanoray.trace RUN --profile puts them on one clock; these steps take longer, no bit of the training changes"""
+
+    @property
+    def profiled(self) -> range:
+        """The steps of `profile`."""
+        first, _, stop = self.profile.partition(":")
+        return range(int(first or 0), int(stop or 0))
+
 
 def refuse_watching(config: Any, steps: int) -> None:
     """Raise ValueError when a Config of so many steps watches what it cannot."""
     _refuse_audit(config)
     _refuse_statistics(config)
-    _refuse_memory_at(config, min(steps, config.stop_at or steps))
+    last = min(steps, config.stop_at or steps)
+    _refuse_memory_at(config, last)
+    _refuse_profile(config, last)
 
 
 def _refuse_audit(config: Any) -> None:
@@ -74,4 +88,24 @@ def _refuse_memory_at(config: Any, last: int) -> None:
         raise ValueError(
             f"memory_at = {config.memory_at} with compile = True: compiled layers allocate where it cannot be seen; "
             "drop one of the two"
+        )
+
+
+def _refuse_profile(config: Any, last: int) -> None:
+    """Raise ValueError when the steps that a Config wants profiled are none, or too many."""
+    if not config.profile:
+        return
+    if not re.fullmatch(r"[1-9]\d*:[1-9]\d*", config.profile) or not config.profiled:
+        raise ValueError(f"profile = {config.profile!r} is not A:B with 1 <= A < B; for steps 5, 6 and 7 write 5:8")
+    if config.profiled[-1] > last:
+        raise ValueError(f"profile = {config.profile}, but the run ends at step {last}; use steps up to it")
+    if len(config.profiled) > PROFILED:
+        raise ValueError(
+            f"profile = {config.profile}: {len(config.profiled)} steps, each of which has thousands of operations; "
+            f"use {PROFILED} at most"
+        )
+    if config.comm_trace != "off":
+        raise ValueError(
+            f"profile = {config.profile} with comm_trace = {config.comm_trace}: both need torch.profiler, of which a "
+            "process has one; drop one of the two"
         )

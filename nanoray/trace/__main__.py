@@ -9,20 +9,26 @@ from typing import Any
 from nanoray.atomic import read_json_lines, write_json
 from nanoray.cli import exit_code_of
 from nanoray.errors import ConfigError
+from nanoray.trace.profiles import write_all
 from nanoray.trace.timeline import chrome_trace, draw, newest_window
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run `python -m nanoray.trace RUN [--step S]`: draw a window of traced steps again."""
     parser = argparse.ArgumentParser(prog="python -m nanoray.trace", description="Draw traced steps of a run.")
-    parser.add_argument("run", type=Path, help="folder of a run that was started with --comm_trace")
+    parser.add_argument("run", type=Path, help="folder of a run that was started with --comm_trace, or --profile")
     parser.add_argument("--step", type=int, help="last step to draw [the newest traced one]")
     parser.add_argument("--figure", type=Path, help="picture to write [RUN/comm/timeline.svg]")
+    text = "put the profiles of all ranks, of a run started with --profile A:B, on one clock, and draw nothing"
+    parser.add_argument("--profile", action="store_true", help=text)
     args = parser.parse_args(argv)
     return exit_code_of(lambda: _run(args))
 
 
 def _run(args: argparse.Namespace) -> None:
+    if args.profile:
+        print("\n".join(write_all(args.run)))
+        return
     steps = read_steps(args.run)
     if args.step is not None:
         if args.step not in {s["step"] for s in steps}:

@@ -63,6 +63,7 @@ from nanoray.train.memory_timeline import MemoryTimeline
 from nanoray.train.mirror import copy_to_mirror, recover
 from nanoray.train.observers import Callback, Observers
 from nanoray.train.precision import LossScaler, autocast, float32_products, weight_type
+from nanoray.train.profile import Profile
 from nanoray.train.statistics import Statistics
 from nanoray.train.tasks import ConfiguredTask, Task, task_of
 
@@ -184,6 +185,7 @@ class Recipe:
         self.observers = Observers(spec, watchers)
         self.statistics = Statistics(cfg, self.model, self.scaler.scale, self.observers.note)
         self.memory = MemoryTimeline(cfg, self.observers.note)
+        self.profile = Profile(cfg, self.observers.note)
         self.writer = CheckpointWriter(spec, self.observers.note, self.observers.saved)
         self.progress = ProgressFile(spec.progress(mesh.slot))
         self.ledger = Ledger(spec.ledger(mesh.slot), spec.started, group.source is not None or spec.attempt > 0)
@@ -261,6 +263,7 @@ class Recipe:
         listeners += [trace.on_phase] if trace else []
         listeners += self.statistics.begin(spec.folder, state.step) if mesh.rank == 0 else []
         listeners += self.memory.begin(spec, mesh, par, state, batch)
+        listeners += self.profile.begin(spec, mesh, state.step)
         listeners += [self._injector] if spec.config.faults else []
         return Engine(
             spec=spec,
