@@ -128,7 +128,7 @@ def test_dry_run_of_the_large_preset(tmp_path: Path) -> None:
 
 PAGES = {
     "communication": ["collectives", "algorithms", "overlap", "scaling"],
-    "parallelism": ["strategies", "equivalence", "pipeline"],
+    "parallelism": ["strategies", "equivalence", "pipeline", "layouts"],
     "precision": ["precision", "compression"],
     "reliability": ["recovery", "checkpoint", "control", "soak"],
     "speedrun": ["speedrun"],
