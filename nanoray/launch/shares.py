@@ -36,7 +36,8 @@ class Shares:
 
     def lost(self, gone: Collection[int]) -> str:
         """Say which shares only slots that are `gone` held; empty if there are none."""
-        lost = [list(dict.fromkeys(share)) for share in self.held if {*share} <= {*gone}]
+        none_left = frozenset(gone).issuperset
+        lost = [list(dict.fromkeys(share)) for share in self.held if none_left(share)]
         if self.mirrored:
             shares = ", ".join(f"that of rank {' with rank '.join(map(str, share))}" for share in lost)
             return f"shares of the state are lost, each with its mirror: {shares}" if lost else ""
