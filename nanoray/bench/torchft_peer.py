@@ -4,12 +4,11 @@ Each worker is a replica group of its own (Ray Train's TorchftConfig). When one 
 continue; Ray Train replaces only the lost worker, which gets the weights over HTTP. As in nanoray the global batch is
 kept: the samples of a step are shared among those in the quorum, so the loop waits for it before it reads data. The
 quorum is set to notice a lost worker after a second instead of five. Model, data, optimizer, schedule and files are
-nanoray's; DDP, groups and recovery are torchft's. A checkpoint is one file, read only when all workers were lost.
+nanoray's; groups, sums and recovery are torchft's. A checkpoint is one file, read only when all workers were lost.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import logging
@@ -70,7 +69,7 @@ class Replica:
 
     def __init__(self, spec: RunSpec, rank: int, world: int, device: Any) -> None:
         import torch
-        from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo, ProcessGroupNCCL
+        from torchft import Manager, Optimizer, ProcessGroupGloo, ProcessGroupNCCL
 
         from nanoray.mesh.mesh import Mesh
         from nanoray.train.recipe import resolve_precision
@@ -100,7 +99,6 @@ class Replica:
             init_sync=False,
         )
         self._go_on()
-        self.model = DistributedDataParallel(self.manager, self.plain)
         self.optimizer = Optimizer(self.manager, self.inner)
 
     def train(self) -> None:
@@ -127,11 +125,10 @@ class Replica:
         micro_batches, loss = MicroBatches(self.data, batch, rank or 0), torch.zeros((), device=self.device)
         for micro in range(batch.accum):
             x, y = micro_batches.get(step * batch.global_size, micro)
-            last = micro + 1 == batch.accum
-            with contextlib.nullcontext() if last else self.model.no_sync():
-                part = mean_loss(self.device.type, self.precision, self.model, x, y, self.task.loss) / batch.accum
-                part.backward()
+            part = mean_loss(self.device.type, self.precision, self.plain, x, y, self.task.loss) / batch.accum
+            part.backward()
             loss += part.detach()
+        self._average_gradients()
         manager.allreduce(loss).wait()
         if cfg.grad_clip:
             torch.nn.utils.clip_grad_norm_(self.plain.parameters(), cfg.grad_clip)
@@ -140,6 +137,20 @@ class Replica:
             self._record(step + 1, float(loss), lr)
             if rank == 0 and cfg.checkpoint_every and (step + 1) % cfg.checkpoint_every == 0:
                 self._save()
+
+    def _average_gradients(self) -> None:
+        """Average the gradients of those in the quorum.
+
+        torchft's own DistributedDataParallel (0.2.0) fails an assertion where a rank is lost during backward, and then
+        all workers begin again from the checkpoint; this returns, and the step is not committed.
+        """
+        import torch
+
+        gradients = [p.grad for p in self.plain.parameters() if p.grad is not None]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        self.manager.allreduce(flat).wait()
+        for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
 
     def _record(self, step: int, loss: float, lr: float) -> None:
         """Write what a committed step came to. All replicas do: a lost one may have committed more than it wrote.
