@@ -432,9 +432,8 @@ def memory_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) 
     on_gpu = mesh.device.type == "cuda"
     resident = 0 if on_gpu else _resident("VmRSS")
     first = _arm(mesh, order, own, traced=False)
-    list(
-        _steps(first, 1, lambda: 0)
-    )  # loads code and generates kernels for these shapes, which are not an arm's memory
+    # It loads code and generates kernels for these shapes, which are not an arm's memory.
+    list(_steps(first, 1, lambda: 0))
     first.plan.close()
     del first
     gc.collect()

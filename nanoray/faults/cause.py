@@ -17,6 +17,7 @@ from typing import Any
 
 from nanoray.atomic import read_json_lines
 from nanoray.faults.plan import append_event
+from nanoray.faults.progress import AFTER_UPDATE
 
 # What can end a rank -> how close that is to the root cause (lower is closer).
 CAUSES = {
@@ -35,7 +36,6 @@ ROOT_S = 10.0  # how long to wait for the root of a consequence: a busy Ray tell
 PROGRESS_STEPS = 10  # completed steps between two failures that make the second one a new story
 FAILURES_PER_HOUR = 60  # more than this is no training, even if every failure is overcome
 MAX_CONSEQUENCES = 8  # lines that a report keeps: of thousands of ranks, all fail with the same words
-_AFTER_UPDATE = ("log", "eval", "checkpoint", "done")  # phases of a step that follow its weight update
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Failure:
     @property
     def completed(self) -> int:
         """Steps completed before the failure."""
-        return self.step if self.phase in _AFTER_UPDATE else max(0, self.step - 1)
+        return self.step if self.phase in AFTER_UPDATE else max(0, self.step - 1)
 
 
 @dataclass

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 
 PHASES = ("init", "data", "forward", "backward", "optimizer", "log", "eval", "checkpoint", "done", "regroup", "idle")
+AFTER_UPDATE = ("log", "eval", "checkpoint", "done")  # phases of a step that follow its weight update
+OUTSIDE = ("init", *AFTER_UPDATE)  # phases that are no part of a step's computation
 
 
 class ProgressFile:

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from nanoray.atomic import replace_bytes
 from nanoray.errors import ConfigError
 
 FOLDER, ALL, KEY = "profile", "all.json.gz", "nanoray"
@@ -45,13 +46,12 @@ def merge(profiles: list[dict[str, Any]]) -> dict[str, Any]:
         for event in profile["traceEvents"]:
             number = numbers.setdefault((rank, str(event.get("pid", ""))), len(numbers))
             moved = event | {"pid": number}
-            if event["ph"] == "M":
-                if event["name"] == "process_name":
-                    moved["args"] = {"name": f"rank {rank}: {event['args']['name']}"}
-                elif event["name"] == "process_sort_index":
-                    moved["args"] = {"sort_index": number}
-            elif "ts" in event:
+            if "ts" in event:
                 moved["ts"] = event["ts"] + shift_us
+            if event["name"] == "process_name":
+                moved["args"] = {"name": f"rank {rank}: {event['args']['name']}"}
+            elif event["name"] == "process_sort_index":
+                moved["args"] = {"sort_index": number}
             if "id" in event:  # of arrows, such as from a forward to its backward
                 moved["id"] = f"{rank}.{event['id']}"
             events.append(moved)
@@ -63,7 +63,7 @@ def write_all(run: Path) -> list[str]:
     profiles, path = read_profiles(run), run / FOLDER / ALL
     steps = {tuple(profile[KEY]["steps"]) for profile in profiles}
     error_us = 1e6 * max(profile[KEY]["uncertainty_s"] for profile in profiles)
-    path.write_bytes(gzip.compress(json.dumps(merge(profiles)).encode()))
+    replace_bytes(path, gzip.compress(json.dumps(merge(profiles)).encode()), sync=False)
     which = ", ".join(f"{first} to {last}" for first, last in sorted(steps))
     told = [f"{path}  {len(profiles)} rank(s), steps {which}; their clocks agree to {error_us:.0f} us"]
     told += ["warning  the ranks profiled different steps: a fault began a group in between"] * (len(steps) > 1)

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from nanoray.atomic import replace_text
 from nanoray.config import Batch, Config
+from nanoray.faults.progress import OUTSIDE
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.models import resnet_costs
@@ -49,7 +50,6 @@ from nanoray.train.report import stage_activations
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "buckets", "other")
 FORWARD = "forward"  # of a storage: made in a forward; once backward begins it is an activation
 POINTS = 300  # of a file: the highest of each stretch of operations
-OUTSIDE = ("init", "log", "eval", "checkpoint", "done")  # phases that are no part of a step's computation
 EXCHANGE = tuple(str(module.__file__) for module in (buckets, compress, fsdp))
 EXCHANGE += (str(Path(torch.distributed.fsdp.__file__).parent),)
 # The parts of the formula -> categories.

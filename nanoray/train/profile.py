@@ -17,12 +17,11 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from nanoray.config import Config
+from nanoray.faults.progress import OUTSIDE
 from nanoray.mesh.mesh import Mesh
 from nanoray.run import RunSpec
 from nanoray.trace.profiles import FOLDER, KEY, name_of
 from nanoray.trace.recorder import measure_offsets
-
-BETWEEN = ("init", "log", "eval", "checkpoint", "done")  # phases that end the last step
 
 
 class Profile:
@@ -52,15 +51,14 @@ class Profile:
 
     def __call__(self, step: int, phase: str) -> None:
         """Profile the steps where they are due."""
-        over = step not in self._steps or (step == self._steps[-1] and phase in BETWEEN)
-        if self._profiler is None and not over:
-            self._start(step)
-        if self._profiler is None:
-            return
-        self._end_span()
+        over = step not in self._steps or (step == self._steps[-1] and phase in OUTSIDE)
         if over:
-            self._finish()
+            if self._profiler is not None:
+                self._finish()
             return
+        if self._profiler is None:
+            self._start(step)
+        self._end_span()
         self._span = torch.profiler.record_function(f"step {step}: {phase}")
         self._span.__enter__()
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoray.config import Config
+from nanoray.faults.progress import AFTER_UPDATE
 from nanoray.models.gpt import MLP, Attention, LMHead
 from nanoray.models.kernels import rotate
 from nanoray.train.dangers import FILE, dangers
@@ -24,7 +25,6 @@ from nanoray.train.observers import JsonlWriter
 from nanoray.train.precision_stats import layer_of
 
 DEAD = 1e-3  # a hidden unit none of whose outputs is further from 0 than this, over a micro batch, is dead
-AFTER = ("log", "eval", "checkpoint", "done")  # phases of a step whose update is done
 
 
 class Statistics:
@@ -63,7 +63,7 @@ class Statistics:
         """Look at the step where it is due."""
         began = time.perf_counter()
         if self._before:
-            if step == self._step + 1 or (step == self._step and phase in AFTER):
+            if step == self._step + 1 or (step == self._step and phase in AFTER_UPDATE):
                 self._finish(began)
             elif phase != "optimizer":  # the step is done again
                 self._drop()
