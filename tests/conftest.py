@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,9 @@ from tests.harness.ranks import TINY
 for variable in ("RAY_ADDRESS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
     os.environ.pop(variable, None)
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+# A script's shell ignores Ctrl-C in what it starts with `&`, and so would all commands of the tests.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 processes.start_process = start_process  # the ranks of a benchmark, too, need not import torch again
 # On a busy machine an example, and drawing it, may take long.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
