@@ -54,17 +54,22 @@ def test_a_rank_is_lost_anywhere_in_a_step(text: Path, tmp_path: Path, clean: Cl
 
 
 @pytest.mark.parametrize(
-    ("world", "mode"),
-    [(2, "zero1"), *(pytest.param(4, mode, marks=pytest.mark.full) for mode in ("zero1", "zero2", "ddp_by_hand"))],
+    ("world", "settings"),
+    [
+        (2, {"dp_mode": "zero1"}),
+        *(pytest.param(4, {"dp_mode": m}, marks=pytest.mark.full) for m in ("zero1", "zero2", "ddp_by_hand")),
+        pytest.param(4, {"dp_mode": "zero1", "tp": 2}, marks=pytest.mark.full),
+        pytest.param(4, {"dp_mode": "zero2", "pp": 2, "grad_accum_steps": 2}, marks=pytest.mark.full),
+    ],
 )
 def test_experts_of_a_lost_rank_are_on_another_one(
-    text: Path, tmp_path: Path, clean: Clean, world: int, mode: str
+    text: Path, tmp_path: Path, clean: Clean, world: int, settings: dict[str, Any]
 ) -> None:
-    """ep 2: the others wait for tokens of rank 1, later for those of the norm, when all gradients are in two places.
+    """ep 2: the others wait for tokens of rank 1, later for the norm, when all gradients are in two places.
 
-    With two ranks each expert is trained on one of them, and the other one keeps a copy.
+    With two data ranks each expert is trained on one of them, and the other one keeps a copy.
     """
-    settings, plan = EXPERTS | {"dp_mode": mode}, "kill@rank=1,step=3,phase=exchange_tokens"
+    settings, plan = EXPERTS | settings, "kill@rank=1,step=3,phase=exchange_tokens"
     plan += f";kill@rank={world - 2},step=5,phase=exchange_norm"
     spec = make_spec(text, tmp_path, **RECIPE | settings | {"faults": plan})
     outcome = run_elastic(spec, world, timeout_s=200)
