@@ -259,10 +259,10 @@ class Config(WatchOptions):
     """failures in a row, with fewer than 10 steps completed between them, before giving up; ranks that are left save"""
     recovery: Literal["in_place", "shrink", "restart"] = _field("in_place", "fault")
     """when a rank is lost, on Ray: in_place (only that rank is replaced, its state comes from another rank's memory, no
-    step is repeated; a restart with NCCL (but see --abort_nccl), an --allreduce written by hand, ep, or where no other
-    rank has the lost part of a state divided by dp_mode (see --mirror), tp or pp) | shrink (as in_place, but if no
-    replacement comes in time fewer ranks continue with the same global batch until one does; with tp or pp fewer whole
-    replicas of tp*pp ranks) | restart (all ranks, from the newest checkpoint)"""
+    step is repeated; a restart with NCCL (but see --abort_nccl), an --allreduce written by hand, or where no other rank
+    has the lost part of a state divided by dp_mode (see --mirror), tp, pp or ep) | shrink (as in_place, but if no
+    replacement comes in time fewer ranks continue with the same global batch until one does; with tp, pp or ep fewer
+    whole replicas of tp*pp*ep ranks) | restart (all ranks, from the newest checkpoint)"""
     abort_nccl: bool = _field(False, "fault")
     """recovery in place and shrink over NCCL too, where each rank holds the whole state; ranks wait for their device in
     each step, and this has not been run on a GPU yet"""
@@ -360,13 +360,14 @@ class Config(WatchOptions):
 
     def mirrors(self, backend: str = "gloo") -> bool:
         """Whether each rank's share of a sharded state is kept by another rank, too, where there are several ranks."""
-        kept = self.mirror == "auto" and self.dp_mode in ("zero1", "zero2", "fsdp") and self.ep == 1
+        kept = self.mirror == "auto" and self.dp_mode in ("zero1", "zero2", "fsdp")
         return kept and self.recovery != "restart" and backend == "gloo" and not self.pure
 
     def replicated(self, ranks: int) -> bool:
-        """Whether another replica has each rank's part of a state that tp and pp divide."""
-        divided = self.tp * self.pp > 1 and self.ep == 1 and self.recovery != "restart"
-        return divided and self.dp_mode in ("ddp", "ddp_by_hand") and ranks >= 2 * self.tp * self.pp
+        """Whether another replica has each rank's part of a state that tp, pp and ep divide."""
+        replica = self.tp * self.pp * self.ep
+        divided = replica > 1 and self.recovery != "restart"
+        return divided and self.dp_mode in ("ddp", "ddp_by_hand") and ranks >= 2 * replica
 
     @property
     def chunks(self) -> int:

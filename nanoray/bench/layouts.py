@@ -4,8 +4,12 @@
     compute    forward, backward, update at 2 ranks, whole and cut for tp 2   -> seconds; what tp does not divide
     predict    nanoray.parallel.predict with these, and real steps, at 2, 4 and 8 ranks, all in each round
 
-A round's value is the fastest of several turns: other load on the machine only adds time. More ranks than cores share
-them fairly, as in `bench scaling`, whose other assumptions hold, too. Run it on an idle machine.
+Between two calls of a collective each rank computes an MLP, as a step computes between two of them. Back to back they
+take less: then gloo's threads are awake, the tensor is in the cache, and no rank waits for one that still computes.
+
+A round's value is the fastest of several turns, and a turn's that of its slowest rank: other load on the machine only
+adds time. More ranks than cores share them fairly, as in `bench scaling`, whose other assumptions hold, too. Run it on
+an idle machine.
 """
 
 from __future__ import annotations
@@ -149,7 +153,8 @@ class Here:
             uncut=min(1.0, max(0.0, 2 * ratio - 1)),  # ratio = uncut + (1 - uncut) / 2
             cores=available_cpus() / layout.world_size,
         )
-        return predict(job, layout, MICRO, self, speed).step_s
+        norm = self.cost(Layout(dp=layout.world_size), "dp", "all_reduce", 8)  # which `predict` leaves out
+        return predict(job, layout, MICRO, self, speed).step_s + norm.seconds
 
     def told(self) -> str:
         """Write what was fitted, for the conditions."""
@@ -225,9 +230,11 @@ def fit_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]],
     import torch
 
     from nanoray.mesh.axis import data_axis
+    from nanoray.mesh.devices import keep_freed_memory
 
     torch.set_num_threads(1)
-    axis, n = data_axis(mesh), mesh.world_size
+    keep_freed_memory()
+    axis, n, work = data_axis(mesh), mesh.world_size, _work(order)
     for nbytes in order["sizes"]:
         flat, own = torch.zeros(nbytes // 4), torch.zeros(nbytes // 4 // n)
         calls: dict[str, Callable[[], Any]] = {
@@ -239,21 +246,35 @@ def fit_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]],
             times, spent = [], []
             for _ in range(order["turns"]):
                 mesh.barrier()
-                start, cpu = time.perf_counter(), time.process_time()
+                seconds = cpu_s = 0.0
                 for _ in range(order["calls"]):
+                    work()
+                    start, cpu = time.perf_counter(), time.process_time()
                     call()
-                times.append((time.perf_counter() - start) / order["calls"])
-                spent.append((time.process_time() - cpu) / order["calls"])
+                    seconds, cpu_s = seconds + time.perf_counter() - start, cpu_s + time.process_time() - cpu
+                times.append(seconds / order["calls"])
+                spent.append(cpu_s / order["calls"])
             worst = mesh.gather((min(times), min(spent)))
             if worst is not None:
                 seconds, cpu_s = (statistics.fmean(each) for each in zip(*worst, strict=True))
                 emit({"op": op, "nbytes": nbytes, "seconds": seconds, "cpu_s": cpu_s})
     for tp in (1, 2):
-        turns = [_compute(mesh, order, tp) for _ in range(order["turns"])]
-        mine = min(turns, key=lambda parts: sum(parts.values()))
-        everyone = mesh.gather(mine)
-        if everyone is not None:
-            emit({"tp": tp} | {key: statistics.fmean(parts[key] for parts in everyone) for key in _PARTS})
+        everyone = mesh.gather([_compute(mesh, order, tp) for _ in range(order["turns"])])
+        if everyone is not None:  # a turn's time is that of its slowest rank, as a step's is
+            turns = [max(of_turn, key=lambda parts: sum(parts.values())) for of_turn in zip(*everyone, strict=True)]
+            emit({"tp": tp} | min(turns, key=lambda parts: sum(parts.values())))
+
+
+def _work(order: dict[str, Any]) -> Callable[[], Any]:
+    """Return what a rank computes between two collectives: the MLP of a block."""
+    import torch
+
+    from nanoray.models.gpt import MLP, ModelShape
+
+    config = load_config(preset=order["preset"])
+    mlp = MLP(ModelShape.of(config, VOCAB[config.tokenizer]), 0.0)
+    x = torch.randn(MICRO, config.block_size, config.n_embd)  # (B, T, C)
+    return torch.no_grad()(lambda: mlp(x))
 
 
 def _compute(mesh: Mesh, order: dict[str, Any], tp: int) -> dict[str, float]:

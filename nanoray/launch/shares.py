@@ -29,7 +29,7 @@ class Shares:
         With one replica no other rank mirrors a share: its owner stands for both.
         """
         layout, mirrors = Layout.of(config, len(members)), config.mirrors(backend)
-        held: list[tuple[int, ...]] = layout.groups("dp")
+        held: list[tuple[int, ...]] = layout.groups("edp")
         if mirrors:
             held = sorted((mirrored(layout, rank, local_ranks)[1], rank) for rank in range(len(members)))
         return cls([tuple(members[rank] for rank in share) for share in held], mirrors)
@@ -52,8 +52,8 @@ class Shares:
         state come first, then those that have done more steps.
         """
         full = Layout.of(config, workers)
-        size = full.tp * full.pp
-        fit = (n * size for n in range(len(slots) // size, 0, -1) if batch_for(config, full.dp, n))
+        size = full.tp * full.pp * full.ep
+        fit = (n * size for n in range(len(slots) // size, 0, -1) if batch_for(config, full.dp, n * full.ep))
         order = sorted(slots, key=lambda slot: (slot not in done, -done.get(slot, 0), slot))
         return sorted(keep(order, next(fit, 0), self.held))
 
@@ -61,7 +61,7 @@ class Shares:
 def smaller(config: Config, before: int, members: Sequence[int], left_out: Sequence[int], workers: int) -> str:
     """Write how a group shrank. before: its size then; left_out: the slots that could go on and do not."""
     layout, missing = Layout.of(config, len(members)), sorted({*range(workers)} - {*members})
-    mesh = f" = {layout}" if layout.tp * layout.pp > 1 else ""
+    mesh = f" = {layout}" if layout.tp * layout.pp * layout.ep > 1 else ""
     ends = f"; rank {_listed(left_out)} has no part in that and ends" if left_out else ""
     size = f"{before} -> {len(members)} rank(s){mesh}"
     return f"{size} with the same global batch, until rank {_listed(missing)} is back{ends}"
@@ -70,8 +70,9 @@ def smaller(config: Config, before: int, members: Sequence[int], left_out: Seque
 def no_replica(config: Config, left: Sequence[int]) -> str:
     """Write why none of the ranks that are left can go on."""
     return (
-        f"of the {len(left)} rank(s) {_listed(left)} no whole number of replicas of tp*pp = {config.tp}*{config.pp} "
-        f"ranks has every share of the state (dp_mode {config.dp_mode}) and divides the global batch"
+        f"of the {len(left)} rank(s) {_listed(left)} no whole number of replicas of "
+        f"{config.tp}*{config.pp}*{config.ep} = tp*pp*ep ranks has every share of the state (dp_mode {config.dp_mode}) "
+        "and divides the global batch"
     )
 
 

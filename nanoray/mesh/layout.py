@@ -7,7 +7,7 @@
           d=1      2    3           ranks of one column hold the same shard of different replicas
 
 Expert parallelism (ep) divides the data axis: rank d holds the experts of d mod ep. Ranks with the same d mod ep, the
-axis edp, hold the same experts.
+axis edp, hold the same experts; without ep it is the data axis.
 """
 
 from __future__ import annotations
@@ -123,7 +123,11 @@ def mirror_distance(local_ranks: Sequence[int]) -> int:
 
 
 def mirrored(layout: Layout, rank: int, local_ranks: Sequence[int]) -> tuple[int, int]:
-    """Return `mirror_distance` along the data axis, and whose share `rank` mirrors there: its own at distance 0."""
+    """Return `mirror_distance` along the data axis, and whose share `rank` mirrors there: its own at distance 0.
+
+    With ep they have the same experts, if several ranks do: then the distance is a multiple of ep.
+    """
     (peers,) = (group for group in layout.groups("dp") if rank in group)
-    distance = mirror_distance([local_ranks[peer] for peer in peers])
+    unit = layout.ep if layout.dp > layout.ep else 1
+    distance = unit * max(mirror_distance([local_ranks[p] for p in peers[i::unit]]) for i in range(unit))
     return distance, peers[(peers.index(rank) - distance) % len(peers)]

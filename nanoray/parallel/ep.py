@@ -32,7 +32,7 @@ Source: Lepikhin et al. 2020, GShard; Fedus et al. 2021, Switch Transformers; Ra
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -41,10 +41,10 @@ from torch import Tensor, nn
 
 from nanoray.errors import ConfigError
 from nanoray.mesh.axis import Axis
-from nanoray.mesh.pieces import whole_pieces
+from nanoray.mesh.pieces import Piece, Shard, whole_pieces
 from nanoray.models.moe import MoE, Stacked
 from nanoray.parallel.buckets import Buckets
-from nanoray.parallel.norm import norm_of_owned
+from nanoray.parallel.norm import clip_to, norm_of_owned
 from nanoray.parallel.tp_experts import SplitExperts
 
 
@@ -54,27 +54,37 @@ def cut(model: nn.Module, axis: Axis) -> None:
     All ranks must hold equal weights. Afterwards `model.pieces` tells the piece that each parameter is. Raises
     ConfigError when there are no experts, or `axis.size` does not divide them.
     """
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
-    if not layers:
-        raise ConfigError(f"ep = {axis.size} cuts experts, but the model has none; drop ep, or give experts")
     pieces = whole_pieces(model)
-    for name, moe in layers.items():
-        experts = moe.router.weight.shape[0]
-        if experts % axis.size:
-            raise ConfigError(f"ep = {axis.size} does not divide experts = {experts}; use a divisor of them for ep")
-        own = experts // axis.size
-        for part in ("up", "down"):
-            layer = moe.get_submodule(part)
-            for key, p in [*layer.named_parameters()]:
-                at = f"{name}.{part}.{key}"
-                (box,) = pieces[at].boxes  # tensor parallelism may have cut other dimensions
-                sizes = [stop - start for start, stop in box]
-                kept = p.detach().view(sizes).narrow(0, axis.index * own, own)
-                setattr(layer, key, nn.Parameter(kept.flatten(0, kept.dim() - p.dim()).clone()))
-                pieces[at] = pieces[at].narrow(0, axis.index * own, own)
+    for name, (kept, piece) in experts_at(model, axis.size, axis.index).items():
+        at, _, key = name.rpartition(".")
+        setattr(model.get_submodule(at), key, nn.Parameter(kept))
+        pieces[name] = piece
+    for moe in [module for module in model.modules() if isinstance(module, MoE)]:
         moe.__class__ = SplitTwice if isinstance(moe, SplitExperts) else SplitMoE
         moe.axis = axis  # type: ignore[assignment]
     model.pieces = pieces  # type: ignore[assignment]
+
+
+def experts_at(model: nn.Module, ranks: int, index: int) -> dict[str, tuple[Tensor, Piece]]:
+    """Return what a rank of the axis keeps of the experts of a whole model: copies by name, and which piece each is."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+    if not layers:
+        raise ConfigError(f"ep = {ranks} cuts experts, but the model has none; drop ep, or give experts")
+    pieces, found = whole_pieces(model), {}
+    for name, moe in layers.items():
+        experts = moe.router.weight.shape[0]
+        if experts % ranks:
+            raise ConfigError(f"ep = {ranks} does not divide experts = {experts}; use a divisor of them for ep")
+        own = experts // ranks
+        for part in ("up", "down"):
+            for key, p in moe.get_submodule(part).named_parameters():
+                at = f"{name}.{part}.{key}"
+                (box,) = pieces[at].boxes  # tensor parallelism may have cut other dimensions
+                sizes = [stop - start for start, stop in box]
+                kept = p.detach().view(sizes).narrow(0, index * own, own)
+                kept = kept.flatten(0, kept.dim() - p.dim()).clone()
+                found[at] = kept, pieces[at].narrow(0, index * own, own)
+    return found
 
 
 class _Exchange(torch.autograd.Function):
@@ -123,19 +133,48 @@ def names_of_experts(model: nn.Module) -> set[str]:
 class ExpertParallel:
     """Data parallelism in which experts are summed over their replicas, and the rest over all data ranks."""
 
-    def __init__(self, model: nn.Module, data: Axis, replicas: Axis, mode: str, bucket_mb: float) -> None:
-        """Lay out the buckets of a model that `cut` has cut; nothing is sent. (all ranks of `data`)"""
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Axis,
+        replicas: Axis,
+        mode: str,
+        bucket_mb: float,
+        mirror: int = 0,
+        others: Mapping[str, tuple[Tensor, Piece]] | None = None,
+    ) -> None:
+        """Lay out the buckets of a model that `cut` has cut; nothing is sent. (all ranks of `data`)
+
+        mirror: with ZeRO, data rank d + mirror also updates the slices of rank d. It has the same experts, or keeps
+        those of rank d besides its own where no other rank has them: `others`, as `experts_at` returns them.
+        """
         self.wrapped, self._data, self._replicas, self._mode = model, data, replicas, mode
         self.divisor = data.size  # of the loss
         self.experts = names_of_experts(model)
         rest = {name for name, _ in model.named_parameters()} - self.experts
-        self._rest = Buckets(model, data, mode, bucket_mb, only=rest)
+        self._rest = Buckets(model, data, mode, bucket_mb, mirror, only=rest)
         first = len(self._rest.bucket_names)
-        self._experts = Buckets(model, replicas, mode, bucket_mb, only=self.experts, first=first)
+        apart = mirror * replicas.size // data.size if replicas.size > 1 else 0  # along the axis of replicas
+        self._experts = Buckets(model, replicas, mode, bucket_mb, apart, only=self.experts, first=first)
         self._both = (self._rest, self._experts)
         self.bucket_names = self._rest.bucket_names | self._experts.bucket_names
         whole = [*(self._rest.shards or []), *(self._experts.shards or [])]
         self.shards = whole if mode != "ddp_by_hand" else None
+        self._mirror, self._others = mirror, self._copied(others) if others else []
+        mirrored = [*(self._rest.mirror_shards or []), *(self._experts.mirror_shards or []), *self._others]
+        self.mirror_shards = mirrored or None
+
+    def _copied(self, others: Mapping[str, tuple[Tensor, Piece]]) -> list[Shard]:
+        """Return shards of another rank's experts, in the order of this rank's, with gradients in one tensor."""
+        shards = []
+        for own in self._experts.shards or ():  # each is a whole one, as nobody shares it
+            weights, piece = others[own.piece.name]
+            shards.append(Shard(piece, nn.Parameter(weights.flatten()), own.decays))
+        sizes = [shard.param.numel() for shard in shards]
+        self._others_grad = shards[0].param.new_zeros(sum(sizes))
+        for shard, grad in zip(shards, self._others_grad.split(sizes), strict=True):
+            shard.param.grad = grad
+        return shards
 
     def replicas(self, name: str) -> Axis:
         """Return the axis of the ranks that hold the same of a parameter."""
@@ -164,6 +203,18 @@ class ExpertParallel:
         """The gradients that this rank updates with."""
         return [gradient for part in self._both for gradient in part.gradients]
 
+    def mirror_gradients(self) -> bool:
+        """Send this rank's gradients to the rank that mirrors it, and receive those to mirror. (all ranks)
+
+        Returns whether the step can be finished, once this has been done, without the ranks that are lost later.
+        """
+        for part in self._both:
+            part.mirror_gradients()
+        if self._others:
+            own = torch.cat([s.param.grad for s in self._experts.shards or () if s.param.grad is not None])
+            self._data.pass_on([own], [self._others_grad], self._mirror, "mirror")
+        return self.mirror_shards is not None
+
     def norm(self) -> Tensor:
         """Return the norm of the whole model's gradient, equal on all ranks, a scalar on the device. (all ranks)"""
         owned = [gradient for part in self._both for gradient in part.owned]
@@ -173,6 +224,7 @@ class ExpertParallel:
         """Scale the gradients so that their norm, which is `norm` now, is at most `limit`."""
         for part in self._both:
             part.clip(limit, norm)
+        clip_to(limit, [self._others_grad] if self._others else [], norm)
 
     def spread(self) -> None:
         """Start to gather the weights that the owners have updated. (all ranks)"""

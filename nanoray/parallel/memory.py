@@ -11,7 +11,8 @@ With P parameters in float32 on n ranks, AdamW, bytes per parameter:
 
 With bf16_pure and fp16_pure: 2, 2 and 4, and with float32 master weights 2, 2 and 12 of optimizer state.
 With expert parallelism, n is dp/ep for the experts that a rank holds, and dp for the rest; each has its own buckets.
-A mirror of another rank's share (--mirror) costs 4/n of gradients, 8/n of optimizer and, with fsdp, 4/n of weights.
+A mirror of another rank's share (--mirror) costs 4/n of gradients, 8/n of optimizer and, with fsdp and of experts that
+no other rank has, 4/n of weights.
 
 `held_bytes` counts what there really is. Source of the table: Rajbhandari et al. 2020, ZeRO, figure 1.
 """
@@ -99,8 +100,9 @@ def state_memory(
         "optimizer": int(kept * (T if mode in ("ddp", "ddp_by_hand") else share)),
         "in_flight": 0,
     }
-    if mirrored and mode in ("zero1", "zero2", "fsdp"):
-        state["mirror"] = int(each * ((2 if mode == "fsdp" else 1) + moments) * share)
+    alone = ranks == 1 and config.ep > 1  # experts that no other rank has
+    if mirrored and (alone or mode in ("zero1", "zero2", "fsdp")):
+        state["mirror"] = int(each * ((2 if alone or mode == "fsdp" else 1) + moments) * share)
     total = int(each * T)
     bucket = min(max(int(bucket_mb * 2**20), int(each * sizes.tensor)), total)
     buckets = min((IN_FLIGHT + 1) * bucket, total)
@@ -161,8 +163,9 @@ def model_memory(
         return state_memory(config, Sizes.of(model), ranks, accum, bucket_mb, mirrored)
     experts = names_of_experts(model)
     rest = {name for name, _ in model.named_parameters()} - experts
-    of_rest = state_memory(config, Sizes.of_some(model, rest), ranks, accum, bucket_mb)
-    of_experts = state_memory(config, Sizes.of_some(model, experts), ranks // config.ep, accum, bucket_mb)
+    job = accum, bucket_mb, mirrored
+    of_rest = state_memory(config, Sizes.of_some(model, rest), ranks, *job)
+    of_experts = state_memory(config, Sizes.of_some(model, experts), ranks // config.ep, *job)
     return {part: size + of_experts[part] for part, size in of_rest.items()}
 
 

@@ -91,8 +91,11 @@ class Plan:
             self.bubble = bubble(config.pp_schedule, stages.size, accum, config.chunks)
         self._experts: ep.ExpertParallel | None = None
         if axes["ep"].size > 1:
-            ep.cut(model, axes["ep"])
-            self._experts = ep.ExpertParallel(model, self.data, axes["edp"], mode, config.bucket_mb)
+            block, alike = axes["ep"], axes["edp"]
+            mirrored = (block.index - mirror) % block.size  # where no other rank has the same experts, ep is all of dp
+            others = ep.experts_at(model, block.size, mirrored) if mirror and alike.size == 1 else None
+            ep.cut(model, block)
+            self._experts = ep.ExpertParallel(model, self.data, alike, mode, config.bucket_mb, mirror, others)
         compress = config.grad_compress != "none" and self.data.size > 1
         self._compressor = Compressor(model, self.data, config, scale) if compress else None
         self._ddp = TorchDDP(model, self.data, config, self._compressor) if mode == "ddp" else None
@@ -103,7 +106,7 @@ class Plan:
         self._fsdp = FSDP(model, self.data, config, mirror) if mode == "fsdp" else None
         parallel: DataParallel | None = self._ddp or self._experts or self._buckets or self._fsdp
         assert parallel
-        self._parallel, self._mirrored = parallel, self._buckets or self._fsdp
+        self._parallel, self._mirrored = parallel, self._experts or self._buckets or self._fsdp
         self._statistics = RunningStatistics(model, self.data, config.sync_batchnorm)
         self._partial = tp.names_of_partial(model)
         self.shards: list[Shard] | None = self._parallel.shards  # what the optimizer updates; None: the parameters

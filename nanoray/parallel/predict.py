@@ -163,7 +163,7 @@ def memory_of(job: Job, layout: Layout, micro: int) -> dict[str, int]:
 
 def stage_memory(job: Job, layout: Layout, micro: int, stage: int) -> dict[str, int]:
     """Return the bytes of a stage's rank by part, for micro batches of `micro` sequences."""
-    config = job.config.model_copy(update={"dp_mode": job.mode(layout)})
+    config = job.config.model_copy(update={"dp_mode": job.mode(layout), "ep": layout.ep})
     accum = job.sequences // (layout.dp * micro)
     tensors, parts = tensors_of(job, layout, stage), dict[str, int]()
     for expert, ranks in ((False, layout.dp), (True, layout.dp // layout.ep)):

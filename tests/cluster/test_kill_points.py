@@ -136,11 +136,11 @@ def test_ranks_that_share_layers_end_at_every_point(cluster: Cluster, recipe: Pa
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["kill", "stop"] if ALL else ["kill"])
 def test_ranks_that_share_experts_end_at_every_point(cluster: Cluster, recipe: Path, tmp_path: Path, kind: str) -> None:
-    """dp 4 × ep 2: the others wait for tokens; all start again from the newest checkpoint."""
+    """dp 4 × ep 2: the others wait for tokens; another rank has the same experts, and mirrors the lost share."""
     plan, steps = plan_of(sorted(EXPERTS), kind, newcomer=False)
     flags = ("--workers", "4", "--experts", "4", "--ep", "2", "--dp_mode", "zero1")
     survive(cluster, recipe, tmp_path, plan, steps, *flags)
-    assert {report["recovery"] for report in reports(tmp_path / "out")} == {"restart"}
+    assert {report["recovery"] for report in reports(tmp_path / "out")} <= {"", "in_place"}
     note(kind, sorted(EXPERTS), "rank that shares experts")
 
 

@@ -37,7 +37,7 @@ def test_predictions_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1.5 + 0.25 < half < 1.5 + 0.27, "norms and positions are not cut"
     assert here(0.0, 0.75).predict(CONFIG, Layout(tp=2), "ddp_by_hand") == pytest.approx(half + 0.75), "half is uncut"
     slow = here(0.001).predict(CONFIG, Layout(tp=2), "ddp_by_hand")
-    assert slow - half == pytest.approx(20 * 2 * 0.001)  # 2·4 + 1 sums forward and backward each, 2 of the loss
+    assert slow - half == pytest.approx(21 * 2 * 0.001)  # 2·4 + 1 sums forward and backward each, 2 of the loss, a norm
 
 
 def test_arms_are_the_layouts_that_divide() -> None:

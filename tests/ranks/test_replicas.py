@@ -1,4 +1,4 @@
-"""Tensor and pipeline parallelism with two replicas: a lost rank's part comes from the memory of the other replica."""
+"""Tensor, pipeline and expert parallelism with two replicas: a lost rank's part comes from the other's memory."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ __all__ = ["clean"]  # the fixture
 
 PLAN = ["forward", "backward", "optimizer", "exchange_norm", "committed", "log", "eval", "checkpoint"]
 STEPS = [2, 3, 3, 4, 5, 6, 8, 8]
+EXPERTS = {"ep": 2, "experts": 4, "expert_hidden": 32, "shared_experts": 1}
 INTERLEAVED = {"pp": 2, "pp_schedule": "interleaved", "n_layer": 4, "dp_mode": "ddp_by_hand", "grad_accum_steps": 2}
 
 
@@ -33,11 +34,16 @@ INTERLEAVED = {"pp": 2, "pp_schedule": "interleaved", "n_layer": 4, "dp_mode": "
         pytest.param({"tp": 2, "dp_mode": "fsdp"}, marks=pytest.mark.full),
         pytest.param({"pp": 2, "dp_mode": "zero2", "grad_accum_steps": 2}, marks=pytest.mark.full),
         pytest.param(INTERLEAVED | {"dp_mode": "zero1"}, marks=pytest.mark.full),
+        pytest.param(EXPERTS | {"dp_mode": "ddp_by_hand"}, marks=pytest.mark.full),
+        pytest.param(EXPERTS | {"dp_mode": "zero2", "grad_accum_steps": 2}, marks=pytest.mark.full),
     ],
-    ids=["tp", "pp", "interleaved", "tp by hand", "tp zero1", "tp fsdp", "pp zero2", "interleaved zero1"],
+    ids=[
+        *("tp", "pp", "interleaved", "tp by hand", "tp zero1", "tp fsdp", "pp zero2", "interleaved zero1"),
+        *("ep by hand", "ep zero2"),
+    ],
 )
 def test_a_rank_is_lost_anywhere_in_a_step(text: Path, tmp_path: Path, clean: Clean, settings: dict[str, Any]) -> None:
-    """dp 2 x tp 2 and dp 2 x pp 2: a fault in each of eight places of a run, on every rank twice."""
+    """dp 2 x tp 2, dp 2 x pp 2, dp 4 x ep 2: a fault in each of eight places of a run, on every rank twice."""
     places = zip(range(8), STEPS, PLAN, strict=True)
     plan = ";".join(f"kill@rank={i % 4},step={step},phase={place}" for i, step, place in places)
     spec = make_spec(text, tmp_path, **RECIPE | settings | {"faults": plan})
@@ -45,6 +51,30 @@ def test_a_rank_is_lost_anywhere_in_a_step(text: Path, tmp_path: Path, clean: Cl
     assert not [rank for rank in outcome.ranks.values() if "error" in rank], outcome
     assert fired(spec) == PLAN, "each, once"
     ended_well(spec, outcome, clean(4, **settings), len(PLAN))
+
+
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [
+        (2, {"dp_mode": "zero1"}),
+        *(pytest.param(4, {"dp_mode": m}, marks=pytest.mark.full) for m in ("zero1", "zero2", "ddp_by_hand")),
+        pytest.param(4, {"dp_mode": "zero1", "tp": 2}, marks=pytest.mark.full),
+        pytest.param(4, {"dp_mode": "zero2", "pp": 2, "grad_accum_steps": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_experts_of_a_lost_rank_are_on_another_one(
+    text: Path, tmp_path: Path, clean: Clean, world: int, settings: dict[str, Any]
+) -> None:
+    """ep 2: the others wait for tokens of rank 1, later for the norm, when all gradients are in two places.
+
+    With two data ranks each expert is trained on one of them, and the other one keeps a copy.
+    """
+    settings, plan = EXPERTS | settings, "kill@rank=1,step=3,phase=exchange_tokens"
+    plan += f";kill@rank={world - 2},step=5,phase=exchange_norm"
+    spec = make_spec(text, tmp_path, **RECIPE | settings | {"faults": plan})
+    outcome = run_elastic(spec, world, timeout_s=200)
+    assert fired(spec) == ["exchange_tokens", "exchange_norm"]
+    ended_well(spec, outcome, clean(world, **settings), 2)
 
 
 def test_a_step_that_one_rank_has_done_is_finished_by_the_others(text: Path, tmp_path: Path, clean: Clean) -> None:
@@ -88,7 +118,16 @@ def test_a_mirror_of_a_cut_model_that_differs_is_found(text: Path, tmp_path: Pat
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("settings", [{"tp": 2, "dp_mode": "zero2"}, {"tp": 2, "dp_mode": "fsdp"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tp": 2, "dp_mode": "zero2"},
+        {"tp": 2, "dp_mode": "fsdp"},
+        EXPERTS | {"dp_mode": "zero2"},
+        EXPERTS | {"dp_mode": "zero1", "ep": 4},
+        EXPERTS | {"dp_mode": "ddp_by_hand"},
+    ],
+)
 def test_a_step_that_one_rank_of_a_sharded_replica_has_done_is_finished(
     text: Path, tmp_path: Path, clean: Clean, settings: dict[str, Any]
 ) -> None:
@@ -108,13 +147,15 @@ def test_a_step_that_one_rank_of_a_sharded_replica_has_done_is_finished(
         pytest.param(0, [1, 2], {"tp": 2, "dp_mode": "zero1"}, marks=pytest.mark.full),
         pytest.param(2, [0, 3], {"tp": 2, "dp_mode": "fsdp"}, marks=pytest.mark.full),
         pytest.param(0, [1, 2], {"pp": 2, "dp_mode": "zero2", "grad_accum_steps": 2}, marks=pytest.mark.full),
+        pytest.param(0, [1, 2], EXPERTS | {"dp_mode": "ddp_by_hand"}, marks=pytest.mark.full),
+        pytest.param(1, [0, 3], EXPERTS | {"dp_mode": "zero1"}, marks=pytest.mark.full),
     ],
-    ids=["tp", "pp", "tp other parts", "tp zero1", "tp fsdp", "pp zero2"],
+    ids=["tp", "pp", "tp other parts", "tp zero1", "tp fsdp", "pp zero2", "ep other parts", "ep zero1"],
 )
 def test_a_whole_replica_goes_on_as_one_that_began_so(
     text: Path, tmp_path: Path, lost: int, left: list[int], settings: dict[str, Any]
 ) -> None:
-    """A rank of dp 2 dies in step 5 and nobody replaces it. Two ranks that hold all parts between them go on.
+    """A rank of two replicas dies in step 5 and nobody replaces it. Two ranks that hold all parts between them go on.
 
     From there on each bit is that of a run on two ranks from the checkpoint of step 4.
     """
@@ -125,19 +166,23 @@ def test_a_whole_replica_goes_on_as_one_that_began_so(
     assert [rank["step"] for rank in outcome.ranks.values() if "step" in rank] == [8, 8], outcome
     assert [record["step"] for record in records(spec)] == [*range(1, 9)]
     shutil.copytree(spec.checkpoints / "step_00000004", tmp_path / "step_00000004")
-    small = {"resume": str(tmp_path / "step_00000004"), "micro_batch_size": 12 // settings.get("grad_accum_steps", 1)}
-    began = make_spec(text, tmp_path / "began", **settings | small | {"grad_accum_steps": 0})
+    micro = (6 if "ep" in settings else 12) // settings.get("grad_accum_steps", 1)
+    small = {"resume": str(tmp_path / "step_00000004"), "micro_batch_size": micro, "grad_accum_steps": 0}
+    began = make_spec(text, tmp_path / "began", **settings | small)
     assert not [rank for rank in run_ranks(began, 2) if "error" in rank]
     assert {step: loss for step, loss in series(spec).items() if step > 4} == series(began)
     assert equal(final(spec), final(began))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("settings", [{"tp": 2}, {"tp": 2, "dp_mode": "zero1"}, {"tp": 2, "dp_mode": "fsdp"}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"tp": 2}, {"tp": 2, "dp_mode": "zero1"}, {"tp": 2, "dp_mode": "fsdp"}, EXPERTS | {"dp_mode": "zero1"}],
+)
 def test_the_group_shrinks_by_a_replica_and_grows(
     text: Path, tmp_path: Path, clean: Clean, settings: dict[str, Any]
 ) -> None:
-    """dp 2 x tp 2, then one replica, then two again, of which new processes are three ranks."""
+    """dp 2 x tp 2 or dp 4 x ep 2, then one replica, then two again, of which new processes are three ranks."""
     settings = settings | {"dropout": 0.0}
     faults = "kill@rank=1,step=3,phase=backward"
     spec = make_spec(text, tmp_path, **RECIPE | settings | {"recovery": "shrink", "faults": faults})
@@ -162,7 +207,12 @@ def test_the_group_shrinks_by_a_replica_and_grows(
         ({"tp": 2, "dp_mode": "zero1", "recovery": "shrink"}, 4, True),
         ({"tp": 2, "recovery": "shrink"}, 4, True),
         ({"tp": 2, "recovery": "shrink"}, 2, False),
-        ({"ep": 2, "experts": 2, "dp_mode": "ddp_by_hand", "recovery": "shrink"}, 4, False),
+        ({"ep": 2, "experts": 2, "dp_mode": "ddp_by_hand", "recovery": "shrink"}, 4, True),
+        ({"ep": 2, "experts": 2, "dp_mode": "zero1"}, 4, True),
+        ({"ep": 2, "experts": 2, "dp_mode": "zero1", "mirror": "off"}, 4, False),
+        ({"ep": 2, "experts": 2, "dp_mode": "ddp_by_hand"}, 2, False),  # each expert is on one rank
+        ({"ep": 2, "experts": 2, "dp_mode": "zero1"}, 2, True),
+        ({"ep": 2, "experts": 2, "tp": 2, "dp_mode": "zero1"}, 4, True),
         ({"tp": 2, "recovery": "restart"}, 4, False),
         ({}, 2, True),
     ],

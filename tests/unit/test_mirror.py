@@ -46,6 +46,25 @@ def test_with_tp_and_pp_a_mirror_is_along_the_data_axis() -> None:
     assert owners(Layout(dp=1, tp=2), [0, 1]) == [0, 1], "nobody mirrors"
 
 
+def test_with_ep_a_mirror_has_the_same_experts() -> None:
+    """The distance counts data ranks: dp 4 x ep 2, on one node and on two, dp 4 (ep 2) x tp 2.
+
+    On one replica no rank has the same experts; the next one on the data axis keeps copies.
+    """
+
+    def found(layout: Layout, local_ranks: list[int]) -> list[tuple[int, int]]:
+        return [mirrored(layout, rank, local_ranks) for rank in range(layout.world_size)]
+
+    assert found(Layout(dp=4, ep=2), [0, 1, 2, 3]) == [(2, 2), (2, 3), (2, 0), (2, 1)]
+    assert found(Layout(dp=8, ep=2), [0, 1, 2, 3] * 2) == [(4, (rank + 4) % 8) for rank in range(8)], "the other node"
+    assert found(Layout(dp=4, ep=2, tp=2), [*range(8)]) == [(2, (rank + 4) % 8) for rank in range(8)]
+    uneven = found(Layout(dp=8, ep=2), [0, 1, 2, 3, 0, 0, 1, 2])
+    assert {distance for distance, _ in uneven} == {6}, "one for all, as weights that are no expert's need"
+    assert sorted(owner for _, owner in uneven) == [*range(8)]
+    assert found(Layout(dp=2, ep=2), [0, 1]) == [(1, 1), (1, 0)]
+    assert found(Layout(dp=4, ep=4), [0, 1] * 2) == [(2, 2), (2, 3), (2, 0), (2, 1)], "on the other node"
+
+
 def held(ranks: int, sizes: dict[str, int], distance: int = 1) -> list[list[Span]]:
     """The spans of each rank's own share, and of the one that it mirrors."""
 

@@ -340,6 +340,9 @@ def test_memory_and_dry_run(text: Path, tmp_path: Path) -> None:
     found = model_memory(config, model, 4, 1, 0.001)
     assert found["parameters"] == 4 * (rest + experts // 2)
     assert found["optimizer"] == pytest.approx(8 * (rest / 4 + experts / 2 / 2), abs=16)
+    mirror = {n: model_memory(config, model, n, 1, 0.001, mirrored=True)["mirror"] for n in (4, 2)}
+    assert mirror[4] == pytest.approx(12 * (rest / 4 + experts / 2 / 2), abs=24)
+    assert mirror[2] == pytest.approx(12 * rest / 2 + 16 * experts / 2, abs=24), "the weights of the other experts, too"
     lines = dry_run_lines(config, [], resolve_batch(config, 4), dataset, "here")
     assert lines[0] == "mesh       4 rank(s) = dp 4 (ep 2)"
     total, active = (f(ModelShape.of(config, dataset.vocab_size)) for f in (count_parameters, active_parameters))
