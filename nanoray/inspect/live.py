@@ -89,7 +89,10 @@ def _state(folder: Path, here: bool) -> str:
     if here:
         return f"running{number}"
     if summary.exists() and summary.stat().st_mtime >= (attempt[1] if attempt else 0.0):
-        return f"ended: {json.loads(summary.read_text(encoding='utf-8'))['exit_reason']}"
+        try:
+            return f"ended: {json.loads(summary.read_text(encoding='utf-8'))['exit_reason']}"
+        except (OSError, ValueError, KeyError):
+            return "ended, and its summary.json is damaged"
     return f"no process of it on this host{number}"
 
 

@@ -183,7 +183,7 @@ def _mode_of(run: Path) -> tuple[str, str]:
         algorithm, mode = config["allreduce"], config.get("dp_mode", "ddp")
         device = (json.loads(ended.read_text(encoding="utf-8")) if ended.exists() else config).get("device")
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"cannot read {run / 'config.json'}: {error}; give the folder of a run") from None
+        raise ConfigError(f"cannot read config and summary of {run}: {error}; give the folder of a run") from None
     others = [f"{key} = {config[key]}" for key, known in KNOWN.items() if config.get(key, known) != known]
     others += [f"dp_mode = {mode}"] * (mode not in MODES)
     if others:

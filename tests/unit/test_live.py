@@ -42,6 +42,8 @@ def test_a_rank_that_hangs_and_the_end(recipe: Path, tmp_path: Path, capsys: pyt
     assert re.search(r"^0     5     backward  \?      \?    \?       \?$", said, re.M), said
     (run / "summary.json").write_text('{"exit_reason": "finished"}')
     assert f"{run.name}, ended: finished" in shown(run, capsys)
+    (run / "summary.json").write_text('{"exit_re')
+    assert f"{run.name}, ended, and its summary.json is damaged" in shown(run, capsys)
 
 
 def test_gpus_and_slices_and_what_nvml_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
