@@ -1,7 +1,7 @@
-"""`nanoray inspect RUN --live`: what a running job does now, from the files in its folder and from /proc. No torch.
+"""`nanoray inspect RUN --live`: what a running job does now, from the files in its folder, /proc and NVML. No torch.
 
 A rank's process is known on its own host only: its ledger's name has the process id, and the process has the rank's
-progress file mapped. Elsewhere its position is shown, and `?` for the rest.
+progress file mapped. Elsewhere its position is shown, and `?` for the rest. GPUs and slices are this host's.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from typing import Any
 from nanoray.errors import ConfigError
 from nanoray.faults.proc import cpu_seconds, resident_bytes, stat_of
 from nanoray.faults.progress import ProgressFile
+from nanoray.mesh.devices import gpu_loads
 from nanoray.run import newest_record, read_attempt
 from nanoray.train.observers import clock, progress
 
 SAMPLE_S = 0.5  # over which CPU time is measured
 COLUMNS = ("rank", "step", "phase", "since", "pid", "memory", "cpu")
+GPU_COLUMNS = ("gpu", "name", "busy", "memory", "power", "ranks")
+UNKNOWN = "unknown"
 
 
-def lines(folder: Path) -> list[str]:
+def lines(folder: Path, nvml: Any = None) -> list[str]:
     """Return what the run in `folder` does now. Takes SAMPLE_S. Raises ConfigError where there is no run."""
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -47,8 +50,36 @@ def lines(folder: Path) -> list[str]:
             age_s = max(0.0, time.monotonic() - written_at)
             row += [f"{age_s:.1f} s", str(pids[path]), f"{resident_bytes(later) / 2**30:.2f} GiB", f"{busy:.0f} %"]
         rows.append(row + ["?"] * (len(COLUMNS) - len(row)))
+    gpus = _gpus({_rank_of(path): pid for path, pid in pids.items()}, nvml) if config.get("device") != "cpu" else []
+    return found + _table(rows) + (_table([[*GPU_COLUMNS], *gpus]) if gpus else [])
+
+
+def _table(rows: list[list[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return found + ["  ".join(cell.ljust(width) for cell, width in zip(r, widths, strict=True)).rstrip() for r in rows]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(r, widths, strict=True)).rstrip() for r in rows]
+
+
+def _gpus(pids: dict[int, int], nvml: Any) -> list[list[str]]:
+    """Return a row for each GPU and slice of this host. A slice is called 0/2: GPU 0, slice 2.
+
+    `pids`: rank -> its process. Where NVML names none of them, it may count processes as the host does: no rank's GPU
+    is known then.
+    """
+    loads, rows = gpu_loads(nvml), []
+    number = {load.device.uuid: str(load.device.index) for load in loads if load.device.kind == "cuda"}
+    named = {pid for load in loads for pid in load.pids or ()} & {*pids.values()}
+    for device, busy, used, watts, on_it in ((x.device, x.busy, x.used_bytes, x.watts, x.pids) for x in loads):
+        ranks = " ".join(str(rank) for rank, pid in pids.items() if pid in (on_it or ())) or "none"
+        of_gpu = f"{device.memory_bytes / 2**30:.1f} GiB" if device.memory_bytes else UNKNOWN
+        rows.append([
+            number[device.uuid] if device.kind == "cuda" else f"{number.get(device.parent_uuid, '?')}/{device.index}",
+            device.name,
+            UNKNOWN if busy is None else f"{busy} %",
+            UNKNOWN if used is None else f"{used / 2**30:.1f} of {of_gpu}",
+            UNKNOWN if watts is None else f"{watts:.0f} W",
+            ranks if named and on_it is not None else UNKNOWN,
+        ])  # fmt: skip
+    return rows
 
 
 def _state(folder: Path, here: bool) -> str:
@@ -58,7 +89,10 @@ def _state(folder: Path, here: bool) -> str:
     if here:
         return f"running{number}"
     if summary.exists() and summary.stat().st_mtime >= (attempt[1] if attempt else 0.0):
-        return f"ended: {json.loads(summary.read_text(encoding='utf-8'))['exit_reason']}"
+        try:
+            return f"ended: {json.loads(summary.read_text(encoding='utf-8'))['exit_reason']}"
+        except (OSError, ValueError, KeyError):
+            return "ended, and its summary.json is damaged"
     return f"no process of it on this host{number}"
 
 

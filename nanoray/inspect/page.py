@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.inspect import text
+from nanoray.report.charts import drawn_memory
 from nanoray.report.html import render
+from nanoray.report.memory import COLUMNS
 
 
 def page(told: dict[str, Any]) -> str:
@@ -24,6 +26,8 @@ def page(told: dict[str, Any]) -> str:
         shapes=text.shapes,
         owners=text.owners(told),
         most=most or 1,
+        memory=drawn_memory(told.get("memory_timeline") or ()),
+        columns=COLUMNS,
         verified=verified,
         measured=text.measured(verified) if verified else [],
         compared=compared,

@@ -14,7 +14,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,17 @@ class Device:
 
 
 @dataclass(frozen=True)
+class Load:
+    """What a GPU or slice does now. None: NVML does not tell, as it does not of a slice's kernels and power."""
+
+    device: Device
+    busy: int | None  # percent of the last sample, up to a second long, in which some kernel ran
+    used_bytes: int | None
+    watts: float | None
+    pids: tuple[int, ...] | None  # of processes that compute on it; in a container perhaps the host's ids
+
+
+@dataclass(frozen=True)
 class Slots:
     """The slots of one machine: one rank per device, or `workers` ranks on its CPUs."""
 
@@ -106,6 +117,34 @@ def discover_gpus(nvml: Any = None) -> list[Device]:
         nvml.nvmlShutdown()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return devices if visible is None else _visible(devices, visible)
+
+
+def gpu_loads(nvml: Any = None) -> list[Load]:
+    """Return what each GPU and slice of `discover_gpus` does now, in its order."""
+    devices = discover_gpus(nvml)
+    if not devices:
+        return []
+    nvml = nvml or importlib.import_module("pynvml")
+    nvml.nvmlInit()
+    try:
+        return [_read_load(nvml, device) for device in devices]
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _read_load(nvml: Any, device: Device) -> Load:
+    def told(of: Callable[[Any], Any]) -> Any:
+        with contextlib.suppress(nvml.NVMLError):  # not supported by a slice, or not permitted in a container
+            return of(nvml.nvmlDeviceGetHandleByUUID(device.uuid))
+        return None
+
+    return Load(
+        device,
+        told(lambda handle: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)),
+        told(lambda handle: int(nvml.nvmlDeviceGetMemoryInfo(handle).used)),
+        told(lambda handle: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3),
+        told(lambda handle: tuple(int(p.pid) for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle))),
+    )
 
 
 def driver_version() -> str:

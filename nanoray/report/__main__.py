@@ -12,14 +12,13 @@ from markupsafe import Markup
 
 from nanoray.atomic import replace_text
 from nanoray.errors import ConfigError
-from nanoray.report import memory
-from nanoray.report.charts import COLOURS, charts, layer_charts, memory_chart
+from nanoray.report.charts import COLOURS, charts, drawn_memory, layer_charts
 from nanoray.report.gather import Run, facts, read_run, settings
 from nanoray.report.html import render
+from nanoray.report.memory import COLUMNS
 from nanoray.trace.ledger import MEANINGS, USEFUL
 from nanoray.trace.timeline import draw, newest_window
 
-RANKS = 4  # whose memory is drawn
 TEMPLATE = Path(__file__).with_name("page.html.j2")
 
 
@@ -63,16 +62,11 @@ def page(runs: list[Run]) -> str:
         useful=USEFUL,
         timelines=[(run.name, _timeline(run)) for run in runs if run.traced],
         layers=[(run, [(title, Markup(svg)) for title, svg in layer_charts(run.layers)]) for run in runs if run.layers],
-        memory=[(run, _drawn_memory(run)) for run in runs if run.memory],
-        columns=memory.COLUMNS,
+        memory=[(run, drawn_memory(run.memory)) for run in runs if run.memory],
+        columns=COLUMNS,
         samples=[(run.name, run.summary["sample"]) for run in runs if run.summary.get("sample")],
         settings=settings(runs),
     )
-
-
-def _drawn_memory(run: Run) -> list[tuple[str, Markup, list[list[str]]]]:
-    """Return the line, the picture and the table of each rank's memory; of many ranks, the first ones."""
-    return [(memory.head(of), Markup(memory_chart(of)), memory.rows(of)) for of in run.memory[:RANKS]]
 
 
 def _timeline(run: Run) -> str:

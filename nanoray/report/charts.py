@@ -8,9 +8,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from markupsafe import Markup
+
 from nanoray.report.gather import Run
+from nanoray.report.memory import head, rows
 from nanoray.train.dangers import COLUMNS, MOST
 
+RANKS = 4  # whose memory is drawn
 FAULTS = 100  # newest ones that are marked
 POINTS = 600  # of a curve; more make the page large and cannot be seen
 COLOURS = ("#3a7bd5", "#d9772b", "#2b9c73", "#a45bc4", "#c94f5d", "#7f8c2f", "#3aa0b8", "#8d6e63")
@@ -113,6 +117,11 @@ def memory_chart(of_rank: dict[str, Any]) -> str:
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
 
     return _svg(draw, f"memory of rank {of_rank['rank']} over step {of_rank['step']}", wide=True)
+
+
+def drawn_memory(of_ranks: Sequence[dict[str, Any]]) -> list[tuple[str, Markup, list[list[str]]]]:
+    """Return the line, the picture and the table of each rank's memory; of many ranks, the first ones."""
+    return [(head(of), Markup(memory_chart(of)), rows(of)) for of in of_ranks[:RANKS]]
 
 
 def layer_charts(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:

@@ -422,8 +422,9 @@ def no_actors_left(cluster: Cluster, seconds: float = 60.0) -> bool:
 
 
 def _left(cluster: Cluster) -> list[str]:
-    """The actors and placement groups, but for the actors that Ray Train leaves behind on every cluster by design."""
+    """The actors and placement groups, but for what Ray Train, or a look at the dashboard, leaves on every cluster."""
     actors = [actor for actor in cluster.states("actors") if actor["state"] != "DEAD"]
     names = [str(actor["name"] or actor["class_name"]) for actor in actors]
-    names = [name for name in names if name not in ("AutoscalingCoordinator", "PlacementGroupCleaner")]
+    others = ("AutoscalingCoordinator", "PlacementGroupCleaner", "datasets_stats_actor")
+    names = [name for name in names if name not in others]
     return names + [str(g["name"]) for g in cluster.states("placement_groups") if g["state"] != "REMOVED"]

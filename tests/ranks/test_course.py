@@ -1,6 +1,7 @@
 """The lessons of docs/course: each command is run as it stands there, and prints what the lesson shows.
 
-Lessons 1, 5 and 8 by default; those that start several processes, or Ray, are marked `full`.
+Lessons 1, 5 and 8 by default; those that start several processes, or Ray, are marked `full`, and so are the commands of
+the exercises.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -31,26 +33,36 @@ def losses(line: str) -> list[float]:
     return [float(number) for number in re.findall(r"(?:loss|val) (\d+\.\d+)", line)]
 
 
+@pytest.fixture
+def cached(shakespeare: Path, tmp_path: Path) -> None:
+    """The text of the lessons, as it is there after its download."""
+    folder = tmp_path / "cache" / "nanoray"
+    folder.mkdir(parents=True)
+    shutil.copy(shakespeare, folder / "shakespeare.txt")
+
+
+def command_of(text: str, folder: Path, flags: str = "", ranks: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run a lesson's command: with these flags in place of its own ones of the same names, on so many ranks."""
+    (command,) = block(text, "Run")
+    return run_words([*shlex.split(command), *shlex.split(flags)], folder, ranks)
+
+
+def run_words(words: list[str], folder: Path, ranks: int = 0) -> subprocess.CompletedProcess[str]:
+    env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    env |= {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    if words[0] == "torchrun":
+        return torchrun(ranks or int(words[2]), *words[4:], env=env, cwd=folder)[0]
+    return run(*words[2:], env=env, cwd=folder)
+
+
 @pytest.mark.parametrize(
     "lesson",
     [pytest.param(p, marks=[] if int(p.name[0]) in CHEAP else [pytest.mark.full, pytest.mark.slow]) for p in LESSONS],
     ids=lambda path: path.stem,
 )
-def test_a_lesson_prints_what_it_shows(
-    lesson: Path, shakespeare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lesson_prints_what_it_shows(lesson: Path, cached: None, tmp_path: Path) -> None:
     text = lesson.read_text(encoding="utf-8")
-    (command,) = block(text, "Run")
-    cache = tmp_path / "cache" / "nanoray"
-    cache.mkdir(parents=True)
-    shutil.copy(shakespeare, cache / "shakespeare.txt")
-    env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-    env |= {"XDG_CACHE_HOME": str(cache.parent), "OMP_NUM_THREADS": "1"}
-    words = shlex.split(command)
-    if words[0] == "torchrun":
-        done = torchrun(int(words[2]), *words[4:], env=env, cwd=tmp_path)[0]
-    else:
-        done = run(*words[2:], env=env, cwd=tmp_path)
+    done = command_of(text, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     printed = done.stdout.splitlines()
     for shown in block(text, "Output"):
@@ -61,6 +73,51 @@ def test_a_lesson_prints_what_it_shows(
         assert found, f"{shown}\nis not in\n{done.stdout}"
         if " | loss " in shown:
             assert losses(found[0]) == pytest.approx(losses(shown), abs=2e-3)
+
+
+def exercise(number: int) -> tuple[str, list[str]]:
+    """A lesson, and what its exercise has in backticks."""
+    text = LESSONS[number - 1].read_text(encoding="utf-8")
+    return text, [" ".join(quoted.split()) for quoted in re.findall(r"`([^`]+)`", text.partition("## Exercise\n")[2])]
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "ranks", "code", "said"),
+    [
+        (2, 3, 0, ""),  # the losses of the lesson
+        (2, 5, 2, ""),  # the quoted error
+        (4, 0, 0, "resume from step 20 of"),
+        (5, 0, 0, "1,836.5 MiB per rank"),
+        (6, 3, 2, "tp = 3 must divide"),
+        (7, 0, 0, "8 % by the schedule"),
+    ],
+)  # fmt: skip
+def test_an_exercise_has_the_solution_that_it_shows(
+    number: int, ranks: int, code: int, said: str, cached: None, tmp_path: Path
+) -> None:
+    text, quoted = exercise(number)
+    flags = next((words for words in quoted if words.startswith("--")), "")
+    done = command_of(text, tmp_path, flags, ranks)
+    output = done.stdout + done.stderr
+    assert done.returncode == code, output
+    assert (said or (quoted[-1] if code else "")) in " ".join(output.split())
+    if not code and number != 5:
+        (shown,) = [line for line in block(text, "Output") if line.startswith("step 40/40")]
+        (last,) = [line for line in done.stdout.splitlines() if line.startswith("step 40/40")]
+        assert losses(last) == pytest.approx(losses(shown), abs=2e-3)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_the_last_exercise_trains_in_four_dimensions(cached: None, tmp_path: Path) -> None:
+    text, quoted = exercise(8)
+    done = run_words(shlex.split(next(words for words in quoted if words.startswith("torchrun"))), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = [losses(line)[0] for line in done.stdout.splitlines() if line.startswith("step ")]
+    first, last = re.findall(r"falls from ([0-9.]+) to ([0-9]+\.[0-9]+)", text)[0]
+    assert (printed[0], printed[-1]) == pytest.approx((float(first), float(last)), abs=2e-3)
 
 
 def test_each_lesson_is_short_and_has_an_exercise_with_a_solution() -> None:

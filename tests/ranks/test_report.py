@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from nanoray.inspect import __main__ as inspect
 from nanoray.report.__main__ import main
 from nanoray.report.charts import POINTS, thinned
 from nanoray.trace.ledger import accounts_of
@@ -90,6 +91,10 @@ def test_layers_and_memory_of_a_run_that_looked(runs: dict[str, Path], tmp_path:
     assert "memory of step 3, rank 0 on cpu: " in page.text
     assert 'aria-label="memory of rank 0 over step 3"' in page.html
     assert page.html.count("formula's peak") == 1
+    assert inspect.main([str(folder), "--html", str(tmp_path / "model.html")]) == 0
+    model = Page(tmp_path / "model.html")
+    assert "memory of step 3, rank 0 on cpu: " in model.text
+    assert model.html.count('aria-label="memory of rank 0 over step 3"') == 1, "drawn on the model's page, too"
     records = [json.loads(line) for line in (folder / "statistics.jsonl").read_text().splitlines()]
     records[1]["layers"]["blocks.1"] |= {"dead": 70.0, "grad_rms": None}
     (folder / "statistics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

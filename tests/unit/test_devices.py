@@ -19,7 +19,16 @@ from hypothesis import strategies as st
 
 from nanoray.errors import PlacementError
 from nanoray.mesh import devices
-from nanoray.mesh.devices import Device, Slots, choose_precision, cpu_share, discover_gpus, local_slots, mig_profile
+from nanoray.mesh.devices import (
+    Device,
+    Slots,
+    choose_precision,
+    cpu_share,
+    discover_gpus,
+    gpu_loads,
+    local_slots,
+    mig_profile,
+)
 
 H200_MIB = 143771
 H200_SLICES = {  # profile -> (compute slices, memory slices, MiB as NVML reports them, how many fit)
@@ -38,6 +47,9 @@ class FakeNvml:
     class NVMLError(Exception):
         pass
 
+    class NVMLError_NotSupported(NVMLError):
+        pass
+
     def __init__(self, *gpus: dict[str, Any], driver: bool = True) -> None:
         self.gpus, self.driver, self.open = gpus, driver, 0
 
@@ -54,7 +66,7 @@ class FakeNvml:
 
     def _ask(self, handle: dict[str, Any], key: str) -> Any:
         if handle.get(key) is None:
-            raise self.NVMLError(f"{key}: Not Supported")
+            raise self.NVMLError_NotSupported(f"{key}: Not Supported")
         return handle[key]
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> dict[str, Any]:
@@ -69,7 +81,21 @@ class FakeNvml:
         return self._ask(handle, "name")
 
     def nvmlDeviceGetMemoryInfo(self, handle: dict[str, Any]) -> Any:
-        return SimpleNamespace(total=self._ask(handle, "mib") << 20)
+        return SimpleNamespace(total=self._ask(handle, "mib") << 20, used=handle.get("used_mib", 0) << 20)
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> dict[str, Any]:
+        every = [gpu for gpu in self.gpus if not gpu.get("lost")]
+        every += [part for gpu in every for part in gpu["slices"] if part]
+        return next(handle for handle in every if handle["uuid"] == uuid)
+
+    def nvmlDeviceGetUtilizationRates(self, handle: dict[str, Any]) -> Any:
+        return SimpleNamespace(gpu=self._ask(handle, "busy"), memory=0)
+
+    def nvmlDeviceGetPowerUsage(self, handle: dict[str, Any]) -> int:
+        return self._ask(handle, "milliwatts")
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: dict[str, Any]) -> list[Any]:
+        return [SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in self._ask(handle, "pids")]
 
     def nvmlDeviceGetCudaComputeCapability(self, handle: dict[str, Any]) -> tuple[int, int]:
         return self._ask(handle, "capability")
@@ -119,6 +145,25 @@ def _all_visible(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def gpus(*made: dict[str, Any]) -> list[Device]:
     return discover_gpus(FakeNvml(*made))
+
+
+# --- what they do now ---
+
+
+def test_loads_of_a_whole_gpu_and_of_slices() -> None:
+    """A slice has memory and processes of its own; its kernels and its power NVML does not tell."""
+    cut = h200("b", "3g.71gb", "3g.71gb") | {"milliwatts": 310_500}
+    cut["slices"][1] |= {"used_mib": 2048, "pids": [7, 8]}
+    nvml = FakeNvml(h200("a") | {"busy": 87, "used_mib": 1024, "milliwatts": 612_000, "pids": []}, cut)
+    found = [(load.device.uuid[:6], load.busy, load.used_bytes, load.watts, load.pids) for load in gpu_loads(nvml)]
+    assert found == [
+        ("GPU-a0", 87, 1 << 30, 612.0, ()),
+        ("GPU-b0", None, 0, 310.5, None),
+        ("MIG-b0", None, 0, None, None),
+        ("MIG-b1", None, 2 << 30, None, (7, 8)),
+    ]
+    assert nvml.open == 0, "closed again"
+    assert gpu_loads(FakeNvml(driver=False)) == []
 
 
 # --- discovery ---

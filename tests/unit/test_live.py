@@ -1,4 +1,4 @@
-"""`nanoray inspect RUN --live` on a real run that hangs, after its end, and what it refuses."""
+"""`nanoray inspect RUN --live` on a real run that hangs, after its end, on GPUs of a made-up NVML; what it refuses."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from nanoray.faults.progress import ProgressFile
+from nanoray.inspect import live
 from nanoray.inspect.__main__ import main
 from tests.harness.cluster import end_session, only_run, wait_for
 from tests.harness.commands import Command
+from tests.unit.test_devices import FakeNvml, h200
 
 
 def shown(run: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -39,6 +42,35 @@ def test_a_rank_that_hangs_and_the_end(recipe: Path, tmp_path: Path, capsys: pyt
     assert re.search(r"^0     5     backward  \?      \?    \?       \?$", said, re.M), said
     (run / "summary.json").write_text('{"exit_reason": "finished"}')
     assert f"{run.name}, ended: finished" in shown(run, capsys)
+    (run / "summary.json").write_text('{"exit_re')
+    assert f"{run.name}, ended, and its summary.json is damaged" in shown(run, capsys)
+
+
+def test_gpus_and_slices_and_what_nvml_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is rank 0, on a slice; a whole GPU is another job's. Of rank 1 there is no process here."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "config.json").write_text('{"device": "auto", "max_steps": 5}')
+    (tmp_path / "logs").mkdir()
+    position = ProgressFile(tmp_path / "logs" / "rank0.progress")
+    position.set(3, "forward")
+    (tmp_path / "logs" / f"rank0.host-{os.getpid()}.ledger").touch()
+    cut = h200("b", "1g.18gb", "1g.18gb") | {"milliwatts": 310_500}
+    cut["slices"][0] |= {"pids": []}
+    cut["slices"][1] |= {"used_mib": 2048, "pids": [os.getpid()]}
+    whole = h200("a") | {"busy": 87, "used_mib": 1024, "milliwatts": 612_000, "pids": [1]}
+    assert live.lines(tmp_path, FakeNvml(whole, cut))[-5:] == [
+        "gpu  name                     busy     memory            power    ranks",
+        "0    NVIDIA H200              87 %     1.0 of 140.4 GiB  612 W    none",
+        "1    NVIDIA H200              unknown  0.0 of 140.4 GiB  310 W    unknown",
+        "1/0  NVIDIA H200 MIG 1g.18gb  unknown  0.0 of 16.0 GiB   unknown  none",
+        "1/1  NVIDIA H200 MIG 1g.18gb  unknown  2.0 of 16.0 GiB   unknown  0",
+    ]
+    cut["slices"][1] |= {"pids": [4242]}
+    hidden = live.lines(tmp_path, FakeNvml(whole | {"mib": None}, cut))
+    assert [line.split()[-1] for line in hidden[-4:]] == ["unknown"] * 4, "the host's process ids say nothing here"
+    assert re.search(r"^0 +NVIDIA H200 +87 % +unknown +612 W", hidden[-4])
+    (tmp_path / "config.json").write_text('{"device": "cpu", "max_steps": 5}')
+    assert "NVIDIA" not in "".join(live.lines(tmp_path, FakeNvml(whole)))
 
 
 def test_nothing_is_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

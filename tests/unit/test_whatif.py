@@ -34,12 +34,54 @@ def rank_notes(step: int, late_ms: float = 0.0, **bucket: Any) -> dict[str, Any]
     return {"step": step, "phases": marks, "collectives": found, "no_sync_s": None, "profiled": False}
 
 
+def sharded_notes(step: int, mode: str, late_ms: float = 0.0, accum: int = 1) -> dict[str, Any]:
+    """One rank's step where the state is sharded. Half an all-reduce: the small one takes 0.6 ms, the large one 2.1 ms.
+
+    fsdp: both are gathered in forward, and scattered in backward. zero1: buckets are ready at 16 and 20; the gathers
+    take 2.7 ms, of which 1 ms passes in the log and the rest is waited for in forward.
+    """
+
+    def at(ms: float) -> float:
+        return 100.0 + ms / 1e3
+
+    def note(op: str, phase: str, size: int, start: float, end: float, bucket: int | None = None) -> dict[str, Any]:
+        what = "weights" if op == "all_gather" else "gradients"
+        moments = {"enqueue": at(start - late_ms * (bucket is not None)), "start": at(start), "end": at(end)}
+        base = {"op": op, "what": what, "group": "dp", "phase": phase, "dtype": "float32", "timing": "call"}
+        return base | {"size_bytes": size, "bucket": bucket, "last": bucket == 1} | moments
+
+    if mode == "fsdp":
+        found = [
+            note("all_gather", "forward", SMALL, 0.0, 0.6),
+            note("all_gather", "forward", LARGE, 3.0, 5.1),
+            note("reduce_scatter", "backward", LARGE, 14.0, 16.1),
+            note("reduce_scatter", "backward", SMALL, 18.0, 18.6),
+            note("all_gather", "eval", LARGE, 23.0, 25.1),
+        ]
+        ends = (10.0, 20.0)
+    else:
+        found = [note("all_gather", "forward", SMALL, 0.0, 0.6), note("all_gather", "forward", LARGE, 0.6, 1.7)]
+        found += [note("reduce_scatter", "backward", SMALL, 16.0, 16.6, 0)] * accum
+        found += [note("reduce_scatter", "backward", LARGE, 20.0, 22.1, 1)]
+        ends = (10.0, 22.1)
+    names = [("forward", 0.0, ends[0]), ("backward", *ends), ("optimizer", ends[1], ends[1] + 2.0)]
+    names += [("eval", ends[1] + 2.0, 50.0), ("log", 50.0, 51.0)]
+    marks = [[name, at(start), at(end)] for name, start, end in names]
+    return {"step": step, "phases": marks, "collectives": found, "no_sync_s": None, "profiled": False}
+
+
 def write_run(folder: Path, steps: int = 4, config: dict[str, Any] | None = None, **bucket: Any) -> Path:
     (folder / "comm").mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"allreduce": "backend", "dp_mode": "ddp"} | (config or {})))
+    values = {"allreduce": "backend", "dp_mode": "ddp", "device": "cpu"} | (config or {})
+    (folder / "config.json").write_text(json.dumps(values))
+
+    def notes(step: int, late_ms: float) -> dict[str, Any]:
+        if values["dp_mode"] == "ddp":
+            return rank_notes(step, late_ms, **bucket)
+        return sharded_notes(step, values["dp_mode"], late_ms, **bucket)
+
     made = (
-        merge([rank_notes(n, 0.5, **bucket), rank_notes(n, **bucket)], [ClockOffset(0, 0)] * 2) | {"attempt": 0}
-        for n in range(1, steps + 1)
+        merge([notes(n, 0.5), notes(n, 0.0)], [ClockOffset(0, 0)] * 2) | {"attempt": 0} for n in range(1, steps + 1)
     )
     (folder / "comm" / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in made))
     return folder
@@ -83,6 +125,31 @@ def test_each_question_has_the_answer_worked_out_by_hand(
     assert asked(write_run(tmp_path / "run"), capsys, *flags)[1] == expected
 
 
+@pytest.mark.parametrize(
+    ("mode", "flags", "expected"),
+    [
+        # 8.3 + 1.7 waited, 10, 2.1 exposed, 3; with half the bandwidth 1.1 and 4.1 ms each
+        ("zero1", ("--bandwidth_gb_per_s", "0.5"), {"as it was": 25.1, "another link": 8.3 + 4.2 + 10 + 4.1 + 3}),
+        ("zero2", ("--ranks", "1,4"), {"as it was": 25.1, "ranks 1": 21.3, "ranks 4": 8.3 + 3.35 + 10 + 3.3 + 3}),
+        ("zero1", ("--bucket_mb", "100"), {"as it was": 25.1, "bucket_mb 100": 8.3 + 1.6 + 10 + 2.6 + 3}),
+        ("zero1", ("--bandwidth_gb_per_s", "100"), {"as it was": 25.1, "another link": 8.3 + 10 + 0.12 + 3}),
+        ("fsdp", ("--bandwidth_gb_per_s", "0.5"), {"as it was": 23.0, "another link": 17.6 + 2 * 5.2}),
+        ("fsdp", ("--ranks", "1,4"), {"as it was": 23.0, "ranks 1": 17.6, "ranks 4": 17.6 + 2 * 4.35}),
+    ],
+)  # fmt: skip
+def test_sharded_modes_have_the_answers_worked_out_by_hand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: str, flags: tuple[str, ...], expected: dict[str, float]
+) -> None:
+    said, rows = asked(write_run(tmp_path / "run", config={"dp_mode": mode}), capsys, *flags)
+    what = "2 all-gather(s) and 2 reduce-scatter(s)" if mode == "fsdp" else "2 bucket(s)"
+    assert said[0] == f"run    run: 2 ranks, {what} of 0.954 to 3.81 MB, {mode}"
+    assert said[1] == "link   100 us a message, 1 GB/s (median error 0 %)"
+    assert said[2].startswith(
+        f"error  predicted {expected['as it was']:.1f} ms, measured {expected['as it was']:.1f} ms"
+    )
+    assert rows == pytest.approx(expected, abs=0.06)
+
+
 def test_a_topology_brings_its_own_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "net.yaml"
     link = "{alpha_us: 100, bandwidth_gb_per_s: 0.5}"
@@ -120,7 +187,11 @@ def test_one_size_of_buckets_has_no_latency_of_its_own(tmp_path: Path, capsys: p
 @pytest.mark.parametrize(
     ("run", "flags", "text"),
     [
-        ({"config": {"dp_mode": "zero1"}}, [], "has dp_mode = zero1: only steps whose buckets are summed by one"),
+        ({"config": {"dp_mode": "ddp_by_hand"}}, [], "has dp_mode = ddp_by_hand: only what travels in ddp, zero1, "),
+        ({"config": {"dp_mode": "zero2"}, "accum": 2}, [], "sends each bucket in several backwards of a step (zero2"),
+        ({"config": {"dp_mode": "fsdp", "device": "auto"}}, [], "fsdp on device = auto: gathers run beside compute"),
+        ({"config": {"dp_mode": "fsdp"}}, ["--bucket_mb", "1"], "bucket_mb would be ignored: fsdp's units are"),
+        ({"config": {"dp_mode": "zero1"}}, ["--allreduce", "ring"], "allreduce would be ignored: dp_mode = zero1 sums"),
         ({"config": {"tp": 2, "grad_compress": "int8"}}, [], "has grad_compress = int8, tp = 2"),
         ({"bucket": None}, [], "have no buckets; trace a run of 2 ranks or more"),
         ({}, ["--allreduce", "magic"], "allreduce = magic: use one of ring, tree"),
