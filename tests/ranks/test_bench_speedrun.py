@@ -32,6 +32,7 @@ from nanoray.errors import ConfigError
 from tests.harness.nanogpt import nanogpt
 
 TINY = "n_layer=1,n_head=2,n_embd=16,block_size=16,eval_samples=24,max_steps=20,eval_every=10,warmup_steps=2"
+TINY += ",seq_warmup_steps=4"
 
 
 @pytest.fixture(autouse=True)
