@@ -19,6 +19,7 @@ from nanoray.model_options import did_you_mean as did_you_mean
 from nanoray.model_options import lay_over, refuse_contradictions, refuse_parallelism
 from nanoray.model_options import read_yaml as read_yaml
 from nanoray.model_options import refuse_unknown as refuse_unknown
+from nanoray.seq_options import refuse_seq_warmup
 from nanoray.stop_options import refuse_stop
 from nanoray.watch_options import WatchOptions, refuse_watching
 
@@ -320,6 +321,7 @@ class Config(WatchOptions):
         refuse_contradictions(self, {key: field.default for key, field in type(self).model_fields.items()})
         steps = 10**18 if self.num_epochs else self.max_steps  # known with the dataset; then these checks come again
         refuse_stop(self, steps)
+        refuse_seq_warmup(self, steps)
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr = {self.min_lr} is above lr = {self.lr}; lower min_lr or raise lr")
         if not re.fullmatch(r"off|always|every=[1-9]\d*", self.comm_trace):

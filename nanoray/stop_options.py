@@ -6,10 +6,10 @@ from typing import Any
 
 from pydantic import Field
 
-from nanoray.compression_options import CompressionOptions
+from nanoray.seq_options import SeqOptions
 
 
-class StopOptions(CompressionOptions):
+class StopOptions(SeqOptions):
     """The keys of an early end, a part of Config. Each attribute's docstring is the help text of its flag."""
 
     stop_at: int = Field(0, json_schema_extra={"group": "log"}, ge=0)

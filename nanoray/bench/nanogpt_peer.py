@@ -1,4 +1,8 @@
-"""nanoGPT's own train.py as a peer, from a folder that the user names: the same sizes, data, batch and threads."""
+"""nanoGPT's own train.py as a peer, from a folder that the user names: the same sizes, data, batch and threads.
+
+It runs as it is, in float32 and one process. With several ranks it cannot run without a GPU: it calls
+torch.cuda.set_device as soon as it finds RANK.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +23,11 @@ from nanoray.data.dataset import DatasetInfo
 LINE = re.compile(r"^iter (\d+): loss ([\d.]+), time ([\d.]+)ms", re.MULTILINE)
 EVALUATION = re.compile(r"^step (\d+): train loss [\d.]+, val loss ([\d.]+)", re.MULTILINE)
 LOOK_S = 0.1  # between two looks at what it has printed
-STEPS, SETTLED = 40, 10  # of one measurement; those before SETTLED do not count
+SETTLED = 5  # steps that do not count; nanoGPT leaves as many out of the MFU that it prints
+
+
+class _Reached(Exception):
+    """An evaluation has shown the loss that was wanted."""
 
 
 class NanoGPT:
@@ -43,6 +52,7 @@ class NanoGPT:
         c = self._config
         values: dict[str, object] = {
             **{"device": "cpu", "compile": False, "dataset": "bench", "out_dir": "out", "log_interval": 1},
+            **{"dtype": "float32"},  # its default, for GPUs, is a 16-bit type that it does not use on a CPU
             **{"always_save_checkpoint": False, "wandb_log": False, "gradient_accumulation_steps": 1},
             **{"batch_size": c.global_batch_size, "max_iters": c.max_steps, "lr_decay_iters": c.max_steps},
             **{"learning_rate": c.lr, "min_lr": c.min_lr, "beta2": c.beta2, "weight_decay": c.weight_decay},
@@ -61,18 +71,25 @@ class NanoGPT:
             *self.flags(**others),
         ]
 
-    def step_ms(self, env: Mapping[str, str], timeout_s: float) -> float:
-        """Run some steps in a process of their own; return the median of those that count. Raises ChildFailed."""
-        log = self.folder / "output.log"
-        with Child(self._command(max_iters=STEPS, eval_interval=10**9, eval_iters=1), env, log) as child:
-            child.wait(timeout_s)
-            return _median_ms(child)
+    def step_ms(self, steps: int, env: Mapping[str, str], timeout_s: float) -> float:
+        """Run `steps` steps, after some that do not count, in a process of their own; return their median.
 
-    def train(self, env: Mapping[str, str], timeout_s: float) -> tuple[float, float, list[tuple[int, float, float]]]:
-        """Train the whole recipe; return its seconds, milliseconds of a step, and (step, seconds, validation loss).
-
-        The seconds of an evaluation are those when its line was seen, which is at most LOOK_S after it was printed.
         Raises ChildFailed.
+        """
+        command = self._command(max_iters=SETTLED + steps - 1, eval_interval=10**9, eval_iters=1)
+        with Child(command, env, self.folder / "output.log") as child:
+            child.wait(timeout_s)
+            lines = LINE.findall(child.log.read_text(encoding="utf-8"))
+            found = [float(ms) for step, _, ms in lines if int(step) >= SETTLED]
+            if not found:
+                raise ChildFailed(f"no line `iter N: loss L, time Tms`\n{child.tail()}")
+            return statistics.median(found)
+
+    def train(self, target: float, env: Mapping[str, str], timeout_s: float) -> tuple[int, float, float]:
+        """Train until an evaluation of its own shows the loss `target`, else to the end of the recipe.
+
+        Returns the last evaluation: step, seconds since the start, validation loss. The seconds are those when its line
+        was seen, at most LOOK_S after it was printed. Raises ChildFailed.
         """
         c, seen = self._config, dict[int, tuple[float, float]]()
         command = self._command(eval_interval=c.eval_every, eval_iters=max(1, c.eval_samples // c.global_batch_size))
@@ -82,17 +99,13 @@ class NanoGPT:
                 at = time.time() - child.started
                 for step, loss in EVALUATION.findall(child.log.read_text(encoding="utf-8", errors="replace")):
                     seen.setdefault(int(step), (at, float(loss)))
+                    if int(step) and float(loss) <= target:
+                        raise _Reached
 
-            whole_s = child.wait(timeout_s, look, LOOK_S)
-            look()
+            with suppress(_Reached):
+                child.wait(timeout_s, look, LOOK_S)
+                look()
             if not seen:
                 raise ChildFailed(f"no line `step N: train loss L, val loss L`\n{child.tail()}")
-            return whole_s, _median_ms(child), [(step, at, loss) for step, (at, loss) in seen.items()]
-
-
-def _median_ms(child: Child) -> float:
-    lines = LINE.findall(child.log.read_text(encoding="utf-8"))
-    found = [float(ms) for step, _, ms in lines if int(step) >= SETTLED]
-    if not found:
-        raise ChildFailed(f"no line `iter N: loss L, time Tms`\n{child.tail()}")
-    return statistics.median(found)
+        last = max(seen)
+        return last, *seen[last]

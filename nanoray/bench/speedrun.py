@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from nanoray.atomic import read_json_lines
@@ -29,6 +30,7 @@ from nanoray.bench.harness.plan import (
 )
 from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, scratch_folder
 from nanoray.bench.harness.report import Report, Row, Target, markdown, say
+from nanoray.bench.nanogpt_peer import NanoGPT
 from nanoray.config import load_config
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
@@ -52,7 +54,9 @@ class Record:
 
 
 CPU_PRESET, FAST = "shakespeare-cpu", "shakespeare-fast"
-PEER, BASE, FITTED, ROTARY, LOWER = "nanogpt", CPU_PRESET, "+ schedule", "+ rotary", f"{FAST} to 1.70"
+PEER, OWN = "nanogpt", "nanogpt train.py"  # its recipe in a loop of this repository, and its own script
+BASE, FITTED, ROTARY, LOWER = CPU_PRESET, "+ schedule", "+ rotary", f"{FAST} to 1.70"
+SHORT = "+ short sequences"  # the record
 _LINE = {"schedule": "wsd", "decay_fraction": 1.0, "lr": 6e-3, "min_lr": 0, "warmup_steps": 20}
 ARMS = {
     PEER: Record(
@@ -62,15 +66,24 @@ ARMS = {
         "nanoGPT's CPU recipe in the loop that people write first, an evaluation every 250 steps",
         "nanoray.bench.speedrun_peer",
     ),
+    OWN: Record(
+        1.88, CPU_PRESET, {"lr": 1e-3}, "nanoGPT with its CPU recipe and its own evaluation, of 240 random windows"
+    ),
     BASE: Record(1.88, CPU_PRESET, {"eval_every": 50}, "three times the learning rate; nanoray's loop"),
     FITTED: Record(1.88, CPU_PRESET, {"eval_every": 50, "max_steps": 1200, **_LINE}, "a rate of 6e-3, linear to zero"),
     ROTARY: Record(
         1.88, CPU_PRESET, {"eval_every": 50, "max_steps": 800, **_LINE, "positions": "rotary"}, "rotary positions"
     ),
     FAST: Record(1.88, FAST, {"max_steps": 300, "eval_every": 300}, "Muon for the matrices, and one evaluation"),
+    SHORT: Record(
+        1.88,
+        FAST,
+        {"max_steps": 260, "eval_every": 260, "seq_warmup_steps": 150},
+        "sequences of 8, 16 and 32 tokens in 50 steps each, then of 64",
+    ),
     LOWER: Record(1.70, FAST, {"eval_every": 1000}, "the same preset, in its own number of steps"),
 }
-DEFAULT_ARMS = f"{PEER},{FAST}"
+DEFAULT_ARMS = f"{PEER},{OWN},{FAST},{SHORT}"
 
 
 @dataclass(frozen=True)
@@ -90,6 +103,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all arms, a seed each [5; 1 with --quick]")
     add_settings_flag(parser, "those of all arms")
     add_data_flags(parser, "shakespeare")
+    parser.add_argument("--nanogpt", type=Path, metavar="PATH", help=f"folder of nanoGPT, which the arm {OWN} needs")
     late = "seconds after which a run has failed [%(default)g]"
     parser.add_argument("--timeout_s", type=float, default=600, help=late)
 
@@ -113,18 +127,33 @@ def run_once(
     """Run one record's command; return what it came to. Raises ChildFailed, also where no evaluation was made."""
     folder.mkdir(parents=True)
     command = [sys.executable, "-m", record.module, "--preset", record.preset, *words({**flags, "out_dir": folder})]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before = _children_cpu_s()
     with Child(command, env, folder / "output.log") as child:
         child.wait(timeout_s)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu_s = _children_cpu_s() - before
         paths = [*folder.glob("metrics.jsonl"), *folder.glob("*/metrics.jsonl")]
         evaluations = [r for path in paths for r in read_json_lines(path) if "val/loss" in r]
         if not evaluations:
             raise ChildFailed(f"it ended without an evaluation\n{child.tail()}")
     last = evaluations[-1]
-    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     seconds = last["time"] + last["time/eval_s"] - child.started
     return Found(seconds, cpu_s, last["step"], last["val/loss"])
+
+
+def run_nanogpt(
+    source: Path, flags: Mapping[str, object], env: Mapping[str, str], folder: Path, timeout_s: float
+) -> Found:
+    """Run nanoGPT's train.py until its own evaluation shows the loss; return what it came to. Raises ChildFailed."""
+    folder.mkdir(parents=True)
+    config = load_config(preset=CPU_PRESET, overrides=dict(flags))
+    peer, before = NanoGPT(source, config, prepare(config), folder), _children_cpu_s()
+    step, seconds, loss = peer.train(config.target_loss, env, timeout_s)
+    return Found(seconds, _children_cpu_s() - before, step, loss)
+
+
+def _children_cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
@@ -132,8 +161,13 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     args.rounds = args.rounds or (1 if args.quick else 5)
     overrides = settings_of(args)
     arms = chosen(args.arms, list(ARMS))
+    if args.nanogpt and not (args.nanogpt / "train.py").is_file():
+        raise ConfigError(f"nanogpt = {args.nanogpt} has no train.py; give the folder of a clone of nanoGPT")
     if args.rounds < 1:
         raise ConfigError(f"rounds = {args.rounds}; at least 1 round is needed")
+    if OWN in arms and args.nanogpt is None:
+        arms.remove(OWN)
+        report.rows.append(Row(OWN, SECONDS, "s", (), skipped="--nanogpt names no folder"))
     found: dict[str, list[Found]] = {arm: [] for arm in arms}
     failed: dict[str, str] = {}
     with two_cores(), scratch_folder() as folder:
@@ -145,8 +179,12 @@ def measure(args: argparse.Namespace, report: Report) -> None:
                 record = ARMS[arm]
                 flags = {**RULES, **QUIET, **data_flags(args), "target_loss": record.target, "seed": turn}
                 flags |= {**record.flags, **overrides}
+                own = folder / f"{arm}-{turn}".replace(" ", "-")
                 try:
-                    run = run_once(record, flags, env, folder / f"{arm}-{turn}".replace(" ", "-"), args.timeout_s)
+                    if arm == OWN:
+                        run = run_nanogpt(args.nanogpt, flags, env, own, args.timeout_s)
+                    else:
+                        run = run_once(record, flags, env, own, args.timeout_s)
                 except ChildFailed as error:
                     failed[arm] = f"{arm}: {error}"
                     report.failures.append(failed[arm])
@@ -166,7 +204,7 @@ def _rows(arm: str, found: list[Found], target: float, report: Report, failed: s
     """Return an arm's rows, a value per round. Where a round has not reached the loss, its seconds are those of all."""
     missed = [f"round {turn} ended at {run.loss:.4f}" for turn, run in enumerate(found, 1) if run.loss > target]
     note = f"{ARMS[arm].what}; target {target:g}" + "".join(f"; {each}: seconds are a lower bound" for each in missed)
-    if missed and arm == FAST:  # the record, which must reach its loss in each round
+    if missed and arm in (FAST, SHORT):  # a record must reach its loss in each round
         report.failures.append(f"{arm}: {', '.join(missed)}, above {target:g}")
     values = {
         SECONDS: [run.seconds for run in found],
@@ -182,24 +220,34 @@ def _rows(arm: str, found: list[Found], target: float, report: Report, failed: s
 
 
 def _judge(report: Report, arms: list[str]) -> None:
-    """Add the ratios of all records to the first one, in seconds and in CPU time, and what the fastest should reach."""
-    for arm in (arm for arm in arms if arm != PEER and ARMS[arm].target == ARMS[PEER].target):
-        report.compare(arm, PEER, CPU_TIME)
-        if (row := report.compare(arm, PEER, SECONDS)) and arm == FAST:
-            report.targets.append(Target(f"{SECONDS}, {row.arm}", row, "<=", 1 / 3))
+    """Add the ratios of all records to nanoGPT and to the one before, and what the fastest should reach."""
+    own = [arm for arm in arms if arm not in (PEER, OWN) and ARMS[arm].target == ARMS[PEER].target]
+    for first in (peer for peer in (PEER, OWN) if peer in arms):
+        for arm in own:
+            report.compare(arm, first, CPU_TIME)
+            if (row := report.compare(arm, first, SECONDS)) and arm in (FAST, SHORT):
+                report.targets.append(Target(f"{SECONDS}, {row.arm}", row, "<=", 1 / 3))
+    for before, arm in pairwise(own):
+        report.compare(arm, before, SECONDS)
 
 
 def paste(report: Report) -> list[str]:
     """Return the table of records for a page: medians with their range; of steps and losses the highest of a round."""
-    head = ("record", "loss", "seconds", "/ nanogpt", "CPU seconds", "most steps", "highest loss")
-    lines = []
-    for arm in (arm for arm in ARMS if report.row(arm, SECONDS)):
-        against = report.cell(f"{arm} / {PEER}", SECONDS, "range")
+    shown = [arm for arm in ARMS if (row := report.row(arm, SECONDS)) and not row.skipped]
+    peers = [arm for arm in (PEER, OWN) if arm in shown]
+    ends = ("CPU seconds", "most steps", "highest loss")
+    others = [arm for arm in shown if arm not in peers]
+    ahead = {arm: before for before, arm in pairwise(others)}
+    columns = [*(f"/ {peer}" for peer in peers), *(["/ the one before"] if ahead else [])]
+    head, lines = ("record", "loss", "seconds", *columns, *ends), []
+    for arm in shown:
+        against = [report.cell(f"{arm} / {other}", SECONDS, "range") for other in (*peers, ahead.get(arm, ""))]
+        against = against[: len(columns)]
         cells = [report.cell(arm, metric, "range") for metric in (SECONDS, CPU_TIME)]
         loss, steps = report.row(arm, LOSS), report.row(arm, STEPS)
         bound = "≥ " if loss and loss.extra.get("missed") else ""
-        ends = (f"{max(steps.values):.0f}", f"{max(loss.values):.4f}") if steps and loss and loss.values else ("", "")
-        lines.append((arm, f"{ARMS[arm].target:.2f}", bound + cells[0], against, cells[1], *ends))
+        last = (f"{max(steps.values):.0f}", f"{max(loss.values):.4f}") if steps and loss and loss.values else ("", "")
+        lines.append((arm, f"{ARMS[arm].target:.2f}", bound + cells[0], *against, cells[1], *last))
     return markdown(head, lines)
 
 

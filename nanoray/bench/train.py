@@ -253,6 +253,9 @@ def paste(report: Report) -> list[str]:
         timed = [metric for metric in (RANKS_CPU, ALL_CPU) if any(report.row(arm, metric) for arm in launched)]
         header = ("started by", "command to first step, s", "whole run, s", "step, ms", *(f"{m}, ms" for m in timed))
         lines += markdown(header, [(arm, *(cell(arm, m) for m in (FIRST, WHOLE, STEP, *timed))) for arm in launched])
+        parts = [METRICS[name][0] for name in ("imports_s", "until_rank_s", "until_step_s")]
+        names = ["of it, s", *(part.removeprefix("of it: ") for part in parts)]
+        lines += ["", *markdown(names, [(arm, *(cell(arm, part) for part in parts)) for arm in launched])]
     computed = [arm for arm in (*NARROW, *WIDE, *TRACED) if report.row(arm, "compute: step")]
     if computed:
         shown = [name for name, _ in COMM.values() if any(report.row(arm, name) for arm in computed)]

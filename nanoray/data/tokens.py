@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -97,9 +97,12 @@ class MicroBatches:
     samples from (m * dp + r) * micro_batch_size on. The cursor is the caller's: asking for another one is a seek.
     """
 
-    def __init__(self, data: Samples, batch: Batch, rank: int) -> None:
-        """`rank` is the one among the data ranks, of which `batch` has dp."""
-        self.data, self.batch, self.rank = data, batch, rank
+    def __init__(self, data: Samples, batch: Batch, rank: int, length_at: Callable[[int], int] | None = None) -> None:
+        """`rank` is the one among the data ranks, of which `batch` has dp.
+
+        With `length_at`, samples (T,) of step s, counted by the samples before it, become sequences (length_at(s),).
+        """
+        self.data, self.batch, self.rank, self.length_at = data, batch, rank, length_at
         self._ahead: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.seconds = 0.0  # of host time spent on reading, so far
 
@@ -123,7 +126,11 @@ class MicroBatches:
         It is this rank's, or that of another data rank.
         """
         size, _, dp = self.batch
-        return self.data.train_batch(samples + (micro * dp + (self.rank if rank is None else rank)) * size, size)
+        x, y = self.data.train_batch(samples + (micro * dp + (self.rank if rank is None else rank)) * size, size)
+        if self.length_at is None:
+            return x, y
+        length = self.length_at(samples // self.batch.global_size)
+        return x.view(-1, length), y.view(-1, length)  # (B * T / length, length)
 
     def describe(self, samples: int, micro: int | None) -> str:
         """Write this rank's samples of a step, or of one of its micro batches, for a message."""

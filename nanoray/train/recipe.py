@@ -50,6 +50,7 @@ from nanoray.parallel.fsdp import units_of
 from nanoray.parallel.plan import Loss, Plan
 from nanoray.points import reached
 from nanoray.run import RunSpec
+from nanoray.seq_options import length_at
 from nanoray.state import Holding, TrainState, share
 from nanoray.trace.ledger import Ledger
 from nanoray.trace.log import CommLog, CommTrace
@@ -174,6 +175,7 @@ class Recipe:
         spec, mesh = group.spec, group.mesh
         cfg = self._cfg = spec.config
         self._wanted, self.device, self._mirrors = wanted, this_device(mesh), mirrors
+        self._length_at = partial(length_at, config=cfg) if cfg.seq_warmup_steps else None
         torch.manual_seed(cfg.seed)  # the same initial weights on every rank
         self.task = task
         self._injector, injector.model_of = injector, lambda: self.state.model
@@ -270,7 +272,7 @@ class Recipe:
             mesh=mesh,
             state=state,
             par=par,
-            batches=self.batches(self.data, batch, par.data.index),
+            batches=self.batches(self.data, batch, par.data.index, self._length_at),
             guards=self.guards,
             scaler=self.scaler,
             observers=observers,

@@ -18,6 +18,7 @@ from nanoray.mesh.devices import discover_gpus
 from nanoray.mesh.layout import Layout
 from nanoray.model_options import require_divisible, require_groups
 from nanoray.run import RunSpec, expected_loss
+from nanoray.seq_options import told_lengths
 from nanoray.train.observers import clock, short
 
 WIDEST = 16  # turns of a kind that a timetable is drawn with
@@ -87,6 +88,7 @@ def dry_run_lines(config: Config, notes: list[str], batch: Batch, dataset: Datas
         stages = [stage_activations(config, shape, batch, precision, stage) for stage in range(config.pp)]
         parameters, unit, size = costs.count_parameters(shape), "tok", batch.global_size * config.block_size
         what = f"{batch.micro} seq × {batch.accum} accum × {batch.dp} dp × {config.block_size} tok"
+        notes = [*notes, f"sequences  {told_lengths(config)}"] if config.seq_warmup_steps else notes
     layout = Layout(dp=batch.dp, tp=config.tp, pp=config.pp, ep=config.ep)
     return [
         f"mesh       {layout.world_size} rank(s) = {layout}",

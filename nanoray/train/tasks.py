@@ -19,6 +19,7 @@ from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.resnet import ResNetShape, loss_and_accuracy
 from nanoray.models.sampling import generate
 from nanoray.run import RunSpec
+from nanoray.seq_options import told_lengths
 from nanoray.train.engine import Workload
 from nanoray.train.observers import short
 from nanoray.train.optim import make_optimizer
@@ -113,12 +114,13 @@ class TextTask(ConfiguredTask):
 
     def lines(self, batch: Batch) -> list[str]:
         data, length = self.spec.dataset, self.spec.config.block_size
-        millions = costs.count_parameters(self.shape) / 1e6
+        millions, config = costs.count_parameters(self.shape) / 1e6, self.spec.config
+        cut = f", {told_lengths(config)}" if config.seq_warmup_steps else ""
         return [
             f"data   {data.note} · {short(data.train_tokens)} train + {short(data.val_tokens)} val "
             f"tokens, vocabulary {data.vocab_size}",
             f"batch  {batch.micro} seq × {batch.accum} accum × {batch.dp} dp × {length} tok = "
-            f"{batch.global_size * length} tok/step      model {millions:.2f} M parameters"
+            f"{batch.global_size * length} tok/step{cut}      model {millions:.2f} M parameters"
             + costs.told_experts(self.shape),
         ]
 

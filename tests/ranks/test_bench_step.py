@@ -13,31 +13,9 @@ from nanoray.bench import __main__ as bench
 from nanoray.bench.harness.report import Report
 from nanoray.bench.step import ARMS, BASE, LADDERS, LOSS, MEMORY, PEAK, PEER, PRODUCTS, READY, TOKENS, WRONG, paste
 from nanoray.errors import ConfigError
+from tests.harness.nanogpt import nanogpt
 
 TINY = "n_layer=1,n_head=2,n_embd=16,block_size=16"
-# Stands for nanoGPT's train.py, which cannot be had everywhere: it reads the tokens and prints lines as that does.
-TRAIN_PY = """
-import os, pickle, sys
-import numpy as np
-import sizes  # a neighbour
-flags = dict(a[2:].split("=") for a in sys.argv[1:])
-data = os.path.join("data", flags["dataset"])
-vocab = pickle.load(open(os.path.join(data, "meta.pkl"), "rb"))["vocab_size"]
-tokens = np.memmap(os.path.join(data, "train.bin"), dtype=np.uint16, mode="r")
-assert tokens.max() < vocab and len(tokens) > int(flags["block_size"]) and flags["batch_size"] == sizes.BATCH
-assert os.path.samefile(os.getcwd(), os.path.dirname(os.path.abspath("configurator.py")))
-print("step 0: train loss 4.2, val loss 4.2")
-for step in range(int(flags["max_iters"]) + 1):
-    print(f"iter {step}: loss {4.2 - step / 100:.4f}, time {5000.0 if step < 10 else 20.0 + step % 2:.2f}ms, mfu 1.00%")
-"""
-
-
-def nanogpt(folder: Path) -> Path:
-    folder.mkdir()
-    (folder / "train.py").write_text(TRAIN_PY)
-    (folder / "sizes.py").write_text('BATCH = "12"\n')
-    (folder / "configurator.py").write_text("")
-    return folder
 
 
 def climbed(text: Path, tmp_path: Path, *flags: str) -> dict[tuple[str, str, str], dict[str, Any]]:
