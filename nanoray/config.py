@@ -261,9 +261,8 @@ class Config(WatchOptions):
     recovery: Literal["in_place", "shrink", "restart"] = _field("in_place", "fault")
     """when a rank is lost, on Ray: in_place (only that rank is replaced, its state comes from another rank's memory, no
     step is repeated; a restart with NCCL (but see --abort_nccl), an --allreduce written by hand, or where no other rank
-    has the lost part of a state divided by dp_mode (see --mirror), tp, pp or ep) | shrink (as in_place, but if no
-    replacement comes in time fewer ranks continue with the same global batch until one does; with tp, pp or ep fewer
-    whole replicas of tp*pp*ep ranks) | restart (all ranks, from the newest checkpoint)"""
+    has the lost part of a divided state: see --mirror) | shrink (as in_place, but without a replacement in time fewer
+    ranks, whole replicas of tp*pp*ep, keep the same global batch until one comes) | restart (from a checkpoint)"""
     abort_nccl: bool = _field(False, "fault")
     """recovery in place and shrink over NCCL too, where each rank holds the whole state; ranks wait for their device in
     each step, and this has not been run on a GPU yet"""

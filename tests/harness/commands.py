@@ -31,7 +31,8 @@ forkserver = multiprocessing.get_context("forkserver")
 # The first optimizer of a process imports torch._dynamo, which takes longer than torch itself and than most tests. Ray
 # is not among them: it reads its settings from the environment when it is imported.
 _TORCH = ["torch._dynamo", "torch.distributed.nn.functional"]
-forkserver.set_forkserver_preload([*_TORCH, "nanoray.train.recipe", "nanoray.train.report", "nanoray.cli", __name__])
+_OURS = ["nanoray.train.recipe", "nanoray.train.report", "nanoray.cli", __name__]
+forkserver.set_forkserver_preload([*_TORCH, *_OURS, "tests.harness.frozen"])
 
 # Starting a process also looks at the ends of all others. Two threads that look at one end at the same time both read
 # its exit code from the same pipe, and the second, which finds nothing, reports 255.
