@@ -17,8 +17,7 @@ needs anything of another one, so attention and the MLP take one sum each. With 
         ▒▒▒▒  of k                 ░░░░                 ▒▒░░                  ░░░░   rows of V/2..V-1
         ░░░░                       ░░░░                 ▒▒░░                  ░░░░
         ▒▒▒▒  of v             and its bias         down.weight (C, 4C)
-        ░░░░                                        alike
-    and its bias
+        ░░░░  and its bias                          alike
 
 Norms, position embeddings and the biases of Row layers are on every rank. Their inputs and the gradients of their
 outputs are equal to the bit on all ranks of the axis, and so are their own gradients: nothing is exchanged for them.
@@ -172,9 +171,7 @@ def _seed_apart(index: int, device: torch.device) -> int:
     return seed
 
 
-@torch.compiler.disable
-def _seed_again(seed: int, device: torch.device) -> None:
-    seed_generators(seed, device)
+_seed_again = torch.compiler.disable(seed_generators)
 
 
 class VocabEmbedding(nn.Embedding):
@@ -188,8 +185,7 @@ class VocabEmbedding(nn.Embedding):
         if self.sequence:
             require_whole(idx.shape[1], self.axis)
         own, others = _own_tokens(idx, self.weight.shape[0], self.axis)
-        found = F.embedding(own, self.weight).masked_fill(others.unsqueeze(-1), 0.0)
-        return leave(found, self.axis, self.sequence)
+        return leave(F.embedding(own, self.weight).masked_fill(others.unsqueeze(-1), 0.0), self.axis, self.sequence)
 
 
 class CutPositions(Positions):
@@ -213,12 +209,12 @@ class VocabHead(LMHead):
 
         Of a sequence that is cut, x is the last position of each rank's part, and the last rank's counts.
         """
-        x = x.detach()
         if self.sequence:
-            x = self.axis.sum(x if self.axis.index == self.axis.size - 1 else torch.zeros_like(x), "activations")
-        own = self.product(x)
+            x = x.detach() if self.axis.index == self.axis.size - 1 else torch.zeros_like(x)
+            x = self.axis.sum(x, "activations")
+        own = self.product(x).detach()
         full = own.new_zeros(*own.shape[:-1], self.axis.size, own.shape[-1])
-        full[..., self.axis.index, :] = own.detach()
+        full[..., self.axis.index, :] = own
         return self.axis.sum(full, "logits").flatten(-2)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
@@ -254,8 +250,8 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         probabilities, own, others = ctx.saved_tensors
         share = grads[0] / len(own)
-        hit = torch.where(others, 0.0, -share)
-        return (probabilities * share).scatter_add_(1, own[:, None], hit[:, None]), None, None
+        hit = torch.where(others, 0.0, -share)[:, None]
+        return (probabilities * share).scatter_add_(1, own[:, None], hit), None, None
 
 
 def _own_tokens(tokens: Tensor, rows: int, axis: Axis) -> tuple[Tensor, Tensor]:
