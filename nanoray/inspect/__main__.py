@@ -31,7 +31,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--against", type=Path, metavar="OTHER", help="run or checkpoint to compare the weights with")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it as JSON, with every rank's pieces")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page")
+    page_here = Path("inspect.html")
+    parser.add_argument(
+        "--html", type=Path, nargs="?", const=page_here, metavar="FILE", help=f"write a page [alone: {page_here} here]"
+    )
     parser.add_argument(
         "--world_size", type=int, metavar="N", help="ranks to lay out [the run's; else workers, or tp*pp*ep]"
     )

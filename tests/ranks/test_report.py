@@ -80,7 +80,9 @@ def test_runs_beside_each_other(runs: dict[str, Path], tmp_path: Path) -> None:
     assert all(folder.name in page.text for folder in runs.values())
 
 
-def test_layers_and_memory_of_a_run_that_looked(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_layers_and_memory_of_a_run_that_looked(
+    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Statistics over steps with what they warned of, and where each rank's memory went."""
     folder = tmp_path / "run"
     shutil.copytree(runs["one"], folder)
@@ -91,8 +93,9 @@ def test_layers_and_memory_of_a_run_that_looked(runs: dict[str, Path], tmp_path:
     assert "memory of step 3, rank 0 on cpu: " in page.text
     assert 'aria-label="memory of rank 0 over step 3"' in page.html
     assert page.html.count("formula's peak") == 1
-    assert inspect.main([str(folder), "--html", str(tmp_path / "model.html")]) == 0
-    model = Page(tmp_path / "model.html")
+    monkeypatch.chdir(tmp_path)
+    assert inspect.main([str(folder), "--html"]) == 0
+    model = Page(tmp_path / "inspect.html")
     assert "memory of step 3, rank 0 on cpu: " in model.text
     assert model.html.count('aria-label="memory of rank 0 over step 3"') == 1, "drawn on the model's page, too"
     records = [json.loads(line) for line in (folder / "statistics.jsonl").read_text().splitlines()]
