@@ -14,6 +14,7 @@ COMMANDS = {
     "whatif": ("nanoray.trace.whatif", "predict a run's step for another link, bucket size or number of ranks"),
     "ledger": ("nanoray.trace.ledger", "show where the time of a run went: compute, communication, recovery, ..."),
     "report": ("nanoray.report.__main__", "write an HTML page about a run, or compare several"),
+    "compare": ("nanoray.report.__main__", "the same as report: several runs beside each other"),
     "inspect": ("nanoray.inspect.__main__", "dump a model: tree, owners, FLOPs, memory; --verify runs one batch"),
     "replay": ("nanoray.replay.__main__", "do a step of a run again, and compare it with what the run recorded"),
     "bisect": ("nanoray.replay.bisect", "find the first step, rank and tensor in which two runs differ"),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from nanoray.__main__ import main as command
 from nanoray.inspect import __main__ as inspect
 from nanoray.report.__main__ import main
 from nanoray.report.charts import POINTS, thinned
@@ -73,7 +74,7 @@ def test_a_run_on_one_page(runs: dict[str, Path], capsys: pytest.CaptureFixture[
 
 def test_runs_beside_each_other(runs: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "compare.html"
-    assert main([*map(str, runs.values()), "--output", str(path)]) == 0
+    assert command(["compare", *map(str, runs.values()), "--output", str(path)]) == 0
     page = Page(path)
     differing = re.findall(r'<tr class="look"><th scope="row">(\w+)</th>', page.html)
     assert set(differing) == {"name", "max_steps", "lr", "comm_trace", "statistics_every", "memory_at"}
