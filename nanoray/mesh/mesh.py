@@ -190,12 +190,13 @@ def _decoded(parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Any]:
 
 def abandon_groups() -> None:
     """Abort and destroy every process group of this process, also those that a failed `join` left behind."""
-    from torch.distributed.distributed_c10d import _abort_process_group
+    from torch.distributed.distributed_c10d import _abort_process_group, _world
 
     _MEETINGS.clear()
     for end in (_abort_process_group, dist.destroy_process_group):
         with suppress(Exception):  # a broken group may raise; close what can be closed
             end()
+    _world.group_count = 0  # it names groups, counts those that never came to be, and has to be the same on all ranks
 
 
 def abort_groups() -> None:

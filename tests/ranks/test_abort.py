@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,20 @@ def test_what_an_aborted_group_has_sent_is_not_used(tmp_path: Path, what: str) -
         with pytest.raises(RuntimeError, match="gloo: a peer is lost, and the driver has ordered to abort") as error:
             use()
         assert is_collective_error(error.value)
+    finally:
+        abandon_groups()
+
+
+def test_a_group_that_never_came_to_be_does_not_count() -> None:
+    """torch numbers groups, and ranks meet under that number: who failed to meet must not be one ahead."""
+    soon = timedelta(seconds=0.1)
+    with pytest.raises(RuntimeError, match="[Tt]imeout"):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=2, timeout=soon)
+    abandon_groups()
+    try:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        assert dist.group.WORLD is not None
+        assert dist.group.WORLD.group_name == "0"
     finally:
         abandon_groups()
 
