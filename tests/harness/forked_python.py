@@ -40,9 +40,6 @@ def forked_python(folder: Path) -> Iterator[dict[str, str]]:
 
 def _serve(home: socket.socket, owner: int) -> None:
     """Fork a process for each that calls, and one beside it that tells how it ended; stop with the tests."""
-    import gc
-
-    gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     home.settimeout(1.0)
     while Path(f"/proc/{owner}").exists():

@@ -11,7 +11,6 @@ for the worker with `workers_of`, too. Workers with a runtime environment, as th
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import select
@@ -54,7 +53,6 @@ def workers_of(callers: list[int]) -> list[int]:
 
 def _serve(home: socket.socket, folder: Path, until: Connection) -> None:
     """Fork a worker for each process that calls, and note both in `folder`, until `until` is closed elsewhere."""
-    gc.freeze()
     while not (ready := select.select([home, until], [], [], REAP_S)[0]) or until not in ready:
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
