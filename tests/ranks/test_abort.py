@@ -93,7 +93,7 @@ def test_what_an_aborted_group_has_sent_is_not_used(tmp_path: Path, what: str) -
 def test_a_group_that_never_came_to_be_does_not_count() -> None:
     """torch numbers groups, and ranks meet under that number: who failed to meet must not be one ahead."""
     soon = timedelta(seconds=0.1)
-    with pytest.raises(RuntimeError, match="[Tt]imeout"):
+    with pytest.raises(RuntimeError, match=r"[Tt]imeout"):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=2, timeout=soon)
     abandon_groups()
     try:
