@@ -366,9 +366,8 @@ class Config(WatchOptions):
 
     def replicated(self, ranks: int) -> bool:
         """Whether another replica has each rank's part of a state that tp, pp and ep divide."""
-        replica = self.tp * self.pp * self.ep
-        divided = replica > 1 and self.recovery != "restart"
-        return divided and self.dp_mode in ("ddp", "ddp_by_hand") and ranks >= 2 * replica
+        kept = self.recovery != "restart" and self.dp_mode in ("ddp", "ddp_by_hand")
+        return kept and 1 < self.tp * self.pp * self.ep <= ranks / 2
 
     @property
     def chunks(self) -> int:

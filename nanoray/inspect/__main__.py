@@ -31,9 +31,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--against", type=Path, metavar="OTHER", help="run or checkpoint to compare the weights with")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it as JSON, with every rank's pieces")
-    page_here = Path("inspect.html")
     parser.add_argument(
-        "--html", type=Path, nargs="?", const=page_here, metavar="FILE", help=f"write a page [alone: {page_here} here]"
+        "--html", type=Path, nargs="?", const=Path("inspect.html"), metavar="FILE", help="write a page [inspect.html]"
     )
     parser.add_argument(
         "--world_size", type=int, metavar="N", help="ranks to lay out [the run's; else workers, or tp*pp*ep]"
@@ -64,7 +63,7 @@ def _run(args: argparse.Namespace, flags: list[str]) -> int:
 
     if args.world_size is not None and args.world_size < 1:
         raise ConfigError(f"world_size = {args.world_size} is not a whole number above 0; give the ranks to lay out")
-    subject = find_subject(args.target, flags, args.world_size, args.function)
+    subject = find_subject(args.target, flags, args.world_size, args.function, args.verify)
     told: dict[str, Any] = dump(subject)
     told["verify"] = verify(subject, told) if args.verify else None
     told["statistics"] = newest_statistics(args.target)

@@ -20,6 +20,7 @@ from nanoray.checkpoint.find import find_run
 from nanoray.cli import Parser, parse_args
 from nanoray.config import PRESET_DIR, Batch, Config, did_you_mean, resolve_batch
 from nanoray.data.dataset import DatasetInfo, own_data
+from nanoray.data.prepare import prepare
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.launch.own import DEFAULTS
 from nanoray.mesh.devices import choose_attention, choose_precision, cpu_features
@@ -72,10 +73,10 @@ class Subject:
         return rank_model(self.config, self.dataset.vocab_size, weight_type(self.config.precision), place)
 
 
-def find_subject(target: str, flags: list[str], world_size: int | None, function: str) -> Subject:
+def find_subject(target: str, flags: list[str], world_size: int | None, function: str, ready: bool = False) -> Subject:
     """Return what `target` names, with `flags` laid over its configuration. Raises NanorayError.
 
-    `world_size`: ranks to lay out; None: the run's, or the configuration's.
+    `world_size`: ranks to lay out; None: the run's, or the configuration's. `ready`: with data that can be read here.
     """
     path = Path(target).expanduser()
     script = path.suffix == ".py" and path.is_file()
@@ -99,7 +100,7 @@ def find_subject(target: str, flags: list[str], world_size: int | None, function
         config = parse_args(["--preset", target, *flags], PROG, what).config
     if config.model == "own":
         raise ConfigError("model = own has no model without its script; give the script: nanoray inspect SCRIPT.py")
-    return _described(target, config, known_dataset(config), world_size)
+    return _described(target, config, prepare(config) if ready else known_dataset(config), world_size)
 
 
 def _refuse_ignored(target: str, flags: list[str], script: bool) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from nanoray.data.images import ImageData
 from nanoray.data.prepare import prepare
 from nanoray.data.tokens import TokenData
-from nanoray.errors import CheckpointError
+from nanoray.errors import CheckpointError, ConfigError
 from nanoray.inspect.layers import layer_of, layers_of
 from nanoray.inspect.subject import Subject
 from nanoray.inspect.tree import modules_of
@@ -73,6 +73,8 @@ def _real_batch(subject: Subject) -> tuple[Any, Any]:
     config, dataset = subject.config, subject.dataset
     if not dataset.path.is_dir() or not dataset.train_tokens:
         dataset = prepare(config)
+        if dataset.vocab_size != subject.dataset.vocab_size:
+            raise ConfigError(f"its data is not here, and {dataset.note} has another vocabulary; verify where that is")
     if dataset.kind == "images":
         return ImageData(dataset, config.seed, torch.device("cpu")).train_batch(0, subject.batch.micro)
     return TokenData(dataset, config.block_size, config.seed, torch.device("cpu")).train_batch(0, subject.batch.micro)

@@ -121,8 +121,7 @@ def discover_gpus(nvml: Any = None) -> list[Device]:
 
 def gpu_loads(nvml: Any = None) -> list[Load]:
     """Return what each GPU and slice of `discover_gpus` does now, in its order."""
-    devices = discover_gpus(nvml)
-    if not devices:
+    if not (devices := discover_gpus(nvml)):
         return []
     nvml = nvml or importlib.import_module("pynvml")
     nvml.nvmlInit()

@@ -20,7 +20,7 @@ from nanoray.inspect.__main__ import main
 from nanoray.inspect.layers import layers_of, totals
 from nanoray.inspect.subject import Subject, find_subject
 from nanoray.inspect.tree import dump, told_ranks
-from nanoray.inspect.verify import verify_model
+from nanoray.inspect.verify import verify, verify_model
 from nanoray.mesh.layout import Layout
 from nanoray.models.build import build_model
 from nanoray.models.costs import activation_memory, count_parameters, flops_per_token
@@ -458,6 +458,20 @@ def page(tmp_path: Path, text: Path) -> Path:
     flags = [f"--dataset={text}", f"--data_dir={text.parent}/cache", "--tp=2", "--world_size=4", "--dp_mode=zero1"]
     assert main(["tiny", *flags, "--verify", "--html", str(path)]) == 0
     return path
+
+
+def test_a_batch_of_the_data_that_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without Shakespeare the text of the standard library, of other tokens; or a plain error."""
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    code, told, _ = told_of(tmp_path, capsys, "tiny", "--verify")
+    assert (code, told["verify"]["ok"]) == (0, True)
+    subject = subject_of()
+    assert subject.dataset.vocab_size == 65
+    with pytest.raises(ConfigError, match=r"its data is not here, and stdlib: .* has another vocabulary; verify where"):
+        verify(subject, dump(subject))
 
 
 def test_a_page_that_needs_nothing_else(page: Path) -> None:
