@@ -64,7 +64,7 @@ def survey(config: Config, nvml: Any = None) -> dict[str, Any]:
     try:
         slots = local_slots(config.device, None if config.workers == "auto" else config.workers, gpus, cpus)
         bf16_gpu = all(d.bf16 for d in slots.devices) if slots.devices else None
-        precision, why = devices.choose_precision(config.precision, slots.kind, config.n_embd, features, bf16_gpu)
+        precision, why = devices.choose_precision(config, slots.kind, features, bf16_gpu)
         cards = [RankDevice(d.kind, "this node", d.parent_uuid) for d in slots.devices]
         cards = cards or [RankDevice("cpu", "this node", "")] * slots.workers
         mesh = f" = {Layout.of(config, slots.workers)}" if config.tp * config.pp * config.ep > 1 else ""

@@ -202,8 +202,8 @@ class StepOptions(PrecisionOptions, AxisOptions):
     """gpt: learned (an embedding of each position) | rotary (queries and keys are turned by their positions)"""
     attention: Literal["auto", "flash", "plain"] = _field("auto", "optim")
     """gpt: flash (torch's fused kernel) | plain (two products and a softmax; keeps block_size numbers per token and
-    head for backward) | auto (plain where it was measured to win: in bf16, on a CPU that multiplies bf16, with a
-    block_size of at most 256; else flash)"""
+    head for backward) | auto (plain where it was measured to win, on CPUs: with dropout, or in bf16 if they multiply
+    bf16 and block_size is at most 256; else flash)"""
     loss_chunk: int = _field(0, "optim", ge=0)
     """gpt: tokens whose logits are in memory at a time while the loss is computed (0 = all of a micro batch); 1024
     saves most of the logits' memory where the vocabulary is large"""

@@ -194,6 +194,7 @@ def _start_arm(plan: Plan, arm: str, shape: dict[str, int], ranks: list[Child], 
     kind, world = "baseline" if arm.startswith("baseline") else "engine", 2 if arm in ("engine-2", *TRACED) else 1
     values = {"name": arm, "out_dir": str(plan.folder), "max_steps": 10**6, "eval_every": 0, "checkpoint_every": 0}
     values |= {"log_every": 10, "device": "cpu", "timeout_s": plan.args.timeout_s} | shape
+    values |= {"precision": "fp32"}  # as the baseline's
     values |= data_flags(plan.args) | {"comm_trace": TRACED.get(arm, "off")}
     config = load_config(preset=plan.args.loop_preset, overrides=values)
     spec = open_run(config, prepare(config), time.time())

@@ -187,11 +187,10 @@ def _described(title: str, config: Config, dataset: DatasetInfo, world_size: int
     wanted, features = config.precision, cpu_features()
     why = "asked for"
     if wanted == "auto":
-        precision, why = choose_precision("auto" if config.model == "gpt" else "fp32", "cpu", config.n_embd, features)
+        precision, why = choose_precision(config, "cpu", features)
         config = config.model_copy(update={"precision": precision})
     if config.model == "gpt":
-        how = choose_attention(config.attention, "cpu", config.precision, config.block_size, features)
-        config = config.model_copy(update={"attention": how})
+        config = config.model_copy(update={"attention": choose_attention(config, "cpu", config.precision, features)})
     ranks = world_size or (config.workers if isinstance(config.workers, int) else config.tp * config.pp * config.ep)
     layout = Layout.of(config, ranks)
     batch, shape = resolve_batch(config, layout.dp), shape_of(config, dataset.vocab_size)

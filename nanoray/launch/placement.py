@@ -273,7 +273,7 @@ def _request(config: Config, nodes: list[dict[str, Any]]) -> tuple[str, int, dic
     gpus = sum(node["total"].get("GPU", 0) for node in nodes)
     kind = {"auto": "cuda" if gpus else "cpu"}.get(config.device, config.device)
     if kind == "cpu":
-        choose_precision(config.precision, kind, config.n_embd, frozenset())  # raises for one that CPUs do not have
+        choose_precision(config, kind, frozenset())  # raises for one that CPUs do not have
         cpus = [node["total"].get("CPU", 0.0) for node in nodes]
         workers = (2 if sum(cpus) >= 2 else 1) if config.workers == "auto" else config.workers
         bundle = {"CPU": config.cpus_per_worker or cpu_share([c for c in cpus if c > 0], workers)}

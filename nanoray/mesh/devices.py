@@ -17,12 +17,16 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from nanoray.config import Config
 from nanoray.errors import ConfigError, PlacementError
 
+T = TypeVar("T")
 MAX_RANKS_PER_CPU = 4
-BF16_MIN_WIDTH = 256  # in narrower layers casts cost more than bf16 gains: 0.85x at width 128, 2.1x at 384 (with AMX)
+BF16_UNITS = frozenset({"amx_bf16", "avx512_bf16"})
+# --precision auto: narrower layers were not measured, or their casts cost more than bf16 gains (docs/step.md).
+BF16_MIN_WIDTH = {"flash": 256, "plain": 128}
 PLAIN_MAX_BLOCK = 256  # --attention auto: the largest block_size at which plain attention was measured
 
 # Compute slices (of 7) and memory slices (of 8) -> how many fit on one GPU; every GPU with 7 slices has these six.
@@ -104,31 +108,15 @@ def discover_gpus(nvml: Any = None) -> list[Device]:
     Without a driver the list is empty. A GPU in CUDA_VISIBLE_DEVICES includes its slices. Indices are NVML's (bus
     order), which may differ from CUDA's order by speed; ranks are bound by UUID, so this does not matter.
     """
-    try:
-        nvml = nvml or importlib.import_module("pynvml")
-    except ImportError:
-        return []
-    devices: list[Device] = []
-    with contextlib.suppress(nvml.NVMLError):  # no driver
-        nvml.nvmlInit()
-        for index in range(nvml.nvmlDeviceGetCount()):
-            with contextlib.suppress(nvml.NVMLError):  # a GPU that fell off the bus
-                devices += _read_gpu(nvml, index)
-        nvml.nvmlShutdown()
+    devices: list[Device] = _ask(_read_gpus, [], nvml)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return devices if visible is None else _visible(devices, visible)
 
 
 def gpu_loads(nvml: Any = None) -> list[Load]:
     """Return what each GPU and slice of `discover_gpus` does now, in its order."""
-    if not (devices := discover_gpus(nvml)):
-        return []
-    nvml = nvml or importlib.import_module("pynvml")
-    nvml.nvmlInit()
-    try:
-        return [_read_load(nvml, device) for device in devices]
-    finally:
-        nvml.nvmlShutdown()
+    devices = discover_gpus(nvml)
+    return _ask(lambda nvml: [_read_load(nvml, device) for device in devices], [], nvml)
 
 
 def _read_load(nvml: Any, device: Device) -> Load:
@@ -148,16 +136,22 @@ def _read_load(nvml: Any, device: Device) -> Load:
 
 def driver_version() -> str:
     """Return the version of NVIDIA's driver, or "" without one."""
+    return _ask(lambda nvml: str(nvml.nvmlSystemGetDriverVersion()), "")
+
+
+def _ask(question: Callable[[Any], T], otherwise: T, nvml: Any = None) -> T:
+    """Return what `question` learns from NVML while it is open; `otherwise` without its module or a driver."""
     try:
-        nvml = importlib.import_module("pynvml")
+        nvml = nvml or importlib.import_module("pynvml")
     except ImportError:
-        return ""
+        return otherwise
     with contextlib.suppress(nvml.NVMLError):
         nvml.nvmlInit()
-        version = str(nvml.nvmlSystemGetDriverVersion())
-        nvml.nvmlShutdown()
-        return version
-    return ""
+        try:
+            return question(nvml)
+        finally:
+            nvml.nvmlShutdown()
+    return otherwise
 
 
 def take_own_slice(local_rank: int) -> list[str]:
@@ -170,6 +164,14 @@ def take_own_slice(local_rank: int) -> list[str]:
         slices = [slices[local_rank % len(slices)]]
         os.environ["CUDA_VISIBLE_DEVICES"] = slices[0]
     return slices
+
+
+def _read_gpus(nvml: Any) -> list[Device]:
+    devices: list[Device] = []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        with contextlib.suppress(nvml.NVMLError):  # a GPU that fell off the bus
+            devices += _read_gpu(nvml, index)
+    return devices
 
 
 def _read_gpu(nvml: Any, index: int) -> list[Device]:
@@ -340,39 +342,43 @@ def cpu_features(root: str = "/") -> frozenset[str]:
 
 
 def choose_precision(
-    requested: str, kind: str, n_embd: int, features: frozenset[str], bf16_gpu: bool | None = None
+    config: Config, kind: str, features: frozenset[str], bf16_gpu: bool | None = None
 ) -> tuple[str, str]:
     """Return the precision to train in, and why. `bf16_gpu`: every GPU of the run has compute capability >= 8.
 
     Raises ConfigError for one that this kind of device does not have.
     """
-    if requested == "tf32" and (kind == "cpu" or bf16_gpu is False):
+    if config.precision == "tf32" and (kind == "cpu" or bf16_gpu is False):
         have = "there is none" if kind == "cpu" else "a GPU is older than compute capability 8"
         raise ConfigError(f"precision = tf32 is a format of GPUs, but {have}; use precision fp32")
-    if requested != "auto":
-        return requested, "asked for"
+    if config.precision != "auto":
+        return config.precision, "asked for"
     if kind != "cpu":
         if bf16_gpu or (bf16_gpu is None and kind == "mig"):
             return "bf16", "every GPU multiplies bf16, which needs no loss scaler"
         why = "no GPU is known to multiply" if bf16_gpu is None else "a GPU older than compute capability 8 lacks"
         return "fp16", f"{why} bf16; fp16 runs with a loss scaler"
-    units = sorted(features & {"amx_bf16", "avx512_bf16"})
+    if config.model != "gpt":
+        return "fp32", "the gain of bf16 on a CPU was measured for GPTs only"
+    units = sorted(features & BF16_UNITS)
     if not units:
         return "fp32", "this CPU has neither amx_bf16 nor avx512_bf16"
-    if n_embd < BF16_MIN_WIDTH:
-        return "fp32", f"{units[0]} pays only from width {BF16_MIN_WIDTH} on, and n_embd = {n_embd}"
-    return "bf16", f"{units[0]}, and n_embd = {n_embd} is wide enough (>= {BF16_MIN_WIDTH})"
+    attention = choose_attention(config, kind, "bf16", features)
+    told = f"with {attention} attention {units[0]} pays from width {BF16_MIN_WIDTH[attention]} on"
+    precision = "bf16" if config.n_embd >= BF16_MIN_WIDTH[attention] else "fp32"
+    return precision, f"{told}, and n_embd = {config.n_embd}"
 
 
-def choose_attention(requested: str, kind: str, precision: str, block_size: int, features: frozenset[str]) -> str:
+def choose_attention(config: Config, kind: str, precision: str, features: frozenset[str]) -> str:
     """Return flash or plain: what was measured to be faster for `auto`.
 
-    On a CPU that multiplies bf16, torch's fused attention in bf16 takes most of its time in its backward.
+    On a CPU that multiplies bf16, torch's fused attention in bf16 takes most of its time in its backward. With dropout
+    torch has no fused attention on CPUs: what it does instead is plain attention with a slower dropout.
     """
-    if requested != "auto":
-        return requested
-    units = kind == "cpu" and precision == "bf16" and bool(features & {"amx_bf16", "avx512_bf16"})
-    return "plain" if units and block_size <= PLAIN_MAX_BLOCK else "flash"
+    if config.attention != "auto":
+        return config.attention
+    short = precision == "bf16" and bool(features & BF16_UNITS) and config.block_size <= PLAIN_MAX_BLOCK
+    return "plain" if kind == "cpu" and (short or config.dropout > 0) else "flash"
 
 
 def local_slots(device: str, workers: int | None, gpus: list[Device], cpus: float) -> Slots:

@@ -1,4 +1,4 @@
-"""Seeds of dropout: the masks of a layer follow from (seed, step, micro batch, data rank, layer), and nothing else.
+"""Dropout. The masks of a layer follow from (seed, step, micro batch, data rank, layer), and nothing else.
 
 So they do not depend on the process, on what it computed before, or on the order of micro batches and layers.
 """
@@ -6,6 +6,29 @@ So they do not depend on the process, on what it computed before, or on the orde
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Dropout(nn.Dropout):
+    """torch's Dropout, with masks by `dropout`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return dropout(x, self.p) if self.training and self.p > 0 else x
+
+
+def dropout(x: Tensor, p: float) -> Tensor:
+    """Return x with each number left out with probability p, and the others divided by 1 - p.
+
+    On many CPUs torch draws a mask's numbers one after the other, 64 bits for each: a fifth of the time of a float32
+    step of shakespeare-char, a third in bf16. Here 64 bits decide over four numbers; p is rounded to 1/65536.
+    """
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return F.dropout(x, p)
+    count, keep = x.numel(), min(max(round((1 - p) * 2**16), 1), 2**16 - 1)
+    draws = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None)
+    kept = torch.lt(draws.view(torch.int16)[:count].view(x.shape), keep - 2**15, out=torch.empty_like(x))  # 0 or 1
+    return x * kept.mul_(2**16 / keep)
 
 
 def derive_seed(seed: int, *values: int) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from nanoray.config import VOCAB_MULTIPLE, Config
 from nanoray.errors import ConfigError
 from nanoray.models.activation_checkpointing import run_block
-from nanoray.models.dropout import derive_seed, seed_generators
+from nanoray.models.dropout import Dropout, derive_seed, seed_generators
 from nanoray.models.kernels import Kernels, chunked_cross_entropy, plain_attention, rotate
 from nanoray.models.moe import MoE, RouterTraining, Routing, Stacked
 
@@ -101,7 +101,7 @@ class GPT(nn.Module):
         self.routing = Routing(routers, shape.n_layer) if shape.experts else None
         self.tok_emb = nn.Embedding(shape.padded_vocab, shape.n_embd)
         self.pos_emb: Any = nn.Identity() if shape.rotary else Positions(shape.block_size, shape.n_embd)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         blocks = (Block(shape, dropout, activation_checkpointing, routers, kernels) for _ in range(shape.n_layer))
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(shape.n_embd, bias=shape.bias)
@@ -212,7 +212,7 @@ class Attention(nn.Module):
         self.head_dim, self.rotary, self.plain = shape.n_embd // shape.n_head, shape.rotary, plain
         self.qkv = nn.Linear(shape.n_embd, 3 * shape.n_embd, bias=shape.bias)
         self.proj = nn.Linear(shape.n_embd, shape.n_embd, bias=shape.bias)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         return self.dropout(self.proj(self.heads(x, cache)))  # (B, T, C)
@@ -245,7 +245,7 @@ class MLP(nn.Module):
         hidden = hidden or 4 * shape.n_embd
         self.up = nn.Linear(shape.n_embd, hidden, bias=shape.bias)
         self.down = nn.Linear(hidden, shape.n_embd, bias=shape.bias)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.dropout(self.down(F.gelu(self.up(x))))  # (B, T, C); gelu is exact, as nanoGPT's, and works on 4C

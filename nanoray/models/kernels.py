@@ -16,8 +16,9 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from nanoray.models.dropout import dropout
 
 ROTARY_BASE = 10000.0
 
@@ -29,19 +30,20 @@ class Kernels(NamedTuple):
     loss_chunk: int = 0  # tokens whose logits are there at a time; 0: all
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, p: float = 0.0) -> Tensor:
     """Return causal attention (B, H, T, D) of queries (B, H, T, D) to keys and values (B, H, S, D).
 
-    The last query sees all keys. `dropout` is the probability with which a weight is left out.
+    The last query sees all keys. `p` is the probability with which a weight is left out.
     """
     T, S = q.shape[2], k.shape[2]
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # (B, H, T, S); scaling q is less work
     if T > 1:
         later = torch.ones(T, S, dtype=torch.bool, device=q.device).triu(S - T + 1)
         scores = scores + torch.zeros(T, S, dtype=scores.dtype, device=q.device).masked_fill_(later, -math.inf)
-    weights = scores.softmax(-1)
-    if dropout > 0:
-        weights = F.dropout(weights, dropout)
+    with torch.autocast(q.device.type, enabled=False):  # the softmax of 16-bit scores has float32 sums by itself
+        weights = scores.softmax(-1)
+    if p > 0:
+        weights = dropout(weights, p)
     return weights.to(v.dtype) @ v
 
 

@@ -37,6 +37,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoray.models.dropout import Dropout
+
 BALANCE, Z, ENTROPY, DROPPED, LOAD = range(5)  # what a layer tells of its routing; the experts' loads are the rest
 
 
@@ -83,7 +85,7 @@ class MoE(nn.Module):
         self.up = Stacked(experts, width, hidden, bias)
         self.down = Stacked(experts, hidden, width, bias)
         self.shared = shared
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the experts' result (B, T, C) for x (B, T, C), and of its routing float32 (LOAD + E,).

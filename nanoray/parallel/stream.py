@@ -29,11 +29,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanoray.errors import ConfigError
 from nanoray.mesh.axis import Axis
+from nanoray.models.dropout import Dropout, dropout
 
 
 class _Enter(torch.autograd.Function):
@@ -139,7 +139,7 @@ def require_whole(positions: int, axis: Axis) -> None:
         )
 
 
-class CutDropout(nn.Dropout):
+class CutDropout(Dropout):
     """Dropout of the rank's own positions: of the whole sequence's mask, which all ranks draw alike, its part."""
 
     axis: Axis
@@ -149,4 +149,4 @@ class CutDropout(nn.Dropout):
         if not (self.training and self.p > 0):
             return x
         B, own, C = x.shape
-        return x * own_positions(F.dropout(x.new_ones(B, own * self.axis.size, C), self.p), self.axis)
+        return x * own_positions(dropout(x.new_ones(B, own * self.axis.size, C), self.p), self.axis)

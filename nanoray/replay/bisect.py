@@ -43,7 +43,9 @@ def _two(a: Past, b: Past) -> int:
     """Compare two runs by what both have kept."""
     print("\n".join(_setups(a, b)) or "setup    both runs have one configuration, on the same kind of machine")
     last = min(a.last, b.last)
-    wrong = [*differences(a, b, range(1, last + 1))]
+    sums = {(group["ranks"], group["backend"]) for run in (a, b) for group in run.certificate.groups}
+    exact = len(sums) == 1 or max(ranks for ranks, _ in sums) <= 2
+    wrong = [d for d in differences(a, b, range(1, last + 1)) if matters(d, False, exact)]
     both = sorted(a.checkpoints.keys() & b.checkpoints.keys())
     return _report(a, b, range(1, last + 1), wrong, both)
 

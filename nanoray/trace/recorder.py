@@ -217,8 +217,7 @@ class CommRecorder:
             self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
             self._profiling = self._now.profiled = True
             self._profiler.start()
-            with torch.profiler.record_function("nanoray: anchor"):
-                self._profile_anchor_s = time.perf_counter()
+            self._anchors = [_anchor() for _ in range(5)]
         return True
 
     def phase(self, name: str) -> None:
@@ -321,7 +320,7 @@ class CommRecorder:
         if self._profiling:
             return []  # a window's steps are read together
         if self._profiler is not None:
-            runs = _gloo_runs(self._profiler, self._profile_anchor_s)
+            runs = _gloo_runs(self._profiler, self._anchors)
             for step in self._done:
                 step.collectives = _with_profile(step.collectives, runs) if step.profiled else step.collectives
             self._profiler = None
@@ -352,15 +351,24 @@ class CommRecorder:
         }
 
 
-def _gloo_runs(profiler: Any, anchor_s: float) -> list[tuple[float, int]]:
+def _anchor() -> tuple[float, float]:
+    """Leave a mark in the running profile; return how many seconds it took, and when it was (perf_counter)."""
+    before = time.perf_counter()
+    with torch.profiler.record_function("nanoray: anchor"):
+        return (now := time.perf_counter()) - before, now
+
+
+def _gloo_runs(profiler: Any, anchors: list[tuple[float, float]]) -> list[tuple[float, int]]:
     """Return (start in perf_counter seconds, elements) of each all-reduce that gloo's threads ran, in that order.
 
-    Kineto's own list: torch's `events()` builds a tree of all operators first, which takes half a second.
+    Kineto's own list: torch's `events()` builds a tree of all operators first, which takes half a second. The
+    quickest of the `anchors` ties the profile's clock to perf_counter's: in it this thread was held up least.
     """
     events = profiler.profiler.kineto_results.events()
-    anchor = next((e.start_ns() for e in events if e.name() == "nanoray: anchor"), None)
+    marks = sorted(e.start_ns() for e in events if e.name() == "nanoray: anchor")
+    (_, anchor_s), anchor = min(zip(anchors, marks, strict=False), default=((0.0, 0.0), 0))
     runs = []
-    for event in events if anchor is not None else ():
+    for event in events if marks else ():
         if event.name() == "gloo:all_reduce" and event.shapes():
             elements = 1
             for dim in event.shapes()[0]:

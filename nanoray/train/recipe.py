@@ -386,18 +386,15 @@ def code_hash() -> str:
 def resolve_precision(config: Config, mesh: Mesh) -> tuple[str, str]:
     """Return the precision that suits this rank, and the reason for it."""
     cuda = mesh.device.type == "cuda"
-    if config.model != "gpt" and config.precision == "auto" and not cuda:
-        return "fp32", "the gain of bf16 on a CPU was measured for GPTs only"
     bf16_gpu = torch.cuda.get_device_capability(mesh.device)[0] >= 8 if cuda else None
-    return choose_precision(config.precision, mesh.device.type, config.n_embd, cpu_features(), bf16_gpu)
+    return choose_precision(config, mesh.device.type, cpu_features(), bf16_gpu)
 
 
 def resolved(config: Config, mesh: Mesh, precision: str, settings: dict[str, Any]) -> Config:
     """Return the configuration with what this rank's device decides, and what the task does."""
     update = {"precision": precision, **settings}
     if config.model == "gpt":
-        how = config.attention, mesh.device.type, precision, config.block_size
-        update["attention"] = choose_attention(*how, cpu_features())
+        update["attention"] = choose_attention(config, mesh.device.type, precision, cpu_features())
     return config.model_copy(update=update)
 
 

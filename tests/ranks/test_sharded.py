@@ -158,12 +158,13 @@ def test_what_cannot_be_is_refused() -> None:
     "mode", ["ddp_by_hand", *(pytest.param(m, marks=pytest.mark.full) for m in ("zero1", "zero2")), "fsdp"]
 )
 def test_tracing_comparing_evaluating_and_sampling_work_in_every_mode(text: Path, tmp_path: Path, mode: str) -> None:
-    settings = {"comm_trace": "always", "hash_every": 2, "eval_every": 3, "eval_samples": 5, "sample_tokens": 8}
-    spec = make_spec(text, tmp_path, **RECIPE | settings | {"max_steps": 6, "dp_mode": mode})
+    same = {"max_steps": 6, "eval_every": 3, "eval_samples": 5, "tokenizer": "char"}  # a token, a character
+    settings = same | {"comm_trace": "always", "hash_every": 2, "sample_tokens": 8, "dp_mode": mode}
+    spec = make_spec(text, tmp_path, **RECIPE | settings)
     outcomes = run_ranks(spec, 2)
     assert "error" not in outcomes[0], outcomes[0]
     assert len(outcomes[0]["sample"]) == 8
-    plain = trained(text, tmp_path / "plain", 2, dp_mode="ddp", max_steps=6, eval_every=3, eval_samples=5)
+    plain = trained(text, tmp_path / "plain", 2, dp_mode="ddp", **same)
     assert series(spec, "val/loss") == pytest.approx(series(plain, "val/loss"), abs=2e-5)
     steps = [json.loads(line) for line in (spec.folder / "comm" / "steps.jsonl").read_text().splitlines()]
     found = {(c["op"], c["what"]) for step in steps for c in step["collectives"]}

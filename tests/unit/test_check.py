@@ -152,8 +152,8 @@ def test_an_old_gpu_trains_in_fp16(machine: Machine) -> None:
 
 def test_width_decides_on_a_cpu_with_amx(machine: Machine) -> None:
     machine.set(devices, cpu_features=frozenset({"amx_bf16"}))
-    assert look(n_embd=384)["precision"]["choice"] == "bf16"
-    assert look(n_embd=128)["precision"]["choice"] == "fp32"
+    assert look(n_embd=128)["precision"]["choice"] == "bf16"
+    assert look(n_embd=64)["precision"]["choice"] == "fp32"
 
 
 # --- problems, each alone ---

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanoray.config import make_config
 from nanoray.errors import PlacementError
 from nanoray.mesh import devices
 from nanoray.mesh.devices import (
@@ -472,27 +473,49 @@ def test_cpu_name_and_features(tmp_path: Path) -> None:
 # --- decisions ---
 
 
+PAYS = "with {} attention {} pays from width {} on, and n_embd = {}".format
+
+
 @pytest.mark.parametrize(
-    ("kind", "n_embd", "features", "bf16_gpu", "precision", "reason"),
+    ("kind", "settings", "features", "bf16_gpu", "precision", "reason"),
     [
-        ("cpu", 384, {"amx_bf16"}, None, "bf16", "amx_bf16, and n_embd = 384 is wide enough (>= 256)"),
-        ("cpu", 256, {"avx512_bf16"}, None, "bf16", "avx512_bf16, and n_embd = 256 is wide enough (>= 256)"),
-        ("cpu", 255, {"amx_bf16"}, None, "fp32", "amx_bf16 pays only from width 256 on, and n_embd = 255"),
-        ("cpu", 384, {"avx512f"}, None, "fp32", "this CPU has neither amx_bf16 nor avx512_bf16"),
-        ("cuda", 128, set(), True, "bf16", "every GPU multiplies bf16, which needs no loss scaler"),
-        ("mig", 128, set(), None, "bf16", "every GPU multiplies bf16, which needs no loss scaler"),
-        ("cuda", 384, {"amx_bf16"}, False, "fp16", "a GPU older than compute capability 8 lacks bf16"),
-        ("cuda", 384, set(), None, "fp16", "no GPU is known to multiply bf16"),
+        ("cpu", {"n_embd": 128}, {"amx_bf16"}, None, "bf16", PAYS("plain", "amx_bf16", 128, 128)),
+        ("cpu", {"n_embd": 127}, {"amx_bf16"}, None, "fp32", PAYS("plain", "amx_bf16", 128, 127)),
+        ("cpu", {"n_embd": 128, "attention": "flash"}, {"amx_bf16"}, None, "fp32", PAYS("flash", "amx_bf16", 256, 128)),
+        ("cpu", {"n_embd": 255, "block_size": 512}, {"amx_bf16"}, None, "fp32", PAYS("flash", "amx_bf16", 256, 255)),
+        (
+            "cpu",
+            {"n_embd": 256, "block_size": 512},
+            {"avx512_bf16"},
+            None,
+            "bf16",
+            PAYS("flash", "avx512_bf16", 256, 256),
+        ),
+        ("cpu", {"n_embd": 384}, {"avx512f"}, None, "fp32", "this CPU has neither amx_bf16 nor avx512_bf16"),
+        (
+            "cpu",
+            {"model": "resnet"},
+            {"amx_bf16"},
+            None,
+            "fp32",
+            "the gain of bf16 on a CPU was measured for GPTs only",
+        ),
+        ("cuda", {"n_embd": 128}, set(), True, "bf16", "every GPU multiplies bf16, which needs no loss scaler"),
+        ("mig", {"n_embd": 128}, set(), None, "bf16", "every GPU multiplies bf16, which needs no loss scaler"),
+        ("cuda", {"n_embd": 384}, {"amx_bf16"}, False, "fp16", "a GPU older than compute capability 8 lacks bf16"),
+        ("cuda", {"n_embd": 384}, set(), None, "fp16", "no GPU is known to multiply bf16"),
     ],
 )
 def test_choose_precision(
-    kind: str, n_embd: int, features: set[str], bf16_gpu: bool | None, precision: str, reason: str
+    kind: str, settings: dict[str, Any], features: set[str], bf16_gpu: bool | None, precision: str, reason: str
 ) -> None:
-    chosen, why = choose_precision("auto", kind, n_embd, frozenset(features), bf16_gpu)
+    settings = {"micro_batch_size": 1, **({"n_head": 1} if "n_embd" in settings else {}), **settings}
+    chosen, why = choose_precision(make_config(settings), kind, frozenset(features), bf16_gpu)
     assert chosen == precision
     assert why.startswith(reason)
     for asked in ("fp32", "bf16", "fp16"):
-        assert choose_precision(asked, kind, n_embd, frozenset(features), bf16_gpu) == (asked, "asked for")
+        config = make_config(settings | {"precision": asked})
+        assert choose_precision(config, kind, frozenset(features), bf16_gpu) == (asked, "asked for")
 
 
 WHOLE, MIXED = [h200("a"), h200("b")], [h200("a"), h200("b", "3g.71gb", "3g.71gb")]

@@ -207,17 +207,24 @@ def test_a_rotary_model_has_no_position_embedding_and_knows_positions() -> None:
 
 def test_auto_is_plain_only_where_it_was_measured_to_win() -> None:
     units = frozenset({"amx_bf16"})
-    assert choose_attention("auto", "cpu", "bf16", 256, units) == "plain"
-    assert choose_attention("auto", "cpu", "bf16", 64, frozenset({"avx512_bf16", "avx2"})) == "plain"
-    for kind, precision, block_size, features in (
-        ("cpu", "bf16", 64, frozenset({"avx512f"})),
-        ("cpu", "fp32", 64, units),
-        ("cpu", "bf16", 1024, units),
-        ("cuda", "bf16", 64, units),
+
+    def chosen(kind: str, precision: str, features: frozenset[str], **settings: Any) -> str:
+        return choose_attention(
+            make_config({"micro_batch_size": 1, "block_size": 64} | settings), kind, precision, features
+        )
+
+    assert chosen("cpu", "bf16", units, block_size=256) == "plain"
+    assert chosen("cpu", "bf16", frozenset({"avx512_bf16", "avx2"})) == "plain"
+    assert chosen("cpu", "fp32", frozenset(), dropout=0.1) == "plain", "torch has no fused attention with dropout there"
+    for kind, precision, features, settings in (
+        ("cpu", "bf16", frozenset({"avx512f"}), {}),
+        ("cpu", "fp32", units, {}),
+        ("cpu", "bf16", units, {"block_size": 1024}),
+        ("cuda", "bf16", units, {"dropout": 0.1}),
     ):
-        assert choose_attention("auto", kind, precision, block_size, features) == "flash"
-        assert choose_attention("plain", kind, precision, block_size, features) == "plain"
-    assert choose_attention("flash", "cpu", "bf16", 64, units) == "flash"
+        assert chosen(kind, precision, features, **settings) == "flash"
+        assert chosen(kind, precision, features, attention="plain", **settings) == "plain"
+    assert chosen("cpu", "bf16", units, attention="flash") == "flash"
 
 
 def test_options_reach_the_model() -> None:

@@ -245,10 +245,14 @@ def test_what_makes_no_sense_is_refused(settings: dict[str, Any], message: str) 
 
 
 def test_tf32_needs_a_gpu_that_has_it() -> None:
+    config = make_config({"micro_batch_size": 1, "precision": "tf32"})
     for kind, bf16_gpu, have in (("cpu", None, "there is none"), ("cuda", False, "a GPU is older than compute capa")):
         with pytest.raises(
             ConfigError, match=f"precision = tf32 is a format of GPUs, but {have}.*; use precision fp32"
         ):
-            choose_precision("tf32", kind, 64, frozenset(), bf16_gpu)
-    assert choose_precision("tf32", "cuda", 64, frozenset(), True) == ("tf32", "asked for")
+            choose_precision(config, kind, frozenset(), bf16_gpu)
+    assert choose_precision(config, "cuda", frozenset(), True) == (
+        "tf32",
+        "asked for",
+    )
     assert [float32_products(p) for p in ("fp32", "tf32", "bf16")] == ["highest", "high", "high"]
