@@ -27,7 +27,7 @@ from nanoray.metrics import busbw_factor
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nanoray.bench.strategies import Case
+    from nanoray.bench.arm import Case
     from nanoray.mesh.mesh import Mesh
 
 PLAIN = "fp32"
@@ -183,7 +183,7 @@ def draw(report: Report, path: Path) -> None:
 
 def text(mesh: Mesh, config: Config, precision: str, micro: int, data: Any = None) -> Case:
     """Return a GPT that learns from a text, for `bench strategies`' arms."""
-    from nanoray.bench.strategies import gpt
+    from nanoray.bench.arm import gpt
     from nanoray.config import resolve_batch
     from nanoray.data.tokens import MicroBatches
 
@@ -203,7 +203,7 @@ def train_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -
     """Run the rounds; emit one event per arm and round, times of the slowest rank. (all ranks)"""
     import torch
 
-    from nanoray.bench.strategies import Arm
+    from nanoray.bench.arm import Arm
     from nanoray.data.tokens import TokenData
     from nanoray.mesh.devices import keep_freed_memory
     from nanoray.trace.recorder import wait_for

@@ -16,10 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanoray.bench.arm import Arm, Case
 from nanoray.bench.harness.figure import figure
 from nanoray.bench.harness.rank_pool import RankFailed, RankPool, add_where_flags, describe, where_from
 from nanoray.bench.harness.report import Report, Row, aligned, markdown, say
-from nanoray.bench.strategies import MODES, Arm, Case
+from nanoray.bench.strategies import MODES
 from nanoray.config import Config, make_config
 from nanoray.errors import ConfigError
 from nanoray.model_options import BY_HAND

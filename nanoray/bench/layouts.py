@@ -322,7 +322,7 @@ def time_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]]
     """Run the arms of the order in turns; emit the fastest turn's median step of the slowest rank. (all ranks)"""
     import torch
 
-    from nanoray.bench.strategies import Arm, gpt
+    from nanoray.bench.arm import Arm, gpt
     from nanoray.mesh.devices import keep_freed_memory
 
     torch.set_num_threads(1)

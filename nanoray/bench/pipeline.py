@@ -23,7 +23,7 @@ from nanoray.errors import ConfigError
 from nanoray.parallel.schedules import SCHEDULES
 
 if TYPE_CHECKING:
-    from nanoray.bench.strategies import Arm
+    from nanoray.bench.arm import Arm
     from nanoray.mesh.mesh import Mesh
 
 BASE = "1f1b"
@@ -182,7 +182,7 @@ def train_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -
     """Run the rounds; emit one event per arm and round: times of the slowest stage, waiting of all. (all ranks)"""
     import torch
 
-    from nanoray.bench.strategies import Arm, gpt
+    from nanoray.bench.arm import Arm, gpt
     from nanoray.mesh.devices import keep_freed_memory
     from nanoray.trace.log import share_idle
     from nanoray.trace.recorder import wait_for

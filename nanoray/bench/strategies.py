@@ -1,9 +1,10 @@
 """`python -m nanoray.bench strategies`: what each way to share a batch costs in time, memory and communication.
 
-DDP, DDP by hand, ZeRO-1, ZeRO-2 and FSDP, each with and without activation checkpointing, train one model on the same
-batches. Times: every round runs a few steps of each arm in turn, on ranks that hold them all, so a slow minute of the
-machine hits all arms; communication comes from one more step of each round, traced. Memory: fresh ranks for every arm,
-beside what the formulas of `nanoray.parallel.memory` and `nanoray.models.costs` say.
+DDP, DDP by hand, ZeRO-1, ZeRO-2 and FSDP, each with and without activation checkpointing, tensor and pipeline
+parallelism, train one model on the same batches; the same model with experts in place of its MLPs is trained with and
+without expert parallelism. Times: every round runs a few steps of each arm in turn, on ranks that hold them all, so a
+slow minute of the machine hits all arms; communication comes from one more step of each round, traced. Memory: fresh
+ranks for every arm, beside what the formulas of `nanoray.parallel.memory` and `nanoray.models.costs` say.
 """
 
 from __future__ import annotations
@@ -13,10 +14,8 @@ import gc
 import math
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,32 +26,43 @@ from nanoray.bench.harness.rank_pool import RankFailed, RankPool, add_where_flag
 from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, say
 from nanoray.config import Config, load_config, make_config, resolve_batch
 from nanoray.errors import ConfigError
+from nanoray.mesh.layout import Layout
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
+    from nanoray.bench.arm import Arm
     from nanoray.mesh.mesh import Mesh
 
 MODES: dict[str, dict[str, Any]] = {mode: {"dp_mode": mode} for mode in ("ddp", "ddp_by_hand", "zero1", "zero2")}
 MODES |= {f"fsdp {how}": {"dp_mode": "fsdp", "fsdp_reshard": how} for how in ("full", "grad_op")}
 # In a run --mirror decides; here a mode without the word mirrors nothing, to compare.
-ARMS = MODES | {f"{mode} mirrored": MODES[mode] | {"mirrored": True} for mode in ("zero1", "zero2", "fsdp full")}
+DATA_ARMS = MODES | {f"{mode} mirrored": MODES[mode] | {"mirrored": True} for mode in ("zero1", "zero2", "fsdp full")}
+EXPERTS = "experts"
+_EXPERTS = {"dp_mode": "ddp_by_hand", "experts": 4}
+AXES: dict[str, dict[str, Any]] = {
+    "tp 2": {"tp": 2},
+    "tp 2, sequence": {"tp": 2, "sequence_parallel": True},
+    "pp 2": {"dp_mode": "ddp_by_hand", "pp": 2},
+    EXPERTS: _EXPERTS,
+    f"{EXPERTS}, ep 2": _EXPERTS | {"ep": 2},
+}
+ARMS = DATA_ARMS | AXES
 STEP, P95, SAMPLES, TOKENS = "step", "p95 step", "samples", "tokens"
 BUSY, EXPOSED, BYTES, LOSS = "collectives busy", "exposed", "bytes a step", "final loss"
 STATE, STATE_FORMULA, STATE_ERROR = "state", "state, formula", "state, error"
 PEAK, PEAK_FORMULA, PEAK_ERROR = "peak", "peak, formula", "peak, error"
+RESNET = {"model": "resnet", "optimizer": "sgd", "momentum": 0.9, "lr": 0.1, "grad_clip": 0.0, "global_batch_size": 64}
 KEPT = ("parameters", "gradients", "optimizer", "mirror")  # between two steps
 MEMORY_STEPS = 5
 LARGE_MIB = 16  # of state: what resident memory is judged from
 SAME_LOSS = 1e-3  # relative: all arms learn from the same batches
-WRONG = "arms whose final loss is not torch DDP's to 0.1 %"
+WRONG = "arms whose final loss is not that of the first with the same model, to 0.1 %"
 WORST = "worst arm"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's flags."""
     add_where_flags(parser)
-    parser.add_argument("--model", choices=MODELS, default="gpt", help="what is trained [%(default)s]")
+    parser.add_argument("--model", choices=("gpt", "resnet"), default="gpt", help="what is trained [%(default)s]")
     parser.add_argument("--preset", help="a gpt's sizes, batch and optimizer [shakespeare-cpu; on GPU gpt2-124m]")
     add_settings_flag(parser, "the preset's")
     parser.add_argument("--arms", default="all", help=f"some of {', '.join(ARMS)} [%(default)s]")
@@ -70,6 +80,8 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     if where.workers < 2 or min(rounds, steps) < 1:
         raise ConfigError(f"workers = {where.workers}, rounds = {rounds}, steps = {steps}; 2, 1 and 1 are the least")
     modes = chosen(args.arms, list(ARMS))
+    if args.arms == "all":
+        modes = [mode for mode in modes if _fits(mode, args.model, where.workers)]
     arms = {mode: ARMS[mode] for mode in modes}
     if args.checkpointing != "none" and args.model == "gpt":
         extra = {"activation_checkpointing": args.checkpointing}
@@ -77,8 +89,11 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     overrides = settings_of(args)
     if args.preset and args.model != "gpt":
         raise ConfigError(f"preset = {args.preset} is a gpt's, but model = {args.model}; use --settings")
-    configuration(args.model, args.preset or "shakespeare-cpu", overrides)  # refuses what is not known
+    if args.model != "gpt" and (axes := [mode for mode in modes if mode in AXES]):
+        raise ConfigError(f"arms = {', '.join(axes)} split a gpt, but model = {args.model}; leave them out")
     order = {"model": args.model, "overrides": overrides, "arms": arms, "rounds": rounds, "steps": steps}
+    for own in arms.values():  # what cannot be is known before a rank is started
+        configuration(order | {"preset": args.preset or "shakespeare-cpu"}, own, where.workers)
     found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
     try:
         with RankPool(where) as pool:
@@ -94,14 +109,15 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     except RankFailed as error:
         report.failures.append(str(error))
     for arm, events in found.items():
-        report.rows += _time_rows(arm, events, report.row(modes[0], LOSS))
+        alike = next(other for other in arms if (EXPERTS in other) == (EXPERTS in arm))
+        report.rows += _time_rows(arm, events, report.row(alike, LOSS))
     for arm in arms:
         report.rows += _memory_rows(where, order | {"arms": {arm: arms[arm]}}, arm)
     _judge(report, list(arms))
 
 
 def _time_rows(arm: str, events: list[dict[str, Any]], first: Row | None) -> list[Row]:
-    """Return an arm's rows; `first` is the final loss of the first arm, whose batches were the same."""
+    """Return an arm's rows; `first` is the final loss of the first arm with this model, whose batches were the same."""
 
     def row(metric: str, unit: str, key: str) -> Row:
         return Row(arm, metric, unit, tuple(e[key] for e in events))
@@ -177,7 +193,7 @@ def _judge(report: Report, arms: list[str]) -> None:
 def _table(report: Report, spread: str) -> list[tuple[str, ...]]:
     columns = {STEP: "step, ms", P95: "p95, ms", SAMPLES: "samples/s", EXPOSED: "exposed, ms", BYTES: "MB sent"}
     columns |= {STATE: "state, MiB", STATE_FORMULA: "formula", PEAK: "peak, MiB", PEAK_FORMULA: "formula", LOSS: "loss"}
-    table = [("mode", "step / ddp", *columns.values())]
+    table = [("mode", "step / base", *columns.values())]
     for arm in (row.arm for row in report.rows if row.metric == STEP and row.unit == "ms"):
         cells = [report.cell(arm, metric, spread if metric in (STEP, EXPOSED) else "none") for metric in columns]
         table.append((arm, report.cell(f"{arm} / {_base(arm)}", STEP, spread), *cells))
@@ -185,9 +201,16 @@ def _table(report: Report, spread: str) -> list[tuple[str, ...]]:
 
 
 def _base(arm: str) -> str:
-    """Return the arm of torch's DDP with the same activation checkpointing."""
+    """Return the arm with the same model and activation checkpointing that splits the batch only."""
+    if EXPERTS in arm:
+        return EXPERTS
     how = arm.partition(" + ")[2]
     return f"ddp + {how}" if how else "ddp"
+
+
+def _fits(mode: str, model: str, workers: int) -> bool:
+    ranks = math.prod(ARMS[mode].get(axis, 1) for axis in ("tp", "pp", "ep"))
+    return workers % ranks == 0 and (model == "gpt" or mode in DATA_ARMS)
 
 
 def lines(report: Report) -> list[str]:
@@ -211,9 +234,10 @@ def draw(report: Report, path: Path) -> None:
             for row in (r for r in report.rows if r.metric == metric and r.values):
                 step, mode = report.row(row.arm, STEP), row.arm.partition(" + ")[0]
                 if step and step.values:
-                    look = {"color": f"C{list(ARMS).index(mode)}", "mfc": None if row.arm == mode else "white"}
+                    look = {"color": f"C{list(ARMS).index(mode)}", "marker": "s" if mode in AXES else "o"}
+                    look["mfc"] = look["color"] if row.arm == mode else "white"
                     spread = whiskers([step], quartiles=True)
-                    axes.errorbar(row.median, step.median, yerr=spread, fmt="o", capsize=2, label=row.arm, **look)
+                    axes.errorbar(row.median, step.median, yerr=spread, ls="", capsize=2, label=row.arm, **look)
             axes.set(xlabel="MiB per rank", ylabel="step, ms, median and quartiles", xlim=(0, None), ylim=(0, None))
             axes.set_title("weights + gradients + optimizer" if metric == STATE else "peak of a step")
             axes.grid(alpha=0.25)
@@ -223,160 +247,32 @@ def draw(report: Report, path: Path) -> None:
 # On every rank.
 
 
-@dataclass
-class Case:
-    """What is trained: a model on this rank's device, and what the benchmark has to know about it."""
-
-    model: nn.Module
-    batch: Callable[[int], tuple[Tensor, Tensor]]  # of a micro batch, by its number: inputs and targets of this rank
-    samples: int  # of a micro batch
-    tokens: int  # of a sample; 0 where there are none
-    activations: dict[str, int]  # bytes by part, at the peak of a step
-    what: str
-
-
-def gpt(mesh: Mesh, config: Config, precision: str, micro: int) -> Case:
-    """Return a GPT with random tokens."""
-    import torch
-
-    from nanoray.bench.simulate import VOCAB
-    from nanoray.mesh.layout import Layout
-    from nanoray.models.build import gpt_of
-    from nanoray.models.costs import Cut, activation_memory, count_parameters
-    from nanoray.models.gpt import ModelShape
-
-    shape, layout = ModelShape.of(config, VOCAB[config.tokenizer]), Layout.of(config, mesh.world_size)
-    d = layout.coords(mesh.rank).dp
-    torch.manual_seed(config.seed)
-    model = gpt_of(shape, config.model_copy(update={"dropout": 0.0})).to(mesh.device)
-
-    def batch(number: int) -> tuple[Tensor, Tensor]:
-        source = torch.Generator().manual_seed(d + number * layout.dp)
-        tokens = torch.randint(shape.vocab_size, (micro, config.block_size + 1), generator=source)
-        return tokens[:, :-1].to(mesh.device), tokens[:, 1:].to(mesh.device)  # (B, T) each
-
-    what = f"GPT of {count_parameters(shape):,} parameters, {config.n_layer} blocks of width {config.n_embd}"
-    cut = Cut(config.tp, config.ep, config.sequence_parallel)
-    activations = activation_memory(shape, micro, precision, config.activation_checkpointing, cut)
-    return Case(model, batch, micro, config.block_size, activations, what)
-
-
-def resnet(mesh: Mesh, config: Config, precision: str, micro: int) -> Case:
-    """Return a ResNet with random images."""
-    import torch
-
-    from nanoray.models.resnet import SIZE, ResNet, ResNetShape
-    from nanoray.models.resnet_costs import activation_memory, count_parameters
-
-    shape = ResNetShape.of(config, classes=10)
-    torch.manual_seed(config.seed)
-    model = ResNet(shape, config.label_smoothing).to(mesh.device)
-
-    def batch(number: int) -> tuple[Tensor, Tensor]:
-        source = torch.Generator().manual_seed(mesh.rank + number * mesh.world_size)
-        images = torch.randn(micro, 3, SIZE, SIZE, generator=source)  # (B, 3, H, W)
-        return images.to(mesh.device), torch.randint(10, (micro,), generator=source).to(mesh.device)  # (B,)
-
-    what = f"ResNet-{shape.resnet_depth} of {count_parameters(shape):,} parameters"
-    return Case(model, batch, micro, 0, activation_memory(shape, micro, precision), what)
-
-
-MakeCase = Callable[["Mesh", Config, str, int], Case]  # (mesh, configuration, precision, micro batch size)
-MODELS: dict[str, MakeCase] = {"gpt": gpt, "resnet": resnet}
-RESNET = {"model": "resnet", "optimizer": "sgd", "momentum": 0.9, "lr": 0.1, "grad_clip": 0.0, "global_batch_size": 64}
-
-
-class Arm:
-    """One way to train a case on this rank: the steps of the loop, without its guards and records."""
-
-    def __init__(
-        self, mesh: Mesh, config: Config, make: MakeCase, traced: bool = False, mirrored: bool = False
-    ) -> None:
-        """Make model, plan and optimizers, and warm them up. (all ranks) `mirrored`: as with --mirror on one node."""
-        from functools import partial
-
-        from nanoray.mesh.layout import Layout
-        from nanoray.parallel.ddp import default_bucket_mb
-        from nanoray.parallel.memory import model_memory, peak_memory
-        from nanoray.parallel.plan import Plan
-        from nanoray.trace.recorder import CommRecorder
-        from nanoray.train.optim import make_optimizer
-        from nanoray.train.recipe import agree_on_precision, mean_loss, resolve_precision
-
-        precision, _ = agree_on_precision(mesh, resolve_precision(config, mesh))
-        batch = resolve_batch(config, Layout.of(config, mesh.world_size).dp)
-        self.mesh, self.accum, self.clip, self.trained = mesh, batch.accum, config.grad_clip, 0
-        self.case = make(mesh, config, precision, batch.micro)
-        bucket_mb = config.bucket_mb or default_bucket_mb(mesh.device, config.dp_mode)
-        loss = partial(mean_loss, mesh.device.type, precision)
-        self.plan = Plan(self.case.model, mesh, config, batch.accum, loss, lambda loss: loss, int(mirrored))
-        state = model_memory(config, self.case.model, batch.dp, batch.accum, bucket_mb, mirrored)
-        self.formula, self.dp = state | self.case.activations, batch.dp
-        self.at_peak = peak_memory(config, self.case.model, batch.dp, state, self.case.activations, bucket_mb)
-        self.optimizer = make_optimizer(self.case.model, config, self.plan.shards)
-        self.mirror = self.plan.mirror_shards and make_optimizer(self.case.model, config, self.plan.mirror_shards)
-        self.recorder = CommRecorder(mesh, every=1, profile=False)
-        if traced:
-            self.plan.add_twin(self.recorder.hook)
-        self.plan.warm_up(*self.case.batch(0))
-        self.recipe = f"{self.case.what}, {precision}, {batch.accum} × {batch.micro} samples a rank and step"
-
-    def step(self) -> None:
-        """Train one step; the gradients stay. (all ranks)"""
-        first = self.trained * self.accum
-        micro_batches = (self.case.batch(first + i) for i in range(self.accum))
-        self.loss = self.plan.forward_backward(micro_batches, self.recorder.phase, lambda micro: None)
-        self.recorder.phase("optimizer")
-        self.plan.mirror_gradients()
-        self.norm = self.plan.grad_norm()
-        if self.clip:
-            self.plan.clip(self.clip, self.norm)
-        self.optimizer.step()
-        if self.mirror:
-            self.mirror.step()
-        self.plan.spread()
-        self.trained += 1  # also the number of the next step's batch
-
-    def digests(self) -> list[int]:
-        """Return a number of each rank that changes with a bit of its weights. (all ranks)"""
-        from nanoray.train.replicas import combine, hash_tensors
-
-        weights = {name: p.detach() for name, p in self.case.model.named_parameters()}
-        return self.mesh.all_gather(combine(hash_tensors(weights)[1]))
-
-    def traced_step(self) -> dict[str, Any]:
-        """Train one step and return what its collectives cost this rank. (all ranks)"""
-        from nanoray.trace.recorder import Collective, account, wait_for
-
-        self.plan.trace(True)
-        self.mesh.listener = self.recorder
-        self.recorder.begin(0)
-        self.step()
-        self.plan.settle()
-        self.recorder.end()
-        self.mesh.listener = None
-        self.plan.trace(False)
-        self.plan.zero_grad()
-        wait_for(self.mesh.device)
-        self.recorder.clock.anchor()
-        seen = [Collective(**c) for c in self.recorder.read()[0]["collectives"]]
-        cost, sizes = account(seen), Counter[str]()
-        for c in seen:
-            sizes[f"{c.op} {c.what}"] += c.size_bytes
-        counts = Counter(f"{c.op} {c.what}" for c in seen)
-        sent = {name: (counts[name], size) for name, size in sizes.items()}
-        return {"busy_ms": 1e3 * cost.busy, "exposed_ms": 1e3 * cost.exposed, "collectives": sent}
-
-
 def _arm(mesh: Mesh, order: dict[str, Any], own: dict[str, Any], traced: bool) -> Arm:
-    settings = {key: value for key, value in own.items() if key != "mirrored"}
-    config = configuration(order["model"], order["preset"], order["overrides"] | settings)
-    return Arm(mesh, config, MODELS[order["model"]], traced, "mirrored" in own)
+    from nanoray.bench.arm import MODELS, Arm
+
+    return Arm(mesh, configuration(order, own, mesh.world_size), MODELS[order["model"]], traced, "mirrored" in own)
 
 
-def configuration(model: str, preset: str, overrides: dict[str, Any]) -> Config:
-    """Return what is trained. Raises ConfigError for a key or value that cannot be."""
-    return load_config(preset=preset, overrides=overrides) if model == "gpt" else make_config(RESNET | overrides)
+def configuration(order: dict[str, Any], own: dict[str, Any], workers: int) -> Config:
+    """Return what an arm trains. Raises ConfigError for a key or value that cannot be, on so many ranks.
+
+    A pipeline gets two micro batches for each stage, where the batch per rank is not given.
+    """
+    settings = order["overrides"] | {key: value for key, value in own.items() if key != "mirrored"}
+
+    def load(**more: int) -> tuple[Config, int]:
+        values = settings | more
+        config = (
+            load_config(preset=order["preset"], overrides=values)
+            if order["model"] == "gpt"
+            else make_config(RESNET | values)
+        )
+        return config, resolve_batch(config, Layout.of(config, workers).dp).accum
+
+    config, accum = load()
+    if accum < 2 * config.pp and config.pp > 1 and not config.micro_batch_size:
+        config, _ = load(grad_accum_steps=2 * config.pp)
+    return config
 
 
 def time_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> None:
@@ -451,12 +347,13 @@ def memory_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) 
     arm = _arm(mesh, order, own, traced=False)
     found = list(_steps(arm, MEMORY_STEPS, peak))
     arm.plan.close()
-    everyone = mesh.gather(found)
+    held, peaks = zip(*found, strict=True)
+    own_found: dict[str, Any] = {"formula": arm.formula, "at_peak": arm.at_peak, "held": held, "peak": peaks}
+    everyone = mesh.gather(own_found)
     if everyone is not None:
-        held = max(([held for held, _ in rank] for rank in everyone), key=lambda steps: sum(steps[-1].values()))
-        most = max(([peak for _, peak in rank] for rank in everyone), key=lambda steps: steps[-1])
+        most = max(everyone, key=lambda rank: rank["peak"][-1])
         what = "device memory" if on_gpu else f"resident memory above that before the model was made; {libraries}"
-        emit({"formula": arm.formula, "at_peak": arm.at_peak, "held": held, "peak": most, "what": what})
+        emit(most | {"what": what})
 
 
 def _steps(arm: Arm, count: int, peak: Callable[[], int]) -> Iterator[tuple[dict[str, int], int]]:

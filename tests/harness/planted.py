@@ -87,15 +87,12 @@ def untied(patch: Any) -> None:
     """The embedding and the output layer have weights of their own, as DTensor's plans make them."""
     right = tp.cut
 
-    def cut(model: Any, axis: Axis) -> None:
-        right(model, axis)
-        model.lm_head.register_buffer("first", model.lm_head.weight.detach().clone())
-        own_logits = model.lm_head._own_logits
-
-        def logits(x: Tensor) -> Tensor:
-            return own_logits(x) - F.linear(x, model.tok_emb.weight - model.lm_head.first)
-
-        model.lm_head._own_logits = logits
+    def cut(model: Any, axis: Axis, *more: Any) -> None:
+        right(model, axis, *more)
+        head = model.lm_head
+        head.register_buffer("first", head.weight.detach().clone())
+        right_product = head.product
+        head.product = lambda x: right_product(x) - F.linear(x, model.tok_emb.weight - head.first)
 
     patch.setattr(tp, "cut", cut)
 

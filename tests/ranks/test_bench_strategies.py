@@ -13,6 +13,7 @@ from nanoray.bench import strategies
 from nanoray.bench.harness.report import Report, Row
 from nanoray.bench.strategies import (
     ARMS,
+    DATA_ARMS,
     EXPOSED,
     KEPT,
     LOSS,
@@ -46,6 +47,12 @@ def test_every_arm_runs(tmp_path: Path, shared_ranks: Any, capsys: pytest.Captur
         assert rows[arm, PEAK, "MiB"]["n"] == strategies.MEMORY_STEPS
         assert abs(rows[arm, STATE_ERROR, "%"]["median"]) < 10, arm
     sent = {mode: {k: v["bytes"] for k, v in rows[mode, "bytes a step", "MB"]["collectives"].items()} for mode in ARMS}
+    stream = 4 * 8 * 32 * 64  # bytes of a step's tokens
+    assert sent["tp 2"]["all_reduce activations"] == 10 * stream, "4 sums in each of 2 blocks, embedding and head one"
+    assert "all_reduce gradients" not in sent["pp 2"], "one replica"
+    assert sent["pp 2"]["send_recv activations"] == stream
+    assert sent["experts, ep 2"]["all_to_all tokens"] > 0
+    assert "all_to_all tokens" not in sent["experts"]
     size = rows["ddp", STATE, "MiB"]["held_bytes"]["parameters"]
     assert sent["ddp"]["all_reduce gradients"] == size
     assert sent["ddp_by_hand"]["reduce_scatter gradients"] == pytest.approx(size, rel=0.05)
@@ -68,7 +75,7 @@ def test_a_resnet_runs_in_every_mode(tmp_path: Path, shared_ranks: Any) -> None:
     found = json.loads((tmp_path / "r.json").read_text())
     assert found["failures"] == []
     rows = {(r["arm"], r["metric"]): r for r in found["rows"]}
-    for arm in ARMS:
+    for arm in DATA_ARMS:
         assert rows[arm, LOSS]["wrong"] == 0, arm
         assert rows[arm, "samples"]["median"] > 0
         assert (arm, "tokens") not in rows
@@ -76,8 +83,12 @@ def test_a_resnet_runs_in_every_mode(tmp_path: Path, shared_ranks: Any) -> None:
     assert "ResNet-8 of 75,290 parameters" in found["conditions"]["recipe"]
 
 
-def test_a_preset_is_a_gpts() -> None:
-    assert bench.main(["strategies", "--device", "cpu", "--workers", "2", "--model", "resnet", "--preset", "tiny"]) == 2
+def test_presets_and_axes_are_a_gpts(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["strategies", "--device", "cpu", "--workers", "2", "--model", "resnet"]
+    assert bench.main([*flags, "--preset", "tiny"]) == 2
+    assert "preset = tiny is a gpt's, but model = resnet" in capsys.readouterr().err
+    assert bench.main([*flags, "--arms", "ddp,pp 2"]) == 2
+    assert "arms = pp 2 split a gpt, but model = resnet; leave them out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -87,7 +98,7 @@ def test_a_preset_is_a_gpts() -> None:
 def test_the_formula_says_what_each_rank_holds(pools: Pools, ranks: int, optimizer: str) -> None:
     """Weights, gradients and optimizer each for itself, by the storages that are alive at the end of a step."""
     overrides = {"n_embd": 96, "n_layer": 3, "global_batch_size": 12, "optimizer": optimizer, "bucket_mb": 0.25}
-    for mode, own in ARMS.items():
+    for mode, own in DATA_ARMS.items():
         order = {"model": "gpt", "preset": "tiny", "overrides": overrides, "arms": {mode: own}}
         (found,) = pools(ranks).run("nanoray.bench.strategies:memory_rank", order)
         assert ("mirror" in found["formula"]) == ("mirrored" in mode)
@@ -136,6 +147,8 @@ def test_a_line_per_arm() -> None:
         (["--settings", "n_embd"], "settings = n_embd: not KEY=VALUE,...; write for example n_embd=256"),
         (["--settings", "n_emd=3"], "n_emd; did you mean n_embd?"),
         (["--arms", "zero3"], "unknown arm zero3; did you mean zero"),
+        (["--arms", "tp 2", "--workers", "3"], "tp = 2 does not divide 3 rank(s)"),
+        (["--arms", "ddp,tp 2", "--workers", "2", "--settings", "n_head=1"], "n_head = 1"),
         (["--preset", "tinny"], "tinny; did you mean tiny?"),
     ],
 )
