@@ -1,4 +1,5 @@
-# make train | make test | make test-all | make test-fast | make test-gpu | make test-kube | make lint | make bench.
+# make train | make test | make test-all | make test-fast | make test-gpu | make test-kube | make lint | make bench |
+# make bench-gpu.
 # Each sets up .venv first; the second time that takes no time.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 python; do \
@@ -7,7 +8,7 @@ PY := .venv/bin/python
 # The stamp's name holds what the environment depends on: this folder, the pins and the interpreter.
 STAMP := .venv/installed-$(shell { pwd; cat pyproject.toml constraints.txt; "$(PYTHON)" -V; } 2>/dev/null | cksum | cut -d' ' -f1)
 
-.PHONY: train test test-all test-fast test-gpu test-kube lint bench docs site setup clean
+.PHONY: train test test-all test-fast test-gpu test-kube lint bench bench-gpu docs site setup clean
 
 train: setup
 	@$(PY) examples/train_shakespeare.py $(ARGS)
@@ -45,6 +46,13 @@ lint: setup
 
 bench: setup
 	@$(PY) -m nanoray.bench $(or $(ARGS),--help)
+
+# Check and time this machine's GPU in about ten minutes: its tests, two ranks against one process, the ladder of a step
+# and the seconds to a loss. The results are docs/results/*-<device>.json.
+bench-gpu: test-gpu
+	@device=$$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1 | tr 'A-Z ' 'a-z-') && set -x && \
+	$(PY) -m nanoray.bench equivalence --quick --workers 2 --share_devices --json "docs/results/equivalence-$$device.json" && \
+	$(PY) -m nanoray.bench gpu --json "docs/results/gpu-$$device.json" --figure "docs/results/gpu-$$device.png" $(ARGS)
 
 # The generated pages of docs/, and with `make site` all of it as a website in build/site.
 docs: setup

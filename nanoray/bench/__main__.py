@@ -57,6 +57,7 @@ BENCHES = {
         "steps that a dry run predicts for dp x tp, beside real ones at 2, 4 and 8 ranks",
     ),
     "step": ("nanoray.bench.step", "attention, optimizer, precision, compile, ...: what each gains a step on this CPU"),
+    "gpu": ("nanoray.bench.gpu", "the ladder of a step on a GPU: precision, attention, optimizer, compile, batch; MFU"),
     "speedrun": (
         "nanoray.bench.speedrun",
         "seconds from a command to a validation loss on two CPU cores; all may join",
@@ -80,7 +81,7 @@ BENCHES = {
         "half an hour under random faults: the weights of a run without, nothing left behind",
     ),
 }
-NOT_IN_ALL = {"soak", "speedrun"}  # they take long, prove one thing each, and are asked for by name
+NOT_IN_ALL = {"gpu", "soak", "speedrun"}  # they take long, prove one thing each, and are asked for by name
 QUICK_IN_ALL = {
     "train": ["--arms", "plain,torchrun"],
     "recovery": ["--arms", "torchrun"],
@@ -92,7 +93,7 @@ USAGE = """\
 usage: python -m nanoray.bench NAME [--workers N] [--quick] [--json FILE] [--figure FILE] [--html FILE] [flags]
 
 {benches}
-  {all:<12}all but soak and speedrun in turn, with their defaults; --figure takes a folder
+  {all:<12}all but gpu, soak and speedrun in turn, with their defaults; --figure takes a folder
 
   --workers N   ranks                       --json FILE    conditions, rows and verdicts
   --quick       few and short rounds        --figure FILE  a picture ({figures})

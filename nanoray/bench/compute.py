@@ -35,19 +35,26 @@ class Gate:
     """Called by a loop before each step: at the end of a block it says how long that took and waits for an order.
 
     An order is a line with a number of steps; the answer is {"step_ms": ..., "cpu_ms": ...}: wall time, and CPU time of
-    all threads of this process. The end of stdin ends the process.
+    all threads of this process; with a GPU, whose steps must have ended, also "peak_bytes", the most it had allocated.
+    The end of stdin ends the process.
     """
 
-    def __init__(self, say: Say) -> None:
+    def __init__(self, say: Say, device: str = "cpu") -> None:
         self._say, self._left, self._asked, self._start, self._cpu_start = say, 0, 0, 0.0, 0.0
+        self._cuda = device == "cuda"
 
     def __call__(self) -> Order:
         """Return Order.GO_ON, always. Blocks between two blocks of steps."""
         if self._left:
             self._left -= 1
             return Order.GO_ON
+        if self._cuda:
+            import torch
+
+            torch.cuda.synchronize()
         seconds, cpu_s = time.perf_counter() - self._start, time.process_time() - self._cpu_start
         answer = {"step_ms": 1e3 * seconds / self._asked, "cpu_ms": 1e3 * cpu_s / self._asked} if self._asked else {}
+        answer |= {"peak_bytes": torch.cuda.max_memory_allocated()} if self._cuda and answer else {}
         self._say(answer or {"ready": True})
         order = sys.stdin.readline()
         if not order.strip():
@@ -123,7 +130,9 @@ def run_engine(
         port = store.port
         say({"port": port})
     ranks = rendezvous_of(["here"] * world, BackendChoice("gloo", "CPU ranks", {}), "bench")
-    rendezvous = replace(ranks[rank], master_addr="127.0.0.1", master_port=port, threads=order["threads"])
+    device = {"cuda": "cuda:0"}.get(order.get("device", "cpu"), "cpu")
+    rendezvous = replace(ranks[rank], device=device, threads=order["threads"])
+    rendezvous = replace(rendezvous, master_addr="127.0.0.1", master_port=port)
     train(spec, replace(rendezvous, agent_store=True), wanted=gate, store=store, task_of=task or task_of)
 
 

@@ -170,14 +170,14 @@ def _prepared(args: argparse.Namespace, name: str, overrides: dict[str, str], fo
     fixed |= {"device": "cpu", "precision": "fp32", "hash_every": 0, "tensorboard": False}
     values = {**ladder.settings, **fixed, **data_flags(args), **overrides}
     if ladder.tokens:
-        values["dataset"] = str(_random_tokens(folder / "random-tokens", ladder.tokens))
+        values["dataset"] = str(random_tokens(folder / "random-tokens", ladder.tokens))
     config = load_config(preset=name, overrides=values)
     env = arm_environment() | {"TMPDIR": str(folder / "tmp"), "CUDA_VISIBLE_DEVICES": ""}
     env["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     return Climb(args, name, config, prepare(config), folder, env)
 
 
-def _random_tokens(folder: Path, vocab_size: int) -> Path:
+def random_tokens(folder: Path, vocab_size: int) -> Path:
     """Write a data set of random tokens in nanoGPT's format: a step takes as long on them as on a text."""
     import numpy as np
 

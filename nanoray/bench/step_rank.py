@@ -24,10 +24,11 @@ from nanoray.run import RunSpec
 from nanoray.train.tasks import TextTask
 
 
-def run_products(gate: Gate, size: int, dtype: str, threads: int) -> None:
+def run_products(gate: Gate, size: int, dtype: str, threads: int, device: str = "cpu", tf32: bool = False) -> None:
     """Multiply two matrices (size, size) of a torch `dtype` again and again: 2·size³ FLOPs a step."""
     torch.set_num_threads(threads)
-    a, b = (torch.randn(size, size).to(getattr(torch, dtype)) for _ in range(2))
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    a, b = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
     out = torch.empty_like(a)
     while gate() is Order.GO_ON:
         torch.mm(a, b, out=out)
@@ -47,9 +48,10 @@ def main() -> int:
     """Run the arm of one JSON order from the command line until stdin ends."""
     order: dict[str, Any] = json.loads(sys.argv[1])
     say = answers_only()
-    gate = Gate(say)
+    device = order.get("device", "cpu")
+    gate = Gate(say, device)
     if order["arm"] == "products":
-        run_products(gate, order["size"], order["dtype"], order["threads"])
+        run_products(gate, order["size"], order["dtype"], order["threads"], device, order.get("tf32", False))
         return 0
     spec = RunSpec.from_dict(json.loads(Path(order["spec"]).read_text(encoding="utf-8")))
     if order["arm"] == "eager":

@@ -221,7 +221,7 @@ def wait_for(
     """Wait until `ready` returns something true. Raises AssertionError in time, or when `process` ends."""
 
     def output() -> str:
-        return process.output if isinstance(process, Command) else said()
+        return (process.output if isinstance(process, Command) else "") + said()
 
     end = time.monotonic() + seconds
     while not ready():
@@ -321,7 +321,10 @@ def thaw(driver: Command, out: Path, rank: int, method: str, since: float) -> No
         calls = [call for actor in actors for call in cluster.states("tasks", actor_id=actor, state="FINISHED")]
         return any(call["name"].endswith(f".{method}") and call["end_time_ms"] > 1e3 * since for call in calls)
 
-    wait_for(told, process=driver)
+    def actors() -> str:
+        return "\n".join(f"{a['name']}: {a['state']}, pid {a['pid']}" for a in cluster.states("actors"))
+
+    wait_for(told, process=driver, said=actors)
     os.kill(pid, signal.SIGCONT)
 
 

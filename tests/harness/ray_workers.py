@@ -54,9 +54,12 @@ def workers_of(callers: list[int]) -> list[int]:
 def _serve(home: socket.socket, folder: Path, until: Connection) -> None:
     """Fork a worker for each process that calls, and note both in `folder`, until `until` is closed elsewhere."""
     while not (ready := select.select([home, until], [], [], REAP_S)[0]) or until not in ready:
+        # A note goes while its worker's pid is still a zombie's: the numbers of both are soon those of other processes.
         with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                for note in folder.glob(f"*-{ended.si_pid}"):
+                    note.unlink()
+                os.waitpid(ended.si_pid, 0)
         if ready:
             caller, _ = home.accept()
             with caller:

@@ -1,0 +1,310 @@
+"""`python -m nanoray.bench gpu`: what each change gains a step on a GPU, and the seconds to a loss; ten minutes.
+
+A ladder per preset. Each rung keeps what the ones before it have:
+
+    float32            plain attention, torch's default AdamW, eager
+    + tf32             --precision tf32: the tensor cores' products of float32, with 10 bits of each factor
+    + bf16             --precision bf16
+    + fused attention  --attention flash
+    + fused AdamW      one kernel for all parameters
+    + compile          --compile
+    + chunked loss     --loss_chunk 4096
+    + batch x 2, x 4   micro batches of so many times the preset's
+
+One rung after the other has the device for itself, because they do not fit on it together. `products` are large matrix
+products, timed before each ladder: what this device can do at most. Then `seconds to 1.47` trains nanoGPT's baby GPT by
+the command, from its start to an evaluation at that loss. On a CPU (--device cpu) all but tf32 runs, to try it out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from nanoray.atomic import read_json_lines
+from nanoray.bench.harness.figure import figure, whiskers
+from nanoray.bench.harness.plan import add_data_flags, add_settings_flag, chosen, data_flags, settings_of, words
+from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, scratch_folder
+from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, say
+from nanoray.bench.step import random_tokens
+from nanoray.checkpoint.resume import open_run
+from nanoray.config import Config, load_config, make_config
+from nanoray.data.dataset import DatasetInfo
+from nanoray.data.prepare import prepare
+from nanoray.errors import ConfigError
+from nanoray.mesh.devices import available_cpus, discover_gpus, peak_flops
+
+BASE, TF32, CHAR, GPT2 = "float32", "+ tf32", "shakespeare-char", "gpt2-124m"
+RUNGS: dict[str, dict[str, Any]] = {  # what each adds; keys with "_" are not the configuration's
+    BASE: {"precision": "fp32", "attention": "plain", "compile": False, "loss_chunk": 0, "_unfused": True},
+    TF32: {"precision": "tf32"},
+    "+ bf16": {"precision": "bf16"},
+    "+ fused attention": {"attention": "flash"},
+    "+ fused AdamW": {"_unfused": False},
+    "+ compile": {"compile": True},
+    "+ chunked loss": {"loss_chunk": 4096},
+    "+ batch x 2": {"_batch": 2},
+    "+ batch x 4": {"_batch": 4},
+}
+LADDERS: dict[str, dict[str, Any]] = {
+    CHAR: {},
+    GPT2: {"tokenizer": "auto", "micro_batch_size": 12, "global_batch_size": 12},
+}
+GPT2_TOKENS = 50257
+BABY, BABY_LOSS, BABY_S = "seconds to 1.47", 1.47, 60.0
+BABY_FLAGS = {"preset": CHAR, "compile": "true", "eval_every": 250, "sample_tokens": 0, "tensorboard": "false"}
+TOKENS, MFU, PEAK, MEMORY, READY, LOSS, SECONDS = "tokens", "MFU", "of products", "memory", "ready", "loss", "seconds"
+PRODUCTS, SIZES = "products", {"cuda": 8192, "cpu": 512}
+SAME_LOSS = {"fp32": 1e-3, "tf32": 5e-3, "bf16": 2e-2}  # relative, to that of the base, at the same batch
+WRONG = "rungs whose loss is not the base's, to 0.1 % in float32, 0.5 % in tf32 and 2 % in bf16"
+BLOCK_MS = 2000.0  # of steps whose times are averaged
+MFU_AIM = 50.0  # percent, of gpt2-124m's best rung
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add this benchmark's flags."""
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="[a GPU if there is one]")
+    parser.add_argument("--presets", default="all", metavar="A,B", help=f"which of {', '.join(LADDERS)} [all]")
+    parser.add_argument("--arms", default="all", metavar="A,B", help=f"which of {', '.join([*RUNGS, BABY])} [all]")
+    parser.add_argument("--rounds", type=int, metavar="N", help="blocks of steps of a rung [5; 2 with --quick]")
+    add_settings_flag(parser, "each preset's")
+    add_data_flags(parser)
+    late = "seconds after which a rung that says nothing has failed [%(default)g]"
+    parser.add_argument("--timeout_s", type=float, default=300, help=late)
+
+
+@dataclass
+class Ladder:
+    """One preset on one device, and what its rungs came to."""
+
+    args: argparse.Namespace
+    name: str
+    config: Config
+    data: DatasetInfo
+    folder: Path
+    device: str
+    gpu: str = ""  # its name, for the table of peaks
+    peaks: dict[str, float] = field(default_factory=dict)  # FLOP/s of products, by precision
+
+    def say(self, text: str) -> None:
+        say(f"{self.name}: {text}")
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    """Climb the ladder of every preset, then train to the loss. Nothing that it starts outlives it."""
+    args.rounds = args.rounds or (2 if args.quick else 5)
+    arms, presets = chosen(args.arms, [*RUNGS, BABY]), chosen(args.presets, list(LADDERS), "preset")
+    gpus, overrides = discover_gpus(), settings_of(args)
+    device = args.device if args.device != "auto" else "cuda" if gpus else "cpu"
+    if args.rounds < 1 or (BASE not in arms and arms != [BABY]):
+        raise ConfigError(f"rounds = {args.rounds}, arms = {args.arms}; at least 1 round, and {BASE}, are needed")
+    if device == "cuda" and not gpus:
+        raise ConfigError("device = cuda, but NVIDIA's driver shows no GPU here; use --device cpu to try it out")
+    report.conditions["device"] = gpu = gpus[0].name if device == "cuda" else "cpu"
+    with scratch_folder() as folder:
+        for name in presets if arms != [BABY] else []:
+            values = {**LADDERS[name], "out_dir": str(folder), "max_steps": 10**6, "eval_every": 0, "log_every": 5}
+            values |= {"checkpoint_every": 0, "device": device, "tensorboard": False, **data_flags(args)}
+            if name == GPT2:
+                tokens = folder / "random-tokens"
+                values["dataset"] = str(tokens if tokens.exists() else random_tokens(tokens, GPT2_TOKENS))
+            config = load_config(preset=name, overrides=values | overrides)
+            ladder = Ladder(args, name, config, prepare(config), folder, device, gpu if device == "cuda" else "")
+            _climb(ladder, [arm for arm in RUNGS if arm in arms], report)
+        if BABY in arms and CHAR in presets:
+            _train_baby(args, device, overrides, folder, report)
+    _judge(report, presets)
+
+
+def settings_at(rung: str) -> dict[str, Any]:
+    """Return the settings of a rung: its own, and those of all before it."""
+    settings: dict[str, Any] = {}
+    for name, own in RUNGS.items():
+        settings |= own
+        if name == rung:
+            break
+    return settings
+
+
+def _climb(ladder: Ladder, rungs: list[str], report: Report) -> None:
+    losses: dict[str, dict[int, float]] = {}
+    for precision, dtype in (("fp32", "float32"), ("tf32", "float32"), ("bf16", "bfloat16")):
+        if (precision, ladder.device) == ("tf32", "cpu"):
+            continue
+        size = SIZES[ladder.device]
+        order = {"arm": "products", "size": size, "dtype": dtype, "tf32": precision == "tf32", "steps": 20}
+        arm, values = f"{ladder.name}: {PRODUCTS} {precision}", []
+        try:
+            values = [2 * size**3 / ms * 1e3 for ms in _run(ladder, order, arm)["step_ms"]]
+            ladder.peaks[precision] = sorted(values)[len(values) // 2]
+        except ChildFailed as error:
+            report.failures.append(f"{arm}: {error}")
+        found = tuple(value / 1e12 for value in values)
+        report.rows.append(Row(arm, PRODUCTS, "TFLOP/s", found, f"matrices of {size} x {size}"))
+    for rung in rungs:
+        settings = settings_at(rung)
+        if (settings["precision"], ladder.device) == ("tf32", "cpu"):
+            report.rows.append(Row(_named(ladder, rung), TOKENS, "1/s", (), skipped="tf32 is a format of GPUs"))
+            continue
+        _rung(ladder, rung, settings, losses, report)
+
+
+def _rung(
+    ladder: Ladder, rung: str, settings: Mapping[str, Any], losses: dict[str, dict[int, float]], report: Report
+) -> None:
+    """Run one rung and add its rows; what it fails of is noted, and the others go on."""
+    from nanoray.models.costs import flops_per_token
+    from nanoray.models.gpt import ModelShape
+
+    times = settings.get("_batch", 1)
+    own = {key: value for key, value in settings.items() if not key.startswith("_")}
+    batch = {key: times * getattr(ladder.config, key) for key in ("micro_batch_size", "global_batch_size")}
+    name = rung.removeprefix("+ ").replace(" ", "-")
+    config = make_config(ladder.config.model_dump() | own | batch | {"name": f"{ladder.name}-{name}"})
+    spec = open_run(config, ladder.data, time.time())
+    order = {"arm": "engine", "rank": 0, "world": 1, "spec": str(spec.folder / "run.json")}
+    order |= {"unfused": settings["_unfused"]}
+    arm = _named(ladder, rung)
+    try:
+        found = _run(ladder, order, arm)
+    except ChildFailed as error:
+        report.failures.append(f"{arm}: {error}")
+        report.rows.append(Row(arm, TOKENS, "1/s", (), error=str(error).splitlines()[0]))
+        return
+    tokens = config.global_batch_size * config.block_size
+    rate = [1e3 * tokens / ms for ms in found["step_ms"]]
+    ladder.say(f"{rung:<20} {found['step_ms'][-1]:.2f} ms, {rate[-1]:,.0f} tokens/s")
+    flops = flops_per_token(ModelShape.of(config, ladder.data.vocab_size))
+    report.rows.append(Row(arm, TOKENS, "1/s", tuple(rate), f"{tokens} tokens a step"))
+    if peak := peak_flops(ladder.gpu, config.precision):
+        report.rows.append(Row(arm, MFU, "%", tuple(100 * flops * each / peak for each in rate), "of the data sheet"))
+    if peak := ladder.peaks.get(config.precision):
+        report.rows.append(Row(arm, PEAK, "%", tuple(100 * flops * each / peak for each in rate), "as measured"))
+    if found["peak_bytes"]:
+        report.rows.append(Row(arm, MEMORY, "MiB", (found["peak_bytes"] / 2**20,), "most allocated"))
+    report.rows.append(Row(arm, READY, "s", (found["ready_s"],), "process, imports, model, compiling, warm-up"))
+    losses[rung] = {r["step"]: r["train/loss"] for r in read_json_lines(spec.folder / "metrics.jsonl")}
+    step = min(max(losses[rung], default=0), max(losses.get(BASE, {0: 0.0})))
+    if step and step in losses[rung] and step in losses[BASE]:
+        near = math.isclose(losses[rung][step], losses[BASE][step], rel_tol=SAME_LOSS[config.precision])
+        compared = times == 1 and not config.dropout  # other kernels draw other masks
+        wrong = int(not near) if compared else None
+        report.rows.append(Row(arm, LOSS, "", (losses[rung][step],), f"of step {step}", wrong=wrong))
+
+
+def _run(ladder: Ladder, order: dict[str, Any], arm: str) -> dict[str, Any]:
+    """Run one process to its end: milliseconds per step of each block, peak memory, seconds until it was ready."""
+    order |= {"device": ladder.device, "threads": max(1, int(available_cpus()))}
+    env = arm_environment() | {"TMPDIR": str(ladder.folder / "tmp")}
+    env |= {"TORCHINDUCTOR_CACHE_DIR": str(ladder.folder / "inductor")}
+    log, begin = ladder.folder / f"{arm.replace(' ', '-').replace(':', '')}.log", time.monotonic()
+    argv, timeout_s = [sys.executable, "-m", "nanoray.bench.step_rank", json.dumps(order)], ladder.args.timeout_s
+    with Child(argv, env, log, pipes=True) as child:
+        child.answer(timeout_s)
+        ready_s, steps, answers = time.monotonic() - begin, order.get("steps", 3), []
+        for turn in range(-1, ladder.args.rounds):  # the first one does not count: caches fill, clocks rise
+            child.ask(str(steps))
+            answers.append(child.answer(timeout_s))
+            if turn < 0 and not ladder.args.quick:
+                steps = max(3, round(BLOCK_MS / answers[0]["step_ms"]))
+    found = [answer["step_ms"] for answer in answers[1:]]
+    return {"step_ms": found, "ready_s": ready_s, "peak_bytes": answers[-1].get("peak_bytes", 0)}
+
+
+def _train_baby(
+    args: argparse.Namespace, device: str, overrides: Mapping[str, Any], folder: Path, report: Report
+) -> None:
+    """Train the baby GPT by the command, with a seed of its own each time, until an evaluation reaches the loss."""
+    seconds, losses, error = [], [], ""
+    for seed in range(1 if args.quick else 3):
+        own = folder / f"baby-{seed}"
+        flags = BABY_FLAGS | {"device": device, "target_loss": BABY_LOSS, "seed": seed, "out_dir": own}
+        command = [sys.executable, "-m", "nanoray.train", *words(flags | data_flags(args) | dict(overrides))]
+        try:
+            with Child(command, arm_environment(), folder / f"baby-{seed}.log") as child:
+                child.wait(max(args.timeout_s, 1800.0))
+            (path,) = own.glob("*/metrics.jsonl")
+            last = [record for record in read_json_lines(path) if "val/loss" in record][-1]
+        except (ChildFailed, IndexError, ValueError) as failed:
+            error = f"{BABY}: {failed}"
+            report.failures.append(error)
+            break
+        seconds.append(last["time"] + last["time/eval_s"] - child.started)
+        losses.append(last["val/loss"])
+        say(f"{BABY}: {seconds[-1]:.1f} s, {last['step']} steps, {losses[-1]:.4f}")
+    missed = sum(loss > float(overrides.get("target_loss", BABY_LOSS)) for loss in losses)
+    note = f"from the command; {missed} of {len(losses)} ended above the loss" if missed else "from the command"
+    values = () if error else tuple(seconds)
+    report.rows.append(Row(BABY, SECONDS, "s", values, note, error.partition("\n")[0], extra={"missed": missed}))
+    report.rows.append(Row(BABY, LOSS, "", () if error else tuple(losses), "validation"))
+
+
+def _named(ladder: Ladder, rung: str) -> str:
+    return f"{ladder.name}: {rung}"
+
+
+def _judge(report: Report, presets: list[str]) -> None:
+    """Add each rung's ratio to the one before it, and what GPT-2 and the baby GPT should come to on an H100 or H200."""
+    for preset in presets:
+        rungs = [f"{preset}: {rung}" for rung in RUNGS]
+        rungs = [arm for arm in rungs if (row := report.row(arm, TOKENS)) and row.values]
+        for before, arm in pairwise(rungs):
+            report.compare(arm, before, TOKENS)
+    rows = [row for rung in RUNGS if (row := report.row(f"{GPT2}: {rung}", MFU)) and row.values]
+    if rows:
+        best = max(rows, key=lambda row: row.median)
+        report.targets.append(Target(f"MFU, {best.arm}, %", best, ">=", MFU_AIM))
+    baby = report.row(BABY, SECONDS)
+    if baby and baby.values and report.conditions["device"] != "cpu":
+        excuse = "a run ended above the loss" if baby.extra["missed"] else ""
+        report.targets.append(Target(f"{BABY}, s", baby, "<=", BABY_S, excuse))
+
+
+def _table(report: Report, spread: str) -> list[tuple[str, ...]]:
+    ends = {MFU: "MFU, %", PEAK: "of products, %", MEMORY: "MiB", READY: "until ready, s", LOSS: "loss"}
+    table: list[tuple[str, ...]] = [("rung", "tokens/s", "/ the one before", *ends.values())]
+    rungs, before = [r for r in report.rows if r.metric == TOKENS and r.unit == "1/s" and not r.skipped], ""
+    for row in rungs:
+        cells = [report.cell(row.arm, metric, "none") for metric in ends]
+        ratio = report.cell(f"{row.arm} / {before}", TOKENS, spread) if before else ""
+        table.append((row.arm, report.cell(row.arm, TOKENS, spread), ratio, *cells))
+        before = row.arm if row.values else before
+    return table
+
+
+def lines(report: Report) -> list[str]:
+    """Return a line per rung, the products, the seconds to the loss, and what was left out."""
+    found = aligned([(*line, "") for line in _table(report, "quartiles")], right=set(range(1, 8)))
+    products = [row for row in report.rows if row.metric == PRODUCTS]
+    found += ["", *(f"{row.arm}: {report.cell(row.arm, PRODUCTS)} TFLOP/s, {row.note}" for row in products)]
+    if baby := report.row(BABY, SECONDS):
+        found.append(f"{BABY}: {report.cell(BABY, SECONDS, 'range')} s, {baby.note}")
+    return found + [f"skipped  {row.arm}: {row.skipped}" for row in report.rows if row.skipped]
+
+
+def paste(report: Report) -> list[str]:
+    """Return the table for a page."""
+    head, *body = _table(report, "range")
+    return markdown(head, body)
+
+
+def draw(report: Report, path: Path) -> None:
+    """Draw each ladder: tokens per second of its rungs, medians with their quartiles."""
+    ladders = [name for name in LADDERS if report.row(f"{name}: {BASE}", TOKENS)]
+    with figure(report, path, (11, 3.6), (1, max(1, len(ladders)))) as every:
+        for axes, name in zip(every, ladders, strict=False):
+            rows = [row for rung in RUNGS if (row := report.row(f"{name}: {rung}", TOKENS)) and row.values]
+            names, medians = [row.arm.partition(": ")[2] for row in rows], [row.median for row in rows]
+            if rows:
+                axes.barh(names, medians, xerr=whiskers(rows, quartiles=True), capsize=3, color="0.6")
+            axes.set(title=name, xlabel="tokens/s")
+            axes.tick_params(labelsize=7)
+            axes.invert_yaxis()
