@@ -204,7 +204,7 @@ def host_problems(report: dict[str, Any]) -> Iterator[Problem]:
     if any(letter.isspace() for letter in report["environment"]):
         yield Problem(
             f"the path of this environment has a space: {report['environment']}; Ray passes it unquoted to a shell, so "
-            "`ray start --head --block` ends at once and `ray job submit` hangs",
+            "`ray start --head --block` ends at once and `ray job submit` hangs; --compile on a CPU is refused",
             "make the environment in another folder; a Ray that nanoray starts itself works: --ray_address local",
             fatal=False,
         )

@@ -19,6 +19,7 @@ from tests.harness.cluster import Cluster, commands_end_here, ray_head
 from tests.harness.commands import start_process
 from tests.harness.forked_python import forked_python
 from tests.harness.ranks import TINY
+from tests.harness.ray_workers import forked_workers
 
 for variable in ("RAY_ADDRESS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
     os.environ.pop(variable, None)
@@ -87,6 +88,13 @@ def cluster() -> Iterator[Cluster]:
 def forked() -> Iterator[dict[str, str]]:
     """Variables with which torchrun forks its ranks, and a script that calls PYTHON forks that."""
     with tempfile.TemporaryDirectory(prefix="nr-python-", dir="/tmp") as folder, forked_python(Path(folder)) as env:
+        yield env
+
+
+@pytest.fixture(scope="session")
+def forked_ray() -> Iterator[dict[str, str]]:
+    """Variables with which a Ray that a command starts for itself forks its workers."""
+    with forked_workers() as env:
         yield env
 
 

@@ -112,7 +112,8 @@ class Arm:
         self.plan = Plan(self.case.model, mesh, config, batch.accum, loss, lambda loss: loss, int(mirrored))
         state = model_memory(config, self.case.model, batch.dp, batch.accum, bucket_mb, mirrored)
         self.formula, self.dp = state | self.case.activations, batch.dp
-        self.at_peak = peak_memory(config, self.case.model, batch.dp, state, self.case.activations, bucket_mb)
+        of_model = config, self.case.model, batch.dp, state, self.case.activations
+        self.at_peak = peak_memory(*of_model, bucket_mb, batch.accum)
         self.optimizer = make_optimizer(self.case.model, config, self.plan.shards)
         self.mirror = self.plan.mirror_shards and make_optimizer(self.case.model, config, self.plan.mirror_shards)
         self.recorder = CommRecorder(mesh, every=1, profile=False)

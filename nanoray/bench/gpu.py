@@ -40,7 +40,7 @@ from nanoray.config import Config, load_config, make_config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
-from nanoray.mesh.devices import available_cpus, discover_gpus, peak_flops
+from nanoray.mesh.devices import available_cpus, discover_gpus, peak_flops, require_compiler
 
 BASE, TF32, CHAR, GPT2 = "float32", "+ tf32", "shakespeare-char", "gpt2-124m"
 RUNGS: dict[str, dict[str, Any]] = {  # what each adds; keys with "_" are not the configuration's
@@ -151,10 +151,21 @@ def _climb(ladder: Ladder, rungs: list[str], report: Report) -> None:
         report.rows.append(Row(arm, PRODUCTS, "TFLOP/s", found, f"matrices of {size} x {size}"))
     for rung in rungs:
         settings = settings_at(rung)
-        if (settings["precision"], ladder.device) == ("tf32", "cpu"):
-            report.rows.append(Row(_named(ladder, rung), TOKENS, "1/s", (), skipped="tf32 is a format of GPUs"))
+        if why := _impossible(ladder, settings):
+            report.rows.append(Row(_named(ladder, rung), TOKENS, "1/s", (), skipped=why))
             continue
         _rung(ladder, rung, settings, losses, report)
+
+
+def _impossible(ladder: Ladder, settings: Mapping[str, Any]) -> str:
+    """Return why this device has no such rung, or ""."""
+    if (settings["precision"], ladder.device) == ("tf32", "cpu"):
+        return "tf32 is a format of GPUs"
+    try:
+        require_compiler(ladder.config.model_copy(update={"compile": settings["compile"]}), ladder.device)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _rung(

@@ -28,6 +28,7 @@ from nanoray.errors import NanorayError, RankDiffers, RendezvousError
 from nanoray.faults import exit_record
 from nanoray.faults.cause import is_collective_error
 from nanoray.faults.progress import ProgressFile
+from nanoray.mesh.devices import require_compiler
 from nanoray.mesh.rendezvous import Order, Rendezvous
 from nanoray.metrics import METRICS
 from nanoray.run import RunSpec, recovers_in_place
@@ -236,6 +237,7 @@ class Worker:
             old.unlink(missing_ok=True)
         exit_record.watch(run.exit_record(self._rank))
         try:
+            require_compiler(run.config, rendezvous.device)
             self._metrics = _RayMetrics(self._name, self._rank)
             watchers = [_MessageQueue(self._messages, self._metrics)]
             store = self._store if rendezvous.rank == 0 and not rendezvous.agent_store else None

@@ -13,6 +13,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -367,6 +368,23 @@ def choose_precision(
     told = f"with {attention} attention {units[0]} pays from width {BF16_MIN_WIDTH[attention]} on"
     precision = "bf16" if config.n_embd >= BF16_MIN_WIDTH[attention] else "fp32"
     return precision, f"{told}, and n_embd = {config.n_embd}"
+
+
+def require_compiler(config: Config, device: str) -> None:
+    """Raise ConfigError where `compile` cannot work: for a CPU torch has its code compiled by a C++ compiler."""
+    if not config.compile or device != "cpu":
+        return
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None:
+        raise ConfigError(
+            f"compile = true needs a C++ compiler for a CPU, and {compiler} is not on the PATH; install it, name "
+            "another one in CXX, or use --compile false"
+        )
+    if any(letter.isspace() for letter in sys.prefix):
+        raise ConfigError(
+            f"compile = true cannot work on a CPU from {sys.prefix}: torch passes this path to {compiler} unquoted, "
+            "and it has a space; make the environment in another folder, or use --compile false"
+        )
 
 
 def choose_attention(config: Config, kind: str, precision: str, features: frozenset[str]) -> str:

@@ -176,16 +176,17 @@ def peak_memory(
     parts: Mapping[str, int],
     activations: Mapping[str, int],
     bucket_mb: float,
+    accum: int = 1,
 ) -> int:
     """Return the most bytes of a step: `at_peak` of `model_memory`'s parts, and of the activations'.
 
-    ranks: data ranks; one alone has no memory for gradients until backward makes them.
+    ranks: data ranks; one alone has no memory for gradients until the first micro batch's backward makes them.
     """
     layers, in_flight = max(1, len(units_of(model))), parts["in_flight"]
     copies = activations.get("copies", 0)  # backward computes a block again, with copies of that block's weights
     gone = copies - copies // layers if config.activation_checkpointing == "block" else 0
     moments = moments_of(config, Sizes.of(model), bucket_mb, in_flight, layers)
-    growing = parts["gradients"] if config.dp_mode == "fsdp" or ranks == 1 else 0
+    growing = parts["gradients"] if config.dp_mode == "fsdp" or (ranks == 1 and accum == 1) else 0
     return at_peak(sum(parts.values()) - in_flight, sum(activations.values()), moments, growing, gone)
 
 

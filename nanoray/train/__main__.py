@@ -19,7 +19,7 @@ from nanoray.cli import Loaded, handle_stop_signals, require_script, run_command
 from nanoray.config import Config, resolve_batch
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError, NanorayError, RendezvousError
-from nanoray.mesh.devices import available_cpus, take_own_slice
+from nanoray.mesh.devices import available_cpus, require_compiler, take_own_slice
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.rendezvous import (
     Order,
@@ -136,6 +136,7 @@ def _local_rendezvous(config: Config) -> Rendezvous:
         )
     threads = config.cpus_per_worker or available_cpus() / max(1, rendezvous.local_world_size)
     device = f"cuda:{rendezvous.local_rank % gpus}" if gpus else "cpu"
+    require_compiler(config, device)
     return replace(rendezvous, device=device, threads=max(1, int(threads)))
 
 

@@ -312,4 +312,4 @@ def predicted(spec: RunSpec, mesh: Mesh, par: Plan, batch: Batch) -> dict[str, i
     found = dict.fromkeys(CATEGORIES, 0) | {"activations": sum(kept.values())}
     for part, size in parts.items():
         found[PARTS[part]] += size
-    return found | {"peak": peak_memory(cfg, par.model, par.data.size, parts, kept, bucket_mb)}
+    return found | {"peak": peak_memory(cfg, par.model, par.data.size, parts, kept, bucket_mb, batch.accum)}

@@ -65,11 +65,12 @@ def test_the_points_in_the_code_are_those_that_are_listed() -> None:
 def plan_of(points: list[str], kind: str, newcomer: bool) -> tuple[str, int]:
     """Return a plan with these points, each some steps after the one before, and the number of steps that it takes.
 
-    A point of a recovery needs a first fault; it is then reached by a survivor, or by the newcomer.
+    A point of a recovery needs a first fault; it is then reached by a survivor, or by the newcomer. A point of a save
+    is reached beside training, on a busy machine many steps later, and the next fault must not come before that.
     """
     plan, step = [], 0
     for i, point in enumerate(points):
-        step += EVERY
+        step += EVERY if i == 0 or points[i - 1] not in SAVING else 10 * EVERY
         if point in IN_RECOVERY or point == "caught_up":
             lost = i % 3
             plan.append(f"kill@rank={lost},step={step},phase=backward")

@@ -204,9 +204,10 @@ def test_the_console_script_knows_its_commands(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.slow
-def test_example_kill_a_worker_recovers(recipe: Path, tmp_path: Path) -> None:
+def test_example_kill_a_worker_recovers(recipe: Path, tmp_path: Path, forked_ray: dict[str, str]) -> None:
     """On a Ray of its own, as a user would run it."""
-    done = python("examples/kill_a_worker.py", "--config", str(recipe), "--out_dir", str(tmp_path), "--max_steps", "40")
+    flags = ("--config", str(recipe), "--out_dir", str(tmp_path), "--max_steps", "40")
+    done = python("examples/kill_a_worker.py", *flags, **forked_ray)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "failure  rank 1" in done.stdout
     assert "replace  1/3 rank 1" in done.stdout

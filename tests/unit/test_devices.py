@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoray.config import make_config
-from nanoray.errors import PlacementError
+from nanoray.errors import ConfigError, PlacementError
 from nanoray.mesh import devices
 from nanoray.mesh.devices import (
     Device,
@@ -29,6 +29,7 @@ from nanoray.mesh.devices import (
     gpu_loads,
     local_slots,
     mig_profile,
+    require_compiler,
 )
 
 H200_MIB = 143771
@@ -516,6 +517,19 @@ def test_choose_precision(
     for asked in ("fp32", "bf16", "fp16"):
         config = make_config(settings | {"precision": asked})
         assert choose_precision(config, kind, frozenset(features), bf16_gpu) == (asked, "asked for")
+
+
+def test_a_cpu_without_a_compiler_or_with_a_space_in_its_path_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config({"micro_batch_size": 1, "compile": True})
+    monkeypatch.setattr(sys, "prefix", "/opt/an environment")
+    monkeypatch.setenv("CXX", "/bin/sh")
+    with pytest.raises(ConfigError, match=r"cannot work on a CPU from /opt/an environment: torch passes this path"):
+        require_compiler(config, "cpu")
+    monkeypatch.setenv("CXX", "no-such-c++")
+    with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler for a CPU, and no-such-c\+\+ is not on the PATH"):
+        require_compiler(config, "cpu")
+    require_compiler(config, "cuda:0")
+    require_compiler(config.model_copy(update={"compile": False}), "cpu")
 
 
 WHOLE, MIXED = [h200("a"), h200("b")], [h200("a"), h200("b", "3g.71gb", "3g.71gb")]

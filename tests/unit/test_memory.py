@@ -14,7 +14,7 @@ import torch
 from nanoray.config import Batch, make_config
 from nanoray.models.costs import activation_memory, count_parameters
 from nanoray.models.gpt import GPT, ModelShape
-from nanoray.parallel.memory import Sizes, at_peak, moments_of, state_memory
+from nanoray.parallel.memory import Sizes, at_peak, moments_of, peak_memory, state_memory
 from nanoray.train.report import memory_line
 
 SHAPE = ModelShape(n_layer=4, n_head=4, n_embd=64, block_size=32, bias=False, vocab_size=128)
@@ -87,6 +87,17 @@ def test_activations_and_what_is_in_flight_are_never_there_in_full_together() ->
     assert at_peak(100, 4, [(0.25, 60), (1.0, 60)], growing=20) == 160, "the end of backward"
     assert at_peak(100, 40, [(0.5, 25)], forward_only=20) == 140, "the end of forward"
     assert at_peak(100, 40, [(0.5, 40)], forward_only=20) == 150
+
+
+def test_gradients_of_an_earlier_micro_batch_are_there_in_forward() -> None:
+    """One data rank: with one micro batch they grow as activations go, with two both are there."""
+    config, kept = make_config({"micro_batch_size": 1}), {"activations": 10**9}
+    with torch.device("meta"):
+        model = GPT(SHAPE)
+    state = memory(ranks=1)
+    peaks = [peak_memory(config, model, 1, state, kept, 25.0, accum) for accum in (1, 2)]
+    assert peaks[0] == sum(state.values()) - state["gradients"] + 10**9
+    assert peaks[1] == sum(state.values()) + 10**9
 
 
 def test_what_is_in_flight_during_backward() -> None:

@@ -88,20 +88,22 @@ def check_command(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert words[0].split("/")[-1] in ("python3", "python", "ray", "tensorboard")
 
 
-def python(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    return run(*args, cwd=cwd, env=env)
+def python(*args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    return run(*args, cwd=cwd, env=clean | env)
 
 
 @pytest.mark.slow
-def test_the_first_minute_as_a_new_user_without_internet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_minute_as_a_new_user_without_internet(
+    forked_ray: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """examples/train_shakespeare.py from another folder, nothing cached, a proxy that leads nowhere: a short run."""
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
     folder = tmp_path / "a folder"
     folder.mkdir()
     script = str(ROOT / "examples" / "train_shakespeare.py")
-    done = python(script, "--max_steps", "10", "--eval_every", "10", "--log_every", "10", cwd=folder)
+    done = python(script, "--max_steps", "10", "--eval_every", "10", "--log_every", "10", cwd=folder, **forked_ray)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "stdlib: source text of Python" in done.stdout
     assert "Shakespeare is not cached and the download failed" in done.stdout
