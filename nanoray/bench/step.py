@@ -68,6 +68,7 @@ RUNGS: dict[str, dict[str, Any]] = {  # settings of the run; those with "_" are 
 ARMS = (*RUNGS, PEER)
 TOKENS, PEAK, MEMORY, READY, LOSS, PRODUCTS = "tokens", "of peak", "memory", "until ready", "loss", "products"
 SIZE = 1024  # rows and columns of the matrices of a product
+LOSS_STEP = 20  # at most: later, roundings of another order have grown into another run
 SAME_LOSS = {"fp32": 1e-3, "bf16": 2e-2}  # relative, to that of the base
 WRONG = "arms whose loss is not the base's, to 0.1 % in float32 and 2 % in bf16"
 GIB_PER_ARM = 2.8  # of the largest ladder
@@ -330,7 +331,8 @@ def _rows(climb: Climb, report: Report) -> None:
         report.rows.append(_row(climb, arm, PRODUCTS, "GFLOP/s", peaks[precision], note))
     what = f"{climb.config.global_batch_size} sequences of {climb.config.block_size} tokens, blocks of {climb.steps}"
     losses = {arm: _losses(folder) for arm, folder in climb.runs.items() if arm in climb.step_ms}
-    last = min((max(found, default=0) for arm, found in losses.items() if not RUNGS[arm].get("_eager")), default=0)
+    logged = {arm: {step for step in found if step <= LOSS_STEP} for arm, found in losses.items()}
+    last = min((max(steps, default=0) for arm, steps in logged.items() if not RUNGS[arm].get("_eager")), default=0)
     for arm in LADDERS[climb.name].rungs:
         if arm not in (*climb.step_ms, *climb.failed, *climb.skipped):
             continue

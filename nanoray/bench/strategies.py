@@ -82,6 +82,9 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     modes = chosen(args.arms, list(ARMS))
     if args.arms == "all":
         modes = [mode for mode in modes if _fits(mode, args.model, where.workers)]
+        if left_out := [mode for mode in ARMS if mode not in modes]:
+            what = "they split a gpt" if args.model != "gpt" else f"they do not divide {where.workers} ranks"
+            report.conditions["left out"] = f"{', '.join(left_out)}: {what}"
     arms = {mode: ARMS[mode] for mode in modes}
     if args.checkpointing != "none" and args.model == "gpt":
         extra = {"activation_checkpointing": args.checkpointing}

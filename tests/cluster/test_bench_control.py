@@ -75,7 +75,14 @@ def test_naming_the_wrong_rank_fails(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert wrong == {KILLED: 3, WAITS: 0, HUNG: 0}
 
 
-def test_the_drivers_loop_on_a_real_ray(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_drivers_loop_on_a_real_ray(
+    tmp_path: Path,
+    forked_ray: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for key, value in forked_ray.items():
+        monkeypatch.setenv(key, value)
     files = [f"--figure={tmp_path / 'c.png'}", f"--html={tmp_path / 'c.html'}"]
     flags = ["--part", "driver", "--workers", "2,6", "--rounds", "1", "--window_s", "1.5"]
     code, report, found = run(tmp_path, "control", *flags, *files)

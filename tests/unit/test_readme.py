@@ -134,7 +134,7 @@ PAGES = {
     "precision": ["precision", "compression"],
     "reliability": ["recovery", "checkpoint", "control", "soak"],
     "speedrun": ["speedrun"],
-    "step": ["step"],
+    "step": ["step", "step-char", "step-gpt2"],
 }
 
 
@@ -143,7 +143,7 @@ def test_tables_are_pasted_from_results(name: str, bench: str) -> None:
     """What `paste` makes of the committed JSON stands in the page, line by line; so do its file and its date."""
     page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
     report = Report.read(ROOT / "docs" / "results" / f"{bench}-cpu.json")
-    pasted = importlib.import_module(f"nanoray.bench.{bench}").paste(report)
+    pasted = importlib.import_module(f"nanoray.bench.{bench.partition('-')[0]}").paste(report)
     missing = [line for line in pasted if line.startswith("|") and line not in page]
     assert missing == []
     assert f"results/{bench}-cpu.json" in page
