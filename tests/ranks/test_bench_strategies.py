@@ -82,9 +82,7 @@ def test_a_resnet_runs_in_every_mode(tmp_path: Path, shared_ranks: Any) -> None:
         assert (arm, "tokens") not in rows
         assert abs(rows[arm, STATE_ERROR]["median"]) < 10, arm
     assert "ResNet-8 of 75,290 parameters" in found["conditions"]["recipe"]
-    assert found["conditions"]["left out"].startswith(
-        "tp 2, tp 2, sequence, pp 2, experts, experts, ep 2: they split a"
-    )
+    assert found["conditions"]["left out"] == f"{', '.join(AXES)}: they split a gpt"
 
 
 def test_presets_and_axes_are_a_gpts(capsys: pytest.CaptureFixture[str]) -> None:
