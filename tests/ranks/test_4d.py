@@ -139,7 +139,7 @@ def test_metrics_tracing_comparing_and_evaluating_work(runs: Runs) -> None:
     settings = {"comm_trace": "always", "hash_every": 2, "eval_every": 2, "eval_samples": 5, "sample_tokens": 4}
     shape = {"max_steps": 4, "n_layer": 2, "grad_accum_steps": 1}
     spec, outcomes = runs.finished("shared", 4, **settings, **shape, ep=2, tp=2, dp_mode="zero1")
-    assert len(outcomes[0]["sample"]) == 4
+    assert 0 < len(outcomes[0]["sample"]) <= 4, "several bytes may be one character"
     alone = runs.trained("alone", 1, eval_every=2, eval_samples=5, **shape)
     for key in ("train/loss", "val/loss", "train/grad_norm"):
         assert series(spec, key) == pytest.approx(series(alone, key), abs=2e-5, rel=1e-4)

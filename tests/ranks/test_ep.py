@@ -125,7 +125,7 @@ def test_any_mesh_goes_on_with_what_any_other_saved(runs: Runs) -> None:
 def test_metrics_tracing_comparing_evaluating_and_sampling_work(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     settings = {"comm_trace": "always", "hash_every": 2, "eval_every": 3, "eval_samples": 5, "sample_tokens": 8}
     spec, outcomes = runs.finished("shared", 4, **settings, max_steps=6, ep=2, dp_mode="zero1")
-    assert len(outcomes[0]["sample"]) == 8
+    assert 0 < len(outcomes[0]["sample"]) <= 8, "several bytes may be one character"
     alone = runs.trained("alone", 1, max_steps=6, eval_every=3, eval_samples=5)
     assert series(spec, "val/loss") == pytest.approx(series(alone, "val/loss"), abs=2e-5)
     assert series(spec, "train/grad_norm") == pytest.approx(series(alone, "train/grad_norm"), rel=1e-4)

@@ -158,7 +158,7 @@ def test_the_bubble_is_measured_and_drawn_beside_the_theory(
 ) -> None:
     settings = {"comm_trace": "always", "sample_tokens": 8, "pp": 2, "dp_mode": mode}
     spec, outcomes = runs.finished("piped", world, **settings)
-    assert len(outcomes[0]["sample"]) == 8
+    assert 0 < len(outcomes[0]["sample"]) <= 8, "several bytes may be one character"
     theory = 100 * bubble("1f1b", 2, 4)
     assert outcomes[0]["comm"]["bubble_theory"] == pytest.approx(theory)
     assert 0 < outcomes[0]["comm"]["bubble"] < 100

@@ -107,7 +107,7 @@ def test_a_run_resumes_to_the_bit_and_goes_on_without(runs: Runs) -> None:
 def test_tracing_comparing_and_evaluating_work(runs: Runs) -> None:
     settings = {"comm_trace": "always", "hash_every": 2, "eval_every": 3, "eval_samples": 5, "sample_tokens": 4}
     spec, outcomes = runs.finished("cut", 4, **settings, **CUT, dp_mode="ddp")
-    assert len(outcomes[0]["sample"]) == 4
+    assert 0 < len(outcomes[0]["sample"]) <= 4, "several bytes may be one character"
     alone = runs.trained("alone", 1, eval_every=3, eval_samples=5)
     assert series(spec, "val/loss") == pytest.approx(series(alone, "val/loss"), abs=2e-5)
     assert series(spec, "train/grad_norm") == pytest.approx(series(alone, "train/grad_norm"), rel=1e-4)
