@@ -20,8 +20,8 @@ class Dropout(nn.Dropout):
 def dropout(x: Tensor, p: float) -> Tensor:
     """Return x with each number left out with probability p, and the others divided by 1 - p.
 
-    On many CPUs torch draws a mask's numbers one after the other, 64 bits for each: a fifth of the time of a float32
-    step of shakespeare-char, a third in bf16. Here 64 bits decide over four numbers; p is rounded to 1/65536.
+    On many CPUs torch draws a mask's numbers one after the other, 64 bits for each, which takes a large part of a step.
+    Here 64 bits decide over four numbers; p is rounded to 1/65536.
     """
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(x, p)
