@@ -36,14 +36,13 @@ from nanoray.checkpoint.resume import open_run
 from nanoray.config import load_config
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
-from nanoray.mesh.devices import available_cpus, cpu_features, discover_gpus, local_slots
+from nanoray.mesh.devices import available_cpus, discover_gpus, local_slots
 
 NARROW, WIDE = ("baseline", "engine", "engine-2"), ("baseline-384", "engine-384")
 TRACED = {"untraced": "off", "every-50": "every=50", "always": "always"}  # arm -> --comm_trace, at two ranks
 ARMS = (*LAUNCHERS, *NARROW, *WIDE, *TRACED)
 ON_CLUSTER = {"ray", "torchtrainer"}
 WIDTH_384 = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "global_batch_size": 4}
-BF16_UNITS = frozenset({"amx_bf16", "avx512_bf16"})
 FIRST, WHOLE, STEP = (METRICS[name][0] for name in ("first_step_s", "whole_run_s", "step_ms"))
 RANKS_CPU, ALL_CPU = (METRICS[name][0] for name in ("rank_cpu_ms", "all_cpu_ms"))
 CPU_TIME = "CPU time of a step"
@@ -194,7 +193,7 @@ def _start_arm(plan: Plan, arm: str, shape: dict[str, int], ranks: list[Child], 
     kind, world = "baseline" if arm.startswith("baseline") else "engine", 2 if arm in ("engine-2", *TRACED) else 1
     values = {"name": arm, "out_dir": str(plan.folder), "max_steps": 10**6, "eval_every": 0, "checkpoint_every": 0}
     values |= {"log_every": 10, "device": "cpu", "timeout_s": plan.args.timeout_s} | shape
-    values |= {"precision": "fp32"}  # as the baseline's
+    values |= {"precision": "fp32"}  # as the baseline's: loops are compared here, number formats in `bench step`
     values |= data_flags(plan.args) | {"comm_trace": TRACED.get(arm, "off")}
     config = load_config(preset=plan.args.loop_preset, overrides=values)
     spec = open_run(config, prepare(config), time.time())
@@ -220,7 +219,6 @@ def _block(ranks: list[Child], steps: int, timeout_s: float) -> tuple[float, flo
 
 def _judge(report: Report) -> None:
     """Add the ratios and the targets that the measured arms allow."""
-    wide_excuse = "" if cpu_features() & BF16_UNITS else "this CPU has neither amx_bf16 nor avx512_bf16"
     pairs = (
         ("ray", "torchrun", STEP, "<=", 1.02, ""),
         ("ray", "torchrun", RANKS_CPU, "<=", 1.01, ""),  # the cost of the traffic between ranks and driver
@@ -230,7 +228,7 @@ def _judge(report: Report) -> None:
         ("ray-init", "torchtrainer-init", FIRST, "", 0.0, ""),
         ("baseline", "engine", "compute: step", ">=", 1.05, ""),
         ("baseline", "engine-2", "compute: step", ">=", 0.95, ""),
-        ("baseline-384", "engine-384", "compute: step", ">=", 1.9, wide_excuse),
+        ("baseline-384", "engine-384", "compute: step", ">=", 1.0, ""),
         ("every-50", "untraced", CPU_TIME, "<=", 1.01, ""),  # 1 % drowns in the noise of a wall clock
         ("every-50", "untraced", "compute: step", "", 0.0, ""),
         ("always", "untraced", CPU_TIME, "", 0.0, ""),
