@@ -134,7 +134,7 @@ PAGES = {
     "precision": ["precision", "compression"],
     "reliability": ["recovery", "checkpoint", "control", "soak"],
     "speedrun": ["speedrun"],
-    "step": ["step", "step-char", "step-gpt2"],
+    "step": ["step", "step-pairs", "step-char", "step-gpt2"],
 }
 
 
