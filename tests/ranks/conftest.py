@@ -1,4 +1,4 @@
-"""Ranks that several test files share: a process takes seconds to import torch."""
+"""Ranks that the tests of a file share."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ Pools = Callable[[int], RankPool]
 Wrong = dict[str, set[str]]  # arm -> the metrics in which it is wrong; an arm that is right has none
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
-    """A pool of so many CPU ranks, started at its first use, for all tests that leave its ranks alive."""
+    """A pool of so many CPU ranks, started at its first use, for all tests of a file that leave its ranks alive.
+
+    Not for all files: each gloo group has a thread that wakes every 10 ms, and pools that nobody used took an eighth of
+    the suite's CPU time. Forked ranks start within a second.
+    """
     started: dict[int, RankPool] = {}
     with ExitStack() as stack:
 
