@@ -14,6 +14,7 @@ from nanoray.config import Config, resolve_batch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from nanoray.mesh.mesh import Mesh
 
@@ -115,7 +116,10 @@ class Arm:
         of_model = config, self.case.model, batch.dp, state, self.case.activations
         self.at_peak = peak_memory(*of_model, bucket_mb, batch.accum)
         self.optimizer = make_optimizer(self.case.model, config, self.plan.shards)
-        self.mirror = self.plan.mirror_shards and make_optimizer(self.case.model, config, self.plan.mirror_shards)
+        mirrored_shards = self.plan.mirror_shards
+        self.mirror: Optimizer | None = None
+        if mirrored_shards:
+            self.mirror = make_optimizer(self.case.model, config, mirrored_shards)
         self.recorder = CommRecorder(mesh, every=1, profile=False)
         if traced:
             self.plan.add_twin(self.recorder.hook)

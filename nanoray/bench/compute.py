@@ -130,9 +130,8 @@ def run_engine(
         port = store.port
         say({"port": port})
     ranks = rendezvous_of(["here"] * world, BackendChoice("gloo", "CPU ranks", {}), "bench")
-    device = {"cuda": "cuda:0"}.get(order.get("device", "cpu"), "cpu")
-    rendezvous = replace(ranks[rank], device=device, threads=order["threads"])
-    rendezvous = replace(rendezvous, master_addr="127.0.0.1", master_port=port)
+    place = {"device": "cuda:0" if order.get("device") == "cuda" else "cpu", "threads": order["threads"]}
+    rendezvous = replace(ranks[rank], **place, master_addr="127.0.0.1", master_port=port)
     train(spec, replace(rendezvous, agent_store=True), wanted=gate, store=store, task_of=task or task_of)
 
 

@@ -31,16 +31,17 @@ from typing import Any
 
 from nanoray.atomic import read_json_lines
 from nanoray.bench.harness.figure import figure, whiskers
-from nanoray.bench.harness.plan import add_data_flags, add_settings_flag, chosen, data_flags, settings_of, words
+from nanoray.bench.harness.plan import add_data_flags, add_settings_flag, chosen, data_flags, settings_of
 from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, scratch_folder
 from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, say
+from nanoray.bench.speedrun import Found, Record, run_once
 from nanoray.bench.step import random_tokens
 from nanoray.checkpoint.resume import open_run
 from nanoray.config import Config, load_config, make_config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
-from nanoray.mesh.devices import available_cpus, discover_gpus, peak_flops, require_compiler
+from nanoray.mesh.devices import available_cpus, cannot_compile, discover_gpus, peak_flops
 
 BASE, TF32, CHAR, GPT2 = "float32", "+ tf32", "shakespeare-char", "gpt2-124m"
 RUNGS: dict[str, dict[str, Any]] = {  # what each adds; keys with "_" are not the configuration's
@@ -60,7 +61,8 @@ LADDERS: dict[str, dict[str, Any]] = {
 }
 GPT2_TOKENS = 50257
 BABY, BABY_LOSS, BABY_S = "seconds to 1.47", 1.47, 60.0
-BABY_FLAGS = {"preset": CHAR, "compile": "true", "eval_every": 250, "sample_tokens": 0, "tensorboard": "false"}
+BABY_FLAGS: dict[str, Any] = {"compile": "true", "eval_every": 250, "sample_tokens": 0, "tensorboard": "false"}
+BABY_RECORD = Record(BABY_LOSS, CHAR, {}, "nanoGPT's baby GPT")
 TOKENS, MFU, PEAK, MEMORY, READY, LOSS, SECONDS = "tokens", "MFU", "of products", "memory", "ready", "loss", "seconds"
 PRODUCTS, SIZES = "products", {"cuda": 8192, "cpu": 512}
 SAME_LOSS = {"fp32": 1e-3, "tf32": 5e-3, "bf16": 2e-2}  # relative, to that of the base, at the same batch
@@ -114,8 +116,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
             values = {**LADDERS[name], "out_dir": str(folder), "max_steps": 10**6, "eval_every": 0, "log_every": 5}
             values |= {"checkpoint_every": 0, "device": device, "tensorboard": False, **data_flags(args)}
             if name == GPT2:
-                tokens = folder / "random-tokens"
-                values["dataset"] = str(tokens if tokens.exists() else random_tokens(tokens, GPT2_TOKENS))
+                values["dataset"] = str(random_tokens(folder / "random-tokens", GPT2_TOKENS))
             config = load_config(preset=name, overrides=values | overrides)
             ladder = Ladder(args, name, config, prepare(config), folder, device, gpu if device == "cuda" else "")
             _climb(ladder, [arm for arm in RUNGS if arm in arms], report)
@@ -161,11 +162,8 @@ def _impossible(ladder: Ladder, settings: Mapping[str, Any]) -> str:
     """Return why this device has no such rung, or ""."""
     if (settings["precision"], ladder.device) == ("tf32", "cpu"):
         return "tf32 is a format of GPUs"
-    try:
-        require_compiler(ladder.config.model_copy(update={"compile": settings["compile"]}), ladder.device)
-    except ConfigError as error:
-        return str(error)
-    return ""
+    why = cannot_compile(ladder.device) if settings["compile"] else ""
+    return f"compile = true {why}" if why else ""
 
 
 def _rung(
@@ -234,28 +232,27 @@ def _train_baby(
     args: argparse.Namespace, device: str, overrides: Mapping[str, Any], folder: Path, report: Report
 ) -> None:
     """Train the baby GPT by the command, with a seed of its own each time, until an evaluation reaches the loss."""
-    seconds, losses, error = [], [], ""
+    target = float(overrides.get("target_loss", BABY_LOSS))
+    flags = BABY_FLAGS | {"device": device, "target_loss": target} | data_flags(args) | dict(overrides)
+    runs, error = list[Found](), ""
     for seed in range(1 if args.quick else 3):
         own = folder / f"baby-{seed}"
-        flags = BABY_FLAGS | {"device": device, "target_loss": BABY_LOSS, "seed": seed, "out_dir": own}
-        command = [sys.executable, "-m", "nanoray.train", *words(flags | data_flags(args) | dict(overrides))]
         try:
-            with Child(command, arm_environment(), folder / f"baby-{seed}.log") as child:
-                child.wait(max(args.timeout_s, 1800.0))
-            (path,) = own.glob("*/metrics.jsonl")
-            last = [record for record in read_json_lines(path) if "val/loss" in record][-1]
-        except (ChildFailed, IndexError, ValueError) as failed:
+            runs.append(
+                run_once(BABY_RECORD, flags | {"seed": seed}, arm_environment(), own, max(args.timeout_s, 1800.0))
+            )
+        except ChildFailed as failed:
             error = f"{BABY}: {failed}"
             report.failures.append(error)
             break
-        seconds.append(last["time"] + last["time/eval_s"] - child.started)
-        losses.append(last["val/loss"])
-        say(f"{BABY}: {seconds[-1]:.1f} s, {last['step']} steps, {losses[-1]:.4f}")
-    missed = sum(loss > float(overrides.get("target_loss", BABY_LOSS)) for loss in losses)
+        say(f"{BABY}: {runs[-1].seconds:.1f} s, {runs[-1].steps} steps, {runs[-1].loss:.4f}")
+    seconds, losses = ([] if error else [getattr(run, key) for run in runs] for key in ("seconds", "loss"))
+    missed = sum(loss > target for loss in losses)
     note = f"from the command; {missed} of {len(losses)} ended above the loss" if missed else "from the command"
-    values = () if error else tuple(seconds)
-    report.rows.append(Row(BABY, SECONDS, "s", values, note, error.partition("\n")[0], extra={"missed": missed}))
-    report.rows.append(Row(BABY, LOSS, "", () if error else tuple(losses), "validation"))
+    report.rows.append(
+        Row(BABY, SECONDS, "s", tuple(seconds), note, error.partition("\n")[0], extra={"missed": missed})
+    )
+    report.rows.append(Row(BABY, LOSS, "", tuple(losses), "validation"))
 
 
 def _named(ladder: Ladder, rung: str) -> str:

@@ -46,7 +46,7 @@ from nanoray.config import Config, load_config, make_config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
-from nanoray.mesh.devices import BF16_UNITS, available_cpus, available_memory_bytes, cpu_features, require_compiler
+from nanoray.mesh.devices import BF16_UNITS, available_cpus, available_memory_bytes, cannot_compile, cpu_features
 
 BASE, EAGER, PEER, TWO, BEST = "base", "eager loop", "nanogpt", "two ranks", "bf16 + plain attention"
 PLAIN, FUSED = "plain attention", "fused attention"
@@ -210,8 +210,8 @@ def _start_all(climb: Climb, arms: list[str], report: Report, stack: ExitStack) 
         if arm.startswith(TWO) and available_cpus() < 2:
             climb.skipped[arm] = "one core is no place for two ranks"
             continue
-        if why := _uncompilable(climb, arm):
-            climb.skipped[arm] = why
+        if RUNGS[arm].get("compile") and (why := cannot_compile("cpu")):
+            climb.skipped[arm] = f"compile = true {why}"
             continue
         say(f"start  {climb.name}: {arm}")
         _start(climb, report, stack, arm, orders_of(climb, arm))
@@ -219,15 +219,6 @@ def _start_all(climb: Climb, arms: list[str], report: Report, stack: ExitStack) 
             for child in climb.ranks.pop(arm):
                 child.end()
             _start(climb, report, stack, arm, orders_of(climb, arm))
-
-
-def _uncompilable(climb: Climb, arm: str) -> str:
-    """Return why torch cannot compile here, if the arm wants it to; else ""."""
-    try:
-        require_compiler(climb.config.model_copy(update={"compile": bool(RUNGS[arm].get("compile"))}), "cpu")
-    except ConfigError as error:
-        return str(error)
-    return ""
 
 
 def orders_of(climb: Climb, arm: str) -> list[dict[str, Any]]:

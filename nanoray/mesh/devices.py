@@ -371,20 +371,24 @@ def choose_precision(
 
 
 def require_compiler(config: Config, device: str) -> None:
-    """Raise ConfigError where `compile` cannot work: for a CPU torch has its code compiled by a C++ compiler."""
-    if not config.compile or device != "cpu":
-        return
+    """Raise ConfigError where `compile` cannot work."""
+    if why := cannot_compile(device) if config.compile else "":
+        raise ConfigError(f"compile = true {why}, or use --compile false")
+
+
+def cannot_compile(device: str) -> str:
+    """Return why torch cannot compile for this device, and what helps, or "". A CPU's code needs a C++ compiler."""
+    if device != "cpu":
+        return ""
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if shutil.which(compiler) is None:
-        raise ConfigError(
-            f"compile = true needs a C++ compiler for a CPU, and {compiler} is not on the PATH; install it, name "
-            "another one in CXX, or use --compile false"
-        )
+        return f"needs a C++ compiler for a CPU, and {compiler} is not on the PATH; install it, name another one in CXX"
     if any(letter.isspace() for letter in sys.prefix):
-        raise ConfigError(
-            f"compile = true cannot work on a CPU from {sys.prefix}: torch passes this path to {compiler} unquoted, "
-            "and it has a space; make the environment in another folder, or use --compile false"
+        return (
+            f"cannot work on a CPU from {sys.prefix}: torch passes this path to {compiler} unquoted, and it has a "
+            "space; make the environment in another folder"
         )
+    return ""
 
 
 def choose_attention(config: Config, kind: str, precision: str, features: frozenset[str]) -> str:
