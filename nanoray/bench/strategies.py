@@ -40,10 +40,10 @@ EXPERTS = "experts"
 _EXPERTS = {"dp_mode": "ddp_by_hand", "experts": 4}
 AXES: dict[str, dict[str, Any]] = {
     "tp 2": {"tp": 2},
-    "tp 2, sequence": {"tp": 2, "sequence_parallel": True},
+    "tp 2 sequence": {"tp": 2, "sequence_parallel": True},
     "pp 2": {"dp_mode": "ddp_by_hand", "pp": 2},
     EXPERTS: _EXPERTS,
-    f"{EXPERTS}, ep 2": _EXPERTS | {"ep": 2},
+    f"{EXPERTS} ep 2": _EXPERTS | {"ep": 2},
 }
 ARMS = DATA_ARMS | AXES
 STEP, P95, SAMPLES, TOKENS = "step", "p95 step", "samples", "tokens"

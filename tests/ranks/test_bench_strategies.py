@@ -10,6 +10,7 @@ import pytest
 
 import nanoray.bench.__main__ as bench
 from nanoray.bench import strategies
+from nanoray.bench.harness.plan import chosen
 from nanoray.bench.harness.report import Report, Row
 from nanoray.bench.strategies import (
     ARMS,
@@ -52,7 +53,7 @@ def test_every_arm_runs(tmp_path: Path, shared_ranks: Any, capsys: pytest.Captur
     assert sent["tp 2"]["all_reduce activations"] == 10 * stream, "4 sums in each of 2 blocks, embedding and head one"
     assert "all_reduce gradients" not in sent["pp 2"], "one replica"
     assert sent["pp 2"]["send_recv activations"] == stream
-    assert sent["experts, ep 2"]["all_to_all tokens"] > 0
+    assert sent["experts ep 2"]["all_to_all tokens"] > 0
     assert "all_to_all tokens" not in sent["experts"]
     size = rows["ddp", STATE, "MiB"]["held_bytes"]["parameters"]
     assert sent["ddp"]["all_reduce gradients"] == size
@@ -133,6 +134,10 @@ def test_a_slow_mode_and_a_wrong_formula_are_missed_targets() -> None:
         "state memory, measured against the formula, worst arm, %": "MISSED",
     }
     assert report.failed
+
+
+def test_each_arm_can_be_named() -> None:
+    assert all(chosen(arm, list(ARMS)) == [arm] for arm in ARMS), "a comma would be the end of a name"
 
 
 def test_a_line_per_arm() -> None:
