@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from nanoray.bench.harness import processes
-from tests.harness.cluster import Cluster, commands_end_here, ray_head
+from tests.harness.cluster import commands_end_here
 from tests.harness.commands import start_process
 from tests.harness.forked_python import forked_python
 from tests.harness.ranks import TINY
@@ -24,6 +24,8 @@ from tests.harness.ray_workers import forked_workers
 for variable in ("RAY_ADDRESS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
     os.environ.pop(variable, None)
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+# The threads of a command that wait for each other would spin, and take the cores from the tests beside it.
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 # A script's shell ignores Ctrl-C in what it starts with `&`, and so would all commands of the tests.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -75,13 +77,6 @@ def shakespeare() -> Path:
     if not path or not Path(path).is_file():
         pytest.skip("NANORAY_TEST_SHAKESPEARE does not name a copy of tinyshakespeare's input.txt")
     return Path(path)
-
-
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
-    """A Ray head with two CPUs, for all tests that want nothing special of it."""
-    with ray_head() as head:
-        yield head
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""What test files of benchmarks on Ray share."""
+"""The Ray heads that test files share. They end with this folder: an idle one takes a fiftieth of a CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from nanoray.bench.harness import plan
 from tests.harness.cluster import Cluster, ray_head
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
+def cluster() -> Iterator[Cluster]:
+    """A Ray head with two CPUs, for all tests that want nothing special of it."""
+    with ray_head() as head:
+        yield head
+
+
+@pytest.fixture(scope="package")
 def plain_cluster() -> Iterator[Cluster]:
     """A Ray head whose workers belong to its session, as a benchmark expects of its own."""
     with ray_head(forked=False) as head:

@@ -33,12 +33,14 @@ def measure(text: Path, tmp_path: Path, *flags: str) -> dict[tuple[str, str], di
 
 @pytest.mark.usefixtures("shared_head")
 @pytest.mark.timeout(SLOW_S)
+@pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.full)])
 def test_the_traffic_of_ray_is_measured(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    workers: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(launchers, "SAMPLE_S", 0.05)  # the steps take less than a second
     figure = tmp_path / "r.png"
-    rows = measure(text, tmp_path, "--arms", "torchrun,ray", "--steps", "300", "--figure", str(figure))
+    flags = ("--arms", "torchrun,ray", "--workers", workers, "--steps", "300", "--figure", str(figure))
+    rows = measure(text, tmp_path, *flags)
     out = capsys.readouterr().out
     assert out.splitlines()[-1].startswith("OK  ")
     for arm in ("torchrun", "ray"):

@@ -145,7 +145,7 @@ def test_ranks_that_share_experts_end_at_every_point(cluster: Cluster, recipe: P
     note(kind, sorted(EXPERTS), "rank that shares experts")
 
 
-@pytest.mark.skipif(not ALL, reason="opt-in: NANORAY_TEST_POINTS=all takes half an hour")
+@pytest.mark.skipif(not ALL, reason="opt-in: NANORAY_TEST_POINTS=all takes 20 minutes")
 def test_both_survivors_end_in_one_recovery(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
     """Pairs of points, a sample of them. When nobody is left who holds the state, all start from the checkpoint."""
     source, plan, pairs = random.Random(0), [], []

@@ -319,11 +319,12 @@ def test_the_stages_with_ranks_run(tmp_path: Path, name: str) -> None:
     assert float(outputs[0].stdout.split("step 200  loss ")[1].split()[0]) < 0.3
 
 
-def test_a_model_of_ones_own_trains_under_torchrun(tmp_path: Path) -> None:
+def test_a_model_of_ones_own_trains_under_torchrun(tmp_path: Path, forked: dict[str, str]) -> None:
     """Under the real one."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = str(EXAMPLES / "own_model.py")
-    done = subprocess.run([*command, script], cwd=tmp_path, capture_output=True, text=True, timeout=400, env=ONE_THREAD)
+    env = ONE_THREAD | forked
+    done = subprocess.run([*command, script], cwd=tmp_path, capture_output=True, text=True, timeout=400, env=env)
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "runs").iterdir()
     assert json.loads((folder / "summary.json").read_text())["val_loss"] < 0.3
