@@ -123,6 +123,21 @@ class Seen:
     points: list[tuple[float, int]] = field(default_factory=list)  # seconds of the command, steps done for good
     repeated: int = 0
     files: dict[str, list[int]] = field(default_factory=dict)  # "driver 123" or "rank 0, 456" -> per second
+    places: dict[int, tuple[int, int]] = field(default_factory=dict)  # by slot: base of its attempt, completed steps
+
+    def at(self, slot: int, step: int, phase: str, base: int) -> int:
+        """Note where a rank is. Returns the steps that it has completed; 0 if it does not know yet from where it goes on.
+
+        That is so before its group has formed: a new rank that waits for its peers has only the base of its process, 0.
+        """
+        if phase in ("init", "regroup"):
+            return 0
+        completed = max(base, Failure(0, "", "", step, phase).completed)
+        before = self.places.get(slot, (base, 0))
+        if slot == 0 and (base != before[0] or completed < before[1]):  # another attempt
+            self.repeated += max(0, before[1] - base)
+        self.places[slot] = (base, completed)
+        return completed
 
 
 class Training:
@@ -137,7 +152,6 @@ class Training:
         self.driver: Child
         self._end = ""  # why the last driver ended
         self._began = time.monotonic()
-        self._places: dict[int, tuple[int, int]] = {}  # by slot: base of its attempt, completed steps
         self._fds_at = 0.0
         self._start()
 
@@ -175,16 +189,7 @@ class Training:
         done = self.seen.points[-1][1] if self.seen.points else 0
         for file in run.glob("logs/rank*.progress"):
             if found := ProgressFile.read_all(file):
-                step, phase, base, _ = found
-                if phase == "init":  # it does not know yet from where it goes on
-                    continue
-                completed = max(base, Failure(0, "", "", step, phase).completed)
-                slot = int(file.stem.removeprefix("rank"))
-                before = self._places.get(slot, (base, 0))
-                if slot == 0 and (base != before[0] or completed < before[1]):  # another attempt
-                    self.seen.repeated += max(0, before[1] - base)
-                self._places[slot] = (base, completed)
-                done = max(done, completed)
+                done = max(done, self.seen.at(int(file.stem.removeprefix("rank")), *found[:3]))
         if done:
             self.seen.points.append((round(self.seconds, 2), done))
         if self.seconds >= self._fds_at:

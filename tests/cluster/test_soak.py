@@ -58,6 +58,17 @@ def test_gaps_are_no_training_and_rates_leave_them_out() -> None:
     assert soak.rates(seen, 30, 3) == pytest.approx([100.0, 100.0, 9 / 0.3])
 
 
+def test_steps_are_repeated_from_the_base_of_the_next_attempt_only() -> None:
+    """A new rank 0 whose first group breaks, too, is no attempt from step 0."""
+    seen = Seen()
+    first = [(0, "init", 0), (41, "forward", 0), (0, "init", 0), (1, "regroup", 0), (41, "data", 40)]
+    assert [seen.at(0, *where) for where in first] == [0, 40, 0, 0, 40]
+    assert seen.repeated == 0
+    assert [seen.at(0, *where) for where in [(56, "data", 40), (0, "init", 0), (51, "data", 50)]] == [55, 0, 50]
+    assert seen.at(1, 31, "data", 30) == 30
+    assert seen.repeated == 5, "of rank 0, from the checkpoint of step 50"
+
+
 def test_what_differs_or_is_left_behind_fails_the_report(tmp_path: Path) -> None:
     """The comparison sees one bit of one moment, and one record that is missing."""
     import torch
