@@ -126,7 +126,7 @@ class Seen:
     places: dict[int, tuple[int, int]] = field(default_factory=dict)  # by slot: base of its attempt, completed steps
 
     def at(self, slot: int, step: int, phase: str, base: int) -> int:
-        """Note where a rank is. Returns the steps that it has completed; 0 if it does not know yet from where it goes on.
+        """Note where a rank is. Returns its completed steps; 0 if it does not know yet from where it goes on.
 
         That is so before its group has formed: a new rank that waits for its peers has only the base of its process, 0.
         """
