@@ -10,6 +10,7 @@ import hmac
 import json
 import os
 import socket
+import time
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor
 from nanoray.errors import RendezvousError
 
 TAG_BYTES = 32  # HMAC-SHA256
+LOOK_S = 1.0  # a wait for the store looks as often for an order to abort
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
@@ -83,6 +85,7 @@ class SealedStore(dist.Store):
         super().__init__()
         self._inner, self._key = inner, key.encode()
         self._passed: list[bytes] = []  # values written or read, such as the addresses of gloo's ranks
+        self._told: list[bytes] = []  # values written
         self.aborted = False
 
     def _tag(self, name: str, value: bytes) -> bytes:
@@ -92,6 +95,7 @@ class SealedStore(dist.Store):
         """Store a value with its proof."""
         value = value.encode() if isinstance(value, str) else bytes(value)
         self._passed.append(value)
+        self._told.append(value)
         self._inner.set(name, self._tag(name, value) + value)  # type: ignore[arg-type]
 
     def get(self, name: str) -> bytes:
@@ -120,8 +124,15 @@ class SealedStore(dist.Store):
         return int(self._inner.add(name, amount))
 
     def wait(self, names: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all names are there."""
-        self._inner.wait(names, *([timeout] if timeout else []))
+        """Wait until all names are there. Raises DistStoreError when time is up, and soon after an order to abort."""
+        deadline = time.monotonic() + (timeout or self._inner.timeout).total_seconds()
+        while (left := deadline - time.monotonic()) > LOOK_S:
+            with suppress(dist.DistStoreError):
+                self._inner.wait(names, timedelta(seconds=LOOK_S))
+                return
+            if self.aborted:
+                raise dist.DistStoreError(f"a peer is lost, and the driver has ordered to abort: no {', '.join(names)}")
+        self._inner.wait(names, timedelta(seconds=max(0.001, left)))
 
     def check(self, names: list[str]) -> bool:
         """Return whether all names are there."""
@@ -148,9 +159,27 @@ class SealedStore(dist.Store):
         self.aborted, addresses = True, b" ".join(self._passed)
         for name in os.listdir("/dev/fd"):
             with suppress(OSError), _duplicate(int(name)) as connection:
+                if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    self._answer(connection)
+                    continue
                 ends = connection.getpeername(), connection.getsockname()
                 if any(_packed(connection.family, end) in addresses for end in ends):
                     connection.shutdown(socket.SHUT_RDWR)
+
+    def _answer(self, listening: socket.socket) -> None:
+        """Take the place of ranks for which gloo waits at its listening socket, and leave again.
+
+        While a group forms, gloo waits for ranks that have yet to connect, also if they are lost: five times the
+        group's timeout (torch 2.13). A rank says first, in 8 bytes, which connection it is. What this process has put
+        in here for the others is a sockaddr_storage of 128 bytes and, after it, these numbers.
+        """
+        own, packed = listening.getsockname(), _packed(listening.family, listening.getsockname())
+        for value in self._told:
+            if (at := value.find(packed)) >= 2:
+                numbers = value[at - 2 + 128 :]
+                for i in range(0, len(numbers) - 7, 8):
+                    with suppress(OSError), socket.create_connection(own[:2], timeout=1.0) as connection:
+                        connection.sendall(numbers[i : i + 8])
 
     def has_extended_api(self) -> bool:
         """Return False: torch is not to bypass the seals by other calls."""

@@ -307,16 +307,17 @@ def test_each_actor_sees_exactly_its_own_slice() -> None:
 
 def test_whole_gpus_are_not_taken_for_slices() -> None:
     with ray_head("--num-gpus=2", dashboard=False, CUDA_VISIBLE_DEVICES="0,1") as cluster:
-        attempt = """
-try:
-    Placement.make(make_config({"global_batch_size": 12, "device": "mig"}))
-except Exception as error:
-    refused = str(error)
-print(json.dumps([place.kind, place.workers, seen, refused]))"""
-        kind, workers, seen, refused = in_driver(cluster, MIG_DRIVER.replace("DEVICE", "auto") + attempt)
+        kind, workers, seen = in_driver(cluster, MIG_DRIVER.replace("DEVICE", "auto"))
         assert (kind, workers, seen) == ("cuda", 2, [["0"], ["1"]])
-        assert "device = mig, but Ray handed out ['0000', '0001']" in refused
-        assert "start Ray with CUDA_VISIBLE_DEVICES set to the slices' MIG- UUIDs" in refused
+        attempt = """try:
+    Placement.make(config)
+except Exception as error:
+    print(json.dumps(str(error)))
+    raise SystemExit(0)"""
+        code = MIG_DRIVER.replace("DEVICE", "mig").replace("place = Placement.make(config)", attempt)
+        text = in_driver(cluster, code)
+        assert "device = mig, but Ray handed out ['0000', '0001']" in text
+        assert "start Ray with CUDA_VISIBLE_DEVICES set to the slices' MIG- UUIDs" in text
 
 
 def test_a_local_ray_is_closed_to_others(tmp_path: Path) -> None:

@@ -128,3 +128,42 @@ def test_the_others_leave_a_frozen_rank(
     assert fired(spec) == [phase]
     ended_well(spec, outcome, clean(world, **settings), 1)
     assert max(left_after(spec, slot) for slot in others) < 30, "a second, on a machine that is not busy"
+
+
+class Alone(SealedStore):
+    """A meeting in which rank 0 says where it listens, and is lost before it connects to rank 1."""
+
+    def set(self, name: str, value: str | bytes) -> None:
+        super().set(name, value)
+        value = bytes(value) if not isinstance(value, str) else value.encode()
+        if name.endswith("/1"):  # of two ranks the one with the higher address connects
+            at = value.index(bytes([127, 0, 0, 1]))
+            super().set(f"{name[:-1]}0", value[: at - 2] + b"\xff\xff" + value[at:])
+
+
+def test_a_rank_that_is_lost_before_it_connects_is_not_waited_for() -> None:
+    """gloo would wait for five times the timeout."""
+    meeting = Alone(dist.PrefixStore("here", dist.HashStore()), "key")
+    order = threading.Timer(0.5, meeting.abort)
+    order.start()
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"onnection (closed|reset) by peer") as error:
+        dist.ProcessGroupGloo(meeting, 1, 2, timedelta(seconds=60))
+    assert order.finished.is_set(), "it waited for the order"
+    assert time.monotonic() - begun < 30
+    assert is_collective_error(error.value)
+
+
+def test_a_value_that_a_lost_rank_would_have_stored_is_not_waited_for() -> None:
+    meeting = SealedStore(dist.PrefixStore("here", dist.HashStore()), "key")
+    with pytest.raises(dist.DistStoreError, match="imeout"):
+        meeting.wait(["its address"], timedelta(seconds=0.1))
+    threading.Timer(0.5, meeting.abort).start()
+    begun = time.monotonic()
+    with pytest.raises(
+        dist.DistStoreError, match="a peer is lost, and the driver has ordered to abort: no its address"
+    ):
+        meeting.wait(["its address"], timedelta(seconds=120))
+    assert 0.4 < time.monotonic() - begun < 60
+    meeting.set("its address", "here")
+    meeting.wait(["its address"])
