@@ -125,7 +125,7 @@ class SealedStore(dist.Store):
 
     def wait(self, names: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all names are there. Raises DistStoreError when time is up, and soon after an order to abort."""
-        deadline = time.monotonic() + (timeout or self._inner.timeout).total_seconds()
+        deadline = time.monotonic() + (timeout or self._inner.timeout).total_seconds()  # type: ignore[attr-defined]
         while (left := deadline - time.monotonic()) > LOOK_S:
             with suppress(dist.DistStoreError):
                 self._inner.wait(names, timedelta(seconds=LOOK_S))
