@@ -89,7 +89,8 @@ def test_a_node_without_the_shared_folder_is_passed_over(recipe: Path, tmp_path:
     out = tmp_path / "out"
     out.mkdir()
     blind = ("unshare", "--mount", "sh", "-c", f'mount -t tmpfs none "{out}" && exec "$@"', "sh")
-    with ray_head("--num-cpus=1", **FAST_HEALTH) as cluster, contextlib.ExitStack() as nodes:
+    # Forked workers would see what the tests see.
+    with ray_head("--num-cpus=1", forked=False, **FAST_HEALTH) as cluster, contextlib.ExitStack() as nodes:
         first = nodes.enter_context(ray_node(cluster))
         driver = start(cluster, recipe, out, *ONE_EACH, "--replace_timeout", "300")
         wait_for(lambda: trains(out), process=driver)
