@@ -295,6 +295,8 @@ def _roll_call(store: Any, r: Rendezvous, facts: Mapping[str, str], deadline: fl
     try:
         store.wait(["verdict"], timedelta(seconds=max(0.1, deadline - time.monotonic())))
     except Exception:  # torch raises several types here; the store knows which ranks are absent
+        if store.aborted:  # it was not the time that was up
+            raise
         absent = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
         raise RendezvousError(
             f"rank {r.rank} timed out waiting for rank {', '.join(absent)} of {r.world_size}; "

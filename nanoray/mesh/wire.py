@@ -85,7 +85,6 @@ class SealedStore(dist.Store):
         super().__init__()
         self._inner, self._key = inner, key.encode()
         self._passed: list[bytes] = []  # values written or read, such as the addresses of gloo's ranks
-        self._told: list[bytes] = []  # values written
         self.aborted = False
 
     def _tag(self, name: str, value: bytes) -> bytes:
@@ -95,7 +94,6 @@ class SealedStore(dist.Store):
         """Store a value with its proof."""
         value = value.encode() if isinstance(value, str) else bytes(value)
         self._passed.append(value)
-        self._told.append(value)
         self._inner.set(name, self._tag(name, value) + value)  # type: ignore[arg-type]
 
     def get(self, name: str) -> bytes:
@@ -154,7 +152,8 @@ class SealedStore(dist.Store):
         """Shut down the TCP connections of this process one end of which is an address that a rank has put in here.
 
         gloo's are such, and no others: its ranks tell each other in this store where they listen. What waits for one of
-        them fails then, as if the other rank had left. Any thread may ask, and more than once.
+        them fails then, as if the other rank had left, also where it has yet to connect. Any thread may ask, and more
+        than once.
         """
         self.aborted, addresses = True, b" ".join(self._passed)
         for name in os.listdir("/dev/fd"):
@@ -173,9 +172,9 @@ class SealedStore(dist.Store):
         group's timeout (torch 2.13). A rank says first, in 8 bytes, which connection it is. What this process has put
         in here for the others is a sockaddr_storage of 128 bytes and, after it, these numbers.
         """
-        own, packed = listening.getsockname(), _packed(listening.family, listening.getsockname())
-        for value in self._told:
-            if (at := value.find(packed)) >= 2:
+        own = listening.getsockname()
+        for value in {*self._passed}:  # those of other ranks do not hold it
+            if (at := value.find(_packed(listening.family, own))) >= 2:
                 numbers = value[at - 2 + 128 :]
                 for i in range(0, len(numbers) - 7, 8):
                     with suppress(OSError), socket.create_connection(own[:2], timeout=1.0) as connection:
