@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +11,17 @@ import pytest
 
 from nanoray.bench.harness import plan
 from tests.harness.cluster import Cluster, ray_head
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add what Ray itself said to the report of a test that failed: a worker that does not start shows only there."""
+    report = yield
+    if report.failed:
+        for name, used in getattr(item, "funcargs", {}).items():
+            if isinstance(used, Cluster):
+                report.sections.append((f"Ray's logs, {name}", used.log()))
+    return report
 
 
 @pytest.fixture(scope="package")

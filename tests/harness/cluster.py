@@ -57,10 +57,21 @@ class Cluster:
     dashboard: str  # its URL; empty when it was started without
     env: dict[str, str]
     session: int  # of all its processes
+    folder: Path  # its temporary files, which go with it
 
     @property
     def runs(self) -> bool:
         return bool(processes_of_session(self.session))
+
+    def log(self, lines: int = 60) -> str:
+        """Return its processes and their states, and the ends of what its raylets and its GCS have written."""
+        found = [f"{pid} {process_state(pid)} {_command_of(pid)}" for pid in processes_of_session(self.session)]
+        for path in sorted(self.folder.glob("session_*/logs/*")):
+            if path.name.startswith(("raylet", "gcs_server")) and not path.is_symlink() and path.stat().st_size:
+                said = path.read_text(errors="replace").splitlines()
+                events = [line for line in said if line.startswith("[20") and "[state-dump]" not in line]
+                found += [f"--- {path.name}", *events[-lines:]]
+        return "\n".join(found)
 
     def get(self, path: str) -> Any:
         """Ask the dashboard for JSON; again where a busy machine did not answer in time."""
@@ -123,7 +134,7 @@ def _ray_head(*flags: str, dashboard: bool, **env: str) -> Iterator[Cluster]:
             url = re.search(r"RAY_API_SERVER_ADDRESS='(http://[^']+)'", log.read_text())
             client = base | {"RAY_ADDRESS": address} | ({"RAY_API_SERVER_ADDRESS": url[1]} if url else {})
             client.pop("CUDA_VISIBLE_DEVICES", None)
-            yield Cluster(address, url[1] if url else "", client, head.pid)
+            yield Cluster(address, url[1] if url else "", client, head.pid, Path(temp))
         finally:
             end_session(head)
 
@@ -334,6 +345,12 @@ def process_state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:
         return ""
+
+
+def _command_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")[:150]
+    return ""
 
 
 def alive(pid: int) -> bool:
