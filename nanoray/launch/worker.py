@@ -33,6 +33,7 @@ from nanoray.mesh.rendezvous import Order, Rendezvous
 from nanoray.metrics import METRICS
 from nanoray.run import RunSpec, recovers_in_place
 
+START_S = 600.0  # imports take seconds, and a rehearsal that compiles minutes; an actor that takes longer ends
 REPLACE_TIMEOUT_S = 600.0  # a survivor that gets no order for this long ends by itself
 DRIVER_SILENT_S = 20.0  # the driver calls every second or two; after this long without it, stop with a checkpoint
 ORPHAN_S = 60.0  # the same for a rank that waits for orders, while the driver is busier
@@ -41,7 +42,7 @@ DIAL_S = 1.0  # a head that lives accepts a connection in milliseconds, also if 
 FROZEN_S = 2.0  # a process that nobody freezes looks at its clock more often than this
 HOLD_S = 1.0  # Ray exports a gauge every 10 s, if it was set since the last time
 LOOK_S = 0.005  # how often `heartbeat` checks whether the step it waits for has passed
-
+_STDERR = 2
 
 Script = tuple[Callable[[Any], Any], frozenset[str]] | None  # a function that trains, and the keys that it has set
 
@@ -142,20 +143,25 @@ class Worker:
         self._attempts: queue.Queue[tuple[dict[str, Any], Rendezvous]] = queue.Queue()
         self._devices = bound_devices(api)
         raise_priority()
+        # If an import or a device hangs, this says where and ends the process: the driver starts another actor.
+        faulthandler.dump_traceback_later(START_S, exit=True, file=_STDERR)
         # Importing torch takes seconds: start now, while the driver creates the other actors. Methods that need torch
         # join this thread first, because two threads that import torch.distributed at once abort the process.
         self._importing = threading.Thread(target=self._prepare, daemon=True)
         self._importing.start()
 
     def _prepare(self) -> None:
-        gc.disable()  # looking for garbage among modules, which stay, is a sixth of the time that their import takes
-        importlib.import_module("nanoray.train.runtime")
-        gc.freeze()
-        gc.enable()
-        if self._rehearsal:
-            from nanoray.train.elastic import rehearse
+        try:
+            gc.disable()  # looking for garbage among modules, which stay, is a sixth of the time that importing takes
+            importlib.import_module("nanoray.train.runtime")
+            gc.freeze()
+            gc.enable()
+            if self._rehearsal:
+                from nanoray.train.elastic import rehearse
 
-            rehearse(RunSpec.from_dict(self._rehearsal))
+                rehearse(RunSpec.from_dict(self._rehearsal))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
     def __repr__(self) -> str:
         return f"{self._name} spare" if self._rank is None else f"{self._name} rank {self._rank}"
