@@ -128,15 +128,15 @@ class Driver:
             return self.watch(self.group)
         except StopRequested:
             return None
-        except GetTimeoutError:
-            raise PlacementError(
-                f"the actors did not start within {start_timeout_s(self.spec.config):g} s; look at `ray logs`, and "
-                "whether every node has this nanoray and torch"
-            ) from None
         except RayError as error:
+            what = f"an actor failed while starting: {error}"
+            if isinstance(error, GetTimeoutError):
+                what = f"the actors did not start within {start_timeout_s(self.spec.config):g} s; look at `ray logs`, "
+                what += "and whether every node has this nanoray and torch"
+                if not self.faults.causes:  # it never worked: another try would not, either
+                    raise PlacementError(what) from None
             collector = FailureCollector([0], False, 0.0, 0.0)
-            failure = Failure(0, "killed", f"an actor failed while starting: {error}")
-            collector.ended(0, failure, self._clock.monotonic())
+            collector.ended(0, Failure(0, "killed", what), self._clock.monotonic())
             return collector
 
     def _begin_attempt(self) -> None:

@@ -876,6 +876,31 @@ def test_actors_that_do_not_start(tmp_path: Path) -> None:
         run()
 
 
+@pytest.mark.parametrize("tries", [1, 2, 9])
+def test_actors_that_do_not_start_again_are_tried_again(tmp_path: Path, tries: int) -> None:
+    """After a fault that nobody survived: what had worked before may work again."""
+    run = Run(tmp_path)
+    starts, asked = run.ray.on_describe, itertools.count()
+
+    def describe(actor: Actor, ref: Ref) -> None:
+        if next(asked) >= 3 * tries:
+            starts(actor, ref)
+
+    def lose_all() -> None:
+        run.ray.on_describe = describe  # type: ignore[method-assign]
+        for slot in range(3):
+            run.ray.die(slot)
+
+    run.ray.at(10.3, lose_all)
+    outcome = run()
+    if tries < 9:
+        assert ended_well(outcome)
+        assert len(run.reports) == 1 + tries
+    else:
+        assert not outcome["ok"]
+        assert "the actors did not start within 90 s; look at `ray logs`" in outcome["message"]
+
+
 def test_spares_that_could_never_be_used_are_refused(tmp_path: Path) -> None:
     run = Run(tmp_path, allreduce="ring", spares=1)
     with pytest.raises(ConfigError, match=r"spares = 1 would be ignored: .* a fault restarts all ranks; drop spares"):
