@@ -60,6 +60,12 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _torchrun_leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Torchrun makes a folder for its ranks' logs, also where they go elsewhere, and leaves it behind."""
+    os.environ["PET_LOG_DIR"] = str(tmp_path_factory.mktemp("torchrun"))
+
+
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text file with something to learn: random words of a small vocabulary, 60 kB."""
