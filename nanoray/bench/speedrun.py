@@ -74,7 +74,7 @@ ARMS = {
     BASE: Record(1.88, CPU_PRESET, {"eval_every": 50}, "three times the learning rate; nanoray's loop"),
     FITTED: Record(1.88, CPU_PRESET, {"eval_every": 50, "max_steps": 1200, **_LINE}, "a rate of 6e-3, linear to zero"),
     ROTARY: Record(
-        1.88, CPU_PRESET, {"eval_every": 50, "max_steps": 800, **_LINE, "positions": "rotary"}, "rotary positions"
+        1.88, CPU_PRESET, {"eval_every": 50, "max_steps": 1000, **_LINE, "positions": "rotary"}, "rotary positions"
     ),
     FAST: Record(1.88, FAST, {"max_steps": 300, "eval_every": 300}, "Muon for the matrices, and one evaluation"),
     SHORT: Record(1.88, FAST, _SHORT, "sequences of 8, 16 and 32 tokens in 50 steps each, then of 64"),
