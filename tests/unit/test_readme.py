@@ -133,7 +133,7 @@ PAGES = {
     "parallelism": ["strategies", "equivalence", "pipeline", "layouts"],
     "precision": ["precision", "compression"],
     "reliability": ["recovery", "checkpoint", "control", "soak"],
-    "speedrun": ["speedrun"],
+    "speedrun": ["speedrun", "speedrun-changes"],
     "step": ["step", "step-pairs", "step-char", "step-gpt2"],
 }
 
