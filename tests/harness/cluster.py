@@ -63,14 +63,14 @@ class Cluster:
     def runs(self) -> bool:
         return bool(processes_of_session(self.session))
 
-    def log(self, lines: int = 60) -> str:
+    def log(self) -> str:
         """Return its processes and their states, and the ends of what its raylets and its GCS have written."""
         found = [f"{pid} {process_state(pid)} {_command_of(pid)}" for pid in processes_of_session(self.session)]
         for path in sorted(self.folder.glob("session_*/logs/*")):
             if path.name.startswith(("raylet", "gcs_server")) and not path.is_symlink() and path.stat().st_size:
                 said = path.read_text(errors="replace").splitlines()
                 events = [line for line in said if line.startswith("[20") and "[state-dump]" not in line]
-                found += [f"--- {path.name}", *events[-lines:]]
+                found += [f"--- {path.name}", *events[-60:]]
         return "\n".join(found)
 
     def get(self, path: str) -> Any:
