@@ -51,7 +51,8 @@ class Ranks:
     async def describe(self) -> dict[str, Any]:
         """Return where this actor is."""
         node = ray.get_runtime_context().get_node_id()
-        return {"pid": os.getpid(), "node": node, "ip": ray.util.get_node_ip_address(), "devices": []}
+        where = {"node": node, "ip": ray.util.get_node_ip_address(), "devices": []}
+        return where | {"pid": os.getpid(), "start": ""}  # this process is many ranks, so none is ended by its pid
 
     async def open_store(self, world_size: int, timeout_s: float) -> tuple[str, int]:
         """Return an address that is never used."""

@@ -16,6 +16,11 @@ def stat_of(pid: int) -> list[str]:
     return [] if fields[0] in "ZX" else fields
 
 
+def start_time(fields: Sequence[str]) -> str:
+    """Return when a process with these fields started, in ticks since boot: with the pid it names the process."""
+    return fields[19] if fields else ""
+
+
 def cpu_seconds(fields: Sequence[str]) -> float:
     """Return the CPU seconds that a process with these fields has used."""
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime + stime

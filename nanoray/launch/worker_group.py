@@ -27,6 +27,7 @@ from nanoray.launch.cluster_watch import ClusterWatch
 from nanoray.launch.placement import START_TIMEOUT_S, Placement, bounded, strategy
 from nanoray.launch.rank_end import RankEnd
 from nanoray.launch.shares import Shares
+from nanoray.launch.sigkill import end_for_certain
 from nanoray.launch.worker import Script, Worker
 from nanoray.mesh.rendezvous import BackendChoice, RankDevice, Rendezvous, choose_backend, rendezvous_of
 from nanoray.run import RunSpec, recovers_in_place
@@ -54,7 +55,7 @@ class WorkerGroup:
     script: Script = None  # what each rank runs in the place of the recipe
     members: list[int] = field(default_factory=list)  # the slots of the present group, in rank order
     actors: dict[int, Any] = field(default_factory=dict)
-    facts: dict[int, dict[str, Any]] = field(default_factory=dict)  # pid, node, ip, devices
+    facts: dict[int, dict[str, Any]] = field(default_factory=dict)  # pid, start, node, ip, devices
     runs: dict[int, Any] = field(default_factory=dict)  # pending `run` of ranks that train or wait
     heartbeats: dict[int, Any] = field(default_factory=dict)  # pending `heartbeat` of each rank
     starting: dict[int, Any] = field(default_factory=dict)  # pending `ready` of new actors
@@ -456,6 +457,8 @@ class WorkerGroup:
     def _end_rank(self, slot: int, failure: Failure, collector: FailureCollector) -> None:
         failure.facts = self.facts[slot]
         self.kill(self.actors[slot])  # its sockets close, so ranks that wait for it fail, too
+        if failure.cause == "hung":
+            bounded(lambda: end_for_certain(failure.facts, self.api))
         self.runs.pop(slot, None)
         collector.ended(slot, failure, self.clock.monotonic())
 

@@ -19,6 +19,7 @@ from tests.harness.cluster import (
     alive,
     finish,
     fired,
+    in_driver,
     injected,
     launch,
     losses,
@@ -26,6 +27,7 @@ from tests.harness.cluster import (
     only_report,
     only_run,
     pid_of,
+    ray_head,
     reports,
     start,
     summary,
@@ -352,6 +354,42 @@ def test_a_hung_rank_is_named_and_replaced(
     assert "no rank makes progress" in stacks
     assert 'faults.py", line' in stacks or "engine.py" in stacks, "where it is"
     assert no_actors_left(cluster)
+
+
+FROZEN = """
+import signal
+from nanoray.launch.sigkill import end_for_certain
+from nanoray.launch.worker import Worker
+
+actor = ray.remote(concurrency_groups={"control": 1, "heartbeat": 1})(Worker).remote("run", 0)
+facts = ray.get(actor.describe.remote())
+os.kill(facts["pid"], signal.SIGSTOP)
+end_for_certain(facts)
+try:
+    ray.get(actor.ready.remote(), timeout=60)
+except ray.exceptions.RayError as error:
+    print(json.dumps([facts["pid"], type(error).__name__]))
+"""
+
+
+def test_a_frozen_process_is_ended_by_a_task_on_its_node(cluster: Cluster) -> None:
+    pid, error = in_driver(cluster, FROZEN)
+    assert error == "ActorDiedError"
+    assert not alive(pid)
+
+
+@pytest.mark.full
+def test_a_rank_frozen_for_longer_than_ray_tries_to_connect_to_it_is_replaced(
+    recipe: Path, clean: dict[int, Path], tmp_path: Path
+) -> None:
+    """The raylet connects to a worker when the dashboard asks it to; here it cannot, and so it does not end it."""
+    flags = ("--eval_every", "5", "--checkpoint_every", "0", "--spares", "0", "--hang_timeout", "25")
+    with ray_head(NODE_STATS_UPDATE_INTERVAL_SECONDS="3") as head:
+        code, output = launch(head, recipe, tmp_path, *flags, "--faults", "stop@rank=0,step=15,phase=backward")
+    assert code == 0, output
+    assert fired(tmp_path) == ["stop"], "the fault did not fire"
+    assert "replace  1/3 rank 0" in output, output
+    assert losses(tmp_path) == losses(clean[2])
 
 
 @pytest.mark.full

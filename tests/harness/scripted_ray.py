@@ -30,6 +30,7 @@ from nanoray.faults import exit_record
 from nanoray.faults.progress import ProgressFile
 from nanoray.launch.driver import Driver
 from nanoray.launch.placement import Placement
+from nanoray.launch.sigkill import end_process
 from nanoray.launch.signals import Stop
 from nanoray.launch.worker import Heartbeat
 from nanoray.launch.worker_group import WorkerGroup
@@ -125,7 +126,7 @@ class Actor:
     @property
     def facts(self) -> dict[str, Any]:
         node = self.home or node_id((self.slot or 0) + 256 * len(self.avoids))
-        return {"pid": self.pid, "node": node, "ip": f"10.0.0.{self.slot}", "devices": []}
+        return {"pid": self.pid, "start": "1", "node": node, "ip": f"10.0.0.{self.slot}", "devices": []}
 
     def write_progress(self) -> None:
         """Bring the progress file up to date, as a rank does that trains."""
@@ -191,6 +192,7 @@ class ScriptedRay:
     failing_starts: dict[int, int] = field(default_factory=dict)  # slot -> how many of its next actors die at start
     refusing_starts: dict[int, int] = field(default_factory=dict)  # slot -> how many newcomers cannot work
     created: list[Actor] = field(default_factory=list)
+    ended_for_certain: list[int] = field(default_factory=list)  # pids that a task on their node was to end
     reactions: dict[str, Callable[[], None]] = field(default_factory=dict)  # order -> what happens right after it
     start_s: float = START_S
     draining: dict[str, int] = field(default_factory=dict)  # node -> Unix ms of its end; 0 if nobody said
@@ -223,11 +225,16 @@ class ScriptedRay:
 
     # ray's surface
 
-    def remote(self, **_: Any) -> Callable[[type], Any]:
+    def remote(self, **_: Any) -> Callable[[Any], Any]:
         def options(**given: Any) -> Any:
             return SimpleNamespace(remote=lambda run, slot, rehearsal, script: self._create(slot, given))
 
-        return lambda cls: SimpleNamespace(options=options)
+        def decorate(what: Any) -> Any:
+            if what is end_process:
+                return SimpleNamespace(remote=lambda pid, start: self.ended_for_certain.append(pid))
+            return SimpleNamespace(options=options)
+
+        return decorate
 
     def _create(self, slot: int | None, given: dict[str, Any]) -> Actor:
         actor = Actor(self, slot, given["name"])

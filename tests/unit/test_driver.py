@@ -87,6 +87,7 @@ def test_a_hung_rank_is_ended_and_replaced(tmp_path: Path, frozen: bool, why: st
     run.ray.at(10.3, run.ray.hang, 1, frozen)
     assert ended_well(run())
     assert run.orders == ["kill 1", *IN_PLACE_OF_1]
+    assert run.ray.ended_for_certain == [1001], "`ray.kill` alone may leave a frozen process"
     assert what(run) == [(1, "hung", "in_place", 0)]
     (report,) = run.reports
     assert (
@@ -852,6 +853,7 @@ def test_waiting_ranks_without_a_failure(tmp_path: Path, event: str) -> None:
     if event == "hang":
         assert run.causes == [(1, "hung")]
         assert "did not leave the group that broke" in run.reports[0]["title"]
+        assert run.ray.ended_for_certain == [1001]
     else:
         assert run.causes == [(0, "peer_lost")]
         assert "though no rank was lost" in run.reports[0]["title"]
