@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from nanoray.config import DEFAULT_PRESET, Config, field_extra, load_config, make_config, read_yaml, refuse_unknown
 from nanoray.errors import ConfigError, NanorayError
@@ -170,15 +170,21 @@ def _build_parser(prog: str, description: str) -> argparse.ArgumentParser:
     for key in _flags():
         field = Config.model_fields[key]
         doc = " ".join((field.description or "").split()).replace("%", "%%")
-        boolean = field.annotation is bool
+        boolean = bool in (field.annotation, *get_args(field.annotation))
         groups[field_extra(key)["group"]].add_argument(
             f"--{key}",
-            metavar="true|false" if boolean else "X",
+            metavar="|".join(("true", "false", *_other_words(field.annotation))) if boolean else "X",
             nargs="?" if boolean else None,
             const="true" if boolean else None,
             help=f"{doc} [{field.default}]",
         )
     return parser
+
+
+def _other_words(annotation: Any) -> list[str]:
+    """Return what a flag takes beside true and false."""
+    kinds = [kind for kind in get_args(annotation) if get_origin(kind) is Literal]
+    return [str(word) for kind in kinds for word in get_args(kind)]
 
 
 def run_command(run: Callable[[Loaded, float], int], argv: list[str] | None, prog: str, what: str) -> int:

@@ -175,8 +175,9 @@ class Config(WatchOptions):
     a value given as a flag is kept"""
     tokens_per_param: float = _field(12.0, "optim", gt=0)
     """scaling=nanochat: training tokens per scaling parameter (matrices + lm_head)"""
-    compile: bool = _field(False, "optim")
-    """torch.compile each block, or an own model's layers: slower start, faster steps on GPUs"""
+    compile: bool | Literal["cuda_graphs"] = _field(False, "optim")
+    """torch.compile each block, or an own model's layers: slower start, faster steps on GPUs. cuda_graphs: also launch
+    the kernels of each at once, for small models on a GPU"""
 
     workers: Positive | Literal["auto"] = _field("auto", "dist")
     """ranks; auto = every GPU or MIG slice, else 2 on CPU (1 on a single core)"""

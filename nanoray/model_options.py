@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from nanoray.errors import ConfigError
+from nanoray.kernel_options import refuse_kernels
 
 # Nested keys that other programs' configuration files use, and ours for them. The first word is the outer key.
 NESTED = {
@@ -200,10 +201,10 @@ class StepOptions(PrecisionOptions, AxisOptions):
 
     positions: Literal["learned", "rotary"] = _field("learned", "model")
     """gpt: learned (an embedding of each position) | rotary (queries and keys are turned by their positions)"""
-    attention: Literal["auto", "flash", "plain"] = _field("auto", "optim")
-    """gpt: flash (torch's fused kernel) | plain (two products and a softmax; keeps block_size numbers per token and
-    head for backward) | auto (plain where it was measured to win, on CPUs: with dropout, or in bf16 if they multiply
-    bf16 and block_size is at most 256; else flash)"""
+    attention: Literal["auto", "flash", "cudnn", "plain"] = _field("auto", "optim")
+    """gpt: flash (torch's fused kernel) | cudnn (cuDNN's, on GPUs and in 16 bits) | plain (two products and a softmax;
+    keeps block_size numbers per token and head for backward) | auto (plain where it was measured to win, on CPUs: with
+    dropout, or in bf16 if they multiply bf16 and block_size is at most 256; else flash)"""
     loss_chunk: int = _field(0, "optim", ge=0)
     """gpt: tokens whose logits are in memory at a time while the loss is computed (0 = all of a micro batch); 1024
     saves most of the logits' memory where the vocabulary is large"""
@@ -427,39 +428,6 @@ def refuse_experts(config: Any, defaults: Mapping[str, Any]) -> None:
         raise ValueError(
             f"ep = {ep} sums the gradients of experts over other ranks than the rest, which dp_mode = {config.dp_mode} "
             f"cannot; use dp_mode {', '.join(BY_HAND[:-1])} or {BY_HAND[-1]}"
-        )
-
-
-def refuse_kernels(config: Any, defaults: Mapping[str, Any]) -> None:
-    """Raise ValueError when the optimizer or the kernels of a Config do not go with its model or mesh."""
-    if config.loss_chunk and config.tp > 1:
-        raise ValueError(
-            f"loss_chunk = {config.loss_chunk} would be ignored: tp = {config.tp} cuts the logits by tokens of the "
-            "vocabulary; drop one of the two"
-        )
-    if config.loss_chunk and (config.pure or config.precision == "fp16"):
-        raise ValueError(
-            f"loss_chunk = {config.loss_chunk} with precision = {config.precision}: its gradients are computed before "
-            "the loss is scaled, and 16 bits would lose the small ones; use precision bf16, or drop loss_chunk"
-        )
-    if config.optimizer != "muon":
-        if config.muon_lr != defaults["muon_lr"]:
-            raise ValueError(
-                f"muon_lr = {config.muon_lr} would be ignored: optimizer = {config.optimizer}; use optimizer muon, or "
-                "drop it"
-            )
-        return
-    if config.model != "gpt":
-        raise ValueError(f"optimizer = muon knows the matrices of a gpt, but model = {config.model}; use adamw or sgd")
-    if config.experts:
-        raise ValueError(f"optimizer = muon knows models without experts, but experts = {config.experts}; use adamw")
-    for axis in ("tp", "pp"):
-        if (size := getattr(config, axis)) > 1:
-            raise ValueError(f"optimizer = muon needs whole matrices, but {axis} = {size}; use adamw, or drop {axis}")
-    if config.dp_mode not in ("ddp", "ddp_by_hand"):
-        raise ValueError(
-            f"optimizer = muon needs whole matrices, and dp_mode = {config.dp_mode} shards them; use dp_mode ddp or "
-            "ddp_by_hand, or optimizer adamw"
         )
 
 

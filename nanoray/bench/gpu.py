@@ -1,19 +1,21 @@
 """`python -m nanoray.bench gpu`: what each change gains a step on a GPU, and the seconds to a loss; ten minutes.
 
-A ladder per preset. Each rung keeps what the ones before it have:
+A ladder per preset. Each rung keeps what the ones before it have, but for those in brackets:
 
-    float32            plain attention, torch's default AdamW, eager
-    + tf32             --precision tf32: the tensor cores' products of float32, with 10 bits of each factor
-    + bf16             --precision bf16
-    + fused attention  --attention flash
-    + fused AdamW      one kernel for all parameters
-    + compile          --compile
-    + chunked loss     --loss_chunk 4096
-    + batch x 2, x 4   micro batches of so many times the preset's
+    float32              plain attention, torch's default AdamW, eager
+    + tf32               --precision tf32: the tensor cores' products of float32, with 10 bits of each factor
+    + bf16               --precision bf16
+    + fused attention    --attention flash: the kernel that torch prefers
+    (cuDNN attention)    --attention cudnn in its place
+    + fused AdamW        one kernel for all parameters
+    + compile            --compile
+    (CUDA graphs)        --compile cuda_graphs in its place
+    + chunked loss       --loss_chunk 4096
+    + batch x 2, x 4     micro batches of so many times the preset's
 
 One rung after the other has the device for itself, because they do not fit on it together. `products` are large matrix
 products, timed before each ladder: what this device can do at most. Then `seconds to 1.47` trains nanoGPT's baby GPT by
-the command, from its start to an evaluation at that loss. On a CPU (--device cpu) all but tf32 runs, to try it out.
+the command, from its start to an evaluation at that loss. With --device cpu all that a CPU has runs, to try it out.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +51,10 @@ RUNGS: dict[str, dict[str, Any]] = {  # what each adds; keys with "_" are not th
     TF32: {"precision": "tf32"},
     "+ bf16": {"precision": "bf16"},
     "+ fused attention": {"attention": "flash"},
+    "(cuDNN attention)": {"attention": "cudnn"},
     "+ fused AdamW": {"_unfused": False},
     "+ compile": {"compile": True},
+    "(CUDA graphs)": {"compile": "cuda_graphs"},
     "+ chunked loss": {"loss_chunk": 4096},
     "+ batch x 2": {"_batch": 2},
     "+ batch x 4": {"_batch": 4},
@@ -126,13 +130,25 @@ def measure(args: argparse.Namespace, report: Report) -> None:
 
 
 def settings_at(rung: str) -> dict[str, Any]:
-    """Return the settings of a rung: its own, and those of all before it."""
+    """Return the settings of a rung: its own, and those of all before it that are kept."""
     settings: dict[str, Any] = {}
     for name, own in RUNGS.items():
-        settings |= own
+        if name == rung or not _aside(name):
+            settings |= own
         if name == rung:
             break
     return settings
+
+
+def _aside(rung: str) -> bool:
+    """Whether the rungs after this one do without it, because it is another way to do the same."""
+    return rung.startswith("(")
+
+
+def before(rungs: list[str]) -> dict[str, str]:
+    """Return for each of these rungs but the first the one that it is compared with: the newest that it keeps."""
+    kept = [[r for r in rungs[:n] if not _aside(r)] for n in range(len(rungs))]
+    return {rung: of[-1] for rung, of in zip(rungs, kept, strict=True) if of}
 
 
 def _climb(ladder: Ladder, rungs: list[str], report: Report) -> None:
@@ -160,8 +176,10 @@ def _climb(ladder: Ladder, rungs: list[str], report: Report) -> None:
 
 def _impossible(ladder: Ladder, settings: Mapping[str, Any]) -> str:
     """Return why this device has no such rung, or ""."""
-    if (settings["precision"], ladder.device) == ("tf32", "cpu"):
-        return "tf32 is a format of GPUs"
+    if ladder.device == "cpu":
+        for key, of_gpus in (("precision", "tf32"), ("attention", "cudnn"), ("compile", "cuda_graphs")):
+            if settings[key] == of_gpus:
+                return f"{key} = {of_gpus} is for GPUs"
     why = cannot_compile(ladder.device) if settings["compile"] else ""
     return f"compile = true {why}" if why else ""
 
@@ -176,7 +194,7 @@ def _rung(
     times = settings.get("_batch", 1)
     own = {key: value for key, value in settings.items() if not key.startswith("_")}
     batch = {key: times * getattr(ladder.config, key) for key in ("micro_batch_size", "global_batch_size")}
-    name = rung.removeprefix("+ ").replace(" ", "-")
+    name = rung.strip("+ ()").replace(" ", "-")
     config = make_config(ladder.config.model_dump() | own | batch | {"name": f"{ladder.name}-{name}"})
     spec = open_run(config, ladder.data, time.time())
     order = {"arm": "engine", "rank": 0, "world": 1, "spec": str(spec.folder / "run.json")}
@@ -214,7 +232,7 @@ def _run(ladder: Ladder, order: dict[str, Any], arm: str) -> dict[str, Any]:
     order |= {"device": ladder.device, "threads": max(1, int(available_cpus()))}
     env = arm_environment() | {"TMPDIR": str(ladder.folder / "tmp")}
     env |= {"TORCHINDUCTOR_CACHE_DIR": str(ladder.folder / "inductor")}
-    log, begin = ladder.folder / f"{arm.replace(' ', '-').replace(':', '')}.log", time.monotonic()
+    log, begin = ladder.folder / f"{re.sub('[^a-zA-Z0-9+]+', '-', arm)}.log", time.monotonic()
     argv, timeout_s = [sys.executable, "-m", "nanoray.bench.step_rank", json.dumps(order)], ladder.args.timeout_s
     with Child(argv, env, log, pipes=True) as child:
         child.answer(timeout_s)
@@ -262,10 +280,9 @@ def _named(ladder: Ladder, rung: str) -> str:
 def _judge(report: Report, presets: list[str]) -> None:
     """Add each rung's ratio to the one before it, and what GPT-2 and the baby GPT should come to on an H100 or H200."""
     for preset in presets:
-        rungs = [f"{preset}: {rung}" for rung in RUNGS]
-        rungs = [arm for arm in rungs if (row := report.row(arm, TOKENS)) and row.values]
-        for before, arm in pairwise(rungs):
-            report.compare(arm, before, TOKENS)
+        rungs = [rung for rung in RUNGS if (row := report.row(f"{preset}: {rung}", TOKENS)) and row.values]
+        for rung, other in before(rungs).items():
+            report.compare(f"{preset}: {rung}", f"{preset}: {other}", TOKENS)
     rows = [row for rung in RUNGS if (row := report.row(f"{GPT2}: {rung}", MFU)) and row.values]
     if rows:
         best = max(rows, key=lambda row: row.median)
@@ -279,12 +296,11 @@ def _judge(report: Report, presets: list[str]) -> None:
 def _table(report: Report, spread: str) -> list[tuple[str, ...]]:
     ends = {MFU: "MFU, %", PEAK: "of products, %", MEMORY: "MiB", READY: "until ready, s", LOSS: "loss"}
     table: list[tuple[str, ...]] = [("rung", "tokens/s", "/ the one before", *ends.values())]
-    rungs, before = [r for r in report.rows if r.metric == TOKENS and r.unit == "1/s" and not r.skipped], ""
-    for row in rungs:
+    for row in (r for r in report.rows if r.metric == TOKENS and r.unit == "1/s" and not r.skipped):
         cells = [report.cell(row.arm, metric, "none") for metric in ends]
-        ratio = report.cell(f"{row.arm} / {before}", TOKENS, spread) if before else ""
+        ratios = [r.arm for r in report.rows if r.unit == "ratio" and r.arm.startswith(f"{row.arm} / ")]
+        ratio = report.cell(ratios[0], TOKENS, spread) if ratios else ""
         table.append((row.arm, report.cell(row.arm, TOKENS, spread), ratio, *cells))
-        before = row.arm if row.values else before
     return table
 
 

@@ -372,6 +372,8 @@ def choose_precision(
 
 def require_compiler(config: Config, device: str) -> None:
     """Raise ConfigError where `compile` cannot work."""
+    if config.compile == "cuda_graphs" and device == "cpu":
+        raise ConfigError("compile = cuda_graphs, but the device is a CPU, which has no kernels to launch; use true")
     if why := cannot_compile(device) if config.compile else "":
         raise ConfigError(f"compile = true {why}, or use --compile false")
 
@@ -392,11 +394,13 @@ def cannot_compile(device: str) -> str:
 
 
 def choose_attention(config: Config, kind: str, precision: str, features: frozenset[str]) -> str:
-    """Return flash or plain: what was measured to be faster for `auto`.
+    """Return flash, cudnn or plain: what was measured to be faster for `auto`. Raises ConfigError for a cudnn in vain.
 
     On a CPU that multiplies bf16, torch's fused attention in bf16 takes most of its time in its backward. With dropout
     torch has no fused attention on CPUs: what it does instead is plain attention with a slower dropout.
     """
+    if config.attention == "cudnn" and (kind == "cpu" or precision in ("fp32", "tf32")):
+        raise ConfigError(f"attention = cudnn needs a GPU and 16 bits, but this is {kind} with {precision}; use flash")
     if config.attention != "auto":
         return config.attention
     short = precision == "bf16" and bool(features & BF16_UNITS) and config.block_size <= PLAIN_MAX_BLOCK

@@ -40,4 +40,4 @@ def gpt_of(shape: ModelShape, config: Config) -> GPT:
 
 def kernels_of(config: Config) -> Kernels:
     """Return how a GPT is computed. The recipe has replaced `auto`; where nobody has, it is flash."""
-    return Kernels(config.attention == "plain", config.loss_chunk)
+    return Kernels("flash" if config.attention == "auto" else config.attention, config.loss_chunk)

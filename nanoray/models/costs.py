@@ -165,7 +165,7 @@ def with_kernels(
     """
     size, tokens = _SIZES[precision][1], micro_batch_size * shape.block_size
     parts = dict(parts)
-    if kernels.plain_attention and parts["activations"]:
+    if kernels.attention == "plain" and parts["activations"]:
         matrix = tokens * shape.n_head * shape.block_size * size // tp
         blocks = 1 if kept == "block" else shape.n_layer
         parts["activations"] += blocks * (matrix - 4 * tokens * shape.n_head // tp) + 2 * matrix

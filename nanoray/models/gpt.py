@@ -24,7 +24,7 @@ from nanoray.config import VOCAB_MULTIPLE, Config
 from nanoray.errors import ConfigError
 from nanoray.models.activation_checkpointing import run_block
 from nanoray.models.dropout import Dropout, derive_seed, seed_generators
-from nanoray.models.kernels import Kernels, chunked_cross_entropy, plain_attention, rotate
+from nanoray.models.kernels import Kernels, chunked_cross_entropy, fused_attention, plain_attention, rotate
 from nanoray.models.moe import MoE, RouterTraining, Routing, Stacked
 
 
@@ -187,7 +187,7 @@ class Block(nn.Module):
         super().__init__()
         self.activation_checkpointing, self.drops = activation_checkpointing, dropout > 0
         self.norm1 = nn.LayerNorm(shape.n_embd, bias=shape.bias)
-        self.attn = Attention(shape, dropout, kernels.plain_attention)
+        self.attn = Attention(shape, dropout, kernels.attention)
         self.norm2 = nn.LayerNorm(shape.n_embd, bias=shape.bias)
         self.mlp = experts_of(shape, dropout, routers) if shape.experts else MLP(shape, dropout)
 
@@ -207,9 +207,9 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention. qkv's rows are all queries, then all keys, then all values, each head by head."""
 
-    def __init__(self, shape: ModelShape, dropout: float, plain: bool = False) -> None:
+    def __init__(self, shape: ModelShape, dropout: float, kernel: str = "flash") -> None:
         super().__init__()
-        self.head_dim, self.rotary, self.plain = shape.n_embd // shape.n_head, shape.rotary, plain
+        self.head_dim, self.rotary, self.kernel = shape.n_embd // shape.n_head, shape.rotary, kernel
         self.qkv = nn.Linear(shape.n_embd, 3 * shape.n_embd, bias=shape.bias)
         self.proj = nn.Linear(shape.n_embd, shape.n_embd, bias=shape.bias)
         self.dropout = Dropout(dropout)
@@ -228,12 +228,11 @@ class Attention(nn.Module):
             q, k = rotate(q, start), rotate(k, start)
         if cache is not None:
             k, v = cache.append(k, v)  # (B, H, S, D)
-        S = k.shape[2]
-        if self.plain:
-            return plain_attention(q, k, v, self.dropout.p * self.training).transpose(1, 2).flatten(2)
-        # is_causal aligns query 0 with key 0, which is right for T = S. One query sees all keys; else pass a mask.
-        mask = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T) if 1 < T < S else None
-        y = F.scaled_dot_product_attention(q, k, v, mask, self.dropout.p * self.training, T == S)  # (B, H, T, D)
+        p = self.dropout.p * self.training
+        if self.kernel == "plain":
+            y = plain_attention(q, k, v, p)  # (B, H, T, D)
+        else:
+            y = fused_attention(q, k, v, p, cudnn=self.kernel == "cudnn" and cache is None)
         return y.transpose(1, 2).flatten(2)  # (B, T, C)
 
 

@@ -1,6 +1,7 @@
 """Other ways to compute parts of a GPT: the same mathematics, with other costs in time and memory.
 
     attention   flash   torch's fused kernel: no (T, S) matrix in memory
+                cudnn   the same by cuDNN: torch has both on GPUs, and prefers one by the card and its own version
                 plain   two batched products and a softmax: the matrix is kept for backward. On CPUs that multiply bf16
                         it is faster, because there torch's fused kernel spends most of its time in its backward
     loss        whole   all logits at once, (B·T, V) float32, twice
@@ -13,10 +14,13 @@ Letters as in gpt.py.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanoray.models.dropout import dropout
 
@@ -26,8 +30,20 @@ ROTARY_BASE = 10000.0
 class Kernels(NamedTuple):
     """How a GPT computes what has several ways: it fixes no parameter's shape."""
 
-    plain_attention: bool = False
+    attention: str = "flash"  # or cudnn, plain
     loss_chunk: int = 0  # tokens whose logits are there at a time; 0: all
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, p: float = 0.0, cudnn: bool = False) -> Tensor:
+    """Return what `plain_attention` does, by one of torch's fused kernels, or by cuDNN's and no other one.
+
+    Raises RuntimeError if cuDNN has no kernel for these shapes on this device.
+    """
+    T, S = q.shape[2], k.shape[2]
+    # is_causal aligns query 0 with key 0, which is right for T = S. One query sees all keys; else pass a mask.
+    mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T) if 1 < T < S else None
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if cudnn else nullcontext():
+        return F.scaled_dot_product_attention(q, k, v, mask, p, T == S)
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, p: float = 0.0) -> Tensor:

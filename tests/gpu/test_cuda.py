@@ -57,6 +57,7 @@ RESUMED = [
     ("bf16", ()),
     ("fp16", ()),
     ("bf16", ("--compile", "true")),
+    ("bf16", ("--compile", "cuda_graphs", "--grad_accum_steps", "2")),
     ("bf16", ("--activation_checkpointing", "block")),
 ]
 
@@ -72,6 +73,22 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(
     assert_equal(final(whole), final(both))
     first, last = records(whole)[0], records(whole)[-1]
     assert last["train/loss"] < first["train/loss"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(("--compile", "true"), ("--compile", "cuda_graphs")), (("--attention", "flash"), ("--attention", "cudnn"))],
+    ids=["CUDA graphs", "cuDNN"],
+)
+def test_other_ways_to_launch_and_to_attend_learn_the_same(
+    gpu_recipe: list[str], tmp_path: Path, one: tuple[str, ...], other: tuple[str, ...]
+) -> None:
+    flags = ("--precision", "bf16", "--dropout", "0", "--eval_every", "6")
+    losses = []
+    for way in (one, other):
+        run = train(gpu_recipe, tmp_path / way[1], *flags, *way)
+        losses.append([record["train/loss"] for record in records(run)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
 
 
 @pytest.mark.parametrize("mode", ["ddp", "zero1", "zero2", "fsdp"])

@@ -18,11 +18,16 @@ from nanoray.errors import ConfigError
 
 TINY = "n_layer=1,n_head=2,n_embd=16,block_size=16,dropout=0.0,target_loss=9.0,max_steps=40,eval_every=20,compile=false"
 
+ONLY_GPUS = {
+    "(cuDNN attention)": "attention = cudnn is for GPUs",
+    "(CUDA graphs)": "compile = cuda_graphs is for GPUs",
+}
+
 
 @pytest.mark.parametrize(
     ("presets", "arms"),
     [
-        ("shakespeare-char", (BASE, TF32, "+ fused AdamW", BABY)),
+        ("shakespeare-char", (BASE, TF32, *ONLY_GPUS, "+ fused AdamW", BABY)),
         pytest.param("shakespeare-char,gpt2-124m", (*RUNGS, BABY), marks=pytest.mark.full),
     ],
 )
@@ -39,6 +44,9 @@ def test_rungs_and_the_baby_on_a_cpu(
     for preset in presets.split(","):
         for rung in (arm for arm in arms if arm not in (TF32, BABY)):
             name = f"{preset}: {rung}"
+            if rung in ONLY_GPUS:
+                assert rows[name, TOKENS, "1/s"]["skipped"] == ONLY_GPUS[rung]
+                continue
             if settings_at(rung)["compile"] and any(letter.isspace() for letter in sys.prefix):
                 assert rows[name, TOKENS, "1/s"]["skipped"].startswith("compile = true cannot work on a CPU from")
                 continue
@@ -47,10 +55,10 @@ def test_rungs_and_the_baby_on_a_cpu(
             assert rows[name, READY, "s"]["median"] > 0
             assert (name, MFU, "%") not in rows, "no table has a CPU's peak"
             assert rows[name, LOSS, ""].get("wrong") == (None if "batch" in rung else 0)
-        assert rows[f"{preset}: {TF32}", TOKENS, "1/s"]["skipped"] == "tf32 is a format of GPUs"
+        assert rows[f"{preset}: {TF32}", TOKENS, "1/s"]["skipped"] == "precision = tf32 is for GPUs"
         assert rows[f"{preset}: {PRODUCTS} bf16", PRODUCTS, "TFLOP/s"]["median"] > 0
-    before = "+ fused attention" if "+ fused attention" in arms else BASE
-    assert (f"shakespeare-char: + fused AdamW / shakespeare-char: {before}", TOKENS, "ratio") in rows
+    other = "+ fused attention" if "+ fused attention" in arms else BASE
+    assert (f"shakespeare-char: + fused AdamW / shakespeare-char: {other}", TOKENS, "ratio") in rows
     assert rows[BABY, SECONDS, "s"]["n"] == 1
     assert rows[BABY, LOSS, ""]["median"] < 9
     assert figure.read_bytes()[:4] == b"\x89PNG"
@@ -69,6 +77,12 @@ def test_a_rung_keeps_what_those_before_it_have() -> None:
         "_batch": 4,
     }
     assert settings_at("+ bf16")["_unfused"]
+    assert settings_at("(cuDNN attention)") == settings_at("+ fused attention") | {"attention": "cudnn"}
+    assert settings_at("(CUDA graphs)") == settings_at("+ compile") | {"compile": "cuda_graphs"}
+    others = gpu.before(list(RUNGS))
+    assert others["(cuDNN attention)"] == others["+ fused AdamW"] == "+ fused attention"
+    assert others["(CUDA graphs)"] == others["+ chunked loss"] == "+ compile"
+    assert BASE not in others
 
 
 def test_verdicts_go_by_the_best_rung_and_the_slower_baby() -> None:

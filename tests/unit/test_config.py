@@ -76,6 +76,7 @@ def test_names_that_scripts_rely_on() -> None:
 def test_flags_take_text_and_switches() -> None:
     c = parse("--workers", "3", "--compile", "--bias", "false", "--resume", "auto")
     assert (c.workers, c.compile, c.bias, c.resume) == (3, True, False, "auto")
+    assert parse("--compile", "cuda_graphs").compile == "cuda_graphs"
     assert parse("--workers", "auto").workers == "auto"
 
 

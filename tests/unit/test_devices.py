@@ -530,6 +530,8 @@ def test_a_cpu_without_a_compiler_or_with_a_space_in_its_path_compiles_nothing(m
         require_compiler(config, "cpu")
     require_compiler(config, "cuda:0")
     require_compiler(config.model_copy(update={"compile": False}), "cpu")
+    with pytest.raises(ConfigError, match="compile = cuda_graphs, but the device is a CPU"):
+        require_compiler(config.model_copy(update={"compile": "cuda_graphs"}), "cpu")
 
 
 WHOLE, MIXED = [h200("a"), h200("b")], [h200("a"), h200("b", "3g.71gb", "3g.71gb")]

@@ -19,8 +19,9 @@ from nanoray.models.gpt import GPT, KVCache, ModelShape
 from nanoray.models.kernels import Kernels, chunked_cross_entropy, plain_attention, rotate
 from nanoray.models.moe import RouterTraining
 from nanoray.models.sampling import generate
+from nanoray.train.recipe import compile_layers
 
-PLAIN, CHUNKED = Kernels(plain_attention=True), Kernels(loss_chunk=7)
+PLAIN, CHUNKED = Kernels("plain"), Kernels(loss_chunk=7)
 
 
 def made(kernels: Kernels = Kernels(), vocab_size: int = 65, rotary: bool = False, dropout: float = 0.0) -> GPT:  # noqa: B008
@@ -202,6 +203,38 @@ def test_a_rotary_model_has_no_position_embedding_and_knows_positions() -> None:
     assert ModelShape(**shape.to_dict()) == shape  # type: ignore[arg-type]
 
 
+def test_cudnn_takes_no_other_kernel_but_with_a_cache() -> None:
+    """On a CPU there is none of cuDNN: training fails, and a sample is drawn as without."""
+    with pytest.raises(RuntimeError, match="No viable backend"):
+        learned(made(Kernels("cudnn")))
+    samples = [generate(made(kernels), tokens(), 20, temperature=0) for kernels in (Kernels("cudnn"), Kernels())]
+    assert torch.equal(*samples)
+
+
+def test_graphs_reuse_memory_when_nobody_needs_the_gradients_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not between the micro batches of a step: there the gradients of the first wait in the memory of its graphs."""
+    begun, modes = list[int](), list[Any]()
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(1))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **settings: modes.append(settings["mode"]))
+    model = made()
+    compile_layers(model, make_config({"global_batch_size": 12, "compile": "cuda_graphs"}))
+    assert modes == ["reduce-overhead"] * 2
+    for step in range(2):
+        for micro in range(3):
+            model(tokens(), tokens(seed=micro)).backward()
+        assert len(begun) == step + 1
+        for p in model.parameters():
+            p.grad = None
+    with torch.no_grad():
+        for batch in range(2):
+            model(tokens(), tokens(seed=batch))
+    assert len(begun) == 4
+    compile_layers(other := made(), make_config({"global_batch_size": 12, "compile": True}))
+    other(tokens(), tokens())
+    assert modes[2:] == [None] * 2
+    assert len(begun) == 4
+
+
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
@@ -225,13 +258,17 @@ def test_auto_is_plain_only_where_it_was_measured_to_win() -> None:
         assert chosen(kind, precision, features, **settings) == "flash"
         assert chosen(kind, precision, features, attention="plain", **settings) == "plain"
     assert chosen("cpu", "bf16", units, attention="flash") == "flash"
+    assert chosen("cuda", "bf16", units, attention="cudnn") == "cudnn"
+    for kind, precision in (("cpu", "bf16"), ("cuda", "fp32")):
+        with pytest.raises(ConfigError, match=f"needs a GPU and 16 bits, but this is {kind} with {precision}"):
+            chosen(kind, precision, units, attention="cudnn")
 
 
 def test_options_reach_the_model() -> None:
     config = load_config(preset="tiny", overrides={"attention": "plain", "loss_chunk": 5, "positions": "rotary"})
     model = gpt_of(ModelShape.of(config, 65), config)
-    assert kernels_of(config) == Kernels(True, 5)
-    assert (model.blocks[0].attn.plain, model.lm_head.loss_chunk, model.shape.rotary) == (True, 5, True)
+    assert kernels_of(config) == Kernels("plain", 5)
+    assert (model.blocks[0].attn.kernel, model.lm_head.loss_chunk, model.shape.rotary) == ("plain", 5, True)
     other = load_config(preset="tiny", overrides={"attention": "flash"})
     assert recipe_of(other) == recipe_of(load_config(preset="tiny")), "the same experiment"
     assert recipe_of(config) != recipe_of(other), "other positions make another one"
@@ -243,6 +280,14 @@ def test_options_reach_the_model() -> None:
         ({"loss_chunk": 8, "tp": 2}, "loss_chunk = 8 would be ignored: tp = 2 cuts the logits"),
         ({"loss_chunk": 8, "precision": "fp16"}, "loss_chunk = 8 with precision = fp16: its gradients are computed"),
         ({"loss_chunk": 8, "precision": "bf16_pure"}, "loss_chunk = 8 with precision = bf16_pure: its gradients"),
+        ({"attention": "cudnn", "device": "cpu"}, "attention = cudnn computes in 16 bits on a GPU, but device = cpu"),
+        ({"attention": "cudnn", "precision": "tf32"}, "cudnn computes in 16 bits on a GPU, but precision = tf32"),
+        ({"compile": "cuda_graphs", "device": "cpu"}, "compile = cuda_graphs with device = cpu: a CPU has no kernels"),
+        ({"compile": "cuda_graphs", "dp_mode": "zero1"}, "compile = cuda_graphs with dp_mode = zero1: it keeps"),
+        ({"compile": "cuda_graphs", "tp": 2}, "compile = cuda_graphs with tp = 2: its ranks exchange activations"),
+        ({"compile": "cuda_graphs", "pp": 2}, "compile = cuda_graphs with pp = 2: several micro batches"),
+        ({"compile": "cuda_graphs", "experts": 4}, "compile = cuda_graphs with experts = 4: how many tokens"),
+        ({"compile": "cuda_graphs", "audit_every": 5}, "compile = cuda_graphs with audit_every = 5: gradients of"),
         ({"muon_lr": 0.1}, "muon_lr = 0.1 would be ignored: optimizer = adamw; use optimizer muon"),
         ({"optimizer": "muon", "tp": 2}, "optimizer = muon needs whole matrices, but tp = 2"),
         ({"optimizer": "muon", "pp": 2}, "optimizer = muon needs whole matrices, but pp = 2"),
@@ -286,7 +331,7 @@ def test_the_formula_of_memory_is_what_a_forward_keeps(kernels: Kernels) -> None
     found = sum(size for at, size in kept.items() if at not in own)
     parts = activation_memory(shape, micro, "fp32")
     formula = with_kernels(parts, shape, micro, "fp32", kernels, "none", 1)
-    if kernels.plain_attention:
+    if kernels.attention == "plain":
         fleeting = 2 * micro * 32 * 4 * 32 * 4
         expected = formula["activations"] - fleeting + parts["logits"] // 2  # log-softmax waits, the logits do not
     else:

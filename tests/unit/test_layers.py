@@ -13,7 +13,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A room may import from the rows above its own, and from itself. docs/architecture.md draws the same picture.
 ROWS = [
-    {"errors", "atomic", "output"},
+    {"errors", "atomic", "output", "kernel_options"},
     {"metrics", "points", "model_options"},
     {"compression_options"},
     {"seq_options"},
@@ -34,7 +34,7 @@ ROWS = [
 ROW = {room: i for i, row in enumerate(ROWS) for room in row}
 MAY_IMPORT_RAY = {"launch", "bench"}
 LOOP_LINES, FUNCTION_LINES, FILE_LINES = 120, 80, 500
-PACKAGE_LINES, BENCH_LINES, KUBE_LINES = 28150, 10750, 1510  # what trains and survives, what measures, what deploys
+PACKAGE_LINES, BENCH_LINES, KUBE_LINES = 28200, 10750, 1510  # what trains and survives, what measures, what deploys
 
 
 def module_name(path: Path) -> str:
