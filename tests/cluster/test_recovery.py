@@ -368,6 +368,7 @@ end_for_certain(facts)
 try:
     ray.get(actor.ready.remote(), timeout=60)
 except ray.exceptions.RayError as error:
+    print()  # Ray's own messages may end without a new line
     print(json.dumps([facts["pid"], type(error).__name__]))
 """
 
