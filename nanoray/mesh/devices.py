@@ -394,7 +394,7 @@ def cannot_compile(device: str) -> str:
 
 
 def choose_attention(config: Config, kind: str, precision: str, features: frozenset[str]) -> str:
-    """Return flash, cudnn or plain: what was measured to be faster for `auto`. Raises ConfigError where cudnn cannot work.
+    """Return flash, cudnn or plain: what was measured to be faster for `auto`. Raises ConfigError for cudnn on a CPU.
 
     On a CPU that multiplies bf16, torch's fused attention in bf16 takes most of its time in its backward. With dropout
     torch has no fused attention on CPUs: what it does instead is plain attention with a slower dropout.
