@@ -8,8 +8,8 @@
     torchft       the same trainer with torchft: the survivors go on at once, only the lost rank is replaced
     torchrun      torchrun --max-restarts ... -m nanoray.train
 
-Part one: one run per arm and round, in rotating order; one rank gets a SIGKILL between two given steps. All arms of a
-round lose the same rank after the same step. Part two: one longer run per arm, in which kills arrive by a Poisson
+Part one: one run per arm and round, in rotating order; one rank gets a SIGKILL between two given steps, late enough for
+a spare to be warm. All arms of a round lose the same rank after the same step. Part two: one longer run per arm, in which kills arrive by a Poisson
 process, the same moments and ranks for all arms. The arms on Ray share one head, which is up before any of them starts.
 The records of the runs say what happened (killed.py).
 """
@@ -66,8 +66,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's flags."""
     parser.add_argument("--arms", default="all", metavar="A,B", help=f"which of {', '.join(ARMS)} [all]")
     parser.add_argument("--kills", type=int, metavar="N", help="rounds, with one kill per arm in each [5; 1 --quick]")
-    parser.add_argument("--between", default="100,250", metavar="A,B", help="kill between these steps [100,250]")
-    parser.add_argument("--steps", type=int, default=400, metavar="N", help="optimizer steps of such a run [400]")
+    parser.add_argument("--between", default="800,950", metavar="A,B", help="kill between these steps [800,950]")
+    parser.add_argument("--steps", type=int, default=1100, metavar="N", help="optimizer steps of such a run [1100]")
     parser.add_argument(
         "--goodput_s",
         type=float,
@@ -128,7 +128,7 @@ def _between(args: argparse.Namespace) -> tuple[int, int]:
     try:
         first, last = (int(part) for part in args.between.split(","))
     except ValueError:
-        raise ConfigError(f"between = {args.between}: not two steps; write A,B like 100,250") from None
+        raise ConfigError(f"between = {args.between}: not two steps; write A,B like 800,950") from None
     if not 1 <= first <= last < args.steps:
         raise ConfigError(f"between = {args.between}, steps = {args.steps}; 1 <= A <= B < steps is needed")
     return first, last
