@@ -9,9 +9,9 @@
     torchrun      torchrun --max-restarts ... -m nanoray.train
 
 Part one: one run per arm and round, in rotating order; one rank gets a SIGKILL between two given steps, late enough for
-a spare to be warm. All arms of a round lose the same rank after the same step. Part two: one longer run per arm, in which kills arrive by a Poisson
-process, the same moments and ranks for all arms. The arms on Ray share one head, which is up before any of them starts.
-The records of the runs say what happened (killed.py).
+a spare to be warm. All arms of a round lose the same rank after the same step. Part two: one longer run per arm, in
+which kills arrive by a Poisson process, the same moments and ranks for all arms. The arms on Ray share one head, which
+is up before any of them starts. The records of the runs say what happened (killed.py).
 """
 
 from __future__ import annotations
