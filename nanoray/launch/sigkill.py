@@ -18,7 +18,7 @@ from nanoray.faults.proc import start_time, stat_of
 
 
 def end_for_certain(facts: dict[str, Any], api: Any = ray) -> None:
-    """End the process that an actor has described: its node, pid and start. Returns at once; does nothing twice."""
+    """End the process that an actor has described: its node, pid and start. Returns at once."""
     on_its_node = NodeAffinitySchedulingStrategy(facts["node"], soft=False)
     task = api.remote(num_cpus=0, max_retries=0, scheduling_strategy=on_its_node)(end_process)
     task.remote(facts["pid"], facts["start"])

@@ -75,7 +75,7 @@ def test_a_deleted_worker_pod_costs_only_its_rank(head: Cluster, recipe: Path, c
     """SIGTERM to its `ray start --block`; the operator's new pod joins later. The job goes on: no step is repeated."""
     with ray_node(head) as pod:
         slow = SLOW.replace("seconds=8", "seconds=6")  # the rank must leave before the notice is over
-        driver = start(head, recipe, tmp_path, *FLAGS, "--faults", slow)
+        driver = start(head, recipe, tmp_path, *FLAGS, "--replace_timeout", "300", "--faults", slow)
         wait_for(lambda: fired(tmp_path) == ["slow"], process=driver)
         pids = [pid_of(tmp_path, rank) for rank in (0, 1)]
         pod.send_signal(signal.SIGTERM)
