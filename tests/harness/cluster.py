@@ -49,20 +49,6 @@ def ends_with_tests() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def go_first() -> None:
-    """Put a Ray, just forked, before others, for root: Ray gives a node 30 s to start, however busy the machine is.
-
-    Its workers are nice all the same, and ranks set a nice of their own.
-    """
-    with contextlib.suppress(PermissionError):
-        os.setpriority(os.PRIO_PROCESS, 0, -10)
-
-
-def starts_a_ray() -> None:
-    ends_with_tests()
-    go_first()
-
-
 @dataclass
 class Cluster:
     """A running `ray start --head` of the tests' own."""
@@ -138,7 +124,7 @@ def _ray_head(*flags: str, dashboard: bool, **env: str) -> Iterator[Cluster]:
                     stdout=stream,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    preexec_fn=starts_a_ray,
+                    preexec_fn=ends_with_tests,
                 )
             return process, lambda: "Ray runtime started" in log.read_text()
 
@@ -190,7 +176,7 @@ def ray_node(cluster: Cluster, *flags: str, before: tuple[str, ...] = ()) -> Ite
             env=cluster.env,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=starts_a_ray,
+            preexec_fn=ends_with_tests,
         )
         return process, lambda: set(living_nodes(cluster)) - here
 
