@@ -16,8 +16,9 @@ def stat_of(pid: int) -> list[str]:
     return [] if fields[0] in "ZX" else fields
 
 
-def start_time(fields: Sequence[str]) -> str:
-    """Return when a process with these fields started, in ticks since boot: with the pid it names the process."""
+def start_time(pid: int) -> str:
+    """Return when a living process started, in ticks since boot: with the pid it names the process. Else empty."""
+    fields = stat_of(pid)
     return fields[19] if fields else ""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from nanoray.faults.proc import start_time, stat_of
+from nanoray.faults.proc import start_time
 
 
 def end_for_certain(facts: dict[str, Any], api: Any = ray) -> None:
@@ -26,5 +26,5 @@ def end_for_certain(facts: dict[str, Any], api: Any = ray) -> None:
 
 def end_process(pid: int, start: str) -> None:
     """End a process of this host, unless it is another one by now, which started later under the same pid."""
-    if start and start_time(stat_of(pid)) == start:
+    if start and start_time(pid) == start:
         os.kill(pid, signal.SIGKILL)

@@ -27,7 +27,7 @@ from ray.util.metrics import Gauge
 from nanoray.errors import NanorayError, RankDiffers, RendezvousError
 from nanoray.faults import exit_record
 from nanoray.faults.cause import is_collective_error
-from nanoray.faults.proc import start_time, stat_of
+from nanoray.faults.proc import start_time
 from nanoray.faults.progress import ProgressFile
 from nanoray.mesh.devices import require_compiler
 from nanoray.mesh.rendezvous import Order, Rendezvous
@@ -183,7 +183,7 @@ class Worker:
         return {
             "rank": self._rank,
             "pid": os.getpid(),
-            "start": start_time(stat_of(os.getpid())),
+            "start": start_time(os.getpid()),
             "node": context.get_node_id(),
             "ip": self._api.util.get_node_ip_address(),
             "actor": context.get_actor_id(),

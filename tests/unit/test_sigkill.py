@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nanoray.faults.proc import start_time, stat_of
+from nanoray.faults.proc import start_time
 from nanoray.launch.sigkill import end_process
 
 
@@ -24,7 +24,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 def test_a_frozen_process_ends(sleeper: subprocess.Popen[bytes]) -> None:
     os.kill(sleeper.pid, signal.SIGSTOP)
-    end_process(sleeper.pid, start_time(stat_of(sleeper.pid)))
+    end_process(sleeper.pid, start_time(sleeper.pid))
     assert sleeper.wait(10) == -signal.SIGKILL
     end_process(sleeper.pid, "1")  # it is gone
 
