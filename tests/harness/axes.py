@@ -33,6 +33,7 @@ def run(
 def require_one_process(found: list[Any], settings: dict[str, Any]) -> None:
     """Weights, losses and norms are those of one process within the benchmark's limits; ranks agree to the bit."""
     far = WEIGHT_LIMIT[settings["optimizer"]]
+    assert found, "no arm has run"
     for each in found:
         where = (each["arm"], each["accum"])
         for rank in each["ranks"]:
