@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from tests.harness.cluster import goes_first
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # $1 folder of the pod, $2 bytes of /dev/shm, $3 command. Builds the root, enters it, becomes the command's parent.
@@ -217,7 +219,9 @@ class Machine:
             "CONFIG": str(self.config),
             "PATH": os.environ["PATH"],
         }
-        return subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=places, start_new_session=True)
+        return subprocess.Popen(
+            words, stdout=log, stderr=subprocess.STDOUT, env=places, start_new_session=True, preexec_fn=goes_first
+        )
 
     def _write_hosts(self) -> None:
         text = "127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in self._names.items())
