@@ -11,7 +11,8 @@ A ladder per preset: each rung is the `base` with one thing changed.
     bf16                      --precision bf16 --attention flash
     bf16 + plain attention    --precision bf16 --attention plain
     two ranks                 one rank per core, on two cores
-    two ranks + audit 10      the same with --audit_every 10, and 1: beside two ranks, what an audit costs
+    two ranks + zero1         the same with --dp_mode zero1: each rank updates half of the weights
+    two ranks + audit 10      two ranks with --audit_every 10, and 1: beside two ranks, what an audit costs
     eager loop                a peer: the loop that people write first (compute.py)
     eager loop + kept memory  the same, and glibc keeps freed memory, as every nanoray rank lets it
     nanogpt                   a peer: nanoGPT's own train.py, where --nanogpt names its folder
@@ -60,6 +61,7 @@ RUNGS: dict[str, dict[str, Any]] = {  # settings of the run; those with "_" are 
     "bf16": {"precision": "bf16", "attention": "flash"},
     BEST: {"precision": "bf16", "attention": "plain"},
     TWO: {"_ranks": 2},
+    f"{TWO} + zero1": {"_ranks": 2, "dp_mode": "zero1"},
     f"{TWO} + audit 10": {"_ranks": 2, "audit_every": 10},
     f"{TWO} + audit 1": {"_ranks": 2, "audit_every": 1},
     EAGER: {"_eager": True},
@@ -421,8 +423,8 @@ def lines(report: Report) -> list[str]:
     found = aligned([(*line, "") for line in _table(report, "quartiles")], right=set(range(1, 9)))
     products = [row for row in report.rows if row.metric == PRODUCTS]
     found += ["", *(f"{row.arm}: {report.cell(row.arm, PRODUCTS)} GFLOP/s, {row.note}" for row in products)]
-    audits = [row.arm for row in report.rows if row.unit == "ratio" and row.arm.endswith(f": {TWO}")]
-    found += [f"{arm}: {report.cell(arm, TOKENS, 'quartiles')}" for arm in audits]
+    beside_two = [row.arm for row in report.rows if row.unit == "ratio" and row.arm.endswith(f": {TWO}")]
+    found += [f"{arm}: {report.cell(arm, TOKENS, 'quartiles')}" for arm in beside_two]
     return found + [f"skipped  {row.arm}: {row.skipped}" for row in report.rows if row.skipped and row.unit == "1/s"]
 
 
