@@ -219,8 +219,7 @@ class Config(WatchOptions):
     pp_chunks: Natural = _field(0, "dist")
     """pp_schedule interleaved: chunks of layers per rank (0 = 2)"""
     bucket_mb: float = _field(0.0, "dist", ge=0)
-    """gradient bucket in MB (0 = 25 on GPU, 2 on CPU, 8 there by hand and with zero1 and zero2); with ddp it fixes the
-    order of sums, so a resume keeps it"""
+    """gradient bucket in MB (0 = 25 on GPU, 8 on CPU); with ddp it fixes the order of sums, so a resume keeps it"""
     allreduce: Literal["backend", "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", "flat"] = (
         _field("backend", "dist")
     )

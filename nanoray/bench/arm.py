@@ -108,7 +108,7 @@ class Arm:
         self.case = make(mesh, config, precision, batch.micro)
         stream = 4 * batch.micro * config.block_size * config.n_embd  # bytes of a micro batch between two stages
         self.messages = {"send_recv activations": (batch.accum, batch.accum * stream)} if config.pp > 1 else {}
-        bucket_mb = config.bucket_mb or default_bucket_mb(mesh.device, config.dp_mode)
+        bucket_mb = config.bucket_mb or default_bucket_mb(mesh.device)
         loss = partial(mean_loss, mesh.device.type, precision)
         self.plan = Plan(self.case.model, mesh, config, batch.accum, loss, lambda loss: loss, int(mirrored))
         state = model_memory(config, self.case.model, batch.dp, batch.accum, bucket_mb, mirrored)

@@ -141,7 +141,7 @@ class Here:
         from nanoray.parallel.predict import Job, Speed, flops_of, predict, tensors_of
 
         own = config.model_copy(update={"dp_mode": mode, "tp": layout.tp})
-        shape, cap = ModelShape.of(config, VOCAB[config.tokenizer]), default_bucket_mb(torch.device("cpu"), mode)
+        shape, cap = ModelShape.of(config, VOCAB[config.tokenizer]), default_bucket_mb(torch.device("cpu"))
         job = Job(shape, own, MICRO * layout.dp, "fp32", config.bucket_mb or cap)
         forward, backward = (flops * MICRO * shape.block_size for flops in flops_of(job, Layout(), 0))
         whole, split = self.compute[1], self.compute[2]

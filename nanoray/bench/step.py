@@ -387,7 +387,8 @@ def _judge(report: Report, presets: list[str]) -> None:
             continue
         plain, half = AIMS[name]
         against = PEER if report.row(_named(name, PEER), TOKENS) else EAGER  # nanoGPT, or what is nearest to it
-        for arm, peer, limit, why in ((BASE, EAGER, 1.05, ""), (BASE, PEER, plain, ""), (BEST, against, half, excuse)):
+        aims = ((BASE, EAGER, 1.05, ""), (BASE, PEER, plain, ""), (BEST, against, half, excuse), (TWO, BASE, 0.95, ""))
+        for arm, peer, limit, why in aims:
             upper, lower = _named(name, arm), _named(name, peer)
             if row := report.row(f"{upper} / {lower}", TOKENS) or report.compare(upper, lower, TOKENS):
                 report.targets.append(Target(f"tokens/s, {row.arm}", row, ">=", limit, why))

@@ -85,9 +85,7 @@ class Buckets:
         taken = set(params)
         for of_chunk in reversed(chunks):
             begin = len(self._buckets)
-            self._lay_out(
-                [p for p in reversed(of_chunk) if p in taken], bucket_mb or default_bucket_mb(self._device, mode)
-            )
+            self._lay_out([p for p in reversed(of_chunk) if p in taken], bucket_mb or default_bucket_mb(self._device))
             self._ranges.insert(0, (begin, len(self._buckets)))
         self._next, self._end = 0, len(self._buckets)  # bucket to leave next: all ranks send them in one order
         self._place_of = {p: (bucket, i) for bucket in self._buckets for i, p in enumerate(bucket.params)}

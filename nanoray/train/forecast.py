@@ -96,7 +96,7 @@ def job_of(config: Config, vocab_size: int, sequences: int) -> Job:
     device = "cpu" if config.device == "cpu" else "cuda"
     precision = {"cpu": "fp32", "cuda": "bf16"}[device] if config.precision == "auto" else config.precision
     backend = {"cpu": "gloo", "cuda": "nccl"}[device] if config.backend == "auto" else config.backend
-    bucket_mb = config.bucket_mb or default_bucket_mb(torch.device(device), config.dp_mode)
+    bucket_mb = config.bucket_mb or default_bucket_mb(torch.device(device))
     shape = ModelShape.of(config, vocab_size)
     return Job(
         shape,

@@ -302,7 +302,7 @@ def predicted(spec: RunSpec, mesh: Mesh, par: Plan, batch: Batch) -> dict[str, i
     shape = shape_of(cfg, spec.dataset.vocab_size)
     if isinstance(shape, OwnShape):
         return {}
-    bucket_mb = cfg.bucket_mb or default_bucket_mb(mesh.device, cfg.dp_mode)
+    bucket_mb = cfg.bucket_mb or default_bucket_mb(mesh.device)
     parts = model_memory(cfg, par.model, par.data.size, batch.accum, bucket_mb, par.mirror_shards is not None)
     if isinstance(shape, ModelShape):
         stage = Layout.of(cfg, mesh.world_size).coords(mesh.rank).pp

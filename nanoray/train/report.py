@@ -184,7 +184,7 @@ def buckets_of(config: Config) -> tuple[float, bool]:
     from nanoray.parallel.ddp import default_bucket_mb
 
     gpu = config.device in ("cuda", "mig") or (config.device == "auto" and bool(discover_gpus()))
-    bucket_mb = config.bucket_mb or default_bucket_mb(torch.device("cuda" if gpu else "cpu"), config.dp_mode)
+    bucket_mb = config.bucket_mb or default_bucket_mb(torch.device("cuda" if gpu else "cpu"))
     return bucket_mb, config.mirrors("gloo" if not gpu else config.backend)
 
 
