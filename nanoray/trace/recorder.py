@@ -199,7 +199,7 @@ class CommRecorder:
     def prepare(self) -> None:
         """Run the profiler once before the first step: its first use takes over a second. (all ranks)"""
         if self._next_profile is not None:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "7")  # else it writes two lines to stderr per profile
+            quieten_profiler()
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
                 pass
         if self.mesh.device.type == "cuda":
@@ -405,6 +405,11 @@ class ClockOffset:
         """Assume the reading was taken in the middle of the round trip; the error is at most half of that."""
         half = (answered - asked) / 2
         return cls(reading - asked - half, half)
+
+
+def quieten_profiler() -> None:
+    """Keep torch's profiler from writing two lines to stderr for each profile. Call it before the first one."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "7")
 
 
 def measure_offsets(

@@ -7,7 +7,6 @@ torch.profiler notes operations, kernels and collectives. The loop's phases stan
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -21,7 +20,7 @@ from nanoray.faults.progress import OUTSIDE
 from nanoray.mesh.mesh import Mesh
 from nanoray.run import RunSpec
 from nanoray.trace.profiles import FOLDER, KEY, name_of
-from nanoray.trace.recorder import measure_offsets
+from nanoray.trace.recorder import measure_offsets, quieten_profiler
 
 
 class Profile:
@@ -63,7 +62,7 @@ class Profile:
         self._span.__enter__()
 
     def _start(self, step: int) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "7")  # else it writes two lines to stderr
+        quieten_profiler()
         activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (self._mesh.device.type == "cuda")]
         self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
         self._profiler.start()

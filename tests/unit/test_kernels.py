@@ -287,6 +287,10 @@ def test_options_reach_the_model() -> None:
         ({"compile": "cuda_graphs", "tp": 2}, "compile = cuda_graphs with tp = 2: its ranks exchange activations"),
         ({"compile": "cuda_graphs", "pp": 2}, "compile = cuda_graphs with pp = 2: several micro batches"),
         ({"compile": "cuda_graphs", "experts": 4}, "compile = cuda_graphs with experts = 4: how many tokens"),
+        (
+            {"compile": "cuda_graphs", "model": "resnet", "sync_batchnorm": True},
+            "compile = cuda_graphs with sync_batchnorm = True: its ranks exchange statistics",
+        ),
         ({"compile": "cuda_graphs", "audit_every": 5}, "compile = cuda_graphs with audit_every = 5: gradients of"),
         ({"muon_lr": 0.1}, "muon_lr = 0.1 would be ignored: optimizer = adamw; use optimizer muon"),
         ({"optimizer": "muon", "tp": 2}, "optimizer = muon needs whole matrices, but tp = 2"),

@@ -249,13 +249,12 @@ def _strict(schema: Any) -> Any:
     return plain
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", [folder for folder in FOLDERS if folder.startswith("overlays/")])
 def test_ray_objects_fit_kuberays_schemas(crds: dict[str, Object], folder: str) -> None:
     import jsonschema
 
-    for thing in build(KUBE_DIR / folder):
-        if thing["kind"] in crds:
-            jsonschema.Draft7Validator(crds[thing["kind"]]).validate(thing)
+    (thing,) = [thing for thing in build(KUBE_DIR / folder) if thing["kind"] in crds]
+    jsonschema.Draft7Validator(crds[thing["kind"]]).validate(thing)
 
 
 def test_a_misspelt_field_does_not_fit(crds: dict[str, Object]) -> None:
