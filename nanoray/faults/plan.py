@@ -66,7 +66,8 @@ class Fault:
         if self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.kind == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
+            # To this thread, which then goes no further. A process may be frozen by another thread, a moment later.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         elif self.kind == "exit":
             os._exit(3)
         elif self.kind == "hang":
