@@ -37,6 +37,10 @@ from tests.harness.commands import run, torchrun
 
 HERE = Path(__file__).resolve().parent
 GOLDEN, OLD_RUN = HERE / "golden" / "golden.json", HERE / "golden" / "old-run"
+# What the environment says of ranks, threads and instruction sets is kept away from the runs. Read once, here: while the
+# threads below went through the variables, pytest would set PYTEST_CURRENT_TEST and remove it.
+_NOT_PASSED_ON = re.compile("RANK|WORLD_SIZE|LOCAL_|MASTER_|GROUP_|TORCHELASTIC_|OMP_|MKL_|KMP_|DNNL_|ONEDNN_")
+ENV = {key: value for key, value in os.environ.items() if not _NOT_PASSED_ON.match(key)}
 METRICS = ("train/loss", "train/grad_norm", "train/lr", "train/loss_scale", "val/loss")
 
 PLAIN = {
@@ -104,8 +108,8 @@ def golden() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[dict[str, Any]]]]:
     """All cases, under way: two at a time."""
-    pool, env = ThreadPoolExecutor(2), environment()
-    yield {case: pool.submit(measure, case, tmp_path_factory.mktemp(case), env) for case in CASES}
+    pool = ThreadPoolExecutor(2)
+    yield {case: pool.submit(measure, case, tmp_path_factory.mktemp(case)) for case in CASES}
     pool.shutdown(cancel_futures=True)
 
 
@@ -133,7 +137,7 @@ def test_a_resumed_run_is_the_whole_run(runs: dict[str, Future[dict[str, Any]]])
 def test_weights_of_an_old_checkpoint_load_as_they_were(golden: dict[str, Any], tmp_path: Path) -> None:
     """On any machine: nothing is computed."""
     shutil.copytree(OLD_RUN, tmp_path / "runs" / "old")
-    assert weights(tmp_path, environment()) == golden["old_weights"]
+    assert weights(tmp_path) == golden["old_weights"]
 
 
 def floats(values: dict[str, str]) -> dict[str, float]:
@@ -159,24 +163,14 @@ def fingerprint() -> dict[str, Any]:
     }
 
 
-def environment() -> dict[str, str]:
-    """Return this process's variables without those of ranks, threads and instruction sets.
-
-    Not for the threads of a pool: while they go through the variables, pytest sets PYTEST_CURRENT_TEST and removes it.
-    """
-    left_out = re.compile("RANK|WORLD_SIZE|LOCAL_|MASTER_|GROUP_|TORCHELASTIC_|OMP_|MKL_|KMP_|DNNL_|ONEDNN_")
-    return {key: value for key, value in os.environ.items() if not left_out.match(key)}
-
-
-def measure(case: str, folder: Path, env: dict[str, str]) -> dict[str, Any]:
+def measure(case: str, folder: Path) -> dict[str, Any]:
     """Run a case in an empty folder; return metric -> step -> value, and the sha256 of each weight at the end."""
     what = CASES[case]
     write_text(folder / "words.txt")
     if what.start:
         shutil.copytree(OLD_RUN, folder / "runs" / what.start)
     for flags in what.parts:
-        words = [f"--{key}={value}" for key, value in flags.items()]
-        command(folder, "nanoray.train", *words, env=env, ranks=what.ranks)
+        command(folder, "nanoray.train", *(f"--{key}={value}" for key, value in flags.items()), ranks=what.ranks)
     (run,) = (folder / "runs").iterdir()
     if "resume" in what.parts[-1]:  # else a run that began anew would pass
         resumed_from = json.loads((run / "summary.json").read_text(encoding="utf-8"))["resumed_from"]
@@ -186,7 +180,7 @@ def measure(case: str, folder: Path, env: dict[str, str]) -> dict[str, Any]:
         metric: {str(r["step"]): float(r[metric]).hex() for r in records if metric in r} for metric in METRICS
     }
     found = {metric: values for metric, values in found.items() if values}
-    return found | {"weights": weights(folder, env)}
+    return found | {"weights": weights(folder)}
 
 
 def write_text(path: Path) -> None:
@@ -196,17 +190,17 @@ def write_text(path: Path) -> None:
     path.write_text(" ".join(source.choices(words, k=12000)) + "\n", encoding="utf-8")
 
 
-def weights(folder: Path, env: dict[str, str]) -> dict[str, str]:
+def weights(folder: Path) -> dict[str, str]:
     """Return the sha256 of each tensor of the newest checkpoint of the run in `folder`."""
     (run,) = (folder / "runs").iterdir()
-    command(folder, "nanoray", "checkpoint", "export", str(run), "--out", "weights.safetensors", env=env)
+    command(folder, "nanoray", "checkpoint", "export", str(run), "--out", "weights.safetensors")
     tensors = load_file(folder / "weights.safetensors")
     return {name: hashlib.sha256(tensors[name].tobytes()).hexdigest() for name in sorted(tensors)}
 
 
-def command(folder: Path, *args: str, env: dict[str, str], ranks: int = 1) -> None:
+def command(folder: Path, *args: str, ranks: int = 1) -> None:
     """Run `python -m args` in `folder`, with a cache of its own."""
-    env = env | {"XDG_CACHE_HOME": str(folder / "cache")}
+    env = ENV | {"XDG_CACHE_HOME": str(folder / "cache")}
     for done in torchrun(ranks, *args, env=env, cwd=folder) if ranks > 1 else [run(*args, env=env, cwd=folder)]:
         assert done.returncode == 0, f"{' '.join(args)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
@@ -217,9 +211,9 @@ def record() -> None:
         folders = {name: Path(scratch, name) for name in (*CASES, "loaded")}
         for folder in folders.values():
             folder.mkdir()
-        futures = {case: pool.submit(measure, case, folders[case], environment()) for case in CASES}
+        futures = {case: pool.submit(measure, case, folders[case]) for case in CASES}
         shutil.copytree(OLD_RUN, folders["loaded"] / "runs" / "old")
-        old_weights = weights(folders["loaded"], environment())
+        old_weights = weights(folders["loaded"])
         cases = {case: future.result() for case, future in futures.items()}
     values = {"on": fingerprint(), "old_weights": old_weights, "cases": cases}
     GOLDEN.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -156,3 +159,36 @@ def test_a_progress_file_tells_where_a_rank_was(tmp_path: Path) -> None:
 )
 def test_consequences_are_told_from_causes(error: Exception, collective: bool) -> None:
     assert is_collective_error(error) is collective
+
+
+STOPS = """
+import os, sys, threading
+from pathlib import Path
+from nanoray.faults.plan import Fault
+
+def rank():
+    ready.wait()
+    Fault("stop", 0, 5, "backward").fire(Path(sys.argv[1]), None)
+    os.write(1, b"went on")
+
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+ready, thread = threading.Event(), threading.Thread(target=rank)
+thread.start()
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+ready.set()
+thread.join()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="SCHED_IDLE is Linux's")
+def test_a_rank_that_stops_goes_no_further(tmp_path: Path) -> None:
+    """Its thread is not the process's first one, which would be slow to hear a signal to the process here."""
+    with subprocess.Popen([sys.executable, "-c", STOPS, str(tmp_path / "f")], stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        _, status = os.waitpid(process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        os.set_blocking(process.stdout.fileno(), False)
+        said = process.stdout.read()
+        process.kill()
+    assert not said
+    assert json.loads((tmp_path / "f").read_text())["kind"] == "stop"
