@@ -37,8 +37,8 @@ from tests.harness.commands import run, torchrun
 
 HERE = Path(__file__).resolve().parent
 GOLDEN, OLD_RUN = HERE / "golden" / "golden.json", HERE / "golden" / "old-run"
-# What the environment says of ranks, threads and instruction sets is kept away from the runs. Read once, here: while the
-# threads below went through the variables, pytest would set PYTEST_CURRENT_TEST and remove it.
+# What the environment says of ranks, threads and instruction sets is kept away from the runs. Read once, here: while
+# the threads below went through the variables, pytest would set PYTEST_CURRENT_TEST and remove it.
 _NOT_PASSED_ON = re.compile("RANK|WORLD_SIZE|LOCAL_|MASTER_|GROUP_|TORCHELASTIC_|OMP_|MKL_|KMP_|DNNL_|ONEDNN_")
 ENV = {key: value for key, value in os.environ.items() if not _NOT_PASSED_ON.match(key)}
 METRICS = ("train/loss", "train/grad_norm", "train/lr", "train/loss_scale", "val/loss")
