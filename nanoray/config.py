@@ -236,7 +236,8 @@ class Config(WatchOptions):
     ray_address: str = _field("auto", "dist", min_length=1)
     """auto (RAY_ADDRESS, else a new local Ray) | local | HOST:PORT"""
     placement_timeout_s: float = _field(4.0, "dist", gt=0)
-    """seconds to wait for busy resources, and for nodes that have not joined; raise it on an autoscaling cluster"""
+    """seconds to wait for busy resources, and for nodes that have not joined; above the default also for those that an
+    autoscaler may add, or that join later"""
 
     log_every: Positive = _field(10, "log")
     """steps between metric records; only logging synchronises with the device"""

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import platform
 import sys
@@ -40,6 +41,7 @@ from nanoray.config import Config
 from nanoray.data.prepare import DatasetInfo
 from nanoray.errors import CheckpointError, ConfigError
 
+log = logging.getLogger("nanoray")
 _RECORD_BYTES = 1 << 16  # more than one record of a file of records has
 LOCK_WAIT_S = 2.0  # a killed process may take a moment to exit
 
@@ -291,7 +293,10 @@ def write_summary(spec: RunSpec, outcome: dict[str, Any], restarts: int) -> dict
         "nanoray": __version__,
         "torch": outcome.get("torch"),
     }
-    write_json(spec.folder / "summary.json", summary)
+    try:
+        write_json(spec.folder / "summary.json", summary)
+    except OSError as error:  # a full disk: what ended the run is told all the same
+        log.warning("summary.json was not written: %s", error)
     return summary
 
 

@@ -10,6 +10,7 @@ One serialiser serves all of them, and the tensors that it packs are the tensors
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -22,6 +23,7 @@ from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Piece, Shard, is_cut, whole_shards
 
 MEMORY = "compression"  # the key of what each rank alone keeps of compressed gradients, beside its generators
+PROBED = 16  # elements of the parameter that an optimizer is tried on
 EMA_DECAY = 0.99  # per step, of the smoothed loss
 
 
@@ -397,11 +399,10 @@ def load_optimizer_tensors(
     Raises CheckpointError when the state belongs to another optimizer or to other parameters.
     """
     params = {shard.piece.name: shard.param for shard in shards}
-    expected = {"exp_avg", "exp_avg_sq", "step"} if isinstance(optimizer, torch.optim.AdamW) else set()
-    expected |= {"momentum_buffer"} if optimizer.defaults.get("momentum") else set()
-    expected = getattr(optimizer, "state_keys", expected)
+    group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+    expected = getattr(optimizer, "state_keys", None) or kept_alone(optimizer)
     found = {name.split(".", 1)[0] for name in tensors}
-    if found != expected:
+    if expected is not None and found != {*expected}:
         raise CheckpointError(
             f"optimizer state holds {sorted(found) or 'nothing'}, but {type(optimizer).__name__} needs "
             f"{sorted(expected) or 'nothing'}; resume with the optimizer that wrote it"
@@ -409,11 +410,28 @@ def load_optimizer_tensors(
         )
     for name, tensor in tensors.items():
         key, param = name.split(".", 1)
-        like = params.get(param)
-        if like is None or (key != "step" and tensor.shape not in (like.shape, (like.numel(),))):
+        like, scalar = params.get(param), tensor.dim() == 0  # `step`, and others of their kind
+        if like is None or not (scalar or tensor.shape in (like.shape, (like.numel(),))):
             raise CheckpointError(f"optimizer state {name} {tuple(tensor.shape)} does not fit this model's parameters")
-        value = tensor if key == "step" else tensor.view_as(like)
-        same = key == "step" or not isinstance(optimizer, torch.optim.AdamW | torch.optim.SGD)
-        kind = value.dtype if same else like.dtype  # of a run in another precision
-        kind = kind if key == "step" else getattr(optimizer, "state_type", kind)
-        optimizer.state[like][key] = value.to(like.device, kind, copy=True)
+        if scalar:  # as torch keeps it: on the host, but for kernels that read it on the device
+            on_device = group_of[like].get("fused") or group_of[like].get("capturable")
+            optimizer.state[like][key] = tensor.to(like.device if on_device else "cpu", copy=True)
+            continue
+        same = not isinstance(optimizer, torch.optim.AdamW | torch.optim.SGD)
+        kind = tensor.dtype if same else like.dtype  # of a run in another precision
+        kind = getattr(optimizer, "state_type", kind)
+        optimizer.state[like][key] = tensor.view_as(like).to(like.device, kind, copy=True)
+
+
+def kept_alone(optimizer: torch.optim.Optimizer) -> dict[str, Tensor] | None:
+    """Return what an optimizer keeps for a parameter of PROBED elements after a step; None if it cannot be tried so."""
+    probe = nn.Parameter(torch.zeros(PROBED))
+    probe.grad = torch.zeros(PROBED)
+    settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    try:
+        alike = type(optimizer)([settings | {"params": [probe]}], lr=settings["lr"])  # type: ignore[call-arg]
+        alike.step()
+    except Exception as error:
+        logging.getLogger("nanoray").info("%s could not be tried alone: %r", type(optimizer).__name__, error)
+        return None
+    return {key: value for key, value in alike.state[probe].items() if isinstance(value, Tensor)}

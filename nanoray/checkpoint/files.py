@@ -252,8 +252,9 @@ def load_checked(path: Path, pieces: Pieces | None = None, weights: Pieces | Non
     with damage_of(TENSOR_FILES[1]):
         if pieces is not None:
             of = {name: pieces[name.partition(".")[2]] for name in state.optimizer if name.partition(".")[2] in pieces}
-            steps = {name: state.optimizer[name] for name in of if name.startswith("step.")}
-            state.optimizer = {n: steps[n] if n in steps else p.take(state.optimizer[n]) for n, p in of.items()}
+            found = {name: state.optimizer[name] for name in of}
+            whole = {n for n, p in of.items() if p.shape and not found[n].dim()}  # `step`, and others of its kind
+            state.optimizer = {n: found[n] if n in whole else p.take(found[n]) for n, p in of.items()}
         state.model |= {name: piece.take(state.model[name]) for name, piece in (weights or {}).items()}
     return state
 

@@ -120,12 +120,12 @@ def load(
         near = _near(held, pieces)
         found = [(held[r], tensors_in(*_read(path, sums, f"optimizer-{r:05d}.safetensors"))) for r in sorted(near)]
         names = {name: name.partition(".")[2] for _, tensors in found for name in tensors}
-        steps = {n: t for _, tensors in found for n, t in tensors.items() if n.startswith("step.")}
-        parted = {n: (param, pieces[param]) for n, param in names.items() if n not in steps and param in pieces}
+        scalars = {n: t for _, tensors in found for n, t in tensors.items() if not t.dim()}  # such as `step`
+        parted = {n: (param, pieces[param]) for n, param in names.items() if n not in scalars and param in pieces}
         optimizer = _assemble(found, parted)
         if wanted is None:
             optimizer = {n: tensor.view(whole[names[n]].shape) for n, tensor in optimizer.items()}
-        return model, optimizer | {n: t for n, t in steps.items() if names[n] in pieces}
+        return model, optimizer | {n: t for n, t in scalars.items() if names[n] in pieces}
 
 
 def _near(held: Sequence[Mapping[str, Piece]], wanted: Mapping[str, Piece]) -> set[int]:

@@ -131,7 +131,7 @@ class CheckpointWriter:
         told = mesh.gather(f"rank {mesh.rank}: {failed}" if failed else "")
         if mesh.rank:
             self._outcome = 0.0
-        self._no_part = next(filter(None, told or ()), "")
+        self._no_part = next(filter(None, told or ()), self._no_part)  # that the group broke stays true of its parts
 
     def _begin(self, step: int, need: int, final: bool) -> checkpoint.Draft | None:
         """Make the folder for the parts, of `need` bytes; None where nothing is to be saved. (rank 0 only)"""
@@ -284,8 +284,8 @@ class CheckpointWriter:
         """Allow commits again, as `rank` of the new attempt."""
         self._spec = spec
         self._may_commit.set()
-        if rank:
-            self._settle()  # another rank saves from now on, and only one process may write
+        if rank or self._is_part:
+            self._settle()  # another rank saves from now on, and only one process may write; a part is no checkpoint
 
     def close(self) -> None:
         """Wait for the write in progress. Its outcome is only logged."""

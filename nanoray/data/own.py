@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from nanoray.data.order import EpochOrder
-from nanoray.data.stateful import KEPT, Stateful, is_stateful
+from nanoray.data.stateful import KEPT, Stateful, has_index, is_stateful
 from nanoray.data.tokens import evenly_spaced, mix
 from nanoray.errors import DataError
 
@@ -70,6 +70,11 @@ class OwnData:
         """Return inputs and targets of these validation samples, on the device."""
         assert isinstance(self._val, Items)
         return self._moved(self._val.items(starts.tolist()))
+
+    @property
+    def in_batches(self) -> bool:
+        """Whether the training data come in batches of a size of their own."""
+        return not isinstance(self._train, Items)
 
     @property
     def stateful(self) -> bool:
@@ -145,20 +150,22 @@ class Batches:
         pairs = [_pair(found) for found in itertools.islice(iter(self._batches), -(-limit // self._micro))]
         if not pairs:
             raise DataError(f"the {self._split} data yield no batch")
-        return Items([(x, y) for inputs, targets in pairs for x, y in zip(inputs, targets, strict=True)][:limit])
+        sizes = [_samples(pair) for pair in pairs]
+        samples = [tuple(_at(of, i, n) for of in pair) for pair, n in zip(pairs, sizes, strict=True) for i in range(n)]
+        return Items(samples[:limit])
 
 
 def source_of(data: Any, split: str, micro: int) -> Items | Batches:
     """Return data as something with an index, or as batches. Raises DataError when it is neither."""
-    if isinstance(data, DataLoader) and hasattr(data.dataset, "__len__"):
+    if isinstance(data, DataLoader) and has_index(data.dataset) and hasattr(data.dataset, "__len__"):
         return source_of_items(data.dataset, split, data.collate_fn)
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+    if has_index(data) and hasattr(data, "__len__"):
         return source_of_items(data, split)
     if isinstance(data, Iterable):
         if iter(data) is data:
             raise DataError(
-                f"the {split} data can be iterated once only; give a list, a DataLoader or a class with "
-                "__iter__, so that a resumed run can start again"
+                f"the {split} data can be iterated once only; give a class whose __iter__ begins anew, or a dataset "
+                "with len() and [], so that a resumed run can start again"
             )
         return Batches(data, split, micro)
     kind = type(data).__name__
@@ -176,7 +183,7 @@ def source_of_items(dataset: Any, split: str, collate: Callable[[list[Any]], Any
 def sized(batch: Any, number: int, split: str, micro: int) -> tuple[Any, Any]:
     """Return a batch as inputs and targets. Raises DataError unless it has `micro` samples."""
     pair = _pair(batch)
-    if (size := len(pair[0])) != micro:
+    if (size := _samples(pair)) != micro:
         raise DataError(
             f"batch {number} of the {split} data has {size} samples, but micro_batch_size = {micro}; make them equal, "
             "and drop a last batch that is smaller"
@@ -189,6 +196,26 @@ def _pair(batch: Any) -> tuple[Any, Any]:
         kind = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
         raise DataError(f"a batch is a {kind}, but must be a pair of inputs and targets; pack it as (inputs, targets)")
     return batch[0], batch[1]
+
+
+def _samples(pair: tuple[Any, Any]) -> int:
+    """Return how many samples a batch has: what its targets say, or its inputs, if they are a tensor or have one."""
+    for value in (pair[1], pair[0]):
+        while isinstance(value, (tuple, dict)) and value:
+            value = next(iter(value.values() if isinstance(value, dict) else value))
+        if isinstance(value, (Tensor, np.ndarray)) and value.ndim:
+            return len(value)
+    return len(pair[0])
+
+
+def _at(value: Any, i: int, n: int) -> Any:
+    """Return sample i of a batch of n."""
+    if isinstance(value, dict):
+        return {key: _at(item, i, n) for key, item in value.items()}
+    stacked = isinstance(value, list) and all(isinstance(t, Tensor) and t.shape[:1] == (n,) for t in value)
+    if isinstance(value, tuple) or stacked:
+        return type(value)(_at(item, i, n) for item in value)
+    return value[i]
 
 
 def _to(value: Any, device: torch.device) -> Any:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from nanoray.errors import DataError
 
@@ -29,7 +30,12 @@ KEPT = 64  # batches that a rank keeps, with the state before each, to repeat a 
 def is_stateful(data: Any) -> bool:
     """Whether data are a loader with a state: an iterable, without an index, that can save its place and load it."""
     methods = ("__iter__", "state_dict", "load_state_dict")
-    return all(callable(getattr(data, name, None)) for name in methods) and not hasattr(data, "__getitem__")
+    return all(callable(getattr(data, name, None)) for name in methods) and not has_index(data)
+
+
+def has_index(data: Any) -> bool:
+    """Whether data have samples by number. torch's IterableDataset has [] and raises there."""
+    return hasattr(data, "__getitem__") and not isinstance(data, IterableDataset)
 
 
 class Stateful:

@@ -44,6 +44,8 @@ def main(argv: list[str] | None = None) -> int:
         code = run_command(partial(launch, last=True), argv, "python -m nanoray.launch", what)
     except SystemExit as ended:  # --help, or a stop before any rank had trained
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except KeyboardInterrupt:  # before there was anything to save
+        code = 130
     except BaseException:  # a defect
         traceback.print_exc()
         code = 1

@@ -32,8 +32,10 @@ _TOKEN_FILE = Path("~/.ray/auth_token").expanduser()
 START_TIMEOUT_S = 90.0  # for a process to start and answer
 PLACEMENT_POLL_S = 0.25  # how often a wait for resources looks whether a stop was requested
 ASSEMBLED_S = 30.0  # no new node for so long: the pods of a KubeRay cluster are all there
+PATIENCE_S = float(Config.model_fields["placement_timeout_s"].default)  # for resources, where nodes are all there
 _KUBERAY = "RAY_USAGE_STATS_KUBERAY_IN_USE"  # an environment variable that its operator sets in every pod
 CLEANUP_TIMEOUT_S = 5.0
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 SHUTDOWN_S = 30.0  # of a cluster of others: Ray first sends its last metrics, which may take 10 s
 
 
@@ -50,12 +52,12 @@ def connected(address: str, slots: Slots | None, stop: Stop | None = None, last:
         "logging_level": logging.ERROR,
         "configure_logging": True,
     }
-    temp, handles_signals, stop = None, stop is not None, stop or Stop()
+    temp, handles_signals, stop, visible = None, stop is not None, stop or Stop(), os.environ.get(VISIBLE)
     if slots is not None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage statistics from a local Ray
         temp = tempfile.mkdtemp(prefix="nanoray-", dir="/tmp" if os.access("/tmp", os.W_OK) else None)
         if slots.devices:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(d.uuid for d in slots.devices)
+            os.environ[VISIBLE] = ",".join(d.uuid for d in slots.devices)
         if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"} & os.environ.keys() and not _TOKEN_FILE.exists():
             # A cluster without a token runs code of anyone who can reach it. Ray would write a token into the user's
             # home; this one is for this run only.
@@ -72,7 +74,7 @@ def connected(address: str, slots: Slots | None, stop: Stop | None = None, last:
         try:
             if slots is None:
                 dial(address)
-            with _temporary_files_in(temp), stop.at_once():
+            with _temporary_files_in(temp), _group_of_their_own(), stop.at_once():
                 context = _init(address, options, temp)
         except SystemExit as ended:  # Ray has put its own handler for SIGTERM in the place of ours
             if ended.code != signal.SIGTERM:
@@ -93,6 +95,9 @@ def connected(address: str, slots: Slots | None, stop: Stop | None = None, last:
     finally:
         if temp or not last:
             _disconnect(temp)
+        if slots is not None and slots.devices:  # another launch of this process may take others
+            os.environ.pop(VISIBLE)
+            os.environ |= {VISIBLE: visible} if visible is not None else {}
 
 
 def _init(address: str, options: dict[str, Any], temp: str | None) -> Any:
@@ -150,6 +155,30 @@ def _temporary_files_in(folder: str | None) -> Iterator[None]:
         os.environ.pop("TMPDIR")
         if before is not None:
             os.environ["TMPDIR"] = before
+
+
+@contextmanager
+def _group_of_their_own() -> Iterator[None]:
+    """Start Ray's processes in process groups of their own.
+
+    A terminal that closes, `timeout` and batch systems signal the whole group of a command. In it, Ray's head would end
+    at once, and the ranks with it, before they have saved. Ray itself has no setting for that.
+    """
+    services: Any = ray._private.services
+    popen = services.ConsolePopen
+
+    def start(command: list[str], preexec_fn: Callable[[], None], **options: Any) -> Any:
+        def prepare() -> None:
+            os.setpgid(0, 0)
+            preexec_fn()
+
+        return popen(command, preexec_fn=prepare, **options)
+
+    services.ConsolePopen = start
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
 
 
 def bounded(cleanup: Callable[[], object], seconds: float = CLEANUP_TIMEOUT_S) -> threading.Thread:
@@ -214,12 +243,18 @@ class Placement:
                     f"asked for {asked}, not free within {config.placement_timeout_s:g} s ({state}); "
                     f"{_table(nodes_of(api), 'available')}; wait for other jobs, or raise --placement_timeout_s"
                 )
-            slots = _slots_of(group, kind, workers, api)
+            slots = _slots_of(group, kind, workers, check, api)
             if config.device == "mig" and not all(devices[0].startswith("MIG-") for _, devices, _ in slots):
                 raise PlacementError(
                     f"device = mig, but Ray handed out {[devices[0] for _, devices, _ in slots]}; start Ray with "
                     "CUDA_VISIBLE_DEVICES set to the slices' MIG- UUIDs and --num-gpus to their number"
                 )
+        except RayError as error:
+            api.util.remove_placement_group(group)
+            raise PlacementError(
+                f"a device was lost while its node was asked for it: {' '.join(str(error).split())[:300]}; see "
+                "`ray status`, and start again"
+            ) from None
         except BaseException:
             api.util.remove_placement_group(group)
             raise
@@ -232,43 +267,55 @@ def _request_that_fits(
 ) -> tuple[str, int, dict[str, float]]:
     """Return `_request` for the nodes that there are, waiting for more of them while the cluster is assembling.
 
-    A cluster is assembling if it has no CPU at all when this begins, as a head without workers, or if KubeRay's
-    operator brings its pods up. Others are as large as they will be. `check` is called while it waits, and may raise.
-    Raises PlacementError when the cluster cannot hold the ranks.
+    A cluster is assembling if it has no CPU at all when this begins, as a head without workers, if KubeRay's operator
+    brings its pods up, or if a placement_timeout_s above the default says so. Others are as large as they will be. A
+    placement group waits meanwhile, because an autoscaler adds nodes only for what somebody waits for. `check` is
+    called while it waits, and may raise. Raises PlacementError when the cluster cannot hold the ranks.
     """
-    assembling = _KUBERAY in os.environ
+    assembling = _KUBERAY in os.environ or config.placement_timeout_s > PATIENCE_S
     said, seen, seen_at = "", set[str](), 0.0
-    while True:
-        nodes, now = nodes_of(api), time.monotonic()
-        assembling |= not any(node["total"].get("CPU") for node in nodes)
-        if seen != (seen := {node["id"] for node in nodes}):
-            seen_at = now
-        try:
-            request = _, workers, bundle = _request(config, nodes)
-            # Ranks that share a CPU: other nodes may only be late.
-            dense = bundle["CPU"] < 1 and not config.cpus_per_worker
-            if not (dense and assembling) or now > min(deadline, seen_at + ASSEMBLED_S):
-                return request
-            problem = f"{workers} ranks would share CPUs"
-        except PlacementError as error:
-            if not assembling:
-                raise
-            if now >= deadline:
-                raise PlacementError(
-                    f"{error}; waited {config.placement_timeout_s:g} s for more nodes: see why they do not join, or "
-                    "raise --placement_timeout_s"
-                ) from None
-            problem = f"no room for workers = {config.workers}"
-        if said != (said := f"{problem}; {_table(nodes, 'total')}"):
-            print(f"wait   at most {deadline - now:.0f} s for more nodes: {said}", flush=True)
-        check()
-        time.sleep(max(0.0, min(PLACEMENT_POLL_S, deadline - time.monotonic())))
+    demand, demanded = None, None
+    try:
+        while True:
+            nodes, now = nodes_of(api), time.monotonic()
+            assembling |= not any(node["total"].get("CPU") for node in nodes)
+            if seen != (seen := {node["id"] for node in nodes}):
+                seen_at = now
+            try:
+                request = _, workers, bundle = _request(config, nodes)
+                if assembling and demanded != request and room_on(nodes, bundle, "total") < workers:
+                    if demand:
+                        api.util.remove_placement_group(demand)
+                    demand = api.util.placement_group([bundle] * workers, strategy=config.placement.upper())
+                    demanded = request
+                _require_room(nodes, workers, bundle)
+                # Ranks that share a CPU: other nodes may only be late.
+                dense = bundle["CPU"] < 1 and not config.cpus_per_worker
+                if not (dense and assembling) or now > min(deadline, seen_at + ASSEMBLED_S):
+                    return request
+                problem = f"{workers} ranks would share CPUs"
+            except PlacementError as error:
+                if not assembling:
+                    raise
+                if now >= deadline:
+                    raise PlacementError(
+                        f"{error}; waited {config.placement_timeout_s:g} s for more nodes: see why they do not join, "
+                        "or raise --placement_timeout_s"
+                    ) from None
+                problem = f"no room for workers = {config.workers}"
+            if said != (said := f"{problem}; {_table(nodes, 'total')}"):
+                print(f"wait   at most {deadline - now:.0f} s for more nodes: {said}", flush=True)
+            check()
+            time.sleep(max(0.0, min(PLACEMENT_POLL_S, deadline - time.monotonic())))
+    finally:
+        if demand:
+            api.util.remove_placement_group(demand)
 
 
 def _request(config: Config, nodes: list[dict[str, Any]]) -> tuple[str, int, dict[str, float]]:
     """Return the kind of device, the number of ranks and the resources of each, for these nodes.
 
-    Raises PlacementError when the nodes cannot hold them, even if nobody else used them.
+    Raises PlacementError when CPUs do not suffice for the ranks.
     """
     gpus = sum(node["total"].get("GPU", 0) for node in nodes)
     kind = {"auto": "cuda" if gpus else "cpu"}.get(config.device, config.device)
@@ -276,25 +323,37 @@ def _request(config: Config, nodes: list[dict[str, Any]]) -> tuple[str, int, dic
         choose_precision(config, kind, frozenset())  # raises for one that CPUs do not have
         cpus = [node["total"].get("CPU", 0.0) for node in nodes]
         workers = (2 if sum(cpus) >= 2 else 1) if config.workers == "auto" else config.workers
-        bundle = {"CPU": config.cpus_per_worker or cpu_share([c for c in cpus if c > 0], workers)}
-    else:
-        workers = max(1, int(gpus)) if config.workers == "auto" else config.workers
-        bundle = {"GPU": 1.0, "CPU": config.cpus_per_worker or 1.0}
+        return kind, workers, {"CPU": config.cpus_per_worker or cpu_share([c for c in cpus if c > 0], workers)}
+    workers = max(1, int(gpus)) if config.workers == "auto" else config.workers
+    return kind, workers, {"GPU": 1.0, "CPU": config.cpus_per_worker or 1.0}
+
+
+def _require_room(nodes: list[dict[str, Any]], workers: int, bundle: dict[str, float]) -> None:
+    """Raise PlacementError when the nodes cannot hold the ranks, even if nobody else used them."""
     if room_on(nodes, bundle, "total") < workers:
         raise PlacementError(
             f"asked for {workers} × {_resources(bundle)}, but the cluster can never hold it; "
             f"{_table(nodes, 'total')}; lower --workers or --cpus_per_worker, or add nodes"
         )
-    return kind, workers, bundle
 
 
-def _slots_of(group: PlacementGroup, kind: str, workers: int, api: Any) -> list[tuple[str, list[str], int]]:
+def _slots_of(
+    group: PlacementGroup, kind: str, workers: int, check: Callable[[], None], api: Any
+) -> list[tuple[str, list[str], int]]:
     """Return (node, device ids, bundle index) per bundle. Bundles are not in the order of GPUs."""
     if kind == "cpu":
         node_of = api.util.placement_group_table(group)["bundles_to_node_id"]
         return [(node_of[index], [], index) for index in range(workers)]
     probe = api.remote(num_cpus=0, num_gpus=1)(_probe)
     refs = [probe.options(scheduling_strategy=strategy(group, index)).remote() for index in range(workers)]
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while api.wait(refs, num_returns=workers, timeout=PLACEMENT_POLL_S)[1]:
+        check()
+        if time.monotonic() > deadline:
+            raise PlacementError(
+                f"Ray has started no process on each of the {workers} reserved devices within {START_TIMEOUT_S:g} s; "
+                "see the raylets' logs, and whether nodes are being lost"
+            )
     found = api.get(refs, timeout=START_TIMEOUT_S)
     return [(node, [_zero_padded(d) for d in devices], index) for index, (node, devices) in enumerate(found)]
 

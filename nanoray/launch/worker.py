@@ -171,7 +171,7 @@ class Worker:
     def take_slot(self, rank: int, devices: list[str]) -> None:
         """Make this spare a rank, on the devices of the lost one."""
         self._rank, self._devices = rank, devices
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)  # CUDA reads this when it starts, which is later
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)  # CUDA reads this when it starts, later: see add_spares
 
     @ray.method(concurrency_group="control")
     def describe(self) -> dict[str, Any]:

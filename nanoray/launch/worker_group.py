@@ -155,14 +155,15 @@ class WorkerGroup:
         return strategy(self.place.group, bundle)
 
     def add_spares(self) -> None:
-        """Start the spares that are missing: processes that have rehearsed the first step and hold no device."""
+        """Start the spares that are missing: processes that hold no device, and on CPUs have rehearsed a step."""
+        # Not on GPUs: a backward pass would settle for the process that it has no GPU.
         wanted = self.spec.config.spares
         if wanted == "auto":
             wanted = int(self.in_place and self.clock.monotonic() - self.began_at > AUTO_SPARE_S)
         while len(self.spares) < wanted and self.head_answers():
             node = self.facts[len(self.spares) % self.place.workers]["node"]
             near = NodeAffinitySchedulingStrategy(node, soft=self.place.kind == "cpu")
-            spare = self.new_actor(None, True, num_cpus=0, num_gpus=0, scheduling_strategy=near)
+            spare = self.new_actor(None, self.place.kind == "cpu", num_cpus=0, num_gpus=0, scheduling_strategy=near)
             self.spares.append((spare, spare.ready.remote()))
 
     def new_actor(self, slot: int | None, rehearse: bool, **options: Any) -> Any:

@@ -8,7 +8,6 @@ tensors, which have shapes and no memory.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -18,10 +17,9 @@ from torch import Tensor, nn
 from nanoray.config import Batch, Config
 from nanoray.mesh.layout import Layout
 from nanoray.parallel.memory import Sizes, state_memory
+from nanoray.state import PROBED, kept_alone
 from nanoray.train.report import buckets_of, told_memory
 from nanoray.train.trial import trial_on_fakes
-
-PROBED = 16  # elements of the parameter that an optimizer is tried on
 
 
 class DryRunEnded(BaseException):
@@ -67,17 +65,8 @@ def own_lines(
 
 def kept_per_element(optimizer: torch.optim.Optimizer) -> float | None:
     """Return how many numbers an optimizer keeps for each element that it updates; None if it cannot be tried alone."""
-    probe = nn.Parameter(torch.zeros(PROBED))
-    probe.grad = torch.zeros(PROBED)
-    settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    try:
-        alike = type(optimizer)([settings | {"params": [probe]}], lr=settings["lr"])  # type: ignore[call-arg]
-        alike.step()
-    except Exception as error:
-        logging.getLogger("nanoray").info("%s could not be tried alone: %r", type(optimizer).__name__, error)
-        return None
-    kept = [value for value in alike.state[probe].values() if isinstance(value, Tensor) and value.dim()]
-    return sum(value.numel() for value in kept) / PROBED
+    kept = kept_alone(optimizer)
+    return None if kept is None else sum(value.numel() for value in kept.values() if value.dim()) / PROBED
 
 
 def first_line(error: Exception) -> str:

@@ -168,8 +168,7 @@ class Engine:
             # (all ranks) On logged steps: wait for the device, record, evaluate, save. Then compare the replicas.
             if mean_loss is not None:
                 self.phase("log")
-                more = routing.measured(routed) | self.stats.measured(s, mesh)
-                self._record(mean_loss.item(), lr, norm.item(), more)
+                self._record(mean_loss.item(), lr, norm.item(), routing.measured(routed))
             self.finish_step()
             order = vote.result()
             self._end_trace()
@@ -291,6 +290,7 @@ class Engine:
             **self.guards.metrics(),
             **measured,
         }
+        record |= self.stats.measured(s, self.mesh)  # (all ranks)
         if self.trace:
             record |= self.trace.read(self.note)  # (all ranks) the steps traced before this one
         first = s.session.first_step_s is None
@@ -347,14 +347,18 @@ class Engine:
         own, most = windows[self.batches.rank :: self.batch.dp], -(-len(windows) // self.batch.dp)
         total = torch.zeros(len(names) + 1, dtype=torch.float64 if mesh.device.type == "cpu" else torch.float32)
         total = total.to(mesh.device)  # sums of the scores, number of windows
+        training = [module for module in s.model.modules() if module.training]  # a script may have frozen some
         s.model.eval()
-        for first in range(0, most, self.batch.micro):  # equally often on all ranks: sharded weights are gathered
-            self.phase("eval")  # a long evaluation must show progress
-            starts = own[first : first + self.batch.micro]
-            scores = self.workload.score(self.par.whole, *data.val_batch(starts if len(starts) else windows[:1]))
-            if len(starts) and self.par.knows_loss:
-                total += torch.stack([score * len(starts) for score in (*scores, torch.ones_like(scores[0]))])
-        s.model.train()
+        try:
+            for first in range(0, most, self.batch.micro):  # equally often on all ranks: sharded weights are gathered
+                self.phase("eval")  # a long evaluation must show progress
+                starts = own[first : first + self.batch.micro]
+                scores = self.workload.score(self.par.whole, *data.val_batch(starts if len(starts) else windows[:1]))
+                if len(starts) and self.par.knows_loss:
+                    total += torch.stack([score * len(starts) for score in (*scores, torch.ones_like(scores[0]))])
+        finally:
+            for module in training:
+                module.training = True
         *sums, count = mesh.all_reduce(total, "eval").tolist()
         value, *others = (total / count for total in sums)
         s.scalars.val_loss, s.session.evaluated = value, s.step

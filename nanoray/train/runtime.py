@@ -127,7 +127,12 @@ class RuntimeEngine:
         def task_of(spec: RunSpec) -> OwnTask:
             return OwnTask(self, spec, train_data, val_data, steps)
 
-        run.outcome = train(run.spec, run.rendezvous, watchers, run.wanted, run.store, run.rejoin, task_of=task_of)
+        def rejoin(lost: str) -> tuple[RunSpec, Rendezvous]:
+            spec, run.rendezvous = run.rejoin(lost)
+            return spec, run.rendezvous
+
+        again = rejoin if run.rejoin else None
+        run.outcome = train(run.spec, run.rendezvous, watchers, run.wanted, run.store, again, task_of=task_of)
         for watcher in watchers:
             if isinstance(watcher, _Observer) and run.rank == 0:
                 watcher.on_end(run.outcome)
@@ -143,9 +148,10 @@ class OwnTask:
 
     def settings(self) -> dict[str, Any]:
         """Return what the optimizer and the call of `fit` decide."""
-        given, first = self._engine.run.given, self._engine.optimizer.param_groups[0]
-        decided: dict[str, Any] = {} if "lr" in given else {"lr": first["lr"], "min_lr": 0.1 * first["lr"]}
-        decided |= {"max_steps": self._steps} if self._steps else {}
+        given, lr = self._engine.run.given, self._engine.optimizer.param_groups[0]["lr"]
+        rates = {"lr": lr, "min_lr": 0.1 * lr} if "lr" not in given else {}
+        decided: dict[str, Any] = {key: rate for key, rate in rates.items() if key not in given}
+        decided |= {"max_steps": self._steps} if self._steps is not None else {}
         return decided | ({} if self._val_data is not None else {"eval_every": 0})
 
     def model(self) -> nn.Module:
@@ -175,10 +181,11 @@ class OwnTask:
         place = self._engine.run.rank, ranks
         batch = resolve_batch(cfg, ranks)
         self._data = OwnData(self._train_data, self._val_data, cfg.seed, batch.micro, device, place)
-        if self._data.stateful and cfg.recovery == "shrink":
+        if self._data.in_batches and cfg.recovery == "shrink":
+            kind = f"a loader with a state, one of {ranks}" if self._data.stateful else "batches of a fixed size"
             raise ConfigError(
-                f"recovery = shrink changes the number of ranks, but the train data are a loader with a state, one of "
-                f"{ranks}; use recovery in_place or restart, or give a dataset with len() and []"
+                f"recovery = shrink changes the number of ranks and the micro batch, but the train data are {kind}; "
+                "use recovery in_place or restart, or give a dataset with len() and []"
             )
         return self._data
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import nanoray
 from nanoray.checkpoint.find import newest_valid
@@ -24,6 +24,7 @@ from nanoray.checkpoint.resume import open_run
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
 from nanoray.data.own import KEPT, Batches, OwnData
+from nanoray.data.stateful import is_stateful
 from nanoray.errors import ConfigError, DataError
 from nanoray.launch.own import DEFAULTS
 from nanoray.mesh.rendezvous import Rendezvous
@@ -75,7 +76,8 @@ def fit(run: Run, how: str = "dataset", steps: int | None = None) -> None:
     """What a script does: a model, two groups of parameters with rates of their own, an optimizer, data."""
     model = network()
     groups = [{"params": model[0].parameters(), "lr": 0.02}, {"params": model[2].parameters(), "lr": 0.005}]
-    optimizer = torch.optim.AdamW(groups, fused=how != "not fused")
+    kind = getattr(torch.optim, how, torch.optim.AdamW)
+    optimizer = kind(groups) if kind.__name__ == how else kind(groups, fused=how != "not fused")
     data: Any = points(50, 1)
     if how == "loader":
         data = DataLoader(data, batch_size=5, shuffle=True)
@@ -162,6 +164,38 @@ def test_other_data_and_optimizers_resume_to_the_bit(tmp_path: Path, how: str) -
     assert series(trained(tmp_path / "parts", 2, main, resume="auto")) == series(whole)
     if how == "loader":
         assert series(whole) == pytest.approx(alone(), abs=2e-5), "its dataset in our order"
+
+
+@pytest.mark.parametrize("mode", ["ddp", "zero1"])
+@pytest.mark.parametrize("how", ["Adam", "NAdam", "Adagrad"])
+def test_an_optimizer_that_nanoray_does_not_know_resumes_to_the_bit(tmp_path: Path, how: str, mode: str) -> None:
+    """NAdam keeps a number besides `step`, and Adagrad's state is there before its first step."""
+    main = partial(fit, how=how)
+    whole = trained(tmp_path / "whole", 2, main, dp_mode=mode)
+    trained(tmp_path / "parts", 2, main, dp_mode=mode, stop_at=5)
+    rest = trained(tmp_path / "parts", 2, main, dp_mode=mode, resume="auto")
+    assert series(rest) == series(whole)
+    ours, theirs = final(rest), final(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def with_a_frozen_part(run: Run) -> None:
+    model = nn.Sequential(nn.Linear(3, 16), nn.Dropout(0.5).eval(), nn.Dropout(0.1), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, fused=True)
+    RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(points(50, 1), points(20, 2))
+    assert [module.training for module in model] == [True, False, True, True]
+
+
+def test_an_evaluation_leaves_frozen_modules_frozen(tmp_path: Path) -> None:
+    whole = trained(tmp_path / "whole", 1, with_a_frozen_part)
+    trained(tmp_path / "parts", 1, with_a_frozen_part, stop_at=5)  # after an evaluation
+    assert series(trained(tmp_path / "parts", 1, with_a_frozen_part, resume="auto")) == series(whole)
+
+
+def test_a_lowest_rate_that_was_given_is_kept(tmp_path: Path) -> None:
+    """The rate is the optimizer's, 0.02; the configuration gives the schedule and where it ends."""
+    spec = trained(tmp_path, 1, max_steps=10, schedule="cosine", min_lr=4e-4)
+    assert records(spec)[-1]["train/lr"] < 1e-3, "a tenth of the rate would be 2e-3"
 
 
 def test_an_optimizer_that_is_not_fused_leaves_a_bad_step_out(tmp_path: Path) -> None:
@@ -273,7 +307,7 @@ def test_scripts_that_cannot_train_are_told_why(tmp_path: Path, main: Callable[[
 
 def test_data_that_cannot_be_read_are_told_why() -> None:
     for data, text in (
-        (iter([1]), "the train data can be iterated once only; give a list, a DataLoader"),
+        (iter([1]), "the train data can be iterated once only; give a class whose __iter__ begins anew"),
         (3, "the train data are a int; give a dataset"),
         ([], "the train data are empty; give at least one sample"),
     ):
@@ -285,6 +319,50 @@ def test_data_that_cannot_be_read_are_told_why() -> None:
         DataError, match=r"batch 0 of the train data has 4 samples, but micro_batch_size = 5; make them"
     ):
         Batches(Batched(4), "train", 5).batch(0)
+
+
+class Unindexed(IterableDataset[Any]):
+    """torch's class for streams has [], which raises."""
+
+    def __init__(self, batches: list[Any], named: bool = False) -> None:
+        self.batches, self.named = batches, named
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Any:
+        return iter([({"x": x, "twice": 2 * x}, y) if self.named else (x, y) for x, y in self.batches])
+
+
+@pytest.mark.parametrize("loader", [False, True])
+def test_a_stream_with_a_length_is_read_in_its_order(loader: bool) -> None:
+    batches = [points(4, seed).tensors for seed in range(3)]
+    stream: Any = Unindexed(batches)
+    data = OwnData(DataLoader(stream, batch_size=None) if loader else stream, stream, 0, 4, CPU)
+    assert torch.equal(data.train_batch(4, 4)[0], batches[1][0])
+    assert not is_stateful(stream)
+
+
+def test_batches_with_named_inputs_have_the_size_of_their_tensors() -> None:
+    batches = [points(size, size).tensors for size in (4, 4, 3)]
+    data = OwnData(Unindexed(batches[:2], named=True), Unindexed(batches, named=True), 0, 4, CPU)
+    assert torch.equal(data.train_batch(4, 4)[0]["twice"], 2 * batches[1][0])
+    windows = data.val_windows(100)
+    assert len(windows) == 11, "the last batch of validation data may be smaller"
+    inputs, targets = data.val_batch(windows[-3:])
+    assert torch.equal(inputs["x"], batches[2][0])
+    assert torch.equal(targets, batches[2][1])
+    with pytest.raises(DataError, match="batch 0 of the train data has 3 samples, but micro_batch_size = 4"):
+        OwnData(Unindexed(batches[2:], named=True), None, 0, 4, CPU).train_batch(0, 4)
+
+
+def test_batches_of_a_fixed_size_and_shrink_are_refused(tmp_path: Path) -> None:
+    """With fewer ranks a micro batch would need another size."""
+    (outcome, _) = run_ranks(
+        open_own(tmp_path, recovery="shrink"), 2, train=Program(partial(fit, how="batches"), frozenset())
+    )
+    assert outcome["error"] == "ConfigError"
+    assert "but the train data are batches of a fixed size; use recovery in_place" in outcome["message"]
 
 
 def test_batches_go_on_over_epochs_and_back_to_older_ones() -> None:

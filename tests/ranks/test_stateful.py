@@ -102,7 +102,9 @@ def test_another_number_of_ranks_is_refused_with_both_numbers(tmp_path: Path) ->
         "the checkpoint has the states of 2 loaders, one of each rank, but now there are 3 ranks; resume with 2 ranks"
     )
     shrinking = run_ranks(open_own(tmp_path / "other", recovery="shrink"), 2, train=Program(main, frozenset()))
-    assert shrinking[0]["message"].startswith("recovery = shrink changes the number of ranks, but the train data are a")
+    assert shrinking[0]["message"].startswith(
+        "recovery = shrink changes the number of ranks and the micro batch, but the train"
+    )
 
 
 def with_a_dataset(run: Run) -> None:

@@ -67,7 +67,7 @@ class Cluster:
         handle = SimpleNamespace(remote=lambda: "probe")
         return lambda function: SimpleNamespace(options=lambda scheduling_strategy: handle)
 
-    def wait(self, refs: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+    def wait(self, refs: list[Any], timeout: float, num_returns: int = 1) -> tuple[list[Any], list[Any]]:
         return (refs, []) if self.free else ([], refs)
 
     def get(self, refs: Any, timeout: float) -> Any:
