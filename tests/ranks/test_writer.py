@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from nanoray.checkpoint.find import newest_valid
 from nanoray.checkpoint.writer import AttemptOver, CheckpointWriter, Snapshot
 from nanoray.errors import CheckpointError
 from nanoray.mesh.mesh import Mesh
+from nanoray.mesh.pieces import Piece
 from nanoray.run import RunSpec, write_attempt
 from nanoray.state import StateDict
 from nanoray.train.recipe import find_checkpoint
@@ -514,6 +516,54 @@ def test_a_survivor_that_is_writing_commits_as_a_member_of_the_next_attempt(
     saver.go_on(spec.next_attempt(), 0)
     wait_for(saver)
     assert steps(spec) == [1]
+
+
+def seat(rank: int, ranks: int, *said: str) -> Any:
+    """A rank's place in a group whose other ranks the test plays; `said` is what rank 0 broadcasts, one by one."""
+    words = iter(said)
+
+    def gather(value: Any) -> list[Any] | None:
+        return None if rank else [value, *[type(value)()] * (ranks - 1)]
+
+    def broadcast(value: Any) -> Any:
+        return next(words) if rank else value
+
+    return SimpleNamespace(rank=rank, world_size=ranks, gather=gather, broadcast=broadcast)
+
+
+def part(step: int) -> StateDict:
+    state = make(step)
+    return replace(state, pieces={"w": Piece.whole("w", (64,), (64,))}, aliases={})
+
+
+def test_a_part_is_no_checkpoint_of_the_rank_that_becomes_the_first(text: Path, tmp_path: Path) -> None:
+    """Rank 0 was lost before it committed, and the ranks that are left save the same step at once."""
+    spec = make_spec(text, tmp_path)
+    saver = saver_of(spec)
+    (tmp_path / "draft").mkdir()
+    saver.save(seat(1, 2, str(tmp_path / "draft"), ""), part(4))
+    wait_for(saver)
+    assert list((tmp_path / "draft").iterdir()), "its part is written"
+    saver.hold()
+    write_attempt(replace(spec, attempt=1))
+    saver.go_on(spec.next_attempt(), 0)
+    saver.save(seat(0, 1), part(4), final=True)
+    assert steps(spec) == [4]
+
+
+def test_a_part_that_was_lost_with_its_rank_is_not_waited_for(text: Path, tmp_path: Path, slow: None) -> None:
+    """Rank 0 still writes its own when its group breaks, and when the next one saves."""
+    spec, notes = make_spec(text, tmp_path), list[str]()
+    saver = saver_of(spec, notes)
+    saver.save(seat(0, 2), part(4))
+    saver.hold()
+    write_attempt(replace(spec, attempt=1))
+    saver.go_on(spec.next_attempt(), 0)
+    assert saver.busy
+    saver.save(seat(0, 1), part(5), final=True)
+    assert steps(spec) == [5]
+    (note,) = notes
+    assert note.startswith("warning  checkpoint of step 4 skipped, training goes on: not all parts")
 
 
 def test_ranks_of_an_earlier_command_write_nothing(text: Path, tmp_path: Path) -> None:
