@@ -109,6 +109,24 @@ def test_ctrl_c_once_checkpoints_and_exits_130(cluster: Cluster, recipe: Path, t
         assert no_actors_left(cluster)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.full)])
+def test_a_signal_to_the_whole_group_spares_a_ray_of_ones_own_until_all_is_saved(
+    recipe: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """As `timeout`, batch systems and closed terminals send it."""
+    process = start(None, recipe, tmp_path, "--max_steps", "100000", "--log_every", "10")
+    wait_for(lambda: trains(tmp_path), process=process)
+    group = [pid for pid in processes_of_session(process.pid) if os.getpgid(pid) == process.pid]
+    assert group == [process.pid], "Ray's head would end at once, and its ranks with it, saved or not"
+    os.killpg(process.pid, number)
+    code, output = finish(process)
+    assert code == 128 + number, output
+    result = summary(tmp_path)
+    assert result["exit_reason"] == "stopped"
+    assert [p.name for p in (only_run(tmp_path) / "checkpoints").iterdir()] == [f"step_{result['steps']:08d}"]
+    wait_for(lambda: not processes_of_session(process.pid), 60)
+
+
 @pytest.mark.full
 def test_ctrl_c_twice_stops_now(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
     """The second one does not wait for a rank that hangs."""

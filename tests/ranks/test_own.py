@@ -265,6 +265,18 @@ def test_callbacks_hear_in_order_and_a_broken_one_costs_nothing(tmp_path: Path) 
     ]
 
 
+def test_the_rank_that_is_the_first_at_the_end_tells_its_callbacks(tmp_path: Path) -> None:
+    """Rank 0 is lost, and the run ends with the others."""
+    main, settings = partial(watched, path=tmp_path / "heard"), {"recovery": "shrink", "eval_every": 0}
+    spec = open_own(tmp_path / "runs", faults="kill@rank=0,step=3", **settings)
+    outcome = run_elastic(spec, 2, groups=[[1]], train=Program(main, frozenset(settings)))
+    assert not [rank for rank in outcome.ranks.values() if rank.get("error", "Died") != "Died"], outcome
+    heard = (tmp_path / "heard").read_text().splitlines()
+    assert heard.count("start 2") == 1
+    assert heard.count("start 1") == 1, "the size of the group that is left"
+    assert heard[-1] == "end finished"
+
+
 def refused(main: Callable[[Run], Any], folder: Path) -> str:
     (outcome,) = run_ranks(open_own(folder), 1, train=Program(main, frozenset()))
     return f"{outcome['error']}: {outcome['message']}"

@@ -231,6 +231,24 @@ def test_ranks_share_no_cpu_while_pods_are_still_coming(second: bool, monkeypatc
     assert cluster.bundles == [{"CPU": 1.0 if second else 0.5}] * 2
 
 
+def test_an_autoscaler_hears_what_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """It adds nodes for placement groups that wait; that it may is said by a longer timeout."""
+    cluster, heard = Cluster({"CPU": 8.0}, devices=("0", "0")), list[Any]()
+
+    def check() -> None:
+        heard.append((cluster.bundles, cluster.removed))
+        if len(heard) == 3:
+            cluster.all = ({"CPU": 8.0}, {"CPU": 4.0, "GPU": 1.0}, {"CPU": 4.0, "GPU": 1.0})
+
+    place = make(cluster, check, workers=2, device="cuda", placement_timeout_s=60)
+    assert (place.kind, place.workers) == ("cuda", 2)
+    assert heard == [([{"GPU": 1.0, "CPU": 1.0}] * 2, 0)] * 3
+    assert cluster.removed == 1, "the one that waited, before the run's own"
+    with pytest.raises(PlacementError, match="but the cluster can never hold it"):
+        make(Cluster({"CPU": 8.0}), workers=2, device="cuda")
+    assert "no room for workers = 2" in capsys.readouterr().out
+
+
 @pytest.mark.usefixtures("in_a_pod")
 def test_nodes_that_never_join_are_an_error_in_time() -> None:
     cluster = Cluster({})

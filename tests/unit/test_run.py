@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from nanoray.errors import CheckpointError, ConfigError
-from nanoray.run import RunSpec, disk_used, lock_run, new_folder, read_attempt, write_attempt
+from nanoray.run import RunSpec, disk_used, lock_run, new_folder, read_attempt, write_attempt, write_summary
 from tests.harness.cluster import wait_for
 from tests.harness.commands import Command, run
 from tests.harness.ranks import TINY, make_spec, run_ranks
@@ -166,3 +166,12 @@ def test_the_disk_is_as_full_as_df_says(tmp_path: Path) -> None:
     said = subprocess.run(["df", "--output=pcent", tmp_path], capture_output=True, text=True, check=True).stdout
     assert disk_used(tmp_path)["disk/used"] == pytest.approx(int(said.split()[-1].rstrip("%")), abs=2)
     assert disk_used(tmp_path / "gone") == {}, "a file system that does not answer ends no run"
+
+
+def test_a_summary_that_cannot_be_written_hides_nothing(
+    text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk has ended the run: its own error is the one to raise."""
+    spec = replace(make_spec(text, tmp_path), folder=tmp_path / "gone")
+    assert write_summary(spec, {"exit_reason": "failed"}, 0)["exit_reason"] == "failed"
+    assert "summary.json was not written: [Errno 2]" in caplog.text
