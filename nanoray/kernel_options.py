@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nanoray.errors import ConfigError
+
 
 def refuse_kernels(config: Any, defaults: Mapping[str, Any]) -> None:
     """Raise ValueError when the optimizer or the kernels of a Config do not go with its model or mesh."""
@@ -42,6 +44,22 @@ def refuse_kernels(config: Any, defaults: Mapping[str, Any]) -> None:
             f"optimizer = muon needs whole matrices, and dp_mode = {config.dp_mode} shards them; use dp_mode ddp or "
             "ddp_by_hand, or optimizer adamw"
         )
+
+
+def attention_on_gpu(config: Any) -> str:
+    """Return the attention of a GPU that is not left to measurement: what the Config names, or what audits need.
+
+    Raises ConfigError for audits of a fused kernel: its backward adds up in the order in which blocks of keys get
+    ready, so the last bits of healthy gradients differ from one time to the next.
+    """
+    if not config.audit_every:
+        return str(config.attention)
+    if config.attention in ("flash", "cudnn"):
+        raise ConfigError(
+            f"attention = {config.attention} on a GPU gives gradients whose last bits differ each time, so audit_every "
+            f"= {config.audit_every} would find healthy ranks wrong; use attention plain, or audit_every 0"
+        )
+    return "plain"
 
 
 def _refuse_graphs(config: Any) -> None:

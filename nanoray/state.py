@@ -415,6 +415,7 @@ def load_optimizer_tensors(
             raise CheckpointError(f"optimizer state {name} {tuple(tensor.shape)} does not fit this model's parameters")
         if scalar:  # as torch keeps it: on the host, but for kernels that read it on the device
             on_device = group_of[like].get("fused") or group_of[like].get("capturable")
+            on_device = on_device and not getattr(optimizer, "scalars_on_host", False)
             optimizer.state[like][key] = tensor.to(like.device if on_device else "cpu", copy=True)
             continue
         same = not isinstance(optimizer, torch.optim.AdamW | torch.optim.SGD)

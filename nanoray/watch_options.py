@@ -19,7 +19,8 @@ class WatchOptions(StopOptions):
     audit_every: int = Field(0, json_schema_extra={"group": "fault"}, ge=0)
     """steps between audits of gradients: another rank computes one micro batch's gradient of each rank, too, and a
     third one decides where they differ (0 = never). A step with a wrong gradient is done again, and no weight has it;
-    wrong twice ends the run. Costs a micro batch's compute each time. For whole models on equal devices"""
+    wrong twice ends the run. Costs a micro batch's compute each time. For whole models on equal devices; on GPUs with
+    plain attention"""
 
     statistics_every: int = Field(0, json_schema_extra={"group": "log"}, ge=0)
     """steps between statistics of each layer in statistics.jsonl: weights, gradients, updates, activations, attention,

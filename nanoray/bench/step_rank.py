@@ -35,12 +35,12 @@ def run_products(gate: Gate, size: int, dtype: str, threads: int, device: str = 
 
 
 class UnfusedTask(TextTask):
-    """A GPT whose AdamW is torch's default one: not one kernel over all parameters, but many over each."""
+    """A GPT whose AdamW is torch's default one: not one kernel over all parameters, but many."""
 
     def optimizer(self, model: nn.Module, shards: list[Shard] | None) -> torch.optim.Optimizer:
         optimizer = super().optimizer(model, shards)
         for group in optimizer.param_groups:
-            group["fused"] = False
+            group["fused"] = None  # torch decides: a loop on CPUs, many parameters at a time on GPUs
         return optimizer
 
 

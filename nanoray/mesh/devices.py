@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from nanoray.config import Config
 from nanoray.errors import ConfigError, PlacementError
+from nanoray.kernel_options import attention_on_gpu
 
 T = TypeVar("T")
 MAX_RANKS_PER_CPU = 4
@@ -401,8 +402,8 @@ def choose_attention(config: Config, kind: str, precision: str, features: frozen
     """
     if config.attention == "cudnn" and (kind == "cpu" or precision in ("fp32", "tf32")):
         raise ConfigError(f"attention = cudnn needs a GPU and 16 bits, but this is {kind} with {precision}; use flash")
-    if config.attention != "auto":
-        return config.attention
+    if config.attention != "auto" or (kind != "cpu" and config.audit_every):
+        return attention_on_gpu(config) if kind != "cpu" else config.attention
     short = precision == "bf16" and bool(features & BF16_UNITS) and config.block_size <= PLAIN_MAX_BLOCK
     return "plain" if kind == "cpu" and (short or config.dropout > 0) else "flash"
 

@@ -135,6 +135,7 @@ def _in_one_process(
         raise DataError(f"the tokens of {config.dataset} are no longer those of the run; put the old file back")
     torch.set_num_threads(group["threads"])
     mesh = _mesh(_device(group))
+    config = config.model_copy(update={"compile": bool(config.compile)})  # gradients of several ranks lie side by side
     use_products(mesh.device, config.precision)
     spec = replace(spec, config=config, folder=folder, started=time.time(), resume=str(source or ""), attempt=0)
     for name in ("checkpoints", "logs"):

@@ -38,6 +38,7 @@ class Muon(torch.optim.Optimizer):
         matrices, *others = self.param_groups
         self._adamw = torch.optim.AdamW(others, betas=(config.beta1, config.beta2), fused=True)
         self._adamw.state = self.state
+        matrices["fused"] = True  # as torch's optimizers mean it: `step` itself leaves out an update
         self.param_groups = [matrices, *self._adamw.param_groups]
         self._views = dict(zip(matrices["params"], views, strict=True))
         # All state begins as zeros, AdamW's too: it is whole before the first step, when ranks share it.
@@ -65,16 +66,26 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Update all parameters. `closure` is torch's signature; there must be none."""
         assert closure is None
-        self._step_matrices()
+        left_out: Tensor | None = getattr(self, "found_inf", None)
+        self._step_matrices(left_out)
+        self._adamw.found_inf = left_out  # type: ignore[attr-defined]
         self._adamw.step()
 
-    def _step_matrices(self) -> None:
+    def _step_matrices(self, left_out: Tensor | None) -> None:
+        """Update the matrices, unless `left_out`, a scalar on the device, is 1: then all stays, and nobody waits."""
         group = self.param_groups[0]
         params = [p for p in group["params"] if p.grad is not None]
         if not params:
             return
         grads, sums = [p.grad for p in params], [self.state[p]["momentum_buffer"] for p in params]
-        torch._foreach_mul_(sums, MOMENTUM)
+        momentum: Any = MOMENTUM
+        decay: Any = 1 - group["lr"] * group["weight_decay"]
+        on = None
+        if left_out is not None:
+            on = left_out == 0
+            grads = [torch.where(on, grad, 0.0) for grad in grads]
+            momentum, decay = torch.where(on, momentum, 1.0), torch.where(on, decay, 1.0)
+        torch._foreach_mul_(sums, momentum)
         torch._foreach_add_(sums, grads)
         ahead = torch._foreach_add(grads, sums, alpha=MOMENTUM)
         # One batch (n, rows, columns) per shape, with at most as many rows as columns: the products are cheaper so.
@@ -85,11 +96,12 @@ class Muon(torch.optim.Optimizer):
             for w, each in zip(p.view(-1, rows, columns), u.view(-1, rows, columns), strict=True):
                 w, each = (w.T, each.T) if rows > columns else (w, each)
                 batches.setdefault(each.shape, []).append((w, each, factor))
-        torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_mul_(params, decay)
         for together in batches.values():
             made = orthogonal(torch.stack([u for _, u, _ in together]))
             for (w, _, factor), o in zip(together, made, strict=True):
-                w.add_(o.to(w.dtype), alpha=-group["lr"] * factor)
+                o = o.to(w.dtype) if on is None else torch.where(on, o, 0.0).to(w.dtype)
+                w.add_(o, alpha=-group["lr"] * factor)
 
 
 def orthogonal(u: Tensor) -> Tensor:

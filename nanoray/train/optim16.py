@@ -34,6 +34,8 @@ EPS = 1e-8
 class Optim16(torch.optim.Optimizer):
     """AdamW, or plain SGD, for weights and gradients of 16 bits, as the configuration says."""
 
+    scalars_on_host = True  # `step`, which the host reads in every update
+
     def __init__(self, groups: list[dict[str, Any]], shards: Sequence[Shard], config: Config) -> None:
         """Take the groups of `shards`. All the state is made in the first step."""
         # "fused" as torch's optimizers mean it: `step` itself leaves out an update where `found_inf` is 1.

@@ -43,10 +43,10 @@ def float32_products(precision: str) -> str:
 
 def step_unless(optimizer: torch.optim.Optimizer, leave_out: Tensor | None, scale: Tensor | None = None) -> None:
     """Step an optimizer, unless `leave_out` is 1. `scale`: the factor that its gradients still have, if any."""
-    # torch's protocol for fused optimizers
-    optimizer.found_inf = leave_out  # type: ignore[attr-defined]
-    optimizer.grad_scale = scale  # type: ignore[attr-defined]
     fused = all(group.get("fused") for group in optimizer.param_groups)
+    # torch's protocol for fused optimizers; its others refuse a tensor here
+    optimizer.found_inf = leave_out if fused else None  # type: ignore[attr-defined]
+    optimizer.grad_scale = scale if fused else None  # type: ignore[attr-defined]
     if fused or leave_out is None or not leave_out.item():  # others cannot leave out a step: the host waits and decides
         optimizer.step()
 

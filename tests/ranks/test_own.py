@@ -205,6 +205,13 @@ def test_an_optimizer_that_is_not_fused_leaves_a_bad_step_out(tmp_path: Path) ->
     assert all(torch.isfinite(tensor).all() for tensor in final(spec).values())
 
 
+def test_an_optimizer_that_is_not_fused_steps_where_a_tensor_tells_whether_to(tmp_path: Path) -> None:
+    """On a GPU it always is one, with fp16 also here."""
+    main, settings = partial(fit, how="not fused"), {"precision": "fp16", "max_steps": 12}
+    lost = series(trained(tmp_path, 1, main, **settings))
+    assert lost[12] < lost[1]
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_torchs_batch_norm_has_equal_statistics_on_all_ranks(tmp_path: Path, world: int) -> None:
     """They are compared with the weights at every step, and a resume goes on with them."""

@@ -259,6 +259,13 @@ def test_auto_is_plain_only_where_it_was_measured_to_win() -> None:
         assert chosen(kind, precision, features, attention="plain", **settings) == "plain"
     assert chosen("cpu", "bf16", units, attention="flash") == "flash"
     assert chosen("cuda", "bf16", units, attention="cudnn") == "cudnn"
+    audits = {"audit_every": 5, "global_batch_size": 12, "micro_batch_size": 0}
+    assert chosen("cuda", "bf16", units, **audits) == "plain", "its gradients have the same bits each time"
+    assert chosen("cpu", "fp32", units, attention="flash", **audits) == "flash"
+    with pytest.raises(
+        ConfigError, match="attention = flash on a GPU gives gradients whose last bits differ each time"
+    ):
+        chosen("cuda", "bf16", units, attention="flash", **audits)
     for kind, precision in (("cpu", "bf16"), ("cuda", "fp32")):
         with pytest.raises(ConfigError, match=f"needs a GPU and 16 bits, but this is {kind} with {precision}"):
             chosen(kind, precision, units, attention="cudnn")

@@ -15,6 +15,7 @@ from nanoray.parallel.memory import Sizes, held_bytes, state_memory
 from nanoray.state import load_optimizer_tensors, optimizer_tensors
 from nanoray.train.muon import MOMENTUM, Muon, orthogonal
 from nanoray.train.optim import make_optimizer, set_lr
+from nanoray.train.precision import step_unless
 
 SHAPE = ModelShape(2, 2, 16, 8, True, 65)
 
@@ -109,6 +110,25 @@ def test_the_state_goes_out_and_comes_back_to_the_bit() -> None:
         give_gradients(second, step)
         again.step()
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_a_step_that_is_left_out_changes_nothing_and_others_have_the_same_bits() -> None:
+    """The guards and fp16 tell by a tensor on the device, for which the host does not wait."""
+    one, two = model(), model()
+    first, second = (make_optimizer(gpt, config(weight_decay=0.1)) for gpt in (one, two))
+    assert all(group["fused"] for group in second.param_groups), "so step_unless does not ask the device"
+    for step in range(3):
+        give_gradients(one, step)
+        give_gradients(two, step)
+        step_unless(first, None)
+        step_unless(second, torch.zeros(()))
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
+    for p in two.parameters():
+        p.grad = torch.full_like(p, float("nan"))
+    step_unless(second, torch.ones(()))
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
+    ours, theirs = (optimizer_tensors(o, whole_shards(gpt)) for o, gpt in ((second, two), (first, one)))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_memory_is_what_the_formula_says() -> None:
