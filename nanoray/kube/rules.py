@@ -16,6 +16,7 @@ from nanoray.kube.kustomize import Object, containers
 
 NAME_LIMIT = {"RayCluster": 53, "RayJob": 47}  # the operator appends a suffix
 HEAD_MEMORY = 1.5 * 2**30  # the head of overlay laptop, with its driver, held 0.9 GiB at its peak
+DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"  # after SIGTERM `ray start` ends its node when this is over
 _UNITS = {"": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _UNITS |= {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 
@@ -76,7 +77,12 @@ def _cluster(spec: dict[str, Any]) -> Iterator[str]:
         for key, value in params.items():
             if not isinstance(value, str):
                 yield f"{which}: rayStartParams.{key} = {value!r} must be a string; quote it"
-        limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+        pod, container = group["template"]["spec"], group["template"]["spec"]["containers"][0]
+        grace = pod.get("terminationGracePeriodSeconds", 30)
+        drain = next((e["value"] for e in container.get("env", ()) if e["name"] == DRAIN), "30")
+        if grace <= float(drain):
+            yield f"{which}: terminationGracePeriodSeconds {grace} must be longer than {DRAIN} = {drain}; raise it"
+        limits = container["resources"]["limits"]
         gpus = [int(v) for k, v in limits.items() if k.endswith("gpu") or k.startswith("nvidia.com/mig-")]
         if len(gpus) > 1 or (gpus and params.get("num-gpus") != str(gpus[0])):
             yield f"{which}: limits ask for {gpus} GPUs, num-gpus = {params.get('num-gpus')}; write them equal"

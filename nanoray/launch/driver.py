@@ -32,7 +32,7 @@ from nanoray.points import reached
 from nanoray.run import RunSpec, write_attempt
 from nanoray.train.observers import Console
 
-SAVE_S = 90.0  # from a failure that ends an attempt: the ranks that are left must have saved (KubeRay grants 120 s)
+SAVE_S = 90.0  # from a failure that ends an attempt: the ranks that are left must have saved (KubeRay grants 100 s)
 STOP_PATIENCE_S = 30.0  # while ranks save, one that does not notice a lost peer for so long is ended
 MUTE_S = 5.0  # a rank that lives answers a heartbeat within a second or two
 

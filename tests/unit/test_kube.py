@@ -23,7 +23,7 @@ from nanoray.errors import ConfigError
 from nanoray.kube.__main__ import main
 from nanoray.kube.kustomize import build, containers, json_patch, to_yaml
 from nanoray.kube.render import KUBE_DIR, entrypoint, job_name, render
-from nanoray.kube.rules import cluster_spec, groups, problems, quantity, templates
+from nanoray.kube.rules import DRAIN, cluster_spec, groups, problems, quantity, templates
 
 ROOT = KUBE_DIR.parent
 OVERLAYS = sorted(path.name for path in (KUBE_DIR / "overlays").iterdir())
@@ -100,6 +100,17 @@ def test_what_each_overlay_asks_for() -> None:
         "mig-mixed": (7, {"mig-1g.18gb": "1"}, "cuda"),
         "rdma": (2, {"gpu": "8", "rdma_shared_device_a": "1"}, "cuda"),
     }
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_a_pod_that_ends_leaves_its_ranks_the_time_to_save(name: str) -> None:
+    """Ray ends them when its drain is over, which by default is after 30 s, long before the grace period is."""
+    from nanoray.launch.driver import SAVE_S
+
+    for group in groups(of_kind(build(KUBE_DIR / "overlays" / name / "cluster"), "RayCluster")["spec"]):
+        pod = group["template"]["spec"]
+        env = {item["name"]: item.get("value") for item in pod["containers"][0]["env"]}
+        assert SAVE_S < float(env[DRAIN]) < pod["terminationGracePeriodSeconds"]
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
@@ -350,6 +361,8 @@ BREAKS: list[tuple[Callable[[Object], Any], str]] = [
     (lambda j: _worker(j)["rayStartParams"].update({"num-cpus": 1}), "must be a string"),
     (lambda j: _worker(j).update(replicas=9), "replicas 9 outside 2..2"),
     (lambda j: _container(j)["resources"]["limits"].update({"nvidia.com/gpu": "1"}), "limits ask for [1] GPUs"),
+    (lambda j: _pod(j).update(terminationGracePeriodSeconds=100), "Seconds 100 must be longer than RAY_GRACEFUL"),
+    (lambda j: _pod(j).pop("terminationGracePeriodSeconds"), "Seconds 30 must be longer than RAY_GRACEFUL"),
     (lambda j: _container(j)["resources"]["limits"].update(cpu="2"), "must both be set and be equal"),
     (lambda j: _container(j).update(image="nanoray:latest"), "no fixed tag"),
     (lambda j: _container(j).update(image="host:5000/nanoray"), "no fixed tag"),
