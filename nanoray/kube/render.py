@@ -120,6 +120,14 @@ def _shape(job: Object, config: Config, ranks: int) -> None:
     params = dict(workers["rayStartParams"])
     of_overlay = int(params.get("num-gpus") or params["num-cpus"])  # ranks of its pods
     per_pod = kube.ranks_per_pod or of_overlay
+    container = workers["template"]["spec"]["containers"][0]
+    given, larger = container["resources"]["limits"], max(1.0, per_pod / of_overlay)
+    gpu = kube.gpu_resource or next((key for key in given if key.startswith("nvidia.com/")), "nvidia.com/gpu")
+    if per_pod > 1 and (config.device == "mig" or (config.device == "cuda" and gpu.startswith("nvidia.com/mig-"))):
+        raise ConfigError(
+            f"ranks_per_pod = {per_pod}, device = {config.device} with {gpu}: a process sees only one MIG slice, and "
+            "Ray would give each rank another one; use --ranks_per_pod 1"
+        )
     pods = math.ceil(ranks / per_pod)
     if ranks % per_pod:
         raise ConfigError(
@@ -127,16 +135,13 @@ def _shape(job: Object, config: Config, ranks: int) -> None:
             f"use --workers {pods * per_pod}"
         )
     workers |= {"replicas": pods, "minReplicas": pods, "maxReplicas": pods}
-    container = workers["template"]["spec"]["containers"][0]
-    given, larger = container["resources"]["limits"], max(1.0, per_pod / of_overlay)
     cpus = kube.cpus or quantity(given["cpu"]) * larger
     memory = kube.memory_gib or quantity(given["memory"]) / 2**30 * larger
     limits = {k: v for k, v in given.items() if k.startswith("rdma/")}
     limits |= {"cpu": f"{cpus:g}", "memory": f"{memory:g}Gi"}
     params["num-cpus"] = str(max(math.floor(cpus), per_pod))  # what Ray counts with; ranks may share a CPU
     if config.device != "cpu":
-        devices = [k for k in given if k.startswith("nvidia.com/")]
-        limits[kube.gpu_resource or (devices or ["nvidia.com/gpu"])[0]] = str(per_pod)
+        limits[gpu] = str(per_pod)
         params["num-gpus"] = str(per_pod)
     else:
         params.pop("num-gpus", None)

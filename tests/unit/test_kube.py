@@ -627,6 +627,16 @@ def test_render_mig_and_storage_class() -> None:
         ({"device": "auto"}, "give --workers N --device"),
         ({"kube": {"overlay": "gpu"}}, "there is no overlay 'gpu'; one of cpu, gcs-ft, kueue"),
         ({"workers": 3, "global_batch_size": 3, "kube": {"ranks_per_pod": 2}}, "use --workers 4"),
+        (
+            {"device": "mig", "kube": {"ranks_per_pod": 2}},
+            "ranks_per_pod = 2, device = mig with nvidia.com/mig-1g.18gb: a process sees only one MIG slice",
+        ),
+        ({"device": "mig", "workers": 7, "kube": {"overlay": "single-pod"}}, "use --ranks_per_pod 1"),
+        ({"device": "cuda", "kube": {"overlay": "mig-mixed", "ranks_per_pod": 2}}, "use --ranks_per_pod 1"),
+        (
+            {"device": "cuda", "kube": {"ranks_per_pod": 2, "gpu_resource": "nvidia.com/mig-3g.71gb"}},
+            "ranks_per_pod = 2, device = cuda with nvidia.com/mig-3g.71gb",
+        ),
         ({"dataset": "/home/me/text.txt"}, "is a path of this machine"),
         ({"resume": "auto"}, "is no folder of the volume; give --resume /data/runs/FOLDER"),
         ({"kube": {"image": "nanoray"}}, "no fixed tag"),
