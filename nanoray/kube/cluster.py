@@ -292,6 +292,7 @@ class Follower:
     def run(self) -> Object:
         """Return the RayJob's status once it is terminal. Raises KubeError when it cannot start, or was deleted."""
         began, last, started = time.monotonic(), "", False
+        admitted = began
         while True:
             status = self._status()
             state = "/".join(filter(None, (status.get("jobDeploymentStatus"), status.get("jobStatus")))) or "accepted"
@@ -307,7 +308,9 @@ class Follower:
             started = started or status.get("jobStatus") in ("RUNNING", "SUCCEEDED", "FAILED", "STOPPED")
             if status.get("jobDeploymentStatus") in TERMINAL:
                 return status
-            self._pods(status, started, time.monotonic() - began)
+            if status.get("jobDeploymentStatus") in ("Suspending", "Suspended"):  # it waits in a queue
+                admitted = time.monotonic()
+            self._pods(status, started, time.monotonic() - admitted)
             self._annotate(status)
             time.sleep(self.poll_s)
 
@@ -319,27 +322,36 @@ class Follower:
                 status: Object = self.api.get("RayJob", self.namespace, self.name).get("status", {})
                 return status
             except KubeError as error:
-                code = getattr(error, "status", 0)
-                if code == 404:
+                if getattr(error, "status", 0) == 404:
                     raise KubeError(f"RayJob {self.name} was deleted while it was followed") from None
                 away = away or time.monotonic()
-                if 0 < code < 500 or time.monotonic() - away > self.silence_s:
+                if not self._passes(error) or time.monotonic() - away > self.silence_s:
                     raise
-                line = f"api    {error}; trying on"
-                if line not in self._seen:
-                    self._seen.add(line)
-                    self.say(line)
                 time.sleep(self.poll_s)
+
+    def _passes(self, error: KubeError) -> bool:
+        """Whether the API server is only away for a while; says so."""
+        if 0 < getattr(error, "status", 0) < 500:
+            return False
+        self._say_once(f"api    {error}; trying on")
+        return True
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._seen:
+            self._seen.add(line)
+            self.say(line)
 
     def _pods(self, status: Object, started: bool, waited_s: float) -> None:
         cluster = status.get("rayClusterName")
-        pods = self.api.get("Pod", self.namespace, selector=f"ray.io/cluster={cluster}")["items"] if cluster else []
+        try:
+            pods = self.api.get("Pod", self.namespace, selector=f"ray.io/cluster={cluster}")["items"] if cluster else []
+        except KubeError as error:
+            if not self._passes(error):
+                raise
+            return  # the next look sees them
         found = troubles(pods)
         for trouble in found:
-            line = f"pod    {trouble.pod} {trouble.text}"
-            if line not in self._seen:
-                self._seen.add(line)
-                self.say(line)
+            self._say_once(f"pod    {trouble.pod} {trouble.text}")
         if started:
             return
         fatal = next((t for t in found if t.fatal), None)

@@ -215,6 +215,20 @@ def test_an_unschedulable_pod_is_said_at_once_and_waited_for(server: ApiServer) 
     assert len([line for line in said if "Insufficient cpu" in line]) == 1, "once, though it was seen many times"
 
 
+def test_a_job_that_waits_in_a_queue_has_all_the_time(server: ApiServer) -> None:
+    """Suspended by Kueue for longer than a start may take: that time starts when the job is admitted."""
+    job = rayjob(server, jobDeploymentStatus="Suspended")
+    said: list[str] = []
+
+    def admit() -> None:
+        job["status"] = {"jobDeploymentStatus": "Initializing", "rayClusterName": "words-abc"}
+
+    threading.Timer(1.0, admit).start()
+    with pytest.raises(KubeError, match="cannot start: no pod says why"):
+        Follower(Api(), "nanoray", "words", said.append, poll_s=0.01, start_timeout_s=0.3).run()
+    assert [line.split()[1] for line in said] == ["Suspended", "Initializing"]
+
+
 def test_a_deleted_job_ends_the_wait(server: ApiServer) -> None:
     with pytest.raises(KubeError, match="was deleted while it was followed"):
         Follower(Api(), "nanoray", "words", print, poll_s=0.01).run()
@@ -497,4 +511,22 @@ def test_an_api_server_that_is_away_is_waited_for(server: ApiServer) -> None:
         Follower(Api(), "nanoray", "words", print, poll_s=0.01, silence_s=0.1).run()
     server.refusals["GET rayjobs"] = (403, "forbidden")
     with pytest.raises(ApiError, match="403: forbidden"):
+        Follower(Api(), "nanoray", "words", print, poll_s=0.01).run()
+
+
+def test_pods_that_cannot_be_listed_for_a_while_end_nothing(server: ApiServer) -> None:
+    job = rayjob(server, jobDeploymentStatus="Initializing", rayClusterName="words-abc")
+    server.refusals["GET pods"] = (500, "etcdserver: request timed out")
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        if line.startswith("api"):
+            job["status"] = {"jobDeploymentStatus": "Complete", "jobStatus": "SUCCEEDED"}
+
+    assert Follower(Api(), "nanoray", "words", say, poll_s=0.01).run()["jobStatus"] == "SUCCEEDED"
+    assert "api    the cluster answered 500: etcdserver: request timed out; trying on" in said
+    job["status"] = {"jobDeploymentStatus": "Initializing", "rayClusterName": "words-abc"}
+    server.refusals["GET pods"] = (403, "pods is forbidden")
+    with pytest.raises(ApiError, match="403: pods is forbidden"):
         Follower(Api(), "nanoray", "words", print, poll_s=0.01).run()
