@@ -8,6 +8,7 @@ Authorization header.
 from __future__ import annotations
 
 import base64
+import io
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO
 
 from nanoray.errors import NanorayError
 from nanoray.kube.kustomize import Object
@@ -51,6 +52,8 @@ KINDS = {
     "LocalQueue": ("/apis/kueue.x-k8s.io/v1beta1", "localqueues", True),
 }
 TERMINAL = ("Complete", "Failed", "ValidationFailed")
+SILENCE_S = 60.0  # of a command that runs in a pod: a long one may take as long as its output comes
+_CLOSE = 8  # the websocket's last frame
 
 
 class KubeError(NanorayError):
@@ -151,12 +154,20 @@ class Api:
         kind_of_patch = {"Content-Type": "application/merge-patch+json"}
         self.call("PATCH", path_of(kind, namespace, name), patch, (("fieldManager", MANAGER),), kind_of_patch)
 
-    def run_in(self, pod: str, namespace: str, command: list[str]) -> str:
-        """Run a command in a pod and return its standard output. Raises KubeError with its error output."""
-        from kubernetes import client, stream
+    def run_in(self, pod: str, namespace: str, command: list[str], into: BinaryIO | None = None) -> str:
+        """Run a command in a pod and return its standard output, or write it to `into` as it comes.
 
+        Raises KubeError with the command's error output, or when nothing came for SILENCE_S.
+        """
+        from kubernetes import client, stream
+        from websocket import WebSocketTimeoutException
+
+        what = f"{' '.join(command)} in pod {pod}"
+        # By the first byte of each message. The end is there only when the command has ended, after all of its output.
+        out, err, end = io.BytesIO(), io.BytesIO(), io.BytesIO()
+        channels: dict[bytes, BinaryIO] = {b"\x01": into or out, b"\x02": err, b"\x03": end}
         try:
-            channel = stream.stream(
+            socket = stream.stream(
                 client.CoreV1Api(self._client).connect_get_namespaced_pod_exec,
                 pod,
                 namespace,
@@ -166,14 +177,29 @@ class Api:
                 stdin=False,
                 tty=False,
                 _preload_content=False,
-            )
-            channel.run_forever(timeout=600)
-            out, code = channel.read_stdout(), channel.returncode
-        except Exception as error:  # websocket's and the client's classes
-            raise KubeError(f"{' '.join(command)} in pod {pod}: {_short(error)}; needs create on pods/exec") from None
-        if code:
-            raise KubeError(f"{' '.join(command)} in pod {pod} ended with {code}: {_short(channel.read_stderr())}")
-        return str(out)
+            ).sock
+        except Exception as error:  # the client's classes
+            raise KubeError(f"{what}: {_short(error)}; needs create on pods/exec") from None
+        try:
+            socket.settimeout(SILENCE_S)
+            while (received := socket.recv_data_frame())[0] != _CLOSE:
+                data = received[1].data
+                if data[:1] in channels:
+                    channels[data[:1]].write(data[1:])
+            broken = "" if end.getvalue() else "the connection was closed"
+        except WebSocketTimeoutException:
+            broken = f"nothing came for {SILENCE_S:g} s"
+        except Exception as error:  # websocket's and ssl's classes, a full disk
+            broken = _short(error)
+        finally:
+            socket.shutdown()
+        if broken:
+            raise KubeError(f"{what}: {broken}, so its output is not complete; try again")
+        if (result := json.loads(end.getvalue()))["status"] != "Success":
+            causes = result.get("details", {}).get("causes") or [{"message": "no code"}]
+            said = err.getvalue().decode("utf-8", "replace") or result.get("message", "")
+            raise KubeError(f"{what} ended with {causes[0]['message']}: {_short(said)}")
+        return out.getvalue().decode("utf-8", "replace")
 
 
 def path_of(kind: str, namespace: str, name: str = "") -> str:

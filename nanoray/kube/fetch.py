@@ -5,8 +5,6 @@ That pod lives as long as the volume and mounts it read-only.
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import os
 import re
@@ -21,6 +19,8 @@ from nanoray.kube.cluster import Api, KubeError, told_by_job
 from nanoray.kube.kustomize import Object
 from nanoray.train.observers import progress
 
+# tar ends with 1 when a file grew while it was read: the run may be training.
+_PACK = 'tar -czf - -C "/data/runs/$0" "$1" || [ $? = 1 ]'
 SELECTOR = "app.kubernetes.io/name=nanoray-tensorboard"
 
 
@@ -43,12 +43,14 @@ def fetch(api: Api, namespace: str, name: str, run: str, out_dir: str) -> Path:
     target = Path(out_dir).expanduser() / newest
     if target.exists():
         raise KubeError(f"{target} is there already; move it away, or give --out_dir another")
-    packed = api.run_in(pod, namespace, ["sh", "-c", 'tar -czf - -C "/data/runs/$0" "$1" | base64', folder, newest])
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=".fetch-", dir=target.parent))
     try:
-        with tarfile.open(fileobj=io.BytesIO(base64.b64decode(packed)), mode="r:gz") as archive:
-            archive.extractall(aside, filter="data")  # no absolute path, no link out of the folder, no device
+        with tempfile.TemporaryFile(dir=aside) as packed:
+            api.run_in(pod, namespace, ["sh", "-c", _PACK, folder, newest], packed)
+            packed.seek(0)
+            with tarfile.open(fileobj=packed, mode="r:gz") as archive:
+                archive.extractall(aside, filter="data")  # no absolute path, no link out of the folder, no device
         os.replace(aside / newest, target)
     except (tarfile.TarError, ValueError, EOFError, OSError) as error:
         raise KubeError(f"cannot unpack the archive of {own[-1]}: {error}; try again") from None

@@ -11,6 +11,7 @@ import asyncio
 import json
 import re
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -43,6 +44,7 @@ class ApiServer:
         self.refusals: dict[str, tuple[int, str]] = {}  # "METHOD plural" -> status and message
         self.proxies: dict[str, str] = {}  # service -> base URL
         self.drop_proxy = 0  # so many proxied requests are answered with a 502
+        self.exec_limit: int | None = None  # a command's output ends after so many bytes, with the connection
         self.volume, self.kuberay = volume, kuberay
         self.lock = threading.RLock()
         self._loop = asyncio.new_event_loop()
@@ -156,16 +158,26 @@ class ApiServer:
         process = await asyncio.create_subprocess_exec(
             *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )
-        out, err = await process.communicate()
-        for start in range(0, len(out), 30000):
-            await socket.send_bytes(b"\x01" + out[start : start + 30000])
-        await socket.send_bytes(b"\x02" + err)
+        assert process.stdout
+        assert process.stderr
+        sent = 0
+        with suppress(ConnectionError):  # of a client that has gone
+            while out := await process.stdout.read(30000):
+                await socket.send_bytes(b"\x01" + out[: self.exec_limit])
+                sent += len(out)
+                if self.exec_limit is not None and sent >= self.exec_limit:
+                    process.kill()
+                    await socket.close()
+                    return socket
+            await socket.send_bytes(b"\x02" + await process.stderr.read())
+        await process.wait()
         causes = [{"reason": "ExitCode", "message": str(process.returncode)}]
         end: dict[str, Any] = {"status": "Success"}
         if process.returncode:
             end = {"status": "Failure", "reason": "NonZeroExitCode", "details": {"causes": causes}}
-        await socket.send_bytes(b"\x03" + json.dumps(end).encode())
-        await socket.close()
+        with suppress(ConnectionError):
+            await socket.send_bytes(b"\x03" + json.dumps(end).encode())
+            await socket.close()
         return socket
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import threading
 import time
@@ -493,6 +494,28 @@ def test_fetch_needs_a_pod_and_a_plain_name(server: ApiServer, tmp_path: Path) -
 def test_a_command_that_fails_in_the_pod(server: ApiServer) -> None:
     with pytest.raises(KubeError, match=r"ls /data/absent in pod tb ended with 2: ls: cannot access"):
         Api().run_in("tb", "nanoray", ["ls", "/data/absent"])
+
+
+def test_a_command_may_take_long_but_not_be_silent(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanoray.kube.cluster.SILENCE_S", 1.0)
+    drops = ["sh", "-c", "for i in 1 2 3 4 5 6; do sleep 0.3; echo $i; done"]
+    assert Api().run_in("tb", "nanoray", drops).split() == ["1", "2", "3", "4", "5", "6"]
+    with pytest.raises(KubeError, match=r"nothing came for 1 s, so its output is not complete; try again"):
+        Api().run_in("tb", "nanoray", ["sh", "-c", "echo one; sleep 3; echo two"])
+
+
+def test_an_archive_that_breaks_off_is_not_taken_for_the_run(server: ApiServer, tmp_path: Path) -> None:
+    """The connection is lost on the way: the error says so, and nothing is left."""
+    _tensorboard(server)
+    run = tmp_path / "volume" / "runs" / "words" / "2026-01-01_000000_words"
+    run.mkdir(parents=True)
+    (run / "model.bin").write_bytes(random.Random(1).randbytes(200_000))
+    server.exec_limit = 60_000
+    with pytest.raises(KubeError, match=r"tar .* the connection was closed, so its output is not complete; try again"):
+        fetch(Api(), "nanoray", "words", run.name, str(tmp_path / "out"))
+    server.exec_limit = None
+    assert list((tmp_path / "out").iterdir()) == []
+    assert fetch(Api(), "nanoray", "words", run.name, str(tmp_path / "out")).name == run.name
 
 
 def test_an_api_server_that_is_away_is_waited_for(server: ApiServer) -> None:
