@@ -380,9 +380,11 @@ def require_compiler(config: Config, device: str) -> None:
 
 
 def cannot_compile(device: str) -> str:
-    """Return why torch cannot compile for this device, and what helps, or "". A CPU's code needs a C++ compiler."""
+    """Return why torch cannot compile for this device, and what helps, or "". Triton needs C on a GPU."""
     if device != "cpu":
-        return ""
+        names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+        missing = f"needs a C compiler for a GPU, and {' or '.join(names)} is not on the PATH"
+        return "" if any(map(shutil.which, names)) else f"{missing}; install gcc, name another one in CC"
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if shutil.which(compiler) is None:
         return f"needs a C++ compiler for a CPU, and {compiler} is not on the PATH; install it, name another one in CXX"

@@ -528,10 +528,26 @@ def test_a_cpu_without_a_compiler_or_with_a_space_in_its_path_compiles_nothing(m
     monkeypatch.setenv("CXX", "no-such-c++")
     with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler for a CPU, and no-such-c\+\+ is not on the PATH"):
         require_compiler(config, "cpu")
-    require_compiler(config, "cuda:0")
     require_compiler(config.model_copy(update={"compile": False}), "cpu")
     with pytest.raises(ConfigError, match="compile = cuda_graphs, but the device is a CPU"):
         require_compiler(config.model_copy(update={"compile": "cuda_graphs"}), "cpu")
+
+
+def test_a_gpu_without_a_c_compiler_compiles_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where Triton looks for one: CC, else gcc or clang on the PATH."""
+    config = make_config({"micro_batch_size": 1, "compile": True})
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="true needs a C compiler for a GPU, and gcc or clang is not on the PATH"):
+        require_compiler(config, "cuda:0")
+    (tmp_path / "clang").touch(mode=0o755)
+    require_compiler(config, "cuda:0")
+    monkeypatch.setenv("CC", "no-such-cc")
+    with pytest.raises(ConfigError, match="no-such-cc is not on the PATH; install gcc, name another one in CC, or"):
+        require_compiler(config, "cuda:0")
+    monkeypatch.setenv("CC", "/bin/sh")
+    require_compiler(config, "cuda:0")
+    require_compiler(config.model_copy(update={"compile": False}), "cuda:0")
 
 
 WHOLE, MIXED = [h200("a"), h200("b")], [h200("a"), h200("b", "3g.71gb", "3g.71gb")]

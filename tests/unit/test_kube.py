@@ -857,3 +857,5 @@ def test_dockerfile_keeps_our_rules() -> None:
     assert "--require-hashes" in text
     assert ":latest" not in text
     assert not re.search(r"^ADD |curl|wget", text, re.M)
+    (packages,) = re.findall(r'"\$\{DEVICE\}" = cuda \]; then apt-get install -y \S+ ([^;]+);', last)
+    assert packages.split() == ["gcc", "libc6-dev", "python3-dev"], "what Triton compiles its driver with"
