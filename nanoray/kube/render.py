@@ -118,7 +118,7 @@ def _shape(job: Object, config: Config, ranks: int) -> None:
     kube, spec = config.kube, job["spec"]["rayClusterSpec"]
     workers = spec["workerGroupSpecs"][0]
     params = dict(workers["rayStartParams"])
-    of_overlay = int(params.get("num-gpus") or params["num-cpus"])  # ranks of its pods
+    of_overlay = int(params["num-gpus"]) or int(params["num-cpus"])  # ranks of its pods
     per_pod = kube.ranks_per_pod or of_overlay
     container = workers["template"]["spec"]["containers"][0]
     given, larger = container["resources"]["limits"], max(1.0, per_pod / of_overlay)
@@ -142,9 +142,7 @@ def _shape(job: Object, config: Config, ranks: int) -> None:
     params["num-cpus"] = str(max(math.floor(cpus), per_pod))  # what Ray counts with; ranks may share a CPU
     if config.device != "cpu":
         limits[gpu] = str(per_pod)
-        params["num-gpus"] = str(per_pod)
-    else:
-        params.pop("num-gpus", None)
+    params["num-gpus"] = "0" if config.device == "cpu" else str(per_pod)
     container["resources"] = {"requests": dict(limits), "limits": dict(limits)}
     workers["rayStartParams"] = params
     for volume in workers["template"]["spec"]["volumes"]:

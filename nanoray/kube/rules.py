@@ -84,8 +84,8 @@ def _cluster(spec: dict[str, Any]) -> Iterator[str]:
             yield f"{which}: terminationGracePeriodSeconds {grace} must be longer than {DRAIN} = {drain}; raise it"
         limits = container["resources"]["limits"]
         gpus = [int(v) for k, v in limits.items() if k.endswith("gpu") or k.startswith("nvidia.com/mig-")]
-        if len(gpus) > 1 or (gpus and params.get("num-gpus") != str(gpus[0])):
-            yield f"{which}: limits ask for {gpus} GPUs, num-gpus = {params.get('num-gpus')}; write them equal"
+        if [params.get("num-gpus")] != [str(count) for count in gpus or [0]]:
+            yield f"{which}: limits ask for {gpus or 0} GPUs, num-gpus = {params.get('num-gpus')}; write them equal"
         if which == "head":
             if params.get("num-cpus") != "0":
                 yield f"head: num-cpus = {params.get('num-cpus')!r}; '0' keeps ranks away from the head"

@@ -350,7 +350,7 @@ def test_the_operators_commands_by_hand() -> None:
     head, worker = groups(spec)
     assert ray_start(head, None) == (
         "ray start --head --block --dashboard-agent-listen-port=52365 --dashboard-host=0.0.0.0 --memory=4294967296 "
-        "--metrics-export-port=8080 --num-cpus=0 --object-store-memory=268435456"
+        "--metrics-export-port=8080 --num-cpus=0 --num-gpus=0 --object-store-memory=268435456"
     )
     assert ray_start(worker, "svc") == (
         "ray start --address=svc:6379 --block --dashboard-agent-listen-port=52365 --memory=8589934592 "

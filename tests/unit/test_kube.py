@@ -124,10 +124,10 @@ def test_entrypoints_are_commands_of_nanoray_and_fit_the_pods(name: str) -> None
     assert words[:3] == ["exec", "python", "/opt/nanoray/examples/train_shakespeare.py"]
     config = parse_args(words[3:], "x", "y").config
     (group,) = spec["rayClusterSpec"]["workerGroupSpecs"]
-    per_pod = int(group["rayStartParams"].get("num-gpus", group["rayStartParams"]["num-cpus"]))
+    per_pod = int(group["rayStartParams"]["num-gpus"]) or int(group["rayStartParams"]["num-cpus"])
     assert config.workers == group["replicas"] * per_pod
     assert resolve_batch(config, int(config.workers)).micro > 0
-    assert (config.device == "cpu") == ("num-gpus" not in group["rayStartParams"])
+    assert (config.device == "cpu") == (group["rayStartParams"]["num-gpus"] == "0")
 
 
 @pytest.mark.parametrize(
@@ -361,6 +361,8 @@ BREAKS: list[tuple[Callable[[Object], Any], str]] = [
     (lambda j: _worker(j)["rayStartParams"].update({"num-cpus": 1}), "must be a string"),
     (lambda j: _worker(j).update(replicas=9), "replicas 9 outside 2..2"),
     (lambda j: _container(j)["resources"]["limits"].update({"nvidia.com/gpu": "1"}), "limits ask for [1] GPUs"),
+    (lambda j: _head(j)["rayStartParams"].pop("num-gpus"), "head: limits ask for 0 GPUs, num-gpus = None"),
+    (lambda j: _worker(j)["rayStartParams"].update({"num-gpus": "1"}), "ranks: limits ask for 0 GPUs, num-gpus = 1"),
     (lambda j: _pod(j).update(terminationGracePeriodSeconds=100), "Seconds 100 must be longer than RAY_GRACEFUL"),
     (lambda j: _pod(j).pop("terminationGracePeriodSeconds"), "Seconds 30 must be longer than RAY_GRACEFUL"),
     (lambda j: _container(j)["resources"]["limits"].update(cpu="2"), "must both be set and be equal"),
@@ -571,7 +573,8 @@ def test_pods_are_the_overlays_unless_their_size_is_given(
     assert group["replicas"] == pods
     assert group["template"]["spec"]["containers"][0]["resources"]["limits"] == limits
     assert group["template"]["spec"]["volumes"][1]["emptyDir"]["sizeLimit"] == shm
-    assert {k: v for k, v in group["rayStartParams"].items() if k != "object-store-memory"} == params
+    started = {k: v for k, v in group["rayStartParams"].items() if k != "object-store-memory"}
+    assert started == {"num-gpus": "0"} | params
 
 
 def test_with_gcs_fault_tolerance_the_driver_is_not_on_the_head() -> None:
@@ -856,6 +859,7 @@ def test_dockerfile_keeps_our_rules() -> None:
     assert "HEALTHCHECK" in last
     assert "--require-hashes" in text
     assert ":latest" not in text
+    assert "NVIDIA_VISIBLE_DEVICES=" not in text, "a pod without a GPU of its own would see those of the node"
     assert not re.search(r"^ADD |curl|wget", text, re.M)
     (packages,) = re.findall(r'"\$\{DEVICE\}" = cuda \]; then apt-get install -y \S+ ([^;]+);', last)
     assert packages.split() == ["gcc", "libc6-dev", "python3-dev"], "what Triton compiles its driver with"
