@@ -14,7 +14,9 @@ if have kubectl get crd rayjobs.ray.io || [ "$DRY_RUN" = 1 ]; then
   run kubectl -n "$NAMESPACE" delete rayjobs,rayclusters --all --wait --ignore-not-found --timeout=180s
 fi
 run kubectl delete namespace "$NAMESPACE" --wait --ignore-not-found --timeout=180s
-run kubectl delete persistentvolume nanoray --ignore-not-found
+VOLUME="nanoray-$NAMESPACE" # as `nanoray kube` names it
+[ "$NAMESPACE" != nanoray ] || VOLUME=nanoray
+run kubectl delete persistentvolume "$VOLUME" --ignore-not-found
 if [ "$LEVEL" != workloads ]; then
   say "operators"
   need helm

@@ -14,6 +14,8 @@ fi
 [ "${#ARGS[@]}" = 2 ] || die "give NODE and PROFILE; see --help"
 NODE="${ARGS[0]}"
 PROFILE="${ARGS[1]}"
+TIMEOUT="${TIMEOUT:-600}"
+PAUSE="${PAUSE:-2}"
 need kubectl
 DONE="kubernetes.io/hostname=$NODE,nvidia.com/mig.config=$PROFILE,nvidia.com/mig.config.state=success"
 if [ "$DRY_RUN" = 0 ] && [ -n "$(kubectl get node -l "$DONE" -o name)" ]; then
@@ -24,8 +26,25 @@ if [ "$DRY_RUN" = 0 ] && [ "${YES:-}" != 1 ]; then
   read -r -p "reconfigure all GPUs of $NODE to $PROFILE? What runs on them ends. [y/N] " answer
   [ "$answer" = y ] || die "nothing was changed"
 fi
+# The manager acts only when the profile's label changes, so after a failure the same profile must first be taken away.
+run kubectl label node "$NODE" nvidia.com/mig.config-
 # pending: the last change's success must not be taken for this one's
 run kubectl label node "$NODE" "nvidia.com/mig.config=$PROFILE" nvidia.com/mig.config.state=pending --overwrite
 say "waiting for the MIG manager"
-run kubectl wait "node/$NODE" --for="jsonpath={.metadata.labels.nvidia\.com/mig\.config\.state}=success" --timeout=600s
+STATE=(kubectl get node "$NODE" -o 'jsonpath={.metadata.labels.nvidia\.com/mig\.config\.state}')
+state=pending last="" began="$SECONDS"
+until [ "$state" = success ]; do
+  if [ "$DRY_RUN" = 1 ]; then
+    run "${STATE[@]}" # until success or failed
+    break
+  fi
+  [ $((SECONDS - began)) -lt "$TIMEOUT" ] || die "$NODE is still $state after $TIMEOUT s; kubectl -n gpu-operator logs -l app=nvidia-mig-manager"
+  sleep "$PAUSE"
+  state="$("${STATE[@]}" || true)" # a node that reboots may take the API server with it
+  if [ "$state" != "$last" ]; then
+    echo "$((SECONDS - began)) s: $state"
+    last="$state"
+  fi
+  [ "$state" != failed ] || die "$NODE did not get $PROFILE; end what uses its GPUs and run this again. kubectl -n gpu-operator logs -l app=nvidia-mig-manager says more"
+done
 run kubectl get node "$NODE" -o "jsonpath={.status.allocatable}"

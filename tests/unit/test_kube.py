@@ -706,7 +706,8 @@ DRY_RUNS = {
     ],
     "image.sh cuda 2.32.3": ["--build-arg NCCL=2.32.3", "k3s ctr images import"],
     "mig.sh node-1 all-1g.18gb": [
-        "kubectl label node node-1 nvidia.com/mig.config=all-1g.18gb nvidia.com/mig.config.state=pending --overwrite"
+        "kubectl label node node-1 nvidia.com/mig.config- ",
+        "kubectl label node node-1 nvidia.com/mig.config=all-1g.18gb nvidia.com/mig.config.state=pending --overwrite",
     ],
     "mig.sh": ["get configmap default-mig-parted-config"],
     "try.sh cpu statefulset-is-none": ["kubectl apply --server-side -k"],
@@ -757,6 +758,48 @@ def test_the_bundle_has_the_operators_log_and_no_secret(operator: bool, tmp_path
     assert files["./operator.log"] == (log if operator else "no operator pod was found, or it may not be read\n")
     assert files["./driver.log"] == "driver says\n"
     assert "kuberay-operator,kuberay" in files["./operator.txt"]
+
+
+MIG_KUBECTL = """#!/bin/bash
+# A node's labels as files, and the MIG manager, which acts only when the profile's label changes; STATE comes of it.
+case " $* " in
+  *" nvidia.com/mig.config- "*) rm -f profile ;;
+  *" label node "*)
+    for word in "$@"; do case "$word" in nvidia.com/mig.config=*) new="${word#*=}" ;; esac; done
+    echo pending >state
+    [ "$(cat profile 2>/dev/null)" = "$new" ] || echo "$STATE" >state
+    echo "$new" >profile
+    ;;
+  *"mig\\\\.config\\\\.state"*) cat state ;;
+  *" get node -l "*) ! grep -q success state 2>/dev/null || echo node/node-1 ;;
+  *) echo "$*" ;;
+esac
+"""
+
+
+def test_mig_ends_when_the_manager_fails_and_the_same_profile_can_be_set_again(tmp_path: Path) -> None:
+    (tmp_path / "kubectl").write_text(MIG_KUBECTL)
+    (tmp_path / "kubectl").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "YES": "1", "TIMEOUT": "5", "PAUSE": "0.1"}
+    command = ["bash", str(KUBE_DIR / "scripts" / "mig.sh"), "node-1", "all-1g.18gb"]
+    for state, code, text in (
+        ("failed", 2, "node-1 did not get all-1g.18gb; end what uses its GPUs"),
+        ("success", 0, "s: success\n"),
+        ("success", 0, "node-1 has all-1g.18gb already\n"),
+    ):
+        done = subprocess.run(command, cwd=tmp_path, env=env | {"STATE": state}, capture_output=True, text=True)
+        assert (done.returncode, text in done.stdout + done.stderr) == (code, True), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("namespace", "volume"), [("nanoray", "nanoray"), ("team", "nanoray-team")])
+def test_cleanup_deletes_the_volume_of_its_own_namespace(namespace: str, volume: str) -> None:
+    """And not that of another one: the names are those that `nanoray kube` gives."""
+    objects = render(kube_config(kube={"namespace": namespace}), "s")
+    assert of_kind(objects, "PersistentVolume")["metadata"]["name"] == volume
+    env = {"PATH": "/usr/bin:/bin", "NAMESPACE": namespace}
+    command = ["bash", str(KUBE_DIR / "scripts" / "cleanup.sh"), "--dry-run"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert f"kubectl delete persistentvolume {volume} --ignore-not-found \n" in done.stdout
 
 
 @pytest.mark.slow
