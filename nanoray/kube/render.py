@@ -53,7 +53,8 @@ def render(config: Config, timestamp: str) -> list[Object]:
     _storage(objects, kube)
     objects.insert(1, _config_map(config, name))
     job["metadata"]["name"] = name
-    job["spec"]["entrypoint"] = entrypoint(int(ranks), config.device, _folder(config, f"{name}-{timestamp}"))
+    folder_of_run = _folder(config, f"{name}-{timestamp}")
+    job["spec"]["entrypoint"] = entrypoint(int(ranks), config.device, folder_of_run, config.placement_timeout_s)
     if job["spec"]["rayClusterSpec"].get("gcsFaultToleranceOptions"):  # a new head takes a minute
         job["spec"]["entrypoint"] += f" --head_timeout_s {max(300.0, config.head_timeout_s):g}"
     job["spec"]["ttlSecondsAfterFinished"] = kube.ttl_s
@@ -72,16 +73,17 @@ def job_name(name: str) -> str:
     return (plain if plain[0].isalpha() else f"r-{plain}")[: NAME_LIMIT["RayJob"]].rstrip("-")
 
 
-def entrypoint(ranks: int, device: str, folder: str) -> str:
+def entrypoint(ranks: int, device: str, folder: str, placement_timeout_s: float) -> str:
     """Return the job's command: the launcher on the mounted configuration, resuming from an earlier cluster's run.
 
     `exec` is needed for a quick stop: Ray waits until the processes that it signalled are gone, and in a container no
     init process reaps the child of a shell that exits first. The device of a MIG slice is cuda: inside the pod a slice
-    is a whole device.
+    is a whole device. A replaced pod takes minutes, so the timeout for its node is at least 300 s.
     """
     return (
         f"exec python -m nanoray.launch --config {CONFIG_DIR}/config.yaml --workers {ranks} "
-        f"--device {'cpu' if device == 'cpu' else 'cuda'} --out_dir {folder} --resume auto --placement_timeout_s 300"
+        f"--device {'cpu' if device == 'cpu' else 'cuda'} --out_dir {folder} --resume auto "
+        f"--placement_timeout_s {max(300.0, placement_timeout_s):g}"
     )
 
 

@@ -498,7 +498,7 @@ def test_render_carries_the_configuration_along() -> None:
     objects = render(kube_config(lr=2e-3, max_steps=7, kube={"namespace": "team", "retries": 5, "ttl_s": 9}), "s")
     job = of_kind(objects, "RayJob")
     assert (job["metadata"]["name"], job["metadata"]["namespace"]) == ("my-run", "team")
-    assert job["spec"]["entrypoint"] == entrypoint(2, "cpu", "/data/runs/my-run-s")
+    assert job["spec"]["entrypoint"] == entrypoint(2, "cpu", "/data/runs/my-run-s", 4.0)
     assert (job["spec"]["backoffLimit"], job["spec"]["ttlSecondsAfterFinished"]) == (5, 9)
     (config,) = [o for o in objects if o["metadata"]["name"] == "my-run-config"]
     carried = make_config(yaml.safe_load(config["data"]["config.yaml"]))
@@ -508,6 +508,14 @@ def test_render_carries_the_configuration_along() -> None:
     assert of_kind(objects, "PersistentVolume")["metadata"]["name"] == "nanoray-team"
     for pod in (group["template"]["spec"] for group in groups(job["spec"]["rayClusterSpec"])):
         assert {"name": "config", "mountPath": "/etc/nanoray", "readOnly": True} in pod["containers"][0]["volumeMounts"]
+
+
+@pytest.mark.parametrize(("asked", "waits"), [(None, "300"), (20.0, "300"), (1800.0, "1800")])
+def test_a_job_waits_for_nodes_as_long_as_it_is_told_but_long_enough_for_a_new_pod(asked: Any, waits: str) -> None:
+    """The entrypoint's flag wins over the file, so it must not be shorter than what the file says."""
+    config = kube_config(**({"placement_timeout_s": asked} if asked else {}))
+    words = of_kind(render(config, "s"), "RayJob")["spec"]["entrypoint"].split()
+    assert words[words.index("--placement_timeout_s") + 1 :] == [waits]
 
 
 def test_the_laptops_claim_asks_the_default_class() -> None:
