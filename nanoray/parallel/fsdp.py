@@ -108,6 +108,9 @@ class FSDP:
         if last:
             for shard in self.shards:
                 grad = self._sharded[shard.piece.name].grad
+                if grad is None:  # it took no part in this step
+                    shard.param.grad = torch.zeros_like(shard.param)
+                    continue
                 assert isinstance(grad, DTensor)
                 shard.param.grad = grad.to_local().view(-1)
 

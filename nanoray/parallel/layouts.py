@@ -68,6 +68,17 @@ def refusal(job: Job, layout: Layout) -> str:
         return "tp cuts the logits, so no loss_chunk"
     if pp > 1 and job.mode(layout) == "fsdp":
         return "fsdp would gather a stage's weights for every turn of a pipeline"
+    if layout.ep > 1 and job.mode(layout) == "fsdp":
+        return "fsdp cuts every layer over all data ranks, and ep gives experts to some"
+    for what, alone, cut in (
+        ("audit_every", job.config.audit_every > 0, tp * pp * layout.ep),
+        ("statistics_every", job.config.statistics_every > 0, tp * pp * layout.ep),
+        ("seq_warmup_steps", job.config.seq_warmup_steps > 0, tp * pp),
+        ("an allreduce by hand", job.config.allreduce != "backend", tp * pp),
+        ("compile cuda_graphs", job.config.compile == "cuda_graphs", tp * pp),
+    ):
+        if alone and cut > 1:
+            return f"{what} needs whole models"
     if job.experts and job.experts.hidden % tp:
         return f"tp does not divide expert_hidden = {job.experts.hidden}"
     if job.experts and job.experts.count % layout.ep:

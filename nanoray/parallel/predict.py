@@ -74,11 +74,11 @@ class Job:
         return self.config.sequence_parallel and layout.tp > 1
 
     def mode(self, layout: Layout) -> str:
-        """Return the data-parallel mode there. torch's DDP keeps no pipeline's order, so by hand takes its place."""
+        """Return the data-parallel mode there. torch's DDP knows neither pipelines nor ep: by hand does."""
         if layout.dp == 1:
             return "ddp"
         mode = self.config.dp_mode
-        return "ddp_by_hand" if mode == "ddp" and layout.pp > 1 else mode
+        return "ddp_by_hand" if mode == "ddp" and layout.pp * layout.ep > 1 else mode
 
 
 # Parameters.

@@ -28,9 +28,9 @@ from nanoray.train.recipe import code_hash, use_products
 
 # What a re-enactment does otherwise than its run: it records every step, and leaves out what changes no weight.
 QUIETLY: dict[str, Any] = {
-    "log_every": 1, "hash_every": 1, "eval_every": 0, "checkpoint_every": 0, "stats_every": 0, "comm_trace": "off",
-    "statistics_every": 0, "memory_at": 0, "audit_every": 0, "tensorboard": False, "faults": "", "sample_tokens": 0,
-    "checkpoint_mode": "sync", "resume": "none",
+    "log_every": 1, "hash_every": 1, "eval_every": 0, "target_loss": 0.0, "checkpoint_every": 0, "comm_trace": "off",
+    "precision_stats": "off", "statistics_every": 0, "profile": "", "memory_at": 0, "audit_every": 0,
+    "faults": "", "tensorboard": False, "sample_tokens": 0, "checkpoint_mode": "sync", "resume": "none",
 }  # fmt: skip
 
 

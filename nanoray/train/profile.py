@@ -50,7 +50,7 @@ class Profile:
 
     def __call__(self, step: int, phase: str) -> None:
         """Profile the steps where they are due."""
-        over = step not in self._steps or (step == self._steps[-1] and phase in OUTSIDE)
+        over = step not in self._steps or (step == self._steps[-1] and phase in OUTSIDE) or phase == "done"
         if over:
             if self._profiler is not None:
                 self._finish()
@@ -58,6 +58,7 @@ class Profile:
         if self._profiler is None:
             self._start(step)
         self._end_span()
+        self._told["steps"][1] = step
         self._span = torch.profiler.record_function(f"step {step}: {phase}")
         self._span.__enter__()
 
@@ -66,7 +67,7 @@ class Profile:
         activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (self._mesh.device.type == "cuda")]
         self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
         self._profiler.start()
-        self._told["steps"] = [step, self._steps[-1]]
+        self._told["steps"] = [step, step]
 
     def _end_span(self) -> None:
         if self._span is not None:

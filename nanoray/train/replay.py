@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from nanoray.mesh.mesh import Mesh
@@ -46,9 +47,13 @@ def replay(
     probe, where = Probe(model), list[int]()
     with probe, torch.compiler.set_stance("force_eager"):  # compiled blocks would not see the hooks
         repeat(batch, seed, lambda micro: where.append(micro) if probe.found and not where else None)
-    if not probe.found and not torch.isfinite(get_total_norm([p.grad for p in params if p.grad is not None])):
-        named = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
-        names = (f"the gradient of {name}" for name, grad in named if not torch.isfinite(grad).all())
+    own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    summed = any(isinstance(grad, DTensor) for grad in own.values())
+    # With fsdp backward has summed. A look at a DTensor's values talks to the other ranks, which may not come here.
+    own = {name: grad.to_local() if isinstance(grad, DTensor) else grad for name, grad in own.items()}
+    if not probe.found and not torch.isfinite(get_total_norm([*own.values()])):
+        what = "the sum over ranks of the gradient" if summed else "the gradient"
+        names = (f"{what} of {name}" for name, grad in own.items() if not torch.isfinite(grad).all())
         probe.found = next(names, "the norm of all gradients, which overflows")
     for p, grad in zip(params, kept, strict=True):
         p.grad = grad

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,16 @@ def test_a_nan_between_two_logged_steps_stops_all_ranks_in_that_step(text: Path,
     assert newest is not None
     assert newest.path.name == "step_00000004"
     assert all(torch.isfinite(t).all() for t in weights_of(spec).values())
+
+
+def test_with_fsdp_a_nan_that_comes_again_is_traced_on_the_rank_that_has_it(text: Path, tmp_path: Path) -> None:
+    """The other rank's own forward is finite; a look at its gradients must not wait for the first one."""
+    spec = make_spec(text, tmp_path, dp_mode="fsdp", log_every=100, faults="nan@rank=0,step=3,times=99")
+    outcomes = run_ranks(spec, 2)
+    (message,) = {o["message"] for o in outcomes}
+    assert "repeated, it is not finite again" in message
+    assert "Not finite on rank 0: own loss nan, samples 24 to 29, first in the output of " in message
+    assert re.search(r"rank 1: own loss [\d.]+, samples 30 to 35, first in the sum over ranks", message)
 
 
 def test_a_nan_that_comes_again_is_traced_to_its_layer_and_micro_batch(text: Path, tmp_path: Path) -> None:

@@ -192,6 +192,28 @@ def test_an_evaluation_leaves_frozen_modules_frozen(tmp_path: Path) -> None:
     assert series(trained(tmp_path / "parts", 1, with_a_frozen_part, resume="auto")) == series(whole)
 
 
+class Sparing(nn.Module):
+    """One of its layers takes no part in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = network(), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def with_a_spare_layer(run: Run) -> None:
+    model = Sparing()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, fused=True)
+    RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(points(50, 1), points(20, 2))
+
+
+def test_with_shards_a_layer_that_takes_no_part_has_no_gradient(tmp_path: Path) -> None:
+    both = [trained(tmp_path / mode, 2, with_a_spare_layer, dp_mode=mode) for mode in ("fsdp", "zero1")]
+    assert series(both[0]) == pytest.approx(series(both[1]), abs=1e-5)
+
+
 def test_a_lowest_rate_that_was_given_is_kept(tmp_path: Path) -> None:
     """The rate is the optimizer's, 0.02; the configuration gives the schedule and where it ends."""
     spec = trained(tmp_path, 1, max_steps=10, schedule="cosine", min_lr=4e-4)

@@ -50,6 +50,16 @@ def test_two_ranks_on_one_clock(text: Path, tmp_path: Path, capsys: pytest.Captu
         assert "aten::mm" in inside
 
 
+def test_a_run_that_ends_within_its_profile_keeps_what_it_has(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = make_spec(text, tmp_path, **RECIPE, profile="2:6", eval_every=3, target_loss=100.0)
+    (outcome,) = run_ranks(spec, 1)
+    assert outcome["step"] == 3
+    assert main([str(spec.folder), "--profile"]) == 0
+    assert "1 rank(s), steps 2 to 3" in capsys.readouterr().out
+
+
 def profile(rank: int, base_ns: int, ahead_s: float, ts: float) -> dict[str, Any]:
     events = [
         {"ph": "M", "name": "process_name", "pid": 77, "tid": 0, "args": {"name": "python"}},

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from nanoray.checkpoint.tensorfile import read_file, tensors_in
+from nanoray.config import Config, make_config
 from nanoray.data.tokens import TokenData
 from nanoray.replay import bisect
 from nanoray.replay.__main__ import main as replay
-from nanoray.replay.again import reenact
+from nanoray.replay.again import QUIETLY, reenact
 from nanoray.replay.past import read_past, tensors_apart
 from nanoray.replay.player import InTurn
 from nanoray.run import RunSpec
@@ -170,6 +171,15 @@ def test_pdb_stops_in_the_forward(
 
 
 @pytest.mark.full
+def test_a_re_enactment_leaves_out_only_what_there_is() -> None:
+    """A key that no run has would leave on what it was to turn off; and processes read their configuration anew."""
+    assert QUIETLY.keys() <= Config.model_fields.keys()
+    given = {"global_batch_size": 12, "target_loss": 1.5, "profile": "50:53", "precision_stats": "every=5"}
+    quiet = make_config(given).model_copy(update=QUIETLY | {"stop_at": 10})
+    again = make_config(quiet.model_dump(mode="json"))
+    assert (again.stats_every, again.profiled) == (0, range(0))
+
+
 def test_three_ranks_of_ddp_need_as_many_processes(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     spec = made(3)
     out = said(capsys, replay([str(spec.folder), "--step", "5"]), 0)

@@ -519,6 +519,30 @@ def test_rules_refuse_with_numbers(layout: Layout, why: str) -> None:
     assert not refusal(some, Layout(dp=2))
 
 
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"audit_every": 5}, "audit_every"),
+        ({"statistics_every": 5}, "statistics_every"),
+        ({"allreduce": "ring"}, "an allreduce by hand"),
+        ({"compile": "cuda_graphs"}, "compile cuda_graphs"),
+    ],
+)
+def test_no_layout_is_found_that_the_configuration_would_refuse(settings: dict[str, Any], what: str) -> None:
+    some = job(**settings)
+    assert refusal(some, Layout(dp=2)) == ""
+    for layout in (Layout(tp=2), Layout(pp=2), Layout(dp=2, tp=2)):
+        assert refusal(some, layout) == f"{what} needs whole models"
+        with pytest.raises(ConfigError):
+            make_config(some.config.model_dump() | {"tp": layout.tp, "pp": layout.pp, "dp_mode": some.mode(layout)})
+
+
+def test_ep_has_a_mode_that_sums_by_hand() -> None:
+    some = job(experts=Experts(4, 2, 64))
+    assert some.mode(Layout(dp=2, ep=2)) == "ddp_by_hand"
+    assert "ep gives experts to some" in refusal(job(experts=Experts(4, 2, 64), dp_mode="fsdp"), Layout(dp=2, ep=2))
+
+
 def test_a_number_of_ranks_that_nothing_fits_is_refused_with_its_factors() -> None:
     with pytest.raises(ConfigError) as caught:
         search(job(), 3 * 97, 8, OnTopology(NODES), SPEED, None)
