@@ -37,8 +37,11 @@ def _run(args: argparse.Namespace) -> None:
         steps = [s for s in steps if s["step"] <= args.step]
     drawn = newest_window(steps)
     figure = args.figure or args.run / "comm" / "timeline.svg"
-    draw(drawn, figure)
-    write_json(figure.with_suffix(".json"), chrome_trace(drawn))
+    try:
+        draw(drawn, figure)
+        write_json(figure.with_suffix(".json"), chrome_trace(drawn))
+    except OSError as error:
+        raise ConfigError(f"cannot write {figure}: {error.strerror}; give another --figure") from None
     print(f"{figure}  and {figure.with_suffix('.json').name} for https://ui.perfetto.dev")
 
 

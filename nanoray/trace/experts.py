@@ -25,7 +25,10 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> None:
     records = read_loads(args.run)
     figure = args.figure or args.run / "experts.svg"
-    draw(records, figure)
+    try:
+        draw(records, figure)
+    except OSError as error:
+        raise ConfigError(f"cannot write {figure}: {error.strerror}; give another --figure") from None
     last = records[-1]
     print(
         f"{figure}  at step {last['step']} the largest load is {last['moe/load_max']:.2f} times the mean, the smallest "
