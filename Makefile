@@ -54,10 +54,13 @@ bench: setup
 
 # Check and time this machine's GPU in about ten minutes: its tests, two ranks against one process, the ladder of a step
 # and the seconds to a loss. The results are docs/results/*-<device>.json.
-bench-gpu: test-gpu
-	@device=$$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1 | tr 'A-Z ' 'a-z-') && set -x && \
-	$(PY) -m nanoray.bench equivalence --quick --workers 2 --share_devices --json "docs/results/equivalence-$$device.json" && \
-	$(PY) -m nanoray.bench gpu --json "docs/results/gpu-$$device.json" --figure "docs/results/gpu-$$device.png" $(ARGS)
+bench-gpu: setup
+	@device=$$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1 | tr 'A-Z ' 'a-z-'); \
+	[ -n "$$device" ] || { echo "bench-gpu: nvidia-smi shows no GPU" >&2; exit 1; }; \
+	failed=0; $(MAKE) --no-print-directory test-gpu || failed=1; set -x; \
+	$(PY) -m nanoray.bench equivalence --quick --workers 2 --share_devices --json "docs/results/equivalence-$$device.json" || failed=1; \
+	$(PY) -m nanoray.bench gpu --json "docs/results/gpu-$$device.json" --figure "docs/results/gpu-$$device.png" $(ARGS) || failed=1; \
+	exit $$failed
 
 # The generated pages of docs/, and with `make site` all of it as a website in build/site.
 docs: setup

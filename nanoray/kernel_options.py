@@ -25,6 +25,8 @@ def refuse_kernels(config: Any, defaults: Mapping[str, Any]) -> None:
         raise ValueError(f"attention = cudnn computes in 16 bits on a GPU, but {what}; use attention flash")
     if config.compile == "cuda_graphs":
         _refuse_graphs(config)
+    if config.device in ("cuda", "mig"):
+        attention_on_gpu(config)
     if config.optimizer != "muon":
         if config.muon_lr != defaults["muon_lr"]:
             raise ValueError(
@@ -47,7 +49,7 @@ def refuse_kernels(config: Any, defaults: Mapping[str, Any]) -> None:
 
 
 def attention_on_gpu(config: Any) -> str:
-    """Return the attention of a GPU that is not left to measurement: what the Config names, or what audits need.
+    """Return what the Config names, or else the attention that audits need on a GPU.
 
     Raises ConfigError for audits of a fused kernel: its backward adds up in the order in which blocks of keys get
     ready, so the last bits of healthy gradients differ from one time to the next.

@@ -204,7 +204,7 @@ class StepOptions(PrecisionOptions, AxisOptions):
     attention: Literal["auto", "flash", "cudnn", "plain"] = _field("auto", "optim")
     """gpt: flash (torch's fused kernel) | cudnn (cuDNN's, on GPUs and in 16 bits) | plain (two products and a softmax;
     keeps block_size numbers per token and head for backward) | auto (plain where it was measured to win, on CPUs: with
-    dropout, or in bf16 if they multiply bf16 and block_size is at most 256; else flash)"""
+    dropout, or in bf16 if they multiply bf16 and block_size is at most 256; on GPUs with audits; else flash)"""
     loss_chunk: int = _field(0, "optim", ge=0)
     """gpt: tokens whose logits are in memory at a time while the loss is computed (0 = all of a micro batch); 1024
     saves most of the logits' memory where the vocabulary is large"""

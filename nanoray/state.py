@@ -400,7 +400,9 @@ def load_optimizer_tensors(
     """
     params = {shard.piece.name: shard.param for shard in shards}
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
-    expected = getattr(optimizer, "state_keys", None) or kept_alone(optimizer)
+    alone = kept_alone(optimizer)
+    expected = getattr(optimizer, "state_keys", alone)
+    scalars = {"step", *(key for key, kept in (alone or {}).items() if not kept.dim())}
     found = {name.split(".", 1)[0] for name in tensors}
     if expected is not None and found != {*expected}:
         raise CheckpointError(
@@ -410,13 +412,14 @@ def load_optimizer_tensors(
         )
     for name, tensor in tensors.items():
         key, param = name.split(".", 1)
-        like, scalar = params.get(param), tensor.dim() == 0  # `step`, and others of their kind
+        like = params.get(param)
+        scalar = key in scalars and tensor.numel() == 1
         if like is None or not (scalar or tensor.shape in (like.shape, (like.numel(),))):
             raise CheckpointError(f"optimizer state {name} {tuple(tensor.shape)} does not fit this model's parameters")
-        if scalar:  # as torch keeps it: on the host, but for kernels that read it on the device
+        if scalar:  # as Adam keeps it: on the host, but for kernels that read it on the device
             on_device = group_of[like].get("fused") or group_of[like].get("capturable")
             on_device = on_device and not getattr(optimizer, "scalars_on_host", False)
-            optimizer.state[like][key] = tensor.to(like.device if on_device else "cpu", copy=True)
+            optimizer.state[like][key] = tensor.reshape(()).to(like.device if on_device else "cpu", copy=True)
             continue
         same = not isinstance(optimizer, torch.optim.AdamW | torch.optim.SGD)
         kind = tensor.dtype if same else like.dtype  # of a run in another precision
@@ -424,15 +427,21 @@ def load_optimizer_tensors(
         optimizer.state[like][key] = tensor.view_as(like).to(like.device, kind, copy=True)
 
 
-def kept_alone(optimizer: torch.optim.Optimizer) -> dict[str, Tensor] | None:
-    """Return what an optimizer keeps for a parameter of PROBED elements after a step; None if it cannot be tried so."""
-    probe = nn.Parameter(torch.zeros(PROBED))
-    probe.grad = torch.zeros(PROBED)
-    settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    try:
-        alike = type(optimizer)([settings | {"params": [probe]}], lr=settings["lr"])  # type: ignore[call-arg]
-        alike.step()
-    except Exception as error:
-        logging.getLogger("nanoray").info("%s could not be tried alone: %r", type(optimizer).__name__, error)
-        return None
-    return {key: value for key, value in alike.state[probe].items() if isinstance(value, Tensor)}
+def kept_alone(optimizer: torch.optim.Optimizer, shape: tuple[int, ...] = (PROBED,)) -> dict[str, Tensor] | None:
+    """Return what an optimizer keeps for a parameter of this shape after a step; None if it cannot be tried so.
+
+    With several groups, what it keeps in any of them.
+    """
+    kept: dict[str, Tensor] = {}
+    for group in optimizer.param_groups:
+        probe = nn.Parameter(torch.zeros(shape))
+        probe.grad = torch.zeros(shape)
+        settings = {key: value for key, value in group.items() if key != "params"}
+        try:
+            alike = type(optimizer)([settings | {"params": [probe]}], lr=settings["lr"])  # type: ignore[call-arg]
+            alike.step()
+        except Exception as error:
+            logging.getLogger("nanoray").info("%s could not be tried alone: %r", type(optimizer).__name__, error)
+            return None
+        kept |= {key: value for key, value in alike.state[probe].items() if isinstance(value, Tensor)}
+    return kept

@@ -27,7 +27,9 @@ if [ "$DRY_RUN" = 0 ] && [ "${YES:-}" != 1 ]; then
   [ "$answer" = y ] || die "nothing was changed"
 fi
 # The manager acts only when the profile's label changes, so after a failure the same profile must first be taken away.
-run kubectl label node "$NODE" nvidia.com/mig.config-
+if [ "$DRY_RUN" = 1 ] || [ -n "$(kubectl get node -l "kubernetes.io/hostname=$NODE,nvidia.com/mig.config=$PROFILE" -o name)" ]; then
+  run kubectl label node "$NODE" nvidia.com/mig.config-
+fi
 # pending: the last change's success must not be taken for this one's
 run kubectl label node "$NODE" "nvidia.com/mig.config=$PROFILE" nvidia.com/mig.config.state=pending --overwrite
 say "waiting for the MIG manager"

@@ -19,7 +19,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nanoray.bench.harness.processes import CLUSTER_START_S, Child, ChildFailed, ray_head, session_members
+from nanoray.bench.harness.processes import (
+    CLUSTER_START_S,
+    Child,
+    ChildFailed,
+    python_in,
+    ray_head,
+    session_members,
+)
 from nanoray.faults.cause import Failure
 from nanoray.faults.proc import stat_of
 from nanoray.faults.progress import ProgressFile
@@ -101,7 +108,8 @@ class Cluster:
     def _start_node(self) -> None:
         self.started += 1
         devices = [d.uuid for d in self._slots.devices[-1:]]
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={self.address}", "--block"]
+        python = python_in(self._folder / "ray")
+        command = [python, "-m", "ray.scripts.scripts", "start", f"--address={self.address}", "--block"]
         command += ["--num-cpus=1", f"--num-gpus={len(devices)}", f"--object-store-memory={80 * 2**20}"]
         command += ["--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats"]
         env = self.env | ({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {})

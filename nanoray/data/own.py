@@ -199,21 +199,26 @@ def _pair(batch: Any) -> tuple[Any, Any]:
 
 
 def _samples(pair: tuple[Any, Any]) -> int:
-    """Return how many samples a batch has: what its targets say, or its inputs, if they are a tensor or have one."""
-    for value in (pair[1], pair[0]):
-        while isinstance(value, (tuple, dict)) and value:
-            value = next(iter(value.values() if isinstance(value, dict) else value))
+    """Return how many samples a batch has, by the first tensor of its inputs, else of its targets."""
+    for value in pair:
+        while isinstance(value, (tuple, dict)) or _is_stack(value):
+            value = next(iter(value.values() if isinstance(value, dict) else value), None)
         if isinstance(value, (Tensor, np.ndarray)) and value.ndim:
             return len(value)
     return len(pair[0])
+
+
+def _is_stack(value: Any) -> bool:
+    """Whether a list has parts of all samples, as default_collate makes it of tuples: tensors of one length."""
+    parts = isinstance(value, list) and all(isinstance(part, Tensor) and part.dim() for part in value)
+    return parts and len({len(part) for part in value}) == 1
 
 
 def _at(value: Any, i: int, n: int) -> Any:
     """Return sample i of a batch of n."""
     if isinstance(value, dict):
         return {key: _at(item, i, n) for key, item in value.items()}
-    stacked = isinstance(value, list) and all(isinstance(t, Tensor) and t.shape[:1] == (n,) for t in value)
-    if isinstance(value, tuple) or stacked:
+    if isinstance(value, tuple) or (_is_stack(value) and len(value[0]) == n):
         return type(value)(_at(item, i, n) for item in value)
     return value[i]
 

@@ -125,7 +125,8 @@ def _shape(job: Object, config: Config, ranks: int) -> None:
     container = workers["template"]["spec"]["containers"][0]
     given, larger = container["resources"]["limits"], max(1.0, per_pod / of_overlay)
     gpu = kube.gpu_resource or next((key for key in given if key.startswith("nvidia.com/")), "nvidia.com/gpu")
-    if per_pod > 1 and (config.device == "mig" or (config.device == "cuda" and gpu.startswith("nvidia.com/mig-"))):
+    slices = gpu.startswith("nvidia.com/mig-") or kube.overlay.startswith("mig-")
+    if per_pod > 1 and (config.device == "mig" or (config.device == "cuda" and slices)):
         raise ConfigError(
             f"ranks_per_pod = {per_pod}, device = {config.device} with {gpu}: a process sees only one MIG slice, and "
             "Ray would give each rank another one; use --ranks_per_pod 1"

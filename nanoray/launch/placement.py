@@ -230,6 +230,7 @@ class Placement:
         """
         deadline = time.monotonic() + config.placement_timeout_s
         kind, workers, bundle = _request_that_fits(config, deadline, check, api)
+        deadline = max(deadline, time.monotonic() + min(PATIENCE_S, config.placement_timeout_s))
         asked = f"{workers} × {_resources(bundle)}"
         group = api.util.placement_group([bundle] * workers, strategy=config.placement.upper())
         try:
@@ -249,12 +250,6 @@ class Placement:
                     f"device = mig, but Ray handed out {[devices[0] for _, devices, _ in slots]}; start Ray with "
                     "CUDA_VISIBLE_DEVICES set to the slices' MIG- UUIDs and --num-gpus to their number"
                 )
-        except RayError as error:
-            api.util.remove_placement_group(group)
-            raise PlacementError(
-                f"a device was lost while its node was asked for it: {' '.join(str(error).split())[:300]}; see "
-                "`ray status`, and start again"
-            ) from None
         except BaseException:
             api.util.remove_placement_group(group)
             raise
@@ -265,29 +260,25 @@ class Placement:
 def _request_that_fits(
     config: Config, deadline: float, check: Callable[[], None], api: Any
 ) -> tuple[str, int, dict[str, float]]:
-    """Return `_request` for the nodes that there are, waiting for more of them while the cluster is assembling.
+    """Return `_request` for the nodes that there are, waiting for more of them where more may come.
 
-    A cluster is assembling if it has no CPU at all when this begins, as a head without workers, if KubeRay's operator
-    brings its pods up, or if a placement_timeout_s above the default says so. Others are as large as they will be. A
-    placement group waits meanwhile, because an autoscaler adds nodes only for what somebody waits for. `check` is
-    called while it waits, and may raise. Raises PlacementError when the cluster cannot hold the ranks.
+    A cluster is assembling if it has no CPU at all when this begins, as a head without workers, or if KubeRay's
+    operator brings its pods up: then ranks that would share CPUs wait, too. A placement_timeout_s above the default
+    says that others may grow. A placement group waits meanwhile, because an autoscaler adds nodes only for what
+    somebody waits for. `check` is called while it waits, and may raise. Raises PlacementError when the cluster cannot
+    hold the ranks.
     """
-    assembling = _KUBERAY in os.environ or config.placement_timeout_s > PATIENCE_S
+    assembling = _KUBERAY in os.environ
     said, seen, seen_at = "", set[str](), 0.0
-    demand, demanded = None, None
+    demand, demanded = None, list[dict[str, float]]()
     try:
         while True:
-            nodes, now = nodes_of(api), time.monotonic()
+            nodes, now, request = nodes_of(api), time.monotonic(), None
             assembling |= not any(node["total"].get("CPU") for node in nodes)
             if seen != (seen := {node["id"] for node in nodes}):
                 seen_at = now
             try:
                 request = _, workers, bundle = _request(config, nodes)
-                if assembling and demanded != request and room_on(nodes, bundle, "total") < workers:
-                    if demand:
-                        api.util.remove_placement_group(demand)
-                    demand = api.util.placement_group([bundle] * workers, strategy=config.placement.upper())
-                    demanded = request
                 _require_room(nodes, workers, bundle)
                 # Ranks that share a CPU: other nodes may only be late.
                 dense = bundle["CPU"] < 1 and not config.cpus_per_worker
@@ -295,7 +286,7 @@ def _request_that_fits(
                     return request
                 problem = f"{workers} ranks would share CPUs"
             except PlacementError as error:
-                if not assembling:
+                if not assembling and config.placement_timeout_s <= PATIENCE_S:
                     raise
                 if now >= deadline:
                     raise PlacementError(
@@ -303,6 +294,10 @@ def _request_that_fits(
                         "or raise --placement_timeout_s"
                     ) from None
                 problem = f"no room for workers = {config.workers}"
+            if demanded != (demanded := _wanted(config, request)):
+                if demand:
+                    api.util.remove_placement_group(demand)
+                demand = api.util.placement_group(demanded, strategy=config.placement.upper()) if demanded else None
             if said != (said := f"{problem}; {_table(nodes, 'total')}"):
                 print(f"wait   at most {deadline - now:.0f} s for more nodes: {said}", flush=True)
             check()
@@ -310,6 +305,14 @@ def _request_that_fits(
     finally:
         if demand:
             api.util.remove_placement_group(demand)
+
+
+def _wanted(config: Config, request: tuple[str, int, dict[str, float]] | None) -> list[dict[str, float]]:
+    """Return the bundles that nodes are waited for with: on CPUs whole ones, which ranks share only without others."""
+    if request and request[0] != "cpu":
+        _, workers, bundle = request
+        return [bundle] * workers
+    return [] if config.workers == "auto" else [{"CPU": config.cpus_per_worker or 1.0}] * config.workers
 
 
 def _request(config: Config, nodes: list[dict[str, Any]]) -> tuple[str, int, dict[str, float]]:
@@ -354,7 +357,13 @@ def _slots_of(
                 f"Ray has started no process on each of the {workers} reserved devices within {START_TIMEOUT_S:g} s; "
                 "see the raylets' logs, and whether nodes are being lost"
             )
-    found = api.get(refs, timeout=START_TIMEOUT_S)
+    try:
+        found = api.get(refs, timeout=START_TIMEOUT_S)
+    except RayError as error:
+        raise PlacementError(
+            "Ray lost a node, or a process on it, while it was asked which GPUs it has: "
+            f"{' '.join(str(error).split())[:300]}; see `ray status`, and start again"
+        ) from None
     return [(node, [_zero_padded(d) for d in devices], index) for index, (node, devices) in enumerate(found)]
 
 

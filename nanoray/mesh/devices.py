@@ -400,12 +400,14 @@ def choose_attention(config: Config, kind: str, precision: str, features: frozen
     """Return flash, cudnn or plain: what was measured to be faster for `auto`. Raises ConfigError for cudnn on a CPU.
 
     On a CPU that multiplies bf16, torch's fused attention in bf16 takes most of its time in its backward. With dropout
-    torch has no fused attention on CPUs: what it does instead is plain attention with a slower dropout.
+    torch has none on CPUs: what it does instead is plain attention with a slower dropout. On GPUs audits need plain.
     """
     if config.attention == "cudnn" and (kind == "cpu" or precision in ("fp32", "tf32")):
         raise ConfigError(f"attention = cudnn needs a GPU and 16 bits, but this is {kind} with {precision}; use flash")
-    if config.attention != "auto" or (kind != "cpu" and config.audit_every):
-        return attention_on_gpu(config) if kind != "cpu" else config.attention
+    if kind != "cpu" and config.audit_every:
+        return attention_on_gpu(config)
+    if config.attention != "auto":
+        return config.attention
     short = precision == "bf16" and bool(features & BF16_UNITS) and config.block_size <= PLAIN_MAX_BLOCK
     return "plain" if kind == "cpu" and (short or config.dropout > 0) else "flash"
 

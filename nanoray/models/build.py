@@ -39,5 +39,6 @@ def gpt_of(shape: ModelShape, config: Config) -> GPT:
 
 
 def kernels_of(config: Config) -> Kernels:
-    """Return how a GPT is computed. The recipe has replaced `auto`; where nobody has, it is flash."""
-    return Kernels("flash" if config.attention == "auto" else config.attention, config.loss_chunk)
+    """Return how a GPT is computed. The recipe has replaced `auto`; where nobody has, it is that of GPUs."""
+    auto = "plain" if config.audit_every and config.device != "cpu" else "flash"
+    return Kernels(auto if config.attention == "auto" else config.attention, config.loss_chunk)

@@ -74,7 +74,7 @@ def refusal(job: Job, layout: Layout) -> str:
         ("audit_every", job.config.audit_every > 0, tp * pp * layout.ep),
         ("statistics_every", job.config.statistics_every > 0, tp * pp * layout.ep),
         ("seq_warmup_steps", job.config.seq_warmup_steps > 0, tp * pp),
-        ("an allreduce by hand", job.config.allreduce != "backend", tp * pp),
+        ("an allreduce by hand", job.config.allreduce != "backend", tp * pp * layout.ep),
         ("compile cuda_graphs", job.config.compile == "cuda_graphs", tp * pp),
     ):
         if alone and cut > 1:

@@ -26,12 +26,14 @@ from nanoray.mesh.pieces import Shard
 from nanoray.mesh.rendezvous import Order, Rendezvous
 from nanoray.models.batch_norm import replace_norms
 from nanoray.run import RunSpec
+from nanoray.state import kept_alone
 from nanoray.train.dry_run import DryRunEnded, own_lines
 from nanoray.train.engine import Workload
 from nanoray.train.recipe import train
 from nanoray.train.tasks import Loss, RankStates
 
 log = logging.getLogger("nanoray")
+MATRIX = (2, 3)  # the parameter that an optimizer is tried on
 LossFn = Callable[[Any, Any], Tensor]  # (the model's output, targets) -> mean loss
 
 
@@ -108,6 +110,7 @@ class RuntimeEngine:
         self.model, self.optimizer, self.run, self.loss_fn, self.callbacks = model, optimizer, run, loss_fn, callbacks
         replace_norms(model)
         self.groups = _group_of(model, optimizer)
+        _require_plain_state(optimizer)
 
     def fit(self, train_data: Any, val_data: Any = None, steps: int | None = None) -> dict[str, Any]:
         """Train for `steps` optimizer steps, or max_steps of the configuration; return the outcome. (all ranks)
@@ -326,6 +329,17 @@ class _Observer:
                 log.exception("%s failed", where)
                 for watcher in self._run.watchers:
                     watcher.on_note(f"warning  {where} raised {type(error).__name__}: {error}; the run goes on")
+
+
+def _require_plain_state(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError for an optimizer whose state a checkpoint cannot hold."""
+    kept, matrix = kept_alone(optimizer, MATRIX) or {}, list(MATRIX)
+    for key, value in kept.items():
+        if value.dim() and value.shape != MATRIX:
+            raise ConfigError(
+                f"{type(optimizer).__name__} keeps {key} of shape {list(value.shape)} for a parameter of shape "
+                f"{matrix}; checkpoints hold numbers and tensors shaped like the parameter: use another optimizer"
+            )
 
 
 def _group_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:

@@ -143,11 +143,14 @@ def test_ctrl_c_twice_stops_now(cluster: Cluster, recipe: Path, tmp_path: Path) 
 
 
 def test_a_request_that_never_fits_is_refused_with_a_table(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
-    code, output = launch(cluster, recipe, tmp_path, "--workers", "12", "--cpus_per_worker", "1")
+    now = "--placement_timeout_s", "4"
+    code, output = launch(cluster, recipe, tmp_path, "--workers", "12", "--cpus_per_worker", "1", *now)
     assert code == 3
+    assert "waited" not in output
     assert "asked for 12 × 1 CPU, but the cluster can never hold it; total per node:" in output
     assert " has 2 CPU" in output
-    code, output = launch(cluster, recipe, tmp_path, "--workers", "2", "--device", "cuda", "--global_batch_size", "12")
+    flags = "--workers", "2", "--device", "cuda", "--global_batch_size", "12"
+    code, output = launch(cluster, recipe, tmp_path, *flags, *now)
     assert code == 3
     assert "asked for 2 × 1 GPU + 1 CPU, but the cluster can never hold it" in output
     assert not list(tmp_path.iterdir()), "nothing was started"

@@ -85,16 +85,30 @@ def test_a_rung_keeps_what_those_before_it_have() -> None:
     assert BASE not in others
 
 
-def test_verdicts_go_by_the_best_rung_and_the_slower_baby() -> None:
-    report = Report("gpu", {"device": "NVIDIA H100 80GB HBM3"})
-    for rung, share in ((BASE, 5.0), ("+ bf16", 52.0), ("+ compile", 49.0)):
-        report.rows += [Row(f"gpt2-124m: {rung}", TOKENS, "1/s", (1e5 * share,) * 5)]
+@pytest.mark.parametrize(
+    ("device", "text", "mfu", "baby"),
+    [
+        ("NVIDIA H100 80GB HBM3", "shakespeare", "ok", "MISSED"),
+        (
+            "NVIDIA H100 80GB HBM3",
+            "stdlib",
+            "ok",
+            "does not apply: the loss is tiny Shakespeare's, and the text is stdlib",
+        ),
+        ("NVIDIA L4", "shakespeare", *["does not apply: the aim is for an H100 or H200"] * 2),
+    ],
+)
+def test_verdicts_go_by_the_fastest_rung_and_the_slower_baby(device: str, text: str, mfu: str, baby: str) -> None:
+    """Float32 takes a larger share of its own, small peak, and is the slowest all the same."""
+    report = Report("gpu", {"device": device})
+    for rung, speed, share in ((BASE, 5.0, 65.0), ("+ bf16", 52.0, 52.0), ("+ compile", 49.0, 49.0)):
+        report.rows += [Row(f"gpt2-124m: {rung}", TOKENS, "1/s", (1e5 * speed,) * 5)]
         report.rows += [Row(f"gpt2-124m: {rung}", MFU, "%", (share,) * 5)]
-    report.rows.append(Row(BABY, SECONDS, "s", (61.0,) * 5, extra={"missed": 0}))
+    report.rows.append(Row(BABY, SECONDS, "s", (61.0,) * 5, extra={"missed": 0, "text": text}))
     gpu._judge(report, ["gpt2-124m"])
     assert [(t.text, t.verdict) for t in report.targets] == [
-        ("MFU, gpt2-124m: + bf16, %", "ok"),
-        (f"{BABY}, s", "MISSED"),
+        ("MFU, gpt2-124m: + bf16, %", mfu),
+        (f"{BABY}, s", baby),
     ]
     ratio = report.row("gpt2-124m: + bf16 / gpt2-124m: float32", TOKENS)
     assert ratio is not None

@@ -209,7 +209,7 @@ def with_a_spare_layer(run: Run) -> None:
     RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(points(50, 1), points(20, 2))
 
 
-def test_with_shards_a_layer_that_takes_no_part_has_no_gradient(tmp_path: Path) -> None:
+def test_with_shards_a_layer_that_takes_no_part_has_a_gradient_of_zero(tmp_path: Path) -> None:
     both = [trained(tmp_path / mode, 2, with_a_spare_layer, dp_mode=mode) for mode in ("fsdp", "zero1")]
     assert series(both[0]) == pytest.approx(series(both[1]), abs=1e-5)
 
@@ -324,6 +324,11 @@ def of_another_model(run: Run) -> None:
     RuntimeEngine(network(), torch.optim.SGD(network().parameters(), lr=0.1), run)
 
 
+def with_factors(run: Run) -> None:
+    model = network()
+    RuntimeEngine(model, torch.optim.Adafactor(model.parameters()), run)
+
+
 def of_half_a_model(run: Run) -> None:
     model = network()
     RuntimeEngine(model, torch.optim.SGD(model[0].parameters(), lr=0.1), run)
@@ -338,6 +343,10 @@ def of_half_a_model(run: Run) -> None:
         (
             with_bare_norm,
             "ConfigError: BatchNorm1d(16",
+        ),
+        (
+            with_factors,
+            "ConfigError: Adafactor keeps row_var of shape [2, 1] for a parameter of shape [2, 3]; checkpoints",
         ),
         (of_half_a_model, "ConfigError: the optimizer does not update 2.weight; give it all parameters, or set requir"),
     ],
@@ -390,6 +399,12 @@ def test_batches_with_named_inputs_have_the_size_of_their_tensors() -> None:
     assert torch.equal(data.train_batch(4, 4)[0]["twice"], 2 * batches[1][0])
     windows = data.val_windows(100)
     assert len(windows) == 11, "the last batch of validation data may be smaller"
+    flat = OwnData(Unindexed([(torch.zeros(4, 5), torch.zeros(20))]), None, 0, 4, CPU)
+    assert flat.train_batch(0, 4)[1].shape == (20,), "targets of each token, one behind the other"
+    parts = [[torch.zeros(4, 5), torch.ones(4)], [torch.zeros(4), torch.zeros(4)]]
+    both = OwnData(Unindexed([parts]), Unindexed([parts]), 0, 4, CPU)
+    assert both.train_batch(0, 4)[0][1].shape == (4,)
+    assert both.val_batch(both.val_windows(3))[0][0].shape == (3, 5)
     inputs, targets = data.val_batch(windows[-3:])
     assert torch.equal(inputs["x"], batches[2][0])
     assert torch.equal(targets, batches[2][1])

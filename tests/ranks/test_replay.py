@@ -170,7 +170,6 @@ def test_pdb_stops_in_the_forward(
     assert "left the debugger" in said(capsys, replay([str(pair.folder), "--step", "4", "--pdb"]), 1)
 
 
-@pytest.mark.full
 def test_a_re_enactment_leaves_out_only_what_there_is() -> None:
     """A key that no run has would leave on what it was to turn off; and processes read their configuration anew."""
     assert QUIETLY.keys() <= Config.model_fields.keys()
@@ -180,6 +179,7 @@ def test_a_re_enactment_leaves_out_only_what_there_is() -> None:
     assert (again.stats_every, again.profiled) == (0, range(0))
 
 
+@pytest.mark.full
 def test_three_ranks_of_ddp_need_as_many_processes(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     spec = made(3)
     out = said(capsys, replay([str(spec.folder), "--step", "5"]), 0)

@@ -262,10 +262,12 @@ def test_auto_is_plain_only_where_it_was_measured_to_win() -> None:
     audits = {"audit_every": 5, "global_batch_size": 12, "micro_batch_size": 0}
     assert chosen("cuda", "bf16", units, **audits) == "plain", "its gradients have the same bits each time"
     assert chosen("cpu", "fp32", units, attention="flash", **audits) == "flash"
-    with pytest.raises(
-        ConfigError, match="attention = flash on a GPU gives gradients whose last bits differ each time"
-    ):
+    repeats = "attention = flash on a GPU gives gradients whose last bits differ each time"
+    with pytest.raises(ConfigError, match=repeats):
         chosen("cuda", "bf16", units, attention="flash", **audits)
+    with pytest.raises(ConfigError, match=repeats):
+        make_config({"device": "cuda", "attention": "flash", "workers": 2, **audits})
+    assert kernels_of(make_config({"device": "cuda", "workers": 2, **audits})).attention == "plain", "for a dry run"
     for kind, precision in (("cpu", "bf16"), ("cuda", "fp32")):
         with pytest.raises(ConfigError, match=f"needs a GPU and 16 bits, but this is {kind} with {precision}"):
             chosen(kind, precision, units, attention="cudnn")

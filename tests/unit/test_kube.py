@@ -779,7 +779,9 @@ case " $* " in
     echo "$new" >profile
     ;;
   *"mig\\\\.config\\\\.state"*) cat state ;;
-  *" get node -l "*) ! grep -q success state 2>/dev/null || echo node/node-1 ;;
+  *" get node -l "*state=success*) ! grep -q success state 2>/dev/null || echo node/node-1 ;;
+  *" get node -l "*"mig.config=$(cat profile 2>/dev/null) "*) echo node/node-1 ;;
+  *" get node -l "*) ;;
   *) echo "$*" ;;
 esac
 """

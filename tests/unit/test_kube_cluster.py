@@ -497,11 +497,11 @@ def test_a_command_that_fails_in_the_pod(server: ApiServer) -> None:
 
 
 def test_a_command_may_take_long_but_not_be_silent(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanoray.kube.cluster.SILENCE_S", 1.0)
-    drops = ["sh", "-c", "for i in 1 2 3 4 5 6; do sleep 0.3; echo $i; done"]
+    monkeypatch.setattr("nanoray.kube.cluster.SILENCE_S", 3.0)
+    drops = ["sh", "-c", "for i in 1 2 3 4 5 6; do sleep 0.6; echo $i; done"]
     assert Api().run_in("tb", "nanoray", drops).split() == ["1", "2", "3", "4", "5", "6"]
-    with pytest.raises(KubeError, match=r"nothing came for 1 s, so its output is not complete; try again"):
-        Api().run_in("tb", "nanoray", ["sh", "-c", "echo one; sleep 3; echo two"])
+    with pytest.raises(KubeError, match=r"nothing came for 3 s, so its output is not complete; try again"):
+        Api().run_in("tb", "nanoray", ["sh", "-c", "echo one; sleep 9; echo two"])
 
 
 def test_an_archive_that_breaks_off_is_not_taken_for_the_run(server: ApiServer, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from nanoray.errors import CheckpointError, ConfigError
 from nanoray.mesh.pieces import whole_shards
 from nanoray.models.costs import scaling_parameters
 from nanoray.models.gpt import ModelShape
-from nanoray.state import load_optimizer_tensors, optimizer_tensors
+from nanoray.state import kept_alone, load_optimizer_tensors, optimizer_tensors
 from nanoray.train.optim import derive_scaling, lr_at, make_optimizer
 
 
@@ -72,6 +72,30 @@ def test_state_goes_out_and_comes_back() -> None:
     step(b, second)
     assert torch.equal(a.weight, b.weight)
     assert tensors["step.weight"].item() == 2, "optimizer_tensors gives the live state, not a copy"
+
+
+def test_moments_of_a_number_follow_it_and_groups_may_keep_different_things() -> None:
+    """AdamW's moments of a parameter without dimensions have none, as `step` has."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.linear = nn.Parameter(torch.tensor(2.6, dtype=torch.float64)), nn.Linear(2, 2)
+
+    def adamw() -> torch.optim.AdamW:
+        groups = [{"params": [model.scale], "amsgrad": True}, {"params": [*model.linear.parameters()]}]
+        return torch.optim.AdamW(groups, lr=0.1)
+
+    model = Scaled()
+    optimizer, again = adamw(), adamw()
+    assert {*(kept_alone(optimizer) or {})} == {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"}
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    saved = {name: tensor.float() for name, tensor in optimizer_tensors(optimizer, whole_shards(model)).items()}
+    load_optimizer_tensors(again, whole_shards(model), saved)
+    assert again.state[model.scale]["exp_avg"].dtype == torch.float64
+    assert again.state[model.scale]["step"].dtype == torch.float32
 
 
 def test_foreign_state_is_refused() -> None:

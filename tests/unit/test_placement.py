@@ -249,6 +249,13 @@ def test_an_autoscaler_hears_what_is_waited_for(capsys: pytest.CaptureFixture[st
     assert "no room for workers = 2" in capsys.readouterr().out
 
 
+def test_ranks_that_share_cpus_start_at_once_where_no_pods_are_coming() -> None:
+    """Also with a longer timeout, which only says that a cluster may grow."""
+    started = time.monotonic()
+    make(Cluster({"CPU": 2.0}), workers=4, device="cpu", placement_timeout_s=20)
+    assert time.monotonic() - started < 5
+
+
 @pytest.mark.usefixtures("in_a_pod")
 def test_nodes_that_never_join_are_an_error_in_time() -> None:
     cluster = Cluster({})
@@ -256,7 +263,8 @@ def test_nodes_that_never_join_are_an_error_in_time() -> None:
         make(cluster, workers=2, device="cpu", placement_timeout_s=1)
     assert "available per node: none CPUs" in str(caught.value)
     assert "waited 1 s for more nodes: see why they do not join, or raise --placement_timeout_s" in str(caught.value)
-    assert cluster.bundles == []
+    assert cluster.bundles == [{"CPU": 1.0}] * 2, "what an autoscaler hears"
+    assert cluster.removed == 1
 
 
 def test_a_stop_ends_the_wait_for_nodes() -> None:

@@ -531,6 +531,8 @@ def test_rules_refuse_with_numbers(layout: Layout, why: str) -> None:
 def test_no_layout_is_found_that_the_configuration_would_refuse(settings: dict[str, Any], what: str) -> None:
     some = job(**settings)
     assert refusal(some, Layout(dp=2)) == ""
+    if "allreduce" in settings:
+        assert refusal(replace(some, experts=Experts(4, 2, 64)), Layout(dp=2, ep=2)) == f"{what} needs whole models"
     for layout in (Layout(tp=2), Layout(pp=2), Layout(dp=2, tp=2)):
         assert refusal(some, layout) == f"{what} needs whole models"
         with pytest.raises(ConfigError):

@@ -298,7 +298,9 @@ def aligned(lines: Sequence[Sequence[str]], right: set[int]) -> list[str]:
 
 
 def number(value: float) -> str:
-    """Write a value with three significant digits and no exponent."""
+    """Write a value with three significant digits and no exponent; nan and inf as they are."""
+    if not math.isfinite(value):
+        return str(value)
     digits = 2 - math.floor(math.log10(abs(value))) if value else 0
     digits = min(max(digits, 0), 12)
     return f"{value:.{digits}f}"
