@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 from nanoray.bench.collectives import exact_period, wrong_elements
 from nanoray.bench.harness.figure import figure
 from nanoray.bench.harness.plan import rotated
-from nanoray.bench.harness.processes import environment
 from nanoray.bench.harness.rank_pool import RankFailed, RankPool, add_where_flags, describe, where_from
 from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, number, say
+from nanoray.environment import environment
 from nanoray.mesh.devices import discover_gpus
 from nanoray.metrics import algbw_gbps, busbw_factor
 

@@ -23,6 +23,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,6 +34,7 @@ from nanoray.bench.harness.ranks import Where
 from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, say
 from nanoray.config import Config, load_config
 from nanoray.data.prepare import DatasetInfo
+from nanoray.environment import environment
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.mesh.rendezvous import open_store
 
@@ -401,13 +403,15 @@ def _staged(
     kind = AsyncCheckpointerType.PROCESS if process else AsyncCheckpointerType.THREAD
     begun: list[Any] = []
     stores: list[Any] = []
+    variables = ExitStack()
 
     def begin(step: int) -> Callable[[], bool]:
         if process and not dist.is_initialized():  # its process asks the default group for its place, even alone
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             # Else torch looks for a free port, which somebody may take before the process has started.
             stores.append(open_store("127.0.0.1", 1, 60.0))
-            os.environ |= {"DCP_USE_PREFIX_STORE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(stores[0].port)}
+            there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(stores[0].port)}
+            variables.enter_context(environment({"DCP_USE_PREFIX_STORE": "1", **there}))
         found: Any = dcp.async_save(
             tree(), checkpoint_id=folder / "dcp", async_stager=stager, no_dist=True, async_checkpointer_type=kind
         )
@@ -418,8 +422,7 @@ def _staged(
         stager.close()
         if process and dist.is_initialized():
             dist.destroy_process_group()
-        for name in ("DCP_USE_PREFIX_STORE", "MASTER_ADDR", "MASTER_PORT") if stores else ():
-            os.environ.pop(name, None)
+        variables.close()
 
     return Arm(begin, read, lambda: begun[0].staging_completion.result(), close)
 

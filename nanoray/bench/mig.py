@@ -25,10 +25,10 @@ from typing import Any
 
 from nanoray.bench import collectives
 from nanoray.bench.harness.figure import figure, whiskers
-from nanoray.bench.harness.processes import environment
 from nanoray.bench.harness.rank_pool import RankFailed, RankPool, Where
 from nanoray.bench.harness.report import Report, Row, markdown, say
 from nanoray.config import Config, load_config
+from nanoray.environment import environment
 from nanoray.errors import ConfigError
 from nanoray.mesh.devices import Device, available_cpus, discover_gpus, local_slots, mig_commands
 from nanoray.mesh.mesh import Mesh

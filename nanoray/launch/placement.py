@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nanoray.config import Config
+from nanoray.environment import environment
 from nanoray.errors import PlacementError
 from nanoray.launch.signals import Stop, StopRequested
 from nanoray.launch.worker import bound_devices
@@ -35,7 +36,6 @@ ASSEMBLED_S = 30.0  # no new node for so long: the pods of a KubeRay cluster are
 PATIENCE_S = float(Config.model_fields["placement_timeout_s"].default)  # for resources, where nodes are all there
 _KUBERAY = "RAY_USAGE_STATS_KUBERAY_IN_USE"  # an environment variable that its operator sets in every pod
 CLEANUP_TIMEOUT_S = 5.0
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 SHUTDOWN_S = 30.0  # of a cluster of others: Ray first sends its last metrics, which may take 10 s
 
 
@@ -52,12 +52,13 @@ def connected(address: str, slots: Slots | None, stop: Stop | None = None, last:
         "logging_level": logging.ERROR,
         "configure_logging": True,
     }
-    temp, handles_signals, stop, visible = None, stop is not None, stop or Stop(), os.environ.get(VISIBLE)
+    temp, handles_signals, stop, devices = None, stop is not None, stop or Stop(), ExitStack()
     if slots is not None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage statistics from a local Ray
         temp = tempfile.mkdtemp(prefix="nanoray-", dir="/tmp" if os.access("/tmp", os.W_OK) else None)
         if slots.devices:
-            os.environ[VISIBLE] = ",".join(d.uuid for d in slots.devices)
+            visible = ",".join(d.uuid for d in slots.devices)
+            devices.enter_context(environment({"CUDA_VISIBLE_DEVICES": visible}))
         if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"} & os.environ.keys() and not _TOKEN_FILE.exists():
             # A cluster without a token runs code of anyone who can reach it. Ray would write a token into the user's
             # home; this one is for this run only.
@@ -74,7 +75,8 @@ def connected(address: str, slots: Slots | None, stop: Stop | None = None, last:
         try:
             if slots is None:
                 dial(address)
-            with _temporary_files_in(temp), _group_of_their_own(), stop.at_once():
+            # Ray's dashboard leaves temporary files behind.
+            with environment({"TMPDIR": temp} if temp else {}), _group_of_their_own(), stop.at_once():
                 context = _init(address, options, temp)
         except SystemExit as ended:  # Ray has put its own handler for SIGTERM in the place of ours
             if ended.code != signal.SIGTERM:
@@ -95,9 +97,7 @@ def connected(address: str, slots: Slots | None, stop: Stop | None = None, last:
     finally:
         if temp or not last:
             _disconnect(temp)
-        if slots is not None and slots.devices:  # another launch of this process may take others
-            os.environ.pop(VISIBLE)
-            os.environ |= {VISIBLE: visible} if visible is not None else {}
+        devices.close()  # another launch of this process may take others
 
 
 def _init(address: str, options: dict[str, Any], temp: str | None) -> Any:
@@ -139,22 +139,6 @@ def _end_processes_of(temp: str) -> None:
             files = [os.readlink(link) for link in (folder / "fd").iterdir()]
             if int(folder.name) != os.getpid() and any(file.startswith(f"{temp}/") for file in files):
                 os.kill(int(folder.name), signal.SIGKILL)
-
-
-@contextmanager
-def _temporary_files_in(folder: str | None) -> Iterator[None]:
-    """Give processes started here `folder` for temporary files: Ray's dashboard leaves some behind."""
-    if folder is None:
-        yield
-        return
-    before = os.environ.get("TMPDIR")
-    os.environ["TMPDIR"] = folder
-    try:
-        yield
-    finally:
-        os.environ.pop("TMPDIR")
-        if before is not None:
-            os.environ["TMPDIR"] = before
 
 
 @contextmanager

@@ -15,8 +15,9 @@ import pytest
 from nanoray.bench import __main__ as bench
 from nanoray.bench.harness.launchers import LAUNCHERS, CpuTime, Moments, command, moments
 from nanoray.bench.harness.plan import chosen, rotated
-from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, environment, session_members
+from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, session_members
 from nanoray.bench.harness.report import MIN_JUDGED, Report, Row, Target, conditions, markdown, number, ratio, table
+from nanoray.environment import environment
 from nanoray.errors import ConfigError
 
 

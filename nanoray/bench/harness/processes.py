@@ -172,20 +172,6 @@ def arm_environment() -> dict[str, str]:
     return env | {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1"}
 
 
-@contextmanager
-def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of this process's environment, and put back what was there."""
-    old = {key: os.environ.get(key) for key in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for key, value in old.items():
-            os.environ.pop(key, None)
-            if value is not None:
-                os.environ[key] = value
-
-
 def answers_only() -> Callable[[dict[str, Any]], None]:
     """Keep stdout for JSON lines, and return the function that writes one; what else is printed goes to stderr."""
     stream = os.fdopen(os.dup(1), "w")

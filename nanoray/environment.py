@@ -1,0 +1,21 @@
+"""Variables of this process's environment that hold for a while."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+
+@contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of this process's environment, and put back what was there."""
+    old = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in old.items():
+            os.environ.pop(key, None)
+            if value is not None:
+                os.environ[key] = value
