@@ -10,7 +10,8 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -204,6 +205,15 @@ def exit_code_of(run: Callable[[], int | None]) -> int:
         except NanorayError as error:
             print(f"error: {error}", file=sys.stderr)
             return error.exit_code
+
+
+@contextmanager
+def writing(path: Path, remedy: str) -> Iterator[None]:
+    """Raise ConfigError with the remedy when a file cannot be written inside."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot write {path} ({error.strerror}); {remedy}") from None
 
 
 def tool_parser(prog: str, doc: str | None) -> Parser:

@@ -23,7 +23,7 @@ from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Piece, Shard, is_cut, whole_shards
 
 MEMORY = "compression"  # the key of what each rank alone keeps of compressed gradients, beside its generators
-PROBED = 16  # elements of the parameter that an optimizer is tried on
+PROBE = (2, 8)  # the parameter that an optimizer is tried on
 EMA_DECAY = 0.99  # per step, of the smoothed loss
 
 
@@ -400,7 +400,7 @@ def load_optimizer_tensors(
     """
     params = {shard.piece.name: shard.param for shard in shards}
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
-    alone = kept_alone(optimizer)
+    alone = None if hasattr(optimizer, "state_keys") else kept_alone(optimizer)
     expected = getattr(optimizer, "state_keys", alone)
     scalars = {"step", *(key for key, kept in (alone or {}).items() if not kept.dim())}
     found = {name.split(".", 1)[0] for name in tensors}
@@ -427,15 +427,15 @@ def load_optimizer_tensors(
         optimizer.state[like][key] = tensor.view_as(like).to(like.device, kind, copy=True)
 
 
-def kept_alone(optimizer: torch.optim.Optimizer, shape: tuple[int, ...] = (PROBED,)) -> dict[str, Tensor] | None:
-    """Return what an optimizer keeps for a parameter of this shape after a step; None if it cannot be tried so.
+def kept_alone(optimizer: torch.optim.Optimizer) -> dict[str, Tensor] | None:
+    """Return what an optimizer keeps for a parameter of shape PROBE after a step; None if it cannot be tried so.
 
     With several groups, what it keeps in any of them.
     """
     kept: dict[str, Tensor] = {}
     for group in optimizer.param_groups:
-        probe = nn.Parameter(torch.zeros(shape))
-        probe.grad = torch.zeros(shape)
+        probe = nn.Parameter(torch.zeros(PROBE))
+        probe.grad = torch.zeros(PROBE)
         settings = {key: value for key, value in group.items() if key != "params"}
         try:
             alike = type(optimizer)([settings | {"params": [probe]}], lr=settings["lr"])  # type: ignore[call-arg]

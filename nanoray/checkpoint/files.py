@@ -253,8 +253,7 @@ def load_checked(path: Path, pieces: Pieces | None = None, weights: Pieces | Non
         if pieces is not None:
             of = {name: pieces[name.partition(".")[2]] for name in state.optimizer if name.partition(".")[2] in pieces}
             found = {name: state.optimizer[name] for name in of}
-            # `step`, and others of its kind, are no part of a parameter.
-            whole = {n for n, p in of.items() if n.startswith("step.") or (p.shape and not found[n].dim())}
+            whole = {n for n, p in of.items() if p.shape and not found[n].dim()}  # `step`, and others of its kind
             state.optimizer = {n: found[n] if n in whole else p.take(found[n]) for n, p in of.items()}
         state.model |= {name: piece.take(state.model[name]) for name, piece in (weights or {}).items()}
     return state

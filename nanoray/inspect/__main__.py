@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.atomic import replace_text
-from nanoray.cli import exit_code_of, tool_parser
+from nanoray.cli import exit_code_of, tool_parser, writing
 from nanoray.errors import ConfigError
 from nanoray.run import newest_record
 
@@ -91,10 +91,8 @@ def folders_of(target: str) -> list[Path]:
 def _write(path: Path | None, text: Any) -> None:
     if path is None:
         return
-    try:
+    with writing(path, "give another path"):
         replace_text(path, text())
-    except OSError as error:
-        raise ConfigError(f"cannot write {path} ({error.strerror}); give another path") from None
     print(path)
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -203,8 +204,8 @@ def held_bytes(model: nn.Module, gradients: Sequence[Tensor], optimizer: Optimiz
 def held_by_mirror(model: nn.Module, shards: Sequence[Shard], optimizer: Optimizer) -> int:
     """Return the bytes of a mirror's gradients and optimizer state, and of weights that are not the model's own."""
     gradients = [shard.param.grad for shard in shards if shard.param.grad is not None]
-    own = {_local(p).untyped_storage().data_ptr() for p in model.parameters()}
-    weights = [s.param for s in shards if _local(s.param).untyped_storage().data_ptr() not in own]
+    own = {local_of(p).untyped_storage().data_ptr() for p in model.parameters()}
+    weights = [s.param for s in shards if local_of(s.param).untyped_storage().data_ptr() not in own]
     return _bytes([*weights, *gradients, *_state_of(optimizer)])
 
 
@@ -214,8 +215,9 @@ def _state_of(optimizer: Optimizer) -> list[Tensor]:
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of all storages of the tensors; views of one count once."""
-    return sum({s.data_ptr(): s.nbytes() for s in (_local(tensor).untyped_storage() for tensor in tensors)}.values())
+    return sum({s.data_ptr(): s.nbytes() for s in (local_of(tensor).untyped_storage() for tensor in tensors)}.values())
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_of(tensor: Any) -> Any:
+    """Return a rank's own part of a tensor that is cut over ranks; anything else is returned as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -19,7 +19,7 @@ from safetensors.torch import save
 
 from nanoray.atomic import replace_bytes
 from nanoray.checkpoint.tensorfile import plain
-from nanoray.cli import exit_code_of, tool_parser
+from nanoray.cli import exit_code_of, tool_parser, writing
 from nanoray.errors import ConfigError
 from nanoray.replay.again import doubts, reenact, refuse, start_before
 from nanoray.replay.past import LIMITS, Past, compared, differences, matters, read_past, tensors_apart, text
@@ -118,10 +118,8 @@ def _dump(path: Path, witness: Witness, values: dict[str, Any]) -> None:
         (".json", (json.dumps(plain(told, "dump"), indent=1) + "\n").encode()),
     ):
         file = path.with_name(path.name + suffix)
-        try:
+        with writing(file, "give another --dump"):
             replace_bytes(file, content, sync=False)
-        except OSError as error:
-            raise ConfigError(f"cannot write {file} ({error.strerror}); give another --dump") from None
         print(file)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.atomic import read_json_lines, write_json
-from nanoray.cli import exit_code_of
+from nanoray.cli import exit_code_of, writing
 from nanoray.errors import ConfigError
 from nanoray.trace.profiles import write_all
 from nanoray.trace.timeline import chrome_trace, draw, newest_window
@@ -37,11 +37,9 @@ def _run(args: argparse.Namespace) -> None:
         steps = [s for s in steps if s["step"] <= args.step]
     drawn = newest_window(steps)
     figure = args.figure or args.run / "comm" / "timeline.svg"
-    try:
+    with writing(figure, "give another --figure"):
         draw(drawn, figure)
         write_json(figure.with_suffix(".json"), chrome_trace(drawn))
-    except OSError as error:
-        raise ConfigError(f"cannot write {figure}: {error.strerror}; give another --figure") from None
     print(f"{figure}  and {figure.with_suffix('.json').name} for https://ui.perfetto.dev")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.atomic import read_json_lines
-from nanoray.cli import exit_code_of
+from nanoray.cli import exit_code_of, writing
 from nanoray.errors import ConfigError
 
 LOADS = "expert_load"  # of a record: for each layer, each expert's load over the mean
@@ -25,10 +25,8 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> None:
     records = read_loads(args.run)
     figure = args.figure or args.run / "experts.svg"
-    try:
+    with writing(figure, "give another --figure"):
         draw(records, figure)
-    except OSError as error:
-        raise ConfigError(f"cannot write {figure}: {error.strerror}; give another --figure") from None
     last = records[-1]
     print(
         f"{figure}  at step {last['step']} the largest load is {last['moe/load_max']:.2f} times the mean, the smallest "

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.atomic import replace_bytes
+from nanoray.cli import writing
 from nanoray.errors import ConfigError
 
 FOLDER, ALL, KEY = "profile", "all.json.gz", "nanoray"
@@ -63,10 +64,8 @@ def write_all(run: Path) -> list[str]:
     profiles, path = read_profiles(run), run / FOLDER / ALL
     steps = {tuple(profile[KEY]["steps"]) for profile in profiles}
     error_us = 1e6 * max(profile[KEY]["uncertainty_s"] for profile in profiles)
-    try:
+    with writing(path, "copy the run to where you may write"):
         replace_bytes(path, gzip.compress(json.dumps(merge(profiles)).encode()), sync=False)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; copy the run to where you may write") from None
     which = ", ".join(f"{first} to {last}" for first, last in sorted(steps))
     told = [f"{path}  {len(profiles)} rank(s), steps {which}; their clocks agree to {error_us:.0f} us"]
     told += ["warning  the ranks profiled different steps: a fault began a group in between"] * (len(steps) > 1)

@@ -9,6 +9,7 @@ tensors, which have shapes and no memory.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from nanoray.config import Batch, Config
 from nanoray.mesh.layout import Layout
 from nanoray.parallel.memory import Sizes, state_memory
-from nanoray.state import PROBED, kept_alone
+from nanoray.state import PROBE, kept_alone
 from nanoray.train.report import buckets_of, told_memory
 from nanoray.train.trial import trial_on_fakes
 
@@ -66,7 +67,7 @@ def own_lines(
 def kept_per_element(optimizer: torch.optim.Optimizer) -> float | None:
     """Return how many numbers an optimizer keeps for each element that it updates; None if it cannot be tried alone."""
     kept = kept_alone(optimizer)
-    return None if kept is None else sum(value.numel() for value in kept.values() if value.dim()) / PROBED
+    return None if kept is None else sum(value.numel() for value in kept.values() if value.dim()) / prod(PROBE)
 
 
 def first_line(error: Exception) -> str:

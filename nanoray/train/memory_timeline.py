@@ -41,7 +41,7 @@ from nanoray.models.build import OwnShape, shape_of
 from nanoray.models.gpt import ModelShape
 from nanoray.parallel import buckets, compress, fsdp
 from nanoray.parallel.ddp import default_bucket_mb
-from nanoray.parallel.memory import model_memory, peak_memory
+from nanoray.parallel.memory import local_of, model_memory, peak_memory
 from nanoray.parallel.plan import Plan
 from nanoray.run import RunSpec
 from nanoray.state import TrainState
@@ -106,7 +106,7 @@ class Storages(TorchDispatchMode):
     def note(self, values: Iterable[Any], kind: str = "", before: bool = True, always: bool = False) -> None:
         """Take notice of the tensors among `values`: with `always` they are of this kind, else those that are new."""
         for value in values:
-            tensor = value.to_local() if isinstance(value, DTensor) else value
+            tensor = local_of(value)
             if not isinstance(tensor, Tensor) or tensor.device != self._device or tensor.layout != torch.strided:
                 continue
             number = self.number(tensor.untyped_storage(), kind, before)
@@ -225,7 +225,7 @@ class MemoryTimeline:
 
     def _grads(self) -> list[Tensor]:
         own = [p.grad for p in self._par.model.parameters() if p.grad is not None]
-        return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in (*own, *self._par.gradients)]
+        return [local_of(grad) for grad in (*own, *self._par.gradients)]
 
     def _optimizer(self) -> list[Any]:
         return [value for kept in self._state.optimizer.state.values() for value in kept.values()]

@@ -17,6 +17,7 @@ from torch.nn.utils import get_total_norm
 
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.gpt import LMHead
+from nanoray.parallel.memory import local_of
 from nanoray.parallel.plan import MicroBatch
 
 NAMED = 4  # ranks that a message describes
@@ -50,7 +51,7 @@ def replay(
     own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     summed = any(isinstance(grad, DTensor) for grad in own.values())
     # With fsdp backward has summed. A look at a DTensor's values talks to the other ranks, which may not come here.
-    own = {name: grad.to_local() if isinstance(grad, DTensor) else grad for name, grad in own.items()}
+    own = {name: local_of(grad) for name, grad in own.items()}
     if not probe.found and not torch.isfinite(get_total_norm([*own.values()])):
         what = "the sum over ranks of the gradient" if summed else "the gradient"
         names = (f"{what} of {name}" for name, grad in own.items() if not torch.isfinite(grad).all())

@@ -26,14 +26,13 @@ from nanoray.mesh.pieces import Shard
 from nanoray.mesh.rendezvous import Order, Rendezvous
 from nanoray.models.batch_norm import replace_norms
 from nanoray.run import RunSpec
-from nanoray.state import kept_alone
+from nanoray.state import PROBE, kept_alone
 from nanoray.train.dry_run import DryRunEnded, own_lines
 from nanoray.train.engine import Workload
 from nanoray.train.recipe import train
 from nanoray.train.tasks import Loss, RankStates
 
 log = logging.getLogger("nanoray")
-MATRIX = (2, 3)  # the parameter that an optimizer is tried on
 LossFn = Callable[[Any, Any], Tensor]  # (the model's output, targets) -> mean loss
 
 
@@ -333,12 +332,11 @@ class _Observer:
 
 def _require_plain_state(optimizer: torch.optim.Optimizer) -> None:
     """Raise ConfigError for an optimizer whose state a checkpoint cannot hold."""
-    kept, matrix = kept_alone(optimizer, MATRIX) or {}, list(MATRIX)
-    for key, value in kept.items():
-        if value.dim() and value.shape != MATRIX:
+    for key, value in (kept_alone(optimizer) or {}).items():
+        if value.dim() and value.shape != PROBE:
             raise ConfigError(
                 f"{type(optimizer).__name__} keeps {key} of shape {list(value.shape)} for a parameter of shape "
-                f"{matrix}; checkpoints hold numbers and tensors shaped like the parameter: use another optimizer"
+                f"{list(PROBE)}; checkpoints hold numbers and tensors shaped like the parameter: use another optimizer"
             )
 
 

@@ -346,7 +346,7 @@ def of_half_a_model(run: Run) -> None:
         ),
         (
             with_factors,
-            "ConfigError: Adafactor keeps row_var of shape [2, 1] for a parameter of shape [2, 3]; checkpoints",
+            "ConfigError: Adafactor keeps row_var of shape [2, 1] for a parameter of shape [2, 8]; checkpoints",
         ),
         (of_half_a_model, "ConfigError: the optimizer does not update 2.weight; give it all parameters, or set requir"),
     ],

@@ -262,7 +262,7 @@ def test_another_window_can_be_drawn(spec: RunSpec, tmp_path: Path, capsys: pyte
     assert main([str(spec.folder), "--step", "99"]) == 2
     assert "step = 99 was not traced; the last traced ones are 7, 8" in capsys.readouterr().err
     assert main([str(spec.folder), "--figure", str(tmp_path / "t.png" / "t.svg")]) == 2
-    assert "t.svg: Not a directory; give another --figure" in capsys.readouterr().err
+    assert "t.svg (Not a directory); give another --figure" in capsys.readouterr().err
 
 
 def test_a_run_without_traces_says_how_to_get_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -415,7 +415,7 @@ def test_metrics_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     lines = [json.dumps({"step": step, **record}) for step in (1, 10, 20)]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 30, "tor']))
     assert picture.main([str(tmp_path), "--figure", str(tmp_path / "metrics.jsonl" / "x.svg")]) == 2
-    assert "x.svg: Not a directory; give another --figure" in capsys.readouterr().err
+    assert "x.svg (Not a directory); give another --figure" in capsys.readouterr().err
     assert picture.main([str(tmp_path), "--figure", str(tmp_path / "e.png")]) == 0
     assert (tmp_path / "e.png").read_bytes()[:4] == b"\x89PNG"
     assert "at step 20 the largest load is" in capsys.readouterr().out
