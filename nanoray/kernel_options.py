@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nanoray.errors import ConfigError
-
 
 def refuse_kernels(config: Any, defaults: Mapping[str, Any]) -> None:
     """Raise ValueError when the optimizer or the kernels of a Config do not go with its model or mesh."""
@@ -25,8 +23,8 @@ def refuse_kernels(config: Any, defaults: Mapping[str, Any]) -> None:
         raise ValueError(f"attention = cudnn computes in 16 bits on a GPU, but {what}; use attention flash")
     if config.compile == "cuda_graphs":
         _refuse_graphs(config)
-    if config.device in ("cuda", "mig"):
-        attention_on_gpu(config)
+    if config.device in ("cuda", "mig") and (why := cannot_audit(config)):
+        raise ValueError(why)
     if config.optimizer != "muon":
         if config.muon_lr != defaults["muon_lr"]:
             raise ValueError(
@@ -48,20 +46,23 @@ def refuse_kernels(config: Any, defaults: Mapping[str, Any]) -> None:
         )
 
 
-def attention_on_gpu(config: Any) -> str:
-    """Return what the Config names, or else the attention that audits need on a GPU.
+def auto_on_gpus(config: Any) -> str:
+    """Return the attention that `auto` is on a GPU: audits need gradients that have the same bits each time."""
+    return "plain" if config.audit_every else "flash"
 
-    Raises ConfigError for audits of a fused kernel: its backward adds up in the order in which blocks of keys get
-    ready, so the last bits of healthy gradients differ from one time to the next.
+
+def cannot_audit(config: Any) -> str:
+    """Return why a Config's attention does not go with its audits on a GPU, and what helps, or "".
+
+    The backward of a fused kernel adds up in the order in which blocks of keys get ready, so the last bits of healthy
+    gradients differ from one time to the next.
     """
-    if not config.audit_every:
-        return str(config.attention)
-    if config.attention in ("flash", "cudnn"):
-        raise ConfigError(
-            f"attention = {config.attention} on a GPU gives gradients whose last bits differ each time, so audit_every "
-            f"= {config.audit_every} would find healthy ranks wrong; use attention plain, or audit_every 0"
-        )
-    return "plain"
+    if not config.audit_every or config.attention not in ("flash", "cudnn"):
+        return ""
+    return (
+        f"attention = {config.attention} on a GPU gives gradients whose last bits differ each time, so audit_every "
+        f"= {config.audit_every} would find healthy ranks wrong; use attention plain, or audit_every 0"
+    )
 
 
 def _refuse_graphs(config: Any) -> None:

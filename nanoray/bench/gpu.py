@@ -98,9 +98,12 @@ class Ladder:
     config: Config
     data: DatasetInfo
     folder: Path
-    device: str
-    gpu: Device | None = None
+    gpu: Device | None  # None: the CPU
     peaks: dict[str, float] = field(default_factory=dict)  # FLOP/s of products, by precision
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.gpu else "cpu"
 
     def say(self, text: str) -> None:
         say(f"{self.name}: {text}")
@@ -115,22 +118,20 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         raise ConfigError(f"rounds = {args.rounds}, arms = {args.arms}; at least 1 round, and {BASE}, are needed")
     if args.device == "cuda" and not gpus:
         raise ConfigError("device = cuda, but NVIDIA's driver shows no GPU here; use --device cpu to try it out")
-    slots = local_slots(
-        "cpu" if args.device == "cpu" else "auto", 1, gpus, available_cpus()
-    )  # a whole GPU, else a slice
-    gpu = next(iter(slots.devices), None)
+    kind = "cpu" if args.device == "cpu" else "auto"  # a whole GPU, else a slice
+    gpu = next(iter(local_slots(kind, 1, gpus, available_cpus()).devices), None)
     if args.device == "cuda" and gpu is None:
         local_slots("cuda", 1, gpus, available_cpus())  # says what to do about a GPU in MIG mode without slices
-    device = "cuda" if gpu else "cpu"
     report.conditions["device"] = f"{gpu.name} {gpu.profile}".strip() if gpu else "cpu"
     with scratch_folder() as folder:
         for name in presets if arms != [BABY] else []:
             values = {**LADDERS[name], "out_dir": str(folder), "max_steps": 10**6, "eval_every": 0, "log_every": 5}
-            values |= {"checkpoint_every": 0, "device": device, "tensorboard": False, **data_flags(args)}
+            values |= {"checkpoint_every": 0, "tensorboard": False, **data_flags(args)}
+            values["device"] = "cuda" if gpu else "cpu"
             if name == GPT2:
                 values["dataset"] = str(random_tokens(folder / "random-tokens", GPT2_TOKENS))
             config = load_config(preset=name, overrides=values | overrides)
-            ladder = Ladder(args, name, config, prepare(config), folder, device, gpu)
+            ladder = Ladder(args, name, config, prepare(config), folder, gpu)
             _climb(ladder, [arm for arm in RUNGS if arm in arms], report)
         if BABY in arms and CHAR in presets:
             _train_baby(args, gpu, overrides, folder, report)
@@ -273,8 +274,8 @@ def _train_baby(
     target = float(overrides.get("target_loss", BABY_LOSS))
     info = prepare(load_config(preset=CHAR, overrides=dict(data_flags(args))))  # before any clock
     report.conditions["data"] = info.note
-    device = "mig" if gpu and gpu.kind == "mig" else "cuda" if gpu else "cpu"
-    flags = BABY_FLAGS | {"device": device, "target_loss": target} | data_flags(args) | dict(overrides)
+    flags = BABY_FLAGS | {"device": gpu.kind if gpu else "cpu", "target_loss": target}
+    flags |= data_flags(args) | dict(overrides)
     if info.name == "shakespeare":
         flags["dataset"] = info.name  # which `auto` would look for again
     runs, error = list[Found](), ""

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from nanoray.config import Config
 from nanoray.errors import ConfigError, PlacementError
-from nanoray.kernel_options import attention_on_gpu
+from nanoray.kernel_options import auto_on_gpus, cannot_audit
 
 T = TypeVar("T")
 MAX_RANKS_PER_CPU = 4
@@ -397,19 +397,19 @@ def cannot_compile(device: str) -> str:
 
 
 def choose_attention(config: Config, kind: str, precision: str, features: frozenset[str]) -> str:
-    """Return flash, cudnn or plain: what was measured to be faster for `auto`. Raises ConfigError for cudnn on a CPU.
-
-    On a CPU that multiplies bf16, torch's fused attention in bf16 takes most of its time in its backward. With dropout
-    torch has none on CPUs: what it does instead is plain attention with a slower dropout. On GPUs audits need plain.
-    """
+    """Return flash, cudnn or plain: what was measured to be faster for `auto`. Raises ConfigError if it cannot be."""
     if config.attention == "cudnn" and (kind == "cpu" or precision in ("fp32", "tf32")):
         raise ConfigError(f"attention = cudnn needs a GPU and 16 bits, but this is {kind} with {precision}; use flash")
-    if kind != "cpu" and config.audit_every:
-        return attention_on_gpu(config)
+    if kind != "cpu" and (why := cannot_audit(config)):
+        raise ConfigError(why)
     if config.attention != "auto":
         return config.attention
+    if kind != "cpu":
+        return auto_on_gpus(config)
+    # In bf16 torch's fused attention takes most of its time in its backward. With dropout torch has none on CPUs: what
+    # it does instead is plain attention with a slower dropout.
     short = precision == "bf16" and bool(features & BF16_UNITS) and config.block_size <= PLAIN_MAX_BLOCK
-    return "plain" if kind == "cpu" and (short or config.dropout > 0) else "flash"
+    return "plain" if short or config.dropout > 0 else "flash"
 
 
 def local_slots(device: str, workers: int | None, gpus: list[Device], cpus: float) -> Slots:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nanoray.config import Config
+from nanoray.kernel_options import auto_on_gpus
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.kernels import Kernels
 from nanoray.models.moe import RouterTraining
@@ -40,5 +41,5 @@ def gpt_of(shape: ModelShape, config: Config) -> GPT:
 
 def kernels_of(config: Config) -> Kernels:
     """Return how a GPT is computed. The recipe has replaced `auto`; where nobody has, it is that of GPUs."""
-    auto = "plain" if config.audit_every and config.device != "cpu" else "flash"
+    auto = auto_on_gpus(config) if config.device != "cpu" else "flash"
     return Kernels(auto if config.attention == "auto" else config.attention, config.loss_chunk)
