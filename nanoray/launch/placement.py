@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -248,14 +248,12 @@ def _request_that_fits(
 
     A cluster is assembling if it has no CPU at all when this begins, as a head without workers, or if KubeRay's
     operator brings its pods up: then ranks that would share CPUs wait, too. A placement_timeout_s above the default
-    says that others may grow. A placement group waits meanwhile, because an autoscaler adds nodes only for what
-    somebody waits for. `check` is called while it waits, and may raise. Raises PlacementError when the cluster cannot
-    hold the ranks.
+    says that others may grow. `check` is called while it waits, and may raise. Raises PlacementError when the cluster
+    cannot hold the ranks.
     """
     assembling = _KUBERAY in os.environ
     said, seen, seen_at = "", set[str](), 0.0
-    demand, demanded = None, list[dict[str, float]]()
-    try:
+    with closing(Demand(config.placement.upper(), api)) as demand:
         while True:
             nodes, now, request = nodes_of(api), time.monotonic(), None
             assembling |= not any(node["total"].get("CPU") for node in nodes)
@@ -278,17 +276,32 @@ def _request_that_fits(
                         "or raise --placement_timeout_s"
                     ) from None
                 problem = f"no room for workers = {config.workers}"
-            if demanded != (demanded := _wanted(config, request)):
-                if demand:
-                    api.util.remove_placement_group(demand)
-                demand = api.util.placement_group(demanded, strategy=config.placement.upper()) if demanded else None
+            demand.change(_wanted(config, request))
             if said != (said := f"{problem}; {_table(nodes, 'total')}"):
                 print(f"wait   at most {deadline - now:.0f} s for more nodes: {said}", flush=True)
             check()
             time.sleep(max(0.0, min(PLACEMENT_POLL_S, deadline - time.monotonic())))
-    finally:
-        if demand:
-            api.util.remove_placement_group(demand)
+
+
+class Demand:
+    """A placement group that waits, because an autoscaler adds nodes only for what somebody waits for."""
+
+    def __init__(self, strategy: str, api: Any) -> None:
+        self._strategy, self._api = strategy, api
+        self._bundles: list[dict[str, float]] = []
+        self._group: PlacementGroup | None = None
+
+    def change(self, bundles: list[dict[str, float]]) -> None:
+        """Wait for these bundles in place of those before."""
+        if bundles != self._bundles:
+            self.close()
+            self._group = self._api.util.placement_group(bundles, strategy=self._strategy) if bundles else None
+            self._bundles = bundles
+
+    def close(self) -> None:
+        if self._group:
+            self._api.util.remove_placement_group(self._group)
+        self._group, self._bundles = None, []
 
 
 def _wanted(config: Config, request: tuple[str, int, dict[str, float]] | None) -> list[dict[str, float]]:
