@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
 from nanoray.config import Config
 from nanoray.mesh.algorithms import AsyncAllReduce
@@ -20,6 +20,7 @@ from nanoray.mesh.axis import Axis, data_axis
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Shard
 from nanoray.parallel.compress import Compressor, Sent
+from nanoray.parallel.norm import clip_to
 
 Hook = Callable[[GradBucket], torch.futures.Future[torch.Tensor]]  # averages a bucket of gradients
 
@@ -136,7 +137,7 @@ class TorchDDP:
         return get_total_norm(own)
 
     def clip(self, limit: float, norm: Tensor) -> None:
-        clip_grads_with_norm_(self._params, limit, norm)
+        clip_to(limit, [p.grad for p in self._params if p.grad is not None], norm)
 
     def spread(self) -> None:
         pass

@@ -13,6 +13,7 @@ from nanoray.errors import CheckpointError, ConfigError
 from nanoray.mesh.pieces import whole_shards
 from nanoray.models.costs import scaling_parameters
 from nanoray.models.gpt import ModelShape
+from nanoray.parallel.norm import clip_to
 from nanoray.state import kept_alone, load_optimizer_tensors, optimizer_tensors
 from nanoray.train.optim import derive_scaling, lr_at, make_optimizer
 
@@ -31,6 +32,19 @@ def test_cosine() -> None:
     assert lr_at(55, c) == pytest.approx(0.55)  # half way: the mean of peak and end
     assert lr_at(100, c) == pytest.approx(0.1)
     assert lr_at(5000, c) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("norm", [0.5, 1.0, 3.0, math.inf, math.nan])
+def test_clipping_gives_torch_s_bits(norm: float) -> None:
+    ours, theirs = ([nn.Parameter(torch.zeros(7)), nn.Parameter(torch.zeros(2, 3))] for _ in range(2))
+    for p, q in zip(ours, theirs, strict=True):
+        p.grad = torch.randn(p.shape)
+        q.grad = p.grad.clone()
+    clip_to(1.0, [p.grad for p in ours], torch.tensor(norm))
+    nn.utils.clip_grads_with_norm_(theirs, 1.0, torch.tensor(norm))
+    for p, q in zip(ours, theirs, strict=True):
+        assert torch.equal(p.grad.nan_to_num(7.0), q.grad.nan_to_num(7.0))
+    assert (ours[0].grad._version == 0) == (norm == 0.5)  # on a CPU small gradients are not written again
 
 
 def test_warmup_stable_decay() -> None:
