@@ -34,7 +34,7 @@ class Audit:
     ) -> None:
         """`seed` seeds the dropout of (step before, micro batch, data rank); None: of this rank."""
         self._every = every if mesh.world_size > 1 else 0
-        if self._every:  # a convolution's gradient has the same bits each time; for attention see attention_on_gpu
+        if self._every:  # a convolution's gradient has the same bits each time; for attention see cannot_audit
             torch.backends.cudnn.deterministic = True
         self._mesh, self._par, self._batches, self._seed = mesh, par, batches, seed
         self._step = self._samples = self._micro = 0  # the step in hand, its first sample, and its audited micro batch

@@ -69,8 +69,8 @@ class Statistics:
                 self._drop()
         if step % self._every:
             return
-        if phase == "forward" and not self._handles and not self._layers and self._hooks:
-            self._attach()
+        if phase == "data" and not self._handles and not self._layers and self._hooks:
+            self._attach()  # before this rank's own forward, and after that of an audited micro batch
         elif phase == "optimizer":
             self._look(step)
         else:

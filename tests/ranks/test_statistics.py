@@ -66,6 +66,14 @@ def test_no_bit_of_the_training_changes_and_inspect_shows_them(
     assert f"{found[-1]['layers']['blocks.1']['update_ratio']:.3g}" in shown
 
 
+def test_an_audited_step_is_told_of_this_rank_s_own_samples(text: Path, tmp_path: Path) -> None:
+    """There another rank's micro batch is computed first."""
+    plain, audited = (
+        lines(trained(text, tmp_path / str(every), statistics_every=2, audit_every=every).folder) for every in (0, 2)
+    )
+    assert [record["layers"] for record in audited] == [record["layers"] for record in plain]
+
+
 def test_attention_and_dead_units_by_hand() -> None:
     """Equal logits: every query looks everywhere it may. A unit far below zero gives nothing."""
     model = GPT(ModelShape(1, 2, 8, 4, True, 16))
@@ -99,7 +107,7 @@ def test_a_danger_is_told_once(text: Path, tmp_path: Path) -> None:
     looker = Statistics(config, model, lambda one: 4 * one, said.append)
     assert looker.begin(tmp_path, 0) == [looker]
     for step in (1, 2, 2, 3):
-        looker(step, "forward")
+        looker(step, "data")
         model(torch.zeros(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.long)).backward()
         grad = model.pos_emb.weight.grad.clone()
         if step == 2:
