@@ -149,8 +149,13 @@ class OwnTask:
         self._train_data, self._val_data = train_data, val_data
 
     def settings(self) -> dict[str, Any]:
-        """Return what the optimizer and the call of `fit` decide."""
+        """Return what the optimizer and the call of `fit` decide. Raises ConfigError for a min_lr above its lr."""
         given, lr = self._engine.run.given, self._engine.optimizer.param_groups[0]["lr"]
+        if "lr" not in given and "min_lr" in given and self._spec.config.min_lr > lr:
+            raise ConfigError(
+                f"min_lr = {self._spec.config.min_lr:g} is above the optimizer's lr = {lr:g}; lower min_lr, or give "
+                "the optimizer a larger lr"
+            )
         rates = {"lr": lr, "min_lr": 0.1 * lr} if "lr" not in given else {}
         decided: dict[str, Any] = {key: rate for key, rate in rates.items() if key not in given}
         decided |= {"max_steps": self._steps} if self._steps is not None else {}

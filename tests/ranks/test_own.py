@@ -220,6 +220,16 @@ def test_a_lowest_rate_that_was_given_is_kept(tmp_path: Path) -> None:
     assert records(spec)[-1]["train/lr"] < 1e-3, "a tenth of the rate would be 2e-3"
 
 
+def test_a_lowest_rate_above_the_optimizer_s_is_refused(tmp_path: Path) -> None:
+    """The configuration's own lr, which an optimizer replaces, is no measure of it."""
+    settings = {"lr": 0.1, "schedule": "cosine", "min_lr": 0.05}
+    spec = open_own(tmp_path, **settings)
+    given = frozenset({*settings} - {"lr"})
+    (outcome,) = run_ranks(spec, 1, train=Program(fit, given))
+    assert outcome["error"] == "ConfigError"
+    assert outcome["message"].startswith("min_lr = 0.05 is above the optimizer's lr = 0.02; lower min_lr"), outcome
+
+
 def test_an_optimizer_that_is_not_fused_leaves_a_bad_step_out(tmp_path: Path) -> None:
     main = partial(fit, how="not fused")
     spec = trained(tmp_path, 1, main, on_nan="skip", faults="nan@rank=0,step=3")
