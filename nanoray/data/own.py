@@ -219,7 +219,7 @@ def _at(value: Any, i: int, n: int) -> Any:
     if isinstance(value, dict):
         return {key: _at(item, i, n) for key, item in value.items()}
     if isinstance(value, tuple) or (_is_stack(value) and len(value[0]) == n):
-        return type(value)(_at(item, i, n) for item in value)
+        return _like(value, [_at(item, i, n) for item in value])
     return value[i]
 
 
@@ -229,4 +229,9 @@ def _to(value: Any, device: torch.device) -> Any:
         return value.to(device, non_blocking=True)
     if isinstance(value, dict):
         return {key: _to(item, device) for key, item in value.items()}
-    return type(value)(_to(item, device) for item in value) if isinstance(value, (tuple, list)) else value
+    return _like(value, [_to(item, device) for item in value]) if isinstance(value, (tuple, list)) else value
+
+
+def _like(value: Any, parts: list[Any]) -> Any:
+    """Return the parts as a list or tuple of the kind that `value` is, say a named tuple."""
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)

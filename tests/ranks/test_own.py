@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -420,6 +420,21 @@ def test_batches_with_named_inputs_have_the_size_of_their_tensors() -> None:
     assert torch.equal(targets, batches[2][1])
     with pytest.raises(DataError, match="batch 0 of the train data has 3 samples, but micro_batch_size = 4"):
         OwnData(Unindexed(batches[2:], named=True), None, 0, 4, CPU).train_batch(0, 4)
+
+
+class Sentence(NamedTuple):
+    words: Tensor
+    length: Tensor
+
+
+def test_named_tuples_stay_named_tuples() -> None:
+    items = [(Sentence(torch.full((5,), n), torch.tensor(n)), n) for n in range(6)]
+    batch = Sentence(torch.zeros(3, 5), torch.ones(3)), torch.zeros(3)
+    for data in (OwnData(items, Unindexed([batch]), 0, 3, CPU), OwnData(Unindexed([batch]), items, 0, 3, CPU)):
+        for inputs, _ in (data.train_batch(0, 3), data.val_batch(data.val_windows(3))):
+            assert isinstance(inputs, Sentence)
+            assert inputs.words.shape == (3, 5)
+            assert inputs.length.shape == (3,)
 
 
 def test_batches_of_a_fixed_size_and_shrink_are_refused(tmp_path: Path) -> None:
