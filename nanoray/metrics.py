@@ -57,6 +57,13 @@ METRICS: dict[str, Metric] = {
             "a handful at the start, then one per growth interval",
         ),
         Metric(
+            "train/good_steps",
+            "step",
+            "fp16 only: steps without an overflow since the loss scale last changed; after 1000 it doubles, up to its "
+            "cap of 2^24",
+            "rises to 1000 and begins anew; always small: the scale does not recover",
+        ),
+        Metric(
             "precision/grad_lost",
             "%",
             "with precision_stats: elements of this step's gradient that are zero, or subnormal in the format that "

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoray.bench.harness.figure import figure
+from nanoray.bench.harness.plan import add_settings_flag, settings_of
 from nanoray.bench.harness.report import Report, Row, Target, markdown, say
 from nanoray.config import load_config
 from nanoray.data.prepare import prepare
@@ -26,13 +27,16 @@ MODES["bf16_pure, stochastic"] = {"precision": "bf16_pure", "rounding": "stochas
 MODES["bf16_pure, fp32 masters"] = {"precision": "bf16_pure", "master_weights": "fp32"}
 MODES["fp16_pure"] = {"precision": "fp16_pure"}
 MODES["fp16_pure, fp32 masters"] = {"precision": "fp16_pure", "master_weights": "fp32"}
-MODES |= {f"fp8, per {how}": {"precision": "fp8", "fp8_scaling": how} for how in ("tensor", "row")}
+FP8: dict[str, dict[str, Any]] = {f", per {how}": {"precision": "fp8", "fp8_scaling": how} for how in ("tensor", "row")}
+MODES |= {f"fp8 emulated{how}": of for how, of in FP8.items()}
+ON_GPUS = {name: of for name, of in MODES.items() if of["precision"] != "fp8"} | {"tf32": {"precision": "tf32"}}
 SETTINGS: dict[str, Any] = {"n_layer": 2, "n_head": 4, "n_embd": 64, "block_size": 32, "global_batch_size": 4}
 TINY: dict[str, Any] = SETTINGS | {"n_layer": 2, "n_embd": 32, "block_size": 16, "global_batch_size": 4}
 STEP, STATE, STATE_FORMULA, KEPT, KEPT_FORMULA = "step", "state", "state, formula", "batch", "batch, formula"
 LOSS, CURVE, SKIPPED = "final loss", "loss curve", "skipped steps"
 WEIGHTS = (0, 4, 8, 12, 16, 20, 24)  # k of a loss weight of 2^-k
 NO_SCALE, SCALED, LATE, LATE_SCALED = "lost", "lost, scaled", "lost, trained", "lost, trained, scaled"
+SMALL = "subnormal, trained"
 RATES = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 UPDATES: dict[str, dict[str, Any]] = {name: of for name, of in MODES.items() if name.endswith("_pure")}
 UPDATES |= {name: of for name, of in MODES.items() if name.startswith("bf16_pure, ")}
@@ -54,6 +58,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, metavar="N", help="steps of each mode [100; 24 with --quick]")
     parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all modes in turn [10; 2 with --quick]")
     parser.add_argument("--workers", type=int, metavar="N", default=1, help="1: this bench is one process")
+    gpu = "cuda: what each mode costs on a GPU, without the studies, whose numbers no device changes [%(default)s]"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=gpu)
+    add_settings_flag(parser, "those of the small model")
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
@@ -72,14 +79,16 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        settings = TINY if args.quick else SETTINGS
+        settings = (TINY if args.quick else SETTINGS) | settings_of(args)
         own = {"dataset": args.dataset, "tokenizer": "byte", "max_steps": steps, "lr": 3e-3, "min_lr": 1e-5}
         own["warmup_steps"] = min(20, steps // 4)
         config = load_config(preset="shakespeare-cpu", overrides=settings | own)
         info = prepare(config)
-        lab = Lab(config, TokenData(info, config.block_size, config.seed), info.vocab_size)
+        device = torch.device(args.device)
+        lab = Lab(config, TokenData(info, config.block_size, config.seed, device), info.vocab_size, device)
         told = ", ".join(f"{key} {value}" for key, value in settings.items())
-        report.conditions["recipe"] = f"{told}, {steps} steps, lr 3e-3 to 1e-5, {info.note}, 1 thread"
+        where = "1 thread" if args.device == "cpu" else torch.cuda.get_device_name()
+        report.conditions["recipe"] = f"{told}, {steps} steps, lr 3e-3 to 1e-5, {info.note}, {where}"
         study(lab, report, steps, rounds, args.quick)
     finally:
         torch.set_num_threads(threads)
@@ -88,6 +97,9 @@ def measure(args: argparse.Namespace, report: Report) -> None:
 def study(lab: Lab, report: Report, steps: int, rounds: int, quick: bool) -> None:
     """Run the experiments in turn."""
     trained = train_modes(lab, report, steps // rounds * rounds, rounds)
+    judge(report)
+    if lab.device.type != "cpu":
+        return
     say("gradients")
     underflow(lab, report, trained, 2 if quick else 3)
     say("updates")
@@ -96,14 +108,17 @@ def study(lab: Lab, report: Report, steps: int, rounds: int, quick: bool) -> Non
     moments(report)
     overflow(lab, report, trained)
     eight_bits(lab, report, trained, 2 if quick else 5)
-    judge(report)
 
 
 def train_modes(lab: Lab, report: Report, steps: int, rounds: int) -> dict[str, Any]:
     """Train every mode on the same batches, in turn; return float32's weights."""
     from nanoray.bench.precision_lab import Training, rounds_of
+    from nanoray.models.fp8 import in_hardware
 
-    runs = {name: Training(lab, **settings) for name, settings in MODES.items()}
+    modes = MODES
+    if lab.device.type == "cuda":
+        modes = ON_GPUS | {f"fp8{'' if in_hardware(lab.device) else ' emulated'}{how}": of for how, of in FP8.items()}
+    runs = {name: Training(lab, **settings) for name, settings in modes.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for name, ms in rounds_of(runs, steps, rounds):
         times[name].append(statistics.median(ms))
@@ -126,11 +141,11 @@ def train_modes(lab: Lab, report: Report, steps: int, rounds: int) -> dict[str, 
 
 def underflow(lab: Lab, report: Report, trained: dict[str, Any], batches: int) -> None:
     """Count gradients that fp16 makes zero: by the weight of the loss, before and after training, and by layer."""
-    from nanoray.bench.precision_lab import gradients, largest_scale, lost, pieces_of
+    from nanoray.bench.precision_lab import gradients, largest_scale, lost, pieces_of, subnormal
 
     first, late = lab.model(), lab.model()
     late.load_state_dict(trained, strict=False)
-    layers: dict[str, list[float]] = {name: [] for name in pieces_of(late)}
+    layers: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in pieces_of(late)}
     for k in WEIGHTS:
         found: dict[str, list[float]] = {name: [] for name in (NO_SCALE, SCALED, LATE, LATE_SCALED)}
         scales = []
@@ -145,12 +160,15 @@ def underflow(lab: Lab, report: Report, trained: dict[str, Any], batches: int) -
                 if model is late:
                     scales.append(scale)
                 if model is late and k == 8:
-                    for name, values in layers.items():
-                        values.append(lost(half, exact, name))
+                    for name, (zeros, small) in layers.items():
+                        zeros.append(lost(half, exact, name))
+                        small.append(subnormal(half, name))
         arm = f"loss × 2^-{k}"
         report.rows += [Row(arm, name, "%", tuple(values)) for name, values in found.items()]
         report.rows.append(Row(arm, "scale", "1", tuple(scales), "largest without an overflow, up to 2^24"))
-    report.rows += [Row(f"layer {n}", LATE, "%", tuple(v), "loss × 2^-8, no scale") for n, v in layers.items()]
+    for name, both in layers.items():
+        for metric, values in zip((LATE, SMALL), both, strict=True):
+            report.rows.append(Row(f"layer {name}", metric, "%", tuple(values), "loss × 2^-8, no scale"))
 
 
 def updates(lab: Lab, report: Report, trained: dict[str, Any], steps: int) -> None:
@@ -225,13 +243,18 @@ def eight_bits(lab: Lab, report: Report, trained: dict[str, Any], batches: int) 
 
 def judge(report: Report) -> None:
     """Say what must hold on any machine."""
-    for mode in MODES:
+    for mode in modes_of(report):
         held, formula = report.row(mode, STATE), report.row(mode, STATE_FORMULA)
         assert held
         assert formula
         off = abs(held.median / formula.median - 1)
         row = Row(mode, "state, error", "1", (off,) * 5, "one number: memory has no spread")
         report.targets.append(Target(f"{mode}: state held beside the formula", row, "<=", 0.01))
+
+
+def modes_of(report: Report) -> list[str]:
+    """Return the modes that were measured, in their order."""
+    return [row.arm for row in report.rows if row.metric == STATE]
 
 
 def value(report: Report, arm: str, metric: str) -> str:
@@ -242,6 +265,8 @@ def paste(report: Report) -> list[str]:
     """Return the tables of docs/precision.md."""
 
     def of(arms: list[str], metrics: dict[str, str], first: str) -> list[str]:
+        if not any(report.row(arm, metric) for arm in arms for metric in metrics):
+            return []  # a GPU's report has the modes alone
         lines = [[arm, *(value(report, arm, metric) for metric in metrics)] for arm in arms]
         return [*markdown([first, *metrics.values()], lines), ""]
 
@@ -250,9 +275,9 @@ def paste(report: Report) -> list[str]:
     sums = {f"{what}, {how}": f"{what}: {how}" for how in MEANS for what in ("overflow", "zero")}
     attention = ("fp16, scaled after", "fp16, scaled before", "fp16, torch's kernel", "bf16, scaled after")
     sections = [
-        of(list(MODES), costs, "mode"),
+        of(modes_of(report), costs, "mode"),
         of([f"loss × 2^-{k}" for k in WEIGHTS], {k: k for k in (NO_SCALE, SCALED, LATE, LATE_SCALED)}, "lost, %"),
-        of([r.arm for r in report.rows if r.arm.startswith("layer ")], {LATE: "lost, trained, no scale"}, "lost, %"),
+        of(_layers(report), {LATE: "zero", SMALL: "subnormal"}, "gradients of loss × 2^-8, trained, no scale, %"),
         of([f"lr {lr:.0e}" for lr in RATES], {f"{STUCK}, {n}": n for n in UPDATES}, "weights that never moved, %"),
         of([f"lr {lr:.0e}" for lr in RATES], {f"{WENT}, {n}": n for n in UPDATES}, "distance, % of float64's"),
         of([f"gradients of 1e{e}" for e in EXPONENTS], {PLAIN: "m and v in fp16", ROOT: "2^12·m, 2^12·√v"}, "wrong, %"),
@@ -270,8 +295,11 @@ def draw(report: Report, path: Path) -> None:
     with figure(report, path, (16, 11), (3, 3)) as axes:
         _lines(axes[0], report, [f"loss × 2^-{k}" for k in WEIGHTS], WEIGHTS, (NO_SCALE, SCALED, LATE, LATE_SCALED))
         axes[0].set(title="gradients that fp16 makes zero", xlabel="k of a loss × 2^-k", ylabel="%")
-        layers = [r for r in report.rows if r.arm.startswith("layer ") and r.values]
-        axes[1].bar([r.arm.removeprefix("layer ") for r in layers], [r.median for r in layers])
+        layers, bottom = _layers(report), [0.0] * len(_layers(report))
+        for metric, label in ((LATE, "zero"), (SMALL, "subnormal")):
+            shares = [row.median if (row := report.row(layer, metric)) else 0.0 for layer in layers]
+            axes[1].bar([layer.removeprefix("layer ") for layer in layers], shares, bottom=bottom, label=label)
+            bottom = [a + b for a, b in zip(bottom, shares, strict=True)]
         axes[1].tick_params(axis="x", rotation=30)
         axes[1].set(title="the same by layer, loss × 2^-8, no scale", ylabel="%")
         rates = [f"lr {lr:.0e}" for lr in RATES]
@@ -292,12 +320,16 @@ def draw(report: Report, path: Path) -> None:
         axes[6].set(title="life of a loss scale (growth interval 20)", xlabel="step", ylabel="scale", yscale="log")
         _lines(axes[7], report, [f"{n} layers" for n in DEPTHS], DEPTHS, [f"error, {kind}" for kind in KINDS])
         axes[7].set(title="error of the residual stream", xlabel="layers", ylabel="%", xscale="log")
-        for name in MODES:
+        for name in modes_of(report):
             if row := report.row(name, CURVE):
                 axes[8].plot(row.values, label=name, linewidth=1)
         axes[8].set(title="loss of each mode, same batches", xlabel="60ths of the run", ylabel="nat/token")
-        for each in (*axes[0:1], *axes[2:]):
+        for each in axes:
             each.legend(fontsize=6)
+
+
+def _layers(report: Report) -> list[str]:
+    return list(dict.fromkeys(row.arm for row in report.rows if row.arm.startswith("layer ") and row.values))
 
 
 def _lines(axes: Axes, report: Report, arms: list[str], xs: Any, metrics: Any) -> None:

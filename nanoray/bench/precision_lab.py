@@ -24,8 +24,8 @@ from nanoray.models.gpt import GPT, ModelShape
 from nanoray.parallel.memory import Sizes, held_bytes, state_memory
 from nanoray.train.optim import lr_at, make_optimizer, set_lr
 from nanoray.train.optim16 import EPS, FP16_FACTOR
-from nanoray.train.precision import LossScaler, autocast, step_unless, weight_type
-from nanoray.train.precision_stats import layer_of
+from nanoray.train.precision import LossScaler, autocast, float32_products, step_unless, weight_type
+from nanoray.train.precision_stats import SMALLEST, layer_of
 
 CPU = torch.device("cpu")
 FP16_MAX = 65504.0
@@ -39,6 +39,7 @@ class Lab:
     config: Config
     data: TokenData
     vocab_size: int
+    device: torch.device = CPU
 
     @property
     def shape(self) -> ModelShape:
@@ -47,7 +48,7 @@ class Lab:
     def model(self, precision: str = "fp32") -> GPT:
         """Return the model with its first weights, the same ones each time."""
         torch.manual_seed(self.config.seed)
-        return GPT(self.shape).to(weight_type(precision))
+        return GPT(self.shape).to(self.device, weight_type(precision))
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Return the batch of a step."""
@@ -69,16 +70,19 @@ class Training:
         if precision == "fp8":
             use_fp8(self.model, self.config.fp8_scaling)
         self.optimizer = make_optimizer(self.model, self.config)
-        self.scaler = LossScaler(CPU, precision.startswith("fp16"), late=self.config.pure)
+        self.scaler = LossScaler(lab.device, precision.startswith("fp16"), late=self.config.pure)
         self.losses: list[float] = []
         self.held: dict[str, int] = {}
 
     def step(self) -> float:
         """Train one step; return its milliseconds."""
         x, y = self.lab.batch(len(self.losses))
+        if on_gpu := self.lab.device.type == "cuda":
+            torch.set_float32_matmul_precision(float32_products(self.config.precision))
+            torch.cuda.synchronize()
         start = time.perf_counter()
         set_lr([self.optimizer], lr_at(len(self.losses), self.config))
-        with autocast("cpu", self.config.precision):
+        with autocast(self.lab.device.type, self.config.precision):
             loss = self.model(x, y)
         self.scaler.scale(loss).backward()
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -88,6 +92,8 @@ class Training:
         torch._foreach_mul_(grads, (self.config.grad_clip / (norm + 1e-6)).clamp(max=1.0))
         self.scaler.step(self.optimizer)
         self.losses.append(loss.item())
+        if on_gpu:
+            torch.cuda.synchronize()
         ms = 1e3 * (time.perf_counter() - start)
         self.held = held_bytes(self.model, grads, self.optimizer)
         self.model.zero_grad(set_to_none=True)
@@ -111,7 +117,7 @@ class Training:
 
         x, y = self.lab.batch(0)
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-        with hooks, autocast("cpu", self.config.precision):
+        with hooks, autocast(self.lab.device.type, self.config.precision):
             self.model(x, y)
         return sum(kept.values())
 
@@ -140,6 +146,13 @@ def lost(found: dict[str, Tensor], exact: dict[str, Tensor], layer: str = "") ->
     names = [name for name in exact if not layer or layer_of(name) == layer]
     there = sum(int((exact[name] != 0).sum()) for name in names)
     return 100.0 * sum(int(((found[name] == 0) & (exact[name] != 0)).sum()) for name in names) / max(1, there)
+
+
+def subnormal(found: dict[str, Tensor], layer: str) -> float:
+    """Return the percentage of a layer's gradients that fp16 has with fewer than its 11 bits."""
+    grads = [grad.abs() for name, grad in found.items() if layer_of(name) == layer]
+    small = sum(int(((grad > 0) & (grad < SMALLEST["fp16"])).sum()) for grad in grads)
+    return 100.0 * small / max(1, sum(grad.numel() for grad in grads))
 
 
 # Updates.

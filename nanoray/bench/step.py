@@ -10,7 +10,9 @@ A ladder per preset: each rung is the `base` with one thing changed.
     compile                   --compile
     bf16                      --precision bf16 --attention flash
     bf16 + plain attention    --precision bf16 --attention plain
+    one thread                the base on one of the cores
     two ranks                 one rank per core, on two cores
+    two ranks + pinned        the same, each kept to a core of its own
     two ranks + zero1         the same with --dp_mode zero1: each rank updates half of the weights
     two ranks + audit 10      two ranks with --audit_every 10, and 1: beside two ranks, what an audit costs
     eager loop                a peer: the loop that people write first (compute.py)
@@ -60,7 +62,9 @@ RUNGS: dict[str, dict[str, Any]] = {  # settings of the run; those with "_" are 
     "compile": {"compile": True},
     "bf16": {"precision": "bf16", "attention": "flash"},
     BEST: {"precision": "bf16", "attention": "plain"},
+    "one thread": {"_threads": 1},
     TWO: {"_ranks": 2},
+    f"{TWO} + pinned": {"_ranks": 2, "_pinned": True},
     f"{TWO} + zero1": {"_ranks": 2, "dp_mode": "zero1"},
     f"{TWO} + audit 10": {"_ranks": 2, "audit_every": 10},
     f"{TWO} + audit 1": {"_ranks": 2, "audit_every": 1},
@@ -128,7 +132,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
             _start_all(climb, wanted, report, stack)
             _run_rounds(climb, report)
             _rows(climb, report)
-    _judge(report, presets)
+    judge(report, presets)
 
 
 @dataclass
@@ -234,7 +238,8 @@ def orders_of(climb: Climb, arm: str) -> list[dict[str, Any]]:
     ranks = how.get("_ranks", 1)
     order = {"arm": "eager" if how.get("_eager") else "engine", "world": ranks, "spec": str(spec.folder / "run.json")}
     order |= {
-        "threads": max(1, climb.threads // ranks),
+        "threads": how.get("_threads") or max(1, climb.threads // ranks),
+        "pinned": how.get("_pinned"),
         "keep_memory": how.get("_keep"),
         "unfused": how.get("_unfused"),
     }
@@ -371,7 +376,7 @@ def _losses(run: Path) -> dict[int, float]:
     return {r["step"]: r["train/loss"] for r in read_json_lines(run / "metrics.jsonl") if "train/loss" in r}
 
 
-def _judge(report: Report, presets: list[str]) -> None:
+def judge(report: Report, presets: list[str]) -> None:
     """Add the ratios of all arms to the base, and of the base to the peers, with what they should come to."""
     units = bool(cpu_features() & BF16_UNITS)
     excuse = "" if units else "this CPU has neither amx_bf16 nor avx512_bf16"
@@ -386,7 +391,8 @@ def _judge(report: Report, presets: list[str]) -> None:
         if LADDERS[name].tokens:
             continue
         plain, half = AIMS[name]
-        against = PEER if report.row(_named(name, PEER), TOKENS) else EAGER  # nanoGPT, or what is nearest to it
+        ran = report.row(_named(name, PEER), TOKENS)
+        against = PEER if ran and ran.values else EAGER  # nanoGPT, or what is nearest to it
         aims = ((BASE, EAGER, 1.05, ""), (BASE, PEER, plain, ""), (BEST, against, half, excuse), (TWO, BASE, 0.95, ""))
         for arm, peer, limit, why in aims:
             upper, lower = _named(name, arm), _named(name, peer)

@@ -8,6 +8,7 @@ engine     nanoray.train.train, or with torch's default AdamW in place of the fu
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,9 @@ def main() -> int:
     """Run the arm of one JSON order from the command line until stdin ends."""
     order: dict[str, Any] = json.loads(sys.argv[1])
     say = answers_only()
+    if order.get("pinned"):  # before torch starts its threads
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[order["rank"] % len(cores)]})
     device = order.get("device", "cpu")
     gate = Gate(say, device)
     if order["arm"] == "products":

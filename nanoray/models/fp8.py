@@ -6,8 +6,9 @@
 
 Each operand is multiplied by the largest factor that keeps it in range, of the whole tensor or of each row along the
 dimension that is not summed over; the result is divided by both. Sums are float32. A GPU of compute capability 8.9
-multiplies so in hardware (torch._scaled_mm). Elsewhere it is an emulation: the operands are rounded to 8 bits, then
-multiplied as float32, in which their products are exact; it shows what fp8 does to training, and saves nothing.
+multiplies so in hardware (torch._scaled_mm), where all sizes are multiples of 16. Elsewhere it is an emulation: the
+operands are rounded to 8 bits, then multiplied as float32, in which their products are exact; it shows what fp8 does to
+training, and saves nothing.
 Source: Micikevicius et al. 2022, FP8 Formats for Deep Learning.
 """
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # of every size of a product in hardware
+EMULATED = "emulated: operands are rounded to 8 bits and multiplied in float32"
 
 
 def quantize(x: Tensor, dtype: torch.dtype, per_row: bool) -> tuple[Tensor, Tensor]:
@@ -33,10 +35,16 @@ def quantize(x: Tensor, dtype: torch.dtype, per_row: bool) -> tuple[Tensor, Tens
 
 def scaled_product(a: Tensor, b: Tensor, dtypes: tuple[torch.dtype, torch.dtype], per_row: bool) -> Tensor:
     """Return a·bᵀ, (M, N) bf16, of a (M, K) and b (N, K), each rounded to 8 bits."""
-    (a8, of_a), (b8, of_b) = (quantize(x, dtype, per_row) for x, dtype in zip((a, b), dtypes, strict=True))
-    if in_hardware(a.device) and not any(size % MULTIPLE for size in (*a.shape, *b.shape)):
+    hardware = in_hardware(a.device) and not any(size % MULTIPLE for size in (*a.shape, *b.shape))
+    return product_of(quantize(a, dtypes[0], per_row), quantize(b, dtypes[1], per_row), hardware)
+
+
+def product_of(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], hardware: bool) -> Tensor:
+    """Return a·bᵀ, (M, N) bf16, of what `quantize` returned, by torch's product of 8-bit floats or its emulation."""
+    (a8, of_a), (b8, of_b) = a, b
+    if hardware:
         return torch._scaled_mm(a8, b8.t(), scale_a=of_a, scale_b=of_b.t(), out_dtype=torch.bfloat16)
-    with torch.autocast(a.device.type, enabled=False):
+    with torch.autocast(a8.device.type, enabled=False):
         return (a8.float() @ b8.float().t() * of_a * of_b.t()).bfloat16()
 
 

@@ -7,6 +7,7 @@ import base64
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from markupsafe import Markup
 
@@ -61,12 +62,17 @@ def page(runs: list[Run]) -> str:
         meanings=MEANINGS,
         useful=USEFUL,
         timelines=[(run.name, _timeline(run)) for run in runs if run.traced],
-        layers=[(run, [(title, Markup(svg)) for title, svg in layer_charts(run.layers)]) for run in runs if run.layers],
+        layers=[(run, _of_layers(run.layers)) for run in runs if run.layers],
+        formats=[(run, _of_layers(run.precision)) for run in runs if run.precision],
         memory=[(run, drawn_memory(run.memory)) for run in runs if run.memory],
         columns=COLUMNS,
         samples=[(run.name, run.summary["sample"]) for run in runs if run.summary.get("sample")],
         settings=settings(runs),
     )
+
+
+def _of_layers(records: list[dict[str, Any]]) -> list[tuple[str, Markup]]:
+    return [(title, Markup(svg)) for title, svg in layer_charts(records)]
 
 
 def _timeline(run: Run) -> str:

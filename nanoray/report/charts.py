@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from nanoray.report.gather import Run
 from nanoray.report.memory import head, rows
-from nanoray.train.dangers import COLUMNS, MOST
+from nanoray.train.dangers import COLUMNS, MOST, SHARES, SUBNORMAL, UNCHANGED, ZERO
 
 RANKS = 4  # whose memory is drawn
 FAULTS = 100  # newest ones that are marked
@@ -25,6 +25,8 @@ TITLES = {
     "weight_rms": "weights, RMS", "grad_rms": "gradients, RMS", "update_ratio": "update to weight, ratio of RMS",
     "activation_rms": "activations, RMS", "attention_entropy": "attention's entropy, share of its largest",
     "max_logit": "attention's largest logit", "dead": "dead hidden units (%)",
+    ZERO: "gradients that are zero (%)", SUBNORMAL: "gradients that are subnormal (%)",
+    UNCHANGED: "weights that an update did not change (%)",
 }  # fmt: skip
 
 
@@ -48,6 +50,10 @@ CHARTS = (
     Chart("exposed communication (% of the step)", "comm/exposed_share"),
     Chart("peak memory of rank 0 (GiB)", "mem/peak_gib"),
     Chart("loss scale of fp16", "train/loss_scale", log=True),
+    Chart("steps that fp16 skipped", "train/skipped_steps"),
+    Chart("steps since fp16's scale last changed", "train/good_steps"),
+    Chart("gradients that are zero or subnormal (%)", "precision/grad_lost"),
+    Chart("weights that an update did not change (%)", "precision/unchanged"),
     Chart("validation accuracy", "val/accuracy"),
 )
 
@@ -127,7 +133,7 @@ def drawn_memory(of_ranks: Sequence[dict[str, Any]]) -> list[tuple[str, Markup, 
 def layer_charts(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     """Return (title, SVG) of each statistic: a line for each layer over steps, the first layer's darkest."""
     found = []
-    for column in COLUMNS:
+    for column in (*COLUMNS, *SHARES):
         layers = list(dict.fromkeys(name for r in records for name, own in r["layers"].items() if column in own))
         if layers:
             found.append((TITLES[column], _svg(partial(_draw_layers, records, column, layers), TITLES[column])))

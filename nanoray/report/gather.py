@@ -17,7 +17,7 @@ from nanoray.faults.cause import read_reports
 from nanoray.report.memory import read_memory
 from nanoray.trace.__main__ import read_steps
 from nanoray.trace.ledger import Accounts, accounts_of
-from nanoray.train.dangers import FILE, dangers
+from nanoray.train.dangers import FILE, PRECISION, dangers
 from nanoray.train.observers import clock, short
 
 NONE = "–"
@@ -48,6 +48,11 @@ class Run:
         """Return the steps at which a metric was recorded, and its values."""
         found = [(record["step"], record[metric]) for record in self.records if metric in record]
         return [step for step, _ in found], [value for _, value in found]
+
+    @property
+    def precision(self) -> list[dict[str, Any]]:
+        """What its number formats lost in each layer, by step, as `layers` has its statistics."""
+        return [{"step": r["step"], "layers": r[PRECISION]} for r in self.records if PRECISION in r]
 
     def last(self, metric: str) -> float | None:
         """Return the newest value of a metric."""

@@ -6,6 +6,8 @@ import statistics
 from typing import Any
 
 FILE = "statistics.jsonl"
+PRECISION = "precision_layers"  # key of a metrics record: for each layer, these shares of its elements in percent
+SHARES = ZERO, SUBNORMAL, UNCHANGED = "zero", "subnormal", "unchanged"  # gradients, gradients, weights
 COLUMNS = ("weight_rms", "grad_rms", "update_ratio", "activation_rms", "attention_entropy", "max_logit", "dead")
 MOST = {"activation_rms": 1e3, "max_logit": 100.0, "update_ratio": 0.1}  # above: exploding
 MOST_DEAD, LEAST_GRAD = 50.0, 1e-3  # % of a layer's units; a layer's gradient, as a share of the layers' median

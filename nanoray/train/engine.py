@@ -7,6 +7,7 @@ next group gets a new engine around the same TrainState (elastic.py).
 
 from __future__ import annotations
 
+import logging
 import math
 import resource
 import sys
@@ -45,6 +46,8 @@ from nanoray.train.precision import LossScaler
 from nanoray.train.precision_stats import PrecisionStats
 from nanoray.train.replay import Finding, describe, replay
 from nanoray.train.throughput import Throughput
+
+log = logging.getLogger("nanoray")
 
 
 class Regroup(Exception):
@@ -198,6 +201,7 @@ class Engine:
         if self.trace:
             self.trace.prepare()
         set_rng_state(rng, self.mesh.device)
+        log.info("warmed up")
 
     def seed_dropout(self, step: int, micro: int, rank: int | None = None) -> None:
         """Seed the dropout of a micro batch of the step after `step`: every process draws the same masks.
@@ -268,8 +272,10 @@ class Engine:
         """Begin the record of this step. Raises TrainingDiverged when the fp16 loss scale is exhausted."""
         s, device = self.state, self.mesh.device
         if self.scaler.enabled:
-            measured["train/loss_scale"], measured["train/skipped_steps"] = self.scaler.read(s.step)
-            self._warn(self.guards.watch_overflows(s.step, measured["train/skipped_steps"]))
+            life = self.scaler.read(s.step)
+            measured |= {"train/loss_scale": life.scale, "train/skipped_steps": life.skipped}
+            measured["train/good_steps"] = life.good
+            self._warn(self.guards.watch_overflows(s.step, life.skipped))
         if math.isfinite(loss):
             s.see_loss(loss, smooth=self._is_regular(s.step))
             measured["train/loss"] = loss

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +50,14 @@ def step_unless(optimizer: torch.optim.Optimizer, leave_out: Tensor | None, scal
     optimizer.grad_scale = scale if fused else None  # type: ignore[attr-defined]
     if fused or leave_out is None or not leave_out.item():  # others cannot leave out a step: the host waits and decides
         optimizer.step()
+
+
+class ScaleState(NamedTuple):
+    """Where a loss scale is in its life."""
+
+    scale: float
+    skipped: int  # steps, so far
+    good: int  # steps in a row since it last changed, or would have grown beyond its cap
 
 
 class LossScaler:
@@ -133,15 +142,15 @@ class LossScaler:
             self._state = torch.where(leave_out > 0, before, self._state)
         return skip
 
-    def read(self, step: int) -> tuple[float, int]:
-        """Return (scale, steps skipped); raise TrainingDiverged when the scale is exhausted. Waits for the device."""
-        scale, _, skipped = self._state.tolist()
+    def read(self, step: int) -> ScaleState:
+        """Return the scaler's state; raise TrainingDiverged when the scale is exhausted. Waits for the device."""
+        scale, good, skipped = self._state.tolist()
         if scale < 1.0:
             raise TrainingDiverged(
                 f"fp16 loss scale fell to {scale:g} by step {step} ({int(skipped)} steps skipped): gradients overflow "
                 "at any scale; lower lr, check the data for outliers, or use precision bf16"
             )
-        return scale, int(skipped)
+        return ScaleState(scale, int(skipped), int(good))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the state on the device, equal on all ranks; empty when disabled."""

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from nanoray.mesh.mesh import Mesh
 from nanoray.state import TrainState
+from nanoray.train.dangers import PRECISION, SHARES, SUBNORMAL, UNCHANGED, ZERO
 
-LAYERS = "precision_layers"  # key of a record: for each layer, the shares below in percent
-ZERO, SUBNORMAL, UNCHANGED = "zero", "subnormal", "unchanged"
 SMALLEST = {"fp16": 2.0**-14, "fp16_pure": 2.0**-14}  # normal number of the format of gradients; else:
 FLOAT32_SMALLEST = 2.0**-126  # bf16's, too
 
@@ -70,14 +69,14 @@ class PrecisionStats:
         return {
             "precision/grad_lost": whole[ZERO] + whole[SUBNORMAL],
             "precision/unchanged": whole[UNCHANGED],
-            LAYERS: {name: {key: round(share, 4) for key, share in each.items()} for name, each in layers.items()},
+            PRECISION: {name: {key: round(share, 4) for key, share in each.items()} for name, each in layers.items()},
         }
 
 
 def shares(counts: list[float]) -> dict[str, float]:
     """Return counts (elements, zero, subnormal, unchanged) as percentages of the elements."""
     elements, *lost = counts
-    return {k: 100.0 * n / max(1.0, elements) for k, n in zip((ZERO, SUBNORMAL, UNCHANGED), lost, strict=True)}
+    return {k: 100.0 * n / max(1.0, elements) for k, n in zip(SHARES, lost, strict=True)}
 
 
 def layer_of(name: str) -> str:

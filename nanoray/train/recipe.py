@@ -45,7 +45,7 @@ from nanoray.mesh.mesh import Mesh, join
 from nanoray.mesh.pieces import whole_shards
 from nanoray.mesh.rendezvous import Order, Rendezvous
 from nanoray.models.build import shape_of
-from nanoray.models.fp8 import use_fp8
+from nanoray.models.fp8 import EMULATED, in_hardware, use_fp8
 from nanoray.parallel.fsdp import units_of
 from nanoray.parallel.plan import Loss, Plan
 from nanoray.points import reached
@@ -107,6 +107,7 @@ def train(
         log.info("attempt %d, pid %d, nice %d, %s", spec.attempt, os.getpid(), os.nice(0), rendezvous)
         mesh = meet(rendezvous, facts(spec), spec.config.timeout_s, spec.config.init_timeout_s, store)
         reached("met")
+        log.info("met the group")
         return mesh
 
     mesh = meet_others(spec, rendezvous, store)
@@ -267,6 +268,7 @@ class Recipe:
         listeners += self.memory.begin(spec, mesh, par, state, batch)
         listeners += self.profile.begin(spec, mesh, state.step)
         listeners += [self._injector] if spec.config.faults else []
+        log.info("built the model")
         return Engine(
             spec=spec,
             mesh=mesh,
@@ -400,7 +402,8 @@ def resolve_precision(config: Config, mesh: Mesh) -> tuple[str, str]:
     """Return the precision that suits this rank, and the reason for it."""
     cuda = mesh.device.type == "cuda"
     bf16_gpu = torch.cuda.get_device_capability(mesh.device)[0] >= 8 if cuda else None
-    return choose_precision(config, mesh.device.type, cpu_features(), bf16_gpu)
+    precision, why = choose_precision(config, mesh.device.type, cpu_features(), bf16_gpu)
+    return precision, f"{why}; {EMULATED}" if precision == "fp8" and not in_hardware(mesh.device) else why
 
 
 def resolved(config: Config, mesh: Mesh, precision: str, settings: dict[str, Any]) -> Config:

@@ -56,6 +56,12 @@ RESUMED = [
     ("fp32", ()),
     ("bf16", ()),
     ("fp16", ()),
+    ("tf32", ()),
+    ("bf16_pure", ("--rounding", "stochastic")),
+    ("bf16_pure", ("--master_weights", "fp32")),
+    ("fp16_pure", ("--master_weights", "fp32")),
+    ("fp8", ()),
+    ("fp8", ("--fp8_scaling", "row")),
     ("bf16", ("--compile", "true")),
     ("bf16", ("--compile", "cuda_graphs", "--grad_accum_steps", "2")),
     ("bf16", ("--activation_checkpointing", "block")),
@@ -138,7 +144,7 @@ def test_an_overflow_skips_the_fused_update_and_nobody_waits() -> None:
             torch.cuda.set_sync_debug_mode("default")
         skips = bool(torch.isinf(gradient).any())
         assert torch.equal(weight.detach(), before) == skips
-    assert scaler.read(2) == (LossScaler.INITIAL / 2, 1)
+    assert scaler.read(2) == (LossScaler.INITIAL / 2, 1, 0)
 
 
 def test_a_planted_nan_is_skipped_on_both_ranks(gpu_recipe: list[str], tmp_path: Path) -> None:

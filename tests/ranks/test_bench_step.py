@@ -11,8 +11,23 @@ from typing import Any
 import pytest
 
 from nanoray.bench import __main__ as bench
-from nanoray.bench.harness.report import Report
-from nanoray.bench.step import BASE, LADDERS, LOSS, MEMORY, PEAK, PEER, PRODUCTS, READY, TOKENS, WRONG, paste
+from nanoray.bench.harness.report import Report, Row
+from nanoray.bench.step import (
+    BASE,
+    BEST,
+    EAGER,
+    LADDERS,
+    LOSS,
+    MEMORY,
+    PEAK,
+    PEER,
+    PRODUCTS,
+    READY,
+    TOKENS,
+    WRONG,
+    judge,
+    paste,
+)
 from nanoray.errors import ConfigError
 from tests.harness.nanogpt import nanogpt
 
@@ -57,7 +72,8 @@ def test_every_rung_and_every_peer(
             assert rows[name, READY, "s"]["median"] > 0
         assert ((name, LOSS, "") in rows) == (arm != PEER and "eager" not in arm)
     if "compile" in arms:
-        assert "cached_s" in rows["shakespeare-cpu: compile", READY, "s"]
+        compiled = rows["shakespeare-cpu: compile", READY, "s"]
+        assert compiled["cached_s"] < compiled["median"], "the second start finds what the first has compiled"
     assert rows[f"shakespeare-cpu: {PEER}", TOKENS, "1/s"]["median"] == pytest.approx(12 * 16 / 20.5e-3, rel=0.03)
     for dtype in ("float32", "bfloat16"):
         assert rows[f"shakespeare-cpu: {PRODUCTS} {dtype}", PRODUCTS, "GFLOP/s"]["median"] > 0.1
@@ -68,6 +84,17 @@ def test_every_rung_and_every_peer(
     assert WRONG.replace("'", "&#39;")[:20] in page.read_text()
     report = Report.read(tmp_path / "s.json")
     assert len([line for line in paste(report) if line.startswith("| shakespeare-cpu: ")]) == len(arms)
+
+
+def test_without_nanogpt_the_loop_that_is_nearest_to_it_is_the_measure() -> None:
+    report = Report("step", {})
+    for arm, rate in ((BASE, 100.0), (BEST, 130.0), (EAGER, 100.0)):
+        report.rows.append(Row(f"shakespeare-cpu: {arm}", TOKENS, "1/s", (rate,) * 5))
+    report.rows.append(Row(f"shakespeare-cpu: {PEER}", TOKENS, "1/s", (), skipped="--nanogpt names no folder"))
+    judge(report, ["shakespeare-cpu"])
+    (aim,) = (target for target in report.targets if f"{BEST} / " in target.text)
+    assert aim.text == f"tokens/s, shakespeare-cpu: {BEST} / shakespeare-cpu: {EAGER}"
+    assert aim.row.median == pytest.approx(1.3)
 
 
 @pytest.mark.full

@@ -51,6 +51,20 @@ def test_a_pure_run_resumes_to_the_bit_and_is_near_float32(runs: Runs, mode: str
             assert torch.equal(state.model[name.removeprefix("master.")], master.to(kind))
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("settings", [{"precision": "bf16"}, {"precision": "fp16"}], ids=["bf16", "fp16"])
+def test_a_run_under_autocast_resumes_to_the_bit(runs: Runs, settings: dict[str, Any], ranks: int) -> None:
+    """Weights and state stay float32; the loss scale of fp16 goes on where it was."""
+    whole, _ = runs.resumed(ranks, 5, **settings)
+    state = final(whole)
+    assert {t.dtype for t in (*state.model.values(), *state.optimizer.values())} == {torch.float32}
+
+
+@pytest.mark.parametrize("mode", ["bf16, stochastic", "fp16"])
+def test_one_rank_alone_resumes_to_the_bit(runs: Runs, mode: str) -> None:
+    runs.resumed(1, 5, **MODES[mode])
+
+
 @pytest.mark.parametrize(
     "settings", [MODES["bf16, stochastic"], pytest.param(MODES["fp16"], marks=pytest.mark.full)], ids=["bf16", "fp16"]
 )
@@ -78,6 +92,7 @@ def test_a_mean_of_gradients_by_hand_and_by_torch_are_alike(runs: Runs) -> None:
 @pytest.mark.parametrize("scaling", ["tensor", pytest.param("row", marks=pytest.mark.full)])
 def test_products_of_8_bits_train_near_bf16_and_resume_to_the_bit(runs: Runs, scaling: str) -> None:
     whole, _ = runs.resumed(2, 5, precision="fp8", fp8_scaling=scaling)
+    assert "fp8 (asked for; emulated: operands are rounded to 8 bits and" in whole.log(0).read_text()
     near = runs.trained("bf16", 2, precision="bf16")
     assert series(whole) == pytest.approx(series(near), rel=3e-2)
     assert series(whole) != series(near)

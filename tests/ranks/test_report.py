@@ -19,7 +19,7 @@ from tests.harness.browser import in_chromium, require_width
 from tests.harness.commands import run, torchrun
 
 HOSTILE = "</pre><script>document.title = 'taken'</script><img src=http://example.org/x.png>"
-LOOKED = ("--statistics_every=2", "--memory_at=3")
+LOOKED = ("--statistics_every=2", "--memory_at=3", "--precision=fp16", "--precision_stats=every=2")
 FLAGS = ("--preset=tiny", "--device=cpu", "--log_every=1", "--eval_every=3", "--tensorboard=false", "--dropout=0")
 
 
@@ -77,7 +77,8 @@ def test_runs_beside_each_other(runs: dict[str, Path], tmp_path: Path) -> None:
     assert command(["compare", *map(str, runs.values()), "--output", str(path)]) == 0
     page = Page(path)
     differing = re.findall(r'<tr class="look"><th scope="row">(\w+)</th>', page.html)
-    assert set(differing) == {"name", "max_steps", "lr", "comm_trace", "statistics_every", "memory_at"}
+    looked = {"statistics_every", "memory_at", "precision", "precision_stats"}
+    assert set(differing) == {"name", "max_steps", "lr", "comm_trace"} | looked
     assert all(folder.name in page.text for folder in runs.values())
 
 
@@ -91,6 +92,11 @@ def test_layers_and_memory_of_a_run_that_looked(
     page = Page(folder / "report.html")
     assert "Nothing was exploding, vanishing or dead." in page.text
     assert "attention's largest logit" in page.text
+    assert "Number formats" in page.text
+    for title in ("loss scale of fp16", "steps that fp16 skipped", "steps since fp16's scale last changed"):
+        assert f'aria-label="{title}"' in page.html
+    for title in ("gradients that are subnormal (%)", "weights that an update did not change (%)"):
+        assert f'aria-label="{title}"' in page.html
     assert "memory of step 3, rank 0 on cpu: " in page.text
     assert 'aria-label="memory of rank 0 over step 3"' in page.html
     assert page.html.count("formula's peak") == 1

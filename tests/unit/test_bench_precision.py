@@ -24,7 +24,9 @@ from nanoray.bench.precision_lab import (
     loss_error,
     lost,
     move,
+    pieces_of,
     stream_error,
+    subnormal,
 )
 from nanoray.config import make_config
 from nanoray.data.prepare import prepare
@@ -50,6 +52,26 @@ def test_scaling_cures_underflow_of_gradients_up_to_its_cap(lab: Lab) -> None:
     assert 2.0**16 < scale <= 2.0**24
     assert lost(gradients(model, batch, "fp16", scale * 2.0**-16), exact) < without[0]
     assert largest_scale(model, batch, 2.0**-40) == 2.0**24
+
+
+def test_more_gradients_underflow_late_in_training_and_most_in_the_blocks(lab: Lab) -> None:
+    """A table of each layer adds up to that of the whole model."""
+    run, batch = Training(lab, precision="fp32"), lab.batch(1000)
+    shares = []
+    for _ in range(2):
+        exact, half = gradients(run.model, batch, "fp32"), gradients(run.model, batch, "fp16", 2.0**-4)
+        shares.append(lost(half, exact))
+        while len(run.losses) < 40:
+            run.step()
+    assert 0 < 3 * shares[0] < shares[1]
+    exact, half = gradients(run.model, batch, "fp32"), gradients(run.model, batch, "fp16", 2.0**-8)
+    layers = {layer: lost(half, exact, layer) for layer in pieces_of(run.model)}
+    assert layers["blocks.0"] > 10 > layers["norm"] == layers["pos_emb"] == 0.0
+    assert subnormal(half, "blocks.0") > 10 * subnormal(half, "norm")
+    assert subnormal({"norm.weight": torch.tensor([0.0, 2.0**-15, -(2.0**-20), 2.0**-14])}, "norm") == 50.0
+    there = {layer: sum(int((g != 0).sum()) for n, g in exact.items() if n.startswith(layer)) for layer in layers}
+    whole = sum(layers[layer] * there[layer] for layer in layers) / sum(there.values())
+    assert whole == pytest.approx(lost(half, exact))
 
 
 def test_no_scale_cures_a_lost_update_but_masters_and_random_rounding_do(lab: Lab) -> None:
@@ -85,6 +107,8 @@ def test_attention_logits_overflow_where_the_scale_comes_late() -> None:
     found = attention_overflow(64.0)
     assert found["fp16, scaled after"] > 50
     assert found["fp16, scaled before"] == found["bf16, scaled after"] == 0.0
+    assert attention_overflow(128.0)["fp16, scaled before"] > 50
+    assert attention_overflow(128.0)["fp16, torch's kernel"] == 0.0, "its logits are float32"
 
 
 def test_means_in_16_bits_overflow_or_underflow_by_the_order() -> None:
@@ -94,6 +118,17 @@ def test_means_in_16_bits_overflow_or_underflow_by_the_order() -> None:
     assert compressed_mean(both, 64, "sum, then divide") == (50.0, 0.0)
     assert compressed_mean(both, 64, "divide, then sum") == (0.0, 50.0)
     assert compressed_mean(torch.full((100,), 2.0**-18), 64, "by √n, twice") == (0.0, 0.0)
+
+
+def test_scaled_gradients_can_be_divided_first_at_any_number_of_ranks(lab: Lab) -> None:
+    """Scaling has moved them far from zero: next to nothing is lost, and nothing overflows."""
+    exact = gradients(lab.model(), lab.batch(0), "fp32")
+    flat = torch.cat([gradient.flatten() for gradient in exact.values()])
+    scaled = flat * (2.0**14 / flat.abs().max())
+    over, zero = compressed_mean(scaled, 4096, "divide, then sum")
+    assert over == 0.0
+    assert zero < 0.1
+    assert compressed_mean(scaled, 4096, "sum, then divide")[0] > 10
 
 
 def test_a_scale_falls_by_half_for_each_overflow_and_comes_back_slowly() -> None:
@@ -108,6 +143,10 @@ def test_eight_bits_in_the_stream_and_in_the_loss(lab: Lab) -> None:
     errors = {kind: stream_error(lab, 4, kind) for kind in precision.KINDS}
     assert errors["bf16"] < errors["bf16_pure"]
     assert errors["fp16_pure"] < errors["bf16_pure"] / 4
+    deeper = {kind: stream_error(lab, 16, kind) for kind in precision.KINDS}
+    assert deeper["bf16"] == pytest.approx(errors["bf16"], rel=0.2), "the stream is float32"
+    assert deeper["bf16_pure"] > 1.5 * errors["bf16_pure"], "each block's sum is rounded"
+    assert deeper["fp16_pure"] > 1.5 * errors["fp16_pure"]
     types = (torch.bfloat16, torch.float16, torch.float32)
     by_type = [max(loss_error(lab.model(), lab.batch(i), dtype) for i in range(4)) for dtype in types]
     assert by_type == sorted(by_type, reverse=True)

@@ -327,6 +327,14 @@ def test_the_moments_of_a_run_add_up(tmp_path: Path) -> None:
     found = moments(tmp_path, started, whole_s=12.0, steps=4)
     assert found == Moments(7.0, 12.0, 30.0, 1.5, 2.75, 2.75, 2.0, 0.0)
     assert found.imports_s + found.until_rank_s + found.until_step_s == found.first_step_s
+    log = tmp_path / "run" / "logs" / "rank0.log"
+    stamps = {"met the group": 0.5, "built the model": 1.5, "note    of two": 1.6, "warmed up": 2.25}
+    for text, after in [*stamps.items(), ("met the group", 5.0)]:  # once more, after a fault
+        at = started + 4.25 + after
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) + f",{round(at % 1 * 1000):03d}"
+        log.write_text(log.read_text() + f"{stamp} INFO {text}\n")
+    found = moments(tmp_path, started, whole_s=12.0, steps=4)
+    assert (found.group_s, found.model_s, found.warm_up_s, found.one_step_s) == (0.5, 1.0, 0.75, 0.5)
 
 
 def test_a_run_with_other_steps_is_no_measurement(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nanoray.config import make_config
 from nanoray.errors import ConfigError
-from nanoray.models.fp8 import BACKWARD, FORWARD, Fp8Linear, quantize, scaled_product, use_fp8
+from nanoray.models.fp8 import BACKWARD, FORWARD, Fp8Linear, product_of, quantize, scaled_product, use_fp8
 from nanoray.models.gpt import GPT, ModelShape
 
 SCALINGS = (False, True)
@@ -45,6 +45,15 @@ def test_a_product_is_that_of_the_rounded_operands(dtypes: tuple[Any, Any], per_
     assert found.dtype == torch.bfloat16
     scale = rounded(a, dtypes[0], per_row).abs() @ rounded(b, dtypes[1], per_row).abs().t()
     assert ((found.double() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-5 * scale).all()
+
+
+@pytest.mark.parametrize("per_row", SCALINGS)
+@pytest.mark.parametrize("kind", [FORWARD, BACKWARD])
+def test_the_emulation_is_torch_s_own_product(kind: Any, per_row: bool) -> None:
+    """torch has the call that GPUs get also on CPUs."""
+    operands = quantize(drawn(32, 48, spread=2.0), kind, per_row), quantize(drawn(16, 48, seed=1), FORWARD, per_row)
+    emulated, own = (product_of(*operands, hardware=hardware) for hardware in (False, True))
+    assert (emulated.double() - own.double()).abs().max() <= 2.0**-8 * own.double().abs().max()
 
 
 def test_a_scale_per_row_keeps_small_rows_beside_a_large_one() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 import re
 import statistics
@@ -34,6 +35,10 @@ class Moments:
     until_step_s: float  # from there to the end of the first optimizer step: process group, model, warm-up, step
     after_s: float  # from the last record to the exit of the command: checkpoint, teardown
     last_loss: float
+    group_s: float | None = None  # of until_step_s: until the ranks have met; None: the rank's log does not say
+    model_s: float | None = None  # until model, optimizer and data are there, and equal on all ranks
+    warm_up_s: float | None = None
+    one_step_s: float | None = None
     rank_cpu_ms: float | None = None  # CPU time per step of all ranks together; None: too few steps to measure it
     all_cpu_ms: float | None = None  # the same with the launcher's processes, and Ray's
 
@@ -45,11 +50,17 @@ METRICS = {
     "imports_s": ("of it: interpreter and imports", "s"),
     "until_rank_s": ("of it: until rank 0 begins", "s"),
     "until_step_s": ("of it: group, model, first step", "s"),
+    "group_s": ("group", "s"),
+    "model_s": ("model", "s"),
+    "warm_up_s": ("warm-up", "s"),
+    "one_step_s": ("first step", "s"),
     "after_s": ("after the last step", "s"),
     "last_loss": ("loss of the last step", "nat/token"),
     "rank_cpu_ms": ("CPU time of a step, ranks", "ms"),
     "all_cpu_ms": ("CPU time of a step, all processes", "ms"),
 }
+MET = ("met the group", "built the model", "warmed up")  # lines of a rank's log, in their order
+NOT_TOLD = "its rank 0 does not log it"
 TOO_SHORT = f"the steps took less than two looks at /proc, {SAMPLE_S:g} s apart"
 
 
@@ -135,8 +146,9 @@ def moments(out_dir: Path, started: float, whole_s: float, steps: int, used: Cpu
     if records[0]["step"] != 1 or records[-1]["step"] != steps:
         raise ValueError(f"steps {records[0]['step']} to {records[-1]['step']} instead of 1 to {steps}")
     main_s = json.loads((run / "run.json").read_text())["started"] - started
-    rank_s = _first_line_time(run / "logs" / "rank0.log") - started
+    rank_s, *met = (at - started for at in _times(run / "logs" / "rank0.log"))
     first_s, last_s = (records[i]["time"] - started for i in (0, -1))
+    parts = [b - a for a, b in itertools.pairwise((rank_s, *met, first_s))] if met else [None] * (1 + len(MET))
     cpu_ms = used.per_step([(r["time"], r["step"]) for r in records]) if used else None
     return Moments(
         first_step_s=first_s,
@@ -147,12 +159,21 @@ def moments(out_dir: Path, started: float, whole_s: float, steps: int, used: Cpu
         until_step_s=first_s - rank_s,
         after_s=whole_s - last_s,
         last_loss=records[-1]["train/loss"],
+        group_s=parts[0],
+        model_s=parts[1],
+        warm_up_s=parts[2],
+        one_step_s=parts[3],
         rank_cpu_ms=cpu_ms[0] if cpu_ms else None,
         all_cpu_ms=cpu_ms[1] if cpu_ms else None,
     )
 
 
-def _first_line_time(log: Path) -> float:
-    """Return the Unix seconds at which a rank began its log ("2026-11-21 10:15:00,123 INFO ...", local time)."""
-    text = log.read_text(encoding="utf-8").splitlines()[0][:23]
-    return datetime.strptime(text, "%Y-%m-%d %H:%M:%S,%f").timestamp()
+def _times(log: Path) -> list[float]:
+    """Return the Unix seconds at which a rank began its log, and those of MET if they are all there.
+
+    A line begins with local time: "2026-11-21 10:15:00,123 INFO met the group".
+    """
+    first, *others = log.read_text(encoding="utf-8").splitlines()
+    found = {line[29:]: line for line in reversed(others)}  # the first of each
+    lines = [first, *(found[text] for text in MET)] if found.keys() >= {*MET} else [first]
+    return [datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp() for line in lines]
