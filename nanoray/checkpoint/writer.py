@@ -267,9 +267,12 @@ class CheckpointWriter:
         news, self._news = self._news, {}
         return news
 
-    def forget(self, mesh: Mesh) -> None:
-        """Finish the write in progress. (all ranks) Steps will be repeated with other data, and saved again."""
-        if self._in_parts:
+    def forget(self, mesh: Mesh, in_parts: bool) -> None:
+        """Finish the write in progress. (all ranks) Steps will be repeated with other data, and saved again.
+
+        `in_parts`: the state is sharded. A rank that has joined the run since its newest checkpoint cannot know.
+        """
+        if in_parts:
             self._settle_parts(mesh)
         else:
             self._settle()

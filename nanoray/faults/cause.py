@@ -17,7 +17,7 @@ from typing import Any
 
 from nanoray.atomic import read_json_lines
 from nanoray.faults.plan import append_event
-from nanoray.faults.progress import AFTER_UPDATE
+from nanoray.faults.progress import AFTER_UPDATE, UNKNOWN
 
 # What can end a rank -> how close that is to the root cause (lower is closer).
 CAUSES = {
@@ -135,7 +135,8 @@ class Recovery:
 
     def update(self, step: int, base: int, waiting: bool) -> bool:
         """Take a heartbeat of the present attempt; return whether training is past the fault."""
-        self.base = base
+        if base != UNKNOWN:
+            self.base = base
         return step > self.target and not waiting
 
     def finish(self, now: float) -> FaultReport:

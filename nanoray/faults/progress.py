@@ -10,6 +10,7 @@ from pathlib import Path
 PHASES = ("init", "data", "forward", "backward", "optimizer", "log", "eval", "checkpoint", "done", "regroup", "idle")
 AFTER_UPDATE = ("log", "eval", "checkpoint", "done")  # phases of a step that follow its weight update
 OUTSIDE = ("init", *AFTER_UPDATE)  # phases that are no part of a step's computation
+UNKNOWN = -1  # as a base: the group has not been built yet
 
 
 class ProgressFile:
@@ -18,7 +19,7 @@ class ProgressFile:
     _FORMAT = struct.Struct("<qqqd")  # step, phase, the completed step this attempt started from, monotonic seconds
 
     def __init__(self, path: Path) -> None:
-        self.base = 0
+        self.base = UNKNOWN
         path.write_bytes(bytes(self._FORMAT.size))
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), self._FORMAT.size)

@@ -76,13 +76,13 @@ class Driver:
                     if collector is None:
                         return self._stopped_without_ranks()
                     if self.outcome is not None:  # failures after the last checkpoint change nothing
-                        if self._saving and self._saving.reason:
-                            return self._gave_up(self._saving.reason)
-                        if not self._saving or self.stop.requested:
+                        saving = self._saving if self.outcome["exit_reason"] == "stopped" else None
+                        if saving and saving.reason:
+                            return self._gave_up(saving.reason)
+                        if not saving or self.stop.requested:
                             return self._finished(self.outcome)
                         self._restart()
                         continue
-
                     # All left their groups although no rank failed: nodes are drained, to grow, or the group broke.
                     assert self.group
                     if not self._ending and self.drains.end(self.group, collector):
@@ -242,7 +242,7 @@ class Driver:
         waiting = heartbeat.waiting and heartbeat.attempt == self.spec.attempt
         collector.set_waiting(slot, waiting, self._clock.monotonic())
         watchdog.update(slot, Position(heartbeat.step, heartbeat.phase), heartbeat.written_at)
-        if heartbeat.step > heartbeat.base + 1:
+        if -1 < heartbeat.base < heartbeat.step - 1:  # of a group that has been built
             group.newcomers.discard(slot)
         recovery = self.faults.recovery
         if recovery and recovery.update(heartbeat.step, heartbeat.base, heartbeat.waiting) and not self._saving:
@@ -364,7 +364,7 @@ class Driver:
                     reason = "its replacement cannot work where it was started, and no other node has room"
             saves = self._ending or bool(reason) or too_few
             if saves:
-                slots = group.divisible(left)
+                slots = group.divisible(left, saves=True)
                 if not self.stop.requested:
                     until = min(self._saving.until if self._saving else math.inf, self._clock.monotonic() + SAVE_S)
                     self._saving = replace(self._saving or Saving(reason), until=until)

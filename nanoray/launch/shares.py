@@ -44,8 +44,10 @@ class Shares:
         shares = "; ".join(f"rank{'s' * (len(share) > 1)} {_listed(share)}" for share in lost)
         return f"shares of the state are lost with all that held them: {shares}" if lost else ""
 
-    def whole_replicas(self, config: Config, workers: int, slots: Sequence[int], done: Mapping[int, int]) -> list[int]:
-        """Return as many of `slots` as make whole replicas among which the global batch can be divided.
+    def whole_replicas(
+        self, config: Config, workers: int, slots: Sequence[int], done: Mapping[int, int], saves: bool = False
+    ) -> list[int]:
+        """Return as many of `slots` as make whole replicas among which the global batch can be divided, unless `saves`.
 
         workers: the ranks that the run was started with; done: the steps of each slot that holds the state. Together
         they hold each share that one of `slots` holds: if such are not found, none are returned. Those that hold the
@@ -53,7 +55,7 @@ class Shares:
         """
         full = Layout.of(config, workers)
         size = full.tp * full.pp * full.ep
-        fit = (n * size for n in range(len(slots) // size, 0, -1) if batch_for(config, full.dp, n * full.ep))
+        fit = (n * size for n in range(len(slots) // size, 0, -1) if saves or batch_for(config, full.dp, n * full.ep))
         order = sorted(slots, key=lambda slot: (slot not in done, -done.get(slot, 0), slot))
         return sorted(keep(order, next(fit, 0), self.held))
 

@@ -225,13 +225,13 @@ class WorkerGroup:
         """The slots whose actor has started, with or without the run's state in memory."""
         return sorted(slot for slot in self.actors if slot not in self.starting)
 
-    def divisible(self, slots: Sequence[int]) -> list[int]:
-        """Return the largest part of these slots that can train: whole replicas, with each share of the state."""
+    def divisible(self, slots: Sequence[int], saves: bool = False) -> list[int]:
+        """Return the largest part of these slots that can train, or save: whole replicas, with all shares."""
         if len(slots) == self.place.workers:
             return sorted(slots)
         done = dict.fromkeys(self.runs, 0) | {slot: at.step for slot, (at, _) in self.positions().items()}
         done = {slot: done[slot] for slot in self.runs}
-        return self.shares.whole_replicas(self.spec.config, self.place.workers, slots, done)
+        return self.shares.whole_replicas(self.spec.config, self.place.workers, slots, done, saves)
 
     # Groups.
 
@@ -276,7 +276,8 @@ class WorkerGroup:
         With `stop` they save and end. Else a rank that is left out ends, and a new actor waits in its slot. Raises
         RayError.
         """
-        self.spec, self.members, self.poll = spec, slots, None
+        self.poll = self.poll if slots[0] == self.members[0] else None  # it may have rank 0's lines already
+        self.spec, self.members = spec, slots
         self.live, self.stopping, self.pausing = True, False, False
         self.newcomers = {slot for slot in slots if slot not in self.runs}
         if stop:

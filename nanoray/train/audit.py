@@ -89,6 +89,10 @@ class Audit:
 
             self._hooks.append(p.register_hook(hook))
 
+    def forget(self) -> None:
+        """Hear of no more gradients: the group is left, in which a step may have broken."""
+        self._stop()
+
     def _stop(self) -> None:
         while self._hooks:
             self._hooks.pop().remove()

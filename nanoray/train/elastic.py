@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from nanoray.errors import ConfigError, NanorayError, StateLost
+from nanoray.config import Config
+from nanoray.errors import ConfigError, NanorayError, StateDiverged, StateLost
 from nanoray.faults.cause import is_collective_error
 from nanoray.mesh.mesh import Mesh, abandon_groups
 from nanoray.mesh.rendezvous import Rendezvous
@@ -29,6 +30,7 @@ from nanoray.run import RunSpec
 from nanoray.state import TrainState
 from nanoray.train.engine import Engine, Regroup
 from nanoray.train.optim import make_optimizer
+from nanoray.train.replicas import agreed, digest
 from nanoray.train.tasks import task_of
 
 log = logging.getLogger("nanoray")
@@ -42,6 +44,7 @@ class Group:
     spec: RunSpec
     mesh: Mesh
     source: int | None = None  # the rank that sends its state to the others; None at the start of a run
+    strays: tuple[int, ...] = ()  # ranks whose state differed from that of the majority, whose `source` is one
 
 
 def train_in_groups(
@@ -80,7 +83,7 @@ def train_in_groups(
         except Exception as error:
             # A rank that holds the state outlives what its peers say in a meeting: a newcomer may be the unfit one.
             # A state that is lost is so on all ranks: they end, and start again from the newest checkpoint.
-            unmet = isinstance(error, NanorayError) and not engine and not isinstance(error, StateLost)
+            unmet = isinstance(error, NanorayError) and not engine and not isinstance(error, (StateLost, StateDiverged))
             peer_lost = is_collective_error(error) or unmet
             if rejoin is None or not state.whole or not peer_lost:
                 raise
@@ -89,6 +92,7 @@ def train_in_groups(
         log.warning("leaving the group after step %d: %s", state.step, lost)
         if engine:
             engine.writer.hold()
+            engine.audit.forget()
         del engine
         reached("leave")
         leave(group, state)
@@ -122,21 +126,43 @@ def meet_again(
     spec, rendezvous = orders  # the driver's configuration, which all ranks compare in `meet`
     mesh = meet(spec, rendezvous)
     spec = replace(spec, config=before.config, resume=before.resume)
-    source, _, _ = furthest(mesh, state, before.config.precision)
-    return Group(spec, mesh, source)
+    source, _, _, strays = furthest(mesh, state, before.config.precision, compares(spec.config))
+    return Group(spec, mesh, source, strays)
 
 
-def furthest(mesh: Mesh, state: TrainState | None, precision: str) -> tuple[int, str, int]:
+def compares(config: Config) -> bool:
+    """Whether ranks that have the whole state compare it before one of them gives it to the others."""
+    return bool(config.hash_every) and not config.sharded
+
+
+def furthest(
+    mesh: Mesh, state: TrainState | None, precision: str, compare: bool
+) -> tuple[int, str, int, tuple[int, ...]]:
     """Return the rank with the most completed steps, the run's precision, and that number of steps. (all ranks)
 
-    A new rank has no state yet. Raises RuntimeError when no rank has one, which the driver prevents.
+    With `compare` it is one of the majority of these ranks, and the last value are those of them that differ. A new
+    rank has no state yet. Raises RuntimeError when no rank has one, which the driver prevents; StateDiverged when there
+    is no majority.
     """
     own = (state.step, precision) if state and state.whole else (-1, "")
     standing = mesh.all_gather(own)
     step, precision = max(standing)
     if step < 0:
         raise RuntimeError("no rank holds the run's state any more; the run continues from a checkpoint")
-    return standing.index((step, precision)), precision, step
+    source, strays = standing.index((step, precision)), tuple[int, ...]()
+    if compare:
+        own_digest = digest(state) if state and own == (step, precision) else None
+        source, strays = agreed(mesh.all_gather(own_digest), step)
+    return source, precision, step, strays
+
+
+def told_of_strays(group: Group) -> str:
+    """Return the warning for a group in which a minority held another state."""
+    ranks = ", ".join(map(str, group.strays))
+    return (
+        f"after a rank was lost the state of rank {ranks} differs from the majority's: a flipped bit, or a faulty "
+        f"device. All take over the state of rank {group.source}; training goes on"
+    )
 
 
 def rehearse(spec: RunSpec) -> None:

@@ -246,17 +246,21 @@ class Engine:
     def _roll_back(self, why: str) -> None:
         """Load the newest valid checkpoint and continue with the data after the bad step. (all ranks)"""
         s, path = self.state, ""
-        self.writer.forget(self.mesh)
+        self.writer.forget(self.mesh, s.sharded)
         if self.mesh.rank == 0:
-            newest, _ = newest_valid(self.spec.checkpoints)
+            newest, damaged = newest_valid(self.spec.checkpoints)
             path = str(newest.path) if newest else self.spec.resume  # or the checkpoint that the run started from
+            for each in damaged:
+                self._warn(each)
         path = self.mesh.broadcast(path)
         self.guards.rolled_back(path, why)
         self.note(f"warning  {why}. Rolling back to {path} and continuing with the data after it")
         saved = read_checkpoint(path, self.spec, self.mesh, s, self.workload.meta["model_shape"], self.par, self.note)
         self.par.settle()
+        s.whole = s.mirror is None  # until mirrors have gone back, too, no lost rank's share may be taken from one
         s.rewind(saved, s.samples + self.batch.global_size)
         copy_to_mirror(s, self.mesh)
+        s.whole = True
         self.par.zero_grad()
         self.observers.rewind(s.step)
 

@@ -31,7 +31,7 @@ from nanoray.data.tokens import MicroBatches
 from nanoray.data.verify import sampled_hash, verify
 from nanoray.errors import CheckpointError, ConfigError, DataError, NanorayError
 from nanoray.faults.plan import Injector
-from nanoray.faults.progress import ProgressFile
+from nanoray.faults.progress import UNKNOWN, ProgressFile
 from nanoray.mesh.devices import (
     Device,
     choose_attention,
@@ -56,7 +56,7 @@ from nanoray.trace.ledger import Ledger
 from nanoray.trace.log import CommLog, CommTrace
 from nanoray.trace.recorder import CommRecorder
 from nanoray.train.certificate import append
-from nanoray.train.elastic import Group, Rejoin, furthest, train_in_groups
+from nanoray.train.elastic import Group, Rejoin, compares, furthest, told_of_strays, train_in_groups
 from nanoray.train.engine import Engine, Workload, read_checkpoint
 from nanoray.train.guards import Guards
 from nanoray.train.hardware import compare_hardware, hardware, this_device
@@ -111,9 +111,9 @@ def train(
         return mesh
 
     mesh = meet_others(spec, rendezvous, store)
-    source, why, resume_step = None, "", 0
+    source, why, resume_step, strays = None, "", 0, tuple[int, ...]()
     if rendezvous.live:  # (all ranks) the survivors know the precision
-        source, precision, _ = furthest(mesh, None, "")
+        source, precision, _, strays = furthest(mesh, None, "", compares(spec.config))
     else:
         precision, why = agree_on_precision(mesh, resolve_precision(spec.config, mesh))
         resume, resume_step, notes = mesh.broadcast(find_checkpoint(spec) if mesh.rank == 0 else ("", 0, ()))
@@ -123,11 +123,12 @@ def train(
     spec = replace(spec, config=resolved(spec.config, mesh, precision, task.settings()))
     if isinstance(task, ConfiguredTask):
         task.spec = spec  # whose attention is no longer `auto`, as the model would not understand it
-    group = Group(spec, mesh, source)
+    group = Group(spec, mesh, source, strays)
     recipe = Recipe(group, watchers, wanted, injector, task, bool(rejoin) and spec.config.mirrors(mesh.backend))
 
     def wait_for_orders(lost: str) -> tuple[RunSpec, Rendezvous]:
         assert rejoin
+        recipe.progress.base = UNKNOWN  # until the next group is built
         recipe.progress.set(recipe.state.step + 1, "regroup")
         recipe.ledger.group_lost()
         return rejoin(lost)
@@ -212,7 +213,7 @@ class Recipe:
     def batch_for(self, mesh: Mesh) -> Batch:
         """Return how the group's ranks share the global batch, whose size is fixed."""
         full, now = (Layout.of(self._cfg, ranks).dp for ranks in (mesh.slots, mesh.world_size))
-        return batch_for(self._cfg, full, now) or resolve_batch(self._cfg, now)
+        return batch_for(self._cfg, full, now) or resolve_batch(self._cfg, full)  # ranks that only save do no step
 
     def build(self, group: Group) -> Engine:
         """Build the engine of a group; afterwards `state` holds the state of the run. (all ranks)"""
@@ -240,11 +241,13 @@ class Recipe:
         if group.source is not None:
             if not self._cfg.sharded:
                 share(state, mesh, group.source)
+            if group.strays:
+                self.guards.count_healed(len(group.strays))
+                observers.note(f"warning  {told_of_strays(group)}")
             if not known:  # a new rank: its loader goes on from the newest checkpoint, and skips what was read since
                 self.task.load_data(partial(newest_rank_states, spec.checkpoints, spec.resume))
             observers.open(mesh.rank, state.reported_step)
             observers.catch_up(state.session.newest, state.reported_step)
-            self.writer.go_on(spec, mesh.rank)
             observers.note(f"rejoin  from step {state.step} in the memory of rank {group.source}; no step is repeated")
             if par.memory is not None:
                 observers.note("rejoin  what compressed gradients had left to send is gone with the group")
@@ -269,6 +272,8 @@ class Recipe:
         listeners += self.profile.begin(spec, mesh, state.step)
         listeners += [self._injector] if spec.config.faults else []
         log.info("built the model")
+        if group.source is not None:  # only now: the group that writes may not break before it trains
+            self.writer.go_on(spec, mesh.rank)
         return Engine(
             spec=spec,
             mesh=mesh,
@@ -469,7 +474,7 @@ def find_checkpoint(spec: RunSpec) -> tuple[str, int, tuple[str, ...]]:
     void_unfinished(spec.checkpoints)
     newest, damaged = newest_valid(spec.checkpoints)
     if newest is None and spec.resume and Path(spec.resume) != spec.folder:
-        return spec.resume, load(Path(spec.resume)).meta["step"], ()
+        return spec.resume, load(Path(spec.resume)).meta["step"], tuple(f"resume  {note}" for note in damaged)
     if newest is None and damaged:
         raise CheckpointError(
             f"every checkpoint of {spec.folder} is damaged: {'; '.join(damaged)}; start again with --resume none"

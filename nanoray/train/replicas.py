@@ -81,6 +81,27 @@ def compare(
     )
 
 
+def digest(state: TrainState) -> int:
+    """Return a hash of what must be equal on all replicas."""
+    return combine([*hash_tensors(state.tensors())[1], state.samples])
+
+
+def agreed(digests: Sequence[int | None], step: int) -> tuple[int, tuple[int, ...]]:
+    """Return the first rank of the majority among those that have a digest, and which of them differ from it.
+
+    Raises StateDiverged where no majority agrees.
+    """
+    held = Counter(found for found in digests if found is not None)
+    (winner, votes), *others = held.most_common()
+    if others and 2 * votes <= held.total():
+        raise StateDiverged(
+            f"after step {step} the ranks that are left hold different weights or optimizer state, and no majority "
+            "agrees: a flipped bit, or a faulty device. The newest checkpoint was written while all agreed: resume "
+            "from it; ranks on devices of different models round differently and need hash_every 0"
+        )
+    return digests.index(winner), tuple(r for r, found in enumerate(digests) if found not in (None, winner))
+
+
 def _compare_pieces(own: dict[str, int], state: TrainState, mesh: Mesh, tell: Callable[[dict[str, Any]], None]) -> None:
     """Compare the ranks that hold the same piece. (all ranks) Raises StateDiverged: nothing is healed."""
     everyone = mesh.all_gather({**own, "the data cursor": state.samples})

@@ -450,6 +450,28 @@ def test_max_failures_0_gives_up_at_once(cluster: Cluster, recipe: Path, tmp_pat
 
 
 @pytest.mark.full  # test_driver has it with scripted ranks
+def test_a_rank_that_is_lost_after_the_last_checkpoint_changes_nothing(
+    cluster: Cluster, recipe: Path, tmp_path: Path
+) -> None:
+    """Not even where no failure is allowed: the run is complete, and rank 0 says so."""
+    flags = ("--max_steps", "6", "--max_failures", "0", "--faults", "kill@rank=1,step=6,phase=last")
+    code, output = launch(cluster, recipe, tmp_path, *flags)
+    assert fired(tmp_path) == ["kill"]
+    assert code == 0, output
+    assert "\nrestart  " not in output
+    assert summary(tmp_path)["exit_reason"] == "finished"
+
+
+def test_ranks_that_cannot_share_the_batch_save_what_they_hold(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
+    """Two of three hold all shares. They do no step, and the run goes on from what they have saved."""
+    flags = ("--workers", "3", "--cpus_per_worker", "0.5", "--dp_mode", "zero1", "--global_batch_size", "9")
+    flags += ("--checkpoint_every", "10", "--replace_timeout", "0.2", "--spares", "0")
+    code, output = launch(cluster, recipe, tmp_path, *flags, "--faults", "kill@rank=1,step=19,phase=forward")
+    assert code == 0, output
+    assert "save     2 rank(s) are left and hold the run's state" in output
+    assert reports(tmp_path)[0]["steps_repeated"] == 0
+
+
 def test_a_rank_that_dies_at_the_same_place_again_and_again_is_given_up(
     cluster: Cluster, recipe: Path, tmp_path: Path
 ) -> None:

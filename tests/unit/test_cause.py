@@ -14,12 +14,24 @@ from nanoray.faults.cause import (
     Failure,
     FailureCollector,
     FaultReport,
+    Recovery,
     back_off_s,
     consequences_of,
     read_reports,
     reason_to_give_up,
     without_progress,
 )
+
+
+def test_a_base_that_is_not_known_yet_says_nothing_of_repeated_steps() -> None:
+    """Until its group is built a rank's base is that of another group, or none."""
+    report = FaultReport.__new__(FaultReport)
+    recovery = Recovery(report, 0.0, 39)
+    assert not recovery.update(40, -1, False)
+    assert recovery.base is None
+    assert recovery.update(41, 39, False)
+    assert not recovery.update(40, -1, True)
+    assert recovery.base == 39
 
 
 def failure(rank: int, cause: str = "killed", step: int = 7, phase: str = "backward", **more: object) -> Failure:

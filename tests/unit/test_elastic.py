@@ -59,7 +59,7 @@ class Groups:
 
         class Alone(Mesh):
             def all_gather(self, value: Any) -> list[Any]:
-                return [value, (0, "")]
+                return [value, (0, "") if isinstance(value, tuple) else None]
 
             def barrier(self) -> None:
                 groups.happen("barrier")
@@ -94,7 +94,7 @@ class Engine:
 
     def __init__(self, groups: Groups, group: Group) -> None:
         self._groups, self.group = groups, group
-        self.writer = self.par = self
+        self.writer = self.par = self.audit = self
 
     def fit(self) -> dict[str, Any]:
         self._groups.state.model(torch.ones(1, 1)).sum().backward()  # a step is in flight
@@ -103,6 +103,9 @@ class Engine:
 
     def hold(self) -> None:
         self._groups.events.append("hold")
+
+    def forget(self) -> None:
+        """An audit in progress is broken off."""
 
     def close(self) -> None:
         self._groups.events.append("close")
@@ -188,19 +191,21 @@ class Standing(Mesh):
         self._standing = standing
 
     def all_gather(self, value: Any) -> list[Any]:
-        return [value, *self._standing[1:]]
+        return [value, *(self._standing[1:] if isinstance(value, tuple) else [None] * (self.world_size - 1))]
 
 
 def test_the_furthest_rank_serves_the_others(spec: RunSpec) -> None:
     state = Groups(spec).state
     state.whole = True
     state.scalars.step = 7
-    assert furthest(Standing([(0, ""), (8, "fp32"), (-1, "")]), state, "fp32") == (1, "fp32", 8)
-    assert furthest(Standing([(0, ""), (7, "fp32"), (-1, "")]), state, "fp32") == (0, "fp32", 7), "the first of equals"
-    assert furthest(Standing([(0, ""), (5, "bf16")]), None, "") == (1, "bf16", 5), "a newcomer learns the precision"
+    assert furthest(Standing([(0, ""), (8, "fp32"), (-1, "")]), state, "fp32", False) == (1, "fp32", 8, ())
+    first = furthest(Standing([(0, ""), (7, "fp32"), (-1, "")]), state, "fp32", False)
+    assert first == (0, "fp32", 7, ()), "the first of equals"
+    newcomer = furthest(Standing([(0, ""), (5, "bf16")]), None, "", False)
+    assert newcomer == (1, "bf16", 5, ()), "a newcomer learns the precision"
     state.whole = False
     with pytest.raises(RuntimeError, match="no rank holds the run's state"):
-        furthest(Standing([(0, ""), (-1, "")]), state, "fp32")
+        furthest(Standing([(0, ""), (-1, "")]), state, "fp32", False)
 
 
 # What a new rank 0 writes down first.

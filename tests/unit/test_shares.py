@@ -84,6 +84,14 @@ def test_how_many_ranks_go_on(workers: int, batch: int, sizes: dict[int, int]) -
         assert len(shares.whole_replicas(cfg, workers, range(left), dict.fromkeys(range(left), 0))) == size
 
 
+def test_ranks_that_only_save_need_not_share_the_batch() -> None:
+    """Two of three cannot share 9 samples in micro batches of one size; they hold all, and can write it."""
+    cfg = config(dp_mode="zero1", global_batch_size=9)
+    shares, done = Shares.of(cfg, "gloo", range(3), range(3)), {0: 5, 2: 5}
+    assert shares.whole_replicas(cfg, 3, [0, 2], done) == [] != shares.held
+    assert shares.whole_replicas(cfg, 3, [0, 2], done, saves=True) == [0, 2]
+
+
 def test_what_a_new_process_in_a_lost_slot_does_not_hold() -> None:
     """Slot 1 is lost and has a new process, slot 2 has none: 0 and 3 hold all, and the newcomer would hold nothing."""
     cfg = config(tp=2)
