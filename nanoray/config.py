@@ -431,15 +431,13 @@ def resolve_batch(config: Config, dp: int) -> Batch:
 
 
 def batch_for(config: Config, full: int, ranks: int) -> Batch | None:
-    """Split the global batch of a run of `full` ranks over fewer ranks, with micro batches that are no larger.
-
-    Return None when it cannot be divided.
-    """
+    """Split the global batch of a run of `full` ranks over fewer, with no larger micro batches; None if impossible."""
     batch = resolve_batch(config, full)
     if ranks == full:
         return batch
     share, rest = divmod(batch.global_size, ranks)
-    accum = next((n for n in range(batch.accum, share + 1) if share % n == 0 and share // n <= batch.micro), 0)
+    accums = range(batch.accum, share + 1, config.pp if config.pp_schedule == "interleaved" else 1)
+    accum = next((n for n in accums if share % n == 0 and share // n <= batch.micro), 0)
     return Batch(share // accum, accum, ranks) if accum and not rest else None
 
 

@@ -340,6 +340,12 @@ def refuse_parallelism(config: Any) -> None:
                 f"{key} = {getattr(config, key)} would be ignored: dp_mode = {config.dp_mode}; use dp_mode fsdp, or "
                 f"drop {key}"
             )
+    if config.fsdp_gather == "bf16" and (config.precision == "fp16" or config.model == "resnet"):
+        key = "precision" if config.precision == "fp16" else "model"
+        raise ValueError(
+            f"fsdp_gather = bf16 with {key} = {getattr(config, key)}: its layers cannot take weights of bf16; use "
+            "fsdp_gather fp32"
+        )
     refuse_precision(config)
 
 

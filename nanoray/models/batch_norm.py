@@ -34,10 +34,12 @@ class BatchNorm(nn.Module):
         self.register_buffer("running_var", torch.ones(channels))
         # The sums of mean and unbiased variance over the forward passes of this step, (2, C). Not part of the state.
         self.register_buffer("pending", torch.zeros(2, channels), persistent=False)
+        self.register_buffer("passes", torch.zeros(1), persistent=False)  # so many forward passes
         self.axis: Axis | None = None
         self.running_mean: Tensor
         self.running_var: Tensor
         self.pending: Tensor
+        self.passes: Tensor
 
     @classmethod
     def of(cls, norm: _BatchNorm) -> BatchNorm:
@@ -66,6 +68,7 @@ class BatchNorm(nn.Module):
             y = _synchronised(x, self.weight, self.bias, seen, self.eps, self.axis)
         with torch.no_grad():
             self.pending += seen
+            self.passes += 1
         return y  # (B, C, H, W)
 
     @torch.no_grad()

@@ -132,7 +132,7 @@ class MoE(nn.Module):
         sent = tokens.repeat_interleave(k, 0)[order].to(_compute_dtype(tokens))
         back = self.apply_experts(sent, counts)
         each = back.new_zeros(N * k, C).index_copy(0, order, back).view(N, k, C)
-        return (each * gates.flatten(0, 1).unsqueeze(-1)).sum(1).view(x.shape)
+        return (each * gates.flatten(0, 1).unsqueeze(-1)).sum(1).view(x.shape).to(x.dtype)
 
     def apply_experts(self, sent: Tensor, counts: Tensor) -> Tensor:
         """Return the results (n, C) of tokens (n, C) that lie by expert, counts[e] for expert e."""

@@ -325,6 +325,8 @@ class Buckets:
             if self._mode == "zero2":
                 bucket.grads = None
                 bucket.own_grad.zero_()
+            elif self.compressor and bucket.grads is not None:
+                bucket.grads.zero_()  # it has also written between the parameters
             for p in bucket.params:
                 p.grad = None
 

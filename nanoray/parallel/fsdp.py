@@ -29,8 +29,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from nanoray.config import Config
+from nanoray.errors import ConfigError
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.pieces import Piece, Shard, whole_pieces
+from nanoray.models.batch_norm import BatchNorm
 from nanoray.parallel.norm import clip_to, norm_of_owned
 
 
@@ -44,6 +46,7 @@ class FSDP:
         """
         self._axis, self.divisor, self._mirror = axis, axis.size, mirror
         self._model = self.wrapped = model
+        refuse_to_cut(model, config.fsdp_gather)
         pieces, whole = whole_pieces(model), {name: p.dim() for name, p in model.named_parameters()}
         self.mirror_shards = self._copied(model, pieces) if mirror else None
         group = axis.group or dist.group.WORLD
@@ -52,7 +55,7 @@ class FSDP:
         low = torch.bfloat16 if config.fsdp_gather == "bf16" else None
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
         reshard = config.fsdp_reshard == "full"
-        for unit in units_of(model):
+        for unit in units_of(model)[::-1]:  # layers within layers first
             fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
         fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)  # needed first in backward
         for module in model.modules():
@@ -162,8 +165,40 @@ class FSDP:
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules whose weights are gathered together: the layers in lists of layers. The rest is one more."""
-    return [layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module]
+    """Return the modules whose weights are gathered together: the layers in lists of layers. The rest is one more.
+
+    A layer that has such lists itself comes before what they contain, and has the weights outside of them.
+    """
+    layers = [layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module]
+    return [layer for layer in layers if not isinstance(layer, nn.ModuleList | nn.ModuleDict)]
+
+
+def unit_of(model: nn.Module) -> dict[nn.Parameter, set[int]]:
+    """Return in which of `units_of` each parameter lies, by number; -1: in none. A tied one may lie in several."""
+    of_module = {module: i for i, unit in enumerate(units_of(model)) for module in unit.modules()}
+    found: dict[nn.Parameter, set[int]] = {}
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            found.setdefault(p, set()).add(of_module.get(module, -1))
+    return found
+
+
+def refuse_to_cut(model: nn.Module, gather: str) -> None:
+    """Raise ConfigError for a model that fully_shard cannot cut as it is."""
+    names = {p: name for name, p in model.named_parameters()}
+    for p, units in unit_of(model).items():
+        if not p.dim():
+            raise ConfigError(
+                f"dp_mode = fsdp cuts parameters by rows, but {names[p]} is a single number; give it the shape (1,), "
+                "or use dp_mode zero2"
+            )
+        if len(units) > 1:
+            raise ConfigError(
+                f"dp_mode = fsdp gathers the weights of a layer together, but {names[p]} belongs to several layers; "
+                "use dp_mode zero2"
+            )
+    if gather == "bf16" and any(isinstance(module, BatchNorm) for module in model.modules()):
+        raise ConfigError("fsdp_gather = bf16 with batch normalisation: it needs float32 weights; use fsdp_gather fp32")
 
 
 def rows_of(piece: Piece, rows: int, ranks: int, index: int) -> Piece:

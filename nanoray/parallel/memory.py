@@ -32,7 +32,7 @@ from nanoray.config import Config
 from nanoray.mesh.pieces import Shard
 from nanoray.parallel.buckets import IN_FLIGHT
 from nanoray.parallel.ep import names_of_experts
-from nanoray.parallel.fsdp import units_of
+from nanoray.parallel.fsdp import unit_of, units_of
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class Sizes:
     @classmethod
     def of(cls, model: nn.Module) -> Sizes:
         """Count; the model may be on the meta device, where it takes no memory."""
-        layers = [sum(p.numel() for p in layer.parameters()) for layer in units_of(model)]
+        inner = {p: max(units) for p, units in unit_of(model).items()}
+        layers = [sum(p.numel() for p, at in inner.items() if at == unit) for unit in {*inner.values()} - {-1}]
         params = list(model.parameters())
         tensors = [p.numel() for p in params]
         trained, each = sum(p.numel() for p in params if p.requires_grad), sum(p.nbytes for p in params) / sum(tensors)

@@ -15,9 +15,10 @@ CHUNK = 1 << 16  # elements: on CPU torch makes a float64 copy first, which shou
 def clip_to(limit: float, gradients: Sequence[Tensor], norm: Tensor) -> None:
     """Scale gradients, of which a rank may have none, so that the norm of all ranks' is at most `limit`.
 
-    On a CPU, which knows the norm, nothing is done where it is small enough: one pass over the gradients less.
+    On a CPU, which knows the norm, nothing is done where it is small enough: one pass over the gradients less. Nor
+    where it is not finite: the update is left out, and NaN would stay where no later gradient is written.
     """
-    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    factor = torch.where(norm.isfinite(), (limit / (norm + 1e-6)).clamp(max=1.0), 1.0)
     if gradients and (factor.device.type != "cpu" or factor != 1):
         torch._foreach_mul_([*gradients], factor)
 

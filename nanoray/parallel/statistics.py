@@ -1,6 +1,6 @@
 """Running statistics of batch normalisation: averaged over micro batches and ranks, and updated with the weights.
 
-forward ─► pending += mean, var ─► average: one small sum over the ranks ─► update, together with the weights
+forward ─► pending += mean, var ─► average: one small sum over the ranks ─► divide by passes, update, with the weights
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class RunningStatistics:
     def __init__(self, model: nn.Module, axis: Axis, synchronised: bool) -> None:
         """With `synchronised` the norms also use mean and variance of all ranks' micro batches. (all ranks)"""
         self._norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
-        self._axis, self._average = axis, torch.empty(0)
+        self._axis, self._sums = axis, torch.empty(0)
         for norm in self._norms:
             norm.axis = axis if synchronised else None
         weakref.finalize(self, _release, self._norms, axis)  # which is that of one group of ranks
@@ -29,22 +29,27 @@ class RunningStatistics:
         """Forget forward passes that belong to no step: those of a warm-up, a replay, or a step that broke."""
         for norm in self._norms:
             norm.pending.zero_()
+            norm.passes.zero_()
 
-    def average(self, micro_batches: int) -> None:
-        """Average the statistics of the step's forward passes. (all ranks) Nothing that other steps see changes yet."""
+    def average(self) -> None:
+        """Add up the statistics of the step's forward passes. (all ranks) Nothing that other steps see changes yet.
+
+        A model may call a norm several times for a micro batch, or not at all, and one that is frozen counts nothing.
+        """
         if self._norms:
-            flat = torch.cat([norm.pending.flatten() for norm in self._norms])
-            self._average = self._axis.sum(flat, "statistics") / (micro_batches * self._axis.size)
+            flat = torch.cat([part.flatten() for norm in self._norms for part in (norm.pending, norm.passes)])
+            self._sums = self._axis.sum(flat, "statistics")
 
     def update(self) -> None:
-        """Update the running statistics of all norms, unless one of the averages is not finite."""
+        """Update the running statistics of all norms that ran, unless one of the averages is not finite."""
         if not self._norms:
             return
-        good = torch.isfinite(self._average).all()
-        parts: list[Tensor] = [*self._average.split([norm.pending.numel() for norm in self._norms])]
+        good = torch.isfinite(self._sums).all()
+        parts: list[Tensor] = [*self._sums.split([norm.pending.numel() + 1 for norm in self._norms])]
         for norm, part in zip(self._norms, parts, strict=True):
-            mean, var = part.view_as(norm.pending)
-            norm.update(mean, var, good)
+            passes = part[-1]
+            mean, var = (part[:-1] / passes.clamp(min=1)).view_as(norm.pending)
+            norm.update(mean, var, good & (passes > 0))
 
 
 def _release(norms: list[BatchNorm], axis: Axis) -> None:

@@ -149,8 +149,13 @@ class OwnTask:
         self._train_data, self._val_data = train_data, val_data
 
     def settings(self) -> dict[str, Any]:
-        """Return what the optimizer and the call of `fit` decide. Raises ConfigError for a min_lr above its lr."""
+        """Return what the optimizer and the call of `fit` decide. Raises ConfigError for rates that cannot be."""
         given, lr = self._engine.run.given, self._engine.optimizer.param_groups[0]["lr"]
+        if not lr > 0:
+            raise ConfigError(
+                f"the optimizer's first group has lr = {lr:g}, and the schedule sets all groups in proportion to it; "
+                "give it a rate above 0, and freeze weights with requires_grad_(False)"
+            )
         if "lr" not in given and "min_lr" in given and self._spec.config.min_lr > lr:
             raise ConfigError(
                 f"min_lr = {self._spec.config.min_lr:g} is above the optimizer's lr = {lr:g}; lower min_lr, or give "
@@ -162,9 +167,15 @@ class OwnTask:
         return decided | ({} if self._val_data is not None else {"eval_every": 0})
 
     def model(self) -> nn.Module:
-        """Return the script's model, or with fsdp a copy: each group of a run cuts one, for good."""
+        """Return the script's model, or with fsdp a copy: each group of a run cuts one, for good.
+
+        Weights in another order in memory (channels_last) are laid out anew: they travel, and are cut, as rows.
+        """
         anew = self._spec.config.dp_mode == "fsdp" and self._engine.run.rejoin is not None
-        return copy.deepcopy(self._engine.model) if anew else self._engine.model
+        model = copy.deepcopy(self._engine.model) if anew else self._engine.model
+        for p in model.parameters():
+            p.data = p.data.contiguous()
+        return model
 
     def optimizer(self, model: nn.Module, shards: list[Shard] | None) -> torch.optim.Optimizer:
         """Return the script's optimizer; for shards one of its kind, with its groups cut alike."""
@@ -177,6 +188,11 @@ class OwnTask:
         for number, group in enumerate(own.param_groups):
             mine = [shard.param for shard in shards if self._engine.groups.get(shard.piece.name) == number]
             groups.append({key: value for key, value in group.items() if key != "params"} | {"params": mine})
+        if not any(group["params"] for group in groups):
+            raise ConfigError(
+                f"dp_mode = {self._spec.config.dp_mode} leaves rank {self._engine.run.rank} no element of this small "
+                "model; use fewer ranks, or dp_mode ddp"
+            )
         return type(own)([group for group in groups if group["params"]], lr=own.param_groups[0]["lr"])  # type: ignore[call-arg]
 
     def loss(self, model: nn.Module, x: Any, y: Any) -> Tensor:

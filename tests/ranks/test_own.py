@@ -230,6 +230,17 @@ def test_a_lowest_rate_above_the_optimizer_s_is_refused(tmp_path: Path) -> None:
     assert outcome["message"].startswith("min_lr = 0.05 is above the optimizer's lr = 0.02; lower min_lr"), outcome
 
 
+def test_a_rate_of_zero_is_refused(tmp_path: Path) -> None:
+    def main(run: Run) -> None:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(points(50, 1))
+
+    spec = open_own(tmp_path)
+    with pytest.raises(ConfigError, match=r"first group has lr = 0, and the schedule sets .*; give it a rate above 0"):
+        main(Run(spec, Rendezvous(), given=frozenset()))
+
+
 def test_an_optimizer_that_is_not_fused_leaves_a_bad_step_out(tmp_path: Path) -> None:
     main = partial(fit, how="not fused")
     spec = trained(tmp_path, 1, main, on_nan="skip", faults="nan@rank=0,step=3")

@@ -27,6 +27,24 @@ def run(pools: Pools, ranks: int, modes: list[str], cases: list[dict[str, Any]],
     return [*pools(ranks).run(ENTRY, {"arms": arms, "cases": cases, "alone": alone})]
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dp_mode": "zero1", "bias": True, "n_embd": 36},
+        {"dp_mode": "ddp_by_hand", "bias": True, "n_embd": 36},
+        {"dp_mode": "ddp_by_hand", "bias": True, "grad_compress": "int8", "n_embd": 36, "grad_clip": 0.0},
+    ],
+    ids=["zero1", "ddp_by_hand", "int8"],
+)
+def test_a_step_that_is_left_out_leaves_nothing_between_the_parameters(
+    text: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """A bucket has room between its parameters, which counts in the norm and gets no gradient."""
+    spec = make_spec(text, tmp_path, on_nan="skip", faults="nan@rank=1,step=3", **settings)
+    assert [outcome["exit_reason"] for outcome in run_ranks(spec, 3)] == ["finished"] * 3
+    assert records(spec)[-1]["fault/skipped_steps"] == 1
+
+
 @pytest.mark.parametrize("ranks", [2, 3, *(pytest.param(n, marks=pytest.mark.full) for n in (5, 7))])
 def test_modes_by_hand_agree_bit_for_bit(pools: Pools, ranks: int) -> None:
     cases = [{"accum": 1, "settings": SGD}, {"accum": 1, "settings": ADAMW}, {"accum": 2, "settings": ADAMW}]
@@ -183,6 +201,14 @@ def test_a_step_that_is_not_finite_is_named_in_every_mode(text: Path, tmp_path: 
     assert {outcome["error"] for outcome in outcomes} == {"TrainingDiverged"}
     assert "at step 4 the loss is nan" in outcomes[0]["message"]
     assert "Not finite on rank 1" in outcomes[0]["message"]
+
+
+@pytest.mark.parametrize("settings", [{}, {"experts": 4}, {"experts": 4, "precision": "bf16"}], ids=str)
+def test_weights_that_are_gathered_in_bf16_train(text: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
+    found = [
+        trained(text, tmp_path / kind, 2, dp_mode="fsdp", fsdp_gather=kind, **settings) for kind in ("bf16", "fp32")
+    ]
+    assert series(found[0]) == pytest.approx(series(found[1]), rel=3e-2)
 
 
 @pytest.mark.parametrize("mode", ["zero1", pytest.param("fsdp", marks=pytest.mark.full)])

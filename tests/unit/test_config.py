@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoray.cli import parse_args
-from nanoray.config import PRESET_DIR, Config, load_config, make_config, resolve_batch
+from nanoray.config import PRESET_DIR, Batch, Config, batch_for, load_config, make_config, resolve_batch
 from nanoray.errors import ConfigError
 
 PRESETS = ["gpt2-124m", "moe-tiny", "nanochat-d12", "shakespeare-char", "shakespeare-cpu", "shakespeare-fast", "tiny"]
@@ -247,3 +247,17 @@ def test_any_file_is_read_or_refused(text: str) -> None:
         except ConfigError:
             return
         assert yaml.safe_load(text) in (None, {}) or config
+
+
+def test_fewer_ranks_get_micro_batches_that_an_interleaved_pipeline_can_take() -> None:
+    """Three micro batches are no groups of two."""
+    of = {"n_layer": 4, "pp": 2, "micro_batch_size": 2, "grad_accum_steps": 2, "global_batch_size": 12}
+    plain, interleaved = (make_config(of | {"pp_schedule": kind}) for kind in ("1f1b", "interleaved"))
+    assert batch_for(plain, 3, 2) == Batch(2, 3, 2)
+    assert batch_for(interleaved, 3, 2) == Batch(1, 6, 2)
+
+
+@pytest.mark.parametrize("key", [{"precision": "fp16"}, {"model": "resnet", "dataset": "cifar10-generated"}])
+def test_weights_gathered_in_bf16_are_refused_where_a_layer_cannot_take_them(key: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"fsdp_gather = bf16 with .*; use fsdp_gather fp32"):
+        make_config({"micro_batch_size": 1, "dp_mode": "fsdp", "fsdp_gather": "bf16", **key})
