@@ -55,9 +55,11 @@ def load_state(path: Path) -> tuple[StateDict, Path]:
     if not path.exists():
         raise CheckpointError(f"{path} does not exist; give a run folder, such as runs/2026-...")
     is_run = any((path / name).exists() for name in ("state.json", "checkpoints")) or path.name == "checkpoints"
-    found = find_run(path, str(path) if is_run else "auto", {})
+    passed_over: list[str] = []
+    found = find_run(path, str(path) if is_run else "auto", {}, passed_over=passed_over)
     if found is None:
-        raise CheckpointError(f"{path} holds no run with a valid checkpoint; train first, or give another folder")
+        why = "".join(f"; {note}" for note in passed_over)
+        raise CheckpointError(f"{path} holds no run with a valid checkpoint{why}; train first, or give another folder")
     for note in found.notes:
         print(f"warning: {note}", file=sys.stderr)
     return found.state, found.path
