@@ -132,7 +132,9 @@ def _find_newest(
         if found:
             return replace(found, notes=notes)
     if damaged:
-        raise CheckpointError(f"no valid checkpoint in {out_dir}: {'; '.join(notes)}; remove these, or --resume none")
+        raise CheckpointError(
+            f"no valid checkpoint in {out_dir}: {'; '.join(notes)}; remove what is damaged, or --resume none"
+        )
     return None
 
 

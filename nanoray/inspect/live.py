@@ -28,7 +28,7 @@ def lines(folder: Path, nvml: Any = None) -> list[str]:
     """Return what the run in `folder` does now. Takes SAMPLE_S. Raises ConfigError where there is no run."""
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         raise ConfigError(f"{folder} is no folder of a run (no config.json); give one such as runs/2026-...") from None
     files = sorted(folder.glob("logs/rank*.progress"), key=_rank_of)
     pids = {path: pid for path in files if (pid := process_of(path))}

@@ -603,9 +603,7 @@ def test_find_run_auto_goes_by_utc(tmp_path):
 def test_find_run_auto_refuses_to_start_afresh_over_damage(tmp_path):
     broken = run(tmp_path, "2026-03-01_000000_broken", 50)
     (broken / "checkpoints" / "step_00000050" / "manifest.json").unlink()
-    text = (
-        rf"^no valid checkpoint in {tmp_path}: run .*: checkpoint step_00000050 is damaged .*; remove these, or --res"
-    )
+    text = rf"^no valid checkpoint in {tmp_path}: run .*: checkpoint step_00000050 is damaged .*; remove what"
     with pytest.raises(CheckpointError, match=text):
         find_run(tmp_path, "auto", SHAPE)
 
