@@ -208,8 +208,7 @@ def exit_code_of(run: Callable[[], int | None]) -> int:
         except OSError as error:
             if error.filename is None:
                 raise
-            advice = "check that path, and whether this user may use it"
-            print(f"error: {error.filename}: {error.strerror}; {advice}", file=sys.stderr)
+            print(f"error: {error.filename}: {error.strerror}; check the path and its permissions", file=sys.stderr)
             return 1
 
 

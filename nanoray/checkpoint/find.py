@@ -144,10 +144,8 @@ def _closed(run_dir: Path) -> str:
         os.listdir(run_dir / "checkpoints")
         for name in ("config.json", "run.json"):
             (run_dir / name).open("rb").close()
-    except PermissionError as error:
-        return f"{error.filename}: {error.strerror}"
-    except OSError:  # of an older version, or broken
-        pass
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}" if isinstance(error, PermissionError) else ""
     return ""
 
 

@@ -183,6 +183,8 @@ def test_sample_continues_a_prompt(one_process: tuple[Path, str]) -> None:
         (["RUN", "--prompt", ""], 2, "the prompt is empty"),
         (["RUN", "--temperature", "-1"], 2, "temperature"),
         (["RUN", "--top_k", "0"], 2, "top_k"),
+        (["RUN", "--device", "abacus"], 2, "error: device = abacus cannot be used here; give --device cuda or cpu"),
+        (["RUN", "--device", "cuda:99"], 2, "error: device = cuda:99 cannot be used here"),
     ],
 )
 def test_sample_refuses(one_process: tuple[Path, str], args: list[str], code: int, message: str) -> None:
