@@ -34,7 +34,7 @@ def _folder(path: Path) -> Path:
 def story(folder: Path) -> list[str]:
     """Return the faults of a run as lines of text, oldest first."""
     events = read_reports(folder)
-    lines = [f"run       {folder.name}"]
+    lines = [f"run       {folder.resolve().name}"]
     for event in events:
         lines += _planned(event) if event["event"] == "injected" else _fault(event)
     faults = [event for event in events if event["event"] == "fault"]
