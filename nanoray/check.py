@@ -24,8 +24,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from nanoray import __version__
-from nanoray.cli import parse_args
+from nanoray.cli import exit_code_of, parse_args
 from nanoray.config import Config
+from nanoray.data import cifar10
+from nanoray.data.dataset import cache_dir
 from nanoray.errors import ConfigError, NanorayError
 from nanoray.mesh import devices
 from nanoray.mesh.devices import Device, Slots, discover_gpus, local_slots
@@ -126,23 +128,33 @@ def shm_gib() -> float | None:
 
 def dataset_state(config: Config) -> dict[str, Any]:
     """Say whether the run's data are on this machine."""
-    cache, note = config.data_dir or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "nanoray"), ""
-    if config.dataset == "stdlib":
-        note = "made from Python's standard library, needs no network"
-    elif config.dataset not in ("auto", "shakespeare"):
-        note = "there" if Path(config.dataset).expanduser().exists() else "not there"
-    elif next(Path(cache).expanduser().glob("**/*shakespeare*"), None):
-        note = "Shakespeare is cached"
+    made = {"stdlib": "made from Python's standard library, needs no network"}
+    made |= {"cifar10-generated": "generated, needs no network"}
+    name, size, otherwise = "Shakespeare", "1.1 MB", "Python's standard library"
+    file = cache_dir(config) / "shakespeare.txt"
+    if config.model == "resnet":
+        name, size, otherwise = "CIFAR-10", "170 MB", "generated images"
+        file = cifar10.folder_of(config) / "meta.json"
+    there = True
+    if config.model == "own":
+        note = "data of the script"
+    elif config.dataset in made:
+        note = made[config.dataset]
+    elif config.dataset not in ("auto", "shakespeare", "cifar10"):
+        there = os.path.exists(os.path.expanduser(config.dataset))
+        note = "there" if there else "not there, or closed to this user"
+    elif os.path.exists(file):
+        note = f"{name} is cached"
     else:
-        offline = ", or offline takes Python's standard library" if config.dataset == "auto" else ""
-        note = f"Shakespeare is not cached: the first run downloads 1.1 MB{offline}"
-    return {"name": config.dataset, "missing": note == "not there", "note": note}
+        offline = f", or offline takes {otherwise}" if config.dataset == "auto" else ""
+        note = f"{name} is not cached: the first run downloads {size}{offline}"
+    return {"name": config.dataset, "missing": not there, "note": note}
 
 
 def out_dir_state(config: Config) -> dict[str, Any]:
     """Say whether runs can be written, and how much space is free."""
     path = Path(config.out_dir).expanduser().absolute()
-    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    there = next(folder for folder in (path, *path.parents) if os.path.exists(folder))
     writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
     return {"path": config.out_dir, "writable": writable, "free_gib": round(shutil.disk_usage(there).free / GIB, 1)}
 
@@ -196,7 +208,9 @@ def host_problems(report: dict[str, Any]) -> Iterator[Problem]:
     if shm is not None and shm < 1 and report.get("backend", {}).get("choice") == "nccl":
         yield Problem(f"/dev/shm has {shm} GiB, NCCL wants 1", "docker run --shm-size=8g, or a larger emptyDir", False)
     if report["dataset"]["missing"]:
-        yield Problem(f"dataset = {report['dataset']['name']} is not there", "correct the path", fatal=True)
+        yield Problem(
+            f"dataset = {report['dataset']['name']} is {report['dataset']['note']}", "correct the path", fatal=True
+        )
     if not out["writable"]:
         yield Problem(f"out_dir = {out['path']} cannot be written", "give another --out_dir", fatal=True)
     elif out["free_gib"] < 1:
@@ -244,16 +258,15 @@ def render(report: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the report for the given training flags (default: none) and return the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    try:
-        about = "Is this machine ready, and what would run where? Flags are those of a run; --json prints JSON."
-        loaded = parse_args([a for a in argv if a != "--json"], "nanoray.check", about)
-        for flag in ("dry_run", "quiet"):
-            if getattr(loaded, flag):
-                raise ConfigError(f"{flag} cannot take effect: the check never starts anything; drop --{flag}")
-    except NanorayError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    return exit_code_of(lambda: _run(sys.argv[1:] if argv is None else argv))
+
+
+def _run(argv: list[str]) -> int:
+    about = "Is this machine ready, and what would run where? Flags are those of a run; --json prints JSON."
+    loaded = parse_args([a for a in argv if a != "--json"], "nanoray.check", about)
+    for flag in ("dry_run", "quiet"):
+        if getattr(loaded, flag):
+            raise ConfigError(f"{flag} cannot take effect: the check never starts anything; drop --{flag}")
     report = survey(loaded.config)
     print(json.dumps(report, indent=2) if "--json" in argv else render(report))
     return 0 if report["can_train"] else 1

@@ -195,9 +195,9 @@ def run_command(run: Callable[[Loaded, float], int], argv: list[str] | None, pro
 
 
 def exit_code_of(run: Callable[[], int | None]) -> int:
-    """Run a command whose output may be cut off; print a NanorayError as one line, and return the exit code.
+    """Run a command whose output may be cut off; print its error as one line, and return the exit code.
 
-    None from `run` is 0.
+    An error of nanoray, or of a file. None from `run` is 0.
     """
     with lasting_output():
         try:
@@ -205,6 +205,11 @@ def exit_code_of(run: Callable[[], int | None]) -> int:
         except NanorayError as error:
             print(f"error: {error}", file=sys.stderr)
             return error.exit_code
+        except OSError as error:
+            if error.filename is None:
+                raise
+            print(f"error: {error.filename}: {error.strerror}; check the path and its permissions", file=sys.stderr)
+            return 1
 
 
 @contextmanager
@@ -230,17 +235,17 @@ def require_script(config: Config, main: object) -> None:
 
 def run_subcommand(commands: dict[str, Callable[[list[str]], int]], argv: list[str] | None, doc: str) -> int:
     """Run the command that the first word names; `doc` is the help. Print errors, and return the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    if not argv or argv[0] in ("-h", "--help"):
-        print(doc.strip())
-        return 0 if argv else 2
-    try:
-        if argv[0] not in commands:
-            raise ConfigError(f"unknown command {argv[0]}; one of {', '.join(commands)}")
-        return commands[argv[0]](argv[1:])
-    except NanorayError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
+
+    def run() -> int:
+        if name in ("", "-h", "--help"):
+            print(doc.strip())
+            return 0 if name else 2
+        if name not in commands:
+            raise ConfigError(f"unknown command {name}; one of {', '.join(commands)}")
+        return commands[name](rest)
+
+    return exit_code_of(run)
 
 
 def handle_stop_signals(handler: Callable[[int, Any], None]) -> None:

@@ -82,6 +82,9 @@ class LastingStream:
 @contextmanager
 def lasting_output() -> Iterator[None]:
     """Let sys.stdout and sys.stderr outlive their readers meanwhile. Says so once on stderr when stdout fails."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # the command was started with it closed
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     before, status = (sys.stdout, sys.stderr), StatusLine()
 
     def tell(error: OSError) -> None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 
+from nanoray.atomic import replace_bytes
 from nanoray.checkpoint.files import find_all, load, peek
 from nanoray.checkpoint.find import newest_valid
-from nanoray.cli import run_subcommand
+from nanoray.cli import run_subcommand, writing
 from nanoray.errors import CheckpointError, ConfigError
 
 
@@ -95,7 +95,7 @@ def _export(argv: list[str]) -> int:
     parser = _parser("export", "write the weights of the newest valid checkpoint as one safetensors file")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the file to write; not overwritten")
     args = parser.parse_args(argv)
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     if args.out.exists():
         raise ConfigError(f"{args.out} already exists; give --out another name")
@@ -104,12 +104,8 @@ def _export(argv: list[str]) -> int:
     path = _newest(args.path)
     state = load(path)
     header = {"format": "pt", "step": str(state.meta["step"]), "model_shape": json.dumps(state.meta["model_shape"])}
-    aside = args.out.with_name(f".{args.out.name}.{os.getpid()}")
-    try:
-        save_file({name: tensor.clone() for name, tensor in state.model.items()}, aside, metadata=header)
-        os.replace(aside, args.out)
-    finally:
-        aside.unlink(missing_ok=True)
+    with writing(args.out, "give --out another path"):
+        replace_bytes(args.out, save({name: tensor.clone() for name, tensor in state.model.items()}, header))
     print(f"{args.out}  step {state.meta['step']}, {len(state.model)} tensors, {args.out.stat().st_size / 1e6:.2f} MB")
     return 0
 

@@ -80,9 +80,9 @@ def find_run(
     """Resolve `--resume`: none, auto (the newest run of `out_dir` that fits), or the path of a run or checkpoint.
 
     A run fits if it is of this shape and of this `recipe`: keys and values of its config.json, and "tokens_sha256".
-    If none does, `passed_over` gets a line for each run that does not. Returns None for none, and for auto when no run
-    fits. Raises CheckpointError when a path holds no valid checkpoint or one of another shape, and when auto finds only
-    damaged ones: starting afresh would hide the loss.
+    If none does, `passed_over` gets a line for each run that does not, or that is closed to this user. Returns None for
+    none, and for auto when no run fits. Raises CheckpointError when a path holds no valid checkpoint or one of another
+    shape, and when auto finds only damaged ones: starting afresh would hide the loss.
     """
     if resume in ("none", "auto"):
         notes = [] if passed_over is None else passed_over
@@ -113,6 +113,9 @@ def _find_newest(
     runs = [out_dir / name for name in names_in(out_dir, notes) if _RUN.fullmatch(name)]
     damaged = bool(notes)
     for run_dir in sorted(runs, key=_age, reverse=True):
+        if closed := _closed(run_dir):
+            notes.append(f"run {run_dir.name} is closed to this user ({closed}); skipped")
+            continue
         if changed := other_recipe(run_dir, recipe):
             notes.append(f"run {run_dir.name} is another experiment ({', '.join(changed.values())}); skipped")
             continue
@@ -129,8 +132,21 @@ def _find_newest(
         if found:
             return replace(found, notes=notes)
     if damaged:
-        raise CheckpointError(f"no valid checkpoint in {out_dir}: {'; '.join(notes)}; remove these, or --resume none")
+        raise CheckpointError(
+            f"no valid checkpoint in {out_dir}: {'; '.join(notes)}; remove what is damaged, or --resume none"
+        )
     return None
+
+
+def _closed(run_dir: Path) -> str:
+    """Return what of a run this user may not read, or "". Run folders are private: it is another user's."""
+    try:
+        os.listdir(run_dir / "checkpoints")
+        for name in ("config.json", "run.json"):
+            (run_dir / name).open("rb").close()
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}" if isinstance(error, PermissionError) else ""
+    return ""
 
 
 def _age(run_dir: Path) -> tuple[float, int, list[str]]:

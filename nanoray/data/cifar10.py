@@ -59,10 +59,15 @@ def prepare(config: Config) -> DatasetInfo:
         ) from None
 
 
+def folder_of(config: Config) -> Path:
+    """Return the folder of the cache that the real images are in, once they are there with their meta.json."""
+    return cache_dir(config) / "images" / f"cifar10-{SHA256[:16]}"
+
+
 def _real(config: Config, tries: int) -> DatasetInfo:
     """Reuse the cached files, or make them of the archive. Raises FetchFailed, and DataError for a strange archive."""
     note = "cifar10: 60,000 photographs of 10 classes (Krizhevsky 2009)"
-    folder = cache_dir(config) / "images" / f"cifar10-{SHA256[:16]}"
+    folder = folder_of(config)
     if found := _reuse(folder, "cifar10"):
         return replace(found, note=f"{note}, cached")
     url = config.data_url or URL

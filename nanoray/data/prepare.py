@@ -188,7 +188,7 @@ def _tokenize(source: _Source, config: Config) -> DatasetInfo:
     folder = cache_dir(config) / "tokens" / f"{stem}-{kind}-{key}"
     if cached := _reuse(folder):
         return replace(cached, name=source.name, note=source.note)
-    damaged = "; its damaged token cache was rebuilt" if (folder / "meta.json").exists() else ""
+    damaged = "; its damaged token cache was rebuilt" if os.path.exists(folder / "meta.json") else ""
 
     text = _decode(source)
     chars = {"chars": "".join(sorted(set(text)))} if kind == "char" else {}

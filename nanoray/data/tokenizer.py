@@ -37,6 +37,10 @@ class Tokenizer(ABC):
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`."""
 
+    def start(self) -> list[int]:
+        """Return what text without a prompt is generated after: a newline, or the first id where there is none."""
+        return [int(i) for i in self.encode("\n")]
+
     def to_json(self) -> dict[str, Any]:
         """Describe the tokenizer; `tokenizer_from_json` reads it back."""
         return {"kind": self.kind}
@@ -66,6 +70,9 @@ class CharTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.chars[i] if 0 <= i < self.vocab_size else UNKNOWN for i in ids)
+
+    def start(self) -> list[int]:
+        return [max(0, self.chars.find("\n"))]
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, "chars": self.chars}
@@ -131,6 +138,9 @@ class IdTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         return " ".join(str(int(i)) for i in ids)
+
+    def start(self) -> list[int]:
+        return [0]
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, "vocab_size": self.vocab_size}

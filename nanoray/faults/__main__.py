@@ -6,13 +6,13 @@ nanoray faults RUN       RUN is a run folder, or an out_dir: its newest run
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from nanoray.errors import ConfigError, NanorayError
+from nanoray.cli import exit_code_of
+from nanoray.errors import ConfigError
 from nanoray.faults.cause import FaultReport, read_reports
 
 
@@ -20,12 +20,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run `nanoray faults` and return the exit code."""
     parser = argparse.ArgumentParser(prog="nanoray faults", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("run", help="run folder, or an out_dir: its newest run")
-    try:
-        print("\n".join(story(_folder(Path(parser.parse_args(argv).run)))))
-    except NanorayError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    args = parser.parse_args(argv)
+    return exit_code_of(lambda: print("\n".join(story(_folder(Path(args.run))))))
 
 
 def _folder(path: Path) -> Path:
@@ -38,7 +34,7 @@ def _folder(path: Path) -> Path:
 def story(folder: Path) -> list[str]:
     """Return the faults of a run as lines of text, oldest first."""
     events = read_reports(folder)
-    lines = [f"run       {folder.name}"]
+    lines = [f"run       {folder.resolve().name}"]
     for event in events:
         lines += _planned(event) if event["event"] == "injected" else _fault(event)
     faults = [event for event in events if event["event"] == "fault"]

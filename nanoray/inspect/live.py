@@ -16,6 +16,7 @@ from nanoray.faults.proc import cpu_seconds, resident_bytes, stat_of
 from nanoray.faults.progress import ProgressFile
 from nanoray.mesh.devices import gpu_loads
 from nanoray.run import newest_record, read_attempt
+from nanoray.train.certificate import read
 from nanoray.train.observers import clock, progress
 
 SAMPLE_S = 0.5  # over which CPU time is measured
@@ -28,15 +29,17 @@ def lines(folder: Path, nvml: Any = None) -> list[str]:
     """Return what the run in `folder` does now. Takes SAMPLE_S. Raises ConfigError where there is no run."""
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         raise ConfigError(f"{folder} is no folder of a run (no config.json); give one such as runs/2026-...") from None
-    files = sorted(folder.glob("logs/rank*.progress"), key=_rank_of)
+    slots = [group["slots"] for group in read(folder).groups if "slots" in group] or [float("inf")]
+    there = folder.glob("logs/rank*.progress")  # also those of an earlier command, which had more ranks
+    files = sorted((path for path in there if _rank_of(path) < slots[-1] or process_of(path)), key=_rank_of)
     pids = {path: pid for path in files if (pid := process_of(path))}
     before, began = {path: stat_of(pid) for path, pid in pids.items()}, time.monotonic()
     time.sleep(SAMPLE_S if pids else 0.0)
     passed_s = time.monotonic() - began
     record, now = newest_record(folder), time.time()
-    found = [f"{'run':<6} {folder.name}, {_state(folder, bool(pids))}"]
+    found = [f"{'run':<6} {folder.resolve().name}, {_state(folder, bool(pids))}"]
     if record:
         told = " · ".join(f"{key} {value}" for key, value in progress(record, config["max_steps"]).items())
         found.append(f"{'newest':<6} {told} · recorded {clock(now - record['time'])} ago")

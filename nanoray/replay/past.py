@@ -85,7 +85,7 @@ def read_past(folder: Path) -> Past:
         )
     records = {record["step"]: record for record in read_json_lines(folder / "metrics.jsonl") if "step" in record}
     checkpoints = {step: path for path, step in steps_in(folder / "checkpoints", []).items()}
-    return Past(folder, RunSpec.from_dict(read_yaml(folder / "run.json")), certificate, records, checkpoints)
+    return Past(folder.resolve(), RunSpec.from_dict(read_yaml(folder / "run.json")), certificate, records, checkpoints)
 
 
 def differences(ours: Past, theirs: Past, steps: range) -> Iterator[Difference]:

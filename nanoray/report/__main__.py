@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from markupsafe import Markup
 
 from nanoray.atomic import replace_text
-from nanoray.errors import ConfigError
+from nanoray.cli import exit_code_of, writing
 from nanoray.report.charts import COLOURS, charts, drawn_memory, layer_charts
 from nanoray.report.gather import Run, facts, read_run, settings
 from nanoray.report.html import render
@@ -30,23 +29,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="page to write [RUN/report.html; of several: compare.html here]")
     args = parser.parse_args(argv)
     output = args.output or (args.run[0] / "report.html" if len(args.run) == 1 else Path("compare.html"))
-    try:
-        html = page([read_run(folder) for folder in args.run])
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(
-            f"error: cannot read {error.filename} ({error.strerror}); read it as the user who ran it", file=sys.stderr
-        )
-        return 1
-    try:
+    return exit_code_of(lambda: _write(output, args.run))
+
+
+def _write(output: Path, folders: list[Path]) -> None:
+    html = page([read_run(folder) for folder in folders])
+    with writing(output, "give another --output"):
         replace_text(output, html)
-    except OSError as error:
-        print(f"error: cannot write {output} ({error.strerror}); give another --output", file=sys.stderr)
-        return 1
     print(output)
-    return 0
 
 
 def page(runs: list[Run]) -> str:

@@ -42,7 +42,7 @@ class Run:
     @property
     def name(self) -> str:
         """The folder's name."""
-        return self.folder.name
+        return self.folder.resolve().name
 
     def series(self, metric: str) -> tuple[list[int], list[float]]:
         """Return the steps at which a metric was recorded, and its values."""
@@ -149,7 +149,7 @@ def settings(runs: list[Run]) -> list[tuple[str, list[str], bool]]:
 
     Worth a look is what differs between runs; with one run, what differs from the default.
     """
-    defaults = {key: field.default for key, field in Config.model_fields.items()}
+    defaults = Config.model_construct().model_dump(mode="json")
     rows = []
     for key in dict.fromkeys(key for run in runs for key in run.config):
         values = [run.config.get(key) for run in runs]

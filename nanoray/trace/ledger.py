@@ -241,7 +241,7 @@ def lines(folder: Path) -> list[str]:
     found = accounts_of(folder)
     width = max(map(len, MEANINGS))
     return [
-        f"run  {folder.name}: {found.span()}",
+        f"run  {folder.resolve().name}: {found.span()}",
         *(
             f"{name:<{width}} {seconds:>10.2f} s {100 * seconds / (found.total or 1):>5.1f} %   {MEANINGS[name]}"
             for name, seconds in found.seconds.items()

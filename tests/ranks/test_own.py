@@ -29,6 +29,7 @@ from nanoray.errors import ConfigError, DataError
 from nanoray.launch.own import DEFAULTS
 from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.run import RunSpec
+from nanoray.sample import main as sample
 from nanoray.train.runtime import Program, Run, RuntimeEngine
 from tests.harness.commands import run, torchrun
 from tests.harness.elastic import run_elastic
@@ -212,6 +213,11 @@ def with_a_spare_layer(run: Run) -> None:
 def test_with_shards_a_layer_that_takes_no_part_has_a_gradient_of_zero(tmp_path: Path) -> None:
     both = [trained(tmp_path / mode, 2, with_a_spare_layer, dp_mode=mode) for mode in ("fsdp", "zero1")]
     assert series(both[0]) == pytest.approx(series(both[1]), abs=1e-5)
+
+
+def test_its_model_is_not_sampled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sample([str(trained(tmp_path, 1, max_steps=1).folder)]) == 4
+    assert capsys.readouterr().err.startswith("error: this checkpoint is of a script's own model, which only that scr")
 
 
 def test_a_lowest_rate_that_was_given_is_kept(tmp_path: Path) -> None:

@@ -72,6 +72,21 @@ def test_a_run_on_one_page(runs: dict[str, Path], capsys: pytest.CaptureFixture[
     assert "#01020" not in page.html, "the page's own colours"
 
 
+def test_a_run_from_its_own_folder(
+    runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has its name there, too; and only what was set differs from the defaults."""
+    monkeypatch.chdir(runs["two"])
+    for words in (["faults", "."], ["ledger", "."], ["report", "."]):
+        assert command(words) == 0
+    assert re.findall(r"^run +([^\s:]+)", capsys.readouterr().out, re.M) == [runs["two"].name] * 2
+    page = Page(Path("report.html")).html
+    assert re.search(rf"<title>[^<]*{runs['two'].name}", page)
+    differing = re.findall(r'<tr class="look"><th scope="row">(\w+)</th>', page)
+    assert {"name", "max_steps", "comm_trace"} < set(differing)
+    assert "kube" not in differing
+
+
 def test_runs_beside_each_other(runs: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "compare.html"
     assert command(["compare", *map(str, runs.values()), "--output", str(path)]) == 0

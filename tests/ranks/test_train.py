@@ -25,6 +25,7 @@ from nanoray.data.tokens import TokenData
 from nanoray.errors import CheckpointError
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.run import RunSpec
+from nanoray.sample import main as sample
 from nanoray.train.recipe import find_checkpoint
 from tests.harness.commands import Command, run
 from tests.harness.ports import free_port
@@ -294,6 +295,23 @@ def test_a_sample_that_fails_does_not_fail_the_training(tmp_path: Path) -> None:
     assert outcome["exit_reason"] == "finished"
     assert outcome.get("sample") is None
     assert "no sample of text: " in spec.log(0).read_text()
+
+
+def test_a_sample_without_a_prompt_where_no_newline_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A text without one, and token files without a tokenizer."""
+    text, ids = tmp_path / "text.txt", tmp_path / "ids"
+    text.write_text("bcdefgh " * 500)
+    ids.mkdir()
+    (ids / "meta.json").write_text('{"vocab_size": 5}')
+    for name in ("train.bin", "val.bin"):
+        (ids / name).write_bytes(b"\1\0\2\0" * 500)
+    for path, start, tokenizer in ((text, " ", "char"), (ids, "0 ", "auto")):
+        spec = make_spec(path, tmp_path / tokenizer, tokenizer=tokenizer, max_steps=2, warmup_steps=1)
+        train(spec, 1)
+        assert sample([str(spec.folder), "--max_new_tokens", "5"]) == 0
+        assert capsys.readouterr().out.startswith(start)
 
 
 def test_a_gpu_without_memory_says_what_to_do_and_is_not_retried(text: Path, tmp_path: Path) -> None:

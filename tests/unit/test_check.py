@@ -17,8 +17,10 @@ import pytest
 
 from nanoray import check
 from nanoray.config import load_config
+from nanoray.data import cifar10
 from nanoray.mesh import devices
 from nanoray.mesh.devices import Device
+from tests.harness.permissions import closed
 
 GOOD = {"nanoray": "0", "python": "3.11.7", "torch": "2.13.0+cpu", "ray": "2.60.0"}
 NVML = SimpleNamespace(nvmlInit=int, nvmlShutdown=int, nvmlSystemGetCudaDriverVersion=lambda: 13000)
@@ -272,12 +274,47 @@ def test_dataset(machine: Machine, tmp_path: Path) -> None:
     assert "not cached: the first run downloads 1.1 MB, or offline" in look(dataset="auto")["dataset"]["note"]
     assert look(dataset="shakespeare")["dataset"]["note"].endswith("downloads 1.1 MB")
     assert "needs no network" in look(dataset="stdlib")["dataset"]["note"]
-    (tmp_path / "cache/nanoray/tinyshakespeare").mkdir(parents=True)
+    (tmp_path / "cache/nanoray/tokens/shakespeare-char-0").mkdir(parents=True)
+    assert "not cached" in look(dataset="auto")["dataset"]["note"], (
+        "tokens of a text of one's own do not bring the text"
+    )
+    (tmp_path / "cache/nanoray/shakespeare.txt").touch()
     assert look(dataset="auto")["dataset"]["note"] == "Shakespeare is cached"
     assert "not cached" in look(dataset="auto", data_dir=str(tmp_path / "elsewhere"))["dataset"]["note"]
-    assert problem(look(dataset="gone.txt")) == ("dataset = gone.txt is not there", "correct the path", True)
+    assert problem(look(dataset="gone.txt")) == (
+        "dataset = gone.txt is not there, or closed to this user",
+        "correct the path",
+        True,
+    )
     (tmp_path / "gone.txt").write_text("x")
     assert look(dataset="gone.txt")["problems"] == []
+
+
+def test_dataset_of_images_and_of_a_script(machine: Machine, tmp_path: Path) -> None:
+    (tmp_path / "cache/nanoray").mkdir(parents=True)
+    (tmp_path / "cache/nanoray/shakespeare.txt").touch()
+
+    def note(**overrides: Any) -> str:
+        report = look(**overrides)
+        assert report["problems"] == []
+        return str(report["dataset"]["note"])
+
+    generated = "CIFAR-10 is not cached: the first run downloads 170 MB"
+    assert note(model="resnet", dataset="auto") == f"{generated}, or offline takes generated images"
+    assert note(model="resnet", dataset="cifar10") == generated
+    assert note(model="resnet", dataset="cifar10-generated") == "generated, needs no network"
+    assert note(model="own") == "data of the script"
+    info = cifar10.DatasetInfo("cifar10", "", tmp_path, "uint8", 10, 1, 1, "", "", {})
+    cifar10.store(cifar10.folder_of(load_config()), info, b"1", b"2")
+    assert note(model="resnet", dataset="auto") == "CIFAR-10 is cached"
+
+
+def test_below_a_folder_that_is_closed_to_this_user(machine: Machine, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    with closed(tmp_path / "other") as folder:
+        told = look(dataset=str(folder / "x"), data_dir=str(folder / "y"), out_dir=str(folder / "z"))
+        assert "not cached" in look(dataset="shakespeare", data_dir=str(folder))["dataset"]["note"]
+    assert told["problems"][0]["what"] == f"dataset = {folder}/x is not there, or closed to this user"
 
 
 def test_a_ray_cluster_is_asked_whether_it_answers(machine: Machine) -> None:

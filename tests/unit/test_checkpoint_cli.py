@@ -84,6 +84,8 @@ def test_export_is_one_file_that_makes_the_model_again(
     assert "already exists" in capsys.readouterr().err
     assert main(["export", str(run), "--out", str(tmp_path / "none" / "m")]) == 2
     assert "is not a folder" in capsys.readouterr().err
+    assert main(["export", str(run), "--out", "/proc/m.safetensors"]) == 2
+    assert "error: cannot write /proc/m.safetensors (" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from nanoray.__main__ import COMMANDS, main
 from tests.harness.cluster import wait_for
 from tests.harness.commands import Command, run
+from tests.harness.permissions import closed
 from tests.harness.ports import free_port
 from tests.harness.ranks import TINY
 
@@ -181,12 +183,57 @@ def test_sample_continues_a_prompt(one_process: tuple[Path, str]) -> None:
         (["RUN", "--prompt", ""], 2, "the prompt is empty"),
         (["RUN", "--temperature", "-1"], 2, "temperature"),
         (["RUN", "--top_k", "0"], 2, "top_k"),
+        (["RUN", "--device", "abacus"], 2, "error: device = abacus cannot be used here; give --device cuda or cpu"),
+        (["RUN", "--device", "cuda:99"], 2, "error: device = cuda:99 cannot be used here"),
     ],
 )
 def test_sample_refuses(one_process: tuple[Path, str], args: list[str], code: int, message: str) -> None:
     process = python("nanoray.sample", *[str(only_run(one_process[0])) if a == "RUN" else a for a in args])
     assert process.returncode == code
     assert message in process.stderr
+
+
+@pytest.mark.parametrize("lost", ["stdout", "stderr"])
+@pytest.mark.parametrize("how", ["closed", "a full disk", "a pipe that nobody reads"])
+def test_a_lost_stream_ends_no_command(
+    one_process: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, lost: str
+) -> None:
+    run, page = str(only_run(one_process[0])), str(tmp_path / "page.html")
+    commands = [["check"], ["faults", run], ["ledger", run], ["report", run, "--output", page]]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer if "pipe" in how else "/dev/full", "w", buffering=1) as stream:
+        monkeypatch.setattr(sys, lost, None if how == "closed" else stream)
+        for argv in [*commands, ["checkpoint", "list", run], ["checkpoint", "show", run], ["checkpoint"]]:
+            assert main(argv) == 2 * (argv == ["checkpoint"])
+            assert main(["faults", "/nowhere"]) == 2
+    assert Path(page).exists()
+
+
+@pytest.mark.parametrize("redirect", [">&-", "2>&-", ">&- 2>&-"])
+def test_training_needs_no_open_stream(recipe: Path, tmp_path: Path, redirect: str) -> None:
+    flags = f"--config '{recipe}' --out_dir '{tmp_path}/runs' --max_steps 1"
+    assert subprocess.run(f"'{sys.executable}' -m nanoray.train {flags} {redirect}", shell=True).returncode == 0
+    assert (only_run(tmp_path / "runs") / "summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("report RUN", "faults RUN", "ledger RUN", "timeline RUN", "inspect RUN", "inspect RUN --live", "sample RUN"),
+        *("checkpoint list RUN", "checkpoint show RUN", "replay RUN --step 3", "bisect RUN", "experts RUN"),
+        *("train --resume RUN --out_dir OUT", "train --data_dir RUN --out_dir OUT --dataset TEXT"),
+    ],
+)
+def test_a_run_that_is_closed_to_this_user(
+    one_process: tuple[Path, str], text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """Each command names the file and the reason in one line."""
+    with closed(only_run(one_process[0])) as run:
+        words = {"RUN": str(run), "OUT": str(tmp_path), "TEXT": str(text)}
+        assert main([words.get(word, word) for word in command.split()]) in (1, 2)
+    (said,) = capsys.readouterr().err.splitlines()
+    assert re.match(rf"error: (cannot write )?{re.escape(str(run))}/?\S*: Permission denied; ", said), said
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import pytest
 from nanoray.faults.progress import ProgressFile
 from nanoray.inspect import live
 from nanoray.inspect.__main__ import main
+from nanoray.train.certificate import append
 from tests.harness.cluster import end_session, only_run, wait_for
 from tests.harness.commands import Command
 from tests.unit.test_devices import FakeNvml, h200
@@ -71,6 +72,24 @@ def test_gpus_and_slices_and_what_nvml_does_not_tell(tmp_path: Path, monkeypatch
     assert re.search(r"^0 +NVIDIA H200 +87 % +unknown +612 W", hidden[-4])
     (tmp_path / "config.json").write_text('{"device": "cpu", "max_steps": 5}')
     assert "NVIDIA" not in "".join(live.lines(tmp_path, FakeNvml(whole)))
+
+
+def test_ranks_of_an_earlier_and_larger_command_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not so one that has a process: it starts, and its group is not noted yet."""
+    (tmp_path / "config.json").write_text('{"device": "cpu", "max_steps": 5}')
+    (tmp_path / "logs").mkdir()
+    positions = [ProgressFile(tmp_path / "logs" / f"rank{rank}.progress") for rank in range(4)]
+    monkeypatch.chdir(tmp_path)
+    assert [line[0] for line in shown(Path("."), capsys).splitlines()[2:]] == ["0", "1", "2", "3"]
+    for group, slots in ((0, 4), (2, 2)):
+        append(tmp_path, {"group": group, "ranks": slots, "slots": slots})
+    (tmp_path / "logs" / f"rank3.host-{os.getpid()}.ledger").touch()
+    positions[3].set(2, "init")
+    told = shown(Path("."), capsys).splitlines()
+    assert told[0].startswith(f"run    {tmp_path.name}, ")
+    assert [line[0] for line in told[2:]] == ["0", "1", "3"]
 
 
 def test_nothing_is_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
