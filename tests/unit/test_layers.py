@@ -36,7 +36,7 @@ ROWS = [
 ROW = {room: i for i, row in enumerate(ROWS) for room in row}
 MAY_IMPORT_RAY = {"launch", "bench"}
 LOOP_LINES, FUNCTION_LINES, FILE_LINES = 120, 80, 500
-PACKAGE_LINES, BENCH_LINES, KUBE_LINES = 28700, 10900, 1565  # what trains and survives, what measures, what deploys
+PACKAGE_LINES, BENCH_LINES, KUBE_LINES = 28850, 10900, 1565  # what trains and survives, what measures, what deploys
 
 
 def module_name(path: Path) -> str:
