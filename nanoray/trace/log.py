@@ -130,21 +130,23 @@ class CommLog:
         attempt: int,
         sizes: Mapping[str, int] | None = None,
         bubble: float | None = None,
+        started: float = 0.0,
     ) -> None:
         """`sizes` tells how many ranks share a collective of an axis (tp, pp, dp), where that is not all of them.
 
+        `started`: Unix s of the command, which counts its attempts from 0.
         `bubble` is the share of the time that a stage of a pipeline waits by its schedule; None: there is no pipeline.
         """
         self.folder = folder
         self.limit: tuple[float, str] | None = None  # GB/s, and what it measures
         folder.mkdir(exist_ok=True)
-        self._attempt, self._sizes, self._bubble = attempt, sizes or {}, bubble
+        self._group, self._sizes, self._bubble = {"attempt": attempt, "started": started}, sizes or {}, bubble
         self._late: deque[tuple[int, str, float]] = deque(maxlen=LATE_OF)
         self._straggler: dict[str, Any] | None = None  # the last one; `until` is None while it is one
         self._window: deque[dict[str, Any]] = deque(maxlen=MAX_DRAWN)
         self._total, self._profiled = Totals(), Totals()
         self._slowest: dict[str, Any] = {}
-        self._failed = ""
+        self._failed, self._named_buckets = "", False
         self._file = _open_at(folder / "steps.jsonl", resume_step)
 
     def add(
@@ -153,7 +155,7 @@ class CommLog:
         """Add the notes of all ranks, in rank order; return metrics for the next record, and lines for the user."""
         lines, now = [], Totals()
         for of_ranks in zip(*notes, strict=True):
-            step = merge(of_ranks, offsets, self._sizes) | {"attempt": self._attempt}
+            step = merge(of_ranks, offsets, self._sizes) | self._group
             figures = step["figures"]
             self._window.append(step)
             seen = [c for c in step["collectives"] if c["bucket"] is not None]
@@ -172,12 +174,13 @@ class CommLog:
         if self._failed:
             return []
         if self._file.tell() > DETAIL_BYTES:
-            step = {key: step[key] for key in ("step", "attempt", "figures")}
+            step = {key: step[key] for key in ("step", *self._group, "figures")}
         try:
             self._file.write(json.dumps(step) + "\n")
             self._file.flush()
-            if not (self.folder / "buckets.json").exists():
+            if not self._named_buckets:
                 write_json(self.folder / "buckets.json", buckets)
+                self._named_buckets = True
         except OSError as error:
             self._failed = str(error)
             return [f"warning  collectives are no longer written to {self._file.name}: {error}"]
