@@ -210,6 +210,12 @@ def test_one_size_of_buckets_has_no_latency_of_its_own(tmp_path: Path, capsys: p
         ({"bucket": None}, [], "have no buckets; trace a run of 2 ranks or more"),
         ({}, ["--allreduce", "magic"], "allreduce = magic: use one of ring, tree"),
         ({}, ["--ranks", "0"], "0: sizes, ranks and speeds are above 0"),
+        ({}, ["--bandwidth_gb_per_s", "nan"], "nan: sizes, ranks and speeds are above 0"),
+        ({}, ["--bandwidth_gb_per_s", "inf"], "inf: sizes, ranks and speeds are above 0"),
+        ({}, ["--latency_us", "inf"], "inf: sizes, ranks and speeds are above 0, a latency at least 0, and all are"),
+        ({}, ["--latency_us", "nan", "--ranks", "2"], "2, nan: sizes, ranks and speeds are above 0"),
+        ({}, ["--bucket_mb", "nan"], "nan: sizes, ranks and speeds are above 0"),
+        ({}, ["--bucket_mb", "1e-9"], "1e-09 cuts 4.77 MB into more than 10,000 buckets; give at least 0.0005"),
         ({}, ["--topology", "ethernet-25g", "--latency_us", "1"], "topology has links of its own; drop latency_us"),
     ],
 )
