@@ -434,6 +434,7 @@ def told_of_group(spec: RunSpec, mesh: Mesh, step: int) -> dict[str, Any]:
     return {
         "group": step,
         "attempt": spec.attempt,
+        "resume": spec.resume,  # run.json has that of the newest command
         "ranks": mesh.world_size,
         "slots": mesh.slots,
         "backend": mesh.backend,
