@@ -22,18 +22,14 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 def append_line(path: Path, line: str, sync: bool = False) -> None:
     """Append a line, or on a full disk no part of it; a torn last line is ended first. Raises OSError."""
-    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        end = os.lseek(fd, 0, os.SEEK_END)
-        torn = end > 0 and os.pread(fd, 1, end - 1) != b"\n"
+    with path.open("ab+", buffering=0) as file:
+        torn = (end := file.tell()) > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"
         data = b"\n" * torn + line.encode() + b"\n"
-        if (written := os.write(fd, data)) < len(data):
-            os.ftruncate(fd, os.lseek(fd, 0, os.SEEK_CUR) - written)  # another process may have appended before this
+        if (written := file.write(data)) < len(data):
+            file.truncate(file.tell() - written)  # another process may have appended before this
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if sync:
-            os.fsync(fd)
-    finally:
-        os.close(fd)
+            os.fsync(file.fileno())
 
 
 def write_json(path: Path, value: Any) -> None:

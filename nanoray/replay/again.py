@@ -40,11 +40,10 @@ def start_before(run: Past, step: int) -> int:
         raise ConfigError(f"--step {step}: {run.folder} has done steps {run.begun + 1} to {run.last}; give one of them")
     starts = [at for at in run.starts if at < step]
     if not starts:
-        oldest = min(run.checkpoints, default=run.begun)
-        gone = f"the checkpoint of step {run.begun} that it began from is gone or not known; " if run.begun else ""
+        oldest = min(run.checkpoints, default=run.last)
         raise ConfigError(
-            f"--step {step}: the oldest checkpoint of {run.folder} is of step {oldest}; {gone}"
-            "give a later step, or train with a larger --keep_checkpoints"
+            f"--step {step}: the oldest checkpoint of {run.folder} is of step {oldest}, and that of step {run.begun}, "
+            "from which it began, is gone or not known; give a later step, or train with a larger --keep_checkpoints"
         )
     return max(starts)
 

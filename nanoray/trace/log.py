@@ -130,11 +130,10 @@ class CommLog:
         attempt: int,
         sizes: Mapping[str, int] | None = None,
         bubble: float | None = None,
-        started: float = 0.0,
+        started: float = 0.0,  # Unix s of the command, which counts its attempts from 0
     ) -> None:
         """`sizes` tells how many ranks share a collective of an axis (tp, pp, dp), where that is not all of them.
 
-        `started`: Unix s of the command, which counts its attempts from 0.
         `bubble` is the share of the time that a stage of a pipeline waits by its schedule; None: there is no pipeline.
         """
         self.folder = folder
@@ -146,7 +145,7 @@ class CommLog:
         self._window: deque[dict[str, Any]] = deque(maxlen=MAX_DRAWN)
         self._total, self._profiled = Totals(), Totals()
         self._slowest: dict[str, Any] = {}
-        self._failed, self._named_buckets = "", False
+        self._failed = ""
         self._file = _open_at(folder / "steps.jsonl", resume_step)
 
     def add(
@@ -178,9 +177,8 @@ class CommLog:
         try:
             self._file.write(json.dumps(step) + "\n")
             self._file.flush()
-            if not self._named_buckets:
+            if len(self._window) == 1:  # the first of this group
                 write_json(self.folder / "buckets.json", buckets)
-                self._named_buckets = True
         except OSError as error:
             self._failed = str(error)
             return [f"warning  collectives are no longer written to {self._file.name}: {error}"]

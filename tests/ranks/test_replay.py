@@ -293,7 +293,7 @@ def test_a_fork_that_was_resumed_knows_where_it_began(
     assert "again    steps 4 to 5" in said(capsys, bisect.main([str(folder)]), 0)
     base.rename(tmp_path / "moved")
     out = said(capsys, replay([str(folder), "--step", "4"]), 2)
-    assert "is of step 5; the checkpoint of step 3 that it began from is gone or not known; give a later step" in out
+    assert "is of step 5, and that of step 3, from which it began, is gone or not known; give a later step" in out
     assert "again    steps 6 to 6" in said(capsys, bisect.main([str(folder)]), 0)
 
 
