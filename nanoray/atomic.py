@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -17,6 +18,18 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         with suppress(ValueError):
             found.append(json.loads(line))
     return found
+
+
+def append_line(path: Path, line: str, sync: bool = False) -> None:
+    """Append a line, or on a full disk no part of it; a torn last line is ended first. Raises OSError."""
+    with path.open("ab+", buffering=0) as file:
+        torn = (end := file.tell()) > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"
+        data = b"\n" * torn + line.encode() + b"\n"
+        if (written := file.write(data)) < len(data):
+            file.truncate(file.tell() - written)  # another process may have appended before this
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if sync:
+            os.fsync(file.fileno())
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanoray.atomic import append_line, read_json_lines
 from nanoray.errors import ConfigError
 from nanoray.faults.progress import PHASES
 from nanoray.points import DRIVER_POINTS, POINTS, watch
@@ -91,12 +92,7 @@ class Fault:
 def append_event(path: Path, event: str, values: dict[str, object]) -> None:
     """Append one line to faults.jsonl and sync it to disk: the writer may be killed right after."""
     now = {"event": event, "time": round(time.time(), 4), "monotonic": time.monotonic()}
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        os.write(fd, (json.dumps(now | values) + "\n").encode())
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    append_line(path, json.dumps(now | values), sync=True)
 
 
 def _fill_memory(mib: int) -> None:
@@ -225,8 +221,8 @@ class Injector:
     def plan(self, text: str, rank: int, attempt: int, started: float) -> None:
         """Let the plan's faults of this rank and attempt fire that have not, in a run started at `started` (Unix s)."""
         fired, self._started = set(), started
-        if text and self._record.exists():
-            for event in map(json.loads, self._record.read_text(encoding="utf-8").splitlines()):
+        if text:
+            for event in read_json_lines(self._record):
                 if event["event"] == "injected" and event.get("command") == started:
                     fired.add((event["kind"], event["rank"], event["step"], event["phase"]))
                     self._step = max(self._step, event["step"])

@@ -36,14 +36,14 @@ QUIETLY: dict[str, Any] = {
 
 def start_before(run: Past, step: int) -> int:
     """Return the step of the newest checkpoint before `step`, or 0 for a run that began there. Raises ConfigError."""
-    if not 0 < step <= run.last:
-        raise ConfigError(f"--step {step}: {run.folder} has done steps 1 to {run.last}; give one of them")
+    if not run.begun < step <= run.last:
+        raise ConfigError(f"--step {step}: {run.folder} has done steps {run.begun + 1} to {run.last}; give one of them")
     starts = [at for at in run.starts if at < step]
     if not starts:
-        oldest = min(run.checkpoints, default=run.certificate.groups[0]["group"])
+        oldest = min(run.checkpoints, default=run.last)
         raise ConfigError(
-            f"--step {step}: the oldest checkpoint of {run.folder} is of step {oldest}; "
-            "give a later step, or train with a larger --keep_checkpoints"
+            f"--step {step}: the oldest checkpoint of {run.folder} is of step {oldest}, and that of step {run.begun}, "
+            "from which it began, is gone or not known; give a later step, or train with a larger --keep_checkpoints"
         )
     return max(starts)
 
@@ -95,7 +95,7 @@ def reenact(
 
     `start` is 0, or the step of a checkpoint. Raises NanorayError.
     """
-    source = run.checkpoints.get(start) or (Path(run.spec.resume) if start else None)
+    source = run.checkpoints.get(start) or (run.origin if start else None)
     found: Past | None = None
     for group in _groups(run, range(start + 1, last + 1)):
         ends = [other["group"] for other in run.certificate.groups if other["group"] > group["group"]]

@@ -77,7 +77,7 @@ def _one(run: Past, processes: bool) -> int:
 def _setups(a: Past, b: Past) -> list[str]:
     """Return a line for each difference of the two runs' configurations, data and machines."""
     ours, theirs = (run.certificate.groups[0] for run in (a, b))
-    found = [(key, ours[key], theirs[key]) for key in ours if key not in ("group", "config", "slots")]
+    found = [(key, ours[key], theirs[key]) for key in ours if key not in ("group", "resume", "config", "slots")]
     found += [(key, value, theirs["config"].get(key)) for key, value in ours["config"].items() if key not in NOT_OF_RUN]
     found += [("dataset (sha256)", a.spec.dataset.tokens_sha256[:16], b.spec.dataset.tokens_sha256[:16])]
     return [f"setup    {key}: {x!r} and {y!r}" for key, x, y in found if x != y]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nanoray.atomic import read_json_lines
-from nanoray.checkpoint.files import load, steps_in
+from nanoray.checkpoint.files import MANIFEST, load, steps_in
 from nanoray.config import read_yaml
 from nanoray.errors import ConfigError
 from nanoray.run import RunSpec
@@ -53,8 +53,18 @@ class Past:
     @property
     def starts(self) -> set[int]:
         """The steps after which its steps can be done again: of its checkpoints, and where it began itself."""
-        begun = self.certificate.groups[0]["group"]
-        return {*self.checkpoints, *([begun] if not begun or self.spec.resume else [])}
+        return {*self.checkpoints, *([self.begun] if not self.begun or self.origin else [])}
+
+    @property
+    def begun(self) -> int:
+        """The step after which it began."""
+        return int(self.certificate.groups[0]["group"])
+
+    @property
+    def origin(self) -> Path | None:
+        """The checkpoint of another run that it began from; None where that is gone, or an older nanoray noted none."""
+        path = Path(self.certificate.groups[0].get("resume") or self.spec.resume)
+        return path if (path / MANIFEST).is_file() else None
 
     def values(self, step: int) -> dict[str, Any]:
         """Return what is known of a step, by name: the causes before the consequences."""

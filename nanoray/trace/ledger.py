@@ -34,8 +34,8 @@ _OF_PHASE = {
     "eval": "evaluation", "checkpoint": "checkpoint", "done": "closing",
 }  # fmt: skip
 KEPT = ("start", "recovery", "data", "compute", "idle", "log", "evaluation", "checkpoint", "closing")
-# started, created (Unix s), steps, closed, then the seconds of each account
-_FORMAT = struct.Struct(f"<ddq?{len(KEPT)}d")
+# started, created (Unix s), steps, closed, the seconds of each account; first and newest step, how many were done again
+_FORMAT = struct.Struct(f"<ddq?{len(KEPT)}d3q")
 
 # What each account means, in the order of the table.
 MEANINGS = {
@@ -66,7 +66,8 @@ class Ledger:
         self._clock, self._seconds = clock, dict.fromkeys(KEPT, 0.0)
         self._head = started, clock.time()
         self._open, self._since, self._steps = "recovery" if takes_over else "start", clock.monotonic(), 0
-        self._closed = False
+        self._closed, self._updating = False, 0
+        self._first = self._newest = self._again = 0  # of the steps whose update is done
         self._map: mmap.mmap | bytearray = bytearray(_FORMAT.size)
         with suppress(OSError):  # on a full disk these seconds are kept by nobody, and count as recovery
             path.write_bytes(self._map)
@@ -76,12 +77,16 @@ class Ledger:
 
     def on_phase(self, step: int, phase: str) -> None:
         """Close the account that is open, and open that of a phase; set-up and regrouping last until there is data."""
+        if done := self._updating:
+            self._again += done <= self._newest
+            self._first, self._newest = self._first or done, max(self._newest, done)
+        self._updating = step if phase == "optimizer" else 0
         self._change(_OF_PHASE.get(phase, self._open))
         self._steps += phase == "optimizer"
 
     def group_lost(self) -> None:
         """Charge what has not been charged yet to recovery: the phase in which the group broke, and what follows."""
-        self._open = "recovery"
+        self._open, self._updating = "recovery", 0
         self._change("recovery")
 
     def close(self) -> None:
@@ -96,7 +101,8 @@ class Ledger:
         self._write()
 
     def _write(self) -> None:
-        _FORMAT.pack_into(self._map, 0, *self._head, self._steps, self._closed, *self._seconds.values())
+        steps = self._first, self._newest, self._again
+        _FORMAT.pack_into(self._map, 0, *self._head, self._steps, self._closed, *self._seconds.values(), *steps)
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,9 @@ class Process:
     steps: int
     closed: bool  # it came to its end, with an error or without
     seconds: dict[str, float]
+    first: int  # step; 0 in a file of an older nanoray, which is shorter
+    newest: int
+    again: int  # steps that it did more than once
 
     @property
     def last(self) -> float:
@@ -161,11 +170,11 @@ def read(folder: Path) -> list[Process]:
     found = []
     for path in (folder / "logs").glob("rank*.ledger"):
         with suppress(OSError, struct.error, ValueError):
-            started, created, steps, closed, *seconds = _FORMAT.unpack(path.read_bytes())
+            started, created, steps, closed, *rest = _FORMAT.unpack(path.read_bytes().ljust(_FORMAT.size, b"\0"))
             slot = int(path.name.removeprefix("rank").split(".")[0])
             if started:  # else the process died while it opened the file
-                accounts = dict(zip(KEPT, seconds, strict=True))
-                found.append(Process(slot, started, created, steps, closed, accounts))
+                accounts = dict(zip(KEPT, rest[:-3], strict=True))
+                found.append(Process(slot, started, created, steps, closed, accounts, *rest[-3:]))
     return sorted(found, key=lambda process: (process.started, process.slot, process.created))
 
 
@@ -208,10 +217,19 @@ def _add_slot(total: dict[str, float], processes: Iterable[Process], started: fl
     total[gap] += max(0.0, end - at)
 
 
+def _repeated(processes: Sequence[Process]) -> int:
+    """Return how many steps of the slots had been done before, by an earlier process of the slot or the same one."""
+    count, newest = 0, dict[int, int]()
+    for p in processes:
+        before, newest[p.slot] = newest.get(p.slot, 0), max(newest.get(p.slot, 0), p.newest)
+        count += p.again + max(0, min(p.newest, before) - p.first + 1) * (p.first > 0)
+    return count
+
+
 def _move_repeated(total: dict[str, float], processes: Sequence[Process], steps: int) -> None:
     """Take steps that were done again out of data and compute; each is as long as the mean one of all ranks."""
-    done = sum(process.steps for process in processes)
-    share = min(1.0, steps * len({process.slot for process in processes}) / done) if done else 0.0
+    done, slots = sum(process.steps for process in processes), len({process.slot for process in processes})
+    share = min(1.0, max(_repeated(processes), steps * slots) / done) if done else 0.0
     for name in ("data", "compute"):
         total["repeated"] += share * total[name]
         total[name] *= 1 - share

@@ -130,6 +130,7 @@ class CommLog:
         attempt: int,
         sizes: Mapping[str, int] | None = None,
         bubble: float | None = None,
+        started: float = 0.0,  # Unix s of the command, which counts its attempts from 0
     ) -> None:
         """`sizes` tells how many ranks share a collective of an axis (tp, pp, dp), where that is not all of them.
 
@@ -138,7 +139,7 @@ class CommLog:
         self.folder = folder
         self.limit: tuple[float, str] | None = None  # GB/s, and what it measures
         folder.mkdir(exist_ok=True)
-        self._attempt, self._sizes, self._bubble = attempt, sizes or {}, bubble
+        self._group, self._sizes, self._bubble = {"attempt": attempt, "started": started}, sizes or {}, bubble
         self._late: deque[tuple[int, str, float]] = deque(maxlen=LATE_OF)
         self._straggler: dict[str, Any] | None = None  # the last one; `until` is None while it is one
         self._window: deque[dict[str, Any]] = deque(maxlen=MAX_DRAWN)
@@ -153,7 +154,7 @@ class CommLog:
         """Add the notes of all ranks, in rank order; return metrics for the next record, and lines for the user."""
         lines, now = [], Totals()
         for of_ranks in zip(*notes, strict=True):
-            step = merge(of_ranks, offsets, self._sizes) | {"attempt": self._attempt}
+            step = merge(of_ranks, offsets, self._sizes) | self._group
             figures = step["figures"]
             self._window.append(step)
             seen = [c for c in step["collectives"] if c["bucket"] is not None]
@@ -172,11 +173,11 @@ class CommLog:
         if self._failed:
             return []
         if self._file.tell() > DETAIL_BYTES:
-            step = {key: step[key] for key in ("step", "attempt", "figures")}
+            step = {key: step[key] for key in ("step", *self._group, "figures")}
         try:
             self._file.write(json.dumps(step) + "\n")
             self._file.flush()
-            if not (self.folder / "buckets.json").exists():
+            if len(self._window) == 1:  # the first of this group
                 write_json(self.folder / "buckets.json", buckets)
         except OSError as error:
             self._failed = str(error)

@@ -14,10 +14,12 @@ MAX_DRAWN, MAX_RANKS = 4, 16  # steps and ranks in one picture
 
 
 def newest_window(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the newest steps that follow each other."""
+    """Return the newest steps that follow each other, of one group of ranks."""
     window = [steps[-1]]
     for step in reversed(steps[:-1]):
-        if step["step"] != window[0]["step"] - 1:
+        if step["step"] != window[0]["step"] - 1 or any(
+            step.get(k) != window[0].get(k) for k in ("started", "attempt")
+        ):
             break
         window.insert(0, step)
     return window[-MAX_DRAWN:]

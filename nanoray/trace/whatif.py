@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -51,6 +52,7 @@ KNOWN = {"grad_compress": "none", "tp": 1, "pp": 1, "ep": 1}
 PARTS = ("forward", "backward", "optimizer")
 MODES = ("ddp", "zero1", "zero2", "fsdp")
 SHARED = {"all_gather": all_gather, "reduce_scatter": all_to_all, "send_recv": send}  # where the state is sharded
+MOST_BUCKETS = 10_000  # to simulate them takes two seconds, and four times as long for twice as many
 Times = list[tuple[int, float]]  # (bytes, seconds) of all-reduces
 
 
@@ -147,7 +149,8 @@ def read_past(run: Path) -> Past:
     """Read the traced steps of a run's newest group of ranks. Raises ConfigError for a run that cannot be asked."""
     mode, algorithm = _mode_of(run)
     lines = read_steps(run)
-    lines = [s for s in lines if s["attempt"] == lines[-1]["attempt"] and len(s["phases"]) == len(lines[-1]["phases"])]
+    groups = [(s.get("started"), s["attempt"], len(s["phases"])) for s in lines]
+    lines = [s for s, group in zip(lines, groups, strict=True) if group == groups[-1]]
     quiet = [s for s in lines if not s["figures"]["profiled"]] or lines
     travels = [s for s in quiet if any(c["bucket"] is not None or c["op"] in SHARED for c in s["collectives"])]
     steps, ranks = [parts_of(step) for step in travels], len(lines[-1]["phases"])
@@ -210,7 +213,10 @@ def _median(steps: Sequence[Step]) -> Step:
 
 def cut_anew(buckets: Sequence[Bucket], bucket_mb: float) -> tuple[Bucket, ...]:
     """Return buckets of another size: gradients become ready at an even pace between the moments that are known."""
-    cap, total = round(bucket_mb * 2**20), sum(b.nbytes for b in buckets)
+    cap, total = max(4, round(bucket_mb * 2**20)), sum(b.nbytes for b in buckets)
+    if total > cap * MOST_BUCKETS:
+        remedy = f"give {1.05 * total / MOST_BUCKETS / 2**20:.2g} or more"
+        raise ConfigError(f"bucket_mb = {bucket_mb:g} makes more than {MOST_BUCKETS:,} buckets; {remedy}")
     marks = [(0.0, 0)]
     for bucket in buckets:
         marks.append((bucket.ready_s, marks[-1][1] + bucket.nbytes))
@@ -316,8 +322,9 @@ def _run(args: argparse.Namespace) -> None:
     if unknown := {*args.allreduce} - {None, "best", *MODELS}:
         raise ConfigError(f"allreduce = {', '.join(unknown)}: use one of {', '.join((*MODELS, 'best'))}")
     numbers = [n for n in (*args.bucket_mb, *args.ranks, args.bandwidth_gb_per_s) if n is not None]
-    if any(n <= 0 for n in numbers) or (args.latency_us or 0) < 0:
-        raise ConfigError(f"{', '.join(f'{n:g}' for n in numbers)}: sizes, ranks and speeds are above 0")
+    if not all(0 < n < math.inf for n in numbers) or not 0 <= (args.latency_us or 0) < math.inf:
+        told = ", ".join(f"{n:g}" for n in (*numbers, args.latency_us) if n is not None)
+        raise ConfigError(f"{told}: sizes, ranks and speeds are above 0, a latency at least 0, and all are finite")
 
     def other(link: Link) -> Topology:
         if args.topology:

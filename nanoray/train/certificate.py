@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanoray.atomic import read_json_lines
+from nanoray.atomic import append_line, read_json_lines
 
 log = logging.getLogger("nanoray")
 NAME = "hashes.jsonl"
@@ -33,8 +33,7 @@ class Certificate:
 def append(folder: Path, line: dict[str, Any]) -> None:
     """Add a line to a run's file. On a full disk it is left out: the run does not need it."""
     try:
-        with (folder / NAME).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, allow_nan=False) + "\n")
+        append_line(folder / NAME, json.dumps(line, allow_nan=False))
     except OSError as error:
         log.warning("%s has no line of step %s: %s", NAME, line.get("step", line.get("group")), error.strerror)
 

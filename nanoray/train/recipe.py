@@ -358,8 +358,8 @@ def comm_trace(spec: RunSpec, mesh: Mesh, par: Plan, resume_step: int) -> CommTr
     names = partial(recorder.buckets, twin) if twin else lambda: par.bucket_names
     sizes = {"tp": cfg.tp, "pp": cfg.pp, "dp": par.data.size, "ep": cfg.ep, "edp": par.data.size // cfg.ep}
     bubble = par.bubble if cfg.pp > 1 else None
-    log_of_all = CommLog(spec.folder / "comm", resume_step, spec.attempt, sizes, bubble) if mesh.rank == 0 else None
-    return CommTrace(mesh, recorder, names, log_of_all)
+    told = spec.folder / "comm", resume_step, spec.attempt, sizes, bubble, spec.started
+    return CommTrace(mesh, recorder, names, CommLog(*told) if mesh.rank == 0 else None)
 
 
 def require_shared_folder(spec: RunSpec, rendezvous: Rendezvous) -> None:
@@ -434,6 +434,7 @@ def told_of_group(spec: RunSpec, mesh: Mesh, step: int) -> dict[str, Any]:
     return {
         "group": step,
         "attempt": spec.attempt,
+        "resume": spec.resume,  # run.json has that of the newest command
         "ranks": mesh.world_size,
         "slots": mesh.slots,
         "backend": mesh.backend,

@@ -276,6 +276,27 @@ def test_a_bit_in_a_checkpoint_is_named(pair: RunSpec, tmp_path: Path, capsys: p
     assert tensors_apart(run / "checkpoints" / "step_00000003", pair.checkpoints / "step_00000003") == ([], 61)
 
 
+def test_a_fork_that_was_resumed_knows_where_it_began(
+    pair: RunSpec, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its run.json names its own folder by then, which is no checkpoint."""
+    base = shutil.copytree(pair.folder, tmp_path / "base")
+    settings: dict[str, Any] = {**RECIPE, "grad_accum_steps": 2, "checkpoint_every": 0, "name": "fork"}
+    folder = base / "checkpoints" / "step_00000003"
+    for last in (5, 6):
+        fork = make_spec(text, tmp_path / "runs", **settings, max_steps=8, stop_at=last, resume=str(folder))
+        assert all("error" not in outcome for outcome in run_ranks(fork, 2))
+        folder = fork.folder
+    assert fork.resume == str(fork.folder)
+    assert "step 4 of" in said(capsys, replay([str(folder), "--step", "4"]), 0)
+    assert "has done steps 4 to 6; give one of them" in said(capsys, replay([str(folder), "--step", "3"]), 2)
+    assert "again    steps 4 to 5" in said(capsys, bisect.main([str(folder)]), 0)
+    base.rename(tmp_path / "moved")
+    out = said(capsys, replay([str(folder), "--step", "4"]), 2)
+    assert "is of step 5, and that of step 3, from which it began, is gone or not known; give a later step" in out
+    assert "again    steps 6 to 6" in said(capsys, bisect.main([str(folder)]), 0)
+
+
 def test_a_resume_makes_later_lines_void(tmp_path: Path) -> None:
     lines = [{"group": 0, "ranks": 2}, {"step": 2}, {"step": 4}, {"group": 3, "ranks": 3}, {"step": 4, "new": 1}]
     (tmp_path / "hashes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 5, "to')

@@ -168,6 +168,17 @@ def test_the_newest_window_holds_neighbours_only() -> None:
     steps = [{"step": s} for s in (9, 10, 19, 20)]
     assert [s["step"] for s in newest_window(steps)] == [19, 20]
     assert [s["step"] for s in newest_window([{"step": s} for s in range(1, 9)])] == [5, 6, 7, 8]
+    for other in ({"started": 7.0, "attempt": 1}, {"started": 9.0, "attempt": 0}):
+        steps = [{"step": 7, "started": 7.0, "attempt": 0}, {"step": 8, **other}, {"step": 9, **other}]
+        assert [s["step"] for s in newest_window(steps)] == [8, 9], "of one group of ranks"
+
+
+def test_each_group_names_its_buckets(tmp_path: Path) -> None:
+    for at, started, buckets in ((1, 7.0, {0: ["a", "b"]}), (2, 9.0, {0: ["b"], 1: ["a"]})):
+        log = CommLog(tmp_path / "comm", at - 1, 0, started=started)
+        log.add(one_late(False, at), [ClockOffset(0, 0)] * 2, buckets)
+    assert json.loads((tmp_path / "comm" / "buckets.json").read_text()) == {"0": ["b"], "1": ["a"]}
+    assert [(s["started"], s["attempt"]) for s in read_steps(tmp_path)] == [(7.0, 0), (9.0, 0)]
 
 
 # Real ranks.

@@ -5,22 +5,28 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from nanoray.atomic import read_json_lines
 from nanoray.config import make_config
 from nanoray.errors import ConfigError
 from nanoray.faults.cause import is_collective_error
-from nanoray.faults.plan import DRIVER, Fault, InjectedFault, Injector, parse_plan
+from nanoray.faults.plan import DRIVER, Fault, InjectedFault, Injector, append_event, parse_plan
 from nanoray.faults.progress import ProgressFile
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.points import reached, watch
+from nanoray.train import certificate
 
 
 def a_gpt() -> GPT:
@@ -89,6 +95,46 @@ def test_a_full_disk_gets_space_again(tmp_path: Path, monkeypatch: pytest.Monkey
     finally:
         timer.function(*timer.args)
     (tmp_path / "checkpoint").write_bytes(bytes(1 << 20))
+
+
+@contextmanager
+def room_for(nbytes: int) -> Iterator[None]:
+    """No file of this process grows beyond so many bytes: a write that crosses them is cut short, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def append_fault(folder: Path, values: dict[str, Any]) -> None:
+    append_event(folder / "faults.jsonl", "fault", values)
+
+
+@pytest.mark.parametrize(("append", "name"), [(append_fault, "faults.jsonl"), (certificate.append, certificate.NAME)])
+def test_a_torn_line_swallows_no_other(
+    append: Callable[[Path, dict[str, Any]], None], name: str, tmp_path: Path
+) -> None:
+    """Neither one of a full disk, of which no part stays, nor one of a process that was killed in it."""
+    path = tmp_path / name
+    append(tmp_path, {"step": 1})
+    whole = path.read_bytes()
+    with room_for(len(whole) + 50), suppress(OSError):
+        append(tmp_path, {"step": 2, "pad": "x" * 99})
+    assert path.read_bytes() == whole
+    path.write_bytes(whole + b'{"step": 3, "pa')
+    append(tmp_path, {"step": 4})
+    assert [line["step"] for line in read_json_lines(path)] == [1, 4]
+
+
+def test_a_fault_fires_beside_a_torn_line(tmp_path: Path) -> None:
+    record = tmp_path / "faults.jsonl"
+    record.write_text('{"event": "fau')
+    injector = Injector(record)
+    injector.plan("slow@rank=0,step=5,seconds=0", 0, 0, 0.0)
+    injector(5, "forward")
+    assert [event["event"] for event in read_json_lines(record)] == ["injected"]
 
 
 @pytest.mark.parametrize("times", [1, 3])

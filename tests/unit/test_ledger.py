@@ -40,9 +40,9 @@ class Rank:
         path = folder / "logs" / f"rank{slot}.{command}-{at}.ledger"
         self.ledger = Ledger(path, COMMAND + command, takes_over, self.clock)
 
-    def walk(self, *phases: tuple[str, float]) -> Rank:
+    def walk(self, *phases: tuple[str, float], step: int = 0) -> Rank:
         for name, seconds in phases:
-            self.ledger.on_phase(0, name)
+            self.ledger.on_phase(step, name)
             self.clock.at += seconds
         return self
 
@@ -96,6 +96,34 @@ def test_steps_done_again_do_not_count(tmp_path: Path) -> None:
     ended(tmp_path, 37.0)
     found = require(tmp_path, start=4, data=3, compute=18, repeated=7, recovery=2 + 3)
     assert found.goodput == pytest.approx(21 / 37)
+
+
+def test_steps_of_a_killed_command_that_the_next_one_does_again(tmp_path: Path) -> None:
+    """Everything was killed, so no driver told of it: the checkpoint is of step 1, and steps 2 and 3 were done."""
+    killed = Rank(tmp_path, 0, 0).walk(("init", 4))
+    for step in (1, 2, 3):
+        killed.walk(*STEP, step=step)
+    killed.walk(("data", 0), step=4)
+    again = Rank(tmp_path, 0, 500, command=500).walk(("init", 4), step=2)
+    for step in (2, 3, 4):
+        again.walk(*STEP, step=step)
+    again.walk(("done", 0), step=4).ledger.close()
+    ended(tmp_path, 25.0)
+    require(tmp_path, start=8, data=4, compute=24, repeated=14)
+    fault(tmp_path, recovery="restart", steps_repeated=2)
+    require(tmp_path, start=8, data=4, compute=24, repeated=14)  # counted once
+    for path in (tmp_path / "logs").glob("*.ledger"):
+        path.write_bytes(path.read_bytes()[:-24])  # as an older nanoray wrote it: without steps
+    require(tmp_path, start=8, data=4, compute=24, repeated=14)
+
+
+def test_an_update_that_broke_off_is_not_done_twice(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, 0, 0).walk(("init", 4)).walk(*STEP, step=1).walk(*STEP, step=2)
+    rank.ledger.group_lost()  # in the update of step 2
+    rank.walk(("init", 1), *STEP, step=2).walk(("data", 0), step=3)
+    require(tmp_path, start=4, data=3, compute=17, recovery=2)
+    rank.walk(*STEP, step=2).walk(("data", 0), step=3)  # went back to an older checkpoint
+    require(tmp_path, start=4, data=3, compute=23 * 3 / 4, recovery=2, repeated=27 / 4)
 
 
 def test_a_slot_without_a_process_waits_for_capacity(tmp_path: Path) -> None:

@@ -167,6 +167,20 @@ def test_the_error_is_that_of_steps_that_taught_nothing(tmp_path: Path, capsys: 
     assert "predicted 27.2 ms, measured 40.0 ms (40.0-40.0, n = 2): -32 %" in asked(run, capsys)[0][2]
 
 
+@pytest.mark.parametrize(("first", "second", "buckets"), [((0, 1), (0,), 1), ((0,), (0, 1), 2)])
+def test_only_the_newest_command_is_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], first: tuple[int], second: tuple[int], buckets: int
+) -> None:
+    """Each counts its attempts from 0, and may have other buckets."""
+    run = write_run(tmp_path / "run", steps=6)
+    steps = [json.loads(line) for line in (run / "comm" / "steps.jsonl").read_text().splitlines()]
+    for step in steps:
+        step["started"], kept = (1000.0, first) if step["step"] <= 3 else (2000.0, second)
+        step["collectives"] = [c for c in step["collectives"] if c["bucket"] in kept]
+    (run / "comm" / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    assert f": 2 ranks, {buckets} bucket(s) of " in asked(run, capsys)[0][0]
+
+
 def test_time_in_flight_together_is_shared() -> None:
     assert whatif.shared([(0.0, 4.0), (2.0, 6.0)]) == [3.0, 3.0]
     assert whatif.shared([(0.0, 6.0), (2.0, 4.0), (7.0, 8.0)]) == [5.0, 1.0, 1.0]
@@ -196,6 +210,12 @@ def test_one_size_of_buckets_has_no_latency_of_its_own(tmp_path: Path, capsys: p
         ({"bucket": None}, [], "have no buckets; trace a run of 2 ranks or more"),
         ({}, ["--allreduce", "magic"], "allreduce = magic: use one of ring, tree"),
         ({}, ["--ranks", "0"], "0: sizes, ranks and speeds are above 0"),
+        ({}, ["--bandwidth_gb_per_s", "nan"], "nan: sizes, ranks and speeds are above 0"),
+        ({}, ["--bandwidth_gb_per_s", "inf"], "inf: sizes, ranks and speeds are above 0"),
+        ({}, ["--latency_us", "inf"], "inf: sizes, ranks and speeds are above 0, a latency at least 0, and all are"),
+        ({}, ["--latency_us", "nan", "--ranks", "2"], "2, nan: sizes, ranks and speeds are above 0"),
+        ({}, ["--bucket_mb", "nan"], "nan: sizes, ranks and speeds are above 0"),
+        ({}, ["--bucket_mb", "1e-9"], "1e-09 makes more than 10,000 buckets; give 0.0005 or more"),
         ({}, ["--topology", "ethernet-25g", "--latency_us", "1"], "topology has links of its own; drop latency_us"),
     ],
 )
