@@ -133,9 +133,19 @@ PAGES = {
     "parallelism": ["strategies", "equivalence", "pipeline", "layouts"],
     "precision": ["precision", "compression"],
     "reliability": ["recovery", "checkpoint", "control", "soak"],
-    "speedrun": ["speedrun", "speedrun-changes"],
-    "step": ["step", "step-pairs", "step-char", "step-gpt2"],
+    "speedrun": ["speedrun", "speedrun-changes", "speedrun-lower"],
+    "step": ["step", "step-pairs", "step-char", "step-threads", "step-gpt2"],
 }
+
+
+def test_the_parts_of_the_way_to_the_first_step_are_those_that_were_measured() -> None:
+    page = (ROOT / "docs" / "playbook.md").read_text(encoding="utf-8")
+    pasted = importlib.import_module("nanoray.bench.train").paste(
+        Report.read(ROOT / "docs/results/train-start-cpu.json")
+    )
+    last = pasted[next(i for i, line in enumerate(pasted) if line.startswith("| of the last, s |")) :]
+    assert len(last) == 5
+    assert "\n".join(last) in page
 
 
 @pytest.mark.parametrize(("name", "bench"), [(name, bench) for name, benches in PAGES.items() for bench in benches])
