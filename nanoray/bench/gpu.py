@@ -11,6 +11,7 @@ A ladder per preset. Each rung keeps what the ones before it have, but for those
     + compile            --compile
     (CUDA graphs)        --compile cuda_graphs in its place
     + chunked loss       --loss_chunk 4096
+    (larger heads)       half as many heads, each of twice the size
     + batch x 2, x 4     micro batches of so many times the preset's
 
 One rung after the other has the device for itself, because they do not fit on it together, and a cache of compiled
@@ -57,6 +58,7 @@ RUNGS: dict[str, dict[str, Any]] = {  # what each adds; keys with "_" are not th
     "+ compile": {"compile": True},
     "(CUDA graphs)": {"compile": "cuda_graphs"},
     "+ chunked loss": {"loss_chunk": 4096},
+    "(larger heads)": {"_larger": 2},
     "+ batch x 2": {"_batch": 2},
     "+ batch x 4": {"_batch": 4},
 }
@@ -202,13 +204,14 @@ def _rung(
     from nanoray.models.costs import flops_per_token
     from nanoray.models.gpt import ModelShape
 
-    times = settings.get("_batch", 1)
+    times, larger = settings.get("_batch", 1), settings.get("_larger", 1)
     own = {key: value for key, value in settings.items() if not key.startswith("_")}
-    batch = {key: times * getattr(ladder.config, key) for key in ("micro_batch_size", "global_batch_size")}
+    sizes = {key: times * getattr(ladder.config, key) for key in ("micro_batch_size", "global_batch_size")}
+    sizes["n_head"] = ladder.config.n_head // larger
     name = rung.strip("+ ()").replace(" ", "-")
     arm = _named(ladder, rung)
     try:
-        config = make_config(ladder.config.model_dump() | own | batch | {"name": f"{ladder.name}-{name}"})
+        config = make_config(ladder.config.model_dump() | own | sizes | {"name": f"{ladder.name}-{name}"})
         spec = open_run(config, ladder.data, time.time())
         order = {"arm": "engine", "rank": 0, "world": 1, "spec": str(spec.folder / "run.json")}
         found = _run(ladder, order | {"unfused": settings["_unfused"]}, arm)
@@ -237,7 +240,7 @@ def _rung(
     step = min(max(losses[rung], default=0), max(losses.get(BASE, {0: 0.0})))
     if step and step in losses[rung] and step in losses[BASE]:
         near = math.isclose(losses[rung][step], losses[BASE][step], rel_tol=SAME_LOSS[config.precision])
-        compared = times == 1 and not config.dropout  # other kernels draw other masks
+        compared = times == larger == 1 and not config.dropout  # other kernels draw other masks
         wrong = int(not near) if compared else None
         report.rows.append(Row(arm, LOSS, "", (losses[rung][step],), f"of step {step}", wrong=wrong))
 

@@ -35,12 +35,12 @@ class Moments:
     until_step_s: float  # from there to the end of the first optimizer step: process group, model, warm-up, step
     after_s: float  # from the last record to the exit of the command: checkpoint, teardown
     last_loss: float
+    rank_cpu_ms: float | None = None  # CPU time per step of all ranks together; None: too few steps to measure it
+    all_cpu_ms: float | None = None  # the same with the launcher's processes, and Ray's
     group_s: float | None = None  # of until_step_s: until the ranks have met; None: the rank's log does not say
     model_s: float | None = None  # until model, optimizer and data are there, and equal on all ranks
     warm_up_s: float | None = None
     one_step_s: float | None = None
-    rank_cpu_ms: float | None = None  # CPU time per step of all ranks together; None: too few steps to measure it
-    all_cpu_ms: float | None = None  # the same with the launcher's processes, and Ray's
 
 
 METRICS = {
