@@ -136,7 +136,7 @@ class Seen:
     def at(self, slot: int, step: int, phase: str, base: int) -> int:
         """Note where a rank is. Returns its completed steps; 0 if it does not know yet from where it goes on.
 
-        That is so before its group has formed: a new rank that waits for its peers has only the base of its process, 0.
+        That is so before its group has been built: until then its base is unknown.
         """
         if phase in ("init", "regroup"):
             return 0
