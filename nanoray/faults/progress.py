@@ -20,7 +20,7 @@ class ProgressFile:
 
     def __init__(self, path: Path) -> None:
         self.base = UNKNOWN
-        path.write_bytes(bytes(self._FORMAT.size))
+        path.write_bytes(self._FORMAT.pack(0, PHASES.index("init"), UNKNOWN, 0.0))
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), self._FORMAT.size)
 

@@ -28,7 +28,7 @@ from nanoray.errors import NanorayError, RankDiffers, RendezvousError
 from nanoray.faults import exit_record
 from nanoray.faults.cause import is_collective_error
 from nanoray.faults.proc import start_time
-from nanoray.faults.progress import ProgressFile
+from nanoray.faults.progress import UNKNOWN, ProgressFile
 from nanoray.mesh.devices import require_compiler
 from nanoray.mesh.rendezvous import Order, Rendezvous
 from nanoray.metrics import METRICS
@@ -338,7 +338,8 @@ class Worker:
             spec = self._spec  # before `waiting`, which `_rejoin` clears before it sets the next spec
             position = ProgressFile.read_all(spec.progress(self._rank or 0)) if spec else None
             attempt = spec.attempt if spec else -1
-            heartbeat = Heartbeat(*(position or (0, "init", 0, 0.0)), attempt=attempt, waiting=self._waiting.is_set())
+            position = position or (0, "init", UNKNOWN, 0.0)
+            heartbeat = Heartbeat(*position, attempt=attempt, waiting=self._waiting.is_set())
             passed = after is not None and heartbeat.step > after
             left = deadline - time.monotonic()
             if heartbeat.waiting != waiting or passed or left <= 0:

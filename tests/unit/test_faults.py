@@ -23,7 +23,7 @@ from nanoray.config import make_config
 from nanoray.errors import ConfigError
 from nanoray.faults.cause import is_collective_error
 from nanoray.faults.plan import DRIVER, Fault, InjectedFault, Injector, append_event, parse_plan
-from nanoray.faults.progress import ProgressFile
+from nanoray.faults.progress import UNKNOWN, ProgressFile
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.points import reached, watch
 from nanoray.train import certificate
@@ -186,6 +186,8 @@ def test_a_fault_is_recorded_before_it_fires(tmp_path: Path) -> None:
 
 def test_a_progress_file_tells_where_a_rank_was(tmp_path: Path) -> None:
     path = tmp_path / "rank0.progress"
+    ProgressFile(path)
+    assert ProgressFile.read_all(path) == (0, "init", UNKNOWN, 0.0), "its group has not been built yet"
     ProgressFile(path).set(812, "backward")
     assert ProgressFile.read(path) == (812, "backward")
     assert ProgressFile.read(tmp_path / "none") is None
