@@ -24,12 +24,16 @@ def append_line(path: Path, line: str, sync: bool = False) -> None:
     """Append a line, or on a full disk no part of it; a torn last line is ended first. Raises OSError."""
     with path.open("ab+", buffering=0) as file:
         torn = (end := file.tell()) > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"
-        data = b"\n" * torn + line.encode() + b"\n"
-        if (written := file.write(data)) < len(data):
-            file.truncate(file.tell() - written)  # another process may have appended before this
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_whole(file.fileno(), b"\n" * torn + line.encode() + b"\n")
         if sync:
             os.fsync(file.fileno())
+
+
+def write_whole(fd: int, data: bytes) -> None:
+    """Append `data` to a file, or on a full disk no part of it. Raises OSError."""
+    if (written := os.write(fd, data)) < len(data):
+        os.ftruncate(fd, os.lseek(fd, 0, os.SEEK_CUR) - written)  # another process may have appended before this
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def write_json(path: Path, value: Any) -> None:

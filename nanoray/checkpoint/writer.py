@@ -61,7 +61,7 @@ class CheckpointWriter:
         self._outcome: float | Exception = 0.0  # of the last write: its seconds, or why it failed
         self._failures = 0  # in a row
         self._fatal = ""  # why the run cannot continue; broadcast at the next checkpoint
-        self._in_parts = self._is_part = False  # whether ranks write parts; whether this rank writes one for rank 0
+        self._is_part = False  # whether this rank writes a part for rank 0
         self._no_part = ""  # why a part that rank 0 waits for will not come
         self._may_commit = threading.Event()  # cleared while a survivor waits for its next attempt
         self._may_commit.set()
@@ -88,7 +88,7 @@ class CheckpointWriter:
     def _save_parts(self, mesh: Mesh, state: StateDict, final: bool) -> str:
         """Save a sharded state, or start to; return on rank 0 why the run cannot continue. (all ranks)"""
         step, first = state.meta["step"], mesh.rank == 0
-        self._in_parts, self._is_part = True, not first
+        self._is_part = not first
         self._settle_parts(mesh)
         sizes = mesh.gather(sum(tensor.nbytes for tensor in named_tensors(state).values()))
         draft = self._begin(step, sum(sizes or ()), final) if first else None

@@ -301,8 +301,7 @@ class Buckets:
 
     def clip(self, limit: float, norm: Tensor) -> None:
         """Scale the gradients so that their norm, which is `norm` now, is at most `limit`."""
-        clip_to(limit, self.gradients, norm)
-        clip_to(limit, self._mirror_grads, norm)
+        clip_to(limit, [*self.gradients, *self._mirror_grads], norm)
 
     def spread(self) -> None:
         """Start to gather the weights that the owners have updated; the next forward waits for them. (all ranks)"""

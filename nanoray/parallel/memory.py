@@ -20,6 +20,7 @@ no other rank has, 4/n of weights.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,12 +50,14 @@ class Sizes:
     @classmethod
     def of(cls, model: nn.Module) -> Sizes:
         """Count; the model may be on the meta device, where it takes no memory."""
-        inner = {p: max(units) for p, units in unit_of(model).items()}
-        layers = [sum(p.numel() for p, at in inner.items() if at == unit) for unit in {*inner.values()} - {-1}]
+        layers = Counter[int]()
+        for p, units in unit_of(model).items():
+            layers[max(units)] += p.numel()
+        outside = layers.pop(-1, 0)
         params = list(model.parameters())
         tensors = [p.numel() for p in params]
         trained, each = sum(p.numel() for p in params if p.requires_grad), sum(p.nbytes for p in params) / sum(tensors)
-        return cls(sum(tensors), sum(tensors) - sum(layers), max(layers, default=0), max(tensors), trained, each)
+        return cls(sum(tensors), outside, max(layers.values(), default=0), max(tensors), trained, each)
 
     @classmethod
     def of_some(cls, model: nn.Module, names: Collection[str]) -> Sizes:

@@ -185,7 +185,7 @@ class Plan:
         if isinstance(self._flow, pp.Pipe) and self._stage and self._stage.tied is not None:
             self._flow.add_tied(parallel.sum_of(self._stage.tied))
         self._sum_partial()
-        self._statistics.average()
+        self._statistics.add_up()
         self.own_losses = [total / accum]
         return self.own_losses[0]
 

@@ -1,6 +1,6 @@
 """Running statistics of batch normalisation: averaged over micro batches and ranks, and updated with the weights.
 
-forward ─► pending += mean, var ─► average: one small sum over the ranks ─► divide by passes, update, with the weights
+forward ─► pending += mean, var ─► add_up: one small sum over the ranks ─► update: over the passes, with the weights
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RunningStatistics:
             norm.pending.zero_()
             norm.passes.zero_()
 
-    def average(self) -> None:
+    def add_up(self) -> None:
         """Add up the statistics of the step's forward passes. (all ranks) Nothing that other steps see changes yet.
 
         A model may call a norm several times for a micro batch, or not at all, and one that is frozen counts nothing.

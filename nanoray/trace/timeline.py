@@ -13,13 +13,16 @@ from typing import Any
 MAX_DRAWN, MAX_RANKS = 4, 16  # steps and ranks in one picture
 
 
+def group_of(step: dict[str, Any]) -> tuple[Any, Any]:
+    """Return which group of ranks traced a step: each command counts its attempts anew."""
+    return step.get("started"), step.get("attempt")
+
+
 def newest_window(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the newest steps that follow each other, of one group of ranks."""
     window = [steps[-1]]
     for step in reversed(steps[:-1]):
-        if step["step"] != window[0]["step"] - 1 or any(
-            step.get(k) != window[0].get(k) for k in ("started", "attempt")
-        ):
+        if (step["step"], group_of(step)) != (window[0]["step"] - 1, group_of(window[0])):
             break
         window.insert(0, step)
     return window[-MAX_DRAWN:]

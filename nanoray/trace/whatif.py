@@ -47,6 +47,7 @@ from nanoray.mesh.links import (
 from nanoray.parallel.simulate import NOTHING, Bucket, Schedule, Step, simulate
 from nanoray.trace.__main__ import read_steps
 from nanoray.trace.log import PAUSES
+from nanoray.trace.timeline import group_of
 
 KNOWN = {"grad_compress": "none", "tp": 1, "pp": 1, "ep": 1}
 PARTS = ("forward", "backward", "optimizer")
@@ -149,8 +150,7 @@ def read_past(run: Path) -> Past:
     """Read the traced steps of a run's newest group of ranks. Raises ConfigError for a run that cannot be asked."""
     mode, algorithm = _mode_of(run)
     lines = read_steps(run)
-    groups = [(s.get("started"), s["attempt"], len(s["phases"])) for s in lines]
-    lines = [s for s, group in zip(lines, groups, strict=True) if group == groups[-1]]
+    lines = [s for s in lines if group_of(s) == group_of(lines[-1]) and len(s["phases"]) == len(lines[-1]["phases"])]
     quiet = [s for s in lines if not s["figures"]["profiled"]] or lines
     travels = [s for s in quiet if any(c["bucket"] is not None or c["op"] in SHARED for c in s["collectives"])]
     steps, ranks = [parts_of(step) for step in travels], len(lines[-1]["phases"])

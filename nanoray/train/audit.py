@@ -65,7 +65,7 @@ class Audit:
         self._theirs, self._own = self._compute((self._mesh.rank + 1) % self._mesh.world_size), {}
 
         def seed(micro: int) -> None:
-            self._stop()
+            self.forget()
             if micro == self._micro:
                 self._listen()
             own(micro)
@@ -90,10 +90,7 @@ class Audit:
             self._hooks.append(p.register_hook(hook))
 
     def forget(self) -> None:
-        """Hear of no more gradients: the group is left, in which a step may have broken."""
-        self._stop()
-
-    def _stop(self) -> None:
+        """Hear of no more gradients: they are hashed, or a step broke and its group is left."""
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -104,7 +101,7 @@ class Audit:
         """
         if not self.due:
             return ""
-        self._stop()
+        self.forget()
         mesh, own = self._mesh, dict(zip(self._own, torch.stack([*self._own.values()]).tolist(), strict=True))
         digests = mesh.all_gather((_digest(own), _digest(self._theirs)))
         disputed = [rank for rank in range(len(digests)) if digests[rank][0] != digests[rank - 1][1]]

@@ -15,7 +15,7 @@ from math import isnan, nan
 from pathlib import Path
 from typing import Any, Protocol, TextIO, runtime_checkable
 
-from nanoray.atomic import replace_bytes
+from nanoray.atomic import replace_bytes, write_whole
 from nanoray.metrics import METRICS, check_record
 from nanoray.run import RunSpec
 
@@ -101,14 +101,7 @@ class JsonlWriter:
 
     def _write(self) -> None:
         while self._waiting:
-            line = self._waiting[0][1]
-            end = os.lseek(self._fd, 0, os.SEEK_END)
-            try:
-                if os.write(self._fd, line) < len(line):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            except OSError:
-                os.ftruncate(self._fd, end)  # no part of a line
-                raise
+            write_whole(self._fd, self._waiting[0][1])
             self._waiting.popleft()
 
     def close(self) -> None:

@@ -358,8 +358,10 @@ def comm_trace(spec: RunSpec, mesh: Mesh, par: Plan, resume_step: int) -> CommTr
     names = partial(recorder.buckets, twin) if twin else lambda: par.bucket_names
     sizes = {"tp": cfg.tp, "pp": cfg.pp, "dp": par.data.size, "ep": cfg.ep, "edp": par.data.size // cfg.ep}
     bubble = par.bubble if cfg.pp > 1 else None
-    told = spec.folder / "comm", resume_step, spec.attempt, sizes, bubble, spec.started
-    return CommTrace(mesh, recorder, names, CommLog(*told) if mesh.rank == 0 else None)
+    log_of_all = None
+    if mesh.rank == 0:
+        log_of_all = CommLog(spec.folder / "comm", resume_step, spec.attempt, sizes, bubble, spec.started)
+    return CommTrace(mesh, recorder, names, log_of_all)
 
 
 def require_shared_folder(spec: RunSpec, rendezvous: Rendezvous) -> None:

@@ -20,6 +20,10 @@ from nanoray.state import TrainState, optimizer_tensors, share
 from nanoray.train.certificate import written
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_REMEDY = (
+    "The newest checkpoint was written while all agreed: resume from it; ranks on devices of different models round "
+    "differently and need hash_every 0"
+)
 _CHUNK = {"cpu": 1 << 17, "cuda": 1 << 22}  # elements: an int64 product that stays in cache, or fills a GPU
 
 
@@ -70,8 +74,7 @@ def compare(
     if not majority:
         raise StateDiverged(
             f"after step {state.step} the ranks hold different weights or optimizer state, and no majority agrees:"
-            f" {what}, compared with rank {source}. The newest checkpoint was written while all agreed: resume from "
-            "it; ranks on devices of different models round differently and need hash_every 0"
+            f" {what}, compared with rank {source}. {_REMEDY}"
         )
     state.whole = mesh.rank not in strays  # if a rank is lost now, no other rank may copy a differing state
     share(state, mesh, source)
@@ -96,8 +99,7 @@ def agreed(digests: Sequence[int | None], step: int) -> tuple[int, tuple[int, ..
     if others and 2 * votes <= held.total():
         raise StateDiverged(
             f"after step {step} the ranks that are left hold different weights or optimizer state, and no majority "
-            "agrees: a flipped bit, or a faulty device. The newest checkpoint was written while all agreed: resume "
-            "from it; ranks on devices of different models round differently and need hash_every 0"
+            f"agrees: a flipped bit, or a faulty device. {_REMEDY}"
         )
     return digests.index(winner), tuple(r for r, found in enumerate(digests) if found not in (None, winner))
 

@@ -74,7 +74,7 @@ def norm_layer(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -
     y = norm(own)
     y.backward(dy[part])
     before = norm.running_var.clone()
-    statistics.average()
+    statistics.add_up()
     statistics.update()
     assert norm.weight.grad is not None
     assert norm.bias.grad is not None

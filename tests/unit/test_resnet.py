@@ -85,7 +85,7 @@ def test_it_computes_what_torchs_layers_compute() -> None:
     statistics.begin()
     for model in (ours, theirs):
         F.cross_entropy(model(x), y).backward()
-    statistics.average()
+    statistics.add_up()
     statistics.update()
     for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert a.grad is not None
@@ -111,7 +111,7 @@ def test_a_forward_changes_no_running_statistic() -> None:
     statistics.begin()
     model(first)
     model(second)
-    statistics.average()
+    statistics.add_up()
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     statistics.update()
     outputs = [model.stem(batch) for batch in (first, second)]
@@ -127,7 +127,7 @@ def test_statistics_that_are_not_finite_change_nothing() -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     statistics.begin()
     model(torch.full((2, 3, 32, 32), torch.inf))
-    statistics.average()
+    statistics.add_up()
     statistics.update()
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
@@ -195,7 +195,7 @@ def test_it_learns_the_generated_images(tmp_path: Path) -> None:
     for step in range(100):
         statistics.begin()
         model(*data.train_batch(32 * step, 32)).backward()
-        statistics.average()
+        statistics.add_up()
         optimizer.step()
         statistics.update()
         optimizer.zero_grad()
