@@ -1,4 +1,6 @@
-"""A hook of mkdocs: links out of docs/, and links to folders, become links to the repository on the web."""
+"""A hook of mkdocs: links out of docs/, and links to folders, become links to the repository on the
+web.
+"""
 
 import re
 from pathlib import Path

@@ -21,7 +21,9 @@ ERASED = r"[^\n]*\r\x1b\[2K"  # a status line, and the order to erase it
 
 
 def main() -> int:
-    """Run the command of the arguments, show what it prints, and write the SVG; return its exit code."""
+    """Run the command of the arguments, show what it prints, and write the SVG; return its exit
+    code.
+    """
     path, *command = sys.argv[1:]
     os.environ |= {"COLUMNS": str(COLUMNS), "TERM": "xterm-256color"}
     seen = io.BytesIO()
@@ -37,7 +39,10 @@ def main() -> int:
     screen.print(Text(f"$ {shlex.join(command)}", style="bold"))
     for line in filter(None, re.sub(ERASED, "", text).splitlines()):
         screen.print(Text.from_ansi(line), no_wrap=True, overflow="ellipsis", crop=True)
-    picture = re.sub(r"@font-face \{.*?\}\s*", "", screen.export_svg(title="nanoray"), flags=re.DOTALL)  # from the web
+    # From the web
+    picture = re.sub(
+        r"@font-face \{.*?\}\s*", "", screen.export_svg(title="nanoray"), flags=re.DOTALL
+    )
     Path(path).write_text(picture, encoding="utf-8")
     return code
 

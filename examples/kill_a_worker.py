@@ -1,8 +1,10 @@
-"""Kill a rank in the middle of a step and watch the run recover. Takes every flag of nanoray.launch.
+"""Kill a rank in the middle of a step and watch the run recover. Takes every flag of
+nanoray.launch.
 
-Rank 1 gets SIGKILL in the backward pass of step 30. The driver names the rank, step and phase and starts a new rank 1,
-which receives the run's state from rank 0's memory. Only step 30 is repeated, and the losses equal those of a run
-without the kill. With `--recovery restart` all ranks start again from a checkpoint instead.
+Rank 1 gets SIGKILL in the backward pass of step 30. The driver names the rank, step and phase and
+starts a new rank 1, which receives the run's state from rank 0's memory. Only step 30 is repeated,
+and the losses equal those of a run without the kill. With `--recovery restart` all ranks start
+again from a checkpoint instead.
 """
 
 import sys
@@ -10,4 +12,6 @@ import sys
 from nanoray.launch.__main__ import main
 
 if __name__ == "__main__":
-    raise SystemExit(main(["--preset", "tiny", "--faults", "kill@rank=1,step=30,phase=backward", *sys.argv[1:]]))
+    raise SystemExit(
+        main(["--preset", "tiny", "--faults", "kill@rank=1,step=30,phase=backward", *sys.argv[1:]])
+    )

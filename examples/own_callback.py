@@ -1,4 +1,5 @@
-"""Watch a run with a callback: it hears of steps, evaluations, checkpoints and faults, and changes nothing.
+"""Watch a run with a callback: it hears of steps, evaluations, checkpoints and faults, and changes
+nothing.
 
 python examples/own_callback.py
 """
@@ -35,10 +36,18 @@ class StopWatch(nanoray.Callback):
 def main(run: nanoray.Run) -> None:
     model = nn.Sequential(nn.Linear(2, 64), nn.GELU(), nn.Linear(64, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
-    engine = nanoray.RuntimeEngine(model, optimizer, run, nn.functional.cross_entropy, callbacks=[StopWatch()])
+    engine = nanoray.RuntimeEngine(
+        model, optimizer, run, nn.functional.cross_entropy, callbacks=[StopWatch()]
+    )
     engine.fit(points(20_000, seed=1), points(2_000, seed=2), steps=120)
 
 
 if __name__ == "__main__":
-    settings = {"name": "watched", "global_batch_size": 96, "eval_every": 40, "checkpoint_every": 60, "max_steps": 120}
+    settings = {
+        "name": "watched",
+        "global_batch_size": 96,
+        "eval_every": 40,
+        "checkpoint_every": 60,
+        "max_steps": 120,
+    }
     raise SystemExit(nanoray.launch(main, settings, ray=False))

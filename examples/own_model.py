@@ -1,4 +1,5 @@
-"""Train a model of your own with nanoray's loop: checkpoints, resume, recovery from faults, and every dp_mode.
+"""Train a model of your own with nanoray's loop: checkpoints, resume, recovery from faults, and
+every dp_mode.
 
 python examples/own_model.py                                       on Ray, with two ranks
 torchrun --nproc-per-node 3 examples/own_model.py                  without Ray
@@ -25,5 +26,11 @@ def main(run: nanoray.Run) -> None:
 
 
 if __name__ == "__main__":
-    config = {"name": "quadrants", "global_batch_size": 96, "log_every": 20, "eval_every": 100, "max_steps": 200}
+    config = {
+        "name": "quadrants",
+        "global_batch_size": 96,
+        "log_every": 20,
+        "eval_every": 100,
+        "max_steps": 200,
+    }
     raise SystemExit(nanoray.launch(main, config))

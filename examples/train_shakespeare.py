@@ -1,4 +1,5 @@
-"""Train a small GPT on Shakespeare, on Ray. `make train` runs this; takes every flag of nanoray.launch.
+"""Train a small GPT on Shakespeare, on Ray. `make train` runs this; takes every flag of
+nanoray.launch.
 
 python examples/train_shakespeare.py
 python examples/train_shakespeare.py --preset shakespeare-char --workers 4

@@ -1,7 +1,9 @@
-"""`python -m nanoray.check`: check that this machine is ready, and show what would run where. It starts nothing.
+"""`python -m nanoray.check`: check that this machine is ready, and show what would run where. It
+starts nothing.
 
-Neither torch nor ray is imported: versions come from package metadata, NCCL's from the library that torch would load.
-Exit code 0: training works, perhaps with problems that are not fatal; 1: it does not; 2: the flags are wrong.
+Neither torch nor ray is imported: versions come from package metadata, NCCL's from the library that
+torch would load. Exit code 0: training works, perhaps with problems that are not fatal; 1: it does
+not; 2: the flags are wrong.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ from nanoray.cli import exit_code_of, parse_args
 from nanoray.config import Config
 from nanoray.data import cifar10
 from nanoray.data.dataset import cache_dir
+from nanoray.devices import choose, host, mig
+from nanoray.devices.device import Device
+from nanoray.devices.gpus import discover_gpus
+from nanoray.devices.slots import Slots, local_slots
 from nanoray.errors import ConfigError, NanorayError
-from nanoray.mesh import devices
-from nanoray.mesh.devices import Device, Slots, discover_gpus, local_slots
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.rendezvous import RankDevice, choose_backend
 
@@ -47,14 +51,19 @@ class Problem:
 
 
 def survey(config: Config, nvml: Any = None) -> dict[str, Any]:
-    """Inspect this machine and decide what `config` would run here. Return plain data, `problems` near the end."""
-    gpus, cpus, features = discover_gpus(nvml), devices.available_cpus(), devices.cpu_features()
+    """Inspect this machine and decide what `config` would run here. Return plain data, `problems`
+    near the end.
+    """
+    gpus, cpus, features = discover_gpus(nvml), host.available_cpus(), host.cpu_features()
     cuda = {"torch_build": torch_cuda_build(), "driver": driver_cuda(nvml) if gpus else None}
     nccl = nccl_version() if cuda["torch_build"] else None
     report: dict[str, Any] = {
         "versions": versions(),
-        "cpu": {"name": devices.cpu_name(), "usable_cores": cpus, "features": sorted(features)},
-        "memory": {"available_gib": round(devices.available_memory_bytes() / GIB, 1), "shm_gib": shm_gib()},
+        "cpu": {"name": host.cpu_name(), "usable_cores": cpus, "features": sorted(features)},
+        "memory": {
+            "available_gib": round(host.available_memory_bytes() / GIB, 1),
+            "shm_gib": shm_gib(),
+        },
         "cuda": cuda | {"nccl": ".".join(map(str, nccl)) if nccl else None},
         "gpus": [gpu.to_dict() for gpu in gpus],
         "dataset": dataset_state(config),
@@ -64,13 +73,22 @@ def survey(config: Config, nvml: Any = None) -> dict[str, Any]:
     }
     problems, slots = [*version_problems(report["versions"])], None
     try:
-        slots = local_slots(config.device, None if config.workers == "auto" else config.workers, gpus, cpus)
+        slots = local_slots(
+            config.device, None if config.workers == "auto" else config.workers, gpus, cpus
+        )
         bf16_gpu = all(d.bf16 for d in slots.devices) if slots.devices else None
-        precision, why = devices.choose_precision(config, slots.kind, features, bf16_gpu)
+        precision, why = choose.choose_precision(config, slots.kind, features, bf16_gpu)
         cards = [RankDevice(d.kind, "this node", d.parent_uuid) for d in slots.devices]
         cards = cards or [RankDevice("cpu", "this node", "")] * slots.workers
-        mesh = f" = {Layout.of(config, slots.workers)}" if config.tp * config.pp * config.ep > 1 else ""
-        report["placement"] = {"choice": f"{slots.workers} × {slots.kind}{mesh}", "reason": slots.reason}
+        mesh = (
+            f" = {Layout.of(config, slots.workers)}"
+            if config.tp * config.pp * config.ep > 1
+            else ""
+        )
+        report["placement"] = {
+            "choice": f"{slots.workers} × {slots.kind}{mesh}",
+            "reason": slots.reason,
+        }
         report["precision"] = {"choice": precision, "reason": why}
         backend = choose_backend(cards, config.backend, nccl)
         report["backend"] = {"choice": backend.backend, "reason": backend.reason}
@@ -83,8 +101,13 @@ def survey(config: Config, nvml: Any = None) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python and the packages that training needs, None for one that is not installed."""
-    installed = {name: next((d.version for d in metadata.distributions(name=name)), None) for name in ("torch", "ray")}
+    """Return the versions of Python and the packages that training needs, None for one that is not
+    installed.
+    """
+    installed = {
+        name: next((d.version for d in metadata.distributions(name=name)), None)
+        for name in ("torch", "ray")
+    }
     return {"nanoray": __version__, "python": platform.python_version(), **installed}
 
 
@@ -94,16 +117,28 @@ def _torch_folder() -> Path:
 
 
 def torch_cuda_build() -> str | None:
-    """Return the CUDA version that torch was built for, None for a CPU build, without the seconds of an import."""
+    """Return the CUDA version that torch was built for, None for a CPU build, without the seconds
+    of an import.
+    """
     path = _torch_folder() / "version.py"
-    match = re.search(r"^cuda\b[^=\n]*= '([\d.]+)'", path.read_text("utf-8") if path.exists() else "", re.MULTILINE)
+    match = re.search(
+        r"^cuda\b[^=\n]*= '([\d.]+)'",
+        path.read_text("utf-8") if path.exists() else "",
+        re.MULTILINE,
+    )
     return match[1] if match else None
 
 
 def nccl_version() -> tuple[int, int, int] | None:
-    """Return the version of the NCCL library that would be loaded: a preloaded one, torch's own, or the system's."""
+    """Return the version of the NCCL library that would be loaded: a preloaded one, torch's own, or
+    the system's.
+    """
     preloaded = [p for p in re.split(r"[ :]", os.environ.get("LD_PRELOAD", "")) if "nccl" in p]
-    for path in (*preloaded, str(_torch_folder().parent / "nvidia/nccl/lib/libnccl.so.2"), "libnccl.so.2"):
+    for path in (
+        *preloaded,
+        str(_torch_folder().parent / "nvidia/nccl/lib/libnccl.so.2"),
+        "libnccl.so.2",
+    ):
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(path).ncclGetVersion(ctypes.byref(number := ctypes.c_int()))
             return number.value // 10000, number.value // 100 % 100, number.value % 100
@@ -123,7 +158,9 @@ def driver_cuda(nvml: Any = None) -> str | None:
 
 def shm_gib() -> float | None:
     """Return the size of /dev/shm in GiB, None on systems without it."""
-    return round(shutil.disk_usage("/dev/shm").total / GIB, 2) if os.path.isdir("/dev/shm") else None
+    return (
+        round(shutil.disk_usage("/dev/shm").total / GIB, 2) if os.path.isdir("/dev/shm") else None
+    )
 
 
 def dataset_state(config: Config) -> dict[str, Any]:
@@ -156,83 +193,148 @@ def out_dir_state(config: Config) -> dict[str, Any]:
     path = Path(config.out_dir).expanduser().absolute()
     there = next(folder for folder in (path, *path.parents) if os.path.exists(folder))
     writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
-    return {"path": config.out_dir, "writable": writable, "free_gib": round(shutil.disk_usage(there).free / GIB, 1)}
+    return {
+        "path": config.out_dir,
+        "writable": writable,
+        "free_gib": round(shutil.disk_usage(there).free / GIB, 1),
+    }
 
 
 def ray_state(config: Config) -> dict[str, Any]:
-    """Return the Ray cluster that a run would join and whether its port answers; None for a new local one."""
-    address = os.environ.get("RAY_ADDRESS", "") if config.ray_address == "auto" else config.ray_address
+    """Return the Ray cluster that a run would join and whether its port answers; None for a new
+    local one.
+    """
+    address = (
+        os.environ.get("RAY_ADDRESS", "") if config.ray_address == "auto" else config.ray_address
+    )
     answers = None if address in ("", "local", "auto") else False
     with contextlib.suppress(OSError, ValueError):
         if answers is False:
             parts = urlsplit(address if "://" in address else f"//{address}")
-            socket.create_connection((parts.hostname or "", parts.port or 6379), timeout=0.5).close()
+            socket.create_connection(
+                (parts.hostname or "", parts.port or 6379), timeout=0.5
+            ).close()
             answers = True
     return {"address": address or None, "answers": answers}
 
 
 def version_problems(found: dict[str, str | None]) -> Iterator[Problem]:
-    """Compare the installed versions with the pins of pyproject.toml, read from the package's metadata."""
+    """Compare the installed versions with the pins of pyproject.toml, read from the package's
+    metadata.
+    """
     try:
-        pins, python = metadata.requires("nanoray") or [], str(metadata.metadata("nanoray")["Requires-Python"])
+        pins, python = (
+            metadata.requires("nanoray") or [],
+            str(metadata.metadata("nanoray")["Requires-Python"]),
+        )
     except metadata.PackageNotFoundError:  # nanoray is on the path but not installed
         pins, python = [], ""
     for name in ("torch", "ray"):
-        pin = next((m[1] for p in pins if (m := re.match(rf"{name}(?:\[\w+\])?==([\w.]+)", p))), None)
+        pin = next(
+            (m[1] for p in pins if (m := re.match(rf"{name}(?:\[\w+\])?==([\w.]+)", p))), None
+        )
         have, install = found[name], f"pip install {name}" + (f"=={pin}" if pin else "")
         if have is None:
             yield Problem(f"{name} is not installed", install, fatal=True)
         elif pin and have.partition("+")[0] != pin:
             yield Problem(f"{name} {have} is not the tested version {pin}", install, fatal=False)
     bounds = dict(re.findall(r"(>=|<)3\.(\d+)", python))
-    if not int(bounds.get(">=", 0)) <= int(str(found["python"]).split(".")[1]) < int(bounds.get("<", 99)):
-        yield Problem(f"Python {found['python']} is outside {python}", "make the environment with another", fatal=True)
+    if (
+        not int(bounds.get(">=", 0))
+        <= int(str(found["python"]).split(".")[1])
+        < int(bounds.get("<", 99))
+    ):
+        yield Problem(
+            f"Python {found['python']} is outside {python}",
+            "make the environment with another",
+            fatal=True,
+        )
 
 
-def gpu_problems(gpus: list[Device], slots: Slots | None, cuda: dict[str, str | None]) -> Iterator[Problem]:
+def gpu_problems(
+    gpus: list[Device], slots: Slots | None, cuda: dict[str, str | None]
+) -> Iterator[Problem]:
     """Yield what prevents the use of the GPUs found."""
     wanted = slots is not None and slots.kind != "cpu"
     build, driver = cuda["torch_build"], cuda["driver"]
     if gpus and not build:
-        yield Problem("this torch has no CUDA, but there are GPUs", "install its CUDA build, or --device cpu", wanted)
+        yield Problem(
+            "this torch has no CUDA, but there are GPUs",
+            "install its CUDA build, or --device cpu",
+            wanted,
+        )
     elif build and driver and int(driver.split(".")[0]) < int(build.split(".")[0]):
-        yield Problem(f"torch wants CUDA {build}, the driver ends at {driver}", "update the driver", wanted)
+        yield Problem(
+            f"torch wants CUDA {build}, the driver ends at {driver}", "update the driver", wanted
+        )
     for gpu in gpus:
         if gpu.mig_mode and not any(d.kind == "mig" and d.parent_uuid == gpu.uuid for d in gpus):
-            yield Problem(f"GPU {gpu.index} is in MIG mode but has no slices", devices.mig_commands(gpu), fatal=False)
+            yield Problem(
+                f"GPU {gpu.index} is in MIG mode but has no slices",
+                mig.mig_commands(gpu),
+                fatal=False,
+            )
 
 
 def host_problems(report: dict[str, Any]) -> Iterator[Problem]:
     """Yield problems of shared memory, data, disk, environment and cluster."""
     shm, out, ray = report["memory"]["shm_gib"], report["out_dir"], report["ray"]
     if shm is not None and shm < 1 and report.get("backend", {}).get("choice") == "nccl":
-        yield Problem(f"/dev/shm has {shm} GiB, NCCL wants 1", "docker run --shm-size=8g, or a larger emptyDir", False)
+        yield Problem(
+            f"/dev/shm has {shm} GiB, NCCL wants 1",
+            "docker run --shm-size=8g, or a larger emptyDir",
+            False,
+        )
     if report["dataset"]["missing"]:
         yield Problem(
-            f"dataset = {report['dataset']['name']} is {report['dataset']['note']}", "correct the path", fatal=True
+            f"dataset = {report['dataset']['name']} is {report['dataset']['note']}",
+            "correct the path",
+            fatal=True,
         )
     if not out["writable"]:
-        yield Problem(f"out_dir = {out['path']} cannot be written", "give another --out_dir", fatal=True)
+        yield Problem(
+            f"out_dir = {out['path']} cannot be written", "give another --out_dir", fatal=True
+        )
     elif out["free_gib"] < 1:
-        yield Problem(f"out_dir = {out['path']} has {out['free_gib']} GiB free, less than 1", "free some", fatal=False)
+        yield Problem(
+            f"out_dir = {out['path']} has {out['free_gib']} GiB free, less than 1",
+            "free some",
+            fatal=False,
+        )
     if any(letter.isspace() for letter in report["environment"]):
         yield Problem(
-            f"the path of this environment has a space: {report['environment']}; Ray passes it unquoted to a shell, so "
-            "`ray start --head --block` ends at once and `ray job submit` hangs; --compile on a CPU is refused",
-            "make the environment in another folder; a Ray that nanoray starts itself works: --ray_address local",
+            f"the path of this environment has a space: {report['environment']}; Ray passes it "
+            "unquoted to a shell, so "
+            "`ray start --head --block` ends at once and `ray job submit` hangs; --compile on a "
+            "CPU is refused",
+            "make the environment in another folder; a Ray that nanoray starts itself works: "
+            "--ray_address local",
             fatal=False,
         )
     if ray["answers"] is False:
-        yield Problem(f"no Ray answers at {ray['address']}", "start it, or use --ray_address local", fatal=True)
+        yield Problem(
+            f"no Ray answers at {ray['address']}",
+            "start it, or use --ray_address local",
+            fatal=True,
+        )
 
 
 def render(report: dict[str, Any]) -> str:
     """Format the report as aligned lines; the last one says whether training works."""
-    found, cpu, memory, cuda, out = (report[key] for key in ("versions", "cpu", "memory", "cuda", "out_dir"))
+    found, cpu, memory, cuda, out = (
+        report[key] for key in ("versions", "cpu", "memory", "cuda", "out_dir")
+    )
     torch = f"torch {found['torch']} ({'CUDA ' + cuda['torch_build'] if cuda['torch_build'] else 'CPU'} build)"
     rows = [
-        ("nanoray", f"{found['nanoray']} · python {found['python']} · {torch} · ray {found['ray']}"),
-        ("cpu", f"{cpu['name']} · {cpu['usable_cores']:g} usable cores · {' '.join(cpu['features']) or 'plain'}"),
+        (
+            "nanoray",
+            f"{found['nanoray']} · python {found['python']} · {torch} · ray {found['ray']}",
+        ),
+        (
+            "cpu",
+            f"{cpu['name']} · {cpu['usable_cores']:g} usable cores · "
+            f"{' '.join(cpu['features']) or 'plain'}",
+        ),
         ("memory", f"{memory['available_gib']} GiB available · /dev/shm {memory['shm_gib']} GiB"),
     ]
     if cuda["driver"] or cuda["nccl"]:
@@ -240,7 +342,9 @@ def render(report: dict[str, Any]) -> str:
     for gpu in report["gpus"]:
         label = f"gpu {gpu['index']}" if gpu["kind"] == "cuda" else f"  slice {gpu['index']}"
         note = " · MIG mode" if gpu["mig_mode"] else ""
-        rows.append((label, f"{gpu['name']} · {gpu['memory_bytes'] / GIB:.1f} GiB · {gpu['uuid']}{note}"))
+        rows.append(
+            (label, f"{gpu['name']} · {gpu['memory_bytes'] / GIB:.1f} GiB · {gpu['uuid']}{note}")
+        )
     if not report["gpus"]:
         rows.append(("gpus", "none"))
     for key in ("placement", "precision", "backend"):
@@ -253,7 +357,12 @@ def render(report: dict[str, Any]) -> str:
     rows += [("problem", f"{p['what']}; {p['remedy']}") for p in report["problems"]]
     width, count = max(len(label) for label, _ in rows), len(report["problems"])
     verdict = f"{count} problem{'s' * (count != 1)}" + ", but it can train" * report["can_train"]
-    return "\n".join([*(f"{label:<{width}}  {text}" for label, text in rows), verdict if count else "ok: it can train"])
+    return "\n".join(
+        [
+            *(f"{label:<{width}}  {text}" for label, text in rows),
+            verdict if count else "ok: it can train",
+        ]
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -266,7 +375,9 @@ def _run(argv: list[str]) -> int:
     loaded = parse_args([a for a in argv if a != "--json"], "nanoray.check", about)
     for flag in ("dry_run", "quiet"):
         if getattr(loaded, flag):
-            raise ConfigError(f"{flag} cannot take effect: the check never starts anything; drop --{flag}")
+            raise ConfigError(
+                f"{flag} cannot take effect: the check never starts anything; drop --{flag}"
+            )
     report = survey(loaded.config)
     print(json.dumps(report, indent=2) if "--json" in argv else render(report))
     return 0 if report["can_train"] else 1

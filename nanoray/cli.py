@@ -16,7 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from nanoray.config import DEFAULT_PRESET, Config, field_extra, load_config, make_config, read_yaml, refuse_unknown
+from nanoray.config import (
+    DEFAULT_PRESET,
+    Config,
+    field_extra,
+    load_config,
+    make_config,
+    read_yaml,
+    refuse_unknown,
+)
 from nanoray.errors import ConfigError, NanorayError
 from nanoray.model_options import lay_over
 from nanoray.output import lasting_output
@@ -56,7 +64,9 @@ class Loaded:
     quiet: bool = False  # print warnings, faults and the result only
 
 
-def parse_args(argv: list[str], prog: str, description: str, base: dict[str, Any] | None = None) -> Loaded:
+def parse_args(
+    argv: list[str], prog: str, description: str, base: dict[str, Any] | None = None
+) -> Loaded:
     """Turn a command line into a Config. Raises ConfigError; `--help` prints and exits 0.
 
     `base`: values in the place of a preset's and a file's, which are refused.
@@ -67,23 +77,37 @@ def parse_args(argv: list[str], prog: str, description: str, base: dict[str, Any
         others = ("config", "preset", "dry_run", "quiet", *_AT_SCALE)
         refuse_unknown(unknown[0].split("=")[0], [f"--{k}" for k in (*_flags(), *others)], "flag")
     flags = vars(known)
-    file, preset, dry_run = flags.pop("config", None), flags.pop("preset", None), flags.pop("dry_run", False)
+    file, preset, dry_run = (
+        flags.pop("config", None),
+        flags.pop("preset", None),
+        flags.pop("dry_run", False),
+    )
     scale = _scale({key: flags.pop(key) for key in _AT_SCALE if key in flags}, dry_run, flags)
     quiet = flags.pop("quiet", False)
     if quiet and dry_run:
-        raise ConfigError("quiet would be ignored: a dry run prints its plan and nothing else; drop --quiet")
+        raise ConfigError(
+            "quiet would be ignored: a dry run prints its plan and nothing else; drop --quiet"
+        )
     for key, value in (("config", file), ("preset", preset)):
         if base and value:
-            raise ConfigError(f"{key} = {value} would be ignored: {prog} is configured from flags alone; drop --{key}")
+            raise ConfigError(
+                f"{key} = {value} would be ignored: {prog} is configured from flags alone; drop "
+                f"--{key}"
+            )
     of_run = base or ({} if file or preset else _config_of_run(flags.get("resume", "none")))
-    config = make_config(lay_over(of_run, flags, "the flags")) if of_run else load_config(file, preset, flags)
+    config = (
+        make_config(lay_over(of_run, flags, "the flags"))
+        if of_run
+        else load_config(file, preset, flags)
+    )
     for key in flags.keys() & _COUNTS_IF.keys():
         other, value = _COUNTS_IF[key]
         if key == "weight_decay" and config.momentum:
             continue  # sgd with momentum has it
         if getattr(config, other) not in value:
             raise ConfigError(
-                f"{key} = {flags[key]} would be ignored: {other} = {getattr(config, other)}; drop --{key}"
+                f"{key} = {flags[key]} would be ignored: {other} = {getattr(config, other)}; drop "
+                f"--{key}"
             )
     return Loaded(config, frozenset(flags), dry_run, scale, quiet)
 
@@ -102,15 +126,21 @@ def _scale(given: dict[str, str], dry_run: bool, flags: dict[str, Any]) -> Scale
     for key, value in given.items():
         needed = "dry_run" if not dry_run else "world_size" if "world_size" not in given else ""
         if needed:
-            raise ConfigError(f"{key} = {value} would be ignored without --{needed}; add it, or drop --{key}")
+            raise ConfigError(
+                f"{key} = {value} would be ignored without --{needed}; add it, or drop --{key}"
+            )
     if not given:
         return None
     if "workers" in flags:
         raise ConfigError(
-            f"workers = {flags['workers']} and world_size = {given['world_size']} both say how many ranks; drop one"
+            f"workers = {flags['workers']} and world_size = {given['world_size']} both say how "
+            "many ranks; drop one"
         )
     values: dict[str, Any] = dict(given)
-    for key, kind, what in (("world_size", int, "a whole number above 0"), ("memory_gb", float, "a number above 0")):
+    for key, kind, what in (
+        ("world_size", int, "a whole number above 0"),
+        ("memory_gb", float, "a number above 0"),
+    ):
         if key in given:
             try:
                 values[key] = kind(given[key])
@@ -137,13 +167,19 @@ _NOT_INHERITED = ("resume", "stop_at", "target_loss", "faults", "workers", "out_
 
 
 def _config_of_run(resume: str) -> dict[str, Any]:
-    """Return config.json of the run that `--resume PATH` names by its folder or a checkpoint; {} without one."""
+    """Return config.json of the run that `--resume PATH` names by its folder or a checkpoint; {}
+    without one.
+    """
     if resume in ("none", "auto"):
         return {}
     path = Path(resume).expanduser()
     for folder in (path, path.parent, path.parent.parent):
         if (folder / "config.json").is_file():
-            return {k: v for k, v in read_yaml(folder / "config.json").items() if k not in _NOT_INHERITED}
+            return {
+                k: v
+                for k, v in read_yaml(folder / "config.json").items()
+                if k not in _NOT_INHERITED
+            }
     return {}
 
 
@@ -159,10 +195,20 @@ class Parser(argparse.ArgumentParser):
 
 
 def _build_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    parser = Parser(prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    parser.add_argument("--config", metavar="FILE", help="YAML (or config.json) with any of the keys below")
-    parser.add_argument("--preset", metavar="NAME", help=f"a file of nanoray/presets (default: {DEFAULT_PRESET})")
-    parser.add_argument("--dry_run", action="store_true", help="print what would run and where, start nothing, exit 0")
+    parser = Parser(
+        prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML (or config.json) with any of the keys below"
+    )
+    parser.add_argument(
+        "--preset", metavar="NAME", help=f"a file of nanoray/presets (default: {DEFAULT_PRESET})"
+    )
+    parser.add_argument(
+        "--dry_run",
+        action="store_true",
+        help="print what would run and where, start nothing, exit 0",
+    )
     few = "print neither plan nor steps nor sample: where Ray is, warnings, faults, the result and its folder"
     parser.add_argument("--quiet", action="store_true", help=few)
     for key, (metavar, text) in _AT_SCALE.items():
@@ -174,7 +220,9 @@ def _build_parser(prog: str, description: str) -> argparse.ArgumentParser:
         boolean = bool in (field.annotation, *get_args(field.annotation))
         groups[field_extra(key)["group"]].add_argument(
             f"--{key}",
-            metavar="|".join(("true", "false", *_other_words(field.annotation))) if boolean else "X",
+            metavar="|".join(("true", "false", *_other_words(field.annotation)))
+            if boolean
+            else "X",
             nargs="?" if boolean else None,
             const="true" if boolean else None,
             help=f"{doc} [{field.default}]",
@@ -188,14 +236,19 @@ def _other_words(annotation: Any) -> list[str]:
     return [str(word) for kind in kinds for word in get_args(kind)]
 
 
-def run_command(run: Callable[[Loaded, float], int], argv: list[str] | None, prog: str, what: str) -> int:
+def run_command(
+    run: Callable[[Loaded, float], int], argv: list[str] | None, prog: str, what: str
+) -> int:
     """Parse a command line and run it; print a NanorayError as one line, and return the exit code."""
     started = time.time()
-    return exit_code_of(lambda: run(parse_args(sys.argv[1:] if argv is None else argv, prog, what), started))
+    return exit_code_of(
+        lambda: run(parse_args(sys.argv[1:] if argv is None else argv, prog, what), started)
+    )
 
 
 def exit_code_of(run: Callable[[], int | None]) -> int:
-    """Run a command whose output may be cut off; print its error as one line, and return the exit code.
+    """Run a command whose output may be cut off; print its error as one line, and return the exit
+    code.
 
     An error of nanoray, or of a file. None from `run` is 0.
     """
@@ -208,7 +261,10 @@ def exit_code_of(run: Callable[[], int | None]) -> int:
         except OSError as error:
             if error.filename is None:
                 raise
-            print(f"error: {error.filename}: {error.strerror}; check the path and its permissions", file=sys.stderr)
+            print(
+                f"error: {error.filename}: {error.strerror}; check the path and its permissions",
+                file=sys.stderr,
+            )
             return 1
 
 
@@ -222,7 +278,9 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
 
 
 def tool_parser(prog: str, doc: str | None) -> Parser:
-    """Return a parser for a command with flags of its own; `doc`, its module's docstring, is the help as it stands."""
+    """Return a parser for a command with flags of its own; `doc`, its module's docstring, is the
+    help as it stands.
+    """
     how = argparse.RawDescriptionHelpFormatter
     return Parser(prog=prog, description=doc, allow_abbrev=False, formatter_class=how)
 
@@ -230,11 +288,17 @@ def tool_parser(prog: str, doc: str | None) -> Parser:
 def require_script(config: Config, main: object) -> None:
     """Raise ConfigError when the model is a script's own and there is no script."""
     if config.model == "own" and main is None:
-        raise ConfigError("model = own needs a script that brings the model; see examples/own_model.py")
+        raise ConfigError(
+            "model = own needs a script that brings the model; see examples/own_model.py"
+        )
 
 
-def run_subcommand(commands: dict[str, Callable[[list[str]], int]], argv: list[str] | None, doc: str) -> int:
-    """Run the command that the first word names; `doc` is the help. Print errors, and return the exit code."""
+def run_subcommand(
+    commands: dict[str, Callable[[list[str]], int]], argv: list[str] | None, doc: str
+) -> int:
+    """Run the command that the first word names; `doc` is the help. Print errors, and return the
+    exit code.
+    """
     name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
 
     def run() -> int:
@@ -249,7 +313,9 @@ def run_subcommand(commands: dict[str, Callable[[list[str]], int]], argv: list[s
 
 
 def handle_stop_signals(handler: Callable[[int, Any], None]) -> None:
-    """Let `handler` receive the stop signals, but for one that is ignored already, as nohup does with SIGHUP."""
+    """Let `handler` receive the stop signals, but for one that is ignored already, as nohup does
+    with SIGHUP.
+    """
     for signum in STOP_SIGNALS:
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, handler)
@@ -261,13 +327,19 @@ def to_markdown() -> str:
     lines = [
         "# Flags",
         "",
-        "Generated by `python -m nanoray.cli` from `nanoray/config.py`: flags of `nanoray train` and `launch`.",
-        "Those with a default are also YAML keys. A flag overrides `--config FILE`, which overrides the preset.",
+        "Generated by `python -m nanoray.cli` from `nanoray/config.py`: flags of `nanoray train` "
+        "and `launch`.",
+        "Those with a default are also YAML keys. A flag overrides `--config FILE`, which "
+        "overrides the preset.",
     ]
     for group in parser._action_groups:
         actions = [action for action in group._group_actions if action.dest != "help"]
         title = "the command" if group.title == "options" else group.title
-        lines += ["", f"## {title}", "", "| flag | default | what |", "| --- | --- | --- |"] if actions else []
+        lines += (
+            ["", f"## {title}", "", "| flag | default | what |", "| --- | --- | --- |"]
+            if actions
+            else []
+        )
         for action in actions:
             text, bracket, default = (action.help or "").replace("%%", "%").rpartition(" [")
             if action.dest not in Config.model_fields or not bracket:

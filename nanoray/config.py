@@ -1,7 +1,9 @@
-"""The configuration of a run: YAML keys, command line flags, help texts and config.json all come from `Config`.
+"""The configuration of a run: YAML keys, command line flags, help texts and config.json all come
+from `Config`.
 
-Later layers win: field defaults, then `--preset`, then `--config FILE`, then flags. Values may arrive as text (a flag,
-or `3e-4`, which YAML reads as a string); pydantic converts them to the declared types or says why it cannot.
+Later layers win: field defaults, then `--preset`, then `--config FILE`, then flags. Values may
+arrive as text (a flag, or `3e-4`, which YAML reads as a string); pydantic converts them to the
+declared types or says why it cannot.
 """
 
 from __future__ import annotations
@@ -27,9 +29,17 @@ PRESET_DIR = Path(__file__).resolve().parent / "presets"
 DEFAULT_PRESET = "shakespeare-cpu"
 VOCAB_MULTIPLE = 64  # embeddings are padded to this many rows: matrix products like round sizes
 
-# Overriding a key of these groups changes the recipe, so the preset's expected loss no longer applies.
+# Overriding a key of these groups changes the recipe, so the preset's expected loss no longer
+# applies.
 _RECIPE_GROUPS = ("data", "model", "batch", "optim")
-_KEEPS_RECIPE = {"dataset", "data_url", "data_dir", "micro_batch_size", "grad_accum_steps", "compile"}
+_KEEPS_RECIPE = {
+    "dataset",
+    "data_url",
+    "data_dir",
+    "micro_batch_size",
+    "grad_accum_steps",
+    "compile",
+}
 _KEEPS_RECIPE |= {"attention", "loss_chunk"}  # the same mathematics
 
 
@@ -42,16 +52,21 @@ Natural = Annotated[int, Field(ge=0)]
 
 
 class Kube(BaseModel):
-    """Settings of `nanoray kube`: the YAML key `kube`, or flags of its commands. Training ignores them.
+    """Settings of `nanoray kube`: the YAML key `kube`, or flags of its commands. Training ignores
+    them.
 
     Each attribute's docstring is the help text of its flag.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
     overlay: str = ""
     """folder of kuberay/overlays (default: cpu, multi-pod or mig-mixed, by --device)"""
-    namespace: str = Field(default="nanoray", pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)
+    namespace: str = Field(
+        default="nanoray", pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63
+    )
     """namespace of all objects; created if it does not exist"""
     image: str = ""
     """image of all pods, with a tag (default: the overlay's)"""
@@ -64,7 +79,8 @@ class Kube(BaseModel):
     shm_gib: float = Field(default=0.0, ge=0)
     """/dev/shm of a worker pod in GiB (0 = the overlay's)"""
     gpu_resource: str = ""
-    """device resource of a rank: nvidia.com/gpu, nvidia.com/mig-1g.18gb, ... (default: the overlay's)"""
+    """device resource of a rank: nvidia.com/gpu, nvidia.com/mig-1g.18gb, ... (default: the
+    overlay's)"""
     storage: str = "hostpath"
     """hostpath (a folder of the one node) | NAME of a StorageClass that offers ReadWriteMany"""
     storage_path: str = Field(default="/var/lib/nanoray", pattern=r"^/")
@@ -72,7 +88,8 @@ class Kube(BaseModel):
     storage_gib: Positive = 100
     """size of the volume in GiB"""
     ttl_s: Natural = 300
-    """seconds between the job's end and the deletion of its cluster; the RayJob's status and the runs stay"""
+    """seconds between the job's end and the deletion of its cluster; the RayJob's status and the
+    runs stay"""
     retries: Natural = 2
     """new clusters after a lost head; each one resumes from the newest checkpoint"""
 
@@ -82,16 +99,21 @@ _SIGNED_URL = r"(?i)[?&]([^=&]*(?:signature|token|secret|password|credential)[^=
 
 
 class Config(WatchOptions):
-    """A training run, complete and immutable. Each attribute's docstring is the help text of its flag."""
+    """A training run, complete and immutable. Each attribute's docstring is the help text of its
+    flag.
+    """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
     name: str = _field("run", "run", pattern=r"^[A-Za-z0-9._-]+$")
     """name of the run, which ends its folder's name (default: the preset's or file's name)"""
     out_dir: str = _field("runs", "run", min_length=1)
     """parent of the run folders; with several nodes it must be shared storage"""
     resume: str = _field("none", "run", min_length=1)
-    """none | auto (the newest run in out_dir with this name and recipe) | PATH of a run folder or of one checkpoint"""
+    """none | auto (the newest run in out_dir with this name and recipe) | PATH of a run folder or of one checkpoint
+    """
     seed: int = _field(1337, "run", ge=0, lt=2**63)
     """seed of the initial weights, of the sample order and of dropout"""
 
@@ -100,7 +122,8 @@ class Config(WatchOptions):
     a folder with train.bin and val.bin; for a resnet: auto (cached, else download, else generated) | cifar10 |
     cifar10-generated (patterns of 10 classes under noise)"""
     data_url: str = _field("", "data")
-    """where `shakespeare` or `cifar10` comes from instead: an http(s):// or file:// URL; its sha256 must still match"""
+    """where `shakespeare` or `cifar10` comes from instead: an http(s):// or file:// URL; its sha256
+    must still match"""
     data_dir: str = _field("", "data")
     """cache of downloads and tokens (default: $XDG_CACHE_HOME/nanoray or ~/.cache/nanoray)"""
     tokenizer: Literal["auto", "char", "byte", "gpt2"] = _field("auto", "data")
@@ -124,27 +147,31 @@ class Config(WatchOptions):
     n_embd: Positive = _field(128, "model")
     """width of the residual stream"""
     block_size: Positive = _field(64, "model")
-    """context length in tokens; attention memory grows with it, so halve it when a micro batch of 1 does not fit"""
+    """context length in tokens; attention memory grows with it, so halve it when a micro batch of 1
+    does not fit"""
     dropout: float = _field(0.0, "model", ge=0, lt=1)
     """dropout probability while training"""
     bias: bool = _field(False, "model")
     """biases in linear layers and layer norms, as in GPT-2"""
 
     micro_batch_size: Natural = _field(0, "batch")
-    """sequences per rank per forward pass (0 = follows from the global batch). Out of memory? Halve it and leave
-    global_batch_size: accumulation doubles and the result stays the same"""
+    """sequences per rank per forward pass (0 = follows from the global batch). Out of memory? Halve
+    it and leave global_batch_size: accumulation doubles and the result stays the same"""
     grad_accum_steps: Natural = _field(0, "batch")
     """micro steps per optimizer step (0 = follows from the global batch, else 1)"""
     global_batch_size: Natural = _field(0, "batch")
-    """sequences per optimizer step over all ranks (0 = micro_batch_size x grad_accum_steps x ranks)"""
+    """sequences per optimizer step over all ranks (0 = micro_batch_size x grad_accum_steps x ranks)
+    """
 
     max_steps: Positive = _field(2000, "optim")
     """optimizer steps of the whole schedule"""
     num_epochs: Natural = _field(0, "optim")
-    """in place of max_steps: how often the schedule goes through the training data (0 = max_steps counts)"""
+    """in place of max_steps: how often the schedule goes through the training data (0 = max_steps
+    counts)"""
     optimizer: Literal["adamw", "sgd", "muon"] = _field("adamw", "optim")
-    """adamw (fused) | sgd (plain unless given momentum: parity tests use it because AdamW hides a factor on the
-    gradient) | muon (of a gpt: orthogonal updates of the blocks' matrices, adamw for all else)"""
+    """adamw (fused) | sgd (plain unless given momentum: parity tests use it because AdamW hides a
+    factor on the gradient) | muon (of a gpt: orthogonal updates of the blocks' matrices, adamw for
+    all else)"""
     momentum: float = _field(0.0, "optim", ge=0, lt=1)
     """sgd: decay of the sum of past gradients (0 = plain)"""
     nesterov: bool = _field(False, "optim")
@@ -162,8 +189,8 @@ class Config(WatchOptions):
     decay_fraction: float = _field(0.65, "optim", gt=0, le=1)
     """wsd: the last part of the steps, over which the rate falls linearly to min_lr"""
     weight_decay: float = _field(0.1, "optim", ge=0)
-    """decay of matrices, convolutions and embeddings: AdamW's decoupled one, or added to the gradient by sgd with
-    momentum; plain sgd has none"""
+    """decay of matrices, convolutions and embeddings: AdamW's decoupled one, or added to the
+    gradient by sgd with momentum; plain sgd has none"""
     beta1: float = _field(0.9, "optim", ge=0, lt=1)
     """AdamW: decay of the first moment"""
     beta2: float = _field(0.99, "optim", ge=0, lt=1)
@@ -171,20 +198,21 @@ class Config(WatchOptions):
     grad_clip: float = _field(1.0, "optim", ge=0)
     """clip gradients to this global norm (0 = off)"""
     scaling: Literal["none", "nanochat"] = _field("none", "optim")
-    """nanochat: derive max_steps, global batch, lr and weight decay from the model's size and print why;
-    a value given as a flag is kept"""
+    """nanochat: derive max_steps, global batch, lr and weight decay from the model's size and print
+    why; a value given as a flag is kept"""
     tokens_per_param: float = _field(12.0, "optim", gt=0)
     """scaling=nanochat: training tokens per scaling parameter (matrices + lm_head)"""
     compile: bool | Literal["cuda_graphs"] = _field(False, "optim")
-    """torch.compile each block, or an own model's layers: slower start, faster steps on GPUs. cuda_graphs: also launch
-    the kernels of each at once, for small models on a GPU"""
+    """torch.compile each block, or an own model's layers: slower start, faster steps on GPUs.
+    cuda_graphs: also launch the kernels of each at once, for small models on a GPU"""
 
     workers: Positive | Literal["auto"] = _field("auto", "dist")
     """ranks; auto = every GPU or MIG slice, else 2 on CPU (1 on a single core)"""
     device: Literal["auto", "cuda", "mig", "cpu"] = _field("auto", "dist")
     """cuda (whole GPUs) | mig (slices) | cpu | auto (the first of these that exists)"""
     backend: Literal["auto", "nccl", "gloo"] = _field("auto", "dist")
-    """process group: auto = NCCL on distinct GPUs, gloo on CPU and where NCCL does not support a shared GPU"""
+    """process group: auto = NCCL on distinct GPUs, gloo on CPU and where NCCL does not support a
+    shared GPU"""
     placement: Literal["pack", "spread"] = _field("pack", "dist")
     """pack ranks on few nodes, or spread them over many"""
     cpus_per_worker: float = _field(0.0, "dist", ge=0)
@@ -194,24 +222,27 @@ class Config(WatchOptions):
     same, with buckets in plain sight) | zero1 (each rank keeps 1/n of the optimizer state) | zero2 (and of the
     gradients) | fsdp (and of the weights)"""
     mirror: Literal["auto", "off"] = _field("auto", "dist")
-    """zero1, zero2 and fsdp, on Ray with gloo: auto (another rank, on another node if there are several, keeps a copy
-    of each rank's share and does the same updates, so a lost rank is replaced with no step repeated; with AdamW on n
-    ranks 12/n bytes more per parameter, fsdp 16/n, and 4/n sent per step) | off (they restart from a checkpoint)"""
+    """zero1, zero2 and fsdp, on Ray with gloo: auto (another rank, on another node if there are
+    several, keeps a copy of each rank's share and does the same updates, so a lost rank is replaced
+    with no step repeated; with AdamW on n ranks 12/n bytes more per parameter, fsdp 16/n, and 4/n
+    sent per step) | off (they restart from a checkpoint)"""
     fsdp_reshard: Literal["full", "grad_op"] = _field("full", "dist")
-    """fsdp: full (free a block's weights after its forward and gather them again in backward: least memory) | grad_op
-    (keep them until backward is done: one all-gather less)"""
+    """fsdp: full (free a block's weights after its forward and gather them again in backward: least
+    memory) | grad_op (keep them until backward is done: one all-gather less)"""
     fsdp_gather: Literal["fp32", "bf16"] = _field("fp32", "dist")
-    """fsdp: type in which weights are gathered and computed with; bf16 halves these bytes, and rounds norms, too"""
+    """fsdp: type in which weights are gathered and computed with; bf16 halves these bytes, and
+    rounds norms, too"""
     activation_checkpointing: Literal["none", "selective", "block"] = _field("none", "dist")
-    """what a forward keeps for backward: none (all of it: fastest) | selective (results of matrix products and
-    attention; about a third of the activations less, norms and GELU are computed twice) | block (each block's input
-    only: by far the least, and a step computes every block's forward twice, up to a third more time); no loss changes
-    by a bit"""
+    """what a forward keeps for backward: none (all of it: fastest) | selective (results of matrix
+    products and attention; about a third of the activations less, norms and GELU are computed
+    twice) | block (each block's input only: by far the least, and a step computes every block's
+    forward twice, up to a third more time); no loss changes by a bit"""
     tp: Positive = _field(1, "dist")
-    """tensor parallelism: ranks that share each layer of a gpt, by heads, hidden units and tokens; ranks = dp x tp x
-    pp"""
+    """tensor parallelism: ranks that share each layer of a gpt, by heads, hidden units and tokens;
+    ranks = dp x tp x pp"""
     pp: Positive = _field(1, "dist")
-    """pipeline parallelism: ranks that have n_layer/pp blocks of a gpt each, between which micro batches pass"""
+    """pipeline parallelism: ranks that have n_layer/pp blocks of a gpt each, between which micro
+    batches pass"""
     pp_schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = _field("1f1b", "dist")
     """pp: gpipe (all forwards, then all backwards) | 1f1b (in turn: the same time, and at most pp micro batches'
     activations) | interleaved (each rank has several chunks of layers: less waiting, more travels) | zero_bubble
@@ -219,25 +250,28 @@ class Config(WatchOptions):
     pp_chunks: Natural = _field(0, "dist")
     """pp_schedule interleaved: chunks of layers per rank (0 = 2)"""
     bucket_mb: float = _field(0.0, "dist", ge=0)
-    """gradient bucket in MB (0 = 25 on GPU, 8 on CPU); with ddp it fixes the order of sums, so a resume keeps it"""
-    allreduce: Literal["backend", "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", "flat"] = (
-        _field("backend", "dist")
-    )
-    """how gradients are summed: backend (NCCL's or gloo's all-reduce) | one written by hand in mesh/algorithms.py"""
+    """gradient bucket in MB (0 = 25 on GPU, 8 on CPU); with ddp it fixes the order of sums, so a
+    resume keeps it"""
+    allreduce: Literal[
+        "backend", "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", "flat"
+    ] = _field("backend", "dist")
+    """how gradients are summed: backend (NCCL's or gloo's all-reduce) | one written by hand in
+    mesh/algorithms.py"""
     comm_trace: str = _field("off", "log")
-    """measure each collective: off | every=K (steps K/2 + 1 and K/2 + 2 of every K steps) | always"""
+    """measure each collective: off | every=K (steps K/2 + 1 and K/2 + 2 of every K steps) | always
+    """
     timeout_s: float = _field(120.0, "dist", gt=0)
     """seconds after which a waiting collective fails, and the attempt with it"""
     init_timeout_s: float = _field(60.0, "dist", gt=0)
     """seconds within which all ranks must have joined"""
     head_timeout_s: float = _field(15.0, "dist", gt=0)
-    """seconds without the cluster's head after which the ranks save and the run ends; raise it only where the head's
-    state outlives it (GCS fault tolerance) and the driver is on another node"""
+    """seconds without the cluster's head after which the ranks save and the run ends; raise it only
+    where the head's state outlives it (GCS fault tolerance) and the driver is on another node"""
     ray_address: str = _field("auto", "dist", min_length=1)
     """auto (RAY_ADDRESS, else a new local Ray) | local | HOST:PORT"""
     placement_timeout_s: float = _field(4.0, "dist", gt=0)
-    """seconds to wait for busy resources, and for nodes that have not joined; above the default also for those that an
-    autoscaler may add, or that join later"""
+    """seconds to wait for busy resources, and for nodes that have not joined; above the default
+    also for those that an autoscaler may add, or that join later"""
 
     log_every: Positive = _field(10, "log")
     """steps between metric records; only logging synchronises with the device"""
@@ -248,8 +282,8 @@ class Config(WatchOptions):
     checkpoint_every: Natural = _field(250, "log")
     """steps between checkpoints (0 = only at the end and when asked to stop)"""
     checkpoint_mode: Literal["async", "sync"] = _field("async", "log")
-    """async (training waits for a copy in host memory, as large as weights and optimizer state; a thread of rank 0
-    writes it) | sync (training waits until the checkpoint is on disk)"""
+    """async (training waits for a copy in host memory, as large as weights and optimizer state; a
+    thread of rank 0 writes it) | sync (training waits until the checkpoint is on disk)"""
     keep_checkpoints: Positive = _field(2, "log")
     """newest checkpoints to keep, besides the best one"""
     sample_tokens: Natural = _field(300, "log")
@@ -258,36 +292,42 @@ class Config(WatchOptions):
     """write TensorBoard events to the run's tb/ folder"""
 
     max_failures: Natural = _field(3, "fault")
-    """failures in a row, with fewer than 10 steps completed between them, before giving up; ranks that are left save"""
+    """failures in a row, with fewer than 10 steps completed between them, before giving up; ranks
+    that are left save"""
     recovery: Literal["in_place", "shrink", "restart"] = _field("in_place", "fault")
-    """when a rank is lost, on Ray: in_place (only that rank is replaced, its state comes from another rank's memory, no
-    step is repeated; a restart with NCCL (but see --abort_nccl), an --allreduce written by hand, or where no other rank
-    has the lost part of a divided state: see --mirror) | shrink (as in_place, but without a replacement in time fewer
-    ranks, whole replicas of tp*pp*ep, keep the same global batch until one comes) | restart (from a checkpoint)"""
+    """when a rank is lost, on Ray: in_place (only that rank is replaced, its state comes from
+    another rank's memory, no step is repeated; a restart with NCCL (but see --abort_nccl), an
+    --allreduce written by hand, or where no other rank has the lost part of a divided state: see
+    --mirror) | shrink (as in_place, but without a replacement in time fewer ranks, whole replicas
+    of tp*pp*ep, keep the same global batch until one comes) | restart (from a checkpoint)"""
     abort_nccl: bool = _field(False, "fault")
-    """recovery in place and shrink over NCCL too, where each rank holds the whole state; ranks wait for their device in
-    each step, and this has not been run on a GPU yet"""
+    """recovery in place and shrink over NCCL too, where each rank holds the whole state; ranks wait
+    for their device in each step, and this has not been run on a GPU yet"""
     replace_timeout: float = _field(60.0, "fault", ge=0)
-    """seconds to wait for a lost rank's replacement; then in_place saves and restarts, and shrink continues with fewer
-    ranks"""
+    """seconds to wait for a lost rank's replacement; then in_place saves and restarts, and shrink
+    continues with fewer ranks"""
     spares: Natural | Literal["auto"] = _field("auto", "fault")
-    """idle processes, with everything imported and no device taken, that replace a lost rank at once (auto = one,
-    started after half a minute, where a lost rank is replaced in place)"""
+    """idle processes, with everything imported and no device taken, that replace a lost rank at
+    once (auto = one, started after half a minute, where a lost rank is replaced in place)"""
     hang_timeout: float = _field(60.0, "fault", ge=0)
-    """seconds without progress on any rank after which, on Ray, the rank that is behind is named, ended and replaced
-    (0 = off). Keep it below timeout_s: after that the collectives fail first, and no rank is named"""
+    """seconds without progress on any rank after which, on Ray, the rank that is behind is named,
+    ended and replaced (0 = off). Keep it below timeout_s: after that the collectives fail first,
+    and no rank is named"""
     on_nan: Literal["stop", "skip", "rollback"] = _field("stop", "fault")
     """when a loss or gradient is not finite (it never reaches the weights): stop (exit 5, naming rank, layer and
     samples) | skip (leave that update out; 11 in a row stop) | rollback (load the newest checkpoint and continue with
     the data after the bad step; the 4th rollback to the same checkpoint stops)"""
     hash_every: Natural = _field(250, "fault")
-    """steps between comparisons of all ranks' weights and optimizer state, also made before each checkpoint (0 = never,
-    for devices that round differently): a rank that differs gets the majority's state"""
+    """steps between comparisons of all ranks' weights and optimizer state, also made before each
+    checkpoint (0 = never, for devices that round differently): a rank that differs gets the
+    majority's state"""
     faults: str = _field("", "fault")
     """break something on purpose: KIND@rank=R,step=S[,phase=P][;...], KIND kill | stop | exit | raise | hang | slow |
     oom | disk-full | nan | bitflip | gradflip; in YAML also a list of such texts, or of mappings"""
 
-    expected_val_loss: dict[str, float] = Field({}, json_schema_extra={"group": "log", "flag": False})
+    expected_val_loss: dict[str, float] = Field(
+        {}, json_schema_extra={"group": "log", "flag": False}
+    )
     """per dataset: the validation loss that the complete recipe should reach or beat"""
     kube: Kube = Field(Kube(), json_schema_extra={"group": "run", "flag": False})
     """settings of `nanoray kube`; training ignores them"""
@@ -315,25 +355,36 @@ class Config(WatchOptions):
             )
         if self.spares not in ("auto", 0) and self.recovery == "restart":
             raise ValueError(
-                f"spares = {self.spares} would be ignored: recovery = restart starts all ranks anew; "
+                f"spares = {self.spares} would be ignored: recovery = restart starts all ranks "
+                "anew; "
                 "use recovery in_place, or drop spares"
             )
-        refuse_contradictions(self, {key: field.default for key, field in type(self).model_fields.items()})
-        steps = 10**18 if self.num_epochs else self.max_steps  # known with the dataset; then these checks come again
+        refuse_contradictions(
+            self, {key: field.default for key, field in type(self).model_fields.items()}
+        )
+        # Known with the dataset; then these checks come again
+        steps = 10**18 if self.num_epochs else self.max_steps
         refuse_stop(self, steps)
         refuse_seq_warmup(self, steps)
         if self.min_lr > self.lr:
-            raise ValueError(f"min_lr = {self.min_lr} is above lr = {self.lr}; lower min_lr or raise lr")
+            raise ValueError(
+                f"min_lr = {self.min_lr} is above lr = {self.lr}; lower min_lr or raise lr"
+            )
         if not re.fullmatch(r"off|always|every=[1-9]\d*", self.comm_trace):
-            raise ValueError(f"comm_trace = {self.comm_trace!r} is none of off, always, every=K; try every=50")
+            raise ValueError(
+                f"comm_trace = {self.comm_trace!r} is none of off, always, every=K; try every=50"
+            )
         last = min(steps, self.stop_at or steps)
         if self.trace_every // 2 >= last:
             raise ValueError(
-                f"comm_trace = {self.comm_trace} would trace nothing: its first step is {self.trace_every // 2 + 1} "
+                f"comm_trace = {self.comm_trace} would trace nothing: its first step is "
+                f"{self.trace_every // 2 + 1} "
                 f"and the run ends at step {last}; use a smaller K, or always"
             )
         if self.backend == "nccl" and self.device == "cpu":
-            raise ValueError("backend = nccl needs GPUs, but device = cpu; use backend gloo or auto")
+            raise ValueError(
+                "backend = nccl needs GPUs, but device = cpu; use backend gloo or auto"
+            )
         refuse_parallelism(self)
         refuse_compression(self)
         refuse_watching(self, steps)
@@ -344,15 +395,19 @@ class Config(WatchOptions):
             )
         if re.search(r"://[^/]*@", self.data_url):
             raise ValueError(
-                "data_url holds a password, which config.json and logs would repeat; host the file where none is needed"
+                "data_url holds a password, which config.json and logs would repeat; host the file "
+                "where none is needed"
             )
         if signed := re.search(_SIGNED_URL, self.data_url):
             raise ValueError(
-                f"data_url carries a secret ({signed[1]}=...), which config.json and logs would repeat; download the "
+                f"data_url carries a secret ({signed[1]}=...), which config.json and logs would "
+                "repeat; download the "
                 "file and name it with dataset PATH"
             )
         if not (self.micro_batch_size or self.global_batch_size):
-            raise ValueError("no batch size: give micro_batch_size (per rank) or global_batch_size (all ranks)")
+            raise ValueError(
+                "no batch size: give micro_batch_size (per rank) or global_batch_size (all ranks)"
+            )
         return self
 
     @property
@@ -361,7 +416,9 @@ class Config(WatchOptions):
         return self.tp * self.pp * self.ep > 1 or self.dp_mode in ("zero1", "zero2", "fsdp")
 
     def mirrors(self, backend: str = "gloo") -> bool:
-        """Whether each rank's share of a sharded state is kept by another rank, too, where there are several ranks."""
+        """Whether each rank's share of a sharded state is kept by another rank, too, where there
+        are several ranks.
+        """
         kept = self.mirror == "auto" and self.dp_mode in ("zero1", "zero2", "fsdp")
         return kept and self.recovery != "restart" and backend == "gloo" and not self.pure
 
@@ -377,7 +434,9 @@ class Config(WatchOptions):
 
     @property
     def trace_every(self) -> int:
-        """K of comm_trace every=K; 1 for always, 0 for off. Traced are steps K/2 + 1 and K/2 + 2 of every K."""
+        """K of comm_trace every=K; 1 for always, 0 for off. Traced are steps K/2 + 1 and K/2 + 2 of
+        every K.
+        """
         if self.comm_trace in ("off", "always"):
             return int(self.comm_trace == "always")
         return int(self.comm_trace.removeprefix("every="))
@@ -388,8 +447,12 @@ class Config(WatchOptions):
 
 
 def recipe_of(config: Config) -> dict[str, Any]:
-    """Return the keys and values that make two runs the same experiment: not its length, logging, devices, ranks."""
-    keys = {key for key in Config.model_fields if field_group(key) in _RECIPE_GROUPS} - _KEEPS_RECIPE
+    """Return the keys and values that make two runs the same experiment: not its length, logging,
+    devices, ranks.
+    """
+    keys = {
+        key for key in Config.model_fields if field_group(key) in _RECIPE_GROUPS
+    } - _KEEPS_RECIPE
     keys = keys - {"max_steps", "num_epochs", "precision"} | {"name", "seed"}
     return {key: value for key, value in config.model_dump().items() if key in keys}
 
@@ -416,12 +479,18 @@ def resolve_batch(config: Config, dp: int) -> Batch:
         return Batch(micro, accum or 1, dp)
     if micro and accum and micro * accum * dp != total:
         raise ConfigError(
-            f"micro_batch_size*grad_accum_steps*ranks = {micro}*{accum}*{dp} = {micro * accum * dp}, but "
-            f"global_batch_size = {total}; drop one of the three, or set global_batch_size {micro * accum * dp}"
+            f"micro_batch_size*grad_accum_steps*ranks = {micro}*{accum}*{dp} = "
+            f"{micro * accum * dp}, but "
+            f"global_batch_size = {total}; drop one of the three, or set global_batch_size "
+            f"{micro * accum * dp}"
         )
     share = (micro or accum or 1) * dp
     if total % share:
-        unit = f"micro_batch_size*ranks = {micro}*{dp}" if micro else f"grad_accum_steps*ranks = {accum or 1}*{dp}"
+        unit = (
+            f"micro_batch_size*ranks = {micro}*{dp}"
+            if micro
+            else f"grad_accum_steps*ranks = {accum or 1}*{dp}"
+        )
         near = max(share, round(total / share) * share)
         raise ConfigError(
             f"global_batch_size = {total} is not a multiple of {unit} = {share}; "
@@ -431,7 +500,9 @@ def resolve_batch(config: Config, dp: int) -> Batch:
 
 
 def batch_for(config: Config, full: int, ranks: int) -> Batch | None:
-    """Split the global batch of a run of `full` ranks over fewer, with no larger micro batches; None if impossible."""
+    """Split the global batch of a run of `full` ranks over fewer, with no larger micro batches;
+    None if impossible.
+    """
     batch = resolve_batch(config, full)
     if ranks == full:
         return batch
@@ -441,7 +512,9 @@ def batch_for(config: Config, full: int, ranks: int) -> Batch | None:
     return Batch(share // accum, accum, ranks) if accum and not rest else None
 
 
-def load_config(file: str | None = None, preset: str | None = None, overrides: dict[str, Any] | None = None) -> Config:
+def load_config(
+    file: str | None = None, preset: str | None = None, overrides: dict[str, Any] | None = None
+) -> Config:
     """Merge preset, file and overrides into a Config. Without file and preset: the default preset."""
     overrides = overrides or {}
     merged: dict[str, Any] = {}
@@ -450,9 +523,17 @@ def load_config(file: str | None = None, preset: str | None = None, overrides: d
     if file:
         merged = lay_over(merged, {"name": Path(file).stem} | read_yaml(Path(file)), file)
     if not merged.keys() <= Config.model_fields.keys():
-        refuse_unknown(next(k for k in merged if k not in Config.model_fields), list(Config.model_fields), "key")
-    # A per-rank batch from the flags replaces a global one from the file; a global one replaces accumulation.
-    if {"micro_batch_size", "grad_accum_steps"} <= overrides.keys() and "global_batch_size" not in overrides:
+        refuse_unknown(
+            next(k for k in merged if k not in Config.model_fields),
+            list(Config.model_fields),
+            "key",
+        )
+    # A per-rank batch from the flags replaces a global one from the file; a global one replaces
+    # accumulation.
+    if {
+        "micro_batch_size",
+        "grad_accum_steps",
+    } <= overrides.keys() and "global_batch_size" not in overrides:
         merged.pop("global_batch_size", None)
         merged.pop("expected_val_loss", None)
     elif "global_batch_size" in overrides:
@@ -463,7 +544,9 @@ def load_config(file: str | None = None, preset: str | None = None, overrides: d
 
 
 def make_config(values: dict[str, Any]) -> Config:
-    """Validate `values` into a Config; a pydantic error becomes a one-line ConfigError that names key and value."""
+    """Validate `values` into a Config; a pydantic error becomes a one-line ConfigError that names
+    key and value.
+    """
     unknown = [k for k in values if k not in Config.model_fields]
     if unknown:
         refuse_unknown(unknown[0], list(Config.model_fields), "key")

@@ -1,4 +1,5 @@
-"""Output that does not decide whether a command lives: a closed pipe, a full disk or a lost terminal only mute it.
+"""Output that does not decide whether a command lives: a closed pipe, a full disk or a lost
+terminal only mute it.
 
 On a terminal one line of status may stand below everything that is printed.
 """
@@ -13,11 +14,14 @@ from typing import Any, TextIO
 
 
 class StatusLine:
-    """A line below all output of a terminal. Other output erases it, and draws it again after its own last line."""
+    """A line below all output of a terminal. Other output erases it, and draws it again after its
+    own last line.
+    """
 
     def __init__(self) -> None:
         self.text = ""
-        self._drawn, self._line_over = False, True  # _line_over: the last output ended with a newline
+        # _line_over: the last output ended with a newline
+        self._drawn, self._line_over = False, True
 
     def around(self, output: str) -> str:
         """Return what to write so that `output` stands above this line."""
@@ -28,12 +32,18 @@ class StatusLine:
 
 
 class LastingStream:
-    """A text stream on a file descriptor. What cannot be written is dropped; the first failure calls `on_failure`."""
+    """A text stream on a file descriptor. What cannot be written is dropped; the first failure
+    calls `on_failure`.
+    """
 
     encoding = "utf-8"
 
-    def __init__(self, stream: TextIO, on_failure: Any = None, status: StatusLine | None = None) -> None:
-        """Take over the descriptor of `stream`. Raises OSError if it has none. `status`: used if it is a terminal."""
+    def __init__(
+        self, stream: TextIO, on_failure: Any = None, status: StatusLine | None = None
+    ) -> None:
+        """Take over the descriptor of `stream`. Raises OSError if it has none. `status`: used if it
+        is a terminal.
+        """
         self._stream, self._fd = stream, stream.fileno()
         self._status = status if stream.isatty() else None
         self._text, self._on_failure = "", on_failure
@@ -55,10 +65,16 @@ class LastingStream:
     @property
     def has_status(self) -> bool:
         """Whether this is a terminal that can erase a line."""
-        return self._status is not None and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
+        return self._status is not None and os.environ.get("TERM", "dumb") not in (
+            "",
+            "dumb",
+            "unknown",
+        )
 
     def show(self, status: str) -> None:
-        """Show one line, which may have colours, below all output; an empty one removes it. Needs has_status."""
+        """Show one line, which may have colours, below all output; an empty one removes it. Needs
+        has_status.
+        """
         assert self._status
         self._status.text = status
         self._send("")
@@ -81,14 +97,20 @@ class LastingStream:
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Let sys.stdout and sys.stderr outlive their readers meanwhile. Says so once on stderr when stdout fails."""
+    """Let sys.stdout and sys.stderr outlive their readers meanwhile. Says so once on stderr when
+    stdout fails.
+    """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the command was started with it closed
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     before, status = (sys.stdout, sys.stderr), StatusLine()
 
     def tell(error: OSError) -> None:
-        print(f"warning  what this command prints is lost ({error.strerror}); it goes on", file=sys.stderr, flush=True)
+        print(
+            f"warning  what this command prints is lost ({error.strerror}); it goes on",
+            file=sys.stderr,
+            flush=True,
+        )
 
     with suppress(OSError, ValueError):
         before[0].flush()

@@ -1,7 +1,9 @@
-"""The points at which a run's state passes from one holder to another. A planned fault can fire at each of them.
+"""The points at which a run's state passes from one holder to another. A planned fault can fire at
+each of them.
 
-The phases of a step (faults/progress.py) are such points, too. Code says `reached("share")`; nothing happens unless
-somebody watches. tests/cluster/test_kill_points.py ends ranks and drivers at every one of them.
+The phases of a step (faults/progress.py) are such points, too. Code says `reached("share")`;
+nothing happens unless somebody watches. tests/cluster/test_kill_points.py ends ranks and drivers at
+every one of them.
 """
 
 from __future__ import annotations
@@ -74,5 +76,7 @@ def reached(point: str) -> None:
 
 
 def watch(watcher: Callable[[str], None] | None) -> None:
-    """Let one function, and no other, hear of the points that this process reaches; None: no function."""
+    """Let one function, and no other, hear of the points that this process reaches; None: no
+    function.
+    """
     _watchers[:] = [watcher] if watcher else []

@@ -47,7 +47,9 @@ LOCK_WAIT_S = 2.0  # a killed process may take a moment to exit
 
 
 class RunLock:
-    """The open file whose flock reserves a run folder for one process; the kernel releases it when the process dies."""
+    """The open file whose flock reserves a run folder for one process; the kernel releases it when
+    the process dies.
+    """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -62,8 +64,8 @@ class RunLock:
         return found.st_dev, found.st_ino
 
 
-# The locks of this process by device and inode. The text in the file cannot tell: two containers may both have a
-# process 1, and one hostname.
+# The locks of this process by device and inode. The text in the file cannot tell: two containers
+# may both have a process 1, and one hostname.
 _HELD: WeakValueDictionary[tuple[int, int], RunLock] = WeakValueDictionary()
 
 
@@ -78,7 +80,8 @@ class RunSpec:
     resume: str = ""  # a run folder or a step folder to start from
     attempt: int = 0
     notes: tuple[str, ...] = ()
-    lock: RunLock | None = field(default=None, repr=False, compare=False)  # stays in the process that opened the run
+    # Stays in the process that opened the run
+    lock: RunLock | None = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-safe dict; `from_dict` reads it back."""
@@ -129,15 +132,21 @@ class RunSpec:
 
     def ledger(self, rank: int) -> Path:
         """Return the path of this process' ledger, as the process of a rank in this attempt."""
-        return self.folder / "logs" / f"rank{rank}.{self.started:.3f}-{self.attempt}-{os.getpid()}.ledger"
+        return (
+            self.folder
+            / "logs"
+            / f"rank{rank}.{self.started:.3f}-{self.attempt}-{os.getpid()}.ledger"
+        )
 
 
 def recovers_in_place(config: Config, backend: str, ranks: int) -> bool:
-    """Whether only a lost rank is replaced while the others keep running. Driver and ranks must decide the same.
+    """Whether only a lost rank is replaced while the others keep running. Driver and ranks must
+    decide the same.
 
-    A hand-written all-reduce has a thread that may wait for a peer and keep its group open. A lost rank's shard of the
-    state is on disk only, unless another rank mirrors it or has the same one. With NCCL the survivors see no error, and
-    abort by the driver's order where `abort_nccl` allows it.
+    A hand-written all-reduce has a thread that may wait for a peer and keep its group open. A lost
+    rank's shard of the state is on disk only, unless another rank mirrors it or has the same one.
+    With NCCL the survivors see no error, and abort by the driver's order where `abort_nccl` allows
+    it.
     """
     if backend == "gloo":
         mirrored = config.mirrors() and ranks > config.tp * config.pp
@@ -151,7 +160,8 @@ def recovers_in_place(config: Config, backend: str, ranks: int) -> bool:
 def new_folder(out_dir: Path, name: str) -> Path:
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        stem = f"{time.strftime('%Y-%m-%d_%H%M%S', time.gmtime())}_{name}"  # UTC, as runs are read in any zone
+        # UTC, as runs are read in any zone
+        stem = f"{time.strftime('%Y-%m-%d_%H%M%S', time.gmtime())}_{name}"
         for suffix in ("", *(f"_{n}" for n in range(2, 1000))):
             folder = out_dir / (stem + suffix)
             try:
@@ -161,18 +171,23 @@ def new_folder(out_dir: Path, name: str) -> Path:
             return folder
     except OSError as error:
         raise ConfigError(
-            f"cannot make a run folder in out_dir = {out_dir}: {error.strerror}; give a writable --out_dir"
+            f"cannot make a run folder in out_dir = {out_dir}: {error.strerror}; give a writable "
+            "--out_dir"
         ) from None
-    raise ConfigError(f"out_dir = {out_dir} already has 999 runs of this second; use another --name")
+    raise ConfigError(
+        f"out_dir = {out_dir} already has 999 runs of this second; use another --name"
+    )
 
 
 def lock_run(folder: Path) -> tuple[RunLock | None, str]:
-    """Lock a run's folder for this process; return the lock, and a warning if the file system has no locks.
+    """Lock a run's folder for this process; return the lock, and a warning if the file system has
+    no locks.
 
     A process that already holds it gets None. Raises ConfigError when another process holds it.
     """
     path, own = folder / "lock", f"pid {os.getpid()} on {platform.node()}"
-    lock = RunLock(fd := os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # closed with its last reference
+    # Closed with its last reference
+    lock = RunLock(fd := os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
     deadline = time.monotonic() + LOCK_WAIT_S
     while True:
         try:
@@ -181,12 +196,17 @@ def lock_run(folder: Path) -> tuple[RunLock | None, str]:
         except BlockingIOError:
             holder = path.read_text(encoding="utf-8").strip() or "another process"
         except OSError as error:
-            return None, f"warning  {folder} cannot be locked ({error.strerror}): let only one command use it"
+            return (
+                None,
+                f"warning  {folder} cannot be locked ({error.strerror}): let only one command use "
+                "it",
+            )
         if lock.key in _HELD:
             return None, ""
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"run {folder} is in use by {holder}; wait until it ends, or start a new run from one of its "
+                f"run {folder} is in use by {holder}; wait until it ends, or start a new run from "
+                "one of its "
                 f"checkpoints (--resume {folder}/checkpoints/step_...). If that process and "
                 f"its host are gone, remove {path}"
             )
@@ -198,9 +218,11 @@ def lock_run(folder: Path) -> tuple[RunLock | None, str]:
 
 
 def write_attempt(spec: RunSpec) -> None:
-    """Allow only this attempt to write checkpoints. (the process that starts the attempt, before its ranks)
+    """Allow only this attempt to write checkpoints. (the process that starts the attempt, before
+    its ranks)
 
-    On a full disk the file is overwritten in place, which needs no new block. Raises OSError if that fails, too.
+    On a full disk the file is overwritten in place, which needs no new block. Raises OSError if
+    that fails, too.
     """
     path, text = spec.folder / "attempt", f"{spec.attempt} {spec.started!r}\n"
     try:
@@ -212,7 +234,8 @@ def write_attempt(spec: RunSpec) -> None:
 
 
 def read_attempt(folder: Path) -> tuple[int, float] | None:
-    """Return which attempt may write checkpoints, and when its command started (Unix s); None without the file.
+    """Return which attempt may write checkpoints, and when its command started (Unix s); None
+    without the file.
 
     Raises CheckpointError when the file cannot be read.
     """
@@ -223,7 +246,9 @@ def read_attempt(folder: Path) -> tuple[int, float] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot tell from {path} which attempt may write ({error}); remove it") from None
+        raise CheckpointError(
+            f"cannot tell from {path} which attempt may write ({error}); remove it"
+        ) from None
 
 
 def newest_record(folder: Path, name: str = "metrics.jsonl") -> dict[str, Any] | None:
@@ -239,7 +264,8 @@ def newest_record(folder: Path, name: str = "metrics.jsonl") -> dict[str, Any] |
 
 
 def disk_used(folder: Path) -> dict[str, float]:
-    """Return the share of a file system that is in use, as df counts it: of what is not kept for root.
+    """Return the share of a file system that is in use, as df counts it: of what is not kept for
+    root.
 
     Nothing where it does not answer: no run ends because of that.
     """
@@ -301,5 +327,7 @@ def write_summary(spec: RunSpec, outcome: dict[str, Any], restarts: int) -> dict
 
 
 def expected_loss(spec: RunSpec) -> float | None:
-    """Return the validation loss that the complete recipe should reach on this dataset, where it is known."""
+    """Return the validation loss that the complete recipe should reach on this dataset, where it is
+    known.
+    """
     return spec.config.expected_val_loss.get(spec.dataset.name)

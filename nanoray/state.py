@@ -5,7 +5,8 @@
        │                      └─► a newcomer's memory, over the process group (share)
        └─ load()  ◄─ StateDict ◄─ a resume, a rollback, a recovery
 
-One serialiser serves all of them, and the tensors that it packs are the tensors that replicas compare by hash.
+One serialiser serves all of them, and the tensors that it packs are the tensors that replicas
+compare by hash.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from nanoray.errors import CheckpointError
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Piece, Shard, is_cut, whole_shards
 
-MEMORY = "compression"  # the key of what each rank alone keeps of compressed gradients, beside its generators
+# The key of what each rank alone keeps of compressed gradients, beside its generators
+MEMORY = "compression"
 PROBE = (2, 8)  # the parameter that an optimizer is tried on
 EMA_DECAY = 0.99  # per step, of the smoothed loss
 
@@ -44,16 +46,19 @@ class Part(Protocol):
 class StateDict:
     """A TrainState as plain data. `meta` holds `step` and anything else that is JSON.
 
-    With `pieces`, each tensor of a parameter named there is that piece, flat; other tensors are whole.
+    With `pieces`, each tensor of a parameter named there is that piece, flat; other tensors are
+    whole.
     """
 
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]  # flat names: "exp_avg.<param>", "step.<param>"
-    rng: list[dict[str, Tensor]] = field(default_factory=list)  # per rank: generators, loader, compression's memory
+    # Per rank: generators, loader, compression's memory
+    rng: list[dict[str, Tensor]] = field(default_factory=list)
     scaler: dict[str, float] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
     pieces: dict[str, Piece] | None = None  # by parameter; None: all tensors are whole
-    aliases: dict[str, str] = field(default_factory=dict)  # further names of tied weights, which are saved once
+    # Further names of tied weights, which are saved once
+    aliases: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -63,7 +68,8 @@ class Scalars:
     step: int = 0  # completed optimizer steps
     samples: int = 0  # sequences consumed by them: the one cursor of the data
     loss: float | None = None  # of the newest logged step, mean over all ranks
-    loss_ema: float | None = None  # exponential moving average of the logged losses, EMA_DECAY per step
+    # Exponential moving average of the logged losses, EMA_DECAY per step
+    loss_ema: float | None = None
     ema_step: int = 0  # the step of the newest loss in it
     val_loss: float | None = None
     best_val_loss: float | None = None
@@ -73,10 +79,11 @@ class Scalars:
 
 @dataclass
 class Session:
-    """What one command knows about its run. It survives the loss of a rank, and starts anew after a resume.
+    """What one command knows about its run. It survives the loss of a rank, and starts anew after a
+    resume.
 
-    The step fields record what has been done at the end of the newest step. So an interrupted end can be repeated:
-    nothing is reported twice and nothing is skipped.
+    The step fields record what has been done at the end of the newest step. So an interrupted end
+    can be repeated: nothing is reported twice and nothing is skipped.
     """
 
     begun: int = 0  # the step at which this command started
@@ -104,31 +111,50 @@ class Holding:
 
 
 class Update(NamedTuple):
-    """What a rank needs besides its gradients to do the newest step's update as all others have done it."""
+    """What a rank needs besides its gradients to do the newest step's update as all others have
+    done it.
+    """
 
     norm: Tensor | None = None  # of the whole gradient
     leave_out: Tensor | None = None  # 1: the update was left out
 
 
 class TrainState:
-    """One rank's share of the state of a run: the weights, and the optimizer state of its shards of them."""
+    """One rank's share of the state of a run: the weights, and the optimizer state of its shards of
+    them.
+    """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Part, guards: Part) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Part, guards: Part
+    ) -> None:
         """Take the parts as they are at step 0. `whole` is set once they hold the state of the run."""
         self.model, self.optimizer, self.scaler, self.guards = model, optimizer, scaler, guards
         self.scalars, self.session = Scalars(), Session()
         self.shards = whole_shards(model)
         self.sharded = False  # whether other ranks hold the optimizer state of other shards
-        self.weights: list[Shard] | None = None  # the weights of this rank, where no rank has them all
-        self.mirror: Holding | None = None  # another rank's share, updated here from the same gradients
-        self.left: dict[str, Tensor] | None = None  # the buffers of a model that belonged to a group which is gone
-        self.memory: Tensor | None = None  # what this rank's compressed gradients left over, flat; no other rank has it
-        self.whole = False  # whether other ranks may copy this state: only after a resume or recovery is done
-        self.can_finish = False  # whether gradients of the next step are here that complete it without lost ranks
+        # The weights of this rank, where no rank has them all
+        self.weights: list[Shard] | None = None
+        # Another rank's share, updated here from the same gradients
+        self.mirror: Holding | None = None
+        # The buffers of a model that belonged to a group which is gone
+        self.left: dict[str, Tensor] | None = None
+        # What this rank's compressed gradients left over, flat; no other rank has it
+        self.memory: Tensor | None = None
+        # Whether other ranks may copy this state: only after a resume or recovery is done
+        self.whole = False
+        # Whether gradients of the next step are here that complete it without lost ranks
+        self.can_finish = False
         self.update = Update()  # the newest one
 
-    def hold(self, own: Holding, mirror: Holding | None, sharded: bool, weights: list[Shard] | None = None) -> None:
-        """Keep these from now on. With `sharded`, other ranks have the optimizer state of other shards.
+    def hold(
+        self,
+        own: Holding,
+        mirror: Holding | None,
+        sharded: bool,
+        weights: list[Shard] | None = None,
+    ) -> None:
+        """Keep these from now on. With `sharded`, other ranks have the optimizer state of other
+        shards.
 
         With `weights` this rank holds only these parts of the model's weights.
         """
@@ -136,8 +162,11 @@ class TrainState:
         self.sharded, self.weights = sharded, weights
 
     def leave_model(self) -> None:
-        """Part with a model that a group of ranks has cut, and keep its buffers; what is held of it is in shards."""
-        self.left = self.buffers if self.left is None else self.left  # else the next group broke, too, before it stood
+        """Part with a model that a group of ranks has cut, and keep its buffers; what is held of it
+        is in shards.
+        """
+        # Else the next group broke, too, before it stood
+        self.left = self.buffers if self.left is None else self.left
         self.model = nn.Module()
 
     def take_left(self) -> None:
@@ -164,11 +193,17 @@ class TrainState:
     @property
     def weight_pieces(self) -> dict[str, Piece] | None:
         """Which part of each parameter this rank has; None: all of it."""
-        return {shard.piece.name: shard.piece for shard in self.weights} if self.weights is not None else None
+        return (
+            {shard.piece.name: shard.piece for shard in self.weights}
+            if self.weights is not None
+            else None
+        )
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """The model's buffers that are part of its state, such as running statistics, equal on all replicas."""
+        """The model's buffers that are part of its state, such as running statistics, equal on all
+        replicas.
+        """
         saved = self.model.state_dict().keys()  # which leaves out the others
         return {name: buffer for name, buffer in self.model.named_buffers() if name in saved}
 
@@ -191,8 +226,8 @@ class TrainState:
     def see_loss(self, loss: float, smooth: bool) -> None:
         """Record a logged step's mean loss; `smooth` adds it to the moving average.
 
-        A resumed run logs its first step besides the regular ones. The average leaves that loss out, so that it equals
-        the average of an uninterrupted run.
+        A resumed run logs its first step besides the regular ones. The average leaves that loss
+        out, so that it equals the average of an uninterrupted run.
         """
         s = self.scalars
         s.loss = loss
@@ -209,7 +244,8 @@ class TrainState:
     def tensors(self) -> dict[str, Tensor]:
         """Return, in one order on all ranks, the live tensors that must be equal on all replicas.
 
-        Of a model that is cut, the pieces that other ranks hold as well, by their places: not all ranks have the same.
+        Of a model that is cut, the pieces that other ranks hold as well, by their places: not all
+        ranks have the same.
         """
         weights = () if self.shards_weights else self.model.named_parameters()
         tensors = {name: p.detach() for name, p in weights}
@@ -225,14 +261,18 @@ class TrainState:
         return tensors | self.scaler.tensors()
 
     def pack_own(self, first: bool) -> StateDict:
-        """Return what this rank saves of a sharded state: what it owns. The `first` rank adds what nobody owns."""
+        """Return what this rank saves of a sharded state: what it owns. The `first` rank adds what
+        nobody owns.
+        """
         packed, shards = self.pack(), [shard for shard in self.shards if shard.owner]
         pieces = {shard.piece.name: shard.piece for shard in shards}
         aliases = {name: origin for name, origin in _aliases(self.model).items() if name != origin}
         ownerless = self.without_owner(packed.model) if first else {}
         packed.model = {shard.piece.name: shard.param.detach() for shard in shards} | ownerless
         every = optimizer_tensors(self.optimizer, self.shards)
-        packed.optimizer = {name: tensor for name, tensor in every.items() if name.partition(".")[2] in pieces}
+        packed.optimizer = {
+            name: tensor for name, tensor in every.items() if name.partition(".")[2] in pieces
+        }
         packed.pieces, packed.aliases = pieces, aliases
         return packed
 
@@ -243,7 +283,8 @@ class TrainState:
         return {n: t for n, t in model.items() if n not in owned and aliases[n] == n}
 
     def pack(self, rng: list[dict[str, Tensor]] | None = None) -> StateDict:
-        """Return what this rank shares with the others, as data: all of the state, unless it is sharded.
+        """Return what this rank shares with the others, as data: all of the state, unless it is
+        sharded.
 
         The tensors are the live ones, which the next step changes.
         """
@@ -264,15 +305,18 @@ class TrainState:
         )
 
     def load(self, saved: StateDict, optimizer: bool = True, weights: bool = True) -> None:
-        """Load what `pack` returned, in place. Raises CheckpointError for another optimizer or model.
+        """Load what `pack` returned, in place. Raises CheckpointError for another optimizer or
+        model.
 
-        Of a sharded state, `saved.optimizer` has this rank's pieces. Without `optimizer` the optimizer keeps its state;
-        without `weights` only those are loaded that `saved` has.
-        A checkpoint of an older nanoray has no scalars of its own; step, cursor and losses are in its meta.
+        Of a sharded state, `saved.optimizer` has this rank's pieces. Without `optimizer` the
+        optimizer keeps its state; without `weights` only those are loaded that `saved` has. A
+        checkpoint of an older nanoray has no scalars of its own; step, cursor and losses are in its
+        meta.
         """
         self._load_weights(saved.model, weights)
         self.can_finish = False
-        if optimizer and (saved.optimizer or saved.meta["step"] > 0):  # before its first step an optimizer has no state
+        # Before its first step an optimizer has no state
+        if optimizer and (saved.optimizer or saved.meta["step"] > 0):
             load_optimizer_tensors(self.optimizer, self.shards, saved.optimizer)
         self.scaler.load_values(saved.scaler)
         meta = saved.meta
@@ -283,12 +327,16 @@ class TrainState:
         step = self.step
         self.session = Session(begun=step, current=step, evaluated=step, reported=step, saved=step)
 
-    def load_memory(self, saved: StateDict, rank: int, ranks: int, forget: Callable[[], None]) -> bool:
-        """Take over what as many ranks had left over, or `forget`; return whether nothing was dropped or missing.
+    def load_memory(
+        self, saved: StateDict, rank: int, ranks: int, forget: Callable[[], None]
+    ) -> bool:
+        """Take over what as many ranks had left over, or `forget`; return whether nothing was
+        dropped or missing.
 
-        This state outlives a group of ranks. So it keeps no reference to what knows the group, as `forget` does: others
-        notice that a rank has left when its connections close, which they do when nothing refers to the group.
-        Afterwards `saved` has no memory any more: it is as large as the weights, for each rank.
+        This state outlives a group of ranks. So it keeps no reference to what knows the group, as
+        `forget` does: others notice that a rank has left when its connections close, which they do
+        when nothing refers to the group. Afterwards `saved` has no memory any more: it is as large
+        as the weights, for each rank.
         """
         kept = [of.pop(MEMORY, None) for of in saved.rng]
         if self.memory is None:
@@ -312,7 +360,9 @@ class TrainState:
             buffer.copy_(saved[name])
 
     def rewind(self, saved: StateDict, samples: int) -> None:
-        """Go back to `saved` and continue with the data from `samples`. Clock and guards keep their values."""
+        """Go back to `saved` and continue with the data from `samples`. Clock and guards keep their
+        values.
+        """
         now, guards, first_step_s = self.scalars, self.guards.values(), self.session.first_step_s
         self.load(saved)
         self.scalars.samples = samples
@@ -324,8 +374,9 @@ class TrainState:
 def share(state: TrainState, mesh: Mesh, source: int) -> None:
     """Copy the whole state of rank `source` to all ranks, tensor by tensor. (all ranks)
 
-    Nothing is read from disk. Afterwards every rank has the source's parameters, optimizer, scaler, guards, scalars and
-    session. Where weights or optimizer state are sharded, each rank keeps its own.
+    Nothing is read from disk. Afterwards every rank has the source's parameters, optimizer, scaler,
+    guards, scalars and session. Where weights or optimizer state are sharded, each rank keeps its
+    own.
     """
     packed, session = fetch(state, mesh, source)
     if mesh.rank != source:
@@ -333,8 +384,11 @@ def share(state: TrainState, mesh: Mesh, source: int) -> None:
     state.session, state.whole = session, True
 
 
-def fetch(state: TrainState, mesh: Mesh, source: int, pieces: bool = True) -> tuple[StateDict, Session]:
-    """Return the state and session of rank `source`, without its shards if it is sharded. (all ranks)
+def fetch(
+    state: TrainState, mesh: Mesh, source: int, pieces: bool = True
+) -> tuple[StateDict, Session]:
+    """Return the state and session of rank `source`, without its shards if it is sharded. (all
+    ranks)
 
     Nothing is loaded yet. Without `pieces` it leaves out all that an optimizer updates.
     """
@@ -343,7 +397,9 @@ def fetch(state: TrainState, mesh: Mesh, source: int, pieces: bool = True) -> tu
     if not pieces:
         packed.model, packed.optimizer = state.without_owner(packed.model), {}
     aliases = _aliases(state.model)
-    tensors = {("model", name): packed.model[name] for name in {*aliases.values()} & packed.model.keys()}
+    tensors = {
+        ("model", name): packed.model[name] for name in {*aliases.values()} & packed.model.keys()
+    }
     tensors |= {("optimizer", name): tensor for name, tensor in packed.optimizer.items()}
     layout = [(key, tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()]
     layout, packed.scaler, packed.meta, session = mesh.broadcast(
@@ -354,8 +410,14 @@ def fetch(state: TrainState, mesh: Mesh, source: int, pieces: bool = True) -> tu
             tensors[key] = torch.empty(shape, dtype=dtype, device=mesh.device)
         mesh.broadcast_tensor(tensors[key].to(mesh.device), source)
     if not own:
-        packed.model = {n: tensors["model", first] for n, first in aliases.items() if ("model", first) in tensors}
-        packed.optimizer = {name: tensor for (part, name), tensor in tensors.items() if part == "optimizer"}
+        packed.model = {
+            n: tensors["model", first]
+            for n, first in aliases.items()
+            if ("model", first) in tensors
+        }
+        packed.optimizer = {
+            name: tensor for (part, name), tensor in tensors.items() if part == "optimizer"
+        }
     return packed, Session(**session)
 
 
@@ -375,12 +437,18 @@ def set_rng_state(state: dict[str, Tensor], device: torch.device) -> None:
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
-    """Return each name of the model's state with the first name of the same tensor: tied weights travel once."""
+    """Return each name of the model's state with the first name of the same tensor: tied weights
+    travel once.
+    """
     first: dict[int, str] = {}
-    return {name: first.setdefault(id(t), name) for name, t in model.state_dict(keep_vars=True).items()}
+    return {
+        name: first.setdefault(id(t), name) for name, t in model.state_dict(keep_vars=True).items()
+    }
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) -> dict[str, Tensor]:
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, shards: Sequence[Shard]
+) -> dict[str, Tensor]:
     """Return the optimizer's state as one flat dict with names such as `exp_avg.<parameter>`."""
     names: dict[Tensor, str] = {shard.param: shard.piece.name for shard in shards}
     return {
@@ -406,20 +474,29 @@ def load_optimizer_tensors(
     found = {name.split(".", 1)[0] for name in tensors}
     if expected is not None and found != {*expected}:
         raise CheckpointError(
-            f"optimizer state holds {sorted(found) or 'nothing'}, but {type(optimizer).__name__} needs "
+            f"optimizer state holds {sorted(found) or 'nothing'}, but {type(optimizer).__name__} "
+            "needs "
             f"{sorted(expected) or 'nothing'}; resume with the optimizer that wrote it"
-            + (", in its precision and with its master_weights" if hasattr(optimizer, "state_keys") else "")
+            + (
+                ", in its precision and with its master_weights"
+                if hasattr(optimizer, "state_keys")
+                else ""
+            )
         )
     for name, tensor in tensors.items():
         key, param = name.split(".", 1)
         like = params.get(param)
         scalar = key in scalars and tensor.numel() == 1
         if like is None or not (scalar or tensor.shape in (like.shape, (like.numel(),))):
-            raise CheckpointError(f"optimizer state {name} {tuple(tensor.shape)} does not fit this model's parameters")
+            raise CheckpointError(
+                f"optimizer state {name} {tuple(tensor.shape)} does not fit this model's parameters"
+            )
         if scalar:  # as Adam keeps it: on the host, but for kernels that read it on the device
             on_device = group_of[like].get("fused") or group_of[like].get("capturable")
             on_device = on_device and not getattr(optimizer, "scalars_on_host", False)
-            optimizer.state[like][key] = tensor.reshape(()).to(like.device if on_device else "cpu", copy=True)
+            optimizer.state[like][key] = tensor.reshape(()).to(
+                like.device if on_device else "cpu", copy=True
+            )
             continue
         same = not isinstance(optimizer, torch.optim.AdamW | torch.optim.SGD)
         kind = tensor.dtype if same else like.dtype  # of a run in another precision
@@ -428,7 +505,8 @@ def load_optimizer_tensors(
 
 
 def kept_alone(optimizer: torch.optim.Optimizer) -> dict[str, Tensor] | None:
-    """Return what an optimizer keeps for a parameter of shape PROBE after a step; None if it cannot be tried so.
+    """Return what an optimizer keeps for a parameter of shape PROBE after a step; None if it cannot
+    be tried so.
 
     With several groups, what it keeps in any of them.
     """
@@ -441,7 +519,11 @@ def kept_alone(optimizer: torch.optim.Optimizer) -> dict[str, Tensor] | None:
             alike = type(optimizer)([settings | {"params": [probe]}], lr=settings["lr"])  # type: ignore[call-arg]
             alike.step()
         except Exception as error:
-            logging.getLogger("nanoray").info("%s could not be tried alone: %r", type(optimizer).__name__, error)
+            logging.getLogger("nanoray").info(
+                "%s could not be tried alone: %r", type(optimizer).__name__, error
+            )
             return None
-        kept |= {key: value for key, value in alike.state[probe].items() if isinstance(value, Tensor)}
+        kept |= {
+            key: value for key, value in alike.state[probe].items() if isinstance(value, Tensor)
+        }
     return kept

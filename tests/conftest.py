@@ -24,12 +24,15 @@ from tests.harness.ray_workers import forked_workers
 for variable in ("RAY_ADDRESS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
     os.environ.pop(variable, None)
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-# The threads of a command that wait for each other would spin, and take the cores from the tests beside it.
+# The threads of a command that wait for each other would spin, and take the cores from the tests
+# beside it.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-# A script's shell ignores Ctrl-C in what it starts with `&`, and so would all commands of the tests.
+# A script's shell ignores Ctrl-C in what it starts with `&`, and so would all commands of the
+# tests.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-processes.start_process = start_process  # the ranks of a benchmark, too, need not import torch again
+# The ranks of a benchmark, too, need not import torch again
+processes.start_process = start_process
 # On a busy machine an example, and drawing it, may take long.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
@@ -62,7 +65,9 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _torchrun_leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Torchrun makes a folder for its ranks' logs, also where they go elsewhere, and leaves it behind."""
+    """Torchrun makes a folder for its ranks' logs, also where they go elsewhere, and leaves it
+    behind.
+    """
     os.environ["PET_LOG_DIR"] = str(tmp_path_factory.mktemp("torchrun"))
 
 
@@ -88,7 +93,10 @@ def shakespeare() -> Path:
 @pytest.fixture(scope="session")
 def forked() -> Iterator[dict[str, str]]:
     """Variables with which torchrun forks its ranks, and a script that calls PYTHON forks that."""
-    with tempfile.TemporaryDirectory(prefix="nr-python-", dir="/tmp") as folder, forked_python(Path(folder)) as env:
+    with (
+        tempfile.TemporaryDirectory(prefix="nr-python-", dir="/tmp") as folder,
+        forked_python(Path(folder)) as env,
+    ):
         yield env
 
 
@@ -103,7 +111,12 @@ def forked_ray() -> Iterator[dict[str, str]]:
 def recipe(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     """The tiny recipe as a YAML file on the test text."""
     folder = tmp_path_factory.mktemp("recipe")
-    values = TINY | {"dataset": str(text), "data_dir": str(folder / "cache"), "max_steps": 30, "tensorboard": True}
+    values = TINY | {
+        "dataset": str(text),
+        "data_dir": str(folder / "cache"),
+        "max_steps": 30,
+        "tensorboard": True,
+    }
     values["placement_timeout_s"] = 60  # a slow machine may still be ending the run before
     path = folder / "words.yaml"
     path.write_text("".join(f"{key}: {value}\n" for key, value in values.items() if key != "name"))

@@ -28,7 +28,13 @@ def evaluate() -> float:
 
 
 torch.manual_seed(0)
-layers = [nn.Embedding(len(letters), 16), nn.Flatten(), nn.Linear(16 * T, 64), nn.GELU(), nn.Linear(64, len(letters))]
+layers = [
+    nn.Embedding(len(letters), 16),
+    nn.Flatten(),
+    nn.Linear(16 * T, 64),
+    nn.GELU(),
+    nn.Linear(64, len(letters)),
+]
 model = nn.Sequential(*layers)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 

@@ -32,12 +32,19 @@ def evaluate() -> float:
 
 
 torch.manual_seed(0)  # the same weights on all ranks
-layers = [nn.Embedding(len(letters), 16), nn.Flatten(), nn.Linear(16 * T, 64), nn.GELU(), nn.Linear(64, len(letters))]
+layers = [
+    nn.Embedding(len(letters), 16),
+    nn.Flatten(),
+    nn.Linear(16 * T, 64),
+    nn.GELU(),
+    nn.Linear(64, len(letters)),
+]
 model = nn.Sequential(*layers)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 for step in range(200):
-    x, y = (part.chunk(ranks)[rank] for part in batch(step))  # each rank its share of the same batch
+    # Each rank its share of the same batch
+    x, y = (part.chunk(ranks)[rank] for part in batch(step))
     loss = nn.functional.cross_entropy(model(x), y)
     (loss / ranks).backward()  # so the sum over the ranks is the mean over the batch
     for p in model.parameters():

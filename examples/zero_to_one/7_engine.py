@@ -1,6 +1,8 @@
-"""The same with nanoray's engine, on Ray; or torchrun --nproc-per-node 2 examples/zero_to_one/7_engine.py
+"""The same with nanoray's engine, on Ray; or torchrun --nproc-per-node 2
+examples/zero_to_one/7_engine.py
 
-Add to the configuration `"dp_mode": "zero1"`, or `"faults": "kill@rank=1,step=120"`, and look what happens.
+Add to the configuration `"dp_mode": "zero1"`, or `"faults": "kill@rank=1,step=120"`, and look what
+happens.
 """
 
 import codecs
@@ -36,5 +38,11 @@ def main(run: nanoray.Run) -> None:
 
 
 if __name__ == "__main__":
-    config = {"name": "zen", "global_batch_size": 32, "log_every": 50, "eval_every": 50, "max_steps": 200}
+    config = {
+        "name": "zen",
+        "global_batch_size": 32,
+        "log_every": 50,
+        "eval_every": 50,
+        "max_steps": 200,
+    }
     raise SystemExit(nanoray.launch(main, config))

@@ -1,9 +1,11 @@
-"""`python -m nanoray.bench NAME`: measure, print a table and verdicts, write JSON, a figure and an HTML report.
+"""`python -m nanoray.bench NAME`: measure, print a table and verdicts, write JSON, a figure and an
+HTML report.
 
-Every benchmark is a module with `add_flags(parser)`, `measure(args, report)`, `draw(report, path)` and
-`paste(report)`, the lines for a README; one with a table or findings of its own has `lines(report)` too, and one that
-counts something else than wrong elements says so in WRONG. Exit code 0: every arm ran, nothing was wrong and every
-target was met; 1: not; 2: wrong flags. `all` runs one after the other and skips those that refuse its --workers.
+Every benchmark is a module with `add_flags(parser)`, `measure(args, report)`, `draw(report, path)`
+and `paste(report)`, the lines for a README; one with a table or findings of its own has
+`lines(report)` too, and one that counts something else than wrong elements says so in WRONG. Exit
+code 0: every arm ran, nothing was wrong and every target was met; 1: not; 2: wrong flags. `all`
+runs one after the other and skips those that refuse its --workers.
 """
 
 from __future__ import annotations
@@ -36,8 +38,14 @@ BENCHES = {
         "nanoray.bench.collectives",
         "latency, algbw and busbw of every collective, and its wrong elements",
     ),
-    "algorithms": ("nanoray.bench.algorithms", "hand-written ring, tree, ... all-reduces against the backend's own"),
-    "overlap": ("nanoray.bench.overlap", "bucket sizes of DDP: how much communication hides behind the backward pass"),
+    "algorithms": (
+        "nanoray.bench.algorithms",
+        "hand-written ring, tree, ... all-reduces against the backend's own",
+    ),
+    "overlap": (
+        "nanoray.bench.overlap",
+        "bucket sizes of DDP: how much communication hides behind the backward pass",
+    ),
     "strategies": (
         "nanoray.bench.strategies",
         "DDP, ZeRO and FSDP, with and without activation checkpointing: step time against memory",
@@ -50,27 +58,46 @@ BENCHES = {
         "nanoray.bench.compression",
         "gradients in bf16, fp16, int8 and PowerSGD: bytes, step time and loss beside float32",
     ),
-    "equivalence": ("nanoray.bench.equivalence", "every data-parallel mode against one process: losses, weights, bits"),
-    "scaling": ("nanoray.bench.scaling", "step time from 1 to 4096 ranks: a fitted model, checked at 3 and 4"),
+    "equivalence": (
+        "nanoray.bench.equivalence",
+        "every data-parallel mode against one process: losses, weights, bits",
+    ),
+    "scaling": (
+        "nanoray.bench.scaling",
+        "step time from 1 to 4096 ranks: a fitted model, checked at 3 and 4",
+    ),
     "layouts": (
         "nanoray.bench.layouts",
         "steps that a dry run predicts for dp x tp, beside real ones at 2, 4 and 8 ranks",
     ),
-    "step": ("nanoray.bench.step", "attention, optimizer, precision, compile, ...: what each gains a step on this CPU"),
-    "gpu": ("nanoray.bench.gpu", "the ladder of a step on a GPU: precision, attention, optimizer, compile, batch; MFU"),
+    "step": (
+        "nanoray.bench.step",
+        "attention, optimizer, precision, compile, ...: what each gains a step on this CPU",
+    ),
+    "gpu": (
+        "nanoray.bench.gpu",
+        "the ladder of a step on a GPU: precision, attention, optimizer, compile, batch; MFU",
+    ),
     "speedrun": (
         "nanoray.bench.speedrun",
         "seconds from a command to a validation loss on two CPU cores; all may join",
     ),
-    "recovery": ("nanoray.bench.recovery", "how long training stands still when a rank is killed; goodput under kills"),
+    "recovery": (
+        "nanoray.bench.recovery",
+        "how long training stands still when a rank is killed; goodput under kills",
+    ),
     "precision": (
         "nanoray.bench.precision",
         "what 16 bits lose in training, by cause, what cures it, and time and memory of each mode",
     ),
-    "mig": ("nanoray.bench.mig", "MIG slices: what is there, what would run where, and what it gains"),
+    "mig": (
+        "nanoray.bench.mig",
+        "MIG slices: what is there, what would run where, and what it gains",
+    ),
     "checkpoint": (
         "nanoray.bench.checkpoint",
-        "what a checkpoint costs training: nanoray's two modes, torch.save and DCP, against the raw disk",
+        "what a checkpoint costs training: nanoray's two modes, torch.save and DCP, against the "
+        "raw disk",
     ),
     "control": (
         "nanoray.bench.control",
@@ -81,14 +108,16 @@ BENCHES = {
         "half an hour under random faults: the weights of a run without, nothing left behind",
     ),
 }
-NOT_IN_ALL = {"gpu", "soak", "speedrun"}  # they take long, prove one thing each, and are asked for by name
+# They take long, prove one thing each, and are asked for by name
+NOT_IN_ALL = {"gpu", "soak", "speedrun"}
 QUICK_IN_ALL = {
     "train": ["--arms", "plain,torchrun"],
     "recovery": ["--arms", "torchrun"],
     "step": ["--presets", "shakespeare-cpu"],
 }  # its other arms start clusters, which takes minutes
 FIGURES = (".png", ".svg", ".pdf")
-FILES = {"json": "report.json", "figure": "report.png", "html": "report.html"}  # flag -> a name to propose
+# Flag -> a name to propose
+FILES = {"json": "report.json", "figure": "report.png", "html": "report.html"}
 USAGE = """\
 usage: python -m nanoray.bench NAME [--workers N] [--quick] [--json FILE] [--figure FILE] [--html FILE] [flags]
 
@@ -119,7 +148,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as stop:
-        print("interrupted: everything that was started is ended, no report was written", file=sys.stderr)
+        print(
+            "interrupted: everything that was started is ended, no report was written",
+            file=sys.stderr,
+        )
         return 128 + (stop.args[0] if stop.args else signal.SIGINT)
 
 
@@ -129,7 +161,9 @@ def _run(name: str, argv: list[str]) -> int:
         report = _measure(module, args, name, argv)
     if _speaks():
         section = _section(module, report, args.figure, bool(args.html))
-        print("\n".join([*module.paste(report), "", *report.lines(section.lines or None)]), flush=True)
+        print(
+            "\n".join([*module.paste(report), "", *report.lines(section.lines or None)]), flush=True
+        )
         if args.json:
             report.write(args.json)
         _write_html(args.html, [section])
@@ -141,14 +175,22 @@ def _run(name: str, argv: list[str]) -> int:
 
 def _run_all(argv: list[str]) -> int:
     if "RANK" in os.environ:
-        raise ConfigError("bench all starts its own ranks, but RANK is set; run it without torchrun")
+        raise ConfigError(
+            "bench all starts its own ranks, but RANK is set; run it without torchrun"
+        )
     parser = _parser("all", "every benchmark in turn, each with its defaults")
-    parser.add_argument("--workers", type=int, metavar="N", help="ranks of each [each one's default]")
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="ranks of each [each one's default]"
+    )
     args = _flags(parser, argv, folders=("figure",))
     if args.workers is not None and args.workers < 1:
-        raise ConfigError(f"workers = {args.workers}; give 1 or more, or leave it out for each one's default")
+        raise ConfigError(
+            f"workers = {args.workers}; give 1 or more, or leave it out for each one's default"
+        )
     if args.figure and not args.figure.is_dir():
-        raise ConfigError(f"figure = {args.figure}: bench all draws several; name a folder that is there")
+        raise ConfigError(
+            f"figure = {args.figure}: bench all draws several; name a folder that is there"
+        )
     found: list[Section] = []
     with interruptible():
         for name in (name for name in BENCHES if name not in NOT_IN_ALL):
@@ -156,19 +198,30 @@ def _run_all(argv: list[str]) -> int:
             flags += ["--quick", *QUICK_IN_ALL.get(name, [])] if args.quick else []
             print(f"== {name}", file=sys.stderr, flush=True)
             found.append(_attempt(name, flags, args))
-            print("\n".join([f"== {name}", "", *found[-1].report.lines(found[-1].lines or None), ""]), flush=True)
+            print(
+                "\n".join([f"== {name}", "", *found[-1].report.lines(found[-1].lines or None), ""]),
+                flush=True,
+            )
     reports = [section.report for section in found]
     failed = [report.bench for report in reports if report.failed]
     skipped = [report.bench for report in reports if report.skipped]
-    print("\n".join(aligned([("bench", "verdict", "seconds", ""), *(r.summary for r in reports)], right={2})))
-    words = f"OK  {len(reports) - len(skipped)} benches" + (f", skipped: {', '.join(skipped)}" if skipped else "")
+    print(
+        "\n".join(
+            aligned([("bench", "verdict", "seconds", ""), *(r.summary for r in reports)], right={2})
+        )
+    )
+    words = f"OK  {len(reports) - len(skipped)} benches" + (
+        f", skipped: {', '.join(skipped)}" if skipped else ""
+    )
     if len(skipped) == len(reports):
         failed, words = skipped, f"FAILED  every bench refuses workers = {args.workers}"
     elif failed:
         words = f"FAILED  {', '.join(failed)}"
     print(words, flush=True)  # before files are written: a full disk takes no result away
     if args.json:
-        write_json(args.json, {"bench": "all", "reports": [r.to_dict() for r in reports], "ok": not failed})
+        write_json(
+            args.json, {"bench": "all", "reports": [r.to_dict() for r in reports], "ok": not failed}
+        )
     _write_html(args.html, found)
     return int(bool(failed))
 
@@ -196,7 +249,9 @@ def _measure(module: Any, args: argparse.Namespace, name: str, argv: list[str]) 
     """Measure, and keep what was measured before something broke."""
     report, start = Report(name, conditions(name, argv)), time.monotonic()
     if args.quick:
-        report.conditions["quick"] = "few, short rounds: shows that it runs and which way it points, no more"
+        report.conditions["quick"] = (
+            "few, short rounds: shows that it runs and which way it points, no more"
+        )
     try:
         module.measure(args, report)
     except Exception as error:
@@ -216,7 +271,9 @@ def _story(error: Exception) -> str:
 
 
 def _speaks() -> bool:
-    """Return whether this process prints and writes: under torchrun every rank runs this program, and one may."""
+    """Return whether this process prints and writes: under torchrun every rank runs this program,
+    and one may.
+    """
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -227,7 +284,9 @@ def _section(module: Any, report: Report, figure: Path | None, svg: bool) -> Sec
 
 
 def _picture(module: Any, report: Report, figure: Path | None, svg: bool) -> str:
-    """Draw the figure file, and the SVG text for the page. A figure that fails is a failure of the report."""
+    """Draw the figure file, and the SVG text for the page. A figure that fails is a failure of the
+    report.
+    """
     if not any(row.values for row in report.rows):
         return ""
     try:
@@ -252,10 +311,21 @@ def _write_html(path: Path | None, sections: list[Section]) -> None:
 
 def _parser(name: str, text: str) -> Parser:
     parser = Parser(prog=f"python -m nanoray.bench {name}", description=text, allow_abbrev=False)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write conditions, rows and verdicts")
-    parser.add_argument("--figure", type=Path, metavar="FILE", help=f"draw them ({', '.join(FIGURES)}); all: a folder")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write one page with all of it, for any browser")
-    parser.add_argument("--quick", action="store_true", help="few and short rounds; targets are shown, not judged")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write conditions, rows and verdicts"
+    )
+    parser.add_argument(
+        "--figure",
+        type=Path,
+        metavar="FILE",
+        help=f"draw them ({', '.join(FIGURES)}); all: a folder",
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write one page with all of it, for any browser"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="few and short rounds; targets are shown, not judged"
+    )
     return parser
 
 
@@ -265,7 +335,9 @@ def _load(name: str, argv: list[str]) -> tuple[Any, argparse.Namespace]:
     module.add_flags(parser)
     args = _flags(parser, argv)
     if args.figure and args.figure.suffix not in FIGURES:
-        raise ConfigError(f"figure = {args.figure}: unknown kind of file; end it in {', '.join(FIGURES)}")
+        raise ConfigError(
+            f"figure = {args.figure}: unknown kind of file; end it in {', '.join(FIGURES)}"
+        )
     return module, args
 
 
@@ -280,15 +352,21 @@ def _flags(parser: Parser, argv: list[str], folders: tuple[str, ...] = ()) -> ar
         if path is None:
             continue
         if path.is_dir() and flag not in folders:
-            raise ConfigError(f"{flag} = {path} is a folder; name a file in it: {path / FILES[flag]}")
+            raise ConfigError(
+                f"{flag} = {path} is a folder; name a file in it: {path / FILES[flag]}"
+            )
         if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-            raise ConfigError(f"cannot write {path}: its folder is missing or read-only; make it first")
+            raise ConfigError(
+                f"cannot write {path}: its folder is missing or read-only; make it first"
+            )
     return args
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Turn the first SIGINT or SIGTERM into KeyboardInterrupt(signal); ignore more of them while things are ended."""
+    """Turn the first SIGINT or SIGTERM into KeyboardInterrupt(signal); ignore more of them while
+    things are ended.
+    """
 
     def interrupt(signum: int, frame: Any) -> None:
         for each in old:
@@ -307,7 +385,8 @@ def interruptible() -> Iterator[None]:
 
 if __name__ == "__main__":
     code = main()
-    if "RANK" in os.environ:  # a rank of torchrun: its report is written, and tearing down gloo's threads can hang
+    # A rank of torchrun: its report is written, and tearing down gloo's threads can hang
+    if "RANK" in os.environ:
         sys.stdout.flush()
         os._exit(code)
     raise SystemExit(code)

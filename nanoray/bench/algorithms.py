@@ -1,7 +1,9 @@
-"""`python -m nanoray.bench algorithms`: the hand-written all-reduces against the backend's own, over sizes.
+"""`python -m nanoray.bench algorithms`: the hand-written all-reduces against the backend's own,
+over sizes.
 
-Small tensors pay for messages, large ones for bytes, so the fastest algorithm changes with the size: this finds where.
-NCCL's ring and tree are also forced, each in a communicator of its own, and NCCL's tuning log proves what ran.
+Small tensors pay for messages, large ones for bytes, so the fastest algorithm changes with the
+size: this finds where. NCCL's ring and tree are also forced, each in a communicator of its own, and
+NCCL's tuning log proves what ran.
 """
 
 from __future__ import annotations
@@ -24,10 +26,16 @@ from typing import TYPE_CHECKING, Any, TextIO
 from nanoray.bench.collectives import exact_period, wrong_elements
 from nanoray.bench.harness.figure import figure
 from nanoray.bench.harness.plan import rotated
-from nanoray.bench.harness.rank_pool import RankFailed, RankPool, add_where_flags, describe, where_from
+from nanoray.bench.harness.rank_pool import (
+    RankFailed,
+    RankPool,
+    add_where_flags,
+    describe,
+    where_from,
+)
 from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, number, say
+from nanoray.devices.gpus import discover_gpus
 from nanoray.environment import environment
-from nanoray.mesh.devices import discover_gpus
 from nanoray.metrics import algbw_gbps, busbw_factor
 
 if TYPE_CHECKING:
@@ -46,34 +54,42 @@ SMALL, LARGE = "1 KB", "64 MB"
 STATED_FOR = (4, "gloo")  # ranks and backend of the targets
 TIE = 1.1  # medians closer than this swap places from run to run
 
-# NCCL's numbers, which its logs of before 2.24 have in place of names (nccl.h, NCCL_ALGO_* and NCCL_PROTO_*).
+# NCCL's numbers, which its logs of before 2.24 have in place of names (nccl.h, NCCL_ALGO_* and
+# NCCL_PROTO_*).
 _ALGOS = ("TREE", "RING", "COLLNET_DIRECT", "COLLNET_CHAIN", "NVLS", "NVLS_TREE", "PAT")
 _PROTOS = ("LL", "LL128", "SIMPLE")
 _DECISION = re.compile(r"AllReduce: *(\d+) Bytes -> Algo (\w+) proto (\w+)", re.IGNORECASE)
 
 
 def parse_tuning_log(text: str) -> list[tuple[int, str, str]]:
-    """Return (bytes, algorithm, protocol) of every all-reduce in a log of NCCL's TUNING subsystem, names in capitals.
+    """Return (bytes, algorithm, protocol) of every all-reduce in a log of NCCL's TUNING subsystem,
+    names in capitals.
 
-    Both forms are read: `Algo 1 proto 2 time ...` (NCCL 2.19 to 2.23) and `Algo RING proto SIMPLE channel{...}`.
+    Both forms are read: `Algo 1 proto 2 time ...` (NCCL 2.19 to 2.23) and `Algo RING proto SIMPLE
+    channel{...}`.
     """
 
     def name(word: str, names: tuple[str, ...]) -> str:
         known = word.isdigit() and int(word) < len(names)
         return names[int(word)] if known else word.upper()
 
-    return [(int(size), name(algo, _ALGOS), name(proto, _PROTOS)) for size, algo, proto in _DECISION.findall(text)]
+    return [
+        (int(size), name(algo, _ALGOS), name(proto, _PROTOS))
+        for size, algo, proto in _DECISION.findall(text)
+    ]
 
 
 # What a rank does.
 
 
 def sweep_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
-    """Time every algorithm at every size, turn by turn in rotating order; emit a dict per pair. (all ranks)
+    """Time every algorithm at every size, turn by turn in rotating order; emit a dict per pair.
+    (all ranks)
 
-    order: algorithms, sizes (bytes), dtype, iters. Emitted: algorithm, bytes, ranks, and either time_us (a blocking
-    latency per turn, the slowest rank's) with wrong (elements, over all turns and ranks) and ran (what NCCL's log
-    says), or skipped. One warm-up turn is checked and not timed.
+    order: algorithms, sizes (bytes), dtype, iters. Emitted: algorithm, bytes, ranks, and either
+    time_us (a blocking latency per turn, the slowest rank's) with wrong (elements, over all turns
+    and ranks) and ran (what NCCL's log says), or skipped. One warm-up turn is checked and not
+    timed.
     """
     import torch
     import torch.distributed as dist
@@ -100,7 +116,9 @@ def sweep_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]
                 if turn >= 0:
                     time_us[name].append(elapsed_us)
                 if log:  # NCCL writes line by line, so what this call decided is there
-                    ran[name] |= {f"{algo} {proto}" for _, algo, proto in parse_tuning_log(log.read())}
+                    ran[name] |= {
+                        f"{algo} {proto}" for _, algo, proto in parse_tuning_log(log.read())
+                    }
         for name in names:
             slowest, bad = torch.tensor(time_us[name]), torch.tensor(wrong[name])
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=mesh.control_group)
@@ -121,7 +139,9 @@ def _lacks(name: str, mesh: Mesh) -> str:
 
 
 def _reductions(names: list[str], mesh: Mesh) -> dict[str, Callable[[Tensor], Any]]:
-    """Return a function per name that sums a tensor in place; forced ones get a communicator each. (all ranks)"""
+    """Return a function per name that sums a tensor in place; forced ones get a communicator each.
+    (all ranks)
+    """
     import torch
     import torch.distributed as dist
 
@@ -133,12 +153,14 @@ def _reductions(names: list[str], mesh: Mesh) -> dict[str, Callable[[Tensor], An
     runs: dict[str, Callable[[Tensor], Any]] = {}
     if names:
         own = dist.new_group()
-        dist.all_reduce(torch.zeros(1, device=mesh.device), group=own)  # NCCL: a communicator begins with a collective
+        # NCCL: a communicator begins with a collective
+        dist.all_reduce(torch.zeros(1, device=mesh.device), group=own)
     for name in names:
         if name in ALGORITHMS:
             runs[name] = by_hand(ALGORITHMS[name])
         elif name in FORCED:
-            with environment({"NCCL_ALGO": f"allreduce:{FORCED[name].lower()}"}):  # read when a communicator begins
+            # Read when a communicator begins
+            with environment({"NCCL_ALGO": f"allreduce:{FORCED[name].lower()}"}):
                 group = dist.new_group()
                 dist.all_reduce(torch.zeros(1, device=mesh.device), group=group)
                 torch.cuda.synchronize()
@@ -149,7 +171,9 @@ def _reductions(names: list[str], mesh: Mesh) -> dict[str, Callable[[Tensor], An
 
 
 def _exact_data(mesh: Mesh, size: int, dtype: str) -> tuple[Tensor, Tensor]:
-    """Return this rank's data and the sum: small whole numbers, so that every order of additions agrees."""
+    """Return this rank's data and the sum: small whole numbers, so that every order of additions
+    agrees.
+    """
     import torch
 
     kind, ranks = getattr(torch, dtype), mesh.world_size
@@ -160,11 +184,15 @@ def _exact_data(mesh: Mesh, size: int, dtype: str) -> tuple[Tensor, Tensor]:
     def fill(values: Tensor) -> Tensor:
         return values.to(kind).repeat(math.ceil(count / period))[:count].to(mesh.device)
 
-    return fill((steps + mesh.rank) % period), fill(sum((steps + r) % period for r in range(1, ranks)) + steps)
+    return fill((steps + mesh.rank) % period), fill(
+        sum((steps + r) % period for r in range(1, ranks)) + steps
+    )
 
 
 def _once(mesh: Mesh, reduce: Callable[[Tensor], Any], data: Tensor) -> float:
-    """Return the microseconds of one blocking call, after a barrier that lines the ranks up. (all ranks)"""
+    """Return the microseconds of one blocking call, after a barrier that lines the ranks up. (all
+    ranks)
+    """
     import torch
     import torch.distributed as dist
 
@@ -181,10 +209,12 @@ def _once(mesh: Mesh, reduce: Callable[[Tensor], Any], data: Tensor) -> float:
 
 def _own_log() -> TextIO | None:
     """Open the file that NCCL writes in this process, at its end; it has decisions on rank 0 only."""
-    paths = glob.glob(os.environ.get("NCCL_DEBUG_FILE", "").replace("%h", "*").replace("%p", str(os.getpid())))
+    paths = glob.glob(
+        os.environ.get("NCCL_DEBUG_FILE", "").replace("%h", "*").replace("%p", str(os.getpid()))
+    )
     if not paths:
         return None
-    log = open(paths[0], encoding="utf-8", errors="replace")  # noqa: SIM115  # as long as this process
+    log = open(paths[0], encoding="utf-8", errors="replace")  # as long as this process  # noqa: SIM115
     log.seek(0, os.SEEK_END)
     return log
 
@@ -194,7 +224,9 @@ def _own_log() -> TextIO | None:
 
 @contextmanager
 def _nccl_tells() -> Iterator[None]:
-    """Let NCCL write its decisions to files: it reads these variables once, when a process first uses it."""
+    """Let NCCL write its decisions to files: it reads these variables once, when a process first
+    uses it.
+    """
     if not discover_gpus():
         yield
         return
@@ -207,7 +239,9 @@ def _nccl_tells() -> Iterator[None]:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's flags."""
     add_where_flags(parser, cpu_workers=STATED_FOR[0])
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="[float32]")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="[float32]"
+    )
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
@@ -217,7 +251,11 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         with _nccl_tells(), RankPool(where) as pool:
             describe(report, pool)
             arms = [BACKEND, *BY_HAND, *(FORCED if pool.backend == "nccl" else ())]
-            order = {"algorithms": arms, "sizes": QUICK_SIZES if args.quick else SIZES, "dtype": args.dtype}
+            order = {
+                "algorithms": arms,
+                "sizes": QUICK_SIZES if args.quick else SIZES,
+                "dtype": args.dtype,
+            }
             for event in pool.run(ENTRY, order | {"iters": 4 if args.quick else 25}):
                 report.rows.append(row_of(event, args.dtype))
                 told = report.rows[-1]
@@ -229,7 +267,9 @@ def measure(args: argparse.Namespace, report: Report) -> None:
 
 
 def row_of(event: dict[str, Any], dtype: str) -> Row:
-    """Return the row of what rank 0 emitted. A forced algorithm that the log does not prove is an error."""
+    """Return the row of what rank 0 emitted. A forced algorithm that the log does not prove is an
+    error.
+    """
     name, size, ranks = event["algorithm"], event["bytes"], event["ranks"]
     keys = {"op": "all_reduce", "algorithm": name, "dtype": dtype, "bytes": size, "ranks": ranks}
     if "skipped" in event:
@@ -238,10 +278,16 @@ def row_of(event: dict[str, Any], dtype: str) -> Row:
     if name in FORCED and {words.split()[0] for words in ran} != {FORCED[name]}:
         error = f"asked for {FORCED[name]}, NCCL's log says {', '.join(ran) or 'nothing'}"
     algbw = algbw_gbps(size, statistics.median(times) / 1e6)
-    keys |= {"time_us": statistics.median(times), "p99_us": times[math.ceil(0.99 * len(times)) - 1], "ran": ran}
+    keys |= {
+        "time_us": statistics.median(times),
+        "p99_us": times[math.ceil(0.99 * len(times)) - 1],
+        "ran": ran,
+    }
     keys |= {"algbw_gbps": algbw, "busbw_gbps": algbw * (busbw_factor("all_reduce", ranks) or 0)}
     note = f"ran {', '.join(ran)}" if ran else ""
-    return Row(name, _label(size), "us", tuple(event["time_us"]), note, error, event["wrong"], extra=keys)
+    return Row(
+        name, _label(size), "us", tuple(event["time_us"]), note, error, event["wrong"], extra=keys
+    )
 
 
 def _label(size: int) -> str:
@@ -251,7 +297,9 @@ def _label(size: int) -> str:
 
 def _judge(report: Report, ranks: int, backend: str) -> None:
     stated = "{} ranks on {}".format(*STATED_FOR)
-    excuse = "" if (ranks, backend) == STATED_FOR else f"stated for {stated}; here: {ranks} on {backend}"
+    excuse = (
+        "" if (ranks, backend) == STATED_FOR else f"stated for {stated}; here: {ranks} on {backend}"
+    )
     by_hand = [row for name in BY_HAND if (row := _timed(report).get(name, {}).get(SIZES[0]))]
     best = min(by_hand, key=lambda row: row.median).arm if by_hand else BY_HAND[0]
     wanted = ((BACKEND, best, SMALL, ">=", 3.0), ("ring", BACKEND, LARGE, "<=", 1.15))
@@ -271,7 +319,9 @@ def _timed(report: Report) -> dict[str, dict[int, Row]]:
 
 
 def winners(report: Report) -> list[tuple[int, str]]:
-    """Return (bytes, fastest arm by its median) per size, in order; the leader stays until it is beaten by TIE."""
+    """Return (bytes, fastest arm by its median) per size, in order; the leader stays until it is
+    beaten by TIE.
+    """
     timed, won = _timed(report), list[tuple[int, str]]()
     for size in sorted({size for rows in timed.values() for size in rows}):
         medians = {arm: rows[size].median for arm, rows in timed.items() if size in rows}
@@ -291,13 +341,26 @@ def crossovers(report: Report) -> list[str]:
 
 
 def lines(report: Report) -> list[str]:
-    """Return a table of medians, sizes down and algorithms across, with the wrong elements of all of a size."""
+    """Return a table of medians, sizes down and algorithms across, with the wrong elements of all
+    of a size.
+    """
     timed = [row for row in report.rows if row.unit == "us"]
-    arms, sizes = list(dict.fromkeys(r.arm for r in timed)), list(dict.fromkeys(r.metric for r in timed))
+    arms, sizes = (
+        list(dict.fromkeys(r.arm for r in timed)),
+        list(dict.fromkeys(r.metric for r in timed)),
+    )
 
     def cell(arm: str, size: str) -> str:
         row = report.row(arm, size)
-        return "" if row is None else "FAILED" if row.error else number(row.median) if row.values else "skipped"
+        return (
+            ""
+            if row is None
+            else "FAILED"
+            if row.error
+            else number(row.median)
+            if row.values
+            else "skipped"
+        )
 
     table = [("us, median", *arms, "wrong", "")]
     for size in sizes:
@@ -305,7 +368,11 @@ def lines(report: Report) -> list[str]:
         table.append((size, *(cell(arm, size) for arm in arms), str(wrong), ""))
     text = aligned(table, right=set(range(1, len(arms) + 2)))
     text += sorted({f"skipped {r.arm}: {r.skipped}" for r in timed if r.skipped and not r.values})
-    text += [f"{r.arm}, {r.metric}: {r.note or 'no log of NCCL'}" for r in timed if r.arm in FORCED and r.values]
+    text += [
+        f"{r.arm}, {r.metric}: {r.note or 'no log of NCCL'}"
+        for r in timed
+        if r.arm in FORCED and r.values
+    ]
     return [*text, *crossovers(report)]
 
 
@@ -315,14 +382,19 @@ def paste(report: Report) -> list[str]:
     if not timed:
         return []
     rows = [
-        (_label(size), *(number(timed[arm][size].median) if size in timed[arm] else "–" for arm in timed))
+        (
+            _label(size),
+            *(number(timed[arm][size].median) if size in timed[arm] else "–" for arm in timed),
+        )
         for size, _ in winners(report)
     ]
     return [*markdown(("all_reduce, us", *timed), rows), "", "; ".join(crossovers(report))]
 
 
 def draw(report: Report, path: Path) -> None:
-    """Draw time over bytes, both logarithmic: medians with quartiles; a vertical line where the winner changes."""
+    """Draw time over bytes, both logarithmic: medians with quartiles; a vertical line where the
+    winner changes.
+    """
     with figure(report, path, (7.5, 4.6), (1, 1)) as (axes,):
         for arm, rows in _timed(report).items():
             sizes, medians = sorted(rows), [rows[size].median for size in sorted(rows)]
@@ -330,14 +402,26 @@ def draw(report: Report, path: Path) -> None:
             (line,) = axes.plot(sizes, medians, marker="o", markersize=3, label=arm, **bold)
             low, high = zip(*(rows[size].quartiles for size in sizes), strict=True)
             axes.fill_between(sizes, low, high, alpha=0.12, color=line.get_color(), linewidth=0)
-        axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="us, one blocking call, slowest rank")
+        axes.set(
+            xscale="log", yscale="log", xlabel="bytes", ylabel="us, one blocking call, slowest rank"
+        )
         won = winners(report)
         for (before, loser), (size, winner) in pairwise(won):
             if winner != loser:
                 middle, at = math.sqrt(before * size), axes.get_xaxis_transform()
                 axes.axvline(middle, color="0.4", linestyle=":", linewidth=1)
-                axes.text(middle, 0.02, f"{loser} | {winner}", transform=at, rotation=90, ha="right", fontsize=7)
+                axes.text(
+                    middle,
+                    0.02,
+                    f"{loser} | {winner}",
+                    transform=at,
+                    rotation=90,
+                    ha="right",
+                    fontsize=7,
+                )
         ranks = report.conditions.get("ranks", {}).get("world size", 0)
-        axes.set_title(f"all_reduce, {ranks} ranks, {report.conditions.get('backend', '')}", fontsize=9)
+        axes.set_title(
+            f"all_reduce, {ranks} ranks, {report.conditions.get('backend', '')}", fontsize=9
+        )
         axes.grid(alpha=0.25)
         axes.legend(fontsize=8)

@@ -1,6 +1,8 @@
-"""One way to train a model on this rank: what the benchmarks of strategies, layouts, pipelines and equivalence time.
+"""One way to train a model on this rank: what the benchmarks of strategies, layouts, pipelines and
+equivalence time.
 
-A case is a model with its batches; an arm trains it by a plan, as the loop does, without guards and records.
+A case is a model with its batches; an arm trains it by a plan, as the loop does, without guards and
+records.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class Case:
     """What is trained: a model on this rank's device, and what the benchmark has to know about it."""
 
     model: nn.Module
-    batch: Callable[[int], tuple[Tensor, Tensor]]  # of a micro batch, by its number: inputs and targets of this rank
+    # Of a micro batch, by its number: inputs and targets of this rank
+    batch: Callable[[int], tuple[Tensor, Tensor]]
     samples: int  # of a micro batch
     tokens: int  # of a sample; 0 where there are none
     activations: dict[str, int]  # bytes by part, at the peak of a step
@@ -36,13 +39,16 @@ def gpt(mesh: Mesh, config: Config, precision: str, micro: int) -> Case:
     import torch
 
     from nanoray.bench.simulate import VOCAB
+    from nanoray.forecast.dry_run import stage_activations
     from nanoray.mesh.layout import Layout
     from nanoray.models.build import gpt_of
     from nanoray.models.costs import count_parameters
     from nanoray.models.gpt import ModelShape
-    from nanoray.train.report import stage_activations
 
-    shape, layout = ModelShape.of(config, VOCAB[config.tokenizer]), Layout.of(config, mesh.world_size)
+    shape, layout = (
+        ModelShape.of(config, VOCAB[config.tokenizer]),
+        Layout.of(config, mesh.world_size),
+    )
     at = layout.coords(mesh.rank)
     torch.manual_seed(config.seed)
     model = gpt_of(shape, config).to(mesh.device)
@@ -50,12 +56,17 @@ def gpt(mesh: Mesh, config: Config, precision: str, micro: int) -> Case:
     def batch(number: int) -> tuple[Tensor, Tensor]:
         first, source = (number * layout.dp + at.dp) * micro, torch.Generator()
         size = (config.block_size + 1,)
-        rows = [torch.randint(shape.vocab_size, size, generator=source.manual_seed(first + i)) for i in range(micro)]
+        rows = [
+            torch.randint(shape.vocab_size, size, generator=source.manual_seed(first + i))
+            for i in range(micro)
+        ]
         tokens = torch.stack(rows)
         return tokens[:, :-1].to(mesh.device), tokens[:, 1:].to(mesh.device)  # (B, T) each
 
     what = f"GPT of {count_parameters(shape):,} parameters, {config.n_layer} blocks of width {config.n_embd}"
-    activations = stage_activations(config, shape, resolve_batch(config, layout.dp), precision, at.pp)
+    activations = stage_activations(
+        config, shape, resolve_batch(config, layout.dp), precision, at.pp
+    )
     return Case(model, batch, micro, config.block_size, activations, what)
 
 
@@ -73,13 +84,15 @@ def resnet(mesh: Mesh, config: Config, precision: str, micro: int) -> Case:
     def batch(number: int) -> tuple[Tensor, Tensor]:
         source = torch.Generator().manual_seed(mesh.rank + number * mesh.world_size)
         images = torch.randn(micro, 3, SIZE, SIZE, generator=source)  # (B, 3, H, W)
-        return images.to(mesh.device), torch.randint(10, (micro,), generator=source).to(mesh.device)  # (B,)
+        # (B,)
+        return images.to(mesh.device), torch.randint(10, (micro,), generator=source).to(mesh.device)
 
     what = f"ResNet-{shape.resnet_depth} of {count_parameters(shape):,} parameters"
     return Case(model, batch, micro, 0, activation_memory(shape, micro, precision), what)
 
 
-MakeCase = Callable[["Mesh", Config, str, int], Case]  # (mesh, configuration, precision, micro batch size)
+# (mesh, configuration, precision, micro batch size)
+MakeCase = Callable[["Mesh", Config, str, int], Case]
 MODELS: dict[str, MakeCase] = {"gpt": gpt, "resnet": resnet}
 
 
@@ -87,18 +100,26 @@ class Arm:
     """One way to train a case on this rank: the steps of the loop, without its guards and records."""
 
     def __init__(
-        self, mesh: Mesh, config: Config, make: MakeCase, traced: bool = False, mirrored: bool = False
+        self,
+        mesh: Mesh,
+        config: Config,
+        make: MakeCase,
+        traced: bool = False,
+        mirrored: bool = False,
     ) -> None:
-        """Make model, plan and optimizers, and warm them up. (all ranks) `mirrored`: as with --mirror on one node."""
+        """Make model, plan and optimizers, and warm them up. (all ranks) `mirrored`: as with
+        --mirror on one node.
+        """
         from functools import partial
 
+        from nanoray.forecast.memory import model_memory, peak_memory
         from nanoray.mesh.layout import Layout
         from nanoray.parallel.ddp import default_bucket_mb
-        from nanoray.parallel.memory import model_memory, peak_memory
         from nanoray.parallel.plan import Plan
         from nanoray.trace.recorder import CommRecorder
-        from nanoray.train.optim import make_optimizer
-        from nanoray.train.recipe import agree_on_precision, mean_loss, resolve_precision, resolved
+        from nanoray.train.agree import agree_on_precision, resolve_precision, resolved
+        from nanoray.train.optim.groups.groups import make_optimizer
+        from nanoray.train.recipe import mean_loss
 
         config = config.model_copy(update={"dropout": 0.0})
         precision, _ = agree_on_precision(mesh, resolve_precision(config, mesh))
@@ -106,11 +127,16 @@ class Arm:
         batch = resolve_batch(config, Layout.of(config, mesh.world_size).dp)
         self.mesh, self.accum, self.clip, self.trained = mesh, batch.accum, config.grad_clip, 0
         self.case = make(mesh, config, precision, batch.micro)
-        stream = 4 * batch.micro * config.block_size * config.n_embd  # bytes of a micro batch between two stages
-        self.messages = {"send_recv activations": (batch.accum, batch.accum * stream)} if config.pp > 1 else {}
+        # Bytes of a micro batch between two stages
+        stream = 4 * batch.micro * config.block_size * config.n_embd
+        self.messages = (
+            {"send_recv activations": (batch.accum, batch.accum * stream)} if config.pp > 1 else {}
+        )
         bucket_mb = config.bucket_mb or default_bucket_mb(mesh.device)
         loss = partial(mean_loss, mesh.device.type, precision)
-        self.plan = Plan(self.case.model, mesh, config, batch.accum, loss, lambda loss: loss, int(mirrored))
+        self.plan = Plan(
+            self.case.model, mesh, config, batch.accum, loss, lambda loss: loss, int(mirrored)
+        )
         state = model_memory(config, self.case.model, batch.dp, batch.accum, bucket_mb, mirrored)
         self.formula, self.dp = state | self.case.activations, batch.dp
         of_model = config, self.case.model, batch.dp, state, self.case.activations
@@ -124,13 +150,17 @@ class Arm:
         if traced:
             self.plan.add_twin(self.recorder.hook)
         self.plan.warm_up(*self.case.batch(0))
-        self.recipe = f"{self.case.what}, {precision}, {batch.accum} × {batch.micro} samples a rank and step"
+        self.recipe = (
+            f"{self.case.what}, {precision}, {batch.accum} × {batch.micro} samples a rank and step"
+        )
 
     def step(self) -> None:
         """Train one step; the gradients stay. (all ranks)"""
         first = self.trained * self.accum
         micro_batches = (self.case.batch(first + i) for i in range(self.accum))
-        self.loss = self.plan.forward_backward(micro_batches, self.recorder.phase, lambda micro: None)
+        self.loss = self.plan.forward_backward(
+            micro_batches, self.recorder.phase, lambda micro: None
+        )
         self.recorder.phase("optimizer")
         self.plan.mirror_gradients()
         self.norm = self.plan.grad_norm()
@@ -144,7 +174,7 @@ class Arm:
 
     def digests(self) -> list[int]:
         """Return a number of each rank that changes with a bit of its weights. (all ranks)"""
-        from nanoray.train.replicas import combine, hash_tensors
+        from nanoray.train.guard.replicas import combine, hash_tensors
 
         weights = {name: p.detach() for name, p in self.case.model.named_parameters()}
         return self.mesh.all_gather(combine(hash_tensors(weights)[1]))
@@ -152,7 +182,8 @@ class Arm:
     def traced_step(self) -> dict[str, Any]:
         """Train one step and return what its communication costs this rank. (all ranks)
 
-        With a pipeline that includes waiting for another stage, and what the first stage sends: no collectives.
+        With a pipeline that includes waiting for another stage, and what the first stage sends: no
+        collectives.
         """
         from nanoray.trace.log import IDLE
         from nanoray.trace.recorder import Collective, account, wait_for
@@ -176,5 +207,8 @@ class Arm:
             sizes[f"{c.op} {c.what}"] += c.size_bytes
         counts = Counter(f"{c.op} {c.what}" for c in seen)
         sent = {name: (counts[name], size) for name, size in sizes.items()} | self.messages
-        times = {"busy_ms": 1e3 * (cost.busy + waiting), "exposed_ms": 1e3 * (cost.exposed + waiting)}
+        times = {
+            "busy_ms": 1e3 * (cost.busy + waiting),
+            "exposed_ms": 1e3 * (cost.exposed + waiting),
+        }
         return times | {"collectives": sent}

@@ -1,4 +1,5 @@
-"""A training on a Ray cluster of its own, and faults from outside: processes that are killed or frozen.
+"""A training on a Ray cluster of its own, and faults from outside: processes that are killed or
+frozen.
 
 Cluster    a head and, for two nodes, a second node that can be killed and is started again some seconds later
 Training   one command, started again with --resume auto whenever its driver is ended before the run is
@@ -27,10 +28,10 @@ from nanoray.bench.harness.processes import (
     ray_head,
     session_members,
 )
+from nanoray.devices.slots import Slots
 from nanoray.faults.cause import Failure
 from nanoray.faults.proc import stat_of
 from nanoray.faults.progress import ProgressFile
-from nanoray.mesh.devices import Slots
 
 KILL, FREEZE, KILL_ALL = "kill rank", "freeze rank", "kill all ranks"
 STOP_DRIVER, KILL_DRIVER, KILL_NODE = "stop driver", "kill driver", "kill node"
@@ -42,7 +43,8 @@ DRIVER_BACK_S = (0.0, 2.0)  # old ranks may still be alive when the new driver s
 STOP_S = 60.0  # a driver that is asked to stop does so within a step and a checkpoint
 POLL_S = 0.1
 FDS_EVERY_S = 1.0
-# The head knows after four seconds that a node was killed, in place of thirteen; a busy machine has time to answer.
+# The head knows after four seconds that a node was killed, in place of thirteen; a busy machine has
+# time to answer.
 FAST_HEALTH = {
     "RAY_health_check_initial_delay_ms": "5000",
     "RAY_health_check_period_ms": "1000",
@@ -50,7 +52,12 @@ FAST_HEALTH = {
     "RAY_health_check_failure_threshold": "4",
 }
 # Errors of a driver that frequent faults explain: that run could not go on, and a new command can.
-EXCUSED = ("Gave up: deterministic", "a stop was asked for", "but the cluster can never hold it", "not free within")
+EXCUSED = (
+    "Gave up: deterministic",
+    "a stop was asked for",
+    "but the cluster can never hold it",
+    "not free within",
+)
 
 
 class SoakFailed(Exception):
@@ -58,10 +65,14 @@ class SoakFailed(Exception):
 
 
 class Cluster:
-    """A Ray head, and with `nodes` = 2 a second node with room for one rank. Leaving the `with` block ends both."""
+    """A Ray head, and with `nodes` = 2 a second node with room for one rank. Leaving the `with`
+    block ends both.
+    """
 
     def __init__(self, folder: Path, env: Mapping[str, str], slots: Slots, nodes: int) -> None:
-        """`folder` must have a short path; `slots` are all ranks' devices, of which the second node gets the last."""
+        """`folder` must have a short path; `slots` are all ranks' devices, of which the second node
+        gets the last.
+        """
         self._folder, self._slots, self.nodes = folder, slots, nodes
         self.env = dict(env) | FAST_HEALTH
         self.address, self.started = "", 0
@@ -79,7 +90,9 @@ class Cluster:
             deadline = time.monotonic() + CLUSTER_START_S
             while not self.whole():
                 if time.monotonic() > deadline:
-                    raise ChildFailed(f"the second node did not come up\n{self._node.tail() if self._node else ''}")
+                    raise ChildFailed(
+                        f"the second node did not come up\n{self._node.tail() if self._node else ''}"
+                    )
                 time.sleep(POLL_S)
         except BaseException:
             self.__exit__()
@@ -102,21 +115,36 @@ class Cluster:
                 self._start_node()
             return False
         if self._node.process.poll() is not None:
-            raise ChildFailed(f"`ray start` of the second node ended by itself\n{self._node.tail()}")
+            raise ChildFailed(
+                f"`ray start` of the second node ended by itself\n{self._node.tail()}"
+            )
         return "Ray runtime started" in self._node.log.read_text(encoding="utf-8", errors="replace")
 
     def _start_node(self) -> None:
         self.started += 1
         devices = [d.uuid for d in self._slots.devices[-1:]]
         python = python_in(self._folder / "ray")
-        command = [python, "-m", "ray.scripts.scripts", "start", f"--address={self.address}", "--block"]
-        command += ["--num-cpus=1", f"--num-gpus={len(devices)}", f"--object-store-memory={80 * 2**20}"]
+        command = [
+            python,
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            f"--address={self.address}",
+            "--block",
+        ]
+        command += [
+            "--num-cpus=1",
+            f"--num-gpus={len(devices)}",
+            f"--object-store-memory={80 * 2**20}",
+        ]
         command += ["--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats"]
         env = self.env | ({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {})
         self._node = Child(command, env, self._folder / f"node{self.started}.log")
 
     def kill_node(self, back_s: float) -> int:
-        """Kill every process of the second node; return how many. It is started again in `back_s` seconds."""
+        """Kill every process of the second node; return how many. It is started again in `back_s`
+        seconds.
+        """
         assert self._node
         killed = _kill(list(session_members(self._node.process.pid)))
         self._node.end()
@@ -128,13 +156,17 @@ class Cluster:
 class Seen:
     """What was seen of a run from outside: its steps over time, and open files."""
 
-    points: list[tuple[float, int]] = field(default_factory=list)  # seconds of the command, steps done for good
+    # Seconds of the command, steps done for good
+    points: list[tuple[float, int]] = field(default_factory=list)
     repeated: int = 0
-    files: dict[str, list[int]] = field(default_factory=dict)  # "driver 123" or "rank 0, 456" -> per second
-    places: dict[int, tuple[int, int]] = field(default_factory=dict)  # by slot: base of its attempt, completed steps
+    # "driver 123" or "rank 0, 456" -> per second
+    files: dict[str, list[int]] = field(default_factory=dict)
+    # By slot: base of its attempt, completed steps
+    places: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def at(self, slot: int, step: int, phase: str, base: int) -> int:
-        """Note where a rank is. Returns its completed steps; 0 if it does not know yet from where it goes on.
+        """Note where a rank is. Returns its completed steps; 0 if it does not know yet from where
+        it goes on.
 
         That is so before its group has been built: until then its base is unknown.
         """
@@ -149,7 +181,9 @@ class Seen:
 
 
 class Training:
-    """A run of nanoray.launch under observation, whose driver is started again until the run is done."""
+    """A run of nanoray.launch under observation, whose driver is started again until the run is
+    done.
+    """
 
     def __init__(self, command: list[str], cluster: Cluster, folder: Path, steps: int) -> None:
         """Train `steps` steps with `command` and the runs in `folder`, which is made."""
@@ -175,7 +209,9 @@ class Training:
 
     @property
     def run(self) -> Path | None:
-        """The newest run folder; there are several when a driver was lost before the first checkpoint."""
+        """The newest run folder; there are several when a driver was lost before the first
+        checkpoint.
+        """
         return max((p.parent for p in self.out.glob("*/run.json")), default=None)
 
     def _start(self) -> None:
@@ -209,11 +245,15 @@ class Training:
                     self.seen.files.setdefault(name, []).append(len(os.listdir(f"/proc/{pid}/fd")))
 
     def done(self) -> bool:
-        """Whether the command has ended, and the run with it. Raises SoakFailed when it ended in another way."""
+        """Whether the command has ended, and the run with it. Raises SoakFailed when it ended in
+        another way.
+        """
         code = self.driver.process.poll()
         if code is None:
             if self.asked and self.seconds > self.asked_at + STOP_S:
-                raise SoakFailed(f"the driver lives {STOP_S:.0f} s after `{self.asked}`\n{self.driver.tail()}")
+                raise SoakFailed(
+                    f"the driver lives {STOP_S:.0f} s after `{self.asked}`\n{self.driver.tail()}"
+                )
             return False
         text = self.driver.log.read_text(encoding="utf-8", errors="replace")
         if code == 0 and self._summary().get("steps") == self._steps:
@@ -221,7 +261,9 @@ class Training:
         expected = (143, -signal.SIGTERM, -signal.SIGKILL) if self.asked else ()
         excuse = next((words for words in EXCUSED if words in text.rpartition("error:")[2]), "")
         if "Traceback" in text or (code not in expected and not (excuse and self.disturbed)):
-            raise SoakFailed(f"driver {self.drivers} ended with exit code {code}\n{self.driver.tail()}")
+            raise SoakFailed(
+                f"driver {self.drivers} ended with exit code {code}\n{self.driver.tail()}"
+            )
         self._end = self.asked if code in expected else excuse
         return False
 
@@ -245,15 +287,23 @@ class Fault:
     kind: str
     target: str
     step: int
-    again_s: float | None = None  # until the next step that had not been done before; None: nothing stood still
+    # Until the next step that had not been done before; None: nothing stood still
+    again_s: float | None = None
 
 
 class Chaos:
-    """Causes faults in a training. The same seed gives the same kinds, pauses and choices in the same order."""
+    """Causes faults in a training. The same seed gives the same kinds, pauses and choices in the
+    same order.
+    """
 
     def __init__(self, seed: int, every_s: float, most: int, nodes: int) -> None:
-        """`every_s`: mean of the exponential pauses; at most `most` faults; a node dies only where there are two."""
-        self._moments, self._choices = random.Random(f"{seed}/moments"), random.Random(f"{seed}/choices")
+        """`every_s`: mean of the exponential pauses; at most `most` faults; a node dies only where
+        there are two.
+        """
+        self._moments, self._choices = (
+            random.Random(f"{seed}/moments"),
+            random.Random(f"{seed}/choices"),
+        )
         self._every_s, self._left = every_s, most
         self._kinds = kinds(seed, nodes)
         self._due, self._next = 0.0, next(self._kinds)
@@ -281,7 +331,11 @@ class Chaos:
         at, target = round(training.seconds, 2), self._throw(training, cluster, sorted(ranks))
         training.disturbed = True
         self.thrown.append(Fault(at, self._next, target, points[-1][1]))
-        print(f"{at:7.1f} s  step {points[-1][1]:>6}  {self._next} {target}", file=sys.stderr, flush=True)
+        print(
+            f"{at:7.1f} s  step {points[-1][1]:>6}  {self._next} {target}",
+            file=sys.stderr,
+            flush=True,
+        )
         self._left -= 1
         self._due, self._next = training.seconds + self._pause(), next(self._kinds)
 
@@ -307,15 +361,22 @@ class Chaos:
 def kinds(seed: int, nodes: int) -> Iterator[str]:
     """Yield kinds without end: as often as their weights say, in an order that the seed chooses."""
     order = random.Random(f"{seed}/kinds")
-    bag = [kind for kind, weight in WEIGHTS.items() for _ in range(weight) if nodes > 1 or kind != KILL_NODE]
+    bag = [
+        kind
+        for kind, weight in WEIGHTS.items()
+        for _ in range(weight)
+        if nodes > 1 or kind != KILL_NODE
+    ]
     while True:
         yield from order.sample(bag, len(bag))
 
 
 def survive(training: Training, cluster: Cluster, chaos: Chaos | None, limit_s: float) -> float:
-    """Watch the training to its end, with the faults of `chaos`, if given; return the seconds of the whole.
+    """Watch the training to its end, with the faults of `chaos`, if given; return the seconds of
+    the whole.
 
-    Raises SoakFailed when it is not done within `limit_s` seconds, or ended in a way that no fault explains.
+    Raises SoakFailed when it is not done within `limit_s` seconds, or ended in a way that no fault
+    explains.
     """
     back_at = 0.0
     while not training.done():
@@ -336,15 +397,19 @@ def survive(training: Training, cluster: Cluster, chaos: Chaos | None, limit_s: 
 
 
 def watched_ranks(folder: Path) -> list[tuple[int, int]]:
-    """Return (slot, pid) of each rank of the runs below `folder` whose exit-record process is alive."""
+    """Return (slot, pid) of each rank of the runs below `folder` whose exit-record process is
+    alive.
+    """
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError, ValueError, IndexError):
             words = path.read_bytes().decode(errors="replace").split("\0")
-            if any(word.endswith("nanoray/faults/exit_record.py") for word in words) and words[-2].startswith(
-                f"{folder}/"
-            ):
-                found.append((int(Path(words[-2]).name.split(".")[0].removeprefix("rank")), int(words[-3])))
+            if any(word.endswith("nanoray/faults/exit_record.py") for word in words) and words[
+                -2
+            ].startswith(f"{folder}/"):
+                found.append(
+                    (int(Path(words[-2]).name.split(".")[0].removeprefix("rank")), int(words[-3]))
+                )
     return found
 
 

@@ -1,4 +1,5 @@
-"""`python -m nanoray.bench checkpoint`: what a checkpoint costs training, and how near its writing is to the disk.
+"""`python -m nanoray.bench checkpoint`: what a checkpoint costs training, and how near its writing
+is to the disk.
 
     raw disk        the same bytes in one file: write and fsync, nothing else; the limit of all others
     nanoray sync    --checkpoint_mode sync: training waits until it is on disk, hashed and renamed
@@ -10,9 +11,10 @@
                     in a thread (on a GPU into pinned memory); the next update waits for the copy
     dcp process     the same with shared memory, and another process that writes
 
-One process holds a preset's weights and their Adam state and trains a small GPT on one thread at the same time. Every
-round runs all arms in turn. Before and after each, steps run without a save. The training time lost is how much longer
-the same steps take with a save: the stall, and what the writing takes from the steps at that time.
+One process holds a preset's weights and their Adam state and trains a small GPT on one thread at
+the same time. Every round runs all arms in turn. Before and after each, steps run without a save.
+The training time lost is how much longer the same steps take with a save: the stall, and what the
+writing takes from the steps at that time.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ STALL, DONE, LOST, RATE = "stall", "on disk after", "training time lost", "writt
 OF_STALL, OF_LOST, OF_DISK = "stall, of nanoray sync", "lost, of nanoray sync", "of raw disk"
 WRONG = "tensors that read back with other bits than training had when they were saved"
 STALL_LIMIT, LOST_LIMIT = 6.0, 12.0  # % of a synchronous save
-STEP_PRESET = "tiny"  # what is trained: many small operations, so that a writer that holds Python's lock shows
+# What is trained: many small operations, so that a writer that holds Python's lock shows
+STEP_PRESET = "tiny"
 TAIL_STEPS = 5  # steps after a save that still count to it
 CHUNK = 8 << 20
 
@@ -57,26 +60,51 @@ CHUNK = 8 << 20
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's flags."""
     parser.add_argument("--workers", type=int, metavar="N", help="1: one rank writes")
-    parser.add_argument("--device", choices=("auto", "cuda", "mig", "cpu"), default="auto", help="where the state is")
-    parser.add_argument("--preset", help="whose weights and Adam state [gpt2-124m; with --quick shakespeare-char]")
-    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all arms [7; 3 with --quick]")
-    parser.add_argument("--folder", type=Path, metavar="DIR", help="write on this disk [the system's temporary folder]")
     parser.add_argument(
-        "--threads", type=int, default=1, metavar="N", help="of training; the other cores are free to write [1]"
+        "--device",
+        choices=("auto", "cuda", "mig", "cpu"),
+        default="auto",
+        help="where the state is",
     )
-    parser.add_argument("--timeout_s", type=float, default=600.0, help="a rank silent for longer has failed [600]")
+    parser.add_argument(
+        "--preset", help="whose weights and Adam state [gpt2-124m; with --quick shakespeare-char]"
+    )
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", help="rounds of all arms [7; 3 with --quick]"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        metavar="DIR",
+        help="write on this disk [the system's temporary folder]",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of training; the other cores are free to write [1]",
+    )
+    parser.add_argument(
+        "--timeout_s", type=float, default=600.0, help="a rank silent for longer has failed [600]"
+    )
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
     """Measure every arm in turns and fill the report. Everything that is written is removed again."""
     rounds = (3 if args.quick else 7) if args.rounds is None else args.rounds
     if "RANK" in os.environ:
-        raise ConfigError("bench checkpoint starts its own process, but RANK is set; run it without torchrun")
+        raise ConfigError(
+            "bench checkpoint starts its own process, but RANK is set; run it without torchrun"
+        )
     if args.workers not in (None, 1):
-        raise ConfigError(f"workers = {args.workers}: one rank writes and others would only wait; use --workers 1")
+        raise ConfigError(
+            f"workers = {args.workers}: one rank writes and others would only wait; use --workers 1"
+        )
     if min(rounds, args.threads) < 1 or args.timeout_s <= 0:
         raise ConfigError(
-            f"rounds = {rounds}, threads = {args.threads}, timeout_s = {args.timeout_s:g}; all must be above 0"
+            f"rounds = {rounds}, threads = {args.threads}, timeout_s = {args.timeout_s:g}; all "
+            "must be above 0"
         )
     preset = args.preset or ("shakespeare-char" if args.quick else "gpt2-124m")
     need, disk = _bytes_of(preset), args.folder or Path(tempfile.gettempdir())
@@ -84,12 +112,21 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         raise ConfigError(f"folder = {disk}: missing or read-only; make it first")
     if (free := shutil.disk_usage(disk).free) < 1.5 * need:
         raise ConfigError(
-            f"folder = {disk} has {free / 1e9:.2f} GB free, and a checkpoint of preset {preset} takes "
+            f"folder = {disk} has {free / 1e9:.2f} GB free, and a checkpoint of preset {preset} "
+            "takes "
             f"{need / 1e9:.2f}; give a --folder with room for 1.5 of them, or a smaller --preset"
         )
     recipe = f"preset {preset}, {rounds} rounds after one to warm up, with training on {args.threads} thread(s)"
-    report.conditions |= {"recipe": recipe, "disk": f"{file_system(disk)}, {free / 1e9:.0f} GB free"}
-    order = {"preset": preset, "rounds": rounds, "window_s": 0.2 if args.quick else 1.0, "threads": args.threads}
+    report.conditions |= {
+        "recipe": recipe,
+        "disk": f"{file_system(disk)}, {free / 1e9:.0f} GB free",
+    }
+    order = {
+        "preset": preset,
+        "rounds": rounds,
+        "window_s": 0.2 if args.quick else 1.0,
+        "threads": args.threads,
+    }
     found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
     wrong: dict[str, int | None] = {}
     with (
@@ -98,7 +135,9 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     ):
         describe(report, pool)
         try:
-            for event in pool.run("nanoray.bench.checkpoint:measure_rank", order | {"folder": folder}):
+            for event in pool.run(
+                "nanoray.bench.checkpoint:measure_rank", order | {"folder": folder}
+            ):
                 if "state" in event:
                     report.conditions["state"] = event["state"]
                 elif "wrong" in event:
@@ -113,7 +152,9 @@ def measure(args: argparse.Namespace, report: Report) -> None:
 
 
 def _bytes_of(preset: str) -> int:
-    """Return about how many bytes a checkpoint takes: weights, the tied head once more, and two moments, in float32."""
+    """Return about how many bytes a checkpoint takes: weights, the tied head once more, and two
+    moments, in float32.
+    """
     from nanoray.models.costs import count_parameters
     from nanoray.models.gpt import ModelShape
 
@@ -128,20 +169,33 @@ def _vocabulary(preset: str) -> int:
 
 
 def file_system(folder: Path) -> str:
-    """Return the kind of file system that holds `folder`, and where it is mounted, where Linux says it."""
+    """Return the kind of file system that holds `folder`, and where it is mounted, where Linux says
+    it.
+    """
     try:
-        mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
+        mounts = [
+            line.split()[1:3]
+            for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()
+        ]
     except OSError:
         return "file system unknown"
     real = folder.resolve()
-    holding = [(len(at), kind, at) for at, kind in mounts if real == Path(at) or Path(at) in real.parents]
+    holding = [
+        (len(at), kind, at) for at, kind in mounts if real == Path(at) or Path(at) in real.parents
+    ]
     return "{1} at {2}".format(*max(holding)) if holding else "file system unknown"
 
 
-def add_rows(report: Report, found: dict[str, list[dict[str, Any]]], wrong: dict[str, int | None]) -> None:
-    """Add each arm's rows, with shares of what nanoray's own sync save and the raw disk took in the same round."""
+def add_rows(
+    report: Report, found: dict[str, list[dict[str, Any]]], wrong: dict[str, int | None]
+) -> None:
+    """Add each arm's rows, with shares of what nanoray's own sync save and the raw disk took in the
+    same round.
+    """
 
-    def row(arm: str, metric: str, unit: str, values: list[float], note: str = "", **more: Any) -> Row:
+    def row(
+        arm: str, metric: str, unit: str, values: list[float], note: str = "", **more: Any
+    ) -> Row:
         report.rows.append(Row(arm, metric, unit, tuple(values), note, **more))
         return report.rows[-1]
 
@@ -158,11 +212,25 @@ def add_rows(report: Report, found: dict[str, list[dict[str, Any]]], wrong: dict
         row(arm, RATE, "GB/s", rates(events))
         if arm == RAW:
             continue
-        row(arm, OF_DISK, "%", shares(rates(events), rates(found[RAW])), "paired by round, as the other shares")
+        row(
+            arm,
+            OF_DISK,
+            "%",
+            shares(rates(events), rates(found[RAW])),
+            "paired by round, as the other shares",
+        )
         stalls, lost = ([e[key] for e in events] for key in ("stall_s", "lost_s"))
         row(arm, STALL, "s", stalls)
-        row(arm, LOST, "s", lost, f"a step takes {1e3 * events[0]['step_s']:.1f} ms without a save" if events else "")
-        of_stall, of_lost = (row(arm, m, "%", shares(v, sync)) for m, v in ((OF_STALL, stalls), (OF_LOST, lost)))
+        row(
+            arm,
+            LOST,
+            "s",
+            lost,
+            f"a step takes {1e3 * events[0]['step_s']:.1f} ms without a save" if events else "",
+        )
+        of_stall, of_lost = (
+            row(arm, m, "%", shares(v, sync)) for m, v in ((OF_STALL, stalls), (OF_LOST, lost))
+        )
         if arm == ASYNC:
             report.targets.append(Target(f"{ASYNC}: {OF_STALL}, %", of_stall, "<=", STALL_LIMIT))
             report.targets.append(Target(f"{ASYNC}: {OF_LOST}, %", of_lost, "<=", LOST_LIMIT))
@@ -187,7 +255,13 @@ def paste(report: Report) -> list[str]:
     """Return a table for a README: medians, with the range of the seconds."""
     seconds = (STALL, LOST, DONE)
     cells = [
-        (row.arm, *(report.cell(row.arm, metric, "range" if metric in seconds else "none") for metric in COLUMNS))
+        (
+            row.arm,
+            *(
+                report.cell(row.arm, metric, "range" if metric in seconds else "none")
+                for metric in COLUMNS
+            ),
+        )
         for row in measured(report, ARMS, DONE)
     ]
     return markdown(("arm", *COLUMNS.values()), cells)
@@ -202,7 +276,9 @@ def draw(report: Report, path: Path) -> None:
         axes.barh(at, medians, xerr=whiskers(rows), height=0.36, label=label, capsize=2)
 
     told = report.conditions
-    with figure(report, path, note=f"{told.get('state', '')} · {told['recipe']} · {told['disk']}") as (left, right):
+    with figure(
+        report, path, note=f"{told.get('state', '')} · {told['recipe']} · {told['disk']}"
+    ) as (left, right):
         savers = tuple(arm for arm in ARMS if arm != RAW)
         bars(left, savers, STALL, -0.19, "stall")
         bars(left, savers, LOST, 0.19, "all training time lost")
@@ -226,14 +302,18 @@ def no_wait() -> None:
 class Arm(NamedTuple):
     """One way to save."""
 
-    begin: Callable[[int], Callable[[], bool]]  # save the state as of a step; the result says whether it is on disk
+    # Save the state as of a step; the result says whether it is on disk
+    begin: Callable[[int], Callable[[], bool]]
     read: Callable[[int], dict[str, Any]] | None  # read it back: tensors by name
-    copied: Callable[[], object] = no_wait  # wait until the state has been copied and may be updated
+    # Wait until the state has been copied and may be updated
+    copied: Callable[[], object] = no_wait
     close: Callable[[], object] = no_wait
 
 
 def measure_rank(mesh: Any, order: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
-    """Run the rounds. Emits what the state is, per arm its wrong tensors, and one event per arm and round."""
+    """Run the rounds. Emits what the state is, per arm its wrong tensors, and one event per arm and
+    round.
+    """
     import gc
 
     import torch
@@ -270,12 +350,31 @@ def measure_rank(mesh: Any, order: dict[str, Any], emit: Callable[[dict[str, Any
             step_s = (before + seconds_per_step(order["window_s"])) / 2
             read = arms[arm].read
             if turn:
-                event = {"arm": arm, "round": turn, "stall_s": stall_s, "done_s": done_s, "step_s": step_s}
-                written = sum(path.stat().st_size for path in folder.rglob("*") if path.name != "rank0.progress")
-                emit(event | {"lost_s": elapsed_s - (steps + TAIL_STEPS) * step_s, "bytes": written})
+                event = {
+                    "arm": arm,
+                    "round": turn,
+                    "stall_s": stall_s,
+                    "done_s": done_s,
+                    "step_s": step_s,
+                }
+                written = sum(
+                    path.stat().st_size
+                    for path in folder.rglob("*")
+                    if path.name != "rank0.progress"
+                )
+                emit(
+                    event | {"lost_s": elapsed_s - (steps + TAIL_STEPS) * step_s, "bytes": written}
+                )
             elif read:
                 back = read(turn)
-                emit({"arm": arm, "wrong": sum(not same_bits(t, back.get(name)) for name, t in tree().items())})
+                emit(
+                    {
+                        "arm": arm,
+                        "wrong": sum(
+                            not same_bits(t, back.get(name)) for name, t in tree().items()
+                        ),
+                    }
+                )
                 del back
             for path in folder.iterdir():
                 if path.name != "logs":
@@ -290,24 +389,30 @@ def same_bits(ours: Any, theirs: Any) -> bool:
 
     if theirs is None or (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
         return False
-    return torch.equal(*(t.cpu().contiguous().reshape(-1).view(torch.uint8) for t in (ours, theirs)))
+    return torch.equal(
+        *(t.cpu().contiguous().reshape(-1).view(torch.uint8) for t in (ours, theirs))
+    )
 
 
 def make_step(device: Any) -> Callable[..., float]:
     """Return a real training step of a small GPT, which waits for the device.
 
-    The step returns for how many seconds its update waited for what it was given: the copy of an earlier state.
+    The step returns for how many seconds its update waited for what it was given: the copy of an
+    earlier state.
     """
     import torch
 
     from nanoray.models.gpt import GPT, ModelShape
     from nanoray.trace.recorder import wait_for
-    from nanoray.train.optim import make_optimizer
+    from nanoray.train.optim.groups.groups import make_optimizer
 
     cfg = load_config(preset=STEP_PRESET)
     gpt = GPT(ModelShape.of(cfg, _vocabulary(STEP_PRESET)), 0.0).to(device)
     optimizer = make_optimizer(gpt, cfg)
-    x, y = (torch.randint(65, (cfg.global_batch_size, cfg.block_size), device=device) for _ in range(2))  # (B, T)
+    # (B, T)
+    x, y = (
+        torch.randint(65, (cfg.global_batch_size, cfg.block_size), device=device) for _ in range(2)
+    )
 
     def step(copied: Callable[[], object] = no_wait) -> float:
         gpt(x, y).backward()
@@ -322,17 +427,24 @@ def make_step(device: Any) -> Callable[..., float]:
     return step
 
 
-def make_arms(mesh: Any, preset: str, folder: Path) -> tuple[dict[str, Arm], Callable[[], dict[str, Any]]]:
-    """Return the arms, which save one and the same state below `folder`, and a function that returns that state."""
+def make_arms(
+    mesh: Any, preset: str, folder: Path
+) -> tuple[dict[str, Arm], Callable[[], dict[str, Any]]]:
+    """Return the arms, which save one and the same state below `folder`, and a function that
+    returns that state.
+    """
     import torch
     import torch.distributed.checkpoint as dcp
 
     from nanoray.mesh.pieces import whole_shards
     from nanoray.models.gpt import GPT, ModelShape
     from nanoray.state import optimizer_tensors
-    from nanoray.train.optim import make_optimizer
+    from nanoray.train.optim.groups.groups import make_optimizer
 
-    cfg = load_config(preset=preset, overrides={"optimizer": "adamw", "checkpoint_every": 1, "keep_checkpoints": 1})
+    cfg = load_config(
+        preset=preset,
+        overrides={"optimizer": "adamw", "checkpoint_every": 1, "keep_checkpoints": 1},
+    )
     torch.manual_seed(cfg.seed)
     gpt = GPT(ModelShape.of(cfg, _vocabulary(preset)), 0.0).to(mesh.device)
     optimizer = make_optimizer(gpt, cfg)
@@ -362,7 +474,9 @@ def make_arms(mesh: Any, preset: str, folder: Path) -> tuple[dict[str, Arm], Cal
 
     (folder / "logs").mkdir()
     own = {
-        mode: _nanoray(cfg.model_copy(update={"checkpoint_mode": mode}), mesh, gpt, optimizer, folder)
+        mode: _nanoray(
+            cfg.model_copy(update={"checkpoint_mode": mode}), mesh, gpt, optimizer, folder
+        )
         for mode in ("sync", "async")
     }
     arms = {
@@ -373,7 +487,9 @@ def make_arms(mesh: Any, preset: str, folder: Path) -> tuple[dict[str, Arm], Cal
             at_once(lambda: _torch_save(tree(), folder)),
             lambda step: torch.load(folder / "whole.pt", weights_only=True),
         ),
-        DCP: Arm(at_once(lambda: dcp.save(tree(), checkpoint_id=folder / "dcp", no_dist=True)), dcp_read),
+        DCP: Arm(
+            at_once(lambda: dcp.save(tree(), checkpoint_id=folder / "dcp", no_dist=True)), dcp_read
+        ),
         DCP_ASYNC: Arm(dcp_async, dcp_read),
         STAGER: _staged(tree, folder, mesh.device, dcp_read, process=False),
         PROCESS: _staged(tree, folder, mesh.device, dcp_read, process=True),
@@ -388,7 +504,9 @@ def _staged(
     read: Callable[[int], dict[str, Any]],
     process: bool,
 ) -> Arm:
-    """Return the arm of a DefaultStager with all that the device allows: what its options need of CUDA, CPU lacks."""
+    """Return the arm of a DefaultStager with all that the device allows: what its options need of
+    CUDA, CPU lacks.
+    """
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -397,7 +515,10 @@ def _staged(
     on_gpu = device.type == "cuda"
     stager = DefaultStager(
         StagingOptions(
-            use_pinned_memory=on_gpu, use_shared_memory=process, use_async_staging=True, use_non_blocking_copy=on_gpu
+            use_pinned_memory=on_gpu,
+            use_shared_memory=process,
+            use_async_staging=True,
+            use_non_blocking_copy=on_gpu,
         )
     )
     kind = AsyncCheckpointerType.PROCESS if process else AsyncCheckpointerType.THREAD
@@ -406,14 +527,20 @@ def _staged(
     variables = ExitStack()
 
     def begin(step: int) -> Callable[[], bool]:
-        if process and not dist.is_initialized():  # its process asks the default group for its place, even alone
+        # Its process asks the default group for its place, even alone
+        if process and not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            # Else torch looks for a free port, which somebody may take before the process has started.
+            # Else torch looks for a free port, which somebody may take before the process has
+            # started.
             stores.append(open_store("127.0.0.1", 1, 60.0))
             there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(stores[0].port)}
             variables.enter_context(environment({"DCP_USE_PREFIX_STORE": "1", **there}))
         found: Any = dcp.async_save(
-            tree(), checkpoint_id=folder / "dcp", async_stager=stager, no_dist=True, async_checkpointer_type=kind
+            tree(),
+            checkpoint_id=folder / "dcp",
+            async_stager=stager,
+            no_dist=True,
+            async_checkpointer_type=kind,
         )
         begun[:] = [found]
         return lambda: found.upload_completion.done() and bool(found.upload_completion.result())
@@ -428,7 +555,9 @@ def _staged(
 
 
 def _flat(model: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]:
-    return {f"model.{name}": t for name, t in model.items()} | {f"optimizer.{name}": t for name, t in optimizer.items()}
+    return {f"model.{name}": t for name, t in model.items()} | {
+        f"optimizer.{name}": t for name, t in optimizer.items()
+    }
 
 
 def _nanoray(cfg: Config, mesh: Any, gpt: Any, optimizer: Any, folder: Path) -> Arm:
@@ -437,8 +566,11 @@ def _nanoray(cfg: Config, mesh: Any, gpt: Any, optimizer: Any, folder: Path) -> 
     from nanoray.checkpoint.writer import CheckpointWriter
     from nanoray.run import RunSpec
 
-    spec = RunSpec(cfg, DatasetInfo("none", "", folder, "uint16", 0, 0, 0, "", "", {}), folder, time.time())
-    writer = CheckpointWriter(spec, say)  # makes room for its copy in the first round, which only warms up
+    spec = RunSpec(
+        cfg, DatasetInfo("none", "", folder, "uint16", 0, 0, 0, "", "", {}), folder, time.time()
+    )
+    # Makes room for its copy in the first round, which only warms up
+    writer = CheckpointWriter(spec, say)
 
     def begin(step: int) -> Callable[[], bool]:
         writer.save(mesh, saved_state(gpt, optimizer, step))
@@ -448,7 +580,9 @@ def _nanoray(cfg: Config, mesh: Any, gpt: Any, optimizer: Any, folder: Path) -> 
                 return False
             writer.news()
             if writer.committed != step:
-                raise CheckpointError(f"the checkpoint of round {step} was not written: is the disk full?")
+                raise CheckpointError(
+                    f"the checkpoint of round {step} was not written: is the disk full?"
+                )
             return True
 
         return done
@@ -461,7 +595,9 @@ def _nanoray(cfg: Config, mesh: Any, gpt: Any, optimizer: Any, folder: Path) -> 
 
 
 def saved_state(gpt: Any, optimizer: Any, step: int) -> StateDict:
-    """Return what a run of one rank saves after `step`: weights, optimizer state and random generators."""
+    """Return what a run of one rank saves after `step`: weights, optimizer state and random
+    generators.
+    """
     import torch
 
     from nanoray.mesh.pieces import whole_shards
@@ -469,7 +605,9 @@ def saved_state(gpt: Any, optimizer: Any, step: int) -> StateDict:
 
     rng = [{"torch": torch.get_rng_state()}]
     meta = {"step": step, "world_size": 1, "val_loss": None}
-    return StateDict(gpt.state_dict(), optimizer_tensors(optimizer, whole_shards(gpt)), rng, meta=meta)
+    return StateDict(
+        gpt.state_dict(), optimizer_tensors(optimizer, whole_shards(gpt)), rng, meta=meta
+    )
 
 
 def _write_raw(tensors: dict[str, Any], folder: Path) -> None:

@@ -1,10 +1,11 @@
-"""Every collective of the backend: latency, algbw, busbw as nccl-tests defines them, and #wrong on exact data.
+"""Every collective of the backend: latency, algbw, busbw as nccl-tests defines them, and #wrong on
+exact data.
 
     blocking     barrier, one call, wait: its latency is what a step waits for; the slowest rank counts
     pipelined    k calls, then one wait: bytes per second, from which algbw and busbw come, as in nccl-tests
 
-S is the size column: of all_gather the output, of reduce_scatter and all_to_all the input of one rank.
-Definitions: nccl-tests, doc/PERFORMANCE.md. GB = 1e9 bytes.
+S is the size column: of all_gather the output, of reduce_scatter and all_to_all the input of one
+rank. Definitions: nccl-tests, doc/PERFORMANCE.md. GB = 1e9 bytes.
 """
 
 from __future__ import annotations
@@ -23,10 +24,16 @@ from typing import TYPE_CHECKING, Any
 
 from nanoray.bench.harness.figure import figure
 from nanoray.bench.harness.plan import chosen
-from nanoray.bench.harness.rank_pool import RankFailed, RankPool, add_where_flags, describe, where_from
+from nanoray.bench.harness.rank_pool import (
+    RankFailed,
+    RankPool,
+    add_where_flags,
+    describe,
+    where_from,
+)
 from nanoray.bench.harness.report import Report, Row, aligned, markdown, number, say
+from nanoray.devices.host import available_memory_bytes
 from nanoray.errors import ConfigError
-from nanoray.mesh.devices import available_memory_bytes
 from nanoray.mesh.mesh import Mesh
 from nanoray.metrics import algbw_gbps, busbw_factor
 
@@ -34,7 +41,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ENTRY = "nanoray.bench.collectives:measure_rank"
-# Which placements torch's call has: its all_reduce and broadcast know only one buffer, an all_to_all needs two.
+# Which placements torch's call has: its all_reduce and broadcast know only one buffer, an
+# all_to_all needs two.
 PLACEMENTS = {
     "all_reduce": (True,),
     "reduce_scatter": (False, True),
@@ -44,7 +52,8 @@ PLACEMENTS = {
     "sendrecv": (False,),
 }
 SUMS = ("all_reduce", "reduce_scatter")
-PER_RANK = ("reduce_scatter", "all_gather", "all_to_all")  # of these nccl-tests counts the elements per rank
+# Of these nccl-tests counts the elements per rank
+PER_RANK = ("reduce_scatter", "all_gather", "all_to_all")
 # dtype -> its name in nccl-tests, bytes, and up to where it holds every whole number
 DTYPES = {
     "float32": ("float", 4, 2**24),
@@ -54,12 +63,20 @@ DTYPES = {
 }
 KB, GIB, COPY_BYTES = 1 << 10, 1 << 30, 64 << 20
 COPY = "memory copy"
-LACKS = ("not supported", "unsupported", "not implemented", "invalid scalar type", "does not support", "no support")
+LACKS = (
+    "not supported",
+    "unsupported",
+    "not implemented",
+    "invalid scalar type",
+    "does not support",
+    "no support",
+)
 GLOO_REDUCE_SCATTER = "gloo has none of its own: torch does an all_reduce and copies a part of it"
 
 
 def exact_period(name: str, addends: int) -> int:
-    """Return m so that sums of `addends` whole numbers below m are exact in this dtype; 1: there is none.
+    """Return m so that sums of `addends` whole numbers below m are exact in this dtype; 1: there is
+    none.
 
     m is odd, so that data which landed a power of two too far is seen.
     """
@@ -67,7 +84,9 @@ def exact_period(name: str, addends: int) -> int:
 
 
 def wrong_elements(got: Tensor, expected: Tensor) -> int:
-    """Count the elements whose bits differ; every expected value is a whole number >= 0, so equal means equal bits."""
+    """Count the elements whose bits differ; every expected value is a whole number >= 0, so equal
+    means equal bits.
+    """
     import torch
 
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[got.element_size()]
@@ -75,7 +94,9 @@ def wrong_elements(got: Tensor, expected: Tensor) -> int:
 
 
 def elements(op: str, size: int, itemsize: int, ranks: int) -> tuple[int, int]:
-    """Return (S, the count column) of a size asked for: S is a whole number of elements on every rank."""
+    """Return (S, the count column) of a size asked for: S is a whole number of elements on every
+    rank.
+    """
     parts = ranks if op in PER_RANK else 1
     count = max(1, size // (itemsize * parts))
     return count * parts * itemsize, count
@@ -102,7 +123,8 @@ def measure_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, An
 class _Case:
     """One collective with its buffers."""
 
-    buffers: list[tuple[Tensor, Callable[[], Tensor] | None]]  # what each holds before; None: -1, expected nowhere
+    # What each holds before; None: -1, expected nowhere
+    buffers: list[tuple[Tensor, Callable[[], Tensor] | None]]
     call: Callable[[], list[Any]]  # starts it, returns what to wait for
     out: Tensor
     expected: Callable[[], Tensor]
@@ -134,7 +156,9 @@ class _Bench:
 
         tensor = torch.tensor(values, dtype=torch.float64)
         if self.n > 1:
-            dist.all_reduce(tensor, op=getattr(dist.ReduceOp, how.upper()), group=self.mesh.control_group)
+            dist.all_reduce(
+                tensor, op=getattr(dist.ReduceOp, how.upper()), group=self.mesh.control_group
+            )
         return tensor.tolist()
 
     def start_together(self) -> float:
@@ -153,7 +177,9 @@ class _Bench:
             torch.cuda.synchronize()
 
     def free_bytes(self) -> int:
-        """Return what the rank with the least memory may still allocate; ranks that share memory get equal parts."""
+        """Return what the rank with the least memory may still allocate; ranks that share memory
+        get equal parts.
+        """
         import torch
 
         free = available_memory_bytes()
@@ -163,7 +189,9 @@ class _Bench:
         return int(self.agree([0.9 * free / self.order["sharing"][self.mesh.rank]], "min")[0])
 
     def copy_gbps(self) -> list[float]:
-        """Return the bytes per second that each rank copies while all do so; the slowest rank, once per round."""
+        """Return the bytes per second that each rank copies while all do so; the slowest rank, once
+        per round.
+        """
         import torch
 
         size = min(COPY_BYTES, self.free_bytes() // 4)
@@ -179,16 +207,24 @@ class _Bench:
         return rates
 
     def case(self, op: str, name: str, in_place: bool, asked: int) -> dict[str, Any]:
-        """Measure and check one case. What does not fit, or the backend lacks, returns {"skipped": why}."""
+        """Measure and check one case. What does not fit, or the backend lacks, returns {"skipped":
+        why}.
+        """
         size, count = elements(op, asked, DTYPES[name][1], self.n)
         found: dict[str, Any] = {"bytes": size, "count": count}
         if op == "sendrecv" and self.n == 1:
             return found | {"skipped": "one rank has no other to send to", "lacking": True}
         if exact_period(name, self.n if op in SUMS else 1) < 3:
-            return found | {"skipped": f"{name} holds no exact sums over {self.n} ranks", "lacking": True}
-        need, free = 4 * size, self.free_bytes()  # in, out, expected, and a copy while the backend or the check works
+            return found | {
+                "skipped": f"{name} holds no exact sums over {self.n} ranks",
+                "lacking": True,
+            }
+        # In, out, expected, and a copy while the backend or the check works
+        need, free = 4 * size, self.free_bytes()
         if need > free:
-            return found | {"skipped": f"needs {need / GIB:.2f} GiB per rank, the least free is {free / GIB:.2f} GiB"}
+            return found | {
+                "skipped": f"needs {need / GIB:.2f} GiB per rank, the least free is {free / GIB:.2f} GiB"
+            }
         case, complaint = None, ""
         try:
             case = self.prepare(op, name, in_place, count)
@@ -210,7 +246,9 @@ class _Bench:
         return found | {"blocking_us": times, "pipelined_us": pipelined, "wrong": wrong}
 
     def time(self, case: _Case) -> tuple[list[float], list[float]]:
-        """Return the microseconds of each blocking call and, per round, of one of many pipelined calls."""
+        """Return the microseconds of each blocking call and, per round, of one of many pipelined
+        calls.
+        """
         start = self.start_together()
         self.finish(case.call())
         guess = max(1e-6, self.agree([time.perf_counter() - start], "max")[0])
@@ -229,23 +267,37 @@ class _Bench:
         return self.agree(blocking, "max"), self.agree(pipelined, "max")
 
     def renew_group(self) -> None:
-        """Take a new group: after a call that failed on some ranks, the old one's calls no longer match."""
+        """Take a new group: after a call that failed on some ranks, the old one's calls no longer
+        match.
+        """
         import torch.distributed as dist
 
-        self.group = dist.new_group(backend=self.backend, timeout=timedelta(seconds=self.order["timeout_s"]))
+        self.group = dist.new_group(
+            backend=self.backend, timeout=timedelta(seconds=self.order["timeout_s"])
+        )
 
     def prepare(self, op: str, name: str, in_place: bool, count: int) -> _Case:
-        """Return the case with its buffers; a placement that torch's call has not is never asked for."""
+        """Return the case with its buffers; a placement that torch's call has not is never asked
+        for.
+        """
         import torch
         import torch.distributed as dist
 
         n, rank, kind = self.n, self.mesh.rank, getattr(torch, name)
         period = exact_period(name, n if op in SUMS else 1)
-        whole = torch.empty(count * (n if op in PER_RANK else 1), dtype=kind, device=self.mesh.device)
-        part = whole[rank * count : (rank + 1) * count] if in_place else torch.empty_like(whole[:count])
+        whole = torch.empty(
+            count * (n if op in PER_RANK else 1), dtype=kind, device=self.mesh.device
+        )
+        part = (
+            whole[rank * count : (rank + 1) * count]
+            if in_place
+            else torch.empty_like(whole[:count])
+        )
 
         def data(ranks: Iterable[int], length: int = count) -> Tensor:
-            """Return the sum over `ranks` of their data: whole numbers below the period, shifted by the rank."""
+            """Return the sum over `ranks` of their data: whole numbers below the period, shifted by
+            the rank.
+            """
             numbers = torch.arange(period, device=self.mesh.device)
             total = sum(((numbers + 31 * r) % period for r in ranks), torch.zeros_like(numbers))
             return total.to(kind).repeat(math.ceil(length / period))[:length]
@@ -254,10 +306,20 @@ class _Bench:
             return lambda: [collective(*values, group=self.group, async_op=True)]
 
         if op == "all_reduce":
-            return _Case([(whole, lambda: data([rank]))], call(dist.all_reduce, whole), whole, lambda: data(range(n)))
+            return _Case(
+                [(whole, lambda: data([rank]))],
+                call(dist.all_reduce, whole),
+                whole,
+                lambda: data(range(n)),
+            )
         if op == "broadcast":
             own = None if rank else lambda: data([0])
-            return _Case([(whole, own)], call(partial(dist.broadcast, src=0), whole), whole, lambda: data([0]))
+            return _Case(
+                [(whole, own)],
+                call(partial(dist.broadcast, src=0), whole),
+                whole,
+                lambda: data([0]),
+            )
         if op == "reduce_scatter":
             return _Case(
                 [(part, None), (whole, lambda: data([rank], n * count))],
@@ -275,7 +337,10 @@ class _Bench:
         other = torch.empty_like(whole)
         if op == "all_to_all":
             return _Case(
-                [(other, None), (whole, lambda: torch.cat([data([rank + n * to]) for to in range(n)]))],
+                [
+                    (other, None),
+                    (whole, lambda: torch.cat([data([rank + n * to]) for to in range(n)])),
+                ],
                 call(dist.all_to_all_single, other, whole),
                 other,
                 lambda: torch.cat([data([sender + n * rank]) for sender in range(n)]),
@@ -284,7 +349,10 @@ class _Bench:
         return _Case(
             [(other, None), (whole, lambda: data([rank]))],
             lambda: dist.batch_isend_irecv(
-                [dist.P2POp(dist.isend, whole, to, self.group), dist.P2POp(dist.irecv, other, source, self.group)]
+                [
+                    dist.P2POp(dist.isend, whole, to, self.group),
+                    dist.P2POp(dist.irecv, other, source, self.group),
+                ]
             ),
             other,
             lambda: data([source]),
@@ -296,8 +364,12 @@ class _Bench:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_where_flags(parser)
-    parser.add_argument("--ops", default=",".join(PLACEMENTS), help="which, with commas between [%(default)s]")
-    parser.add_argument("--dtypes", help=f"some of {','.join(DTYPES)} [the first three; with --quick the first]")
+    parser.add_argument(
+        "--ops", default=",".join(PLACEMENTS), help="which, with commas between [%(default)s]"
+    )
+    parser.add_argument(
+        "--dtypes", help=f"some of {','.join(DTYPES)} [the first three; with --quick the first]"
+    )
     largest = "the largest size in bytes, from 1 KB in steps of 4 [64 MB on CPU, 1 GiB on GPUs; with --quick 1 MB]"
     parser.add_argument("--max_bytes", type=int, help=largest)
 
@@ -306,15 +378,20 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     """Measure what is asked for. A rank that dies leaves the rows that were there, and a failure."""
     where = where_from(args)
     ops = chosen(args.ops, list(PLACEMENTS), "op")
-    dtypes = chosen(args.dtypes or ",".join([*DTYPES][: 1 if args.quick else 3]), list(DTYPES), "dtype")
+    dtypes = chosen(
+        args.dtypes or ",".join([*DTYPES][: 1 if args.quick else 3]), list(DTYPES), "dtype"
+    )
     if args.max_bytes is not None and args.max_bytes < KB:
-        raise ConfigError(f"max_bytes = {args.max_bytes} is below the smallest size, {KB}; raise it")
+        raise ConfigError(
+            f"max_bytes = {args.max_bytes} is below the smallest size, {KB}; raise it"
+        )
     try:
         with RankPool(where) as pool:
             describe(report, pool)
             cuda = pool.facts[0]["device"] != "cpu"
             largest = args.max_bytes or (1024 * KB if args.quick else GIB if cuda else 64 * KB * KB)
-            shares = [(f["host"], f["uuid"]) for f in pool.facts]  # ranks on one host, or on one GPU of it
+            # Ranks on one host, or on one GPU of it
+            shares = [(f["host"], f["uuid"]) for f in pool.facts]
             order = {
                 "ops": ops,
                 "dtypes": dtypes,
@@ -331,7 +408,9 @@ def measure(args: argparse.Namespace, report: Report) -> None:
 
 
 def sizes(largest: int, quick: bool = False) -> list[int]:
-    """Return 1 KB, 4 KB, 16 KB, ... up to `largest`; quick: the smallest, the middle one and the largest of them."""
+    """Return 1 KB, 4 KB, 16 KB, ... up to `largest`; quick: the smallest, the middle one and the
+    largest of them.
+    """
     found = [KB << 2 * i for i in range(30) if KB << 2 * i <= largest]
     return sorted({found[0], found[len(found) // 2], found[-1]}) if quick else found
 
@@ -344,7 +423,9 @@ def _add(report: Report, event: dict[str, Any], ranks: int, backend: str) -> Non
         return
     op, size, in_place = event["op"], event["bytes"], event["in_place"]
     placement = "in place" if in_place else "out of place"
-    keys = {key: event[key] for key in ("op", "dtype", "bytes", "count", "in_place")} | {"ranks": ranks}
+    keys = {key: event[key] for key in ("op", "dtype", "bytes", "count", "in_place")} | {
+        "ranks": ranks
+    }
     arm, note = f"{op} {event['dtype']} {size} B {placement}", ""
     if op == "reduce_scatter" and backend == "gloo":
         note = GLOO_REDUCE_SCATTER
@@ -354,7 +435,10 @@ def _add(report: Report, event: dict[str, Any], ranks: int, backend: str) -> Non
         texts = {"error": event.get("error", ""), "skipped": event.get("skipped", "")}
         report.rows.append(Row(arm, metric, "GB/s", (), note, **texts, extra=keys))
     else:
-        blocking, pipelined_us = sorted(event["blocking_us"]), statistics.median(event["pipelined_us"])
+        blocking, pipelined_us = (
+            sorted(event["blocking_us"]),
+            statistics.median(event["pipelined_us"]),
+        )
         algbw = algbw_gbps(size, pipelined_us / 1e6)
         busbw = None if factor is None else factor * algbw
         copy = next(row.median for row in report.rows if row.arm == COPY)
@@ -368,7 +452,9 @@ def _add(report: Report, event: dict[str, Any], ranks: int, backend: str) -> Non
             "share_of_copy": None if busbw is None else busbw / copy,
         }
         values = tuple(algbw_gbps(size, us / 1e6) * (factor or 1.0) for us in event["pipelined_us"])
-        latencies = f"{len(blocking)} blocking calls: p50 {number(keys['time_us'])}, {_tail(keys)} us"
+        latencies = (
+            f"{len(blocking)} blocking calls: p50 {number(keys['time_us'])}, {_tail(keys)} us"
+        )
         told = f"algbw {number(algbw)} GB/s; {latencies}"
         note = "; ".join(filter(None, (note, told)))
         report.rows.append(Row(arm, metric, "GB/s", values, note, wrong=event["wrong"], extra=keys))
@@ -386,17 +472,42 @@ def _lines_of(report: Report) -> dict[tuple[str, str, int], dict[bool, Row]]:
 
 
 def lines(report: Report) -> list[str]:
-    """Return one table per operation with nccl-tests' columns; to their right what nccl-tests has not."""
+    """Return one table per operation with nccl-tests' columns; to their right what nccl-tests has
+    not.
+    """
     copy, found = report.row(COPY, "copied"), _lines_of(report)
     text = [f"{COPY}  {number(copy.median)} GB/s  ({copy.note})"] if copy else []
-    text += ["B, elements, us, GB/s. First out of place, then in place. time: pipelined. p50, p99: n blocking calls,"]
-    text += ["out of place where torch has that; fewer than 100 calls have no 99th percentile: max is their slowest."]
+    text += [
+        "B, elements, us, GB/s. First out of place, then in place. time: pipelined. p50, p99: n "
+        "blocking calls,"
+    ]
+    text += [
+        "out of place where torch has that; fewer than 100 calls have no 99th percentile: max is "
+        "their slowest."
+    ]
     half = ("time", "algbw", "busbw", "#wrong")
-    head = ("size", "count", "type", "redop", "root", *half, *half, "p50", "p99", "n", "of copy", "")
+    head = (
+        "size",
+        "count",
+        "type",
+        "redop",
+        "root",
+        *half,
+        *half,
+        "p50",
+        "p99",
+        "n",
+        "of copy",
+        "",
+    )
     for op in dict.fromkeys(op for op, _, _ in found):
         mine = {key: rows for key, rows in found.items() if key[0] == op}
         notes = [row.note for rows in mine.values() for row in rows.values()]
-        why = f" ({GLOO_REDUCE_SCATTER})" if any(note.startswith(GLOO_REDUCE_SCATTER) for note in notes) else ""
+        why = (
+            f" ({GLOO_REDUCE_SCATTER})"
+            if any(note.startswith(GLOO_REDUCE_SCATTER) for note in notes)
+            else ""
+        )
         table = [head, *(_line(op, rows) for rows in mine.values())]
         text += ["", f"# {op}{why}", *aligned(table, right={0, 1, 4, *range(5, 17)})]
     return text
@@ -415,11 +526,19 @@ def _line(op: str, rows: dict[bool, Row]) -> tuple[str, ...]:
             line += [number(e["pipelined_us"]), number(e["algbw_gbps"]), busbw, str(row.wrong)]
         else:
             line += ["N/A"] * 4
-            why = "" if row is None else f"FAILED: {row.problem}" if row.problem else f"skipped: {row.skipped}"
+            why = (
+                ""
+                if row is None
+                else f"FAILED: {row.problem}"
+                if row.problem
+                else f"skipped: {row.skipped}"
+            )
             remarks += [f"{'in' if in_place else 'out of'} place {why}"] if why else []
     timed: dict[str, Any] = next((row.extra for _, row in sorted(rows.items()) if row.values), {})
     line += (
-        [number(timed["time_us"]), _tail(timed).removeprefix("p99 "), str(timed["latencies"])] if timed else [""] * 3
+        [number(timed["time_us"]), _tail(timed).removeprefix("p99 "), str(timed["latencies"])]
+        if timed
+        else [""] * 3
     )
     return (*line, _percent(timed.get("share_of_copy")), "; ".join(remarks))
 
@@ -430,7 +549,9 @@ def _tail(timed: dict[str, Any]) -> str:
 
 
 def _curves(report: Report) -> dict[str, list[dict[str, Any]]]:
-    """Return per operation what was measured in the first dtype, by size; out of place where there is a choice."""
+    """Return per operation what was measured in the first dtype, by size; out of place where there
+    is a choice.
+    """
     curves: dict[str, list[dict[str, Any]]] = {}
     first = next((dtype for _, dtype, _ in _lines_of(report)), "")
     for (op, dtype, _), rows in _lines_of(report).items():
@@ -450,30 +571,56 @@ def paste(report: Report) -> list[str]:
     if not curves:
         return []
     small, large = (next(iter(curves.values()))[i] for i in (0, -1))
-    header = (small["dtype"], f"{small['bytes']} B: p50, us", "p99, us", f"{large['bytes']} B: algbw, GB/s", "busbw")
+    header = (
+        small["dtype"],
+        f"{small['bytes']} B: p50, us",
+        "p99, us",
+        f"{large['bytes']} B: algbw, GB/s",
+        "busbw",
+    )
     table = []
     for op, points in curves.items():
         latency, rates = (number(points[0][key]) for key in ("time_us", "p99_us")), points[-1]
         busbw = "" if rates["busbw_gbps"] is None else number(rates["busbw_gbps"])
-        table.append((op, *latency, number(rates["algbw_gbps"]), busbw, _percent(rates["share_of_copy"])))
+        table.append(
+            (op, *latency, number(rates["algbw_gbps"]), busbw, _percent(rates["share_of_copy"]))
+        )
     return markdown((*header, "of a copy's"), table)
 
 
 def draw(report: Report, path: Path) -> None:
-    """Draw busbw (of one rank algbw) over the size with the copy limit, and the latency of one blocking call."""
+    """Draw busbw (of one rank algbw) over the size with the copy limit, and the latency of one
+    blocking call.
+    """
     ranks, curves = report.conditions.get("ranks", {}).get("world size", 0), _curves(report)
     note = f"{ranks} ranks, {report.conditions.get('backend', 'no backend')}"
     with figure(report, path, (11, 4.2), note=note) as (left, right):
         for op, points in curves.items():
             size = [p["bytes"] for p in points]
-            left.plot(size, [p["busbw_gbps"] or p["algbw_gbps"] for p in points], marker="o", markersize=3, label=op)
+            left.plot(
+                size,
+                [p["busbw_gbps"] or p["algbw_gbps"] for p in points],
+                marker="o",
+                markersize=3,
+                label=op,
+            )
             (line,) = right.plot(size, [p["time_us"] for p in points], marker="o", markersize=3)
-            right.plot(size, [p["p99_us"] for p in points], color=line.get_color(), linestyle=":", linewidth=1)
+            right.plot(
+                size,
+                [p["p99_us"] for p in points],
+                color=line.get_color(),
+                linestyle=":",
+                linewidth=1,
+            )
         if copy := report.row(COPY, "copied"):
             left.axhline(copy.median, color="0.3", linestyle="--", linewidth=1, label="memory copy")
         dtype = next(iter(curves.values()))[0]["dtype"] if curves else "nothing was measured"
         left.set(title=f"busbw, {dtype}", xlabel="bytes", ylabel="GB/s")
-        right.set(title="blocking calls: p50; dotted p99, of fewer than 100 the slowest", xlabel="bytes", ylabel="us")
+        right.set(
+            title="blocking calls: p50; dotted p99, of fewer than 100 the slowest",
+            xlabel="bytes",
+            ylabel="us",
+        )
         for axes in (left, right):
             axes.set(xscale="log", yscale="log")
             axes.grid(alpha=0.25)

@@ -1,8 +1,10 @@
-"""`python -m nanoray.bench compression`: what compressed gradients save on the wire, and cost in time and in loss.
+"""`python -m nanoray.bench compression`: what compressed gradients save on the wire, and cost in
+time and in loss.
 
-Every arm trains the same model on the same batches of a text, beside one that sends float32. Each round trains some
-steps of each in turn, so a slow minute of the machine hits all arms; the exposed time and the bytes come from one more
-step of each round, traced. The bytes are those that the busiest link of the best algorithm has to carry.
+Every arm trains the same model on the same batches of a text, beside one that sends float32. Each
+round trains some steps of each in turn, so a slow minute of the machine hits all arms; the exposed
+time and the bytes come from one more step of each round, traced. The bytes are those that the
+busiest link of the best algorithm has to carry.
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from nanoray.bench.harness.figure import figure, whiskers
 from nanoray.bench.harness.plan import chosen, rotated
-from nanoray.bench.harness.rank_pool import RankFailed, RankPool, add_where_flags, describe, where_from
+from nanoray.bench.harness.rank_pool import (
+    RankFailed,
+    RankPool,
+    add_where_flags,
+    describe,
+    where_from,
+)
 from nanoray.bench.harness.report import Report, Row, aligned, markdown, say
 from nanoray.config import Config, load_config
 from nanoray.data.prepare import prepare
@@ -31,9 +39,17 @@ if TYPE_CHECKING:
     from nanoray.mesh.mesh import Mesh
 
 PLAIN = "fp32"
-ARMS: dict[str, dict[str, Any]] = {PLAIN: {}} | {kind: {"grad_compress": kind} for kind in ("bf16", "fp16", "int8")}
+ARMS: dict[str, dict[str, Any]] = {PLAIN: {}} | {
+    kind: {"grad_compress": kind} for kind in ("bf16", "fp16", "int8")
+}
 ARMS |= {f"powersgd {r}": {"grad_compress": "powersgd", "powersgd_rank": r} for r in (1, 4, 16)}
-STEP, EXPOSED, BUSY, WIRE, KEPT = "step", "exposed", "collectives busy", "bytes on the wire", "memory"
+STEP, EXPOSED, BUSY, WIRE, KEPT = (
+    "step",
+    "exposed",
+    "collectives busy",
+    "bytes on the wire",
+    "memory",
+)
 LOSS, OFF, PAYS = "loss", "loss, off", "pays below"
 WRONG = "ranks whose weights differ from those of rank 0"
 
@@ -41,13 +57,25 @@ WRONG = "ranks whose weights differ from those of rank 0"
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's flags."""
     add_where_flags(parser)
-    parser.add_argument("--preset", help="whose model, batch and optimizer [shakespeare-cpu; on GPU gpt2-124m]")
-    parser.add_argument("--dataset", default="stdlib", help="text to learn, as of nanoray.train [%(default)s]")
-    parser.add_argument("--precision", default="auto", help="of the products, as of nanoray.train [%(default)s]")
-    parser.add_argument("--dp_mode", choices=("ddp", "ddp_by_hand"), default="ddp", help="of all arms [%(default)s]")
+    parser.add_argument(
+        "--preset", help="whose model, batch and optimizer [shakespeare-cpu; on GPU gpt2-124m]"
+    )
+    parser.add_argument(
+        "--dataset", default="stdlib", help="text to learn, as of nanoray.train [%(default)s]"
+    )
+    parser.add_argument(
+        "--precision", default="auto", help="of the products, as of nanoray.train [%(default)s]"
+    )
+    parser.add_argument(
+        "--dp_mode", choices=("ddp", "ddp_by_hand"), default="ddp", help="of all arms [%(default)s]"
+    )
     parser.add_argument("--arms", default="all", help=f"some of {', '.join(ARMS)} [%(default)s]")
-    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all arms [10; 2 with --quick]")
-    parser.add_argument("--steps", type=int, metavar="N", help="steps of an arm per round [30; 4 with --quick]")
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", help="rounds of all arms [10; 2 with --quick]"
+    )
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="steps of an arm per round [30; 4 with --quick]"
+    )
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
@@ -56,25 +84,40 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     rounds = (2 if args.quick else 10) if args.rounds is None else args.rounds
     steps = (4 if args.quick else 30) if args.steps is None else args.steps
     if where.workers < 2 or min(rounds, steps) < 1:
-        raise ConfigError(f"workers = {where.workers}, rounds = {rounds}, steps = {steps}; 2, 1 and 1 are the least")
+        raise ConfigError(
+            f"workers = {where.workers}, rounds = {rounds}, steps = {steps}; 2, 1 and 1 are the "
+            "least"
+        )
     names = [PLAIN, *(name for name in chosen(args.arms, list(ARMS)) if name != PLAIN)]
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     with RankPool(where) as pool:
         describe(report, pool)
         on_gpu = pool.facts[0]["device"] != "cpu"
-        own = {"dataset": args.dataset, "precision": args.precision, "dp_mode": args.dp_mode, "tokenizer": "byte"}
-        order = {"preset": args.preset or ("gpt2-124m" if on_gpu else "shakespeare-cpu"), "overrides": own}
+        own = {
+            "dataset": args.dataset,
+            "precision": args.precision,
+            "dp_mode": args.dp_mode,
+            "tokenizer": "byte",
+        }
+        order = {
+            "preset": args.preset or ("gpt2-124m" if on_gpu else "shakespeare-cpu"),
+            "overrides": own,
+        }
         note = prepare(configuration(order)).note  # once, before the ranks ask for it
         order |= {"arms": names, "rounds": rounds, "steps": steps}
         try:
             for event in pool.run("nanoray.bench.compression:train_rank", order):
                 if "recipe" in event:
                     report.conditions["recipe"] = (
-                        f"{event['recipe']}, {rounds} rounds of {steps} + 1 steps, {args.dp_mode}, {note}"
+                        f"{event['recipe']}, {rounds} rounds of {steps} + 1 steps, {args.dp_mode}, "
+                        f"{note}"
                     )
                     continue
                 found[event["arm"]].append(event)
-                say(f"round {event['round']}  {event['arm']:<12} {event['step_ms']:.1f} ms, loss {event['loss']:.3f}")
+                say(
+                    f"round {event['round']}  {event['arm']:<12} {event['step_ms']:.1f} ms, loss "
+                    f"{event['loss']:.3f}"
+                )
         except RankFailed as error:
             report.failures.append(str(error))
     ranks = where.workers
@@ -101,11 +144,18 @@ def _rows(report: Report, name: str, events: list[dict[str, Any]], ranks: int) -
     step = row(STEP, "ms", (e["step_ms"] for e in events), wrong=last["wrong"])
     row(BUSY, "ms", (e["busy_ms"] for e in events))
     row(EXPOSED, "ms", (e["exposed_ms"] for e in events))
-    told = " · ".join(f"{op} {size / 1e6:.3g} MB in {n}" for op, (n, size) in last["collectives"].items())
+    told = " · ".join(
+        f"{op} {size / 1e6:.3g} MB in {n}" for op, (n, size) in last["collectives"].items()
+    )
     carried = _wire_mb(last["collectives"], ranks)
     row(WIRE, "MB", (carried,), told)
     row(KEPT, "MiB", (last["kept"] / 2**20,), "error feedback, in a rank's memory")
-    loss = row(LOSS, "nat", (e["loss"] for e in events), f"mean of each round's steps; {last['trained']} in all")
+    loss = row(
+        LOSS,
+        "nat",
+        (e["loss"] for e in events),
+        f"mean of each round's steps; {last['trained']} in all",
+    )
     if name == PLAIN or plain is None:
         return
     off = [a - b for a, b in zip(loss.values, plain.values, strict=False)]
@@ -116,40 +166,69 @@ def _rows(report: Report, name: str, events: list[dict[str, Any]], ranks: int) -
         more = [a - b for a, b in zip(step.values, whole.values, strict=False)]
         speed = 1e3 * (sent.median - carried) / max(1e-9, statistics.median(more))
         slower = statistics.median(more) > 0
-        row(PAYS, "MB/s", (speed,) if slower else (), "of a link", skipped="" if slower else "faster here already")
+        row(
+            PAYS,
+            "MB/s",
+            (speed,) if slower else (),
+            "of a link",
+            skipped="" if slower else "faster here already",
+        )
 
 
 def _wire_mb(collectives: dict[str, tuple[int, int]], ranks: int) -> float:
     """Return the MB of gradients that the busiest link carries in a step."""
-    sums = {op.partition(" ")[0]: size for op, (_, size) in collectives.items() if op.endswith(" gradients")}
+    sums = {
+        op.partition(" ")[0]: size
+        for op, (_, size) in collectives.items()
+        if op.endswith(" gradients")
+    }
     return sum(size * (busbw_factor(op, ranks) or 0.0) for op, size in sums.items()) / 1e6
 
 
 def finding(report: Report) -> list[str]:
     """Return what was found, by its numbers: which compressed arm is the fastest."""
-    ratios = {r.arm.partition(" / ")[0]: r for r in report.rows if r.metric == STEP and " / " in r.arm and r.values}
+    ratios = {
+        r.arm.partition(" / ")[0]: r
+        for r in report.rows
+        if r.metric == STEP and " / " in r.arm and r.values
+    }
     if not ratios:
         return []
     best = min(ratios, key=lambda name: ratios[name].median)
     speed, off = ratios[best], report.row(best, OFF)
     told = f", the loss {off.median:+.4f} nat" if off else ""
-    return [f"the fastest compressed arm, {best}, is {speed.speed} {PLAIN} here: {speed.median:.3g} x its step{told}"]
+    return [
+        f"the fastest compressed arm, {best}, is {speed.speed} {PLAIN} here: {speed.median:.3g} x "
+        f"its step{told}"
+    ]
 
 
 def _table(report: Report, spread: str) -> list[tuple[str, ...]]:
-    columns = {STEP: "step, ms", EXPOSED: "exposed, ms", WIRE: "MB on the wire", LOSS: "loss", OFF: "off, nat"}
+    columns = {
+        STEP: "step, ms",
+        EXPOSED: "exposed, ms",
+        WIRE: "MB on the wire",
+        LOSS: "loss",
+        OFF: "off, nat",
+    }
     columns |= {PAYS: "pays below, MB/s", KEPT: "kept, MiB"}
     table = [("sent", f"step / {PLAIN}", *columns.values())]
     for name in (r.arm for r in report.rows if r.metric == STEP and r.unit == "ms"):
-        cells = [report.cell(name, metric, spread if metric in (STEP, EXPOSED) else "none") for metric in columns]
+        cells = [
+            report.cell(name, metric, spread if metric in (STEP, EXPOSED) else "none")
+            for metric in columns
+        ]
         last = report.row(name, LOSS)
-        cells[3] = f"{last.values[-1]:.4f}" if last and last.values else cells[3]  # of the last round
+        # Of the last round
+        cells[3] = f"{last.values[-1]:.4f}" if last and last.values else cells[3]
         table.append((name, report.cell(f"{name} / {PLAIN}", STEP, spread), *cells))
     return table
 
 
 def lines(report: Report) -> list[str]:
-    """Return a line per arm, medians with their quartiles, the bytes of each collective, and the finding."""
+    """Return a line per arm, medians with their quartiles, the bytes of each collective, and the
+    finding.
+    """
     rows = [row for row in report.rows if row.metric == WIRE and row.values]
     table = aligned([(*line, "") for line in _table(report, "quartiles")], right=set(range(1, 9)))
     return [*table, "", *(f"{row.arm}: {row.note}" for row in rows), *finding(report)]
@@ -165,14 +244,28 @@ def draw(report: Report, path: Path) -> None:
     """Draw step time over bytes, and how the loss of each arm goes away from that of float32."""
     note = f"{report.conditions.get('recipe', '')} · {report.conditions.get('backend', '')}"
     with figure(report, path, (11, 4.6), note=note) as (left, right):
-        for i, row in enumerate(r for r in report.rows if r.metric == STEP and r.unit == "ms" and r.values):
+        for i, row in enumerate(
+            r for r in report.rows if r.metric == STEP and r.unit == "ms" and r.values
+        ):
             wire, off = report.row(row.arm, WIRE), report.row(row.arm, OFF)
             assert wire
             spread = whiskers([row], quartiles=True)
-            left.errorbar(wire.median, row.median, yerr=spread, fmt="o", capsize=2, color=f"C{i}", label=row.arm)
+            left.errorbar(
+                wire.median,
+                row.median,
+                yerr=spread,
+                fmt="o",
+                capsize=2,
+                color=f"C{i}",
+                label=row.arm,
+            )
             if off:
                 right.plot(off.extra["by_round"], color=f"C{i}", label=row.arm)
-        left.set(xlabel="MB on the wire per step", ylabel="step, ms, median and quartiles", xlim=(0, None))
+        left.set(
+            xlabel="MB on the wire per step",
+            ylabel="step, ms, median and quartiles",
+            xlim=(0, None),
+        )
         left.legend(fontsize=7)
         right.axhline(0.0, color="0.6", lw=0.8)
         right.set(xlabel="round", ylabel=f"loss - loss of {PLAIN}, nat", title="same batches")
@@ -205,7 +298,7 @@ def train_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -
 
     from nanoray.bench.arm import Arm
     from nanoray.data.tokens import TokenData
-    from nanoray.mesh.devices import keep_freed_memory
+    from nanoray.devices.host import keep_freed_memory
     from nanoray.trace.recorder import wait_for
 
     if mesh.device.type == "cpu":
@@ -213,7 +306,10 @@ def train_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -
     config = configuration(order)
     data = TokenData(prepare(config), config.block_size, config.seed, mesh.device)
     make = partial(text, data=data)
-    arms = {name: Arm(mesh, configuration(order, **ARMS[name]), make, traced=True) for name in order["arms"]}
+    arms = {
+        name: Arm(mesh, configuration(order, **ARMS[name]), make, traced=True)
+        for name in order["arms"]
+    }
     emit({"recipe": next(iter(arms.values())).recipe})
     for turn in range(order["rounds"]):
         for name in rotated(list(arms), turn):
@@ -228,10 +324,15 @@ def train_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -
             ms = 1e3 * (time.perf_counter() - start) / order["steps"]
             event = {"arm": name, "round": turn, **arm.traced_step()}
             times = torch.tensor([ms, event["busy_ms"], event["exposed_ms"]], device=mesh.device)
-            event["step_ms"], event["busy_ms"], event["exposed_ms"] = mesh.all_reduce(times, op="max").tolist()
+            event["step_ms"], event["busy_ms"], event["exposed_ms"] = mesh.all_reduce(
+                times, op="max"
+            ).tolist()
             event["loss"] = mesh.all_reduce_mean(torch.stack(losses).mean()).item()
             digests = arm.digests()
-            event |= {"trained": arm.trained, "wrong": sum(digest != digests[0] for digest in digests)}
+            event |= {
+                "trained": arm.trained,
+                "wrong": sum(digest != digests[0] for digest in digests),
+            }
             event["kept"] = 0 if arm.plan.memory is None else arm.plan.memory.nbytes
             emit(event)
     for arm in arms.values():

@@ -1,11 +1,13 @@
-"""Step time of nanoray's engine against a plain loop, on CPU: processes that run blocks of steps on request.
+"""Step time of nanoray's engine against a plain loop, on CPU: processes that run blocks of steps on
+request.
 
     baseline   one process, float32, the plain loop below
     engine     nanoray.train.train with one rank: metrics files on, as in any run
     engine-2   the same with two ranks, which share the cores and the global batch; also with --comm_trace
 
-Every arm stays alive with its model warm; the benchmark lets them run blocks of steps in turn while the others sleep in
-a read, so a slow minute of the machine hits all arms, and the threads of one never disturb another.
+Every arm stays alive with its model warm; the benchmark lets them run blocks of steps in turn while
+the others sleep in a read, so a slow minute of the machine hits all arms, and the threads of one
+never disturb another.
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ Say = Callable[[dict[str, Any]], None]
 
 
 class Gate:
-    """Called by a loop before each step: at the end of a block it says how long that took and waits for an order.
+    """Called by a loop before each step: at the end of a block it says how long that took and waits
+    for an order.
 
-    An order is a line with a number of steps; the answer is {"step_ms": ..., "cpu_ms": ...}: wall time, and CPU time of
-    all threads of this process; with a GPU, whose steps must have ended, also "peak_bytes", the most it had allocated.
-    The end of stdin ends the process.
+    An order is a line with a number of steps; the answer is {"step_ms": ..., "cpu_ms": ...}: wall
+    time, and CPU time of all threads of this process; with a GPU, whose steps must have ended, also
+    "peak_bytes", the most it had allocated. The end of stdin ends the process.
     """
 
     def __init__(self, say: Say, device: str = "cpu") -> None:
@@ -53,7 +56,11 @@ class Gate:
 
             torch.cuda.synchronize()
         seconds, cpu_s = time.perf_counter() - self._start, time.process_time() - self._cpu_start
-        answer = {"step_ms": 1e3 * seconds / self._asked, "cpu_ms": 1e3 * cpu_s / self._asked} if self._asked else {}
+        answer = (
+            {"step_ms": 1e3 * seconds / self._asked, "cpu_ms": 1e3 * cpu_s / self._asked}
+            if self._asked
+            else {}
+        )
         answer |= {"peak_bytes": torch.cuda.max_memory_allocated()} if self._cuda and answer else {}
         self._say(answer or {"ready": True})
         order = sys.stdin.readline()
@@ -72,30 +79,36 @@ def run_baseline(spec: RunSpec, gate: Gate, threads: int) -> None:
 
 
 def plain_loop(cfg: Config, data: DatasetInfo, threads: int) -> Iterator[nn.Module]:
-    """Train nanoray's GPT with the loop people write first: nanoGPT's step, without what nanoray adds or leaves out.
+    """Train nanoray's GPT with the loop people write first: nanoGPT's step, without what nanoray
+    adds or leaves out.
 
-    Random offsets from a fresh memmap, AdamW as torch makes it by default (not fused), clip_grad_norm_, and the loss
-    fetched on every step. The model is the same class as in the other arms: only the loop is compared. Yields the model
-    before each step, without end.
+    Random offsets from a fresh memmap, AdamW as torch makes it by default (not fused),
+    clip_grad_norm_, and the loss fetched on every step. The model is the same class as in the other
+    arms: only the loop is compared. Yields the model before each step, without end.
     """
     import numpy as np
     import torch
 
     from nanoray.models.gpt import GPT, ModelShape
-    from nanoray.train.optim import lr_at
+    from nanoray.train.optim.groups.groups import lr_at
 
     torch.set_num_threads(threads)
     torch.manual_seed(cfg.seed)
     model = GPT(ModelShape.of(cfg, data.vocab_size), cfg.dropout)
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": cfg.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": cfg.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2))
 
     def batch() -> tuple[torch.Tensor, torch.Tensor]:
         tokens = np.memmap(Path(data.path) / "train.bin", dtype=data.dtype, mode="r")
         starts = torch.randint(len(tokens) - cfg.block_size, (cfg.global_batch_size,)).tolist()
-        windows = [torch.from_numpy(tokens[i : i + cfg.block_size + 1].astype(np.int64)) for i in starts]
+        windows = [
+            torch.from_numpy(tokens[i : i + cfg.block_size + 1].astype(np.int64)) for i in starts
+        ]
         block = torch.stack(windows)  # (B, T + 1)
         return block[:, :-1].contiguous(), block[:, 1:].contiguous()
 
@@ -115,9 +128,14 @@ def plain_loop(cfg: Config, data: DatasetInfo, threads: int) -> Iterator[nn.Modu
 
 
 def run_engine(
-    spec: RunSpec, gate: Gate, order: dict[str, Any], say: Say, task: Callable[..., Any] | None = None
+    spec: RunSpec,
+    gate: Gate,
+    order: dict[str, Any],
+    say: Say,
+    task: Callable[..., Any] | None = None,
 ) -> None:
-    """Train with nanoray as rank `order["rank"]` of `order["world"]`; rank 0 first says at which port it serves.
+    """Train with nanoray as rank `order["rank"]` of `order["world"]`; rank 0 first says at which
+    port it serves.
 
     `task` is what makes model and optimizer, if not the recipe's own.
     """
@@ -130,9 +148,18 @@ def run_engine(
         port = store.port
         say({"port": port})
     ranks = rendezvous_of(["here"] * world, BackendChoice("gloo", "CPU ranks", {}), "bench")
-    place = {"device": "cuda:0" if order.get("device") == "cuda" else "cpu", "threads": order["threads"]}
+    place = {
+        "device": "cuda:0" if order.get("device") == "cuda" else "cpu",
+        "threads": order["threads"],
+    }
     rendezvous = replace(ranks[rank], **place, master_addr="127.0.0.1", master_port=port)
-    train(spec, replace(rendezvous, agent_store=True), wanted=gate, store=store, task_of=task or task_of)
+    train(
+        spec,
+        replace(rendezvous, agent_store=True),
+        wanted=gate,
+        store=store,
+        task_of=task or task_of,
+    )
 
 
 def main() -> int:

@@ -1,11 +1,13 @@
-"""`python -m nanoray.bench control`: what thousands of ranks cost the driver, and how soon it names a failed one.
+"""`python -m nanoray.bench control`: what thousands of ranks cost the driver, and how soon it names
+a failed one.
 
     decision    faults/cause.py and faults/hang.py alone, in this process, given made-up events of n ranks
     driver      the driver's own loop on a local Ray: n pending runs, n pending heartbeats, one rank really killed
 
-No rank trains. A few actors stand in for all ranks but one: they answer as a `Worker` does, at the lowest cost. So the
-driver has as many handles, calls and answers as in a run of n ranks, but fewer connections. A cost that is linear in n
-has the exponent 1 between two sizes. Above LINEAR this benchmark fails.
+No rank trains. A few actors stand in for all ranks but one: they answer as a `Worker` does, at the
+lowest cost. So the driver has as many handles, calls and answers as in a run of n ranks, but fewer
+connections. A cost that is linear in n has the exponent 1 between two sizes. Above LINEAR this
+benchmark fails.
 """
 
 from __future__ import annotations
@@ -27,14 +29,15 @@ from typing import Any
 
 from nanoray.bench.crowd import Crowd, Stage, end_hung
 from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, number
+from nanoray.devices.slots import local_slots
 from nanoray.errors import ConfigError
 from nanoray.faults.cause import Failure, FailureCollector, FaultReport
 from nanoray.faults.hang import Position, Watchdog, behind
 from nanoray.launch.placement import connected
 from nanoray.launch.worker_group import SETTLE_S
-from nanoray.mesh.devices import local_slots
 
-LINEAR = 1.3  # the largest exponent that counts as linear: a constant part lowers it, cold caches raise it
+# The largest exponent that counts as linear: a constant part lowers it, cold caches raise it
+LINEAR = 1.3
 SIZES, QUICK_SIZES = "64,1000,4000", "16,64"
 MIN_WINDOW_S = 3.0  # answers come in bursts
 ROUNDS = 20  # heartbeats of every rank in the decision's steady state
@@ -46,10 +49,20 @@ WRONG = "reports that name another rank than the one that failed"
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's flags."""
-    parser.add_argument("--workers", metavar="N,N", help=f"numbers of ranks [{SIZES}; {QUICK_SIZES} with --quick]")
-    parser.add_argument("--rounds", type=int, metavar="N", help="faults of each kind, and windows [5; 2 with --quick]")
     parser.add_argument(
-        "--window_s", type=float, metavar="S", help="a window of steady state [each rank heartbeats once, or more]"
+        "--workers", metavar="N,N", help=f"numbers of ranks [{SIZES}; {QUICK_SIZES} with --quick]"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        metavar="N",
+        help="faults of each kind, and windows [5; 2 with --quick]",
+    )
+    parser.add_argument(
+        "--window_s",
+        type=float,
+        metavar="S",
+        help="a window of steady state [each rank heartbeats once, or more]",
     )
     parser.add_argument("--part", choices=("decision", "driver"), help="only one of the two [both]")
 
@@ -59,8 +72,12 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     sizes = _sizes(args.workers or (QUICK_SIZES if args.quick else SIZES))
     rounds = (2 if args.quick else 5) if args.rounds is None else args.rounds
     if rounds < 1 or (args.window_s is not None and not 0 < args.window_s < math.inf):
-        raise ConfigError(f"rounds = {rounds}, window_s = {args.window_s}; both must be above 0: leave them out")
-    report.conditions["recipe"] = f"{', '.join(map(str, sizes))} ranks, {rounds} rounds, nothing is trained"
+        raise ConfigError(
+            f"rounds = {rounds}, window_s = {args.window_s}; both must be above 0: leave them out"
+        )
+    report.conditions["recipe"] = (
+        f"{', '.join(map(str, sizes))} ranks, {rounds} rounds, nothing is trained"
+    )
     with tempfile.TemporaryDirectory(prefix="nanoray-control-") as folder:
         if args.part != "driver":
             for n in sizes:
@@ -87,7 +104,9 @@ def _arm(part: str, n: int) -> str:
     return f"{part}, {n}"
 
 
-def _add(report: Report, part: str, n: int, metric: str, unit: str, values: list[float], **more: Any) -> None:
+def _add(
+    report: Report, part: str, n: int, metric: str, unit: str, values: list[float], **more: Any
+) -> None:
     extra = {"part": part, "ranks": n}
     report.rows.append(Row(_arm(part, n), metric, unit, tuple(values), extra=extra, **more))
     what = f"{number(report.rows[-1].median)} {unit}" if values else "FAILED"
@@ -99,41 +118,64 @@ def _exponent(report: Report, part: str, metric: str, few: int, many: int) -> No
     low, high = report.row(_arm(part, few), metric), report.row(_arm(part, many), metric)
     if not (low and high and low.values and high.values):
         return
-    values = [math.log(b / a) / math.log(many / few) for a, b in zip(low.values, high.values, strict=False)]
+    values = [
+        math.log(b / a) / math.log(many / few)
+        for a, b in zip(low.values, high.values, strict=False)
+    ]
     note = f"from {few} to {many} ranks: 1 is linear, 2 quadratic"
     row = Row(f"{part}, exponent", metric, "", tuple(values), note, extra={"part": part})
     report.rows.append(row)
-    report.targets.append(Target(f"{part}: growth of {metric!r}, {few} to {many} ranks", row, "<=", LINEAR))
+    report.targets.append(
+        Target(f"{part}: growth of {metric!r}, {few} to {many} ranks", row, "<=", LINEAR)
+    )
 
 
 # The decision alone.
 
 
 def _decide(report: Report, n: int, rounds: int, folder: Path) -> None:
-    """Measure collector and watchdog with n ranks: in steady state, and with one failure of each kind per round."""
+    """Measure collector and watchdog with n ranks: in steady state, and with one failure of each
+    kind per round.
+    """
     source, rates, peaks = random.Random(n), [], []
     took: dict[str, list[float]] = {KILLED: [], WAITS: [], HUNG: []}
     wrong = dict.fromkeys(took, 0)
     for _ in range(rounds):
-        collector, watchdog = FailureCollector(range(n), True, 60.0, SETTLE_S), Watchdog(range(n), 60.0)
+        collector, watchdog = (
+            FailureCollector(range(n), True, 60.0, SETTLE_S),
+            Watchdog(range(n), 60.0),
+        )
         began = time.thread_time()
         for step in range(ROUNDS):
             _heartbeats(collector, watchdog, n, step)
         rates.append(ROUNDS * n / (time.thread_time() - began))
         for kind in took:
             victim = source.randrange(n)
-            seconds, named = _hang(n, victim, folder) if kind == HUNG else _kill(n, victim, source, kind, folder)
+            seconds, named = (
+                _hang(n, victim, folder) if kind == HUNG else _kill(n, victim, source, kind, folder)
+            )
             took[kind].append(1e3 * seconds)
             wrong[kind] += named != victim
         tracemalloc.start()
-        collector, watchdog = FailureCollector(range(n), True, 60.0, SETTLE_S), Watchdog(range(n), 60.0)
+        collector, watchdog = (
+            FailureCollector(range(n), True, 60.0, SETTLE_S),
+            Watchdog(range(n), 60.0),
+        )
         _heartbeats(collector, watchdog, n, 1)
         _kill(n, 0, source, KILLED, folder)
         peaks.append(tracemalloc.get_traced_memory()[1] / 2**20)
         tracemalloc.stop()
     note = "heartbeats; after each, the collector and the watchdog are asked whether there is something to do"
     _add(report, "decision", n, EVENTS, "1/s of CPU", rates, note=note)
-    _add(report, "decision", n, MEMORY, "MiB", peaks, note="of Python objects, in a round of heartbeats and a kill")
+    _add(
+        report,
+        "decision",
+        n,
+        MEMORY,
+        "MiB",
+        peaks,
+        note="of Python objects, in a round of heartbeats and a kill",
+    )
     notes = {
         KILLED: "CPU time from the first event to the written report",
         HUNG: "CPU time from the alarm to the written report",
@@ -148,7 +190,9 @@ def _heartbeats(collector: FailureCollector, watchdog: Watchdog, n: int, step: i
         collector.set_waiting(rank, False, time.monotonic())
         watchdog.update(rank, Position(step + 2, "forward"), time.monotonic())
         if collector.complete(time.monotonic()) or watchdog.hangs():
-            raise RuntimeError("the collector or the watchdog reported a fault though all ranks made progress")
+            raise RuntimeError(
+                "the collector or the watchdog reported a fault though all ranks made progress"
+            )
 
 
 def _kill(n: int, victim: int, source: random.Random, kind: str, folder: Path) -> tuple[float, int]:
@@ -170,12 +214,16 @@ def _kill(n: int, victim: int, source: random.Random, kind: str, folder: Path) -
         elif kind == WAITS:
             collector.set_waiting(rank, True, now)
         else:
-            collector.ended(rank, Failure(rank, "peer_lost", f"rank {rank} failed: connection closed", 7), now)
+            collector.ended(
+                rank, Failure(rank, "peer_lost", f"rank {rank} failed: connection closed", 7), now
+            )
     return _report(collector, n, folder, began)
 
 
 def _hang(n: int, victim: int, folder: Path) -> tuple[float, int]:
-    """Let one rank stay a phase behind; return the CPU seconds from alarm to report, and the rank it names."""
+    """Let one rank stay a phase behind; return the CPU seconds from alarm to report, and the rank
+    it names.
+    """
     watchdog, collector = Watchdog(range(n), 1e-9), FailureCollector(range(n), False, 60.0, 0.0)
     for rank in range(n):
         watchdog.update(rank, Position(7, "forward" if rank == victim else "backward"), 0.0)
@@ -186,7 +234,11 @@ def _hang(n: int, victim: int, folder: Path) -> tuple[float, int]:
     positions = watchdog.positions()
     for rank in behind(positions, {}):
         step, phase = positions[rank]
-        collector.ended(rank, Failure(rank, "hung", f"rank {rank} made no progress", step, phase), time.monotonic())
+        collector.ended(
+            rank,
+            Failure(rank, "hung", f"rank {rank} made no progress", step, phase),
+            time.monotonic(),
+        )
     return _report(collector, n, folder, began)
 
 
@@ -200,7 +252,9 @@ def _report(collector: FailureCollector, n: int, folder: Path, began: float) -> 
 # The driver's loop on a real Ray.
 
 
-def _drive(report: Report, sizes: list[int], rounds: int, window_s: float | None, folder: Path) -> None:
+def _drive(
+    report: Report, sizes: list[int], rounds: int, window_s: float | None, folder: Path
+) -> None:
     """Measure the driver's loop at every size, on a local Ray that is started for it."""
     with _local_ray():
         for n in sizes:
@@ -221,7 +275,9 @@ def _local_ray() -> Iterator[None]:
 
 
 def _steady(report: Report, stage: Stage, windows: int, window_s: float | None) -> None:
-    """Watch ranks without faults: heartbeats per second, and the CPU time and memory of this process."""
+    """Watch ranks without faults: heartbeats per second, and the CPU time and memory of this
+    process.
+    """
     crowd = stage.crowd("restart")
     period_s = crowd_period = 0.0
     samples: list[tuple[int, float, float]] = []
@@ -232,7 +288,8 @@ def _steady(report: Report, stage: Stage, windows: int, window_s: float | None) 
         crowd_period = crowd.heartbeat_s
         period_s = window_s or max(MIN_WINDOW_S, crowd_period)
         deadline = time.monotonic() + 60
-        while crowd.requests < 2 * stage.n and time.monotonic() < deadline:  # on average each has answered once
+        # On average each has answered once
+        while crowd.requests < 2 * stage.n and time.monotonic() < deadline:
             time.sleep(0.01)
         for _ in range(windows + 1):
             samples.append((crowd.requests, time.process_time(), time.monotonic()))
@@ -249,10 +306,37 @@ def _steady(report: Report, stage: Stage, windows: int, window_s: float | None) 
     wanted = stage.n / crowd_period
     note = f"{wanted:.0f} wanted: each of {stage.n} ranks every {crowd_period:g} s, {len(stage.actors)} stand-in(s)"
     if sum(rates) / len(rates) < 0.8 * wanted:
-        note += "; the driver is " + ("busy" if max(shares) > 80 else "not busy: stand-ins or machine give no more")
-    _add(report, "driver", stage.n, HEARTBEATS, "1/s", rates, note=note, wrong=int(named != crowd.victim))
-    _add(report, "driver", stage.n, CPU, "% of a core", shares, note="all threads of the driver, including Ray's")
-    _add(report, "driver", stage.n, RSS, "MiB", rss[1:], note="resident memory of the driver, including numpy and Ray")
+        note += "; the driver is " + (
+            "busy" if max(shares) > 80 else "not busy: stand-ins or machine give no more"
+        )
+    _add(
+        report,
+        "driver",
+        stage.n,
+        HEARTBEATS,
+        "1/s",
+        rates,
+        note=note,
+        wrong=int(named != crowd.victim),
+    )
+    _add(
+        report,
+        "driver",
+        stage.n,
+        CPU,
+        "% of a core",
+        shares,
+        note="all threads of the driver, including Ray's",
+    )
+    _add(
+        report,
+        "driver",
+        stage.n,
+        RSS,
+        "MiB",
+        rss[1:],
+        note="resident memory of the driver, including numpy and Ray",
+    )
 
 
 def _faults(report: Report, stage: Stage, rounds: int) -> None:
@@ -289,7 +373,11 @@ def _faults(report: Report, stage: Stage, rounds: int) -> None:
         note="WorkerGroup.begin: tell every rank where to meet the others",
     )
     kill = "SIGKILL of one rank to the written report that names it"
-    notes = {KILLED: f"{kill}; all others fail", WAITS: f"{kill}; all others wait", HUNG: "alarm to the named rank"}
+    notes = {
+        KILLED: f"{kill}; all others fail",
+        WAITS: f"{kill}; all others wait",
+        HUNG: "alarm to the named rank",
+    }
     for kind, values in took.items():
         _add(report, "driver", stage.n, kind, "ms", values, note=notes[kind], wrong=wrong[kind])
 
@@ -310,11 +398,17 @@ def finding(report: Report) -> list[str]:
     if not driven:
         return []
     arm, n = driven[-1].arm, driven[-1].extra["ranks"]
-    found = {metric: report.row(arm, metric) for metric in (HEARTBEATS, CPU, RSS, KILLED, WAITS, HUNG)}
-    value = {metric: number(row.median) if row and row.values else "?" for metric, row in found.items()}
+    found = {
+        metric: report.row(arm, metric) for metric in (HEARTBEATS, CPU, RSS, KILLED, WAITS, HUNG)
+    }
+    value = {
+        metric: number(row.median) if row and row.values else "?" for metric, row in found.items()
+    }
     return [
-        f"{n:,} ranks: {value[HEARTBEATS]} heartbeats/s cost the driver {value[CPU]} % of a core and {value[RSS]} MiB; "
-        f"a killed rank is named after {value[KILLED]} ms when all others fail and {value[WAITS]} ms when they wait, "
+        f"{n:,} ranks: {value[HEARTBEATS]} heartbeats/s cost the driver {value[CPU]} % of a core "
+        f"and {value[RSS]} MiB; "
+        f"a killed rank is named after {value[KILLED]} ms when all others fail and {value[WAITS]} "
+        "ms when they wait, "
         f"one that hangs {value[HUNG]} ms after the alarm"
     ]
 
@@ -327,11 +421,16 @@ def _table(report: Report, spread: bool) -> tuple[tuple[str, ...], list[tuple[st
         row = report.row(_arm(part, n), metric)
         if row is None or not row.values:
             return "" if row is None else "FAILED"
-        return number(row.median) + (f" ({number(min(row.values))}–{number(max(row.values))})" if spread else "")
+        return number(row.median) + (
+            f" ({number(min(row.values))}–{number(max(row.values))})" if spread else ""
+        )
 
     lines = []
     for part, metric in dict.fromkeys((row.extra["part"], row.metric) for row in report.rows):
-        row, growth = report.row(_arm(part, sizes[0]), metric), report.row(f"{part}, exponent", metric)
+        row, growth = (
+            report.row(_arm(part, sizes[0]), metric),
+            report.row(f"{part}, exponent", metric),
+        )
         unit = f", {row.unit}" if row and row.unit else ""
         tail = number(growth.median) if growth and growth.values else ""
         lines.append((f"{part}: {metric}{unit}", *(cell(part, metric, n) for n in sizes), tail))
@@ -341,9 +440,17 @@ def _table(report: Report, spread: bool) -> tuple[tuple[str, ...], list[tuple[st
 def lines(report: Report) -> list[str]:
     """Return a table with a column per size, the notes of the rows, and the finding."""
     header, found = _table(report, spread=False)
-    wrong = [f"{row.arm}, {row.metric}: {row.wrong} of {row.n} name the wrong rank" for row in report.rows if row.wrong]
-    notes = dict.fromkeys(f"{row.metric}: {row.note}" for row in report.rows if row.note and "exponent" not in row.arm)
-    table = aligned([(*header, ""), *((*line, "") for line in found)], right=set(range(1, len(header))))
+    wrong = [
+        f"{row.arm}, {row.metric}: {row.wrong} of {row.n} name the wrong rank"
+        for row in report.rows
+        if row.wrong
+    ]
+    notes = dict.fromkeys(
+        f"{row.metric}: {row.note}" for row in report.rows if row.note and "exponent" not in row.arm
+    )
+    table = aligned(
+        [(*header, ""), *((*line, "") for line in found)], right=set(range(1, len(header)))
+    )
     return [*table, "", *wrong, *notes, "", *finding(report)]
 
 
@@ -361,23 +468,47 @@ def draw(report: Report, path: Path) -> None:
     from matplotlib import pyplot
 
     def series(part: str, metric: str) -> list[Row]:
-        found = [r for r in report.rows if r.extra.get("part") == part and r.metric == metric and r.values]
+        found = [
+            r
+            for r in report.rows
+            if r.extra.get("part") == part and r.metric == metric and r.values
+        ]
         return [r for r in found if "ranks" in r.extra]
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
     for part, style in (("decision", "--"), ("driver", "-")):
         for metric in (KILLED, WAITS, HUNG):
             if rows := series(part, metric):
-                spread = [[r.median - r.quartiles[0] for r in rows], [r.quartiles[1] - r.median for r in rows]]
+                spread = [
+                    [r.median - r.quartiles[0] for r in rows],
+                    [r.quartiles[1] - r.median for r in rows],
+                ]
                 ranks = [r.extra["ranks"] for r in rows]
-                left.errorbar(ranks, [r.median for r in rows], spread, ls=style, marker="o", label=f"{part}: {metric}")
-    left.set(title="time until the failed rank is named", xlabel="ranks", ylabel="ms, median and quartiles")
+                left.errorbar(
+                    ranks,
+                    [r.median for r in rows],
+                    spread,
+                    ls=style,
+                    marker="o",
+                    label=f"{part}: {metric}",
+                )
+    left.set(
+        title="time until the failed rank is named",
+        xlabel="ranks",
+        ylabel="ms, median and quartiles",
+    )
     left.set(xscale="log", yscale="log")
     left.legend(fontsize=7)
     for metric, colour in ((CPU, "#c0392b"), (RSS, "#2980b9")):
         if rows := series("driver", metric):
             label = f"{metric}, {rows[0].unit}"
-            right.plot([r.extra["ranks"] for r in rows], [r.median for r in rows], "o-", color=colour, label=label)
+            right.plot(
+                [r.extra["ranks"] for r in rows],
+                [r.median for r in rows],
+                "o-",
+                color=colour,
+                label=label,
+            )
             right.legend(fontsize=8)
     right.set(title="the driver in steady state", xlabel="ranks", xscale="log")
     figure.supxlabel(report.conditions.get("recipe", ""), fontsize=7)

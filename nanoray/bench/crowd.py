@@ -1,4 +1,5 @@
-"""Stand-ins for thousands of ranks, watched by the driver's own loop. `python -m nanoray.bench control` uses them.
+"""Stand-ins for thousands of ranks, watched by the driver's own loop. `python -m nanoray.bench
+control` uses them.
 
 Driver.watch ─► Crowd (a WorkerGroup) ─► n - 1 slots ─► a few `Ranks` actors, which answer at once and never train
                                   └► the victim ─► a `Ranks` actor of its own, whose process is really killed
@@ -39,7 +40,9 @@ SLOTS_PER_ACTOR = 500  # Ray's asyncio actors answer a few hundred calls a secon
 
 
 class Ranks:
-    """An actor in place of many ranks, or of the one that fails: it has the methods of `Worker` and does nothing."""
+    """An actor in place of many ranks, or of the one that fails: it has the methods of `Worker` and
+    does nothing.
+    """
 
     def __init__(self, record: str = "") -> None:
         self._waiting, self._step = False, 0
@@ -52,7 +55,8 @@ class Ranks:
         """Return where this actor is."""
         node = ray.get_runtime_context().get_node_id()
         where = {"node": node, "ip": ray.util.get_node_ip_address(), "devices": []}
-        return where | {"pid": os.getpid(), "start": ""}  # this process is many ranks, so none is ended by its pid
+        # This process is many ranks, so none is ended by its pid
+        return where | {"pid": os.getpid(), "start": ""}
 
     async def open_store(self, world_size: int, timeout_s: float) -> tuple[str, int]:
         """Return an address that is never used."""
@@ -90,8 +94,17 @@ class Ranks:
             _end_all(self._asleep, None)
             return
         error = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:4711"
-        lost = {"ok": False, "kind": "peer_lost", "exit_code": 1, "error": "RuntimeError", "message": error}
-        _end_all(self._runs, lost | {"traceback": f"Traceback\n{error}\n" * 20, "step": 7, "phase": "backward"})
+        lost = {
+            "ok": False,
+            "kind": "peer_lost",
+            "exit_code": 1,
+            "error": "RuntimeError",
+            "message": error,
+        }
+        _end_all(
+            self._runs,
+            lost | {"traceback": f"Traceback\n{error}\n" * 20, "step": 7, "phase": "backward"},
+        )
 
     async def rest(self) -> None:
         """End all pending calls."""
@@ -125,10 +138,14 @@ def _end_all(futures: set[asyncio.Future[Any]], value: Any) -> None:
 class Crowd(WorkerGroup):
     """A group of stand-ins. The victim has an actor of its own, which can be killed."""
 
-    def __init__(self, spec: RunSpec, place: Placement, actors: list[Any], fact: dict[str, Any], victim: int) -> None:
+    def __init__(
+        self, spec: RunSpec, place: Placement, actors: list[Any], fact: dict[str, Any], victim: int
+    ) -> None:
         super().__init__(spec, place)
         self.requests, self.victim = 0, victim
-        self.actors = {slot: actors[slot % len(actors)] for slot in range(place.workers) if slot != victim}
+        self.actors = {
+            slot: actors[slot % len(actors)] for slot in range(place.workers) if slot != victim
+        }
         self.facts = dict.fromkeys(range(place.workers), fact)
         self.actors[victim] = self.new_actor(victim, False)
         self.facts[victim] = ray.get(self.actors[victim].describe.remote())
@@ -158,12 +175,18 @@ class Stage:
         count = math.ceil(n / SLOTS_PER_ACTOR)
         remote: Any = ray.remote(Ranks)
         many = 4 * math.ceil(n / count) + 100
-        self.actors = [remote.options(num_cpus=0, max_concurrency=many).remote() for _ in range(count)]
+        self.actors = [
+            remote.options(num_cpus=0, max_concurrency=many).remote() for _ in range(count)
+        ]
         self.fact = ray.get([actor.describe.remote() for actor in self.actors])[0]
 
     def crowd(self, recovery: str) -> Crowd:
-        """Return a group with a new victim, which is a phase behind according to the progress files."""
-        config = load_config(preset="tiny", overrides={"recovery": recovery, "workers": self.n, "hang_timeout": 60.0})
+        """Return a group with a new victim, which is a phase behind according to the progress
+        files.
+        """
+        config = load_config(
+            preset="tiny", overrides={"recovery": recovery, "workers": self.n, "hang_timeout": 60.0}
+        )
         data = DatasetInfo("words", "", self.folder, "uint16", 65, 1000, 100, "", "", {})
         spec = RunSpec(config, data, self.folder, time.time())
         victim = self.source.randrange(1, self.n)
@@ -175,9 +198,11 @@ class Stage:
         return Crowd(spec, self.place, self.actors, self.fact, victim)
 
     def watch(self, crowd: Crowd, meanwhile: Callable[[], None]) -> tuple[float, float, int]:
-        """Start the ranks and let the driver watch them. `meanwhile` runs in a thread and ends with `kill`.
+        """Start the ranks and let the driver watch them. `meanwhile` runs in a thread and ends with
+        `kill`.
 
-        Return the seconds to start, those from the death to the written report, and the rank that the report names.
+        Return the seconds to start, those from the death to the written report, and the rank that
+        the report names.
         """
         began = time.monotonic()
         crowd.begin()
@@ -203,7 +228,9 @@ class Stage:
             raise trouble[0]
         named = read_reports(self.folder)[-1]["rank"]
         if f"failure  rank {named} " not in output.getvalue():
-            raise RuntimeError(f"the report names rank {named}, and the driver said {output.getvalue()[:200]!r}")
+            raise RuntimeError(
+                f"the report names rank {named}, and the driver said {output.getvalue()[:200]!r}"
+            )
         return started, over - self.died, named
 
     def kill(self, crowd: Crowd, wait: bool) -> None:
@@ -226,9 +253,14 @@ class Stage:
 
 
 def end_hung(crowd: Crowd) -> tuple[float, int]:
-    """Return how long `WorkerGroup.end_hung` takes to read all progress files, ask for all stacks and end one rank."""
+    """Return how long `WorkerGroup.end_hung` takes to read all progress files, ask for all stacks
+    and end one rank.
+    """
     crowd.members = sorted(crowd.actors)
-    watchdog, collector = Watchdog(crowd.members, 60.0), FailureCollector(crowd.members, False, 60.0, 0.0)
+    watchdog, collector = (
+        Watchdog(crowd.members, 60.0),
+        FailureCollector(crowd.members, False, 60.0, 0.0),
+    )
     for slot in crowd.members:
         watchdog.update(slot, Position(7, "forward" if slot == crowd.victim else "backward"), 0.0)
     began = time.monotonic()

@@ -1,10 +1,12 @@
-"""`python -m nanoray.bench equivalence`: does every way to share a batch train what one process trains?
+"""`python -m nanoray.bench equivalence`: does every way to share a batch train what one process
+trains?
 
-A small GPT, of sizes that divide badly, learns for three steps: in one process, and on all ranks in every data-parallel
-mode, with and without activation checkpointing, and with tensor and pipeline parallelism where they divide the ranks.
-Plain SGD without clipping shows a wrong factor on the gradient, which AdamW and clipping hide; two accumulations show
-whether it depends on them. A loss, weight or norm too far from that of one process, or a bit that differs where none
-may, makes the exit code 1.
+A small GPT, of sizes that divide badly, learns for three steps: in one process, and on all ranks in
+every data-parallel mode, with and without activation checkpointing, and with tensor and pipeline
+parallelism where they divide the ranks. Plain SGD without clipping shows a wrong factor on the
+gradient, which AdamW and clipping hide; two accumulations show whether it depends on them. A loss,
+weight or norm too far from that of one process, or a bit that differs where none may, makes the
+exit code 1.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from nanoray.bench.arm import Arm, Case
 from nanoray.bench.harness.figure import figure
-from nanoray.bench.harness.rank_pool import RankFailed, RankPool, add_where_flags, describe, where_from
+from nanoray.bench.harness.rank_pool import (
+    RankFailed,
+    RankPool,
+    add_where_flags,
+    describe,
+    where_from,
+)
 from nanoray.bench.harness.report import Report, Row, aligned, markdown, say
 from nanoray.bench.strategies import MODES
 from nanoray.config import Config, make_config
@@ -41,10 +49,17 @@ CASES: dict[str, dict[str, Any]] = {
     "AdamW, clipped, 2 micro batches": {"accum": 2, "settings": ADAMW},
 }
 LOSS, WEIGHT, NORM, BITS = "Δ loss", "Δ weight", "Δ norm / norm", "bits"
-# Sums in another order, on CPUs with other vector units; a wrong factor or a lost part is a thousand times as much.
+# Sums in another order, on CPUs with other vector units; a wrong factor or a lost part is a
+# thousand times as much.
 LIMITS = {LOSS: 4e-6, NORM: 1e-4}
 WEIGHT_LIMIT = {"sgd": 4e-6, "adamw": 1e-4}  # AdamW divides by gradients that are almost zero
-EXPERTS = {"experts": 4, "expert_hidden": 24, "shared_experts": 1, "balance_loss": 0.5, "z_loss": 0.1}
+EXPERTS = {
+    "experts": 4,
+    "expert_hidden": 24,
+    "shared_experts": 1,
+    "balance_loss": 0.5,
+    "z_loss": 0.1,
+}
 STEPS = 3
 WRONG = "ranks above the limit, or modes that must be equal to the bit and are not"
 
@@ -60,13 +75,16 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     samples = samples_for(where.workers)
     if where.workers < 2 or samples % (2 * where.workers):
         raise ConfigError(
-            f"workers = {where.workers}: one rank shares nothing, and {samples} samples in 2 micro batches must divide "
+            f"workers = {where.workers}: one rank shares nothing, and {samples} samples in 2 micro "
+            "batches must divide "
             "by the ranks; use --workers 2 to 7"
         )
     arms = arms_for(where.workers, checkpointing=not args.quick)
     with RankPool(where) as pool:
         describe(report, pool)
-        report.conditions["recipe"] = f"2 blocks of width 20, {samples} samples a step, {STEPS} steps, fp32, dropout 0"
+        report.conditions["recipe"] = (
+            f"2 blocks of width 20, {samples} samples a step, {STEPS} steps, fp32, dropout 0"
+        )
         for case, how in CASES.items():
             found: dict[str, list[dict[str, Any]]] = {}
             run = {arm: own for arm, own in arms.items() if fits(own, how["accum"])}
@@ -87,34 +105,52 @@ def samples_for(ranks: int) -> int:
 
 
 def arms_for(workers: int, checkpointing: bool = True) -> dict[str, dict[str, Any]]:
-    """Return the settings of every arm on so many ranks: all modes, those with tp or pp, those with experts."""
+    """Return the settings of every arm on so many ranks: all modes, those with tp or pp, those with
+    experts.
+    """
     arms = dict(MODES)
     for pp in (2, 3, 4):
         piped = {"pp": pp, "n_layer": 2 * pp}  # two chunks of a block each, where there are chunks
         if workers == pp:
             arms |= {f"pp {pp} {kind}": {**piped, "pp_schedule": kind} for kind in SCHEDULES}
         elif workers % pp == 0:
-            arms |= {f"pp {pp} × {mode}": {**piped, **MODES[mode]} for mode in ("ddp_by_hand", "zero1", "zero2")}
+            arms |= {
+                f"pp {pp} × {mode}": {**piped, **MODES[mode]}
+                for mode in ("ddp_by_hand", "zero1", "zero2")
+            }
             arms |= {f"pp {pp} × tp 2": {**piped, "tp": 2}} if workers == 2 * pp else {}
     for tp in (2, 4):
         if workers == tp:
-            arms |= {f"tp {tp}": {"tp": tp}, f"tp {tp}, sequence": {"tp": tp, "sequence_parallel": True}}
+            arms |= {
+                f"tp {tp}": {"tp": tp},
+                f"tp {tp}, sequence": {"tp": tp, "sequence_parallel": True},
+            }
         elif workers % tp == 0:
-            arms |= {f"tp {tp} × {mode}": {"tp": tp, **settings} for mode, settings in MODES.items()}
+            arms |= {
+                f"tp {tp} × {mode}": {"tp": tp, **settings} for mode, settings in MODES.items()
+            }
     experts = {f"experts × {mode}": EXPERTS | MODES[mode] for mode in ("ddp", *BY_HAND)}
     for ep in (2, 4):
         if workers % ep == 0:
-            experts |= {f"experts, ep {ep} × {mode}": EXPERTS | MODES[mode] | {"ep": ep} for mode in BY_HAND}
+            experts |= {
+                f"experts, ep {ep} × {mode}": EXPERTS | MODES[mode] | {"ep": ep} for mode in BY_HAND
+            }
     for axis, more in (("tp 2", {"tp": 2}), ("pp 2", {"pp": 2, "n_layer": 4})):
         if workers == 2:
             experts[f"experts, {axis}"] = EXPERTS | more
         elif workers == 4:
-            experts |= {f"experts, ep 2, {axis} × {m}": EXPERTS | MODES[m] | {"ep": 2} | more for m in BY_HAND}
-    again = [arm for arm in arms if arms[arm].get("pp_schedule", "1f1b") == "1f1b"]  # one schedule is enough
+            experts |= {
+                f"experts, ep 2, {axis} × {m}": EXPERTS | MODES[m] | {"ep": 2} | more
+                for m in BY_HAND
+            }
+    # One schedule is enough
+    again = [arm for arm in arms if arms[arm].get("pp_schedule", "1f1b") == "1f1b"]
     again += [arm for arm in experts if arm.endswith("zero1")]
     arms |= experts
     hows = ("selective", "block") if checkpointing else ()
-    return arms | {f"{a} + {how}": {**arms[a], "activation_checkpointing": how} for a in again for how in hows}
+    return arms | {
+        f"{a} + {how}": {**arms[a], "activation_checkpointing": how} for a in again for how in hows
+    }
 
 
 def fits(own: dict[str, Any], accum: int) -> bool:
@@ -122,7 +158,9 @@ def fits(own: dict[str, Any], accum: int) -> bool:
     return own.get("pp_schedule") != "interleaved" or accum % own["pp"] == 0
 
 
-def _rows(case: str, how: dict[str, Any], arm: str, ranks: list[Any], found: dict[str, list[Any]]) -> list[Row]:
+def _rows(
+    case: str, how: dict[str, Any], arm: str, ranks: list[Any], found: dict[str, list[Any]]
+) -> list[Row]:
     def row(metric: str, limit: float, values: list[float]) -> Row:
         if not all(map(math.isfinite, values)):
             return Row(arm, f"{case}: {metric}", "", (), error="not finite")
@@ -132,18 +170,34 @@ def _rows(case: str, how: dict[str, Any], arm: str, ranks: list[Any], found: dic
 
     def furthest(key: str, relative: bool) -> list[float]:
         pairs = [[*zip(rank[key], rank["alone"][key], strict=True)] for rank in ranks]
-        return [largest([abs(a - b) / (abs(b) if relative else 1.0) for a, b in own]) for own in pairs]
+        return [
+            largest([abs(a - b) / (abs(b) if relative else 1.0) for a, b in own]) for own in pairs
+        ]
 
-    same = [other for other, theirs in found.items() if other != arm and theirs[0]["digest"] == ranks[0]["digest"]]
+    same = [
+        other
+        for other, theirs in found.items()
+        if other != arm and theirs[0]["digest"] == ranks[0]["digest"]
+    ]
     missing = [other for other in must_equal(arm, how) if other in found and other not in same]
     differ = len({(*rank["losses"], *rank["norms"], rank["digest"]) for rank in ranks}) - 1
-    note = f"= {', '.join(same) or 'none'}" + (f"; must be = {', '.join(missing)}" if missing else "")
+    note = f"= {', '.join(same) or 'none'}" + (
+        f"; must be = {', '.join(missing)}" if missing else ""
+    )
     note += "; its own ranks differ" if differ else ""
     return [
         row(LOSS, LIMITS[LOSS], furthest("losses", False)),
         row(WEIGHT, WEIGHT_LIMIT[how["settings"]["optimizer"]], [rank["off"] for rank in ranks]),
         row(NORM, LIMITS[NORM], furthest("norms", True)),
-        Row(arm, f"{case}: {BITS}", "arms", (len(same),), note, wrong=len(missing) + differ, extra={"same": same}),
+        Row(
+            arm,
+            f"{case}: {BITS}",
+            "arms",
+            (len(same),),
+            note,
+            wrong=len(missing) + differ,
+            extra={"same": same},
+        ),
     ]
 
 
@@ -155,8 +209,9 @@ def largest(values: list[float]) -> float:
 def must_equal(arm: str, how: dict[str, Any]) -> list[str]:
     """Return the arms whose weights an arm's must equal to the bit in a case.
 
-    Not among them: torch's DDP, which sums in another order; zero2 with accumulation, which sums over ranks first and
-    micro batches last; and fsdp with AdamW, whose kernel rounds the last elements of a tensor otherwise.
+    Not among them: torch's DDP, which sums in another order; zero2 with accumulation, which sums
+    over ranks first and micro batches last; and fsdp with AdamW, whose kernel rounds the last
+    elements of a tensor otherwise.
     """
     base, _, checkpointed = arm.partition(" + ")
     split, times, mode = base.rpartition(" × ")
@@ -174,18 +229,33 @@ def must_equal(arm: str, how: dict[str, Any]) -> list[str]:
 
 
 def _table(report: Report) -> list[tuple[str, ...]]:
-    """Return a line per arm: its largest differences over all cases, and the modes with its bits in each case."""
+    """Return a line per arm: its largest differences over all cases, and the modes with its bits in
+    each case.
+    """
     cases = list(dict.fromkeys(row.metric.partition(":")[0] for row in report.rows))
     kinds = [(metric, kind) for metric in (LOSS, WEIGHT, NORM) for kind in ("SGD", "AdamW")]
     table = [("mode", *map(" ".join, kinds), *(f"bits of, {case}" for case in cases), "wrong")]
     for arm in dict.fromkeys(row.arm for row in report.rows):
         own = [row for row in report.rows if row.arm == arm]
-        groups = [[r.values for r in own if r.metric.endswith(m) and r.metric.startswith(k)] for m, k in kinds]
-        far = ["FAILED" if () in group else f"{max(map(max, group)):.1e}" if group else "" for group in groups]
-        found = {row.metric.partition(":")[0]: row.extra["same"] for row in own if row.metric.endswith(BITS)}
+        groups = [
+            [r.values for r in own if r.metric.endswith(m) and r.metric.startswith(k)]
+            for m, k in kinds
+        ]
+        far = [
+            "FAILED" if () in group else f"{max(map(max, group)):.1e}" if group else ""
+            for group in groups
+        ]
+        found = {
+            row.metric.partition(":")[0]: row.extra["same"]
+            for row in own
+            if row.metric.endswith(BITS)
+        }
         split = "".join(arm.rpartition(" × ")[:2])  # the others with the same split go without it
-        alike = [found.get(case) for case in cases]  # None: the arm cannot take so few micro batches
-        bits = [", ".join(n.removeprefix(split) for n in of or () if " + " not in n) for of in alike]
+        # None: the arm cannot take so few micro batches
+        alike = [found.get(case) for case in cases]
+        bits = [
+            ", ".join(n.removeprefix(split) for n in of or () if " + " not in n) for of in alike
+        ]
         bits = [names or ("" if of is None else "–") for names, of in zip(bits, alike, strict=True)]
         table.append((arm, *far, *bits, str(sum(r.wrong or 0 for r in own))))
     return table
@@ -197,7 +267,9 @@ def lines(report: Report) -> list[str]:
 
 
 def paste(report: Report) -> list[str]:
-    """Return the table for a page, without the arms that only repeat a mode with activation checkpointing."""
+    """Return the table for a page, without the arms that only repeat a mode with activation
+    checkpointing.
+    """
     head, *body = _table(report)
     return markdown(head, [line for line in body if " + " not in line[0]])
 
@@ -208,7 +280,13 @@ def draw(report: Report, path: Path) -> None:
     with figure(report, path, (8, 0.28 * len(arms) + 1.6), (1, 1)) as (axes,):
         for case in CASES:
             rows = [row for row in report.rows if row.metric == f"{case}: {WEIGHT}" and row.values]
-            axes.plot([max(*row.values, 1e-9) for row in rows], [row.arm for row in rows], "o", label=case, alpha=0.7)
+            axes.plot(
+                [max(*row.values, 1e-9) for row in rows],
+                [row.arm for row in rows],
+                "o",
+                label=case,
+                alpha=0.7,
+            )
         for optimizer, limit in WEIGHT_LIMIT.items():
             axes.axvline(limit, ls=":", color="0.4", label=f"limit with {optimizer}")
         axes.set(xscale="log", xlabel="largest difference of a weight from that of one process")
@@ -219,7 +297,9 @@ def draw(report: Report, path: Path) -> None:
 
 
 def small_gpt(mesh: Mesh, config: Config, precision: str, micro: int) -> Case:
-    """Return a small GPT with samples that any number of ranks and micro batches cuts from the same ones of a step."""
+    """Return a small GPT with samples that any number of ranks and micro batches cuts from the same
+    ones of a step.
+    """
     import torch
 
     from nanoray.mesh.layout import Layout
@@ -241,7 +321,8 @@ def small_gpt(mesh: Mesh, config: Config, precision: str, micro: int) -> Case:
 
 
 def train(mesh: Mesh, accum: int, samples: int, **settings: Any) -> dict[str, Any]:
-    """Train on this rank with the others; return losses, norms, weights, and what this rank keeps. (all ranks)
+    """Train on this rank with the others; return losses, norms, weights, and what this rank keeps.
+    (all ranks)
 
     samples: of a step, of all ranks together.
     """
@@ -255,7 +336,12 @@ def train(mesh: Mesh, accum: int, samples: int, **settings: Any) -> dict[str, An
         "bias": True,
         "bucket_mb": 0.004,
     }  # divides badly
-    size = {"micro_batch_size": 1, "grad_accum_steps": accum, "precision": "fp32", "timeout_s": 60.0}
+    size = {
+        "micro_batch_size": 1,
+        "grad_accum_steps": accum,
+        "precision": "fp32",
+        "timeout_s": 60.0,
+    }
     config = make_config(small | size | settings)
     size = {"micro_batch_size": samples // accum // Layout.of(config, mesh.world_size).dp}
     arm = Arm(mesh, config.model_copy(update=size), small_gpt)
@@ -273,8 +359,12 @@ def train(mesh: Mesh, accum: int, samples: int, **settings: Any) -> dict[str, An
         "losses": losses,
         "norms": norms,
         "weights": weights,
-        "digest": hashlib.sha256(b"".join(p.contiguous().numpy().tobytes() for p in weights)).hexdigest(),
-        "state_elements": sum(t.numel() for kept in arm.optimizer.state.values() for t in kept.values() if t.dim()),
+        "digest": hashlib.sha256(
+            b"".join(p.contiguous().numpy().tobytes() for p in weights)
+        ).hexdigest(),
+        "state_elements": sum(
+            t.numel() for kept in arm.optimizer.state.values() for t in kept.values() if t.dim()
+        ),
         "gradient_elements": gradients,
         "elements": sum(p.numel() for p in weights),
     }
@@ -291,7 +381,10 @@ def whole_weights(arm: Arm) -> list[Tensor]:
         for name, p in arm.case.model.named_parameters()
     }
     if is_cut(arm.case.model):
-        mine = {n: [piece.to_json(), own[n].reshape(-1)] for n, piece in whole_pieces(arm.case.model).items()}
+        mine = {
+            n: [piece.to_json(), own[n].reshape(-1)]
+            for n, piece in whole_pieces(arm.case.model).items()
+        }
         everyone: list[dict[str, Any]] = arm.mesh.all_gather(mine)
         everyone.append(mine)  # of the pieces that others have as well, this rank's own
         for name in {name for of in everyone for name in of}:
@@ -304,7 +397,8 @@ def whole_weights(arm: Arm) -> list[Tensor]:
 def measure_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> None:
     """Train every arm in every case of the order; emit for each what all ranks found. (all ranks)
 
-    With "alone" rank 0 also trains the whole batch by itself: how far a rank's weights are from that is "off".
+    With "alone" rank 0 also trains the whole batch by itself: how far a rank's weights are from
+    that is "off".
     """
     from nanoray.mesh.mesh import Mesh
 
@@ -317,11 +411,19 @@ def measure_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None])
             if order["alone"]:
                 model = {key: own[key] for key in (*EXPERTS, "n_layer") if key in own}
                 if str(model) not in alone_of:  # the same model, in one process
-                    of_one = train(single, 1, samples, **settings | model) if mesh.rank == 0 else None
+                    of_one = (
+                        train(single, 1, samples, **settings | model) if mesh.rank == 0 else None
+                    )
                     alone_of[str(model)] = mesh.broadcast(of_one)
                 alone = alone_of[str(model)]
-                far = [(a - b).abs().max().item() for a, b in zip(weights, alone["weights"], strict=True)]
-                found |= {"off": largest(far), "alone": {key: alone[key] for key in ("losses", "norms")}}
+                far = [
+                    (a - b).abs().max().item()
+                    for a, b in zip(weights, alone["weights"], strict=True)
+                ]
+                found |= {
+                    "off": largest(far),
+                    "alone": {key: alone[key] for key in ("losses", "norms")},
+                }
             everyone = mesh.gather(found)
             if everyone is not None:
                 emit({"arm": arm, "accum": case["accum"], "ranks": everyone})

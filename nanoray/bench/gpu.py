@@ -1,4 +1,5 @@
-"""`python -m nanoray.bench gpu`: what each change gains a step on a GPU, and the seconds to a loss; ten minutes.
+"""`python -m nanoray.bench gpu`: what each change gains a step on a GPU, and the seconds to a loss;
+ten minutes.
 
 A ladder per preset. Each rung keeps what the ones before it have, but for those in brackets:
 
@@ -14,10 +15,11 @@ A ladder per preset. Each rung keeps what the ones before it have, but for those
     (larger heads)       half as many heads, each of twice the size
     + batch x 2, x 4     micro batches of so many times the preset's
 
-One rung after the other has the device for itself, because they do not fit on it together, and a cache of compiled
-kernels of its own. `products` are large matrix products, timed before each ladder: what this device can do at most.
-Then `seconds to 1.47` trains nanoGPT's baby GPT by the command, from its start to an evaluation at that loss, and
-compiles each time. What does not fit, or what an older GPU lacks, is skipped. --device cpu runs all that a CPU has.
+One rung after the other has the device for itself, because they do not fit on it together, and a
+cache of compiled kernels of its own. `products` are large matrix products, timed before each
+ladder: what this device can do at most. Then `seconds to 1.47` trains nanoGPT's baby GPT by the
+command, from its start to an evaluation at that loss, and compiles each time. What does not fit, or
+what an older GPU lacks, is skipped. --device cpu runs all that a CPU has.
 """
 
 from __future__ import annotations
@@ -35,7 +37,13 @@ from typing import Any
 
 from nanoray.atomic import read_json_lines
 from nanoray.bench.harness.figure import figure, whiskers
-from nanoray.bench.harness.plan import add_data_flags, add_settings_flag, chosen, data_flags, settings_of
+from nanoray.bench.harness.plan import (
+    add_data_flags,
+    add_settings_flag,
+    chosen,
+    data_flags,
+    settings_of,
+)
 from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, scratch_folder
 from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, say
 from nanoray.bench.speedrun import Found, Record, run_once
@@ -44,12 +52,23 @@ from nanoray.checkpoint.resume import open_run
 from nanoray.config import Config, load_config, make_config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.prepare import prepare
+from nanoray.devices.choose import cannot_compile
+from nanoray.devices.device import Device
+from nanoray.devices.gpus import discover_gpus
+from nanoray.devices.host import available_cpus
+from nanoray.devices.peaks import peak_flops
+from nanoray.devices.slots import local_slots
 from nanoray.errors import ConfigError, NanorayError
-from nanoray.mesh.devices import Device, available_cpus, cannot_compile, discover_gpus, local_slots, peak_flops
 
 BASE, TF32, CHAR, GPT2 = "float32", "+ tf32", "shakespeare-char", "gpt2-124m"
 RUNGS: dict[str, dict[str, Any]] = {  # what each adds; keys with "_" are not the configuration's
-    BASE: {"precision": "fp32", "attention": "plain", "compile": False, "loss_chunk": 0, "_unfused": True},
+    BASE: {
+        "precision": "fp32",
+        "attention": "plain",
+        "compile": False,
+        "loss_chunk": 0,
+        "_unfused": True,
+    },
     TF32: {"precision": "tf32"},
     "+ bf16": {"precision": "bf16"},
     "+ fused attention": {"attention": "flash"},
@@ -68,11 +87,25 @@ LADDERS: dict[str, dict[str, Any]] = {
 }
 GPT2_TOKENS = 50257
 BABY, BABY_LOSS, BABY_S = "seconds to 1.47", 1.47, 60.0
-BABY_FLAGS: dict[str, Any] = {"compile": "true", "eval_every": 250, "sample_tokens": 0, "tensorboard": "false"}
+BABY_FLAGS: dict[str, Any] = {
+    "compile": "true",
+    "eval_every": 250,
+    "sample_tokens": 0,
+    "tensorboard": "false",
+}
 BABY_RECORD = Record(BABY_LOSS, CHAR, {}, "nanoGPT's baby GPT")
-TOKENS, MFU, PEAK, MEMORY, READY, LOSS, SECONDS = "tokens", "MFU", "of products", "memory", "ready", "loss", "seconds"
+TOKENS, MFU, PEAK, MEMORY, READY, LOSS, SECONDS = (
+    "tokens",
+    "MFU",
+    "of products",
+    "memory",
+    "ready",
+    "loss",
+    "seconds",
+)
 PRODUCTS, SIZES = "products", {"cuda": 8192, "cpu": 512}
-SAME_LOSS = {"fp32": 1e-3, "tf32": 5e-3, "bf16": 2e-2}  # relative, to that of the base, at the same batch
+# Relative, to that of the base, at the same batch
+SAME_LOSS = {"fp32": 1e-3, "tf32": 5e-3, "bf16": 2e-2}
 WRONG = "rungs whose loss is not the base's, to 0.1 % in float32, 0.5 % in tf32 and 2 % in bf16"
 BLOCK_MS = 2000.0  # of steps whose times are averaged
 MFU_AIM = 50.0  # percent, of gpt2-124m's fastest rung
@@ -81,10 +114,18 @@ AIMED_AT = ("H100", "H200")  # both aims
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's flags."""
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="[a GPU if there is one]")
-    parser.add_argument("--presets", default="all", metavar="A,B", help=f"which of {', '.join(LADDERS)} [all]")
-    parser.add_argument("--arms", default="all", metavar="A,B", help=f"which of {', '.join([*RUNGS, BABY])} [all]")
-    parser.add_argument("--rounds", type=int, metavar="N", help="blocks of steps of a rung [5; 2 with --quick]")
+    parser.add_argument(
+        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="[a GPU if there is one]"
+    )
+    parser.add_argument(
+        "--presets", default="all", metavar="A,B", help=f"which of {', '.join(LADDERS)} [all]"
+    )
+    parser.add_argument(
+        "--arms", default="all", metavar="A,B", help=f"which of {', '.join([*RUNGS, BABY])} [all]"
+    )
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", help="blocks of steps of a rung [5; 2 with --quick]"
+    )
     add_settings_flag(parser, "each preset's")
     add_data_flags(parser)
     late = "seconds after which a rung that says nothing has failed [%(default)g]"
@@ -117,17 +158,28 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     arms, presets = chosen(args.arms, [*RUNGS, BABY]), chosen(args.presets, list(LADDERS), "preset")
     gpus, overrides = discover_gpus(), settings_of(args)
     if args.rounds < 1 or (BASE not in arms and arms != [BABY]):
-        raise ConfigError(f"rounds = {args.rounds}, arms = {args.arms}; at least 1 round, and {BASE}, are needed")
+        raise ConfigError(
+            f"rounds = {args.rounds}, arms = {args.arms}; at least 1 round, and {BASE}, are needed"
+        )
     if args.device == "cuda" and not gpus:
-        raise ConfigError("device = cuda, but NVIDIA's driver shows no GPU here; use --device cpu to try it out")
+        raise ConfigError(
+            "device = cuda, but NVIDIA's driver shows no GPU here; use --device cpu to try it out"
+        )
     kind = "cpu" if args.device == "cpu" else "auto"  # a whole GPU, else a slice
     gpu = next(iter(local_slots(kind, 1, gpus, available_cpus()).devices), None)
     if args.device == "cuda" and gpu is None:
-        local_slots("cuda", 1, gpus, available_cpus())  # says what to do about a GPU in MIG mode without slices
+        # Says what to do about a GPU in MIG mode without slices
+        local_slots("cuda", 1, gpus, available_cpus())
     report.conditions["device"] = f"{gpu.name} {gpu.profile}".strip() if gpu else "cpu"
     with scratch_folder() as folder:
         for name in presets if arms != [BABY] else []:
-            values = {**LADDERS[name], "out_dir": str(folder), "max_steps": 10**6, "eval_every": 0, "log_every": 5}
+            values = {
+                **LADDERS[name],
+                "out_dir": str(folder),
+                "max_steps": 10**6,
+                "eval_every": 0,
+                "log_every": 5,
+            }
             values |= {"checkpoint_every": 0, "tensorboard": False, **data_flags(args)}
             values["device"] = "cuda" if gpu else "cpu"
             if name == GPT2:
@@ -157,7 +209,9 @@ def _aside(rung: str) -> bool:
 
 
 def before(rungs: list[str]) -> dict[str, str]:
-    """Return for each of these rungs but the first the one that it is compared with: the newest that it keeps."""
+    """Return for each of these rungs but the first the one that it is compared with: the newest
+    that it keeps.
+    """
     kept = [[r for r in rungs[:n] if not _aside(r)] for n in range(len(rungs))]
     return {rung: of[-1] for rung, of in zip(rungs, kept, strict=True) if of}
 
@@ -168,7 +222,13 @@ def _climb(ladder: Ladder, rungs: list[str], report: Report) -> None:
         if precision == "tf32" and not (ladder.gpu and ladder.gpu.bf16):
             continue
         size = SIZES[ladder.device]
-        order = {"arm": "products", "size": size, "dtype": dtype, "tf32": precision == "tf32", "steps": 20}
+        order = {
+            "arm": "products",
+            "size": size,
+            "dtype": dtype,
+            "tf32": precision == "tf32",
+            "steps": 20,
+        }
         arm, values = f"{ladder.name}: {PRODUCTS} {precision}", []
         try:
             values = [2 * size**3 / ms * 1e3 for ms in _run(ladder, order, arm)["step_ms"]]
@@ -188,7 +248,11 @@ def _climb(ladder: Ladder, rungs: list[str], report: Report) -> None:
 def _impossible(ladder: Ladder, settings: Mapping[str, Any]) -> str:
     """Return why this device has no such rung, or ""."""
     if ladder.device == "cpu":
-        for key, of_gpus in (("precision", "tf32"), ("attention", "cudnn"), ("compile", "cuda_graphs")):
+        for key, of_gpus in (
+            ("precision", "tf32"),
+            ("attention", "cudnn"),
+            ("compile", "cuda_graphs"),
+        ):
             if settings[key] == of_gpus:
                 return f"{key} = {of_gpus} is for GPUs"
     elif ladder.gpu and not ladder.gpu.bf16 and settings["precision"] in ("tf32", "bf16"):
@@ -198,7 +262,11 @@ def _impossible(ladder: Ladder, settings: Mapping[str, Any]) -> str:
 
 
 def _rung(
-    ladder: Ladder, rung: str, settings: Mapping[str, Any], losses: dict[str, dict[int, float]], report: Report
+    ladder: Ladder,
+    rung: str,
+    settings: Mapping[str, Any],
+    losses: dict[str, dict[int, float]],
+    report: Report,
 ) -> None:
     """Run one rung and add its rows; what it fails of is noted, and the others go on."""
     from nanoray.models.costs import flops_per_token
@@ -206,12 +274,17 @@ def _rung(
 
     times, larger = settings.get("_batch", 1), settings.get("_larger", 1)
     own = {key: value for key, value in settings.items() if not key.startswith("_")}
-    sizes = {key: times * getattr(ladder.config, key) for key in ("micro_batch_size", "global_batch_size")}
+    sizes = {
+        key: times * getattr(ladder.config, key)
+        for key in ("micro_batch_size", "global_batch_size")
+    }
     sizes["n_head"] = ladder.config.n_head // larger
     name = rung.strip("+ ()").replace(" ", "-")
     arm = _named(ladder, rung)
     try:
-        config = make_config(ladder.config.model_dump() | own | sizes | {"name": f"{ladder.name}-{name}"})
+        config = make_config(
+            ladder.config.model_dump() | own | sizes | {"name": f"{ladder.name}-{name}"}
+        )
         spec = open_run(config, ladder.data, time.time())
         order = {"arm": "engine", "rank": 0, "world": 1, "spec": str(spec.folder / "run.json")}
         found = _run(ladder, order | {"unfused": settings["_unfused"]}, arm)
@@ -229,33 +302,57 @@ def _rung(
     flops = flops_per_token(ModelShape.of(config, ladder.data.vocab_size))
     report.rows.append(Row(arm, TOKENS, "1/s", tuple(rate), f"{tokens} tokens a step"))
     if ladder.gpu and (peak := peak_flops(ladder.gpu, config.precision)):
-        report.rows.append(Row(arm, MFU, "%", tuple(100 * flops * each / peak for each in rate), "of the data sheet"))
+        report.rows.append(
+            Row(
+                arm,
+                MFU,
+                "%",
+                tuple(100 * flops * each / peak for each in rate),
+                "of the data sheet",
+            )
+        )
     if peak := ladder.peaks.get(config.precision):
-        report.rows.append(Row(arm, PEAK, "%", tuple(100 * flops * each / peak for each in rate), "as measured"))
+        report.rows.append(
+            Row(arm, PEAK, "%", tuple(100 * flops * each / peak for each in rate), "as measured")
+        )
     if found["peak_bytes"]:
-        report.rows.append(Row(arm, MEMORY, "MiB", (found["peak_bytes"] / 2**20,), "most allocated"))
-    report.rows.append(Row(arm, READY, "s", (found["ready_s"],), "process, imports, model, compiling, warm-up"))
+        report.rows.append(
+            Row(arm, MEMORY, "MiB", (found["peak_bytes"] / 2**20,), "most allocated")
+        )
+    report.rows.append(
+        Row(arm, READY, "s", (found["ready_s"],), "process, imports, model, compiling, warm-up")
+    )
     records = read_json_lines(spec.folder / "metrics.jsonl")
     losses[rung] = {r["step"]: r["train/loss"] for r in records if "train/loss" in r}
     step = min(max(losses[rung], default=0), max(losses.get(BASE, {0: 0.0})))
     if step and step in losses[rung] and step in losses[BASE]:
-        near = math.isclose(losses[rung][step], losses[BASE][step], rel_tol=SAME_LOSS[config.precision])
+        near = math.isclose(
+            losses[rung][step], losses[BASE][step], rel_tol=SAME_LOSS[config.precision]
+        )
         compared = times == larger == 1 and not config.dropout  # other kernels draw other masks
         wrong = int(not near) if compared else None
-        report.rows.append(Row(arm, LOSS, "", (losses[rung][step],), f"of step {step}", wrong=wrong))
+        report.rows.append(
+            Row(arm, LOSS, "", (losses[rung][step],), f"of step {step}", wrong=wrong)
+        )
 
 
 def _run(ladder: Ladder, order: dict[str, Any], arm: str) -> dict[str, Any]:
-    """Run one process to its end: milliseconds per step of each block, peak memory, seconds until it was ready."""
+    """Run one process to its end: milliseconds per step of each block, peak memory, seconds until
+    it was ready.
+    """
     order |= {"device": ladder.device, "threads": max(1, int(available_cpus()))}
     name = re.sub("[^a-zA-Z0-9+]+", "-", arm)
     env = _environment(ladder.gpu, ladder.folder, name)
     log, begin = ladder.folder / f"{name}.log", time.monotonic()
-    argv, timeout_s = [sys.executable, "-m", "nanoray.bench.step_rank", json.dumps(order)], ladder.args.timeout_s
+    argv, timeout_s = (
+        [sys.executable, "-m", "nanoray.bench.step_rank", json.dumps(order)],
+        ladder.args.timeout_s,
+    )
     with Child(argv, env, log, pipes=True) as child:
         child.answer(timeout_s)
         ready_s, steps, answers = time.monotonic() - begin, order.get("steps", 3), []
-        for turn in range(-1, ladder.args.rounds):  # the first one does not count: caches fill, clocks rise
+        # The first one does not count: caches fill, clocks rise
+        for turn in range(-1, ladder.args.rounds):
             child.ask(str(steps))
             answers.append(child.answer(timeout_s))
             if turn < 0 and not ladder.args.quick:
@@ -266,14 +363,23 @@ def _run(ladder: Ladder, order: dict[str, Any], arm: str) -> dict[str, Any]:
 
 def _environment(gpu: Device | None, folder: Path, name: str) -> dict[str, str]:
     """Return the environment of a process that sees the one device, and compiles anew."""
-    env = arm_environment() | {"TMPDIR": str(folder / "tmp"), "CUDA_VISIBLE_DEVICES": gpu.uuid if gpu else ""}
+    env = arm_environment() | {
+        "TMPDIR": str(folder / "tmp"),
+        "CUDA_VISIBLE_DEVICES": gpu.uuid if gpu else "",
+    }
     return env | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor" / name)}
 
 
 def _train_baby(
-    args: argparse.Namespace, gpu: Device | None, overrides: Mapping[str, Any], folder: Path, report: Report
+    args: argparse.Namespace,
+    gpu: Device | None,
+    overrides: Mapping[str, Any],
+    folder: Path,
+    report: Report,
 ) -> None:
-    """Train the baby GPT by the command, with a seed of its own each time, until an evaluation reaches the loss."""
+    """Train the baby GPT by the command, with a seed of its own each time, until an evaluation
+    reaches the loss.
+    """
     target = float(overrides.get("target_loss", BABY_LOSS))
     info = prepare(load_config(preset=CHAR, overrides=dict(data_flags(args))))  # before any clock
     report.conditions["data"] = info.note
@@ -286,15 +392,23 @@ def _train_baby(
         own = folder / f"baby-{seed}"
         try:
             env = _environment(gpu, folder, own.name)
-            runs.append(run_once(BABY_RECORD, flags | {"seed": seed}, env, own, max(args.timeout_s, 1800.0)))
+            runs.append(
+                run_once(BABY_RECORD, flags | {"seed": seed}, env, own, max(args.timeout_s, 1800.0))
+            )
         except ChildFailed as failed:
             error = f"{BABY}: {failed}"
             report.failures.append(error)
             break
         say(f"{BABY}: {runs[-1].seconds:.1f} s, {runs[-1].steps} steps, {runs[-1].loss:.4f}")
-    seconds, losses = ([] if error else [getattr(run, key) for run in runs] for key in ("seconds", "loss"))
+    seconds, losses = (
+        [] if error else [getattr(run, key) for run in runs] for key in ("seconds", "loss")
+    )
     missed = sum(loss > target for loss in losses)
-    note = f"from the command; {missed} of {len(losses)} ended above the loss" if missed else "from the command"
+    note = (
+        f"from the command; {missed} of {len(losses)} ended above the loss"
+        if missed
+        else "from the command"
+    )
     report.rows.append(
         Row(
             BABY,
@@ -314,12 +428,22 @@ def _named(ladder: Ladder, rung: str) -> str:
 
 
 def _judge(report: Report, presets: list[str]) -> None:
-    """Add each rung's ratio to the one before it, and what GPT-2 and the baby GPT should come to on an H100 or H200."""
+    """Add each rung's ratio to the one before it, and what GPT-2 and the baby GPT should come to on
+    an H100 or H200.
+    """
     for preset in presets:
-        rungs = [rung for rung in RUNGS if (row := report.row(f"{preset}: {rung}", TOKENS)) and row.values]
+        rungs = [
+            rung
+            for rung in RUNGS
+            if (row := report.row(f"{preset}: {rung}", TOKENS)) and row.values
+        ]
         for rung, other in before(rungs).items():
             report.compare(f"{preset}: {rung}", f"{preset}: {other}", TOKENS)
-    other = "" if any(name in report.conditions["device"] for name in AIMED_AT) else "the aim is for an H100 or H200"
+    other = (
+        ""
+        if any(name in report.conditions["device"] for name in AIMED_AT)
+        else "the aim is for an H100 or H200"
+    )
     # By tokens, because each precision's MFU is a share of another peak.
     rows = [row for rung in RUNGS if (row := report.row(f"{GPT2}: {rung}", TOKENS)) and row.values]
     fastest = max(rows, key=lambda row: row.median, default=None)
@@ -334,11 +458,19 @@ def _judge(report: Report, presets: list[str]) -> None:
 
 
 def _table(report: Report, spread: str) -> list[tuple[str, ...]]:
-    ends = {MFU: "MFU, %", PEAK: "of products, %", MEMORY: "MiB", READY: "until ready, s", LOSS: "loss"}
+    ends = {
+        MFU: "MFU, %",
+        PEAK: "of products, %",
+        MEMORY: "MiB",
+        READY: "until ready, s",
+        LOSS: "loss",
+    }
     table: list[tuple[str, ...]] = [("rung", "tokens/s", "/ the one before", *ends.values())]
     for row in (r for r in report.rows if r.metric == TOKENS and r.unit == "1/s" and not r.skipped):
         cells = [report.cell(row.arm, metric, "none") for metric in ends]
-        ratios = [r.arm for r in report.rows if r.unit == "ratio" and r.arm.startswith(f"{row.arm} / ")]
+        ratios = [
+            r.arm for r in report.rows if r.unit == "ratio" and r.arm.startswith(f"{row.arm} / ")
+        ]
         ratio = report.cell(ratios[0], TOKENS, spread) if ratios else ""
         table.append((row.arm, report.cell(row.arm, TOKENS, spread), ratio, *cells))
     return table
@@ -348,7 +480,10 @@ def lines(report: Report) -> list[str]:
     """Return a line per rung, the products, the seconds to the loss, and what was left out."""
     found = aligned([(*line, "") for line in _table(report, "quartiles")], right=set(range(1, 8)))
     products = [row for row in report.rows if row.metric == PRODUCTS]
-    found += ["", *(f"{row.arm}: {report.cell(row.arm, PRODUCTS)} TFLOP/s, {row.note}" for row in products)]
+    found += [
+        "",
+        *(f"{row.arm}: {report.cell(row.arm, PRODUCTS)} TFLOP/s, {row.note}" for row in products),
+    ]
     if baby := report.row(BABY, SECONDS):
         found.append(f"{BABY}: {report.cell(BABY, SECONDS, 'range')} s, {baby.note}")
     return found + [f"skipped  {row.arm}: {row.skipped}" for row in report.rows if row.skipped]
@@ -365,10 +500,19 @@ def draw(report: Report, path: Path) -> None:
     ladders = [name for name in LADDERS if report.row(f"{name}: {BASE}", TOKENS)]
     with figure(report, path, (11, 3.6), (1, max(1, len(ladders)))) as every:
         for axes, name in zip(every, ladders, strict=False):
-            rows = [row for rung in RUNGS if (row := report.row(f"{name}: {rung}", TOKENS)) and row.values]
-            names, medians = [row.arm.partition(": ")[2] for row in rows], [row.median for row in rows]
+            rows = [
+                row
+                for rung in RUNGS
+                if (row := report.row(f"{name}: {rung}", TOKENS)) and row.values
+            ]
+            names, medians = (
+                [row.arm.partition(": ")[2] for row in rows],
+                [row.median for row in rows],
+            )
             if rows:
-                axes.barh(names, medians, xerr=whiskers(rows, quartiles=True), capsize=3, color="0.6")
+                axes.barh(
+                    names, medians, xerr=whiskers(rows, quartiles=True), capsize=3, color="0.6"
+                )
             axes.set(title=name, xlabel="tokens/s")
             axes.tick_params(labelsize=7)
             axes.invert_yaxis()

@@ -25,7 +25,9 @@ from nanoray.faults.proc import stat_of
 
 POLL_S = 0.02  # between two looks at the records
 FOLLOW_S = 0.1  # the same where a look does not decide when something happens
-TORCHRUN_SAW = re.compile(r"^[WE](\d{4} \d\d:\d\d:\d\d\.\d+) .*(?:closing signal|failed \(exitcode)")
+TORCHRUN_SAW = re.compile(
+    r"^[WE](\d{4} \d\d:\d\d:\d\d\.\d+) .*(?:closing signal|failed \(exitcode)"
+)
 
 Done = dict[tuple[int, int], float]  # (attempt, step) -> when that step was done
 
@@ -62,8 +64,8 @@ class Goodput(NamedTuple):
 def outage(done: Mapping[tuple[int, int], float], killed: float) -> Outage | None:
     """Return how training went on after the kill; None while it has not.
 
-    What the ranks of the killed one's attempt still complete belongs to before the kill: a survivor that has the lost
-    rank's gradients already finishes its step.
+    What the ranks of the killed one's attempt still complete belongs to before the kill: a survivor
+    that has the lost rank's gradients already finishes its step.
     """
     attempt = max((attempt for (attempt, _), at in done.items() if at <= killed), default=0)
     last = max((step for each, step in done if each <= attempt), default=0)
@@ -75,8 +77,11 @@ def outage(done: Mapping[tuple[int, int], float], killed: float) -> Outage | Non
     return Outage(min(new) - killed, last, last + 1 - first)
 
 
-def goodput(done: Mapping[tuple[int, int], float], start: float, begin: float, end: float) -> Goodput | None:
-    """Return the goodput from `begin` to `end`, measured by the speed from `start` to `begin`, without kills.
+def goodput(
+    done: Mapping[tuple[int, int], float], start: float, begin: float, end: float
+) -> Goodput | None:
+    """Return the goodput from `begin` to `end`, measured by the speed from `start` to `begin`,
+    without kills.
 
     Only the first time that a step is done counts. None when no step was done without kills.
     """
@@ -86,32 +91,51 @@ def goodput(done: Mapping[tuple[int, int], float], start: float, begin: float, e
     clean = sum(start < at <= begin for at in first.values()) / (begin - start)
     useful = sum(begin < at <= end for at in first.values())
     repeated = sum(begin < at <= end for at in done.values()) - useful
-    return Goodput(100 * useful / (clean * (end - begin)), useful, repeated, clean) if clean else None
+    return (
+        Goodput(100 * useful / (clean * (end - begin)), useful, repeated, clean) if clean else None
+    )
 
 
 def arrivals(seed: int, mean_s: float, window_s: float, ranks: int) -> list[tuple[float, int]]:
-    """Return when which rank is killed: a Poisson process over `window_s` seconds, the same for the same seed."""
+    """Return when which rank is killed: a Poisson process over `window_s` seconds, the same for the
+    same seed.
+    """
     source = random.Random(seed)
     moments = itertools.accumulate(source.expovariate(1 / mean_s) for _ in itertools.count())
-    return [(at, source.randrange(ranks)) for at in itertools.takewhile(lambda at: at < window_s, moments)]
+    return [
+        (at, source.randrange(ranks))
+        for at in itertools.takewhile(lambda at: at < window_s, moments)
+    ]
 
 
-def wrong_losses(losses: Mapping[int, float], reference: Mapping[int, float], tolerance: float) -> int:
-    """Return how many steps are missing or have another loss; `tolerance` is relative, 0 asks for equality of bits."""
+def wrong_losses(
+    losses: Mapping[int, float], reference: Mapping[int, float], tolerance: float
+) -> int:
+    """Return how many steps are missing or have another loss; `tolerance` is relative, 0 asks for
+    equality of bits.
+    """
     return sum(
-        step not in losses or abs(losses[step] - loss) > tolerance * abs(loss) for step, loss in reference.items()
+        step not in losses or abs(losses[step] - loss) > tolerance * abs(loss)
+        for step, loss in reference.items()
     ) + len(losses.keys() - reference.keys())
 
 
 class Run:
-    """One training as a child process. Leaving the `with` block ends it and its ranks, wherever they were started."""
+    """One training as a child process. Leaving the `with` block ends it and its ranks, wherever
+    they were started.
+    """
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], folder: Path, head: Child | None) -> None:
-        """Start `command` with an --out_dir in `folder`. `head`: the Ray head that may start its ranks."""
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], folder: Path, head: Child | None
+    ) -> None:
+        """Start `command` with an --out_dir in `folder`. `head`: the Ray head that may start its
+        ranks.
+        """
         self.folder, self.head, self.done = folder, head, Done()
         folder.mkdir(parents=True)
         self.child = Child([*command, "--out_dir", str(folder)], env, folder / "output.log")
-        self._seen: dict[int, str] = {}  # pid of a rank -> when it was started, by the kernel's clock
+        # Pid of a rank -> when it was started, by the kernel's clock
+        self._seen: dict[int, str] = {}
         self._file: TextIO | None = None
         self._rest = ""
 
@@ -137,10 +161,16 @@ class Run:
     def step_s(self) -> float:
         """Seconds from step to step, the median."""
         moments = sorted(self.done.values())
-        return statistics.median(b - a for a, b in itertools.pairwise(moments)) if len(moments) > 1 else 0.0
+        return (
+            statistics.median(b - a for a, b in itertools.pairwise(moments))
+            if len(moments) > 1
+            else 0.0
+        )
 
     def read(self) -> None:
-        """Take in the records that are new. A restart replaces the file: what the old one held stays known."""
+        """Take in the records that are new. A restart replaces the file: what the old one held
+        stays known.
+        """
         path = next(self.folder.glob("*/metrics.jsonl"), None)
         if path is None:
             return
@@ -159,7 +189,9 @@ class Run:
             self.done.setdefault((record["attempt"], record["step"]), record["time"])
 
     def until(self, reached: Callable[[], Any], timeout_s: float, what: str) -> None:
-        """Read records until `reached()`. Raises ChildFailed when the run ends before, or takes too long."""
+        """Read records until `reached()`. Raises ChildFailed when the run ends before, or takes too
+        long.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             ended = self.child.process.poll() is not None
@@ -167,16 +199,22 @@ class Run:
             if reached():
                 return
             if ended:
-                raise ChildFailed(f"exit code {self.child.process.returncode} before {what}\n{self.child.tail()}")
+                raise ChildFailed(
+                    f"exit code {self.child.process.returncode} before {what}\n{self.child.tail()}"
+                )
             if time.monotonic() > deadline:
-                raise ChildFailed(f"no {what} within {timeout_s:g} s, but step {self.step}\n{self.child.tail()}")
+                raise ChildFailed(
+                    f"no {what} within {timeout_s:g} s, but step {self.step}\n{self.child.tail()}"
+                )
             time.sleep(POLL_S)
 
     def follow(self, end: float) -> None:
         """Read records until that moment. Raises ChildFailed when the run ends before it."""
         while (left := end - time.time()) > 0:
             if self.child.process.poll() is not None:
-                raise ChildFailed(f"exit code {self.child.process.returncode} in mid-run\n{self.child.tail()}")
+                raise ChildFailed(
+                    f"exit code {self.child.process.returncode} in mid-run\n{self.child.tail()}"
+                )
             time.sleep(min(left, FOLLOW_S))
             self.read()
 
@@ -186,7 +224,9 @@ class Run:
         self.read()
 
     def kill(self, rank: int) -> float | None:
-        """Send SIGKILL to the process of a rank; return the moment, or None when the rank has none just now."""
+        """Send SIGKILL to the process of a rank; return the moment, or None when the rank has none
+        just now.
+        """
         pid = self._process(rank)
         if pid is None:
             return None
@@ -204,7 +244,9 @@ class Run:
         return {record["step"]: record["train/loss"] for record in records}
 
     def noticed_s(self, arm: str, killed: float) -> float | None:
-        """Return how long after the kill the arm's launcher noticed it, by its own log; None when that does not say."""
+        """Return how long after the kill the arm's launcher noticed it, by its own log; None when
+        that does not say.
+        """
         if arm == "torchrun":
             year = datetime.fromtimestamp(killed).year
             lines = self.child.log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -215,11 +257,19 @@ class Run:
             logs = session.glob("session_2*/logs/train/ray-train-app-controller-*.log")
             lines = [line for log in logs for line in log.read_text(encoding="utf-8").splitlines()]
             times = [json.loads(line)["asctime"] for line in lines if '"[FailurePolicy]' in line]
-            moments = [datetime.strptime(text, "%Y-%m-%d %H:%M:%S,%f").timestamp() for text in times]
+            moments = [
+                datetime.strptime(text, "%Y-%m-%d %H:%M:%S,%f").timestamp() for text in times
+            ]
         else:
-            lines = [line for f in self.folder.glob("*/faults.jsonl") for line in f.read_text().splitlines()]
+            lines = [
+                line
+                for f in self.folder.glob("*/faults.jsonl")
+                for line in f.read_text().splitlines()
+            ]
             events = [event for event in map(json.loads, lines) if event.get("event") == "fault"]
-            return next((event["detect_s"] for event in events if event.get("detect_s") is not None), None)
+            return next(
+                (event["detect_s"] for event in events if event.get("detect_s") is not None), None
+            )
         return next((at - killed for at in sorted(moments) if at >= killed - 0.001), None)
 
     # The processes of ranks. Their logs name the pids; the kernel knows which run they belong to.
@@ -241,7 +291,9 @@ class Run:
     def _end_ranks(self) -> None:
         """Wait for the ranks to be gone, and kill those that stay: the next arm needs the machine."""
         deadline = time.monotonic() + GRACE_S
-        while left := [pid for pid, begun in self._seen.items() if (stat := stat_of(pid)) and stat[19] == begun]:
+        while left := [
+            pid for pid, begun in self._seen.items() if (stat := stat_of(pid)) and stat[19] == begun
+        ]:
             if time.monotonic() > deadline:
                 for pid in left:
                     with suppress(ProcessLookupError):

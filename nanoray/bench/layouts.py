@@ -1,15 +1,17 @@
-"""`python -m nanoray.bench layouts`: the steps that a dry run predicts for layouts of dp × tp, beside real ones.
+"""`python -m nanoray.bench layouts`: the steps that a dry run predicts for layouts of dp × tp,
+beside real ones.
 
     links      all-reduce, reduce-scatter and all-gather of Axis at 2 ranks   -> alpha, beta and CPU seconds of each
     compute    forward, backward, update at 2 ranks, whole and cut for tp 2   -> seconds; what tp does not divide
-    predict    nanoray.parallel.predict with these, and real steps, at 2, 4 and 8 ranks, all in each round
+    predict    nanoray.forecast.predict with these, and real steps, at 2, 4 and 8 ranks, all in each round
 
-Between two calls of a collective each rank computes an MLP, as a step computes between two of them. Back to back they
-take less: then gloo's threads are awake, the tensor is in the cache, and no rank waits for one that still computes.
+Between two calls of a collective each rank computes an MLP, as a step computes between two of them.
+Back to back they take less: then gloo's threads are awake, the tensor is in the cache, and no rank
+waits for one that still computes.
 
-A round's value is the fastest of several turns, and a turn's that of its slowest rank: other load on the machine only
-adds time. More ranks than cores share them fairly, as in `bench scaling`, whose other assumptions hold, too. Run it on
-an idle machine.
+A round's value is the fastest of several turns, and a turn's that of its slowest rank: other load
+on the machine only adds time. More ranks than cores share them fairly, as in `bench scaling`, whose
+other assumptions hold, too. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -32,11 +34,11 @@ from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe,
 from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, number, say
 from nanoray.bench.simulate import VOCAB
 from nanoray.config import Config, load_config
+from nanoray.devices.host import available_cpus
 from nanoray.errors import ConfigError
-from nanoray.mesh.devices import available_cpus
-from nanoray.mesh.fit import Fit, fit
+from nanoray.forecast.fit import Fit, fit
+from nanoray.forecast.links import Cost, coefficients
 from nanoray.mesh.layout import Layout
-from nanoray.mesh.links import Cost, coefficients
 from nanoray.mesh.mesh import Mesh
 
 BASE, RANKS, TPS, MODES = 2, (2, 4, 8), (1, 2, 4), ("ddp_by_hand", "zero1")
@@ -51,10 +53,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's flags."""
     add_where_flags(parser)
     parser.add_argument("--preset", default="shakespeare-cpu", help="a gpt's sizes [%(default)s]")
-    parser.add_argument("--ranks", metavar="N,M", default="2,4,8", help="numbers of ranks to check [%(default)s]")
-    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all arms [7; 1 with --quick]")
-    parser.add_argument("--turns", type=int, metavar="N", help="turns of an arm in a round [4; 1 with --quick]")
-    parser.add_argument("--steps", type=int, metavar="N", help="steps of a turn [4; 2 with --quick]")
+    parser.add_argument(
+        "--ranks", metavar="N,M", default="2,4,8", help="numbers of ranks to check [%(default)s]"
+    )
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", help="rounds of all arms [7; 1 with --quick]"
+    )
+    parser.add_argument(
+        "--turns", type=int, metavar="N", help="turns of an arm in a round [4; 1 with --quick]"
+    )
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="steps of a turn [4; 2 with --quick]"
+    )
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
@@ -62,30 +72,57 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     where = replace(where_from(args), workers=BASE)
     quick, ranks = args.quick, _ranks(args.ranks)
     given = ((args.rounds, 1, 7), (args.turns, 1, 4), (args.steps, 2, 4))
-    rounds, turns, steps = ((small if quick else usual) if own is None else own for own, small, usual in given)
-    if args.workers not in (None, BASE) or where.launcher == "torchrun" or min(rounds, turns, steps) < 1:
+    rounds, turns, steps = (
+        (small if quick else usual) if own is None else own for own, small, usual in given
+    )
+    if (
+        args.workers not in (None, BASE)
+        or where.launcher == "torchrun"
+        or min(rounds, turns, steps) < 1
+    ):
         raise ConfigError(
-            f"workers = {args.workers}, launcher = {where.launcher}, rounds = {rounds}, turns = {turns}, steps = "
-            f"{steps}: links are fitted at {BASE} ranks and more are started, without torchrun; 1 is the least"
+            f"workers = {args.workers}, launcher = {where.launcher}, rounds = {rounds}, turns = "
+            f"{turns}, steps = "
+            f"{steps}: links are fitted at {BASE} ranks and more are started, without torchrun; 1 "
+            "is the least"
         )
     config = load_config(preset=args.preset, overrides={"precision": "fp32", "device": "cpu"})
     arms = {n: arms_of(config, n) for n in ranks}
     size = [1 << 10, 1 << 16, 1 << 20] if quick else [4**i << 10 for i in range(7)]
-    order = {"preset": args.preset, "turns": turns, "steps": steps, "sizes": size, "calls": 5 * steps}
-    found: dict[str, list[tuple[float, float]]] = defaultdict(list)  # (predicted, measured) of each round
+    order = {
+        "preset": args.preset,
+        "turns": turns,
+        "steps": steps,
+        "sizes": size,
+        "calls": 5 * steps,
+    }
+    # (predicted, measured) of each round
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     with ExitStack() as stack:
-        pools = {n: stack.enter_context(RankPool(replace(where, workers=n))) for n in sorted({BASE, *ranks})}
+        pools = {
+            n: stack.enter_context(RankPool(replace(where, workers=n)))
+            for n in sorted({BASE, *ranks})
+        }
         describe(report, pools[max(ranks)])
         if pools[BASE].facts[0]["device"] != "cpu":
-            raise ConfigError("layouts are checked on CPUs, where ranks share cores; add --device cpu")
+            raise ConfigError(
+                "layouts are checked on CPUs, where ranks share cores; add --device cpu"
+            )
         for turn in range(rounds):
             here = _fitted(list(pools[BASE].run("nanoray.bench.layouts:fit_rank", order)), config)
             for n in ranks[turn % len(ranks) :] + ranks[: turn % len(ranks)]:
-                for event in pools[n].run("nanoray.bench.layouts:time_rank", order | {"arms": arms[n]}):
+                for event in pools[n].run(
+                    "nanoray.bench.layouts:time_rank", order | {"arms": arms[n]}
+                ):
                     layout = Layout(dp=n // event["tp"], tp=event["tp"])
-                    found[event["arm"]].append((here.predict(config, layout, event["mode"]), event["step_s"]))
+                    found[event["arm"]].append(
+                        (here.predict(config, layout, event["mode"]), event["step_s"])
+                    )
                     predicted, measured = (1e3 * s for s in found[event["arm"]][-1])
-                    say(f"round {turn}  {event['arm']:<30} {measured:.1f} ms, predicted {predicted:.1f}")
+                    say(
+                        f"round {turn}  {event['arm']:<30} {measured:.1f} ms, predicted "
+                        f"{predicted:.1f}"
+                    )
             if not turn:
                 report.conditions["fit"] = here.told()
     _rows(report, found)
@@ -106,7 +143,9 @@ def arms_of(config: Config, ranks: int) -> dict[str, dict[str, Any]]:
     arms = {}
     for tp in (tp for tp in TPS if ranks % tp == 0 and config.n_head % tp == 0):
         for mode in MODES[: 1 if tp == ranks else None]:  # one replica shares nothing
-            name = f"{ranks} ranks: {Layout(dp=ranks // tp, tp=tp)}" + (f", {mode}" if tp < ranks else "")
+            name = f"{ranks} ranks: {Layout(dp=ranks // tp, tp=tp)}" + (
+                f", {mode}" if tp < ranks else ""
+            )
             arms[name] = {"tp": tp, "dp_mode": mode}
     return arms
 
@@ -124,9 +163,16 @@ class Here:
         """Return the cost of a collective, and the cores that it keeps busy."""
         ranks = getattr(layout, axis)
         messages, moved = coefficients("backend", ranks, round(nbytes)) if ranks > 1 else (0.0, 0.0)
-        latency_s, transfer_s = messages * self.links[op].alpha_s, moved * self.links[op].beta_s_per_byte
+        latency_s, transfer_s = (
+            messages * self.links[op].alpha_s,
+            moved * self.links[op].beta_s_per_byte,
+        )
         busy = self.cpu[op].seconds(ranks, round(nbytes)) if ranks > 1 else 0.0
-        return Cost(latency_s, transfer_s, busy / (latency_s + transfer_s) if latency_s + transfer_s else 0.0)
+        return Cost(
+            latency_s,
+            transfer_s,
+            busy / (latency_s + transfer_s) if latency_s + transfer_s else 0.0,
+        )
 
     def one_link(self, layout: Layout, axis: str, other: str) -> bool:
         """Whether two axes share a link: all of them use this machine's memory."""
@@ -136,16 +182,23 @@ class Here:
         """Return the seconds of a step."""
         import torch
 
+        from nanoray.forecast.predict import Job, Speed, flops_of, predict, tensors_of
         from nanoray.models.gpt import ModelShape
         from nanoray.parallel.ddp import default_bucket_mb
-        from nanoray.parallel.predict import Job, Speed, flops_of, predict, tensors_of
 
         own = config.model_copy(update={"dp_mode": mode, "tp": layout.tp})
-        shape, cap = ModelShape.of(config, VOCAB[config.tokenizer]), default_bucket_mb(torch.device("cpu"))
+        shape, cap = (
+            ModelShape.of(config, VOCAB[config.tokenizer]),
+            default_bucket_mb(torch.device("cpu")),
+        )
         job = Job(shape, own, MICRO * layout.dp, "fp32", config.bucket_mb or cap)
-        forward, backward = (flops * MICRO * shape.block_size for flops in flops_of(job, Layout(), 0))
+        forward, backward = (
+            flops * MICRO * shape.block_size for flops in flops_of(job, Layout(), 0)
+        )
         whole, split = self.compute[1], self.compute[2]
-        ratio = (split["forward_s"] + split["backward_s"]) / (whole["forward_s"] + whole["backward_s"])
+        ratio = (split["forward_s"] + split["backward_s"]) / (
+            whole["forward_s"] + whole["backward_s"]
+        )
         speed = Speed(
             forward / whole["forward_s"],
             backward / whole["backward_s"],
@@ -153,22 +206,33 @@ class Here:
             uncut=min(1.0, max(0.0, 2 * ratio - 1)),  # ratio = uncut + (1 - uncut) / 2
             cores=available_cpus() / layout.world_size,
         )
-        norm = self.cost(Layout(dp=layout.world_size), "dp", "all_reduce", 8)  # which `predict` leaves out
+        # Which `predict` leaves out
+        norm = self.cost(Layout(dp=layout.world_size), "dp", "all_reduce", 8)
         return predict(job, layout, MICRO, self, speed).step_s + norm.seconds
 
     def told(self) -> str:
         """Write what was fitted, for the conditions."""
         links = [
-            f"{op} {1e6 * f.alpha_s:.0f} us + {1e12 * f.beta_s_per_byte:.0f} us/MB" for op, f in self.links.items()
+            f"{op} {1e6 * f.alpha_s:.0f} us + {1e12 * f.beta_s_per_byte:.0f} us/MB"
+            for op, f in self.links.items()
         ]
-        parts = [f"tp {tp} {1e3 * sum(times.values()):.1f} ms" for tp, times in self.compute.items()]
+        parts = [
+            f"tp {tp} {1e3 * sum(times.values()):.1f} ms" for tp, times in self.compute.items()
+        ]
         return "; ".join([*links, *parts])
 
 
 def _fitted(events: list[dict[str, Any]], config: Config) -> Here:
-    """Fit the first round's events of `fit_rank`; a reduce-scatter or all-gather is fitted as a ring of its own."""
-    points = {key: {op: [(e["nbytes"], e[key]) for e in events if e.get("op") == op] for op in OPS} for key in _TIMES}
-    links, cpu = ({op: fit(own, "backend", BASE) for op, own in points[key].items()} for key in _TIMES)
+    """Fit the first round's events of `fit_rank`; a reduce-scatter or all-gather is fitted as a
+    ring of its own.
+    """
+    points = {
+        key: {op: [(e["nbytes"], e[key]) for e in events if e.get("op") == op] for op in OPS}
+        for key in _TIMES
+    }
+    links, cpu = (
+        {op: fit(own, "backend", BASE) for op, own in points[key].items()} for key in _TIMES
+    )
     compute = {e["tp"]: {key: e[key] for key in _PARTS} for e in events if "tp" in e}
     return Here(links, cpu, compute)
 
@@ -181,11 +245,21 @@ def _rows(report: Report, found: dict[str, list[tuple[float, float]]]) -> None:
     for arm, pairs in found.items():
         error = Row(arm, ERROR, "ratio", tuple(abs(p / m - 1) for p, m in pairs))
         report.rows += [
-            Row(arm, MEASURED, "ms", tuple(1e3 * m for _, m in pairs), "fastest turn of each round"),
-            Row(arm, PREDICTED, "ms", tuple(1e3 * p for p, _ in pairs), "links and compute of the same round"),
+            Row(
+                arm, MEASURED, "ms", tuple(1e3 * m for _, m in pairs), "fastest turn of each round"
+            ),
+            Row(
+                arm,
+                PREDICTED,
+                "ms",
+                tuple(1e3 * p for p, _ in pairs),
+                "links and compute of the same round",
+            ),
             error,
         ]
-        report.targets.append(Target(f"error of the predicted step, {arm}", error, "<=", ERROR_LIMIT))
+        report.targets.append(
+            Target(f"error of the predicted step, {arm}", error, "<=", ERROR_LIMIT)
+        )
 
 
 def _table(report: Report) -> list[tuple[str, ...]]:
@@ -193,7 +267,11 @@ def _table(report: Report) -> list[tuple[str, ...]]:
     for row in (row for row in report.rows if row.metric == MEASURED and row.values):
         predicted, error = report.row(row.arm, PREDICTED), report.row(row.arm, ERROR)
         if predicted and error:
-            cells = report.cell(row.arm, MEASURED), number(predicted.median), f"{100 * error.median:.0f} %"
+            cells = (
+                report.cell(row.arm, MEASURED),
+                number(predicted.median),
+                f"{100 * error.median:.0f} %",
+            )
             rows.append((row.arm, *cells, str(row.n)))
     return [("layout", "step, ms", "predicted", "error", "n"), *rows]
 
@@ -217,7 +295,14 @@ def draw(report: Report, path: Path) -> None:
             if rows:
                 medians = [row.median for row in rows]
                 spread = whiskers(rows, quartiles=True)
-                axes.errorbar(medians, [row.arm for row in rows], xerr=spread, fmt=marker, capsize=3, label=metric)
+                axes.errorbar(
+                    medians,
+                    [row.arm for row in rows],
+                    xerr=spread,
+                    fmt=marker,
+                    capsize=3,
+                    label=metric,
+                )
         axes.set(xlabel="ms, median and middle half of the rounds", xlim=(0, None))
         axes.legend(fontsize=8)
 
@@ -226,11 +311,13 @@ def draw(report: Report, path: Path) -> None:
 
 
 def fit_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
-    """Emit what each collective takes, in seconds and CPU seconds, and compute without any. (all ranks)"""
+    """Emit what each collective takes, in seconds and CPU seconds, and compute without any. (all
+    ranks)
+    """
     import torch
 
+    from nanoray.devices.host import keep_freed_memory
     from nanoray.mesh.axis import data_axis
-    from nanoray.mesh.devices import keep_freed_memory
 
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -239,7 +326,9 @@ def fit_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]],
         flat, own = torch.zeros(nbytes // 4), torch.zeros(nbytes // 4 // n)
         calls: dict[str, Callable[[], Any]] = {
             "all_reduce": lambda flat=flat: axis.sum(flat, "gradients"),  # type: ignore[misc]
-            "reduce_scatter": lambda flat=flat, own=own: axis.start_reduce_scatter(flat, "gradients")(own),  # type: ignore[misc]
+            "reduce_scatter": lambda flat=flat, own=own: axis.start_reduce_scatter(
+                flat, "gradients"
+            )(own),  # type: ignore[misc]
             "all_gather": lambda flat=flat: axis.start_all_gather(flat, "weights")(),  # type: ignore[misc]
         }
         for op, call in calls.items():
@@ -251,7 +340,10 @@ def fit_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]],
                     work()
                     start, cpu = time.perf_counter(), time.process_time()
                     call()
-                    seconds, cpu_s = seconds + time.perf_counter() - start, cpu_s + time.process_time() - cpu
+                    seconds, cpu_s = (
+                        seconds + time.perf_counter() - start,
+                        cpu_s + time.process_time() - cpu,
+                    )
                 times.append(seconds / order["calls"])
                 spent.append(cpu_s / order["calls"])
             worst = mesh.gather((min(times), min(spent)))
@@ -261,7 +353,10 @@ def fit_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]],
     for tp in (1, 2):
         everyone = mesh.gather([_compute(mesh, order, tp) for _ in range(order["turns"])])
         if everyone is not None:  # a turn's time is that of its slowest rank, as a step's is
-            turns = [max(of_turn, key=lambda parts: sum(parts.values())) for of_turn in zip(*everyone, strict=True)]
+            turns = [
+                max(of_turn, key=lambda parts: sum(parts.values()))
+                for of_turn in zip(*everyone, strict=True)
+            ]
             emit({"tp": tp} | min(turns, key=lambda parts: sum(parts.values())))
 
 
@@ -278,7 +373,9 @@ def _work(order: dict[str, Any]) -> Callable[[], Any]:
 
 
 def _compute(mesh: Mesh, order: dict[str, Any], tp: int) -> dict[str, float]:
-    """Return the median seconds of a rank's forward, backward and update, of a model that exchanges nothing."""
+    """Return the median seconds of a rank's forward, backward and update, of a model that exchanges
+    nothing.
+    """
     import torch
     from torch.nn.utils import get_total_norm
 
@@ -314,16 +411,19 @@ def _compute(mesh: Mesh, order: dict[str, Any], tp: int) -> dict[str, float]:
                 p.grad.zero_()  # buckets keep theirs
         marks.append(time.perf_counter())
         spans.append([b - a for a, b in pairwise(marks)])
-    medians = [statistics.median(part) for part in zip(*spans[2:], strict=True)]  # the first ones fill caches
+    # The first ones fill caches
+    medians = [statistics.median(part) for part in zip(*spans[2:], strict=True)]
     return dict(zip(_PARTS, medians, strict=True))
 
 
 def time_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
-    """Run the arms of the order in turns; emit the fastest turn's median step of the slowest rank. (all ranks)"""
+    """Run the arms of the order in turns; emit the fastest turn's median step of the slowest rank.
+    (all ranks)
+    """
     import torch
 
     from nanoray.bench.arm import Arm, gpt
-    from nanoray.mesh.devices import keep_freed_memory
+    from nanoray.devices.host import keep_freed_memory
 
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -331,7 +431,9 @@ def time_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]]
     for name, own in order["arms"].items():
         batch = {"global_batch_size": 0, "micro_batch_size": MICRO, "grad_accum_steps": 1}
         base = load_config(preset=order["preset"]).model_dump()
-        config = Config(**(base | {"precision": "fp32", "device": "cpu", "grad_clip": 0.0} | batch | own))
+        config = Config(
+            **(base | {"precision": "fp32", "device": "cpu", "grad_clip": 0.0} | batch | own)
+        )
         arms[name] = Arm(mesh, config, gpt)
     fastest = dict.fromkeys(arms, math.inf)
     for turn in range(order["turns"]):
@@ -344,7 +446,9 @@ def time_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]]
                 arm.plan.settle()
                 arm.plan.zero_grad()
                 times.append(time.perf_counter() - start)
-            worst = mesh.all_reduce(torch.tensor([statistics.median(times)], dtype=torch.float64), op="max").item()
+            worst = mesh.all_reduce(
+                torch.tensor([statistics.median(times)], dtype=torch.float64), op="max"
+            ).item()
             fastest[name] = min(fastest[name], worst)
     for name, arm in arms.items():
         arm.plan.close()

@@ -5,9 +5,10 @@
     backend     two slices of one card over gloo, and over NCCL where the NCCL in force allows it
     whole       a whole card against its slices, where both exist
 
-Every arm times training steps of a preset's GPT under DDP, copies in the device's memory, and an all-reduce. Without
-slices each arm says why it is not run, and a stand-in runs: ranks that share one plain GPU, or the CPU. That shows what
-sharing costs, and nothing about the isolation of MIG. The MIG mode is never changed; the commands for it are printed.
+Every arm times training steps of a preset's GPT under DDP, copies in the device's memory, and an
+all-reduce. Without slices each arm says why it is not run, and a stand-in runs: ranks that share
+one plain GPU, or the CPU. That shows what sharing costs, and nothing about the isolation of MIG.
+The MIG mode is never changed; the commands for it are printed.
 """
 
 from __future__ import annotations
@@ -28,19 +29,31 @@ from nanoray.bench.harness.figure import figure, whiskers
 from nanoray.bench.harness.rank_pool import RankFailed, RankPool, Where
 from nanoray.bench.harness.report import Report, Row, markdown, say
 from nanoray.config import Config, load_config
+from nanoray.devices.device import Device
+from nanoray.devices.gpus import discover_gpus
+from nanoray.devices.host import available_cpus
+from nanoray.devices.mig import mig_commands
+from nanoray.devices.slots import local_slots
 from nanoray.environment import environment
 from nanoray.errors import ConfigError
-from nanoray.mesh.devices import Device, available_cpus, discover_gpus, local_slots, mig_commands
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.rendezvous import RankDevice, choose_backend, runtime_nccl_version
 from nanoray.metrics import algbw_gbps, busbw_factor
 from nanoray.mig import CARDS, compute_share, peak_text, peaks, plan
 
 ENTRY = "nanoray.bench.mig:step_rank"
-WRONG = "ranks whose weights are not finite or not rank 0's; of all_reduce, elements that are not exact"
-VOCAB_SIZE = 65  # Shakespeare's characters; the tokens are random, because their values cost no time
+WRONG = (
+    "ranks whose weights are not finite or not rank 0's; of all_reduce, elements that are not exact"
+)
+# Shakespeare's characters; the tokens are random, because their values cost no time
+VOCAB_SIZE = 65
 MAX_SLICES = 7
-STEP, THROUGHPUT, OF_FLOPS, OF_BANDWIDTH = "step", "throughput", "of peak FLOP/s", "of peak bandwidth"
+STEP, THROUGHPUT, OF_FLOPS, OF_BANDWIDTH = (
+    "step",
+    "throughput",
+    "of peak FLOP/s",
+    "of peak bandwidth",
+)
 
 
 @dataclass(frozen=True)
@@ -57,14 +70,24 @@ class Arm:
     @property
     def extra(self) -> dict[str, Any]:
         """What its rows say of it in the JSON file."""
-        keys = {"experiment": self.experiment, "ranks": self.ranks, "uuids": [d.uuid for d in self.devices]}
-        return keys | ({"profile": self.devices[0].profile} | peaks(self.devices[0]) if self.devices else {})
+        keys = {
+            "experiment": self.experiment,
+            "ranks": self.ranks,
+            "uuids": [d.uuid for d in self.devices],
+        }
+        return keys | (
+            {"profile": self.devices[0].profile} | peaks(self.devices[0]) if self.devices else {}
+        )
 
 
-def matrix(card: str, found: list[Device], most: int, nccl: tuple[int, int, int] | None) -> list[Arm]:
-    """Return the experiments with up to `most` ranks on slices of `card`; what `found` cannot run has the reason.
+def matrix(
+    card: str, found: list[Device], most: int, nccl: tuple[int, int, int] | None
+) -> list[Arm]:
+    """Return the experiments with up to `most` ranks on slices of `card`; what `found` cannot run
+    has the reason.
 
-    The slices of one arm lie on one card. The series of slices takes the profile of which one card has the most.
+    The slices of one arm lie on one card. The series of slices takes the profile of which one card
+    has the most.
     """
     single, double = (p.slice.profile for p in plan(card)[:2])
     slices = [d for d in found if d.kind == "mig" and d.name.startswith(f"{card} MIG ")]
@@ -73,10 +96,19 @@ def matrix(card: str, found: list[Device], most: int, nccl: tuple[int, int, int]
     first = 2 if series in (single, double) else 1  # one of these is measured already
     arms = [_on_slices("bandwidth", slices, 1, profile) for profile in (single, double)]
     arms += [_on_slices("slices", slices, n, series) for n in range(first, most + 1)]
-    arms += [_over(backend, _on_slices("backend", slices, 2, series), nccl) for backend in ("gloo", "nccl")]
+    arms += [
+        _over(backend, _on_slices("backend", slices, 2, series), nccl)
+        for backend in ("gloo", "nccl")
+    ]
     whole = tuple(d for d in found if (d.kind, d.name, d.mig_mode) == ("cuda", card, False))[:1]
-    needs = "" if whole and slices else f"needs a whole {card}, out of MIG mode, beside the slices of another"
-    return [arm for arm in arms if arm.ranks <= most] + [Arm("whole", f"whole {card}", 1, whole, skipped=needs)]
+    needs = (
+        ""
+        if whole and slices
+        else f"needs a whole {card}, out of MIG mode, beside the slices of another"
+    )
+    return [arm for arm in arms if arm.ranks <= most] + [
+        Arm("whole", f"whole {card}", 1, whole, skipped=needs)
+    ]
 
 
 def _on_slices(experiment: str, slices: list[Device], ranks: int, profile: str) -> Arm:
@@ -93,21 +125,23 @@ def _over(backend: str, arm: Arm, nccl: tuple[int, int, int] | None) -> Arm:
         choose_backend([RankDevice("mig", "", "")] * 2, backend, nccl)
     except ConfigError as error:
         refused = "; ".join(filter(None, (refused, str(error))))
-    return Arm(arm.experiment, f"{arm.name} over {backend}", arm.ranks, arm.devices, backend, refused)
+    return Arm(
+        arm.experiment, f"{arm.name} over {backend}", arm.ranks, arm.devices, backend, refused
+    )
 
 
 def step_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
     """Time blocks of training steps. (all ranks)
 
-    Emits step_ms (one per block, slowest rank), the SMs of rank 0's device, and in `wrong` how many ranks hold weights
-    that are not finite, or not rank 0's, after the last step.
+    Emits step_ms (one per block, slowest rank), the SMs of rank 0's device, and in `wrong` how many
+    ranks hold weights that are not finite, or not rank 0's, after the last step.
     """
     import torch
 
     from nanoray.models.gpt import GPT, ModelShape
+    from nanoray.models.precision import autocast
     from nanoray.parallel.ddp import apply_ddp
-    from nanoray.train.optim import make_optimizer
-    from nanoray.train.precision import autocast
+    from nanoray.train.optim.groups.groups import make_optimizer
 
     config, device = Config(**order["config"]), mesh.device
     torch.manual_seed(config.seed)
@@ -135,9 +169,15 @@ def step_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]]
     steps = mesh.broadcast(max(2, round(order["block_s"] / max(1e-6, seconds(2) / 2))))
     step_ms = [1e3 * seconds(steps) / steps for _ in range(order["blocks"])]
     weights = torch.nn.utils.parameters_to_vector(gpt.parameters()).detach().cpu()
-    held = mesh.gather((hashlib.sha256(weights.numpy().tobytes()).hexdigest(), bool(weights.isfinite().all())))
+    held = mesh.gather(
+        (hashlib.sha256(weights.numpy().tobytes()).hexdigest(), bool(weights.isfinite().all()))
+    )
     if held is not None:
-        sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else None
+        sms = (
+            torch.cuda.get_device_properties(device).multi_processor_count
+            if device.type == "cuda"
+            else None
+        )
         wrong = sum(not finite or digest != held[0][0] for digest, finite in held)
         emit({"step_ms": step_ms, "sms": sms, "wrong": wrong})
 
@@ -147,50 +187,82 @@ def step_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]]
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's flags."""
-    parser.add_argument("--workers", type=int, metavar="N", help="at most N ranks [7; on CPU 4 to 7; with --quick 2]")
     parser.add_argument(
-        "--device", default="auto", choices=("auto", "mig", "cuda", "cpu"), help="what to run on [auto]"
+        "--workers",
+        type=int,
+        metavar="N",
+        help="at most N ranks [7; on CPU 4 to 7; with --quick 2]",
     )
-    parser.add_argument("--card", metavar="NAME", help='which one to plan for [the one found, else "NVIDIA H200"]')
-    parser.add_argument("--preset", help="whose GPT to train, global_batch_size per rank [shakespeare-char; CPU: tiny]")
-    parser.add_argument("--timeout_s", type=float, default=600.0, help="ranks silent for longer have failed [600]")
+    parser.add_argument(
+        "--device",
+        default="auto",
+        choices=("auto", "mig", "cuda", "cpu"),
+        help="what to run on [auto]",
+    )
+    parser.add_argument(
+        "--card", metavar="NAME", help='which one to plan for [the one found, else "NVIDIA H200"]'
+    )
+    parser.add_argument(
+        "--preset",
+        help="whose GPT to train, global_batch_size per rank [shakespeare-char; CPU: tiny]",
+    )
+    parser.add_argument(
+        "--timeout_s", type=float, default=600.0, help="ranks silent for longer have failed [600]"
+    )
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
     """Report the plan, run what this machine can run, and say why the rest is not run."""
     if "RANK" in os.environ:
-        raise ConfigError("bench mig starts its own ranks, but RANK is set; run it without torchrun")
+        raise ConfigError(
+            "bench mig starts its own ranks, but RANK is set; run it without torchrun"
+        )
     if args.timeout_s <= 0 or (args.workers is not None and args.workers < 1):
-        raise ConfigError(f"workers = {args.workers}, timeout_s = {args.timeout_s:g}; both must be above 0")
+        raise ConfigError(
+            f"workers = {args.workers}, timeout_s = {args.timeout_s:g}; both must be above 0"
+        )
     found, cpus = discover_gpus(), available_cpus()
     slots = local_slots(args.device, None, found, cpus)  # refuses a device that is not there
     slices = [d for d in found if d.kind == "mig"] if args.device in ("auto", "mig") else []
     card = _card(args.card, slices, found)
     shared = () if slices else slots.devices[:1]
     on_cpu = not (slices or shared)
-    most = args.workers or (2 if args.quick else min(MAX_SLICES, max(4, int(cpus))) if on_cpu else MAX_SLICES)
+    most = args.workers or (
+        2 if args.quick else min(MAX_SLICES, max(4, int(cpus))) if on_cpu else MAX_SLICES
+    )
     if on_cpu:
         local_slots("cpu", most, [], cpus)  # refuses more ranks than the CPUs can run
     preset = args.preset or ("tiny" if on_cpu else "shakespeare-char")
     bf16 = not on_cpu and all(d.bf16 for d in (*slices, *shared))
     config = load_config(preset=preset, overrides={"precision": "bf16" if bf16 else "fp32"})
-    report.conditions["recipe"] = f"preset {preset}, {config.precision}, {config.global_batch_size} sequences per rank"
+    report.conditions["recipe"] = (
+        f"preset {preset}, {config.precision}, {config.global_batch_size} sequences per rank"
+    )
     nccl = runtime_nccl_version()
     _say_plan(report, card, found, nccl)
     arms = matrix(card, found if slices else [], most if slices else MAX_SLICES, nccl)
     if not slices:
         what = shared[0].name if shared else f"{cpus:g} CPU cores"
-        report.conditions["stand-in"] = f"1 to {most} ranks share {what}, which MIG would keep apart"
-        arms += [Arm("stand-in", f"stand-in: {n} rank(s) share {what}", n, shared) for n in range(1, most + 1)]
+        report.conditions["stand-in"] = (
+            f"1 to {most} ranks share {what}, which MIG would keep apart"
+        )
+        arms += [
+            Arm("stand-in", f"stand-in: {n} rank(s) share {what}", n, shared)
+            for n in range(1, most + 1)
+        ]
     for arm in arms:
         if arm.skipped:
-            report.rows.append(Row(arm.name, THROUGHPUT, "tok/s", (), skipped=arm.skipped, extra=arm.extra))
+            report.rows.append(
+                Row(arm.name, THROUGHPUT, "tok/s", (), skipped=arm.skipped, extra=arm.extra)
+            )
             continue
         try:
             _run(arm, args, report, config)
         except RankFailed as error:
             report.failures.append(f"{arm.name}: {error}")
-            report.rows.append(Row(arm.name, THROUGHPUT, "tok/s", (), error="see FAILED below", extra=arm.extra))
+            report.rows.append(
+                Row(arm.name, THROUGHPUT, "tok/s", (), error="see FAILED below", extra=arm.extra)
+            )
         say(f"{arm.name}  {report.cell(arm.name, THROUGHPUT, 'none')} tok/s")
     _compare(report)
 
@@ -200,31 +272,53 @@ def _card(asked: str | None, slices: list[Device], found: list[Device]) -> str:
     names = [d.name.partition(" MIG ")[0] for d in slices or found]
     card = asked or next((name for name in names if slices or name in CARDS), "NVIDIA H200")
     if slices and card not in names:
-        raise ConfigError(f"card = {card}, but the slices here are of {names[0]}; drop --card, or add --device cpu")
+        raise ConfigError(
+            f"card = {card}, but the slices here are of {names[0]}; drop --card, or add --device "
+            "cpu"
+        )
     if card not in CARDS:
-        raise ConfigError(f"card = {card}: its slices are not known here; known: {', '.join(CARDS)}")
+        raise ConfigError(
+            f"card = {card}: its slices are not known here; known: {', '.join(CARDS)}"
+        )
     return card
 
 
-def _say_plan(report: Report, card: str, found: list[Device], nccl: tuple[int, int, int] | None) -> None:
+def _say_plan(
+    report: Report, card: str, found: list[Device], nccl: tuple[int, int, int] | None
+) -> None:
     """Add what is found, what a card promises, and the commands that would cut it."""
     report.conditions["card"] = card
     report.conditions["slices"] = [
-        f"{d.profile or d.name} {d.uuid} ({d.memory_bytes / 2**30:.1f} GiB, {compute_share(d):.3f} of compute, "
+        f"{d.profile or d.name} {d.uuid} ({d.memory_bytes / 2**30:.1f} GiB, {compute_share(d):.3f} "
+        "of compute, "
         f"{d.bandwidth_fraction:.3f} of bandwidth, {peak_text(peaks(d))})"
         for d in found
         if d.kind == "mig"
     ]
     versions = {"here": nccl, "with torch 2.13's": (2, 29, 7), "with a newer one": (2, 31, 0)}
-    choices = {k: choose_backend([RankDevice("mig", "", "")] * 2, "auto", v) for k, v in versions.items()}
-    report.conditions["NCCL"] = {when: f"{choice.backend} ({choice.reason})" for when, choice in choices.items()}
+    choices = {
+        k: choose_backend([RankDevice("mig", "", "")] * 2, "auto", v) for k, v in versions.items()
+    }
+    report.conditions["NCCL"] = {
+        when: f"{choice.backend} ({choice.reason})" for when, choice in choices.items()
+    }
     blank = Device("cuda", 0, "", card, CARDS[card] << 30, "")
     gpu = next((d for d in found if (d.kind, d.name) == ("cuda", card)), blank)
     report.conditions["to cut it"] = [mig_commands(gpu, p.fit) for p in plan(card)[:2]]
     for part, fit, sms in plan(card):
-        known = peaks(part) | {"profile": part.profile, "fit": fit, "sms": sms, "memory_bytes": part.memory_bytes}
-        note = f"predicted, not measured; one of them: {peak_text(known)}" + (f", {sms} SMs" if sms else "")
-        for bound, share in (("compute", part.compute_fraction), ("bandwidth", part.bandwidth_fraction)):
+        known = peaks(part) | {
+            "profile": part.profile,
+            "fit": fit,
+            "sms": sms,
+            "memory_bytes": part.memory_bytes,
+        }
+        note = f"predicted, not measured; one of them: {peak_text(known)}" + (
+            f", {sms} SMs" if sms else ""
+        )
+        for bound, share in (
+            ("compute", part.compute_fraction),
+            ("bandwidth", part.bandwidth_fraction),
+        ):
             extra = known | {"experiment": "plan", "fraction": share}
             arm, metric = f"plan: {fit} × {part.profile}", f"speed, {bound}-bound"
             report.rows.append(Row(arm, metric, "of the card", (fit * share,), note, extra=extra))
@@ -234,19 +328,44 @@ def _run(arm: Arm, args: argparse.Namespace, report: Report, config: Config) -> 
     """Run one arm and add its rows. Raises RankFailed."""
     devices = len(arm.devices)
     kind = arm.devices[0].kind if devices else "cpu"
-    where = Where(arm.ranks, "processes", kind, arm.backend, timeout_s=args.timeout_s, shared=0 < devices < arm.ranks)
-    steps = {"config": config.model_dump()} | {"blocks": 3 if args.quick else 7, "block_s": 0.2 if args.quick else 1.0}
-    reduce = {"ops": ["all_reduce"] if arm.ranks > 1 else [], "dtypes": ["float32"], "sizes": [1 << 22]}
+    where = Where(
+        arm.ranks,
+        "processes",
+        kind,
+        arm.backend,
+        timeout_s=args.timeout_s,
+        shared=0 < devices < arm.ranks,
+    )
+    steps = {"config": config.model_dump()} | {
+        "blocks": 3 if args.quick else 7,
+        "block_s": 0.2 if args.quick else 1.0,
+    }
+    reduce = {
+        "ops": ["all_reduce"] if arm.ranks > 1 else [],
+        "dtypes": ["float32"],
+        "sizes": [1 << 22],
+    }
     reduce |= {"rounds": steps["blocks"], "budget_s": steps["block_s"], "timeout_s": args.timeout_s}
     reduce |= {"sharing": [arm.ranks // max(1, devices)] * arm.ranks}
-    visible = {"CUDA_VISIBLE_DEVICES": ",".join(d.uuid for d in arm.devices)}  # a pool takes the first that it finds
+    # A pool takes the first that it finds
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(d.uuid for d in arm.devices)}
     with environment(visible), RankPool(where) as pool:
         events = [*pool.run(ENTRY, steps), *pool.run(collectives.ENTRY, reduce)]
-        add_rows(report, arm, config, events, {"backend": pool.backend, "backend_reason": pool.backend_reason})
+        add_rows(
+            report,
+            arm,
+            config,
+            events,
+            {"backend": pool.backend, "backend_reason": pool.backend_reason},
+        )
 
 
-def add_rows(report: Report, arm: Arm, config: Config, events: list[dict[str, Any]], backend: dict[str, str]) -> None:
-    """Add what one arm measured: steps, then copies, then all-reduces; shares of the peak are of its slices' peak."""
+def add_rows(
+    report: Report, arm: Arm, config: Config, events: list[dict[str, Any]], backend: dict[str, str]
+) -> None:
+    """Add what one arm measured: steps, then copies, then all-reduces; shares of the peak are of
+    its slices' peak.
+    """
     from nanoray.models.costs import flops_per_token
     from nanoray.models.gpt import ModelShape
 
@@ -254,15 +373,36 @@ def add_rows(report: Report, arm: Arm, config: Config, events: list[dict[str, An
     extra = arm.extra | {"sms": timed["sms"]} | backend
 
     def add(metric: str, unit: str, values: list[float], note: str = "", **more: Any) -> None:
-        report.rows.append(Row(arm.name, metric, unit, tuple(values), note, **{"extra": extra} | more))
+        report.rows.append(
+            Row(arm.name, metric, unit, tuple(values), note, **{"extra": extra} | more)
+        )
 
     tokens = arm.ranks * config.global_batch_size * config.block_size
     rates = [1e3 * tokens / ms for ms in timed["step_ms"]]
-    add(STEP, "ms", timed["step_ms"], "{backend}: {backend_reason}".format(**backend), wrong=timed["wrong"])
-    add(THROUGHPUT, "tok/s", rates, "of all ranks" + (f", {timed['sms']} SMs per rank" if timed["sms"] else ""))
-    add(collectives.COPY, "GB/s", copied["copy_gbps"], "copied per rank while all copy, slowest rank")
+    add(
+        STEP,
+        "ms",
+        timed["step_ms"],
+        "{backend}: {backend_reason}".format(**backend),
+        wrong=timed["wrong"],
+    )
+    add(
+        THROUGHPUT,
+        "tok/s",
+        rates,
+        "of all ranks" + (f", {timed['sms']} SMs per rank" if timed["sms"] else ""),
+    )
+    add(
+        collectives.COPY,
+        "GB/s",
+        copied["copy_gbps"],
+        "copied per rank while all copy, slowest rank",
+    )
     if "peak_gbps" in extra:
-        flops, peak = flops_per_token(ModelShape.of(config, VOCAB_SIZE)), 1e12 * extra["peak_tflops"] * len(arm.devices)
+        flops, peak = (
+            flops_per_token(ModelShape.of(config, VOCAB_SIZE)),
+            1e12 * extra["peak_tflops"] * len(arm.devices),
+        )
         add(OF_FLOPS, "%", [100 * rate * flops / peak for rate in rates], peak_text(extra))
         sharers = arm.ranks / len(arm.devices)
         used = [100 * 2 * gbps * sharers / extra["peak_gbps"] for gbps in copied["copy_gbps"]]
@@ -270,7 +410,11 @@ def add_rows(report: Report, arm: Arm, config: Config, events: list[dict[str, An
     for event in reduced:
         factor, size = busbw_factor("all_reduce", arm.ranks) or 1.0, event["bytes"]
         busbw = [factor * algbw_gbps(size, us / 1e6) for us in event.get("pipelined_us", [])]
-        blocking = f"busbw; one blocking call {statistics.median(event['blocking_us']):.0f} us" if busbw else ""
+        blocking = (
+            f"busbw; one blocking call {statistics.median(event['blocking_us']):.0f} us"
+            if busbw
+            else ""
+        )
         told = {key: event[key] for key in ("wrong", "skipped", "error") if key in event}
         keys = {"op": "all_reduce", "dtype": event["dtype"], "bytes": size}
         add(f"all_reduce of {size >> 20} MiB", "GB/s", busbw, blocking, **told, extra=extra | keys)
@@ -280,12 +424,18 @@ def _series(report: Report) -> list[Row]:
     """Return the throughput of 1, 2, ... ranks: of the stand-in, or of equal slices of one card."""
     rows = [r for r in report.rows if r.metric == THROUGHPUT and r.unit == "tok/s" and r.values]
     profiles = {r.extra["profile"] for r in rows if r.extra["experiment"] == "slices"}
-    slices = [r for r in rows if r.extra["experiment"] in ("bandwidth", "slices") and r.extra["profile"] in profiles]
+    slices = [
+        r
+        for r in rows
+        if r.extra["experiment"] in ("bandwidth", "slices") and r.extra["profile"] in profiles
+    ]
     return [r for r in rows if r.extra["experiment"] == "stand-in"] or slices
 
 
 def ideal(row: Row) -> int:
-    """Return a row of the series over one rank's, if nothing is lost or idle: slices add up, sharers do not."""
+    """Return a row of the series over one rank's, if nothing is lost or idle: slices add up,
+    sharers do not.
+    """
     return 1 if row.extra["experiment"] == "stand-in" else row.extra["ranks"]
 
 
@@ -294,11 +444,18 @@ def _compare(report: Report) -> None:
     series, card = _series(report), report.conditions["card"]
     single, double = (f"1 × {p.slice.profile}" for p in plan(card)[:2])
     pairs = [
-        (row.arm, series[0].arm, THROUGHPUT, f"{ideal(row)} if sharing costs nothing, and one rank leaves nothing idle")
+        (
+            row.arm,
+            series[0].arm,
+            THROUGHPUT,
+            f"{ideal(row)} if sharing costs nothing, and one rank leaves nothing idle",
+        )
         for row in series[1:]
     ]
     pairs += [(row.arm, f"whole {card}", THROUGHPUT, "") for row in series[-1:]]
-    pairs += [(double, single, THROUGHPUT, "1: compute is the limit, 2: bandwidth; mind the SMs of both")]
+    pairs += [
+        (double, single, THROUGHPUT, "1: compute is the limit, 2: bandwidth; mind the SMs of both")
+    ]
     pairs += [(double, single, collectives.COPY, "ideal: 2")]
     for upper, lower, metric, note in pairs:
         if all((row := report.row(arm, metric)) and row.values for arm in (upper, lower)):
@@ -307,27 +464,52 @@ def _compare(report: Report) -> None:
 
 def paste(report: Report) -> list[str]:
     """Return what was measured as a table for a README; the plan stands in the rows."""
-    metrics = {THROUGHPUT: "tok/s", STEP: "step, ms", OF_FLOPS: "% of peak FLOP/s", collectives.COPY: "copy, GB/s"}
-    arms = [r.arm for r in report.rows if r.metric == THROUGHPUT and r.unit == "tok/s" and not r.skipped]
+    metrics = {
+        THROUGHPUT: "tok/s",
+        STEP: "step, ms",
+        OF_FLOPS: "% of peak FLOP/s",
+        collectives.COPY: "copy, GB/s",
+    }
+    arms = [
+        r.arm for r in report.rows if r.metric == THROUGHPUT and r.unit == "tok/s" and not r.skipped
+    ]
     return markdown(
-        ("ranks", *metrics.values()), [(arm, *(report.cell(arm, m, "none") or "–" for m in metrics)) for arm in arms]
+        ("ranks", *metrics.values()),
+        [(arm, *(report.cell(arm, m, "none") or "–" for m in metrics)) for arm in arms],
     )
 
 
 def draw(report: Report, path: Path) -> None:
-    """Draw what the slices of the card promise, and throughput over ranks against the ideal; lines are min to max."""
+    """Draw what the slices of the card promise, and throughput over ranks against the ideal; lines
+    are min to max.
+    """
     with figure(report, path, (11, 4)) as (left, right):
         _draw_plan(left, report.conditions["card"])
         if series := _series(report):
             ranks, first = [r.extra["ranks"] for r in series], series[0]
             medians = [r.median for r in series]
-            right.errorbar(ranks, medians, yerr=whiskers(series), marker="o", capsize=3, label="measured, median")
+            right.errorbar(
+                ranks,
+                medians,
+                yerr=whiskers(series),
+                marker="o",
+                capsize=3,
+                label="measured, median",
+            )
             best = [first.median * ideal(r) / ideal(first) for r in series]
             right.plot(ranks, best, "--", color="0.5", label="ideal, from the first")
             shared, card = report.conditions.get("stand-in"), report.conditions["card"]
-            title = f"stand-in:\n{shared}" if shared else f"slices {first.extra['profile']} of one {card}"
+            title = (
+                f"stand-in:\n{shared}"
+                if shared
+                else f"slices {first.extra['profile']} of one {card}"
+            )
             right.set_title(title, fontsize=9)
-            right.set(xlabel=f"ranks (a device: {peak_text(first.extra)})", ylabel="tok/s of all ranks", xticks=ranks)
+            right.set(
+                xlabel=f"ranks (a device: {peak_text(first.extra)})",
+                ylabel="tok/s of all ranks",
+                xticks=ranks,
+            )
             right.set_ylim(bottom=0)
             right.legend(fontsize=8)
 
@@ -340,7 +522,9 @@ def _draw_plan(axes: Any, card: str) -> None:
     for i, (part, _, _) in enumerate(plan(card)):
         end = max(part.compute_fraction, part.bandwidth_fraction)
         axes.text(end + 0.02, i, peak_text(peaks(part)), va="center", fontsize=7)
-    axes.set(title=f"plan, not measured: one slice of {card}", xlabel="share of the card", xlim=(0, 1.7))
+    axes.set(
+        title=f"plan, not measured: one slice of {card}", xlabel="share of the card", xlim=(0, 1.7)
+    )
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.legend(fontsize=8, loc="upper right")

@@ -1,9 +1,11 @@
-"""`python -m nanoray.bench overlap`: DDP's bucket size against what communication costs, and what hides it.
+"""`python -m nanoray.bench overlap`: DDP's bucket size against what communication costs, and what
+hides it.
 
-One model, one DDP wrapper per bucket size around it, and one that never communicates (no_sync). Every round runs a few
-steps of each in turn, so a slow minute of the machine hits all. Step times are those of DDP's own C++ path; busy and
-exposed times come from extra steps with the recording hook of `--comm_trace`, right after them. Wrappers that a step
-does not use cost it under a microsecond per parameter, in all arms.
+One model, one DDP wrapper per bucket size around it, and one that never communicates (no_sync).
+Every round runs a few steps of each in turn, so a slow minute of the machine hits all. Step times
+are those of DDP's own C++ path; busy and exposed times come from extra steps with the recording
+hook of `--comm_trace`, right after them. Wrappers that a step does not use cost it under a
+microsecond per parameter, in all arms.
 """
 
 from __future__ import annotations
@@ -18,14 +20,21 @@ from typing import Any
 
 from nanoray.bench.harness.figure import figure, whiskers
 from nanoray.bench.harness.plan import rotated
-from nanoray.bench.harness.rank_pool import RankFailed, RankPool, add_where_flags, describe, where_from
+from nanoray.bench.harness.rank_pool import (
+    RankFailed,
+    RankPool,
+    add_where_flags,
+    describe,
+    where_from,
+)
 from nanoray.bench.harness.report import Report, Row, aligned, markdown, ratio, say
 from nanoray.config import load_config
 from nanoray.errors import ConfigError
 
 STEP, BUSY, EXPOSED, COST = "step", "collectives busy", "exposed", "A/B cost"
 NO_SYNC = "no_sync"
-# Relative: buckets of another size sum in another order, no more; in 16 bits attention's backward has an order as well.
+# Relative: buckets of another size sum in another order, no more; in 16 bits attention's backward
+# has an order as well.
 SAME_GRADIENT = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
 WRONG = "parameters whose gradient is not that of the first bucket size"
 CPU_BUCKETS, GPU_BUCKETS = "0.1,0.25,0.5,1,2,4", "1,5,12.5,25,50,100,500"
@@ -36,20 +45,30 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_where_flags(parser)
     sizes = f"bucket sizes in MB [{CPU_BUCKETS} on CPU, {GPU_BUCKETS} on GPU]"
     parser.add_argument("--buckets", metavar="MB,MB", help=sizes)
-    parser.add_argument("--preset", help="whose model and batch [shakespeare-cpu; on GPU gpt2-124m]")
-    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all sizes [20; 3 with --quick]")
-    parser.add_argument("--steps", type=int, metavar="N", help="steps of one size per round [10; 4 with --quick]")
+    parser.add_argument(
+        "--preset", help="whose model and batch [shakespeare-cpu; on GPU gpt2-124m]"
+    )
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", help="rounds of all sizes [20; 3 with --quick]"
+    )
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="steps of one size per round [10; 4 with --quick]"
+    )
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
     """Sweep the bucket sizes and fill the report."""
     where = where_from(args)
     if where.workers < 2:
-        raise ConfigError(f"workers = {where.workers}: one rank has nothing to hide; use --workers 2 or more")
+        raise ConfigError(
+            f"workers = {where.workers}: one rank has nothing to hide; use --workers 2 or more"
+        )
     rounds = (3 if args.quick else 20) if args.rounds is None else args.rounds
     steps = (4 if args.quick else 10) if args.steps is None else args.steps
     if min(rounds, steps) < 1:
-        raise ConfigError(f"rounds = {rounds}, steps = {steps}; both must be above 0: leave them out for 20 of 10")
+        raise ConfigError(
+            f"rounds = {rounds}, steps = {steps}; both must be above 0: leave them out for 20 of 10"
+        )
     asked = None if args.buckets is None else _sizes(args.buckets)
     if args.preset:
         load_config(preset=args.preset)  # refuses one that is not known
@@ -78,7 +97,9 @@ def measure(args: argparse.Namespace, report: Report) -> None:
             report.failures.append(str(error))
     for arm, events in found.items():
         fact = facts.get(arm, {})
-        note = f"{fact['buckets']} bucket(s) of at most {fact['largest'] / 1e6:.3g} MB" if fact else ""
+        note = (
+            f"{fact['buckets']} bucket(s) of at most {fact['largest'] / 1e6:.3g} MB" if fact else ""
+        )
         _rows(report, arm, events, note, fact.get("wrong"))
 
 
@@ -86,9 +107,14 @@ def _sizes(text: str) -> list[float]:
     try:
         sizes = sorted({float(part) for part in text.split(",")})
     except ValueError:
-        raise ConfigError(f"buckets = {text}: not numbers; write MB,MB like {CPU_BUCKETS}") from None
+        raise ConfigError(
+            f"buckets = {text}: not numbers; write MB,MB like {CPU_BUCKETS}"
+        ) from None
     if not all(0 < size < math.inf for size in sizes):
-        raise ConfigError(f"buckets = {text}: a bucket needs a size above 0 and below infinity, like {CPU_BUCKETS}")
+        raise ConfigError(
+            f"buckets = {text}: a bucket needs a size above 0 and below infinity, like "
+            f"{CPU_BUCKETS}"
+        )
     return sizes
 
 
@@ -96,9 +122,18 @@ def _arm(mb: float) -> str:
     return f"{mb:g} MB"
 
 
-def _rows(report: Report, arm: str, events: list[dict[str, Any]], note: str, wrong: int | None) -> None:
+def _rows(
+    report: Report, arm: str, events: list[dict[str, Any]], note: str, wrong: int | None
+) -> None:
     def row(metric: str, key: str) -> Row:
-        return Row(arm, metric, "ms", tuple(e[key] for e in events), note, wrong=wrong if metric == STEP else None)
+        return Row(
+            arm,
+            metric,
+            "ms",
+            tuple(e[key] for e in events),
+            note,
+            wrong=wrong if metric == STEP else None,
+        )
 
     report.rows.append(row(STEP, "step_ms"))
     if arm == NO_SYNC or not events:
@@ -113,21 +148,33 @@ def _rows(report: Report, arm: str, events: list[dict[str, Any]], note: str, wro
 
 
 def finding(report: Report) -> list[str]:
-    """Return what the sweep says, by its numbers: the fastest size, and whether hiding more made steps faster."""
-    arms = [r for r in report.rows if r.metric == STEP and r.unit == "ms" and r.arm != NO_SYNC and r.values]
+    """Return what the sweep says, by its numbers: the fastest size, and whether hiding more made
+    steps faster.
+    """
+    arms = [
+        r
+        for r in report.rows
+        if r.metric == STEP and r.unit == "ms" and r.arm != NO_SYNC and r.values
+    ]
     if not arms:
         return []
     # By the paired ratio to no_sync, not by medians of times that were taken in different minutes.
     slowdown = {r.arm: _median(report, f"{r.arm} / {NO_SYNC}", STEP) for r in arms}
-    hidden = {r.arm: 100 * (1 - _median(report, r.arm, EXPOSED) / _median(report, r.arm, BUSY)) for r in arms}
+    hidden = {
+        r.arm: 100 * (1 - _median(report, r.arm, EXPOSED) / _median(report, r.arm, BUSY))
+        for r in arms
+    }
     best, most = min(slowdown, key=lambda a: slowdown[a]), max(hidden, key=lambda a: hidden[a])
     lines = [
-        f"fastest: {best} buckets, a step takes {slowdown[best]:.3f} x one that does not communicate, "
-        f"{hidden[best]:.0f} % of the communication hidden: --bucket_mb {best.removesuffix(' MB')} on this machine",
+        f"fastest: {best} buckets, a step takes {slowdown[best]:.3f} x one that does not "
+        "communicate, "
+        f"{hidden[best]:.0f} % of the communication hidden: --bucket_mb {best.removesuffix(' MB')} "
+        "on this machine",
     ]
     if most != best:
         lines.append(
-            f"most hidden: {most} buckets, {hidden[most]:.0f} %, yet {slowdown[most]:.3f} x: hiding more is not faster "
+            f"most hidden: {most} buckets, {hidden[most]:.0f} %, yet {slowdown[most]:.3f} x: "
+            "hiding more is not faster "
             "where communication takes compute's cores, or where small messages cost latency"
         )
     return lines
@@ -142,13 +189,25 @@ def _median(report: Report, arm: str, metric: str) -> float:
 def lines(report: Report) -> list[str]:
     """Return a table with a line per bucket size, medians with their quartiles, and the finding."""
 
-    heads = ("buckets", "step, ms", "/ no_sync", "busy, ms", "exposed, ms", "A/B cost, ms", "n", "wrong", "")
+    heads = (
+        "buckets",
+        "step, ms",
+        "/ no_sync",
+        "busy, ms",
+        "exposed, ms",
+        "A/B cost, ms",
+        "n",
+        "wrong",
+        "",
+    )
     found: list[tuple[str, ...]] = [heads]
     for row in (r for r in report.rows if r.metric == STEP and r.unit == "ms"):
         numbers = [report.cell(row.arm, STEP), report.cell(f"{row.arm} / {NO_SYNC}", STEP)]
         numbers += [report.cell(row.arm, metric) for metric in (BUSY, EXPOSED, COST)]
         wrong = "" if row.wrong is None else str(row.wrong)
-        found.append((row.arm, *numbers, str(row.n), wrong, row.problem if not row.values else row.note))
+        found.append(
+            (row.arm, *numbers, str(row.n), wrong, row.problem if not row.values else row.note)
+        )
     return [*aligned(found, right=set(range(1, 8))), "", *finding(report)]
 
 
@@ -156,21 +215,32 @@ def paste(report: Report) -> list[str]:
     """Return a table for a README, and the finding."""
     arms = [r.arm for r in report.rows if r.metric == STEP and r.unit == "ms" and r.values]
     header = ("buckets", "step, ms", "busy, ms", "exposed, ms", "A/B cost, ms")
-    cells = [(arm, *(report.cell(arm, metric, "range") for metric in (STEP, BUSY, EXPOSED, COST))) for arm in arms]
+    cells = [
+        (arm, *(report.cell(arm, metric, "range") for metric in (STEP, BUSY, EXPOSED, COST)))
+        for arm in arms
+    ]
     return [*markdown(header, cells), "", *finding(report)]
 
 
 def draw(report: Report, path: Path) -> None:
     """Draw step, hidden and exposed time over the bucket size."""
-    arms = [r for r in report.rows if r.metric == STEP and r.unit == "ms" and r.arm != NO_SYNC and r.values]
+    arms = [
+        r
+        for r in report.rows
+        if r.metric == STEP and r.unit == "ms" and r.arm != NO_SYNC and r.values
+    ]
     bare, names = report.row(NO_SYNC, STEP), [r.arm for r in arms]
     ranks = report.conditions.get("ranks", {}).get("world size", "?")
     note = f"{ranks} ranks, {report.conditions['backend']} · {report.conditions['recipe']}"
     with figure(report, path, note=note) as (left, right):
         spread = whiskers(arms, quartiles=True)
-        left.errorbar(names, [r.median for r in arms], yerr=spread, marker="o", capsize=3, label="step")
+        left.errorbar(
+            names, [r.median for r in arms], yerr=spread, marker="o", capsize=3, label="step"
+        )
         if bare and bare.values:
-            left.axhline(bare.median, color="0.5", ls="--", label="step without communication (no_sync)")
+            left.axhline(
+                bare.median, color="0.5", ls="--", label="step without communication (no_sync)"
+            )
         left.set(title="optimizer step over DDP's bucket size", ylabel="ms, median and quartiles")
         left.legend(fontsize=8)
         exposed = [_median(report, arm, EXPOSED) for arm in names]
@@ -187,15 +257,17 @@ def draw(report: Report, path: Path) -> None:
 
 
 def _recipe(mesh: Any, preset: str) -> tuple[Any, Any, Callable[[Any], Any], dict[str, Any]]:
-    """Return a preset's model, its optimizer, a forward through any wrapper of it, and what is run. (all ranks)"""
+    """Return a preset's model, its optimizer, a forward through any wrapper of it, and what is run.
+    (all ranks)
+    """
     import torch
 
     from nanoray.bench.simulate import VOCAB
     from nanoray.models.costs import count_parameters
     from nanoray.models.gpt import GPT, ModelShape
-    from nanoray.train.optim import make_optimizer
-    from nanoray.train.precision import autocast
-    from nanoray.train.recipe import agree_on_precision, resolve_precision
+    from nanoray.models.precision import autocast
+    from nanoray.train.agree import agree_on_precision, resolve_precision
+    from nanoray.train.optim.groups.groups import make_optimizer
 
     cfg = load_config(preset=preset)
     precision, why = agree_on_precision(mesh, resolve_precision(cfg, mesh))
@@ -205,13 +277,22 @@ def _recipe(mesh: Any, preset: str) -> tuple[Any, Any, Callable[[Any], Any], dic
     rows = cfg.micro_batch_size or max(1, cfg.global_batch_size // mesh.world_size)
     source = torch.Generator().manual_seed(mesh.rank)
     size = rows, cfg.block_size
-    x, y = (torch.randint(shape.vocab_size, size, generator=source).to(mesh.device) for _ in range(2))  # (B, T)
+    # (B, T)
+    x, y = (
+        torch.randint(shape.vocab_size, size, generator=source).to(mesh.device) for _ in range(2)
+    )
 
     def forward(model: Any) -> Any:
-        with autocast(mesh.device.type, precision):  # as the engine does; without the loss scaler of fp16
+        # As the engine does; without the loss scaler of fp16
+        with autocast(mesh.device.type, precision):
             return model(x, y)
 
-    told = {"precision": precision, "why": why, "parameters": count_parameters(shape), "vocabulary": shape.vocab_size}
+    told = {
+        "precision": precision,
+        "why": why,
+        "parameters": count_parameters(shape),
+        "vocabulary": shape.vocab_size,
+    }
     return gpt, make_optimizer(gpt, cfg), forward, told
 
 
@@ -252,7 +333,10 @@ def measure_rank(mesh: Any, order: dict[str, Any], emit: Callable[[dict[str, Any
     for arm, model in plain.items():
         gradients(model)  # DDP regroups its buckets after the first backward
         pairs = zip(gradients(model), reference, strict=True)
-        wrong = sum(torch.dist(a, b).item() > SAME_GRADIENT[told["precision"]] * torch.norm(b).item() for a, b in pairs)
+        wrong = sum(
+            torch.dist(a, b).item() > SAME_GRADIENT[told["precision"]] * torch.norm(b).item()
+            for a, b in pairs
+        )
         gradients(noted[arm])
         recorders[arm].begin(0)
         gradients(noted[arm])
@@ -280,7 +364,10 @@ def measure_rank(mesh: Any, order: dict[str, Any], emit: Callable[[dict[str, Any
                 for _ in range(3):
                     step(noted[arm], recorders[arm])
                 wait_for(mesh.device)
-                costs = [account([Collective(**c) for c in s["collectives"]]) for s in recorders[arm].read()]
+                costs = [
+                    account([Collective(**c) for c in s["collectives"]])
+                    for s in recorders[arm].read()
+                ]
                 event["busy_ms"] = worst(1e3 * median(c.busy for c in costs))
                 event["exposed_ms"] = worst(1e3 * median(c.exposed for c in costs))
             emit(event)

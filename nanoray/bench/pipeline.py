@@ -1,9 +1,11 @@
-"""`python -m nanoray.bench pipeline`: how long the stages of a pipeline wait, under every schedule, beside the theory.
+"""`python -m nanoray.bench pipeline`: how long the stages of a pipeline wait, under every schedule,
+beside the theory.
 
-One rank is one stage. All arms train the same GPT on the same batches, so the schedules must end with the same loss,
-and all but `interleaved`, which computes in other chunks, with the same bits as 1f1b. Each round trains some steps of
-every arm in turn. A stage's waiting is the share of forward and backward in which it needs what another one has not
-sent yet; the theory knows equal stages and messages that take no time.
+One rank is one stage. All arms train the same GPT on the same batches, so the schedules must end
+with the same loss, and all but `interleaved`, which computes in other chunks, with the same bits as
+1f1b. Each round trains some steps of every arm in turn. A stage's waiting is the share of forward
+and backward in which it needs what another one has not sent yet; the theory knows equal stages and
+messages that take no time.
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from nanoray.bench.harness.figure import figure, whiskers
 from nanoray.bench.harness.plan import rotated
-from nanoray.bench.harness.rank_pool import RankFailed, RankPool, add_where_flags, describe, where_from
+from nanoray.bench.harness.rank_pool import (
+    RankFailed,
+    RankPool,
+    add_where_flags,
+    describe,
+    where_from,
+)
 from nanoray.bench.harness.report import Report, Row, aligned, markdown, say
 from nanoray.config import Config, load_config
 from nanoray.errors import ConfigError
@@ -28,18 +36,34 @@ if TYPE_CHECKING:
 
 BASE = "1f1b"
 STEP, WAIT, THEORY, LOSS, BITS = "step", "waiting", "waiting, theory", "loss", "bits"
-FAR = 1e-3  # of losses: in other chunks the norm is summed in another order, and AdamW makes more of it each step
+# Of losses: in other chunks the norm is summed in another order, and AdamW makes more of it each
+# step
+FAR = 1e-3
 WRONG = "ranks whose weights are not those under 1f1b, or whose loss is far from it"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's flags."""
     add_where_flags(parser)
-    parser.add_argument("--preset", default="shakespeare-cpu", help="whose model and batch [%(default)s]")
-    parser.add_argument("--micro", default="2,4,8", help="micro batches of a step, one after another [%(default)s]")
-    parser.add_argument("--micro_batch_size", type=int, default=4, metavar="N", help="sequences in one [%(default)s]")
-    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all arms [10; 2 with --quick]")
-    parser.add_argument("--steps", type=int, metavar="N", help="steps of an arm per round [8; 2 with --quick]")
+    parser.add_argument(
+        "--preset", default="shakespeare-cpu", help="whose model and batch [%(default)s]"
+    )
+    parser.add_argument(
+        "--micro", default="2,4,8", help="micro batches of a step, one after another [%(default)s]"
+    )
+    parser.add_argument(
+        "--micro_batch_size",
+        type=int,
+        default=4,
+        metavar="N",
+        help="sequences in one [%(default)s]",
+    )
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", help="rounds of all arms [10; 2 with --quick]"
+    )
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="steps of an arm per round [8; 2 with --quick]"
+    )
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
@@ -50,7 +74,8 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     counts = [int(text) for text in args.micro.split(",") if text.strip().isdigit()]
     if where.workers < 2 or min(rounds, steps, *counts, len(counts)) < 1:
         raise ConfigError(
-            f"workers = {where.workers}, micro = {args.micro}, rounds = {rounds}, steps = {steps}; a pipeline needs 2 "
+            f"workers = {where.workers}, micro = {args.micro}, rounds = {rounds}, steps = {steps}; "
+            "a pipeline needs 2 "
             "ranks, and each of the others at least 1"
         )
     order: dict[str, Any] = {"preset": args.preset, "rounds": rounds, "steps": steps}
@@ -64,7 +89,9 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         try:
             for event in pool.run("nanoray.bench.pipeline:train_rank", order):
                 if "recipe" in event:
-                    report.conditions["recipe"] = f"{event['recipe']}, {rounds} rounds of {steps} steps"
+                    report.conditions["recipe"] = (
+                        f"{event['recipe']}, {rounds} rounds of {steps} steps"
+                    )
                     continue
                 found[event["arm"]].append(event)
                 told = f"{event['step_ms']:.1f} ms, waits {event['wait']:.1f} %"
@@ -76,7 +103,9 @@ def measure(args: argparse.Namespace, report: Report) -> None:
 
 
 def arms_of(stages: int, counts: list[int], layers: int) -> dict[str, dict[str, Any]]:
-    """Return the settings of every schedule with every number of micro batches, and of layers, that it takes."""
+    """Return the settings of every schedule with every number of micro batches, and of layers, that
+    it takes.
+    """
     return {
         f"{kind}, {m} micro": {"pp": stages, "pp_schedule": kind, "grad_accum_steps": m}
         for m in counts
@@ -92,9 +121,15 @@ def configuration(order: dict[str, Any], own: dict[str, Any]) -> Config:
 
 
 def _rows(
-    report: Report, name: str, own: dict[str, Any], events: list[dict[str, Any]], found: dict[str, list[dict[str, Any]]]
+    report: Report,
+    name: str,
+    own: dict[str, Any],
+    events: list[dict[str, Any]],
+    found: dict[str, list[dict[str, Any]]],
 ) -> None:
-    """Add an arm's rows, and the ratio of its step to that of 1f1b with as many micro batches, round by round."""
+    """Add an arm's rows, and the ratio of its step to that of 1f1b with as many micro batches,
+    round by round.
+    """
     kind, base = own["pp_schedule"], f"{BASE}, {own['grad_accum_steps']} micro"
     if not events:
         report.rows.append(Row(name, STEP, "ms", ()))
@@ -108,23 +143,32 @@ def _rows(
     wrong = sum(abs(a - b) > FAR for a, b in losses)
     if kind != "interleaved":
         wrong += sum(a["digest"] != b["digest"] for a, b in zip(events, found[base], strict=False))
-    report.rows.append(Row(name, LOSS, "nat", tuple(e["loss"] for e in events), f"against {base}", wrong=wrong))
+    report.rows.append(
+        Row(name, LOSS, "nat", tuple(e["loss"] for e in events), f"against {base}", wrong=wrong)
+    )
     if name != base:
         report.compare(name, base, STEP, "paired by round")
 
 
 def finding(report: Report) -> list[str]:
-    """Return what was found, by its numbers: which schedule gains most on 1f1b with as many micro batches."""
+    """Return what was found, by its numbers: which schedule gains most on 1f1b with as many micro
+    batches.
+    """
     ratios = [r for r in report.rows if r.metric == STEP and " / " in r.arm and r.values]
     if not ratios:
         return []
     best = min(ratios, key=lambda row: row.median)
     name, _, base = best.arm.partition(" / ")
-    return [f"the best schedule beside 1f1b, {name}, is {best.speed} {base} here: {best.median:.3g} x its step"]
+    return [
+        f"the best schedule beside 1f1b, {name}, is {best.speed} {base} here: {best.median:.3g} x "
+        "its step"
+    ]
 
 
 def _table(report: Report, spread: str) -> list[tuple[str, ...]]:
-    table: list[tuple[str, ...]] = [("schedule", "step, ms", "step / 1f1b", "a stage waits, %", "by the theory, %")]
+    table: list[tuple[str, ...]] = [
+        ("schedule", "step, ms", "step / 1f1b", "a stage waits, %", "by the theory, %")
+    ]
     for row in (r for r in report.rows if r.metric == STEP and r.unit == "ms"):
         base = f"{BASE}, {row.arm.partition(', ')[2]}"
         cells = [report.cell(row.arm, metric, spread) for metric in (STEP, WAIT)]
@@ -153,19 +197,33 @@ def paste(report: Report) -> list[str]:
 
 
 def draw(report: Report, path: Path) -> None:
-    """Draw what was measured over what the theory says, and the steps of each schedule over those of 1f1b."""
+    """Draw what was measured over what the theory says, and the steps of each schedule over those
+    of 1f1b.
+    """
     note = f"{report.conditions.get('recipe', '')} · {report.conditions.get('backend', '')}"
     with figure(report, path, (11, 4.4), note=note) as (left, right):
         for i, kind in enumerate(SCHEDULES):
-            own = [r for r in report.rows if r.metric == WAIT and r.arm.startswith(f"{kind},") and r.values]
+            own = [
+                r
+                for r in report.rows
+                if r.metric == WAIT and r.arm.startswith(f"{kind},") and r.values
+            ]
             theory = [report.row(row.arm, THEORY) for row in own]
             points = [(t.median, row.median) for t, row in zip(theory, own, strict=True) if t]
-            left.plot(*zip(*points, strict=True), "o", color=f"C{i}", label=kind) if points else None
-            ratios = [r for r in report.rows if r.metric == STEP and r.arm.startswith(f"{kind},") and " / " in r.arm]
+            left.plot(
+                *zip(*points, strict=True), "o", color=f"C{i}", label=kind
+            ) if points else None
+            ratios = [
+                r
+                for r in report.rows
+                if r.metric == STEP and r.arm.startswith(f"{kind},") and " / " in r.arm
+            ]
             ratios = [r for r in ratios if r.values]
             beside = [k + i / 10 for k in range(len(ratios))]  # so that no whisker hides another
             spread = whiskers(ratios, quartiles=True)
-            right.errorbar(beside, [r.median for r in ratios], yerr=spread, fmt="o", capsize=2, color=f"C{i}")
+            right.errorbar(
+                beside, [r.median for r in ratios], yerr=spread, fmt="o", capsize=2, color=f"C{i}"
+            )
             if ratios:
                 right.set_xticks(beside, [r.arm.split()[1] for r in ratios])
         left.axline((0, 0), slope=1, color="0.6", lw=0.8)
@@ -179,11 +237,13 @@ def draw(report: Report, path: Path) -> None:
 
 
 def train_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> None:
-    """Run the rounds; emit one event per arm and round: times of the slowest stage, waiting of all. (all ranks)"""
+    """Run the rounds; emit one event per arm and round: times of the slowest stage, waiting of all.
+    (all ranks)
+    """
     import torch
 
     from nanoray.bench.arm import Arm, gpt
-    from nanoray.mesh.devices import keep_freed_memory
+    from nanoray.devices.host import keep_freed_memory
     from nanoray.trace.log import share_idle
     from nanoray.trace.recorder import wait_for
 
@@ -198,10 +258,15 @@ def train_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -
             start = time.perf_counter()
             phases = [phase for _ in range(order["steps"]) for phase in _noted(arm)]
             wait_for(mesh.device)
-            ms = torch.tensor(1e3 * (time.perf_counter() - start) / order["steps"], device=mesh.device)
+            ms = torch.tensor(
+                1e3 * (time.perf_counter() - start) / order["steps"], device=mesh.device
+            )
             wait = torch.tensor(100 * share_idle(phases), device=mesh.device)
             event = {"arm": name, "round": turn, "loss": arm.loss.item()}
-            event |= {"step_ms": mesh.all_reduce(ms, op="max").item(), "wait": mesh.all_reduce_mean(wait).item()}
+            event |= {
+                "step_ms": mesh.all_reduce(ms, op="max").item(),
+                "wait": mesh.all_reduce_mean(wait).item(),
+            }
             event |= {"theory": 100 * arm.plan.bubble, "digest": arm.digests()}
             emit(event)
     for arm in arms.values():

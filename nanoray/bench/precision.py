@@ -1,8 +1,10 @@
-"""`python -m nanoray.bench precision`: what 16 bits lose in training, what cures it, and what each mode costs.
+"""`python -m nanoray.bench precision`: what 16 bits lose in training, what cures it, and what each
+mode costs.
 
-One process trains a small GPT in every precision, on the same batches, and measures apart: gradients that underflow,
-updates that are lost, Adam's moments, overflow in attention and in compressed sums, the loss scale after overflows,
-and eight bits in the residual stream and in the loss. docs/precision.md explains the rows.
+One process trains a small GPT in every precision, on the same batches, and measures apart:
+gradients that underflow, updates that are lost, Adam's moments, overflow in attention and in
+compressed sums, the loss scale after overflows, and eight bits in the residual stream and in the
+loss. docs/precision.md explains the rows.
 """
 
 from __future__ import annotations
@@ -22,23 +24,53 @@ from nanoray.errors import ConfigError
 if TYPE_CHECKING:
     from nanoray.bench.precision_lab import Lab
 
-MODES: dict[str, dict[str, Any]] = {name: {"precision": name} for name in ("fp32", "bf16", "fp16", "bf16_pure")}
+MODES: dict[str, dict[str, Any]] = {
+    name: {"precision": name} for name in ("fp32", "bf16", "fp16", "bf16_pure")
+}
 MODES["bf16_pure, stochastic"] = {"precision": "bf16_pure", "rounding": "stochastic"}
 MODES["bf16_pure, fp32 masters"] = {"precision": "bf16_pure", "master_weights": "fp32"}
 MODES["fp16_pure"] = {"precision": "fp16_pure"}
 MODES["fp16_pure, fp32 masters"] = {"precision": "fp16_pure", "master_weights": "fp32"}
-FP8: dict[str, dict[str, Any]] = {f", per {how}": {"precision": "fp8", "fp8_scaling": how} for how in ("tensor", "row")}
+FP8: dict[str, dict[str, Any]] = {
+    f", per {how}": {"precision": "fp8", "fp8_scaling": how} for how in ("tensor", "row")
+}
 MODES |= {f"fp8 emulated{how}": of for how, of in FP8.items()}
-ON_GPUS = {name: of for name, of in MODES.items() if of["precision"] != "fp8"} | {"tf32": {"precision": "tf32"}}
-SETTINGS: dict[str, Any] = {"n_layer": 2, "n_head": 4, "n_embd": 64, "block_size": 32, "global_batch_size": 4}
-TINY: dict[str, Any] = SETTINGS | {"n_layer": 2, "n_embd": 32, "block_size": 16, "global_batch_size": 4}
-STEP, STATE, STATE_FORMULA, KEPT, KEPT_FORMULA = "step", "state", "state, formula", "batch", "batch, formula"
+ON_GPUS = {name: of for name, of in MODES.items() if of["precision"] != "fp8"} | {
+    "tf32": {"precision": "tf32"}
+}
+SETTINGS: dict[str, Any] = {
+    "n_layer": 2,
+    "n_head": 4,
+    "n_embd": 64,
+    "block_size": 32,
+    "global_batch_size": 4,
+}
+TINY: dict[str, Any] = SETTINGS | {
+    "n_layer": 2,
+    "n_embd": 32,
+    "block_size": 16,
+    "global_batch_size": 4,
+}
+STEP, STATE, STATE_FORMULA, KEPT, KEPT_FORMULA = (
+    "step",
+    "state",
+    "state, formula",
+    "batch",
+    "batch, formula",
+)
 LOSS, CURVE, SKIPPED = "final loss", "loss curve", "skipped steps"
 WEIGHTS = (0, 4, 8, 12, 16, 20, 24)  # k of a loss weight of 2^-k
-NO_SCALE, SCALED, LATE, LATE_SCALED = "lost", "lost, scaled", "lost, trained", "lost, trained, scaled"
+NO_SCALE, SCALED, LATE, LATE_SCALED = (
+    "lost",
+    "lost, scaled",
+    "lost, trained",
+    "lost, trained, scaled",
+)
 SMALL = "subnormal, trained"
 RATES = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
-UPDATES: dict[str, dict[str, Any]] = {name: of for name, of in MODES.items() if name.endswith("_pure")}
+UPDATES: dict[str, dict[str, Any]] = {
+    name: of for name, of in MODES.items() if name.endswith("_pure")
+}
 UPDATES |= {name: of for name, of in MODES.items() if name.startswith("bf16_pure, ")}
 STUCK, WENT = "never moved", "went"
 EXPONENTS = (-1, -2, -3, -4, -5, -6, -7)
@@ -54,10 +86,18 @@ Axes = Any
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's flags."""
-    parser.add_argument("--dataset", default="stdlib", help="text to learn, as of nanoray.train [%(default)s]")
-    parser.add_argument("--steps", type=int, metavar="N", help="steps of each mode [100; 24 with --quick]")
-    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all modes in turn [10; 2 with --quick]")
-    parser.add_argument("--workers", type=int, metavar="N", default=1, help="1: this bench is one process")
+    parser.add_argument(
+        "--dataset", default="stdlib", help="text to learn, as of nanoray.train [%(default)s]"
+    )
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="steps of each mode [100; 24 with --quick]"
+    )
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", help="rounds of all modes in turn [10; 2 with --quick]"
+    )
+    parser.add_argument(
+        "--workers", type=int, metavar="N", default=1, help="1: this bench is one process"
+    )
     gpu = "cuda: what each mode costs on a GPU, without the studies, whose numbers no device changes [%(default)s]"
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=gpu)
     add_settings_flag(parser, "those of the small model")
@@ -68,9 +108,14 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     steps = (24 if args.quick else 100) if args.steps is None else args.steps
     rounds = (2 if args.quick else 10) if args.rounds is None else args.rounds
     if args.workers != 1:
-        raise ConfigError(f"workers = {args.workers}, but this bench studies arithmetic in one process; drop --workers")
+        raise ConfigError(
+            f"workers = {args.workers}, but this bench studies arithmetic in one process; drop "
+            "--workers"
+        )
     if rounds < 1 or steps < rounds:
-        raise ConfigError(f"steps = {steps}, rounds = {rounds}; at least one step a round, and one round")
+        raise ConfigError(
+            f"steps = {steps}, rounds = {rounds}; at least one step a round, and one round"
+        )
     import torch
 
     from nanoray.bench.precision_lab import Lab
@@ -80,15 +125,25 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     torch.set_num_threads(1)
     try:
         settings = (TINY if args.quick else SETTINGS) | settings_of(args)
-        own = {"dataset": args.dataset, "tokenizer": "byte", "max_steps": steps, "lr": 3e-3, "min_lr": 1e-5}
+        own = {
+            "dataset": args.dataset,
+            "tokenizer": "byte",
+            "max_steps": steps,
+            "lr": 3e-3,
+            "min_lr": 1e-5,
+        }
         own["warmup_steps"] = min(20, steps // 4)
         config = load_config(preset="shakespeare-cpu", overrides=settings | own)
         info = prepare(config)
         device = torch.device(args.device)
-        lab = Lab(config, TokenData(info, config.block_size, config.seed, device), info.vocab_size, device)
+        lab = Lab(
+            config, TokenData(info, config.block_size, config.seed, device), info.vocab_size, device
+        )
         told = ", ".join(f"{key} {value}" for key, value in settings.items())
         where = "1 thread" if args.device == "cpu" else torch.cuda.get_device_name()
-        report.conditions["recipe"] = f"{told}, {steps} steps, lr 3e-3 to 1e-5, {info.note}, {where}"
+        report.conditions["recipe"] = (
+            f"{told}, {steps} steps, lr 3e-3 to 1e-5, {info.note}, {where}"
+        )
         study(lab, report, steps, rounds, args.quick)
     finally:
         torch.set_num_threads(threads)
@@ -117,7 +172,10 @@ def train_modes(lab: Lab, report: Report, steps: int, rounds: int) -> dict[str, 
 
     modes = MODES
     if lab.device.type == "cuda":
-        modes = ON_GPUS | {f"fp8{'' if in_hardware(lab.device) else ' emulated'}{how}": of for how, of in FP8.items()}
+        modes = ON_GPUS | {
+            f"fp8{'' if in_hardware(lab.device) else ' emulated'}{how}": of
+            for how, of in FP8.items()
+        }
     runs = {name: Training(lab, **settings) for name, settings in modes.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for name, ms in rounds_of(runs, steps, rounds):
@@ -130,22 +188,40 @@ def train_modes(lab: Lab, report: Report, steps: int, rounds: int) -> dict[str, 
             Row(name, STATE, "MiB", (held / 2**20,), extra={"held": run.held}),
             Row(name, STATE_FORMULA, "MiB", (formula["state"] / 2**20,)),
             Row(name, KEPT, "MiB", (run.kept_for_backward() / 2**20,), "kept for backward"),
-            Row(name, KEPT_FORMULA, "MiB", (formula["batch"] / 2**20,), "activations, copies and both logits"),
-            Row(name, LOSS, "nat", (statistics.mean(run.losses[-max(1, steps // 10) :]),), "mean of the last tenth"),
+            Row(
+                name,
+                KEPT_FORMULA,
+                "MiB",
+                (formula["batch"] / 2**20,),
+                "activations, copies and both logits",
+            ),
+            Row(
+                name,
+                LOSS,
+                "nat",
+                (statistics.mean(run.losses[-max(1, steps // 10) :]),),
+                "mean of the last tenth",
+            ),
             Row(name, CURVE, "nat", tuple(run.losses[:: max(1, steps // 60)])),
         ]
         if run.scaler.enabled:
-            report.rows.append(Row(name, SKIPPED, "steps", (float(run.scaler.values()["skipped"]),)))
+            report.rows.append(
+                Row(name, SKIPPED, "steps", (float(run.scaler.values()["skipped"]),))
+            )
     return {name: p.detach() for name, p in runs["fp32"].model.named_parameters()}
 
 
 def underflow(lab: Lab, report: Report, trained: dict[str, Any], batches: int) -> None:
-    """Count gradients that fp16 makes zero: by the weight of the loss, before and after training, and by layer."""
+    """Count gradients that fp16 makes zero: by the weight of the loss, before and after training,
+    and by layer.
+    """
     from nanoray.bench.precision_lab import gradients, largest_scale, lost, pieces_of, subnormal
 
     first, late = lab.model(), lab.model()
     late.load_state_dict(trained, strict=False)
-    layers: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in pieces_of(late)}
+    layers: dict[str, tuple[list[float], list[float]]] = {
+        name: ([], []) for name in pieces_of(late)
+    }
     for k in WEIGHTS:
         found: dict[str, list[float]] = {name: [] for name in (NO_SCALE, SCALED, LATE, LATE_SCALED)}
         scales = []
@@ -165,38 +241,59 @@ def underflow(lab: Lab, report: Report, trained: dict[str, Any], batches: int) -
                         small.append(subnormal(half, name))
         arm = f"loss × 2^-{k}"
         report.rows += [Row(arm, name, "%", tuple(values)) for name, values in found.items()]
-        report.rows.append(Row(arm, "scale", "1", tuple(scales), "largest without an overflow, up to 2^24"))
+        report.rows.append(
+            Row(arm, "scale", "1", tuple(scales), "largest without an overflow, up to 2^24")
+        )
     for name, both in layers.items():
         for metric, values in zip((LATE, SMALL), both, strict=True):
-            report.rows.append(Row(f"layer {name}", metric, "%", tuple(values), "loss × 2^-8, no scale"))
+            report.rows.append(
+                Row(f"layer {name}", metric, "%", tuple(values), "loss × 2^-8, no scale")
+            )
 
 
 def updates(lab: Lab, report: Report, trained: dict[str, Any], steps: int) -> None:
-    """Repeat one update of trained weights: how many weights do not move, and how far the rest goes."""
+    """Repeat one update of trained weights: how many weights do not move, and how far the rest
+    goes.
+    """
     from nanoray.bench.precision_lab import move
 
     for lr in RATES:
         for name, settings in UPDATES.items():
             stuck, went = move(lab, trained, lr, steps, **settings)
-            report.rows.append(Row(f"lr {lr:.0e}", f"{STUCK}, {name}", "%", (stuck,), f"in {steps} updates"))
-            report.rows.append(Row(f"lr {lr:.0e}", f"{WENT}, {name}", "%", (went,), "100: as far as in float64"))
+            report.rows.append(
+                Row(f"lr {lr:.0e}", f"{STUCK}, {name}", "%", (stuck,), f"in {steps} updates")
+            )
+            report.rows.append(
+                Row(f"lr {lr:.0e}", f"{WENT}, {name}", "%", (went,), "100: as far as in float64")
+            )
 
 
 def moments(report: Report) -> None:
-    """Compare first updates of AdamW whose state is in fp16 with exact ones, by the size of the gradient."""
+    """Compare first updates of AdamW whose state is in fp16 with exact ones, by the size of the
+    gradient.
+    """
     from nanoray.bench.precision_lab import adam_in_fp16
 
     for exponent in EXPONENTS:
         plain, scaled = adam_in_fp16(10.0**exponent)
         arm = f"gradients of 1e{exponent}"
-        report.rows += [Row(arm, PLAIN, "%", (plain,), "off by over a tenth"), Row(arm, ROOT, "%", (scaled,))]
+        report.rows += [
+            Row(arm, PLAIN, "%", (plain,), "off by over a tenth"),
+            Row(arm, ROOT, "%", (scaled,)),
+        ]
 
 
 def overflow(lab: Lab, report: Report, trained: dict[str, Any]) -> None:
     """Let attention's logits, sums over ranks, and whole steps overflow."""
     import torch
 
-    from nanoray.bench.precision_lab import attention_overflow, compressed_mean, gradients, life_of_a_scale, lost
+    from nanoray.bench.precision_lab import (
+        attention_overflow,
+        compressed_mean,
+        gradients,
+        life_of_a_scale,
+        lost,
+    )
 
     for size in HEADS:
         for how, bad in attention_overflow(size).items():
@@ -205,7 +302,8 @@ def overflow(lab: Lab, report: Report, trained: dict[str, Any]) -> None:
     model.load_state_dict(trained, strict=False)
     exact = gradients(model, batch, "fp32")
     flat = torch.cat([g.flatten() for g in exact.values()])
-    scaled = flat * (2.0**14 / flat.abs().max())  # as dynamic scaling leaves them: the largest near fp16's limit
+    # As dynamic scaling leaves them: the largest near fp16's limit
+    scaled = flat * (2.0**14 / flat.abs().max())
     for ranks in RANKS:
         for how in MEANS:
             over, zero = compressed_mean(scaled, ranks, how)
@@ -220,7 +318,13 @@ def overflow(lab: Lab, report: Report, trained: dict[str, Any]) -> None:
         report.rows += [
             Row(arm, "lowest scale", "1", (min(scales),)),
             Row(arm, LATE, "%", (lost(low, exact),), "at the lowest scale"),
-            Row(arm, "scale", "1", tuple(scales), "after each of 120 steps; growth interval 20 in place of 1000"),
+            Row(
+                arm,
+                "scale",
+                "1",
+                tuple(scales),
+                "after each of 120 steps; growth interval 20 in place of 1000",
+            ),
         ]
 
 
@@ -233,12 +337,28 @@ def eight_bits(lab: Lab, report: Report, trained: dict[str, Any], batches: int) 
     for layers in DEPTHS:
         for kind in KINDS:
             error = stream_error(lab, layers, kind)
-            report.rows.append(Row(f"{layers} layers", f"error, {kind}", "%", (error,), "residual stream, untrained"))
+            report.rows.append(
+                Row(
+                    f"{layers} layers",
+                    f"error, {kind}",
+                    "%",
+                    (error,),
+                    "residual stream, untrained",
+                )
+            )
     model = lab.model()
     model.load_state_dict(trained, strict=False)
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
         errors = [loss_error(model, lab.batch(3000 + i), dtype) for i in range(batches)]
-        report.rows.append(Row(f"loss in {name}", "error", "nat", tuple(errors), "log-softmax and mean, equal logits"))
+        report.rows.append(
+            Row(
+                f"loss in {name}",
+                "error",
+                "nat",
+                tuple(errors),
+                "log-softmax and mean, equal logits",
+            )
+        )
 
 
 def judge(report: Report) -> None:
@@ -270,22 +390,68 @@ def paste(report: Report) -> list[str]:
         lines = [[arm, *(value(report, arm, metric) for metric in metrics)] for arm in arms]
         return [*markdown([first, *metrics.values()], lines), ""]
 
-    costs = {STEP: "step, ms", STATE: "state, MiB", STATE_FORMULA: "by formula", KEPT: "kept for backward, MiB"}
+    costs = {
+        STEP: "step, ms",
+        STATE: "state, MiB",
+        STATE_FORMULA: "by formula",
+        KEPT: "kept for backward, MiB",
+    }
     costs |= {KEPT_FORMULA: "with logits, by formula", LOSS: "final loss", SKIPPED: "skipped"}
     sums = {f"{what}, {how}": f"{what}: {how}" for how in MEANS for what in ("overflow", "zero")}
-    attention = ("fp16, scaled after", "fp16, scaled before", "fp16, torch's kernel", "bf16, scaled after")
+    attention = (
+        "fp16, scaled after",
+        "fp16, scaled before",
+        "fp16, torch's kernel",
+        "bf16, scaled after",
+    )
     sections = [
         of(modes_of(report), costs, "mode"),
-        of([f"loss × 2^-{k}" for k in WEIGHTS], {k: k for k in (NO_SCALE, SCALED, LATE, LATE_SCALED)}, "lost, %"),
-        of(_layers(report), {LATE: "zero", SMALL: "subnormal"}, "gradients of loss × 2^-8, trained, no scale, %"),
-        of([f"lr {lr:.0e}" for lr in RATES], {f"{STUCK}, {n}": n for n in UPDATES}, "weights that never moved, %"),
-        of([f"lr {lr:.0e}" for lr in RATES], {f"{WENT}, {n}": n for n in UPDATES}, "distance, % of float64's"),
-        of([f"gradients of 1e{e}" for e in EXPONENTS], {PLAIN: "m and v in fp16", ROOT: "2^12·m, 2^12·√v"}, "wrong, %"),
-        of([f"q and k of {h:g}" for h in HEADS], {f"not finite, {h}": h for h in attention}, "not finite, %"),
+        of(
+            [f"loss × 2^-{k}" for k in WEIGHTS],
+            {k: k for k in (NO_SCALE, SCALED, LATE, LATE_SCALED)},
+            "lost, %",
+        ),
+        of(
+            _layers(report),
+            {LATE: "zero", SMALL: "subnormal"},
+            "gradients of loss × 2^-8, trained, no scale, %",
+        ),
+        of(
+            [f"lr {lr:.0e}" for lr in RATES],
+            {f"{STUCK}, {n}": n for n in UPDATES},
+            "weights that never moved, %",
+        ),
+        of(
+            [f"lr {lr:.0e}" for lr in RATES],
+            {f"{WENT}, {n}": n for n in UPDATES},
+            "distance, % of float64's",
+        ),
+        of(
+            [f"gradients of 1e{e}" for e in EXPONENTS],
+            {PLAIN: "m and v in fp16", ROOT: "2^12·m, 2^12·√v"},
+            "wrong, %",
+        ),
+        of(
+            [f"q and k of {h:g}" for h in HEADS],
+            {f"not finite, {h}": h for h in attention},
+            "not finite, %",
+        ),
         of([f"{n} ranks" for n in RANKS], sums, "mean in fp16, %"),
-        of([f"{n} overflows" for n in OVERFLOWS], {"lowest scale": "lowest scale", LATE: "lost, %"}, "in a row"),
-        of([f"{n} layers" for n in DEPTHS], {f"error, {kind}": kind for kind in KINDS}, "residual stream, % off"),
-        of([f"loss in {kind}" for kind in ("bf16", "fp16", "fp32")], {"error": "error, nat"}, "mean loss"),
+        of(
+            [f"{n} overflows" for n in OVERFLOWS],
+            {"lowest scale": "lowest scale", LATE: "lost, %"},
+            "in a row",
+        ),
+        of(
+            [f"{n} layers" for n in DEPTHS],
+            {f"error, {kind}": kind for kind in KINDS},
+            "residual stream, % off",
+        ),
+        of(
+            [f"loss in {kind}" for kind in ("bf16", "fp16", "fp32")],
+            {"error": "error, nat"},
+            "mean loss",
+        ),
     ]
     return [line for section in sections for line in section]
 
@@ -293,21 +459,39 @@ def paste(report: Report) -> list[str]:
 def draw(report: Report, path: Path) -> None:
     """Draw one picture per claim."""
     with figure(report, path, (16, 11), (3, 3)) as axes:
-        _lines(axes[0], report, [f"loss × 2^-{k}" for k in WEIGHTS], WEIGHTS, (NO_SCALE, SCALED, LATE, LATE_SCALED))
+        _lines(
+            axes[0],
+            report,
+            [f"loss × 2^-{k}" for k in WEIGHTS],
+            WEIGHTS,
+            (NO_SCALE, SCALED, LATE, LATE_SCALED),
+        )
         axes[0].set(title="gradients that fp16 makes zero", xlabel="k of a loss × 2^-k", ylabel="%")
         layers, bottom = _layers(report), [0.0] * len(_layers(report))
         for metric, label in ((LATE, "zero"), (SMALL, "subnormal")):
             shares = [row.median if (row := report.row(layer, metric)) else 0.0 for layer in layers]
-            axes[1].bar([layer.removeprefix("layer ") for layer in layers], shares, bottom=bottom, label=label)
+            axes[1].bar(
+                [layer.removeprefix("layer ") for layer in layers],
+                shares,
+                bottom=bottom,
+                label=label,
+            )
             bottom = [a + b for a, b in zip(bottom, shares, strict=True)]
         axes[1].tick_params(axis="x", rotation=30)
         axes[1].set(title="the same by layer, loss × 2^-8, no scale", ylabel="%")
         rates = [f"lr {lr:.0e}" for lr in RATES]
         _lines(axes[2], report, rates, RATES, [f"{WENT}, {name}" for name in UPDATES])
-        axes[2].set(title="distance of repeated small updates", xlabel="lr", ylabel="% of float64's", xscale="log")
+        axes[2].set(
+            title="distance of repeated small updates",
+            xlabel="lr",
+            ylabel="% of float64's",
+            xscale="log",
+        )
         arms = [f"gradients of 1e{e}" for e in EXPONENTS]
         _lines(axes[3], report, arms, EXPONENTS, (PLAIN, ROOT))
-        axes[3].set(title="AdamW's state in fp16: wrong updates", xlabel="log10 of the gradient", ylabel="%")
+        axes[3].set(
+            title="AdamW's state in fp16: wrong updates", xlabel="log10 of the gradient", ylabel="%"
+        )
         how = [r.metric for r in report.rows if r.arm == f"q and k of {HEADS[0]:g}"]
         _lines(axes[4], report, [f"q and k of {h:g}" for h in HEADS], HEADS, how)
         axes[4].set(title="attention that is not finite", xlabel="size of q and k", ylabel="%")
@@ -317,22 +501,41 @@ def draw(report: Report, path: Path) -> None:
         for count in OVERFLOWS:
             if row := report.row(f"{count} overflows", "scale"):
                 axes[6].plot(row.values, label=row.arm)
-        axes[6].set(title="life of a loss scale (growth interval 20)", xlabel="step", ylabel="scale", yscale="log")
-        _lines(axes[7], report, [f"{n} layers" for n in DEPTHS], DEPTHS, [f"error, {kind}" for kind in KINDS])
+        axes[6].set(
+            title="life of a loss scale (growth interval 20)",
+            xlabel="step",
+            ylabel="scale",
+            yscale="log",
+        )
+        _lines(
+            axes[7],
+            report,
+            [f"{n} layers" for n in DEPTHS],
+            DEPTHS,
+            [f"error, {kind}" for kind in KINDS],
+        )
         axes[7].set(title="error of the residual stream", xlabel="layers", ylabel="%", xscale="log")
         for name in modes_of(report):
             if row := report.row(name, CURVE):
                 axes[8].plot(row.values, label=name, linewidth=1)
-        axes[8].set(title="loss of each mode, same batches", xlabel="60ths of the run", ylabel="nat/token")
+        axes[8].set(
+            title="loss of each mode, same batches", xlabel="60ths of the run", ylabel="nat/token"
+        )
         for each in axes:
             each.legend(fontsize=6)
 
 
 def _layers(report: Report) -> list[str]:
-    return list(dict.fromkeys(row.arm for row in report.rows if row.arm.startswith("layer ") and row.values))
+    return list(
+        dict.fromkeys(row.arm for row in report.rows if row.arm.startswith("layer ") and row.values)
+    )
 
 
 def _lines(axes: Axes, report: Report, arms: list[str], xs: Any, metrics: Any) -> None:
     for metric in metrics:
-        rows = [(x, row.median) for x, arm in zip(xs, arms, strict=True) if (row := report.row(arm, metric))]
+        rows = [
+            (x, row.median)
+            for x, arm in zip(xs, arms, strict=True)
+            if (row := report.row(arm, metric))
+        ]
         axes.plot(*zip(*rows, strict=True), marker="o", markersize=3, label=metric)

@@ -1,4 +1,5 @@
-"""The experiments of `bench precision`: a small GPT, one process, and the parts of nanoray that a run uses, too.
+"""The experiments of `bench precision`: a small GPT, one process, and the parts of nanoray that a
+run uses, too.
 
 Each function measures one claim and returns numbers; bench/precision.py makes rows of them.
 """
@@ -17,15 +18,21 @@ from torch import Tensor, nn
 
 from nanoray.config import Config, make_config
 from nanoray.data.tokens import TokenData
+from nanoray.forecast.memory import Sizes, held_bytes, state_memory
 from nanoray.mesh.pieces import whole_shards
 from nanoray.models.costs import activation_memory
 from nanoray.models.fp8 import use_fp8
 from nanoray.models.gpt import GPT, ModelShape
-from nanoray.parallel.memory import Sizes, held_bytes, state_memory
-from nanoray.train.optim import lr_at, make_optimizer, set_lr
-from nanoray.train.optim16 import EPS, FP16_FACTOR
-from nanoray.train.precision import LossScaler, autocast, float32_products, step_unless, weight_type
-from nanoray.train.precision_stats import SMALLEST, layer_of
+from nanoray.models.precision import (
+    LossScaler,
+    autocast,
+    float32_products,
+    step_unless,
+    weight_type,
+)
+from nanoray.train.optim.groups.groups import lr_at, make_optimizer, set_lr
+from nanoray.train.optim.groups.optim16 import EPS, FP16_FACTOR
+from nanoray.train.watch.precision_stats import SMALLEST, layer_of
 
 CPU = torch.device("cpu")
 FP16_MAX = 65504.0
@@ -103,12 +110,17 @@ class Training:
     def formula(self) -> dict[str, int]:
         """What a rank holds between two steps, and for its micro batch, by the formulas."""
         state = state_memory(self.config, Sizes.of(self.model), 1, 1, 1.0)
-        batch = activation_memory(self.lab.shape, self.config.global_batch_size, self.config.precision)
+        batch = activation_memory(
+            self.lab.shape, self.config.global_batch_size, self.config.precision
+        )
         return {"state": sum(state.values()), "batch": sum(batch.values())}
 
     def kept_for_backward(self) -> int:
         """Count the bytes that a forward keeps for backward, and the logits, as torch holds them."""
-        own, kept = {p.untyped_storage().data_ptr() for p in self.model.parameters()}, dict[int, int]()
+        own, kept = (
+            {p.untyped_storage().data_ptr() for p in self.model.parameters()},
+            dict[int, int](),
+        )
 
         def keep(tensor: Tensor) -> Tensor:
             if (storage := tensor.untyped_storage()).data_ptr() not in own:
@@ -122,7 +134,9 @@ class Training:
         return sum(kept.values())
 
 
-def gradients(model: nn.Module, batch: tuple[Tensor, Tensor], precision: str, factor: float = 1.0) -> dict[str, Tensor]:
+def gradients(
+    model: nn.Module, batch: tuple[Tensor, Tensor], precision: str, factor: float = 1.0
+) -> dict[str, Tensor]:
     """Return the gradients of the loss times `factor`, with that factor in them."""
     model.zero_grad(set_to_none=True)
     with autocast("cpu", precision):
@@ -134,18 +148,28 @@ def gradients(model: nn.Module, batch: tuple[Tensor, Tensor], precision: str, fa
 
 
 def largest_scale(model: nn.Module, batch: tuple[Tensor, Tensor], weight: float) -> float:
-    """Return the loss scale that dynamic scaling comes to: the largest one, up to its cap, without an overflow."""
+    """Return the loss scale that dynamic scaling comes to: the largest one, up to its cap, without
+    an overflow.
+    """
     scale = LossScaler.LARGEST
-    while scale > 1 and not all(g.isfinite().all() for g in gradients(model, batch, "fp16", weight * scale).values()):
+    while scale > 1 and not all(
+        g.isfinite().all() for g in gradients(model, batch, "fp16", weight * scale).values()
+    ):
         scale /= 2
     return scale
 
 
 def lost(found: dict[str, Tensor], exact: dict[str, Tensor], layer: str = "") -> float:
-    """Return the percentage of gradients that are zero, of those that are not in float32; of one layer, or of all."""
+    """Return the percentage of gradients that are zero, of those that are not in float32; of one
+    layer, or of all.
+    """
     names = [name for name in exact if not layer or layer_of(name) == layer]
     there = sum(int((exact[name] != 0).sum()) for name in names)
-    return 100.0 * sum(int(((found[name] == 0) & (exact[name] != 0)).sum()) for name in names) / max(1, there)
+    return (
+        100.0
+        * sum(int(((found[name] == 0) & (exact[name] != 0)).sum()) for name in names)
+        / max(1, there)
+    )
 
 
 def subnormal(found: dict[str, Tensor], layer: str) -> float:
@@ -158,8 +182,11 @@ def subnormal(found: dict[str, Tensor], layer: str) -> float:
 # Updates.
 
 
-def move(lab: Lab, weights: dict[str, Tensor], lr: float, steps: int, **settings: Any) -> tuple[float, float]:
-    """Do the same AdamW update some times; return how many weights never moved, and how far all went, in percent.
+def move(
+    lab: Lab, weights: dict[str, Tensor], lr: float, steps: int, **settings: Any
+) -> tuple[float, float]:
+    """Do the same AdamW update some times; return how many weights never moved, and how far all
+    went, in percent.
 
     Far is 100 where they went as far as float64's along its direction: sum(d·d64)/sum(d64·d64).
     """
@@ -195,9 +222,11 @@ def move(lab: Lab, weights: dict[str, Tensor], lr: float, steps: int, **settings
 
 
 def adam_in_fp16(size: float, elements: int = 4096) -> tuple[float, float]:
-    """Return the percentage of first updates that are off by over a tenth, for gradients of about `size`.
+    """Return the percentage of first updates that are off by over a tenth, for gradients of about
+    `size`.
 
-    First where m and v are kept in fp16 as they are and eps is added in fp16, then as fp16_pure keeps them.
+    First where m and v are kept in fp16 as they are and eps is added in fp16, then as fp16_pure
+    keeps them.
     """
     source = torch.Generator().manual_seed(0)
     grad = size * torch.randn(elements, generator=source, dtype=torch.float64).abs().add(0.1)
@@ -217,7 +246,9 @@ def adam_in_fp16(size: float, elements: int = 4096) -> tuple[float, float]:
 
 
 def attention_overflow(size: float, head_dim: int = 64, T: int = 64) -> dict[str, float]:
-    """Return the percentage of attention's outputs that are not finite, for aligned q and k of norm size·√head_dim."""
+    """Return the percentage of attention's outputs that are not finite, for aligned q and k of norm
+    size·√head_dim.
+    """
     source = torch.Generator().manual_seed(0)
     base = torch.randn(1, 1, 1, head_dim, generator=source)
     q = size * (base + 0.1 * torch.randn(1, 1, T, head_dim, generator=source))
@@ -240,13 +271,19 @@ def attention_overflow(size: float, head_dim: int = 64, T: int = 64) -> dict[str
 
 
 def compressed_mean(scaled: Tensor, ranks: int, how: str) -> tuple[float, float]:
-    """Sum equal gradients of so many ranks in fp16; return the percentages that overflow, and that become zero.
+    """Sum equal gradients of so many ranks in fp16; return the percentages that overflow, and that
+    become zero.
 
     `how`: sum, then divide | divide, then sum | half of it (by √n before and by √n after). `scaled` (N,) float32.
     """
-    before = {"sum, then divide": 1.0, "divide, then sum": 1.0 / ranks, "by √n, twice": ranks**-0.5}[how]
+    before = {
+        "sum, then divide": 1.0,
+        "divide, then sum": 1.0 / ranks,
+        "by √n, twice": ranks**-0.5,
+    }[how]
     own = (scaled * before).half()
-    # The sum of n equal numbers, in a tree as a ring's and a tree's partial sums come in every size up to n.
+    # The sum of n equal numbers, in a tree as a ring's and a tree's partial sums come in every size
+    # up to n.
     total, count = own, 1
     while count < ranks:
         total, count = (total + total).half(), 2 * count
@@ -257,7 +294,9 @@ def compressed_mean(scaled: Tensor, ranks: int, how: str) -> tuple[float, float]
 
 
 def life_of_a_scale(overflows: int, steps: int, interval: int) -> list[float]:
-    """Return the loss scale after each step of a run whose gradients overflow in so many steps from step 10 on."""
+    """Return the loss scale after each step of a run whose gradients overflow in so many steps from
+    step 10 on.
+    """
     scaler, found = LossScaler(CPU, enabled=True), []
     scaler.GROWTH_INTERVAL = interval
     weight = nn.Parameter(torch.zeros(1))
@@ -275,7 +314,9 @@ def life_of_a_scale(overflows: int, steps: int, interval: int) -> list[float]:
 
 @torch.no_grad()
 def stream_error(lab: Lab, layers: int, precision: str) -> float:
-    """Return the relative error, in percent, of the last residual stream of an untrained GPT against float64's."""
+    """Return the relative error, in percent, of the last residual stream of an untrained GPT
+    against float64's.
+    """
     torch.manual_seed(lab.config.seed)
     model = GPT(ModelShape.of(lab.with_settings(n_layer=layers), lab.vocab_size))
     for p in model.parameters():  # the same weights in both, so that only the arithmetic differs
@@ -308,7 +349,9 @@ def loss_error(model: GPT, batch: tuple[Tensor, Tensor], dtype: torch.dtype) -> 
     return abs(float(-picked.mean().double() - exact))
 
 
-def rounds_of(runs: dict[str, Training], steps: int, rounds: int) -> Iterator[tuple[str, list[float]]]:
+def rounds_of(
+    runs: dict[str, Training], steps: int, rounds: int
+) -> Iterator[tuple[str, list[float]]]:
     """Train all runs in turn; yield the milliseconds of a run's steps in each round."""
     names = list(runs)
     for turn in range(rounds):

@@ -1,4 +1,5 @@
-"""`python -m nanoray.bench recovery`: how long training stands still when a rank is killed, and goodput under kills.
+"""`python -m nanoray.bench recovery`: how long training stands still when a rank is killed, and
+goodput under kills.
 
     in_place      nanoray.launch --recovery in_place --spares 0             only the lost rank is replaced
     spare         the same with --spares 1                                  by an actor that is warm already
@@ -8,10 +9,11 @@
     torchft       the same trainer with torchft: the survivors go on at once, only the lost rank is replaced
     torchrun      torchrun --max-restarts ... -m nanoray.train
 
-Part one: one run per arm and round, in rotating order; one rank gets a SIGKILL between two given steps, late enough for
-a spare to be warm. All arms of a round lose the same rank after the same step. Part two: one longer run per arm, in
-which kills arrive by a Poisson process, the same moments and ranks for all arms. The arms on Ray share one head, which
-is up before any of them starts. The records of the runs say what happened (killed.py).
+Part one: one run per arm and round, in rotating order; one rank gets a SIGKILL between two given
+steps, late enough for a spare to be warm. All arms of a round lose the same rank after the same
+step. Part two: one longer run per arm, in which kills arrive by a Poisson process, the same moments
+and ranks for all arms. The arms on Ray share one head, which is up before any of them starts. The
+records of the runs say what happened (killed.py).
 """
 
 from __future__ import annotations
@@ -25,13 +27,22 @@ from pathlib import Path
 
 from nanoray.bench.harness.figure import bars, figure, measured
 from nanoray.bench.harness.launchers import SAME_LOSS, command
-from nanoray.bench.harness.plan import SEE_FAILED, Plan, add_training_flags, chosen, planned, rotated
+from nanoray.bench.harness.plan import (
+    SEE_FAILED,
+    Plan,
+    add_training_flags,
+    chosen,
+    planned,
+    rotated,
+)
 from nanoray.bench.harness.processes import ChildFailed, python_in
 from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, say
 from nanoray.bench.killed import Goodput, Kill, Run, arrivals, goodput, outage, wrong_losses
-from nanoray.bench.torchft_peer import missing
+from nanoray.bench.peers.torchft_peer import missing
+from nanoray.devices.gpus import discover_gpus
+from nanoray.devices.host import available_cpus
+from nanoray.devices.slots import local_slots
 from nanoray.errors import ConfigError
-from nanoray.mesh.devices import available_cpus, discover_gpus, local_slots
 
 ON_NANORAY = {  # arm -> flags of nanoray.launch
     "in_place": ["--recovery", "in_place", "--spares", "0"],
@@ -44,7 +55,8 @@ ARMS = (*ON_NANORAY, PEER, TORCHFT, TORCHRUN)
 STANDSTILL, NOTICED, REPEATED = "standstill", "of it: until noticed", "steps repeated"
 GOODPUT, HITS, REDONE = "goodput", "kills that hit", "steps repeated, all kills"
 WRONG = "steps whose loss is not that of a run without a kill"
-TIMES_FASTER = 5.0  # the target: a kill costs TorchTrainer this many times as much as recovery in place
+# The target: a kill costs TorchTrainer this many times as much as recovery in place
+TIMES_FASTER = 5.0
 MAX_FAILURES = 1000
 ENDLESS = 10**6  # steps of a run that is ended by us
 WARM_STEPS = 50  # of a run under a plan of kills before anything is counted
@@ -53,9 +65,17 @@ CLEAN_SHARE = 6  # the time with kills is so many times as long as the time with
 
 def start(plan: Plan, arm: str, steps: int, name: str) -> Run:
     """Start a run of an arm; leaving its `with` block ends it."""
-    flags = {"max_steps": steps, "log_every": 1, "tensorboard": "false", "max_failures": MAX_FAILURES}
+    flags = {
+        "max_steps": steps,
+        "log_every": 1,
+        "tensorboard": "false",
+        "max_failures": MAX_FAILURES,
+    }
     flags |= {"checkpoint_every": plan.args.checkpoint_every, "placement_timeout_s": 30}
-    starter, recipe = "ray" if arm in ON_NANORAY else arm, plan.recipe(flags) + ON_NANORAY.get(arm, [])
+    starter, recipe = (
+        "ray" if arm in ON_NANORAY else arm,
+        plan.recipe(flags) + ON_NANORAY.get(arm, []),
+    )
     argv = command(starter, plan.slots.workers, recipe, plan.address, python_in(plan.folder))
     if arm == TORCHRUN:
         argv[3:3] = [f"--max-restarts={MAX_FAILURES}"]
@@ -64,40 +84,73 @@ def start(plan: Plan, arm: str, steps: int, name: str) -> Run:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's flags."""
-    parser.add_argument("--arms", default="all", metavar="A,B", help=f"which of {', '.join(ARMS)} [all]")
-    parser.add_argument("--kills", type=int, metavar="N", help="rounds, with one kill per arm in each [5; 1 --quick]")
-    parser.add_argument("--between", default="800,950", metavar="A,B", help="kill between these steps [800,950]")
-    parser.add_argument("--steps", type=int, default=1100, metavar="N", help="optimizer steps of such a run [1100]")
+    parser.add_argument(
+        "--arms", default="all", metavar="A,B", help=f"which of {', '.join(ARMS)} [all]"
+    )
+    parser.add_argument(
+        "--kills",
+        type=int,
+        metavar="N",
+        help="rounds, with one kill per arm in each [5; 1 --quick]",
+    )
+    parser.add_argument(
+        "--between", default="800,950", metavar="A,B", help="kill between these steps [800,950]"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=1100, metavar="N", help="optimizer steps of such a run [1100]"
+    )
     parser.add_argument(
         "--goodput_s",
         type=float,
         metavar="S",
         help="seconds of each arm under a plan of kills, 0 = off [45; 0 --quick]",
     )
-    parser.add_argument("--mean_s", type=float, default=10.0, metavar="S", help="mean seconds from kill to kill [10]")
+    parser.add_argument(
+        "--mean_s",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="mean seconds from kill to kill [10]",
+    )
     parser.add_argument("--checkpoint_every", type=int, default=50, metavar="N", help="steps [50]")
-    parser.add_argument("--seed", type=int, default=1337, metavar="N", help="of all moments and ranks [1337]")
+    parser.add_argument(
+        "--seed", type=int, default=1337, metavar="N", help="of all moments and ranks [1337]"
+    )
     add_training_flags(parser, preset="tiny", timeout_s=120)
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
     """Run every arm that was asked for and fill the report. Nothing that it starts outlives it."""
     if "RANK" in os.environ:
-        raise ConfigError("bench recovery starts its own ranks, but RANK is set; run it without torchrun")
+        raise ConfigError(
+            "bench recovery starts its own ranks, but RANK is set; run it without torchrun"
+        )
     arms = chosen(args.arms, ARMS)
     kills = (1 if args.quick else 5) if args.kills is None else args.kills
     window_s = (0.0 if args.quick else 45.0) if args.goodput_s is None else args.goodput_s
     first, last = _between(args)
     if kills < 0 or window_s < 0 or not (kills or window_s):
-        raise ConfigError(f"kills = {kills}, goodput_s = {window_s:g}: nothing to measure; leave them out for 5 and 45")
+        raise ConfigError(
+            f"kills = {kills}, goodput_s = {window_s:g}: nothing to measure; leave them out for 5 "
+            "and 45"
+        )
     if args.checkpoint_every < 1 or args.mean_s <= 0:
-        raise ConfigError(f"checkpoint_every = {args.checkpoint_every}, mean_s = {args.mean_s:g}; both must be above 0")
+        raise ConfigError(
+            f"checkpoint_every = {args.checkpoint_every}, mean_s = {args.mean_s:g}; both must be "
+            "above 0"
+        )
     slots = local_slots(args.device, args.workers, discover_gpus(), available_cpus())
     if slots.workers < 2:
-        raise ConfigError(f"workers = {slots.workers}: no rank would be left after a kill; use --workers 2 or more")
+        raise ConfigError(
+            f"workers = {slots.workers}: no rank would be left after a kill; use --workers 2 or "
+            "more"
+        )
     plan_of_kills = arrivals(args.seed, args.mean_s, window_s, slots.workers)
     if window_s and not plan_of_kills:
-        raise ConfigError(f"no kill within goodput_s = {window_s:g} at mean_s = {args.mean_s:g}; take another --seed")
+        raise ConfigError(
+            f"no kill within goodput_s = {window_s:g} at mean_s = {args.mean_s:g}; take another "
+            "--seed"
+        )
     args.kills = kills
     if TORCHFT in arms and (why := missing()):
         arms.remove(TORCHFT)
@@ -107,7 +160,8 @@ def measure(args: argparse.Namespace, report: Report) -> None:
             return
     with planned(args, arms, slots) as (plan, stack):
         report.conditions["recipe"] = (
-            f"preset {args.preset}, {slots.workers} ranks on {slots.kind}, a record every step, a checkpoint every "
+            f"preset {args.preset}, {slots.workers} ranks on {slots.kind}, a record every step, a "
+            "checkpoint every "
             f"{args.checkpoint_every}, {plan.note}"
         )
         if kills:
@@ -117,8 +171,9 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         if kills:
             _standstills(plan, report, (first, last))
         if window_s:
-            report.conditions["plan of kills"] = f"{len(plan_of_kills)} in {window_s:g} s, " + ", ".join(
-                f"rank {rank} at {at:.1f} s" for at, rank in plan_of_kills
+            report.conditions["plan of kills"] = (
+                f"{len(plan_of_kills)} in {window_s:g} s, "
+                + ", ".join(f"rank {rank} at {at:.1f} s" for at, rank in plan_of_kills)
             )
             _goodputs(plan, report, plan_of_kills, window_s)
     _judge(report)
@@ -128,9 +183,13 @@ def _between(args: argparse.Namespace) -> tuple[int, int]:
     try:
         first, last = (int(part) for part in args.between.split(","))
     except ValueError:
-        raise ConfigError(f"between = {args.between}: not two steps; write A,B like 800,950") from None
+        raise ConfigError(
+            f"between = {args.between}: not two steps; write A,B like 800,950"
+        ) from None
     if not 1 <= first <= last < args.steps:
-        raise ConfigError(f"between = {args.between}, steps = {args.steps}; 1 <= A <= B < steps is needed")
+        raise ConfigError(
+            f"between = {args.between}, steps = {args.steps}; 1 <= A <= B < steps is needed"
+        )
     return first, last
 
 
@@ -154,8 +213,10 @@ def _standstills(plan: Plan, report: Report, between: tuple[int, int]) -> None:
                 continue
             found[arm].append(kill)
             say(
-                f"round {turn + 1}/{plan.args.kills}  {arm:<12}  rank {rank} killed after step {kill.step}  "
-                f"stands still {kill.standstill_s:.2f} s  {kill.repeated} steps repeated  {kill.wrong} wrong"
+                f"round {turn + 1}/{plan.args.kills}  {arm:<12}  rank {rank} killed after step "
+                f"{kill.step}  "
+                f"stands still {kill.standstill_s:.2f} s  {kill.repeated} steps repeated  "
+                f"{kill.wrong} wrong"
             )
     for arm in plan.arms:
         report.rows += _rows(arm, found[arm], arm in plan.broken)
@@ -176,20 +237,30 @@ def _reference(plan: Plan, report: Report) -> dict[int, float]:
     return {}
 
 
-def _kill_once(plan: Plan, arm: str, turn: int, whom: tuple[float, int], reference: dict[int, float]) -> Kill:
-    """Run an arm, kill a rank at a moment (a step and a part of it), and see it through. Raises ChildFailed."""
+def _kill_once(
+    plan: Plan, arm: str, turn: int, whom: tuple[float, int], reference: dict[int, float]
+) -> Kill:
+    """Run an arm, kill a rank at a moment (a step and a part of it), and see it through. Raises
+    ChildFailed.
+    """
     (moment, rank), timeout_s = whom, plan.args.timeout_s
     with start(plan, arm, plan.args.steps, f"{arm}-{turn}") as run:
         run.until(lambda: run.step >= int(moment), timeout_s, f"step {int(moment)}")
         time.sleep(moment % 1 * run.step_s)
         killed = run.kill(rank)
         if killed is None:
-            raise ChildFailed(f"rank {rank} has no process to kill after step {run.step}\n{run.child.tail()}")
-        run.until(lambda: outage(run.done, killed) is not None, timeout_s, "a new step after the kill")
+            raise ChildFailed(
+                f"rank {rank} has no process to kill after step {run.step}\n{run.child.tail()}"
+            )
+        run.until(
+            lambda: outage(run.done, killed) is not None, timeout_s, "a new step after the kill"
+        )
         run.finish(timeout_s)
         back = outage(run.done, killed)
         if back is None or run.step != plan.args.steps:
-            raise ChildFailed(f"it ended at step {run.step} of {plan.args.steps}\n{run.child.tail()}")
+            raise ChildFailed(
+                f"it ended at step {run.step} of {plan.args.steps}\n{run.child.tail()}"
+            )
         exact = (
             arm not in ("shrink", TORCHFT) and not plan.slots.devices
         )  # another number of ranks, or a GPU, sums in another order
@@ -204,10 +275,14 @@ def _rows(arm: str, kills: list[Kill], broken: bool) -> list[Row]:
     raw = {"kills": [kill._asdict() for kill in kills]}
     wrong = sum(kill.wrong for kill in kills) if kills else None
     seconds = tuple(kill.standstill_s for kill in kills)
-    rows = [Row(arm, STANDSTILL, "s", seconds, "kill to the next new step", error, wrong, extra=raw)]
+    rows = [
+        Row(arm, STANDSTILL, "s", seconds, "kill to the next new step", error, wrong, extra=raw)
+    ]
     noticed = tuple(kill.noticed_s for kill in kills if kill.noticed_s is not None)
     if kills:
-        rows.append(Row(arm, NOTICED, "s", noticed, skipped="" if noticed else "its log does not say"))
+        rows.append(
+            Row(arm, NOTICED, "s", noticed, skipped="" if noticed else "its log does not say")
+        )
         rows.append(Row(arm, REPEATED, "steps", tuple(float(kill.repeated) for kill in kills)))
     return rows
 
@@ -228,7 +303,9 @@ def _goodputs(plan: Plan, report: Report, kills: list[tuple[float, int]], window
             report.rows.append(Row(arm, GOODPUT, "%", (), error=SEE_FAILED))
             continue
         say(f"goodput  {arm:<12}  {found.percent:.1f} %  {sum(hits)} of {len(kills)} kills hit")
-        raw = found._asdict() | {"kills": [[at, rank, hit] for (at, rank), hit in zip(kills, hits, strict=True)]}
+        raw = found._asdict() | {
+            "kills": [[at, rank, hit] for (at, rank), hit in zip(kills, hits, strict=True)]
+        }
         note = f"{found.useful} new steps in {window_s:g} s, {found.clean_per_s:.1f} steps/s without kills"
         report.rows.append(Row(arm, GOODPUT, "%", (found.percent,), note, extra=raw))
         missed = "" if all(hits) else "the others met a rank that was down already"
@@ -236,8 +313,12 @@ def _goodputs(plan: Plan, report: Report, kills: list[tuple[float, int]], window
         report.rows.append(Row(arm, REDONE, "steps", (float(found.repeated),)))
 
 
-def _under_kills(plan: Plan, arm: str, kills: list[tuple[float, int]], window_s: float) -> tuple[Goodput, list[bool]]:
-    """Let an arm run without and then with kills; return what it came to, and which kills hit. Raises ChildFailed."""
+def _under_kills(
+    plan: Plan, arm: str, kills: list[tuple[float, int]], window_s: float
+) -> tuple[Goodput, list[bool]]:
+    """Let an arm run without and then with kills; return what it came to, and which kills hit.
+    Raises ChildFailed.
+    """
     with start(plan, arm, ENDLESS, f"{arm}-goodput") as run:
         run.until(lambda: run.step >= WARM_STEPS, plan.args.timeout_s, f"step {WARM_STEPS}")
         clean = time.time()
@@ -249,14 +330,20 @@ def _under_kills(plan: Plan, arm: str, kills: list[tuple[float, int]], window_s:
         run.follow(begin + window_s)
         found = goodput(run.done, clean, begin, begin + window_s)
     if found is None:
-        raise ChildFailed(f"no step within {window_s / CLEAN_SHARE:g} s without kills; give a longer --goodput_s")
+        raise ChildFailed(
+            f"no step within {window_s / CLEAN_SHARE:g} s without kills; give a longer --goodput_s"
+        )
     return found, hits
 
 
 def _judge(report: Report) -> None:
     """Add the ratios to TorchTrainer, paired by round, and the target."""
     for arm in ARMS:
-        row = None if arm == PEER else report.compare(PEER, arm, STANDSTILL, f"how many times faster {arm} is")
+        row = (
+            None
+            if arm == PEER
+            else report.compare(PEER, arm, STANDSTILL, f"how many times faster {arm} is")
+        )
         if row and arm in ("in_place", "spare"):
             report.targets.append(Target(f"{STANDSTILL}, {row.arm}", row, ">=", TIMES_FASTER))
 
@@ -284,7 +371,9 @@ def _line(report: Report, arm: str) -> tuple[str, ...] | None:
     if single and single.skipped:
         texts[0] = "skipped"
     texts.append(report.cell(f"{PEER} / {arm}", STANDSTILL))
-    texts += [str(single.n), "" if single.wrong is None else str(single.wrong)] if single else ["", ""]
+    texts += (
+        [str(single.n), "" if single.wrong is None else str(single.wrong)] if single else ["", ""]
+    )
     return (arm, *texts, report.cell(arm, GOODPUT))
 
 
@@ -301,7 +390,11 @@ def paste(report: Report) -> list[str]:
 
 def draw(report: Report, path: Path) -> None:
     """Draw the standstills with their quartiles and every kill, and the goodputs."""
-    told = [report.conditions[key] for key in ("recipe", "kills", "plan of kills") if key in report.conditions]
+    told = [
+        report.conditions[key]
+        for key in ("recipe", "kills", "plan of kills")
+        if key in report.conditions
+    ]
     with figure(report, path, note="\n".join(told)) as (left, right):
         rows, whole = measured(report, ARMS, STANDSTILL), measured(report, ARMS, GOODPUT)
         bars(left, rows, quartiles=True, color=[_colour(r.arm) for r in rows])
@@ -309,13 +402,27 @@ def draw(report: Report, path: Path) -> None:
             left.plot(row.values, [row.arm] * row.n, "k.", ms=4, alpha=0.5)
         noticed = measured(report, [row.arm for row in rows], NOTICED)
         if noticed:
-            left.plot([r.median for r in noticed], [r.arm for r in noticed], "w|", ms=14, mew=2, label="noticed")
+            left.plot(
+                [r.median for r in noticed],
+                [r.arm for r in noticed],
+                "w|",
+                ms=14,
+                mew=2,
+                label="noticed",
+            )
             left.legend(fontsize=8, facecolor="0.6")
-        left.set(title="training stands still after one SIGKILL", xlabel="seconds: median, quartiles, every kill")
+        left.set(
+            title="training stands still after one SIGKILL",
+            xlabel="seconds: median, quartiles, every kill",
+        )
         bars(right, whole, xerr=None, color=[_colour(r.arm) for r in whole])
         for container in right.containers:
             right.bar_label(container, fmt="%.0f", padding=3)
-        right.set(title="goodput under a plan of kills", xlabel="new steps, % of those without kills", xlim=(0, None))
+        right.set(
+            title="goodput under a plan of kills",
+            xlabel="new steps, % of those without kills",
+            xlim=(0, None),
+        )
         for axes in (left, right):
             axes.invert_yaxis()
 

@@ -1,4 +1,5 @@
-"""`python -m nanoray.bench scaling`: fit what communication costs here, predict the step at more ranks, and check it.
+"""`python -m nanoray.bench scaling`: fit what communication costs here, predict the step at more
+ranks, and check it.
 
     sweep      all-reduces of every algorithm at --workers ranks (2)     -> alpha and beta of each
     parts      forward, backward up to each bucket, optimizer, there     -> compute without waiting
@@ -6,10 +7,11 @@
                fastest of several turns, of parts and of steps: other load on the machine only adds time
     topologies the same simulation from 1 to 16,384 ranks, on links that a YAML file describes
 
-What the model assumes of this machine. All ranks are equal. Ranks on CPU share the cores fairly: compute keeps a core
-per thread busy, a collective as many as its CPU seconds over its time, both measured at 2 ranks. Where that is more
-than the cores, everything slows down in proportion. The model leaves out task switches, caches, unequal ranks and other
-users of the machine: their effect is in the printed error. Run it on an idle machine.
+What the model assumes of this machine. All ranks are equal. Ranks on CPU share the cores fairly:
+compute keeps a core per thread busy, a collective as many as its CPU seconds over its time, both
+measured at 2 ranks. Where that is more than the cores, everything slows down in proportion. The
+model leaves out task switches, caches, unequal ranks and other users of the machine: their effect
+is in the printed error. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -30,12 +32,20 @@ from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe,
 from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, number, say, table
 from nanoray.bench.simulate import VOCAB, Work, model_work, scaling
 from nanoray.config import Config, load_config
+from nanoray.devices.host import available_cpus
 from nanoray.errors import ConfigError, PlacementError
-from nanoray.mesh.devices import available_cpus
-from nanoray.mesh.fit import Fit, fit
-from nanoray.mesh.links import MODELS, Cost, Topology, best, coefficients, load_topology, topology_names
+from nanoray.forecast.fit import Fit, fit
+from nanoray.forecast.links import (
+    MODELS,
+    Cost,
+    Topology,
+    best,
+    coefficients,
+    load_topology,
+    topology_names,
+)
+from nanoray.forecast.simulate import Bucket, Schedule, Step, simulate
 from nanoray.mesh.mesh import Mesh
-from nanoray.parallel.simulate import Bucket, Schedule, Step, simulate
 
 STEP_ENTRY = "nanoray.bench.scaling:step_rank"
 PRESET = "shakespeare-cpu"  # whose step is measured
@@ -51,29 +61,51 @@ PREDICTED, MEASURED, ERROR = "step, predicted", "step, measured", "|predicted / 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's flags."""
     add_where_flags(parser)
-    parser.add_argument("--check", metavar="N,M", help="ranks at which the model is checked [one and two more: 3,4]")
-    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all steps [7; 2 with --quick]")
+    parser.add_argument(
+        "--check", metavar="N,M", help="ranks at which the model is checked [one and two more: 3,4]"
+    )
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", help="rounds of all steps [7; 2 with --quick]"
+    )
     parser.add_argument("--steps", type=int, metavar="N", help="steps of a turn [4]")
     parser.add_argument(
-        "--topology", default="all", metavar="NAME|FILE", help="a preset of nanoray/topologies or a YAML file [all]"
+        "--topology",
+        default="all",
+        metavar="NAME|FILE",
+        help="a preset of nanoray/topologies or a YAML file [all]",
     )
-    parser.add_argument("--model", default="gpt2-124m", help="preset whose size topologies with a peak run [gpt2-124m]")
-    parser.add_argument("--compute_ms", type=float, help="forward and backward of its micro batch [from peak and MFU]")
-    parser.add_argument("--global_batch", type=int, default=4096, help="sequences of strong scaling [4096]")
+    parser.add_argument(
+        "--model",
+        default="gpt2-124m",
+        help="preset whose size topologies with a peak run [gpt2-124m]",
+    )
+    parser.add_argument(
+        "--compute_ms",
+        type=float,
+        help="forward and backward of its micro batch [from peak and MFU]",
+    )
+    parser.add_argument(
+        "--global_batch", type=int, default=4096, help="sequences of strong scaling [4096]"
+    )
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
     """Sweep, fit, predict and measure; then predict the topologies."""
     where = where_from(args)
     if where.launcher == "torchrun":
-        raise ConfigError("torchrun starts one number of ranks, this bench needs several; run it without torchrun")
+        raise ConfigError(
+            "torchrun starts one number of ranks, this bench needs several; run it without torchrun"
+        )
     where = where if args.workers else replace(where, workers=2)
     rounds = (2 if args.quick else 7) if args.rounds is None else args.rounds
     steps = 4 if args.steps is None else args.steps
     checks = _checks(args.check, where.workers)
-    if min(rounds, steps, args.global_batch) < 1 or (args.compute_ms is not None and args.compute_ms <= 0):
+    if min(rounds, steps, args.global_batch) < 1 or (
+        args.compute_ms is not None and args.compute_ms <= 0
+    ):
         raise ConfigError(
-            f"rounds = {rounds}, steps = {steps}, global_batch = {args.global_batch}, compute_ms = {args.compute_ms}; "
+            f"rounds = {rounds}, steps = {steps}, global_batch = {args.global_batch}, compute_ms = "
+            f"{args.compute_ms}; "
             "all must be above 0"
         )
     names = topology_names() if args.topology == "all" else [args.topology]
@@ -101,7 +133,10 @@ def _checks(text: str | None, base: int) -> list[int]:
     except ValueError:
         checks = []
     if base < 2 or not checks or min(checks) <= base:
-        raise ConfigError(f"workers = {base}, check = {text}; fit at 2 ranks or more, and check at more than that: 3,4")
+        raise ConfigError(
+            f"workers = {base}, check = {text}; fit at 2 ranks or more, and check at more than "
+            "that: 3,4"
+        )
     return checks
 
 
@@ -119,17 +154,39 @@ def _sweep(pool: RankPool, report: Report, quick: bool) -> dict[str, Fit]:
             continue
         points[name].append((event["bytes"], 1e-6 * statistics.median(event["time_us"])))
         wrong[name] += event["wrong"]
-    report.rows += [Row(f"fit {name}", "alpha", "us", (), skipped=why) for name, why in skipped.items()]
+    report.rows += [
+        Row(f"fit {name}", "alpha", "us", (), skipped=why) for name, why in skipped.items()
+    ]
     ranks = len(pool.facts)
     fits = {name: fit(found, name, ranks) for name, found in points.items()}
     for name, found in fits.items():
         extra: dict[str, Any] = asdict(found)
         note = f"{ranks} ranks, {found.smallest_bytes} .. {found.largest_bytes} bytes"
-        row = Row(f"fit {name}", "alpha", "us", (1e6 * found.alpha_s,), note, wrong=wrong[name], extra=extra)
+        row = Row(
+            f"fit {name}",
+            "alpha",
+            "us",
+            (1e6 * found.alpha_s,),
+            note,
+            wrong=wrong[name],
+            extra=extra,
+        )
         report.rows += [row, Row(f"fit {name}", "beta", "us/MB", (1e12 * found.beta_s_per_byte,))]
         errors = tuple(100 * abs(r) for r in found.residuals)
-        report.rows.append(Row(f"fit {name}", "residual", "%", errors, "one per size", extra={"points": points[name]}))
-        say(f"fit    {name:<19} alpha {row.median:.1f} us  residual {number(report.rows[-1].median)} %")
+        report.rows.append(
+            Row(
+                f"fit {name}",
+                "residual",
+                "%",
+                errors,
+                "one per size",
+                extra={"points": points[name]},
+            )
+        )
+        say(
+            f"fit    {name:<19} alpha {row.median:.1f} us  residual "
+            f"{number(report.rows[-1].median)} %"
+        )
     return fits
 
 
@@ -142,7 +199,8 @@ class _Here:
     cores: float  # of all ranks together; no limit on GPUs
     threads: int
     lanes: int
-    steps: dict[tuple[int, int, bool], list[dict[str, Any]]]  # (ranks, sequences of each, silent) -> one per round
+    # (ranks, sequences of each, silent) -> one per round
+    steps: dict[tuple[int, int, bool], list[dict[str, Any]]]
     cpu: Fit | None  # CPU seconds of an all-reduce on each rank
 
     @property
@@ -151,7 +209,9 @@ class _Here:
         return self.total // self.base
 
     def predict(self, ranks: int, batch: int, turn: int, link: Fit) -> Schedule:
-        """Simulate the step of that many ranks from the parts that the base ranks showed in the same round."""
+        """Simulate the step of that many ranks from the parts that the base ranks showed in the
+        same round.
+        """
         parts = self.steps[self.base, batch, True][turn]
 
         def collective(nbytes: int) -> Cost:
@@ -167,7 +227,13 @@ class _Here:
         rounds = sorted(self.steps[self.base, self.batch, True], key=lambda parts: parts["step_s"])
         step = _step(rounds[len(rounds) // 2])
         buckets = tuple(Bucket(b.ready_s / self.batch, b.nbytes) for b in step.buckets)
-        return Work(step.forward_s / self.batch, step.backward_s / self.batch, step.optimizer_s, buckets, self.batch)
+        return Work(
+            step.forward_s / self.batch,
+            step.backward_s / self.batch,
+            step.optimizer_s,
+            buckets,
+            self.batch,
+        )
 
 
 def _step(parts: dict[str, Any]) -> Step:
@@ -176,19 +242,38 @@ def _step(parts: dict[str, Any]) -> Step:
 
 
 def _steps(pool: RankPool, base: int, checks: list[int], counts: tuple[int, int, int]) -> _Here:
-    """Measure the parts at the base ranks, and whole steps at all of them. `counts`: rounds, turns of each, steps."""
+    """Measure the parts at the base ranks, and whole steps at all of them. `counts`: rounds, turns
+    of each, steps.
+    """
     from nanoray.models.gpt import ModelShape
 
     config = load_config(preset=PRESET)
     total, on_cpu = config.global_batch_size, pool.facts[0]["device"] == "cpu"
     cores = available_cpus() * len({f["host"] for f in pool.facts})
     threads = max(1, int(cores) // len(pool.facts)) if on_cpu else 1
-    here = _Here(base, total, cores if on_cpu else math.inf, threads, LANES[pool.backend], defaultdict(list), None)
-    batches = {n: [here.batch] + [total // n] * (n != base and total % n == 0) for n in (base, *checks)}
+    here = _Here(
+        base,
+        total,
+        cores if on_cpu else math.inf,
+        threads,
+        LANES[pool.backend],
+        defaultdict(list),
+        None,
+    )
+    batches = {
+        n: [here.batch] + [total // n] * (n != base and total % n == 0) for n in (base, *checks)
+    }
     arms = [(base, batch, True) for batch in sorted({b for each in batches.values() for b in each})]
     arms += [(n, batch, False) for n, each in batches.items() for batch in each]
     rounds, turns, steps = counts
-    order = {"arms": arms, "base": base, "threads": threads, "rounds": rounds, "turns": turns, "steps": steps}
+    order = {
+        "arms": arms,
+        "base": base,
+        "threads": threads,
+        "rounds": rounds,
+        "turns": turns,
+        "steps": steps,
+    }
     order |= {"shape": ModelShape.of(config, VOCAB[config.tokenizer]).to_dict()}
     order |= {"cpu_bytes": [1 << 12, 1 << 18, 1 << 22] if on_cpu else [], "cpu_calls": 10 * steps}
     spent = []
@@ -207,7 +292,9 @@ def _steps(pool: RankPool, base: int, checks: list[int], counts: tuple[int, int,
 
 
 def _compare(report: Report, here: _Here, link: Fit) -> None:
-    """Add predicted and measured steps with their error; judge those at more ranks than the model was fitted at."""
+    """Add predicted and measured steps with their error; judge those at more ranks than the model
+    was fitted at.
+    """
     if here.cpu:
         values = tuple(100 * abs(r) for r in here.cpu.residuals)
         note = "CPU seconds of the backend's all-reduce, fitted in the same way"
@@ -220,15 +307,34 @@ def _compare(report: Report, here: _Here, link: Fit) -> None:
         plans = [here.predict(ranks, batch, turn, link) for turn in range(len(events))]
         extra: dict[str, Any] = {"mode": mode, "ranks": ranks, "sequences": batch}
         middle = sorted(plans, key=lambda plan: plan.step_s)[len(plans) // 2]
-        shares = {"exposed_ms": 1e3 * middle.exposed_s, "busy_ms": 1e3 * middle.busy_s, "events": middle.events}
+        shares = {
+            "exposed_ms": 1e3 * middle.exposed_s,
+            "busy_ms": 1e3 * middle.busy_s,
+            "events": middle.events,
+        }
         note = f"{batch} sequences a rank; {1e3 * middle.exposed_s:.1f} of {1e3 * middle.busy_s:.1f} ms exposed"
-        sizes = sorted(set(here.steps[here.base, batch, True][0]["nbytes"]))  # only a silent arm sees its buckets
+        # Only a silent arm sees its buckets
+        sizes = sorted(set(here.steps[here.base, batch, True][0]["nbytes"]))
         note += "".join(f"; {why}" for why in map(link.outside, sizes) if why)
         errors = tuple(abs(plan.step_s / m - 1) for plan, m in zip(plans, measured, strict=True))
         error = Row(arm, ERROR, "ratio", errors, extra=extra)
         report.rows += [
-            Row(arm, MEASURED, "ms", tuple(1e3 * m for m in measured), f"{batch} sequences a rank", extra=extra),
-            Row(arm, PREDICTED, "ms", tuple(1e3 * plan.step_s for plan in plans), note, extra=extra | shares),
+            Row(
+                arm,
+                MEASURED,
+                "ms",
+                tuple(1e3 * m for m in measured),
+                f"{batch} sequences a rank",
+                extra=extra,
+            ),
+            Row(
+                arm,
+                PREDICTED,
+                "ms",
+                tuple(1e3 * plan.step_s for plan in plans),
+                note,
+                extra=extra | shares,
+            ),
             error,
         ]
         if ranks != here.base:
@@ -237,24 +343,45 @@ def _compare(report: Report, here: _Here, link: Fit) -> None:
 
 
 def _predict(
-    args: argparse.Namespace, report: Report, topologies: dict[str, Topology], link: Fit, model: Config, here: _Here
+    args: argparse.Namespace,
+    report: Report,
+    topologies: dict[str, Topology],
+    link: Fit,
+    model: Config,
+    here: _Here,
 ) -> None:
-    """Add a row of efficiency per topology, mode and number of ranks, with the steps of every algorithm."""
+    """Add a row of efficiency per topology, mode and number of ranks, with the steps of every
+    algorithm.
+    """
     for name, given in topologies.items():
         topology = given.filled(link.link)
         work = model_work(model, given, args.compute_ms) if given.peak_tflops else here.work()
-        what = f"{args.model if given.peak_tflops else PRESET}, {work.micro} sequences a rank at once"
+        what = (
+            f"{args.model if given.peak_tflops else PRESET}, {work.micro} sequences a rank at once"
+        )
         compute_ms = 1e3 * (work.forward_s + work.backward_s) * work.micro
         report.conditions[name] = f"{given.note}; {what}, forward and backward {compute_ms:.1f} ms"
         largest = max(b.nbytes for b in work.buckets)
         for mode, total in (("weak", None), ("strong", args.global_batch)):
-            points = {algorithm: scaling(topology, work, RANKS, algorithm, total) for algorithm in ("best", *MODELS)}
+            points = {
+                algorithm: scaling(topology, work, RANKS, algorithm, total)
+                for algorithm in ("best", *MODELS)
+            }
             for i, point in enumerate(points["best"]):
                 chosen = best(topology, point.ranks, largest)
-                extra: dict[str, Any] = {"topology": name, "mode": mode, "algorithm": chosen, **point._asdict()}
-                extra["step_ms"] = {algorithm: 1e3 * each[i].step_s for algorithm, each in points.items()}
+                extra: dict[str, Any] = {
+                    "topology": name,
+                    "mode": mode,
+                    "algorithm": chosen,
+                    **point._asdict(),
+                }
+                extra["step_ms"] = {
+                    algorithm: 1e3 * each[i].step_s for algorithm, each in points.items()
+                }
                 arm, share = f"{name} {mode} {point.ranks}", (100 * point.efficiency,)
-                report.rows.append(Row(arm, "efficiency", "%", share, f"best: {chosen}", extra=extra))
+                report.rows.append(
+                    Row(arm, "efficiency", "%", share, f"best: {chosen}", extra=extra)
+                )
         say(f"predicted  {name}")
 
 
@@ -262,7 +389,9 @@ def _predict(
 
 
 def lines(report: Report) -> list[str]:
-    """Return the measured rows, then a line per topology, mode and algorithm with step and efficiency over ranks."""
+    """Return the measured rows, then a line per topology, mode and algorithm with step and
+    efficiency over ranks.
+    """
     measured = [row for row in report.rows if "topology" not in row.extra]
     return [*table(measured), "", *aligned(_overview(report), right=set(range(1, len(SHOWN) + 1)))]
 
@@ -279,9 +408,13 @@ def _overview(report: Report) -> list[tuple[str, ...]]:
             alone_ms = found[name, mode, 1][algorithm]
             cells = []
             for ranks in SHOWN:
-                step_ms = found[name, mode, ranks][algorithm] if (name, mode, ranks) in found else None
+                step_ms = (
+                    found[name, mode, ranks][algorithm] if (name, mode, ranks) in found else None
+                )
                 ideal_ms = alone_ms / (ranks if mode == "strong" else 1)
-                cells.append(f"{number(step_ms)} ({100 * ideal_ms / step_ms:.0f})" if step_ms else "-")
+                cells.append(
+                    f"{number(step_ms)} ({100 * ideal_ms / step_ms:.0f})" if step_ms else "-"
+                )
             rows.append((f"{name}, {mode}, {algorithm}", *cells, ""))
     return rows
 
@@ -292,17 +425,28 @@ def paste(report: Report) -> list[str]:
     for row in report.rows:
         if row.metric == MEASURED and row.values:
             predicted, error = report.row(row.arm, PREDICTED), report.row(row.arm, ERROR)
-            pair = number(predicted.median) if predicted else "", f"{100 * error.median:.0f} %" if error else ""
+            pair = (
+                number(predicted.median) if predicted else "",
+                f"{100 * error.median:.0f} %" if error else "",
+            )
             body.append((f"{row.arm} ranks", number(row.median), *pair))
     overview = [line[:-1] for line in _overview(report)]
-    return [*markdown(("step, ms", "measured", "predicted", "error"), body), "", *markdown(overview[0], overview[1:])]
+    return [
+        *markdown(("step, ms", "measured", "predicted", "error"), body),
+        "",
+        *markdown(overview[0], overview[1:]),
+    ]
 
 
 def draw(report: Report, path: Path) -> None:
-    """Draw measured against predicted steps, a predicted schedule, and step time and efficiency over ranks."""
+    """Draw measured against predicted steps, a predicted schedule, and step time and efficiency
+    over ranks.
+    """
     with figure(report, path, (11, 7.4), (2, 2)) as (check, plan, step, efficiency):
         predicted = [row for row in report.rows if row.metric == PREDICTED]
-        _draw_check(check, [row for row in report.rows if row.metric == MEASURED and row.values], predicted)
+        _draw_check(
+            check, [row for row in report.rows if row.metric == MEASURED and row.values], predicted
+        )
         _draw_schedule(plan, predicted[-1] if predicted else None)
         _draw_curves(step, efficiency, report)
 
@@ -311,7 +455,14 @@ def _draw_check(axes: Any, measured: list[Row], predicted: list[Row]) -> None:
     for rows, marker, label in ((measured, "o", "measured"), (predicted, "x", "predicted")):
         if rows:  # there are none when a rank died first
             arms, medians = [r.arm for r in rows], [r.median for r in rows]
-            axes.errorbar(arms, medians, yerr=whiskers(rows, quartiles=True), fmt=marker, capsize=3, label=label)
+            axes.errorbar(
+                arms,
+                medians,
+                yerr=whiskers(rows, quartiles=True),
+                fmt=marker,
+                capsize=3,
+                label=label,
+            )
     axes.set(title="this machine: step, median and middle half", ylabel="ms", ylim=(0, None))
     if measured:
         axes.legend(fontsize=8)
@@ -320,10 +471,22 @@ def _draw_check(axes: Any, measured: list[Row], predicted: list[Row]) -> None:
 def _draw_schedule(axes: Any, row: Row | None) -> None:
     events = row.extra["events"] if row else []
     for track, name, start_s, end_s in events:
-        colour = {"forward": "tab:blue", "backward": "tab:cyan", "optimizer": "tab:green"}.get(name, "tab:orange")
-        axes.barh(track, 1e3 * (end_s - start_s), left=1e3 * start_s, color=colour, edgecolor="white")
+        colour = {"forward": "tab:blue", "backward": "tab:cyan", "optimizer": "tab:green"}.get(
+            name, "tab:orange"
+        )
+        axes.barh(
+            track, 1e3 * (end_s - start_s), left=1e3 * start_s, color=colour, edgecolor="white"
+        )
         if end_s - start_s > 0.03 * events[-1][3]:
-            axes.text(500 * (start_s + end_s), track, name, ha="center", va="center", fontsize=6, rotation=90)
+            axes.text(
+                500 * (start_s + end_s),
+                track,
+                name,
+                ha="center",
+                va="center",
+                fontsize=6,
+                rotation=90,
+            )
     axes.invert_yaxis()
     axes.set(title=f"predicted schedule, {row.arm if row else ''} ranks", xlabel="ms")
 
@@ -338,9 +501,23 @@ def _draw_curves(step: Any, efficiency: Any, report: Report) -> None:
     for (name, mode), points in curves.items():
         ranks, step_ms, share = zip(*points, strict=True)
         for axes, values in ((step, step_ms), (efficiency, share)):
-            axes.plot(ranks, values, "-" if mode == "weak" else "--", color=colours[name], label=f"{name}, {mode}")
-    step.set(title="predicted step, best algorithm", xlabel="ranks", ylabel="ms", xscale="log", yscale="log")
-    efficiency.set(title="predicted efficiency", xlabel="ranks", ylabel="%", xscale="log", ylim=(0, 105))
+            axes.plot(
+                ranks,
+                values,
+                "-" if mode == "weak" else "--",
+                color=colours[name],
+                label=f"{name}, {mode}",
+            )
+    step.set(
+        title="predicted step, best algorithm",
+        xlabel="ranks",
+        ylabel="ms",
+        xscale="log",
+        yscale="log",
+    )
+    efficiency.set(
+        title="predicted efficiency", xlabel="ranks", ylabel="%", xscale="log", ylim=(0, 105)
+    )
     if curves:
         efficiency.legend(fontsize=7)
     for axes in (step, efficiency):
@@ -351,12 +528,15 @@ def _draw_curves(step: Any, efficiency: Any, report: Report) -> None:
 
 
 def step_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
-    """Run rounds of the arms [ranks, batch, silent]; emit what communication costs in CPU, then each arm's times.
+    """Run rounds of the arms [ranks, batch, silent]; emit what communication costs in CPU, then
+    each arm's times.
 
-    A round is several turns of all arms, and the fastest turn of each counts: other load on the machine only adds time.
+    A round is several turns of all arms, and the fastest turn of each counts: other load on the
+    machine only adds time.
 
-    The first `ranks` ranks run an arm in a group of their own while the others wait. A silent arm is DDP with a hook
-    that exchanges nothing: it shows compute, and when each bucket is ready. (all ranks)
+    The first `ranks` ranks run an arm in a group of their own while the others wait. A silent arm
+    is DDP with a hook that exchanges nothing: it shows compute, and when each bucket is ready. (all
+    ranks)
     """
     import torch
     import torch.distributed as dist
@@ -364,7 +544,11 @@ def step_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]]
     torch.set_num_threads(order["threads"])
     arms = [tuple(arm) for arm in order["arms"]]
     groups = {n: dist.new_group(range(n)) for n in sorted({n for n, _, _ in arms})}
-    mine = {arm: _Arm(mesh, order["shape"], groups[arm[0]], *arm[1:]) for arm in arms if mesh.rank < arm[0]}
+    mine = {
+        arm: _Arm(mesh, order["shape"], groups[arm[0]], *arm[1:])
+        for arm in arms
+        if mesh.rank < arm[0]
+    }
     for nbytes in order["cpu_bytes"]:
         spent = None
         if mesh.rank < order["base"]:
@@ -383,23 +567,38 @@ def step_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]]
                 mesh.barrier()
                 found = mesh.gather(mine[arm].run(order["steps"]) if arm in mine else None)
                 if found is not None:
-                    turn = {"ranks": arm[0], "batch": arm[1], "silent": arm[2]} | _across([f for f in found if f])
-                    fastest[arm] = min(turn, fastest.get(arm, turn), key=lambda event: event["step_s"])
+                    turn = {"ranks": arm[0], "batch": arm[1], "silent": arm[2]} | _across(
+                        [f for f in found if f]
+                    )
+                    fastest[arm] = min(
+                        turn, fastest.get(arm, turn), key=lambda event: event["step_s"]
+                    )
         for event in fastest.values():
             emit(event)
 
 
 def _across(found: list[dict[str, Any]]) -> dict[str, Any]:
     """Join the ranks' times: the slowest rank's step, the mean of the rest."""
-    mean = {key: statistics.fmean(f[key] for f in found) for key in ("forward_s", "backward_s", "optimizer_s")}
+    mean = {
+        key: statistics.fmean(f[key] for f in found)
+        for key in ("forward_s", "backward_s", "optimizer_s")
+    }
     ready = [statistics.fmean(times) for times in zip(*(f["ready_s"] for f in found), strict=True)]
-    return mean | {"ready_s": ready, "nbytes": found[0]["nbytes"], "step_s": max(f["step_s"] for f in found)}
+    return mean | {
+        "ready_s": ready,
+        "nbytes": found[0]["nbytes"],
+        "step_s": max(f["step_s"] for f in found),
+    }
 
 
 class _Arm:
-    """A model under DDP that runs steps and times their parts. Losses mean nothing here: tokens are random."""
+    """A model under DDP that runs steps and times their parts. Losses mean nothing here: tokens are
+    random.
+    """
 
-    def __init__(self, mesh: Mesh, shape: dict[str, Any], group: Any, batch: int, silent: bool) -> None:
+    def __init__(
+        self, mesh: Mesh, shape: dict[str, Any], group: Any, batch: int, silent: bool
+    ) -> None:
         import torch
         from torch.nn.parallel import DistributedDataParallel
 
@@ -417,9 +616,12 @@ class _Arm:
             gradient_as_bucket_view=True,
         )
         if silent:
-            self.model.register_comm_hook(group.size(), lambda ranks, bucket: self._stay_silent(ranks, bucket))
+            self.model.register_comm_hook(
+                group.size(), lambda ranks, bucket: self._stay_silent(ranks, bucket)
+            )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.tokens = torch.randint(size.vocab_size, (batch, size.block_size), device=mesh.device)  # (B, T)
+        # (B, T)
+        self.tokens = torch.randint(size.vocab_size, (batch, size.block_size), device=mesh.device)
         self.run(1)  # after its first backward DDP regroups its buckets
         self.run(2)  # memory and caches settle
 
@@ -428,7 +630,9 @@ class _Arm:
 
         buffer = bucket.buffer().div_(ranks)  # as DDP does, when it has no hook
         self.ready.append((self._mark(), buffer.nbytes))
-        future: Any = torch.futures.Future(devices=[self.device] if self.device.type == "cuda" else [])
+        future: Any = torch.futures.Future(
+            devices=[self.device] if self.device.type == "cuda" else []
+        )
         future.set_result(buffer)
         return future
 
@@ -443,10 +647,13 @@ class _Arm:
         return event
 
     def run(self, steps: int) -> dict[str, Any]:
-        """Run steps; return the median step and the medians of its parts; buckets' moments count from forward's end."""
+        """Run steps; return the median step and the medians of its parts; buckets' moments count
+        from forward's end.
+        """
         import torch
 
-        moments: list[list[Any]] = []  # per step: start, end of forward, each bucket ready, end of backward, end
+        # Per step: start, end of forward, each bucket ready, end of backward, end
+        moments: list[list[Any]] = []
         for _ in range(steps):
             self.ready, start = [], self._mark()
             loss = self.model(self.tokens, self.tokens)
@@ -459,9 +666,16 @@ class _Arm:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         spans = [[_seconds(a, b) for a, b in pairwise(step)] for step in moments]
-        forward_s, *stretches, optimizer_s = (statistics.median(part) for part in zip(*spans, strict=True))
+        forward_s, *stretches, optimizer_s = (
+            statistics.median(part) for part in zip(*spans, strict=True)
+        )
         ends = list(accumulate(stretches))
-        parts = {"forward_s": forward_s, "ready_s": ends[:-1], "backward_s": ends[-1], "optimizer_s": optimizer_s}
+        parts = {
+            "forward_s": forward_s,
+            "ready_s": ends[:-1],
+            "backward_s": ends[-1],
+            "optimizer_s": optimizer_s,
+        }
         step_s = statistics.median(_seconds(step[0], step[-1]) for step in moments)
         return parts | {"nbytes": [nbytes for _, nbytes in self.ready], "step_s": step_s}
 

@@ -2,11 +2,12 @@
 
     calibrate ─► clean run ─► the same run, with a fault every 20 s or so ─► compare ─► look for leftovers
 
-The faults are SIGKILL and SIGSTOP of a rank, SIGKILL of all ranks at once, SIGTERM and SIGKILL of the driver (which is
-then started again with `--resume auto`), and SIGKILL of everything on a node. Faults may overlap: up to
-three may wait for recovery at a time. It fails when a weight, an optimizer moment or a logged loss
-differs in one bit, when something outlives the run, or when the run does not end. A full disk is not
-among them, because it cannot be made from outside: nanoray.launch has `--faults disk-full@...`.
+The faults are SIGKILL and SIGSTOP of a rank, SIGKILL of all ranks at once, SIGTERM and SIGKILL of
+the driver (which is then started again with `--resume auto`), and SIGKILL of everything on a node.
+Faults may overlap: up to three may wait for recovery at a time. It fails when a weight, an
+optimizer moment or a logged loss differs in one bit, when something outlives the run, or when the
+run does not end. A full disk is not among them, because it cannot be made from outside:
+nanoray.launch has `--faults disk-full@...`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanoray.bench.chaos import WEIGHTS, Chaos, Cluster, Fault, Seen, SoakFailed, Training, events, survive
+from nanoray.bench.chaos import (
+    WEIGHTS,
+    Chaos,
+    Cluster,
+    Fault,
+    Seen,
+    SoakFailed,
+    Training,
+    events,
+    survive,
+)
 from nanoray.bench.harness import leaks
 from nanoray.bench.harness.figure import figure
 from nanoray.bench.harness.plan import add_data_flags, data_flags, words
@@ -30,60 +41,115 @@ from nanoray.bench.harness.processes import arm_environment, scratch_folder
 from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, number, say, table
 from nanoray.config import load_config
 from nanoray.data.prepare import prepare
+from nanoray.devices.gpus import discover_gpus
+from nanoray.devices.host import available_cpus
+from nanoray.devices.slots import local_slots
 from nanoray.errors import ConfigError
 from nanoray.faults.cause import read_reports
-from nanoray.mesh.devices import available_cpus, discover_gpus, local_slots
 
 WRONG = "tensors and logged values that differ from the clean run's; what was left behind"
 CLEAN, FAULTY = "clean", "faulty"
-RATE, WHOLE, LOST, AGAIN = "rate while training", "whole run", "without training", "fault to training again"
+RATE, WHOLE, LOST, AGAIN = (
+    "rate while training",
+    "whole run",
+    "without training",
+    "fault to training again",
+)
 GAP_S = 0.5  # no step for so long: the run stands still
 PARTS = 5  # of the run, each with its own rate
 LEAST_STEPS, CALIBRATION_STEPS = 200, 400
 SAVE_S = 3.0  # between checkpoints, more or less: between two faults there is time for one
-MOST_FDS = 32  # more than early in its life; a survivor that serves the store holds 16 more, however often it does
+# More than early in its life; a survivor that serves the store holds 16 more, however often it does
+MOST_FDS = 32
 GOODPUT = 0.9
 GRACE_S = 300.0  # on top of twice the minutes, until a run without an end has failed
 JUDGED_S = 120.0  # a clean run that is shorter says little of its rate
 COMPARED = ("train/loss", "train/grad_norm", "train/lr", "train/tokens", "val/loss")
 RECIPE = {
-    **{"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 32, "global_batch_size": 12, "dropout": 0.1},
-    **{"log_every": 50, "eval_samples": 24, "keep_checkpoints": 3, "sample_tokens": 0, "cpus_per_worker": 1},
-    **{"max_failures": 100000, "hang_timeout": 5, "timeout_s": 30, "init_timeout_s": 30, "replace_timeout": 60},
+    **{
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 64,
+        "block_size": 32,
+        "global_batch_size": 12,
+        "dropout": 0.1,
+    },
+    **{
+        "log_every": 50,
+        "eval_samples": 24,
+        "keep_checkpoints": 3,
+        "sample_tokens": 0,
+        "cpus_per_worker": 1,
+    },
+    **{
+        "max_failures": 100000,
+        "hang_timeout": 5,
+        "timeout_s": 30,
+        "init_timeout_s": 30,
+        "replace_timeout": 60,
+    },
     **{"placement_timeout_s": 30},
 }
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's flags."""
-    parser.add_argument("--minutes", type=float, help="of the whole, more or less [30; 2 with --quick]")
-    parser.add_argument("--share", type=float, default=0.4, help="of these minutes for the clean run [0.4]")
-    parser.add_argument("--seed", type=int, default=7, help="of kinds, moments and targets of the faults [7]")
-    parser.add_argument("--every", type=float, default=20.0, metavar="S", help="mean seconds between faults [20]")
+    parser.add_argument(
+        "--minutes", type=float, help="of the whole, more or less [30; 2 with --quick]"
+    )
+    parser.add_argument(
+        "--share", type=float, default=0.4, help="of these minutes for the clean run [0.4]"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=7, help="of kinds, moments and targets of the faults [7]"
+    )
+    parser.add_argument(
+        "--every", type=float, default=20.0, metavar="S", help="mean seconds between faults [20]"
+    )
     parser.add_argument("--most", type=int, default=10**6, metavar="N", help="N faults at most")
-    parser.add_argument("--nodes", type=int, choices=(1, 2), default=2, help="nodes; of two, one can be lost [2]")
-    parser.add_argument("--workers", type=int, default=2, metavar="W", help="ranks; of two nodes, one has W - 1 [2]")
-    parser.add_argument("--device", default="cpu", help="as in nanoray.launch; GPUs may not give equal bits [cpu]")
+    parser.add_argument(
+        "--nodes", type=int, choices=(1, 2), default=2, help="nodes; of two, one can be lost [2]"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=2, metavar="W", help="ranks; of two nodes, one has W - 1 [2]"
+    )
+    parser.add_argument(
+        "--device", default="cpu", help="as in nanoray.launch; GPUs may not give equal bits [cpu]"
+    )
     add_data_flags(parser, "stdlib")
     parser.add_argument(
-        "--shared", action="store_true", help="others use this machine: new files in /tmp may be theirs"
+        "--shared",
+        action="store_true",
+        help="others use this machine: new files in /tmp may be theirs",
     )
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="an empty folder that keeps runs and logs")
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="an empty folder that keeps runs and logs"
+    )
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
     """Run it, and fill the report. Nothing that it starts outlives it."""
     minutes = args.minutes or (2.0 if args.quick else 30.0)
-    if minutes <= 0 or not 0 < args.share < 1 or args.every <= 0 or args.most < 1 or args.workers < args.nodes:
+    if (
+        minutes <= 0
+        or not 0 < args.share < 1
+        or args.every <= 0
+        or args.most < 1
+        or args.workers < args.nodes
+    ):
         raise ConfigError(
-            f"minutes = {minutes:g}, share = {args.share:g}, every = {args.every:g}, most = {args.most}, "
-            f"workers = {args.workers}; minutes, every and most must be above 0, share between 0 and 1, and each of "
+            f"minutes = {minutes:g}, share = {args.share:g}, every = {args.every:g}, most = "
+            f"{args.most}, "
+            f"workers = {args.workers}; minutes, every and most must be above 0, share between 0 "
+            "and 1, and each of "
             f"{args.nodes} node(s) needs a rank"
         )
     if args.keep and (not args.keep.is_dir() or any(args.keep.iterdir())):
         raise ConfigError(f"keep = {args.keep} is no empty folder; make one")
     if sys.platform != "linux":
-        raise ConfigError(f"soak finds its ranks in /proc, which {sys.platform} has not; run it on Linux")
+        raise ConfigError(
+            f"soak finds its ranks in /proc, which {sys.platform} has not; run it on Linux"
+        )
     before = leaks.entries()
     with scratch_folder("nrs-") as folder:
         try:
@@ -107,9 +173,15 @@ def _soak(args: argparse.Namespace, report: Report, folder: Path, minutes: float
     with Cluster(folder, env, replace(slots, workers=args.workers), args.nodes) as cluster:
 
         def training(name: str, steps: int, save: int = 250) -> Training:
-            own = flags | {"max_steps": steps, "warmup_steps": min(100, steps // 2), "ray_address": cluster.address}
+            own = flags | {
+                "max_steps": steps,
+                "warmup_steps": min(100, steps // 2),
+                "ray_address": cluster.address,
+            }
             own |= {"checkpoint_every": save, "eval_every": 2 * save}
-            return Training([sys.executable, "-m", "nanoray.launch", *words(own)], cluster, folder / name, steps)
+            return Training(
+                [sys.executable, "-m", "nanoray.launch", *words(own)], cluster, folder / name, steps
+            )
 
         with training("calibration", CALIBRATION_STEPS) as run:
             survive(run, cluster, None, 300.0)
@@ -117,7 +189,9 @@ def _soak(args: argparse.Namespace, report: Report, folder: Path, minutes: float
         steps = max(LEAST_STEPS, round(rate * minutes * 60 * args.share / 50) * 50)
         save = max(50, min(500, round(rate * SAVE_S / 50) * 50))
         plan = f"{steps} steps, a checkpoint every {save}"
-        report.conditions["recipe"] = f"{args.workers} ranks on {args.nodes} node(s), {plan}, {prepared.note}"
+        report.conditions["recipe"] = (
+            f"{args.workers} ranks on {args.nodes} node(s), {plan}, {prepared.note}"
+        )
         report.conditions["seed"] = args.seed
         say(f"{steps} steps, {rate:.0f} a second; the clean run")
         with training(CLEAN, steps, save) as clean:
@@ -135,7 +209,9 @@ def _soak(args: argparse.Namespace, report: Report, folder: Path, minutes: float
             finally:
                 _faults(report, faulty, chaos.thrown)
         _leftovers(report, "on the cluster", leaks.on_cluster(cluster.env))
-        runs = leaks.processes(str(faulty.out)) + [f"process {pid}: rank {slot}" for slot, pid in faulty.ranks()]
+        runs = leaks.processes(str(faulty.out)) + [
+            f"process {pid}: rank {slot}" for slot, pid in faulty.ranks()
+        ]
         _leftovers(report, "beside the cluster", runs)
         _open_files(report, faulty)
     _judge(report)
@@ -154,7 +230,9 @@ def increments(seen: Seen) -> Iterable[tuple[float, float, int, int]]:
 
 
 def rates(seen: Seen, steps: int, parts: int) -> list[float]:
-    """Return steps per second in each part of the steps, without the gaps in which the run stood still."""
+    """Return steps per second in each part of the steps, without the gaps in which the run stood
+    still.
+    """
     done, seconds = [0] * parts, [0.0] * parts
     for since, until, before, after in increments(seen):
         if until - since <= GAP_S:
@@ -173,11 +251,27 @@ def _progress(report: Report, arm: str, training: Training, seconds: float) -> N
     still, seen = gaps(training.seen), training.seen
     every = max(1, len(seen.points) // 1000)
     line = {"steps_over_time": seen.points[::every] + seen.points[-1:]}
-    note = f"the command and {training.drivers - 1} more with --resume auto" if training.drivers > 1 else "the command"
+    note = (
+        f"the command and {training.drivers - 1} more with --resume auto"
+        if training.drivers > 1
+        else "the command"
+    )
     report.rows += [
         Row(arm, WHOLE, "s", (round(seconds, 2),), note, extra=line),
-        Row(arm, RATE, "step/s", tuple(rates(seen, max(1, seen.points[-1][1]), PARTS)), f"in {PARTS} parts of the run"),
-        Row(arm, LOST, "s", (round(sum(b - a for a, b in still), 2),), f"{len(still)} gaps above {GAP_S:g} s"),
+        Row(
+            arm,
+            RATE,
+            "step/s",
+            tuple(rates(seen, max(1, seen.points[-1][1]), PARTS)),
+            f"in {PARTS} parts of the run",
+        ),
+        Row(
+            arm,
+            LOST,
+            "s",
+            (round(sum(b - a for a, b in still), 2),),
+            f"{len(still)} gaps above {GAP_S:g} s",
+        ),
     ]
 
 
@@ -193,51 +287,93 @@ def _compare(report: Report, clean: Path | None, faulty: Path | None, steps: int
     ends = [resume.state if resume else None for resume in found]
     theirs, ours = ends
     if not (theirs and ours) or {theirs.meta["step"], ours.meta["step"]} != {steps}:
-        report.failures.append(f"no final checkpoint: found {[e.meta['step'] if e else None for e in ends]} of {steps}")
+        report.failures.append(
+            f"no final checkpoint: found {[e.meta['step'] if e else None for e in ends]} of {steps}"
+        )
         return
     for name in ("model", "optimizer"):
         one, other = getattr(theirs, name), getattr(ours, name)
         wrong = [key for key in one.keys() | other.keys() if key not in one or key not in other]
         wrong += [key for key in one.keys() & other.keys() if not torch.equal(one[key], other[key])]
         report.rows.append(
-            Row(FAULTY, f"{name}: tensors", "", (float(len(one)),), ", ".join(sorted(wrong)[:3]), wrong=len(wrong))
+            Row(
+                FAULTY,
+                f"{name}: tensors",
+                "",
+                (float(len(one)),),
+                ", ".join(sorted(wrong)[:3]),
+                wrong=len(wrong),
+            )
         )
     logged = [_logged(run) for run in (clean, faulty)]
-    # A resumed run logs its first step, too: such a record has no counterpart, the clean run's all must have one.
+    # A resumed run logs its first step, too: such a record has no counterpart, the clean run's all
+    # must have one.
     differ = sorted(place for place, value in logged[0].items() if logged[1].get(place) != value)
     first = (
-        f"first: {differ[0][1]} of step {differ[0][0]}" if differ else "losses, gradient norms, learning rates, tokens"
+        f"first: {differ[0][1]} of step {differ[0][0]}"
+        if differ
+        else "losses, gradient norms, learning rates, tokens"
     )
-    report.rows.append(Row(FAULTY, "logged values", "", (float(len(logged[0])),), first, wrong=len(differ)))
+    report.rows.append(
+        Row(FAULTY, "logged values", "", (float(len(logged[0])),), first, wrong=len(differ))
+    )
 
 
 def _logged(run: Path) -> dict[tuple[int, str], float]:
     records = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return {(record["step"], key): record[key] for record in records for key in COMPARED if key in record}
+    return {
+        (record["step"], key): record[key]
+        for record in records
+        for key in COMPARED
+        if key in record
+    }
 
 
 def _faults(report: Report, training: Training, thrown: list[Fault]) -> None:
     """Add the faults, and what followed from them."""
     still = gaps(training.seen)
     for fault in thrown:
-        ends = [until for since, until in still if since <= fault.at_s + 2 * GAP_S and until > fault.at_s]
+        ends = [
+            until
+            for since, until in still
+            if since <= fault.at_s + 2 * GAP_S and until > fault.at_s
+        ]
         fault.again_s = round(ends[0] - fault.at_s, 2) if ends else None
-    reports = [r for run in sorted(training.out.glob("*/run.json")) for r in read_reports(run.parent)]
+    reports = [
+        r for run in sorted(training.out.glob("*/run.json")) for r in read_reports(run.parent)
+    ]
     known = [r for r in reports if r["event"] == "fault"]
     how = Counter(r["recovery"] or "overtaken" for r in known)
     counts = Counter(fault.kind for fault in thrown)
     report.rows += [
-        Row(FAULTY, "faults", "", (float(len(thrown)),), _counted(counts), extra={"faults": events(thrown)}),
+        Row(
+            FAULTY,
+            "faults",
+            "",
+            (float(len(thrown)),),
+            _counted(counts),
+            extra={"faults": events(thrown)},
+        ),
         Row(FAULTY, "faults that the driver reports", "", (float(len(known)),), _counted(how)),
         Row(FAULTY, "drivers", "", (float(training.drivers),), _counted(Counter(training.ends))),
-        Row(FAULTY, "steps repeated", "", (float(training.seen.repeated),), "after restarts, from checkpoints"),
+        Row(
+            FAULTY,
+            "steps repeated",
+            "",
+            (float(training.seen.repeated),),
+            "after restarts, from checkpoints",
+        ),
     ]
     for kind in counts:
         values = tuple(f.again_s for f in thrown if f.kind == kind and f.again_s is not None)
         if values:
-            report.rows.append(Row(kind, AGAIN, "s", values, "includes faults that came before it had recovered"))
+            report.rows.append(
+                Row(kind, AGAIN, "s", values, "includes faults that came before it had recovered")
+            )
     if not thrown:
-        report.failures.append("no fault happened before the run ended; raise --minutes or lower --every")
+        report.failures.append(
+            "no fault happened before the run ended; raise --minutes or lower --every"
+        )
 
 
 def _counted(counts: Counter[str]) -> str:
@@ -246,20 +382,28 @@ def _counted(counts: Counter[str]) -> str:
 
 def _leftovers(report: Report, where: str, found: list[str], judged: bool = True) -> None:
     wrong = len(found) if judged else None
-    report.rows.append(Row("left behind", where, "", (float(len(found)),), "; ".join(found[:3]), wrong=wrong))
+    report.rows.append(
+        Row("left behind", where, "", (float(len(found)),), "; ".join(found[:3]), wrong=wrong)
+    )
 
 
 def _open_files(report: Report, training: Training) -> None:
-    """Report how many files the longest-lived driver and rank held open over time; they must not pile up."""
+    """Report how many files the longest-lived driver and rank held open over time; they must not
+    pile up.
+    """
     for who in ("driver", "rank"):
-        lives = {name: counts for name, counts in training.seen.files.items() if name.startswith(who)}
+        lives = {
+            name: counts for name, counts in training.seen.files.items() if name.startswith(who)
+        }
         if not lives:
             continue
         name, counts = max(lives.items(), key=lambda life: len(life[1]))
         most = counts[len(counts) // 5] + MOST_FDS
         grown = int(statistics.median(counts[-5:])) > most
         note = f"of {name}, which lived {len(counts)} s: {counts[len(counts) // 5]} early, {counts[-1]} at the end"
-        report.rows.append(Row(FAULTY, f"open files, {who}", "", (float(max(counts)),), note, wrong=int(grown)))
+        report.rows.append(
+            Row(FAULTY, f"open files, {who}", "", (float(max(counts)),), note, wrong=int(grown))
+        )
 
 
 def report_faults(report: Report) -> list[dict[str, Any]]:
@@ -272,7 +416,9 @@ def _judge(report: Report) -> None:
     row = report.compare(FAULTY, CLEAN, RATE, "the same part of the steps in both runs")
     clean = report.row(CLEAN, WHOLE)
     if row and clean and clean.median >= JUDGED_S:
-        report.targets.append(Target("steps per second while it trains, of the clean run's", row, ">=", GOODPUT))
+        report.targets.append(
+            Target("steps per second while it trains, of the clean run's", row, ">=", GOODPUT)
+        )
     report.compare(CLEAN, FAULTY, WHOLE, "of the time under faults, what a run without any takes")
 
 
@@ -284,7 +430,9 @@ def lines(report: Report) -> list[str]:
     told = [("seconds", "step", "fault", "again after, s", "whom")]
     for fault in report_faults(report):
         again = "-" if fault["again_s"] is None else f"{fault['again_s']:.1f}"
-        told.append((f"{fault['at_s']:.1f}", str(fault["step"]), fault["kind"], again, fault["target"]))
+        told.append(
+            (f"{fault['at_s']:.1f}", str(fault["step"]), fault["kind"], again, fault["target"])
+        )
     return [*aligned(told, right={0, 1, 3}), "", *table(report.rows)]
 
 
@@ -305,10 +453,20 @@ def draw(report: Report, path: Path) -> None:
         for arm, color in ((CLEAN, "0.6"), (FAULTY, "C0")):
             if row := report.row(arm, WHOLE):
                 points = row.extra["steps_over_time"]
-                axes.plot([at for at, _ in points], [step for _, step in points], color=color, label=f"{arm} run")
+                axes.plot(
+                    [at for at, _ in points],
+                    [step for _, step in points],
+                    color=color,
+                    label=f"{arm} run",
+                )
         for kind, mark in zip(WEIGHTS, "vs*^XP", strict=True):
             hit = [fault for fault in report_faults(report) if fault["kind"] == kind]
             if hit:
-                axes.plot([f["at_s"] for f in hit], [f["step"] for f in hit], mark, label=f"{len(hit)} x {kind}")
+                axes.plot(
+                    [f["at_s"] for f in hit],
+                    [f["step"] for f in hit],
+                    mark,
+                    label=f"{len(hit)} x {kind}",
+                )
         axes.set(xlabel="seconds since the command", ylabel="optimizer steps done")
         axes.legend(fontsize=8)

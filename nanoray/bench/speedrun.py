@@ -1,8 +1,10 @@
-"""`python -m nanoray.bench speedrun`: seconds from a command to a validation loss of tiny Shakespeare on two CPU cores.
+"""`python -m nanoray.bench speedrun`: seconds from a command to a validation loss of tiny
+Shakespeare on two CPU cores.
 
-docs/speedrun.md has the rules and the records. Arms run one after the other, in rotating order; each round has a seed
-of its own, the same one in all arms. The clock starts with the process and ends when an evaluation has shown the loss.
-CPU time is that of the whole process, its end included: other work on the machine changes it less than the clock.
+docs/speedrun.md has the rules and the records. Arms run one after the other, in rotating order;
+each round has a seed of its own, the same one in all arms. The clock starts with the process and
+ends when an evaluation has shown the loss. CPU time is that of the whole process, its end included:
+other work on the machine changes it less than the clock.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from nanoray.bench.harness.plan import (
 )
 from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, scratch_folder
 from nanoray.bench.harness.report import Report, Row, Target, markdown, say
-from nanoray.bench.nanogpt_peer import NanoGPT
+from nanoray.bench.peers.nanogpt_peer import NanoGPT
 from nanoray.config import load_config
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
@@ -38,8 +40,10 @@ from nanoray.errors import ConfigError
 CORES = 2
 SECONDS, CPU_TIME, STEPS, LOSS = "to the loss", "CPU time", "steps", "validation loss"
 UNITS = {SECONDS: "s", CPU_TIME: "s", STEPS: "steps", LOSS: "nat/token"}
-RULES = {"device": "cpu", "workers": 1, "eval_samples": 240, "block_size": 64}  # which no record may change
-# What a record does not need, and the precision of those that name none: `auto` would differ between machines.
+# Which no record may change
+RULES = {"device": "cpu", "workers": 1, "eval_samples": 240, "block_size": 64}
+# What a record does not need, and the precision of those that name none: `auto` would differ
+# between machines.
 DEFAULTS = {"checkpoint_every": 0, "sample_tokens": 0, "tensorboard": "false", "precision": "fp32"}
 
 
@@ -55,7 +59,8 @@ class Record:
 
 
 CPU_PRESET, FAST = "shakespeare-cpu", "shakespeare-fast"
-PEER, OWN = "nanogpt", "nanogpt train.py"  # its recipe in a loop of this repository, and its own script
+# Its recipe in a loop of this repository, and its own script
+PEER, OWN = "nanogpt", "nanogpt train.py"
 BASE, FITTED, ROTARY, LOWER = CPU_PRESET, "+ schedule", "+ rotary", f"{FAST} to 1.70"
 SHORT, BF16 = "+ short sequences", "+ bf16"
 _SHORT = {"max_steps": 260, "eval_every": 260, "seq_warmup_steps": 150}
@@ -66,19 +71,44 @@ ARMS = {
         CPU_PRESET,
         {"lr": 1e-3},
         "nanoGPT's CPU recipe in the loop that people write first, an evaluation every 250 steps",
-        "nanoray.bench.speedrun_peer",
+        "nanoray.bench.peers.speedrun_peer",
     ),
     OWN: Record(
-        1.88, CPU_PRESET, {"lr": 1e-3}, "nanoGPT with its CPU recipe and its own evaluation, of 240 random windows"
+        1.88,
+        CPU_PRESET,
+        {"lr": 1e-3},
+        "nanoGPT with its CPU recipe and its own evaluation, of 240 random windows",
     ),
-    BASE: Record(1.88, CPU_PRESET, {"eval_every": 50}, "three times the learning rate; nanoray's loop"),
-    FITTED: Record(1.88, CPU_PRESET, {"eval_every": 50, "max_steps": 1200, **_LINE}, "a rate of 6e-3, linear to zero"),
+    BASE: Record(
+        1.88, CPU_PRESET, {"eval_every": 50}, "three times the learning rate; nanoray's loop"
+    ),
+    FITTED: Record(
+        1.88,
+        CPU_PRESET,
+        {"eval_every": 50, "max_steps": 1200, **_LINE},
+        "a rate of 6e-3, linear to zero",
+    ),
     ROTARY: Record(
-        1.88, CPU_PRESET, {"eval_every": 50, "max_steps": 1000, **_LINE, "positions": "rotary"}, "rotary positions"
+        1.88,
+        CPU_PRESET,
+        {"eval_every": 50, "max_steps": 1000, **_LINE, "positions": "rotary"},
+        "rotary positions",
     ),
-    FAST: Record(1.88, FAST, {"max_steps": 300, "eval_every": 300}, "Muon for the matrices, and one evaluation"),
-    SHORT: Record(1.88, FAST, _SHORT, "sequences of 8, 16 and 32 tokens in 50 steps each, then of 64"),
-    BF16: Record(1.88, FAST, {**_SHORT, "precision": "bf16"}, "products in bf16, for a CPU that has units for it"),
+    FAST: Record(
+        1.88,
+        FAST,
+        {"max_steps": 300, "eval_every": 300},
+        "Muon for the matrices, and one evaluation",
+    ),
+    SHORT: Record(
+        1.88, FAST, _SHORT, "sequences of 8, 16 and 32 tokens in 50 steps each, then of 64"
+    ),
+    BF16: Record(
+        1.88,
+        FAST,
+        {**_SHORT, "precision": "bf16"},
+        "products in bf16, for a CPU that has units for it",
+    ),
     LOWER: Record(1.70, FAST, {"eval_every": 1000}, "the same preset, in its own number of steps"),
 }
 RECORDS = (FAST, SHORT, BF16)  # each round of these must reach the loss
@@ -99,17 +129,26 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's flags."""
     which = f"all, or which of {', '.join(ARMS)} [%(default)s]"
     parser.add_argument("--arms", default=DEFAULT_ARMS, metavar="A,B", help=which)
-    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all arms, a seed each [5; 1 with --quick]")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        metavar="N",
+        help="rounds of all arms, a seed each [5; 1 with --quick]",
+    )
     add_settings_flag(parser, "those of all arms")
     add_data_flags(parser, "shakespeare")
-    parser.add_argument("--nanogpt", type=Path, metavar="PATH", help=f"folder of nanoGPT, which the arm {OWN} needs")
+    parser.add_argument(
+        "--nanogpt", type=Path, metavar="PATH", help=f"folder of nanoGPT, which the arm {OWN} needs"
+    )
     late = "seconds after which a run has failed [%(default)g]"
     parser.add_argument("--timeout_s", type=float, default=600, help=late)
 
 
 @contextmanager
 def two_cores() -> Iterator[None]:
-    """Let this process, and so all that it starts, use two cores, where the system can bind it to them."""
+    """Let this process, and so all that it starts, use two cores, where the system can bind it to
+    them.
+    """
     before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     if len(before) > CORES:
         os.sched_setaffinity(0, sorted(before)[:CORES])
@@ -121,11 +160,24 @@ def two_cores() -> Iterator[None]:
 
 
 def run_once(
-    record: Record, flags: Mapping[str, object], env: Mapping[str, str], folder: Path, timeout_s: float
+    record: Record,
+    flags: Mapping[str, object],
+    env: Mapping[str, str],
+    folder: Path,
+    timeout_s: float,
 ) -> Found:
-    """Run one record's command; return what it came to. Raises ChildFailed, also where no evaluation was made."""
+    """Run one record's command; return what it came to. Raises ChildFailed, also where no
+    evaluation was made.
+    """
     folder.mkdir(parents=True)
-    command = [sys.executable, "-m", record.module, "--preset", record.preset, *words({**flags, "out_dir": folder})]
+    command = [
+        sys.executable,
+        "-m",
+        record.module,
+        "--preset",
+        record.preset,
+        *words({**flags, "out_dir": folder}),
+    ]
     before = _children_cpu_s()
     with Child(command, env, folder / "output.log") as child:
         child.wait(timeout_s)
@@ -140,9 +192,15 @@ def run_once(
 
 
 def run_nanogpt(
-    source: Path, flags: Mapping[str, object], env: Mapping[str, str], folder: Path, timeout_s: float
+    source: Path,
+    flags: Mapping[str, object],
+    env: Mapping[str, str],
+    folder: Path,
+    timeout_s: float,
 ) -> Found:
-    """Run nanoGPT's train.py until its own evaluation shows the loss; return what it came to. Raises ChildFailed."""
+    """Run nanoGPT's train.py until its own evaluation shows the loss; return what it came to.
+    Raises ChildFailed.
+    """
     folder.mkdir(parents=True)
     config = load_config(preset=CPU_PRESET, overrides=dict(flags))
     peer, before = NanoGPT(source, config, prepare(config), folder), _children_cpu_s()
@@ -156,12 +214,16 @@ def _children_cpu_s() -> float:
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
-    """Run every record's command in each round, and fill the report. Nothing that it starts outlives it."""
+    """Run every record's command in each round, and fill the report. Nothing that it starts
+    outlives it.
+    """
     args.rounds = args.rounds or (1 if args.quick else 5)
     overrides = settings_of(args)
     arms = chosen(args.arms, list(ARMS))
     if args.nanogpt and not (args.nanogpt / "train.py").is_file():
-        raise ConfigError(f"nanogpt = {args.nanogpt} has no train.py; give the folder of a clone of nanoGPT")
+        raise ConfigError(
+            f"nanogpt = {args.nanogpt} has no train.py; give the folder of a clone of nanoGPT"
+        )
     if args.rounds < 1:
         raise ConfigError(f"rounds = {args.rounds}; at least 1 round is needed")
     if OWN in arms and args.nanogpt is None:
@@ -170,13 +232,20 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     found: dict[str, list[Found]] = {arm: [] for arm in arms}
     failed: dict[str, str] = {}
     with two_cores(), scratch_folder() as folder:
-        info = prepare(load_config(preset=CPU_PRESET, overrides=dict(data_flags(args))))  # before any clock
+        # Before any clock
+        info = prepare(load_config(preset=CPU_PRESET, overrides=dict(data_flags(args))))
         report.conditions["data"] = info.note
         env = arm_environment() | {"TMPDIR": str(folder / "tmp"), "CUDA_VISIBLE_DEVICES": ""}
         for turn in range(args.rounds):
             for arm in (arm for arm in rotated(arms, turn) if arm not in failed):
                 record = ARMS[arm]
-                flags = {**RULES, **DEFAULTS, **data_flags(args), "target_loss": record.target, "seed": turn}
+                flags = {
+                    **RULES,
+                    **DEFAULTS,
+                    **data_flags(args),
+                    "target_loss": record.target,
+                    "seed": turn,
+                }
                 flags |= {**record.flags, **overrides}
                 own = folder / f"{arm}-{turn}".replace(" ", "-")
                 try:
@@ -190,7 +259,8 @@ def measure(args: argparse.Namespace, report: Report) -> None:
                     continue
                 found[arm].append(run)
                 say(
-                    f"round {turn + 1}/{args.rounds}  {arm:<24}  {run.seconds:.1f} s, {run.cpu_s:.1f} s of CPU  "
+                    f"round {turn + 1}/{args.rounds}  {arm:<24}  {run.seconds:.1f} s, "
+                    f"{run.cpu_s:.1f} s of CPU  "
                     f"{run.steps} steps  loss {run.loss:.4f}"
                 )
     for arm in arms:
@@ -200,9 +270,17 @@ def measure(args: argparse.Namespace, report: Report) -> None:
 
 
 def _rows(arm: str, found: list[Found], target: float, report: Report, failed: str) -> list[Row]:
-    """Return an arm's rows, a value per round. Where a round has not reached the loss, its seconds are those of all."""
-    missed = [f"round {turn} ended at {run.loss:.4f}" for turn, run in enumerate(found, 1) if run.loss > target]
-    note = f"{ARMS[arm].what}; target {target:g}" + "".join(f"; {each}: seconds are a lower bound" for each in missed)
+    """Return an arm's rows, a value per round. Where a round has not reached the loss, its seconds
+    are those of all.
+    """
+    missed = [
+        f"round {turn} ended at {run.loss:.4f}"
+        for turn, run in enumerate(found, 1)
+        if run.loss > target
+    ]
+    note = f"{ARMS[arm].what}; target {target:g}" + "".join(
+        f"; {each}: seconds are a lower bound" for each in missed
+    )
     if missed and arm in RECORDS:
         report.failures.append(f"{arm}: {', '.join(missed)}, above {target:g}")
     values = {
@@ -219,7 +297,9 @@ def _rows(arm: str, found: list[Found], target: float, report: Report, failed: s
 
 
 def _judge(report: Report, arms: list[str]) -> None:
-    """Add the ratios of all records to nanoGPT and to the one before, and what the fastest should reach."""
+    """Add the ratios of all records to nanoGPT and to the one before, and what the fastest should
+    reach.
+    """
     own = [arm for arm in arms if arm not in (PEER, OWN) and ARMS[arm].target == ARMS[PEER].target]
     for first in (peer for peer in (PEER, OWN) if peer in arms):
         for arm in own:
@@ -231,7 +311,9 @@ def _judge(report: Report, arms: list[str]) -> None:
 
 
 def paste(report: Report) -> list[str]:
-    """Return the table of records for a page: medians with their range; of steps and losses the highest of a round."""
+    """Return the table of records for a page: medians with their range; of steps and losses the
+    highest of a round.
+    """
     shown = [arm for arm in ARMS if (row := report.row(arm, SECONDS)) and not row.skipped]
     peers = [arm for arm in (PEER, OWN) if arm in shown]
     ends = ("CPU seconds", "most steps", "highest loss")
@@ -240,18 +322,27 @@ def paste(report: Report) -> list[str]:
     columns = [*(f"/ {peer}" for peer in peers), *(["/ the one before"] if ahead else [])]
     head, lines = ("record", "loss", "seconds", *columns, *ends), []
     for arm in shown:
-        against = [report.cell(f"{arm} / {other}", SECONDS, "range") for other in (*peers, ahead.get(arm, ""))]
+        against = [
+            report.cell(f"{arm} / {other}", SECONDS, "range")
+            for other in (*peers, ahead.get(arm, ""))
+        ]
         against = against[: len(columns)]
         cells = [report.cell(arm, metric, "range") for metric in (SECONDS, CPU_TIME)]
         loss, steps = report.row(arm, LOSS), report.row(arm, STEPS)
         bound = "≥ " if loss and loss.extra.get("missed") else ""
-        last = (f"{max(steps.values):.0f}", f"{max(loss.values):.4f}") if steps and loss and loss.values else ("", "")
+        last = (
+            (f"{max(steps.values):.0f}", f"{max(loss.values):.4f}")
+            if steps and loss and loss.values
+            else ("", "")
+        )
         lines.append((arm, f"{ARMS[arm].target:.2f}", bound + cells[0], *against, cells[1], *last))
     return markdown(head, lines)
 
 
 def draw(report: Report, path: Path) -> None:
-    """Draw seconds and CPU seconds to each record's loss; bars are medians, lines the lowest and highest."""
+    """Draw seconds and CPU seconds to each record's loss; bars are medians, lines the lowest and
+    highest.
+    """
     with figure(report, path) as (left, right):
         for axes, metric in ((left, SECONDS), (right, CPU_TIME)):
             bars(axes, measured(report, list(ARMS), metric), color="0.6")

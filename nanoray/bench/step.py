@@ -1,4 +1,5 @@
-"""`python -m nanoray.bench step`: what each way to compute a step gains, on CPU, against this machine's own ceiling.
+"""`python -m nanoray.bench step`: what each way to compute a step gains, on CPU, against this
+machine's own ceiling.
 
 A ladder per preset: each rung is the `base` with one thing changed.
 
@@ -19,10 +20,11 @@ A ladder per preset: each rung is the `base` with one thing changed.
     eager loop + kept memory  the same, and glibc keeps freed memory, as every nanoray rank lets it
     nanogpt                   a peer: nanoGPT's own train.py, where --nanogpt names its folder
 
-All arms of a preset stay alive and run blocks of steps in turn; products of two large matrices, in float32 and in bf16,
-run in the same rounds and are the ceiling that `of peak` refers to. Batches are smaller than a preset's where a step
-would take too long, and they are told in the notes. The loss is that of the last step: all arms but the peers saw the
-same samples. With dropout it is shown and not compared, because other kernels draw other masks.
+All arms of a preset stay alive and run blocks of steps in turn; products of two large matrices, in
+float32 and in bf16, run in the same rounds and are the ceiling that `of peak` refers to. Batches
+are smaller than a preset's where a step would take too long, and they are told in the notes. The
+loss is that of the last step: all arms but the peers saw the same samples. With dropout it is shown
+and not compared, because other kernels draw other masks.
 """
 
 from __future__ import annotations
@@ -40,20 +42,35 @@ from typing import Any
 
 from nanoray.atomic import read_json_lines
 from nanoray.bench.harness.figure import figure, whiskers
-from nanoray.bench.harness.plan import add_data_flags, add_settings_flag, chosen, data_flags, rotated, settings_of
+from nanoray.bench.harness.plan import (
+    add_data_flags,
+    add_settings_flag,
+    chosen,
+    data_flags,
+    rotated,
+    settings_of,
+)
 from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, scratch_folder
 from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, say
-from nanoray.bench.nanogpt_peer import NanoGPT
+from nanoray.bench.peers.nanogpt_peer import NanoGPT
 from nanoray.checkpoint.resume import open_run
 from nanoray.config import Config, load_config, make_config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.prepare import prepare
+from nanoray.devices.choose import BF16_UNITS, cannot_compile
+from nanoray.devices.host import available_cpus, available_memory_bytes, cpu_features
 from nanoray.errors import ConfigError
-from nanoray.mesh.devices import BF16_UNITS, available_cpus, available_memory_bytes, cannot_compile, cpu_features
 
-BASE, EAGER, PEER, TWO, BEST = "base", "eager loop", "nanogpt", "two ranks", "bf16 + plain attention"
+BASE, EAGER, PEER, TWO, BEST = (
+    "base",
+    "eager loop",
+    "nanogpt",
+    "two ranks",
+    "bf16 + plain attention",
+)
 PLAIN, FUSED = "plain attention", "fused attention"
-RUNGS: dict[str, dict[str, Any]] = {  # settings of the run; those with "_" are not the configuration's
+# Settings of the run; those with "_" are not the configuration's
+RUNGS: dict[str, dict[str, Any]] = {
     BASE: {},
     PLAIN: {"attention": "plain"},
     FUSED: {"attention": "flash"},
@@ -72,7 +89,14 @@ RUNGS: dict[str, dict[str, Any]] = {  # settings of the run; those with "_" are 
     "eager loop + kept memory": {"_eager": True, "_keep": True},
 }
 ARMS = (*RUNGS, PEER)
-TOKENS, PEAK, MEMORY, READY, LOSS, PRODUCTS = "tokens", "of peak", "memory", "until ready", "loss", "products"
+TOKENS, PEAK, MEMORY, READY, LOSS, PRODUCTS = (
+    "tokens",
+    "of peak",
+    "memory",
+    "until ready",
+    "loss",
+    "products",
+)
 SIZE = 1024  # rows and columns of the matrices of a product
 LOSS_STEP = 20  # at most: later, roundings of another order have grown into another run
 SAME_LOSS = {"fp32": 1e-3, "bf16": 2e-2}  # relative, to that of the base
@@ -81,7 +105,8 @@ GIB_PER_ARM = 2.8  # of the largest ladder
 BLOCK_MS = 3000.0  # of the base; all arms do as many steps
 PRODUCTS_PER_BLOCK = 50
 LEAST_OF_PEER = 5  # steps: it starts anew in each round
-AIMS = {"shakespeare-cpu": (1.1, 1.4), "shakespeare-char": (1.15, 2.5)}  # times nanoGPT: in float32, in bf16 with units
+# Times nanoGPT: in float32, in bf16 with units
+AIMS = {"shakespeare-cpu": (1.1, 1.4), "shakespeare-char": (1.15, 2.5)}
 
 
 @dataclass(frozen=True)
@@ -90,14 +115,23 @@ class Ladder:
 
     settings: Mapping[str, Any]
     rungs: tuple[str, ...]
-    tokens: int = 0  # > 0: random tokens of so large a vocabulary, where its data set cannot be had everywhere
+    # > 0: random tokens of so large a vocabulary, where its data set cannot be had everywhere
+    tokens: int = 0
 
 
 LADDERS = {
     "shakespeare-cpu": Ladder({}, tuple(arm for arm in ARMS if arm != FUSED)),
-    "shakespeare-char": Ladder({"global_batch_size": 4}, tuple(arm for arm in ARMS if arm != PLAIN)),
+    "shakespeare-char": Ladder(
+        {"global_batch_size": 4}, tuple(arm for arm in ARMS if arm != PLAIN)
+    ),
     "gpt2-124m": Ladder(
-        {"tokenizer": "auto", "block_size": 256, "micro_batch_size": 1, "global_batch_size": 1, "compile": False},
+        {
+            "tokenizer": "auto",
+            "block_size": 256,
+            "micro_batch_size": 1,
+            "global_batch_size": 1,
+            "compile": False,
+        },
         (BASE, PLAIN, "chunked loss", "compile", "bf16", BEST, EAGER, PEER),
         tokens=50257,
     ),
@@ -106,12 +140,23 @@ LADDERS = {
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's flags."""
-    parser.add_argument("--presets", default="all", metavar="A,B", help=f"which of {', '.join(LADDERS)} [all]")
-    parser.add_argument("--arms", default="all", metavar="A,B", help=f"which of {', '.join(ARMS)} [all]")
-    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all arms [5; 2 with --quick]")
+    parser.add_argument(
+        "--presets", default="all", metavar="A,B", help=f"which of {', '.join(LADDERS)} [all]"
+    )
+    parser.add_argument(
+        "--arms", default="all", metavar="A,B", help=f"which of {', '.join(ARMS)} [all]"
+    )
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", help="rounds of all arms [5; 2 with --quick]"
+    )
     add_settings_flag(parser, "each preset's")
     add_data_flags(parser)
-    parser.add_argument("--nanogpt", type=Path, metavar="PATH", help="folder of nanoGPT, to run its train.py as a peer")
+    parser.add_argument(
+        "--nanogpt",
+        type=Path,
+        metavar="PATH",
+        help="folder of nanoGPT, to run its train.py as a peer",
+    )
     late = "seconds after which an arm that says nothing has failed [%(default)g]"
     parser.add_argument("--timeout_s", type=float, default=300, help=late)
 
@@ -122,9 +167,14 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     overrides = settings_of(args)
     arms, presets = chosen(args.arms, ARMS), chosen(args.presets, list(LADDERS), "preset")
     if args.rounds < 1 or BASE not in arms:
-        raise ConfigError(f"rounds = {args.rounds}, arms = {args.arms}; at least 1 round, and the base, are needed")
+        raise ConfigError(
+            f"rounds = {args.rounds}, arms = {args.arms}; at least 1 round, and the base, are "
+            "needed"
+        )
     if args.nanogpt and not (args.nanogpt / "train.py").is_file():
-        raise ConfigError(f"nanogpt = {args.nanogpt} has no train.py; give the folder of a clone of nanoGPT")
+        raise ConfigError(
+            f"nanogpt = {args.nanogpt} has no train.py; give the folder of a clone of nanoGPT"
+        )
     for name in presets:
         with scratch_folder() as folder, ExitStack() as stack:
             climb = _prepared(args, name, overrides, folder)
@@ -169,7 +219,9 @@ class Climb:
             child.end()
 
 
-def _prepared(args: argparse.Namespace, name: str, overrides: dict[str, str], folder: Path) -> Climb:
+def _prepared(
+    args: argparse.Namespace, name: str, overrides: dict[str, str], folder: Path
+) -> Climb:
     """Return the climb of one preset, with its configuration and data."""
     ladder = LADDERS[name]
     fixed = {"out_dir": str(folder), "max_steps": 10**6, "eval_every": 0, "checkpoint_every": 0}
@@ -185,13 +237,17 @@ def _prepared(args: argparse.Namespace, name: str, overrides: dict[str, str], fo
 
 
 def random_tokens(folder: Path, vocab_size: int) -> Path:
-    """Write a data set of random tokens in nanoGPT's format: a step takes as long on them as on a text."""
+    """Write a data set of random tokens in nanoGPT's format: a step takes as long on them as on a
+    text.
+    """
     import numpy as np
 
     folder.mkdir()
     source = np.random.default_rng(0)
     for split in ("train", "val"):
-        (folder / f"{split}.bin").write_bytes(source.integers(vocab_size, size=50_000, dtype=np.uint16).tobytes())
+        (folder / f"{split}.bin").write_bytes(
+            source.integers(vocab_size, size=50_000, dtype=np.uint16).tobytes()
+        )
     (folder / "meta.json").write_text(json.dumps({"vocab_size": vocab_size}), encoding="utf-8")
     return folder
 
@@ -202,7 +258,9 @@ def _start_all(climb: Climb, arms: list[str], report: Report, stack: ExitStack) 
     free = available_memory_bytes() / 2**30
     if need > free and not climb.args.settings:
         for arm in arms:
-            climb.skipped[arm] = f"all arms together need {need:.0f} GiB, and {free:.0f} GiB are free"
+            climb.skipped[arm] = (
+                f"all arms together need {need:.0f} GiB, and {free:.0f} GiB are free"
+            )
         return
     for dtype in ("float32", "bfloat16"):
         size = SIZE if dtype == "float32" or cpu_features() & BF16_UNITS else SIZE // 2
@@ -221,7 +279,8 @@ def _start_all(climb: Climb, arms: list[str], report: Report, stack: ExitStack) 
             continue
         say(f"start  {climb.name}: {arm}")
         _start(climb, report, stack, arm, orders_of(climb, arm))
-        if arm == "compile" and arm in climb.ranks:  # once more, from the cache that the first start has left
+        # Once more, from the cache that the first start has left
+        if arm == "compile" and arm in climb.ranks:
             for child in climb.ranks.pop(arm):
                 child.end()
             _start(climb, report, stack, arm, orders_of(climb, arm))
@@ -236,7 +295,11 @@ def orders_of(climb: Climb, arm: str) -> list[dict[str, Any]]:
     spec = open_run(make_config(values), climb.data, time.time())
     climb.runs[arm] = spec.folder
     ranks = how.get("_ranks", 1)
-    order = {"arm": "eager" if how.get("_eager") else "engine", "world": ranks, "spec": str(spec.folder / "run.json")}
+    order = {
+        "arm": "eager" if how.get("_eager") else "engine",
+        "world": ranks,
+        "spec": str(spec.folder / "run.json"),
+    }
     order |= {
         "threads": how.get("_threads") or max(1, climb.threads // ranks),
         "pinned": how.get("_pinned"),
@@ -246,8 +309,12 @@ def orders_of(climb: Climb, arm: str) -> list[dict[str, Any]]:
     return [order | {"rank": rank} for rank in range(ranks)]
 
 
-def _start(climb: Climb, report: Report, stack: ExitStack, arm: str, orders: list[dict[str, Any]]) -> None:
-    """Start the processes of an arm, and note the seconds until they are ready for their first step."""
+def _start(
+    climb: Climb, report: Report, stack: ExitStack, arm: str, orders: list[dict[str, Any]]
+) -> None:
+    """Start the processes of an arm, and note the seconds until they are ready for their first
+    step.
+    """
     begin, ranks, port = time.monotonic(), climb.ranks.setdefault(arm, []), 0
     try:
         for rank, order in enumerate(orders):
@@ -267,16 +334,27 @@ def _start(climb: Climb, report: Report, stack: ExitStack, arm: str, orders: lis
 
 def _run_rounds(climb: Climb, report: Report) -> None:
     """Let all arms run one block after the other, round by round in rotating order."""
-    peer = NanoGPT(climb.args.nanogpt, climb.config, climb.data, climb.folder) if climb.args.nanogpt else None
-    wants_peer = peer is not None and PEER in LADDERS[climb.name].rungs and PEER in chosen(climb.args.arms, ARMS)
+    peer = (
+        NanoGPT(climb.args.nanogpt, climb.config, climb.data, climb.folder)
+        if climb.args.nanogpt
+        else None
+    )
+    wants_peer = (
+        peer is not None
+        and PEER in LADDERS[climb.name].rungs
+        and PEER in chosen(climb.args.arms, ARMS)
+    )
     arms, settled = [*climb.ranks, *([PEER] if wants_peer else [])], 0.0
-    for turn in range(-1, climb.args.rounds):  # the first one does not count: memory and caches settle
+    # The first one does not count: memory and caches settle
+    for turn in range(-1, climb.args.rounds):
         for arm in rotated(arms, max(turn, 0)):
             if arm in climb.failed or (arm == PEER and turn < 0):
                 continue
             try:
                 if peer and arm == PEER:
-                    ms = peer.step_ms(max(LEAST_OF_PEER, climb.steps), climb.env, climb.args.timeout_s)
+                    ms = peer.step_ms(
+                        max(LEAST_OF_PEER, climb.steps), climb.env, climb.args.timeout_s
+                    )
                 else:
                     ms = _block(climb, arm)
             except ChildFailed as error:
@@ -295,7 +373,8 @@ def _run_rounds(climb: Climb, report: Report) -> None:
 def _block(climb: Climb, arm: str) -> float:
     """Let an arm run a block of steps; return milliseconds per step, of the slower rank.
 
-    A step before the block does not count: while the arm slept, others had the caches, and idle memory may be gone.
+    A step before the block does not count: while the arm slept, others had the caches, and idle
+    memory may be gone.
     """
     ms, steps = 0.0, PRODUCTS_PER_BLOCK if arm.startswith(PRODUCTS) else climb.steps
     for count in (1, steps):
@@ -330,7 +409,10 @@ def _rows(climb: Climb, report: Report) -> None:
     what = f"{climb.config.global_batch_size} sequences of {climb.config.block_size} tokens, blocks of {climb.steps}"
     losses = {arm: _losses(folder) for arm, folder in climb.runs.items() if arm in climb.step_ms}
     logged = {arm: {step for step in found if step <= LOSS_STEP} for arm, found in losses.items()}
-    last = min((max(steps, default=0) for arm, steps in logged.items() if not RUNGS[arm].get("_eager")), default=0)
+    last = min(
+        (max(steps, default=0) for arm, steps in logged.items() if not RUNGS[arm].get("_eager")),
+        default=0,
+    )
     for arm in LADDERS[climb.name].rungs:
         if arm not in (*climb.step_ms, *climb.failed, *climb.skipped):
             continue
@@ -340,17 +422,28 @@ def _rows(climb: Climb, report: Report) -> None:
             continue
         peak = peaks[climb.precision(arm)]
         shares = [100 * flops * each / (1e9 * of) for each, of in zip(rate, peak, strict=False)]
-        report.rows.append(_row(climb, arm, PEAK, "%", shares, f"of products in {climb.precision(arm)}"))
+        report.rows.append(
+            _row(climb, arm, PEAK, "%", shares, f"of products in {climb.precision(arm)}")
+        )
         if arm in climb.memory:
-            report.rows.append(_row(climb, arm, MEMORY, "MiB", [climb.memory[arm]], "most resident, all ranks"))
+            report.rows.append(
+                _row(climb, arm, MEMORY, "MiB", [climb.memory[arm]], "most resident, all ranks")
+            )
             cold, *again = climb.ready_s[arm]
             note = f"from a cache {again[0]:.1f} s" if again else "process, imports, model, warm-up"
-            report.rows.append(_row(climb, arm, READY, "s", [cold], note, {"cached_s": again[0]} if again else None))
+            report.rows.append(
+                _row(
+                    climb, arm, READY, "s", [cold], note, {"cached_s": again[0]} if again else None
+                )
+            )
         if last and arm in losses and last in losses[arm]:
             loss, base = losses[arm][last], losses[BASE][last]
             near = math.isclose(loss, base, rel_tol=SAME_LOSS[climb.precision(arm)])
-            wrong = None if climb.config.dropout else int(not near)  # other kernels draw other masks
-            report.rows.append(Row(_named(climb.name, arm), LOSS, "", (loss,), f"of step {last}", wrong=wrong))
+            # Other kernels draw other masks
+            wrong = None if climb.config.dropout else int(not near)
+            report.rows.append(
+                Row(_named(climb.name, arm), LOSS, "", (loss,), f"of step {last}", wrong=wrong)
+            )
 
 
 def _named(preset: str, arm: str) -> str:
@@ -368,16 +461,32 @@ def _row(
 ) -> Row:
     failed = climb.failed.get(arm, "")
     skipped = "" if failed else climb.skipped.get(arm, "")
-    return Row(_named(climb.name, arm), metric, unit, tuple(values), note, failed, None, skipped, extra or {})
+    return Row(
+        _named(climb.name, arm),
+        metric,
+        unit,
+        tuple(values),
+        note,
+        failed,
+        None,
+        skipped,
+        extra or {},
+    )
 
 
 def _losses(run: Path) -> dict[int, float]:
     """Return step -> loss of a run; empty for a peer, which keeps no records."""
-    return {r["step"]: r["train/loss"] for r in read_json_lines(run / "metrics.jsonl") if "train/loss" in r}
+    return {
+        r["step"]: r["train/loss"]
+        for r in read_json_lines(run / "metrics.jsonl")
+        if "train/loss" in r
+    }
 
 
 def judge(report: Report, presets: list[str]) -> None:
-    """Add the ratios of all arms to the base, and of the base to the peers, with what they should come to."""
+    """Add the ratios of all arms to the base, and of the base to the peers, with what they should
+    come to.
+    """
     units = bool(cpu_features() & BF16_UNITS)
     excuse = "" if units else "this CPU has neither amx_bf16 nor avx512_bf16"
     for name in presets:
@@ -393,15 +502,24 @@ def judge(report: Report, presets: list[str]) -> None:
         plain, half = AIMS[name]
         ran = report.row(_named(name, PEER), TOKENS)
         against = PEER if ran and ran.values else EAGER  # nanoGPT, or what is nearest to it
-        aims = ((BASE, EAGER, 1.05, ""), (BASE, PEER, plain, ""), (BEST, against, half, excuse), (TWO, BASE, 0.95, ""))
+        aims = (
+            (BASE, EAGER, 1.05, ""),
+            (BASE, PEER, plain, ""),
+            (BEST, against, half, excuse),
+            (TWO, BASE, 0.95, ""),
+        )
         for arm, peer, limit, why in aims:
             upper, lower = _named(name, arm), _named(name, peer)
-            if row := report.row(f"{upper} / {lower}", TOKENS) or report.compare(upper, lower, TOKENS):
+            if row := report.row(f"{upper} / {lower}", TOKENS) or report.compare(
+                upper, lower, TOKENS
+            ):
                 report.targets.append(Target(f"tokens/s, {row.arm}", row, ">=", limit, why))
 
 
 def _compiling(report: Report, arm: str, base: str) -> str:
-    """Return by how many seconds an arm was ready later than the base, cold and from a cache; "" for most arms."""
+    """Return by how many seconds an arm was ready later than the base, cold and from a cache; ""
+    for most arms.
+    """
     row, other = report.row(arm, READY), report.row(base, READY)
     if not (row and other and row.values and other.values and "cached_s" in row.extra):
         return ""
@@ -411,13 +529,22 @@ def _compiling(report: Report, arm: str, base: str) -> str:
 def _table(report: Report, spread: str) -> list[tuple[str, ...]]:
     asked = any(r.unit == "ratio" and r.values and r.arm.endswith(f": {PEER}") for r in report.rows)
     against = (BASE, PEER) if asked else (BASE,)
-    compiled = ["compiling, s"] if any(r.metric == READY and "cached_s" in r.extra for r in report.rows) else []
+    compiled = (
+        ["compiling, s"]
+        if any(r.metric == READY and "cached_s" in r.extra for r in report.rows)
+        else []
+    )
     ends = ("of peak, %", "memory, MiB", "until ready, s", *compiled, "loss")
-    table: list[tuple[str, ...]] = [("arm", "tokens/s", *(f"/ {other}" for other in against), *ends)]
+    table: list[tuple[str, ...]] = [
+        ("arm", "tokens/s", *(f"/ {other}" for other in against), *ends)
+    ]
     for row in report.rows:
         if row.metric == TOKENS and row.unit == "1/s" and not row.skipped:
             preset = row.arm.partition(": ")[0]
-            ratios = [report.cell(f"{row.arm} / {_named(preset, other)}", TOKENS, spread) for other in against]
+            ratios = [
+                report.cell(f"{row.arm} / {_named(preset, other)}", TOKENS, spread)
+                for other in against
+            ]
             cells = [report.cell(row.arm, metric, spread) for metric in (PEAK, MEMORY, READY)]
             cells += [_compiling(report, row.arm, _named(preset, BASE)) for _ in compiled]
             cells += [report.cell(row.arm, LOSS, spread)]
@@ -426,13 +553,24 @@ def _table(report: Report, spread: str) -> list[tuple[str, ...]]:
 
 
 def lines(report: Report) -> list[str]:
-    """Return a line per arm, medians with their quartiles, then the products, and what was left out."""
+    """Return a line per arm, medians with their quartiles, then the products, and what was left
+    out.
+    """
     found = aligned([(*line, "") for line in _table(report, "quartiles")], right=set(range(1, 9)))
     products = [row for row in report.rows if row.metric == PRODUCTS]
-    found += ["", *(f"{row.arm}: {report.cell(row.arm, PRODUCTS)} GFLOP/s, {row.note}" for row in products)]
-    beside_two = [row.arm for row in report.rows if row.unit == "ratio" and row.arm.endswith(f": {TWO}")]
+    found += [
+        "",
+        *(f"{row.arm}: {report.cell(row.arm, PRODUCTS)} GFLOP/s, {row.note}" for row in products),
+    ]
+    beside_two = [
+        row.arm for row in report.rows if row.unit == "ratio" and row.arm.endswith(f": {TWO}")
+    ]
     found += [f"{arm}: {report.cell(arm, TOKENS, 'quartiles')}" for arm in beside_two]
-    return found + [f"skipped  {row.arm}: {row.skipped}" for row in report.rows if row.skipped and row.unit == "1/s"]
+    return found + [
+        f"skipped  {row.arm}: {row.skipped}"
+        for row in report.rows
+        if row.skipped and row.unit == "1/s"
+    ]
 
 
 def paste(report: Report) -> list[str]:
@@ -447,10 +585,20 @@ def draw(report: Report, path: Path) -> None:
     with figure(report, path, (11, 3.8), (1, max(1, len(ladders)))) as every:
         for axes, name in zip(every, ladders, strict=False):
             rows = [r for r in report.rows if r.metric == TOKENS and r.unit == "ratio" and r.values]
-            rows = [r for r in rows if r.arm.startswith(f"{name}: ") and r.arm.endswith(f" / {_named(name, BASE)}")]
+            rows = [
+                r
+                for r in rows
+                if r.arm.startswith(f"{name}: ") and r.arm.endswith(f" / {_named(name, BASE)}")
+            ]
             shown = [row.arm.partition(": ")[2].partition(" / ")[0] for row in rows]
             if rows:
-                axes.barh(shown, [r.median for r in rows], xerr=whiskers(rows, quartiles=True), capsize=3, color="0.6")
+                axes.barh(
+                    shown,
+                    [r.median for r in rows],
+                    xerr=whiskers(rows, quartiles=True),
+                    capsize=3,
+                    color="0.6",
+                )
             axes.axvline(1.0, color="C3", linewidth=1)
             axes.set(title=name, xlabel=f"tokens/s beside {BASE}")
             axes.tick_params(labelsize=7)

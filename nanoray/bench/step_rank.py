@@ -1,4 +1,5 @@
-"""One rank of an arm of `bench step`: a process that runs blocks of steps on request (compute.Gate).
+"""One rank of an arm of `bench step`: a process that runs blocks of steps on request
+(compute.Gate).
 
 products   a step is one product of two square matrices: what this machine can do at most
 eager      the plain loop of compute.py, with torch's allocator as it is, or kept as nanoray does
@@ -18,14 +19,16 @@ from torch import nn
 
 from nanoray.bench.compute import Gate, run_baseline, run_engine
 from nanoray.bench.harness.processes import answers_only
-from nanoray.mesh.devices import keep_freed_memory
+from nanoray.devices.host import keep_freed_memory
 from nanoray.mesh.pieces import Shard
 from nanoray.mesh.rendezvous import Order
 from nanoray.run import RunSpec
 from nanoray.train.tasks import TextTask
 
 
-def run_products(gate: Gate, size: int, dtype: str, threads: int, device: str = "cpu", tf32: bool = False) -> None:
+def run_products(
+    gate: Gate, size: int, dtype: str, threads: int, device: str = "cpu", tf32: bool = False
+) -> None:
     """Multiply two matrices (size, size) of a torch `dtype` again and again: 2·size³ FLOPs a step."""
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
@@ -41,7 +44,8 @@ class UnfusedTask(TextTask):
     def optimizer(self, model: nn.Module, shards: list[Shard] | None) -> torch.optim.Optimizer:
         optimizer = super().optimizer(model, shards)
         for group in optimizer.param_groups:
-            group["fused"] = None  # torch decides: a loop on CPUs, many parameters at a time on GPUs
+            # Torch decides: a loop on CPUs, many parameters at a time on GPUs
+            group["fused"] = None
         return optimizer
 
 
@@ -55,7 +59,9 @@ def main() -> int:
     device = order.get("device", "cpu")
     gate = Gate(say, device)
     if order["arm"] == "products":
-        run_products(gate, order["size"], order["dtype"], order["threads"], device, order.get("tf32", False))
+        run_products(
+            gate, order["size"], order["dtype"], order["threads"], device, order.get("tf32", False)
+        )
         return 0
     spec = RunSpec.from_dict(json.loads(Path(order["spec"]).read_text(encoding="utf-8")))
     if order["arm"] == "eager":

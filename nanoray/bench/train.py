@@ -1,4 +1,5 @@
-"""`python -m nanoray.bench train`: what starting, running and watching a training costs, against its peers.
+"""`python -m nanoray.bench train`: what starting, running and watching a training costs, against
+its peers.
 
 Launchers, each running the same recipe with the same seed, round by round in rotating order:
 
@@ -9,13 +10,15 @@ Launchers, each running the same recipe with the same seed, round by round in ro
     torchtrainer       Ray Train's TorchTrainer around nanoray's recipe (ray_train_peer.py), on the same cluster
     torchtrainer-init  the same with its own Ray
 
-The cluster is a Ray head of the benchmark's own, which idles beside every arm. The ranks of `ray` and `torchrun` run
-the same loop and write the same files; under Ray they also answer the driver's questions and send it records and log
-lines. The cost of that traffic is the ratio of the two in CPU time per step, paired by round: 1 % of a step is less
-than the noise of wall-clock time on a shared machine.
+The cluster is a Ray head of the benchmark's own, which idles beside every arm. The ranks of `ray`
+and `torchrun` run the same loop and write the same files; under Ray they also answer the driver's
+questions and send it records and log lines. The cost of that traffic is the ratio of the two in CPU
+time per step, paired by round: 1 % of a step is less than the noise of wall-clock time on a shared
+machine.
 
-Then what a step costs on CPU (compute.py: baseline, engine, engine-2, and at width 384 baseline-384, engine-384), and
-what measuring the collectives of two ranks costs and shows (untraced, every-50, always).
+Then what a step costs on CPU (compute.py: baseline, engine, engine-2, and at width 384
+baseline-384, engine-384), and what measuring the collectives of two ranks costs and shows
+(untraced, every-50, always).
 """
 
 from __future__ import annotations
@@ -38,26 +41,38 @@ from nanoray.bench.harness.launchers import (
     command,
     run_once,
 )
-from nanoray.bench.harness.plan import Plan, add_training_flags, chosen, data_flags, planned, rotated
+from nanoray.bench.harness.plan import (
+    Plan,
+    add_training_flags,
+    chosen,
+    data_flags,
+    planned,
+    rotated,
+)
 from nanoray.bench.harness.processes import Child, ChildFailed, python_in, session_members
 from nanoray.bench.harness.report import Report, Row, Target, markdown, say
 from nanoray.checkpoint.resume import open_run
 from nanoray.config import load_config
 from nanoray.data.prepare import prepare
+from nanoray.devices.gpus import discover_gpus
+from nanoray.devices.host import available_cpus
+from nanoray.devices.slots import local_slots
 from nanoray.errors import ConfigError
-from nanoray.mesh.devices import available_cpus, discover_gpus, local_slots
 
 NARROW, WIDE = ("baseline", "engine", "engine-2"), ("baseline-384", "engine-384")
-TRACED = {"untraced": "off", "every-50": "every=50", "always": "always"}  # arm -> --comm_trace, at two ranks
+# Arm -> --comm_trace, at two ranks
+TRACED = {"untraced": "off", "every-50": "every=50", "always": "always"}
 ARMS = (*LAUNCHERS, *NARROW, *WIDE, *TRACED)
 ON_CLUSTER = {"ray", "torchtrainer"}
 WIDTH_384 = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "global_batch_size": 4}
-LAST = ("group_s", "model_s", "warm_up_s", "one_step_s")  # of what follows the moment when rank 0 begins
+# Of what follows the moment when rank 0 begins
+LAST = ("group_s", "model_s", "warm_up_s", "one_step_s")
 FIRST, WHOLE, STEP = (METRICS[name][0] for name in ("first_step_s", "whole_run_s", "step_ms"))
 RANKS_CPU, ALL_CPU = (METRICS[name][0] for name in ("rank_cpu_ms", "all_cpu_ms"))
 CPU_TIME = "CPU time of a step"
 BLOCKS_PER_ROUND = 4  # blocks of steps are short: more of them for the same minutes
-TRACED_STEPS = 100  # of one block: two windows of traced steps and one backward pass without collectives
+# Of one block: two windows of traced steps and one backward pass without collectives
+TRACED_STEPS = 100
 COMM = {  # metric of a traced run -> (row, unit)
     "comm/busy_ms": ("comm: busy", "ms"),
     "comm/exposed_ms": ("comm: exposed", "ms"),
@@ -69,20 +84,33 @@ COMM = {  # metric of a traced run -> (row, unit)
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's flags."""
-    parser.add_argument("--arms", default="all", metavar="A,B", help=f"which of {', '.join(ARMS)} [all]")
-    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all launchers [5; 1 with --quick]")
-    parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps of a launch [300; 30 with --quick]")
+    parser.add_argument(
+        "--arms", default="all", metavar="A,B", help=f"which of {', '.join(ARMS)} [all]"
+    )
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", help="rounds of all launchers [5; 1 with --quick]"
+    )
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="optimizer steps of a launch [300; 30 with --quick]"
+    )
     add_training_flags(parser, preset="shakespeare-cpu", timeout_s=600)
-    loops = "recipe of the arms that run on CPU always: baseline, engine, untraced, ... [%(default)s]"
+    loops = (
+        "recipe of the arms that run on CPU always: baseline, engine, untraced, ... [%(default)s]"
+    )
     parser.add_argument("--loop_preset", default="shakespeare-cpu", metavar="NAME", help=loops)
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
     """Run every arm that was asked for and fill the report. Nothing that it starts outlives it."""
     arms = chosen(args.arms, ARMS)
-    args.rounds, args.steps = args.rounds or (1 if args.quick else 5), args.steps or (30 if args.quick else 300)
+    args.rounds, args.steps = (
+        args.rounds or (1 if args.quick else 5),
+        args.steps or (30 if args.quick else 300),
+    )
     if args.rounds < 1 or args.steps < 2:
-        raise ConfigError(f"rounds = {args.rounds}, steps = {args.steps}; at least 1 round of 2 steps is needed")
+        raise ConfigError(
+            f"rounds = {args.rounds}, steps = {args.steps}; at least 1 round of 2 steps is needed"
+        )
     slots = local_slots(args.device, args.workers, discover_gpus(), available_cpus())
     with planned(args, arms, slots) as (plan, stack):
         recipe = f"preset {args.preset}, {args.steps} steps, {slots.workers} rank(s), {plan.note}"
@@ -108,7 +136,9 @@ def _idle_head(plan: Plan, report: Report) -> None:
     after, seconds = session_members(plan.head.process.pid), time.monotonic() - start
     if after:
         busy = 100 * sum(after[pid] - before.get(pid, 0.0) for pid in after) / seconds
-        report.rows.append(Row("idle Ray head", "CPU use", "% of a core", (busy,), "it runs beside every arm"))
+        report.rows.append(
+            Row("idle Ray head", "CPU use", "% of a core", (busy,), "it runs beside every arm")
+        )
 
 
 def _launch(plan: Plan, report: Report) -> None:
@@ -120,17 +150,24 @@ def _launch(plan: Plan, report: Report) -> None:
         for arm in rotated(arms, turn):
             if arm in plan.broken:
                 continue
-            argv, head = command(arm, plan.slots.workers, recipe, plan.address, python_in(plan.folder)), plan.head
+            argv, head = (
+                command(arm, plan.slots.workers, recipe, plan.address, python_in(plan.folder)),
+                plan.head,
+            )
             try:
                 head = head if arm in ON_CLUSTER else None
-                run = run_once(argv, plan.env, plan.folder / f"{arm}-{turn}", plan.args.timeout_s, steps, head)
+                run = run_once(
+                    argv, plan.env, plan.folder / f"{arm}-{turn}", plan.args.timeout_s, steps, head
+                )
             except ChildFailed as error:
                 plan.fail(report, arm, error)
                 continue
             found[arm].append(run)
             say(
-                f"round {turn + 1}/{plan.args.rounds}  {arm:<17}  first step {run.first_step_s:.2f} s  "
-                f"whole run {run.whole_run_s:.2f} s  step {run.step_ms:.1f} ms  loss {run.last_loss:.4f}"
+                f"round {turn + 1}/{plan.args.rounds}  {arm:<17}  first step "
+                f"{run.first_step_s:.2f} s  "
+                f"whole run {run.whole_run_s:.2f} s  step {run.step_ms:.1f} ms  loss "
+                f"{run.last_loss:.4f}"
             )
     for name, (metric, unit) in METRICS.items():
         for arm in arms:
@@ -138,12 +175,18 @@ def _launch(plan: Plan, report: Report) -> None:
                 values = [value for run in found[arm] if (value := getattr(run, name)) is not None]
                 short = len(values) < len(found[arm])  # rounds would no longer pair up
                 why = (TOO_SHORT if unit == "ms" else NOT_TOLD) if short else ""
-                report.rows.append(plan.row(arm, metric, unit, () if short else values, skipped=why))
-    last = {arm: runs[-1].last_loss for arm, runs in found.items() if runs and arm not in plan.broken}
+                report.rows.append(
+                    plan.row(arm, metric, unit, () if short else values, skipped=why)
+                )
+    last = {
+        arm: runs[-1].last_loss for arm, runs in found.items() if runs and arm not in plan.broken
+    }
     for arm, loss in last.items():  # wrong results, fast, are no results
         reference = next(iter(last.values()))
         if abs(loss - reference) > SAME_LOSS * abs(reference):
-            report.failures.append(f"{arm}: wrong: loss {loss:.4f} after {steps} steps, others {reference:.4f}")
+            report.failures.append(
+                f"{arm}: wrong: loss {loss:.4f} after {steps} steps, others {reference:.4f}"
+            )
 
 
 def _compute(plan: Plan, report: Report, group: tuple[str, ...], shape: dict[str, int]) -> None:
@@ -168,7 +211,8 @@ def _compute(plan: Plan, report: Report, group: tuple[str, ...], shape: dict[str
         steps = max(1, round((200 if plan.args.quick else 1000) / fastest_ms))
         if traced:
             steps = TRACED_STEPS // 2 if plan.args.quick else TRACED_STEPS
-        settle = 0 if plan.args.quick else 1  # a block that does not count: memory and caches settle
+        # A block that does not count: memory and caches settle
+        settle = 0 if plan.args.quick else 1
         for turn in range(-settle, blocks):
             for arm in rotated(arms, turn):
                 try:
@@ -176,9 +220,15 @@ def _compute(plan: Plan, report: Report, group: tuple[str, ...], shape: dict[str
                         found[arm].append(_block(ranks[arm], steps, timeout_s))
                 except ChildFailed as error:
                     plan.fail(report, arm, error)
-    note = f"blocks of {steps} steps; preset {plan.args.loop_preset}" + (", width 384, T 256, batch 4" if shape else "")
+    note = f"blocks of {steps} steps; preset {plan.args.loop_preset}" + (
+        ", width 384, T 256, batch 4" if shape else ""
+    )
     for arm in arms:
-        report.rows.append(plan.row(arm, "compute: step", "ms", [step for step, _ in found[arm][1 + settle :]], note))
+        report.rows.append(
+            plan.row(
+                arm, "compute: step", "ms", [step for step, _ in found[arm][1 + settle :]], note
+            )
+        )
         if traced:
             cpu = [cpu for _, cpu in found[arm][1 + settle :]]
             report.rows.append(plan.row(arm, CPU_TIME, "ms", cpu, "all threads of both ranks"))
@@ -194,15 +244,31 @@ def _communication(plan: Plan, report: Report) -> None:
         for metric, (name, unit) in COMM.items():
             values = [r[metric] for r in records if metric in r]
             if values:  # a short run has no A/B comparison
-                report.rows.append(plan.row(arm, name, unit, values, "of a step, as the run itself recorded it"))
+                report.rows.append(
+                    plan.row(arm, name, unit, values, "of a step, as the run itself recorded it")
+                )
 
 
-def _start_arm(plan: Plan, arm: str, shape: dict[str, int], ranks: list[Child], stack: ExitStack) -> None:
-    """Start the processes of an arm, add them to `ranks`, and wait until they are ready for their first step."""
-    kind, world = "baseline" if arm.startswith("baseline") else "engine", 2 if arm in ("engine-2", *TRACED) else 1
-    values = {"name": arm, "out_dir": str(plan.folder), "max_steps": 10**6, "eval_every": 0, "checkpoint_every": 0}
+def _start_arm(
+    plan: Plan, arm: str, shape: dict[str, int], ranks: list[Child], stack: ExitStack
+) -> None:
+    """Start the processes of an arm, add them to `ranks`, and wait until they are ready for their
+    first step.
+    """
+    kind, world = (
+        "baseline" if arm.startswith("baseline") else "engine",
+        2 if arm in ("engine-2", *TRACED) else 1,
+    )
+    values = {
+        "name": arm,
+        "out_dir": str(plan.folder),
+        "max_steps": 10**6,
+        "eval_every": 0,
+        "checkpoint_every": 0,
+    }
     values |= {"log_every": 10, "device": "cpu", "timeout_s": plan.args.timeout_s} | shape
-    values |= {"precision": "fp32"}  # as the baseline's: loops are compared here, number formats in `bench step`
+    # As the baseline's: loops are compared here, number formats in `bench step`
+    values |= {"precision": "fp32"}
     values |= data_flags(plan.args) | {"comm_trace": TRACED.get(arm, "off")}
     config = load_config(preset=plan.args.loop_preset, overrides=values)
     spec = open_run(config, prepare(config), time.time())
@@ -211,7 +277,9 @@ def _start_arm(plan: Plan, arm: str, shape: dict[str, int], ranks: list[Child], 
     env = plan.env | {"CUDA_VISIBLE_DEVICES": ""}
     for rank in range(world):
         argv = [sys.executable, "-m", "nanoray.bench.compute", json.dumps(order | {"rank": rank})]
-        ranks.append(stack.enter_context(Child(argv, env, spec.folder / f"output{rank}.log", pipes=True)))
+        ranks.append(
+            stack.enter_context(Child(argv, env, spec.folder / f"output{rank}.log", pipes=True))
+        )
         if world > 1 and rank == 0:
             order |= ranks[0].answer(plan.args.timeout_s)  # the port at which it serves the store
     for child in ranks:
@@ -219,7 +287,9 @@ def _start_arm(plan: Plan, arm: str, shape: dict[str, int], ranks: list[Child], 
 
 
 def _block(ranks: list[Child], steps: int, timeout_s: float) -> tuple[float, float]:
-    """Let an arm run `steps` steps; return milliseconds per step: wall time, and CPU time of all ranks together."""
+    """Let an arm run `steps` steps; return milliseconds per step: wall time, and CPU time of all
+    ranks together.
+    """
     for child in ranks:
         child.ask(str(steps))
     answers = [child.answer(timeout_s) for child in ranks]
@@ -230,7 +300,8 @@ def _judge(report: Report) -> None:
     """Add the ratios and the targets that the measured arms allow."""
     pairs = (
         ("ray", "torchrun", STEP, "<=", 1.02, ""),
-        ("ray", "torchrun", RANKS_CPU, "<=", 1.01, ""),  # the cost of the traffic between ranks and driver
+        # The cost of the traffic between ranks and driver
+        ("ray", "torchrun", RANKS_CPU, "<=", 1.01, ""),
         ("ray", "torchrun", ALL_CPU, "", 0.0, ""),
         ("ray", "torchrun", FIRST, "<=", 1.0, ""),
         ("ray", "torchtrainer", FIRST, "<=", 0.35, ""),
@@ -238,7 +309,8 @@ def _judge(report: Report) -> None:
         ("baseline", "engine", "compute: step", ">=", 1.05, ""),
         ("baseline", "engine-2", "compute: step", ">=", 0.95, ""),
         ("baseline-384", "engine-384", "compute: step", ">=", 1.0, ""),
-        ("every-50", "untraced", CPU_TIME, "<=", 1.01, ""),  # 1 % drowns in the noise of a wall clock
+        # 1 % drowns in the noise of a wall clock
+        ("every-50", "untraced", CPU_TIME, "<=", 1.01, ""),
         ("every-50", "untraced", "compute: step", "", 0.0, ""),
         ("always", "untraced", CPU_TIME, "", 0.0, ""),
         ("always", "untraced", "compute: step", "<=", 1.05, ""),
@@ -258,19 +330,37 @@ def paste(report: Report) -> list[str]:
     launched = [arm for arm in LAUNCHERS if report.row(arm, FIRST)]
     lines: list[str] = []
     if launched:
-        timed = [metric for metric in (RANKS_CPU, ALL_CPU) if any(report.row(arm, metric) for arm in launched)]
-        header = ("started by", "command to first step, s", "whole run, s", "step, ms", *(f"{m}, ms" for m in timed))
-        lines += markdown(header, [(arm, *(cell(arm, m) for m in (FIRST, WHOLE, STEP, *timed))) for arm in launched])
+        timed = [
+            metric
+            for metric in (RANKS_CPU, ALL_CPU)
+            if any(report.row(arm, metric) for arm in launched)
+        ]
+        header = (
+            "started by",
+            "command to first step, s",
+            "whole run, s",
+            "step, ms",
+            *(f"{m}, ms" for m in timed),
+        )
+        lines += markdown(
+            header,
+            [(arm, *(cell(arm, m) for m in (FIRST, WHOLE, STEP, *timed))) for arm in launched],
+        )
         parts = [METRICS[name][0] for name in ("imports_s", "until_rank_s", "until_step_s")]
         names = ["of it, s", *(part.removeprefix("of it: ") for part in parts)]
-        lines += ["", *markdown(names, [(arm, *(cell(arm, part) for part in parts)) for arm in launched])]
+        lines += [
+            "",
+            *markdown(names, [(arm, *(cell(arm, part) for part in parts)) for arm in launched]),
+        ]
         last = [METRICS[name][0] for name in LAST]
         if any((row := report.row(arm, last[0])) and row.values for arm in launched):
             of_last = [(arm, *(cell(arm, part) for part in last)) for arm in launched]
             lines += ["", *markdown(("of the last, s", *last), of_last)]
     computed = [arm for arm in (*NARROW, *WIDE, *TRACED) if report.row(arm, "compute: step")]
     if computed:
-        shown = [name for name, _ in COMM.values() if any(report.row(arm, name) for arm in computed)]
+        shown = [
+            name for name, _ in COMM.values() if any(report.row(arm, name) for arm in computed)
+        ]
         names = ["loop, on CPU", "step, ms", *(f"{n}, {u}" for n, u in COMM.values() if n in shown)]
         cells = [[a, *(cell(a, m) for m in ("compute: step", *shown))] for a in computed]
         lines += ["", *markdown(names, cells)]
@@ -278,18 +368,25 @@ def paste(report: Report) -> list[str]:
 
 
 def draw(report: Report, path: Path) -> None:
-    """Draw the way to the first step, split into its parts, and the step times; bars are medians, lines min to max."""
+    """Draw the way to the first step, split into its parts, and the step times; bars are medians,
+    lines min to max.
+    """
     with figure(report, path) as (left, right):
         started = [row.arm for row in measured(report, LAUNCHERS, FIRST)]
         begin = dict.fromkeys(started, 0.0)
         for name in ("imports_s", "until_rank_s", "until_step_s"):
-            rows, label = measured(report, started, METRICS[name][0]), METRICS[name][0].removeprefix("of it: ")
+            rows, label = (
+                measured(report, started, METRICS[name][0]),
+                METRICS[name][0].removeprefix("of it: "),
+            )
             bars(left, rows, left=[begin[r.arm] for r in rows], xerr=None, label=label)
             begin |= {row.arm: begin[row.arm] + row.median for row in rows}
         left.set(title="command to first optimizer step", xlabel="seconds, medians")
         if started:
             left.legend(fontsize=8)
-        timed = measured(report, LAUNCHERS, STEP) + measured(report, (*NARROW, *TRACED), "compute: step")
+        timed = measured(report, LAUNCHERS, STEP) + measured(
+            report, (*NARROW, *TRACED), "compute: step"
+        )
         bars(right, timed, color="0.6")  # without WIDE, which needs another scale
         right.set(title="optimizer step", xlabel="ms, median and range")
         for axes in (left, right):

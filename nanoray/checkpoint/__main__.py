@@ -21,11 +21,15 @@ from nanoray.errors import CheckpointError, ConfigError
 
 def main(argv: list[str] | None = None) -> int:
     """Run one of the commands and return its exit code."""
-    return run_subcommand({"list": _list, "verify": _verify, "show": _show, "export": _export}, argv, __doc__)
+    return run_subcommand(
+        {"list": _list, "verify": _verify, "show": _show, "export": _export}, argv, __doc__
+    )
 
 
 def _parser(command: str, text: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"nanoray checkpoint {command}", description=text, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog=f"nanoray checkpoint {command}", description=text, allow_abbrev=False
+    )
     parser.add_argument("path", type=Path, help="run folder, or one of its step_* folders")
     return parser
 
@@ -42,12 +46,16 @@ def _list(argv: list[str]) -> int:
             print(f"{path.name:<16}  {error}")
             continue
         loss = meta.get("val_loss")
-        print(f"{path.name:<16}{size / 1e6:>10.2f}{meta['world_size']:>7}{'' if loss is None else f'{loss:.4f}':>10}")
+        print(
+            f"{path.name:<16}{size / 1e6:>10.2f}{meta['world_size']:>7}{'' if loss is None else f'{loss:.4f}':>10}"
+        )
     return 1 if damaged else 0
 
 
 def _verify(argv: list[str]) -> int:
-    args = _parser("verify", "read every byte of every checkpoint and compare the checksums").parse_args(argv)
+    args = _parser(
+        "verify", "read every byte of every checkpoint and compare the checksums"
+    ).parse_args(argv)
     damaged = 0
     for path in find_all(args.path):
         try:
@@ -81,32 +89,57 @@ def _show(argv: list[str]) -> int:
         print(json.dumps(state.meta, indent=1))
         return 0
     print(f"{path}\n{'step':<14}{state.meta['step']}")
-    for key in ("samples_seen", "world_size", "attempt", "val_loss", "best_val_loss", "model_shape"):
+    for key in (
+        "samples_seen",
+        "world_size",
+        "attempt",
+        "val_loss",
+        "best_val_loss",
+        "model_shape",
+    ):
         print(f"{key:<14}{state.meta.get(key)}")
     for name, tensors in (("model", state.model), ("optimizer", state.optimizer)):
         numbers = sum(tensor.numel() for tensor in tensors.values())
         print(f"\n{name}: {len(tensors)} tensors, {numbers / 1e6:.2f} M numbers")
         for key, tensor in tensors.items() if name == "model" else ():
-            print(f"  {key:<40}{'×'.join(map(str, tensor.shape)):>14}  {str(tensor.dtype).removeprefix('torch.')}")
+            print(
+                f"  {key:<40}{'×'.join(map(str, tensor.shape)):>14}  "
+                f"{str(tensor.dtype).removeprefix('torch.')}"
+            )
     return 0
 
 
 def _export(argv: list[str]) -> int:
-    parser = _parser("export", "write the weights of the newest valid checkpoint as one safetensors file")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the file to write; not overwritten")
+    parser = _parser(
+        "export", "write the weights of the newest valid checkpoint as one safetensors file"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="the file to write; not overwritten"
+    )
     args = parser.parse_args(argv)
     from safetensors.torch import save
 
     if args.out.exists():
         raise ConfigError(f"{args.out} already exists; give --out another name")
     if not args.out.parent.is_dir():
-        raise ConfigError(f"{args.out.parent} is not a folder; create it, or give --out another path")
+        raise ConfigError(
+            f"{args.out.parent} is not a folder; create it, or give --out another path"
+        )
     path = _newest(args.path)
     state = load(path)
-    header = {"format": "pt", "step": str(state.meta["step"]), "model_shape": json.dumps(state.meta["model_shape"])}
+    header = {
+        "format": "pt",
+        "step": str(state.meta["step"]),
+        "model_shape": json.dumps(state.meta["model_shape"]),
+    }
     with writing(args.out, "give --out another path"):
-        replace_bytes(args.out, save({name: tensor.clone() for name, tensor in state.model.items()}, header))
-    print(f"{args.out}  step {state.meta['step']}, {len(state.model)} tensors, {args.out.stat().st_size / 1e6:.2f} MB")
+        replace_bytes(
+            args.out, save({name: tensor.clone() for name, tensor in state.model.items()}, header)
+        )
+    print(
+        f"{args.out}  step {state.meta['step']}, {len(state.model)} tensors, "
+        f"{args.out.stat().st_size / 1e6:.2f} MB"
+    )
     return 0
 
 

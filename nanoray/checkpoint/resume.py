@@ -1,4 +1,6 @@
-"""Open a run: a new folder, or the one that `--resume` continues. The driver uses it, so torch is imported late."""
+"""Open a run: a new folder, or the one that `--resume` continues. The driver uses it, so torch is
+imported late.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,13 @@ from nanoray.run import RunSpec, lock_run, new_folder, write_attempt
 
 
 def open_run(config: Config, dataset: DatasetInfo, started: float) -> RunSpec:
-    """Make the run's folder, or find the one to continue, and write config.json and run.json. (one process)
+    """Make the run's folder, or find the one to continue, and write config.json and run.json. (one
+    process)
 
-    `--resume auto` and a run folder under out_dir continue in that folder. A single checkpoint, or a run elsewhere or
-    of another name, starts a new folder. The run stays locked while the spec lives, or this process. Raises
-    CheckpointError when there is nothing to resume at a path, ConfigError when another process uses the run.
+    `--resume auto` and a run folder under out_dir continue in that folder. A single checkpoint, or
+    a run elsewhere or of another name, starts a new folder. The run stays locked while the spec
+    lives, or this process. Raises CheckpointError when there is nothing to resume at a path,
+    ConfigError when another process uses the run.
     """
     out_dir = Path(config.out_dir).expanduser().resolve()
     resume, folder, notes = "", None, list[str]()
@@ -34,8 +38,14 @@ def open_run(config: Config, dataset: DatasetInfo, started: float) -> RunSpec:
             notes += [f"resume  {note}" for note in found.notes]
             asked_for_step = (Path(config.resume).expanduser() / "state.json").exists()
             if changed := other_recipe(found.run_dir, recipe):
-                notes.append(f"resume  not the recipe of {found.run_dir.name}: {', '.join(changed.values())}")
-            own = found.run_dir.resolve().parent == out_dir and not asked_for_step and "name" not in changed
+                notes.append(
+                    f"resume  not the recipe of {found.run_dir.name}: {', '.join(changed.values())}"
+                )
+            own = (
+                found.run_dir.resolve().parent == out_dir
+                and not asked_for_step
+                and "name" not in changed
+            )
             folder = found.run_dir.resolve() if own else None
             resume = str(found.run_dir.resolve() if own else found.path.resolve())
     folder = folder or new_folder(out_dir, config.name)

@@ -1,6 +1,8 @@
-"""Files of tensors: written and hashed in one pass, read and checked in one pass. The format is safetensors.
+"""Files of tensors: written and hashed in one pass, read and checked in one pass. The format is
+safetensors.
 
-A file is: length of the header (8 bytes), a JSON header padded to 8, the tensors' buffers with the widest types first.
+A file is: length of the header (8 bytes), a JSON header padded to 8, the tensors' buffers with the
+widest types first.
 """
 
 from __future__ import annotations
@@ -40,23 +42,32 @@ def damage_of(file: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise Damage(f"{file}: {'missing' if isinstance(error, GONE) else error.strerror}") from None
+        raise Damage(
+            f"{file}: {'missing' if isinstance(error, GONE) else error.strerror}"
+        ) from None
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError):
         raise Damage(f"{file}: not as nanoray writes it") from None
 
 
 def layout(tensors: dict[str, Tensor]) -> list[Tensor]:
-    """Lay out a safetensors file: length of header (8 bytes), JSON header padded to 8, buffers, widest dtypes first."""
+    """Lay out a safetensors file: length of header (8 bytes), JSON header padded to 8, buffers,
+    widest dtypes first.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     parts: list[Tensor] = []
     at = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
         if tensor.dtype not in DTYPE_NAMES or name in header:
             raise CheckpointError(
-                f"cannot store tensor {name} of dtype {tensor.dtype}; rename it, or cast it to one of {[*DTYPE_NAMES]}"
+                f"cannot store tensor {name} of dtype {tensor.dtype}; rename it, or cast it to one "
+                f"of {[*DTYPE_NAMES]}"
             )
         offsets = [at, at := at + tensor.nbytes]
-        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        header[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": offsets,
+        }
         parts.append(tensor.detach())
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -64,7 +75,9 @@ def layout(tensors: dict[str, Tensor]) -> list[Tensor]:
 
 
 def plain(value: Any, where: str) -> Any:
-    """Return `value` as JSON data, null for floats that are not finite. Raises CheckpointError for other types."""
+    """Return `value` as JSON data, null for floats that are not finite. Raises CheckpointError for
+    other types.
+    """
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -74,7 +87,9 @@ def plain(value: Any, where: str) -> Any:
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {key: plain(item, f"{where}[{key!r}]") for key, item in value.items()}
     kind = type(value).__name__
-    raise CheckpointError(f"{where} is a {kind}, which JSON cannot hold; use str keys; str, int, float, bool or list")
+    raise CheckpointError(
+        f"{where} is a {kind}, which JSON cannot hold; use str keys; str, int, float, bool or list"
+    )
 
 
 def as_bytes(data: bytes) -> Tensor:
@@ -87,7 +102,8 @@ def write_file(path: Path, parts: list[Tensor]) -> dict[str, Any]:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         for tensor in parts:
-            data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data  # copies only if needed
+            # Copies only if needed
+            data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             for start in range(0, len(data), CHUNK):
                 chunk = data[start : start + CHUNK]
                 digest.update(chunk)
@@ -106,7 +122,8 @@ def fsync_folder(folder: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot sync a folder
+        # Some network file systems cannot sync a folder
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
         os.close(fd)

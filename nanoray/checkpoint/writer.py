@@ -1,12 +1,13 @@
-"""Save checkpoints beside training: the loop waits for a copy in memory, a thread of rank 0 for the disk.
+"""Save checkpoints beside training: the loop waits for a copy in memory, a thread of rank 0 for the
+disk.
 
     loop     step ─► step ─► copy ─► step ─► step ─► step ─► step ─► copy ─► ...
     thread                      └──► write, hash, fsync ──► rename      └──► ...
 
-A sharded state is copied and written by every rank; rank 0's thread waits for the others' parts and commits.
-At most one checkpoint is being written; the next one waits for it, so a slow disk slows training down but needs no more
-memory. os.write and hashlib release the GIL, so steps keep their speed. All ranks learn of a failed write at the next
-checkpoint, where they communicate anyway.
+A sharded state is copied and written by every rank; rank 0's thread waits for the others' parts and
+commits. At most one checkpoint is being written; the next one waits for it, so a slow disk slows
+training down but needs no more memory. os.write and hashlib release the GIL, so steps keep their
+speed. All ranks learn of a failed write at the next checkpoint, where they communicate anyway.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ TRIES = 3  # failed checkpoints in a row (a full disk, say) that end the run
 CLOSE_S = 10.0  # at the end of a run, for the other ranks' parts of a checkpoint
 _ALIGN = 64  # bytes, for vectorised copies
 Tensors = dict[tuple[str, str], Tensor]  # by part of the state and name
-Place = tuple[int, torch.Size, torch.dtype, torch.device]  # the copy's first byte; the tensor's shape, dtype, device
+# The copy's first byte; the tensor's shape, dtype, device
+Place = tuple[int, torch.Size, torch.dtype, torch.device]
 
 
 class AttemptOver(CheckpointError):
@@ -46,12 +48,19 @@ class AttemptOver(CheckpointError):
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints, beside training or while it waits. (rank 0 commits; the others learn the result)"""
+    """Writes a run's checkpoints, beside training or while it waits. (rank 0 commits; the others
+    learn the result)
+    """
 
     def __init__(
-        self, spec: RunSpec, note: Callable[[str], None], saved: Callable[[int], None] = lambda step: None
+        self,
+        spec: RunSpec,
+        note: Callable[[str], None],
+        saved: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """`note` shows a line to the user, `saved` hears of a step on disk; only the training thread calls them."""
+        """`note` shows a line to the user, `saved` hears of a step on disk; only the training
+        thread calls them.
+        """
         self.committed = -1  # the newest step that this process has written to disk
         self._spec, self._note, self._saved = spec, note, saved
         self._beside = spec.config.checkpoint_mode == "async"
@@ -68,31 +77,38 @@ class CheckpointWriter:
         self._news: dict[str, float] = {}
 
     def prepare(self, state: StateDict) -> None:
-        """Start to allocate memory for copies of `state` in a thread: first access to memory is slow."""
+        """Start to allocate memory for copies of `state` in a thread: first access to memory is
+        slow.
+        """
         if self._beside and self._spec.config.checkpoint_every:
             self._snapshot = Snapshot(named_tensors(state))
 
     def save(self, mesh: Mesh, state: StateDict | None, final: bool = False) -> None:
-        """Save rank 0's `state`, or every rank's part of it; with `final` return only when it is on disk. (all ranks)
+        """Save rank 0's `state`, or every rank's part of it; with `final` return only when it is on
+        disk. (all ranks)
 
-        Ranks other than 0 give a state if it is sharded, else None. Raises CheckpointError on all ranks when a final
-        checkpoint failed, or the third one in a row.
+        Ranks other than 0 give a state if it is sharded, else None. Raises CheckpointError on all
+        ranks when a final checkpoint failed, or the third one in a row.
         """
         if state and state.pieces is not None:
             problem = self._save_parts(mesh, state, final)
         else:
             problem = self._save(state, final) if state else ""
-        if problem := mesh.broadcast(problem):  # (all ranks) wait in the group with the long timeout
+        # (all ranks) wait in the group with the long timeout
+        if problem := mesh.broadcast(problem):
             raise CheckpointError(problem)
 
     def _save_parts(self, mesh: Mesh, state: StateDict, final: bool) -> str:
-        """Save a sharded state, or start to; return on rank 0 why the run cannot continue. (all ranks)"""
+        """Save a sharded state, or start to; return on rank 0 why the run cannot continue. (all
+        ranks)
+        """
         step, first = state.meta["step"], mesh.rank == 0
         self._is_part = not first
         self._settle_parts(mesh)
         sizes = mesh.gather(sum(tensor.nbytes for tensor in named_tensors(state).values()))
         draft = self._begin(step, sum(sizes or ()), final) if first else None
-        temp = mesh.broadcast(str(draft.temp) if draft else "")  # (all ranks) they need it to write their parts
+        # (all ranks) they need it to write their parts
+        temp = mesh.broadcast(str(draft.temp) if draft else "")
         if not temp:
             return self._fatal
         job = partial(self._write_parts, draft, Path(temp), mesh.rank, mesh.world_size)
@@ -106,7 +122,8 @@ class CheckpointWriter:
             return self._fatal
         try:
             copy = self._copy(state)
-        except CheckpointError as error:  # this rank's part does not come; the next checkpoint tells rank 0
+        except CheckpointError as error:
+            # This rank's part does not come; the next checkpoint tells rank 0
             self._outcome = error
             if first:
                 assert draft
@@ -118,7 +135,9 @@ class CheckpointWriter:
         return ""
 
     def _settle_parts(self, mesh: Mesh) -> None:
-        """Wait for the write in progress on every rank. (all ranks) Rank 0 learns first which part will not come."""
+        """Wait for the write in progress on every rank. (all ranks) Rank 0 learns first which part
+        will not come.
+        """
         if mesh.rank:
             self._settle()
         self._hear_of_parts(mesh)
@@ -131,15 +150,20 @@ class CheckpointWriter:
         told = mesh.gather(f"rank {mesh.rank}: {failed}" if failed else "")
         if mesh.rank:
             self._outcome = 0.0
-        self._no_part = next(filter(None, told or ()), self._no_part)  # that the group broke stays true of its parts
+        # That the group broke stays true of its parts
+        self._no_part = next(filter(None, told or ()), self._no_part)
 
     def _begin(self, step: int, need: int, final: bool) -> checkpoint.Draft | None:
-        """Make the folder for the parts, of `need` bytes; None where nothing is to be saved. (rank 0 only)"""
+        """Make the folder for the parts, of `need` bytes; None where nothing is to be saved. (rank
+        0 only)
+        """
         if step == self.committed or (self._fatal and not final):
             return None
         self._no_part = ""
         try:
-            draft = checkpoint.Draft(self._spec.checkpoints, step, str(self._spec.attempt), self._fence)
+            draft = checkpoint.Draft(
+                self._spec.checkpoints, step, str(self._spec.attempt), self._fence
+            )
             with draft.errors():
                 draft.begin(need)
             return draft
@@ -151,7 +175,9 @@ class CheckpointWriter:
     def _write_parts(
         self, draft: checkpoint.Draft | None, temp: Path, rank: int, writers: int, state: StateDict
     ) -> None:
-        """Write this rank's part, on rank 0 also commit, and store the outcome. Also runs in the thread."""
+        """Write this rank's part, on rank 0 also commit, and store the outcome. Also runs in the
+        thread.
+        """
         start, keep = time.perf_counter(), self._spec.config.keep_checkpoints
         try:
             if draft:
@@ -186,7 +212,10 @@ class CheckpointWriter:
             self._outcome = error
             self._take_note(step, final)
             return self._fatal
-        self._step, self._thread = step, threading.Thread(target=self._write, args=(copy,), daemon=True)
+        self._step, self._thread = (
+            step,
+            threading.Thread(target=self._write, args=(copy,), daemon=True),
+        )
         self._thread.start()
         return ""
 
@@ -208,7 +237,11 @@ class CheckpointWriter:
         self._thread.join()
         if late:
             seconds = time.perf_counter() - start
-            log.warning("waited %.3f s for the checkpoint of step %d, still being written", seconds, self._step)
+            log.warning(
+                "waited %.3f s for the checkpoint of step %d, still being written",
+                seconds,
+                self._step,
+            )
         self._thread = None
         if not self._is_part:
             self._take_note(self._step)
@@ -222,7 +255,13 @@ class CheckpointWriter:
         """Write a checkpoint and store the outcome. Also runs in the thread."""
         start, spec = time.perf_counter(), self._spec
         try:
-            checkpoint.save(spec.checkpoints, state, spec.config.keep_checkpoints, str(spec.attempt), self._fence)
+            checkpoint.save(
+                spec.checkpoints,
+                state,
+                spec.config.keep_checkpoints,
+                str(spec.attempt),
+                self._fence,
+            )
             self._outcome = time.perf_counter() - start
         except Exception as error:  # raised again, or counted, in the training thread
             self._outcome = error
@@ -232,9 +271,13 @@ class CheckpointWriter:
         self._may_commit.wait()  # a survivor waits for the number of its next attempt
         allowed, spec = read_attempt(self._spec.folder), self._spec
         if allowed and allowed[1] != spec.started:
-            raise AttemptOver("this command is over: another one continues the run; nothing written")
+            raise AttemptOver(
+                "this command is over: another one continues the run; nothing written"
+            )
         if allowed and spec.attempt < allowed[0]:
-            raise AttemptOver(f"attempt {spec.attempt} is over: attempt {allowed[0]} runs now; nothing written")
+            raise AttemptOver(
+                f"attempt {spec.attempt} is over: attempt {allowed[0]} runs now; nothing written"
+            )
 
     def _take_note(self, step: int, last: bool = False) -> None:
         """Note the outcome of a write, and whether the run can continue. (rank 0 only)"""
@@ -268,9 +311,11 @@ class CheckpointWriter:
         return news
 
     def forget(self, mesh: Mesh, in_parts: bool) -> None:
-        """Finish the write in progress. (all ranks) Steps will be repeated with other data, and saved again.
+        """Finish the write in progress. (all ranks) Steps will be repeated with other data, and
+        saved again.
 
-        `in_parts`: the state is sharded. A rank that has joined the run since its newest checkpoint cannot know.
+        `in_parts`: the state is sharded. A rank that has joined the run since its newest checkpoint
+        cannot know.
         """
         if in_parts:
             self._settle_parts(mesh)
@@ -288,7 +333,9 @@ class CheckpointWriter:
         self._spec = spec
         self._may_commit.set()
         if rank or self._is_part:
-            self._settle()  # another rank saves from now on, and only one process may write; a part is no checkpoint
+            # Another rank saves from now on, and only one process may write; a part is no
+            # checkpoint
+            self._settle()
 
     def close(self) -> None:
         """Wait for the write in progress. Its outcome is only logged."""
@@ -306,8 +353,8 @@ class CheckpointWriter:
 class Snapshot:
     """Host memory for a copy of weights and optimizer state, reused by every checkpoint.
 
-    A copy takes 0.1 s for the 1.5 GB of GPT-2 124M with Adam. The first access to as much memory takes seconds on a
-    virtual machine, so a thread does it in advance.
+    A copy takes 0.1 s for the 1.5 GB of GPT-2 124M with Adam. The first access to as much memory
+    takes seconds on a virtual machine, so a thread does it in advance.
     """
 
     def __init__(self, tensors: Tensors) -> None:
@@ -322,7 +369,8 @@ class Snapshot:
     def _allocate(self, size: int) -> None:
         try:
             if self._devices:
-                torch.cuda.set_device(self._devices[0])  # a new thread uses device 0, perhaps another rank's
+                # A new thread uses device 0, perhaps another rank's
+                torch.cuda.set_device(self._devices[0])
                 self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
                 return
             memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -350,7 +398,8 @@ class Snapshot:
         self.ready()
         if self._problem:
             raise CheckpointError(
-                f"no host memory for a copy of weights and optimizer state ({self._problem}); use --checkpoint_mode "
+                f"no host memory for a copy of weights and optimizer state ({self._problem}); use "
+                "--checkpoint_mode "
                 "sync, which writes while training waits"
             )
         copies: Tensors = {}
@@ -372,7 +421,11 @@ def _layout(tensors: Tensors) -> tuple[dict[tuple[str, str], Place], int]:
     known: dict[Any, int] = {}
     size = 0
     for name, tensor in tensors.items():
-        same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.nbytes else name
+        same = (
+            (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            if tensor.nbytes
+            else name
+        )
         at = known.setdefault(same, size)
         places[name] = at, tensor.shape, tensor.dtype, tensor.device
         if at == size:

@@ -1,8 +1,9 @@
-"""Prepare CIFAR-10 (Krizhevsky 2009): its binary archive, or generated images of the same sizes, become train.bin and
-val.bin. data/images.py reads batches from them.
+"""Prepare CIFAR-10 (Krizhevsky 2009): its binary archive, or generated images of the same sizes,
+become train.bin and val.bin. data/images.py reads batches from them.
 
-Both files are a sequence of records, as in the archive: the class, one byte, then 32 x 32 bytes of red, green and blue.
-Nothing is unpickled, and nothing of the archive is written to disk but the bytes of its six known members.
+Both files are a sequence of records, as in the archive: the class, one byte, then 32 x 32 bytes of
+red, green and blue. Nothing is unpickled, and nothing of the archive is written to disk but the
+bytes of its six known members.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from nanoray.data.verify import verify
 from nanoray.errors import DataError
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
-SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"  # of its 170,052,171 bytes
+# Of its 170,052,171 bytes
+SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 PIXELS = 3 * 32 * 32  # bytes of an image: red, green, blue, each row by row
 RECORD = 1 + PIXELS
@@ -40,10 +42,11 @@ _CHUNK = 2_000  # generated images at a time
 
 
 def prepare(config: Config) -> DatasetInfo:
-    """Find or make the files of `config.dataset`: auto, cifar10 or cifar10-generated. (driver or rank 0 only)
+    """Find or make the files of `config.dataset`: auto, cifar10 or cifar10-generated. (driver or
+    rank 0 only)
 
-    auto takes CIFAR-10 from the cache or the network, and generates images when neither has it. Raises DataError when
-    CIFAR-10 was asked for and cannot be had.
+    auto takes CIFAR-10 from the cache or the network, and generates images when neither has it.
+    Raises DataError when CIFAR-10 was asked for and cannot be had.
     """
     if config.dataset == "cifar10-generated":
         return _generated(config, "")
@@ -54,18 +57,24 @@ def prepare(config: Config) -> DatasetInfo:
         if config.dataset == "auto" and not config.data_url:
             return _generated(config, f" (CIFAR-10 is not cached and the download failed: {error})")
         raise DataError(
-            f"cannot get CIFAR-10 from {config.data_url or URL}: {error} (sha256 expected {SHA256}, got {error.got}); "
-            f"give a copy with --data_url file:///path/{_ARCHIVE}, or use --dataset cifar10-generated"
+            f"cannot get CIFAR-10 from {config.data_url or URL}: {error} (sha256 expected "
+            f"{SHA256}, got {error.got}); "
+            f"give a copy with --data_url file:///path/{_ARCHIVE}, or use --dataset "
+            "cifar10-generated"
         ) from None
 
 
 def folder_of(config: Config) -> Path:
-    """Return the folder of the cache that the real images are in, once they are there with their meta.json."""
+    """Return the folder of the cache that the real images are in, once they are there with their
+    meta.json.
+    """
     return cache_dir(config) / "images" / f"cifar10-{SHA256[:16]}"
 
 
 def _real(config: Config, tries: int) -> DatasetInfo:
-    """Reuse the cached files, or make them of the archive. Raises FetchFailed, and DataError for a strange archive."""
+    """Reuse the cached files, or make them of the archive. Raises FetchFailed, and DataError for a
+    strange archive.
+    """
     note = "cifar10: 60,000 photographs of 10 classes (Krizhevsky 2009)"
     folder = folder_of(config)
     if found := _reuse(folder, "cifar10"):
@@ -76,19 +85,25 @@ def _real(config: Config, tries: int) -> DatasetInfo:
     if digest != SHA256:
         raise FetchFailed(f"these {len(data)} bytes are another file", got=digest)
     train, val = read_archive(data)
-    info = DatasetInfo("cifar10", f"{note}, from {url}", folder, *_sizes(train, val), digest, "", {})
+    info = DatasetInfo(
+        "cifar10", f"{note}, from {url}", folder, *_sizes(train, val), digest, "", {}
+    )
     return store(folder, info, train, val)
 
 
 def read_archive(data: bytes) -> tuple[bytes, bytes]:
-    """Return the records of the training batches and of the test batch of CIFAR-10's binary archive.
+    """Return the records of the training batches and of the test batch of CIFAR-10's binary
+    archive.
 
     Raises DataError when a batch is missing, is not made of whole records, or has a class beyond 9.
     """
     try:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as archive:
             members = {member.name: member for member in archive.getmembers() if member.isreg()}
-            splits = [b"".join(_member(archive, members, name) for name in names) for names in (_TRAIN, _VAL)]
+            splits = [
+                b"".join(_member(archive, members, name) for name in names)
+                for names in (_TRAIN, _VAL)
+            ]
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
         raise DataError(f"not CIFAR-10's binary archive: {error}; download {URL} again") from None
     return splits[0], splits[1]
@@ -101,10 +116,15 @@ def _member(archive: tarfile.TarFile, members: dict[str, tarfile.TarInfo], name:
         raise DataError(f"CIFAR-10's archive has no {name}; download {URL} again")
     data = stream.read()
     if not data or len(data) % RECORD:
-        raise DataError(f"{name} has {len(data)} bytes, not a multiple of {RECORD}; download {URL} again")
+        raise DataError(
+            f"{name} has {len(data)} bytes, not a multiple of {RECORD}; download {URL} again"
+        )
     labels = np.frombuffer(data, np.uint8)[::RECORD]
     if labels.max() >= len(CLASSES):
-        raise DataError(f"{name}: image {int(labels.argmax())} has class {labels.max()}, above 9; download {URL} again")
+        raise DataError(
+            f"{name}: image {int(labels.argmax())} has class {labels.max()}, above 9; download "
+            f"{URL} again"
+        )
     return data
 
 
@@ -120,26 +140,37 @@ def _generated(config: Config, why: str) -> DatasetInfo:
 
 
 def generate(first: int, count: int) -> bytes:
-    """Return `count` records from number `first` on: a mosaic of 4 x 4 coloured tiles per class, under strong noise.
+    """Return `count` records from number `first` on: a mosaic of 4 x 4 coloured tiles per class,
+    under strong noise.
 
-    Pure integer arithmetic on hashes of the record's number: the same bytes on every machine, with any numpy.
+    Pure integer arithmetic on hashes of the record's number: the same bytes on every machine, with
+    any numpy.
     """
-    tiles = _bytes(np.arange(len(CLASSES) * 6, dtype=np.uint64) << np.uint64(32)).reshape(len(CLASSES), 3, 4, 4)
-    mosaics = tiles.repeat(8, axis=2).repeat(8, axis=3).reshape(len(CLASSES), PIXELS).astype(np.uint16)
+    tiles = _bytes(np.arange(len(CLASSES) * 6, dtype=np.uint64) << np.uint64(32)).reshape(
+        len(CLASSES), 3, 4, 4
+    )
+    mosaics = (
+        tiles.repeat(8, axis=2).repeat(8, axis=3).reshape(len(CLASSES), PIXELS).astype(np.uint16)
+    )
     words = PIXELS // 8  # hashes that an image needs
     records = np.empty((count, RECORD), np.uint8)
     for at in range(0, count, _CHUNK):
         numbers = np.arange(first + at, first + min(at + _CHUNK, count), dtype=np.uint64)
         labels = (numbers % np.uint64(len(CLASSES))).astype(np.uint8)
-        noise = _bytes(((numbers + np.uint64(1)) << np.uint64(16))[:, None] + np.arange(words, dtype=np.uint64))
-        mixed = mosaics[labels] + np.uint16(3) * noise.reshape(len(numbers), PIXELS)  # one part pattern, three of noise
+        noise = _bytes(
+            ((numbers + np.uint64(1)) << np.uint64(16))[:, None] + np.arange(words, dtype=np.uint64)
+        )
+        # One part pattern, three of noise
+        mixed = mosaics[labels] + np.uint16(3) * noise.reshape(len(numbers), PIXELS)
         records[at : at + len(numbers), 0] = labels
         records[at : at + len(numbers), 1:] = mixed // 4
     return records.tobytes()
 
 
 def _bytes(z: np.ndarray) -> np.ndarray:
-    """Return eight hashed bytes for each uint64 (SplitMix64's finalizer), the lowest first, as one flat array."""
+    """Return eight hashed bytes for each uint64 (SplitMix64's finalizer), the lowest first, as one
+    flat array.
+    """
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return (z ^ (z >> np.uint64(31))).astype("<u8").reshape(-1).view(np.uint8)
@@ -163,9 +194,15 @@ def store(folder: Path, info: DatasetInfo, train: bytes, val: bytes) -> DatasetI
 
 
 def _reuse(folder: Path, name: str) -> DatasetInfo | None:
-    """Return the record of a complete and unchanged folder of the cache, else None: it is made again."""
+    """Return the record of a complete and unchanged folder of the cache, else None: it is made
+    again.
+    """
     with contextlib.suppress(OSError, ValueError, TypeError, DataError):
-        info = replace(DatasetInfo.from_dict(json.loads((folder / "meta.json").read_bytes())), path=folder, name=name)
+        info = replace(
+            DatasetInfo.from_dict(json.loads((folder / "meta.json").read_bytes())),
+            path=folder,
+            name=name,
+        )
         verify(folder, info.tokens_sha256)
         return info
     return None

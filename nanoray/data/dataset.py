@@ -16,7 +16,8 @@ from nanoray.errors import DataError
 class DatasetInfo:
     """A prepared dataset: enough to open it, to decode its tokens, and to notice that it changed.
 
-    A dataset of images has one byte array per image; then vocab_size counts classes, and the splits count images.
+    A dataset of images has one byte array per image; then vocab_size counts classes, and the splits
+    count images.
     """
 
     name: str  # shakespeare | stdlib | cifar10 | ... | the file's stem or the folder's name
@@ -29,7 +30,8 @@ class DatasetInfo:
     sha256: str  # of the source text; empty for a folder that does not say
     tokens_sha256: str  # of train.bin followed by val.bin
     tokenizer: dict[str, Any]  # for tokenizer_from_json; empty for images
-    kind: str = "tokens"  # tokens | images | own (data of the user's script, of which nothing is known)
+    # Tokens | images | own (data of the user's script, of which nothing is known)
+    kind: str = "tokens"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON types."""
@@ -37,11 +39,15 @@ class DatasetInfo:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DatasetInfo:
-        """Read `to_dict` back. Raises DataError when a key is missing, unknown, or of the wrong type."""
+        """Read `to_dict` back. Raises DataError when a key is missing, unknown, or of the wrong
+        type.
+        """
         try:
             return cls(**(values | {"path": Path(values["path"])}))
         except (KeyError, TypeError) as error:
-            raise DataError(f"not the record of a dataset: {error}; prepare the dataset again") from None
+            raise DataError(
+                f"not the record of a dataset: {error}; prepare the dataset again"
+            ) from None
 
 
 def own_data() -> DatasetInfo:
@@ -50,11 +56,17 @@ def own_data() -> DatasetInfo:
 
 
 def cache_dir(config: Config) -> Path:
-    """Return the folder of downloads and tokens: data_dir, else $XDG_CACHE_HOME/nanoray, else ~/.cache/nanoray."""
-    folder = config.data_dir or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "nanoray")
+    """Return the folder of downloads and tokens: data_dir, else $XDG_CACHE_HOME/nanoray, else
+    ~/.cache/nanoray.
+    """
+    folder = config.data_dir or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or "~/.cache", "nanoray"
+    )
     path = absolute(folder)
     if folder.startswith("~/") and os.path.expanduser(folder) == folder:
-        raise DataError(f"no home folder for the cache {folder}; name a writable folder with --data_dir")
+        raise DataError(
+            f"no home folder for the cache {folder}; name a writable folder with --data_dir"
+        )
     return path
 
 
@@ -64,7 +76,9 @@ def write(path: Path, data: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_bytes(path, data)
     except OSError as error:
-        raise DataError(f"cannot write {path}: {error.strerror}; name a writable folder with --data_dir") from None
+        raise DataError(
+            f"cannot write {path}: {error.strerror}; name a writable folder with --data_dir"
+        ) from None
 
 
 def absolute(path: str) -> Path:

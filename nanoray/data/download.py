@@ -52,12 +52,14 @@ def _try(url: str, total_s: float, most_bytes: int) -> bytes:
             # A new opener, because urlopen's global one keeps the proxies of its first call.
             with build_opener().open(url, timeout=min(TRY_S, total_s)) as response:
                 body = response.read(most_bytes + 1)
-                short = getattr(response, "length", 0) if len(body) <= most_bytes else 0  # read(n) takes less
+                # read(n) takes less
+                short = getattr(response, "length", 0) if len(body) <= most_bytes else 0
                 done.append(_explain(IncompleteRead(body, short)) if short else body)
         except Exception as error:
             done.append(_explain(error))
 
-    # A thread, because no socket timeout covers a silent name server or a body that arrives byte by byte.
+    # A thread, because no socket timeout covers a silent name server or a body that arrives byte by
+    # byte.
     (thread := threading.Thread(target=read, daemon=True)).start()
     thread.join(total_s)
     result = done[0] if done else FetchFailed(f"no answer within {total_s:g} s", transient=True)
@@ -71,6 +73,10 @@ def _try(url: str, total_s: float, most_bytes: int) -> bytes:
 def _explain(error: Exception) -> FetchFailed:
     if isinstance(error, HTTPError):
         error.close()
-        return FetchFailed(f"HTTP {error.code} {error.reason}", error.code >= 500 or error.code in (408, 429))
+        return FetchFailed(
+            f"HTTP {error.code} {error.reason}", error.code >= 500 or error.code in (408, 429)
+        )
     reason = error.reason if isinstance(error, URLError) else error
-    return FetchFailed(str(reason) or type(reason).__name__, isinstance(error, (OSError, HTTPException)))
+    return FetchFailed(
+        str(reason) or type(reason).__name__, isinstance(error, (OSError, HTTPException))
+    )

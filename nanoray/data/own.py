@@ -1,4 +1,5 @@
-"""Data that a script brings: a dataset with an index, or any iterable of batches, in an order that can be resumed.
+"""Data that a script brings: a dataset with an index, or any iterable of batches, in an order that
+can be resumed.
 
 dataset[i]         sample k is number k mod N of a permutation that follows from (seed, k // N): one integer resumes it
 iterable           batch k is the k-th that `iter(...)` yields, equal on every rank: a resume skips what was used
@@ -27,7 +28,9 @@ LOADER = "loader"  # the name under which a checkpoint has the state of a rank's
 
 
 class OwnData:
-    """The two splits of a script, as the loop reads them. Items and batches are pairs (inputs, targets)."""
+    """The two splits of a script, as the loop reads them. Items and batches are pairs (inputs,
+    targets).
+    """
 
     def __init__(
         self,
@@ -38,7 +41,8 @@ class OwnData:
         device: torch.device,
         place: tuple[int, int] = (0, 1),
     ) -> None:
-        """`micro` is the number of samples of a batch, `place` this rank among so many that share the batches.
+        """`micro` is the number of samples of a batch, `place` this rank among so many that share
+        the batches.
 
         Raises DataError for data that cannot be read in this way.
         """
@@ -82,8 +86,14 @@ class OwnData:
         return isinstance(self._train, Stateful)
 
     def state_at(self, samples: int) -> dict[str, Tensor]:
-        """Return what this rank's loader needs to go on after so many samples of all ranks, by name."""
-        return {LOADER: self._train.state_before(self._number(samples))} if isinstance(self._train, Stateful) else {}
+        """Return what this rank's loader needs to go on after so many samples of all ranks, by
+        name.
+        """
+        return (
+            {LOADER: self._train.state_before(self._number(samples))}
+            if isinstance(self._train, Stateful)
+            else {}
+        )
 
     def load_state(self, saved: Mapping[str, Tensor], samples: int) -> None:
         """Go on from what `state_at` returned after so many samples."""
@@ -122,7 +132,9 @@ class Batches:
         self._kept: OrderedDict[int, tuple[Any, Any]] = OrderedDict()
 
     def batch(self, number: int) -> tuple[Any, Any]:
-        """Return batch `number`, counted over all passes through the iterable. Raises DataError when it has none."""
+        """Return batch `number`, counted over all passes through the iterable. Raises DataError
+        when it has none.
+        """
         if number in self._kept:
             return self._kept[number]
         if self._next < 0 or number < self._next:
@@ -141,40 +153,58 @@ class Batches:
             self._iterator = iter(self._batches)
             found = next(self._iterator, None)
         if found is None:
-            raise DataError(f"the {self._split} data yield no batch; give an iterable that can be iterated again")
+            raise DataError(
+                f"the {self._split} data yield no batch; give an iterable that can be iterated "
+                "again"
+            )
         self._next += 1
         return sized(found, self._next - 1, self._split, self._micro)
 
     def first(self, limit: int) -> Items:
         """Return about `limit` samples from the start as a dataset with an index."""
-        pairs = [_pair(found) for found in itertools.islice(iter(self._batches), -(-limit // self._micro))]
+        pairs = [
+            _pair(found)
+            for found in itertools.islice(iter(self._batches), -(-limit // self._micro))
+        ]
         if not pairs:
             raise DataError(f"the {self._split} data yield no batch")
         sizes = [_samples(pair) for pair in pairs]
-        samples = [tuple(_at(of, i, n) for of in pair) for pair, n in zip(pairs, sizes, strict=True) for i in range(n)]
+        samples = [
+            tuple(_at(of, i, n) for of in pair)
+            for pair, n in zip(pairs, sizes, strict=True)
+            for i in range(n)
+        ]
         return Items(samples[:limit])
 
 
 def source_of(data: Any, split: str, micro: int) -> Items | Batches:
     """Return data as something with an index, or as batches. Raises DataError when it is neither."""
-    if isinstance(data, DataLoader) and has_index(data.dataset) and hasattr(data.dataset, "__len__"):
+    if (
+        isinstance(data, DataLoader)
+        and has_index(data.dataset)
+        and hasattr(data.dataset, "__len__")
+    ):
         return source_of_items(data.dataset, split, data.collate_fn)
     if has_index(data) and hasattr(data, "__len__"):
         return source_of_items(data, split)
     if isinstance(data, Iterable):
         if iter(data) is data:
             raise DataError(
-                f"the {split} data can be iterated once only; give a class whose __iter__ begins anew, or a dataset "
+                f"the {split} data can be iterated once only; give a class whose __iter__ begins "
+                "anew, or a dataset "
                 "with len() and [], so that a resumed run can start again"
             )
         return Batches(data, split, micro)
     kind = type(data).__name__
     raise DataError(
-        f"the {split} data are a {kind}; give a dataset (len and []), a DataLoader or an iterable of batches"
+        f"the {split} data are a {kind}; give a dataset (len and []), a DataLoader or an iterable "
+        "of batches"
     )
 
 
-def source_of_items(dataset: Any, split: str, collate: Callable[[list[Any]], Any] | None = None) -> Items:
+def source_of_items(
+    dataset: Any, split: str, collate: Callable[[list[Any]], Any] | None = None
+) -> Items:
     if len(dataset) == 0:
         raise DataError(f"the {split} data are empty; give at least one sample")
     return Items(dataset, collate or default_collate)
@@ -185,7 +215,8 @@ def sized(batch: Any, number: int, split: str, micro: int) -> tuple[Any, Any]:
     pair = _pair(batch)
     if (size := _samples(pair)) != micro:
         raise DataError(
-            f"batch {number} of the {split} data has {size} samples, but micro_batch_size = {micro}; make them equal, "
+            f"batch {number} of the {split} data has {size} samples, but micro_batch_size = "
+            f"{micro}; make them equal, "
             "and drop a last batch that is smaller"
         )
     return pair
@@ -193,8 +224,15 @@ def sized(batch: Any, number: int, split: str, micro: int) -> tuple[Any, Any]:
 
 def _pair(batch: Any) -> tuple[Any, Any]:
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        kind = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
-        raise DataError(f"a batch is a {kind}, but must be a pair of inputs and targets; pack it as (inputs, targets)")
+        kind = (
+            f"{type(batch).__name__} of {len(batch)}"
+            if isinstance(batch, (tuple, list))
+            else type(batch).__name__
+        )
+        raise DataError(
+            f"a batch is a {kind}, but must be a pair of inputs and targets; pack it as (inputs, "
+            "targets)"
+        )
     return batch[0], batch[1]
 
 
@@ -209,8 +247,12 @@ def _samples(pair: tuple[Any, Any]) -> int:
 
 
 def _is_stack(value: Any) -> bool:
-    """Whether a list has parts of all samples, as default_collate makes it of tuples: tensors of one length."""
-    parts = isinstance(value, list) and all(isinstance(part, Tensor) and part.dim() for part in value)
+    """Whether a list has parts of all samples, as default_collate makes it of tuples: tensors of
+    one length.
+    """
+    parts = isinstance(value, list) and all(
+        isinstance(part, Tensor) and part.dim() for part in value
+    )
     return parts and len({len(part) for part in value}) == 1
 
 
@@ -229,7 +271,11 @@ def _to(value: Any, device: torch.device) -> Any:
         return value.to(device, non_blocking=True)
     if isinstance(value, dict):
         return {key: _to(item, device) for key, item in value.items()}
-    return _like(value, [_to(item, device) for item in value]) if isinstance(value, (tuple, list)) else value
+    return (
+        _like(value, [_to(item, device) for item in value])
+        if isinstance(value, (tuple, list))
+        else value
+    )
 
 
 def _like(value: Any, parts: list[Any]) -> Any:

@@ -1,4 +1,5 @@
-"""Prepare datasets: turn a text into train.bin, val.bin and meta.json. data/tokens.py reads batches from them.
+"""Prepare datasets: turn a text into train.bin, val.bin and meta.json. data/tokens.py reads batches
+from them.
 
 Images come from data/cifar10.py, in the same files; data/images.py reads batches from them.
 """
@@ -30,7 +31,9 @@ from nanoray.data.tokenizer import tokenizer_from_json
 from nanoray.data.verify import verify
 from nanoray.errors import DataError
 
-SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHAKESPEARE_URL = (
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+)
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 _NAMES = ("auto", "shakespeare", "stdlib")
@@ -38,15 +41,26 @@ _TOTAL_S, _QUICK_S = 60.0, 4.0  # for one try to download; for the only try of d
 _SCAN_BYTES = 1 << 24  # a multiple of every token size
 _STDLIB_BYTES = 4_000_000
 _STDLIB_SKIP = {  # third-party code, tests, and tables (encodings, pydoc_data)
-    *("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip", "turtledemo"),
+    *(
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+        "idlelib",
+        "lib2to3",
+        "ensurepip",
+        "turtledemo",
+    ),
     *("__pycache__", "lib-dynload", "encodings", "pydoc_data"),
 }
 
 
 def prepare(config: Config) -> DatasetInfo:
-    """Find or make the files of `config.dataset`. (driver or rank 0 only; the other ranks get the result)
+    """Find or make the files of `config.dataset`. (driver or rank 0 only; the other ranks get the
+    result)
 
-    Raises DataError when there is no such dataset, or when a split is shorter than one window of block_size + 1 tokens.
+    Raises DataError when there is no such dataset, or when a split is shorter than one window of
+    block_size + 1 tokens.
     """
     if config.model == "resnet":
         return cifar10.prepare(config)
@@ -69,7 +83,8 @@ def prepare(config: Config) -> DatasetInfo:
         if tokens < need:
             lower = f", or lower --block_size to {shortest - 1} or less" if shortest > 1 else ""
             raise DataError(
-                f"{info.name}: the {split} split has {tokens} tokens, but block_size + 1 = {need} are needed; "
+                f"{info.name}: the {split} split has {tokens} tokens, but block_size + 1 = {need} "
+                "are needed; "
                 f"use a longer text{lower}"
             )
     return info
@@ -91,13 +106,17 @@ class _Source:
 
 
 def _shakespeare_or_stdlib(config: Config) -> _Source:
-    if config.data_url:  # the user named this URL: its failure is an error, not a reason to train on another text
+    # The user named this URL: its failure is an error, not a reason to train on another text
+    if config.data_url:
         return _shakespeare(config)
     try:
         return _get_shakespeare(config, tries=1, total_s=_QUICK_S)
     except FetchFailed as error:
         source = _stdlib()
-        return replace(source, note=f"{source.note} (Shakespeare is not cached and the download failed: {error})")
+        return replace(
+            source,
+            note=f"{source.note} (Shakespeare is not cached and the download failed: {error})",
+        )
 
 
 def _shakespeare(config: Config) -> _Source:
@@ -113,7 +132,9 @@ def _shakespeare(config: Config) -> _Source:
 
 def _get_shakespeare(config: Config, tries: int, total_s: float) -> _Source:
     cached = cache_dir(config) / "shakespeare.txt"
-    source = _Source("shakespeare", "shakespeare: Karpathy's tiny Shakespeare, cached", b"", "Shakespeare")
+    source = _Source(
+        "shakespeare", "shakespeare: Karpathy's tiny Shakespeare, cached", b"", "Shakespeare"
+    )
     with contextlib.suppress(OSError):
         source = replace(source, data=cached.read_bytes())
         if source.sha256 == SHAKESPEARE_SHA256:
@@ -132,7 +153,9 @@ def _get_shakespeare(config: Config, tries: int, total_s: float) -> _Source:
 
 
 def _stdlib() -> _Source:
-    """Read the source of Python's standard library, in the order of a hash so that train and val are alike."""
+    """Read the source of Python's standard library, in the order of a hash so that train and val
+    are alike.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     files: list[Path] = []
     for folder, folders, names in os.walk(root):
@@ -149,7 +172,9 @@ def _stdlib() -> _Source:
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     note = f"stdlib: source text of Python {version}'s standard library"
     if not data:
-        raise DataError(f"{note}: there are no source files in {root}; name a text file with --dataset PATH")
+        raise DataError(
+            f"{note}: there are no source files in {root}; name a text file with --dataset PATH"
+        )
     return _Source("stdlib", note, bytes(data), note)
 
 
@@ -160,9 +185,13 @@ def _text_file(path: Path, given: str) -> _Source:
             neighbours = difflib.get_close_matches(path.name, sorted(os.listdir(path.parent)), n=1)
             close += [str(path.parent / name) for name in neighbours]
         hint = f"did you mean {close[0]}?" if close else "check the path"
-        raise DataError(f"no dataset {given}: neither one of {', '.join(_NAMES)} nor a file or folder; {hint}")
+        raise DataError(
+            f"no dataset {given}: neither one of {', '.join(_NAMES)} nor a file or folder; {hint}"
+        )
     if not os.path.isfile(path):
-        raise DataError(f"{given} is neither a text file nor a folder; name one with --dataset PATH")
+        raise DataError(
+            f"{given} is neither a text file nor a folder; name one with --dataset PATH"
+        )
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -172,23 +201,30 @@ def _text_file(path: Path, given: str) -> _Source:
 
 
 def _name(stem: str) -> str:
-    return f"{stem}-file" if stem in _NAMES else stem  # the presets' expected losses hold for our own texts only
+    # The presets' expected losses hold for our own texts only
+    return f"{stem}-file" if stem in _NAMES else stem
 
 
 # ---- from text to token files ---------------------------------------------------------------------------------------
 
 
 def _tokenize(source: _Source, config: Config) -> DatasetInfo:
-    """Write or reuse the token files of `source`; the first 1 - val_fraction of its characters are for training."""
+    """Write or reuse the token files of `source`; the first 1 - val_fraction of its characters are
+    for training.
+    """
     kind = config.tokenizer
     if kind == "auto":
         kind = "char" if source.name == "shakespeare" else "byte"
-    key = hashlib.sha256(f"v1 {source.sha256} {kind} {config.val_fraction!r}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"v1 {source.sha256} {kind} {config.val_fraction!r}".encode()).hexdigest()[
+        :16
+    ]
     stem = re.sub(r"[^A-Za-z0-9._-]+", "_", source.name)[:40]
     folder = cache_dir(config) / "tokens" / f"{stem}-{kind}-{key}"
     if cached := _reuse(folder):
         return replace(cached, name=source.name, note=source.note)
-    damaged = "; its damaged token cache was rebuilt" if os.path.exists(folder / "meta.json") else ""
+    damaged = (
+        "; its damaged token cache was rebuilt" if os.path.exists(folder / "meta.json") else ""
+    )
 
     text = _decode(source)
     chars = {"chars": "".join(sorted(set(text)))} if kind == "char" else {}
@@ -207,8 +243,8 @@ def _tokenize(source: _Source, config: Config) -> DatasetInfo:
         tokens_sha256=hashlib.sha256(train.tobytes() + val.tobytes()).hexdigest(),
         tokenizer=tokenizer.to_json(),
     )
-    # Two processes that race write the same bytes, so replacing file by file never mixes two datasets. meta.json comes
-    # last: a folder that has it is complete.
+    # Two processes that race write the same bytes, so replacing file by file never mixes two
+    # datasets. meta.json comes last: a folder that has it is complete.
     write(folder / "train.bin", train.tobytes())
     write(folder / "val.bin", val.tobytes())
     write(folder / "meta.json", json.dumps(info.to_dict(), indent=2).encode())
@@ -221,26 +257,33 @@ def _decode(source: _Source) -> str:
         raise DataError(f"{source.where} is empty; name a UTF-8 text file with --dataset PATH")
     nul = source.data.find(b"\0")
     if nul >= 0:
-        raise DataError(f"{source.where} is binary (NUL byte at offset {nul}); name a text file with --dataset PATH")
+        raise DataError(
+            f"{source.where} is binary (NUL byte at offset {nul}); name a text file with --dataset "
+            "PATH"
+        )
     try:
         return source.data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{source.where} is not UTF-8: byte 0x{source.data[error.start]:02x} at offset {error.start} "
+            f"{source.where} is not UTF-8: byte 0x{source.data[error.start]:02x} at offset "
+            f"{error.start} "
             f"({error.reason}); convert it, e.g. iconv -f latin1 -t utf-8"
         ) from None
 
 
 def _reuse(folder: Path) -> DatasetInfo | None:
     try:
-        info = replace(DatasetInfo.from_dict(json.loads((folder / "meta.json").read_bytes())), path=folder)
+        info = replace(
+            DatasetInfo.from_dict(json.loads((folder / "meta.json").read_bytes())), path=folder
+        )
         tokenizer_from_json(info.tokenizer)
         sizes = [(folder / f"{split}.bin").stat().st_size for split in ("train", "val")]
         itemsize = np.dtype(info.dtype).itemsize
         if sizes != [info.train_tokens * itemsize, info.val_tokens * itemsize]:
             return None
         verify(folder, info.tokens_sha256)
-    except (OSError, ValueError, TypeError, DataError):  # absent or damaged: the caller tokenizes again
+    except (OSError, ValueError, TypeError, DataError):
+        # Absent or damaged: the caller tokenizes again
         return None
     return info
 
@@ -248,15 +291,20 @@ def _reuse(folder: Path) -> DatasetInfo | None:
 def _open_folder(folder: Path, config: Config) -> DatasetInfo:
     """Open a folder of token files, in nanoGPT's format or as `prepare` writes them."""
     if config.val_fraction != Config.model_fields["val_fraction"].default:
-        raise DataError(f"val_fraction would be ignored: {folder} is split already; drop --val_fraction")
+        raise DataError(
+            f"val_fraction would be ignored: {folder} is split already; drop --val_fraction"
+        )
     missing = [name for name in ("train.bin", "val.bin") if not (folder / name).is_file()]
     if missing:
-        raise DataError(f"the folder {folder} has no {' and no '.join(missing)}; name a folder that has both")
+        raise DataError(
+            f"the folder {folder} has no {' and no '.join(missing)}; name a folder that has both"
+        )
     meta = _read_meta(folder)
     tokenizer, dtype = tokenizer_from_json(meta["tokenizer"]), meta["dtype"]
     if config.tokenizer not in ("auto", meta["tokenizer"]["kind"]):
         raise DataError(
-            f"tokenizer = {config.tokenizer}, but {folder} has tokens of {meta['tokenizer']['kind']}; drop --tokenizer"
+            f"tokenizer = {config.tokenizer}, but {folder} has tokens of "
+            f"{meta['tokenizer']['kind']}; drop --tokenizer"
         )
     digest, counts = hashlib.sha256(), []
     for name in ("train.bin", "val.bin"):
@@ -280,7 +328,8 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     if not file.exists():
         if (folder / "meta.pkl").exists():
             raise DataError(
-                f"{folder} has its vocabulary in meta.pkl, and unpickling can run any code; write meta.json: "
+                f"{folder} has its vocabulary in meta.pkl, and unpickling can run any code; write "
+                "meta.json: "
                 '{"tokenizer": {"kind": "char", "chars": "..."}} with the sorted characters'
             )
         return {"tokenizer": {"kind": "gpt2"}, "dtype": "uint16"}
@@ -290,20 +339,28 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         meta.setdefault("tokenizer", {"kind": "ids", "vocab_size": meta.get("vocab_size")})
         vocab_size = tokenizer_from_json(meta["tokenizer"]).vocab_size
         if meta.setdefault("vocab_size", vocab_size) != vocab_size:
-            raise DataError(f"vocab_size = {meta['vocab_size']}, but its tokenizer has {vocab_size}")
+            raise DataError(
+                f"vocab_size = {meta['vocab_size']}, but its tokenizer has {vocab_size}"
+            )
         if meta["dtype"] not in ("uint16", "uint32"):
             raise DataError(f"dtype = {meta['dtype']!r} is not uint16 or uint32")
     except (OSError, ValueError, AttributeError, RecursionError, DataError) as error:
-        raise DataError(f"{file}: {error}; it must hold at least vocab_size, or tokenizer") from None
+        raise DataError(
+            f"{file}: {error}; it must hold at least vocab_size, or tokenizer"
+        ) from None
     return meta
 
 
 def _scan(file: Path, dtype: str, vocab_size: int, digest: hashlib._Hash) -> int:
-    """Count the tokens of `file` and feed it to `digest`. Raises DataError for an id outside the vocabulary."""
+    """Count the tokens of `file` and feed it to `digest`. Raises DataError for an id outside the
+    vocabulary.
+    """
     itemsize, count = np.dtype(dtype).itemsize, 0
     size = file.stat().st_size
     if size % itemsize:
-        raise DataError(f"{file} has {size} bytes, not a multiple of {itemsize} ({dtype}); copy it again")
+        raise DataError(
+            f"{file} has {size} bytes, not a multiple of {itemsize} ({dtype}); copy it again"
+        )
     with file.open("rb") as stream:
         while chunk := stream.read(_SCAN_BYTES):
             digest.update(chunk)

@@ -1,11 +1,13 @@
-"""A script's loader that knows its own place: its state is saved with each checkpoint, rank by rank.
+"""A script's loader that knows its own place: its state is saved with each checkpoint, rank by
+rank.
 
     rank 0   its loader ─► batch 0 ─► batch 1 ─► batch 2 ─► ...        each rank reads a loader of its own
     rank 1   its loader ─► batch 0 ─► batch 1 ─► batch 2 ─► ...
                         └ state 0  └ state 1  └ state 2                taken before each batch
 
-Batch k of a rank is the k-th that its loader yields, over all epochs. A rank with the state before an earlier batch
-goes on from there: that is how a resume, a repeated step and the replacement of a lost rank read the same batches.
+Batch k of a rank is the k-th that its loader yields, over all epochs. A rank with the state before
+an earlier batch goes on from there: that is how a resume, a repeated step and the replacement of a
+lost rank read the same batches.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ KEPT = 64  # batches that a rank keeps, with the state before each, to repeat a 
 
 
 def is_stateful(data: Any) -> bool:
-    """Whether data are a loader with a state: an iterable, without an index, that can save its place and load it."""
+    """Whether data are a loader with a state: an iterable, without an index, that can save its
+    place and load it.
+    """
     methods = ("__iter__", "state_dict", "load_state_dict")
     return all(callable(getattr(data, name, None)) for name in methods) and not has_index(data)
 
@@ -43,14 +47,17 @@ class Stateful:
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
-        self._iterator: Iterator[Any] | None = None  # None: not begun, or to begin again from a state
+        # None: not begun, or to begin again from a state
+        self._iterator: Iterator[Any] | None = None
         self._next = 0  # the number of the batch that the iterator yields next
         self._states: dict[int, Any] = {}  # before a batch, by its number
         self._kept: OrderedDict[int, Any] = OrderedDict()
         self._anchor = 0  # the batch before which the newest saved or loaded state was taken
 
     def batch(self, number: int) -> Any:
-        """Return batch `number`. Raises DataError when the loader has none, or can go back so far no more."""
+        """Return batch `number`. Raises DataError when the loader has none, or can go back so far
+        no more.
+        """
         if number not in self._kept and (self._iterator is None or number < self._next):
             self._seek(number)
         while number not in self._kept:
@@ -74,8 +81,10 @@ class Stateful:
         known = [k for k in self._states if k <= number]
         if not known and (self._states or self._iterator):
             raise DataError(
-                f"batch {number} of the train data is needed again, but the oldest known state of the loader is that "
-                f"before batch {min(self._states, default=self._next)}; give a dataset with len() and []"
+                f"batch {number} of the train data is needed again, but the oldest known state of "
+                "the loader is that "
+                f"before batch {min(self._states, default=self._next)}; give a dataset with len() "
+                "and []"
             )
         if known:
             self._loader.load_state_dict(copy.deepcopy(self._states[max(known)]))
@@ -90,7 +99,10 @@ class Stateful:
             self._iterator = iter(self._loader)
             found = next(self._iterator, None)
         if found is None:
-            raise DataError("the loader of the train data yields no batch in a whole epoch; give it at least one")
+            raise DataError(
+                "the loader of the train data yields no batch in a whole epoch; give it at least "
+                "one"
+            )
         self._kept[self._next] = found
         self._next += 1
         while len(self._kept) > KEPT:
@@ -102,8 +114,12 @@ class Stateful:
 
 
 def pack(state: Any) -> Tensor:
-    """Return a loader's state as bytes of JSON, (n,) uint8. Raises DataError for what is no plain data."""
-    return torch.frombuffer(bytearray(json.dumps(_plain(state, "state")).encode()), dtype=torch.uint8)
+    """Return a loader's state as bytes of JSON, (n,) uint8. Raises DataError for what is no plain
+    data.
+    """
+    return torch.frombuffer(
+        bytearray(json.dumps(_plain(state, "state")).encode()), dtype=torch.uint8
+    )
 
 
 def unpack(packed: Tensor) -> Any:
@@ -121,7 +137,10 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and key for key in value):
             return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
-        pairs = [[_plain(k, f"a key of {where}"), _plain(item, f"{where}[{k!r}]")] for k, item in value.items()]
+        pairs = [
+            [_plain(k, f"a key of {where}"), _plain(item, f"{where}[{k!r}]")]
+            for k, item in value.items()
+        ]
         return {"": "dict", "items": pairs}
     if isinstance(value, bytes):
         return {"": "bytes", "data": base64.b64encode(value).decode()}
@@ -132,10 +151,16 @@ def _plain(value: Any, where: str) -> Any:
         flat, kind, dtype = np.asarray(value), "array", np.asarray(value).dtype.str
     else:
         raise DataError(
-            f"the state of the train data's loader has a {type(value).__name__} at {where}, which a checkpoint cannot "
+            f"the state of the train data's loader has a {type(value).__name__} at {where}, which "
+            "a checkpoint cannot "
             "hold; let state_dict() return numbers, text, lists, dicts, bytes, tensors or arrays"
         )
-    return {"": kind, "dtype": dtype, "shape": [*value.shape], "data": base64.b64encode(flat.tobytes()).decode()}
+    return {
+        "": kind,
+        "dtype": dtype,
+        "shape": [*value.shape],
+        "data": base64.b64encode(flat.tobytes()).decode(),
+    }
 
 
 def _restored(value: Any) -> Any:
@@ -156,5 +181,9 @@ def _restored(value: Any) -> Any:
     if kind == "array":
         return np.frombuffer(data, value["dtype"]).reshape(value["shape"]).copy()
     dtype = getattr(torch, value["dtype"])
-    flat = torch.frombuffer(data, dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype)
+    flat = (
+        torch.frombuffer(data, dtype=torch.uint8).view(dtype)
+        if data
+        else torch.empty(0, dtype=dtype)
+    )
     return flat.reshape(value["shape"]).clone()

@@ -1,6 +1,7 @@
 """Tokenizers: characters, bytes, GPT-2's BPE, or bare ids. Each is described by plain JSON.
 
-Models pad their vocabulary, so a sampler can emit an id that has no text; `decode` shows it as U+FFFD.
+Models pad their vocabulary, so a sampler can emit an id that has no text; `decode` shows it as
+U+FFFD.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import numpy as np
 from nanoray.errors import DataError
 
 GPT2_VOCAB_SIZE = 50257
-VOCAB = {"auto": 65, "char": 65, "byte": 256, "gpt2": GPT2_VOCAB_SIZE}  # without a text: Shakespeare has 65 characters
+# Without a text: Shakespeare has 65 characters
+VOCAB = {"auto": 65, "char": 65, "byte": 256, "gpt2": GPT2_VOCAB_SIZE}
 UNKNOWN = "\ufffd"
 
 
@@ -38,7 +40,9 @@ class Tokenizer(ABC):
         """Return the text of `ids`."""
 
     def start(self) -> list[int]:
-        """Return what text without a prompt is generated after: a newline, or the first id where there is none."""
+        """Return what text without a prompt is generated after: a newline, or the first id where
+        there is none.
+        """
         return [int(i) for i in self.encode("\n")]
 
     def to_json(self) -> dict[str, Any]:
@@ -47,7 +51,9 @@ class Tokenizer(ABC):
 
 
 class CharTokenizer(Tokenizer):
-    """One id per character of a given alphabet, in the order of code points, as nanoGPT numbers them."""
+    """One id per character of a given alphabet, in the order of code points, as nanoGPT numbers
+    them.
+    """
 
     kind = "char"
 
@@ -63,7 +69,8 @@ class CharTokenizer(Tokenizer):
         if unknown.size:
             at = int(unknown[0])
             raise DataError(
-                f"character {text[at]!r} at offset {at} is not among the {self.vocab_size} characters of the training "
+                f"character {text[at]!r} at offset {at} is not among the {self.vocab_size} "
+                "characters of the training "
                 "text; leave it out, or train with --tokenizer byte"
             )
         return ids.astype(self.dtype)
@@ -92,7 +99,9 @@ class ByteTokenizer(Tokenizer):
 
 
 class GPT2Tokenizer(Tokenizer):
-    """GPT-2's byte pair encoding, loaded from tiktoken on first use; training on token files does not need it."""
+    """GPT-2's byte pair encoding, loaded from tiktoken on first use; training on token files does
+    not need it.
+    """
 
     kind = "gpt2"
     vocab_size = GPT2_VOCAB_SIZE
@@ -110,10 +119,13 @@ class GPT2Tokenizer(Tokenizer):
 
             return tiktoken.get_encoding("gpt2")  # cached by tiktoken
         except ImportError:
-            raise DataError("tokenizer gpt2 needs tiktoken; pip install tiktoken, or use --tokenizer byte") from None
+            raise DataError(
+                "tokenizer gpt2 needs tiktoken; pip install tiktoken, or use --tokenizer byte"
+            ) from None
         except Exception as error:  # its download raises requests' errors and others
             raise DataError(
-                f"GPT-2's vocabulary could not be downloaded: {type(error).__name__}: {error}; set TIKTOKEN_CACHE_DIR "
+                f"GPT-2's vocabulary could not be downloaded: {type(error).__name__}: {error}; set "
+                "TIKTOKEN_CACHE_DIR "
                 "to a folder filled on a machine with internet, or use --tokenizer byte"
             ) from None
 
@@ -128,10 +140,15 @@ class IdTokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         words = text.split()
-        wrong = [w for w in words if not (w.isascii() and w.isdigit() and len(w) < 11 and int(w) < self.vocab_size)]
+        wrong = [
+            w
+            for w in words
+            if not (w.isascii() and w.isdigit() and len(w) < 11 and int(w) < self.vocab_size)
+        ]
         if wrong:
             raise DataError(
-                f"{wrong[0]!r} is not a token id below {self.vocab_size}; this dataset came without a tokenizer, so "
+                f"{wrong[0]!r} is not a token id below {self.vocab_size}; this dataset came "
+                "without a tokenizer, so "
                 "write ids with spaces between them"
             )
         return np.array([int(word) for word in words], self.dtype)
@@ -159,7 +176,8 @@ def tokenizer_from_json(values: dict[str, Any]) -> Tokenizer:
             return IdTokenizer(size)
     shown = repr(values)
     raise DataError(
-        f"not a tokenizer: {shown[:80]}{'...' * (len(shown) > 80)}; known: kind char (with sorted chars), byte, gpt2, "
+        f"not a tokenizer: {shown[:80]}{'...' * (len(shown) > 80)}; known: kind char (with sorted "
+        "chars), byte, gpt2, "
         "ids (with vocab_size)"
     )
 
@@ -169,4 +187,6 @@ def _code_points(text: str) -> np.ndarray:
 
 
 def _join(tokens: Iterable[bytes | None]) -> str:
-    return b"".join(UNKNOWN.encode() if token is None else token for token in tokens).decode("utf-8", "replace")
+    return b"".join(UNKNOWN.encode() if token is None else token for token in tokens).decode(
+        "utf-8", "replace"
+    )

@@ -1,6 +1,7 @@
 """Read batches of tokens in an order that depends only on the seed.
 
-Sample i is a pure function of (seed, i): the number of ranks does not matter, and one integer resumes the order.
+Sample i is a pure function of (seed, i): the number of ranks does not matter, and one integer
+resumes the order.
 """
 
 from __future__ import annotations
@@ -24,21 +25,30 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's step: 2**64 / the golden 
 class TokenData:
     """The two splits, memory-mapped: all ranks of a node share the page cache."""
 
-    def __init__(self, info: DatasetInfo, block_size: int, seed: int, device: torch.device | None = None) -> None:
-        """Open `info`. Raises DataError when the sizes of its files are not those that `prepare` recorded."""
+    def __init__(
+        self, info: DatasetInfo, block_size: int, seed: int, device: torch.device | None = None
+    ) -> None:
+        """Open `info`. Raises DataError when the sizes of its files are not those that `prepare`
+        recorded.
+        """
         counts = {"train": info.train_tokens, "val": info.val_tokens}
         size = np.dtype(info.dtype).itemsize
-        self._files = {split: open_mapped(info, split, tokens * size) for split, tokens in counts.items()}
+        self._files = {
+            split: open_mapped(info, split, tokens * size) for split, tokens in counts.items()
+        }
         assert min(counts.values()) > block_size, "prepare refuses this"
         self.block_size = block_size
         self.device = device
-        self._key = mix(np.array([seed], np.uint64))  # (1,): numpy warns of overflow in scalars, not in arrays
+        # (1,): numpy warns of overflow in scalars, not in arrays
+        self._key = mix(np.array([seed], np.uint64))
 
     def offsets(self, first_sample: int, count: int) -> np.ndarray:
-        """Return where samples first_sample ... first_sample + count - 1 start in train.bin, (count,) int64.
+        """Return where samples first_sample ... first_sample + count - 1 start in train.bin,
+        (count,) int64.
 
-        Draw with replacement, as nanoGPT does. Sample i is output i of SplitMix64 (Steele et al. 2014), started at a
-        hash of the seed. There is no state: any rank can compute any sample. The bias of `%` is below 2**-24.
+        Draw with replacement, as nanoGPT does. Sample i is output i of SplitMix64 (Steele et al.
+        2014), started at a hash of the seed. There is no state: any rank can compute any sample.
+        The bias of `%` is below 2**-24.
         """
         index = np.arange(first_sample, first_sample + count, dtype=np.uint64)
         windows = np.uint64(len(self._files["train"].numbers) - self.block_size)
@@ -49,7 +59,8 @@ class TokenData:
         return self._batch("train", self.offsets(first_sample, count))
 
     def val_windows(self, limit: int) -> np.ndarray:
-        """Return at most `limit` starts in val.bin, evenly spaced from end to end and not overlapping, int64.
+        """Return at most `limit` starts in val.bin, evenly spaced from end to end and not
+        overlapping, int64.
 
         The ranks split these windows, so the validation loss is the same at any world size.
         """
@@ -64,9 +75,11 @@ class TokenData:
     def _batch(self, split: str, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         file, window = self._files[split], np.arange(self.block_size + 1)
         file.require_whole()
-        tokens = torch.from_numpy(file.numbers[starts[:, None] + window].astype(np.int64))  # (B, T + 1)
+        # (B, T + 1)
+        tokens = torch.from_numpy(file.numbers[starts[:, None] + window].astype(np.int64))
         if self.device is not None and self.device.type == "cuda":
-            tokens = tokens.pin_memory().to(self.device, non_blocking=True)  # pageable memory would block the copy
+            # Pageable memory would block the copy
+            tokens = tokens.pin_memory().to(self.device, non_blocking=True)
         elif self.device is not None:
             tokens = tokens.to(self.device)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -81,10 +94,14 @@ class Samples(Protocol):
     """A dataset as the loop sees it: batches of inputs and targets, on the device."""
 
     def train_batch(self, first_sample: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and targets (B, ...) of `count` samples; sample i depends on the seed and i only."""
+        """Return inputs and targets (B, ...) of `count` samples; sample i depends on the seed and i
+        only.
+        """
 
     def val_windows(self, limit: int) -> np.ndarray:
-        """Return what names at most `limit` samples of the validation split, the same ones at every world size."""
+        """Return what names at most `limit` samples of the validation split, the same ones at every
+        world size.
+        """
 
     def val_batch(self, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Return inputs and targets (B, ...) of some of what `val_windows` returned."""
@@ -93,14 +110,18 @@ class Samples(Protocol):
 class MicroBatches:
     """This rank's share of each step's samples, read one micro batch ahead of the loop.
 
-    A step takes the next global_batch_size samples, whatever the number of ranks. Micro batch m of rank r holds the
-    samples from (m * dp + r) * micro_batch_size on. The cursor is the caller's: asking for another one is a seek.
+    A step takes the next global_batch_size samples, whatever the number of ranks. Micro batch m of
+    rank r holds the samples from (m * dp + r) * micro_batch_size on. The cursor is the caller's:
+    asking for another one is a seek.
     """
 
-    def __init__(self, data: Samples, batch: Batch, rank: int, length_at: Callable[[int], int] | None = None) -> None:
+    def __init__(
+        self, data: Samples, batch: Batch, rank: int, length_at: Callable[[int], int] | None = None
+    ) -> None:
         """`rank` is the one among the data ranks, of which `batch` has dp.
 
-        With `length_at`, samples (T,) of step s, counted by the samples before it, become sequences (length_at(s),).
+        With `length_at`, samples (T,) of step s, counted by the samples before it, become sequences
+        (length_at(s),).
         """
         self.data, self.batch, self.rank, self.length_at = data, batch, rank, length_at
         self._ahead: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -120,13 +141,17 @@ class MicroBatches:
         self.seconds += time.perf_counter() - start
         return found
 
-    def get(self, samples: int, micro: int, rank: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def get(
+        self, samples: int, micro: int, rank: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return one micro batch (B, T), targets too, of the step whose first sample is `samples`.
 
         It is this rank's, or that of another data rank.
         """
         size, _, dp = self.batch
-        x, y = self.data.train_batch(samples + (micro * dp + (self.rank if rank is None else rank)) * size, size)
+        x, y = self.data.train_batch(
+            samples + (micro * dp + (self.rank if rank is None else rank)) * size, size
+        )
         if self.length_at is None:
             return x, y
         length = self.length_at(samples // self.batch.global_size)
@@ -140,31 +165,38 @@ class MicroBatches:
 
 
 class MappedFile:
-    """A memory-mapped file that is kept open. To read beyond the end of one that shrank would be a SIGBUS."""
+    """A memory-mapped file that is kept open. To read beyond the end of one that shrank would be a
+    SIGBUS.
+    """
 
     def __init__(self, path: Path, dtype: str, size: int) -> None:
         self._path, self._size = path, size
         self._file = path.open("rb")
         self.require_whole()
-        self.numbers = np.asarray(np.memmap(self._file, dtype=dtype, mode="r"))  # numpy indexes a view faster
+        # Numpy indexes a view faster
+        self.numbers = np.asarray(np.memmap(self._file, dtype=dtype, mode="r"))
 
     def require_whole(self) -> None:
         """Raise DataError when the file has not the size that was prepared."""
         size = os.fstat(self._file.fileno()).st_size
         if size != self._size:
             raise DataError(
-                f"dataset changed: {self._path} has {size} bytes, but {self._size} were prepared; prepare it again"
+                f"dataset changed: {self._path} has {size} bytes, but {self._size} were prepared; "
+                "prepare it again"
             )
 
 
 def open_mapped(info: DatasetInfo, split: str, size: int) -> MappedFile:
-    """Open the file of a split, which has `size` bytes. Raises DataError when it is not there, or has another size."""
+    """Open the file of a split, which has `size` bytes. Raises DataError when it is not there, or
+    has another size.
+    """
     path = info.path / f"{split}.bin"
     try:
         return MappedFile(path, info.dtype, size)
     except OSError as error:
         raise DataError(
-            f"dataset changed: cannot open {path}: {error.strerror}; prepare it again, and with several nodes keep "
+            f"dataset changed: cannot open {path}: {error.strerror}; prepare it again, and with "
+            "several nodes keep "
             "--data_dir on shared storage"
         ) from None
 

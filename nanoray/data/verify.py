@@ -1,4 +1,6 @@
-"""Believe no token file: check its content at first use, and after that whenever size, time or inode have changed."""
+"""Believe no token file: check its content at first use, and after that whenever size, time or
+inode have changed.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,11 @@ _CHUNK = 1 << 24
 
 
 def verify(folder: Path, tokens_sha256: str) -> None:
-    """Compare the content of train.bin and val.bin with what was prepared. (each rank, before it reads them)
+    """Compare the content of train.bin and val.bin with what was prepared. (each rank, before it
+    reads them)
 
-    Reads the files whole, unless they were read before and have not changed since. Raises DataError when they differ.
+    Reads the files whole, unless they were read before and have not changed since. Raises DataError
+    when they differ.
     """
     state, record = {"tokens_sha256": tokens_sha256, **_stats(folder)}, folder / RECORD
     with suppress(OSError, ValueError):
@@ -33,7 +37,8 @@ def verify(folder: Path, tokens_sha256: str) -> None:
                 digest.update(chunk)
     if digest.hexdigest() != tokens_sha256:
         raise DataError(
-            f"dataset changed: train.bin and val.bin of {folder} have sha256 {digest.hexdigest()[:16]}..., but "
+            f"dataset changed: train.bin and val.bin of {folder} have sha256 "
+            f"{digest.hexdigest()[:16]}..., but "
             f"{tokens_sha256[:16]}... was prepared; prepare it again, or restore the files"
         )
     with suppress(OSError):  # a folder of somebody else: it is read again next time
@@ -41,7 +46,9 @@ def verify(folder: Path, tokens_sha256: str) -> None:
 
 
 def sampled_hash(folder: Path) -> str:
-    """Return a hash of pages from end to end of both files, as this process sees them. Costs a millisecond or two."""
+    """Return a hash of pages from end to end of both files, as this process sees them. Costs a
+    millisecond or two.
+    """
     digest = hashlib.sha256()
     for name in ("train.bin", "val.bin"):
         with _open(folder / name) as file:
@@ -56,7 +63,9 @@ def _open(path: Path) -> Any:
     try:
         return path.open("rb")
     except OSError as error:
-        raise DataError(f"dataset changed: cannot open {path}: {error.strerror}; prepare it again") from None
+        raise DataError(
+            f"dataset changed: cannot open {path}: {error.strerror}; prepare it again"
+        ) from None
 
 
 def _stats(folder: Path) -> dict[str, list[int]]:

@@ -1,11 +1,12 @@
-"""Which failure caused the others, and what recovery made of it. The driver uses this; nothing here knows Ray.
+"""Which failure caused the others, and what recovery made of it. The driver uses this; nothing here
+knows Ray.
 
     events of n ranks (ended, set_waiting) ─► FailureCollector ─► cause, consequences ─► FaultReport ─► faults.jsonl
 
-A rank that dies makes the others fail: their collectives raise a moment later, and sometimes the driver hears of that
-first. So the driver collects failures for a short time and then ranks them: a dead process before an exception, an
-exception before a collective that lost its peer. Every event costs O(1), because one death can make thousands of ranks
-fail at once.
+A rank that dies makes the others fail: their collectives raise a moment later, and sometimes the
+driver hears of that first. So the driver collects failures for a short time and then ranks them: a
+dead process before an exception, an exception before a collective that lost its peer. Every event
+costs O(1), because one death can make thousands of ranks fail at once.
 """
 
 from __future__ import annotations
@@ -25,17 +26,21 @@ CAUSES = {
     "killed": 0,  # a signal, or an exit without an exception
     "node_lost": 0,  # its node does not answer
     "hung": 0,  # alive, but all other ranks waited for it
-    "drained": 1,  # its node will be taken away, so it left: nobody's failure, and not charged to --max_failures
+    # Its node will be taken away, so it left: nobody's failure, and not charged to --max_failures
+    "drained": 1,
     "exception": 1,  # the program's own error
     "diverged": 1,  # the ranks' weights differ, and no majority agrees
     "refused": 1,  # NanorayError: another try would end the same way
     "peer_lost": 2,  # a collective that lost its peer: a consequence
 }
 PEER_LOST = CAUSES["peer_lost"]
-ROOT_S = 10.0  # how long to wait for the root of a consequence: a busy Ray tells of a death later than its peers do
+# How long to wait for the root of a consequence: a busy Ray tells of a death later than its peers
+# do
+ROOT_S = 10.0
 PROGRESS_STEPS = 10  # completed steps between two failures that make the second one a new story
 FAILURES_PER_HOUR = 60  # more than this is no training, even if every failure is overcome
-MAX_CONSEQUENCES = 8  # lines that a report keeps: of thousands of ranks, all fail with the same words
+# Lines that a report keeps: of thousands of ranks, all fail with the same words
+MAX_CONSEQUENCES = 8
 
 
 @dataclass
@@ -52,7 +57,8 @@ class Failure:
     exit_code: int = 1  # of the command, if there is no retry
     signature: str = ""  # the same for failures that repeat
     facts: dict[str, Any] = field(default_factory=dict)  # pid, node, ip, devices
-    exit_record: dict[str, Any] = field(default_factory=dict)  # see exit_record.read; empty if there is none
+    # See exit_record.read; empty if there is none
+    exit_record: dict[str, Any] = field(default_factory=dict)
     silent_s: float = 0.0  # hung: seconds without progress on any rank
     at: float = 0.0  # monotonic seconds at which the driver knew
 
@@ -82,12 +88,15 @@ class FaultReport:
     log_tail: list[str]
     consequences: list[str]  # failures of other ranks that followed from this one
     recovery: str = ""  # in_place | spare | shrink | restart | none (gave up)
-    detect_s: float | None = None  # from the death until the driver knew; None: time of death unknown
+    # From the death until the driver knew; None: time of death unknown
+    detect_s: float | None = None
     recover_s: float | None = None  # from then until a step was completed for the first time
     steps_repeated: int | None = None
 
     @classmethod
-    def of(cls, cause: Failure, others: Sequence[Failure], attempt: int, world_size: int) -> FaultReport:
+    def of(
+        cls, cause: Failure, others: Sequence[Failure], attempt: int, world_size: int
+    ) -> FaultReport:
         """Return the report of a fault whose outcome is still open."""
         facts = cause.facts
         return cls(
@@ -115,7 +124,9 @@ class FaultReport:
     def outcome(self) -> str:
         """Return the outcome of recovery in one line."""
         detected = "" if self.detect_s is None else f"detected in {self.detect_s:.2f} s, "
-        steps = f"{self.steps_repeated or 'no'} step{'' if self.steps_repeated == 1 else 's'} repeated"
+        steps = (
+            f"{self.steps_repeated or 'no'} step{'' if self.steps_repeated == 1 else 's'} repeated"
+        )
         return f"{detected}training again after {self.recover_s or 0.0:.2f} s, {steps}"
 
 
@@ -130,7 +141,9 @@ class Recovery:
 
     @property
     def target(self) -> int:
-        """The last step that proves nothing: a rank that computes a later one has completed a new step."""
+        """The last step that proves nothing: a rank that computes a later one has completed a new
+        step.
+        """
         return self.completed + 1
 
     def update(self, step: int, base: int, waiting: bool) -> bool:
@@ -142,7 +155,9 @@ class Recovery:
     def finish(self, now: float) -> FaultReport:
         """Return the report, with the cost of recovery filled in."""
         self.report.recover_s = round(now - self.known_at, 3)
-        self.report.steps_repeated = None if self.base is None else max(0, self.completed - self.base)
+        self.report.steps_repeated = (
+            None if self.base is None else max(0, self.completed - self.base)
+        )
         return self.report
 
 
@@ -154,7 +169,9 @@ def consequences_of(others: Sequence[Failure]) -> list[str]:
 
 
 def read_reports(folder: Path) -> list[dict[str, Any]]:
-    """Return the events in a run's faults.jsonl, oldest first: reports (`fault`) and planned faults (`injected`)."""
+    """Return the events in a run's faults.jsonl, oldest first: reports (`fault`) and planned faults
+    (`injected`).
+    """
     events = read_json_lines(folder / "faults.jsonl")
     for event in events:
         if "echo" in event:  # the name of the field in older runs
@@ -166,12 +183,18 @@ class FailureCollector:
     """Collects how the ranks of one attempt end, and knows when that is enough to act on."""
 
     def __init__(
-        self, ranks: Iterable[int], in_place: bool, patience_s: float, settle_s: float, live: bool = False
+        self,
+        ranks: Iterable[int],
+        in_place: bool,
+        patience_s: float,
+        settle_s: float,
+        live: bool = False,
     ) -> None:
         """Expect `ranks`. `in_place`: survivors keep their state and wait for a replacement.
 
-        patience_s: how long survivors may take to notice. settle_s: how long to listen for consequences otherwise.
-        live: some of the ranks held the run's state before this attempt began.
+        patience_s: how long survivors may take to notice. settle_s: how long to listen for
+        consequences otherwise. live: some of the ranks held the run's state before this attempt
+        began.
         """
         self._running = set(ranks)
         self._ranks = len(self._running)
@@ -194,8 +217,12 @@ class FailureCollector:
         self.failures.append(failure)
         if not failure.retry and failure.phase == "init" and not self._live:
             self.in_place = False  # a run that cannot start: nobody has anything to keep
-        settle_s = max(self._settle_s, ROOT_S) if CAUSES[failure.cause] == PEER_LOST else self._settle_s
-        self._deadline = min(self._deadline, now + (self._patience_s if self.in_place else settle_s))
+        settle_s = (
+            max(self._settle_s, ROOT_S) if CAUSES[failure.cause] == PEER_LOST else self._settle_s
+        )
+        self._deadline = min(
+            self._deadline, now + (self._patience_s if self.in_place else settle_s)
+        )
 
     def hurry(self, patience_s: float, now: float) -> None:
         """Give the ranks that have not noticed so much time, and no more."""
@@ -218,9 +245,13 @@ class FailureCollector:
 
     @property
     def all_waiting(self) -> bool:
-        """Whether there are ranks that did not fail, and all of them wait: then the run's state is in their memory."""
+        """Whether there are ranks that did not fail, and all of them wait: then the run's state is
+        in their memory.
+        """
         left = len(self._running)
-        return 0 < left == len(self._waiting) and (self.no_rank_lost or left + len(self.failures) == self._ranks)
+        return 0 < left == len(self._waiting) and (
+            self.no_rank_lost or left + len(self.failures) == self._ranks
+        )
 
     @property
     def silent(self) -> list[int]:
@@ -242,7 +273,8 @@ class FailureCollector:
 def reason_to_give_up(cause: Failure, history: list[Failure], max_failures: int) -> str:
     """Return why the run must not continue after `cause`, the newest of `history`; empty if it may.
 
-    A deterministic failure repeats at the same place: an exception twice, a death without a stated reason three times.
+    A deterministic failure repeats at the same place: an exception twice, a death without a stated
+    reason three times.
     """
     if not cause.retry:
         return "restarting cannot cure this"
@@ -250,20 +282,29 @@ def reason_to_give_up(cause: Failure, history: list[Failure], max_failures: int)
         return ""
     history, repeats = _charged(history), 0
     for earlier in reversed(history):
-        if (earlier.signature, earlier.step, earlier.phase) != (cause.signature, cause.step, cause.phase):
+        if (earlier.signature, earlier.step, earlier.phase) != (
+            cause.signature,
+            cause.step,
+            cause.phase,
+        ):
             break
         repeats += 1
     if cause.signature and repeats >= (2 if cause.cause == "exception" else 3):
         return f"deterministic: it failed {repeats} times in the same way at the same step"
     if without_progress(history) > max_failures:
         return f"max_failures = {max_failures} is exceeded: no {PROGRESS_STEPS} steps in a row without a failure"
-    if max_failures and sum(cause.at - earlier.at < 3600 for earlier in history) > FAILURES_PER_HOUR:
+    if (
+        max_failures
+        and sum(cause.at - earlier.at < 3600 for earlier in history) > FAILURES_PER_HOUR
+    ):
         return f"more than {FAILURES_PER_HOUR} failures within an hour, although the run went on after each"
     return ""
 
 
 def without_progress(history: list[Failure]) -> int:
-    """Return how many failures there were, up to the newest, without PROGRESS_STEPS completed steps between them."""
+    """Return how many failures there were, up to the newest, without PROGRESS_STEPS completed steps
+    between them.
+    """
     history = _charged(history)
     count = int(bool(history))
     for earlier, later in zip(reversed(history[:-1]), reversed(history), strict=False):
@@ -274,7 +315,9 @@ def without_progress(history: list[Failure]) -> int:
 
 
 def back_off_s(history: list[Failure]) -> float:
-    """Return the pause before the next restart: 0 after progress, else 1, 2, 4, ... up to 30 seconds."""
+    """Return the pause before the next restart: 0 after progress, else 1, 2, 4, ... up to 30
+    seconds.
+    """
     history, stuck = _charged(history), 0
     for earlier, later in zip(reversed(history[:-1]), reversed(history), strict=False):
         if later.completed > earlier.completed:
@@ -299,8 +342,12 @@ _COLLECTIVE_SIGNS = (
 
 
 def is_collective_error(error: BaseException) -> bool:
-    """Return whether `error` is how a process group reports a lost peer: a consequence, never the cause."""
+    """Return whether `error` is how a process group reports a lost peer: a consequence, never the
+    cause.
+    """
     names = {cls.__name__ for cls in type(error).__mro__}
     if names & {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}:
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _COLLECTIVE_SIGNS)
+    return isinstance(error, RuntimeError) and any(
+        sign in str(error).lower() for sign in _COLLECTIVE_SIGNS
+    )

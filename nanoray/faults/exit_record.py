@@ -1,10 +1,12 @@
-"""How a rank's process ended (exit code or signal) and when, written by a small process beside the rank.
+"""How a rank's process ended (exit code or signal) and when, written by a small process beside the
+rank.
 
-Ray reports that an actor died, but not how: `kill -9` and `os._exit(3)` look the same, and the kernel gives the exit
-status to the parent only. So the rank holds a robust mutex in shared memory. When the rank dies, the kernel passes the
-mutex to the process that waits for it, before the parent can reap the rank; at that moment /proc/PID/stat still has the
-exit status. On a busy machine the parent may be quicker all the same; from Linux 6.15 on a pidfd then has the status of
-a process that was reaped. (pthread_mutexattr_setrobust(3), proc_pid_stat(5), pidfd_open(2) and PIDFD_GET_INFO in
+Ray reports that an actor died, but not how: `kill -9` and `os._exit(3)` look the same, and the
+kernel gives the exit status to the parent only. So the rank holds a robust mutex in shared memory.
+When the rank dies, the kernel passes the mutex to the process that waits for it, before the parent
+can reap the rank; at that moment /proc/PID/stat still has the exit status. On a busy machine the
+parent may be quicker all the same; from Linux 6.15 on a pidfd then has the status of a process that
+was reaped. (pthread_mutexattr_setrobust(3), proc_pid_stat(5), pidfd_open(2) and PIDFD_GET_INFO in
 linux/pidfd.h. Linux only; elsewhere there is no record.)
 """
 
@@ -28,18 +30,24 @@ from contextlib import suppress
 from pathlib import Path
 
 _EXIT_CODE = 49  # of /proc/PID/stat's fields after the command's name
-_PIDFD_INFO = struct.Struct("QQ11Ii")  # pidfd_info: mask, cgroup id, 11 ids of the process and its user, exit status
-_PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11  # _IOWR(0xFF, 11, struct pidfd_info)
+# pidfd_info: mask, cgroup id, 11 ids of the process and its user, exit status
+_PIDFD_INFO = struct.Struct("QQ11Ii")
+# _IOWR(0xFF, 11, struct pidfd_info)
+_PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 _PIDFD_INFO_EXIT = 1 << 3
 _PAGE = 4096
-LOCK_S = 30.0  # for a thread to take a lock, which takes microseconds, on a machine that is very busy
-OOM_LOOK_S, OOM_LOOKS = 5, 4  # seconds between looks at the count, and how many are kept: an older kill is another's
+# For a thread to take a lock, which takes microseconds, on a machine that is very busy
+LOCK_S = 30.0
+# Seconds between looks at the count, and how many are kept: an older kill is another's
+OOM_LOOK_S, OOM_LOOKS = 5, 4
 
 
 def watch(record: Path) -> None:
-    """Start a process that writes `record` when this one dies, in whatever way. Does nothing outside Linux.
+    """Start a process that writes `record` when this one dies, in whatever way. Does nothing
+    outside Linux.
 
-    Returns once it watches: a death before that would leave no record, because the parent reaps the status at once.
+    Returns once it watches: a death before that would leave no record, because the parent reaps the
+    status at once.
     """
     if sys.platform != "linux":
         return
@@ -50,11 +58,22 @@ def watch(record: Path) -> None:
     if not held.wait(LOCK_S):
         os.close(page)
         return  # no robust mutex on this system: there will be no record
-    stat = os.open(f"/proc/{os.getpid()}/stat", os.O_RDONLY)  # opened here, because this process may die at once
+    # Opened here, because this process may die at once
+    stat = os.open(f"/proc/{os.getpid()}/stat", os.O_RDONLY)
     watches, says = os.pipe()
     descriptors = [page, stat, says]
-    command = [sys.executable, "-S", "-E", __file__, *map(str, descriptors), str(os.getpid()), str(record)]
-    subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL, start_new_session=True)
+    command = [
+        sys.executable,
+        "-S",
+        "-E",
+        __file__,
+        *map(str, descriptors),
+        str(os.getpid()),
+        str(record),
+    ]
+    subprocess.Popen(
+        command, pass_fds=descriptors, stdin=subprocess.DEVNULL, start_new_session=True
+    )
     for descriptor in descriptors:
         os.close(descriptor)
     select.select([watches], [], [], LOCK_S)
@@ -62,14 +81,18 @@ def watch(record: Path) -> None:
 
 
 def read(record: Path) -> dict[str, float | str | None]:
-    """Return a record: pid, signal (its name) or exit_code, oom, boot and monotonic; empty if there is none."""
+    """Return a record: pid, signal (its name) or exit_code, oom, boot and monotonic; empty if there
+    is none.
+    """
     with suppress(OSError, ValueError):
         return dict(json.loads(record.read_text(encoding="utf-8")))
     return {}
 
 
 def boot_id() -> str:
-    """Return the id of this boot of this host: monotonic clocks can be compared within one boot only."""
+    """Return the id of this boot of this host: monotonic clocks can be compared within one boot
+    only.
+    """
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return ""
@@ -93,9 +116,11 @@ def _address(shared: mmap.mmap) -> ctypes.c_void_p:
 
 
 def _oom_kills(pid: int | str = "self", root: Path = Path("/")) -> int:
-    """Return how many processes of a process' cgroup the kernel's out-of-memory killer has ended; 0 if unknown.
+    """Return how many processes of a process' cgroup the kernel's out-of-memory killer has ended; 0
+    if unknown.
 
-    Without a cgroup namespace the files are at the path that /proc/PID/cgroup names; with one, at the top.
+    Without a cgroup namespace the files are at the path that /proc/PID/cgroup names; with one, at
+    the top.
     """
     tops = root / "sys/fs/cgroup", root / "sys/fs/cgroup/memory"  # version 2, version 1
     places = [tops[0] / "memory.events", tops[1] / "memory.oom_control"]
@@ -118,9 +143,11 @@ class _Timespec(ctypes.Structure):
 
 
 def _wait_for_end(mutex: ctypes.c_void_p, pid: int) -> int:
-    """Wait until the holder of the mutex dies; return its cgroup's count of _oom_kills some seconds before.
+    """Wait until the holder of the mutex dies; return its cgroup's count of _oom_kills some seconds
+    before.
 
-    A process that the kernel ends takes a while to die, and another one may have been ended long before.
+    A process that the kernel ends takes a while to die, and another one may have been ended long
+    before.
     """
     libc, counts = ctypes.CDLL(None), deque([_oom_kills(pid)], maxlen=OOM_LOOKS)
     while True:
@@ -131,19 +158,25 @@ def _wait_for_end(mutex: ctypes.c_void_p, pid: int) -> int:
 
 
 def _was_oom(found: dict[str, object], before: int) -> bool:
-    """Whether the kernel ended the process because of memory: its cgroup, this one, counts more than `before`."""
+    """Whether the kernel ended the process because of memory: its cgroup, this one, counts more
+    than `before`.
+    """
     return found.get("signal") == "SIGKILL" and _oom_kills("self") > before
 
 
 def _exit_status(stat: int, pidfd: int) -> int:
-    """Return the status of a process that has ended, as waitpid(2) gives it. Raises OSError if it cannot be known."""
+    """Return the status of a process that has ended, as waitpid(2) gives it. Raises OSError if it
+    cannot be known.
+    """
     with suppress(OSError):
         return int(os.pread(stat, 4096, 0).rsplit(b") ", 1)[1].split()[_EXIT_CODE])
     info = bytearray(_PIDFD_INFO.pack(_PIDFD_INFO_EXIT, *[0] * 13))
     fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
     mask, *_, status = _PIDFD_INFO.unpack(info)
     if not mask & _PIDFD_INFO_EXIT:
-        raise ProcessLookupError(errno.ESRCH, "the kernel does not keep the exit status of this process")
+        raise ProcessLookupError(
+            errno.ESRCH, "the kernel does not keep the exit status of this process"
+        )
     return int(status)
 
 
@@ -152,9 +185,11 @@ def _main(page: int, stat: int, says: int, pid: int, record: str) -> None:
     pidfd = os.pidfd_open(pid)
     os.close(says)  # the end of the pipe tells
     oom_kills = _wait_for_end(_address(shared), pid)
-    # First what cannot be known later: a parent that is quick reaps the process, and with it its status.
+    # First what cannot be known later: a parent that is quick reaps the process, and with it its
+    # status.
     found: dict[str, object] = {"pid": pid, "monotonic": time.monotonic()}
-    with suppress(OSError):  # already reaped, and the kernel is older than 6.15: only the time is known
+    # Already reaped, and the kernel is older than 6.15: only the time is known
+    with suppress(OSError):
         status = _exit_status(stat, pidfd)
         number = status & 0x7F
         found |= {"signal": signal.Signals(number).name} if number else {"exit_code": status >> 8}

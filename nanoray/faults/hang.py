@@ -1,10 +1,12 @@
 """Find the rank that all others wait for. Ray shows a hung actor as alive for ever.
 
-Every rank writes its position (step and phase) to a file and answers the driver's `Worker.heartbeat` with it. If no
-rank has moved for `hang_timeout` seconds, the rank furthest behind is the one that hangs. Only changes count, timed by
-the driver's clock, so the clocks of other hosts do not matter. Set-up may take longer than the timeout, but a rank
-that answers no heartbeat for twice the timeout is frozen, whatever its phase. Where all ranks are in the
-same forward, and after a long one, the limit is longer: a step may honestly take more time than the timeout.
+Every rank writes its position (step and phase) to a file and answers the driver's
+`Worker.heartbeat` with it. If no rank has moved for `hang_timeout` seconds, the rank furthest
+behind is the one that hangs. Only changes count, timed by the driver's clock, so the clocks of
+other hosts do not matter. Set-up may take longer than the timeout, but a rank that answers no
+heartbeat for twice the timeout is frozen, whatever its phase. Where all ranks are in the same
+forward, and after a long one, the limit is longer: a step may honestly take more time than the
+timeout.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-# Within a step. In a pipeline a rank computes forwards and backwards by turns, and is idle while it waits for another.
+# Within a step. In a pipeline a rank computes forwards and backwards by turns, and is idle while it
+# waits for another.
 _ORDER = ("data", "forward", "backward", "idle", "optimizer", "log", "eval", "checkpoint", "done")
 _PATIENT = 10.0  # factor on the timeout while one rank may write files, or all ranks compute
 _ALONE = ("data", "forward")  # in these phases no rank waits for another one
@@ -28,11 +31,16 @@ class Position(NamedTuple):
 
 
 class Watchdog:
-    """Takes the ranks' positions and knows when no rank moves any more. An update and a check cost O(1) each."""
+    """Takes the ranks' positions and knows when no rank moves any more. An update and a check cost
+    O(1) each.
+    """
 
-    def __init__(self, ranks: Iterable[int], timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, ranks: Iterable[int], timeout_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._timeout_s, self._clock = timeout_s, clock
-        self._seen: dict[int, tuple[Position, float]] = {}  # with the rank's own clock: a long evaluation moves it
+        # With the rank's own clock: a long evaluation moves it
+        self._seen: dict[int, tuple[Position, float]] = {}
         self._moved_at = clock()
         self._heard_at = dict.fromkeys(ranks, self._moved_at)  # of running ranks: the newest answer
         self._setting_up = set(self._heard_at)  # not seen in any step yet
@@ -40,7 +48,9 @@ class Watchdog:
         self.silent_s = 0.0
 
     def update(self, rank: int, position: Position, written_at: float) -> None:
-        """Take a rank's heartbeat. `written_at`: when it wrote this position, in its own monotonic seconds."""
+        """Take a rank's heartbeat. `written_at`: when it wrote this position, in its own monotonic
+        seconds.
+        """
         self._heard_at[rank] = self._clock()
         self._take(rank, position, written_at)
 
@@ -69,7 +79,9 @@ class Watchdog:
         return 0 < self._timeout_s / 4 < self._clock() - self._moved_at
 
     def hangs(self) -> bool:
-        """Whether no rank has moved for too long. Until all ranks train: whether one does not answer."""
+        """Whether no rank has moved for too long. Until all ranks train: whether one does not
+        answer.
+        """
         now = self._clock()
         self.silent_s = now - self._moved_at
         if not self._timeout_s or self.silent_s <= self._timeout_s:
@@ -91,7 +103,8 @@ class Watchdog:
 
 
 def behind(positions: Mapping[int, Position], collectives: Mapping[int, int]) -> list[int]:
-    """Return the ranks that are furthest behind: by step, phase, and the number of collectives that they have started.
+    """Return the ranks that are furthest behind: by step, phase, and the number of collectives that
+    they have started.
 
     If all are at the same place that is all of them.
     """

@@ -1,7 +1,8 @@
 """Inject faults on purpose.
 
-A plan is data: `kill@rank=1,step=30,phase=backward;slow@rank=0,step=5,phase=data,seconds=0.2`. Before a fault fires it
-is written to the run's `faults.jsonl`, so that a test can prove that it did.
+A plan is data: `kill@rank=1,step=30,phase=backward;slow@rank=0,step=5,phase=data,seconds=0.2`.
+Before a fault fires it is written to the run's `faults.jsonl`, so that a test can prove that it
+did.
 """
 
 from __future__ import annotations
@@ -29,7 +30,19 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("nanoray")
-KINDS = ("kill", "stop", "exit", "raise", "hang", "slow", "oom", "disk-full", "nan", "bitflip", "gradflip")
+KINDS = (
+    "kill",
+    "stop",
+    "exit",
+    "raise",
+    "hang",
+    "slow",
+    "oom",
+    "disk-full",
+    "nan",
+    "bitflip",
+    "gradflip",
+)
 DRIVER = -1  # its "rank"
 _SPARE_BYTES = 64 << 10  # logs and metrics may still grow by this while the disk is "full"
 
@@ -40,10 +53,12 @@ class InjectedFault(RuntimeError):
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault to inject: its kind, and the rank (or DRIVER), step (being computed) and phase at which it fires.
+    """One fault to inject: its kind, and the rank (or DRIVER), step (being computed) and phase at
+    which it fires.
 
-    Without an attempt it fires once per run, even if the step is repeated; with one, in that attempt only. `phase` may
-    also be one of POINTS: it fires when that is next reached at this step or later, or in this attempt.
+    Without an attempt it fires once per run, even if the step is repeated; with one, in that
+    attempt only. `phase` may also be one of POINTS: it fires when that is next reached at this step
+    or later, or in this attempt.
     """
 
     kind: str
@@ -53,8 +68,10 @@ class Fault:
     attempt: int | None = None
     seconds: float = 1.0  # slow: how long to sleep; disk-full: until there is space again
     mib: int = 0  # oom: how much to allocate (0 = until the process is killed)
-    times: int = 1  # nan, gradflip: of how many forward passes of this rank, replays and audits included
-    bit: int = 20  # bitflip, gradflip: bit of a float32; 0 is the lowest of the mantissa, 31 the sign
+    # Nan, gradflip: of how many forward passes of this rank, replays and audits included
+    times: int = 1
+    # Bitflip, gradflip: bit of a float32; 0 is the lowest of the mantissa, 31 the sign
+    bit: int = 20
 
     @property
     def key(self) -> tuple[str, int, int, str]:
@@ -62,12 +79,15 @@ class Fault:
         return self.kind, self.rank, self.step, self.phase
 
     def fire(self, record_in: Path, gpt: nn.Module | None, started: float = 0.0) -> None:
-        """Record that this fault fires, in the command that was `started` then (Unix s), and inject it."""
+        """Record that this fault fires, in the command that was `started` then (Unix s), and inject
+        it.
+        """
         append_event(record_in, "injected", asdict(self) | {"command": started})
         if self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.kind == "stop":
-            # To this thread, which then goes no further. A process may be frozen by another thread, a moment later.
+            # To this thread, which then goes no further. A process may be frozen by another thread,
+            # a moment later.
             signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         elif self.kind == "exit":
             os._exit(3)
@@ -86,7 +106,9 @@ class Fault:
         elif self.kind == "gradflip":
             _spoil(gpt, self.times, partial(_spoil_gradient, bit=self.bit))
         else:
-            raise InjectedFault(f"fault plan: raise on rank {self.rank} at step {self.step} in {self.phase}")
+            raise InjectedFault(
+                f"fault plan: raise on rank {self.rank} at step {self.step} in {self.phase}"
+            )
 
 
 def append_event(path: Path, event: str, values: dict[str, object]) -> None:
@@ -96,7 +118,9 @@ def append_event(path: Path, event: str, values: dict[str, object]) -> None:
 
 
 def _fill_memory(mib: int) -> None:
-    """Allocate and touch memory until this process is killed, or `mib` is reached; then raise MemoryError."""
+    """Allocate and touch memory until this process is killed, or `mib` is reached; then raise
+    MemoryError.
+    """
     taken: list[bytearray] = []
     while not mib or len(taken) * 64 < mib:
         taken.append(bytearray(os.urandom(1 << 20) * 64))
@@ -105,7 +129,9 @@ def _fill_memory(mib: int) -> None:
 
 
 def _fill_disk(run: Path, seconds: float) -> None:
-    """For some seconds, fail every write that makes a file larger than the logs are now, as on a full disk."""
+    """For some seconds, fail every write that makes a file larger than the logs are now, as on a
+    full disk.
+    """
     logs = [path for path in run.glob("**/*") if path.is_file() and "checkpoints" not in path.parts]
     largest = max(path.stat().st_size for path in logs)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -118,9 +144,12 @@ def _fill_disk(run: Path, seconds: float) -> None:
 def _spoil(gpt: nn.Module | None, times: int, spoil: Callable[[Tensor], Tensor]) -> None:
     """Let `spoil` replace the middle block's output in its next `times` forward passes."""
     block, left = _middle_block(gpt), [times]
-    compiled, block._compiled_call_impl = block._compiled_call_impl, None  # compiled code would not see the hook
+    # Compiled code would not see the hook
+    compiled, block._compiled_call_impl = block._compiled_call_impl, None
 
-    def hook(module: object, args: object, output: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+    def hook(
+        module: object, args: object, output: Tensor | tuple[Tensor, Tensor]
+    ) -> Tensor | tuple[Tensor, Tensor]:
         left[0] -= 1
         if not left[0]:
             handle.remove()
@@ -135,7 +164,8 @@ def _spoil(gpt: nn.Module | None, times: int, spoil: Callable[[Tensor], Tensor])
 def _middle_block(gpt: nn.Module | None) -> Any:
     assert gpt is not None, "parse_plan wants a phase for such a fault"
     blocks: Any = getattr(gpt, "blocks", None) or [*gpt.children()] or [gpt]
-    own = [block for block in blocks if any(True for _ in block.parameters())] or [gpt]  # a stage has some of them
+    # A stage has some of them
+    own = [block for block in blocks if any(True for _ in block.parameters())] or [gpt]
     return own[len(own) // 2]
 
 
@@ -143,12 +173,15 @@ def _flip_bit(gpt: nn.Module | None, bit: int) -> None:
     """Flip one bit of one weight in the middle block."""
     named = dict(_middle_block(gpt).named_parameters())
     weight = named["attn.proj.weight" if "attn.proj.weight" in named else "conv1.weight"].data
-    local = weight.to_local() if hasattr(weight, "to_local") else weight  # with fsdp this rank has some rows
+    # With fsdp this rank has some rows
+    local = weight.to_local() if hasattr(weight, "to_local") else weight
     _flip(local.view(-1)[:1], bit)
 
 
 def _spoil_gradient(output: Tensor, bit: int) -> Tensor:
-    """Flip a bit of the largest element of the gradient of a block's output, when backward comes there."""
+    """Flip a bit of the largest element of the gradient of a block's output, when backward comes
+    there.
+    """
 
     def flipped(gradient: Tensor) -> Tensor:
         flat = gradient.float().flatten().clone()
@@ -165,7 +198,9 @@ def _flip(element: Tensor, bit: int) -> None:
     """Flip a bit of one float32, (1,), in place."""
     import torch
 
-    mask = torch.tensor(1 << bit if bit < 31 else -(1 << 31), dtype=torch.int32, device=element.device)
+    mask = torch.tensor(
+        1 << bit if bit < 31 else -(1 << 31), dtype=torch.int32, device=element.device
+    )
     element.view(torch.int32).bitwise_xor_(mask)
 
 
@@ -195,12 +230,16 @@ def parse_plan(text: str) -> tuple[Fault, ...]:
         places = [phase for phase in PHASES if phase != "regroup"] + [*POINTS]
         if fault.kind not in KINDS or fault.phase not in places or values:
             raise ConfigError(
-                f"faults = {part!r}: KIND is one of {', '.join(KINDS)}, phase one of {', '.join(places)}"
+                f"faults = {part!r}: KIND is one of {', '.join(KINDS)}, phase one of "
+                f"{', '.join(places)}"
                 + (f", and there is no key {', '.join(values)}" if values else "")
             )
         needs_phase = fault.phase in POINTS and fault.kind in ("nan", "bitflip", "gradflip")
         if needs_phase or (fault.rank == DRIVER) != (fault.phase in DRIVER_POINTS):
-            raise ConfigError(f"faults = {part!r}: {fault.kind} of {rank} cannot fire at {fault.phase}; see points.py")
+            raise ConfigError(
+                f"faults = {part!r}: {fault.kind} of {rank} cannot fire at {fault.phase}; see "
+                "points.py"
+            )
         if fault.times < 1 or not 0 <= fault.bit <= 31:
             raise ConfigError(f"faults = {part!r}: times is at least 1, bit 0 to 31 of a float32")
         faults.append(fault)
@@ -208,18 +247,25 @@ def parse_plan(text: str) -> tuple[Fault, ...]:
 
 
 class Injector:
-    """Lets the planned faults of one rank, or of the driver, fire: each once, at its phase or point."""
+    """Lets the planned faults of one rank, or of the driver, fire: each once, at its phase or
+    point.
+    """
 
     def __init__(self, record: Path) -> None:
-        """`record`: the run's faults.jsonl. `model_of` returns what faults of kind nan, bitflip and gradflip change."""
+        """`record`: the run's faults.jsonl. `model_of` returns what faults of kind nan, bitflip and
+        gradflip change.
+        """
         self._record = record
         self.model_of: Callable[[], nn.Module | None] = lambda: None
         self._faults: list[Fault] = []
         self._started = 0.0  # of the command; it names it, because clocks of hosts differ
-        self._step = 0  # the one being computed; in a new process that of the newest fault, which made it necessary
+        # The one being computed; in a new process that of the newest fault, which made it necessary
+        self._step = 0
 
     def plan(self, text: str, rank: int, attempt: int, started: float) -> None:
-        """Let the plan's faults of this rank and attempt fire that have not, in a run started at `started` (Unix s)."""
+        """Let the plan's faults of this rank and attempt fire that have not, in a run started at
+        `started` (Unix s).
+        """
         fired, self._started = set(), started
         if text:
             for event in read_json_lines(self._record):
@@ -237,9 +283,13 @@ class Injector:
         self._fire(fault for fault in self._faults if (fault.step, fault.phase) == (step, phase))
 
     def at_point(self, point: str) -> None:
-        """Fire what is planned for this point: from its step on, or in its attempt. The driver counts no steps."""
+        """Fire what is planned for this point: from its step on, or in its attempt. The driver
+        counts no steps.
+        """
         here = (fault for fault in self._faults if fault.phase == point)
-        self._fire(f for f in here if f.attempt is not None or f.rank == DRIVER or f.step <= self._step)
+        self._fire(
+            f for f in here if f.attempt is not None or f.rank == DRIVER or f.step <= self._step
+        )
 
     def _fire(self, faults: Iterable[Fault]) -> None:
         for fault in [*faults]:

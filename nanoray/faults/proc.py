@@ -8,7 +8,9 @@ from pathlib import Path
 
 
 def stat_of(pid: int) -> list[str]:
-    """Return /proc's fields of a living process, state ppid pgrp session ...; empty when it is gone, or a zombie."""
+    """Return /proc's fields of a living process, state ppid pgrp session ...; empty when it is
+    gone, or a zombie.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split()
     except (OSError, IndexError):
@@ -17,7 +19,9 @@ def stat_of(pid: int) -> list[str]:
 
 
 def start_time(pid: int) -> str:
-    """Return when a living process started, in ticks since boot: with the pid it names the process. Else empty."""
+    """Return when a living process started, in ticks since boot: with the pid it names the process.
+    Else empty.
+    """
     fields = stat_of(pid)
     return fields[19] if fields else ""
 

@@ -7,16 +7,32 @@ import struct
 import time
 from pathlib import Path
 
-PHASES = ("init", "data", "forward", "backward", "optimizer", "log", "eval", "checkpoint", "done", "regroup", "idle")
-AFTER_UPDATE = ("log", "eval", "checkpoint", "done")  # phases of a step that follow its weight update
+PHASES = (
+    "init",
+    "data",
+    "forward",
+    "backward",
+    "optimizer",
+    "log",
+    "eval",
+    "checkpoint",
+    "done",
+    "regroup",
+    "idle",
+)
+# Phases of a step that follow its weight update
+AFTER_UPDATE = ("log", "eval", "checkpoint", "done")
 OUTSIDE = ("init", *AFTER_UPDATE)  # phases that are no part of a step's computation
 UNKNOWN = -1  # as a base: the group has not been built yet
 
 
 class ProgressFile:
-    """A rank's position in 32 bytes of a mapped file that survive SIGKILL. A write takes well under 1 µs."""
+    """A rank's position in 32 bytes of a mapped file that survive SIGKILL. A write takes well under
+    1 µs.
+    """
 
-    _FORMAT = struct.Struct("<qqqd")  # step, phase, the completed step this attempt started from, monotonic seconds
+    # Step, phase, the completed step this attempt started from, monotonic seconds
+    _FORMAT = struct.Struct("<qqqd")
 
     def __init__(self, path: Path) -> None:
         self.base = UNKNOWN
@@ -36,7 +52,9 @@ class ProgressFile:
 
     @classmethod
     def read_all(cls, path: Path) -> tuple[int, str, int, float] | None:
-        """Return (step, phase, base, the writer's monotonic seconds); None if the file is missing or damaged."""
+        """Return (step, phase, base, the writer's monotonic seconds); None if the file is missing
+        or damaged.
+        """
         try:
             step, phase, base, seconds = cls._FORMAT.unpack(path.read_bytes())
             return step, PHASES[phase], base, seconds

@@ -1,9 +1,9 @@
 """`nanoray inspect TARGET`: the dump of a model, checked by one batch with --verify.
 
-TARGET is the folder of a run, one of its checkpoints, a YAML file, the name of a preset, or a script with its own
-model. Flags of `nanoray train --help` change the configuration: `nanoray inspect gpt2-124m --tp 2 --world_size 8`.
-With --live: what a run does now, from the files in its folder; nothing else goes with it.
-Exit code 1: --verify found something wrong.
+TARGET is the folder of a run, one of its checkpoints, a YAML file, the name of a preset, or a
+script with its own model. Flags of `nanoray train --help` change the configuration: `nanoray
+inspect gpt2-124m --tp 2 --world_size 8`. With --live: what a run does now, from the files in its
+folder; nothing else goes with it. Exit code 1: --verify found something wrong.
 """
 
 from __future__ import annotations
@@ -22,22 +22,48 @@ from nanoray.run import newest_record
 def main(argv: list[str] | None = None) -> int:
     """Run `nanoray inspect` and return the exit code."""
     parser = tool_parser("nanoray inspect", __doc__)
-    parser.add_argument("target", metavar="TARGET", help="run folder, step folder, YAML file, preset, or script.py")
     parser.add_argument(
-        "--verify", action="store_true", help="build the model, run one batch on this CPU, check everything"
+        "target", metavar="TARGET", help="run folder, step folder, YAML file, preset, or script.py"
     )
     parser.add_argument(
-        "--live", action="store_true", help="of a running job: step, loss, ETA, and what each rank does"
-    )
-    parser.add_argument("--against", type=Path, metavar="OTHER", help="run or checkpoint to compare the weights with")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it as JSON, with every rank's pieces")
-    parser.add_argument(
-        "--html", type=Path, nargs="?", const=Path("inspect.html"), metavar="FILE", help="write a page [inspect.html]"
+        "--verify",
+        action="store_true",
+        help="build the model, run one batch on this CPU, check everything",
     )
     parser.add_argument(
-        "--world_size", type=int, metavar="N", help="ranks to lay out [the run's; else workers, or tp*pp*ep]"
+        "--live",
+        action="store_true",
+        help="of a running job: step, loss, ETA, and what each rank does",
     )
-    parser.add_argument("--function", default="main", help="of a script: what nanoray.launch would call [main]")
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="OTHER",
+        help="run or checkpoint to compare the weights with",
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write all of it as JSON, with every rank's pieces",
+    )
+    parser.add_argument(
+        "--html",
+        type=Path,
+        nargs="?",
+        const=Path("inspect.html"),
+        metavar="FILE",
+        help="write a page [inspect.html]",
+    )
+    parser.add_argument(
+        "--world_size",
+        type=int,
+        metavar="N",
+        help="ranks to lay out [the run's; else workers, or tp*pp*ep]",
+    )
+    parser.add_argument(
+        "--function", default="main", help="of a script: what nanoray.launch would call [main]"
+    )
     return exit_code_of(lambda: _run(*parser.parse_known_args(argv)))
 
 
@@ -46,10 +72,14 @@ def _run(args: argparse.Namespace, flags: list[str]) -> int:
         from nanoray.inspect import live
 
         given = [
-            f"--{key}" for key in ("verify", "against", "json", "html", "world_size") if getattr(args, key)
+            f"--{key}"
+            for key in ("verify", "against", "json", "html", "world_size")
+            if getattr(args, key)
         ] + flags
         if given:
-            raise ConfigError(f"--live shows a run as it is, so {given[0]} would be ignored; drop one of the two")
+            raise ConfigError(
+                f"--live shows a run as it is, so {given[0]} would be ignored; drop one of the two"
+            )
         print("\n".join(live.lines(Path(args.target).expanduser())))
         return 0
     from nanoray.checkpoint.tensorfile import plain
@@ -62,12 +92,17 @@ def _run(args: argparse.Namespace, flags: list[str]) -> int:
     from nanoray.report.memory import read_memory
 
     if args.world_size is not None and args.world_size < 1:
-        raise ConfigError(f"world_size = {args.world_size} is not a whole number above 0; give the ranks to lay out")
+        raise ConfigError(
+            f"world_size = {args.world_size} is not a whole number above 0; give the ranks to lay "
+            "out"
+        )
     subject = find_subject(args.target, flags, args.world_size, args.function, args.verify)
     told: dict[str, Any] = dump(subject)
     told["verify"] = verify(subject, told) if args.verify else None
     told["statistics"] = newest_statistics(args.target)
-    told["memory_timeline"] = [of_rank for folder in folders_of(args.target) for of_rank in read_memory(folder)]
+    told["memory_timeline"] = [
+        of_rank for folder in folders_of(args.target) for of_rank in read_memory(folder)
+    ]
     told["against"] = against(subject.state, args.against) if args.against else None
     print("\n".join(lines(told)))
     _write(args.json, lambda: json.dumps(plain(told, "dump"), indent=1, allow_nan=False) + "\n")
@@ -76,16 +111,24 @@ def _run(args: argparse.Namespace, flags: list[str]) -> int:
 
 
 def newest_statistics(target: str) -> dict[str, Any] | None:
-    """Return the newest statistics of the run that a run's or step's folder belongs to; None where there are none."""
-    from nanoray.train.dangers import FILE
+    """Return the newest statistics of the run that a run's or step's folder belongs to; None where
+    there are none.
+    """
+    from nanoray.train.watch.dangers import FILE
 
-    return next((record for folder in folders_of(target) if (record := newest_record(folder, FILE))), None)
+    return next(
+        (record for folder in folders_of(target) if (record := newest_record(folder, FILE))), None
+    )
 
 
 def folders_of(target: str) -> list[Path]:
-    """Return the folder of the run that a run's or step's folder belongs to, in a list; empty for other targets."""
+    """Return the folder of the run that a run's or step's folder belongs to, in a list; empty for
+    other targets.
+    """
     path = Path(target).expanduser()
-    return [folder for folder in (path, path.parent.parent) if (folder / "config.json").is_file()][:1]
+    return [folder for folder in (path, path.parent.parent) if (folder / "config.json").is_file()][
+        :1
+    ]
 
 
 def _write(path: Path | None, text: Any) -> None:

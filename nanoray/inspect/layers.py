@@ -1,6 +1,8 @@
-"""What each layer costs by the formulas that a dry run and a forecast use: FLOPs, activations, state of one rank.
+"""What each layer costs by the formulas that a dry run and a forecast use: FLOPs, activations,
+state of one rank.
 
-A GPT's whole formulas are linear in its layers, so a block is the difference of two depths, and the ends are the rest.
+A GPT's whole formulas are linear in its layers, so a block is the difference of two depths, and the
+ends are the rest.
 """
 
 from __future__ import annotations
@@ -12,6 +14,10 @@ from typing import Any
 from torch import nn
 
 from nanoray.config import Batch, Config
+from nanoray.forecast.dry_run import buckets_of
+from nanoray.forecast.memory import Sizes, state_memory
+from nanoray.forecast.own_models import kept_per_element
+from nanoray.forecast.predict import Experts, Job, flops_of
 from nanoray.inspect.subject import Subject, Unknown
 from nanoray.mesh.layout import Coords, Layout
 from nanoray.models import resnet_costs
@@ -20,10 +26,6 @@ from nanoray.models.costs import Cut, activation_memory, with_kernels
 from nanoray.models.gpt import ModelShape
 from nanoray.models.resnet import SIZE, ResNetShape
 from nanoray.parallel.ep import names_of_experts
-from nanoray.parallel.memory import Sizes, state_memory
-from nanoray.parallel.predict import Experts, Job, flops_of
-from nanoray.train.dry_run import kept_per_element
-from nanoray.train.report import buckets_of
 
 OUTSIDE = "model and loss"  # of a script's model: what is in none of its children
 GPT_ENDS = {"tok_emb": "embedding", "pos_emb": "embedding", "dropout": "embedding"}
@@ -32,7 +34,9 @@ Costs = tuple[int, int, int | None]  # FLOPs of forward and of backward; bytes k
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's costs. FLOPs are of a micro batch on the ranks that share it; bytes are one rank's. None: unknown."""
+    """One layer's costs. FLOPs are of a micro batch on the ranks that share it; bytes are one
+    rank's. None: unknown.
+    """
 
     name: str
     parameters: int  # of the whole model
@@ -53,27 +57,43 @@ def layer_of(name: str, model: nn.Module, shape: object) -> str:
         return GPT_ENDS.get(first, "norm, head, loss")
     if isinstance(shape, ResNetShape):
         return "stem, head, loss"
-    return first if first in dict(model.named_children()) and (rest or first not in _numbered(model)) else OUTSIDE
+    return (
+        first
+        if first in dict(model.named_children()) and (rest or first not in _numbered(model))
+        else OUTSIDE
+    )
 
 
 def _numbered(model: nn.Module) -> set[str]:
-    """Return the lists of layers among a model's children; without their classes, by the numbers in names."""
+    """Return the lists of layers among a model's children; without their classes, by the numbers in
+    names.
+    """
     return {
         name
         for name, child in model.named_children()
         if isinstance(child, nn.ModuleList)
-        or (isinstance(child, Unknown) and child._modules and all(key.isdigit() for key in child._modules))
+        or (
+            isinstance(child, Unknown)
+            and child._modules
+            and all(key.isdigit() for key in child._modules)
+        )
     }
 
 
-def layers_of(subject: Subject, modules: Sequence[Mapping[str, Any]], cut: bool = True) -> list[Layer]:
-    """Return the layers in the model's order; with `cut` as the run's ranks share them, else in one process.
+def layers_of(
+    subject: Subject, modules: Sequence[Mapping[str, Any]], cut: bool = True
+) -> list[Layer]:
+    """Return the layers in the model's order; with `cut` as the run's ranks share them, else in one
+    process.
 
-    `modules`: what a trial has seen, if any; it takes the place of the formulas that a script's own model lacks.
+    `modules`: what a trial has seen, if any; it takes the place of the formulas that a script's own
+    model lacks.
     """
     config, batch, layout, shape = subject.config, subject.batch, subject.layout, subject.shape
     if not cut:
-        config = config.model_copy(update={"tp": 1, "pp": 1, "ep": 1, "sequence_parallel": False, "dp_mode": "ddp"})
+        config = config.model_copy(
+            update={"tp": 1, "pp": 1, "ep": 1, "sequence_parallel": False, "dp_mode": "ddp"}
+        )
         layout = Layout()
     lists = _numbered(subject.model)
     names = [name for name, _ in subject.model.named_modules() if name and name not in lists]
@@ -91,7 +111,8 @@ def layers_of(subject: Subject, modules: Sequence[Mapping[str, Any]], cut: bool 
     states = _states(replace(subject, config=config, layout=layout), whole=not cut)
     none = {"weights": 0, "gradients": 0, "optimizer": 0}
     return [
-        Layer(name, n, *costs.get(name, (None, None, None)), **states.get(name, none)) for name, n in numbers.items()
+        Layer(name, n, *costs.get(name, (None, None, None)), **states.get(name, none))
+        for name, n in numbers.items()
     ]
 
 
@@ -107,7 +128,11 @@ def _seen(modules: Sequence[Mapping[str, Any]]) -> dict[str, Costs]:
 
 def _gpt(shape: ModelShape, config: Config, batch: Batch) -> tuple[Costs, Costs, Costs]:
     """Return the costs of a block, of the embedding, and of the norm, head and loss."""
-    precision, how, tokens = config.precision, config.activation_checkpointing, batch.micro * shape.block_size
+    precision, how, tokens = (
+        config.precision,
+        config.activation_checkpointing,
+        batch.micro * shape.block_size,
+    )
     cut, kernels = Cut(config.tp, config.ep, config.sequence_parallel), kernels_of(config)
 
     def flops(layers: int) -> tuple[int, int]:
@@ -126,7 +151,8 @@ def _gpt(shape: ModelShape, config: Config, batch: Batch) -> tuple[Costs, Costs,
     block = two[0] - one[0], two[1] - one[1], memory(2) - memory(1)
     first, last = (memory(1, ends) - memory(1) for ends in ((True, False), (False, True)))
     columns = shape.logit_columns if cut.tp == 1 else shape.padded_vocab // cut.tp
-    last += 4 * (shape.padded_vocab * shape.n_embd if kernels.loss_chunk else tokens * columns)  # dW, or log-softmax
+    # dW, or log-softmax
+    last += 4 * (shape.padded_vocab * shape.n_embd if kernels.loss_chunk else tokens * columns)
     head = one[0] - block[0], 2 * (one[0] - block[0]), last
     return block, (0, 0, first), head
 
@@ -141,12 +167,17 @@ def _resnet(shape: ResNetShape, config: Config, batch: Batch) -> dict[str, Costs
         return batch.micro * flops, 2 * batch.micro * flops, batch.micro * size * kept
 
     ends = cost(convolutions[:1], 2 * shape.channels[-1] * shape.classes, 3 * SIZE**2)
-    blocks = {f"blocks.{n}": cost(convolutions[1 + 2 * n : 3 + 2 * n]) for n in range(3 * shape.blocks_per_stage)}
+    blocks = {
+        f"blocks.{n}": cost(convolutions[1 + 2 * n : 3 + 2 * n])
+        for n in range(3 * shape.blocks_per_stage)
+    }
     return blocks | {"stem, head, loss": ends}
 
 
 def _states(subject: Subject, whole: bool) -> dict[str, dict[str, int]]:
-    """Return by layer the bytes of weights, gradients and optimizer state that a rank has: the first that has them."""
+    """Return by layer the bytes of weights, gradients and optimizer state that a rank has: the
+    first that has them.
+    """
     config, layout, found = subject.config, subject.layout, dict[str, dict[str, int]]()
     moments = kept_per_element(subject.optimizer) if subject.optimizer else None
     for stage in range(layout.pp):
@@ -158,7 +189,9 @@ def _states(subject: Subject, whole: bool) -> dict[str, dict[str, int]]:
         for layer, names in layers.items():
             if layer not in found:
                 of_some = [(names - experts, layout.dp), (names & experts, layout.dp // layout.ep)]
-                parts = [_state(config, model, some, ranks, moments) for some, ranks in of_some if some]
+                parts = [
+                    _state(config, model, some, ranks, moments) for some, ranks in of_some if some
+                ]
                 found[layer] = {key: sum(part[key] for part in parts) for key in parts[0]}
     return found
 
@@ -170,11 +203,20 @@ def _state(
     some = [named[name] for name in names]
     trained = sum(p.numel() for p in some if p.requires_grad)
     sizes = replace(sizes, trained=trained, each=sum(p.nbytes for p in some) / max(1, sizes.params))
-    if config.optimizer == "muon" and moments is None:  # adamw has the embeddings, and what is no matrix
-        matrices = sum(p.numel() for name, p in named.items() if name in names and p.dim() == 2 and "emb" not in name)
+    # Adamw has the embeddings, and what is no matrix
+    if config.optimizer == "muon" and moments is None:
+        matrices = sum(
+            p.numel()
+            for name, p in named.items()
+            if name in names and p.dim() == 2 and "emb" not in name
+        )
         moments = (matrices + 2 * (sizes.params - matrices)) / max(1, sizes.params)
     parts = state_memory(config, sizes, ranks, 1, buckets_of(config)[0], moments=moments)
-    return {"weights": parts["parameters"], "gradients": parts["gradients"], "optimizer": parts["optimizer"]}
+    return {
+        "weights": parts["parameters"],
+        "gradients": parts["gradients"],
+        "optimizer": parts["optimizer"],
+    }
 
 
 def totals(layers: list[Layer]) -> dict[str, int | None]:

@@ -1,4 +1,6 @@
-"""What `nanoray inspect` looks at: a run, one of its checkpoints, a configuration, or a script with its own model."""
+"""What `nanoray inspect` looks at: a run, one of its checkpoints, a configuration, or a script with
+its own model.
+"""
 
 from __future__ import annotations
 
@@ -21,26 +23,28 @@ from nanoray.cli import Parser, parse_args
 from nanoray.config import PRESET_DIR, Batch, Config, did_you_mean, resolve_batch
 from nanoray.data.dataset import DatasetInfo, own_data
 from nanoray.data.prepare import prepare
+from nanoray.devices.choose import choose_attention, choose_precision
+from nanoray.devices.host import cpu_features
 from nanoray.errors import CheckpointError, ConfigError
+from nanoray.forecast.owners import rank_model
+from nanoray.forecast.scale import known_dataset
+from nanoray.forecast.trial import Loss
 from nanoray.launch.own import DEFAULTS
-from nanoray.mesh.devices import choose_attention, choose_precision, cpu_features
 from nanoray.mesh.layout import Coords, Layout
 from nanoray.models.build import OwnShape, shape_of
 from nanoray.models.gpt import ModelShape
+from nanoray.models.precision import weight_type
 from nanoray.models.resnet import ResNetShape
-from nanoray.parallel.owners import rank_model
 from nanoray.state import StateDict
-from nanoray.train.forecast import known_dataset
-from nanoray.train.precision import weight_type
 from nanoray.train.runtime import OwnTask, call_until_fit
-from nanoray.train.trial import Loss
 
 PROG = "nanoray inspect"
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model with all that is known of it. `example` is one micro batch: its shapes count, and of a script its values.
+    """A model with all that is known of it. `example` is one micro batch: its shapes count, and of
+    a script its values.
 
     `model` is whole and takes no memory, but for a script's own, which is the real one.
     """
@@ -66,17 +70,24 @@ class Subject:
         return self.optimizer is not None
 
     def at(self, place: Coords) -> nn.Module:
-        """Return the model on the meta device as the rank at `place` has it before data parallelism shares it."""
+        """Return the model on the meta device as the rank at `place` has it before data parallelism
+        shares it.
+        """
         if isinstance(self.shape, OwnShape):
             named = dict(self.model.named_parameters())
             return outline(named, {name for name, p in named.items() if p.requires_grad})
-        return rank_model(self.config, self.dataset.vocab_size, weight_type(self.config.precision), place)
+        return rank_model(
+            self.config, self.dataset.vocab_size, weight_type(self.config.precision), place
+        )
 
 
-def find_subject(target: str, flags: list[str], world_size: int | None, function: str, ready: bool = False) -> Subject:
+def find_subject(
+    target: str, flags: list[str], world_size: int | None, function: str, ready: bool = False
+) -> Subject:
     """Return what `target` names, with `flags` laid over its configuration. Raises NanorayError.
 
-    `world_size`: ranks to lay out; None: the run's, or the configuration's. `ready`: with data that can be read here.
+    `world_size`: ranks to lay out; None: the run's, or the configuration's. `ready`: with data that
+    can be read here.
     """
     path = Path(target).expanduser()
     script = path.suffix == ".py" and path.is_file()
@@ -85,9 +96,12 @@ def find_subject(target: str, flags: list[str], world_size: int | None, function
         return _of_script(path, flags, world_size, function)
     what = "Dump a model"
     if path.is_dir():
-        if not any((folder / "config.json").is_file() for folder in (path, path.parent, path.parent.parent)):
+        if not any(
+            (folder / "config.json").is_file() for folder in (path, path.parent, path.parent.parent)
+        ):
             raise ConfigError(
-                f"{path} is no run and no checkpoint of one (no config.json); give a folder such as runs/2026-..."
+                f"{path} is no run and no checkpoint of one (no config.json); give a folder such "
+                "as runs/2026-..."
             )
         config = parse_args(["--resume", str(path), *flags], PROG, what).config
         return _of_run(path, config, world_size)
@@ -96,15 +110,25 @@ def find_subject(target: str, flags: list[str], world_size: int | None, function
     else:
         presets = sorted(p.stem for p in PRESET_DIR.glob("*.yaml"))
         if target not in presets:
-            raise ConfigError(f"{target} is no folder of a run, no file and no preset; {did_you_mean(target, presets)}")
+            raise ConfigError(
+                f"{target} is no folder of a run, no file and no preset; "
+                f"{did_you_mean(target, presets)}"
+            )
         config = parse_args(["--preset", target, *flags], PROG, what).config
     if config.model == "own":
-        raise ConfigError("model = own has no model without its script; give the script: nanoray inspect SCRIPT.py")
-    return _described(target, config, prepare(config) if ready else known_dataset(config), world_size)
+        raise ConfigError(
+            "model = own has no model without its script; give the script: nanoray inspect "
+            "SCRIPT.py"
+        )
+    return _described(
+        target, config, prepare(config) if ready else known_dataset(config), world_size
+    )
 
 
 def _refuse_ignored(target: str, flags: list[str], script: bool) -> None:
-    """Raise ConfigError for flags that name another configuration than `target`, or that belong to a dry run."""
+    """Raise ConfigError for flags that name another configuration than `target`, or that belong to
+    a dry run.
+    """
     parser = Parser(PROG, allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
     for key in ("dry_run", "quiet"):
         parser.add_argument(f"--{key}", action="store_const", const="")
@@ -116,14 +140,20 @@ def _refuse_ignored(target: str, flags: list[str], script: bool) -> None:
                 continue
             why = f"{target} brings its own"
         elif key in ("config", "preset", "resume"):
-            why = "a script's configuration is flags" if script else f"{target} names the configuration"
+            why = (
+                "a script's configuration is flags"
+                if script
+                else f"{target} names the configuration"
+            )
         else:
             why = "inspect starts nothing and predicts no step"
         raise ConfigError(f"{key}{value and f' = {value}'} would be ignored: {why}; drop --{key}")
 
 
 def _of_run(path: Path, config: Config, world_size: int | None) -> Subject:
-    """Return a run with its newest valid checkpoint, or a checkpoint; without any, the run's configuration."""
+    """Return a run with its newest valid checkpoint, or a checkpoint; without any, the run's
+    configuration.
+    """
     found, notes = None, []
     try:
         found = find_run(path, str(path), {})
@@ -138,7 +168,9 @@ def _of_run(path: Path, config: Config, world_size: int | None) -> Subject:
         world_size = world_size or saved["world_size"]
         decided = saved.get("config") or {}
         update = {
-            key: decided[key] for key in ("precision", "attention") if getattr(config, key) == "auto" and key in decided
+            key: decided[key]
+            for key in ("precision", "attention")
+            if getattr(config, key) == "auto" and key in decided
         }
         config = config.model_copy(update=update)
         dataset = DatasetInfo.from_dict(saved["dataset"])
@@ -151,11 +183,13 @@ def _of_run(path: Path, config: Config, world_size: int | None) -> Subject:
         return replace(made, state=state, checkpoint=at, notes=[*notes, *made.notes])
     if state is None:
         raise ConfigError(
-            f"{path} has no valid checkpoint, and its model is a script's own; give that: nanoray inspect SCRIPT.py"
+            f"{path} has no valid checkpoint, and its model is a script's own; give that: nanoray "
+            "inspect SCRIPT.py"
         )
     ranks = world_size or 1
     notes.append(
-        "the model is a script's own, of which the checkpoint has the weights; the rest: nanoray inspect SCRIPT.py"
+        "the model is a script's own, of which the checkpoint has the weights; the rest: nanoray "
+        "inspect SCRIPT.py"
     )
     batch = resolve_batch(config, Layout.of(config, ranks).dp)
     updated = {name.partition(".")[2] for name in state.optimizer} or state.model.keys()
@@ -178,7 +212,9 @@ def _of_run(path: Path, config: Config, world_size: int | None) -> Subject:
 
 def _dataset_of_run(path: Path) -> DatasetInfo | None:
     with suppress(OSError, ValueError, KeyError):
-        return DatasetInfo.from_dict(json.loads((path / "run.json").read_text(encoding="utf-8"))["dataset"])
+        return DatasetInfo.from_dict(
+            json.loads((path / "run.json").read_text(encoding="utf-8"))["dataset"]
+        )
     return None
 
 
@@ -190,8 +226,12 @@ def _described(title: str, config: Config, dataset: DatasetInfo, world_size: int
         precision, why = choose_precision(config, "cpu", features)
         config = config.model_copy(update={"precision": precision})
     if config.model == "gpt":
-        config = config.model_copy(update={"attention": choose_attention(config, "cpu", config.precision, features)})
-    ranks = world_size or (config.workers if isinstance(config.workers, int) else config.tp * config.pp * config.ep)
+        config = config.model_copy(
+            update={"attention": choose_attention(config, "cpu", config.precision, features)}
+        )
+    ranks = world_size or (
+        config.workers if isinstance(config.workers, int) else config.tp * config.pp * config.ep
+    )
     layout = Layout.of(config, ranks)
     batch, shape = resolve_batch(config, layout.dp), shape_of(config, dataset.vocab_size)
     whole = config.model_copy(update={"tp": 1, "pp": 1, "ep": 1, "sequence_parallel": False})
@@ -209,7 +249,9 @@ def example_of(config: Config, micro: int) -> tuple[Tensor, Tensor]:
 
 
 def _of_script(path: Path, flags: list[str], world_size: int | None, function: str) -> Subject:
-    """Call a script's function up to `fit`, and take its model, optimizer, loss and first micro batch."""
+    """Call a script's function up to `fit`, and take its model, optimizer, loss and first micro
+    batch.
+    """
     loaded = parse_args(flags, PROG, "Dump a model", base=dict(DEFAULTS))
     config, found = loaded.config, list[Subject]()
     if "global_batch_size" in loaded.given and "micro_batch_size" not in loaded.given:
@@ -242,7 +284,8 @@ def _of_script(path: Path, flags: list[str], world_size: int | None, function: s
         main: Callable[..., Any] | None = _imported(path).get(function)
         if not callable(main):
             raise ConfigError(
-                f"{path} has no function {function}, which nanoray.launch would call; name it with --function"
+                f"{path} has no function {function}, which nanoray.launch would call; name it with "
+                "--function"
             )
         call_until_fit(main, config, loaded.given, ranks, look)
     return found[0]
@@ -261,15 +304,23 @@ def _as_script(path: Path) -> Iterator[None]:
 
 
 def _imported(path: Path) -> dict[str, Any]:
-    """Run a script as a module that is imported, and return its names. Raises ConfigError with the line that failed."""
+    """Run a script as a module that is imported, and return its names. Raises ConfigError with the
+    line that failed.
+    """
     try:
         return runpy.run_path(str(path), run_name="inspected")
     except (Exception, SystemExit) as error:
-        places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+        places = [
+            (frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)
+        ]
         if isinstance(error, SyntaxError):
             places.append((error.filename or "", error.lineno))
         files = [(Path(name), line) for name, line in places]
-        beside = [f"{f}:{n}" for f, n in files if f.is_file() and f.resolve().parent == path.resolve().parent]
+        beside = [
+            f"{f}:{n}"
+            for f, n in files
+            if f.is_file() and f.resolve().parent == path.resolve().parent
+        ]
         where, said = beside[-1] if beside else path, " ".join(str(error).split())[:300]
         raise ConfigError(
             f"{where}: {type(error).__name__}: {said}; inspect imports the script "
@@ -278,7 +329,9 @@ def _imported(path: Path) -> dict[str, Any]:
 
 
 def outline(tensors: Mapping[str, Tensor], trained: Collection[str]) -> nn.Module:
-    """Return modules with these tensors, on the meta device, as their names nest them; those not trained as buffers."""
+    """Return modules with these tensors, on the meta device, as their names nest them; those not
+    trained as buffers.
+    """
     root = Unknown()
     for name, tensor in tensors.items():
         *path, last = name.split(".")

@@ -7,7 +7,7 @@ from typing import Any
 
 from nanoray.inspect.tree import told_ranks
 from nanoray.report.memory import told_memory
-from nanoray.train.dangers import COLUMNS, table
+from nanoray.train.watch.dangers import COLUMNS, table
 
 UNKNOWN = "?"
 
@@ -41,10 +41,23 @@ def head(told: dict[str, Any]) -> dict[str, str]:
     """Return the first lines as labels and texts."""
     batch, axes = told["batch"], told["layout"]
     layout = " × ".join(f"{axis} {n}" for axis, n in axes.items() if n > 1 or axis == "dp")
-    weights = "none loaded" if not told["checkpoint"] else f"{told['checkpoint']}, step {told['step']}"
-    both = sum(row["forward_flops"] for row in told["modules"]), sum(row["backward_flops"] for row in told["modules"])
-    counted = f"{flops(both[0])} forward, {flops(both[1])} backward, counted" if any(both) else "not counted"
-    formula = f"; {flops(told['flops_by_formula'])} by the formula of MFU" if told["flops_by_formula"] else ""
+    weights = (
+        "none loaded" if not told["checkpoint"] else f"{told['checkpoint']}, step {told['step']}"
+    )
+    both = (
+        sum(row["forward_flops"] for row in told["modules"]),
+        sum(row["backward_flops"] for row in told["modules"]),
+    )
+    counted = (
+        f"{flops(both[0])} forward, {flops(both[1])} backward, counted"
+        if any(both)
+        else "not counted"
+    )
+    formula = (
+        f"; {flops(told['flops_by_formula'])} by the formula of MFU"
+        if told["flops_by_formula"]
+        else ""
+    )
     facts = {
         "model": f"{told['model']}, {told['parameters']:,} parameters, {told['optimizer']}",
         "weights": weights,
@@ -65,13 +78,27 @@ def lines(told: dict[str, Any]) -> list[str]:
     found += [
         "",
         *_table(
-            ("module", "type", "weights", "returns", "reads", "parameters", "forward", "backward", "kept"), _tree(told)
+            (
+                "module",
+                "type",
+                "weights",
+                "returns",
+                "reads",
+                "parameters",
+                "forward",
+                "backward",
+                "kept",
+            ),
+            _tree(told),
         ),
     ]
     found += ["", "layers, for one rank", *_table(LAYERS, _layers(told["layers"]))]
     found += ["", "owners", *_table(OWNERS, owners(told))]
     if record := told.get("statistics"):
-        found += ["", f"statistics of step {record['step']}, which took rank 0 {record['cost_ms']:.3g} ms"]
+        found += [
+            "",
+            f"statistics of step {record['step']}, which took rank 0 {record['cost_ms']:.3g} ms",
+        ]
         found += _table(("layer", *COLUMNS), table(record))
     for of_rank in told.get("memory_timeline") or ():
         found += ["", *told_memory(of_rank)]
@@ -83,7 +110,16 @@ def lines(told: dict[str, Any]) -> list[str]:
 
 
 OWNERS = ("tensor", "shape", "dtype", "owner", "held by ranks", "updated by ranks")
-LAYERS = ("layer", "parameters", "forward", "backward", "activations", "weights", "gradients", "optimizer")
+LAYERS = (
+    "layer",
+    "parameters",
+    "forward",
+    "backward",
+    "activations",
+    "weights",
+    "gradients",
+    "optimizer",
+)
 
 
 def _layers(layers: list[dict[str, Any]]) -> list[list[str]]:
@@ -103,13 +139,20 @@ def _layers(layers: list[dict[str, Any]]) -> list[list[str]]:
 def alike(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     """Return for each layer of a list that is like the one before it the layer that it is like.
 
-    Layers are alike when the same modules and tensors have the same shapes and costs; whom the first one reads differs.
+    Layers are alike when the same modules and tensors have the same shapes and costs; whom the
+    first one reads differs.
     """
     content: dict[str, list[Any]] = {}
     for row in rows:
         if row["layer"][-1:].isdigit():
             inner = row["name"].removeprefix(row["layer"])
-            told = [inner, *(row[key] for key in ("type", "weights", "outputs", "calls", "kept", "forward_flops"))]
+            told = [
+                inner,
+                *(
+                    row[key]
+                    for key in ("type", "weights", "outputs", "calls", "kept", "forward_flops")
+                ),
+            ]
             content.setdefault(row["layer"], []).append(told)
     first: dict[str, str] = {}
     found = {}
@@ -132,24 +175,41 @@ def _tree(told: dict[str, Any]) -> list[list[str]]:
         weights = " ".join(f"{key} {'×'.join(map(str, of))}" for key, of in row["weights"].items())
         parameters = f"{row['parameters']:,}" if row["parameters"] else ""
         costs = [flops(row["forward_flops"]), flops(row["backward_flops"]), size(row["kept"])]
-        found.append([place, row["type"], weights, shapes(row["outputs"]), ", ".join(row["reads"]), parameters, *costs])
+        found.append(
+            [
+                place,
+                row["type"],
+                weights,
+                shapes(row["outputs"]),
+                ", ".join(row["reads"]),
+                parameters,
+                *costs,
+            ]
+        )
     if told["loss_reads"]:
         found.append(["(loss)", "", "", "", ", ".join(told["loss_reads"]), *[""] * 4])
     return found
 
 
 def owners(told: dict[str, Any]) -> list[list[str]]:
-    """Return for each tensor its shape, dtype, owner, and the ranks that hold and update each piece of it."""
+    """Return for each tensor its shape, dtype, owner, and the ranks that hold and update each piece
+    of it.
+    """
     rows = []
     for row in told["tensors"]:
         owner = f"is {row['tied_to']}" if row["tied_to"] else row.get("owner", UNKNOWN)
-        ranks = [" | ".join(told_ranks(of["ranks"]) for of in row.get(kind, ())) for kind in ("held", "updated")]
+        ranks = [
+            " | ".join(told_ranks(of["ranks"]) for of in row.get(kind, ()))
+            for kind in ("held", "updated")
+        ]
         rows.append([row["name"], "×".join(map(str, row["shape"])), row["dtype"], owner, *ranks])
     return rows
 
 
 def measured(verified: dict[str, Any]) -> list[list[str]]:
-    """Return for each layer what it was predicted to keep and what it kept, of activations and optimizer state."""
+    """Return for each layer what it was predicted to keep and what it kept, of activations and
+    optimizer state.
+    """
     rows = []
     for row in verified["layers"]:
         pairs = [(row["kept"], row["kept_measured"]), (row["optimizer"], row["optimizer_measured"])]
@@ -167,7 +227,10 @@ MEASURED = ("layer", "activations", "measured", "ratio", "optimizer", "measured"
 def _verified(verified: dict[str, Any]) -> list[str]:
     """Return the checks, and what was measured beside what was predicted."""
     checks = [[c["check"], "ok" if c["ok"] else "WRONG", c["found"]] for c in verified["checks"]]
-    found = ["verified: one batch, forward and backward, in one process on this CPU", *_table((), checks)]
+    found = [
+        "verified: one batch, forward and backward, in one process on this CPU",
+        *_table((), checks),
+    ]
     if zero := verified["gradients_of_zero"]:
         found.append(f"gradients that are zero everywhere: {', '.join(zero)}")
     return [*found, "", *_table(MEASURED, measured(verified))]
@@ -177,8 +240,17 @@ def apart(compared: dict[str, Any]) -> list[list[str]]:
     """Return for each tensor how far it is from the other checkpoint's."""
     rows = []
     for row in compared["tensors"]:
-        told = "equal" if row["equal"] else "not there, or of another shape" if row["difference"] is None else ""
-        numbers = [f"{row[key]:.3g}" if row[key] is not None else "" for key in ("rms", "difference", "relative")]
+        told = (
+            "equal"
+            if row["equal"]
+            else "not there, or of another shape"
+            if row["difference"] is None
+            else ""
+        )
+        numbers = [
+            f"{row[key]:.3g}" if row[key] is not None else ""
+            for key in ("rms", "difference", "relative")
+        ]
         rows.append([row["name"], "×".join(map(str, row["shape"])), *numbers, told])
     return rows
 
@@ -186,11 +258,18 @@ def apart(compared: dict[str, Any]) -> list[list[str]]:
 def _apart(compared: dict[str, Any]) -> list[str]:
     names = ("tensor", "shape", "RMS", "RMS of difference", "relative", "")
     only = [f"only there: {', '.join(compared['only_there'])}"] if compared["only_there"] else []
-    return [f"against {compared['path']}, step {compared['step']}", *_table(names, apart(compared)), *only]
+    return [
+        f"against {compared['path']}, step {compared['step']}",
+        *_table(names, apart(compared)),
+        *only,
+    ]
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Return rows below their names, each column as wide as its widest cell."""
     every = [*([names] if names else []), *rows]
     widths = [max(map(len, column)) for column in zip(*every, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in every]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in every
+    ]

@@ -8,6 +8,10 @@ from typing import Any
 
 from nanoray import __version__
 from nanoray.errors import ConfigError
+from nanoray.forecast.dry_run import buckets_of, memory_line, stage_activations
+from nanoray.forecast.own_models import first_line
+from nanoray.forecast.owners import Holder, holders_of
+from nanoray.forecast.trial import Seen, Trial, trial_on_fakes
 from nanoray.inspect.layers import layer_of, layers_of, totals
 from nanoray.inspect.subject import Subject
 from nanoray.mesh.layout import Layout
@@ -15,10 +19,6 @@ from nanoray.mesh.pieces import Box, Piece
 from nanoray.models import costs, resnet_costs
 from nanoray.models.gpt import ModelShape
 from nanoray.models.resnet import ResNetShape
-from nanoray.parallel.owners import Holder, holders_of
-from nanoray.train.dry_run import first_line
-from nanoray.train.report import buckets_of, memory_line, stage_activations
-from nanoray.train.trial import Seen, Trial, trial_on_fakes
 
 SHAPELESS = "tree without shapes, connections and counts"
 
@@ -31,14 +31,21 @@ def dump(subject: Subject) -> dict[str, Any]:
         notes.append(f"{SHAPELESS}: the inputs of the model are not known")
     else:
         try:
-            trial = trial_on_fakes(subject.model, subject.loss, *subject.example, config.precision, backward=True)
+            trial = trial_on_fakes(
+                subject.model, subject.loss, *subject.example, config.precision, backward=True
+            )
         except Exception as error:
-            notes.append(f"{SHAPELESS}: a trial on fake tensors failed ({first_line(error)}); --verify has them")
+            notes.append(
+                f"{SHAPELESS}: a trial on fake tensors failed ({first_line(error)}); --verify has "
+                "them"
+            )
     modules = modules_of(subject, trial)
     layers = layers_of(subject, modules)
     if subject.shape.to_dict() == {}:
         how = "counted in a trial on fake tensors" if trial else "unknown"
-        notes.append(f"a script's own model has no formula: FLOPs and activations of its layers are {how}")
+        notes.append(
+            f"a script's own model has no formula: FLOPs and activations of its layers are {how}"
+        )
     unit, size = _unit(subject)
     return {
         "nanoray": __version__,
@@ -75,7 +82,9 @@ def _unit(subject: Subject) -> tuple[str, int]:
 
 
 def _flops(subject: Subject) -> int | None:
-    """Return the FLOPs of a micro batch, forward and backward, by the formula that MFU is counted with."""
+    """Return the FLOPs of a micro batch, forward and backward, by the formula that MFU is counted
+    with.
+    """
     if isinstance(subject.shape, ModelShape):
         return subject.batch.micro * subject.shape.block_size * costs.flops_per_token(subject.shape)
     if isinstance(subject.shape, ResNetShape):
@@ -85,12 +94,19 @@ def _flops(subject: Subject) -> int | None:
 
 def _memory(subject: Subject) -> list[str]:
     """Return the lines of a dry run on the memory of a rank, one for each stage."""
-    config, batch, classes, shape = subject.config, subject.batch, subject.dataset.vocab_size, subject.shape
+    config, batch, classes, shape = (
+        subject.config,
+        subject.batch,
+        subject.dataset.vocab_size,
+        subject.shape,
+    )
     if isinstance(shape, ResNetShape):
         kept = [resnet_costs.activation_memory(shape, batch.micro, config.precision)]
     elif isinstance(shape, ModelShape):
         stages = range(config.pp)
-        kept = [stage_activations(config, shape, batch, config.precision, stage) for stage in stages]
+        kept = [
+            stage_activations(config, shape, batch, config.precision, stage) for stage in stages
+        ]
     else:
         return []
     return [
@@ -134,7 +150,10 @@ def tensors_of(subject: Subject, notes: list[str]) -> list[dict[str, Any]]:
     first: dict[int, str] = {}
     rows = []
     trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
-    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+    for name, tensor in [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]:
         tied = first.setdefault(id(tensor), name)
         row: dict[str, Any] = {
             "name": name,
@@ -153,10 +172,15 @@ def tensors_of(subject: Subject, notes: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def owners_of(name: str, holders: list[Holder], layout: Layout, mode: str, mirrored: bool) -> dict[str, Any]:
-    """Return who holds and who updates which piece of a parameter, and a line that says by which axis."""
+def owners_of(
+    name: str, holders: list[Holder], layout: Layout, mode: str, mirrored: bool
+) -> dict[str, Any]:
+    """Return who holds and who updates which piece of a parameter, and a line that says by which
+    axis.
+    """
     held, updated = (
-        {r: h for r, h in enumerate(getattr(x, kind) for x in holders) if name in h} for kind in ("held", "updated")
+        {r: h for r, h in enumerate(getattr(x, kind) for x in holders) if name in h}
+        for kind in ("held", "updated")
     )
     pieces = {rank: of[name] for rank, of in held.items()}
     parts = []
@@ -169,7 +193,9 @@ def owners_of(name: str, holders: list[Holder], layout: Layout, mode: str, mirro
             dim = _cut_along(axis, pieces, holders)
             shape = "×".join(map(str, view))
             parts.append(
-                f"{axis}: 1/{size} along dim {dim} of {shape}" if dim is not None else f"{axis}: whole on each"
+                f"{axis}: 1/{size} along dim {dim} of {shape}"
+                if dim is not None
+                else f"{axis}: whole on each"
             )
     if layout.dp > 1:
         sharing = {
@@ -186,20 +212,28 @@ def owners_of(name: str, holders: list[Holder], layout: Layout, mode: str, mirro
 
 
 def _cut_along(axis: str, pieces: dict[int, Piece], holders: list[Holder]) -> int | None:
-    """Return the dimension in which the pieces of ranks differ that differ in this axis alone; None: in none."""
+    """Return the dimension in which the pieces of ranks differ that differ in this axis alone;
+    None: in none.
+    """
     for rank, piece in pieces.items():
         place = holders[rank].place
         for other, theirs in pieces.items():
             at = holders[other].place
             same = all(getattr(place, a) == getattr(at, a) for a in ("tp", "ep", "pp") if a != axis)
-            if same and getattr(at, axis) != getattr(place, axis) and (axis == "ep" or at.dp == place.dp):
+            if (
+                same
+                and getattr(at, axis) != getattr(place, axis)
+                and (axis == "ep" or at.dp == place.dp)
+            ):
                 sides = enumerate(zip(piece.boxes[0], theirs.boxes[0], strict=True))
                 return next((dim for dim, (a, b) in sides if a != b), None)
     return None
 
 
 def _grouped(pieces: dict[int, Piece]) -> list[dict[str, Any]]:
-    """Return the distinct pieces, as boxes of (start, end) in each dimension of `view`, with the ranks of each."""
+    """Return the distinct pieces, as boxes of (start, end) in each dimension of `view`, with the
+    ranks of each.
+    """
     ranks: dict[tuple[Box, ...], list[int]] = {}
     for rank, piece in pieces.items():
         ranks.setdefault(piece.boxes, []).append(rank)

@@ -8,8 +8,8 @@
     parameters    as many as the formula says
     loss          is finite
 
-A module that is never called but whose weights have gradients is computed by another one (the router of experts, or
-lm_head under loss_chunk), and is no dead branch.
+A module that is never called but whose weights have gradients is computed by another one (the
+router of experts, or lm_head under loss_chunk), and is no dead branch.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from nanoray.data.images import ImageData
 from nanoray.data.prepare import prepare
 from nanoray.data.tokens import TokenData
 from nanoray.errors import CheckpointError, ConfigError
+from nanoray.forecast.trial import Trial
 from nanoray.inspect.layers import layer_of, layers_of
 from nanoray.inspect.subject import Subject
 from nanoray.inspect.tree import modules_of
@@ -31,17 +32,18 @@ from nanoray.mesh.pieces import whole_shards
 from nanoray.models import costs, resnet_costs
 from nanoray.models.build import OwnShape, build_model
 from nanoray.models.gpt import ModelShape
+from nanoray.models.precision import autocast, step_unless, weight_type
 from nanoray.state import optimizer_tensors
-from nanoray.train.optim import make_optimizer
-from nanoray.train.precision import autocast, step_unless, weight_type
-from nanoray.train.trial import Trial
+from nanoray.train.optim.groups.groups import make_optimizer
 
 TIED = ("lm_head.weight", "tok_emb.weight")  # of a GPT
 SHOWN = 8  # names in a line
 
 
 def verify(subject: Subject, told: dict[str, Any]) -> dict[str, Any]:
-    """Run one batch, and return the checks and what was measured. Raises NanorayError without a model or data."""
+    """Run one batch, and return the checks and what was measured. Raises NanorayError without a
+    model or data.
+    """
     model, (x, y) = _real_model(subject), _real_batch(subject)
     return verify_model(subject, told, model, x, y)
 
@@ -52,7 +54,9 @@ def _real_model(subject: Subject) -> nn.Module:
     if subject.script:
         return subject.model
     if isinstance(subject.shape, OwnShape):
-        raise CheckpointError("the model is a script's own; verify it from there: nanoray inspect SCRIPT.py --verify")
+        raise CheckpointError(
+            "the model is a script's own; verify it from there: nanoray inspect SCRIPT.py --verify"
+        )
     torch.manual_seed(config.seed)
     model = build_model(config, subject.dataset.vocab_size).to(weight_type(config.precision))
     if subject.state:
@@ -60,7 +64,8 @@ def _real_model(subject: Subject) -> nn.Module:
             model.load_state_dict(subject.state.model)
         except RuntimeError as error:
             raise CheckpointError(
-                f"{subject.checkpoint} does not fit this model: {' '.join(str(error).split())[:300]}; drop the flags "
+                f"{subject.checkpoint} does not fit this model: "
+                f"{' '.join(str(error).split())[:300]}; drop the flags "
                 "that change the model"
             ) from None
     return model
@@ -74,14 +79,25 @@ def _real_batch(subject: Subject) -> tuple[Any, Any]:
     if not dataset.path.is_dir() or not dataset.train_tokens:
         dataset = prepare(config)
         if dataset.vocab_size != subject.dataset.vocab_size:
-            raise ConfigError(f"its data is not here, and {dataset.note} has another vocabulary; verify where that is")
+            raise ConfigError(
+                f"its data is not here, and {dataset.note} has another vocabulary; verify where "
+                "that is"
+            )
     if dataset.kind == "images":
-        return ImageData(dataset, config.seed, torch.device("cpu")).train_batch(0, subject.batch.micro)
-    return TokenData(dataset, config.block_size, config.seed, torch.device("cpu")).train_batch(0, subject.batch.micro)
+        return ImageData(dataset, config.seed, torch.device("cpu")).train_batch(
+            0, subject.batch.micro
+        )
+    return TokenData(dataset, config.block_size, config.seed, torch.device("cpu")).train_batch(
+        0, subject.batch.micro
+    )
 
 
-def verify_model(subject: Subject, told: dict[str, Any], model: nn.Module, x: Any, y: Any) -> dict[str, Any]:
-    """Run one batch through `model`, change it by one update, and return the checks and what was measured."""
+def verify_model(
+    subject: Subject, told: dict[str, Any], model: nn.Module, x: Any, y: Any
+) -> dict[str, Any]:
+    """Run one batch through `model`, change it by one update, and return the checks and what was
+    measured.
+    """
     config = subject.config
     model.train()
     trial = Trial(model)
@@ -101,7 +117,11 @@ def verify_model(subject: Subject, told: dict[str, Any], model: nn.Module, x: An
         _gradients(gradients),
         _tied(subject, told, model),
         *_counted(subject, model),
-        _check("loss", [] if torch.isfinite(loss) else [f"the loss is {loss.item()}"], f"{loss.item():.4f}"),
+        _check(
+            "loss",
+            [] if torch.isfinite(loss) else [f"the loss is {loss.item()}"],
+            f"{loss.item():.4f}",
+        ),
     ]
     zero = [name for name, g in gradients.items() if g is not None and not g.any()]
     optimizer = _optimizer_bytes(subject, model)
@@ -116,10 +136,17 @@ def verify_model(subject: Subject, told: dict[str, Any], model: nn.Module, x: An
 
 def _check(name: str, problems: list[str], fine: str) -> dict[str, Any]:
     shown = problems[:SHOWN] + [f"and {len(problems) - SHOWN} more"] * (len(problems) > SHOWN)
-    return {"check": name, "ok": not problems, "found": "; ".join(shown) if problems else fine, "problems": problems}
+    return {
+        "check": name,
+        "ok": not problems,
+        "found": "; ".join(shown) if problems else fine,
+        "problems": problems,
+    }
 
 
-def _compared(told: dict[str, Any], seen: list[dict[str, Any]], trial: Trial) -> list[dict[str, Any]]:
+def _compared(
+    told: dict[str, Any], seen: list[dict[str, Any]], trial: Trial
+) -> list[dict[str, Any]]:
     """Compare shapes and connections with those of the tree."""
     shapes, reads = [], []
     names = {row["name"]: row for row in seen}
@@ -130,11 +157,15 @@ def _compared(told: dict[str, Any], seen: list[dict[str, Any]], trial: Trial) ->
             continue
         for side in ("inputs", "outputs"):
             if now[side] != row[side]:
-                shapes.append(f"{name} {side} {_shapes(now[side])}, in the tree {_shapes(row[side])}")
+                shapes.append(
+                    f"{name} {side} {_shapes(now[side])}, in the tree {_shapes(row[side])}"
+                )
         if {*now["reads"]} != {*row["reads"]}:
             reads.append(f"{name} reads {_list(now['reads'])}, in the tree {_list(row['reads'])}")
     if {*trial.loss_reads} != {*told["loss_reads"]}:
-        reads.append(f"the loss reads {_list(trial.loss_reads)}, in the tree {_list(told['loss_reads'])}")
+        reads.append(
+            f"the loss reads {_list(trial.loss_reads)}, in the tree {_list(told['loss_reads'])}"
+        )
     edges = sum(len(row["reads"]) for row in seen)
     return [
         _check("shapes", shapes, f"{len(seen)} modules, as in the tree"),
@@ -151,33 +182,55 @@ def _list(names: list[str]) -> str:
 
 
 def _called(model: nn.Module, trial: Trial) -> dict[str, Any]:
-    """Find modules that are never called and whose weights have no gradient, and results that are not used."""
+    """Find modules that are never called and whose weights have no gradient, and results that are
+    not used.
+    """
     dead: list[str] = []
     for name, module in model.named_modules():
-        if trial.seen[name].calls or type(module).forward is nn.Module.forward or isinstance(module, nn.Identity):
+        if (
+            trial.seen[name].calls
+            or type(module).forward is nn.Module.forward
+            or isinstance(module, nn.Identity)
+        ):
             continue
         used = any(p.grad is not None for p in module.parameters())
         if not used and not any(name.startswith(f"{other}.") for other in dead):
             dead.append(name)
-    problems = [f"{name} ({type(model.get_submodule(name)).__name__}) is never called" for name in dead]
-    inner = [name for name in trial.unused if not any(name.startswith(f"{other}.") for other in trial.unused if other)]
+    problems = [
+        f"{name} ({type(model.get_submodule(name)).__name__}) is never called" for name in dead
+    ]
+    inner = [
+        name
+        for name in trial.unused
+        if not any(name.startswith(f"{other}.") for other in trial.unused if other)
+    ]
     problems += [f"the loss does not depend on the result of {name}" for name in inner]
     calls = sum(seen.calls > 0 for seen in trial.seen.values())
     return _check("called", problems, f"{calls} modules; every result leads to the loss")
 
 
 def _gradients(gradients: dict[str, Tensor | None]) -> dict[str, Any]:
-    problems = [f"{name} has no gradient" for name, gradient in gradients.items() if gradient is None]
+    problems = [
+        f"{name} has no gradient" for name, gradient in gradients.items() if gradient is None
+    ]
     problems += [
-        f"{n}: the gradient is not finite" for n, g in gradients.items() if g is not None and not g.isfinite().all()
+        f"{n}: the gradient is not finite"
+        for n, g in gradients.items()
+        if g is not None and not g.isfinite().all()
     ]
     return _check("gradients", problems, f"{len(gradients)} parameters have one")
 
 
 def _tied(subject: Subject, told: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Compare which names stand for one tensor with the tree, with a GPT's tie, and with the checkpoint's values."""
+    """Compare which names stand for one tensor with the tree, with a GPT's tie, and with the
+    checkpoint's values.
+    """
     named = dict(model.named_parameters(remove_duplicate=False))
-    pairs = {row["name"]: row["tied_to"] for row in told["tensors"] if row["tied_to"] and row["kind"] == "parameter"}
+    pairs = {
+        row["name"]: row["tied_to"]
+        for row in told["tensors"]
+        if row["tied_to"] and row["kind"] == "parameter"
+    }
     if isinstance(subject.shape, ModelShape):
         pairs[TIED[0]] = TIED[1]
     problems = []
@@ -195,7 +248,11 @@ def _counted(subject: Subject, model: nn.Module) -> list[dict[str, Any]]:
     shape, have = subject.shape, sum(p.numel() for p in model.parameters())
     if isinstance(shape, OwnShape):
         return []
-    want = costs.count_parameters(shape) if isinstance(shape, ModelShape) else resnet_costs.count_parameters(shape)
+    want = (
+        costs.count_parameters(shape)
+        if isinstance(shape, ModelShape)
+        else resnet_costs.count_parameters(shape)
+    )
     problems = [] if have == want else [f"{have:,} parameters, by the formula {want:,}"]
     return [_check("parameters", problems, f"{have:,}, as by the formula")]
 

@@ -21,7 +21,16 @@ from typing import Any
 from nanoray.cli import Loaded, run_command, run_subcommand
 from nanoray.config import Kube, make_config
 from nanoray.errors import ConfigError
-from nanoray.kube.cluster import TERMINAL, Api, Follower, KubeError, attempts, check_operator, ray_api, troubles
+from nanoray.kube.cluster import (
+    TERMINAL,
+    Api,
+    Follower,
+    KubeError,
+    attempts,
+    check_operator,
+    ray_api,
+    troubles,
+)
 from nanoray.kube.fetch import fetch, progress_of
 from nanoray.kube.fit import compare
 from nanoray.kube.kustomize import to_yaml
@@ -47,13 +56,21 @@ def _make(name: str, command: Callable[[Loaded, float], int], argv: list[str]) -
     """Run a command that takes the flags of a run and those of Kube."""
     what = f"{name} a training run on Kubernetes; takes every flag of nanoray.launch, too"
     own, rest = _kube_flags(name, argv)
-    return run_command(lambda loaded, started: command(_with(loaded, own), started), rest, f"nanoray kube {name}", what)
+    return run_command(
+        lambda loaded, started: command(_with(loaded, own), started),
+        rest,
+        f"nanoray kube {name}",
+        what,
+    )
 
 
 def _kube_flags(command: str, argv: list[str]) -> tuple[dict[str, str], list[str]]:
     """Split a command line into the flags of Kube and the rest, which are the run's."""
     parser = argparse.ArgumentParser(
-        prog=f"nanoray kube {command}", add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
+        prog=f"nanoray kube {command}",
+        add_help=False,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
     )
     for key, spec in Kube.model_fields.items():
         doc = " ".join((spec.description or "").split()).replace("%", "%%")
@@ -65,15 +82,22 @@ def _kube_flags(command: str, argv: list[str]) -> tuple[dict[str, str], list[str
 
 
 def _with(loaded: Loaded, own: dict[str, str]) -> Loaded:
-    """Override the file's `kube:` by the flags of Kube. Raises ConfigError for flags that predict or hide a run."""
+    """Override the file's `kube:` by the flags of Kube. Raises ConfigError for flags that predict
+    or hide a run.
+    """
     if loaded.quiet:
-        raise ConfigError("quiet would be ignored: `nanoray kube` shows a job's log as it is; drop --quiet")
+        raise ConfigError(
+            "quiet would be ignored: `nanoray kube` shows a job's log as it is; drop --quiet"
+        )
     if loaded.scale:
         raise ConfigError(
-            f"world_size = {loaded.scale.world_size} would be ignored: `nanoray kube` predicts nothing; use "
+            f"world_size = {loaded.scale.world_size} would be ignored: `nanoray kube` predicts "
+            "nothing; use "
             "`python -m nanoray.launch --dry_run --world_size ...`"
         )
-    kube = make_config(loaded.config.model_dump() | {"kube": loaded.config.kube.model_dump() | own}).kube
+    kube = make_config(
+        loaded.config.model_dump() | {"kube": loaded.config.kube.model_dump() | own}
+    ).kube
     return replace(loaded, config=loaded.config.model_copy(update={"kube": kube}))
 
 
@@ -111,7 +135,8 @@ def _refuse_running(api: Api, namespace: str, name: str) -> None:
     status = job.get("status", {})
     if status.get("jobDeploymentStatus") not in TERMINAL:
         raise KubeError(
-            f"RayJob {name} runs already; follow it with `nanoray kube logs {name} --follow`, or give --name another"
+            f"RayJob {name} runs already; follow it with `nanoray kube logs {name} --follow`, or "
+            "give --name another"
         )
     _delete(api, namespace, "RayJob", name)
 
@@ -125,7 +150,9 @@ def _verdict(status: dict[str, Any]) -> int:
     if state == "SUCCEEDED":
         return 0
     message = status.get("message") or status.get("reason") or "no reason given"
-    print(f"error: the job ended {state or status['jobDeploymentStatus']}: {message}", file=sys.stderr)
+    print(
+        f"error: the job ended {state or status['jobDeploymentStatus']}: {message}", file=sys.stderr
+    )
     return 143 if state == "STOPPED" else 1
 
 
@@ -140,10 +167,16 @@ def _parser(command: str, text: str) -> argparse.ArgumentParser:
 
 
 def _status(argv: list[str]) -> int:
-    args = _parser("status", "show a job, its pods, and what keeps them from running").parse_args(argv)
+    args = _parser("status", "show a job, its pods, and what keeps them from running").parse_args(
+        argv
+    )
     api, name, status = _found(args)
-    state = f"{status.get('jobDeploymentStatus', 'accepted')}/{status.get('jobStatus', '')}".rstrip("/")
-    print(f"job    {name} {state}" + (f", attempt {attempts(status)}" if attempts(status) > 1 else ""))
+    state = f"{status.get('jobDeploymentStatus', 'accepted')}/{status.get('jobStatus', '')}".rstrip(
+        "/"
+    )
+    print(
+        f"job    {name} {state}" + (f", attempt {attempts(status)}" if attempts(status) > 1 else "")
+    )
     if status.get("message"):
         print(f"       {status['message']}")
     if status.get("jobId"):
@@ -153,10 +186,16 @@ def _status(argv: list[str]) -> int:
         except KubeError as error:
             print(f"run    nothing known of its steps: {error}")
     cluster = status.get("rayClusterName", "")
-    pods = api.get("Pod", args.namespace, selector=f"ray.io/cluster={cluster}")["items"] if cluster else []
+    pods = (
+        api.get("Pod", args.namespace, selector=f"ray.io/cluster={cluster}")["items"]
+        if cluster
+        else []
+    )
     for pod in pods:
         where = pod["spec"].get("nodeName", "no node yet")
-        print(f"pod    {pod['metadata']['name']} {pod.get('status', {}).get('phase', '?')} on {where}")
+        print(
+            f"pod    {pod['metadata']['name']} {pod.get('status', {}).get('phase', '?')} on {where}"
+        )
     for trouble in troubles(pods):
         print(f"       {trouble.pod} {trouble.text}")
     return 0
@@ -164,7 +203,9 @@ def _status(argv: list[str]) -> int:
 
 def _logs(argv: list[str]) -> int:
     parser = _parser("logs", "print the driver's log, which has the lines of all ranks")
-    parser.add_argument("--follow", action="store_true", help="follow until the job ends, and exit with its result")
+    parser.add_argument(
+        "--follow", action="store_true", help="follow until the job ends, and exit with its result"
+    )
     args = parser.parse_args(argv)
     api, name, status = _found(args)
     follower = Follower(api, args.namespace, name, say=lambda line: print(line, flush=True))
@@ -178,12 +219,20 @@ def _logs(argv: list[str]) -> int:
 
 def _stop(argv: list[str]) -> int:
     parser = _parser("stop", "stop a job: it finishes its step and writes a checkpoint")
-    parser.add_argument("--delete", action="store_true", help="and delete the RayJob, and with it its cluster")
+    parser.add_argument(
+        "--delete", action="store_true", help="and delete the RayJob, and with it its cluster"
+    )
     args = parser.parse_args(argv)
     api, name, status = _found(args)
     if status.get("jobStatus") == "RUNNING":
         ray_api(api, args.namespace, status, f"/api/jobs/{status['jobId']}/stop", "POST")
-        _wait(lambda: _job(api, args.namespace, name)["status"].get("jobStatus") not in ("RUNNING", "PENDING"), STOP_S)
+        _wait(
+            lambda: (
+                _job(api, args.namespace, name)["status"].get("jobStatus")
+                not in ("RUNNING", "PENDING")
+            ),
+            STOP_S,
+        )
         print(f"job    {name} {_job(api, args.namespace, name)['status'].get('jobStatus')}")
     elif not args.delete:
         print(f"job    {name} is not running: {status.get('jobDeploymentStatus', 'accepted')}")
@@ -196,7 +245,9 @@ def _stop(argv: list[str]) -> int:
 
 
 def _fetch(argv: list[str]) -> int:
-    parser = _parser("fetch", "copy the newest run folder of a job, with its checkpoints, to this machine")
+    parser = _parser(
+        "fetch", "copy the newest run folder of a job, with its checkpoints, to this machine"
+    )
     parser.add_argument("--out_dir", default="runs", help="parent of the copy [runs]")
     parser.add_argument("--run", default="", help="the run folder's name [the newest of the job]")
     args = parser.parse_args(argv)
@@ -215,7 +266,9 @@ def _job(api: Api, namespace: str, name: str) -> dict[str, Any]:
     job = api.find("RayJob", namespace, name)
     if job is None:
         names = [j["metadata"]["name"] for j in api.get("RayJob", namespace).get("items", ())]
-        raise KubeError(f"there is no RayJob {name} in {namespace}; there: {', '.join(names) or 'none'}")
+        raise KubeError(
+            f"there is no RayJob {name} in {namespace}; there: {', '.join(names) or 'none'}"
+        )
     return job
 
 
@@ -229,7 +282,9 @@ def _wait(ready: Callable[[], bool], seconds: float) -> None:
     end = time.monotonic() + seconds
     while not ready():
         if time.monotonic() > end:
-            raise KubeError(f"the cluster did not finish within {seconds:g} s; see kubectl describe rayjob")
+            raise KubeError(
+                f"the cluster did not finish within {seconds:g} s; see kubectl describe rayjob"
+            )
         time.sleep(1)
 
 

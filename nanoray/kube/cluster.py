@@ -1,8 +1,8 @@
 """A Kubernetes cluster: apply objects, follow and stop a job, and report what is wrong in one line.
 
-Kubernetes is called through the official client, and Ray's jobs API through the API server's proxy. So a kubeconfig is
-enough: no port-forward, no ingress. Ray's token travels in X-Ray-Authorization, because the API server consumes the
-Authorization header.
+Kubernetes is called through the official client, and Ray's jobs API through the API server's proxy.
+So a kubeconfig is enough: no port-forward, no ingress. Ray's token travels in X-Ray-Authorization,
+because the API server consumes the Authorization header.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from nanoray.kube.kustomize import Object
 KUBERAY = "1.7.0"
 OLDEST_KUBERAY = (1, 6)  # the first with authOptions for RayJobs in HTTPMode
 INSTALL = (
-    "helm repo add kuberay https://ray-project.github.io/kuberay-helm/ && helm install kuberay-operator "
+    "helm repo add kuberay https://ray-project.github.io/kuberay-helm/ && helm install "
+    "kuberay-operator "
     f"kuberay/kuberay-operator --version {KUBERAY} --namespace kuberay-system --create-namespace"
 )
 # Helm labels the operator kuberay-operator, the kustomize installation kuberay.
@@ -77,7 +78,9 @@ class Api:
         try:
             from kubernetes import client, config
         except ImportError:
-            raise KubeError("the kubernetes client is not installed; pip install 'nanoray[kube]'") from None
+            raise KubeError(
+                "the kubernetes client is not installed; pip install 'nanoray[kube]'"
+            ) from None
         try:
             config.load_kube_config(config_file=os.environ.get("KUBECONFIG"), context=context)
         except Exception as error:
@@ -85,7 +88,8 @@ class Api:
                 config.load_incluster_config()
             except Exception:
                 raise KubeError(
-                    f"no cluster: {error}; set KUBECONFIG, or make one with kuberay/scripts/install.sh"
+                    f"no cluster: {error}; set KUBECONFIG, or make one with "
+                    "kuberay/scripts/install.sh"
                 ) from None
         self._client = client.ApiClient()
         self._client.configuration.retries = 1
@@ -98,10 +102,14 @@ class Api:
         query: tuple[tuple[str, str], ...] = (),
         headers: dict[str, str] | None = None,
     ) -> Any:
-        """Return the decoded answer (text if it is not JSON). Raises ApiError, or KubeError without an answer."""
+        """Return the decoded answer (text if it is not JSON). Raises ApiError, or KubeError without
+        an answer.
+        """
         sent = {"Accept": "application/json", "Content-Type": "application/json"} | (headers or {})
         serialize = self._client.param_serialize
-        request = serialize(method, path, None, list(query), sent, body, auth_settings=["BearerToken"])
+        request = serialize(
+            method, path, None, list(query), sent, body, auth_settings=["BearerToken"]
+        )
         try:
             response = self._client.call_api(*request, _request_timeout=(5, 30))
             text = (response.read() or b"").decode("utf-8", "replace")
@@ -152,9 +160,17 @@ class Api:
         """Set annotations of an object and leave all else as it is. Raises ApiError."""
         patch = {"metadata": {"annotations": values}}
         kind_of_patch = {"Content-Type": "application/merge-patch+json"}
-        self.call("PATCH", path_of(kind, namespace, name), patch, (("fieldManager", MANAGER),), kind_of_patch)
+        self.call(
+            "PATCH",
+            path_of(kind, namespace, name),
+            patch,
+            (("fieldManager", MANAGER),),
+            kind_of_patch,
+        )
 
-    def run_in(self, pod: str, namespace: str, command: list[str], into: BinaryIO | None = None) -> str:
+    def run_in(
+        self, pod: str, namespace: str, command: list[str], into: BinaryIO | None = None
+    ) -> str:
         """Run a command in a pod and return its standard output, or write it to `into` as it comes.
 
         Raises KubeError with the command's error output, or when nothing came for SILENCE_S.
@@ -163,7 +179,8 @@ class Api:
         from websocket import WebSocketTimeoutException
 
         what = f"{' '.join(command)} in pod {pod}"
-        # By the first byte of each message. The end is there only when the command has ended, after all of its output.
+        # By the first byte of each message. The end is there only when the command has ended, after
+        # all of its output.
         out, err, end = io.BytesIO(), io.BytesIO(), io.BytesIO()
         channels: dict[bytes, BinaryIO] = {b"\x01": into or out, b"\x02": err, b"\x03": end}
         try:
@@ -235,7 +252,9 @@ def _refusal(kind: str, name: str, namespace: str, error: ApiError) -> str:
 
 
 def check_operator(api: Api) -> str:
-    """Return a line with KubeRay's version, if it may be read. Raises KubeError when KubeRay is missing or too old."""
+    """Return a line with KubeRay's version, if it may be read. Raises KubeError when KubeRay is
+    missing or too old.
+    """
     try:
         api.call("GET", "/apis/ray.io/v1")
     except ApiError as error:
@@ -276,9 +295,14 @@ def troubles(pods: list[Object]) -> list[Trouble]:
         name, status = pod["metadata"]["name"], pod.get("status", {})
         for condition in status.get("conditions", ()):
             if condition["type"] == "PodScheduled" and condition["status"] == "False":
-                text = f"cannot be scheduled: {condition.get('message', condition.get('reason', ''))}"
+                text = (
+                    f"cannot be scheduled: {condition.get('message', condition.get('reason', ''))}"
+                )
                 found.append(Trouble(name, text, fatal=False))
-        for container in [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]:
+        for container in [
+            *status.get("initContainerStatuses", ()),
+            *status.get("containerStatuses", ()),
+        ]:
             state = container.get("state", {})
             waiting, ended = state.get("waiting", {}), state.get("terminated") or {}
             last = (container.get("lastState") or {}).get("terminated") or {}
@@ -286,13 +310,23 @@ def troubles(pods: list[Object]) -> list[Trouble]:
                 remedy = "build and import it with kuberay/scripts/image.sh, or give --image"
                 text = f"image {container.get('image', '?')} not found: {waiting.get('message', '')}; {remedy}"
                 found.append(Trouble(name, text, fatal=True))
-            elif waiting.get("reason") in ("CreateContainerConfigError", "CreateContainerError", "RunContainerError"):
-                found.append(Trouble(name, f"{waiting['reason']}: {waiting.get('message', '')}", fatal=True))
+            elif waiting.get("reason") in (
+                "CreateContainerConfigError",
+                "CreateContainerError",
+                "RunContainerError",
+            ):
+                found.append(
+                    Trouble(name, f"{waiting['reason']}: {waiting.get('message', '')}", fatal=True)
+                )
             elif waiting.get("reason") == "CrashLoopBackOff" or ended.get("exitCode"):
                 end = ended or last
                 reason = end.get("reason", "Error")
                 remedy = "; raise --memory_gib" if reason == "OOMKilled" else ""
-                found.append(Trouble(name, f"ended with {end.get('exitCode')} ({reason}){remedy}", fatal=False))
+                found.append(
+                    Trouble(
+                        name, f"ended with {end.get('exitCode')} ({reason}){remedy}", fatal=False
+                    )
+                )
     return found
 
 
@@ -307,7 +341,8 @@ class Follower:
     poll_s: float = 2.0
     start_timeout_s: float = 900.0
     annotate_s: float = 30.0
-    silence_s: float = 300.0  # give up following (not the job) when the API server is away for longer
+    # Give up following (not the job) when the API server is away for longer
+    silence_s: float = 300.0
     _seen: set[str] = field(default_factory=set)
     _attempt: int = 0  # counts Ray jobs, from 1
     _job: tuple[str, str] = ("", "")  # RayCluster and Ray job of this attempt
@@ -316,25 +351,38 @@ class Follower:
     _annotated_at: float = float("-inf")
 
     def run(self) -> Object:
-        """Return the RayJob's status once it is terminal. Raises KubeError when it cannot start, or was deleted."""
+        """Return the RayJob's status once it is terminal. Raises KubeError when it cannot start, or
+        was deleted.
+        """
         began, last, started = time.monotonic(), "", False
         admitted = began
         while True:
             status = self._status()
-            state = "/".join(filter(None, (status.get("jobDeploymentStatus"), status.get("jobStatus")))) or "accepted"
+            state = (
+                "/".join(filter(None, (status.get("jobDeploymentStatus"), status.get("jobStatus"))))
+                or "accepted"
+            )
             if status.get("jobId"):
                 if (status.get("rayClusterName", ""), status["jobId"]) != self._job:
                     self._begin_attempt(status)
                 for line in self.new_log(status):
                     self.say(line)
             if state != last:
-                why = f": {_short(status.get('message', ''))}" if state.startswith("Retrying") else ""
+                why = (
+                    f": {_short(status.get('message', ''))}" if state.startswith("Retrying") else ""
+                )
                 self.say(f"job    {state} after {time.monotonic() - began:.0f} s{why}")
                 last = state
-            started = started or status.get("jobStatus") in ("RUNNING", "SUCCEEDED", "FAILED", "STOPPED")
+            started = started or status.get("jobStatus") in (
+                "RUNNING",
+                "SUCCEEDED",
+                "FAILED",
+                "STOPPED",
+            )
             if status.get("jobDeploymentStatus") in TERMINAL:
                 return status
-            if status.get("jobDeploymentStatus") in ("Suspending", "Suspended"):  # it waits in a queue
+            # It waits in a queue
+            if status.get("jobDeploymentStatus") in ("Suspending", "Suspended"):
                 admitted = time.monotonic()
             self._pods(status, started, time.monotonic() - admitted)
             self._annotate(status)
@@ -349,7 +397,9 @@ class Follower:
                 return status
             except KubeError as error:
                 if getattr(error, "status", 0) == 404:
-                    raise KubeError(f"RayJob {self.name} was deleted while it was followed") from None
+                    raise KubeError(
+                        f"RayJob {self.name} was deleted while it was followed"
+                    ) from None
                 away = away or time.monotonic()
                 if not self._passes(error) or time.monotonic() - away > self.silence_s:
                     raise
@@ -370,7 +420,11 @@ class Follower:
     def _pods(self, status: Object, started: bool, waited_s: float) -> None:
         cluster = status.get("rayClusterName")
         try:
-            pods = self.api.get("Pod", self.namespace, selector=f"ray.io/cluster={cluster}")["items"] if cluster else []
+            pods = (
+                self.api.get("Pod", self.namespace, selector=f"ray.io/cluster={cluster}")["items"]
+                if cluster
+                else []
+            )
         except KubeError as error:
             if not self._passes(error):
                 raise
@@ -385,12 +439,18 @@ class Follower:
             what = fatal or (found[0] if found else None)
             reason = f"{what.pod} {what.text}" if what else "no pod says why; see kubectl describe"
             raise KubeError(
-                f"the job cannot start: {reason}. Its objects are still there: nanoray kube stop {self.name} --delete"
+                f"the job cannot start: {reason}. Its objects are still there: nanoray kube stop "
+                f"{self.name} --delete"
             )
 
     def _annotate(self, status: Object) -> None:
-        """Copy the run's progress to annotations of the RayJob; the operator does not, and pods have no token."""
-        if status.get("jobStatus") != "RUNNING" or time.monotonic() - self._annotated_at < self.annotate_s:
+        """Copy the run's progress to annotations of the RayJob; the operator does not, and pods
+        have no token.
+        """
+        if (
+            status.get("jobStatus") != "RUNNING"
+            or time.monotonic() - self._annotated_at < self.annotate_s
+        ):
             return
         self._annotated_at = time.monotonic()
         with suppress(KubeError, AttributeError):
@@ -407,15 +467,20 @@ class Follower:
     def new_log(self, status: Object) -> Iterator[str]:
         """Yield the new lines of the driver's log. After a failed request the next call reads them."""
         try:
-            text = ray_api(self.api, self.namespace, status, f"/api/jobs/{status['jobId']}/logs").get("logs", "")
+            text = ray_api(
+                self.api, self.namespace, status, f"/api/jobs/{status['jobId']}/logs"
+            ).get("logs", "")
         except (KubeError, AttributeError) as error:
             if not self._broken_log and status.get("jobStatus") == "RUNNING":
                 self.say(f"log    out of reach, trying on: {_short(error)}")
             self._broken_log = True
             return
         self._broken_log = False
-        whole = text if status.get("jobDeploymentStatus") in TERMINAL else text[: text.rfind("\n") + 1]
-        if whole and not whole.startswith(self._shown):  # the head was replaced, and the operator resubmitted the job
+        whole = (
+            text if status.get("jobDeploymentStatus") in TERMINAL else text[: text.rfind("\n") + 1]
+        )
+        # The head was replaced, and the operator resubmitted the job
+        if whole and not whole.startswith(self._shown):
             self._begin_attempt(status)
         fresh = whole[len(self._shown) :]
         self._shown += fresh
@@ -423,18 +488,28 @@ class Follower:
 
 
 def attempts(status: Object) -> int:
-    """Return which attempt a RayJob is at: the operator counts the failed ones, each on a cluster of its own."""
+    """Return which attempt a RayJob is at: the operator counts the failed ones, each on a cluster
+    of its own.
+    """
     ended = status.get("jobDeploymentStatus") in ("Failed", "Retrying")
     return max(1, int(status.get("failed") or 0) + (not ended))
 
 
 def told_by_job(api: Api, namespace: str, status: Object) -> dict[str, str]:
-    """Return what a RayJob's driver last told of its run: state, folder, step, loss, eta. Raises ApiError."""
+    """Return what a RayJob's driver last told of its run: state, folder, step, loss, eta. Raises
+    ApiError.
+    """
     metadata = ray_api(api, namespace, status, f"/api/jobs/{status['jobId']}").get("metadata") or {}
-    return {key.removeprefix("nanoray_"): value for key, value in metadata.items() if key.startswith("nanoray_")}
+    return {
+        key.removeprefix("nanoray_"): value
+        for key, value in metadata.items()
+        if key.startswith("nanoray_")
+    }
 
 
-def ray_api(api: Api, namespace: str, status: Object, path: str, method: str = "GET", body: Any = None) -> Any:
+def ray_api(
+    api: Api, namespace: str, status: Object, path: str, method: str = "GET", body: Any = None
+) -> Any:
     """Call Ray's jobs API on the head of a RayJob, through the API server's proxy. Raises ApiError."""
     cluster = status["rayClusterName"]
     service = path_of("Service", namespace, f"{cluster}-head-svc:8265")
@@ -443,11 +518,17 @@ def ray_api(api: Api, namespace: str, status: Object, path: str, method: str = "
 
 
 def _token(api: Api, namespace: str, cluster: str) -> str:
-    """Return the cluster's token from the operator's Secret, which the head pod's environment names."""
-    heads = api.get("Pod", namespace, selector=f"ray.io/cluster={cluster},ray.io/node-type=head")["items"]
+    """Return the cluster's token from the operator's Secret, which the head pod's environment
+    names.
+    """
+    heads = api.get("Pod", namespace, selector=f"ray.io/cluster={cluster},ray.io/node-type=head")[
+        "items"
+    ]
     for head in heads:
         for item in head["spec"]["containers"][0].get("env", ()):
             if item["name"] == "RAY_AUTH_TOKEN" and "valueFrom" in item:
                 ref = item["valueFrom"]["secretKeyRef"]
-                return base64.b64decode(api.get("Secret", namespace, ref["name"])["data"][ref["key"]]).decode()
+                return base64.b64decode(
+                    api.get("Secret", namespace, ref["name"])["data"][ref["key"]]
+                ).decode()
     raise ApiError(404, f"no head pod of {cluster} has a token")

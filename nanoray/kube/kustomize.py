@@ -1,8 +1,9 @@
 """Build the kustomizations of kuberay/ without kubectl: only the part of kustomize that they use.
 
-A kustomization.yaml is applied in kustomize's order: resources, components, generated ConfigMaps, patches, namespace,
-images, replacements. A key outside `_KEYS` is an error, because ignoring it would silently drop something. Tests
-compare the result with the real kustomize where one is installed.
+A kustomization.yaml is applied in kustomize's order: resources, components, generated ConfigMaps,
+patches, namespace, images, replacements. A key outside `_KEYS` is an error, because ignoring it
+would silently drop something. Tests compare the result with the real kustomize where one is
+installed.
 """
 
 from __future__ import annotations
@@ -23,30 +24,45 @@ _KEYS = {
     *("apiVersion", "kind", "resources", "components", "configMapGenerator"),
     *("patches", "namespace", "images", "replacements"),
 }
-_CLUSTER_SCOPED = {"Namespace", "PersistentVolume", "ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition"}
+_CLUSTER_SCOPED = {
+    "Namespace",
+    "PersistentVolume",
+    "ClusterRole",
+    "ClusterRoleBinding",
+    "CustomResourceDefinition",
+}
 
 
 def build(folder: Path) -> list[Object]:
-    """Return the objects that `kubectl kustomize FOLDER` prints. Raises ConfigError for unsupported input."""
+    """Return the objects that `kubectl kustomize FOLDER` prints. Raises ConfigError for unsupported
+    input.
+    """
     return _apply(folder.resolve(), [])
 
 
 def read_objects(path: Path) -> list[Object]:
     """Return the objects of a YAML file with one or more documents."""
     try:
-        found = [doc for doc in yaml.safe_load_all(path.read_text(encoding="utf-8")) if doc is not None]
+        found = [
+            doc for doc in yaml.safe_load_all(path.read_text(encoding="utf-8")) if doc is not None
+        ]
     except OSError as error:
-        raise ConfigError(f"cannot read manifest {path}: {error.strerror}; check the path") from None
+        raise ConfigError(
+            f"cannot read manifest {path}: {error.strerror}; check the path"
+        ) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"manifest {path} is not YAML: {' '.join(str(error).split())}") from None
-    return [json.loads(json.dumps(doc)) for doc in found]  # so that uses of a YAML anchor do not share one object
+    # So that uses of a YAML anchor do not share one object
+    return [json.loads(json.dumps(doc)) for doc in found]
 
 
 def _apply(folder: Path, objects: list[Object]) -> list[Object]:
     """Apply the kustomization of `folder` to `objects` (empty unless it is a component)."""
     (rules,) = read_objects(folder / "kustomization.yaml")
     if unknown := rules.keys() - _KEYS:
-        raise ConfigError(f"{folder}/kustomization.yaml uses {sorted(unknown)}, which is not supported here")
+        raise ConfigError(
+            f"{folder}/kustomization.yaml uses {sorted(unknown)}, which is not supported here"
+        )
     for name in rules.get("resources", ()):
         path = folder / name
         objects = objects + (build(path) if path.is_dir() else read_objects(path))
@@ -69,7 +85,9 @@ def _apply(folder: Path, objects: list[Object]) -> list[Object]:
 def _config_map(folder: Path, rule: Object) -> Object:
     options = rule.get("options", {})
     if not options.get("disableNameSuffixHash"):
-        raise ConfigError(f"configMapGenerator {rule['name']}: only with disableNameSuffixHash: true")
+        raise ConfigError(
+            f"configMapGenerator {rule['name']}: only with disableNameSuffixHash: true"
+        )
     data = dict(literal.split("=", 1) for literal in rule.get("literals", ()))
     for entry in rule.get("files", ()):
         key, _, name = entry.rpartition("=")
@@ -86,11 +104,15 @@ def _patched(objects: list[Object], rule: Object, folder: Path) -> list[Object]:
     patch, target = yaml.safe_load(rule["patch"]), rule["target"]
     hit = [thing for thing in objects if _selected(thing, target)]
     if not hit:
-        raise ConfigError(f"{folder}/kustomization.yaml patches {target}, which is not among its objects")
+        raise ConfigError(
+            f"{folder}/kustomization.yaml patches {target}, which is not among its objects"
+        )
     if isinstance(patch, dict) and patch.get("$patch") == "delete":
         return [thing for thing in objects if thing not in hit]
     if not isinstance(patch, list):
-        raise ConfigError(f"{folder}/kustomization.yaml: only JSON patches and $patch: delete are supported here")
+        raise ConfigError(
+            f"{folder}/kustomization.yaml: only JSON patches and $patch: delete are supported here"
+        )
     for thing in hit:
         for operation in patch:
             json_patch(thing, operation)
@@ -99,12 +121,18 @@ def _patched(objects: list[Object], rule: Object, folder: Path) -> list[Object]:
 
 def _selected(thing: Object, target: Object) -> bool:
     metadata = thing.get("metadata", {})
-    found = {"kind": thing["kind"], "name": metadata.get("name"), "namespace": metadata.get("namespace")}
+    found = {
+        "kind": thing["kind"],
+        "name": metadata.get("name"),
+        "namespace": metadata.get("namespace"),
+    }
     return all(found.get(key) == value for key, value in target.items())
 
 
 def json_patch(thing: Object, operation: Object) -> None:
-    """Apply one add, replace or remove of RFC 6902 in place. Raises ConfigError for a path that does not exist."""
+    """Apply one add, replace or remove of RFC 6902 in place. Raises ConfigError for a path that
+    does not exist.
+    """
     keys = [key.replace("~1", "/").replace("~0", "~") for key in operation["path"].split("/")[1:]]
     place: Any = thing
     try:
@@ -122,10 +150,15 @@ def json_patch(thing: Object, operation: Object) -> None:
         elif operation["op"] in ("add", "replace"):
             place[last] = copy.deepcopy(operation["value"])
         else:
-            raise ConfigError(f"patch operation {operation['op']} is not supported here; use add, replace or remove")
+            raise ConfigError(
+                f"patch operation {operation['op']} is not supported here; use add, replace or "
+                "remove"
+            )
     except (KeyError, IndexError, ValueError, TypeError):
         name = f"{thing['kind']} {thing['metadata']['name']}"
-        raise ConfigError(f"{operation['op']} {operation['path']} leads nowhere in {name}") from None
+        raise ConfigError(
+            f"{operation['op']} {operation['path']} leads nowhere in {name}"
+        ) from None
 
 
 def containers(thing: Any) -> list[Object]:
@@ -134,8 +167,15 @@ def containers(thing: Any) -> list[Object]:
         return [c for item in thing for c in containers(item)]
     if not isinstance(thing, dict):
         return []
-    own = [c for key in ("initContainers", "containers") for c in thing.get(key) or () if isinstance(c, dict)]
-    return own + [c for key, value in thing.items() if "ontainers" not in key for c in containers(value)]
+    own = [
+        c
+        for key in ("initContainers", "containers")
+        for c in thing.get(key) or ()
+        if isinstance(c, dict)
+    ]
+    return own + [
+        c for key, value in thing.items() if "ontainers" not in key for c in containers(value)
+    ]
 
 
 def _retag(thing: Object, rule: Object) -> None:
@@ -169,7 +209,14 @@ def _set(thing: Object, keys: list[str], value: Any) -> None:
     thing[keys[-1]] = value
 
 
-_ORDER = ("Namespace", "ServiceAccount", "ConfigMap", "PersistentVolume", "PersistentVolumeClaim", "NetworkPolicy")
+_ORDER = (
+    "Namespace",
+    "ServiceAccount",
+    "ConfigMap",
+    "PersistentVolume",
+    "PersistentVolumeClaim",
+    "NetworkPolicy",
+)
 
 
 def to_yaml(objects: list[Object]) -> str:
@@ -178,4 +225,6 @@ def to_yaml(objects: list[Object]) -> str:
     def rank(thing: Object) -> int:
         return _ORDER.index(thing["kind"]) if thing["kind"] in _ORDER else len(_ORDER)
 
-    return "---\n".join(yaml.safe_dump(thing, sort_keys=False, width=110) for thing in sorted(objects, key=rank))
+    return "---\n".join(
+        yaml.safe_dump(thing, sort_keys=False, width=110) for thing in sorted(objects, key=rank)
+    )

@@ -1,8 +1,8 @@
 """Check manifests before they are sent to a cluster: KubeRay's own rules, and nanoray's policy.
 
-KubeRay checks its rules only after the API server has accepted the objects, and reports in the operator's log. The
-policy (limits, users, tokens, references) is checked nowhere else. Sources: KubeRay v1.7.0 (its validation and its
-defaulting of pods), the Pod Security Standard "restricted".
+KubeRay checks its rules only after the API server has accepted the objects, and reports in the
+operator's log. The policy (limits, users, tokens, references) is checked nowhere else. Sources:
+KubeRay v1.7.0 (its validation and its defaulting of pods), the Pod Security Standard "restricted".
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from nanoray.kube.kustomize import Object, containers
 
 NAME_LIMIT = {"RayCluster": 53, "RayJob": 47}  # the operator appends a suffix
 HEAD_MEMORY = 1.5 * 2**30  # the head of overlay laptop, with its driver, held 0.9 GiB at its peak
-DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"  # after SIGTERM `ray start` ends its node when this is over
+# After SIGTERM `ray start` ends its node when this is over
+DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 _UNITS = {"": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _UNITS |= {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 
@@ -83,7 +84,11 @@ def _cluster(spec: dict[str, Any]) -> Iterator[str]:
         if grace <= float(drain):
             yield f"{which}: terminationGracePeriodSeconds {grace} must be longer than {DRAIN} = {drain}; raise it"
         limits = container["resources"]["limits"]
-        gpus = [int(v) for k, v in limits.items() if k.endswith("gpu") or k.startswith("nvidia.com/mig-")]
+        gpus = [
+            int(v)
+            for k, v in limits.items()
+            if k.endswith("gpu") or k.startswith("nvidia.com/mig-")
+        ]
         if [params.get("num-gpus")] != [str(count) for count in gpus or [0]]:
             yield f"{which}: limits ask for {gpus or 0} GPUs, num-gpus = {params.get('num-gpus')}; write them equal"
         if which == "head":
@@ -132,7 +137,9 @@ def _pods(thing: Object) -> Iterator[dict[str, Any]]:
 
 
 def _policy(thing: Object) -> Iterator[str]:
-    """Yield violations of the policy: Pod Security "restricted", limits equal to requests, fixed tags, no API token."""
+    """Yield violations of the policy: Pod Security "restricted", limits equal to requests, fixed
+    tags, no API token.
+    """
     for pod in _pods(thing):
         security = pod.get("securityContext", {})
         if not security.get("runAsNonRoot") or security.get("runAsUser", 0) == 0:
@@ -147,7 +154,10 @@ def _policy(thing: Object) -> Iterator[str]:
         if any("hostPath" in volume for volume in pod.get("volumes", ())):
             yield "hostPath in a pod; go through a PersistentVolumeClaim"
         for container in containers(pod):
-            yield from (f"container {container['name']}: {problem}" for problem in _container(container, pod))
+            yield from (
+                f"container {container['name']}: {problem}"
+                for problem in _container(container, pod)
+            )
 
 
 def _container(container: Object, pod: Object) -> Iterator[str]:
@@ -167,40 +177,66 @@ def _container(container: Object, pod: Object) -> Iterator[str]:
     limits = resources.get("limits", {})
     if not {"cpu", "memory"} <= limits.keys() or limits != resources.get("requests"):
         yield f"limits {limits} and requests {resources.get('requests')} must both be set and be equal"
-    shm = [v["emptyDir"] for v in pod.get("volumes", ()) if v.get("emptyDir", {}).get("medium") == "Memory"]
+    shm = [
+        v["emptyDir"]
+        for v in pod.get("volumes", ())
+        if v.get("emptyDir", {}).get("medium") == "Memory"
+    ]
     for volume in shm:
-        if "sizeLimit" not in volume or quantity(volume["sizeLimit"]) >= quantity(limits.get("memory", 0)):
+        if "sizeLimit" not in volume or quantity(volume["sizeLimit"]) >= quantity(
+            limits.get("memory", 0)
+        ):
             yield f"/dev/shm of {volume.get('sizeLimit')} counts against the memory limit of {limits.get('memory')}"
 
 
 def _references(objects: list[Object]) -> Iterator[str]:
-    """Yield accounts, claims and ConfigMaps that a pod names but that are missing, and selectors without a match."""
+    """Yield accounts, claims and ConfigMaps that a pod names but that are missing, and selectors
+    without a match.
+    """
     there = {(thing["kind"], thing["metadata"]["name"]) for thing in objects}
-    labels: list[tuple[dict[str, str], int]] = []  # of each pod template, with the number of its pods
+    # Of each pod template, with the number of its pods
+    labels: list[tuple[dict[str, str], int]] = []
     for thing in objects:
         for pod in _pods(thing):
             wanted = {("ServiceAccount", pod.get("serviceAccountName", "default"))}
             for volume in pod.get("volumes", ()):
                 if "persistentVolumeClaim" in volume:
-                    wanted.add(("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]))
+                    wanted.add(
+                        ("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"])
+                    )
                 if "configMap" in volume:
                     wanted.add(("ConfigMap", volume["configMap"]["name"]))
             for container in containers(pod):
-                refs = [source["configMapRef"] for source in container.get("envFrom", ()) if "configMapRef" in source]
+                refs = [
+                    source["configMapRef"]
+                    for source in container.get("envFrom", ())
+                    if "configMapRef" in source
+                ]
                 wanted |= {("ConfigMap", ref["name"]) for ref in refs if not ref.get("optional")}
             for kind, name in sorted(wanted - there):
                 yield f"{thing['kind']} {thing['metadata']['name']}: names {kind} {name}, which is not there"
-        labels += [(template.get("metadata", {}).get("labels", {}), count) for template, count in templates(thing)]
+        labels += [
+            (template.get("metadata", {}).get("labels", {}), count)
+            for template, count in templates(thing)
+        ]
     for thing in objects:
         selector = thing.get("spec", {}).get("selector") or thing.get("spec", {}).get("podSelector")
-        if thing["kind"] not in ("Service", "PodDisruptionBudget", "NetworkPolicy", "PodMonitor") or not selector:
+        if (
+            thing["kind"] not in ("Service", "PodDisruptionBudget", "NetworkPolicy", "PodMonitor")
+            or not selector
+        ):
             continue
-        match, name = selector.get("matchLabels", selector), f"{thing['kind']} {thing['metadata']['name']}"
+        match, name = (
+            selector.get("matchLabels", selector),
+            f"{thing['kind']} {thing['metadata']['name']}",
+        )
         pods = sum(count for own, count in labels if match.items() <= own.items())
         if not pods:
             yield f"{name}: {match} selects no pod of these objects"
         elif thing["kind"] == "PodDisruptionBudget" and thing["spec"].get("minAvailable") != pods:
             yield (
-                f"{name}: minAvailable = {thing['spec'].get('minAvailable')} and {pods} pods; write {pods}: "
-                "RayClusters have no scale subresource, so only a number of pods keeps a drain from ending a rank"
+                f"{name}: minAvailable = {thing['spec'].get('minAvailable')} and {pods} pods; "
+                f"write {pods}: "
+                "RayClusters have no scale subresource, so only a number of pods keeps a drain "
+                "from ending a rank"
             )

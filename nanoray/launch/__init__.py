@@ -1,4 +1,6 @@
-"""Train on Ray. The package is a function, too: `nanoray.launch(main, config)` trains a script's own model."""
+"""Train on Ray. The package is a function, too: `nanoray.launch(main, config)` trains a script's
+own model.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,12 @@ from typing import Any
 
 
 class _Package(types.ModuleType):
-    def __call__(self, main: Callable[[Any], Any], config: Mapping[str, Any] | None = None, ray: bool = True) -> int:
-        """Call `main(run)` on every rank of a new run; return the exit code. See nanoray.launch.own."""
+    def __call__(
+        self, main: Callable[[Any], Any], config: Mapping[str, Any] | None = None, ray: bool = True
+    ) -> int:
+        """Call `main(run)` on every rank of a new run; return the exit code. See
+        nanoray.launch.own.
+        """
         from nanoray.launch.own import launch_own
 
         return launch_own(main, config or {}, ray)

@@ -18,26 +18,30 @@ from nanoray.checkpoint.resume import open_run
 from nanoray.cli import Loaded, require_script, run_command
 from nanoray.config import Config, resolve_batch
 from nanoray.data.prepare import prepare
+from nanoray.devices.gpus import discover_gpus
+from nanoray.devices.host import available_cpus
+from nanoray.devices.slots import Slots, local_slots
 from nanoray.errors import ConfigError, WorkerFailed
 from nanoray.faults.plan import DRIVER, Injector, parse_plan
+from nanoray.forecast.dry_run import dry_run_lines, plan
+from nanoray.forecast.scale import forecast_lines
 from nanoray.launch.driver import Driver
 from nanoray.launch.job_report import JobReport
 from nanoray.launch.placement import Placement, bounded, connected
 from nanoray.launch.signals import catch_signals
-from nanoray.mesh.devices import Slots, available_cpus, discover_gpus, local_slots
 from nanoray.mesh.layout import Layout
 from nanoray.run import summary_on_failure, write_summary
-from nanoray.train.console import choose_console
-from nanoray.train.forecast import forecast_lines
-from nanoray.train.report import closing_lines, dry_run_lines, plan
+from nanoray.train.report import closing_lines
+from nanoray.train.watch.console import choose_console
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run `python -m nanoray.launch`, and end this process with its exit code.
 
-    Ray is not shut down on a cluster of others: its end of the connection closes with the process, and it removes what
-    is the run's. `ray.shutdown` sends metrics, for seconds on a busy head and for ever to one that is gone; an
-    ObjectRef that goes meanwhile makes Ray end the process with code 1.
+    Ray is not shut down on a cluster of others: its end of the connection closes with the process,
+    and it removes what is the run's. `ray.shutdown` sends metrics, for seconds on a busy head and
+    for ever to one that is gone; an ObjectRef that goes meanwhile makes Ray end the process with
+    code 1.
     """
     what = "Train on Ray: one actor per GPU, MIG slice or CPU share."
     try:
@@ -55,11 +59,13 @@ def main(argv: list[str] | None = None) -> int:
     os._exit(code)
 
 
-def launch(loaded: Loaded, started: float, main: Callable[[Any], Any] | None = None, last: bool = False) -> int:
+def launch(
+    loaded: Loaded, started: float, main: Callable[[Any], Any] | None = None, last: bool = False
+) -> int:
     """Train the loaded configuration on Ray and return the exit code. Raises NanorayError.
 
-    `main` is a script's function that each rank calls with its Run (nanoray.train.runtime). `last`: the caller ends
-    this process with os._exit.
+    `main` is a script's function that each rank calls with its Run (nanoray.train.runtime). `last`:
+    the caller ends this process with os._exit.
     """
     require_script(loaded.config, main)
     if loaded.scale:
@@ -75,7 +81,8 @@ def launch(loaded: Loaded, started: float, main: Callable[[Any], Any] | None = N
     if loaded.dry_run:
         return _dry_run(loaded, config, address, slots, main)
     if config.workers != "auto" and config.scaling == "none":
-        resolve_batch(config, Layout.of(config, config.workers).dp)  # an impossible batch fails before Ray starts
+        # An impossible batch fails before Ray starts
+        resolve_batch(config, Layout.of(config, config.workers).dp)
     parse_plan(config.faults)
     dataset = prepare(config)
     with catch_signals() as stop, connected(address, slots, stop, last):
@@ -107,33 +114,52 @@ def ray_address(config: Config) -> str:
 
     Raises ConfigError for a Ray Client address.
     """
-    address = config.ray_address if config.ray_address != "auto" else os.environ.get("RAY_ADDRESS") or "local"
+    address = (
+        config.ray_address
+        if config.ray_address != "auto"
+        else os.environ.get("RAY_ADDRESS") or "local"
+    )
     if address.startswith("ray://"):
         raise ConfigError(
-            f"ray_address = {address} is Ray Client's, which cannot watch ranks; give HOST:PORT of the head's GCS "
+            f"ray_address = {address} is Ray Client's, which cannot watch ranks; give HOST:PORT of "
+            "the head's GCS "
             "(6379) from a machine of the cluster, or `ray job submit` from elsewhere"
         )
     return address
 
 
 def lasting_out_dir(config: Config) -> Config:
-    """Move a relative out_dir out of a Ray job's working directory, which is a copy that Ray deletes later."""
+    """Move a relative out_dir out of a Ray job's working directory, which is a copy that Ray
+    deletes later.
+    """
     if "runtime_resources" not in Path.cwd().parts or Path(config.out_dir).is_absolute():
         return config
     lasting = Path.home() / "nanoray" / config.out_dir
-    print(f"out    {lasting}: the job's working directory is a copy that Ray deletes (--out_dir chooses)", flush=True)
+    print(
+        f"out    {lasting}: the job's working directory is a copy that Ray deletes (--out_dir "
+        "chooses)",
+        flush=True,
+    )
     return config.model_copy(update={"out_dir": str(lasting)})
 
 
 def _dry_run(
-    loaded: Loaded, config: Config, address: str, slots: Slots | None, main: Callable[[Any], Any] | None
+    loaded: Loaded,
+    config: Config,
+    address: str,
+    slots: Slots | None,
+    main: Callable[[Any], Any] | None,
 ) -> int:
     if slots is None and config.workers == "auto":
         raise ConfigError(f"a dry run does not contact the cluster at {address}; give --workers N")
     ranks = slots.workers if slots else int(config.workers)
     dataset = prepare(config)
     config, notes = plan(replace(loaded, config=config), ranks, dataset)
-    where = f"{ranks} × {slots.kind} on this machine ({slots.reason})" if slots else f"{ranks} actors on {address}"
+    where = (
+        f"{ranks} × {slots.kind} on this machine ({slots.reason})"
+        if slots
+        else f"{ranks} actors on {address}"
+    )
     if main:
         from nanoray.train.runtime import dry_run  # imports torch
 

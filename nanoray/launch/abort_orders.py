@@ -1,9 +1,10 @@
-"""Orders to the ranks of a group that broke: leave it, although no connection to the lost rank has closed.
+"""Orders to the ranks of a group that broke: leave it, although no connection to the lost rank has
+closed.
 
     a rank is lost ─► most see that their connections close ─► the others are told ─► and again, until all wait
 
-A process that is frozen, a node that is cut off, and NCCL close no connection. Without an order the ranks that wait for
-such a peer would find out when the collective's timeout is over.
+A process that is frozen, a node that is cut off, and NCCL close no connection. Without an order the
+ranks that wait for such a peer would find out when the collective's timeout is over.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ class AbortOrders:
         self._clock, self._due = clock, 0.0
 
     def look(self, group: WorkerGroup, collector: FailureCollector) -> None:
-        """Order members to abort that have neither failed nor left the group, once one has been lost."""
+        """Order members to abort that have neither failed nor left the group, once one has been
+        lost.
+        """
         now = self._clock.monotonic()
         if not collector.failures:
             self._due = 0.0

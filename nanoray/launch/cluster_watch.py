@@ -1,7 +1,9 @@
-"""The watch over the cluster of a run: whether its head answers, which nodes are being drained, and who has room.
+"""The watch over the cluster of a run: whether its head answers, which nodes are being drained, and
+who has room.
 
-Kubernetes ends a pod with SIGTERM, and Ray then drains its node: nothing new is started there, and after a notice
-everything on it ends. `kubectl drain`, a spot notice and `ray drain-node` look the same.
+Kubernetes ends a pod with SIGTERM, and Ray then drains its node: nothing new is started there, and
+after a notice everything on it ends. `kubectl drain`, a spot notice and `ray drain-node` look the
+same.
 """
 
 from __future__ import annotations
@@ -18,17 +20,25 @@ import ray
 from nanoray.launch.placement import Placement, dial, nodes_of, room_on
 
 HEAD_ANSWER_S = 2.0  # it answers in milliseconds
-HEAD_TIMEOUT_S = 15.0  # after 60 s without a head Ray ends the driver, without an error; with GCS fault tolerance 600
-LEAVE_S = 10.0  # of a notice are left when ranks leave whose place cannot be taken yet: a step, and a new group
+# After 60 s without a head Ray ends the driver, without an error; with GCS fault tolerance 600
+HEAD_TIMEOUT_S = 15.0
+# Of a notice are left when ranks leave whose place cannot be taken yet: a step, and a new group
+LEAVE_S = 10.0
 ANOTHER_HEAD = "another head has taken the place of the cluster's head, and does not know this run"
 SAVE_AHEAD_S = 90.0  # the same where all ranks must save first
 
 
 class ClusterWatch:
-    """Checks every second, in a thread, that the cluster's head answers, and which nodes are being drained."""
+    """Checks every second, in a thread, that the cluster's head answers, and which nodes are being
+    drained.
+    """
 
     def __init__(
-        self, place: Placement, api: Any = ray, clock: Any = time, head_timeout_s: float = HEAD_TIMEOUT_S
+        self,
+        place: Placement,
+        api: Any = ray,
+        clock: Any = time,
+        head_timeout_s: float = HEAD_TIMEOUT_S,
     ) -> None:
         self._place, self._api, self._clock = place, api, clock
         self.head_timeout_s = head_timeout_s
@@ -36,7 +46,8 @@ class ClusterWatch:
         self._answered_at = clock.monotonic()
         self._asked, self._answered = 0, 0  # questions of head_answers
         self.replaced = False  # a head answers that was started anew, without what the old one knew
-        self.draining: Mapping[str, int] = {}  # node -> when it will be gone, Unix ms; 0 without such a time
+        # Node -> when it will be gone, Unix ms; 0 without such a time
+        self.draining: Mapping[str, int] = {}
         self._lost_bundles: Mapping[int, str] = {}  # the bundles on those nodes, and the nodes
         self._room = 0  # how many more ranks the other nodes can hold
         self._over, self._ask = threading.Event(), threading.Event()
@@ -60,7 +71,8 @@ class ClusterWatch:
         return self.replaced or self._clock.monotonic() - self._answered_at > self.head_timeout_s
 
     def head_answers(self, within_s: float = HEAD_ANSWER_S) -> bool:
-        """Whether the head answers a request of now. Without a head, creating or ending an actor blocks for ever.
+        """Whether the head answers a request of now. Without a head, creating or ending an actor
+        blocks for ever.
 
         A connection proves nothing: the kernel accepts it for a process that is frozen.
         """
@@ -102,22 +114,26 @@ class ClusterWatch:
     def should_leave(self, nodes: Collection[str], save_first: bool) -> bool:
         """Whether the ranks on these drained nodes (one entry per rank) should leave now.
 
-        They train on while no other node has room for them and enough of the notice is left: a new node often comes
-        only when the old one is gone.
+        They train on while no other node has room for them and enough of the notice is left: a new
+        node often comes only when the old one is gone.
         """
         ahead_s = SAVE_AHEAD_S if save_first else LEAVE_S
         return self._room >= len(nodes) or any(self.notice_s(node) < ahead_s for node in nodes)
 
     @property
     def vacated_in_s(self) -> float:
-        """Seconds until the drained nodes with bundles of this run are gone; 0 if there are none or nobody said."""
+        """Seconds until the drained nodes with bundles of this run are gone; 0 if there are none or
+        nobody said.
+        """
         left = (self.notice_s(node) for node in self._lost_bundles.values())
         return max((left_s for left_s in left if left_s < math.inf), default=0.0)
 
     def avoided(self, bundle: int) -> set[str]:
-        """Return the nodes that a new actor must avoid whose bundle is on a drained node: those, if others have room.
+        """Return the nodes that a new actor must avoid whose bundle is on a drained node: those, if
+        others have room.
 
-        Where none has, it waits in its bundle, which Ray moves to another node when the drained one is gone.
+        Where none has, it waits in its bundle, which Ray moves to another node when the drained one
+        is gone.
         """
         if bundle not in self._lost_bundles or self._room < 1:
             return set()
@@ -125,7 +141,8 @@ class ClusterWatch:
         return set(self.draining)
 
     def check(self) -> None:
-        """Ask the head which nodes are being drained, and if there are any, what that means for this run.
+        """Ask the head which nodes are being drained, and if there are any, what that means for
+        this run.
 
         Not a head that is another one: Ray would abort this process.
         """
@@ -142,7 +159,9 @@ class ClusterWatch:
             self._lost_bundles, self._room, self.draining = lost, room, draining
 
     def _is_another_head(self) -> bool:
-        """Whether the head that answers has another cluster id than the one that this process connected to."""
+        """Whether the head that answers has another cluster id than the one that this process
+        connected to.
+        """
         try:
             kv = self._api._private.worker.global_worker.gcs_client
             kv.internal_kv_get(b"session_name", b"session", HEAD_ANSWER_S)
@@ -153,7 +172,9 @@ class ClusterWatch:
         return False
 
     def _consequences(self, draining: Collection[str]) -> tuple[dict[int, str], int]:
-        """Return the bundles on drained nodes, with the nodes, and how many ranks the other nodes can still hold."""
+        """Return the bundles on drained nodes, with the nodes, and how many ranks the other nodes
+        can still hold.
+        """
         nodes = self._api.util.placement_group_table(self._place.group)["bundles_to_node_id"]
         others = [node for node in nodes_of(self._api) if node["id"] not in draining]
         lost = {bundle: node for bundle, node in nodes.items() if node in draining}

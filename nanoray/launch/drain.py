@@ -1,10 +1,12 @@
-"""Ranks on nodes that will be taken away: whether they leave their group, when, and what the others do then.
+"""Ranks on nodes that will be taken away: whether they leave their group, when, and what the others
+do then.
 
     notice ─► room elsewhere, or little time left ─► all finish the step ─► those ranks end, new ones take their slots
                                                                         └─► or all save, and start again
 
-They train on as long as they can: where a new node comes only when the old one is gone, as on Kubernetes, the others
-would only wait. A node that is gone before its ranks have left is a lost node, which costs the step in progress.
+They train on as long as they can: where a new node comes only when the old one is gone, as on
+Kubernetes, the others would only wait. A node that is gone before its ranks have left is a lost
+node, which costs the step in progress.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class Drains:
         slots = group.drained
         if not slots:
             return Leave.STAY
-        in_place = group.in_place and len(slots) < len(group.members) and not group.lost_share(slots)
+        in_place = (
+            group.in_place and len(slots) < len(group.members) and not group.lost_share(slots)
+        )
         nodes = [group.facts[slot]["node"] for slot in slots]
         if not self._cluster.should_leave(nodes, save_first=not in_place):
             return Leave.STAY
@@ -47,12 +51,18 @@ class Drains:
             node, ip = group.facts[slot]["node"], group.facts[slot]["ip"]
             if node not in self._announced:
                 self._announced.add(node)
-                ranks = ", ".join(str(other) for other in group.drained if group.facts[other]["node"] == node)
+                ranks = ", ".join(
+                    str(other) for other in group.drained if group.facts[other]["node"] == node
+                )
                 notice = self._cluster.notice(node)
-                print(f"\ndrain    node {node[:8]} ({ip}) with rank {ranks} is being drained{notice}", flush=True)
+                print(
+                    f"\ndrain    node {node[:8]} ({ip}) with rank {ranks} is being drained{notice}",
+                    flush=True,
+                )
 
     def end(self, group: WorkerGroup, collector: FailureCollector) -> bool:
-        """End the members on drained nodes, if all members wait for orders and these should leave the others.
+        """End the members on drained nodes, if all members wait for orders and these should leave
+        the others.
 
         Returns whether any was ended.
         """

@@ -1,4 +1,5 @@
-"""The driver of a run on Ray: start the ranks, watch them, decide what a failure means, recover. Only it prints.
+"""The driver of a run on Ray: start the ranks, watch them, decide what a failure means, recover.
+Only it prints.
 
 connect ─► place (placement group) ─► Driver: attempts of a WorkerGroup ─► watch ──► outcome
                                         ▲                              │
@@ -17,7 +18,13 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from nanoray.errors import ConfigError, PlacementError
-from nanoray.faults.cause import Failure, FailureCollector, back_off_s, reason_to_give_up, without_progress
+from nanoray.faults.cause import (
+    Failure,
+    FailureCollector,
+    back_off_s,
+    reason_to_give_up,
+    without_progress,
+)
 from nanoray.faults.hang import Position, Watchdog
 from nanoray.launch.abort_orders import AbortOrders
 from nanoray.launch.cluster_watch import ANOTHER_HEAD, ClusterWatch
@@ -30,28 +37,43 @@ from nanoray.launch.worker import Heartbeat, Script
 from nanoray.launch.worker_group import POLL_S, SETTLE_S, START_TRIES, WorkerGroup, start_timeout_s
 from nanoray.points import reached
 from nanoray.run import RunSpec, write_attempt
-from nanoray.train.observers import Console
+from nanoray.train.watch.observers import Console
 
-SAVE_S = 90.0  # from a failure that ends an attempt: the ranks that are left must have saved (KubeRay grants 100 s)
-STOP_PATIENCE_S = 30.0  # while ranks save, one that does not notice a lost peer for so long is ended
+# From a failure that ends an attempt: the ranks that are left must have saved (KubeRay grants 100
+# s)
+SAVE_S = 90.0
+# While ranks save, one that does not notice a lost peer for so long is ended
+STOP_PATIENCE_S = 30.0
 MUTE_S = 5.0  # a rank that lives answers a heartbeat within a second or two
 
 
 @dataclass(frozen=True)
 class Saving:
-    """The ranks that are left only save what they hold. `reason`: why the run ends then; empty: all start again."""
+    """The ranks that are left only save what they hold. `reason`: why the run ends then; empty: all
+    start again.
+    """
 
     reason: str
     until: float = math.inf  # monotonic seconds; set once a rank has failed
 
 
 class Driver:
-    """Runs attempt after attempt of a training run, until it ends or there is no reason to try again."""
+    """Runs attempt after attempt of a training run, until it ends or there is no reason to try
+    again.
+    """
 
     def __init__(
-        self, spec: RunSpec, place: Placement, stop: Stop, api: Any = ray, clock: Any = time, script: Script = None
+        self,
+        spec: RunSpec,
+        place: Placement,
+        stop: Stop,
+        api: Any = ray,
+        clock: Any = time,
+        script: Script = None,
     ) -> None:
-        """`api` and `clock` are the modules ray and time, or a test's stand-ins for what they offer."""
+        """`api` and `clock` are the modules ray and time, or a test's stand-ins for what they
+        offer.
+        """
         self.spec, self.place, self.stop, self._script = spec, place, stop, script
         self._api, self._clock = api, clock
         self.console = Console(spec.config.max_steps)
@@ -59,23 +81,27 @@ class Driver:
         self.drains, self.aborts = Drains(self.cluster), AbortOrders(clock)
         self.faults = FaultLog(spec.folder, clock)
         self.group: WorkerGroup | None = None
-        self.outcome: dict[str, Any] | None = None  # rank 0's, which it returns after the last checkpoint
+        # Rank 0's, which it returns after the last checkpoint
+        self.outcome: dict[str, Any] | None = None
         self._saving: Saving | None = None
         self._first_attempt = True
         self._headless = False  # the head did not answer when a rank was lost
         self._heard: dict[int, float] = {}  # slot -> monotonic seconds of its last heartbeat
-        self._failed_starts: dict[int, int] = {}  # slot -> new actors in a row that died before they were ready
+        # Slot -> new actors in a row that died before they were ready
+        self._failed_starts: dict[int, int] = {}
 
     def run(self) -> dict[str, Any]:
         """Return rank 0's outcome, or why there is none (`ok` False)."""
         try:
             with self.cluster:
                 while True:
-                    # Start the ranks, unless they wait in memory, and watch them until there is something to decide.
+                    # Start the ranks, unless they wait in memory, and watch them until there is
+                    # something to decide.
                     collector = self._start_and_watch()
                     if collector is None:
                         return self._stopped_without_ranks()
-                    if self.outcome is not None:  # failures after the last checkpoint change nothing
+                    # Failures after the last checkpoint change nothing
+                    if self.outcome is not None:
                         saving = self._saving if self.outcome["exit_reason"] == "stopped" else None
                         if saving and saving.reason:
                             return self._gave_up(saving.reason)
@@ -83,7 +109,8 @@ class Driver:
                             return self._finished(self.outcome)
                         self._restart()
                         continue
-                    # All left their groups although no rank failed: nodes are drained, to grow, or the group broke.
+                    # All left their groups although no rank failed: nodes are drained, to grow, or
+                    # the group broke.
                     assert self.group
                     if not self._ending and self.drains.end(self.group, collector):
                         self._start_replacements(self.group, collector, collector.failures)
@@ -94,15 +121,18 @@ class Driver:
                         if not collector.silent:  # else they are the cause
                             self._name_broken_group(self.group, collector)
 
-                    # Name the cause. Ranks that wait hold the run's state, so nothing ends before they have formed
-                    # another group: to train with replacements, or alone and only to save.
+                    # Name the cause. Ranks that wait hold the run's state, so nothing ends before
+                    # they have formed another group: to train with replacements, or alone and only
+                    # to save.
                     self._end_silent(self.group, collector)
                     reason = self.decide(self.group, collector)
                     if collector.all_waiting and self._form_group(self.group, reason):
                         continue
                     reason = (self._saving and self._saving.reason) or reason
                     if reason or self.stop.requested:
-                        return self._gave_up(reason or "a stop was requested, and no rank could save")
+                        return self._gave_up(
+                            reason or "a stop was requested, and no rank could save"
+                        )
                     self._restart()
         finally:
             if self.faults.recovery:
@@ -113,14 +143,22 @@ class Driver:
     # Start.
 
     def _start_and_watch(self) -> FailureCollector | None:
-        """Start all ranks if there are none, and watch them; return None if a stop is requested before they train."""
+        """Start all ranks if there are none, and watch them; return None if a stop is requested
+        before they train.
+        """
         self.outcome = None
         try:
             if self.group is None:
                 self.stop.check()
                 self._begin_attempt()
                 self.group = WorkerGroup(
-                    self.spec, self.place, self.stop.check, self.cluster, self._script, api=self._api, clock=self._clock
+                    self.spec,
+                    self.place,
+                    self.stop.check,
+                    self.cluster,
+                    self._script,
+                    api=self._api,
+                    clock=self._clock,
                 )
                 self.group.create()
                 self.group.begin()
@@ -155,18 +193,25 @@ class Driver:
         config = self.spec.config
         if config.spares not in ("auto", 0) and not group.in_place:
             raise ConfigError(
-                f"spares = {config.spares} would be ignored: with backend {group.backend}, {self.place.workers} "
-                f"rank(s), allreduce {config.allreduce}, dp_mode {config.dp_mode}, tp {config.tp}, pp {config.pp} "
+                f"spares = {config.spares} would be ignored: with backend {group.backend}, "
+                f"{self.place.workers} "
+                f"rank(s), allreduce {config.allreduce}, dp_mode {config.dp_mode}, tp {config.tp}, "
+                f"pp {config.pp} "
                 f"and ep {config.ep} a fault restarts all ranks; drop spares"
             )
 
     # Watch.
 
     def watch(self, group: WorkerGroup) -> FailureCollector:
-        """Handle and print what the ranks report until they have finished, have failed, or all wait."""
+        """Handle and print what the ranks report until they have finished, have failed, or all
+        wait.
+        """
         config = self.spec.config
-        patience_s = max(config.timeout_s, config.init_timeout_s) + SETTLE_S  # a survivor may be computing
-        collector = FailureCollector(group.members, group.in_place, patience_s, SETTLE_S, group.live)
+        # A survivor may be computing
+        patience_s = max(config.timeout_s, config.init_timeout_s) + SETTLE_S
+        collector = FailureCollector(
+            group.members, group.in_place, patience_s, SETTLE_S, group.live
+        )
         watchdog = Watchdog(group.members, config.hang_timeout, self._clock.monotonic)
         members = set(group.members)
         self._heard = dict.fromkeys(members, self._clock.monotonic())
@@ -200,7 +245,8 @@ class Driver:
             group.stop()
             if collector.failures:
                 collector.hurry(STOP_PATIENCE_S, self._clock.monotonic())
-        # Without a head no death is reported. A rank that answers is alive and will notice, one that does not is dead.
+        # Without a head no death is reported. A rank that answers is alive and will notice, one
+        # that does not is dead.
         if self._headless or self.cluster.head_lost:
             now, patience_s = self._clock.monotonic(), max(MUTE_S, 3 * group.heartbeat_s)
             if all(now - self._heard.get(slot, now) > patience_s for slot in collector.silent):
@@ -235,7 +281,12 @@ class Driver:
             collector.rank_0_finished(self._clock.monotonic())
 
     def _on_heartbeat(
-        self, group: WorkerGroup, collector: FailureCollector, watchdog: Watchdog, slot: int, heartbeat: Heartbeat
+        self,
+        group: WorkerGroup,
+        collector: FailureCollector,
+        watchdog: Watchdog,
+        slot: int,
+        heartbeat: Heartbeat,
     ) -> None:
         """Note where a rank is, and ask again."""
         self._heard[slot] = self._clock.monotonic()
@@ -245,14 +296,22 @@ class Driver:
         if -1 < heartbeat.base < heartbeat.step - 1:  # of a group that has been built
             group.newcomers.discard(slot)
         recovery = self.faults.recovery
-        if recovery and recovery.update(heartbeat.step, heartbeat.base, heartbeat.waiting) and not self._saving:
+        if (
+            recovery
+            and recovery.update(heartbeat.step, heartbeat.base, heartbeat.waiting)
+            and not self._saving
+        ):
             self.faults.close_as_recovered()
         elif not recovery and heartbeat.step > 1 and not collector.failures:
             group.add_spares()
         group.request_heartbeat(slot, heartbeat.waiting, self.faults.target)
 
-    def _on_start(self, group: WorkerGroup, collector: FailureCollector, slot: int, ready: bool) -> None:
-        """Note that a new actor is ready, or died before that. A ready one lets a group that shrank grow again."""
+    def _on_start(
+        self, group: WorkerGroup, collector: FailureCollector, slot: int, ready: bool
+    ) -> None:
+        """Note that a new actor is ready, or died before that. A ready one lets a group that shrank
+        grow again.
+        """
         self._note_start(group, slot, ready)
         if ready and not collector.failures and not self._ending and self._can_grow():
             group.pause()
@@ -262,16 +321,23 @@ class Driver:
         if ready:
             self._failed_starts.pop(slot, None)
             return
-        # Ray learns that a process is dead before it learns that its node is: it uses that node again.
+        # Ray learns that a process is dead before it learns that its node is: it uses that node
+        # again.
         self._failed_starts[slot] = tries = self._failed_starts.get(slot, 0) + 1
         if tries < START_TRIES:
             group.fill(slot)
         else:
             group.vacate(slot)
             self._failed_starts.pop(slot)
-            print(f"replace  {tries} new actors for rank {slot} died while starting; going on without it", flush=True)
+            print(
+                f"replace  {tries} new actors for rank {slot} died while starting; going on "
+                "without it",
+                flush=True,
+            )
 
-    def _check_for_hang(self, group: WorkerGroup, collector: FailureCollector, watchdog: Watchdog) -> None:
+    def _check_for_hang(
+        self, group: WorkerGroup, collector: FailureCollector, watchdog: Watchdog
+    ) -> None:
         if watchdog.quiet:
             for slot, (position, written_at) in group.positions().items():
                 watchdog.update_from_file(slot, position, written_at)
@@ -279,8 +345,12 @@ class Driver:
             group.end_hung(watchdog, collector)
             self._start_replacements(group, collector, collector.failures)
 
-    def _start_replacements(self, group: WorkerGroup, collector: FailureCollector, failures: list[Failure]) -> None:
-        """Start new actors for lost ranks while the others still find out. While ranks save no rank is replaced."""
+    def _start_replacements(
+        self, group: WorkerGroup, collector: FailureCollector, failures: list[Failure]
+    ) -> None:
+        """Start new actors for lost ranks while the others still find out. While ranks save no rank
+        is replaced.
+        """
         if not collector.in_place:
             return
         self._headless = not self.cluster.head_answers()
@@ -291,14 +361,18 @@ class Driver:
                 group.fill(failure.rank, not self._headless)
 
     def _leave_drained_nodes(self, group: WorkerGroup) -> None:
-        """Tell all ranks to leave their group after this step, or to save, if ranks on drained nodes should leave."""
+        """Tell all ranks to leave their group after this step, or to save, if ranks on drained
+        nodes should leave.
+        """
         self.drains.announce(group)
         leave = self.drains.decide(group)
         if leave is Leave.IN_PLACE:
             group.pause()
         elif leave is Leave.SAVE:
             positions = [position for position, _ in group.positions().values()]
-            self.faults.add(self.drains.failures(group), positions, self.spec.attempt, len(group.members))
+            self.faults.add(
+                self.drains.failures(group), positions, self.spec.attempt, len(group.members)
+            )
             self.faults.set_recovery("restart")
             self._saving = Saving("")
 
@@ -309,13 +383,17 @@ class Driver:
         slot = group.members[0]
         step, phase = group.positions().get(slot, (Position(0, "init"), 0.0))[0]
         title = f"the group of {len(group.members)} rank(s) broke in {phase} of step {step}, though no rank was lost"
-        failure = Failure(slot, "peer_lost", title, step, phase, signature="group broke", facts=group.facts[slot])
+        failure = Failure(
+            slot, "peer_lost", title, step, phase, signature="group broke", facts=group.facts[slot]
+        )
         failure.at = self._clock.monotonic()
         collector.failures.append(failure)
         collector.no_rank_lost, collector.first_failure_at = True, failure.at
 
     def _end_silent(self, group: WorkerGroup, collector: FailureCollector) -> None:
-        """End the ranks that did not notice that their group broke, so that those which did can go on without them."""
+        """End the ranks that did not notice that their group broke, so that those which did can go
+        on without them.
+        """
         if collector.in_place and (silent := collector.silent):
             known = len(collector.failures)
             for slot in silent:
@@ -323,15 +401,26 @@ class Driver:
             self._start_replacements(group, collector, collector.failures[known:])
 
     def decide(self, group: WorkerGroup, collector: FailureCollector) -> str:
-        """Announce which failure is the cause; return why the run must not continue, empty if it may."""
+        """Announce which failure is the cause; return why the run must not continue, empty if it
+        may.
+        """
         positions = [position for position, _ in group.positions().values()]
         cause = self.faults.add(collector, positions, self.spec.attempt, len(group.members))
         if not self.cluster.head_answers(self.cluster.head_timeout_s):
             gone = "the cluster's head is gone; start it again, and this run with --resume auto"
-            return f"{ANOTHER_HEAD}; start the run again with --resume auto" if self.cluster.replaced else gone
-        if not cause.retry and cause.rank in group.newcomers:  # it never trained: another node may do
+            return (
+                f"{ANOTHER_HEAD}; start the run again with --resume auto"
+                if self.cluster.replaced
+                else gone
+            )
+        # It never trained: another node may do
+        if not cause.retry and cause.rank in group.newcomers:
             shrinks = self.spec.config.recovery == "shrink"
-            return "" if shrinks or not group.hopeless(cause) else "its replacement could not work on three nodes"
+            return (
+                ""
+                if shrinks or not group.hopeless(cause)
+                else "its replacement could not work on three nodes"
+            )
         return reason_to_give_up(cause, self.faults.causes, self.spec.config.max_failures)
 
     @property
@@ -341,12 +430,16 @@ class Driver:
     # Recover.
 
     def _form_group(self, group: WorkerGroup, reason: str) -> bool:
-        """Form a group of the ranks that hold the run's state: with new ones to train, or alone, and then to save.
+        """Form a group of the ranks that hold the run's state: with new ones to train, or alone,
+        and then to save.
 
         `reason`: why training must not go on. Returns False if no group can be formed in time.
         """
         began, config = self._clock.monotonic(), self.spec.config
-        lost, before = [slot for slot in group.members if slot not in group.runs], len(group.members)
+        lost, before = (
+            [slot for slot in group.members if slot not in group.runs],
+            len(group.members),
+        )
         for _ in range(START_TRIES):
             if not reason and not self._ending and not group.lost_share():
                 reason = self._wait_for_replacements(group, lost)
@@ -359,14 +452,20 @@ class Driver:
             slots = group.divisible(group.ready)
             too_few = not slots or (len(slots) < self.place.workers and config.recovery != "shrink")
             if too_few and not reason and not self._ending:
-                print(f"replace  {self._budget} no new actor within {config.replace_timeout:g} s", flush=True)
+                print(
+                    f"replace  {self._budget} no new actor within {config.replace_timeout:g} s",
+                    flush=True,
+                )
                 if any(slot in group.unfit for slot in lost):
                     reason = "its replacement cannot work where it was started, and no other node has room"
             saves = self._ending or bool(reason) or too_few
             if saves:
                 slots = group.divisible(left, saves=True)
                 if not self.stop.requested:
-                    until = min(self._saving.until if self._saving else math.inf, self._clock.monotonic() + SAVE_S)
+                    until = min(
+                        self._saving.until if self._saving else math.inf,
+                        self._clock.monotonic() + SAVE_S,
+                    )
                     self._saving = replace(self._saving or Saving(reason), until=until)
             if not slots:
                 self.faults.explain(no_replica(config, left))
@@ -381,20 +480,25 @@ class Driver:
             reached("attempt")
             group.regroup(self.spec, slots, store, stop=saves)
             reached("orders")
-            joined, left_out = [slot for slot in lost if slot in slots], [slot for slot in left if slot not in slots]
+            joined, left_out = (
+                [slot for slot in lost if slot in slots],
+                [slot for slot in left if slot not in slots],
+            )
             self._announce_group(joined, left_out, before, self._clock.monotonic() - began, saves)
             group.promoted.clear()
             return True
         return False
 
     def _wait_for_replacements(self, group: WorkerGroup, lost: list[int]) -> str:
-        """Wait until the lost ranks have new actors, time is up, or a stop is requested. `lost` grows if more are lost.
+        """Wait until the lost ranks have new actors, time is up, or a stop is requested. `lost`
+        grows if more are lost.
 
         Returns why the run must not continue after one of those; empty if it may.
         """
         timeout_s = self.spec.config.replace_timeout
         if self.spec.config.recovery != "shrink":
-            timeout_s += self.cluster.vacated_in_s  # until then a new actor may have to wait in its bundle
+            # Until then a new actor may have to wait in its bundle
+            timeout_s += self.cluster.vacated_in_s
         deadline = self._clock.monotonic() + timeout_s
         for slot in lost:
             if slot not in group.actors and len(group.unfit.get(slot, ())) < START_TRIES:
@@ -404,11 +508,14 @@ class Driver:
                 break
             if trouble := self.cluster.trouble():
                 self.stop.request(trouble)
-            for kind, slot, value in group.events(min(POLL_S, max(0.0, deadline - self._clock.monotonic()))):
+            for kind, slot, value in group.events(
+                min(POLL_S, max(0.0, deadline - self._clock.monotonic()))
+            ):
                 if kind == "started":
                     self._note_start(group, slot, value)
                 elif kind == "heartbeat" and slot in group.runs:
-                    group.request_heartbeat(slot, value.waiting)  # so that it knows that the driver lives
+                    # So that it knows that the driver lives
+                    group.request_heartbeat(slot, value.waiting)
                 elif kind == "ended":
                     collector = FailureCollector(group.runs, True, 0.0, 0.0, live=True)
                     self._on_end(group, collector, slot, value)
@@ -419,18 +526,31 @@ class Driver:
                         deadline = self._clock.monotonic() + timeout_s
         return ""
 
-    def _announce_group(self, joined: list[int], left_out: list[int], before: int, seconds: float, saves: bool) -> None:
-        """Print and note which ranks joined and which are missing. `before`: the size of the group that broke."""
+    def _announce_group(
+        self, joined: list[int], left_out: list[int], before: int, seconds: float, saves: bool
+    ) -> None:
+        """Print and note which ranks joined and which are missing. `before`: the size of the group
+        that broke.
+        """
         assert self.group
         group, kind, size = self.group, "in_place", len(self.group.members)
         if joined:
             kind = "spare" if set(joined) <= group.promoted else "in_place"
             note = {slot: ", a spare" if slot in group.promoted else "" for slot in joined}
-            pids = ", ".join(f"rank {slot} (pid {group.facts[slot]['pid']}{note[slot]})" for slot in joined)
-            print(f"replace  {self._budget} {pids} joins in {seconds:.1f} s; no step is repeated\n", flush=True)
+            pids = ", ".join(
+                f"rank {slot} (pid {group.facts[slot]['pid']}{note[slot]})" for slot in joined
+            )
+            print(
+                f"replace  {self._budget} {pids} joins in {seconds:.1f} s; no step is repeated\n",
+                flush=True,
+            )
         if saves:
             kind = "none"
-            print(f"save     {size} rank(s) are left and hold the run's state; they save it, and end\n", flush=True)
+            print(
+                f"save     {size} rank(s) are left and hold the run's state; they save it, and "
+                "end\n",
+                flush=True,
+            )
         elif size < self.place.workers:
             kind = "shrink"
             text = smaller(self.spec.config, before, group.members, left_out, self.place.workers)
@@ -443,7 +563,9 @@ class Driver:
         return len(self.group.divisible(self.group.ready)) > len(self.group.members)
 
     def _grow(self) -> None:
-        """Take in the actors that have become ready since the group shrank, if they are still there."""
+        """Take in the actors that have become ready since the group shrank, if they are still
+        there.
+        """
         assert self.group
         group = self.group
         before, slots = len(group.members), group.divisible(group.ready)
@@ -465,7 +587,9 @@ class Driver:
         reached("restarting")
         self.faults.set_recovery("restart")
         seconds = back_off_s(self.faults.causes)
-        pause = f", in {seconds:.0f} s: no step was completed since the last failure" if seconds else ""
+        pause = (
+            f", in {seconds:.0f} s: no step was completed since the last failure" if seconds else ""
+        )
         print(f"restart  {self._budget} from the newest checkpoint{pause}\n", flush=True)
         self.stop.wait(seconds, self._clock)
 
@@ -482,18 +606,38 @@ class Driver:
         }
 
     def _stopped_without_ranks(self) -> dict[str, Any]:
-        """A stop while the ranks were starting: nothing was trained that is not in the newest checkpoint."""
+        """A stop while the ranks were starting: nothing was trained that is not in the newest
+        checkpoint.
+        """
         print("stop     while the ranks were starting: nothing to save", flush=True)
-        return {"ok": True, "exit_reason": "stopped", "exit_code": self.stop.exit_code, "why": self.stop.reason}
+        return {
+            "ok": True,
+            "exit_reason": "stopped",
+            "exit_code": self.stop.exit_code,
+            "why": self.stop.reason,
+        }
 
     def _gave_up(self, reason: str) -> dict[str, Any]:
-        saved = f" Saved at step {self.outcome['step']}." if self.outcome and "step" in self.outcome else ""
+        saved = (
+            f" Saved at step {self.outcome['step']}."
+            if self.outcome and "step" in self.outcome
+            else ""
+        )
         if self.faults.recovery:
             self.faults.close("none")
         cause = self.faults.causes[-1]
-        message = f"{cause.title}. Gave up: {reason}.{saved} Checkpoints and logs: {self.spec.folder}"
-        code = (self.stop.exit_code if saved or not self.stop.reason else 0) or (1 if cause.retry else cause.exit_code)
-        return {"ok": False, "exit_reason": f"failed: {cause.title}", "exit_code": code, "message": message}
+        message = (
+            f"{cause.title}. Gave up: {reason}.{saved} Checkpoints and logs: {self.spec.folder}"
+        )
+        code = (self.stop.exit_code if saved or not self.stop.reason else 0) or (
+            1 if cause.retry else cause.exit_code
+        )
+        return {
+            "ok": False,
+            "exit_reason": f"failed: {cause.title}",
+            "exit_code": code,
+            "message": message,
+        }
 
 
 def _one_line(error: Exception) -> str:

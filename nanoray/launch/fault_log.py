@@ -1,4 +1,6 @@
-"""The faults of one run: announced on the console at once, written to faults.jsonl when their outcome is known."""
+"""The faults of one run: announced on the console at once, written to faults.jsonl when their
+outcome is known.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,20 @@ class FaultLog:
         self.recovery: Recovery | None = None
         self._folder, self._clock = folder, clock
 
-    def add(self, collector: FailureCollector, positions: list[Position], attempt: int, world_size: int) -> Failure:
-        """Announce a fault and return its cause. `positions` are those of the ranks that were training."""
+    def add(
+        self, collector: FailureCollector, positions: list[Position], attempt: int, world_size: int
+    ) -> Failure:
+        """Announce a fault and return its cause. `positions` are those of the ranks that were
+        training.
+        """
         cause = collector.cause
         others = [failure for failure in collector.failures if failure is not cause]
         consequences = [f"  {line}" for line in consequences_of(others)]
         word = "drain  " if cause.cause == "drained" else "failure"
-        print("\n".join(["", f"{word}  {cause.title}", *_indented(cause.detail), *consequences]), flush=True)
+        print(
+            "\n".join(["", f"{word}  {cause.title}", *_indented(cause.detail), *consequences]),
+            flush=True,
+        )
         if self.recovery:  # the previous fault was not overcome before this one
             self.close(self.recovery.report.recovery)
         self.causes.append(cause)
@@ -75,7 +84,10 @@ class FaultLog:
         try:
             report.write(self._folder)
         except OSError as error:
-            print(f"warning  cannot write the fault report to faults.jsonl: {error.strerror}", flush=True)
+            print(
+                f"warning  cannot write the fault report to faults.jsonl: {error.strerror}",
+                flush=True,
+            )
 
 
 def _indented(text: str) -> list[str]:

@@ -1,9 +1,11 @@
-"""What a run started by `ray job submit`, or by KubeRay, writes onto its own Ray job while it trains.
+"""What a run started by `ray job submit`, or by KubeRay, writes onto its own Ray job while it
+trains.
 
-Ray fixes a job's metadata when the job is submitted, and offers no call to change it later (ray-project/ray#36638). But
-the jobs API reads a job's record from the head's key-value store, so the driver writes there: `nanoray_*` keys into the
-metadata, and one line as the message, which `ray job status` prints. Only while the record says RUNNING: Ray itself
-writes the record before the driver starts and after it has ended, and keeps the metadata then.
+Ray fixes a job's metadata when the job is submitted, and offers no call to change it later
+(ray-project/ray#36638). But the jobs API reads a job's record from the head's key-value store, so
+the driver writes there: `nanoray_*` keys into the metadata, and one line as the message, which `ray
+job status` prints. Only while the record says RUNNING: Ray itself writes the record before the
+driver starts and after it has ended, and keeps the metadata then.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from ray.experimental.internal_kv import internal_kv_get_gcs_client
 
 from nanoray.launch.placement import bounded
 from nanoray.run import RunSpec, newest_record
-from nanoray.train.observers import progress
+from nanoray.train.watch.observers import progress
 
 INTERVAL_S = 5.0
 WRITE_S = 2.0  # for one request; a head that is gone must hold up neither training nor the end
@@ -26,21 +28,29 @@ PREFIX = "nanoray_"
 
 
 def submission_id() -> str:
-    """Return the id of the Ray job whose driver this process is; empty for a driver that was started in another way."""
+    """Return the id of the Ray job whose driver this process is; empty for a driver that was
+    started in another way.
+    """
     with suppress(ValueError, KeyError, TypeError):
-        return str(json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])["metadata"]["job_submission_id"])
+        return str(
+            json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])["metadata"]["job_submission_id"]
+        )
     return ""
 
 
 class JobReport:
-    """Keeps the record of this process's Ray job up to date, in a thread; idle without one. A context manager."""
+    """Keeps the record of this process's Ray job up to date, in a thread; idle without one. A
+    context manager.
+    """
 
     def __init__(self, spec: RunSpec) -> None:
         self.state = ""  # set at the end: finished, stopped, failed: ...
         self._spec, self._job = spec, submission_id()
         self._written: dict[str, str] = {}
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._write_until_exit, name="nanoray-job-report", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write_until_exit, name="nanoray-job-report", daemon=True
+        )
 
     def __enter__(self) -> JobReport:
         if self._job:
@@ -55,7 +65,9 @@ class JobReport:
             bounded(self._thread.join, 2 * WRITE_S + 1)
 
     def facts(self) -> dict[str, str]:
-        """Return what is known of the run, as text: state, folder and, once a step was logged, step, loss and ETA."""
+        """Return what is known of the run, as text: state, folder and, once a step was logged,
+        step, loss and ETA.
+        """
         record = newest_record(self._spec.folder)
         state = self.state or ("training" if record else "starting")
         known = progress(record, self._spec.config.max_steps) if record else {}
@@ -64,7 +76,8 @@ class JobReport:
     def _write_until_exit(self) -> None:
         over = False
         while not over:
-            with suppress(Exception):  # a head that does not answer is the driver's business; this is only a report
+            # A head that does not answer is the driver's business; this is only a report
+            with suppress(Exception):
                 if (facts := self.facts()) != self._written:
                     self._write(facts)
                     self._written = facts
@@ -82,7 +95,13 @@ class JobReport:
         if info["status"] != "RUNNING":
             return
         own = {f"{PREFIX}{name}": value for name, value in facts.items()}
-        info["metadata"] = {k: v for k, v in (info["metadata"] or {}).items() if not k.startswith(PREFIX)} | own
-        info["message"] = " · ".join(f"{name} {value}" for name, value in facts.items() if name != "state")
+        info["metadata"] = {
+            k: v for k, v in (info["metadata"] or {}).items() if not k.startswith(PREFIX)
+        } | own
+        info["message"] = " · ".join(
+            f"{name} {value}" for name, value in facts.items() if name != "state"
+        )
         info["message"] = f"{facts['state']} · {info['message']}"
-        store.internal_kv_put(key, json.dumps(info).encode(), True, namespace=KV_NAMESPACE_JOB, timeout=WRITE_S)
+        store.internal_kv_put(
+            key, json.dumps(info).encode(), True, namespace=KV_NAMESPACE_JOB, timeout=WRITE_S
+        )

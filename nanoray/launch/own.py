@@ -25,11 +25,13 @@ DEFAULTS = {
 
 
 def launch_own(main: Callable[[Any], Any], config: Mapping[str, Any], ray: bool = True) -> int:
-    """Call `main(run)` on every rank of a new run, and return the exit code; an error is printed as one line.
+    """Call `main(run)` on every rank of a new run, and return the exit code; an error is printed as
+    one line.
 
-    `config` has keys of nanoray's configuration (`nanoray launch --help`), such as workers, micro_batch_size, dp_mode,
-    checkpoint_every, resume, and quiet. Under torchrun this process is one rank. Without `ray` it trains alone. With
-    the key dry_run, `main` is called in this process and ends at `fit`, which prints the memory of a rank by part.
+    `config` has keys of nanoray's configuration (`nanoray launch --help`), such as workers,
+    micro_batch_size, dp_mode, checkpoint_every, resume, and quiet. Under torchrun this process is
+    one rank. Without `ray` it trains alone. With the key dry_run, `main` is called in this process
+    and ends at `fit`, which prints the memory of a rank by part.
     """
     started = time.time()
     return exit_code_of(lambda: _launch(main, dict(config), ray, started))

@@ -1,4 +1,6 @@
-"""Where ranks run: connect to a Ray cluster or start a local one, and reserve the resources of one slot per rank."""
+"""Where ranks run: connect to a Ray cluster or start a local one, and reserve the resources of one
+slot per rank.
+"""
 
 from __future__ import annotations
 
@@ -23,45 +25,56 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nanoray.config import Config
+from nanoray.devices.choose import choose_precision
+from nanoray.devices.host import available_cpus
+from nanoray.devices.slots import Slots, cpu_share
 from nanoray.environment import environment
 from nanoray.errors import PlacementError
 from nanoray.launch.signals import Stop, StopRequested
 from nanoray.launch.worker import bound_devices
-from nanoray.mesh.devices import Slots, available_cpus, choose_precision, cpu_share
 
 _TOKEN_FILE = Path("~/.ray/auth_token").expanduser()
 START_TIMEOUT_S = 90.0  # for a process to start and answer
 PLACEMENT_POLL_S = 0.25  # how often a wait for resources looks whether a stop was requested
 ASSEMBLED_S = 30.0  # no new node for so long: the pods of a KubeRay cluster are all there
-PATIENCE_S = float(Config.model_fields["placement_timeout_s"].default)  # for resources, where nodes are all there
-_KUBERAY = "RAY_USAGE_STATS_KUBERAY_IN_USE"  # an environment variable that its operator sets in every pod
+# For resources, where nodes are all there
+PATIENCE_S = float(Config.model_fields["placement_timeout_s"].default)
+# An environment variable that its operator sets in every pod
+_KUBERAY = "RAY_USAGE_STATS_KUBERAY_IN_USE"
 CLEANUP_TIMEOUT_S = 5.0
 SHUTDOWN_S = 30.0  # of a cluster of others: Ray first sends its last metrics, which may take 10 s
 
 
 @contextmanager
-def connected(address: str, slots: Slots | None, stop: Stop | None = None, last: bool = False) -> Iterator[None]:
-    """Connect to a cluster; or, given local `slots`, start a Ray on this machine and remove it afterwards.
+def connected(
+    address: str, slots: Slots | None, stop: Stop | None = None, last: bool = False
+) -> Iterator[None]:
+    """Connect to a cluster; or, given local `slots`, start a Ray on this machine and remove it
+    afterwards.
 
-    A stop that is requested meanwhile raises StopRequested. `last`: the caller ends this process with os._exit soon
-    afterwards, so a cluster of others sees the connection close.
+    A stop that is requested meanwhile raises StopRequested. `last`: the caller ends this process
+    with os._exit soon afterwards, so a cluster of others sees the connection close.
     """
     options: dict[str, Any] = {
-        "namespace": f"nanoray-{secrets.token_hex(4)}",  # two runs of one name on a cluster are not in each other's way
+        # Two runs of one name on a cluster are not in each other's way
+        "namespace": f"nanoray-{secrets.token_hex(4)}",
         "log_to_driver": False,  # ranks log to their own files; only the driver prints
         "logging_level": logging.ERROR,
         "configure_logging": True,
     }
     temp, handles_signals, stop, devices = None, stop is not None, stop or Stop(), ExitStack()
     if slots is not None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage statistics from a local Ray
-        temp = tempfile.mkdtemp(prefix="nanoray-", dir="/tmp" if os.access("/tmp", os.W_OK) else None)
+        # No usage statistics from a local Ray
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        temp = tempfile.mkdtemp(
+            prefix="nanoray-", dir="/tmp" if os.access("/tmp", os.W_OK) else None
+        )
         if slots.devices:
             visible = ",".join(d.uuid for d in slots.devices)
             devices.enter_context(environment({"CUDA_VISIBLE_DEVICES": visible}))
         if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"} & os.environ.keys() and not _TOKEN_FILE.exists():
-            # A cluster without a token runs code of anyone who can reach it. Ray would write a token into the user's
-            # home; this one is for this run only.
+            # A cluster without a token runs code of anyone who can reach it. Ray would write a
+            # token into the user's home; this one is for this run only.
             os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         options |= {
             "num_cpus": max(1, int(available_cpus())),
@@ -76,7 +89,11 @@ def connected(address: str, slots: Slots | None, stop: Stop | None = None, last:
             if slots is None:
                 dial(address)
             # Ray's dashboard leaves temporary files behind.
-            with environment({"TMPDIR": temp} if temp else {}), _group_of_their_own(), stop.at_once():
+            with (
+                environment({"TMPDIR": temp} if temp else {}),
+                _group_of_their_own(),
+                stop.at_once(),
+            ):
                 context = _init(address, options, temp)
         except SystemExit as ended:  # Ray has put its own handler for SIGTERM in the place of ours
             if ended.code != signal.SIGTERM:
@@ -85,7 +102,8 @@ def connected(address: str, slots: Slots | None, stop: Stop | None = None, last:
             raise StopRequested from None
         except (OSError, RuntimeError, ValueError, RayError) as error:
             raise PlacementError(
-                f"cannot connect to Ray at {address}: {' '.join(str(error).split())[:300]}; check `ray status`, "
+                f"cannot connect to Ray at {address}: {' '.join(str(error).split())[:300]}; check "
+                "`ray status`, "
                 "RAY_ADDRESS and RAY_AUTH_MODE, or use --ray_address local"
             ) from None
         where = f"local, {slots.reason}" if slots else f"cluster at {address}"
@@ -101,7 +119,9 @@ def connected(address: str, slots: Slots | None, stop: Stop | None = None, last:
 
 
 def _init(address: str, options: dict[str, Any], temp: str | None) -> Any:
-    """Connect to a Ray, or start one in the folder `temp`: twice if it exceeds the 30 s that Ray itself gives it."""
+    """Connect to a Ray, or start one in the folder `temp`: twice if it exceeds the 30 s that Ray
+    itself gives it.
+    """
     for once_more in (temp, None):
         try:
             return ray.init(address=address, **options)
@@ -118,8 +138,9 @@ def _init(address: str, options: dict[str, Any], temp: str | None) -> Any:
 def _disconnect(temp: str | None) -> None:
     """Disconnect from Ray; remove a local one, whose folder is `temp`.
 
-    While Ray shuts down, Python code that lets go of an ObjectRef makes it end this process at once with code 1. So
-    this waits longer than Ray takes, but for a head that does not answer: then there is no end.
+    While Ray shuts down, Python code that lets go of an ObjectRef makes it end this process at once
+    with code 1. So this waits longer than Ray takes, but for a head that does not answer: then
+    there is no end.
     """
     over = bounded(ray.shutdown, CLEANUP_TIMEOUT_S if temp else SHUTDOWN_S)
     if temp:
@@ -130,14 +151,17 @@ def _disconnect(temp: str | None) -> None:
 
 
 def _end_processes_of(temp: str) -> None:
-    """End what an interrupted start of a local Ray has left: the processes that have files in its folder open.
+    """End what an interrupted start of a local Ray has left: the processes that have files in its
+    folder open.
 
     Their parents are gone by then, and Ray overwrites their command lines and environments.
     """
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is another user's
             files = [os.readlink(link) for link in (folder / "fd").iterdir()]
-            if int(folder.name) != os.getpid() and any(file.startswith(f"{temp}/") for file in files):
+            if int(folder.name) != os.getpid() and any(
+                file.startswith(f"{temp}/") for file in files
+            ):
                 os.kill(int(folder.name), signal.SIGKILL)
 
 
@@ -145,8 +169,9 @@ def _end_processes_of(temp: str) -> None:
 def _group_of_their_own() -> Iterator[None]:
     """Start Ray's processes in process groups of their own.
 
-    A terminal that closes, `timeout` and batch systems signal the whole group of a command. In it, Ray's head would end
-    at once, and the ranks with it, before they have saved. Ray itself has no setting for that.
+    A terminal that closes, `timeout` and batch systems signal the whole group of a command. In it,
+    Ray's head would end at once, and the ranks with it, before they have saved. Ray itself has no
+    setting for that.
     """
     services: Any = ray._private.services
     popen = services.ConsolePopen
@@ -166,7 +191,8 @@ def _group_of_their_own() -> Iterator[None]:
 
 
 def bounded(cleanup: Callable[[], object], seconds: float = CLEANUP_TIMEOUT_S) -> threading.Thread:
-    """Call `cleanup`, but wait for some seconds only: a call to a cluster without a head never returns.
+    """Call `cleanup`, but wait for some seconds only: a call to a cluster without a head never
+    returns.
 
     Returns its thread. What a cluster refuses that does not know this run needs no cleanup.
     """
@@ -207,7 +233,9 @@ class Placement:
         return max(1, int(self.bundle["CPU"]))
 
     @classmethod
-    def make(cls, config: Config, check: Callable[[], None] = lambda: None, api: Any = ray) -> Placement:
+    def make(
+        cls, config: Config, check: Callable[[], None] = lambda: None, api: Any = ray
+    ) -> Placement:
         """Reserve one bundle per rank; `check` is called while it waits, and may raise.
 
         Raises PlacementError with the resources of each node if that is impossible.
@@ -219,26 +247,36 @@ class Placement:
         group = api.util.placement_group([bundle] * workers, strategy=config.placement.upper())
         try:
             ready = group.ready()
-            while not api.wait([ready], timeout=min(PLACEMENT_POLL_S, max(0.0, deadline - time.monotonic())))[0]:
+            while not api.wait(
+                [ready], timeout=min(PLACEMENT_POLL_S, max(0.0, deadline - time.monotonic()))
+            )[0]:
                 check()
                 if time.monotonic() < deadline:
                     continue
                 state = api.util.placement_group_table(group)["stats"]["scheduling_state"]
                 raise PlacementError(
-                    f"asked for {asked}, not free within {config.placement_timeout_s:g} s ({state}); "
-                    f"{_table(nodes_of(api), 'available')}; wait for other jobs, or raise --placement_timeout_s"
+                    f"asked for {asked}, not free within {config.placement_timeout_s:g} s "
+                    f"({state}); "
+                    f"{_table(nodes_of(api), 'available')}; wait for other jobs, or raise "
+                    "--placement_timeout_s"
                 )
             slots = _slots_of(group, kind, workers, check, api)
-            if config.device == "mig" and not all(devices[0].startswith("MIG-") for _, devices, _ in slots):
+            if config.device == "mig" and not all(
+                devices[0].startswith("MIG-") for _, devices, _ in slots
+            ):
                 raise PlacementError(
-                    f"device = mig, but Ray handed out {[devices[0] for _, devices, _ in slots]}; start Ray with "
-                    "CUDA_VISIBLE_DEVICES set to the slices' MIG- UUIDs and --num-gpus to their number"
+                    f"device = mig, but Ray handed out {[devices[0] for _, devices, _ in slots]}; "
+                    "start Ray with "
+                    "CUDA_VISIBLE_DEVICES set to the slices' MIG- UUIDs and --num-gpus to their "
+                    "number"
                 )
         except BaseException:
             api.util.remove_placement_group(group)
             raise
         mig = kind != "cpu" and all(devices[0].startswith("MIG-") for _, devices, _ in slots)
-        return cls(group, "mig" if mig else kind, bundle, tuple(index for _, _, index in sorted(slots)))
+        return cls(
+            group, "mig" if mig else kind, bundle, tuple(index for _, _, index in sorted(slots))
+        )
 
 
 def _request_that_fits(
@@ -246,10 +284,10 @@ def _request_that_fits(
 ) -> tuple[str, int, dict[str, float]]:
     """Return `_request` for the nodes that there are, waiting for more of them where more may come.
 
-    A cluster is assembling if it has no CPU at all when this begins, as a head without workers, or if KubeRay's
-    operator brings its pods up: then ranks that would share CPUs wait, too. A placement_timeout_s above the default
-    says that others may grow. `check` is called while it waits, and may raise. Raises PlacementError when the cluster
-    cannot hold the ranks.
+    A cluster is assembling if it has no CPU at all when this begins, as a head without workers, or
+    if KubeRay's operator brings its pods up: then ranks that would share CPUs wait, too. A
+    placement_timeout_s above the default says that others may grow. `check` is called while it
+    waits, and may raise. Raises PlacementError when the cluster cannot hold the ranks.
     """
     assembling = _KUBERAY in os.environ
     said, seen, seen_at = "", set[str](), 0.0
@@ -272,7 +310,8 @@ def _request_that_fits(
                     raise
                 if now >= deadline:
                     raise PlacementError(
-                        f"{error}; waited {config.placement_timeout_s:g} s for more nodes: see why they do not join, "
+                        f"{error}; waited {config.placement_timeout_s:g} s for more nodes: see why "
+                        "they do not join, "
                         "or raise --placement_timeout_s"
                     ) from None
                 problem = f"no room for workers = {config.workers}"
@@ -284,7 +323,9 @@ def _request_that_fits(
 
 
 class Demand:
-    """A placement group that waits, because an autoscaler adds nodes only for what somebody waits for."""
+    """A placement group that waits, because an autoscaler adds nodes only for what somebody waits
+    for.
+    """
 
     def __init__(self, strategy: str, api: Any) -> None:
         self._strategy, self._api = strategy, api
@@ -295,7 +336,11 @@ class Demand:
         """Wait for these bundles in place of those before."""
         if bundles != self._bundles:
             self.close()
-            self._group = self._api.util.placement_group(bundles, strategy=self._strategy) if bundles else None
+            self._group = (
+                self._api.util.placement_group(bundles, strategy=self._strategy)
+                if bundles
+                else None
+            )
             self._bundles = bundles
 
     def close(self) -> None:
@@ -304,12 +349,20 @@ class Demand:
         self._group, self._bundles = None, []
 
 
-def _wanted(config: Config, request: tuple[str, int, dict[str, float]] | None) -> list[dict[str, float]]:
-    """Return the bundles that nodes are waited for with: on CPUs whole ones, which ranks share only without others."""
+def _wanted(
+    config: Config, request: tuple[str, int, dict[str, float]] | None
+) -> list[dict[str, float]]:
+    """Return the bundles that nodes are waited for with: on CPUs whole ones, which ranks share only
+    without others.
+    """
     if request and request[0] != "cpu":
         _, workers, bundle = request
         return [bundle] * workers
-    return [] if config.workers == "auto" else [{"CPU": config.cpus_per_worker or 1.0}] * config.workers
+    return (
+        []
+        if config.workers == "auto"
+        else [{"CPU": config.cpus_per_worker or 1.0}] * config.workers
+    )
 
 
 def _request(config: Config, nodes: list[dict[str, Any]]) -> tuple[str, int, dict[str, float]]:
@@ -323,7 +376,11 @@ def _request(config: Config, nodes: list[dict[str, Any]]) -> tuple[str, int, dic
         choose_precision(config, kind, frozenset())  # raises for one that CPUs do not have
         cpus = [node["total"].get("CPU", 0.0) for node in nodes]
         workers = (2 if sum(cpus) >= 2 else 1) if config.workers == "auto" else config.workers
-        return kind, workers, {"CPU": config.cpus_per_worker or cpu_share([c for c in cpus if c > 0], workers)}
+        return (
+            kind,
+            workers,
+            {"CPU": config.cpus_per_worker or cpu_share([c for c in cpus if c > 0], workers)},
+        )
     workers = max(1, int(gpus)) if config.workers == "auto" else config.workers
     return kind, workers, {"GPU": 1.0, "CPU": config.cpus_per_worker or 1.0}
 
@@ -345,13 +402,17 @@ def _slots_of(
         node_of = api.util.placement_group_table(group)["bundles_to_node_id"]
         return [(node_of[index], [], index) for index in range(workers)]
     probe = api.remote(num_cpus=0, num_gpus=1)(_probe)
-    refs = [probe.options(scheduling_strategy=strategy(group, index)).remote() for index in range(workers)]
+    refs = [
+        probe.options(scheduling_strategy=strategy(group, index)).remote()
+        for index in range(workers)
+    ]
     deadline = time.monotonic() + START_TIMEOUT_S
     while api.wait(refs, num_returns=workers, timeout=PLACEMENT_POLL_S)[1]:
         check()
         if time.monotonic() > deadline:
             raise PlacementError(
-                f"Ray has started no process on each of the {workers} reserved devices within {START_TIMEOUT_S:g} s; "
+                f"Ray has started no process on each of the {workers} reserved devices within "
+                f"{START_TIMEOUT_S:g} s; "
                 "see the raylets' logs, and whether nodes are being lost"
             )
     try:
@@ -361,7 +422,10 @@ def _slots_of(
             "Ray lost a node, or a process on it, while it was asked which GPUs it has: "
             f"{' '.join(str(error).split())[:300]}; see `ray status`, and start again"
         ) from None
-    return [(node, [_zero_padded(d) for d in devices], index) for index, (node, devices) in enumerate(found)]
+    return [
+        (node, [_zero_padded(d) for d in devices], index)
+        for index, (node, devices) in enumerate(found)
+    ]
 
 
 def _probe() -> tuple[str, list[str]]:
@@ -393,12 +457,20 @@ def nodes_of(api: Any) -> list[dict[str, Any]]:
 
 def room_on(nodes: Iterable[dict[str, Any]], bundle: dict[str, float], column: str) -> int:
     """Return how many ranks of this bundle the nodes' `column` (total or available) can hold."""
-    return sum(min(int(node[column].get(name, 0) / amount + 1e-6) for name, amount in bundle.items()) for node in nodes)
+    return sum(
+        min(int(node[column].get(name, 0) / amount + 1e-6) for name, amount in bundle.items())
+        for node in nodes
+    )
 
 
 def _resources(values: dict[str, float]) -> str:
-    return " + ".join(f"{values.get(name, 0):g} {name}" for name in ("GPU", "CPU") if name in values) or "nothing"
+    return (
+        " + ".join(f"{values.get(name, 0):g} {name}" for name in ("GPU", "CPU") if name in values)
+        or "nothing"
+    )
 
 
 def _table(nodes: list[dict[str, Any]], column: str) -> str:
-    return f"{column} per node: " + "; ".join(f"{n['ip']} has {_resources(n[column])}" for n in nodes)
+    return f"{column} per node: " + "; ".join(
+        f"{n['ip']} has {_resources(n[column])}" for n in nodes
+    )

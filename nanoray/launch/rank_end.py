@@ -1,4 +1,6 @@
-"""How one rank ended, as the driver tells it: an error that it returned, or the death of its process or node."""
+"""How one rank ended, as the driver tells it: an error that it returned, or the death of its
+process or node.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,15 @@ class RankEnd:
         record_by: monotonic seconds until which its exit record is awaited.
         """
         step, phase = self._position()
-        failure = Failure(self.slot, "killed", "", step, phase, end_of_log(self.spec.log(self.slot)), facts=self.facts)
+        failure = Failure(
+            self.slot,
+            "killed",
+            "",
+            step,
+            phase,
+            end_of_log(self.spec.log(self.slot)),
+            facts=self.facts,
+        )
         what, how = "died", "killed, or crashed without a Python exception"
         if isinstance(error, OutOfMemoryError):
             failure.cause, how = "out_of_memory", "ended by Ray's memory monitor"
@@ -58,7 +68,10 @@ class RankEnd:
         elif isinstance(error, ActorDiedError):
             record = failure.exit_record = self._exit_record(record_by)
             if record.get("oom"):
-                failure.cause, how = "out_of_memory", "killed by the kernel, which was out of memory"
+                failure.cause, how = (
+                    "out_of_memory",
+                    "killed by the kernel, which was out of memory",
+                )
             elif name := record.get("signal"):
                 how = f"killed by {name}"
             elif "exit_code" in record:
@@ -72,7 +85,9 @@ class RankEnd:
         return failure
 
     def by_silence(self) -> Failure:
-        """Return the failure of a rank that did not notice that its group broke, or never reached the rendezvous."""
+        """Return the failure of a rank that did not notice that its group broke, or never reached
+        the rendezvous.
+        """
         step, phase = self._position()
         title = f"{self.name} did not leave the group that broke, in {phase} of step {step}; it was ended"
         return Failure(self.slot, "hung", title, step, phase, end_of_log(self.spec.log(self.slot)))

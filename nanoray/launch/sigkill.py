@@ -1,8 +1,9 @@
 """End a rank's process for certain, by SIGKILL from a Ray task on its node.
 
-`ray.kill` lets the node's raylet ask the process to end, and kill it after 5 s without an answer. But if the raylet has
-tried for 20 s to connect to the process and failed, as with one that is frozen, the question fails at once, and Ray
-2.60 takes that for an answer: the process, and with it the slot's share of the node, stays until the driver has ended.
+`ray.kill` lets the node's raylet ask the process to end, and kill it after 5 s without an answer.
+But if the raylet has tried for 20 s to connect to the process and failed, as with one that is
+frozen, the question fails at once, and Ray 2.60 takes that for an answer: the process, and with it
+the slot's share of the node, stays until the driver has ended.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ def end_for_certain(facts: dict[str, Any], api: Any = ray) -> None:
 
 
 def end_process(pid: int, start: str) -> None:
-    """End a process of this host, unless it is another one by now, which started later under the same pid."""
+    """End a process of this host, unless it is another one by now, which started later under the
+    same pid.
+    """
     if start and start_time(pid) == start:
         os.kill(pid, signal.SIGKILL)

@@ -19,7 +19,9 @@ class StopRequested(Exception):
 
 
 class Stop:
-    """Whether the run was asked to stop. The first request stops after this step, a second Ctrl-C stops now."""
+    """Whether the run was asked to stop. The first request stops after this step, a second Ctrl-C
+    stops now.
+    """
 
     def __init__(self) -> None:
         self.signal = 0

@@ -1,4 +1,5 @@
-"""The Ray actor of one rank: bind a device, join the others, train, and answer the driver meanwhile.
+"""The Ray actor of one rank: bind a device, join the others, train, and answer the driver
+meanwhile.
 
 Ray places the actor and reports its death. No gradient, weight or batch passes through Ray.
 """
@@ -24,19 +25,21 @@ from typing import Any, NamedTuple
 import ray
 from ray.util.metrics import Gauge
 
+from nanoray.devices.choose import require_compiler
 from nanoray.errors import NanorayError, RankDiffers, RendezvousError
 from nanoray.faults import exit_record
 from nanoray.faults.cause import is_collective_error
 from nanoray.faults.proc import start_time
 from nanoray.faults.progress import UNKNOWN, ProgressFile
-from nanoray.mesh.devices import require_compiler
 from nanoray.mesh.rendezvous import Order, Rendezvous
 from nanoray.metrics import METRICS
 from nanoray.run import RunSpec, recovers_in_place
 
-START_S = 600.0  # imports take seconds, and a rehearsal that compiles minutes; an actor that takes longer ends
+# Imports take seconds, and a rehearsal that compiles minutes; an actor that takes longer ends
+START_S = 600.0
 REPLACE_TIMEOUT_S = 600.0  # a survivor that gets no order for this long ends by itself
-DRIVER_SILENT_S = 20.0  # the driver calls every second or two; after this long without it, stop with a checkpoint
+# The driver calls every second or two; after this long without it, stop with a checkpoint
+DRIVER_SILENT_S = 20.0
 ORPHAN_S = 60.0  # the same for a rank that waits for orders, while the driver is busier
 HEADLESS_S = 5.0  # both, where the cluster's head is gone: the driver was on it, or gives up, too
 DIAL_S = 1.0  # a head that lives accepts a connection in milliseconds, also if it is frozen
@@ -45,7 +48,8 @@ HOLD_S = 1.0  # Ray exports a gauge every 10 s, if it was set since the last tim
 LOOK_S = 0.005  # how often `heartbeat` checks whether the step it waits for has passed
 _STDERR = 2
 
-Script = tuple[Callable[[Any], Any], frozenset[str]] | None  # a function that trains, and the keys that it has set
+# A function that trains, and the keys that it has set
+Script = tuple[Callable[[Any], Any], frozenset[str]] | None
 
 
 class LostPeer(RuntimeError):
@@ -64,19 +68,25 @@ class Heartbeat(NamedTuple):
 
 
 class Head:
-    """The cluster's head, as far as this process can see: whether anything still listens at its address."""
+    """The cluster's head, as far as this process can see: whether anything still listens at its
+    address.
+    """
 
     def __init__(self, api: Any) -> None:
         """Note the head's address. A name is looked up once: on Kubernetes another head may get it."""
         host, _, port = api.get_runtime_context().gcs_address.rpartition(":")
         self._address: Any = None
         with suppress(OSError, ValueError):
-            self._address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0][4][:2]
+            self._address = socket.getaddrinfo(
+                host.strip("[]"), int(port), type=socket.SOCK_STREAM
+            )[0][4][:2]
         self._gone, self._asked_at = False, -math.inf
 
     @property
     def gone(self) -> bool:
-        """Whether it refuses connections or cannot be reached; asked once a second. A frozen head is not gone."""
+        """Whether it refuses connections or cannot be reached; asked once a second. A frozen head
+        is not gone.
+        """
         if self._address and time.monotonic() - self._asked_at > DIAL_S:
             try:
                 socket.create_connection(self._address, timeout=DIAL_S).close()
@@ -88,7 +98,8 @@ class Head:
 
 
 class OwnTime:
-    """The monotonic clock without the time in which this process was frozen, as in a paused container or machine.
+    """The monotonic clock without the time in which this process was frozen, as in a paused
+    container or machine.
 
     A driver that could not be heard in that time was not silent.
     """
@@ -128,32 +139,41 @@ class Worker:
         train: Callable[..., dict[str, Any]] | None = None,
         api: Any = ray,
     ) -> None:
-        """`rehearsal`: a RunSpec, as a dict, to rehearse with. Tests replace recipe.train and ray (`api`)."""
+        """`rehearsal`: a RunSpec, as a dict, to rehearse with. Tests replace recipe.train and ray
+        (`api`).
+        """
         self._name, self._rank, self._rehearsal, self._script = run_name, rank, rehearsal, script
         self._train, self._api = train, api
         self._messages: deque[tuple[str, Any]] = deque()
         self._metrics: _RayMetrics | None = None
-        self._stop, self._pause_in = threading.Event(), -1  # the attempt in which the driver wants another group
+        # The attempt in which the driver wants another group
+        self._stop, self._pause_in = threading.Event(), -1
         self._own_time = OwnTime()
-        self._called_at = self._own_time.now()  # when the driver last called `heartbeat`, or its patience ends
+        # When the driver last called `heartbeat`, or its patience ends
+        self._called_at = self._own_time.now()
         self._head = Head(api)
         self._store: Any = None
         self._spec: RunSpec | None = None  # of the present attempt
         self._rendezvous = Rendezvous()
-        self._waiting = threading.Event()  # this rank has left its groups and waits for the next attempt
+        # This rank has left its groups and waits for the next attempt
+        self._waiting = threading.Event()
         self._attempts: queue.Queue[tuple[dict[str, Any], Rendezvous]] = queue.Queue()
         self._devices = bound_devices(api)
         raise_priority()
-        # If an import or a device hangs, this says where and ends the process: the driver starts another actor.
+        # If an import or a device hangs, this says where and ends the process: the driver starts
+        # another actor.
         faulthandler.dump_traceback_later(START_S, exit=True, file=_STDERR)
-        # Importing torch takes seconds: start now, while the driver creates the other actors. Methods that need torch
-        # join this thread first, because two threads that import torch.distributed at once abort the process.
+        # Importing torch takes seconds: start now, while the driver creates the other actors.
+        # Methods that need torch join this thread first, because two threads that import
+        # torch.distributed at once abort the process.
         self._importing = threading.Thread(target=self._prepare, daemon=True)
         self._importing.start()
 
     def _prepare(self) -> None:
         try:
-            gc.disable()  # looking for garbage among modules, which stay, is a sixth of the time that importing takes
+            # Looking for garbage among modules, which stay, is a sixth of the time that importing
+            # takes
+            gc.disable()
             importlib.import_module("nanoray.train.runtime")
             gc.freeze()
             gc.enable()
@@ -171,7 +191,8 @@ class Worker:
     def take_slot(self, rank: int, devices: list[str]) -> None:
         """Make this spare a rank, on the devices of the lost one."""
         self._rank, self._devices = rank, devices
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)  # CUDA reads this when it starts, later: see add_spares
+        # CUDA reads this when it starts, later: see add_spares
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
 
     @ray.method(concurrency_group="control")
     def describe(self) -> dict[str, Any]:
@@ -205,7 +226,9 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def open_store(self, world_size: int, timeout_s: float) -> tuple[str, int]:
-        """Serve the store on a port that the kernel picks; return its address. (one rank: rank 0, or a survivor)"""
+        """Serve the store on a port that the kernel picks; return its address. (one rank: rank 0,
+        or a survivor)
+        """
         self._importing.join()
         from nanoray.mesh.rendezvous import open_store
 
@@ -224,7 +247,8 @@ class Worker:
     def abort(self, attempt: int) -> None:
         """Abort the process groups of this attempt, if this rank is in them: a peer is lost.
 
-        An order for another attempt does nothing. No newer groups can stand yet: `go_on` waits for the same thread.
+        An order for another attempt does nothing. No newer groups can stand yet: `go_on` waits for
+        the same thread.
         """
         if self._spec and self._spec.attempt == attempt and not self._waiting.is_set():
             from nanoray.mesh.mesh import abort_groups
@@ -232,7 +256,9 @@ class Worker:
             abort_groups()
 
     def run(self, spec: dict[str, Any], rendezvous: Rendezvous) -> dict[str, Any]:
-        """Train as one rank and return the outcome, or the failure and its kind as data for the driver."""
+        """Train as one rank and return the outcome, or the failure and its kind as data for the
+        driver.
+        """
         self._importing.join()
         from nanoray.train.recipe import log, train
         from nanoray.train.runtime import Program
@@ -241,7 +267,8 @@ class Worker:
         run = self._spec = RunSpec.from_dict(spec)
         self._rendezvous = rendezvous
         self._called_at = self._own_time.now()
-        for old in (run.progress(self._rank), run.exit_record(self._rank)):  # of an earlier process in this slot
+        # Of an earlier process in this slot
+        for old in (run.progress(self._rank), run.exit_record(self._rank)):
             old.unlink(missing_ok=True)
         exit_record.watch(run.exit_record(self._rank))
         try:
@@ -271,7 +298,8 @@ class Worker:
             }
 
     def _rejoin(self, lost: str) -> tuple[RunSpec, Rendezvous]:
-        """Wait, during `run`, for the driver's next attempt; return it. Raises LostPeer if none comes.
+        """Wait, during `run`, for the driver's next attempt; return it. Raises LostPeer if none
+        comes.
 
         If the driver is silent, one of the ranks that wait goes on alone, and only to save.
         """
@@ -305,7 +333,9 @@ class Worker:
         return False
 
     def _wanted(self) -> Order:
-        """Return what the driver wants after this step. A driver that is silent for too long means STOP."""
+        """Return what the driver wants after this step. A driver that is silent for too long means
+        STOP.
+        """
         if self._stop.is_set() or self._silent_s > self._patience_s(DRIVER_SILENT_S):
             return Order.STOP
         return Order.REGROUP if self._spec and self._pause_in == self._spec.attempt else Order.GO_ON
@@ -317,12 +347,18 @@ class Worker:
 
     def _patience_s(self, usual_s: float) -> float:
         """Return how long the driver may be silent: not long if the cluster's head is gone."""
-        return min(usual_s, HEADLESS_S) if self._silent_s > HEADLESS_S / 2 and self._head.gone else usual_s
+        return (
+            min(usual_s, HEADLESS_S)
+            if self._silent_s > HEADLESS_S / 2 and self._head.gone
+            else usual_s
+        )
 
     def _end_if_orphaned(self) -> None:
-        """End this process if the driver is silent: Ray ends actors only once it knows that their driver is dead.
+        """End this process if the driver is silent: Ray ends actors only once it knows that their
+        driver is dead.
 
-        The rank whose patience ended first stops all of them. The others wait here for the driver's next call.
+        The rank whose patience ended first stops all of them. The others wait here for the driver's
+        next call.
         """
         while self._silent_s > (patience_s := self._patience_s(DRIVER_SILENT_S)) / 2:
             if self._silent_s > patience_s:
@@ -331,11 +367,14 @@ class Worker:
 
     @ray.method(concurrency_group="heartbeat")
     def heartbeat(self, patience_s: float, waiting: bool, after: int | None) -> Heartbeat:
-        """Return where this rank is, after `patience_s` or once `waiting` differs or step `after` has passed."""
+        """Return where this rank is, after `patience_s` or once `waiting` differs or step `after`
+        has passed.
+        """
         deadline = time.monotonic() + patience_s
         self._called_at = self._own_time.now() + patience_s
         while True:
-            spec = self._spec  # before `waiting`, which `_rejoin` clears before it sets the next spec
+            # Before `waiting`, which `_rejoin` clears before it sets the next spec
+            spec = self._spec
             position = ProgressFile.read_all(spec.progress(self._rank or 0)) if spec else None
             attempt = spec.attempt if spec else -1
             position = position or (0, "init", UNKNOWN, 0.0)
@@ -351,7 +390,9 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def stacks(self, log_file: str) -> int:
-        """Append the Python stacks of all threads to this rank's log; return how many collectives it has started."""
+        """Append the Python stacks of all threads to this rank's log; return how many collectives
+        it has started.
+        """
         from nanoray.mesh.mesh import collectives_started
 
         with open(log_file, "a", encoding="utf-8") as file:
@@ -374,7 +415,9 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def pause(self, attempt: int) -> None:
-        """Ask all ranks to leave the process groups of this attempt after the same step, and wait for the next one."""
+        """Ask all ranks to leave the process groups of this attempt after the same step, and wait
+        for the next one.
+        """
         self._pause_in = attempt
 
     @ray.method(concurrency_group="control")
@@ -384,7 +427,9 @@ class Worker:
 
 
 def bound_devices(api: Any = ray) -> list[str]:
-    """Return the GPU or MIG ids that Ray gave this process, as strings; if none, hide every GPU from it."""
+    """Return the GPU or MIG ids that Ray gave this process, as strings; if none, hide every GPU
+    from it.
+    """
     ids = [str(i) for i in api.get_gpu_ids()]
     if not ids:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # otherwise an actor without GPUs sees all of them
@@ -392,7 +437,9 @@ def bound_devices(api: Any = ray) -> list[str]:
 
 
 def raise_priority() -> None:
-    """Undo Ray's nice 15, which puts every other process on the node first. Works for root only; see new_actor."""
+    """Undo Ray's nice 15, which puts every other process on the node first. Works for root only;
+    see new_actor.
+    """
     for thread in os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else []:
         with suppress(PermissionError, ProcessLookupError):
             os.setpriority(os.PRIO_PROCESS, int(thread), 0)
@@ -400,7 +447,16 @@ def raise_priority() -> None:
 
 def _alone(r: Rendezvous) -> Rendezvous:
     """Return the meeting of one rank that holds the run's state, for a rank of a group that broke."""
-    alone = replace(r, rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, live=True, reference=0)
+    alone = replace(
+        r,
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        node_rank=0,
+        live=True,
+        reference=0,
+    )
     return replace(alone, master_addr="", master_port=0, agent_store=True)
 
 
@@ -408,7 +464,11 @@ def _kind_of(error: Exception, rendezvous: Rendezvous) -> str:
     """Return the key of CAUSES for an exception of `run`."""
     if isinstance(error, LostPeer) or is_collective_error(error):
         return "peer_lost"
-    if rendezvous.live and isinstance(error, RendezvousError) and not isinstance(error, RankDiffers):
+    if (
+        rendezvous.live
+        and isinstance(error, RendezvousError)
+        and not isinstance(error, RankDiffers)
+    ):
         return "peer_lost"  # a new rank that did not meet the others: they are lost or frozen
     if getattr(error, "retry", False):
         return "diverged"
@@ -454,7 +514,9 @@ class _RayMetrics:
             self._newest[name] = record[name]
 
     def hold(self) -> None:
-        """Set all gauges again, at most once in HOLD_S: Ray forgets one that was not set in two report intervals."""
+        """Set all gauges again, at most once in HOLD_S: Ray forgets one that was not set in two
+        report intervals.
+        """
         if time.monotonic() - self._set_at > HOLD_S:
             self._set_at = time.monotonic()
             for name, value in [*self._newest.items()]:

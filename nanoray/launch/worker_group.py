@@ -1,8 +1,10 @@
-"""The actors of a run on Ray: one per slot, each a rank of the process group that trains at present.
+"""The actors of a run on Ray: one per slot, each a rank of the process group that trains at
+present.
 
-A slot is the place of a rank: its resources, its device, its log. When a rank is lost, another actor takes its slot.
-While every slot is taken, rank and slot are the same number. With `--recovery shrink` the group may be smaller for a
-while: its ranks are then its members' slots in order, whatever part of a model that tp or pp cut they had before.
+A slot is the place of a rank: its resources, its device, its log. When a rank is lost, another
+actor takes its slot. While every slot is taken, rank and slot are the same number. With `--recovery
+shrink` the group may be smaller for a while: its ranks are then its members' slots in order,
+whatever part of a model that tp or pp cut they had before.
 """
 
 from __future__ import annotations
@@ -17,7 +19,11 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, NodeLabelSchedulingStrategy, NotIn
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    NodeLabelSchedulingStrategy,
+    NotIn,
+)
 
 from nanoray.config import Config
 from nanoray.faults.cause import Failure, FailureCollector
@@ -29,19 +35,30 @@ from nanoray.launch.rank_end import RankEnd
 from nanoray.launch.shares import Shares
 from nanoray.launch.sigkill import end_for_certain
 from nanoray.launch.worker import Script, Worker
-from nanoray.mesh.rendezvous import BackendChoice, RankDevice, Rendezvous, choose_backend, rendezvous_of
+from nanoray.mesh.rendezvous import (
+    BackendChoice,
+    RankDevice,
+    Rendezvous,
+    choose_backend,
+    rendezvous_of,
+)
 from nanoray.run import RunSpec, recovers_in_place
-from nanoray.train.observers import Console
+from nanoray.train.watch.observers import Console
 
-POLL_S, HEARTBEAT_S = 0.25, 1.0  # the driver looks this often; a rank whose position is unchanged answers this late
-AUTO_SPARE_S = 30.0  # start spares after this long: each imports for 2 to 3 s, and short runs do without
+# The driver looks this often; a rank whose position is unchanged answers this late
+POLL_S, HEARTBEAT_S = 0.25, 1.0
+# Start spares after this long: each imports for 2 to 3 s, and short runs do without
+AUTO_SPARE_S = 30.0
 HEARTBEATS_PER_S = 500  # of all ranks together: each costs the driver about half a millisecond
-GATHER_S = 1e-5  # sleep per pending answer before taking the rest: one ray.wait costs a tenth of that for each
+# Sleep per pending answer before taking the rest: one ray.wait costs a tenth of that for each
+GATHER_S = 1e-5
 START_TRIES = 3  # how often a new actor may die before it is ready
 ANSWER_S = 2.0  # a process that is not frozen answers on its control lane in milliseconds
-SETTLE_S = 1.5  # after the first failure, listen this long for others: a survivor's error often arrives first
+# After the first failure, listen this long for others: a survivor's error often arrives first
+SETTLE_S = 1.5
 STORE_TIMEOUT_S = 5.0  # a rank that waits opens a store in milliseconds
-EXIT_RECORD_S = 5.0  # an exit record is written within milliseconds of the death, and a busy machine may take seconds
+# An exit record is written within milliseconds of the death, and a busy machine may take seconds
+EXIT_RECORD_S = 5.0
 
 
 @dataclass
@@ -50,20 +67,27 @@ class WorkerGroup:
 
     spec: RunSpec
     place: Placement
-    check: Callable[[], None] = lambda: None  # called while the ranks start; what it raises interrupts that
-    cluster: ClusterWatch | None = None  # which nodes are drained; whether there is a head to create or end an actor
+    # Called while the ranks start; what it raises interrupts that
+    check: Callable[[], None] = lambda: None
+    # Which nodes are drained; whether there is a head to create or end an actor
+    cluster: ClusterWatch | None = None
     script: Script = None  # what each rank runs in the place of the recipe
-    members: list[int] = field(default_factory=list)  # the slots of the present group, in rank order
+    # The slots of the present group, in rank order
+    members: list[int] = field(default_factory=list)
     actors: dict[int, Any] = field(default_factory=dict)
     facts: dict[int, dict[str, Any]] = field(default_factory=dict)  # pid, start, node, ip, devices
     runs: dict[int, Any] = field(default_factory=dict)  # pending `run` of ranks that train or wait
     heartbeats: dict[int, Any] = field(default_factory=dict)  # pending `heartbeat` of each rank
     starting: dict[int, Any] = field(default_factory=dict)  # pending `ready` of new actors
-    former: list[Any] = field(default_factory=list)  # lost ranks' actors that could not be ended at once
-    spares: list[tuple[Any, Any]] = field(default_factory=list)  # actors without a slot, and their pending `ready`
+    # Lost ranks' actors that could not be ended at once
+    former: list[Any] = field(default_factory=list)
+    # Actors without a slot, and their pending `ready`
+    spares: list[tuple[Any, Any]] = field(default_factory=list)
     promoted: set[int] = field(default_factory=set)  # slots that a spare took since the last fault
-    newcomers: set[int] = field(default_factory=set)  # slots that received the state in this attempt, no step yet
-    unfit: dict[int, set[str]] = field(default_factory=dict)  # slot -> nodes on which a newcomer could not work
+    # Slots that received the state in this attempt, no step yet
+    newcomers: set[int] = field(default_factory=set)
+    # Slot -> nodes on which a newcomer could not work
+    unfit: dict[int, set[str]] = field(default_factory=dict)
     live: bool = False  # some members held the run's state before this attempt
     stopping: bool = False  # the members were told to stop
     pausing: bool = False  # the members were told to leave the group and wait
@@ -74,7 +98,8 @@ class WorkerGroup:
     shares: Shares = field(default_factory=Shares)  # of the state, and the members that hold them
     secret: str = field(default="", repr=False)  # of the present meeting
     poll: Any = None  # pending `poll` of rank 0
-    event_at: float = 0.0  # monotonic seconds of the newest events: processes they report dead had died by then
+    # Monotonic seconds of the newest events: processes they report dead had died by then
+    event_at: float = 0.0
     api: Any = ray
     clock: Any = time
 
@@ -83,11 +108,14 @@ class WorkerGroup:
     def create(self) -> None:
         """Create one actor per slot, named by run and rank. Raises RayError, GetTimeoutError."""
         for slot in range(self.place.workers):
-            self.spec.progress(slot).unlink(missing_ok=True)  # an older attempt's position means nothing now
+            # An older attempt's position means nothing now
+            self.spec.progress(slot).unlink(missing_ok=True)
             self.fill(slot)
         if len(self.starting) < self.place.workers:
             raise RayError("the cluster's head does not answer")
-        wait_s = start_timeout_s(self.spec.config) + (self.cluster.vacated_in_s if self.cluster else 0.0)
+        wait_s = start_timeout_s(self.spec.config) + (
+            self.cluster.vacated_in_s if self.cluster else 0.0
+        )
         facts = self._get([*self.starting.values()], wait_s)
         self.facts = dict(zip(self.starting, facts, strict=True))
         self.starting.clear()
@@ -99,7 +127,9 @@ class WorkerGroup:
         while pending:
             self.check()
             left = max(0.0, deadline - self.clock.monotonic())
-            done, pending = self.api.wait(pending, num_returns=len(pending), timeout=min(POLL_S, left))
+            done, pending = self.api.wait(
+                pending, num_returns=len(pending), timeout=min(POLL_S, left)
+            )
             self.api.get(done)
             if pending and not left:
                 raise GetTimeoutError(f"no answer within {timeout_s:g} s")
@@ -124,7 +154,8 @@ class WorkerGroup:
             self.former.append(actor)
 
     def fill(self, slot: int, head: bool | None = None) -> None:
-        """End the actor in a slot, if any, and put a spare or a new actor in its place; none without a head.
+        """End the actor in a slot, if any, and put a spare or a new actor in its place; none
+        without a head.
 
         head: whether it answers, if it was asked just now.
         """
@@ -133,7 +164,8 @@ class WorkerGroup:
         if not head:
             return
         replaces = bool(self.facts)
-        # With shrink the others train meanwhile, so a new actor has the time to rehearse; otherwise they wait for it.
+        # With shrink the others train meanwhile, so a new actor has the time to rehearse; otherwise
+        # they wait for it.
         rehearse = replaces and self.spec.config.recovery == "shrink"
         self.actors[slot] = self._take_spare(slot) or self.new_actor(
             slot,
@@ -142,20 +174,27 @@ class WorkerGroup:
             num_gpus=self.place.bundle.get("GPU", 0),
             scheduling_strategy=self._strategy(slot),
         )
-        # `ready` comes after the imports: an actor that dies in them costs another try, and no rendezvous.
+        # `ready` comes after the imports: an actor that dies in them costs another try, and no
+        # rendezvous.
         actor = self.actors[slot]
         self.starting[slot] = actor.ready.remote() if replaces else actor.describe.remote()
 
     def _strategy(self, slot: int) -> Any:
-        """Where an actor goes: to the slot's bundle, or to another node if that one is unfit or drained."""
+        """Where an actor goes: to the slot's bundle, or to another node if that one is unfit or
+        drained.
+        """
         bundle = self.place.order[slot]
-        avoid = self.unfit.get(slot, set()) | (self.cluster.avoided(bundle) if self.cluster else set())
+        avoid = self.unfit.get(slot, set()) | (
+            self.cluster.avoided(bundle) if self.cluster else set()
+        )
         if avoid:
             return NodeLabelSchedulingStrategy(hard={"ray.io/node-id": NotIn(*sorted(avoid))})
         return strategy(self.place.group, bundle)
 
     def add_spares(self) -> None:
-        """Start the spares that are missing: processes that hold no device, and on CPUs have rehearsed a step."""
+        """Start the spares that are missing: processes that hold no device, and on CPUs have
+        rehearsed a step.
+        """
         # Not on GPUs: a backward pass would settle for the process that it has no GPU.
         wanted = self.spec.config.spares
         if wanted == "auto":
@@ -163,17 +202,22 @@ class WorkerGroup:
         while len(self.spares) < wanted and self.head_answers():
             node = self.facts[len(self.spares) % self.place.workers]["node"]
             near = NodeAffinitySchedulingStrategy(node, soft=self.place.kind == "cpu")
-            spare = self.new_actor(None, self.place.kind == "cpu", num_cpus=0, num_gpus=0, scheduling_strategy=near)
+            spare = self.new_actor(
+                None, self.place.kind == "cpu", num_cpus=0, num_gpus=0, scheduling_strategy=near
+            )
             self.spares.append((spare, spare.ready.remote()))
 
     def new_actor(self, slot: int | None, rehearse: bool, **options: Any) -> Any:
         """Create a Worker on Ray for a slot, or a spare (`slot` None)."""
-        # A runtime_env costs half a second, because Ray cannot use its prestarted workers. Root does without: it may
-        # raise its priority itself (raise_priority), and the network's variables travel in the Rendezvous.
+        # A runtime_env costs half a second, because Ray cannot use its prestarted workers. Root
+        # does without: it may raise its priority itself (raise_priority), and the network's
+        # variables travel in the Rendezvous.
         runtime_env = None if os.geteuid() == 0 else {"env_vars": {"RAY_worker_niceness": "0"}}
         remote: Any = self.api.remote(concurrency_groups={"control": 1, "heartbeat": 1})(Worker)
         again = max(0, self.created - self.place.workers + 1)
-        suffix = (f".{self.spec.attempt}" if self.spec.attempt or again else "") + (f"-{again}" if again else "")
+        suffix = (f".{self.spec.attempt}" if self.spec.attempt or again else "") + (
+            f"-{again}" if again else ""
+        )
         self.created += 1
         return remote.options(
             name=f"{self.spec.folder.name}-{'spare' if slot is None else f'rank{slot}'}{suffix}",
@@ -181,7 +225,9 @@ class WorkerGroup:
             max_restarts=0,  # Ray would re-execute silently; the driver decides
             max_task_retries=0,
             **options,
-        ).remote(self.spec.folder.name, slot, self.spec.to_dict() if rehearse else None, self.script)
+        ).remote(
+            self.spec.folder.name, slot, self.spec.to_dict() if rehearse else None, self.script
+        )
 
     def _take_spare(self, slot: int) -> Any:
         """Assign a ready spare to a slot and return it; None if there is none that fits."""
@@ -192,7 +238,9 @@ class WorkerGroup:
                 if not done or lost is None:
                     continue
                 node = self.api.get(ready)["node"]
-                if node in self.drained_nodes or (self.place.kind != "cpu" and node != lost["node"]):
+                if node in self.drained_nodes or (
+                    self.place.kind != "cpu" and node != lost["node"]
+                ):
                     continue  # it will be gone soon; the slot's device is on another node
                 self.spares.remove((spare, ready))
                 spare.take_slot.remote(slot, lost["devices"])
@@ -226,10 +274,14 @@ class WorkerGroup:
         return sorted(slot for slot in self.actors if slot not in self.starting)
 
     def divisible(self, slots: Sequence[int], saves: bool = False) -> list[int]:
-        """Return the largest part of these slots that can train, or save: whole replicas, with all shares."""
+        """Return the largest part of these slots that can train, or save: whole replicas, with all
+        shares.
+        """
         if len(slots) == self.place.workers:
             return sorted(slots)
-        done = dict.fromkeys(self.runs, 0) | {slot: at.step for slot, (at, _) in self.positions().items()}
+        done = dict.fromkeys(self.runs, 0) | {
+            slot: at.step for slot, (at, _) in self.positions().items()
+        }
         done = {slot: done[slot] for slot in self.runs}
         return self.shares.whole_replicas(self.spec.config, self.place.workers, slots, done, saves)
 
@@ -268,15 +320,21 @@ class WorkerGroup:
                 address, port = self.api.get(store, timeout=STORE_TIMEOUT_S)
                 self.host = slot
                 return address, port
-        raise RayError(f"none of the ranks {', '.join(map(str, holders))}, which hold the state, answers")
+        raise RayError(
+            f"none of the ranks {', '.join(map(str, holders))}, which hold the state, answers"
+        )
 
-    def regroup(self, spec: RunSpec, slots: list[int], store: tuple[str, int], stop: bool = False) -> None:
-        """Form a group of these slots: ranks that hold the run's state go on, new actors receive it from them.
+    def regroup(
+        self, spec: RunSpec, slots: list[int], store: tuple[str, int], stop: bool = False
+    ) -> None:
+        """Form a group of these slots: ranks that hold the run's state go on, new actors receive it
+        from them.
 
-        With `stop` they save and end. Else a rank that is left out ends, and a new actor waits in its slot. Raises
-        RayError.
+        With `stop` they save and end. Else a rank that is left out ends, and a new actor waits in
+        its slot. Raises RayError.
         """
-        self.poll = self.poll if slots[0] == self.members[0] else None  # it may have rank 0's lines already
+        # It may have rank 0's lines already
+        self.poll = self.poll if slots[0] == self.members[0] else None
         self.spec, self.members = spec, slots
         self.live, self.stopping, self.pausing = True, False, False
         self.newcomers = {slot for slot in slots if slot not in self.runs}
@@ -286,7 +344,14 @@ class WorkerGroup:
         ranks = self._rendezvous()
         holder = next(r.rank for r in ranks if r.slot in self.runs)
         for r in ranks:
-            r = replace(r, master_addr=address, master_port=port, agent_store=True, live=True, reference=holder)
+            r = replace(
+                r,
+                master_addr=address,
+                master_port=port,
+                agent_store=True,
+                live=True,
+                reference=holder,
+            )
             if r.slot in self.runs:
                 self.actors[r.slot].go_on.remote(spec.to_dict(), r)
             else:
@@ -309,9 +374,15 @@ class WorkerGroup:
     def _choose_backend(self, facts: list[dict[str, Any]]) -> BackendChoice:
         kind, version = self.place.kind, None
         if kind != "cpu":
-            (version,) = self._get([self.actors[self.members[0]].nccl_version.remote()], START_TIMEOUT_S)
-        # Ray does not say which card a slice belongs to, so all slices of a node count as slices of one card.
-        cards = [RankDevice(kind, f["node"], "" if kind == "mig" else ",".join(f["devices"])) for f in facts]
+            (version,) = self._get(
+                [self.actors[self.members[0]].nccl_version.remote()], START_TIMEOUT_S
+            )
+        # Ray does not say which card a slice belongs to, so all slices of a node count as slices of
+        # one card.
+        cards = [
+            RankDevice(kind, f["node"], "" if kind == "mig" else ",".join(f["devices"]))
+            for f in facts
+        ]
         return choose_backend(cards, self.spec.config.backend, version)
 
     def _rendezvous(self) -> list[Rendezvous]:
@@ -321,16 +392,28 @@ class WorkerGroup:
         device = "cpu" if place.kind == "cpu" else "cuda:0"
         self.secret = secrets.token_hex(16)
         ranks = rendezvous_of([fact["node"] for fact in facts], choice, self.secret)
-        self.shares = Shares.of(self.spec.config, choice.backend, self.members, [r.local_rank for r in ranks])
+        self.shares = Shares.of(
+            self.spec.config, choice.backend, self.members, [r.local_rank for r in ranks]
+        )
         return [
-            replace(r, slot=slot, slots=place.workers, device=device, threads=place.threads, abortable=self.in_place)
+            replace(
+                r,
+                slot=slot,
+                slots=place.workers,
+                device=device,
+                threads=place.threads,
+                abortable=self.in_place,
+            )
             for r, slot in zip(ranks, self.members, strict=True)
         ]
 
     def lost_share(self, leaving: Collection[int] = ()) -> str:
-        """Say which share of the state is lost with all its copies, or would be without `leaving`; else empty."""
+        """Say which share of the state is lost with all its copies, or would be without `leaving`;
+        else empty.
+        """
         gone = {*leaving, *(slot for slot in self.members if slot not in self.runs)}
-        return self.shares.lost(gone) if self.spec.config.sharded else ""  # whole on each rank: nobody is left
+        # Whole on each rank: nobody is left
+        return self.shares.lost(gone) if self.spec.config.sharded else ""
 
     def hopeless(self, failure: Failure) -> bool:
         """Whether newcomers could not work on so many nodes that another one will not do either."""
@@ -339,16 +422,21 @@ class WorkerGroup:
     # Events.
 
     def events(self, timeout_s: float) -> Iterable[tuple[str, int, Any]]:
-        """Yield what has happened, waiting for the first event. An event's cost does not depend on the number of ranks.
+        """Yield what has happened, waiting for the first event. An event's cost does not depend on
+        the number of ranks.
 
-        ("ended", slot, ref), ("heartbeat", slot, Heartbeat) or ("started", slot, whether the new actor is ready).
+        ("ended", slot, ref), ("heartbeat", slot, Heartbeat) or ("started", slot, whether the new
+        actor is ready).
         """
-        pending: dict[Any, tuple[str, int]] = {ref: ("ended", slot) for slot, ref in self.runs.items()}
+        pending: dict[Any, tuple[str, int]] = {
+            ref: ("ended", slot) for slot, ref in self.runs.items()
+        }
         pending |= {ref: ("heartbeat", slot) for slot, ref in self.heartbeats.items()}
         pending |= {ref: ("started", slot) for slot, ref in self.starting.items()}
         done, waiting = self.api.wait(list(pending), num_returns=1, timeout=timeout_s)
         if done and waiting:
-            self.clock.sleep(GATHER_S * len(pending))  # thousands of answers one by one would be quadratic
+            # Thousands of answers one by one would be quadratic
+            self.clock.sleep(GATHER_S * len(pending))
             done += self.api.wait(waiting, num_returns=len(waiting), timeout=0)[0]
         self.event_at = self.clock.monotonic()
         for ref in done:
@@ -363,7 +451,9 @@ class WorkerGroup:
                     yield kind, slot, self.api.get(ref)
 
     def request_heartbeat(self, slot: int, waiting: bool = False, after: int | None = None) -> None:
-        """Ask where a rank is. It answers at once if it is not (or no longer) `waiting` or has passed step `after`."""
+        """Ask where a rank is. It answers at once if it is not (or no longer) `waiting` or has
+        passed step `after`.
+        """
         self.heartbeats[slot] = self.actors[slot].heartbeat.remote(self.heartbeat_s, waiting, after)
 
     @property
@@ -373,7 +463,9 @@ class WorkerGroup:
         return max(HEARTBEAT_S, min(period_s, timeout_s / 4) if timeout_s else period_s)
 
     def print_messages(self, console: Console, wait_s: float = 0.0) -> None:
-        """Print rank 0's notes and records of a poll that has returned; with `wait_s`, all of them until now."""
+        """Print rank 0's notes and records of a poll that has returned; with `wait_s`, all of them
+        until now.
+        """
         for _ in range(2 if wait_s else 1):
             self.poll = self.poll or self.actors[self.members[0]].poll.remote()
             done, _ = self.api.wait([self.poll], timeout=wait_s)
@@ -401,15 +493,22 @@ class WorkerGroup:
                 getattr(self.actors[slot], method).remote(*args)
 
     def positions(self) -> dict[int, tuple[Position, float]]:
-        """Return each member's last position from its progress file, and when it was written by the rank's clock."""
+        """Return each member's last position from its progress file, and when it was written by the
+        rank's clock.
+        """
         found = {slot: ProgressFile.read_all(self.spec.progress(slot)) for slot in self.members}
-        return {slot: (Position(*values[:2]), values[3]) for slot, values in found.items() if values}
+        return {
+            slot: (Position(*values[:2]), values[3]) for slot, values in found.items() if values
+        }
 
     # Failures.
 
     def end_hung(self, watchdog: Watchdog, collector: FailureCollector) -> None:
-        """Name the rank that all others wait for, save the stacks of those that still answer, and end it."""
-        # Progress files are newer than heartbeats, which come every second or two, or never from a frozen rank.
+        """Name the rank that all others wait for, save the stacks of those that still answer, and
+        end it.
+        """
+        # Progress files are newer than heartbeats, which come every second or two, or never from a
+        # frozen rank.
         running = [slot for slot in self.members if slot in self.runs]
         places = dict.fromkeys(running, Position(0, "init")) | watchdog.positions()
         for slot, (position, _) in self.positions().items():
@@ -418,10 +517,13 @@ class WorkerGroup:
         started = self._save_stacks(places)
         mute = [slot for slot in places if slot not in started]
         late = mute or behind(places, started)
-        where = {slot: f"rank {slot} {_at(places[slot], started.get(slot))}" for slot in list(places)[:4]}
+        where = {
+            slot: f"rank {slot} {_at(places[slot], started.get(slot))}" for slot in list(places)[:4]
+        }
         for slot in late if mute or len(late) < len(places) else late[-1:]:
             step, phase = places[slot]
-            others = [text for r, text in where.items() if r != slot]  # a few: all of them would be quadratic
+            # A few: all of them would be quadratic
+            others = [text for r, text in where.items() if r != slot]
             why = "does not answer" if slot in mute else "is behind"
             seen = f"{', '.join(others[:3])}{' ...' if len(places) > 4 else ''}"
             title = (
@@ -429,12 +531,16 @@ class WorkerGroup:
                 f"{_at(places[slot], started.get(slot))} and {why} ({seen}); it was ended"
             )
             detail = f"stacks of all ranks that answered: {self.spec.log(slot).parent}"
-            failure = Failure(slot, "hung", title, step, phase, detail, signature=f"hung in {phase}")
+            failure = Failure(
+                slot, "hung", title, step, phase, detail, signature=f"hung in {phase}"
+            )
             failure.silent_s = watchdog.silent_s
             self._end_rank(slot, failure, collector)
 
     def _save_stacks(self, slots: Iterable[int]) -> dict[int, int]:
-        """Let ranks write their stacks. Return how many collectives those have started that answer in time."""
+        """Let ranks write their stacks. Return how many collectives those have started that answer
+        in time.
+        """
         asked = {self.actors[slot].stacks.remote(str(self.spec.log(slot))): slot for slot in slots}
         done, _ = self.api.wait([*asked], num_returns=len(asked), timeout=ANSWER_S)
         started = {asked[ref]: 0 for ref in done}
@@ -444,7 +550,9 @@ class WorkerGroup:
         return started
 
     def end_silent(self, slot: int, collector: FailureCollector) -> None:
-        """End a rank that did not notice that its group broke, or that never reached the rendezvous."""
+        """End a rank that did not notice that its group broke, or that never reached the
+        rendezvous.
+        """
         self._end_rank(slot, self._rank(slot).by_silence(), collector)
 
     def end_drained(self, slot: int, collector: FailureCollector) -> None:
@@ -469,7 +577,8 @@ class WorkerGroup:
         try:
             result = self.api.get(ref)
         except RayError as error:
-            # One deadline for all ranks that died together: thousands may, and leave no record on this host.
+            # One deadline for all ranks that died together: thousands may, and leave no record on
+            # this host.
             return None, self._rank(slot).by_death(error, self.event_at + EXIT_RECORD_S)
         return (result, None) if result["ok"] else (None, self._rank(slot).by_error(result))
 
@@ -484,17 +593,25 @@ class WorkerGroup:
         """End every actor. Their outcomes are on disk or in the driver already."""
 
         def kill_all() -> None:
-            for actor in [*self.actors.values(), *self.former, *(spare for spare, _ in self.spares)]:
+            for actor in [
+                *self.actors.values(),
+                *self.former,
+                *(spare for spare, _ in self.spares),
+            ]:
                 self.api.kill(actor)
 
         bounded(kill_all)
 
 
 def start_timeout_s(config: Config) -> float:
-    """Return how long actors may take to start. If a node is lost, a slot waits for another one: as at placement."""
+    """Return how long actors may take to start. If a node is lost, a slot waits for another one: as
+    at placement.
+    """
     return max(START_TIMEOUT_S, config.placement_timeout_s)
 
 
 def _at(position: Position, collectives: int | None) -> str:
     """Write where a rank is, and after how many collectives, if it said so."""
-    return f"in {position.phase} of step {position.step}" + (f" after {collectives} collectives" if collectives else "")
+    return f"in {position.phase} of step {position.step}" + (
+        f" after {collectives} collectives" if collectives else ""
+    )

@@ -3,15 +3,18 @@
     latency-bound (small)                                   bandwidth-bound (large)
     flat   recursive_doubling   tree     double_tree     halving_doubling   ring
 
-Each takes (tensor, group) and leaves the sum of all ranks' tensors in place, on every rank of the group. (all ranks)
-The tensor is contiguous, of the same shape and dtype everywhere, on CPU with gloo or on CUDA with NCCL. Costs: alpha
-seconds to start a message, beta seconds per byte, additions counted into beta, N ranks, S bytes.
+Each takes (tensor, group) and leaves the sum of all ranks' tensors in place, on every rank of the
+group. (all ranks) The tensor is contiguous, of the same shape and dtype everywhere, on CPU with
+gloo or on CUDA with NCCL. Costs: alpha seconds to start a message, beta seconds per byte, additions
+counted into beta, N ranks, S bytes.
 
-**All ranks end with the same bits** for any data; otherwise replicas would drift apart. Either one rank forms a sum and
-the others copy it, or (recursive_doubling) partners add the same two numbers, and a + b = b + a.
+**All ranks end with the same bits** for any data; otherwise replicas would drift apart. Either one
+rank forms a sum and the others copy it, or (recursive_doubling) partners add the same two numbers,
+and a + b = b + a.
 
-The group must carry no other messages at the same time, because messages are matched by their order. On NCCL its first
-operation must be a collective, not one of these, because creating a communicator needs all ranks.
+The group must carry no other messages at the same time, because messages are matched by their
+order. On NCCL its first operation must be a collective, not one of these, because creating a
+communicator needs all ranks.
 """
 
 from __future__ import annotations
@@ -42,22 +45,33 @@ class _Group(NamedTuple):
     size: int
     in_order: bool = False  # NCCL: a rank's messages run strictly in sequence, on its stream
 
-    def start(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[Work]:
+    def start(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+    ) -> list[Work]:
         """Post the messages of one step together and return their works, the sends' first.
 
-        NCCL needs them in one batch: it runs a rank's operations in sequence, so a ring in which all ranks send first
-        would deadlock. gloo posts them at once. Empty messages are left out on both sides.
+        NCCL needs them in one batch: it runs a rank's operations in sequence, so a ring in which
+        all ranks send first would deadlock. gloo posts them at once. Empty messages are left out on
+        both sides.
         """
         sends, receives = [s for s in sends if s[0].numel()], [r for r in receives if r[0].numel()]
         if any(t.is_cuda for t, _ in (*sends, *receives)):
             group = self.handle
-            posts = [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for tensor, peer in sends]
-            posts += [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer) for tensor, peer in receives]
+            posts = [
+                dist.P2POp(dist.isend, tensor, group=group, group_peer=peer)
+                for tensor, peer in sends
+            ]
+            posts += [
+                dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer)
+                for tensor, peer in receives
+            ]
             return dist.batch_isend_irecv(posts)
         works = [self.handle.send([tensor], peer, 0) for tensor, peer in sends]
         return works + [self.handle.recv([tensor], peer, 0) for tensor, peer in receives]
 
-    def run(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> None:
+    def run(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+    ) -> None:
         """Do one step and wait for all its messages."""
         _wait(self.start(sends, receives))
 
@@ -76,14 +90,18 @@ def _open(tensor: Tensor, group: ProcessGroup | None) -> tuple[Tensor, _Group]:
     assert handle is not None
     if tensor.is_cuda and dist.get_backend(handle) != "nccl":
         raise ConfigError(
-            f"tensor on {tensor.device}, backend {dist.get_backend(handle)}: all-reduce by hand sends CUDA tensors "
-            "over nccl only; use the backend's own all-reduce (--allreduce backend), or ranks on CPU"
+            f"tensor on {tensor.device}, backend {dist.get_backend(handle)}: all-reduce by hand "
+            "sends CUDA tensors "
+            "over nccl only; use the backend's own all-reduce (--allreduce backend), or ranks on "
+            "CPU"
         )
     return tensor.view(-1), _Group(handle, handle.rank(), handle.size(), tensor.is_cuda)
 
 
 def _split(data: Tensor, parts: int) -> list[Tensor]:
-    """Cut `data` into `parts` views whose lengths differ by at most one; some are empty when data is short."""
+    """Cut `data` into `parts` views whose lengths differ by at most one; some are empty when data
+    is short.
+    """
     return list(data.tensor_split(parts))
 
 
@@ -104,9 +122,9 @@ def ring(tensor: Tensor, group: ProcessGroup | None = None) -> None:
                    c20 ──────►     a01 ──────►     b12 ──────► (to rank 0)      step 1
                    B = b120        C = c201        A = a012                     complete; steps 2, 3 copy them around
 
-    Cost 2(N-1) alpha + 2(N-1)/N S beta. Chunks travel in pieces: a rank adds one piece while the next ones arrive, then
-    forwards it. Same bits everywhere: only rank c-1 completes chunk c, the others copy it.
-    Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009.
+    Cost 2(N-1) alpha + 2(N-1)/N S beta. Chunks travel in pieces: a rank adds one piece while the
+    next ones arrive, then forwards it. Same bits everywhere: only rank c-1 completes chunk c, the
+    others copy it. Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009.
     """
     data, me = _open(tensor, group)
     n = me.size
@@ -128,15 +146,18 @@ def ring(tensor: Tensor, group: ProcessGroup | None = None) -> None:
             step, piece = divmod(k, pieces)
             target = parts[(me.rank - step - 1) % n][piece]
             arrived = scratch[k % depth][: target.numel()] if step < n - 1 else target
-            ready = parts[(me.rank - step) % n][piece]  # this rank's own, or completed at k - pieces
+            # This rank's own, or completed at k - pieces
+            ready = parts[(me.rank - step) % n][piece]
             works = me.start([(ready, (me.rank + 1) % n)], [(arrived, (me.rank - 1) % n)])
             coming.append((works, arrived, target))
 
 
 def tree_links(rank: int, size: int) -> tuple[int | None, list[int]]:
-    """Return the parent (None: root) and the children of a rank in the in-order binary tree over `size` ranks.
+    """Return the parent (None: root) and the children of a rank in the in-order binary tree over
+    `size` ranks.
 
-    Its height is floor(log2(size)), and every even rank is a leaf: a left half always has 2^h - 1 ranks.
+    Its height is floor(log2(size)), and every even rank is a leaf: a left half always has 2^h - 1
+    ranks.
     """
 
     def root(low: int, high: int) -> int:
@@ -150,13 +171,15 @@ def tree_links(rank: int, size: int) -> tuple[int | None, list[int]]:
 
 
 def _up_and_down(me: _Group, trees: Sequence[tuple[Tensor, int | None, list[int]]]) -> None:
-    """Sum each tensor up its tree (tensor, this rank's parent, its children) and send the sum down, piece by piece.
+    """Sum each tensor up its tree (tensor, this rank's parent, its children) and send the sum down,
+    piece by piece.
 
-    Steps in which this rank is a leaf come first, because they need no receive. In alternating order, a rank's leaf
-    step in one tree would wait for its children in the other, whose leaf steps wait for this rank: both trees would
-    then run at the pace of one message passing through all ranks. Sends are waited for only at the end, and so are
-    receives at a leaf, so that the next piece can start. Two ranks exchange messages of one tree only, first up and
-    then down, so messages match by their order.
+    Steps in which this rank is a leaf come first, because they need no receive. In alternating
+    order, a rank's leaf step in one tree would wait for its children in the other, whose leaf steps
+    wait for this rank: both trees would then run at the pace of one message passing through all
+    ranks. Sends are waited for only at the end, and so are receives at a leaf, so that the next
+    piece can start. Two ranks exchange messages of one tree only, first up and then down, so
+    messages match by their order.
     """
     sent: list[Work] = []
     late: list[Work] = []
@@ -168,8 +191,9 @@ def _up_and_down(me: _Group, trees: Sequence[tuple[Tensor, int | None, list[int]
     ]
     most = max(len(children) for _, _, children in trees)
     scratch = [torch.empty_like(steps[0][0]) for _ in range(most)]
-    # On NCCL's stream two ranks that both begin by sending to each other deadlock. There all ranks take pieces and
-    # trees in the same order: slower, as said above, but the first unfinished message can always proceed.
+    # On NCCL's stream two ranks that both begin by sending to each other deadlock. There all ranks
+    # take pieces and trees in the same order: slower, as said above, but the first unfinished
+    # message can always proceed.
     if not me.in_order:
         steps.sort(key=lambda step: bool(step[2]))
     for piece, parent, children in steps:
@@ -189,7 +213,8 @@ def _up_and_down(me: _Group, trees: Sequence[tuple[Tensor, int | None, list[int]
 
 
 def tree(tensor: Tensor, group: ProcessGroup | None = None) -> None:
-    r"""Sum up a binary tree and send the sum down: few steps, but a rank's link carries two children. (all ranks)
+    r"""Sum up a binary tree and send the sum down: few steps, but a rank's link carries two
+    children. (all ranks)
 
         N = 7          3                 up:   leaves send to 1 and 5, which add and send to 3, which has the sum
                      /   \               down: the same edges back, copied
@@ -197,8 +222,8 @@ def tree(tensor: Tensor, group: ProcessGroup | None = None) -> None:
                    / \   / \
                   0   2 4   6
 
-    Cost 2 floor(log2 N) alpha + 2 c S beta, c = 2 children (1 at N = 2), pipelined: while one piece goes up, the next
-    is added below. Same bits everywhere: the root's sum is copied.
+    Cost 2 floor(log2 N) alpha + 2 c S beta, c = 2 children (1 at N = 2), pipelined: while one piece
+    goes up, the next is added below. Same bits everywhere: the root's sum is copied.
     """
     data, me = _open(tensor, group)
     _up_and_down(me, [(data, *tree_links(me.rank, me.size))])
@@ -213,11 +238,12 @@ def double_tree(tensor: Tensor, group: ProcessGroup | None = None) -> None:
                            / \   /                     / \   /
                           0   2 4                     5   1 3
 
-    Cost 2 ceil(log2 N) alpha + 2 S beta, at N = 2 only S beta, if all links are always busy: a rank that handles two
-    children for one half is a leaf for the other. The paper colours the edges so that no two messages need one link at
-    once; here a link takes them in order of arrival, which on an ideal network costs 2.1 S beta at N = 4 and 2.7 at 8
-    (NCCL's order: 6.0 and 8.5). Same bits everywhere: each half is summed at one root and copied.
-    Source: Sanders, Speck and Traeff, Two-tree algorithms for full bandwidth broadcast, reduction and scan, 2009.
+    Cost 2 ceil(log2 N) alpha + 2 S beta, at N = 2 only S beta, if all links are always busy: a rank
+    that handles two children for one half is a leaf for the other. The paper colours the edges so
+    that no two messages need one link at once; here a link takes them in order of arrival, which on
+    an ideal network costs 2.1 S beta at N = 4 and 2.7 at 8 (NCCL's order: 6.0 and 8.5). Same bits
+    everywhere: each half is summed at one root and copied. Source: Sanders, Speck and Traeff,
+    Two-tree algorithms for full bandwidth broadcast, reduction and scan, 2009.
     """
     data, me = _open(tensor, group)
     n, (first, second) = me.size, _split(data, 2)
@@ -227,20 +253,23 @@ def double_tree(tensor: Tensor, group: ProcessGroup | None = None) -> None:
 
 
 def flat(tensor: Tensor, group: ProcessGroup | None = None) -> None:
-    """Send everything to rank 0, which adds in rank order and sends the sum back: the simplest one. (all ranks)
+    """Send everything to rank 0, which adds in rank order and sends the sum back: the simplest one.
+    (all ranks)
 
         1 ──┐                 ┌──► 1
         2 ──┼──► 0 adds all ──┼──► 2        a tree of height one
         3 ──┘                 └──► 3
 
-    Cost 2(N-1)(alpha + S beta): rank 0's link carries all of it. Same bits everywhere: rank 0's sum is copied.
+    Cost 2(N-1)(alpha + S beta): rank 0's link carries all of it. Same bits everywhere: rank 0's sum
+    is copied.
     """
     data, me = _open(tensor, group)
     _up_and_down(me, [(data, *((0, []) if me.rank else (None, list(range(1, me.size)))))])
 
 
 def _fold(data: Tensor, me: _Group, within: Callable[[int], None]) -> None:
-    """Run `within(p)` on the largest power of two p <= N ranks; the others send their data first and copy the sum.
+    """Run `within(p)` on the largest power of two p <= N ranks; the others send their data first
+    and copy the sum.
 
     N = 6   4 ──► 0     5 ──► 1     p = 4: ranks 0..3 reduce     0 ──► 4     1 ──► 5
     """
@@ -260,16 +289,18 @@ def _fold(data: Tensor, me: _Group, within: Callable[[int], None]) -> None:
 
 
 def recursive_doubling(tensor: Tensor, group: ProcessGroup | None = None) -> None:
-    """Swap everything with partners at distance 1, 2, 4, ...: the fewest steps, for small tensors. (all ranks)
+    """Swap everything with partners at distance 1, 2, 4, ...: the fewest steps, for small tensors.
+    (all ranks)
 
         rank      0     1     2     3
         data      a     b     c     d
         step 0    ab ◄► ab    cd ◄► cd          partner = rank xor 1
         step 1    abcd  ◄───► abcd ...          partner = rank xor 2
 
-    Cost log2(N) (alpha + S beta), and 2 (alpha + S beta) more where N is no power of two (_fold). Same bits
-    everywhere: after each step two partners hold x + y and y + x, which are equal, and so do all in their blocks.
-    Source: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH, 2005.
+    Cost log2(N) (alpha + S beta), and 2 (alpha + S beta) more where N is no power of two (_fold).
+    Same bits everywhere: after each step two partners hold x + y and y + x, which are equal, and so
+    do all in their blocks. Source: Thakur, Rabenseifner and Gropp, Optimization of collective
+    communication operations in MPICH, 2005.
     """
     data, me = _open(tensor, group)
 
@@ -284,7 +315,8 @@ def recursive_doubling(tensor: Tensor, group: ProcessGroup | None = None) -> Non
 
 
 def halving_doubling(tensor: Tensor, group: ProcessGroup | None = None) -> None:
-    """Halve the data with each partner until each rank sums its own part, then double back. (all ranks)
+    """Halve the data with each partner until each rank sums its own part, then double back. (all
+    ranks)
 
         N = 4     parts  0 1 2 3                      rank 0        rank 1        rank 2        rank 3
         step 0    partner xor 2: swap half the data   sums 0 1      sums 0 1      sums 2 3      sums 2 3
@@ -292,9 +324,10 @@ def halving_doubling(tensor: Tensor, group: ProcessGroup | None = None) -> None:
         step 2    partner xor 1: copy a quarter       has 0 1       has 0 1       has 2 3       has 2 3
         step 3    partner xor 2: copy half            has 0 1 2 3   everywhere
 
-    Cost 2 log2(N) alpha + 2(N-1)/N S beta: a ring's bytes in a tree's steps; 2 (alpha + S beta) more where N is no
-    power of two (_fold). Same bits everywhere: a part is complete at one rank only, and copied.
-    Source: Rabenseifner, Optimization of collective reduction operations, 2004; Thakur et al., 2005.
+    Cost 2 log2(N) alpha + 2(N-1)/N S beta: a ring's bytes in a tree's steps; 2 (alpha + S beta)
+    more where N is no power of two (_fold). Same bits everywhere: a part is complete at one rank
+    only, and copied. Source: Rabenseifner, Optimization of collective reduction operations, 2004;
+    Thakur et al., 2005.
     """
     data, me = _open(tensor, group)
 
@@ -329,9 +362,10 @@ ALGORITHMS: dict[str, Callable[[Tensor, ProcessGroup | None], None]] = {
 def cost(name: str, ranks: int, size_bytes: int, alpha_s: float, beta_s_per_byte: float) -> float:
     """Return the predicted seconds of an algorithm, by the formulas of the docstrings above.
 
-    alpha_s: to start a message; beta_s_per_byte: of a link and the addition. Each rank has one full-duplex link. The
-    double tree's log2(N) is rounded up; its bytes are the paper's. Raises ConfigError for an unknown name.
-    Source: Thakur, Rabenseifner and Gropp, 2005, section 4; Sanders, Speck and Traeff, 2009, for the trees.
+    alpha_s: to start a message; beta_s_per_byte: of a link and the addition. Each rank has one
+    full-duplex link. The double tree's log2(N) is rounded up; its bytes are the paper's. Raises
+    ConfigError for an unknown name. Source: Thakur, Rabenseifner and Gropp, 2005, section 4;
+    Sanders, Speck and Traeff, 2009, for the trees.
     """
     n, alpha, wire = ranks, alpha_s, size_bytes * beta_s_per_byte
     if name not in ALGORITHMS:
@@ -353,8 +387,9 @@ def cost(name: str, ranks: int, size_bytes: int, alpha_s: float, beta_s_per_byte
 class AsyncAllReduce:
     """Run all-reduces in sequence, in the background, for a DDP communication hook.
 
-    On CPU one thread runs them in the order of `start`, which must be the same on all ranks; on CUDA a side stream
-    does. `group` must be used by nothing else: messages are matched by their order.
+    On CPU one thread runs them in the order of `start`, which must be the same on all ranks; on
+    CUDA a side stream does. `group` must be used by nothing else: messages are matched by their
+    order.
     """
 
     def __init__(self, name: str, group: ProcessGroup, device: torch.device) -> None:
@@ -367,29 +402,36 @@ class AsyncAllReduce:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
         else:
-            self._thread = threading.Thread(target=self._serve, name=f"allreduce {name}", daemon=True)
+            self._thread = threading.Thread(
+                target=self._serve, name=f"allreduce {name}", daemon=True
+            )
             self._thread.start()
 
     def start(self, buffer: Tensor) -> Future[Tensor]:
-        """Begin to sum `buffer` in place; return a future of it, which raises what the sum raised. (all ranks)
+        """Begin to sum `buffer` in place; return a future of it, which raises what the sum raised.
+        (all ranks)
 
-        After a failure every later sum fails with the same error, because this rank's messages no longer match the
-        others'. Do not touch the buffer before the future is done.
+        After a failure every later sum fails with the same error, because this rank's messages no
+        longer match the others'. Do not touch the buffer before the future is done.
         """
         if self._device.type == "cuda":
             return self._issue(buffer)
         future: Future[Any] = Future()
-        derived = future.then(lambda done: done.value())  # DDP's C++ code sees an exception only from a callback
+        # DDP's C++ code sees an exception only from a callback
+        derived = future.then(lambda done: done.value())
         self._jobs.put((buffer, future))
         return derived
 
     def _issue(self, buffer: Tensor) -> Future[Tensor]:
-        """Queue the sum on the side stream, after what the current stream has written; the future carries an event."""
+        """Queue the sum on the side stream, after what the current stream has written; the future
+        carries an event.
+        """
         future: Future[Tensor] = Future(devices=[self._device])
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._sum(buffer, self._group)
-            buffer.record_stream(self._stream)  # the allocator must not reuse it while this stream writes it
+            # The allocator must not reuse it while this stream writes it
+            buffer.record_stream(self._stream)
             future.set_result(buffer)
         return future
 

@@ -1,4 +1,5 @@
-"""From a rendezvous record to process groups: the ranks meet, check that they agree, and form their groups.
+"""From a rendezvous record to process groups: the ranks meet, check that they agree, and form their
+groups.
 
 Rendezvous (own rank, store's address) ───── join() ──► Mesh (groups, device) ── used by the loop
                                               │
@@ -20,8 +21,9 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-# DDP imports this module, whose functions take the default group of that moment as a default argument. Imported here,
-# before there is a group, they hold no reference, so that a broken group and its sockets can be freed.
+# DDP imports this module, whose functions take the default group of that moment as a default
+# argument. Imported here, before there is a group, they hold no reference, so that a broken group
+# and its sockets can be freed.
 import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed import ProcessGroup, TCPStore, Work
@@ -39,8 +41,12 @@ _MEETINGS = WeakSet[SealedStore]()  # of this process, until it leaves its group
 class CollectiveListener(Protocol):
     """Is called around each collective of a mesh, such as a recorder."""
 
-    def call(self, op: str, what: str, group: str, tensor: Tensor | None = None) -> AbstractContextManager[None]:
-        """Return a context for one collective; `what` is its purpose, `group` the process group's name."""
+    def call(
+        self, op: str, what: str, group: str, tensor: Tensor | None = None
+    ) -> AbstractContextManager[None]:
+        """Return a context for one collective; `what` is its purpose, `group` the process group's
+        name.
+        """
 
     def started(
         self, op: str, what: str, group: str, tensor: Tensor, bucket: int | None, last: bool
@@ -50,7 +56,9 @@ class CollectiveListener(Protocol):
 
 @dataclass
 class Mesh:
-    """The ranks of a run as this rank sees them. With one rank there is no process group and collectives do nothing."""
+    """The ranks of a run as this rank sees them. With one rank there is no process group and
+    collectives do nothing.
+    """
 
     rank: int
     world_size: int
@@ -59,10 +67,13 @@ class Mesh:
     backend: str
     backend_reason: str
     control_group: ProcessGroup | None = None  # gloo on CPU: votes, apart from gradients
-    patient_group: ProcessGroup | None = None  # gloo on CPU with a long timeout, for waits while rank 0 works on files
+    # Gloo on CPU with a long timeout, for waits while rank 0 works on files
+    patient_group: ProcessGroup | None = None
     store: Any = field(default=None, repr=False)
-    listener: CollectiveListener | None = field(default=None, repr=False)  # is called around each collective
-    sealed: Any = field(default=None, repr=False)  # torch calls its methods, but does not keep the object alive
+    # Is called around each collective
+    listener: CollectiveListener | None = field(default=None, repr=False)
+    # Torch calls its methods, but does not keep the object alive
+    sealed: Any = field(default=None, repr=False)
     slot: int = -1  # as in Rendezvous
     slots: int = 0
     abortable: bool = False
@@ -86,18 +97,24 @@ class Mesh:
         return tensor
 
     def start_vote(self, wanted: Order) -> Vote:
-        """Start a vote for the highest order that any rank wants; it runs beside compute. (all ranks)"""
+        """Start a vote for the highest order that any rank wants; it runs beside compute. (all
+        ranks)
+        """
 
         ballot = torch.tensor([wanted], dtype=torch.uint8)
         if self.world_size == 1:
             return Vote(ballot, None, self)
 
         reached("exchange_vote")
-        work = dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=self.control_group, async_op=True)
+        work = dist.all_reduce(
+            ballot, op=dist.ReduceOp.MAX, group=self.control_group, async_op=True
+        )
         return Vote(ballot, work, self)
 
     def gather(self, value: T) -> list[T] | None:
-        """Collect one value per rank on rank 0; the others get None. (all ranks) `value`: see wire.encode."""
+        """Collect one value per rank on rank 0; the others get None. (all ranks) `value`: see
+        wire.encode.
+        """
         if self.world_size == 1:
             return [value]
         with self._noted("gather", "objects", "patient"):
@@ -107,7 +124,9 @@ class Mesh:
         return None if parts is None else _decoded(parts, sizes)
 
     def gather_tensor(self, tensor: Tensor) -> list[Tensor] | None:
-        """Collect a tensor of each rank on rank 0, on its CPU; the others get None. (all ranks) Shapes are equal."""
+        """Collect a tensor of each rank on rank 0, on its CPU; the others get None. (all ranks)
+        Shapes are equal.
+        """
         own = tensor.detach().cpu()
         if self.world_size == 1:
             return [own.clone()]
@@ -127,7 +146,9 @@ class Mesh:
         return _decoded(parts, sizes)
 
     def _sized(self, value: Any) -> tuple[Tensor, list[int]]:
-        """Return a value as bytes, padded to the size of the largest one, and all sizes. (all ranks)"""
+        """Return a value as bytes, padded to the size of the largest one, and all sizes. (all
+        ranks)
+        """
         data = wire.encode(value)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         dist.all_gather(sizes, torch.tensor([len(data)]), group=self.patient_group)
@@ -149,7 +170,9 @@ class Mesh:
         return value if self.rank == src else cast(T, wire.decode(box.numpy().tobytes()))
 
     def broadcast_tensor(self, tensor: Tensor, src: int) -> None:
-        """Overwrite `tensor`, which lies on this rank's device, with that of rank `src`. (all ranks)"""
+        """Overwrite `tensor`, which lies on this rank's device, with that of rank `src`. (all
+        ranks)
+        """
         if self.world_size == 1:
             return
         with self._noted("broadcast", "state", "default", tensor):
@@ -157,18 +180,25 @@ class Mesh:
         self.require_unbroken()
 
     def require_unbroken(self) -> None:
-        """Raise RuntimeError if the groups of this rank were aborted: what it has summed or received may be wrong.
+        """Raise RuntimeError if the groups of this rank were aborted: what it has summed or
+        received may be wrong.
 
-        An aborted collective of NCCL ends like any other. So where the driver may order it, this waits for the device.
+        An aborted collective of NCCL ends like any other. So where the driver may order it, this
+        waits for the device.
         """
         if self.abortable and self.backend == "nccl":
             torch.cuda.current_stream(self.device).synchronize()
         if self.sealed is not None and self.sealed.aborted:
-            raise RuntimeError(f"{self.backend}: a peer is lost, and the driver has ordered to abort the group")
+            raise RuntimeError(
+                f"{self.backend}: a peer is lost, and the driver has ordered to abort the group"
+            )
 
     def leave(self) -> None:
-        """Abandon every process group and its pending work, so that the other ranks see closed connections."""
-        self.control_group = self.patient_group = None  # references keep the sockets open; DTensor's caches have some
+        """Abandon every process group and its pending work, so that the other ranks see closed
+        connections.
+        """
+        # References keep the sockets open; DTensor's caches have some
+        self.control_group = self.patient_group = None
         if self.sealed is not None:
             self.sealed.abort()
         abandon_groups()
@@ -179,42 +209,54 @@ class Mesh:
             with self._noted("barrier", "barrier", "patient"):
                 dist.barrier(group=self.patient_group)
 
-    def _noted(self, op: str, what: str, group: str, tensor: Tensor | None = None) -> AbstractContextManager[None]:
+    def _noted(
+        self, op: str, what: str, group: str, tensor: Tensor | None = None
+    ) -> AbstractContextManager[None]:
         reached(f"exchange_{what}")
         return self.listener.call(op, what, group, tensor) if self.listener else nullcontext()
 
 
 def _decoded(parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Any]:
-    return [wire.decode(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+    return [
+        wire.decode(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)
+    ]
 
 
 def abandon_groups() -> None:
-    """Abort and destroy every process group of this process, also those that a failed `join` left behind."""
+    """Abort and destroy every process group of this process, also those that a failed `join` left
+    behind.
+    """
     from torch.distributed.distributed_c10d import _abort_process_group, _world
 
     _MEETINGS.clear()
     for end in (_abort_process_group, dist.destroy_process_group):
         with suppress(Exception):  # a broken group may raise; close what can be closed
             end()
-    _world.group_count = 0  # it names groups, counts those that never came to be, and has to be the same on all ranks
+    # It names groups, counts those that never came to be, and has to be the same on all ranks
+    _world.group_count = 0
 
 
 def abort_groups() -> None:
-    """Let all that waits for a peer in a process group of this process fail. Any thread may ask, and more than once.
+    """Let all that waits for a peer in a process group of this process fail. Any thread may ask,
+    and more than once.
 
-    gloo has no abort (torch 2.13: `ProcessGroup.abort` does nothing there), so its connections are shut down.
+    gloo has no abort (torch 2.13: `ProcessGroup.abort` does nothing there), so its connections are
+    shut down.
     """
     from torch.distributed.distributed_c10d import _world
 
     for meeting in list(_MEETINGS):
-        meeting.abort()  # first, because what an aborted communicator of NCCL leaves must not be used
+        # First, because what an aborted communicator of NCCL leaves must not be used
+        meeting.abort()
     for group in list(_world.pg_map):
         with suppress(RuntimeError):  # it is being closed
             group.abort()
 
 
 def collectives_started() -> int:
-    """Return how many collectives this process has started in its present groups. Any thread may ask."""
+    """Return how many collectives this process has started in its present groups. Any thread may
+    ask.
+    """
     from torch.distributed.distributed_c10d import _world
 
     started = 0
@@ -246,28 +288,33 @@ def join(
     init_timeout_s: float,
     store: TCPStore | None = None,
 ) -> Mesh:
-    """Meet the other ranks, check that all hold the same `facts`, and form the process groups. (all ranks)
+    """Meet the other ranks, check that all hold the same `facts`, and form the process groups. (all
+    ranks)
 
-    `store` is the server that rank 0 opened with `open_store`, if any. Raises RendezvousError with the absent ranks, or
-    with the fact that differs and both values.
+    `store` is the server that rank 0 opened with `open_store`, if any. Raises RendezvousError with
+    the absent ranks, or with the fact that differs and both values.
     """
     r, device = rendezvous, torch.device(rendezvous.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if r.world_size == 1:
-        return Mesh(0, 1, 0, device, "none", "one rank: no process group", slot=r.slot, slots=r.slots)
+        return Mesh(
+            0, 1, 0, device, "none", "one rank: no process group", slot=r.slot, slots=r.slots
+        )
     deadline = time.monotonic() + init_timeout_s
     if store is None:
         store = connect_store(r, init_timeout_s)
     plain = dist.PrefixStore(f"nanoray/{r.public}", store)
     sealed = SealedStore(plain, r.secret)
     _MEETINGS.add(sealed)
-    if r.abortable and r.backend == "nccl":  # else a thread of NCCL's group ends the process when a collective fails
+    # Else a thread of NCCL's group ends the process when a collective fails
+    if r.abortable and r.backend == "nccl":
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     _roll_call(sealed, r, facts, deadline)
     dist.init_process_group(
         r.backend,
-        # Addresses are sealed, too. NCCL gets the plain store, because its threads call it even at exit.
+        # Addresses are sealed, too. NCCL gets the plain store, because its threads call it even at
+        # exit.
         store=dist.PrefixStore("default", plain if r.backend == "nccl" else sealed),
         rank=r.rank,
         world_size=r.world_size,
@@ -277,20 +324,37 @@ def join(
     reached("groups")
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(timeout_s, PATIENCE_S)))
-    me = Mesh(r.rank, r.world_size, r.local_rank, device, r.backend, r.backend_reason, control, patient, store)
+    me = Mesh(
+        r.rank,
+        r.world_size,
+        r.local_rank,
+        device,
+        r.backend,
+        r.backend_reason,
+        control,
+        patient,
+        store,
+    )
     me.slot, me.slots, me.abortable = r.slot, r.slots, r.abortable
     me.sealed = sealed
     return me
 
 
 def _roll_call(store: Any, r: Rendezvous, facts: Mapping[str, str], deadline: float) -> None:
-    """Wait until every rank has come and has the facts of the reference. (all ranks) The last one to come compares."""
+    """Wait until every rank has come and has the facts of the reference. (all ranks) The last one
+    to come compares.
+    """
     keys = [f"facts/{rank}" for rank in range(r.world_size)]
-    store.set(keys[r.rank], json.dumps({**facts, "WORLD_SIZE": str(r.world_size), "backend": r.backend}))
+    store.set(
+        keys[r.rank], json.dumps({**facts, "WORLD_SIZE": str(r.world_size), "backend": r.backend})
+    )
     reached("roll_call")
     if store.add("arrived", 1) == r.world_size:
         store.set(
-            "verdict", json.dumps(_difference([json.loads(value) for value in store.multi_get(keys)], r.reference))
+            "verdict",
+            json.dumps(
+                _difference([json.loads(value) for value in store.multi_get(keys)], r.reference)
+            ),
         )
     try:
         store.wait(["verdict"], timedelta(seconds=max(0.1, deadline - time.monotonic())))
@@ -306,25 +370,38 @@ def _roll_call(store: Any, r: Rendezvous, facts: Mapping[str, str], deadline: fl
     if verdict:
         _let_others_read(store, r)
     if "absent" in verdict:
-        raise RendezvousError(f"rank {verdict['absent']} of {r.world_size} was lost before the ranks had met")
+        raise RendezvousError(
+            f"rank {verdict['absent']} of {r.world_size} was lost before the ranks had met"
+        )
     if verdict:
         kind = RankDiffers if verdict["rank"] == r.rank else RendezvousError
         raise kind(
-            f"rank {verdict['rank']} has {verdict['key']} = {verdict['its']}, rank {r.reference} has "
-            f"{verdict['reference']}; start every rank with the same code, configuration and versions"
+            f"rank {verdict['rank']} has {verdict['key']} = {verdict['its']}, rank {r.reference} "
+            "has "
+            f"{verdict['reference']}; start every rank with the same code, configuration and "
+            "versions"
         )
 
 
 def _let_others_read(store: Any, r: Rendezvous) -> None:
-    """Wait a moment, on the rank that serves the store and is about to end, until the others know why."""
+    """Wait a moment, on the rank that serves the store and is about to end, until the others know
+    why.
+    """
     store.add("read", 1)
     deadline = time.monotonic() + READ_S
-    while r.rank == 0 and not r.agent_store and store.add("read", 0) < r.world_size and time.monotonic() < deadline:
+    while (
+        r.rank == 0
+        and not r.agent_store
+        and store.add("read", 0) < r.world_size
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
 
 
 def _difference(facts: Sequence[Mapping[str, str]], reference: int) -> dict[str, Any]:
-    """Return the first rank and fact that differ from the reference's, with both values; empty if none does."""
+    """Return the first rank and fact that differ from the reference's, with both values; empty if
+    none does.
+    """
     for rank, its in enumerate(facts):
         for key, value in facts[reference].items():
             if its.get(key) != value:

@@ -1,12 +1,14 @@
-"""Which part of a parameter a rank holds: a Piece, written as boxes in the parameter's own dimensions.
+"""Which part of a parameter a rank holds: a Piece, written as boxes in the parameter's own
+dimensions.
 
     whole            narrow(dim 1, 2, 2)        flat_range(3, 9)
     ■ ■ ■ ■          · · ■ ■                    · · · ■       the boxes [0:1, 3:4], [1:2, 0:4] and [2:3, 0:1]
     ■ ■ ■ ■          · · ■ ■                    ■ ■ ■ ■
     ■ ■ ■ ■          · · ■ ■                    ■ · · ·
 
-Two cuts make every split: `narrow` (tensor parallelism) and `flat_range` (ZeRO, FSDP). Each rank saves its pieces, and
-`fill` puts any other cut together from them: so any mesh loads what any other mesh saved.
+Two cuts make every split: `narrow` (tensor parallelism) and `flat_range` (ZeRO, FSDP). Each rank
+saves its pieces, and `fill` puts any other cut together from them: so any mesh loads what any other
+mesh saved.
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ Box = tuple[tuple[int, int], ...]  # (start, end) in each dimension
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of the parameter `name`; its elements are those of its boxes, one box after the other, row by row.
+    """A part of the parameter `name`; its elements are those of its boxes, one box after the other,
+    row by row.
 
-    `view` is the shape in which the parameter, whose own is `shape`, is cut. It is the same on every mesh.
+    `view` is the shape in which the parameter, whose own is `shape`, is cut. It is the same on
+    every mesh.
     """
 
     name: str
@@ -63,7 +67,9 @@ class Piece:
         return self.span_in(self.all)
 
     def span_in(self, other: Piece) -> tuple[int, int]:
-        """Where a `flat_range` of another piece, which has one box, begins and ends in it, in row-major order."""
+        """Where a `flat_range` of another piece, which has one box, begins and ends in it, in
+        row-major order.
+        """
         if not self.boxes:
             return 0, 0
         begin = 0
@@ -72,7 +78,9 @@ class Piece:
         return begin, begin + self.numel
 
     def narrow(self, dim: int, start: int, size: int) -> Piece:
-        """Return the part from `start` of length `size` along one dimension of a piece with one box."""
+        """Return the part from `start` of length `size` along one dimension of a piece with one
+        box.
+        """
         (box,) = self.boxes
         begin = box[dim][0] + start
         return replace(self, boxes=((*box[:dim], (begin, begin + size), *box[dim + 1 :]),))
@@ -81,11 +89,16 @@ class Piece:
         """Return elements `begin` to `end` - 1, in row-major order, of a piece with one box."""
         (box,) = self.boxes
         cuts = boxes_of_range([stop - start for start, stop in box], begin, end)
-        at = [tuple((start + a, start + b) for (start, _), (a, b) in zip(box, cut, strict=True)) for cut in cuts]
+        at = [
+            tuple((start + a, start + b) for (start, _), (a, b) in zip(box, cut, strict=True))
+            for cut in cuts
+        ]
         return replace(self, boxes=tuple(at))
 
     def take(self, full: Tensor) -> Tensor:
-        """Return the piece's elements of the whole parameter, (numel,): a copy unless it is the whole one."""
+        """Return the piece's elements of the whole parameter, (numel,): a copy unless it is the
+        whole one.
+        """
         view = full.reshape(self.view)
         parts = [view[_slices(box)].reshape(-1) for box in self.boxes]
         return parts[0] if len(parts) == 1 else torch.cat([*parts, full.new_empty(0)])
@@ -106,11 +119,14 @@ class Shard:
     """A piece of a parameter in this rank's memory, as the optimizer sees it."""
 
     piece: Piece
-    param: nn.Parameter  # the elements, (numel,), or a whole parameter in its own shape; `.grad` is their gradient
+    # The elements, (numel,), or a whole parameter in its own shape; `.grad` is their gradient
+    param: nn.Parameter
     decays: bool  # whether weight decay applies: the dimensions of the whole parameter decide
-    owner: bool = True  # whether this rank saves it and counts it in the norm: one of its holders does
+    # Whether this rank saves it and counts it in the norm: one of its holders does
+    owner: bool = True
     holders: int = 1  # ranks that hold the same piece of a state that is cut
-    cut_from: Piece | None = None  # what the model of this rank has of the parameter; None: no more than the piece
+    # What the model of this rank has of the parameter; None: no more than the piece
+    cut_from: Piece | None = None
 
     @property
     def origin(self) -> Piece:
@@ -124,13 +140,19 @@ class Shard:
 
 
 def whole_shards(model: nn.Module) -> list[Shard]:
-    """Return every trainable parameter, or all that a cut model has of it, as one shard, in the model's order."""
+    """Return every trainable parameter, or all that a cut model has of it, as one shard, in the
+    model's order.
+    """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return [Shard(piece, trainable[name], trainable[name].dim() >= 2) for name, piece in whole_pieces(model).items()]
+    return [
+        Shard(piece, trainable[name], trainable[name].dim() >= 2)
+        for name, piece in whole_pieces(model).items()
+    ]
 
 
 def whole_pieces(model: nn.Module) -> dict[str, Piece]:
-    """Return every trainable parameter as a whole piece. A model with a method `views` says how some are cut.
+    """Return every trainable parameter as a whole piece. A model with a method `views` says how
+    some are cut.
 
     Of a model that tensor parallelism has cut: the pieces that this rank has.
     """
@@ -138,7 +160,11 @@ def whole_pieces(model: nn.Module) -> dict[str, Piece]:
         return dict(model.pieces)  # type: ignore[arg-type]
     views = getattr(model, "views", None)
     named = views() if callable(views) else {}
-    return {n: Piece.whole(n, p.shape, named.get(n)) for n, p in model.named_parameters() if p.requires_grad}
+    return {
+        n: Piece.whole(n, p.shape, named.get(n))
+        for n, p in model.named_parameters()
+        if p.requires_grad
+    }
 
 
 def is_cut(model: nn.Module) -> bool:
@@ -147,7 +173,9 @@ def is_cut(model: nn.Module) -> bool:
 
 
 def boxes_of_range(shape: Sequence[int], begin: int, end: int) -> list[Box]:
-    """Return the boxes that make up elements `begin` to `end` - 1 of `shape`, row by row; at most 2·dims - 1."""
+    """Return the boxes that make up elements `begin` to `end` - 1 of `shape`, row by row; at most
+    2·dims - 1.
+    """
     if begin >= end:
         return []
     if len(shape) <= 1:
@@ -174,9 +202,11 @@ def overlaps(one: Piece, other: Piece) -> bool:
 
 
 def fill(piece: Piece, saved: Sequence[tuple[Piece, Tensor]]) -> Tensor:
-    """Put a piece together from pieces with their elements, (numel,), each; return its elements, (numel,).
+    """Put a piece together from pieces with their elements, (numel,), each; return its elements,
+    (numel,).
 
-    The saved pieces must not overlap. Raises ValueError when they lack elements or are cut from another shape.
+    The saved pieces must not overlap. Raises ValueError when they lack elements or are cut from
+    another shape.
     """
     if any(other.view != piece.view for other, _ in saved):
         raise ValueError(f"{piece.name} of shape {piece.view} is not of the shape that was saved")
@@ -193,7 +223,9 @@ def fill(piece: Piece, saved: Sequence[tuple[Piece, Tensor]]) -> Tensor:
 
 
 def _copy_common(target: Tensor, box: Box, other: Piece, elements: Tensor) -> int:
-    """Copy into `target`, which holds `box`, what a saved piece has of it; return the number of elements."""
+    """Copy into `target`, which holds `box`, what a saved piece has of it; return the number of
+    elements.
+    """
     at = copied = 0
     for theirs in other.boxes:
         source = elements[at : at + _numel(theirs)].view([stop - start for start, stop in theirs])

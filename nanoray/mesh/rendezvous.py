@@ -1,4 +1,6 @@
-"""Ranks, the store in which they meet, and their backend. The driver uses this module, so torch is imported late."""
+"""Ranks, the store in which they meet, and their backend. The driver uses this module, so torch is
+imported late.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,15 @@ class Order(IntEnum):
     STOP = 2  # save a checkpoint and end
 
 
-PATIENCE_S = 900.0  # timeout while one rank works and the others wait: writing and verifying checkpoints
+# Timeout while one rank works and the others wait: writing and verifying checkpoints
+PATIENCE_S = 900.0
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """This rank's identity and the address of the store. Made by the Ray driver, or read from the environment."""
+    """This rank's identity and the address of the store. Made by the Ray driver, or read from the
+    environment.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -51,14 +56,19 @@ class Rendezvous:
     backend_reason: str = ""
     env: tuple[tuple[str, str], ...] = ()  # environment variables for the backend
     threads: int = 1  # intra-op threads of torch
-    secret: str = field(default="", repr=False)  # the key that seals what ranks write into the store
-    agent_store: bool = False  # the store already exists: torchrun's agent or a surviving rank serves it
+    # The key that seals what ranks write into the store
+    secret: str = field(default="", repr=False)
+    # The store already exists: torchrun's agent or a surviving rank serves it
+    agent_store: bool = False
     live: bool = False  # at least one of these ranks holds the run's state in memory
-    reference: int = 0  # the rank with whose facts the others are compared: one that holds the state, if any does
-    abortable: bool = False  # the driver may order to abort the groups: a lost rank is replaced, the others live on
+    # The rank with whose facts the others are compared: one that holds the state, if any does
+    reference: int = 0
+    # The driver may order to abort the groups: a lost rank is replaced, the others live on
+    abortable: bool = False
     run_id: str = ""  # torchrun's id of the job, the same in all of its restarts
     restarts: int = 0  # how often torchrun has restarted all ranks
-    slot: int = -1  # which log and progress file it writes; equals the rank while every slot is in use
+    # Which log and progress file it writes; equals the rank while every slot is in use
+    slot: int = -1
     slots: int = 0  # ranks that the run was started with
 
     def __post_init__(self) -> None:
@@ -74,11 +84,13 @@ class Rendezvous:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Rendezvous:
-        """Read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torchrun or a StatefulSet sets them.
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torchrun or a
+        StatefulSet sets them.
 
         NANORAY_SECRET, the same on all ranks, keeps strangers out who reach the store.
 
-        Without RANK and WORLD_SIZE the run is one process. Raises ConfigError if only some of the four are set.
+        Without RANK and WORLD_SIZE the run is one process. Raises ConfigError if only some of the
+        four are set.
         """
         wanted = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         missing = [key for key in wanted if key not in env]
@@ -86,18 +98,29 @@ class Rendezvous:
             return cls()
         if missing:
             raise ConfigError(
-                f"the environment sets {', '.join(k for k in wanted if k in env)} but not {', '.join(missing)}; "
+                f"the environment sets {', '.join(k for k in wanted if k in env)} but not "
+                f"{', '.join(missing)}; "
                 "set all four (torchrun does), or none for one process"
             )
         try:
             rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
-            local_rank, local_world = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
-            node_rank, port = int(env.get("GROUP_RANK", rank // max(1, local_world))), int(env["MASTER_PORT"])
+            local_rank, local_world = (
+                int(env.get("LOCAL_RANK", 0)),
+                int(env.get("LOCAL_WORLD_SIZE", 1)),
+            )
+            node_rank, port = (
+                int(env.get("GROUP_RANK", rank // max(1, local_world))),
+                int(env["MASTER_PORT"]),
+            )
             restarts = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
         except ValueError as error:
-            raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_RANK, MASTER_PORT must be whole numbers: {error}") from None
+            raise ConfigError(
+                f"RANK, WORLD_SIZE, LOCAL_RANK, MASTER_PORT must be whole numbers: {error}"
+            ) from None
         if not 0 <= rank < world:
-            raise ConfigError(f"RANK = {rank} is outside 0..WORLD_SIZE-1 = {world - 1}; ranks count from 0")
+            raise ConfigError(
+                f"RANK = {rank} is outside 0..WORLD_SIZE-1 = {world - 1}; ranks count from 0"
+            )
         run_id = env.get("TORCHELASTIC_RUN_ID", "env")
         return cls(
             rank=rank,
@@ -107,7 +130,8 @@ class Rendezvous:
             node_rank=node_rank,
             master_addr=env["MASTER_ADDR"],
             master_port=port,
-            # torchrun's store outlives a restart, and an attempt must not read the keys of an earlier one
+            # torchrun's store outlives a restart, and an attempt must not read the keys of an
+            # earlier one
             secret=f"{env.get('NANORAY_SECRET', '')}.{run_id}.{restarts}",
             agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             run_id=run_id,
@@ -116,7 +140,9 @@ class Rendezvous:
 
 
 class BackendChoice(NamedTuple):
-    """The backend of the process group, the reason, and the environment variables it needs on every rank."""
+    """The backend of the process group, the reason, and the environment variables it needs on every
+    rank.
+    """
 
     backend: str
     reason: str
@@ -124,7 +150,9 @@ class BackendChoice(NamedTuple):
 
 
 class RankDevice(NamedTuple):
-    """A rank's device as far as the choice of a backend depends on it. `gpu` is the physical card of a slice."""
+    """A rank's device as far as the choice of a backend depends on it. `gpu` is the physical card
+    of a slice.
+    """
 
     kind: str  # cpu | cuda | mig
     node: str
@@ -134,15 +162,18 @@ class RankDevice(NamedTuple):
 def choose_backend(
     ranks: Sequence[RankDevice], requested: str, nccl_version: tuple[int, int, int] | None
 ) -> BackendChoice:
-    """Choose NCCL or gloo for these devices. `nccl_version` is that of the loaded library, None without one.
+    """Choose NCCL or gloo for these devices. `nccl_version` is that of the loaded library, None
+    without one.
 
-    Before 2.30 NCCL refuses two ranks on one GPU or on its slices ("Duplicate GPU detected"). It allows a shared GPU
-    from 2.30.3 and MIG slices from 2.31, with an environment variable (NCCL release notes; NVIDIA/nccl#1716).
-    Raises ConfigError when `requested` cannot work.
+    Before 2.30 NCCL refuses two ranks on one GPU or on its slices ("Duplicate GPU detected"). It
+    allows a shared GPU from 2.30.3 and MIG slices from 2.31, with an environment variable (NCCL
+    release notes; NVIDIA/nccl#1716). Raises ConfigError when `requested` cannot work.
     """
     if any(r.kind == "cpu" for r in ranks):
         if requested == "nccl":
-            raise ConfigError("backend = nccl, but ranks run on CPU; use backend gloo or auto, or device cuda")
+            raise ConfigError(
+                "backend = nccl, but ranks run on CPU; use backend gloo or auto, or device cuda"
+            )
         return BackendChoice("gloo", "asked for" if requested == "gloo" else "CPU ranks", {})
     if requested == "gloo":
         return BackendChoice("gloo", "asked for", {})
@@ -155,34 +186,53 @@ def choose_backend(
     if len(set(cards)) == len(cards):
         return BackendChoice("nccl", f"one rank per GPU, NCCL {version}", {})
     mig = any(r.kind == "mig" for r in ranks)
-    what, needed = ("slices of one GPU", (2, 31, 0)) if mig else ("ranks that share a GPU", (2, 30, 3))
+    what, needed = (
+        ("slices of one GPU", (2, 31, 0)) if mig else ("ranks that share a GPU", (2, 30, 3))
+    )
     if nccl_version >= needed:
         env = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MNNVL_ENABLE": "0"}
-        return BackendChoice("nccl", f"{what}: NCCL {version} allows it with NCCL_MULTI_RANK_GPU_ENABLE=1", env)
+        return BackendChoice(
+            "nccl", f"{what}: NCCL {version} allows it with NCCL_MULTI_RANK_GPU_ENABLE=1", env
+        )
     least = ".".join(map(str, needed))
     if requested == "nccl":
         raise ConfigError(
             f"backend = nccl, but NCCL {version} refuses {what}; use backend gloo or auto, "
             f"or install nvidia-nccl-cu13>={least}"
         )
-    return BackendChoice("gloo", f"{what}: NCCL {version} refuses that (from {least} on it does not)", {})
+    return BackendChoice(
+        "gloo", f"{what}: NCCL {version} refuses that (from {least} on it does not)", {}
+    )
 
 
 def rendezvous_of(nodes: Sequence[str], choice: BackendChoice, secret: str) -> list[Rendezvous]:
-    """Return the record of each rank, given the node that each is on; the caller adds addresses and devices."""
+    """Return the record of each rank, given the node that each is on; the caller adds addresses and
+    devices.
+    """
     order, on_node = {node: i for i, node in enumerate(dict.fromkeys(nodes))}, Counter(nodes)
     env, seen = tuple((network_env() | choice.env).items()), Counter[str]()
     ranks = []
     for rank, node in enumerate(nodes):
-        place = {"local_rank": seen[node], "local_world_size": on_node[node], "node_rank": order[node]}
-        backend = {"backend": choice.backend, "backend_reason": choice.reason, "env": env, "secret": secret}
+        place = {
+            "local_rank": seen[node],
+            "local_world_size": on_node[node],
+            "node_rank": order[node],
+        }
+        backend = {
+            "backend": choice.backend,
+            "backend_reason": choice.reason,
+            "env": env,
+            "secret": secret,
+        }
         ranks.append(Rendezvous(rank, len(nodes), **place, **backend))  # type: ignore[arg-type]
         seen[node] += 1
     return ranks
 
 
 def runtime_nccl_version() -> tuple[int, int, int] | None:
-    """Return the version of the loaded NCCL library, which may differ from the one torch was built with."""
+    """Return the version of the loaded NCCL library, which may differ from the one torch was built
+    with.
+    """
     import torch
     import torch.distributed as dist
 
@@ -196,15 +246,19 @@ def runtime_nccl_version() -> tuple[int, int, int] | None:
 
 
 def public_name(secret: str) -> str:
-    """Return a name that only holders of the secret can tell, and from which the secret does not follow."""
+    """Return a name that only holders of the secret can tell, and from which the secret does not
+    follow.
+    """
     return hmac.digest(secret.encode(), b"name", "sha256").hex()[:16]
 
 
 def open_store(host: str, world_size: int, timeout_s: float, port: int = 0) -> TCPStore:
-    """Serve the store in which the ranks meet, on a port that the kernel picks unless one is given. (rank 0 only)
+    """Serve the store in which the ranks meet, on a port that the kernel picks unless one is given.
+    (rank 0 only)
 
-    It listens on the address that the ranks use, and on no other. Finding a free port first and binding it later is a
-    race (ray-project/ray#35907); binding port 0 is not. Raises OSError when the port is taken.
+    It listens on the address that the ranks use, and on no other. Finding a free port first and
+    binding it later is a race (ray-project/ray#35907); binding port 0 is not. Raises OSError when
+    the port is taken.
     """
     from torch.distributed import TCPStore
 
@@ -222,7 +276,9 @@ def open_store(host: str, world_size: int, timeout_s: float, port: int = 0) -> T
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Listen at the address of `host`; at all addresses if it is none of this machine's, as behind a NAT."""
+    """Listen at the address of `host`; at all addresses if it is none of this machine's, as behind
+    a NAT.
+    """
     for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         listener = socket.socket(family, kind)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -248,16 +304,22 @@ def connect_store(r: Rendezvous, timeout_s: float) -> TCPStore:
         patience = timedelta(seconds=timeout_s)
         if r.agent_store:
             _require_listener(r.master_addr, r.master_port)
-        return TCPStore(r.master_addr, r.master_port, r.world_size, timeout=patience, wait_for_workers=False)
+        return TCPStore(
+            r.master_addr, r.master_port, r.world_size, timeout=patience, wait_for_workers=False
+        )
 
     where = f"{r.master_addr}:{r.master_port}"
     return _within(
-        timeout_s, connect, f"rank {r.rank} cannot reach the store at {where}; is rank 0 up, and the port free?"
+        timeout_s,
+        connect,
+        f"rank {r.rank} cannot reach the store at {where}; is rank 0 up, and the port free?",
     )
 
 
 def _require_listener(host: str, port: int) -> None:
-    """Raise ConnectionRefusedError if nobody serves a store that was there: TCPStore would try until its timeout."""
+    """Raise ConnectionRefusedError if nobody serves a store that was there: TCPStore would try
+    until its timeout.
+    """
     try:
         socket.create_connection((host, port), timeout=5.0).close()
     except ConnectionRefusedError:
@@ -267,7 +329,9 @@ def _require_listener(host: str, port: int) -> None:
 
 
 def _within(seconds: float, call: Callable[[], T], complaint: str) -> T:
-    """Run `call` with a deadline: a TCPStore client that connects to a silent listener ignores its own timeout."""
+    """Run `call` with a deadline: a TCPStore client that connects to a silent listener ignores its
+    own timeout.
+    """
     box: list[Any] = []
 
     def target() -> None:
@@ -290,4 +354,8 @@ def _within(seconds: float, call: Callable[[], T], complaint: str) -> T:
 def network_env(env: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the NCCL, gloo and UCX variables of this environment, for the actors."""
     source = os.environ if env is None else env
-    return {k: v for k, v in source.items() if k.startswith(("NCCL_", "GLOO_", "UCX_", "TORCH_NCCL_", "TP_"))}
+    return {
+        k: v
+        for k, v in source.items()
+        if k.startswith(("NCCL_", "GLOO_", "UCX_", "TORCH_NCCL_", "TP_"))
+    }

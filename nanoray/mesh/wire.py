@@ -1,6 +1,8 @@
-"""What crosses from rank to rank besides tensors: JSON, and a store whose values are sealed with the run's key.
+"""What crosses from rank to rank besides tensors: JSON, and a store whose values are sealed with
+the run's key.
 
-Nothing is pickled. Unpickling runs code that the sender chose, and neither gloo nor the store asks who is sending.
+Nothing is pickled. Unpickling runs code that the sender chose, and neither gloo nor the store asks
+who is sending.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dty
 
 
 def encode(value: Any) -> bytes:
-    """Return JSON for None, bools, numbers, texts, lists, tuples, dicts with text keys, dtypes and small tensors.
+    """Return JSON for None, bools, numbers, texts, lists, tuples, dicts with text keys, dtypes and
+    small tensors.
 
     Raises TypeError for anything else.
     """
@@ -35,7 +38,9 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Return what `encode` took; a tensor comes back on CPU. Floats keep their bits. Raises ValueError."""
+    """Return what `encode` took; a tensor comes back on CPU. Floats keep their bits. Raises
+    ValueError.
+    """
     return _rich(json.loads(data))
 
 
@@ -69,26 +74,33 @@ def _rich(value: Any) -> Any:
     if kind == "tensor":
         dtype, shape, text = inner
         return (
-            torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8).view(_DTYPES[dtype]).reshape(shape)
+            torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+            .view(_DTYPES[dtype])
+            .reshape(shape)
         )
     return {key: _rich(item) for key, item in inner.items()}
 
 
 class SealedStore(dist.Store):
-    """A store in which every value carries a proof that a holder of the run's key wrote it under this very name.
+    """A store in which every value carries a proof that a holder of the run's key wrote it under
+    this very name.
 
-    The key never enters the store. A process that reaches the port can list the names, read the values and destroy
-    them; a value of a stranger is refused. Counters (`add`) are not sealed: they decide only how long ranks wait.
+    The key never enters the store. A process that reaches the port can list the names, read the
+    values and destroy them; a value of a stranger is refused. Counters (`add`) are not sealed: they
+    decide only how long ranks wait.
     """
 
     def __init__(self, inner: dist.Store, key: str) -> None:
         super().__init__()
         self._inner, self._key = inner, key.encode()
-        self._passed: list[bytes] = []  # values written or read, such as the addresses of gloo's ranks
+        # Values written or read, such as the addresses of gloo's ranks
+        self._passed: list[bytes] = []
         self.aborted = False
 
     def _tag(self, name: str, value: bytes) -> bytes:
-        return hmac.digest(self._key, len(name).to_bytes(4, "big") + name.encode() + value, "sha256")
+        return hmac.digest(
+            self._key, len(name).to_bytes(4, "big") + name.encode() + value, "sha256"
+        )
 
     def set(self, name: str, value: str | bytes) -> None:
         """Store a value with its proof."""
@@ -102,7 +114,8 @@ class SealedStore(dist.Store):
         tag, value = sealed[:TAG_BYTES], sealed[TAG_BYTES:]
         if not hmac.compare_digest(tag, self._tag(name, value)):
             raise RendezvousError(
-                f"the rendezvous store holds a value of a stranger under {name}: a process without this run's key "
+                f"the rendezvous store holds a value of a stranger under {name}: a process without "
+                "this run's key "
                 "wrote it; who else can reach the store's port?"
             )
         self._passed.append(value)
@@ -122,14 +135,18 @@ class SealedStore(dist.Store):
         return int(self._inner.add(name, amount))
 
     def wait(self, names: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all names are there. Raises DistStoreError when time is up, and soon after an order to abort."""
+        """Wait until all names are there. Raises DistStoreError when time is up, and soon after an
+        order to abort.
+        """
         deadline = time.monotonic() + (timeout or self._inner.timeout).total_seconds()  # type: ignore[attr-defined]
         while (left := deadline - time.monotonic()) > LOOK_S:
             with suppress(dist.DistStoreError):
                 self._inner.wait(names, timedelta(seconds=LOOK_S))
                 return
             if self.aborted:
-                raise dist.DistStoreError(f"a peer is lost, and the driver has ordered to abort: no {', '.join(names)}")
+                raise dist.DistStoreError(
+                    f"a peer is lost, and the driver has ordered to abort: no {', '.join(names)}"
+                )
         self._inner.wait(names, timedelta(seconds=max(0.001, left)))
 
     def check(self, names: list[str]) -> bool:
@@ -149,11 +166,12 @@ class SealedStore(dist.Store):
         self._inner.set_timeout(timeout)
 
     def abort(self) -> None:
-        """Shut down the TCP connections of this process one end of which is an address that a rank has put in here.
+        """Shut down the TCP connections of this process one end of which is an address that a rank
+        has put in here.
 
-        gloo's are such, and no others: its ranks tell each other in this store where they listen. What waits for one of
-        them fails then, as if the other rank had left, also where it has yet to connect. Any thread may ask, and more
-        than once.
+        gloo's are such, and no others: its ranks tell each other in this store where they listen.
+        What waits for one of them fails then, as if the other rank had left, also where it has yet
+        to connect. Any thread may ask, and more than once.
         """
         self.aborted, addresses = True, b" ".join(self._passed)
         for name in os.listdir("/dev/fd"):
@@ -168,16 +186,20 @@ class SealedStore(dist.Store):
     def _answer(self, listening: socket.socket) -> None:
         """Take the place of ranks for which gloo waits at its listening socket, and leave again.
 
-        While a group forms, gloo waits for ranks that have yet to connect, also if they are lost: five times the
-        group's timeout (torch 2.13). A rank says first, in 8 bytes, which connection it is. What this process has put
-        in here for the others is a sockaddr_storage of 128 bytes and, after it, these numbers.
+        While a group forms, gloo waits for ranks that have yet to connect, also if they are lost:
+        five times the group's timeout (torch 2.13). A rank says first, in 8 bytes, which connection
+        it is. What this process has put in here for the others is a sockaddr_storage of 128 bytes
+        and, after it, these numbers.
         """
         own = listening.getsockname()
         for value in {*self._passed}:  # those of other ranks do not hold it
             if (at := value.find(_packed(listening.family, own))) >= 2:
                 numbers = value[at - 2 + 128 :]
                 for i in range(0, len(numbers) - 7, 8):
-                    with suppress(OSError), socket.create_connection(own[:2], timeout=1.0) as connection:
+                    with (
+                        suppress(OSError),
+                        socket.create_connection(own[:2], timeout=1.0) as connection,
+                    ):
                         connection.sendall(numbers[i : i + 8])
 
     def has_extended_api(self) -> bool:
@@ -200,7 +222,9 @@ def _duplicate(fd: int) -> socket.socket:
 
 
 def _packed(family: int, address: tuple[Any, ...]) -> bytes:
-    """Return an address as it lies in a sockaddr_in (port, host) or sockaddr_in6 (port, flow, host)."""
+    """Return an address as it lies in a sockaddr_in (port, host) or sockaddr_in6 (port, flow,
+    host).
+    """
     host, port = address[0].partition("%")[0], address[1]
     flow = b"" if family == socket.AF_INET else bytes(4)
     return bytes(port.to_bytes(2, "big") + flow + socket.inet_pton(family, host))

@@ -1,10 +1,12 @@
-"""Batch normalisation (Ioffe & Szegedy 2015) whose running statistics change with the weights, and not before.
+"""Batch normalisation (Ioffe & Szegedy 2015) whose running statistics change with the weights, and
+not before.
 
-torch's BatchNorm2d changes its running statistics in the forward pass. A step that breaks and is repeated, a replay or
-a warm-up would change them twice, and under data parallelism they would differ from rank to rank. Here a forward pass
-in training only adds to `pending`; parallel/statistics.py averages that over micro batches and ranks, and updates the
-running statistics together with the weights. So they are equal on all ranks after every step, like the weights:
-evaluation, checkpoints, hashes and a newcomer's copy need no rule of their own.
+torch's BatchNorm2d changes its running statistics in the forward pass. A step that breaks and is
+repeated, a replay or a warm-up would change them twice, and under data parallelism they would
+differ from rank to rank. Here a forward pass in training only adds to `pending`;
+parallel/statistics.py averages that over micro batches and ranks, and updates the running
+statistics together with the weights. So they are equal on all ranks after every step, like the
+weights: evaluation, checkpoints, hashes and a newcomer's copy need no rule of their own.
 """
 
 from __future__ import annotations
@@ -23,16 +25,21 @@ from nanoray.mesh.axis import Axis
 class BatchNorm(nn.Module):
     """Normalise each channel of (B, C, H, W) by its mean and variance in this rank's micro batch.
 
-    With an `axis`, by those of the micro batches of all its ranks together. Evaluation uses the running statistics.
+    With an `axis`, by those of the micro batches of all its ranks together. Evaluation uses the
+    running statistics.
     """
 
     def __init__(self, channels: int, momentum: float = 0.1, eps: float = 1e-5) -> None:
         super().__init__()
         self.momentum, self.eps = momentum, eps
-        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+        self.weight, self.bias = (
+            nn.Parameter(torch.ones(channels)),
+            nn.Parameter(torch.zeros(channels)),
+        )
         self.register_buffer("running_mean", torch.zeros(channels))
         self.register_buffer("running_var", torch.ones(channels))
-        # The sums of mean and unbiased variance over the forward passes of this step, (2, C). Not part of the state.
+        # The sums of mean and unbiased variance over the forward passes of this step, (2, C). Not
+        # part of the state.
         self.register_buffer("pending", torch.zeros(2, channels), persistent=False)
         self.register_buffer("passes", torch.zeros(1), persistent=False)  # so many forward passes
         self.axis: Axis | None = None
@@ -43,11 +50,17 @@ class BatchNorm(nn.Module):
 
     @classmethod
     def of(cls, norm: _BatchNorm) -> BatchNorm:
-        """Return one in the place of torch's, around the same parameters. Raises ConfigError for what it cannot be."""
-        if not (norm.affine and norm.track_running_stats and norm.momentum) or isinstance(norm, nn.SyncBatchNorm):
+        """Return one in the place of torch's, around the same parameters. Raises ConfigError for
+        what it cannot be.
+        """
+        if not (norm.affine and norm.track_running_stats and norm.momentum) or isinstance(
+            norm, nn.SyncBatchNorm
+        ):
             raise ConfigError(
-                f"{norm} has no parameters, no running statistics or no momentum, or exchanges them itself, so ranks "
-                "could not agree on its statistics; use affine, track_running_stats and momentum, and no SyncBatchNorm"
+                f"{norm} has no parameters, no running statistics or no momentum, or exchanges "
+                "them itself, so ranks "
+                "could not agree on its statistics; use affine, track_running_stats and momentum, "
+                "and no SyncBatchNorm"
             )
         made = cls(norm.num_features, norm.momentum, norm.eps)
         made.weight, made.bias = norm.weight, norm.bias
@@ -59,7 +72,9 @@ class BatchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
-            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+            return F.batch_norm(
+                x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
+            )
         seen = torch.zeros_like(self.pending)  # (2, C)
         if self.axis is None or self.axis.size == 1:
             # With momentum 1 the "running" statistics that it writes are those of this batch.
@@ -73,13 +88,17 @@ class BatchNorm(nn.Module):
 
     @torch.no_grad()
     def update(self, mean: Tensor, var: Tensor, good: Tensor) -> None:
-        """Move the running statistics towards mean and var, (C,) each, where `good`, a boolean scalar, says so."""
+        """Move the running statistics towards mean and var, (C,) each, where `good`, a boolean
+        scalar, says so.
+        """
         for running, new in ((self.running_mean, mean), (self.running_var, var)):
             running.copy_(torch.where(good, running + self.momentum * (new - running), running))
 
 
 def replace_norms(model: nn.Module) -> None:
-    """Put a BatchNorm of this file in the place of each of torch's in a model; the parameters stay the same objects."""
+    """Put a BatchNorm of this file in the place of each of torch's in a model; the parameters stay
+    the same objects.
+    """
     for module in model.modules():
         for name, child in module.named_children():
             if isinstance(child, _BatchNorm):
@@ -87,27 +106,35 @@ def replace_norms(model: nn.Module) -> None:
 
 
 @torch.compiler.disable  # a compiled graph ends before the exchange and goes on after it
-def _synchronised(x: Tensor, weight: Tensor, bias: Tensor, seen: Tensor, eps: float, axis: Axis) -> Tensor:
+def _synchronised(
+    x: Tensor, weight: Tensor, bias: Tensor, seen: Tensor, eps: float, axis: Axis
+) -> Tensor:
     return Synchronised.apply(x, weight, bias, seen, eps, axis)
 
 
 class Synchronised(torch.autograd.Function):
-    """Batch normalisation over the micro batches of all ranks of an axis: one sum forward, one sum backward.
+    """Batch normalisation over the micro batches of all ranks of an axis: one sum forward, one sum
+    backward.
 
     With x̂ = (x - mean) / std and m elements of a channel on all ranks together:
 
         y = w·x̂ + b,    dx = w / std · (dy - Σdy / m - x̂ · Σ(dy·x̂) / m),    dw = Σ(dy·x̂),    db = Σdy
 
-    The sums of dx run over all ranks. Those of dw and db run over this rank's elements only, because the ranks add up
-    the gradients of parameters later, as those of any other layer.
+    The sums of dx run over all ranks. Those of dw and db run over this rank's elements only,
+    because the ranks add up the gradients of parameters later, as those of any other layer.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, seen: Tensor, eps: float, axis: Axis) -> Tensor:
-        """Return y (B, C, H, W); write mean and unbiased variance to `seen`, (2, C). (all ranks of the axis)"""
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, seen: Tensor, eps: float, axis: Axis
+    ) -> Tensor:
+        """Return y (B, C, H, W); write mean and unbiased variance to `seen`, (2, C). (all ranks of
+        the axis)
+        """
         wide = x.float()
         count = wide.new_full((wide.shape[1],), float(wide.numel() // wide.shape[1]))
-        # In float64, because E[x²] - E[x]² loses digits, and squares about the common mean need a second exchange.
+        # In float64, because E[x²] - E[x]² loses digits, and squares about the common mean need a
+        # second exchange.
         sums = [wide.double().sum((0, 2, 3)), wide.double().square().sum((0, 2, 3)), count.double()]
         total, squares, m = axis.sum(torch.stack(sums), "batchnorm")  # (C,) each
         mean = total / m
@@ -126,5 +153,7 @@ class Synchronised(torch.autograd.Function):
         dy = grads[0].float()
         own = torch.stack([dy.sum((0, 2, 3)), (dy * x_hat).sum((0, 2, 3))])  # (2, C)
         both = ctx.axis.sum(own.clone(), "batchnorm") / m
-        dx = (weight * inv_std)[:, None, None] * (dy - both[0][:, None, None] - x_hat * both[1][:, None, None])
+        dx = (weight * inv_std)[:, None, None] * (
+            dy - both[0][:, None, None] - x_hat * both[1][:, None, None]
+        )
         return dx.to(grads[0].dtype), own[1], own[0], None, None, None

@@ -11,17 +11,25 @@ from nanoray.models.resnet import ResNet, ResNetShape
 
 
 class OwnShape:
-    """Stands for the shape of a model that the user's script makes: its weights' names and shapes tell it."""
+    """Stands for the shape of a model that the user's script makes: its weights' names and shapes
+    tell it.
+    """
 
     def to_dict(self) -> dict[str, int | bool]:
         return {}
 
 
 def shape_of(config: Config, classes: int) -> ModelShape | ResNetShape | OwnShape:
-    """Return the model's shape for a dataset with so many tokens in its vocabulary, or classes of images."""
+    """Return the model's shape for a dataset with so many tokens in its vocabulary, or classes of
+    images.
+    """
     if config.model == "own":
         return OwnShape()
-    return ResNetShape.of(config, classes) if config.model == "resnet" else ModelShape.of(config, classes)
+    return (
+        ResNetShape.of(config, classes)
+        if config.model == "resnet"
+        else ModelShape.of(config, classes)
+    )
 
 
 def build_model(config: Config, classes: int) -> GPT | ResNet:
@@ -40,6 +48,8 @@ def gpt_of(shape: ModelShape, config: Config) -> GPT:
 
 
 def kernels_of(config: Config) -> Kernels:
-    """Return how a GPT is computed. The recipe has replaced `auto`; where nobody has, it is that of GPUs."""
+    """Return how a GPT is computed. The recipe has replaced `auto`; where nobody has, it is that of
+    GPUs.
+    """
     auto = auto_on_gpus(config) if config.device != "cpu" else "flash"
     return Kernels(auto if config.attention == "auto" else config.attention, config.loss_chunk)

@@ -1,6 +1,8 @@
-"""Dropout. The masks of a layer follow from (seed, step, micro batch, data rank, layer), and nothing else.
+"""Dropout. The masks of a layer follow from (seed, step, micro batch, data rank, layer), and
+nothing else.
 
-So they do not depend on the process, on what it computed before, or on the order of micro batches and layers.
+So they do not depend on the process, on what it computed before, or on the order of micro batches
+and layers.
 """
 
 from __future__ import annotations
@@ -20,19 +22,24 @@ class Dropout(nn.Dropout):
 def dropout(x: Tensor, p: float) -> Tensor:
     """Return x with each number left out with probability p, and the others divided by 1 - p.
 
-    On many CPUs torch draws a mask's numbers one after the other, 64 bits for each, which takes a large part of a step.
-    Here 64 bits decide over four numbers; p is rounded to 1/65536.
+    On many CPUs torch draws a mask's numbers one after the other, 64 bits for each, which takes a
+    large part of a step. Here 64 bits decide over four numbers; p is rounded to 1/65536.
     """
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(x, p)
     count, keep = x.numel(), min(max(round((1 - p) * 2**16), 1), 2**16 - 1)
     draws = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None)
-    kept = torch.lt(draws.view(torch.int16)[:count].view(x.shape), keep - 2**15, out=torch.empty_like(x))  # 0 or 1
+    # 0 or 1
+    kept = torch.lt(
+        draws.view(torch.int16)[:count].view(x.shape), keep - 2**15, out=torch.empty_like(x)
+    )
     return x * kept.mul_(2**16 / keep)
 
 
 def derive_seed(seed: int, *values: int) -> int:
-    """Return a seed for generators, below 2^63; seeds of nearby values are unrelated (SplitMix64's finalizer)."""
+    """Return a seed for generators, below 2^63; seeds of nearby values are unrelated (SplitMix64's
+    finalizer).
+    """
     for value in values:
         seed = ((seed ^ (value + 1) * 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9) % 2**64
         seed ^= seed >> 31

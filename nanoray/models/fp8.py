@@ -1,15 +1,16 @@
-"""Matrix products of 8-bit floats in the linear layers of a GPT's blocks, with a scale per tensor or per row.
+"""Matrix products of 8-bit floats in the linear layers of a GPT's blocks, with a scale per tensor
+or per row.
 
     forward     y  = x·Wᵀ       x and W in e4m3: 3 bits of fraction, up to 448
     backward    dx = dy·W       dy in e5m2: 2 bits, up to 57344, as gradients need range more than digits
                 dW = dyᵀ·x
 
-Each operand is multiplied by the largest factor that keeps it in range, of the whole tensor or of each row along the
-dimension that is not summed over; the result is divided by both. Sums are float32. A GPU of compute capability 8.9
-multiplies so in hardware (torch._scaled_mm), where all sizes are multiples of 16. Elsewhere it is an emulation: the
-operands are rounded to 8 bits, then multiplied as float32, in which their products are exact; it shows what fp8 does to
-training, and saves nothing.
-Source: Micikevicius et al. 2022, FP8 Formats for Deep Learning.
+Each operand is multiplied by the largest factor that keeps it in range, of the whole tensor or of
+each row along the dimension that is not summed over; the result is divided by both. Sums are
+float32. A GPU of compute capability 8.9 multiplies so in hardware (torch._scaled_mm), where all
+sizes are multiples of 16. Elsewhere it is an emulation: the operands are rounded to 8 bits, then
+multiplied as float32, in which their products are exact; it shows what fp8 does to training, and
+saves nothing. Source: Micikevicius et al. 2022, FP8 Formats for Deep Learning.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ EMULATED = "emulated: operands are rounded to 8 bits and multiplied in float32"
 
 
 def quantize(x: Tensor, dtype: torch.dtype, per_row: bool) -> tuple[Tensor, Tensor]:
-    """Return x (M, K) in 8 bits, and what to multiply it by to get x back: a scalar, or (M, 1), float32."""
+    """Return x (M, K) in 8 bits, and what to multiply it by to get x back: a scalar, or (M, 1),
+    float32.
+    """
     x = x.float()
     most = torch.finfo(dtype).max
     largest = x.abs().amax(1, keepdim=True) if per_row else x.abs().amax()
@@ -33,17 +36,23 @@ def quantize(x: Tensor, dtype: torch.dtype, per_row: bool) -> tuple[Tensor, Tens
     return (x / scale).clamp(-most, most).to(dtype).contiguous(), scale
 
 
-def scaled_product(a: Tensor, b: Tensor, dtypes: tuple[torch.dtype, torch.dtype], per_row: bool) -> Tensor:
+def scaled_product(
+    a: Tensor, b: Tensor, dtypes: tuple[torch.dtype, torch.dtype], per_row: bool
+) -> Tensor:
     """Return a·bᵀ, (M, N) bf16, of a (M, K) and b (N, K), each rounded to 8 bits."""
     hardware = in_hardware(a.device) and not any(size % MULTIPLE for size in (*a.shape, *b.shape))
     return product_of(quantize(a, dtypes[0], per_row), quantize(b, dtypes[1], per_row), hardware)
 
 
 def product_of(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], hardware: bool) -> Tensor:
-    """Return a·bᵀ, (M, N) bf16, of what `quantize` returned, by torch's product of 8-bit floats or its emulation."""
+    """Return a·bᵀ, (M, N) bf16, of what `quantize` returned, by torch's product of 8-bit floats or
+    its emulation.
+    """
     (a8, of_a), (b8, of_b) = a, b
     if hardware:
-        return torch._scaled_mm(a8, b8.t(), scale_a=of_a, scale_b=of_b.t(), out_dtype=torch.bfloat16)
+        return torch._scaled_mm(
+            a8, b8.t(), scale_a=of_a, scale_b=of_b.t(), out_dtype=torch.bfloat16
+        )
     with torch.autocast(a8.device.type, enabled=False):
         return (a8.float() @ b8.float().t() * of_a * of_b.t()).bfloat16()
 
@@ -54,7 +63,9 @@ def in_hardware(device: torch.device) -> bool:
 
 
 class _Linear(torch.autograd.Function):
-    """y = x·Wᵀ and its gradients, each product in 8 bits. Every product rounds its operands along its own rows."""
+    """y = x·Wᵀ and its gradients, each product in 8 bits. Every product rounds its operands along
+    its own rows.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, per_row: bool) -> Tensor:
@@ -83,11 +94,15 @@ class Fp8Linear(nn.Linear):
 
 
 def use_fp8(model: nn.Module, scaling: str) -> int:
-    """Turn the linear layers of a model's blocks into Fp8Linear; return how many. `scaling`: tensor | row.
+    """Turn the linear layers of a model's blocks into Fp8Linear; return how many. `scaling`: tensor
+    | row.
 
-    Parameters and their names stay. Embeddings, norms, attention's products and lm_head are as before.
+    Parameters and their names stay. Embeddings, norms, attention's products and lm_head are as
+    before.
     """
-    layers = [m for block in getattr(model, "blocks", ()) for m in block.modules() if type(m) is nn.Linear]
+    layers = [
+        m for block in getattr(model, "blocks", ()) for m in block.modules() if type(m) is nn.Linear
+    ]
     for layer in layers:
         layer.__class__ = Fp8Linear
         layer.per_row = scaling == "row"  # type: ignore[assignment]

@@ -1,4 +1,5 @@
-"""The GPT of nanoGPT. Nothing here knows about ranks; `parallel/` splits the model by the names of its parts:
+"""The GPT of nanoGPT. Nothing here knows about ranks; `parallel/` splits the model by the names of
+its parts:
 
     tok_emb, pos_emb                                  tokens and positions become the residual stream  (B, T, C);
                                                       with rotary positions there is no pos_emb
@@ -6,8 +7,8 @@
                norm2, mlp.{up, down}                  x + a two-layer network of the normed x, or a mixture of experts
     norm, lm_head                                     the stream becomes logits; lm_head.weight is tok_emb.weight
 
-Letters: B sequences, T tokens each, S tokens attended to, C = n_embd, H heads of D = C/H, V = vocab_size.
-There are no buffers: the parameters are the whole state of the model.
+Letters: B sequences, T tokens each, S tokens attended to, C = n_embd, H heads of D = C/H, V =
+vocab_size. There are no buffers: the parameters are the whole state of the model.
 """
 
 from __future__ import annotations
@@ -24,13 +25,21 @@ from nanoray.config import VOCAB_MULTIPLE, Config
 from nanoray.errors import ConfigError
 from nanoray.models.activation_checkpointing import run_block
 from nanoray.models.dropout import Dropout, derive_seed, seed_generators
-from nanoray.models.kernels import Kernels, chunked_cross_entropy, fused_attention, plain_attention, rotate
+from nanoray.models.kernels import (
+    Kernels,
+    chunked_cross_entropy,
+    fused_attention,
+    plain_attention,
+    rotate,
+)
 from nanoray.models.moe import MoE, RouterTraining, Routing, Stacked
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """All sizes that fix the parameters' shapes; a checkpoint fits a model when their ModelShapes are equal."""
+    """All sizes that fix the parameters' shapes; a checkpoint fits a model when their ModelShapes
+    are equal.
+    """
 
     n_layer: int
     n_head: int
@@ -42,29 +51,43 @@ class ModelShape:
     experts_per_token: int = 0
     expert_hidden: int = 0  # hidden units of one expert
     shared_experts: int = 0
-    rotary: bool = False  # queries and keys are turned by their positions, in place of a position embedding
+    # Queries and keys are turned by their positions, in place of a position embedding
+    rotary: bool = False
 
     def __post_init__(self) -> None:
         for key, value in asdict(self).items():
             if key not in ("bias", "rotary", *_OF_EXPERTS) and value < 1:
                 raise ConfigError(f"{key} = {value}, but a model needs at least 1; raise {key}")
         if self.n_embd % self.n_head:
-            raise ConfigError(f"n_embd = {self.n_embd} is not a multiple of n_head = {self.n_head}; change one of them")
+            raise ConfigError(
+                f"n_embd = {self.n_embd} is not a multiple of n_head = {self.n_head}; change one "
+                "of them"
+            )
         if self.rotary and self.n_embd // self.n_head % 2:
             raise ConfigError(
                 "positions = rotary turns pairs of numbers, but a head has n_embd/n_head = "
-                f"{self.n_embd}/{self.n_head} = {self.n_embd // self.n_head}; use another n_head, or positions learned"
+                f"{self.n_embd}/{self.n_head} = {self.n_embd // self.n_head}; use another n_head, "
+                "or positions learned"
             )
 
     @classmethod
     def of(cls, config: Config, vocab_size: int) -> ModelShape:
         """Return the shape of `config` for a tokenizer of `vocab_size` tokens."""
-        dense = (config.n_layer, config.n_head, config.n_embd, config.block_size, config.bias, vocab_size)
+        dense = (
+            config.n_layer,
+            config.n_head,
+            config.n_embd,
+            config.block_size,
+            config.bias,
+            vocab_size,
+        )
         rotary = config.positions == "rotary"
         if not config.experts:
             return cls(*dense, rotary=rotary)
         hidden = config.expert_hidden or 4 * config.n_embd
-        return cls(*dense, config.experts, config.experts_per_token, hidden, config.shared_experts, rotary)
+        return cls(
+            *dense, config.experts, config.experts_per_token, hidden, config.shared_experts, rotary
+        )
 
     @property
     def padded_vocab(self) -> int:
@@ -72,7 +95,9 @@ class ModelShape:
 
     @property
     def logit_columns(self) -> int:
-        """Columns that lm_head computes: padded unless padding is a large share (65 → 128 slows a CPU step by 3 %)."""
+        """Columns that lm_head computes: padded unless padding is a large share (65 → 128 slows a
+        CPU step by 3 %).
+        """
         padding = self.padded_vocab - self.vocab_size
         return self.vocab_size if padding > self.vocab_size // 8 else self.padded_vocab
 
@@ -93,28 +118,37 @@ class GPT(nn.Module):
         shape: ModelShape,
         dropout: float = 0.0,
         activation_checkpointing: str = "none",
-        routers: RouterTraining = RouterTraining(),  # noqa: B008 (it is immutable)
+        routers: RouterTraining = RouterTraining(),  # noqa: B008
         kernels: Kernels = Kernels(),  # noqa: B008
     ) -> None:
         super().__init__()
         self.shape = shape
         self.routing = Routing(routers, shape.n_layer) if shape.experts else None
         self.tok_emb = nn.Embedding(shape.padded_vocab, shape.n_embd)
-        self.pos_emb: Any = nn.Identity() if shape.rotary else Positions(shape.block_size, shape.n_embd)
+        self.pos_emb: Any = (
+            nn.Identity() if shape.rotary else Positions(shape.block_size, shape.n_embd)
+        )
         self.dropout = Dropout(dropout)
-        blocks = (Block(shape, dropout, activation_checkpointing, routers, kernels) for _ in range(shape.n_layer))
+        blocks = (
+            Block(shape, dropout, activation_checkpointing, routers, kernels)
+            for _ in range(shape.n_layer)
+        )
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(shape.n_embd, bias=shape.bias)
         self.lm_head = LMHead(shape, kernels.loss_chunk)
         self.init_weights()
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None, kv_cache: list[KVCache] | None = None) -> Tensor:
-        """Return the mean cross entropy (float32 scalar) given targets (B, T), else the last position's logits (B, V).
+    def forward(
+        self, idx: Tensor, targets: Tensor | None = None, kv_cache: list[KVCache] | None = None
+    ) -> Tensor:
+        """Return the mean cross entropy (float32 scalar) given targets (B, T), else the last
+        position's logits (B, V).
 
         With a kv_cache, one KVCache per block, idx (B, T) continues the cached tokens.
         """
         drops = self.training and self.dropout.p > 0
-        seed = torch.initial_seed() if drops else 0  # what the caller seeded, say for this micro batch
+        # What the caller seeded, say for this micro batch
+        seed = torch.initial_seed() if drops else 0
         x = self.embed(idx, kv_cache[0].length if kv_cache else 0)  # (B, T, C)
         told: dict[int, Tensor] = {}  # by the layers' routers
         for n, block in enumerate(self.blocks):
@@ -130,31 +164,42 @@ class GPT(nn.Module):
         return self.routing.added_to(loss, told) if self.routing and self.training else loss
 
     def views(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes in which parameters are cut, where they are not their own: queries, keys, values apart.
+        """Return the shapes in which parameters are cut, where they are not their own: queries,
+        keys, values apart.
 
         Also the experts' biases, which lie one behind the other.
         """
         C, E = self.shape.n_embd, self.shape.experts
         named = {name: p for name, p in self.named_parameters() if ".qkv." in name}
-        views: dict[str, tuple[int, ...]] = {name: (3, C, C) if p.dim() == 2 else (3, C) for name, p in named.items()}
+        views: dict[str, tuple[int, ...]] = {
+            name: (3, C, C) if p.dim() == 2 else (3, C) for name, p in named.items()
+        }
         biases = {
-            f"{at}.bias": m.bias for at, m in self.named_modules() if isinstance(m, Stacked) and m.bias is not None
+            f"{at}.bias": m.bias
+            for at, m in self.named_modules()
+            if isinstance(m, Stacked) and m.bias is not None
         }
         return views | {name: (E, bias.numel() // E) for name, bias in biases.items()}
 
     def embed(self, idx: Tensor, start: int = 0) -> Tensor:
-        """Return the residual stream (B, T, C) of tokens idx (B, T) at positions start, start + 1, ..."""
+        """Return the residual stream (B, T, C) of tokens idx (B, T) at positions start, start + 1,
+        ...
+        """
         end, limit = start + idx.shape[1], self.shape.block_size
         if end > limit:
-            raise ConfigError(f"{end} tokens, but block_size = {limit}; pass fewer, or train with a larger block_size")
+            raise ConfigError(
+                f"{end} tokens, but block_size = {limit}; pass fewer, or train with a larger "
+                "block_size"
+            )
         x = self.tok_emb(idx)
         return self.dropout(x if self.shape.rotary else x + self.pos_emb(start, end))
 
     def init_weights(self) -> None:
-        """Draw weights as GPT-2 does: N(0, 0.02), over sqrt(2·n_layer) where a layer writes to the residual stream.
+        """Draw weights as GPT-2 does: N(0, 0.02), over sqrt(2·n_layer) where a layer writes to the
+        residual stream.
 
-        There are 2·n_layer such layers, so the stream's variance does not grow with depth. Call this after `to_empty`
-        of a meta model: it ties lm_head to the embedding again.
+        There are 2·n_layer such layers, so the stream's variance does not grow with depth. Call
+        this after `to_empty` of a meta model: it ties lm_head to the embedding again.
         """
         self.lm_head.weight = self.tok_emb.weight
         residual_std = 0.02 / math.sqrt(2 * self.shape.n_layer)
@@ -162,7 +207,9 @@ class GPT(nn.Module):
             if p.dim() == 1:  # a norm's weight, or a bias
                 nn.init.constant_(p, float(name.endswith("weight")))
             else:
-                nn.init.normal_(p, std=residual_std if name.endswith(("proj.weight", "down.weight")) else 0.02)
+                nn.init.normal_(
+                    p, std=residual_std if name.endswith(("proj.weight", "down.weight")) else 0.02
+                )
 
 
 class Positions(nn.Embedding):
@@ -174,7 +221,9 @@ class Positions(nn.Embedding):
 
 
 class Block(nn.Module):
-    """Attention, which moves information between positions, then an MLP, or experts, on each position."""
+    """Attention, which moves information between positions, then an MLP, or experts, on each
+    position.
+    """
 
     def __init__(
         self,
@@ -192,10 +241,15 @@ class Block(nn.Module):
         self.mlp = experts_of(shape, dropout, routers) if shape.experts else MLP(shape, dropout)
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Any:
-        """Return the residual stream (B, T, C) after this block; with experts, also what their router tells."""
-        # Inside of the block, so that a compiled block contains it, and fsdp gathers the weights once for both.
+        """Return the residual stream (B, T, C) after this block; with experts, also what their
+        router tells.
+        """
+        # Inside of the block, so that a compiled block contains it, and fsdp gathers the weights
+        # once for both.
         if cache is None:
-            return run_block(self._layers, x, self.activation_checkpointing, self.drops and self.training)
+            return run_block(
+                self._layers, x, self.activation_checkpointing, self.drops and self.training
+            )
         return self._layers(x, cache)
 
     def _layers(self, x: Tensor, cache: KVCache | None = None) -> Any:
@@ -205,7 +259,9 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention. qkv's rows are all queries, then all keys, then all values, each head by head."""
+    """Causal self-attention. qkv's rows are all queries, then all keys, then all values, each head
+    by head.
+    """
 
     def __init__(self, shape: ModelShape, dropout: float, kernel: str = "flash") -> None:
         super().__init__()
@@ -221,8 +277,9 @@ class Attention(nn.Module):
         """Return what the heads have found for x (B, T, C), one beside the other: (B, T, C)."""
         qkv = self.qkv(x)  # (B, T, 3C)
         B, T, _ = qkv.shape
-        # The number of heads follows from the shape: a rank that holds only some of them runs the same line.
-        q, k, v = (y.view(B, T, -1, self.head_dim).transpose(1, 2) for y in qkv.chunk(3, -1))  # (B, H, T, D)
+        # The number of heads follows from the shape: a rank that holds only some of them runs the
+        # same line. (B, H, T, D)
+        q, k, v = (y.view(B, T, -1, self.head_dim).transpose(1, 2) for y in qkv.chunk(3, -1))
         if self.rotary:
             start = cache.length if cache is not None else 0
             q, k = rotate(q, start), rotate(k, start)
@@ -247,12 +304,17 @@ class MLP(nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.down(F.gelu(self.up(x))))  # (B, T, C); gelu is exact, as nanoGPT's, and works on 4C
+        # (B, T, C); gelu is exact, as nanoGPT's, and works on 4C
+        return self.dropout(self.down(F.gelu(self.up(x))))
 
 
 def experts_of(shape: ModelShape, dropout: float, routers: RouterTraining) -> MoE:
     """Return a block's experts. The shared ones are one MLP with the hidden units of them all."""
-    shared = MLP(shape, 0.0, shape.shared_experts * shape.expert_hidden) if shape.shared_experts else None
+    shared = (
+        MLP(shape, 0.0, shape.shared_experts * shape.expert_hidden)
+        if shape.shared_experts
+        else None
+    )
     sizes = (shape.n_embd, shape.experts, shape.experts_per_token, shape.expert_hidden)
     return MoE(*sizes, shape.bias, dropout, routers, shared)
 
@@ -262,13 +324,20 @@ class LMHead(nn.Linear):
 
     def __init__(self, shape: ModelShape, loss_chunk: int = 0) -> None:
         super().__init__(shape.n_embd, shape.padded_vocab, bias=False)
-        self.vocab_size, self.columns, self.loss_chunk = shape.vocab_size, shape.logit_columns, loss_chunk
+        self.vocab_size, self.columns, self.loss_chunk = (
+            shape.vocab_size,
+            shape.logit_columns,
+            loss_chunk,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         if self.columns == self.vocab_size:
             return F.linear(x, self.weight[: self.vocab_size])  # (..., V)
-        # A bias of -inf costs nothing inside the product; slicing the logits would copy gigabytes on a GPU.
-        padding = F.pad(x.new_zeros(self.vocab_size), (0, self.columns - self.vocab_size), value=-math.inf)
+        # A bias of -inf costs nothing inside the product; slicing the logits would copy gigabytes
+        # on a GPU.
+        padding = F.pad(
+            x.new_zeros(self.vocab_size), (0, self.columns - self.vocab_size), value=-math.inf
+        )
         return F.linear(x, self.weight, padding)  # (..., padded_vocab)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
@@ -289,7 +358,9 @@ class KVCache:
         self.kv: Tensor | None = None
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v (B, H, T, D); return views of all keys and values, (B, H, S, D). Not for training."""
+        """Append k and v (B, H, T, D); return views of all keys and values, (B, H, S, D). Not for
+        training.
+        """
         B, H, T, D = k.shape
         if self.kv is None:
             self.kv = k.new_empty(2, B, H, self.size, D)

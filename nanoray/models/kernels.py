@@ -35,12 +35,14 @@ class Kernels(NamedTuple):
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, p: float = 0.0, cudnn: bool = False) -> Tensor:
-    """Return what `plain_attention` does, by one of torch's fused kernels, or by cuDNN's and no other one.
+    """Return what `plain_attention` does, by one of torch's fused kernels, or by cuDNN's and no
+    other one.
 
     Raises RuntimeError if cuDNN has no kernel for these shapes on this device.
     """
     T, S = q.shape[2], k.shape[2]
-    # is_causal aligns query 0 with key 0, which is right for T = S. One query sees all keys; else pass a mask.
+    # is_causal aligns query 0 with key 0, which is right for T = S. One query sees all keys; else
+    # pass a mask.
     mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T) if 1 < T < S else None
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if cudnn else nullcontext():
         return F.scaled_dot_product_attention(q, k, v, mask, p, T == S)
@@ -55,8 +57,11 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, p: float = 0.0) -> Tensor:
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # (B, H, T, S); scaling q is less work
     if T > 1:
         later = torch.ones(T, S, dtype=torch.bool, device=q.device).triu(S - T + 1)
-        scores = scores + torch.zeros(T, S, dtype=scores.dtype, device=q.device).masked_fill_(later, -math.inf)
-    with torch.autocast(q.device.type, enabled=False):  # the softmax of 16-bit scores has float32 sums by itself
+        scores = scores + torch.zeros(T, S, dtype=scores.dtype, device=q.device).masked_fill_(
+            later, -math.inf
+        )
+    # The softmax of 16-bit scores has float32 sums by itself
+    with torch.autocast(q.device.type, enabled=False):
         weights = scores.softmax(-1)
     if p > 0:
         weights = dropout(weights, p)
@@ -64,46 +69,65 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, p: float = 0.0) -> Tensor:
 
 
 def rotate(x: Tensor, start: int = 0) -> Tensor:
-    """Turn queries or keys x (B, H, T, D) by their positions start, start + 1, ... (Su et al. 2021, RoFormer).
+    """Turn queries or keys x (B, H, T, D) by their positions start, start + 1, ... (Su et al. 2021,
+    RoFormer).
 
-    Number d of a head and number d + D/2 are one pair; pair i turns by position · 10000^(-2i/D) radians. So the product
-    of a query and a key depends on how far apart they are.
+    Number d of a head and number d + D/2 are one pair; pair i turns by position · 10000^(-2i/D)
+    radians. So the product of a query and a key depends on how far apart they are.
     """
     T, D = x.shape[-2:]
     # Positions and angles stay float32: a bf16 position is wrong from 257 on.
-    speed = ROTARY_BASE ** (-torch.arange(0, D, 2, dtype=torch.float32, device=x.device) / D)  # (D/2,)
-    angle = torch.outer(torch.arange(start, start + T, dtype=torch.float32, device=x.device), speed)  # (T, D/2)
+    # (D/2,)
+    speed = ROTARY_BASE ** (-torch.arange(0, D, 2, dtype=torch.float32, device=x.device) / D)
+    # (T, D/2)
+    angle = torch.outer(torch.arange(start, start + T, dtype=torch.float32, device=x.device), speed)
     cos, sin = angle.cos(), angle.sin()
-    same, crossed = torch.cat([cos, cos], -1).to(x.dtype), torch.cat([-sin, sin], -1).to(x.dtype)  # (T, D)
+    # (T, D)
+    same, crossed = torch.cat([cos, cos], -1).to(x.dtype), torch.cat([-sin, sin], -1).to(x.dtype)
     return torch.addcmul(x * same, x.roll(D // 2, -1), crossed)
 
 
-def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk: int) -> Tensor:
-    """Return the mean cross entropy (float32 scalar) of x (N, C), given targets (N,), `chunk` tokens at a time.
+def chunked_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk: int
+) -> Tensor:
+    """Return the mean cross entropy (float32 scalar) of x (N, C), given targets (N,), `chunk`
+    tokens at a time.
 
-    Logits are x times the first vocab_size rows of weight (V, C); no more of them exist than (chunk, vocab_size).
+    Logits are x times the first vocab_size rows of weight (V, C); no more of them exist than
+    (chunk, vocab_size).
     """
     device = x.device.type
     kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    loss: Tensor = _ChunkedCrossEntropy.apply(x, weight, targets, (vocab_size, chunk, kind, torch.is_grad_enabled()))
+    loss: Tensor = _ChunkedCrossEntropy.apply(
+        x, weight, targets, (vocab_size, chunk, kind, torch.is_grad_enabled())
+    )
     return loss
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Gradients are computed with the loss. They wait for the backward in (N, C) and (V, C), and not in (N, V)."""
+    """Gradients are computed with the loss. They wait for the backward in (N, C) and (V, C), and
+    not in (N, V).
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, how: tuple[int, int, torch.dtype, bool]
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        how: tuple[int, int, torch.dtype, bool],
     ) -> Tensor:
         vocab_size, chunk, kind, with_gradients = how
         N = len(x)
         with torch.autocast(x.device.type, enabled=False):
             w = weight[:vocab_size].to(kind)  # (V, C)
-            # 16-bit gradients of single tokens are at most 1 here; 1/N comes in later, in the precision of the sums.
+            # 16-bit gradients of single tokens are at most 1 here; 1/N comes in later, in the
+            # precision of the sums.
             dx = torch.empty_like(x) if with_gradients else None
             dw = torch.zeros_like(weight) if with_gradients else None
-            total = torch.zeros((), dtype=torch.float64 if kind == torch.float64 else torch.float32, device=x.device)
+            total = torch.zeros(
+                (), dtype=torch.float64 if kind == torch.float64 else torch.float32, device=x.device
+            )
             for part, own, out in _chunks(x, targets, dx, chunk):
                 inputs = part.to(kind)
                 logits = (inputs @ w.T).to(total.dtype)  # (chunk, V)
@@ -131,6 +155,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (dx * share).to(dx.dtype), dw * share, None, None
 
 
-def _chunks(x: Tensor, targets: Tensor, dx: Tensor | None, chunk: int) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+def _chunks(
+    x: Tensor, targets: Tensor, dx: Tensor | None, chunk: int
+) -> list[tuple[Tensor, Tensor, Tensor | None]]:
     outs = [None] * -(-len(x) // chunk) if dx is None else dx.split(chunk)
     return [*zip(x.split(chunk), targets.split(chunk), outs, strict=True)]

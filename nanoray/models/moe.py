@@ -1,4 +1,5 @@
-"""A mixture of experts in place of a block's MLP: a router sends each token to the k experts that it rates highest.
+"""A mixture of experts in place of a block's MLP: a router sends each token to the k experts that
+it rates highest.
 
     x (B, T, C) ─┬─ router ─ softmax over E experts ─ the k largest, as gates g ────────────────────┐
                  │                                                                                  │
@@ -21,9 +22,10 @@
     balance     per sequence: E · Σ_e (share of choices that fell on e) · (mean probability of e); 1 if they are even
     z           mean of (log Σ_e exp logit_e)², which keeps the logits small
 
-Both losses are means over sequences or tokens, so how the ranks share the batch does not change them. The router
-computes in float32 in every precision. Sources: Shazeer et al. 2017; Fedus et al. 2021, Switch; Zoph et al. 2022,
-ST-MoE, for z; Dai et al. 2024, DeepSeekMoE, for shared experts and the balance of a sequence.
+Both losses are means over sequences or tokens, so how the ranks share the batch does not change
+them. The router computes in float32 in every precision. Sources: Shazeer et al. 2017; Fedus et al.
+2021, Switch; Zoph et al. 2022, ST-MoE, for z; Dai et al. 2024, DeepSeekMoE, for shared experts and
+the balance of a sequence.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ from torch import Tensor, nn
 
 from nanoray.models.dropout import Dropout
 
-BALANCE, Z, ENTROPY, DROPPED, LOAD = range(5)  # what a layer tells of its routing; the experts' loads are the rest
+# What a layer tells of its routing; the experts' loads are the rest
+BALANCE, Z, ENTROPY, DROPPED, LOAD = range(5)
 
 
 class RouterTraining(NamedTuple):
@@ -51,7 +54,9 @@ class RouterTraining(NamedTuple):
 
 
 class Stacked(nn.Module):
-    """One linear layer for each expert, all in one parameter. The biases are a vector: vectors do not decay."""
+    """One linear layer for each expert, all in one parameter. The biases are a vector: vectors do
+    not decay.
+    """
 
     def __init__(self, experts: int, inputs: int, outputs: int, bias: bool) -> None:
         super().__init__()
@@ -59,14 +64,22 @@ class Stacked(nn.Module):
         self.bias = nn.Parameter(torch.empty(experts * outputs)) if bias else None
 
     def layers(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Return weight (outputs, inputs) and bias of each expert; backward makes one gradient of theirs."""
+        """Return weight (outputs, inputs) and bias of each expert; backward makes one gradient of
+        theirs.
+        """
         weights = self.weight.unbind(0)
-        biases = [None] * len(weights) if self.bias is None else self.bias.view(len(weights), -1).unbind(0)
+        biases = (
+            [None] * len(weights)
+            if self.bias is None
+            else self.bias.view(len(weights), -1).unbind(0)
+        )
         return [*zip(weights, biases, strict=True)]
 
 
 class MoE(nn.Module):
-    """The experts of a block, with their router. It returns what an MLP does, and what it tells of its routing."""
+    """The experts of a block, with their router. It returns what an MLP does, and what it tells of
+    its routing.
+    """
 
     def __init__(
         self,
@@ -88,10 +101,12 @@ class MoE(nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the experts' result (B, T, C) for x (B, T, C), and of its routing float32 (LOAD + E,).
+        """Return the experts' result (B, T, C) for x (B, T, C), and of its routing float32 (LOAD +
+        E,).
 
-        These are means over the batch, of which BALANCE and Z have a gradient: losses, the entropy of a token's
-        probabilities as a share of the largest possible one, the share of choices dropped, and each expert's share.
+        These are means over the batch, of which BALANCE and Z have a gradient: losses, the entropy
+        of a token's probabilities as a share of the largest possible one, the share of choices
+        dropped, and each expert's share.
         """
         logits = self._logits(x)  # (B, T, E)
         probabilities = logits.softmax(-1)
@@ -113,14 +128,17 @@ class MoE(nn.Module):
         """Return which choices (B, T, k) their experts take: the first ones of each sequence."""
         B, T, k, E = hot.shape
         most = math.ceil(self.capacity * T * k / E)
-        before = hot.view(B, T * k, E).cumsum(1).view(B, T, k, E) - hot  # choices of the same expert before this one
+        # Choices of the same expert before this one
+        before = hot.view(B, T * k, E).cumsum(1).view(B, T, k, E) - hot
         return (before * hot).sum(-1) < most
 
     @torch.compiler.disable
     def mix(self, x: Tensor, gates: Tensor, chosen: Tensor, kept: Tensor | None) -> Tensor:
-        """Return the experts' results for x (B, T, C), weighted with gates (B, T, k) and added up: (B, T, C).
+        """Return the experts' results for x (B, T, C), weighted with gates (B, T, k) and added up:
+        (B, T, C).
 
-        It runs eagerly in a compiled block: how many tokens an expert gets is known to the host in this step only.
+        It runs eagerly in a compiled block: how many tokens an expert gets is known to the host in
+        this step only.
         """
         tokens = x.flatten(0, 1)  # (N, C)
         (N, C), k, E = tokens.shape, self.per_token, self.router.weight.shape[0]
@@ -139,9 +157,13 @@ class MoE(nn.Module):
         return self.own_experts(sent, counts.tolist())
 
     def own_experts(self, sent: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return the results of tokens (n, C) that lie by expert, for the experts whose weights are here."""
+        """Return the results of tokens (n, C) that lie by expert, for the experts whose weights are
+        here.
+        """
         layers = zip(sent.split([*counts]), self.up.layers(), self.down.layers(), strict=True)
-        return torch.cat([F.linear(F.gelu(F.linear(part, *up)), *down) for part, up, down in layers])
+        return torch.cat(
+            [F.linear(F.gelu(F.linear(part, *up)), *down) for part, up, down in layers]
+        )
 
 
 def describe(logits: Tensor, probabilities: Tensor, hot: Tensor, kept: Tensor | None) -> Tensor:
@@ -150,19 +172,25 @@ def describe(logits: Tensor, probabilities: Tensor, hot: Tensor, kept: Tensor | 
     share = hot.float().mean((1, 2))  # (B, E): of a sequence's choices
     balance = E * (share * probabilities.mean(1)).sum(-1).mean()
     z = logits.logsumexp(-1).square().mean()
-    entropy = -(probabilities * probabilities.clamp_min(1e-30).log()).sum(-1).mean() / math.log(max(E, 2))
+    entropy = -(probabilities * probabilities.clamp_min(1e-30).log()).sum(-1).mean() / math.log(
+        max(E, 2)
+    )
     dropped = torch.zeros_like(z) if kept is None else 1 - kept.float().mean()
     return torch.cat([torch.stack([balance, z, entropy.detach(), dropped]), share.mean(0)])
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which matrix products run here: tokens that travel are as small as they can be."""
+    """Return the dtype in which matrix products run here: tokens that travel are as small as they
+    can be.
+    """
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 class Routing:
-    """What a model's routers did since `begin`: means over the forward passes in training mode, by layer."""
+    """What a model's routers did since `begin`: means over the forward passes in training mode, by
+    layer.
+    """
 
     stages = 1  # that have other layers each
 
@@ -176,31 +204,40 @@ class Routing:
         self._passes = Counter[int]()
 
     def losses(self, told: Mapping[int, Tensor]) -> Tensor:
-        """Return the routers' losses with their factors, a scalar; note what the layers, by their numbers, told."""
+        """Return the routers' losses with their factors, a scalar; note what the layers, by their
+        numbers, told.
+        """
         of_layers = torch.stack([*told.values()])  # (L, LOAD + E)
         for n, seen in zip(told, of_layers.detach(), strict=True):
             self._totals[n] = self._totals[n] + seen if n in self._totals else seen
             self._passes[n] += 1
-        return (self.training.balance * of_layers[:, BALANCE] + self.training.z * of_layers[:, Z]).sum()
+        return (
+            self.training.balance * of_layers[:, BALANCE] + self.training.z * of_layers[:, Z]
+        ).sum()
 
     def added_to(self, loss: Tensor, told: Mapping[int, Tensor]) -> Tensor:
-        """Return `loss` with the gradient, but not the value, of the routers' losses; note what the layers told.
+        """Return `loss` with the gradient, but not the value, of the routers' losses; note what the
+        layers told.
 
-        So a loss is the cross entropy to the bit, in training as in evaluation, and every factor on it, of a mean or of
-        fp16, is also on the routers' losses.
+        So a loss is the cross entropy to the bit, in training as in evaluation, and every factor on
+        it, of a mean or of fp16, is also on the routers' losses.
         """
         extra = self.losses(told)
         return loss + (extra - extra.detach())
 
     def means(self) -> Tensor | None:
-        """Return the means (L, LOAD + E) of all layers, on the device; None before the first forward pass.
+        """Return the means (L, LOAD + E) of all layers, on the device; None before the first
+        forward pass.
 
-        Of a stage of a pipeline they are times the number of stages, and other stages' layers are zeros: the mean over
-        all ranks is that of each layer.
+        Of a stage of a pipeline they are times the number of stages, and other stages' layers are
+        zeros: the mean over all ranks is that of each layer.
         """
         if not self._totals:
             return None
         elsewhere = torch.zeros_like(next(iter(self._totals.values())))
-        rows = [self._totals[n] / self._passes[n] if n in self._totals else elsewhere for n in range(self._layers)]
+        rows = [
+            self._totals[n] / self._passes[n] if n in self._totals else elsewhere
+            for n in range(self._layers)
+        ]
         means = torch.stack(rows)
         return means * self.stages if self.stages > 1 else means

@@ -5,10 +5,12 @@
                        n at 8x8 with 64w; the first block of the 2nd and 3rd stage halves the image
     head               mean over the image, a linear layer                                   (B, classes)
 
-That are 6n + 2 layers with weights. The shortcuts are identities; where the size changes they take every second pixel
-and add channels of zeros, so they have no parameters (option A of the paper). w is the factor on the widths 16, 32, 64.
+That are 6n + 2 layers with weights. The shortcuts are identities; where the size changes they take
+every second pixel and add channels of zeros, so they have no parameters (option A of the paper). w
+is the factor on the widths 16, 32, 64.
 
-Letters: B images, C channels, H rows, W columns. BatchNorm's running statistics are the only buffers of the state.
+Letters: B images, C channels, H rows, W columns. BatchNorm's running statistics are the only
+buffers of the state.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class ResNetShape:
 
     @classmethod
     def of(cls, config: Config, classes: int) -> ResNetShape:
-        """Return the shape of `config`, which has checked the depth, for a dataset of so many classes."""
+        """Return the shape of `config`, which has checked the depth, for a dataset of so many
+        classes.
+        """
         return cls(config.resnet_depth, config.resnet_width, classes)
 
     @property
@@ -62,12 +66,15 @@ class ResNet(nn.Module):
         self.stem = nn.Conv2d(3, channels[0], 3, padding=1, bias=False)
         self.stem_norm = BatchNorm(channels[0])
         widths = [width for width in channels for _ in range(shape.blocks_per_stage)]
-        self.blocks = nn.ModuleList(Block(a, b) for a, b in zip([channels[0], *widths], widths, strict=False))
+        self.blocks = nn.ModuleList(
+            Block(a, b) for a, b in zip([channels[0], *widths], widths, strict=False)
+        )
         self.head = nn.Linear(channels[-1], shape.classes)
         self.init_weights()
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return the mean cross entropy (float32 scalar) given targets (B,), else the logits (B, classes).
+        """Return the mean cross entropy (float32 scalar) given targets (B,), else the logits (B,
+        classes).
 
         Labels are smoothed while training: an evaluation gives the plain cross entropy.
         """
@@ -77,17 +84,23 @@ class ResNet(nn.Module):
         logits = self.head(x.mean((2, 3)))  # (B, classes)
         if targets is None:
             return logits
-        return F.cross_entropy(logits.float(), targets, label_smoothing=self.label_smoothing * self.training)
+        return F.cross_entropy(
+            logits.float(), targets, label_smoothing=self.label_smoothing * self.training
+        )
 
     def init_weights(self) -> None:
-        """Draw convolutions from N(0, 2 / fan-out) (He et al. 2015), the linear layer as torch does."""
+        """Draw convolutions from N(0, 2 / fan-out) (He et al. 2015), the linear layer as torch
+        does.
+        """
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions beside a shortcut. A block that widens by a factor of 2 halves rows and columns."""
+    """Two 3x3 convolutions beside a shortcut. A block that widens by a factor of 2 halves rows and
+    columns.
+    """
 
     def __init__(self, c_in: int, c_out: int) -> None:
         super().__init__()
@@ -108,6 +121,8 @@ class Block(nn.Module):
 
 @torch.no_grad()
 def loss_and_accuracy(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean cross entropy and the share in [0, 1] of images whose class has the highest logit."""
+    """Return the mean cross entropy and the share in [0, 1] of images whose class has the highest
+    logit.
+    """
     logits = model(x).float()  # (B, classes)
     return F.cross_entropy(logits, y), (logits.argmax(1) == y).float().mean()

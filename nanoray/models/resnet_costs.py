@@ -6,7 +6,9 @@ from nanoray.models.resnet import SIZE, ResNetShape
 
 
 def convolutions(shape: ResNetShape) -> list[tuple[int, int, int]]:
-    """Return (input channels, output channels, rows of the output) of every 3x3 convolution, in the model's order."""
+    """Return (input channels, output channels, rows of the output) of every 3x3 convolution, in the
+    model's order.
+    """
     layers = [(3, shape.channels[0], SIZE)]
     c_in, size = shape.channels[0], SIZE
     for stage, width in enumerate(shape.channels):
@@ -18,25 +20,33 @@ def convolutions(shape: ResNetShape) -> list[tuple[int, int, int]]:
 
 
 def convolution_flops(c_in: int, c_out: int, rows: int) -> int:
-    """Return the forward FLOPs of a 3x3 convolution for one image: two per weight and pixel of its output."""
+    """Return the forward FLOPs of a 3x3 convolution for one image: two per weight and pixel of its
+    output.
+    """
     return 2 * 9 * c_in * c_out * rows**2
 
 
 def convolution_kept(c_out: int, rows: int) -> int:
-    """Return the numbers that a convolution keeps for backward: its output and the ReLU's, of one image."""
+    """Return the numbers that a convolution keeps for backward: its output and the ReLU's, of one
+    image.
+    """
     return 2 * c_out * rows**2
 
 
 def count_parameters(shape: ResNetShape) -> int:
-    """Return the parameters of ResNet(shape) without building it: convolutions, two per norm channel, the head."""
+    """Return the parameters of ResNet(shape) without building it: convolutions, two per norm
+    channel, the head.
+    """
     convs = sum(9 * c_in * c_out + 2 * c_out for c_in, c_out, _ in convolutions(shape))
     return convs + (shape.channels[-1] + 1) * shape.classes
 
 
 def flops_per_image(shape: ResNetShape) -> int:
-    """Return the FLOPs of forward and backward for one image: 6 per weight of a convolution and pixel of its output.
+    """Return the FLOPs of forward and backward for one image: 6 per weight of a convolution and
+    pixel of its output.
 
-    Forward has two per multiplication and addition; backward has twice as many. Norms and ReLUs are left out.
+    Forward has two per multiplication and addition; backward has twice as many. Norms and ReLUs are
+    left out.
     """
     convs = sum(convolution_flops(*convolution) for convolution in convolutions(shape))
     return 3 * (convs + 2 * shape.channels[-1] * shape.classes)
@@ -45,8 +55,10 @@ def flops_per_image(shape: ResNetShape) -> int:
 def activation_memory(shape: ResNetShape, micro_batch_size: int, precision: str) -> dict[str, int]:
     """Return the bytes that one rank keeps for backward, eager, in the compute dtype.
 
-    Per convolution: its output, which the norm keeps, and the ReLU's output, which the ReLU and the next convolution
-    share.
+    Per convolution: its output, which the norm keeps, and the ReLU's output, which the ReLU and the
+    next convolution share.
     """
-    kept = sum(convolution_kept(c_out, rows) for _, c_out, rows in convolutions(shape)) + 3 * SIZE**2
+    kept = (
+        sum(convolution_kept(c_out, rows) for _, c_out, rows in convolutions(shape)) + 3 * SIZE**2
+    )
     return {"activations": micro_batch_size * kept * (4 if precision == "fp32" else 2)}

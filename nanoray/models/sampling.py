@@ -19,10 +19,12 @@ def generate(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Continue the prompts idx (B, T) by sampling: (B, T + max_new_tokens). Temperature 0 takes the likeliest token.
+    """Continue the prompts idx (B, T) by sampling: (B, T + max_new_tokens). Temperature 0 takes the
+    likeliest token.
 
-    The model reads the last block_size tokens of the prompt. Positions are absolute, so sliding the window would make
-    cached keys stale: when the cache is full, it is rebuilt from the last max(1, block_size // 2) tokens.
+    The model reads the last block_size tokens of the prompt. Positions are absolute, so sliding the
+    window would make cached keys stale: when the cache is full, it is rebuilt from the last max(1,
+    block_size // 2) tokens.
     """
     _refuse_bad_request(model.shape, idx, max_new_tokens, temperature, top_k)
     (B, known), block_size, was_training = idx.shape, model.shape.block_size, model.training
@@ -31,7 +33,8 @@ def generate(
     unread = max(0, known - block_size)  # the first token that the cache has not seen
     model.eval()
     try:
-        # Compiled blocks run eagerly here: each new length of the cache would trigger a compilation.
+        # Compiled blocks run eagerly here: each new length of the cache would trigger a
+        # compilation.
         with torch.compiler.set_stance("force_eager"):
             for end in range(known, known + max_new_tokens):
                 if cache[0].length + end - unread > block_size:
@@ -46,24 +49,41 @@ def generate(
     return tokens
 
 
-def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+def _sample(
+    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
+) -> Tensor:
     """Draw one token (B,) for each row of logits (B, V)."""
     if temperature == 0:
         return logits.argmax(-1)
-    best, tokens = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))  # (B, k), descending
-    probs = F.softmax((best - best[:, :1]) / max(temperature, 1e-30), dim=-1)  # never above 0: no overflow
+    # (B, k), descending
+    best, tokens = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))
+    # Never above 0: no overflow
+    probs = F.softmax((best - best[:, :1]) / max(temperature, 1e-30), dim=-1)
     return tokens.gather(1, torch.multinomial(probs, 1, generator=generator))[:, 0]
 
 
-def _refuse_bad_request(shape: ModelShape, idx: Tensor, count: int, temperature: float, top_k: int | None) -> None:
+def _refuse_bad_request(
+    shape: ModelShape, idx: Tensor, count: int, temperature: float, top_k: int | None
+) -> None:
     if idx.dim() != 2 or idx.numel() == 0:
-        raise ConfigError(f"a prompt of shape {tuple(idx.shape)}; pass (sequences, tokens), at least one token each")
+        raise ConfigError(
+            f"a prompt of shape {tuple(idx.shape)}; pass (sequences, tokens), at least one token "
+            "each"
+        )
     low, high, V = int(idx.min()), int(idx.max()), shape.vocab_size
     if low < 0 or high >= V:
-        raise ConfigError(f"prompt tokens {low}..{high} are outside 0..{V - 1}; encode it with this model's tokenizer")
+        raise ConfigError(
+            f"prompt tokens {low}..{high} are outside 0..{V - 1}; encode it with this model's "
+            "tokenizer"
+        )
     if count < 0:
         raise ConfigError(f"max_new_tokens = {count} is negative; use 0 or more")
     if not temperature >= 0:  # so that nan is refused too
-        raise ConfigError(f"temperature = {temperature} is not 0 or more; use 0 (the likeliest token) or about 0.8")
+        raise ConfigError(
+            f"temperature = {temperature} is not 0 or more; use 0 (the likeliest token) or about "
+            "0.8"
+        )
     if top_k is not None and top_k < 1:
-        raise ConfigError(f"top_k = {top_k} leaves no token to choose; use 1 or more, or None to choose among all")
+        raise ConfigError(
+            f"top_k = {top_k} leaves no token to choose; use 1 or more, or None to choose among all"
+        )

@@ -1,4 +1,5 @@
-"""Data parallelism by hand: flat buckets of gradients, summed while backward runs, in three policies.
+"""Data parallelism by hand: flat buckets of gradients, summed while backward runs, in three
+policies.
 
     backward ─► the last gradient of a bucket ─► reduce-scatter: each rank gets the sum of its slice of the bucket
 
@@ -7,9 +8,9 @@
     zero1         whole     whole       own slice    nothing                                   all-gather the weights
     zero2         whole     own slice   own slice    nothing; a bucket's memory is freed       all-gather the weights
 
-All modes send the same bytes, and their weights are equal bit for bit: each element is summed in the order of the ranks
-and updated by the same arithmetic, wherever it lies. Source: Li et al. 2020, PyTorch Distributed; Rajbhandari et al.
-2020, ZeRO.
+All modes send the same bytes, and their weights are equal bit for bit: each element is summed in
+the order of the ranks and updated by the same arithmetic, wherever it lies. Source: Li et al. 2020,
+PyTorch Distributed; Rajbhandari et al. 2020, ZeRO.
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ from nanoray.parallel.ddp import default_bucket_mb
 from nanoray.parallel.norm import clip_to, norm_of_owned
 
 BY_HAND = ("ddp_by_hand", "zero1", "zero2")
-ALIGN = 16  # elements: slices begin where vector registers do, so an update has the bits of one over the whole
+# Elements: slices begin where vector registers do, so an update has the bits of one over the whole
+ALIGN = 16
 IN_FLIGHT = 2  # buckets that travel while backward fills the next one
 
 
 @dataclass
 class Bucket:
-    """Some parameters, one after the other in one flat tensor of n·s elements. Rank r owns slice r, (s,)."""
+    """Some parameters, one after the other in one flat tensor of n·s elements. Rank r owns slice r,
+    (s,).
+    """
 
     index: int
     params: list[nn.Parameter]
@@ -44,8 +48,10 @@ class Bucket:
     size: int  # n·s
     own: slice
     weights: Tensor | None = None  # (n·s,), where the weights are gathered
-    grads: Tensor | None = None  # (n·s,); with zero2 only from the first gradient until the bucket has left
-    places: list[Tensor] = field(default_factory=list)  # of the parameters' gradients in it; empty with zero2
+    # (n·s,); with zero2 only from the first gradient until the bucket has left
+    grads: Tensor | None = None
+    # Of the parameters' gradients in it; empty with zero2
+    places: list[Tensor] = field(default_factory=list)
     own_grad: Tensor = field(default_factory=lambda: torch.empty(0))  # (s,)
     mirror_grad: Tensor | None = None  # (s,), of the rank whose slice this rank mirrors
     empty: bool = True  # own_grad has no gradient of this step yet
@@ -53,7 +59,9 @@ class Bucket:
 
 
 class Buckets:
-    """Keeps a model's gradients, and with ZeRO its weights, in buckets. One object for each group of ranks."""
+    """Keeps a model's gradients, and with ZeRO its weights, in buckets. One object for each group
+    of ranks.
+    """
 
     def __init__(
         self,
@@ -65,37 +73,61 @@ class Buckets:
         only: Collection[str] | None = None,
         first: int = 0,
     ) -> None:
-        """Lay out the buckets; nothing is sent. (all ranks) All ranks must hold equal weights before the first step.
+        """Lay out the buckets; nothing is sent. (all ranks) All ranks must hold equal weights
+        before the first step.
 
-        mirror: with ZeRO, rank r + mirror also updates the slices of rank r, from the same gradients; 0: nobody does.
-        only: the names of the parameters to take, where others sum the rest; first: the number of the first bucket.
-        `compressor` can be set before the first step, with ddp_by_hand.
+        mirror: with ZeRO, rank r + mirror also updates the slices of rank r, from the same
+        gradients; 0: nobody does. only: the names of the parameters to take, where others sum the
+        rest; first: the number of the first bucket. `compressor` can be set before the first step,
+        with ddp_by_hand.
         """
         self.compressor: Compressor | None = None  # sends buckets in place of the reduce-scatter
-        self.wrapped, self._axis, self._mode, self._mirror, self._first = model, axis, mode, mirror, first
+        self.wrapped, self._axis, self._mode, self._mirror, self._first = (
+            model,
+            axis,
+            mode,
+            mirror,
+            first,
+        )
         self.divisor = axis.size  # of the loss: afterwards every reduction is a sum
         self._inside = self._sending = False
         self._flight: deque[tuple[Bucket, Callable[[Tensor], Tensor]]] = deque()
         self._gathers: list[Callable[[], None]] = []
-        params = [p for n, p in model.named_parameters() if p.requires_grad and (only is None or n in only)]
+        params = [
+            p
+            for n, p in model.named_parameters()
+            if p.requires_grad and (only is None or n in only)
+        ]
         self._device = params[0].device
         self._buckets: list[Bucket] = []
-        self._ranges: list[tuple[int, int]] = []  # by chunk: its first bucket, and that after its last
+        # By chunk: its first bucket, and that after its last
+        self._ranges: list[tuple[int, int]] = []
         chunks = model.chunk_params() if hasattr(model, "chunk_params") else [params]  # type: ignore[operator]
         taken = set(params)
         for of_chunk in reversed(chunks):
             begin = len(self._buckets)
-            self._lay_out([p for p in reversed(of_chunk) if p in taken], bucket_mb or default_bucket_mb(self._device))
+            self._lay_out(
+                [p for p in reversed(of_chunk) if p in taken],
+                bucket_mb or default_bucket_mb(self._device),
+            )
             self._ranges.insert(0, (begin, len(self._buckets)))
-        self._next, self._end = 0, len(self._buckets)  # bucket to leave next: all ranks send them in one order
-        self._place_of = {p: (bucket, i) for bucket in self._buckets for i, p in enumerate(bucket.params)}
+        # Bucket to leave next: all ranks send them in one order
+        self._next, self._end = 0, len(self._buckets)
+        self._place_of = {
+            p: (bucket, i) for bucket in self._buckets for i, p in enumerate(bucket.params)
+        }
         names = {p: name for name, p in model.named_parameters()}
-        self.bucket_names = {bucket.index: [names[p] for p in bucket.params] for bucket in self._buckets}
+        self.bucket_names = {
+            bucket.index: [names[p] for p in bucket.params] for bucket in self._buckets
+        }
         self.shards = self._shards_of(axis.index, model, names) if mode != "ddp_by_hand" else None
         self.mirror_shards = (
-            self._shards_of(self.mirrored, model, names) if self.shards is not None and mirror else None
+            self._shards_of(self.mirrored, model, names)
+            if self.shards is not None and mirror
+            else None
         )
-        # The hooks hold no reference to this object, so it ends with the group of ranks that it was made for.
+        # The hooks hold no reference to this object, so it ends with the group of ranks that it was
+        # made for.
         itself = weakref.ref(self)
         hooks = [p.register_post_accumulate_grad_hook(lambda p: _notify(itself, p)) for p in params]
         hooks.append(model.register_forward_pre_hook(lambda *_: _settle(itself)))
@@ -103,7 +135,9 @@ class Buckets:
         self.zero_grad()
 
     def _lay_out(self, params: list[nn.Parameter], bucket_mb: float) -> None:
-        """Add the buckets of one chunk. A parameter that another rank has as well gets its own, cut alike there."""
+        """Add the buckets of one chunk. A parameter that another rank has as well gets its own, cut
+        alike there.
+        """
         buckets, taken = self._buckets, list[nn.Parameter]()
         tied = getattr(self.wrapped, "tied", None)
         for p in params:
@@ -118,21 +152,32 @@ class Buckets:
             buckets.append(self._close(self._first + len(buckets), taken))
 
     def _close(self, index: int, params: list[nn.Parameter]) -> Bucket:
-        """Make one bucket. With ZeRO the weights move into its flat tensor, to be gathered without a copy."""
+        """Make one bucket. With ZeRO the weights move into its flat tensor, to be gathered without
+        a copy.
+        """
         starts, at = [], 0
         for p in params:
             starts.append(at)
             at += _rounded(p.numel(), ALIGN)
         size = _rounded(at, self._axis.size * ALIGN)
         share = size // self._axis.size
-        bucket = Bucket(index, params, starts, size, slice(self._axis.index * share, (self._axis.index + 1) * share))
+        bucket = Bucket(
+            index,
+            params,
+            starts,
+            size,
+            slice(self._axis.index * share, (self._axis.index + 1) * share),
+        )
         like = params[0].detach().view(-1)
         if self._mode == "zero2":
             bucket.own_grad = like.new_zeros(share)
         else:
             bucket.grads = like.new_zeros(size)
             bucket.own_grad = bucket.grads[bucket.own]
-            bucket.places = [bucket.grads[at : at + p.numel()].view_as(p) for p, at in zip(params, starts, strict=True)]
+            bucket.places = [
+                bucket.grads[at : at + p.numel()].view_as(p)
+                for p, at in zip(params, starts, strict=True)
+            ]
         if self._mode != "ddp_by_hand":
             bucket.weights = like.new_zeros(size)
             bucket.mirror_grad = like.new_zeros(share) if self._mirror else None
@@ -147,8 +192,12 @@ class Buckets:
         """The rank whose slices this rank mirrors."""
         return (self._axis.index - self._mirror) % self._axis.size
 
-    def _shards_of(self, rank: int, model: nn.Module, names: dict[nn.Parameter, str]) -> list[Shard]:
-        """Return what a rank's slices hold of each parameter, as views of weights and gradients: own or mirrored."""
+    def _shards_of(
+        self, rank: int, model: nn.Module, names: dict[nn.Parameter, str]
+    ) -> list[Shard]:
+        """Return what a rank's slices hold of each parameter, as views of weights and gradients:
+        own or mirrored.
+        """
         shards, whole = [], whole_pieces(model)
         for bucket in self._buckets:
             assert bucket.weights is not None
@@ -171,10 +220,14 @@ class Buckets:
         return nullcontext()
 
     @contextmanager
-    def backward(self, last: bool, chunk: int = 0, late: Collection[Tensor] | None = None) -> Iterator[None]:
-        """Run a chunk's backward inside. (all ranks) With `last`, and in zero2, it sends each full bucket.
+    def backward(
+        self, last: bool, chunk: int = 0, late: Collection[Tensor] | None = None
+    ) -> Iterator[None]:
+        """Run a chunk's backward inside. (all ranks) With `last`, and in zero2, it sends each full
+        bucket.
 
-        late: the parameters whose gradients this backward adds to, if an earlier one had the rest; None: all.
+        late: the parameters whose gradients this backward adds to, if an earlier one had the rest;
+        None: all.
         """
         self._inside, self._sending = True, last or self._mode == "zero2"
         self._next, self._end = self._ranges[chunk]
@@ -194,9 +247,11 @@ class Buckets:
         return nullcontext()
 
     def on_gradient(self, p: nn.Parameter) -> None:
-        """Move a gradient that backward has computed into its bucket; send the bucket when it was the last one.
+        """Move a gradient that backward has computed into its bucket; send the bucket when it was
+        the last one.
 
-        The first micro batch's is copied and not added to zeros, which would read and write the bucket once more.
+        The first micro batch's is copied and not added to zeros, which would read and write the
+        bucket once more.
         """
         if not self._inside:
             return
@@ -228,7 +283,9 @@ class Buckets:
             bucket.grads = torch.zeros_like(bucket.own_grad).repeat(self._axis.size)
         last = self._next == len(self._buckets)
         if self.compressor:
-            self.compressor.send(Sent(bucket.grads, bucket.params, bucket.starts, bucket.index, last))
+            self.compressor.send(
+                Sent(bucket.grads, bucket.params, bucket.starts, bucket.index, last)
+            )
             return
         sending = self._axis.start_reduce_scatter(bucket.grads, "gradients", bucket.index, last)
         self._flight.append((bucket, sending))
@@ -247,10 +304,14 @@ class Buckets:
             bucket.grads = None
         elif self._mode == "ddp_by_hand":
             assert bucket.grads is not None
-            self._gathers.append(self._axis.start_all_gather(bucket.grads, "gradients", bucket.index))
+            self._gathers.append(
+                self._axis.start_all_gather(bucket.grads, "gradients", bucket.index)
+            )
 
     def _finish(self) -> None:
-        """Send what no gradient completed, wait for everything, and get ready for the next backward."""
+        """Send what no gradient completed, wait for everything, and get ready for the next
+        backward.
+        """
         while self._next < self._end:
             self._send(self._buckets[self._next])
         while self._flight:
@@ -262,7 +323,9 @@ class Buckets:
             bucket.missing = len(bucket.params)
 
     def sum_of(self, p: nn.Parameter) -> Tensor:
-        """Return what this rank has of the summed gradient of a parameter that has its own bucket, (s,) or (n·s,)."""
+        """Return what this rank has of the summed gradient of a parameter that has its own bucket,
+        (s,) or (n·s,).
+        """
         bucket, _ = self._place_of[p]
         if self._mode != "ddp_by_hand":
             return bucket.own_grad
@@ -281,9 +344,11 @@ class Buckets:
         return [bucket.mirror_grad for bucket in self._buckets if bucket.mirror_grad is not None]
 
     def mirror_gradients(self) -> bool:
-        """Send this rank's gradients to the rank that mirrors it, and receive those to mirror. (all ranks)
+        """Send this rank's gradients to the rank that mirrors it, and receive those to mirror. (all
+        ranks)
 
-        Returns whether the step can be finished, once this has been done, without the ranks that are lost later.
+        Returns whether the step can be finished, once this has been done, without the ranks that
+        are lost later.
         """
         if self.mirror_shards is None:
             return False
@@ -304,7 +369,9 @@ class Buckets:
         clip_to(limit, [*self.gradients, *self._mirror_grads], norm)
 
     def spread(self) -> None:
-        """Start to gather the weights that the owners have updated; the next forward waits for them. (all ranks)"""
+        """Start to gather the weights that the owners have updated; the next forward waits for
+        them. (all ranks)
+        """
         if self._mode == "ddp_by_hand":
             return
         for bucket in self._buckets[::-1]:  # the first layers first
@@ -335,7 +402,8 @@ def _notify(buckets: weakref.ref[Buckets], p: nn.Parameter) -> None:
         found.on_gradient(p)
 
 
-@torch.compiler.disable  # of a model that is compiled as a whole, this hook stays outside of the graph
+# Of a model that is compiled as a whole, this hook stays outside of the graph
+@torch.compiler.disable
 def _settle(buckets: weakref.ref[Buckets]) -> None:
     if found := buckets():
         found.settle()

@@ -4,18 +4,20 @@
     int8         the same exchange; a block of 1024 numbers is 1024 × 8 bits and one float32 scale
     powersgd     P = sum of M·Q ─► orthonormal P ─► Q = sum of Mᵀ·P ─► every rank computes P·Qᵀ; vectors go along whole
 
-Gradients are divided by the number of ranks before anything is rounded, so no sum can exceed what one rank may hold:
-summed first, n values of 65504 / 2 would overflow fp16. 8-bit numbers are never added: a rank adds what it has decoded
-in float32, in the order of the ranks, and rounds the sum once more for the way back. All ranks decode the same bytes,
-its sender too, so all end with the same bits.
+Gradients are divided by the number of ranks before anything is rounded, so no sum can exceed what
+one rank may hold: summed first, n values of 65504 / 2 would overflow fp16. 8-bit numbers are never
+added: a rank adds what it has decoded in float32, in the order of the ranks, and rounds the sum
+once more for the way back. All ranks decode the same bytes, its sender too, so all end with the
+same bits.
 
-**Error feedback** (int8, powersgd): what a rank could not send is added to its next gradient, so the running sum of
-what is sent follows that of the true gradients. The owner of a slice keeps there what the second rounding lost: its own
-share never travels, and so has no error of its own. This memory belongs to the state of a run, as the next Q does, and
-changes with the weights only: a step that breaks, or is left out, is repeated from the memory that it began with.
+**Error feedback** (int8, powersgd): what a rank could not send is added to its next gradient, so
+the running sum of what is sent follows that of the true gradients. The owner of a slice keeps there
+what the second rounding lost: its own share never travels, and so has no error of its own. This
+memory belongs to the state of a run, as the next Q does, and changes with the weights only: a step
+that breaks, or is left out, is repeated from the memory that it began with.
 
-Source: Seide et al. 2014 (error feedback); Vogels, Karimireddy and Jaggi 2019, PowerSGD, algorithms 1 and 2; Tang et
-al. 2021, 1-bit Adam (two roundings, both with feedback).
+Source: Seide et al. 2014 (error feedback); Vogels, Karimireddy and Jaggi 2019, PowerSGD, algorithms
+1 and 2; Tang et al. 2021, 1-bit Adam (two roundings, both with feedback).
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from torch import Tensor, nn
 from nanoray.config import Config
 from nanoray.mesh.axis import Axis
 
-BLOCK = 1024  # numbers that share a scale: 0.4 % more bytes, and one outlier costs no more than its block
+# Numbers that share a scale: 0.4 % more bytes, and one outlier costs no more than its block
+BLOCK = 1024
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SPANNED = 1e-5  # of a column's length: less is left over by rounding when those before it span it
 _TINY = torch.finfo(torch.float32).tiny
@@ -50,25 +53,36 @@ class Compressor:
     """Sums the buckets of one group of ranks, and keeps what this rank could not send yet."""
 
     def __init__(
-        self, model: nn.Module, axis: Axis, config: Config, scale: Callable[[Tensor], Tensor] = lambda loss: loss
+        self,
+        model: nn.Module,
+        axis: Axis,
+        config: Config,
+        scale: Callable[[Tensor], Tensor] = lambda loss: loss,
     ) -> None:
-        """Begin with an empty memory. (all ranks of the axis) `scale` multiplies a loss by fp16's loss scale.
+        """Begin with an empty memory. (all ranks of the axis) `scale` multiplies a loss by fp16's
+        loss scale.
 
         The memory is in units of gradients without that scale, which may change from step to step.
         """
         self._axis, self.kind = axis, config.grad_compress
         self.bucket_names: dict[int, list[str]] = {}
         self._flight: deque[Iterator[None]] = deque()
-        self._changes: list[tuple[Tensor, Tensor]] = []  # of the memory, by the step in progress: place, new value
-        trained: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        # Of the memory, by the step in progress: place, new value
+        self._changes: list[tuple[Tensor, Tensor]] = []
+        trained: dict[Tensor, str] = {
+            p: name for name, p in model.named_parameters() if p.requires_grad
+        }
         self._names = trained
         device = next(iter(trained)).device
         one = torch.ones((), device=device)
         self._scale = None if scale(one) is one else lambda: scale(one)
         low = {p: rank for p in trained if (rank := _rank_of(p, config.powersgd_rank))}
         low = low if self.kind == "powersgd" else {}
-        rounded = [*low] if low else [*trained] if self.kind == "int8" else []  # what goes whole leaves nothing over
-        sizes = [p.numel() for p in rounded] + [p.numel() // p.shape[0] * rank for p, rank in low.items()]
+        # What goes whole leaves nothing over
+        rounded = [*low] if low else [*trained] if self.kind == "int8" else []
+        sizes = [p.numel() for p in rounded] + [
+            p.numel() // p.shape[0] * rank for p, rank in low.items()
+        ]
         self.memory: Tensor | None = torch.empty(sum(sizes), device=device) if sizes else None
         parts = iter(self.memory.split(sizes) if self.memory is not None else ())
         self._error = {p: next(parts) for p in rounded}
@@ -76,7 +90,9 @@ class Compressor:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Forget what was left over. Each Q begins with the same numbers on all ranks: from zeros it would not move."""
+        """Forget what was left over. Each Q begins with the same numbers on all ranks: from zeros
+        it would not move.
+        """
         if self.memory is not None:
             self.memory.zero_()
         draws = torch.Generator().manual_seed(0)
@@ -84,9 +100,11 @@ class Compressor:
             q.copy_(torch.randn(q.shape, generator=draws))
 
     def send(self, sent: Sent) -> None:
-        """Start to sum a bucket over the ranks; its gradients are divided by their number. (all ranks, in one order)
+        """Start to sum a bucket over the ranks; its gradients are divided by their number. (all
+        ranks, in one order)
 
-        Earlier buckets take their next step meanwhile, so that all ranks start all collectives in the same order.
+        Earlier buckets take their next step meanwhile, so that all ranks start all collectives in
+        the same order.
         """
         if sent.bucket == 0:  # DDP lays its buckets out anew after the first backward
             self.bucket_names.clear()
@@ -107,7 +125,9 @@ class Compressor:
                 self._flight.remove(flow)
 
     def commit(self, left_out: Tensor | None) -> None:
-        """Keep what this step's buckets left over, unless the update was `left_out`: 1 on the device, or None."""
+        """Keep what this step's buckets left over, unless the update was `left_out`: 1 on the
+        device, or None.
+        """
         for place, new in self._changes:
             place.copy_(new if left_out is None else torch.where(left_out > 0, place, new))
         self.drop()
@@ -118,7 +138,9 @@ class Compressor:
         self._flight.clear()
 
     def _loaded(self, sent: Sent, size: int) -> Tensor:
-        """Return a bucket's gradients in float32 with what earlier steps could not send, (size,), padded with zeros."""
+        """Return a bucket's gradients in float32 with what earlier steps could not send, (size,),
+        padded with zeros.
+        """
         work = torch.zeros(size, device=sent.flat.device)
         work[: sent.flat.numel()] = sent.flat
         scale = self._scale() if self._scale and self._error else None
@@ -162,7 +184,9 @@ class Compressor:
     def _low_rank(self, sent: Sent) -> Iterator[None]:
         """Sum a bucket's matrices as products P·Qᵀ of rank r, and its other parameters as they are."""
         work = self._loaded(sent, sent.flat.numel())
-        spans = {p: slice(at, at + p.numel()) for p, at in zip(sent.params, sent.starts, strict=True)}
+        spans = {
+            p: slice(at, at + p.numel()) for p, at in zip(sent.params, sent.starts, strict=True)
+        }
         matrices = {p: work[spans[p]].view(p.shape[0], -1) for p in sent.params if p in self._q}
         whole = [work[spans[p]] for p in sent.params if p not in self._q]
         ps = [m @ self._q[p] for p, m in matrices.items()]
@@ -186,13 +210,16 @@ class Compressor:
         for param, p, q in zip(matrices, ps, flat.split([q.numel() for q in qs]), strict=True):
             q = q.view_as(self._q[param])
             work[spans[param]] = (p @ q.mT).view(-1)
-            size = q.norm(dim=0)  # a column without a length would stay without one; its old direction may serve later
+            # A column without a length would stay without one; its old direction may serve later
+            size = q.norm(dim=0)
             self._changes.append((self._q[param], torch.where(size > 0, q / size, self._q[param])))
         sent.flat.copy_(work)
 
 
 def _rank_of(p: Tensor, rank: int) -> int:
-    """Return the rank of a parameter's products, 0 where it goes whole: a vector, or a matrix of no more numbers."""
+    """Return the rank of a parameter's products, 0 where it goes whole: a vector, or a matrix of no
+    more numbers.
+    """
     if p.dim() < 2:
         return 0
     a, b = p.shape[0], p.numel() // p.shape[0]
@@ -200,10 +227,11 @@ def _rank_of(p: Tensor, rank: int) -> int:
 
 
 def orthonormal(p: Tensor) -> Tensor:
-    """Return (a, r) with orthonormal columns that span those of `p`: Gram and Schmidt, each column twice.
+    """Return (a, r) with orthonormal columns that span those of `p`: Gram and Schmidt, each column
+    twice.
 
-    A column that those before it span becomes zero: what rounding leaves of it would point anywhere. Without a wait
-    for the device. Numbers that are not finite stay so.
+    A column that those before it span becomes zero: what rounding leaves of it would point
+    anywhere. Without a wait for the device. Numbers that are not finite stay so.
     """
     done = torch.zeros_like(p)
     for j in range(p.shape[1]):
@@ -212,24 +240,31 @@ def orthonormal(p: Tensor) -> Tensor:
         for _ in range(2):  # once leaves the rounding errors of a long projection
             column = column - done[:, :j] @ (done[:, :j].mT @ column)
         rest = column.norm()
-        done[:, j] = torch.where((rest <= SPANNED * size) & torch.isfinite(size), 0.0, column / rest)
+        done[:, j] = torch.where(
+            (rest <= SPANNED * size) & torch.isfinite(size), 0.0, column / rest
+        )
     return done
 
 
 def _codec(kind: torch.dtype) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """Return the functions from float32, (n, s), to the bytes of a type of 16 bits, (n, 2s), and back."""
+    """Return the functions from float32, (n, s), to the bytes of a type of 16 bits, (n, 2s), and
+    back.
+    """
     return lambda x: x.to(kind).view(torch.uint8), lambda rows: rows.view(kind).float()
 
 
 def _to_int8(x: Tensor) -> Tensor:
-    """Return float32 numbers, (n, s), as bytes, (n, 4b + s): the scales of the b blocks of each row, then its numbers.
+    """Return float32 numbers, (n, s), as bytes, (n, 4b + s): the scales of the b blocks of each
+    row, then its numbers.
 
     A number that is not finite makes its block's scale so, and all of the block when it is decoded.
     """
     blocks = x.view(x.shape[0], -1, BLOCK)
     scale = (blocks.abs().amax(-1, keepdim=True) / 127).clamp_min(_TINY)  # (n, b, 1)
     numbers = (blocks / scale).round().to(torch.int8)
-    return torch.cat([part.reshape(x.shape[0], -1).view(torch.uint8) for part in (scale, numbers)], dim=1)
+    return torch.cat(
+        [part.reshape(x.shape[0], -1).view(torch.uint8) for part in (scale, numbers)], dim=1
+    )
 
 
 def _from_int8(rows: Tensor) -> Tensor:

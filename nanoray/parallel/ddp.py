@@ -1,4 +1,6 @@
-"""Data parallelism: every rank holds the whole model and averages gradients with the others while backward runs."""
+"""Data parallelism: every rank holds the whole model and averages gradients with the others while
+backward runs.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ Hook = Callable[[GradBucket], torch.futures.Future[torch.Tensor]]  # averages a 
 
 
 class DataParallel(Protocol):
-    """One way to share the batch among ranks. The Plan calls these methods in this order in every step."""
+    """One way to share the batch among ranks. The Plan calls these methods in this order in every
+    step.
+    """
 
     @property
     def wrapped(self) -> nn.Module:
@@ -46,13 +50,17 @@ class DataParallel(Protocol):
     def backward(
         self, last: bool, chunk: int = 0, late: Collection[Tensor] | None = None
     ) -> AbstractContextManager[None]:
-        """Return a context for a backward; with `last` it exchanges the gradients of a chunk. (all ranks)
+        """Return a context for a backward; with `last` it exchanges the gradients of a chunk. (all
+        ranks)
 
-        late: the parameters whose gradients it adds to, if an earlier backward had the rest; None: all.
+        late: the parameters whose gradients it adds to, if an earlier backward had the rest; None:
+        all.
         """
 
     def sum_of(self, p: nn.Parameter) -> Tensor:
-        """Return what this rank has of the summed gradient of a model's tied parameter; a change changes it."""
+        """Return what this rank has of the summed gradient of a model's tied parameter; a change
+        changes it.
+        """
 
     def quiet(self) -> AbstractContextManager[None]:
         """Return a context for a forward and backward of this rank alone."""
@@ -62,7 +70,9 @@ class DataParallel(Protocol):
         """The gradients that this rank updates with."""
 
     def norm(self) -> Tensor:
-        """Return the norm of the whole model's gradient, equal on all ranks, a scalar on the device. (all ranks)"""
+        """Return the norm of the whole model's gradient, equal on all ranks, a scalar on the
+        device. (all ranks)
+        """
 
     def clip(self, limit: float, norm: Tensor) -> None:
         """Scale the gradients so that their norm, which is `norm` now, is at most `limit`."""
@@ -78,19 +88,26 @@ class DataParallel(Protocol):
 
 
 class TorchDDP:
-    """torch's DistributedDataParallel. It divides by the ranks itself, and needs no exchange after the update."""
+    """torch's DistributedDataParallel. It divides by the ranks itself, and needs no exchange after
+    the update.
+    """
 
     divisor, shards = 1, None
 
-    def __init__(self, model: nn.Module, axis: Axis, config: Config, compressor: Compressor | None = None) -> None:
-        """Wrap `model` for this axis. (all its ranks) They must hold equal weights before the first step."""
+    def __init__(
+        self, model: nn.Module, axis: Axis, config: Config, compressor: Compressor | None = None
+    ) -> None:
+        """Wrap `model` for this axis. (all its ranks) They must hold equal weights before the first
+        step.
+        """
         self._model, self._axis, self._bucket_mb = model, axis, config.bucket_mb
         self._params = [p for p in model.parameters() if p.requires_grad]
         self._by_hand: AsyncAllReduce | None = None
         mesh = axis.mesh
         if config.allreduce != "backend" and axis.size > 1:
             group = dist.new_group(timeout=timedelta(seconds=config.timeout_s))
-            dist.all_reduce(torch.zeros(1, device=mesh.device), group=group)  # NCCL sets up a group in its first one
+            # NCCL sets up a group in its first one
+            dist.all_reduce(torch.zeros(1, device=mesh.device), group=group)
             self._by_hand = AsyncAllReduce(config.allreduce, group, mesh.device)
         hook = average_by(self._by_hand.start, axis.size) if self._by_hand else None
         hook = compress_by(compressor, axis.size) if compressor else hook
@@ -132,8 +149,11 @@ class TorchDDP:
 
     def norm(self) -> Tensor:
         own = self.gradients
-        if own and own[0].dtype in (torch.bfloat16, torch.float16):  # else the norm would have 16 bits, too
-            return torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in own]).norm()
+        # Else the norm would have 16 bits, too
+        if own and own[0].dtype in (torch.bfloat16, torch.float16):
+            return torch.stack(
+                [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in own]
+            ).norm()
         return get_total_norm(own)
 
     def clip(self, limit: float, norm: Tensor) -> None:
@@ -162,13 +182,15 @@ def apply_ddp(
     hook: Hook | None = None,
     axis: Axis | None = None,
 ) -> nn.Module:
-    """Wrap `model` so that its last backward of a step all-reduces gradients in buckets. (all ranks)
+    """Wrap `model` so that its last backward of a step all-reduces gradients in buckets. (all
+    ranks)
 
-    They are summed over `axis`, or over all ranks. These must hold equal weights: nothing is broadcast. A single rank
-    needs no wrapper and gets its model back.
-    `hook` averages a bucket in place of DDP's own C++ path. A model may be wrapped twice: each wrapper ignores the
-    gradients of a forward that went through the other, so a step chooses its path by the wrapper it calls. A second one
-    needs another set of buckets, as much memory as the gradients. Source: Li et al. 2020, PyTorch Distributed.
+    They are summed over `axis`, or over all ranks. These must hold equal weights: nothing is
+    broadcast. A single rank needs no wrapper and gets its model back. `hook` averages a bucket in
+    place of DDP's own C++ path. A model may be wrapped twice: each wrapper ignores the gradients of
+    a forward that went through the other, so a step chooses its path by the wrapper it calls. A
+    second one needs another set of buckets, as much memory as the gradients. Source: Li et al.
+    2020, PyTorch Distributed.
     """
     axis = axis or data_axis(mesh)
     if axis.size == 1:
@@ -188,16 +210,22 @@ def apply_ddp(
 
 
 def average_by(reduce: Callable[[torch.Tensor], Any], ranks: int) -> Hook:
-    """Return a hook that averages a bucket with `reduce`, which starts an all-reduce and returns its future."""
+    """Return a hook that averages a bucket with `reduce`, which starts an all-reduce and returns
+    its future.
+    """
 
     def hook(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        return reduce(bucket.buffer().mul_(1.0 / ranks)).then(lambda future: first_of(future.value()))
+        return reduce(bucket.buffer().mul_(1.0 / ranks)).then(
+            lambda future: first_of(future.value())
+        )
 
     return hook
 
 
 def compress_by(compressor: Compressor, ranks: int) -> Hook:
-    """Return a hook that averages a bucket compressed; its futures are done with those of the last bucket."""
+    """Return a hook that averages a bucket compressed; its futures are done with those of the last
+    bucket.
+    """
     waiting: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
 
     def hook(bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -206,7 +234,9 @@ def compress_by(compressor: Compressor, ranks: int) -> Hook:
             waiting.clear()
         starts = [int(gradient.storage_offset() - flat.storage_offset()) for gradient in gradients]
         compressor.send(Sent(flat, bucket.parameters(), starts, bucket.index(), bucket.is_last()))
-        waiting.append((torch.futures.Future(devices=[flat.device] if flat.is_cuda else None), flat))
+        waiting.append(
+            (torch.futures.Future(devices=[flat.device] if flat.is_cuda else None), flat)
+        )
         future = waiting[-1][0]
         if bucket.is_last():
             compressor.drain()
@@ -226,7 +256,8 @@ def first_of(value: Any) -> torch.Tensor:
 def default_bucket_mb(device: torch.device) -> float:
     """Return 25 MB on GPUs, where large messages reach full bandwidth, and 8 MB on CPU.
 
-    On CPU communication takes cores from compute, and each bucket costs its latency: `bench overlap` finds the largest
-    ones fastest with two gloo ranks on two cores. With spare cores a large model still has some to hide.
+    On CPU communication takes cores from compute, and each bucket costs its latency: `bench
+    overlap` finds the largest ones fastest with two gloo ranks on two cores. With spare cores a
+    large model still has some to hide.
     """
     return 25.0 if device.type == "cuda" else 8.0

@@ -1,6 +1,8 @@
-"""Expert parallelism by hand: every data rank of a block of ep ranks holds some experts, and tokens travel to them.
+"""Expert parallelism by hand: every data rank of a block of ep ranks holds some experts, and tokens
+travel to them.
 
-dp 4, ep 2, experts 0 to 3: d mod 2 tells which experts a rank holds, so ranks 0 and 2 hold the same ones
+dp 4, ep 2, experts 0 to 3: d mod 2 tells which experts a rank holds, so ranks 0 and 2 hold the same
+ones
 
     rank 0   own sequences   experts 0 1 ░ ░   ┐ axis ep:       rank 2   own sequences   experts 0 1 ░ ░   ┐ axis ep:
     rank 1   own sequences   experts ░ ░ 2 3   ┘ all-to-all     rank 3   own sequences   experts ░ ░ 2 3   ┘ all-to-all
@@ -17,17 +19,20 @@ dp 4, ep 2, experts 0 to 3: d mod 2 tells which experts a rank holds, so ranks 0
 
     up.weight (E, hidden, C), down.weight (E, C, hidden), and their biases: rows e of [E·i/ep, E·(i+1)/ep) on ep rank i
 
-With tensor parallelism a block are ranks with the same t, which send tokens to their own hidden units of the experts;
-with a pipeline, ranks of one stage.
+With tensor parallelism a block are ranks with the same t, which send tokens to their own hidden
+units of the experts; with a pipeline, ranks of one stage.
 
-Everything else is data-parallel. The factor of the mean, 1/(accum·dp), enters at the loss, and all that follows is a
-sum. So the gradients of experts, which already have the tokens of all ranks of their block, are summed over the axis
-edp alone, by buckets of their own; the others over dp. In the norm and in checkpoints each expert counts once: of its
-replicas, each owns its slice (or the first one all of it).
+Everything else is data-parallel. The factor of the mean, 1/(accum·dp), enters at the loss, and all
+that follows is a sum. So the gradients of experts, which already have the tokens of all ranks of
+their block, are summed over the axis edp alone, by buckets of their own; the others over dp. In the
+norm and in checkpoints each expert counts once: of its replicas, each owns its slice (or the first
+one all of it).
 
-How many tokens an expert gets, only this step tells: the counts are exchanged first, and the host waits for them.
+How many tokens an expert gets, only this step tells: the counts are exchanged first, and the host
+waits for them.
 
-Source: Lepikhin et al. 2020, GShard; Fedus et al. 2021, Switch Transformers; Rajbhandari et al. 2022, DeepSpeed-MoE.
+Source: Lepikhin et al. 2020, GShard; Fedus et al. 2021, Switch Transformers; Rajbhandari et al.
+2022, DeepSpeed-MoE.
 """
 
 from __future__ import annotations
@@ -49,10 +54,11 @@ from nanoray.parallel.tp_experts import SplitExperts
 
 
 def cut(model: nn.Module, axis: Axis) -> None:
-    """Keep this rank's experts of a whole model, in place. Nothing communicates; meta tensors will do.
+    """Keep this rank's experts of a whole model, in place. Nothing communicates; meta tensors will
+    do.
 
-    All ranks must hold equal weights. Afterwards `model.pieces` tells the piece that each parameter is. Raises
-    ConfigError when there are no experts, or `axis.size` does not divide them.
+    All ranks must hold equal weights. Afterwards `model.pieces` tells the piece that each parameter
+    is. Raises ConfigError when there are no experts, or `axis.size` does not divide them.
     """
     pieces = whole_pieces(model)
     for name, (kept, piece) in experts_at(model, axis.size, axis.index).items():
@@ -66,15 +72,21 @@ def cut(model: nn.Module, axis: Axis) -> None:
 
 
 def experts_at(model: nn.Module, ranks: int, index: int) -> dict[str, tuple[Tensor, Piece]]:
-    """Return what a rank of the axis keeps of the experts of a whole model: copies by name, and which piece each is."""
+    """Return what a rank of the axis keeps of the experts of a whole model: copies by name, and
+    which piece each is.
+    """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     if not layers:
-        raise ConfigError(f"ep = {ranks} cuts experts, but the model has none; drop ep, or give experts")
+        raise ConfigError(
+            f"ep = {ranks} cuts experts, but the model has none; drop ep, or give experts"
+        )
     pieces, found = whole_pieces(model), {}
     for name, moe in layers.items():
         experts = moe.router.weight.shape[0]
         if experts % ranks:
-            raise ConfigError(f"ep = {ranks} does not divide experts = {experts}; use a divisor of them for ep")
+            raise ConfigError(
+                f"ep = {ranks} does not divide experts = {experts}; use a divisor of them for ep"
+            )
         own = experts // ranks
         for part in ("up", "down"):
             for key, p in moe.get_submodule(part).named_parameters():
@@ -110,10 +122,13 @@ class SplitMoE(MoE):
         """Return the results of this rank's tokens, which lie by expert. (all ranks of the axis)"""
         ep = self.axis.size
         own = len(counts) // ep
-        theirs = self.axis.all_to_all(counts, [own] * ep, [own] * ep, "tokens").view(ep, own)  # by rank, by expert
+        # By rank, by expert
+        theirs = self.axis.all_to_all(counts, [own] * ep, [own] * ep, "tokens").view(ep, own)
         send, receive = counts.view(ep, own).sum(1).tolist(), theirs.sum(1).tolist()
         got = _Exchange.apply(sent, send, receive, self.axis)
-        expert = torch.arange(own, device=sent.device).repeat(ep).repeat_interleave(theirs.flatten())
+        expert = (
+            torch.arange(own, device=sent.device).repeat(ep).repeat_interleave(theirs.flatten())
+        )
         order = expert.argsort(stable=True)  # they arrive by rank, and in that by expert
         results = self.own_experts(got[order], theirs.sum(0).tolist())
         as_arrived = torch.zeros_like(results).index_copy(0, order, results)
@@ -131,7 +146,9 @@ def names_of_experts(model: nn.Module) -> set[str]:
 
 
 class ExpertParallel:
-    """Data parallelism in which experts are summed over their replicas, and the rest over all data ranks."""
+    """Data parallelism in which experts are summed over their replicas, and the rest over all data
+    ranks.
+    """
 
     def __init__(
         self,
@@ -145,8 +162,9 @@ class ExpertParallel:
     ) -> None:
         """Lay out the buckets of a model that `cut` has cut; nothing is sent. (all ranks of `data`)
 
-        mirror: with ZeRO, data rank d + mirror also updates the slices of rank d. It has the same experts, or keeps
-        those of rank d besides its own where no other rank has them: `others`, as `experts_at` returns them.
+        mirror: with ZeRO, data rank d + mirror also updates the slices of rank d. It has the same
+        experts, or keeps those of rank d besides its own where no other rank has them: `others`, as
+        `experts_at` returns them.
         """
         self.wrapped, self._data, self._replicas, self._mode = model, data, replicas, mode
         self.divisor = data.size  # of the loss
@@ -154,18 +172,27 @@ class ExpertParallel:
         rest = {name for name, _ in model.named_parameters()} - self.experts
         self._rest = Buckets(model, data, mode, bucket_mb, mirror, only=rest)
         first = len(self._rest.bucket_names)
-        apart = mirror * replicas.size // data.size if replicas.size > 1 else 0  # along the axis of replicas
-        self._experts = Buckets(model, replicas, mode, bucket_mb, apart, only=self.experts, first=first)
+        # Along the axis of replicas
+        apart = mirror * replicas.size // data.size if replicas.size > 1 else 0
+        self._experts = Buckets(
+            model, replicas, mode, bucket_mb, apart, only=self.experts, first=first
+        )
         self._both = (self._rest, self._experts)
         self.bucket_names = self._rest.bucket_names | self._experts.bucket_names
         whole = [*(self._rest.shards or []), *(self._experts.shards or [])]
         self.shards = whole if mode != "ddp_by_hand" else None
         self._mirror, self._others = mirror, self._copied(others) if others else []
-        mirrored = [*(self._rest.mirror_shards or []), *(self._experts.mirror_shards or []), *self._others]
+        mirrored = [
+            *(self._rest.mirror_shards or []),
+            *(self._experts.mirror_shards or []),
+            *self._others,
+        ]
         self.mirror_shards = mirrored or None
 
     def _copied(self, others: Mapping[str, tuple[Tensor, Piece]]) -> list[Shard]:
-        """Return shards of another rank's experts, in the order of this rank's, with gradients in one tensor."""
+        """Return shards of another rank's experts, in the order of this rank's, with gradients in
+        one tensor.
+        """
         shards = []
         for own in self._experts.shards or ():  # each is a whole one, as nobody shares it
             weights, piece = others[own.piece.name]
@@ -185,17 +212,25 @@ class ExpertParallel:
         return nullcontext()
 
     @contextmanager
-    def backward(self, last: bool, chunk: int = 0, late: Collection[Tensor] | None = None) -> Iterator[None]:
-        """Run a chunk's backward inside; with `last`, and in zero2, gradients are exchanged. (all ranks)"""
+    def backward(
+        self, last: bool, chunk: int = 0, late: Collection[Tensor] | None = None
+    ) -> Iterator[None]:
+        """Run a chunk's backward inside; with `last`, and in zero2, gradients are exchanged. (all
+        ranks)
+        """
         with self._rest.backward(last, chunk, late), self._experts.backward(last, chunk, late):
             yield
 
     def sum_of(self, p: nn.Parameter) -> Tensor:
-        """Return what this rank has of the summed gradient of a parameter with its own bucket, which is no expert's."""
+        """Return what this rank has of the summed gradient of a parameter with its own bucket,
+        which is no expert's.
+        """
         return self._rest.sum_of(p)
 
     def quiet(self) -> AbstractContextManager[None]:
-        """Return a context for a forward and backward without a sum of gradients. Tokens travel. (all ranks)"""
+        """Return a context for a forward and backward without a sum of gradients. Tokens travel.
+        (all ranks)
+        """
         return nullcontext()
 
     @property
@@ -204,19 +239,25 @@ class ExpertParallel:
         return [gradient for part in self._both for gradient in part.gradients]
 
     def mirror_gradients(self) -> bool:
-        """Send this rank's gradients to the rank that mirrors it, and receive those to mirror. (all ranks)
+        """Send this rank's gradients to the rank that mirrors it, and receive those to mirror. (all
+        ranks)
 
-        Returns whether the step can be finished, once this has been done, without the ranks that are lost later.
+        Returns whether the step can be finished, once this has been done, without the ranks that
+        are lost later.
         """
         for part in self._both:
             part.mirror_gradients()
         if self._others:
-            own = torch.cat([s.param.grad for s in self._experts.shards or () if s.param.grad is not None])
+            own = torch.cat(
+                [s.param.grad for s in self._experts.shards or () if s.param.grad is not None]
+            )
             self._data.pass_on([own], [self._others_grad], self._mirror, "mirror")
         return self.mirror_shards is not None
 
     def norm(self) -> Tensor:
-        """Return the norm of the whole model's gradient, equal on all ranks, a scalar on the device. (all ranks)"""
+        """Return the norm of the whole model's gradient, equal on all ranks, a scalar on the
+        device. (all ranks)
+        """
         owned = [gradient for part in self._both for gradient in part.owned]
         return norm_of_owned(owned, self._data, self._data.mesh.device)
 

@@ -8,11 +8,11 @@
 
 A mirror of another rank's rows is plain tensors of its own, which no group knows.
 
-fully_shard (FSDP2) keeps each rank's rows in a DTensor; optimizer, norm and checkpoints see its local tensor, in the
-same memory. Gradients are summed in the order of the ranks, so the weights have the bits of zero2's: always with plain
-SGD, with AdamW or momentum if every rank's rows are a multiple of 16 elements. The fused kernel rounds the rest of a
-tensor otherwise.
-Source: Zhao et al. 2023, PyTorch FSDP; Rajbhandari et al. 2020, ZeRO stage 3.
+fully_shard (FSDP2) keeps each rank's rows in a DTensor; optimizer, norm and checkpoints see its
+local tensor, in the same memory. Gradients are summed in the order of the ranks, so the weights
+have the bits of zero2's: always with plain SGD, with AdamW or momentum if every rank's rows are a
+multiple of 16 elements. The fused kernel rounds the rest of a tensor otherwise. Source: Zhao et al.
+2023, PyTorch FSDP; Rajbhandari et al. 2020, ZeRO stage 3.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ class FSDP:
     """Shards a model's weights, gradients and optimizer state over the ranks, block by block."""
 
     def __init__(self, model: nn.Module, axis: Axis, config: Config, mirror: int = 0) -> None:
-        """Cut `model`, in place, and keep this rank's rows. (all ranks of the axis) They must hold equal weights.
+        """Cut `model`, in place, and keep this rank's rows. (all ranks of the axis) They must hold
+        equal weights.
 
-        mirror: rank r + mirror also updates a copy of rank r's rows, from the same gradients; 0: nobody does.
+        mirror: rank r + mirror also updates a copy of rank r's rows, from the same gradients; 0:
+        nobody does.
         """
         self._axis, self.divisor, self._mirror = axis, axis.size, mirror
         self._model = self.wrapped = model
@@ -57,7 +59,8 @@ class FSDP:
         reshard = config.fsdp_reshard == "full"
         for unit in units_of(model)[::-1]:  # layers within layers first
             fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-        fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)  # needed first in backward
+        # Needed first in backward
+        fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)  # the factor entered at the loss
@@ -81,7 +84,9 @@ class FSDP:
         return (self._axis.index - self._mirror) % self._axis.size
 
     def _copied(self, model: nn.Module, pieces: dict[str, Piece]) -> list[Shard]:
-        """Return copies of the mirrored rank's rows of a whole model. Their gradients lie in one tensor, to be sent."""
+        """Return copies of the mirrored rank's rows of a whole model. Their gradients lie in one
+        tensor, to be sent.
+        """
         shards = []
         for name, p in model.named_parameters():
             if not p.requires_grad:
@@ -93,7 +98,9 @@ class FSDP:
                 shards.append(Shard(piece, param, p.dim() >= 2, cut_from=pieces[name]))
         like = next(model.parameters())
         self._mirror_grad = like.new_zeros(sum(shard.param.numel() for shard in shards))
-        for shard, grad in zip(shards, self._mirror_grad.split([s.param.numel() for s in shards]), strict=True):
+        for shard, grad in zip(
+            shards, self._mirror_grad.split([s.param.numel() for s in shards]), strict=True
+        ):
             shard.param.grad = grad
         return shards
 
@@ -104,7 +111,9 @@ class FSDP:
         raise NotImplementedError("a pipeline has no fsdp")
 
     @contextmanager
-    def backward(self, last: bool, chunk: int = 0, late: Collection[Tensor] | None = None) -> Iterator[None]:
+    def backward(
+        self, last: bool, chunk: int = 0, late: Collection[Tensor] | None = None
+    ) -> Iterator[None]:
         """Run a backward inside; the last one sums the gradients of all micro batches. (all ranks)"""
         self._root.set_requires_gradient_sync(last)
         yield
@@ -123,7 +132,9 @@ class FSDP:
         return self._model
 
     def quiet(self) -> AbstractContextManager[None]:
-        """Return a context for an extra forward and backward. It communicates: weights come from other ranks."""
+        """Return a context for an extra forward and backward. It communicates: weights come from
+        other ranks.
+        """
         return nullcontext()
 
     @property
@@ -132,9 +143,11 @@ class FSDP:
         return [shard.param.grad for shard in self.shards if shard.param.grad is not None]
 
     def mirror_gradients(self) -> bool:
-        """Send this rank's gradients to the rank that mirrors it, and receive those to mirror. (all ranks)
+        """Send this rank's gradients to the rank that mirrors it, and receive those to mirror. (all
+        ranks)
 
-        Returns whether the step can be finished, once this has been done, without the ranks that are lost later.
+        Returns whether the step can be finished, once this has been done, without the ranks that
+        are lost later.
         """
         if self.mirror_shards is None:
             return False
@@ -148,7 +161,9 @@ class FSDP:
 
     def clip(self, limit: float, norm: Tensor) -> None:
         """Scale the gradients so that their norm, which is `norm` now, is at most `limit`."""
-        clip_to(limit, [*self.gradients, *([self._mirror_grad] if self.mirror_shards else [])], norm)
+        clip_to(
+            limit, [*self.gradients, *([self._mirror_grad] if self.mirror_shards else [])], norm
+        )
 
     def spread(self) -> None:
         """Do nothing: the next forward gathers the weights."""
@@ -165,16 +180,22 @@ class FSDP:
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules whose weights are gathered together: the layers in lists of layers. The rest is one more.
+    """Return the modules whose weights are gathered together: the layers in lists of layers. The
+    rest is one more.
 
-    A layer that has such lists itself comes before what they contain, and has the weights outside of them.
+    A layer that has such lists itself comes before what they contain, and has the weights outside
+    of them.
     """
-    layers = [layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module]
+    layers = [
+        layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module
+    ]
     return [layer for layer in layers if not isinstance(layer, nn.ModuleList | nn.ModuleDict)]
 
 
 def unit_of(model: nn.Module) -> dict[nn.Parameter, set[int]]:
-    """Return in which of `units_of` each parameter lies, by number; -1: in none. A tied one may lie in several."""
+    """Return in which of `units_of` each parameter lies, by number; -1: in none. A tied one may lie
+    in several.
+    """
     of_module = {module: i for i, unit in enumerate(units_of(model)) for module in unit.modules()}
     found: dict[nn.Parameter, set[int]] = {}
     for module in model.modules():
@@ -189,20 +210,27 @@ def refuse_to_cut(model: nn.Module, gather: str) -> None:
     for p, units in unit_of(model).items():
         if not p.dim():
             raise ConfigError(
-                f"dp_mode = fsdp cuts parameters by rows, but {names[p]} is a single number; give it the shape (1,), "
+                f"dp_mode = fsdp cuts parameters by rows, but {names[p]} is a single number; give "
+                "it the shape (1,), "
                 "or use dp_mode zero2"
             )
         if len(units) > 1:
             raise ConfigError(
-                f"dp_mode = fsdp gathers the weights of a layer together, but {names[p]} belongs to several layers; "
+                f"dp_mode = fsdp gathers the weights of a layer together, but {names[p]} belongs "
+                "to several layers; "
                 "use dp_mode zero2"
             )
     if gather == "bf16" and any(isinstance(module, BatchNorm) for module in model.modules()):
-        raise ConfigError("fsdp_gather = bf16 with batch normalisation: it needs float32 weights; use fsdp_gather fp32")
+        raise ConfigError(
+            "fsdp_gather = bf16 with batch normalisation: it needs float32 weights; use "
+            "fsdp_gather fp32"
+        )
 
 
 def rows_of(piece: Piece, rows: int, ranks: int, index: int) -> Piece:
-    """Return the part of a parameter with so many rows here that fully_shard leaves to the rank `index` of `ranks`."""
+    """Return the part of a parameter with so many rows here that fully_shard leaves to the rank
+    `index` of `ranks`.
+    """
     share, row = -(-rows // ranks), piece.numel // rows
     first = min(rows, index * share)
     return piece.flat_range(first * row, min(rows, first + share) * row)
@@ -219,21 +247,32 @@ class _Memory:
 
 
 class _AllGather(_Memory):
-    """The backend's all-gather, announced to the listener. `input_tensor` is this rank's slice of `output_tensor`."""
+    """The backend's all-gather, announced to the listener. `input_tensor` is this rank's slice of
+    `output_tensor`.
+    """
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> Any:
         if self._axis.through_host(output_tensor):
             self._axis.start_all_gather(output_tensor, "weights")()
             return None
         with self._axis.noted("all_gather", "weights", output_tensor):
-            return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+            return dist.all_gather_single(
+                output_tensor, input_tensor, group=group, async_op=async_op
+            )
 
 
 class _ReduceScatter(_Memory):
     """A reduce-scatter that adds in the order of the ranks."""
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
     ) -> None:
         with self._axis.noted("reduce_scatter", "gradients", input_tensor):
             self._axis.start_reduce_scatter(input_tensor, "gradients")(output_tensor)

@@ -1,4 +1,5 @@
-"""Pipeline parallelism by hand: every rank of an axis has some layers, and micro batches pass from rank to rank.
+"""Pipeline parallelism by hand: every rank of an axis has some layers, and micro batches pass from
+rank to rank.
 
 With pp = 2 and six layers; x is the residual stream (B, T, C) of one micro batch, dx its gradient:
 
@@ -8,8 +9,9 @@ With pp = 2 and six layers; x is the residual stream (B, T, C) of one micro batc
     interleaved     rank 0   tok_emb pos_emb  0 ─ x ►   2 ─ x ►   4 ─ x ►        three chunks on each rank: the stream
     3 chunks        rank 1                    1 ─ x ►   3 ─ x ►   5  norm lm_head    passes every rank three times
 
-`schedules.py` says in which order a rank computes its turns, and in which tick what each of them makes is sent. All
-ranks read the same timetable, so both sides of a message know of it: one batch of messages per tick.
+`schedules.py` says in which order a rank computes its turns, and in which tick what each of them
+makes is sent. All ranks read the same timetable, so both sides of a message know of it: one batch
+of messages per tick.
 
     F   receive x from the part before (the first part embeds tokens), compute, keep the graph, send x on
     B   receive dx from the part after (the last part has the loss), backward through the kept graph, send dx back
@@ -25,8 +27,9 @@ What is not of one stage alone:
     routers     of experts have losses of their own: those of a stage enter at its own backward, with the same factor
     dropout     seeded by step, micro batch and layer, so no schedule changes a mask
 
-With tensor parallelism each stage is cut first, and the ranks with the same shard are one pipeline. Data parallelism
-sums the gradients of a chunk over the replicas of a stage while its last backward of a step runs.
+With tensor parallelism each stage is cut first, and the ranks with the same shard are one pipeline.
+Data parallelism sums the gradients of a chunk over the replicas of a stage while its last backward
+of a step runs.
 """
 
 from __future__ import annotations
@@ -58,10 +61,12 @@ class Stage(GPT):
     parts: list[range]  # of this rank's chunks: their layers
     first: bool  # whether chunk 0 embeds tokens
     last: bool  # whether the last chunk ends in the loss
-    aside: Tensor | None = None  # the routers' losses of the last forward that did not end in the loss
+    # The routers' losses of the last forward that did not end in the loss
+    aside: Tensor | None = None
 
     def forward(self, x: Tensor, targets: Tensor | None = None, chunk: int = 0) -> Tensor:  # type: ignore[override]
-        """Run one chunk: x is the residual stream (B, T, C), or tokens (B, T) for the first part of the model.
+        """Run one chunk: x is the residual stream (B, T, C), or tokens (B, T) for the first part of
+        the model.
 
         Returns the stream, or at the end of the model the mean cross entropy, given targets (B, T).
         """
@@ -89,7 +94,9 @@ class Stage(GPT):
         return next(self.tok_emb.parameters(), None)
 
     def chunk_params(self) -> list[list[nn.Parameter]]:
-        """Return the parameters of each chunk, whose gradients are complete at the same time, in the model's order."""
+        """Return the parameters of each chunk, whose gradients are complete at the same time, in
+        the model's order.
+        """
         chunks = [[p for n in part for p in self.blocks[n].parameters()] for part in self.parts]
         if self.first:
             chunks[0] = [*self.tok_emb.parameters(), *self.pos_emb.parameters(), *chunks[0]]
@@ -99,12 +106,15 @@ class Stage(GPT):
 
 
 def split(model: nn.Module, stage: int, pp: int, chunks: int = 1) -> Stage:
-    """Keep one stage's layers of a whole GPT, in place, and return it. Nothing communicates; meta tensors will do.
+    """Keep one stage's layers of a whole GPT, in place, and return it. Nothing communicates; meta
+    tensors will do.
 
     All ranks must hold equal weights. Raises ConfigError when the model cannot be split.
     """
     if not isinstance(model, GPT):
-        raise ConfigError(f"pp = {pp} splits a gpt, but the model is a {type(model).__name__}; drop pp")
+        raise ConfigError(
+            f"pp = {pp} splits a gpt, but the model is a {type(model).__name__}; drop pp"
+        )
     require_stages(pp, chunks, model.shape.n_layer)
     size = model.shape.n_layer // (pp * chunks)
     starts = [(chunk * pp + stage) * size for chunk in range(chunks)]
@@ -130,7 +140,10 @@ def split(model: nn.Module, stage: int, pp: int, chunks: int = 1) -> Stage:
 def with_tie(shards: Sequence[Shard], stage: int) -> list[Shard]:
     """Return a stage's shards with both holders of the tied embedding; the first stage owns it."""
     return [
-        replace(s, holders=2 * s.holders, owner=s.owner and stage == 0) if s.piece.name == TIED else s for s in shards
+        replace(s, holders=2 * s.holders, owner=s.owner and stage == 0)
+        if s.piece.name == TIED
+        else s
+        for s in shards
     ]
 
 
@@ -146,7 +159,9 @@ class Straight:
     def receive(self, turn: Turn, phase: Phase, x: Tensor | None = None) -> None:
         """Wait for nothing: all that a turn needs is here."""
 
-    def forward(self, turn: Turn, model: nn.Module, compute: Compute, x: Tensor, y: Tensor) -> Tensor | None:
+    def forward(
+        self, turn: Turn, model: nn.Module, compute: Compute, x: Tensor, y: Tensor
+    ) -> Tensor | None:
         """Return the mean loss of a micro batch, and keep its graph."""
         self._made = compute(model, x, y)
         return self._made.detach()
@@ -163,10 +178,14 @@ class Straight:
 
 
 class Pipe:
-    """One rank's share of a pipeline: computes a stage's turns, and sends and receives by the timetable."""
+    """One rank's share of a pipeline: computes a stage's turns, and sends and receives by the
+    timetable.
+    """
 
     def __init__(self, stage: Stage, axis: Axis, kind: str, accum: int, parts: int = 1) -> None:
-        """Lay out the turns of a step of `accum` micro batches; `parts`: ranks that share the stream's positions."""
+        """Lay out the turns of a step of `accum` micro batches; `parts`: ranks that share the
+        stream's positions.
+        """
         self._stage, self._axis, self.chunks, self._parts = stage, axis, len(stage.parts), parts
         self.last_half = last_half(kind)
         self._weights = WeightGradients(stage) if self.last_half == "W" else None
@@ -185,7 +204,9 @@ class Pipe:
         self._sending: list[tuple[Callable[[], None], Tensor]] = []
 
     def receive(self, turn: Turn, phase: Phase, x: Tensor | None = None) -> None:
-        """Wait for what a turn needs from another rank. The first turn of a step comes with tokens x (B, T)."""
+        """Wait for what a turn needs from another rank. The first turn of a step comes with tokens
+        x (B, T).
+        """
         self._like = self._like if x is None else x
         while self._tick < self._tick_of[turn]:
             self._exchange()
@@ -202,18 +223,25 @@ class Pipe:
         got = [(m, self._stream_of(self._like)) for m in row if m.target == stage]
         if not sent and not got:
             return
-        all_sent, arrivals = self._axis.start_messages(sent, [(into, m.source) for m, into in got], "activations")
+        all_sent, arrivals = self._axis.start_messages(
+            sent, [(into, m.source) for m, into in got], "activations"
+        )
         self._arriving |= {m.turn: arrived for (m, _), arrived in zip(got, arrivals, strict=True)}
         self._sending += [(all_sent, tensor) for tensor, _ in sent]
-        # So the memory of what was sent is free again. Receivers reach an earlier tick without this rank's help.
+        # So the memory of what was sent is free again. Receivers reach an earlier tick without this
+        # rank's help.
         self._wait_for_sent(but=2 * self._axis.size * self.chunks)
 
     def _stream_of(self, x: Tensor) -> Tensor:
         B, T = x.shape
         return torch.empty(B, T // self._parts, self._stage.shape.n_embd, device=x.device)
 
-    def forward(self, turn: Turn, model: nn.Module, compute: Compute, x: Tensor, y: Tensor) -> Tensor | None:
-        """Run a chunk's forward and send its stream on; return the mean loss at the end of the model."""
+    def forward(
+        self, turn: Turn, model: nn.Module, compute: Compute, x: Tensor, y: Tensor
+    ) -> Tensor | None:
+        """Run a chunk's forward and send its stream on; return the mean loss at the end of the
+        model.
+        """
         stream, self._received = self._received, None
         if stream is not None:
             stream.requires_grad_()
@@ -224,7 +252,9 @@ class Pipe:
         return made.detach() if self._is_end(turn.chunk) else None
 
     def backward(self, turn: Turn, scaled: Callable[[Tensor], Tensor]) -> None:
-        """Run a chunk's backward and send the stream's gradient back. The scale enters at the end of the model."""
+        """Run a chunk's backward and send the stream's gradient back. The scale enters at the end
+        of the model.
+        """
         if turn.op == "W":
             assert self._weights
             self._weights.compute(turn.micro)
@@ -260,16 +290,21 @@ class Pipe:
             all_sent()
 
     def add_tied(self, gradient: Tensor) -> None:
-        """Add the other stage's part to this one's of the tied embedding's gradient. (first and last stage)"""
+        """Add the other stage's part to this one's of the tied embedding's gradient. (first and
+        last stage)
+        """
         other = self._axis.size - 1 - self._axis.index
         theirs = torch.empty_like(gradient)
-        all_sent, (arrived,) = self._axis.start_messages([(gradient, other)], [(theirs, other)], "gradients")
+        all_sent, (arrived,) = self._axis.start_messages(
+            [(gradient, other)], [(theirs, other)], "gradients"
+        )
         arrived()
         all_sent()
         gradient += theirs
 
     def evaluate(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the mean loss of a batch of any shape on the last stage, elsewhere 0. (all ranks of the pipeline)
+        """Return the mean loss of a batch of any shape on the last stage, elsewhere 0. (all ranks
+        of the pipeline)
 
         A stage goes on with the next batch when it has sent this one's stream.
         """
@@ -279,14 +314,18 @@ class Pipe:
             stream = x
             if chunk or stage:
                 into = self._stream_of(x)
-                _, (arrived,) = self._axis.start_messages([], [(into, (stage - 1) % pp)], "activations")
+                _, (arrived,) = self._axis.start_messages(
+                    [], [(into, (stage - 1) % pp)], "activations"
+                )
                 stream = arrived()
             made = self._stage(stream, y, chunk=chunk)
             if self._is_end(chunk):
                 loss = made
             else:
                 sent = made.contiguous()
-                all_sent, _ = self._axis.start_messages([(sent, (stage + 1) % pp)], [], "activations")
+                all_sent, _ = self._axis.start_messages(
+                    [(sent, (stage + 1) % pp)], [], "activations"
+                )
                 self._sending.append((all_sent, sent))
         self._wait_for_sent(but=chunks)
         return loss

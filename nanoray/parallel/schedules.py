@@ -1,8 +1,9 @@
-"""The order in which the stages of a pipeline work, as data: ranks, simulator, drawing and tests read one timetable.
+"""The order in which the stages of a pipeline work, as data: ranks, simulator, drawing and tests
+read one timetable.
 
-A turn is the forward (F) or backward (B) of one micro batch through one chunk of layers; in zero_bubble B computes what
-the stage before waits for, and W the gradients of weights. Time goes to the right, a column is a turn, and · is a stage
-that waits. Four stages, four micro batches:
+A turn is the forward (F) or backward (B) of one micro batch through one chunk of layers; in
+zero_bubble B computes what the stage before waits for, and W the gradients of weights. Time goes to
+the right, a column is a turn, and · is a stage that waits. Four stages, four micro batches:
 
     gpipe           F0 F1 F2 F3  ·  ·  ·  ·  ·  · B0 B1 B2 B3      all forwards, then all backwards: keeps every
                      · F0 F1 F2 F3  ·  ·  ·  · B0 B1 B2 B3  ·      micro batch's activations
@@ -22,10 +23,11 @@ that waits. Four stages, four micro batches:
     interleaved     rank r holds the chunks r, r + pp, r + 2·pp, ... of the layers: with v chunks the bubble is 1/v as
                     long, and v times as much travels
 
-With m micro batches a rank waits for (pp - 1)/(v·m + pp - 1) of the time, however long a backward takes; in
-zero_bubble for (pp - 1)/(3·m + pp - 1), if F, B and W take equally long and there are as many micro batches as stages.
-Source: Huang et al. 2019, GPipe; Narayanan et al. 2019, PipeDream; Narayanan et al. 2021, Megatron-LM (interleaved);
-Qi et al. 2023, Zero Bubble Pipeline Parallelism (ZB-H1).
+With m micro batches a rank waits for (pp - 1)/(v·m + pp - 1) of the time, however long a backward
+takes; in zero_bubble for (pp - 1)/(3·m + pp - 1), if F, B and W take equally long and there are as
+many micro batches as stages. Source: Huang et al. 2019, GPipe; Narayanan et al. 2019, PipeDream;
+Narayanan et al. 2021, Megatron-LM (interleaved); Qi et al. 2023, Zero Bubble Pipeline Parallelism
+(ZB-H1).
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
 
 class Turn(NamedTuple):
-    """What a rank computes without a pause: forward ("F") or backward ("B", "W") of a micro batch through a chunk."""
+    """What a rank computes without a pause: forward ("F") or backward ("B", "W") of a micro batch
+    through a chunk.
+    """
 
     op: str
     chunk: int
@@ -59,7 +63,9 @@ HALVES = ALIKE  # of which B is one, and W the other
 
 
 def turns(kind: str, pp: int, stage: int, micro: int, chunks: int = 1) -> list[Turn]:
-    """Return the order in which one stage works. Raises ValueError for a kind, or sizes, that there is none for."""
+    """Return the order in which one stage works. Raises ValueError for a kind, or sizes, that there
+    is none for.
+    """
     if kind == "interleaved":
         return _interleaved(pp, stage, micro, chunks)
     if kind not in SCHEDULES or chunks != 1:
@@ -67,13 +73,16 @@ def turns(kind: str, pp: int, stage: int, micro: int, chunks: int = 1) -> list[T
     if kind == "zero_bubble":
         return _zero_bubble(pp, stage, micro)
     forward, backward = ([Turn(op, 0, k) for k in range(micro)] for op in "FB")
-    ahead = micro if kind == "gpipe" else min(micro, pp - 1 - stage)  # forwards before the first backward can come
+    # Forwards before the first backward can come
+    ahead = micro if kind == "gpipe" else min(micro, pp - 1 - stage)
     pairs = [turn for pair in zip(forward[ahead:], backward, strict=False) for turn in pair]
     return forward[:ahead] + pairs + backward[micro - ahead :]
 
 
 def _interleaved(pp: int, stage: int, micro: int, chunks: int) -> list[Turn]:
-    """Micro batches go in groups of pp; a group passes all chunks of a rank before the next group comes."""
+    """Micro batches go in groups of pp; a group passes all chunks of a rank before the next group
+    comes.
+    """
     if micro % pp:
         raise ValueError(f"{micro} micro batches are no groups of {pp}")
 
@@ -102,7 +111,9 @@ def _zero_bubble(pp: int, stage: int, micro: int) -> list[Turn]:
 
 
 def last_half(kind: str) -> str:
-    """Return the turn after which a micro batch has added all to the gradients of a chunk, and keeps nothing."""
+    """Return the turn after which a micro batch has added all to the gradients of a chunk, and
+    keeps nothing.
+    """
     return "W" if kind == "zero_bubble" else "B"
 
 
@@ -112,7 +123,8 @@ def straight(micro: int) -> list[Turn]:
 
 
 def needed(turn: Turn, stage: int, pp: int, chunks: int) -> tuple[int, Turn] | None:
-    """Return the stage and the turn there whose result a turn needs; None if it needs the data only.
+    """Return the stage and the turn there whose result a turn needs; None if it needs the data
+    only.
 
     The layers of a turn are those of part chunk·pp + stage, of pp·chunks parts.
     """
@@ -127,10 +139,14 @@ def needed(turn: Turn, stage: int, pp: int, chunks: int) -> tuple[int, Turn] | N
     return other, Turn(turn.op, chunk, turn.micro)
 
 
-def timetable(kind: str, pp: int, micro: int, chunks: int = 1, cost: Mapping[str, int] = ALIKE) -> list[Row]:
-    """Return what each stage begins in each tick, if a turn takes `cost` ticks and messages take no time.
+def timetable(
+    kind: str, pp: int, micro: int, chunks: int = 1, cost: Mapping[str, int] = ALIKE
+) -> list[Row]:
+    """Return what each stage begins in each tick, if a turn takes `cost` ticks and messages take no
+    time.
 
-    Each stage keeps to its order, and begins a turn as soon as it can. Raises ValueError when some never can.
+    Each stage keeps to its order, and begins a turn as soon as it can. Raises ValueError when some
+    never can.
     """
     todo = [turns(kind, pp, stage, micro, chunks) for stage in range(pp)]
     done: dict[tuple[int, Turn], int] = {}  # the tick at whose beginning the result is there
@@ -155,18 +171,26 @@ def timetable(kind: str, pp: int, micro: int, chunks: int = 1, cost: Mapping[str
 
 
 def messages(table: list[Row], pp: int, chunks: int = 1) -> list[list[Message]]:
-    """Return what travels between stages at the end of each tick of a table in which turns take one."""
+    """Return what travels between stages at the end of each tick of a table in which turns take
+    one.
+    """
     wanted: dict[tuple[int, Turn], Message] = {}
     for row in table:
         for stage, turn in enumerate(row):
             need = needed(turn, stage, pp, chunks) if turn else None
             if turn and need and need[0] != stage:
                 wanted[need] = Message(need[0], stage, turn)
-    return [[wanted[s, turn] for s, turn in enumerate(row) if turn and (s, turn) in wanted] for row in table]
+    return [
+        [wanted[s, turn] for s, turn in enumerate(row) if turn and (s, turn) in wanted]
+        for row in table
+    ]
 
 
-def bubble(kind: str, pp: int, micro: int, chunks: int = 1, cost: Mapping[str, int] | None = None) -> float:
-    """Return the share of the time from the first to the last turn in which a stage waits, mean over stages.
+def bubble(
+    kind: str, pp: int, micro: int, chunks: int = 1, cost: Mapping[str, int] | None = None
+) -> float:
+    """Return the share of the time from the first to the last turn in which a stage waits, mean
+    over stages.
 
     cost: the ticks of each turn; None: those of USUAL, or of HALVES.
     """
@@ -177,7 +201,9 @@ def bubble(kind: str, pp: int, micro: int, chunks: int = 1, cost: Mapping[str, i
 
 
 def waited(kind: str, pp: int, micro: int, chunks: int = 1) -> float:
-    """Return how long a stage waits in a step, over the time of a forward and backward of one micro batch."""
+    """Return how long a stage waits in a step, over the time of a forward and backward of one micro
+    batch.
+    """
     if kind != "zero_bubble" or micro >= pp:
         return (pp - 1) / (3 if kind == "zero_bubble" else chunks)
     share = bubble(kind, pp, micro)
@@ -185,9 +211,11 @@ def waited(kind: str, pp: int, micro: int, chunks: int = 1) -> float:
 
 
 def in_flight(kind: str, pp: int, stage: int, micro: int, chunks: int = 1) -> list[int]:
-    """Return for each chunk of a stage how many micro batches' activations it keeps when it keeps most in all.
+    """Return for each chunk of a stage how many micro batches' activations it keeps when it keeps
+    most in all.
 
-    In zero_bubble those are counted whose B is done: what is left of them until W are inputs of linear layers.
+    In zero_bubble those are counted whose B is done: what is left of them until W are inputs of
+    linear layers.
     """
     now, most = [0] * chunks, [0] * chunks
     for turn in turns(kind, pp, stage, micro, chunks):
@@ -197,7 +225,12 @@ def in_flight(kind: str, pp: int, stage: int, micro: int, chunks: int = 1) -> li
 
 
 def drawing(table: list[Row]) -> list[str]:
-    """Return a line per stage of a table in which turns take one tick; a turn of chunk 1 is F0', of chunk 2 F0''."""
-    rows = [[f"{t.op}{t.micro}" + "'" * t.chunk if t else "·" for t in of] for of in zip(*table, strict=True)]
+    """Return a line per stage of a table in which turns take one tick; a turn of chunk 1 is F0', of
+    chunk 2 F0''.
+    """
+    rows = [
+        [f"{t.op}{t.micro}" + "'" * t.chunk if t else "·" for t in of]
+        for of in zip(*table, strict=True)
+    ]
     width = max(len(cell) for row in rows for cell in row)
     return [" ".join(cell.rjust(width) for cell in row) for row in rows]

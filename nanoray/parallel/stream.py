@@ -1,4 +1,5 @@
-"""Where the residual stream enters layers that are cut over an axis, and where their results leave them.
+"""Where the residual stream enters layers that are cut over an axis, and where their results leave
+them.
 
 tp = 2, a sequence of 8 positions; ▒ are those of rank 0, ░ of rank 1, █ of both:
 
@@ -15,13 +16,15 @@ tp = 2, a sequence of 8 positions; ▒ are those of rank 0, ░ of rank 1, █ o
     whole      forward                                   all-gather, where all ranks go on to compute the same
                backward                                  own positions of the gradient
 
-The bytes are the same: an all-reduce is a reduce-scatter and an all-gather. But norms, dropouts and residual sums work
-on 1/tp of the positions and keep as much less for backward. Their parameters, and biases that are added after Σ, so
-have the gradient of own positions only: it is summed over the axis once per step (plan.py). The stream's dropout draws
-the mask of the whole sequence on every rank and takes its own part, so the masks are those without it.
+The bytes are the same: an all-reduce is a reduce-scatter and an all-gather. But norms, dropouts and
+residual sums work on 1/tp of the positions and keep as much less for backward. Their parameters,
+and biases that are added after Σ, so have the gradient of own positions only: it is summed over the
+axis once per step (plan.py). The stream's dropout draws the mask of the whole sequence on every
+rank and takes its own part, so the masks are those without it.
 
-In a compiled block the collectives run eagerly, and what lies between them is compiled. For tp.py and tp_experts.py.
-Source: Shoeybi et al. 2019, Megatron-LM; Korthikanti et al. 2022, Reducing Activation Recomputation.
+In a compiled block the collectives run eagerly, and what lies between them is compiled. For tp.py
+and tp_experts.py. Source: Shoeybi et al. 2019, Megatron-LM; Korthikanti et al. 2022, Reducing
+Activation Recomputation.
 """
 
 from __future__ import annotations
@@ -44,13 +47,16 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.axis.sum(grads[0].clone(memory_format=torch.contiguous_format), "activations"), None
+        return ctx.axis.sum(
+            grads[0].clone(memory_format=torch.contiguous_format), "activations"
+        ), None
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        return axis.sum(x.clone(), "activations")  # a copy: activation checkpointing may have kept x itself
+        # A copy: activation checkpointing may have kept x itself
+        return axis.sum(x.clone(), "activations")
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -87,7 +93,8 @@ class _Whole(_EnterCut):
 
 @torch.compiler.disable
 def enter(x: Tensor, axis: Axis, sequence: bool = False) -> Tensor:
-    """Return x (B, T, C), equal on all ranks, for each rank to compute something else with it. (all ranks of the axis)
+    """Return x (B, T, C), equal on all ranks, for each rank to compute something else with it. (all
+    ranks of the axis)
 
     `sequence`: x has the rank's own positions, (B, T/tp, C).
     """
@@ -96,7 +103,8 @@ def enter(x: Tensor, axis: Axis, sequence: bool = False) -> Tensor:
 
 @torch.compiler.disable
 def leave(x: Tensor, axis: Axis, sequence: bool = False) -> Tensor:
-    """Return the sum of what the ranks have computed (B, T, C), equal on all ranks. (all ranks of the axis)
+    """Return the sum of what the ranks have computed (B, T, C), equal on all ranks. (all ranks of
+    the axis)
 
     `sequence`: return the rank's own positions of it, (B, T/tp, C).
     """
@@ -105,7 +113,9 @@ def leave(x: Tensor, axis: Axis, sequence: bool = False) -> Tensor:
 
 @torch.compiler.disable
 def whole(x: Tensor, axis: Axis) -> Tensor:
-    """Return x (B, T, C), given own positions of it, for all ranks to compute the same. (all ranks of the axis)"""
+    """Return x (B, T, C), given own positions of it, for all ranks to compute the same. (all ranks
+    of the axis)
+    """
     return _Whole.apply(x, axis)
 
 
@@ -134,18 +144,24 @@ def require_whole(positions: int, axis: Axis) -> None:
     """Raise ConfigError when the ranks cannot share so many positions equally."""
     if positions % axis.size:
         raise ConfigError(
-            f"sequence_parallel cuts sequences over tp = {axis.size} ranks, which does not divide {positions} "
-            f"positions; use sequences of {-(-positions // axis.size) * axis.size}, or drop sequence_parallel"
+            f"sequence_parallel cuts sequences over tp = {axis.size} ranks, which does not divide "
+            f"{positions} "
+            f"positions; use sequences of {-(-positions // axis.size) * axis.size}, or drop "
+            "sequence_parallel"
         )
 
 
 class CutDropout(Dropout):
-    """Dropout of the rank's own positions: of the whole sequence's mask, which all ranks draw alike, its part."""
+    """Dropout of the rank's own positions: of the whole sequence's mask, which all ranks draw
+    alike, its part.
+    """
 
     axis: Axis
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x (B, T/tp, C) with the masks that x (B, T, C) would have without --sequence_parallel."""
+        """Return x (B, T/tp, C) with the masks that x (B, T, C) would have without
+        --sequence_parallel.
+        """
         if not (self.training and self.p > 0):
             return x
         B, own, C = x.shape

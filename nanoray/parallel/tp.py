@@ -1,7 +1,9 @@
-"""Tensor parallelism by hand: every rank of an axis computes some heads, hidden units and tokens of every layer.
+"""Tensor parallelism by hand: every rank of an axis computes some heads, hidden units and tokens of
+every layer.
 
-A linear layer that widens is cut by its outputs (Column), one that narrows by its inputs (Row). Between the two no rank
-needs anything of another one, so attention and the MLP take one sum each. With tp = 2, ▒ on rank 0 and ░ on rank 1:
+A linear layer that widens is cut by its outputs (Column), one that narrows by its inputs (Row).
+Between the two no rank needs anything of another one, so attention and the MLP take one sum each.
+With tp = 2, ▒ on rank 0 and ░ on rank 1:
 
                            Column               Row                         Column                Row
                         ┌─ ▒ qkv ─ heads 0, 1 ─ ▒ proj ─┐               ┌─ ▒ up ─ 0..2C-1 ──── ▒ down ─┐
@@ -19,9 +21,10 @@ needs anything of another one, so attention and the MLP take one sum each. With 
         ▒▒▒▒  of v             and its bias         down.weight (C, 4C)
         ░░░░  and its bias                          alike
 
-Norms, position embeddings and the biases of Row layers are on every rank. Their inputs and the gradients of their
-outputs are equal to the bit on all ranks of the axis, and so are their own gradients: nothing is exchanged for them.
-With --sequence_parallel, ● and Σ are other collectives, and between Σ and ● a rank has T/tp positions (stream.py).
+Norms, position embeddings and the biases of Row layers are on every rank. Their inputs and the
+gradients of their outputs are equal to the bit on all ranks of the axis, and so are their own
+gradients: nothing is exchanged for them. With --sequence_parallel, ● and Σ are other collectives,
+and between Σ and ● a rank has T/tp positions (stream.py).
 
     embedding   a rank looks up the tokens that it has, the others count as zeros; one sum
     loss        logits of the rank's own tokens (B·T, V/tp); one maximum (B·T,), one sum of two numbers per token
@@ -55,19 +58,26 @@ from nanoray.parallel.tp_experts import SplitExperts, StackedColumn, StackedRow
 
 
 def cut(model: nn.Module, axis: Axis, sequence: bool = False) -> None:
-    """Cut a whole GPT in place: each rank of the axis keeps its pieces. Nothing communicates; meta tensors will do.
+    """Cut a whole GPT in place: each rank of the axis keeps its pieces. Nothing communicates; meta
+    tensors will do.
 
-    All ranks must hold equal weights. `sequence`: they also share the positions of the residual stream. Afterwards
-    `model.pieces` tells the piece that each parameter is. Raises ConfigError when the model cannot be cut.
+    All ranks must hold equal weights. `sequence`: they also share the positions of the residual
+    stream. Afterwards `model.pieces` tells the piece that each parameter is. Raises ConfigError
+    when the model cannot be cut.
     """
     if not isinstance(model, GPT):
-        raise ConfigError(f"tp = {axis.size} cuts a gpt, but the model is a {type(model).__name__}; drop tp")
+        raise ConfigError(
+            f"tp = {axis.size} cuts a gpt, but the model is a {type(model).__name__}; drop tp"
+        )
     shape = model.shape
-    require_divisible(axis.size, shape.n_head, shape.n_embd, shape.padded_vocab, shape.expert_hidden)
+    require_divisible(
+        axis.size, shape.n_head, shape.n_embd, shape.padded_vocab, shape.expert_hidden
+    )
     pieces = whole_pieces(model)
     for n, block in enumerate(model.blocks):
         attn, at = block.get_submodule("attn"), f"blocks.{n}"
-        _cut(attn.get_submodule("qkv"), Column, f"{at}.attn.qkv", 1, pieces, axis)  # heads of (3, C, C)
+        # Heads of (3, C, C)
+        _cut(attn.get_submodule("qkv"), Column, f"{at}.attn.qkv", 1, pieces, axis)
         _cut(attn.get_submodule("proj"), Row, f"{at}.attn.proj", 1, pieces, axis)
         _become(attn, SplitAttention, axis)
         _cut_mlp(block.get_submodule("mlp"), f"{at}.mlp", pieces, axis)
@@ -97,14 +107,19 @@ def _cut_mlp(mlp: nn.Module, at: str, pieces: dict[str, Piece], axis: Axis) -> N
         _cut_mlp(mlp.shared, f"{at}.shared", pieces, axis)
 
 
-def _cut(layer: nn.Module, kind: type, name: str, dim: int, pieces: dict[str, Piece], axis: Axis) -> None:
-    """Keep this rank's part of a layer's parameters along one dimension of their views; note the pieces."""
+def _cut(
+    layer: nn.Module, kind: type, name: str, dim: int, pieces: dict[str, Piece], axis: Axis
+) -> None:
+    """Keep this rank's part of a layer's parameters along one dimension of their views; note the
+    pieces.
+    """
     for key, p in [*layer.named_parameters()]:
         piece = pieces[f"{name}.{key}"]
         if dim < len(piece.view):  # else the bias of a Row layer, which every rank keeps whole
             size = piece.view[dim] // axis.size
             own = p.detach().view(piece.view).narrow(dim, axis.index * size, size)
-            own = own.flatten(0, own.dim() - p.dim()).clone()  # queries, keys and values under one another again
+            # Queries, keys and values under one another again
+            own = own.flatten(0, own.dim() - p.dim()).clone()
             setattr(layer, key, nn.Parameter(own))
             pieces[f"{name}.{key}"] = piece.narrow(dim, axis.index * size, size)
     _become(layer, kind, axis)
@@ -115,7 +130,8 @@ def _become(layer: nn.Module, kind: type, axis: Axis) -> None:
     layer.axis = axis  # type: ignore[assignment]
 
 
-# The layers. Each was one of models/gpt.py, with the same parameters by the same names, and less of them.
+# The layers. Each was one of models/gpt.py, with the same parameters by the same names, and less of
+# them.
 
 
 class Column(nn.Linear):
@@ -134,13 +150,17 @@ class Column(nn.Linear):
 
 
 class Row(nn.Linear):
-    """All outputs of a linear layer, from some of its inputs; the bias is added once, after the sum."""
+    """All outputs of a linear layer, from some of its inputs; the bias is added once, after the
+    sum.
+    """
 
     axis: Axis
     sequence = bias_in_product = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return all outputs (..., outputs) of this rank's inputs (..., inputs/tp), summed over the ranks."""
+        """Return all outputs (..., outputs) of this rank's inputs (..., inputs/tp), summed over the
+        ranks.
+        """
         y = leave(self.product(x), self.axis, self.sequence)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -150,7 +170,9 @@ class Row(nn.Linear):
 
 
 class SplitAttention(Attention):
-    """Attention over this rank's heads. Their masks are the rank's own; the masks after them must be equal again."""
+    """Attention over this rank's heads. Their masks are the rank's own; the masks after them must
+    be equal again.
+    """
 
     axis: Axis
 
@@ -181,11 +203,17 @@ class VocabEmbedding(nn.Embedding):
     sequence = False
 
     def forward(self, idx: Tensor) -> Tensor:
-        """Return the embeddings (B, T, C) of all tokens idx (B, T), or of own positions (B, T/tp, C)."""
+        """Return the embeddings (B, T, C) of all tokens idx (B, T), or of own positions (B, T/tp,
+        C).
+        """
         if self.sequence:
             require_whole(idx.shape[1], self.axis)
         own, others = _own_tokens(idx, self.weight.shape[0], self.axis)
-        return leave(F.embedding(own, self.weight).masked_fill(others.unsqueeze(-1), 0.0), self.axis, self.sequence)
+        return leave(
+            F.embedding(own, self.weight).masked_fill(others.unsqueeze(-1), 0.0),
+            self.axis,
+            self.sequence,
+        )
 
 
 class CutPositions(Positions):
@@ -207,7 +235,8 @@ class VocabHead(LMHead):
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits of all tokens (..., padded_vocab) of x (..., C), without a gradient.
 
-        Of a sequence that is cut, x is the last position of each rank's part, and the last rank's counts.
+        Of a sequence that is cut, x is the last position of each rank's part, and the last rank's
+        counts.
         """
         if self.sequence:
             x = x.detach() if self.axis.index == self.axis.size - 1 else torch.zeros_like(x)
@@ -218,18 +247,23 @@ class VocabHead(LMHead):
         return self.axis.sum(full, "logits").flatten(-2)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross entropy of x (B, T, C), given targets (B, T): a float32 scalar, equal on all ranks.
+        """Return the mean cross entropy of x (B, T, C), given targets (B, T): a float32 scalar,
+        equal on all ranks.
 
         With --sequence_parallel x has own positions, (B, T/tp, C).
         """
-        logits = self.product(enter(x, self.axis, self.sequence)).flatten(0, 1).float()  # (B·T, V/tp)
+        # (B·T, V/tp)
+        logits = self.product(enter(x, self.axis, self.sequence)).flatten(0, 1).float()
         return _CrossEntropy.apply(logits, targets.flatten(), self.axis)
 
     def product(self, x: Tensor) -> Tensor:
         """Return the logits (..., V/tp) of this rank's tokens."""
         rows = self.weight.shape[0]
-        real = min(max(self.vocab_size - self.axis.index * rows, 0), rows)  # the other rows are padding
-        padding = F.pad(x.new_zeros(real), (0, rows - real), value=-math.inf) if real < rows else None
+        # The other rows are padding
+        real = min(max(self.vocab_size - self.axis.index * rows, 0), rows)
+        padding = (
+            F.pad(x.new_zeros(real), (0, rows - real), value=-math.inf) if real < rows else None
+        )
         return F.linear(x, self.weight, padding)
 
 
@@ -255,7 +289,9 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _own_tokens(tokens: Tensor, rows: int, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Return the rows of tokens on this rank, 0 for those of other ranks; and whether a token is one of those."""
+    """Return the rows of tokens on this rank, 0 for those of other ranks; and whether a token is
+    one of those.
+    """
     own = tokens - axis.index * rows
     others = (own < 0) | (own >= rows)
     return own.masked_fill(others, 0), others
@@ -264,18 +300,26 @@ def _own_tokens(tokens: Tensor, rows: int, axis: Axis) -> tuple[Tensor, Tensor]:
 def names_of_cut(model: nn.Module) -> set[str]:
     """Return the names of the parameters of which each rank has another piece."""
     names = {f"{at}.weight" for at, module in model.named_modules() if isinstance(module, _CUT)}
-    names |= {f"{at}.bias" for at, module in model.named_modules() if isinstance(module, Column | StackedColumn)}
+    names |= {
+        f"{at}.bias"
+        for at, module in model.named_modules()
+        if isinstance(module, Column | StackedColumn)
+    }
     return names & {name for name, _ in model.named_parameters()}
 
 
 def names_of_partial(model: nn.Module) -> set[str]:
-    """Return the names of the parameters that have the gradient of this rank's positions only, on every rank another.
+    """Return the names of the parameters that have the gradient of this rank's positions only, on
+    every rank another.
 
-    There are none unless the stream is cut along the sequence. Biases of `StackedRow` are added before the sum.
+    There are none unless the stream is cut along the sequence. Biases of `StackedRow` are added
+    before the sum.
     """
     if not any(getattr(module, "sequence", False) for module in model.modules()):
         return set()
-    before = {f"{at}.bias" for at, module in model.named_modules() if isinstance(module, StackedRow)}
+    before = {
+        f"{at}.bias" for at, module in model.named_modules() if isinstance(module, StackedRow)
+    }
     return {name for name, _ in model.named_parameters()} - names_of_cut(model) - before
 
 
@@ -283,12 +327,18 @@ _CUT = (Column, Row, StackedColumn, StackedRow, VocabEmbedding)
 
 
 def with_owners(
-    shards: Sequence[Shard], cut: Collection[str], axis: Axis, replicas: Callable[[str], Axis], sharded: bool
+    shards: Sequence[Shard],
+    cut: Collection[str],
+    axis: Axis,
+    replicas: Callable[[str], Axis],
+    sharded: bool,
 ) -> list[Shard]:
-    """Return a rank's shards with the number of ranks that hold the same piece, and whether this one owns it.
+    """Return a rank's shards with the number of ranks that hold the same piece, and whether this
+    one owns it.
 
-    Each element has one owner, which saves it, and counts it in the norm. `cut`: the names that `names_of_cut` returns;
-    `replicas`: by a parameter's name, the axis of its replicas, which hold different pieces if they are `sharded`.
+    Each element has one owner, which saves it, and counts it in the norm. `cut`: the names that
+    `names_of_cut` returns; `replicas`: by a parameter's name, the axis of its replicas, which hold
+    different pieces if they are `sharded`.
     """
     marked = []
     for shard in shards:

@@ -1,4 +1,5 @@
-"""Tensor parallelism of a mixture of experts (models/moe.py): a rank has some hidden units of every expert.
+"""Tensor parallelism of a mixture of experts (models/moe.py): a rank has some hidden units of every
+expert.
 
     x (B, T, C) ─┬─ router, the same on all ranks ─ gates g ─●
                  │                                           │
@@ -7,8 +8,9 @@
 
     up.weight (E, hidden, C) and its biases are cut along the hidden units, down.weight (E, C, hidden) alike
 
-Each rank routes all tokens and gets the same gates. Its results are a part of each sum, and so is its gradient of the
-gates: it is summed at ●, as that of the tokens is. What the router's own losses add is whole on every rank.
+Each rank routes all tokens and gets the same gates. Its results are a part of each sum, and so is
+its gradient of the gates: it is summed at ●, as that of the tokens is. What the router's own losses
+add is whole on every rank.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class StackedRow(Stacked):
 
 
 class _Once(torch.autograd.Function):
-    """A bias where results are still to be summed: forward on the first rank alone. All get its gradient, the same."""
+    """A bias where results are still to be summed: forward on the first rank alone. All get its
+    gradient, the same.
+    """
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor, axis: Axis) -> Tensor:
@@ -54,16 +58,21 @@ class _Once(torch.autograd.Function):
 
 
 class SplitExperts(MoE):
-    """A mixture of experts, with some hidden units of each. One sum adds up the results of all of a token's experts."""
+    """A mixture of experts, with some hidden units of each. One sum adds up the results of all of a
+    token's experts.
+    """
 
     tensor: Axis
     sequence = False
 
     def _logits(self, x: Tensor) -> Tensor:
         logits = super()._logits(x)
-        return whole(logits, self.tensor) if self.sequence else logits  # (B, T, E): balance is that of a whole sequence
+        # (B, T, E): balance is that of a whole sequence
+        return whole(logits, self.tensor) if self.sequence else logits
 
     @torch.compiler.disable
     def mix(self, x: Tensor, gates: Tensor, chosen: Tensor, kept: Tensor | None) -> Tensor:
-        y = super().mix(enter(x, self.tensor, self.sequence), enter(gates, self.tensor), chosen, kept)
+        y = super().mix(
+            enter(x, self.tensor, self.sequence), enter(gates, self.tensor), chosen, kept
+        )
         return leave(y, self.tensor, self.sequence)

@@ -1,7 +1,9 @@
-"""`nanoray replay RUN --step N`: do a step of a run again, and compare it with what the run recorded.
+"""`nanoray replay RUN --step N`: do a step of a run again, and compare it with what the run
+recorded.
 
-One process plays all data ranks in turn, from the newest checkpoint before the step (or from step 0), with the run's
-own loop. Exit code 1: a value differs; where equal bits are not promised, by more than its limit.
+One process plays all data ranks in turn, from the newest checkpoint before the step (or from step
+0), with the run's own loop. Exit code 1: a value differs; where equal bits are not promised, by
+more than its limit.
 """
 
 from __future__ import annotations
@@ -22,10 +24,19 @@ from nanoray.checkpoint.tensorfile import plain
 from nanoray.cli import exit_code_of, tool_parser, writing
 from nanoray.errors import ConfigError
 from nanoray.replay.again import doubts, reenact, refuse, start_before
-from nanoray.replay.past import LIMITS, Past, compared, differences, matters, read_past, tensors_apart, text
+from nanoray.replay.past import (
+    LIMITS,
+    Past,
+    compared,
+    differences,
+    matters,
+    read_past,
+    tensors_apart,
+    text,
+)
 from nanoray.replay.player import Witness
-from nanoray.train.certificate import written
-from nanoray.train.replicas import hash_tensors
+from nanoray.train.guard.certificate import written
+from nanoray.train.guard.replicas import hash_tensors
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,14 +45,29 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the step to do again")
     parser.add_argument(
-        "--rank", type=int, metavar="R", help="show what this data rank saw; also for --pdb and --dump [0]"
+        "--rank",
+        type=int,
+        metavar="R",
+        help="show what this data rank saw; also for --pdb and --dump [0]",
     )
-    parser.add_argument("--pdb", action="store_true", help="stop in the model's forward of that step and rank")
     parser.add_argument(
-        "--dump", type=Path, metavar="FILE", help="write what that rank saw: FILE.safetensors, FILE.json"
+        "--pdb", action="store_true", help="stop in the model's forward of that step and rank"
     )
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the re-enactment, itself a run, in this folder")
-    parser.add_argument("--processes", action="store_true", help="use as many local ranks as the run had, over gloo")
+    parser.add_argument(
+        "--dump",
+        type=Path,
+        metavar="FILE",
+        help="write what that rank saw: FILE.safetensors, FILE.json",
+    )
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        metavar="DIR",
+        help="keep the re-enactment, itself a run, in this folder",
+    )
+    parser.add_argument(
+        "--processes", action="store_true", help="use as many local ranks as the run had, over gloo"
+    )
     return exit_code_of(lambda: _run(parser.parse_args(argv)))
 
 
@@ -77,21 +103,34 @@ def _replay(args: argparse.Namespace) -> int:
     _print_values(again, run, step)
     sizes = [compared(again, run, at) for at in steps]
     told = f"{sum(n for n, _ in sizes)} values and {sum(n for _, n in sizes)} hashes of {len(steps)} step(s)"
-    print(f"compared {told}" + (f", {count} tensors with the checkpoint of step {step}" if count else ""))
+    print(
+        f"compared {told}"
+        + (f", {count} tensors with the checkpoint of step {step}" if count else "")
+    )
     if witness:
-        print(f"rank {witness.rank}   losses of its micro batches {', '.join(map(repr, witness.losses))}")
+        print(
+            f"rank {witness.rank}   losses of its micro batches "
+            f"{', '.join(map(repr, witness.losses))}"
+        )
     if args.dump and witness:
         _dump(args.dump, witness, again.values(step))
     if not sizes[-1][0]:
-        print(f"note     step {step} has no record: only steps before it and its causes were compared (--log_every 1)")
+        print(
+            f"note     step {step} has no record: only steps before it and its causes were "
+            "compared (--log_every 1)"
+        )
     return _verdict([f"step {d.step}, {text(d)}" for d in wrong] + apart, unsure)
 
 
 def _check(args: argparse.Namespace, ranks: int) -> None:
     if not 0 <= (args.rank or 0) < ranks:
-        raise ConfigError(f"--rank {args.rank}: the run had ranks 0 to {ranks - 1} in that step; give one of them")
+        raise ConfigError(
+            f"--rank {args.rank}: the run had ranks 0 to {ranks - 1} in that step; give one of them"
+        )
     if args.processes and (args.pdb or args.dump or args.rank is not None):
-        raise ConfigError("--rank, --pdb and --dump look into one process that plays all ranks; drop --processes")
+        raise ConfigError(
+            "--rank, --pdb and --dump look into one process that plays all ranks; drop --processes"
+        )
     if args.keep and args.keep.exists() and any(args.keep.iterdir()):
         raise ConfigError(f"--keep {args.keep} is not empty; give another folder")
 
@@ -100,19 +139,38 @@ def _print_values(again: Past, run: Past, step: int) -> None:
     values, recorded = again.values(step), run.values(step)
     for name, value in values.items():
         known = recorded.get(name)
-        told = "not recorded" if known is None else "equal" if known == value else f"differs by {known - value:.3g}"
+        told = (
+            "not recorded"
+            if known is None
+            else "equal"
+            if known == value
+            else f"differs by {known - value:.3g}"
+        )
         print(f"  {name:<20} {value!r:<24} {known!r:<24} {told}")
 
 
 def _dump(path: Path, witness: Witness, values: dict[str, Any]) -> None:
-    """Write what a rank saw: token ids and gradients as safetensors; losses and the gradients' hashes as JSON."""
+    """Write what a rank saw: token ids and gradients as safetensors; losses and the gradients'
+    hashes as JSON.
+    """
     tensors = {f"inputs.{i}": x for i, x in enumerate(witness.inputs)}
     tensors |= {f"targets.{i}": y for i, y in enumerate(witness.targets)}
     tensors |= {f"gradient.{name}": gradient for name, gradient in witness.gradients.items()}
     names, hashes = hash_tensors(witness.gradients)
-    told = {"step": witness.step, "rank": witness.rank, "losses": witness.losses, "of_all_ranks": values}
-    told |= {"gradient_hashes": dict(zip(names, map(written, hashes), strict=True)), "divided_by": witness.divided_by}
-    data = save({name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}, {"format": "pt"})
+    told = {
+        "step": witness.step,
+        "rank": witness.rank,
+        "losses": witness.losses,
+        "of_all_ranks": values,
+    }
+    told |= {
+        "gradient_hashes": dict(zip(names, map(written, hashes), strict=True)),
+        "divided_by": witness.divided_by,
+    }
+    data = save(
+        {name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()},
+        {"format": "pt"},
+    )
     for suffix, content in (
         (".safetensors", data),
         (".json", (json.dumps(plain(told, "dump"), indent=1) + "\n").encode()),
@@ -127,7 +185,10 @@ def _verdict(wrong: list[str], unsure: list[str]) -> int:
     for line in unsure:
         print(f"note     equal bits are not promised: {line}")
     if wrong:
-        print(f"differs  first in {wrong[0]}" + (f", and in {len(wrong) - 1} more" if wrong[1:] else ""))
+        print(
+            f"differs  first in {wrong[0]}"
+            + (f", and in {len(wrong) - 1} more" if wrong[1:] else "")
+        )
         return 1
     limits = ", ".join(f"{name} {limit:g}" for name, limit in LIMITS.items())
     print(

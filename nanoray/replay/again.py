@@ -1,4 +1,6 @@
-"""Re-enact steps of a run from a checkpoint: in one process that plays all ranks, or by as many local processes."""
+"""Re-enact steps of a run from a checkpoint: in one process that plays all ranks, or by as many
+local processes.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,13 @@ from nanoray.mesh.rendezvous import open_store
 from nanoray.replay.past import Past, read_past
 from nanoray.replay.player import OneProcess, Witness
 from nanoray.run import RunSpec, write_attempt
+from nanoray.train.agree import code_hash
 from nanoray.train.elastic import Group
 from nanoray.train.hardware import hardware
-from nanoray.train.recipe import code_hash, use_products
+from nanoray.train.recipe import use_products
 
-# What a re-enactment does otherwise than its run: it records every step, and leaves out what changes no weight.
+# What a re-enactment does otherwise than its run: it records every step, and leaves out what
+# changes no weight.
 QUIETLY: dict[str, Any] = {
     "log_every": 1, "hash_every": 1, "eval_every": 0, "target_loss": 0.0, "checkpoint_every": 0, "comm_trace": "off",
     "precision_stats": "off", "statistics_every": 0, "profile": "", "memory_at": 0, "audit_every": 0,
@@ -35,15 +39,22 @@ QUIETLY: dict[str, Any] = {
 
 
 def start_before(run: Past, step: int) -> int:
-    """Return the step of the newest checkpoint before `step`, or 0 for a run that began there. Raises ConfigError."""
+    """Return the step of the newest checkpoint before `step`, or 0 for a run that began there.
+    Raises ConfigError.
+    """
     if not run.begun < step <= run.last:
-        raise ConfigError(f"--step {step}: {run.folder} has done steps {run.begun + 1} to {run.last}; give one of them")
+        raise ConfigError(
+            f"--step {step}: {run.folder} has done steps {run.begun + 1} to {run.last}; give one "
+            "of them"
+        )
     starts = [at for at in run.starts if at < step]
     if not starts:
         oldest = min(run.checkpoints, default=run.last)
         raise ConfigError(
-            f"--step {step}: the oldest checkpoint of {run.folder} is of step {oldest}, and that of step {run.begun}, "
-            "from which it began, is gone or not known; give a later step, or train with a larger --keep_checkpoints"
+            f"--step {step}: the oldest checkpoint of {run.folder} is of step {oldest}, and that "
+            f"of step {run.begun}, "
+            "from which it began, is gone or not known; give a later step, or train with a larger "
+            "--keep_checkpoints"
         )
     return max(starts)
 
@@ -53,43 +64,66 @@ def refuse(run: Past, steps: range) -> None:
     for group in _groups(run, steps):
         config, what = group["config"], ""
         if config["model"] != "gpt":
-            what = f"model = {config['model']}"  # batch statistics and loaders of each rank are state as well
+            # Batch statistics and loaders of each rank are state as well
+            what = f"model = {config['model']}"
         elif group["ranks"] > 1:
             cut = [f"{axis} = {size}" for axis in ("tp", "pp", "ep") if (size := config[axis]) > 1]
-            cut += [f"grad_compress = {config['grad_compress']}"] * (config["grad_compress"] != "none")
+            cut += [f"grad_compress = {config['grad_compress']}"] * (
+                config["grad_compress"] != "none"
+            )
             cut += [f"fsdp_gather = {config['fsdp_gather']}"] * (config["fsdp_gather"] != "fp32")
             what = " and ".join(cut)
         if config["model"] == "own":
-            raise ConfigError(f"{what}: a script brings the model, so only that script can do its steps again")
+            raise ConfigError(
+                f"{what}: a script brings the model, so only that script can do its steps again"
+            )
         if what:
             raise ConfigError(
-                f"{what}: one process cannot play {group['ranks']} rank(s) of it; add --processes: it does the "
+                f"{what}: one process cannot play {group['ranks']} rank(s) of it; add --processes: "
+                "it does the "
                 "steps again with as many local ranks as the run had"
             )
 
 
 def doubts(run: Past, steps: range, processes: bool) -> list[str]:
-    """Return why a re-enactment here may differ from the run in its last bits; [] if equal bits are promised."""
+    """Return why a re-enactment here may differ from the run in its last bits; [] if equal bits are
+    promised.
+    """
     found = []
     for group in _groups(run, steps):
         config, ranks = Config(**group["config"]), group["ranks"]
         device = _device(group)
-        here = {"hardware": hardware(_mesh(device)), "torch": str(torch.__version__), "code": code_hash()}
+        here = {
+            "hardware": hardware(_mesh(device)),
+            "torch": str(torch.__version__),
+            "code": code_hash(),
+        }
         found += [
-            f"the run had {key} {group[key]}, here is {value}" for key, value in here.items() if group[key] != value
+            f"the run had {key} {group[key]}, here is {value}"
+            for key, value in here.items()
+            if group[key] != value
         ]
         if ranks > 1 and not processes:
             if ranks > 2 and config.dp_mode == "ddp":
                 found.append(
-                    f"{ranks} ranks of dp_mode ddp, whose sums follow the backend's order (--processes has it)"
+                    f"{ranks} ranks of dp_mode ddp, whose sums follow the backend's order "
+                    "(--processes has it)"
                 )
             if config.dp_mode == "fsdp" and (config.optimizer != "sgd" or config.momentum):
-                found.append(f"fsdp with {config.optimizer}, whose kernel rounds the end of a slice otherwise")
+                found.append(
+                    f"fsdp with {config.optimizer}, whose kernel rounds the end of a slice "
+                    "otherwise"
+                )
     return [*dict.fromkeys(found)]
 
 
 def reenact(
-    run: Past, start: int, last: int, folder: Path, processes: bool = False, witness: Witness | None = None
+    run: Past,
+    start: int,
+    last: int,
+    folder: Path,
+    processes: bool = False,
+    witness: Witness | None = None,
 ) -> Past:
     """Do the steps after `start` up to `last` again, and return what that left in `folder`.
 
@@ -98,8 +132,12 @@ def reenact(
     source = run.checkpoints.get(start) or (run.origin if start else None)
     found: Past | None = None
     for group in _groups(run, range(start + 1, last + 1)):
-        ends = [other["group"] for other in run.certificate.groups if other["group"] > group["group"]]
-        config = Config(**group["config"]).model_copy(update={**QUIETLY, "stop_at": min([last, *ends])})
+        ends = [
+            other["group"] for other in run.certificate.groups if other["group"] > group["group"]
+        ]
+        config = Config(**group["config"]).model_copy(
+            update={**QUIETLY, "stop_at": min([last, *ends])}
+        )
         into = folder / f"from_{found.last if found else start}"
         into.mkdir(parents=True, exist_ok=True)
         play = _by_processes if processes else _in_one_process
@@ -118,7 +156,9 @@ def _groups(run: Past, steps: range) -> list[dict[str, Any]]:
 
 
 def _device(group: dict[str, Any]) -> torch.device:
-    return torch.device("cuda:0" if group["device"] == "cuda" and torch.cuda.is_available() else "cpu")
+    return torch.device(
+        "cuda:0" if group["device"] == "cuda" and torch.cuda.is_available() else "cpu"
+    )
 
 
 def _mesh(device: torch.device) -> Mesh:
@@ -126,18 +166,28 @@ def _mesh(device: torch.device) -> Mesh:
 
 
 def _in_one_process(
-    spec: RunSpec, config: Config, group: dict[str, Any], source: Path | None, folder: Path, witness: Witness | None
+    spec: RunSpec,
+    config: Config,
+    group: dict[str, Any],
+    source: Path | None,
+    folder: Path,
+    witness: Witness | None,
 ) -> Path:
     data = spec.dataset
     if data.path.exists():
         verify(data.path, data.tokens_sha256)
     elif prepare(config).tokens_sha256 != data.tokens_sha256:
-        raise DataError(f"the tokens of {config.dataset} are no longer those of the run; put the old file back")
+        raise DataError(
+            f"the tokens of {config.dataset} are no longer those of the run; put the old file back"
+        )
     torch.set_num_threads(group["threads"])
     mesh = _mesh(_device(group))
-    config = config.model_copy(update={"compile": bool(config.compile)})  # gradients of several ranks lie side by side
+    # Gradients of several ranks lie side by side
+    config = config.model_copy(update={"compile": bool(config.compile)})
     use_products(mesh.device, config.precision)
-    spec = replace(spec, config=config, folder=folder, started=time.time(), resume=str(source or ""), attempt=0)
+    spec = replace(
+        spec, config=config, folder=folder, started=time.time(), resume=str(source or ""), attempt=0
+    )
     for name in ("checkpoints", "logs"):
         (folder / name).mkdir(exist_ok=True)
     write_json(folder / "run.json", spec.to_dict())
@@ -154,19 +204,33 @@ def _in_one_process(
 
 
 def _by_processes(
-    spec: RunSpec, config: Config, group: dict[str, Any], source: Path | None, folder: Path, witness: Witness | None
+    spec: RunSpec,
+    config: Config,
+    group: dict[str, Any],
+    source: Path | None,
+    folder: Path,
+    witness: Witness | None,
 ) -> Path:
     ranks, slots = group["ranks"], group["slots"]
     replicas = config.tp * config.pp
-    batch = batch_for(config, slots // replicas, ranks // replicas) or resolve_batch(config, ranks // replicas)
+    batch = batch_for(config, slots // replicas, ranks // replicas) or resolve_batch(
+        config, ranks // replicas
+    )
     shared: dict[str, Any] = {
         "micro_batch_size": batch.micro,
         "grad_accum_steps": batch.accum,
         "global_batch_size": batch.global_size,
     }
-    shared |= {"workers": ranks, "cpus_per_worker": group["threads"], "scaling": "none", "num_epochs": 0}
+    shared |= {
+        "workers": ranks,
+        "cpus_per_worker": group["threads"],
+        "scaling": "none",
+        "num_epochs": 0,
+    }
     shared |= {"out_dir": str(folder), "resume": str(source or "none")}
-    (folder / "config.json").write_text(config.model_copy(update=shared).to_json(), encoding="utf-8")
+    (folder / "config.json").write_text(
+        config.model_copy(update=shared).to_json(), encoding="utf-8"
+    )
     store = open_store("127.0.0.1", ranks, config.init_timeout_s) if ranks > 1 else None
     command = [sys.executable, "-m", "nanoray.train", "--config", str(folder / "config.json")]
     world: dict[str, str] = {
@@ -180,7 +244,9 @@ def _by_processes(
         for rank in range(ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | world if store else {}
             with (folder / f"rank{rank}.txt").open("w") as file:
-                started.append(subprocess.Popen(command, env=os.environ | own, stdout=file, stderr=file))
+                started.append(
+                    subprocess.Popen(command, env=os.environ | own, stdout=file, stderr=file)
+                )
         codes = [process.wait() for process in started]
     finally:
         for process in started:
@@ -188,7 +254,8 @@ def _by_processes(
     if failed := [rank for rank, code in enumerate(codes) if code]:
         said = (folder / f"rank{failed[0]}.txt").read_text(encoding="utf-8").strip().splitlines()
         raise NanorayError(
-            f"rank {failed[0]} of the re-enactment ended with {codes[failed[0]]}: {said[-1:] or 'nothing said'}"
+            f"rank {failed[0]} of the re-enactment ended with {codes[failed[0]]}: "
+            f"{said[-1:] or 'nothing said'}"
         )
     (made,) = [path.parent for path in folder.glob("*/run.json")]
     return made

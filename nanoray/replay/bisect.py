@@ -1,9 +1,10 @@
 """`nanoray bisect A [B]`: find the first step, rank and tensor in which two runs differ.
 
-Differences of configuration and machine are listed first. Then the first step whose records or hashes differ, and the
-checkpoints of both runs: which tensors, and how many of their elements. Without B, A is compared with its re-enactment,
-from its start or oldest checkpoint on, from one checkpoint to the next, until something differs: all of A's compute, in
-one process. Exit code 1: they differ.
+Differences of configuration and machine are listed first. Then the first step whose records or
+hashes differ, and the checkpoints of both runs: which tensors, and how many of their elements.
+Without B, A is compared with its re-enactment, from its start or oldest checkpoint on, from one
+checkpoint to the next, until something differs: all of A's compute, in one process. Exit code 1:
+they differ.
 """
 
 from __future__ import annotations
@@ -16,9 +17,19 @@ from pathlib import Path
 from nanoray.cli import exit_code_of, tool_parser
 from nanoray.errors import ConfigError
 from nanoray.replay.again import doubts, reenact, refuse
-from nanoray.replay.past import Difference, Past, compared, differences, matters, read_past, tensors_apart, text
+from nanoray.replay.past import (
+    Difference,
+    Past,
+    compared,
+    differences,
+    matters,
+    read_past,
+    tensors_apart,
+    text,
+)
 
-NOT_OF_RUN = ("out_dir", "data_dir", "name", "resume", "stop_at", "workers", "kube")  # where it ran, and as what
+# Where it ran, and as what
+NOT_OF_RUN = ("out_dir", "data_dir", "name", "resume", "stop_at", "workers", "kube")
 SHOWN = 5  # tensors of a checkpoint that are listed
 
 
@@ -26,9 +37,13 @@ def main(argv: list[str] | None = None) -> int:
     """Run `nanoray bisect` and return the exit code."""
     parser = tool_parser("nanoray bisect", __doc__)
     parser.add_argument("a", type=Path, metavar="A", help="folder of a run")
-    parser.add_argument("b", type=Path, nargs="?", metavar="B", help="folder of another run [A's re-enactment]")
     parser.add_argument(
-        "--processes", action="store_true", help="without B: use as many local ranks as A had, over gloo"
+        "b", type=Path, nargs="?", metavar="B", help="folder of another run [A's re-enactment]"
+    )
+    parser.add_argument(
+        "--processes",
+        action="store_true",
+        help="without B: use as many local ranks as A had, over gloo",
     )
     return exit_code_of(lambda: _run(parser.parse_args(argv)))
 
@@ -41,9 +56,14 @@ def _run(args: argparse.Namespace) -> int:
 
 def _two(a: Past, b: Past) -> int:
     """Compare two runs by what both have kept."""
-    print("\n".join(_setups(a, b)) or "setup    both runs have one configuration, on the same kind of machine")
+    print(
+        "\n".join(_setups(a, b))
+        or "setup    both runs have one configuration, on the same kind of machine"
+    )
     last = min(a.last, b.last)
-    sums = {(group["ranks"], group["backend"]) for run in (a, b) for group in run.certificate.groups}
+    sums = {
+        (group["ranks"], group["backend"]) for run in (a, b) for group in run.certificate.groups
+    }
     exact = len(sums) == 1 or max(ranks for ranks, _ in sums) <= 2
     wrong = [d for d in differences(a, b, range(1, last + 1)) if matters(d, False, exact)]
     both = sorted(a.checkpoints.keys() & b.checkpoints.keys())
@@ -54,11 +74,16 @@ def _one(run: Past, processes: bool) -> int:
     """Compare a run with its re-enactment, from one checkpoint to the next."""
     starts = sorted(run.starts)
     if not starts or starts[0] >= run.last:
-        raise ConfigError(f"{run.folder} has no checkpoint before its last step {run.last}; train with more of them")
+        raise ConfigError(
+            f"{run.folder} has no checkpoint before its last step {run.last}; train with more of "
+            "them"
+        )
     if not processes:
         refuse(run, range(starts[0] + 1, run.last + 1))
     if unsure := doubts(run, range(starts[0] + 1, run.last + 1), processes):
-        raise ConfigError(f"a re-enactment here cannot tell: {'; '.join(unsure)}; give two runs to compare")
+        raise ConfigError(
+            f"a re-enactment here cannot tell: {'; '.join(unsure)}; give two runs to compare"
+        )
     with tempfile.TemporaryDirectory() as folder:
         for start, end in zip(starts, [*starts[1:], run.last], strict=True):
             steps = range(start + 1, end + 1)
@@ -77,9 +102,19 @@ def _one(run: Past, processes: bool) -> int:
 def _setups(a: Past, b: Past) -> list[str]:
     """Return a line for each difference of the two runs' configurations, data and machines."""
     ours, theirs = (run.certificate.groups[0] for run in (a, b))
-    found = [(key, ours[key], theirs[key]) for key in ours if key not in ("group", "resume", "config", "slots")]
-    found += [(key, value, theirs["config"].get(key)) for key, value in ours["config"].items() if key not in NOT_OF_RUN]
-    found += [("dataset (sha256)", a.spec.dataset.tokens_sha256[:16], b.spec.dataset.tokens_sha256[:16])]
+    found = [
+        (key, ours[key], theirs[key])
+        for key in ours
+        if key not in ("group", "resume", "config", "slots")
+    ]
+    found += [
+        (key, value, theirs["config"].get(key))
+        for key, value in ours["config"].items()
+        if key not in NOT_OF_RUN
+    ]
+    found += [
+        ("dataset (sha256)", a.spec.dataset.tokens_sha256[:16], b.spec.dataset.tokens_sha256[:16])
+    ]
     return [f"setup    {key}: {x!r} and {y!r}" for key, x, y in found if x != y]
 
 
@@ -97,7 +132,8 @@ def _report(a: Past, b: Past, steps: range, wrong: list[Difference], both: list[
     if wrong:
         at = [d for d in wrong if d.step == wrong[0].step]
         equal = max(
-            (step for step in steps if step < at[0].step and compared(a, b, step) != (0, 0)), default=steps[0] - 1
+            (step for step in steps if step < at[0].step and compared(a, b, step) != (0, 0)),
+            default=steps[0] - 1,
         )
         print(f"step     {at[0].step} is the first that differs; equal up to step {equal}")
         hashes = [d for d in at if d.what.startswith("hash of ")]
@@ -107,7 +143,10 @@ def _report(a: Past, b: Past, steps: range, wrong: list[Difference], both: list[
         print(f"rank     {_rank(a, b, at)}")
         print(f"tensor   {_tensor(at, apart, compared(a, b, at[0].step)[1])}")
     if apart:
-        print(f"         checkpoint of step {step}: {len(apart)} of {count} tensors differ, the furthest apart first")
+        print(
+            f"         checkpoint of step {step}: {len(apart)} of {count} tensors differ, the "
+            "furthest apart first"
+        )
         print("\n".join(f"           {line}" for line in apart[:SHOWN]))
     return 1
 
@@ -120,7 +159,9 @@ def _rank(a: Past, b: Past, at: list[Difference]) -> str:
         if len(losses) < ranks:
             return f"{_list(losses)}: its own loss alone differs"
         return (
-            "all: every rank's own loss differs, so their weights or data did so before this step" * (ranks > 1) or "0"
+            "all: every rank's own loss differs, so their weights or data did so before this step"
+            * (ranks > 1)
+            or "0"
         )
     digests = [{*run.certificate.states.get(step, {}).get("ranks", ())} for run in (a, b)]
     for run, others in ((a, digests[1]), (b, digests[0])):
@@ -129,7 +170,9 @@ def _rank(a: Past, b: Past, at: list[Difference]) -> str:
         if 0 < len(strays) < len(own):
             return f"{_list(strays)} of {run.folder.name}: its state alone is not that of the other run"
     if apart := [d.rank for d in at if d.tensor]:
-        if 2 * len(apart) < max(len(run.certificate.states[step].get("ranks", ())) for run in (a, b)):
+        if 2 * len(apart) < max(
+            len(run.certificate.states[step].get("ranks", ())) for run in (a, b)
+        ):
             return f"{_list(apart)}: its state is not that of the run's other ranks"
         return f"0 or {_list(apart)}: they disagree, and no majority tells which of them is right"
     return "unknown: neither losses nor hashes of single ranks are there for this step; train with --hash_every 1"

@@ -15,13 +15,18 @@ from nanoray.checkpoint.files import MANIFEST, load, steps_in
 from nanoray.config import read_yaml
 from nanoray.errors import ConfigError
 from nanoray.run import RunSpec
-from nanoray.train.certificate import NAME, Certificate, read
-from nanoray.train.replicas import bits_of
+from nanoray.train.guard.certificate import NAME, Certificate, read
+from nanoray.train.guard.replicas import bits_of
 
-GIVEN = {"train/tokens": "tokens so far", "train/samples": "images so far", "train/lr": "learning rate"}
+GIVEN = {
+    "train/tokens": "tokens so far",
+    "train/samples": "images so far",
+    "train/lr": "learning rate",
+}
 COMPUTED = {"train/loss": "loss", "train/grad_norm": "gradient norm"}
 LAST_BITS = 1e-6  # relative
-LIMITS = {"loss": 1e-4, "own loss": 1e-4, "gradient norm": 1e-2}  # relative, where equal bits are not promised
+# Relative, where equal bits are not promised
+LIMITS = {"loss": 1e-4, "own loss": 1e-4, "gradient norm": 1e-2}
 
 
 class Difference(NamedTuple):
@@ -48,11 +53,16 @@ class Past:
     @property
     def last(self) -> int:
         """The newest step that has left something."""
-        return max(self.records.keys() | self.certificate.states.keys() | self.checkpoints.keys(), default=0)
+        return max(
+            self.records.keys() | self.certificate.states.keys() | self.checkpoints.keys(),
+            default=0,
+        )
 
     @property
     def starts(self) -> set[int]:
-        """The steps after which its steps can be done again: of its checkpoints, and where it began itself."""
+        """The steps after which its steps can be done again: of its checkpoints, and where it began
+        itself.
+        """
         return {*self.checkpoints, *([self.begun] if not self.begun or self.origin else [])}
 
     @property
@@ -62,19 +72,27 @@ class Past:
 
     @property
     def origin(self) -> Path | None:
-        """The checkpoint of another run that it began from; None where that is gone, or an older nanoray noted none."""
+        """The checkpoint of another run that it began from; None where that is gone, or an older
+        nanoray noted none.
+        """
         path = Path(self.certificate.groups[0].get("resume") or self.spec.resume)
         return path if (path / MANIFEST).is_file() else None
 
     def values(self, step: int) -> dict[str, Any]:
         """Return what is known of a step, by name: the causes before the consequences."""
         record, state = self.records.get(step, {}), self.certificate.states.get(step, {})
-        causes, consequences = ({n: record[key] for key, n in of.items() if key in record} for of in (GIVEN, COMPUTED))
-        own = {f"own loss of rank {rank}": loss for rank, loss in enumerate(state.get("losses", ()))}
+        causes, consequences = (
+            {n: record[key] for key, n in of.items() if key in record} for of in (GIVEN, COMPUTED)
+        )
+        own = {
+            f"own loss of rank {rank}": loss for rank, loss in enumerate(state.get("losses", ()))
+        }
         return causes | own | consequences
 
     def tensors(self, step: int) -> dict[str, str]:
-        """Return the hash of each tensor after a step, by name, in the model's order; {} if there is none."""
+        """Return the hash of each tensor after a step, by name, in the model's order; {} if there
+        is none.
+        """
         tensors: dict[str, str] = self.certificate.states.get(step, {}).get("tensors", {})
         return tensors
 
@@ -86,16 +104,30 @@ class Past:
 def read_past(folder: Path) -> Past:
     """Read a run's folder. Raises ConfigError when it is none, or has no hashes."""
     if not (folder / "run.json").is_file():
-        raise ConfigError(f"{folder} is no run: it has no run.json; give the folder of a run, such as runs/2026-...")
+        raise ConfigError(
+            f"{folder} is no run: it has no run.json; give the folder of a run, such as "
+            "runs/2026-..."
+        )
     certificate = read(folder)
     if not certificate.groups:
         raise ConfigError(
-            f"{folder} has no {NAME}, in which a run notes its groups of ranks and hashes: an older nanoray wrote it; "
+            f"{folder} has no {NAME}, in which a run notes its groups of ranks and hashes: an "
+            "older nanoray wrote it; "
             "go on from one of its checkpoints (--resume), and replay the steps after it"
         )
-    records = {record["step"]: record for record in read_json_lines(folder / "metrics.jsonl") if "step" in record}
+    records = {
+        record["step"]: record
+        for record in read_json_lines(folder / "metrics.jsonl")
+        if "step" in record
+    }
     checkpoints = {step: path for path, step in steps_in(folder / "checkpoints", []).items()}
-    return Past(folder.resolve(), RunSpec.from_dict(read_yaml(folder / "run.json")), certificate, records, checkpoints)
+    return Past(
+        folder.resolve(),
+        RunSpec.from_dict(read_yaml(folder / "run.json")),
+        certificate,
+        records,
+        checkpoints,
+    )
 
 
 def differences(ours: Past, theirs: Past, steps: range) -> Iterator[Difference]:
@@ -122,11 +154,15 @@ def text(d: Difference) -> str:
 
 
 def matters(d: Difference, unsure: bool, exact_loss: bool) -> bool:
-    """Whether a difference is one where none may be. The mean loss of three ranks and more is a sum of the backend."""
+    """Whether a difference is one where none may be. The mean loss of three ranks and more is a sum
+    of the backend.
+    """
     kind = "own loss" if d.what.startswith("own loss") else d.what
     if not isinstance(d.ours, float) or not isinstance(d.theirs, float):
         return not (unsure and d.what.startswith("hash"))
-    limit = LIMITS.get(kind, 0.0) if unsure else LAST_BITS if kind == "loss" and not exact_loss else 0.0
+    limit = (
+        LIMITS.get(kind, 0.0) if unsure else LAST_BITS if kind == "loss" and not exact_loss else 0.0
+    )
     return abs(d.ours - d.theirs) > limit * abs(d.theirs)
 
 
@@ -137,23 +173,32 @@ def compared(ours: Past, theirs: Past, step: int) -> tuple[int, int]:
 
 
 def tensors_apart(ours: Path, theirs: Path) -> tuple[list[str], int]:
-    """Compare two checkpoints bit by bit: a line for each tensor that differs, the furthest apart first, and how many
-    tensors both have. Raises CheckpointError when one of them is damaged."""
+    """Compare two checkpoints bit by bit: a line for each tensor that differs, the furthest apart
+    first, and how many tensors both have. Raises CheckpointError when one of them is damaged.
+    """
     a, b = (load(path) for path in (ours, theirs))
     both = [(name, of_a[name], of_b[name]) for of_a, of_b in ((a.model, b.model), (a.optimizer, b.optimizer))
             for name in of_a if name in of_b and of_a[name].shape == of_b[name].shape]  # fmt: skip
-    apart = [(_distance(x, y), _apart(name, x, y)) for name, x, y in both if not torch.equal(bits_of(x), bits_of(y))]
+    apart = [
+        (_distance(x, y), _apart(name, x, y))
+        for name, x, y in both
+        if not torch.equal(bits_of(x), bits_of(y))
+    ]
     return [line for _, line in sorted(apart, key=lambda found: -found[0])], len(both)
 
 
 def _distance(x: Tensor, y: Tensor) -> float:
-    """Return how far two tensors are apart, relative to their size; values that are not finite come first."""
+    """Return how far two tensors are apart, relative to their size; values that are not finite come
+    first.
+    """
     far = torch.nan_to_num((x.double() - y.double()).norm(), nan=torch.inf, posinf=torch.inf).item()
     return float(far / (min(x.double().norm().item(), y.double().norm().item()) + 1e-30))
 
 
 def _apart(name: str, x: Tensor, y: Tensor) -> str:
-    """Write in which elements two tensors of one shape differ, and in which bit if it is a single one."""
+    """Write in which elements two tensors of one shape differ, and in which bit if it is a single
+    one.
+    """
     (places,) = (flips := bits_of(x) ^ bits_of(y)).nonzero(as_tuple=True)
     first = int(places[0])
     text = f"{name}: {len(places)} of {x.numel()} elements, first {first}: "

@@ -4,8 +4,9 @@
     rank 1   forward, backward ─► gradients ─┼─► added in the order of the ranks ─► norm, clip, update
     rank 2   forward, backward ─► gradients ─┘
 
-The loop is that of training: only its plan and its reader of batches are others. It writes what any run writes, into a
-folder of its own: records, hashes of the state, and a checkpoint after the last step.
+The loop is that of training: only its plan and its reader of batches are others. It writes what any
+run writes, into a folder of its own: records, hashes of the state, and a checkpoint after the last
+step.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ from nanoray.train.tasks import task_of
 
 
 class Witness:
-    """What one rank sees in one step: its batches, its loss of each, and its gradients before the sum."""
+    """What one rank sees in one step: its batches, its loss of each, and its gradients before the
+    sum.
+    """
 
     def __init__(self, step: int, rank: int, debug: bool = False) -> None:
         """With `debug`, the debugger stops in the model's forward, once."""
@@ -45,7 +48,8 @@ class Witness:
         self.targets: list[Tensor] = []
         self.losses: list[float] = []
         self.gradients: dict[str, Tensor] = {}
-        self.divided_by = 1  # the number of ranks, where the mode divides the loss and not the gradients
+        # The number of ranks, where the mode divides the loss and not the gradients
+        self.divided_by = 1
 
     def turns_to(self, step: int, rank: int) -> bool:
         """Return whether this is the step and rank to watch."""
@@ -58,7 +62,9 @@ class Witness:
             return loss(model, x, y)
         if self._debug:
             self._debug, forward = False, model.forward
-            model.__dict__["forward"] = lambda *args, **named: pdb.Pdb().runcall(forward, *args, **named)
+            model.__dict__["forward"] = lambda *args, **named: pdb.Pdb().runcall(
+                forward, *args, **named
+            )
         try:
             value = loss(model, x, y)
         finally:
@@ -78,7 +84,8 @@ class InTurn(TorchDDP):
         super().__init__(model, plan.data, config)
         self._ranks, self._by_hand_mode = ranks, ranks > 1 and config.dp_mode != "ddp"
         self.divisor = ranks if self._by_hand_mode else 1
-        self._each = ranks > 1 and config.dp_mode == "zero2"  # which sums over ranks first, and micro batches last
+        # Which sums over ranks first, and micro batches last
+        self._each = ranks > 1 and config.dp_mode == "zero2"
         self._sums: list[list[Tensor]] = []
         self._micro = -1  # of the rank that is played; below 0: none is
         self.watched = False
@@ -89,15 +96,21 @@ class InTurn(TorchDDP):
         self._micro, self.watched, self.own = 0, watched, []
 
     @contextmanager
-    def backward(self, last: bool, chunk: int = 0, late: Collection[Tensor] | None = None) -> Iterator[None]:
-        """Run a backward inside; after a rank's last one, or with zero2 each, its gradients are added to the sum."""
+    def backward(
+        self, last: bool, chunk: int = 0, late: Collection[Tensor] | None = None
+    ) -> Iterator[None]:
+        """Run a backward inside; after a rank's last one, or with zero2 each, its gradients are
+        added to the sum.
+        """
         yield
         if self._micro >= 0 and (last or self._each):
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._params]
             for p in self._params:
                 p.grad = None
             if self.watched:
-                self.own = [a + b for a, b in zip(self.own, grads, strict=False)] or [grad.clone() for grad in grads]
+                self.own = [a + b for a, b in zip(self.own, grads, strict=False)] or [
+                    grad.clone() for grad in grads
+                ]
             if not self._by_hand_mode:
                 grads = [grad.mul_(1.0 / self._ranks) for grad in grads]
             if self._micro == len(self._sums):
@@ -117,7 +130,9 @@ class InTurn(TorchDDP):
 
     def norm(self) -> Tensor:
         return (
-            norm_of_owned(self.gradients, self._axis, self._params[0].device) if self._by_hand_mode else super().norm()
+            norm_of_owned(self.gradients, self._axis, self._params[0].device)
+            if self._by_hand_mode
+            else super().norm()
         )
 
     def clip(self, limit: float, norm: Tensor) -> None:
@@ -130,14 +145,21 @@ class InTurn(TorchDDP):
 class Played(Plan):
     """A plan whose step is that of several data ranks."""
 
-    def __init__(self, *args: Any, ranks: int, witness: Witness | None, step: Callable[[], int]) -> None:
+    def __init__(
+        self, *args: Any, ranks: int, witness: Witness | None, step: Callable[[], int]
+    ) -> None:
         model, mesh, config, accum, loss, *rest = args
-        super().__init__(model, mesh, config, accum, partial(witness.call, loss) if witness else loss, *rest)
+        super().__init__(
+            model, mesh, config, accum, partial(witness.call, loss) if witness else loss, *rest
+        )
         self._ranks, self._witness, self._step = ranks, witness, step
         self._ddp = self._parallel = self._turn = InTurn(model, self, config, ranks)
 
     def forward_backward(
-        self, micro_batches: Iterator[MicroBatch], phase: Callable[[str], None], seed: Callable[[int], None]
+        self,
+        micro_batches: Iterator[MicroBatch],
+        phase: Callable[[str], None],
+        seed: Callable[[int], None],
     ) -> Tensor:
         losses, witness = [], self._witness
         for rank in range(self._ranks):
@@ -172,9 +194,15 @@ class OneProcess(Recipe):
         """of_run: what the run's hashes.jsonl says of its group."""
         self._of_run = of_run
         spec = group.spec
-        super().__init__(group, (), lambda: Order.GO_ON, Injector(spec.folder / "faults.jsonl"), task_of(spec))
-        self.plan = partial(Played, ranks=of_run["ranks"], witness=witness, step=lambda: self.state.step + 1)
+        super().__init__(
+            group, (), lambda: Order.GO_ON, Injector(spec.folder / "faults.jsonl"), task_of(spec)
+        )
+        self.plan = partial(
+            Played, ranks=of_run["ranks"], witness=witness, step=lambda: self.state.step + 1
+        )
 
     def batch_for(self, mesh: Mesh) -> Batch:
         """Return how the run's ranks shared the batch."""
-        return super().batch_for(replace(mesh, world_size=self._of_run["ranks"], slots=self._of_run["slots"]))
+        return super().batch_for(
+            replace(mesh, world_size=self._of_run["ranks"], slots=self._of_run["slots"])
+        )

@@ -24,11 +24,17 @@ TEMPLATE = Path(__file__).with_name("page.html.j2")
 
 def main(argv: list[str] | None = None) -> int:
     """Run `nanoray report` and return the exit code."""
-    parser = argparse.ArgumentParser(prog="nanoray report", description="Write an HTML page about runs.")
+    parser = argparse.ArgumentParser(
+        prog="nanoray report", description="Write an HTML page about runs."
+    )
     parser.add_argument("run", type=Path, nargs="+", help="folder of a run; several are compared")
-    parser.add_argument("--output", type=Path, help="page to write [RUN/report.html; of several: compare.html here]")
+    parser.add_argument(
+        "--output", type=Path, help="page to write [RUN/report.html; of several: compare.html here]"
+    )
     args = parser.parse_args(argv)
-    output = args.output or (args.run[0] / "report.html" if len(args.run) == 1 else Path("compare.html"))
+    output = args.output or (
+        args.run[0] / "report.html" if len(args.run) == 1 else Path("compare.html")
+    )
     return exit_code_of(lambda: _write(output, args.run))
 
 

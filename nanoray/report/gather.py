@@ -1,4 +1,6 @@
-"""Read the folder of a run for its report. One that was killed, or still trains, lacks files, and has a report."""
+"""Read the folder of a run for its report. One that was killed, or still trains, lacks files, and
+has a report.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from nanoray.faults.cause import read_reports
 from nanoray.report.memory import read_memory
 from nanoray.trace.__main__ import read_steps
 from nanoray.trace.ledger import Accounts, accounts_of
-from nanoray.train.dangers import FILE, PRECISION, dangers
-from nanoray.train.observers import clock, short
+from nanoray.train.watch.dangers import FILE, PRECISION, dangers
+from nanoray.train.watch.observers import clock, short
 
 NONE = "–"
 
@@ -71,7 +73,9 @@ class Run:
     @property
     def state(self) -> str:
         """How the run ended, in a word or a line."""
-        return str(self.summary.get("exit_reason") or "not ended: it trains, or its command was killed")
+        return str(
+            self.summary.get("exit_reason") or "not ended: it trains, or its command was killed"
+        )
 
     @property
     def good(self) -> bool:
@@ -82,7 +86,9 @@ class Run:
 def read_run(folder: Path) -> Run:
     """Read a run. Raises ConfigError where there is none."""
     if not (folder / "run.json").is_file():
-        raise ConfigError(f"{folder} is not the folder of a run (no run.json); give one such as runs/2026-...")
+        raise ConfigError(
+            f"{folder} is not the folder of a run (no run.json); give one such as runs/2026-..."
+        )
     spec = _json(folder / "run.json")
     traced: list[dict[str, Any]] = []
     accounts = None
@@ -94,7 +100,19 @@ def read_run(folder: Path) -> Run:
     told = story(folder)[1:] if faults else []
     config, summary = _json(folder / "config.json"), _json(folder / "summary.json")
     records, layers = (read_json_lines(folder / name) for name in ("metrics.jsonl", FILE))
-    return Run(folder, config, spec, summary, records, faults, told, accounts, traced, layers, read_memory(folder))
+    return Run(
+        folder,
+        config,
+        spec,
+        summary,
+        records,
+        faults,
+        told,
+        accounts,
+        traced,
+        layers,
+        read_memory(folder),
+    )
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -110,18 +128,25 @@ def facts(run: Run) -> dict[str, str]:
     steps = end.get("steps") if end.get("steps") is not None else newest.get("step", 0)
     _, memory = run.series("mem/peak_gib")
     expected = end.get("expected_val_loss")
-    ranks = f"{end['world_size']} x {end['device']}, {end['backend']}" if end.get("world_size") else NONE
+    ranks = (
+        f"{end['world_size']} x {end['device']}, {end['backend']}"
+        if end.get("world_size")
+        else NONE
+    )
     lost = f"{len(run.faults)}, {end.get('restarts', 0)} restart(s)" if run.faults else "0"
     return {
         "state": run.state,
         "steps": f"{steps:,} of {run.config.get('max_steps', 0):,}",
-        "validation loss": _loss(run.last("val/loss")) + (f" (expected: {expected:g})" if expected else ""),
+        "validation loss": _loss(run.last("val/loss"))
+        + (f" (expected: {expected:g})" if expected else ""),
         "training loss": _loss(end.get("train_loss") or newest.get("train/loss")),
         "speed": f"{short(rate)} {unit}" if rate else NONE,
         "time per step": f"{end['step_ms']:.3g} ms" if end.get("step_ms") else NONE,
         "MFU": f"{run.last('perf/mfu'):.1f} %" if run.last("perf/mfu") else NONE,
         "goodput": f"{100 * run.accounts.goodput:.1f} %" if run.accounts else NONE,
-        "time to the first step": f"{end['first_step_s']:.2f} s" if end.get("first_step_s") else NONE,
+        "time to the first step": f"{end['first_step_s']:.2f} s"
+        if end.get("first_step_s")
+        else NONE,
         "time of the last command": clock(end["total_s"]) if end.get("total_s") else NONE,
         "ranks": ranks,
         "precision": str(end.get("precision") or run.config.get("precision", NONE)),
@@ -153,6 +178,16 @@ def settings(runs: list[Run]) -> list[tuple[str, list[str], bool]]:
     rows = []
     for key in dict.fromkeys(key for run in runs for key in run.config):
         values = [run.config.get(key) for run in runs]
-        differs = any(value != values[0] for value in values) if len(runs) > 1 else values[0] != defaults.get(key)
-        rows.append((key, [NONE if value is None else json.dumps(value).strip('"') for value in values], differs))
+        differs = (
+            any(value != values[0] for value in values)
+            if len(runs) > 1
+            else values[0] != defaults.get(key)
+        )
+        rows.append(
+            (
+                key,
+                [NONE if value is None else json.dumps(value).strip('"') for value in values],
+                differs,
+            )
+        )
     return sorted(rows, key=lambda row: not row[2])

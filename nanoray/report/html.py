@@ -1,4 +1,6 @@
-"""Make a page from a template. Templates extend page.html.j2 of this folder for its head, style and footer."""
+"""Make a page from a template. Templates extend page.html.j2 of this folder for its head, style and
+footer.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from nanoray import __version__
 
 
 def render(template: Path, **values: Any) -> str:
-    """Return a page as HTML. Values are escaped, and a name that the template lacks a value for is an error."""
+    """Return a page as HTML. Values are escaped, and a name that the template lacks a value for is
+    an error.
+    """
     folders = [template.parent, Path(__file__).parent]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(folders),

@@ -1,4 +1,6 @@
-"""Read and tell the memory timelines that `--memory_at` wrote: where each rank's memory went in one step. No torch."""
+"""Read and tell the memory timelines that `--memory_at` wrote: where each rank's memory went in one
+step. No torch.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def read_memory(folder: Path) -> list[dict[str, Any]]:
         with suppress(OSError, ValueError):
             found.append(json.loads(path.read_text(encoding="utf-8")))
     newest = max((of_rank["step"] for of_rank in found), default=0)
-    return sorted((of for of in found if of["step"] == newest), key=lambda of_rank: int(of_rank["rank"]))
+    return sorted(
+        (of for of in found if of["step"] == newest), key=lambda of_rank: int(of_rank["rank"])
+    )
 
 
 def mib(size: int | None) -> str:
@@ -26,19 +30,28 @@ def mib(size: int | None) -> str:
 
 
 def head(of_rank: dict[str, Any]) -> str:
-    """Return one line on a rank's peak: how much, where and when, against the formula and CUDA's allocator."""
+    """Return one line on a rank's peak: how much, where and when, against the formula and CUDA's
+    allocator.
+    """
     peak, formula = of_rank["peak"], of_rank["formula"].get("peak")
-    told = f", {100 * (peak['bytes'] / formula - 1):+.1f} % against the formula's {mib(formula)}" if formula else ""
+    told = (
+        f", {100 * (peak['bytes'] / formula - 1):+.1f} % against the formula's {mib(formula)}"
+        if formula
+        else ""
+    )
     if of_rank["allocator"]:
         told += f"; CUDA's allocator had given out {mib(of_rank['allocator'])} at most"
     return (
-        f"memory of step {of_rank['step']}, rank {of_rank['rank']} on {of_rank['device']}: {mib(peak['bytes'])} at "
+        f"memory of step {of_rank['step']}, rank {of_rank['rank']} on {of_rank['device']}: "
+        f"{mib(peak['bytes'])} at "
         f"most, in {peak['place']}, {peak['ms']:.1f} ms after it began{told}"
     )
 
 
 def rows(of_rank: dict[str, Any]) -> list[list[str]]:
-    """Return for each category its bytes at the peak, the most that it had in the step, and the formula's, as text."""
+    """Return for each category its bytes at the peak, the most that it had in the step, and the
+    formula's, as text.
+    """
     found = []
     for name in of_rank["categories"]:
         most, formula = of_rank["most"][name], of_rank["formula"].get(name)
@@ -51,5 +64,8 @@ def told_memory(of_rank: dict[str, Any]) -> list[str]:
     """Return a rank's peak and the table of its categories as lines."""
     table = [[*COLUMNS], *rows(of_rank)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    cells = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    cells = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    ]
     return [head(of_rank), *cells]

@@ -1,4 +1,6 @@
-"""Draw the traced steps of a run: phases and collectives of all ranks. `python -m nanoray.trace runs/RUN`"""
+"""Draw the traced steps of a run: phases and collectives of all ranks. `python -m nanoray.trace
+runs/RUN`
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,12 @@ from nanoray.trace.timeline import chrome_trace, draw, newest_window
 
 def main(argv: list[str] | None = None) -> int:
     """Run `python -m nanoray.trace RUN [--step S]`: draw a window of traced steps again."""
-    parser = argparse.ArgumentParser(prog="python -m nanoray.trace", description="Draw traced steps of a run.")
-    parser.add_argument("run", type=Path, help="folder of a run that was started with --comm_trace, or --profile")
+    parser = argparse.ArgumentParser(
+        prog="python -m nanoray.trace", description="Draw traced steps of a run."
+    )
+    parser.add_argument(
+        "run", type=Path, help="folder of a run that was started with --comm_trace, or --profile"
+    )
     parser.add_argument("--step", type=int, help="last step to draw [the newest traced one]")
     parser.add_argument("--figure", type=Path, help="picture to write [RUN/comm/timeline.svg]")
     text = "put the profiles of all ranks, of a run started with --profile A:B, on one clock, and draw nothing"
@@ -33,7 +39,9 @@ def _run(args: argparse.Namespace) -> None:
     if args.step is not None:
         if args.step not in {s["step"] for s in steps}:
             known = ", ".join(str(s["step"]) for s in steps[-8:])
-            raise ConfigError(f"step = {args.step} was not traced; the last traced ones are {known}")
+            raise ConfigError(
+                f"step = {args.step} was not traced; the last traced ones are {known}"
+            )
         steps = [s for s in steps if s["step"] <= args.step]
     drawn = newest_window(steps)
     figure = args.figure or args.run / "comm" / "timeline.svg"
@@ -45,9 +53,13 @@ def _run(args: argparse.Namespace) -> None:
 
 def read_steps(run: Path) -> list[dict[str, Any]]:
     """Return the traced steps of a run. Raises ConfigError when there is none."""
-    steps = [step for step in read_json_lines(run / "comm" / "steps.jsonl") if "collectives" in step]
+    steps = [
+        step for step in read_json_lines(run / "comm" / "steps.jsonl") if "collectives" in step
+    ]
     if not steps:
-        raise ConfigError(f"{run} has no traced steps; start a run with --comm_trace every=50, or always")
+        raise ConfigError(
+            f"{run} has no traced steps; start a run with --comm_trace every=50, or always"
+        )
     return steps
 
 

@@ -1,13 +1,16 @@
-"""Where the time of a run went: every second of every rank stands in one account. `nanoray ledger RUN`
+"""Where the time of a run went: every second of every rank stands in one account. `nanoray ledger
+RUN`
 
-Each rank's process adds up the seconds of its phases in a mapped file, logs/rank0.*.ledger, which survives SIGKILL. The
-reader puts the processes of a slot one behind the other; what lies between them has an account, too:
+Each rank's process adds up the seconds of its phases in a mapped file, logs/rank0.*.ledger, which
+survives SIGKILL. The reader puts the processes of a slot one behind the other; what lies between
+them has an account, too:
 
     command ─ start ─► data, compute, log, evaluation, ... ─╳  recovery  ─► data, compute, ... ─ closing ─► end
                                              the process dies            its successor's first step
 
-So the accounts of a slot sum to the wall time of the command. Seconds are the host's: with a GPU, the time in which the
-host waits for the device stands where it waits, mostly in the log. Clocks of other hosts are taken as they are.
+So the accounts of a slot sum to the wall time of the command. Seconds are the host's: with a GPU,
+the time in which the host waits for the device stands where it waits, mostly in the log. Clocks of
+other hosts are taken as they are.
 """
 
 from __future__ import annotations
@@ -33,8 +36,19 @@ _OF_PHASE = {
     "data": "data", "forward": "compute", "backward": "compute", "optimizer": "compute", "idle": "idle", "log": "log",
     "eval": "evaluation", "checkpoint": "checkpoint", "done": "closing",
 }  # fmt: skip
-KEPT = ("start", "recovery", "data", "compute", "idle", "log", "evaluation", "checkpoint", "closing")
-# started, created (Unix s), steps, closed, the seconds of each account; first and newest step, how many were done again
+KEPT = (
+    "start",
+    "recovery",
+    "data",
+    "compute",
+    "idle",
+    "log",
+    "evaluation",
+    "checkpoint",
+    "closing",
+)
+# started, created (Unix s), steps, closed, the seconds of each account; first and newest step, how
+# many were done again
 _FORMAT = struct.Struct(f"<ddq?{len(KEPT)}d3q")
 
 # What each account means, in the order of the table.
@@ -59,24 +73,32 @@ class Ledger:
     """One process' seconds per account, in a mapped file. A change of phase takes about 2 µs."""
 
     def __init__(self, path: Path, started: float, takes_over: bool, clock: Any = time) -> None:
-        """Open an account. `started`: Unix seconds of the command; `takes_over`: after the loss of a rank.
+        """Open an account. `started`: Unix seconds of the command; `takes_over`: after the loss of
+        a rank.
 
         Until the first step, time goes to `start`, or to `recovery` where this process takes over.
         """
         self._clock, self._seconds = clock, dict.fromkeys(KEPT, 0.0)
         self._head = started, clock.time()
-        self._open, self._since, self._steps = "recovery" if takes_over else "start", clock.monotonic(), 0
+        self._open, self._since, self._steps = (
+            "recovery" if takes_over else "start",
+            clock.monotonic(),
+            0,
+        )
         self._closed, self._updating = False, 0
         self._first = self._newest = self._again = 0  # of the steps whose update is done
         self._map: mmap.mmap | bytearray = bytearray(_FORMAT.size)
-        with suppress(OSError):  # on a full disk these seconds are kept by nobody, and count as recovery
+        # On a full disk these seconds are kept by nobody, and count as recovery
+        with suppress(OSError):
             path.write_bytes(self._map)
             with path.open("r+b") as file:
                 self._map = mmap.mmap(file.fileno(), _FORMAT.size)
         self._write()
 
     def on_phase(self, step: int, phase: str) -> None:
-        """Close the account that is open, and open that of a phase; set-up and regrouping last until there is data."""
+        """Close the account that is open, and open that of a phase; set-up and regrouping last
+        until there is data.
+        """
         if done := self._updating:
             self._again += done <= self._newest
             self._first, self._newest = self._first or done, max(self._newest, done)
@@ -85,7 +107,9 @@ class Ledger:
         self._steps += phase == "optimizer"
 
     def group_lost(self) -> None:
-        """Charge what has not been charged yet to recovery: the phase in which the group broke, and what follows."""
+        """Charge what has not been charged yet to recovery: the phase in which the group broke, and
+        what follows.
+        """
         self._open, self._updating = "recovery", 0
         self._change("recovery")
 
@@ -102,7 +126,9 @@ class Ledger:
 
     def _write(self) -> None:
         steps = self._first, self._newest, self._again
-        _FORMAT.pack_into(self._map, 0, *self._head, self._steps, self._closed, *self._seconds.values(), *steps)
+        _FORMAT.pack_into(
+            self._map, 0, *self._head, self._steps, self._closed, *self._seconds.values(), *steps
+        )
 
 
 @dataclass(frozen=True)
@@ -151,10 +177,14 @@ class Accounts:
         commands = "" if self.commands == 1 else f" in {self.commands} commands"
         if not self.even:
             return f"up to {self.slots} rank(s), {self.wall_s:.1f} s{commands}: {self.total:.1f} rank-seconds"
-        return f"{self.slots} rank(s) x {self.wall_s:.1f} s{commands} = {self.total:.1f} rank-seconds"
+        return (
+            f"{self.slots} rank(s) x {self.wall_s:.1f} s{commands} = {self.total:.1f} rank-seconds"
+        )
 
     def verdict(self) -> str:
-        """Say in a sentence what the time went into: whether communication dominates is answered by numbers only."""
+        """Say in a sentence what the time went into: whether communication dominates is answered by
+        numbers only.
+        """
         share = {name: 100 * seconds / (self.total or 1) for name, seconds in self.seconds.items()}
         largest = max(share, key=lambda name: share[name])
         told = f"goodput {100 * self.goodput:.1f} %; the largest account is {largest} with {share[largest]:.1f} %"
@@ -170,7 +200,9 @@ def read(folder: Path) -> list[Process]:
     found = []
     for path in (folder / "logs").glob("rank*.ledger"):
         with suppress(OSError, struct.error, ValueError):
-            started, created, steps, closed, *rest = _FORMAT.unpack(path.read_bytes().ljust(_FORMAT.size, b"\0"))
+            started, created, steps, closed, *rest = _FORMAT.unpack(
+                path.read_bytes().ljust(_FORMAT.size, b"\0")
+            )
             slot = int(path.name.removeprefix("rank").split(".")[0])
             if started:  # else the process died while it opened the file
                 accounts = dict(zip(KEPT, rest[:-3], strict=True))
@@ -182,7 +214,10 @@ def accounts_of(folder: Path) -> Accounts:
     """Add up the accounts of a run. Raises ConfigError when none of its processes has written any."""
     processes = read(folder)
     if not processes:
-        raise ConfigError(f"{folder} has no ledger; give the folder of a run, such as runs/2026-..., that has started")
+        raise ConfigError(
+            f"{folder} has no ledger; give the folder of a run, such as runs/2026-..., that has "
+            "started"
+        )
     total, wall_s, slots = dict.fromkeys(MEANINGS, 0.0), 0.0, set[int]()
     commands = sorted({process.started for process in processes})
     shrunk = [event for event in read_reports(folder) if event["event"] == "fault"]
@@ -192,24 +227,32 @@ def accounts_of(folder: Path) -> Accounts:
         if started == commands[-1]:
             end = max(end, _end_of_command(folder, started))
         wall_s += end - started
-        waits = any(event["recovery"] == "shrink" and started < event["time"] <= end + 1 for event in shrunk)
+        waits = any(
+            event["recovery"] == "shrink" and started < event["time"] <= end + 1 for event in shrunk
+        )
         slots.add(len({process.slot for process in own}))
         for slot in {process.slot for process in own}:
-            _add_slot(total, [process for process in own if process.slot == slot], started, end, waits)
+            _add_slot(
+                total, [process for process in own if process.slot == slot], started, end, waits
+            )
     _move_repeated(total, processes, sum(event["steps_repeated"] or 0 for event in shrunk))
     share = _exposed_share(folder)
-    steps = sum(total[name] for name in ("data", "compute", "idle", "log"))  # what a traced step's time consists of
+    # What a traced step's time consists of
+    steps = sum(total[name] for name in ("data", "compute", "idle", "log"))
     exposed = min(total["compute"], (share or 0.0) * steps)
     total["exposed communication"], total["compute"] = exposed, total["compute"] - exposed
     return Accounts(max(slots), len(commands), wall_s, len(slots) == 1, total, share is not None)
 
 
-def _add_slot(total: dict[str, float], processes: Iterable[Process], started: float, end: float, waits: bool) -> None:
+def _add_slot(
+    total: dict[str, float], processes: Iterable[Process], started: float, end: float, waits: bool
+) -> None:
     at, gap = started, "start"
     for process in processes:
         total[gap] += max(0.0, process.created - at)
         lived = process.last - process.created
-        alone = min(lived, max(0.0, process.last - at))  # one that was cut off goes on for a while beside its successor
+        # One that was cut off goes on for a while beside its successor
+        alone = min(lived, max(0.0, process.last - at))
         for name, seconds in process.seconds.items():
             total[name] += seconds * (alone / lived if lived else 0.0)
         at, gap = max(at, process.last), "waiting for capacity" if waits else "recovery"
@@ -218,7 +261,9 @@ def _add_slot(total: dict[str, float], processes: Iterable[Process], started: fl
 
 
 def _repeated(processes: Sequence[Process]) -> int:
-    """Return how many steps of the slots had been done before, by an earlier process of the slot or the same one."""
+    """Return how many steps of the slots had been done before, by an earlier process of the slot or
+    the same one.
+    """
     count, newest = 0, dict[int, int]()
     for p in processes:
         before, newest[p.slot] = newest.get(p.slot, 0), max(newest.get(p.slot, 0), p.newest)
@@ -227,8 +272,13 @@ def _repeated(processes: Sequence[Process]) -> int:
 
 
 def _move_repeated(total: dict[str, float], processes: Sequence[Process], steps: int) -> None:
-    """Take steps that were done again out of data and compute; each is as long as the mean one of all ranks."""
-    done, slots = sum(process.steps for process in processes), len({process.slot for process in processes})
+    """Take steps that were done again out of data and compute; each is as long as the mean one of
+    all ranks.
+    """
+    done, slots = (
+        sum(process.steps for process in processes),
+        len({process.slot for process in processes}),
+    )
     share = min(1.0, max(_repeated(processes), steps * slots) / done) if done else 0.0
     for name in ("data", "compute"):
         total["repeated"] += share * total[name]
@@ -245,7 +295,9 @@ def _exposed_share(folder: Path) -> float | None:
 
 
 def _end_of_command(folder: Path, started: float) -> float:
-    """Return when the newest command ended, in Unix s; 0 where it has not, or its summary is of an older one."""
+    """Return when the newest command ended, in Unix s; 0 where it has not, or its summary is of an
+    older one.
+    """
     with suppress(OSError, ValueError, KeyError, TypeError):
         path = folder / "summary.json"
         summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -271,7 +323,9 @@ def lines(folder: Path) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run `nanoray ledger RUN` and return the exit code."""
-    parser = argparse.ArgumentParser(prog="nanoray ledger", description="Show where the time of a run went.")
+    parser = argparse.ArgumentParser(
+        prog="nanoray ledger", description="Show where the time of a run went."
+    )
     parser.add_argument("run", type=Path, help="run folder")
     args = parser.parse_args(argv)
     return exit_code_of(lambda: print("\n".join(lines(args.run))))

@@ -36,7 +36,8 @@ from nanoray.trace.timeline import MAX_DRAWN, chrome_trace, draw, newest_window
 
 PAUSES = ("eval", "checkpoint")  # not counted in a step's time
 IDLE = "idle"  # a stage of a pipeline waits for another one
-WORK = ("data", "forward", "backward", "optimizer", "log")  # phases in which a rank can be slower than the others
+# Phases in which a rank can be slower than the others
+WORK = ("data", "forward", "backward", "optimizer", "log")
 LATE_SHARE = 0.2  # of the other ranks' own work; less is noise
 LATE_OF, LATE_TIMES = 8, 6  # a straggler was behind in 6 of the last 8 traced steps
 OFFSETS_EVERY = 500  # steps between two comparisons of several hosts' clocks
@@ -51,9 +52,15 @@ class CommTrace:
     """The loop's interface to tracing: this rank's recorder, and on rank 0 the log of all ranks."""
 
     def __init__(
-        self, mesh: Mesh, recorder: CommRecorder, buckets: Callable[[], dict[int, list[str]]], log: CommLog | None
+        self,
+        mesh: Mesh,
+        recorder: CommRecorder,
+        buckets: Callable[[], dict[int, list[str]]],
+        log: CommLog | None,
     ) -> None:
-        """`buckets` returns the names of the parameters in each bucket; `log` is None except on rank 0."""
+        """`buckets` returns the names of the parameters in each bucket; `log` is None except on
+        rank 0.
+        """
         self._mesh, self._recorder, self._buckets, self._log = mesh, recorder, buckets, log
         self._offsets: list[ClockOffset] = []
         self._hosts, self._next_offsets = 1, 0
@@ -63,7 +70,9 @@ class CommTrace:
         self._recorder.phase(name)
 
     def prepare(self) -> None:
-        """Set up the profiler, compare clocks and measure memory, before the first step. (all ranks)"""
+        """Set up the profiler, compare clocks and measure memory, before the first step. (all
+        ranks)
+        """
         self._recorder.prepare()
         self._offsets = measure_offsets(self._mesh)
         facts = self._mesh.gather((copy_gbps(self._mesh.device), clock_domain()))
@@ -80,7 +89,8 @@ class CommTrace:
         return traced
 
     def end(self, unsynced: Callable[[AbstractContextManager[None]], None] | None) -> float:
-        """End the step's notes; now and then time `unsynced` for comparison. Return the seconds it took. (all ranks)
+        """End the step's notes; now and then time `unsynced` for comparison. Return the seconds it
+        took. (all ranks)
 
         None: this run cannot compute without communication.
         """
@@ -95,7 +105,9 @@ class CommTrace:
         return time.perf_counter() - start
 
     def read(self, note: Callable[[str], None]) -> dict[str, float]:
-        """Return the metrics of the steps traced since the last call. (all ranks; after a value was fetched)"""
+        """Return the metrics of the steps traced since the last call. (all ranks; after a value was
+        fetched)
+        """
         self._mesh.listener, noting = None, self._mesh.listener  # do not record the reading
         self._recorder.clock.anchor()
         own = self._recorder.read()
@@ -132,16 +144,23 @@ class CommLog:
         bubble: float | None = None,
         started: float = 0.0,  # Unix s of the command, which counts its attempts from 0
     ) -> None:
-        """`sizes` tells how many ranks share a collective of an axis (tp, pp, dp), where that is not all of them.
+        """`sizes` tells how many ranks share a collective of an axis (tp, pp, dp), where that is
+        not all of them.
 
-        `bubble` is the share of the time that a stage of a pipeline waits by its schedule; None: there is no pipeline.
+        `bubble` is the share of the time that a stage of a pipeline waits by its schedule; None:
+        there is no pipeline.
         """
         self.folder = folder
         self.limit: tuple[float, str] | None = None  # GB/s, and what it measures
         folder.mkdir(exist_ok=True)
-        self._group, self._sizes, self._bubble = {"attempt": attempt, "started": started}, sizes or {}, bubble
+        self._group, self._sizes, self._bubble = (
+            {"attempt": attempt, "started": started},
+            sizes or {},
+            bubble,
+        )
         self._late: deque[tuple[int, str, float]] = deque(maxlen=LATE_OF)
-        self._straggler: dict[str, Any] | None = None  # the last one; `until` is None while it is one
+        # The last one; `until` is None while it is one
+        self._straggler: dict[str, Any] | None = None
         self._window: deque[dict[str, Any]] = deque(maxlen=MAX_DRAWN)
         self._total, self._profiled = Totals(), Totals()
         self._slowest: dict[str, Any] = {}
@@ -149,9 +168,14 @@ class CommLog:
         self._file = _open_at(folder / "steps.jsonl", resume_step)
 
     def add(
-        self, notes: list[list[dict[str, Any]]], offsets: Sequence[ClockOffset], buckets: dict[int, list[str]]
+        self,
+        notes: list[list[dict[str, Any]]],
+        offsets: Sequence[ClockOffset],
+        buckets: dict[int, list[str]],
     ) -> tuple[dict[str, float], list[str]]:
-        """Add the notes of all ranks, in rank order; return metrics for the next record, and lines for the user."""
+        """Add the notes of all ranks, in rank order; return metrics for the next record, and lines
+        for the user.
+        """
         lines, now = [], Totals()
         for of_ranks in zip(*notes, strict=True):
             step = merge(of_ranks, offsets, self._sizes) | self._group
@@ -165,11 +189,16 @@ class CommLog:
             lines += self._write(step, buckets)
         metrics = {f"comm/{key}": value for key, value in now.means().items() if key != "hidden_ms"}
         if self._bubble is not None and now.steps:
-            metrics |= {"pipe/bubble": now.sums["bubble"] / now.steps, "pipe/bubble_theory": 100 * self._bubble}
+            metrics |= {
+                "pipe/bubble": now.sums["bubble"] / now.steps,
+                "pipe/bubble_theory": 100 * self._bubble,
+            }
         return metrics, lines
 
     def _write(self, step: dict[str, Any], buckets: dict[int, list[str]]) -> list[str]:
-        """Append a step to the file. After a failed write (a full disk) it warns and writes no more."""
+        """Append a step to the file. After a failed write (a full disk) it warns and writes no
+        more.
+        """
         if self._failed:
             return []
         if self._file.tell() > DETAIL_BYTES:
@@ -186,13 +215,20 @@ class CommLog:
 
     def _name_straggler(self, figures: dict[str, Any]) -> list[str]:
         """Report once that a rank is often far behind the others, and once that it no longer is."""
-        behind = figures["late_ms"] if figures["late_ms"] > LATE_SHARE * figures["others_ms"] else 0.0
+        behind = (
+            figures["late_ms"] if figures["late_ms"] > LATE_SHARE * figures["others_ms"] else 0.0
+        )
         self._late.append((figures["late_rank"], figures["late_phase"], behind))
         known = self._straggler if self._straggler and not self._straggler["until"] else None
         if known:
-            if sum(rank == known["rank"] and ms > 0 for rank, _, ms in self._late) < LATE_TIMES // 2:
+            if (
+                sum(rank == known["rank"] and ms > 0 for rank, _, ms in self._late)
+                < LATE_TIMES // 2
+            ):
                 known["until"] = figures["step"]
-                return [f"straggler  rank {known['rank']} keeps up again, at step {figures['step']}"]
+                return [
+                    f"straggler  rank {known['rank']} keeps up again, at step {figures['step']}"
+                ]
             return []
         rank = figures["late_rank"]
         mine = [(phase, ms) for r, phase, ms in self._late if r == rank and ms]
@@ -208,13 +244,17 @@ class CommLog:
             "until": None,
         }
         return [
-            f"straggler  rank {rank}: {median_ms:.1f} ms a step behind the others ({figures['others_ms']:.1f} ms of "
-            f"own work), most of it in {phase}; seen in {len(mine)} of {len(self._late)} traced steps, at step "
+            f"straggler  rank {rank}: {median_ms:.1f} ms a step behind the others "
+            f"({figures['others_ms']:.1f} ms of "
+            f"own work), most of it in {phase}; seen in {len(mine)} of {len(self._late)} traced "
+            "steps, at step "
             f"{figures['step']}"
         ]
 
     def finish(self, offsets: Sequence[ClockOffset], note: Callable[[str], None]) -> dict[str, Any]:
-        """Draw the newest window and return the summary of the run. A failed drawing gives a warning."""
+        """Draw the newest window and return the summary of the run. A failed drawing gives a
+        warning.
+        """
         self._file.close()
         total = self._total if self._total.steps else self._profiled
         if not total.steps:
@@ -224,16 +264,26 @@ class CommLog:
             write_json(self.folder / "timeline.json", chrome_trace(drawn))
             draw(drawn, self.folder / "timeline.svg")
         except Exception as error:  # training is done and saved; a picture is optional
-            note(f"warning  no timeline: {type(error).__name__}: {error}; try python -m nanoray.trace")
+            note(
+                f"warning  no timeline: {type(error).__name__}: {error}; try python -m "
+                "nanoray.trace"
+            )
         mean, known = total.means(), [o.uncertainty for o in offsets if o.uncertainty]
-        summary: dict[str, Any] = {key: mean.get(key) for key in (*MEANS[:4], "exposed_share", "busbw_gbps")}
+        summary: dict[str, Any] = {
+            key: mean.get(key) for key in (*MEANS[:4], "exposed_share", "busbw_gbps")
+        }
         if self.limit and summary["busbw_gbps"]:
             summary |= {"limit_gbps": self.limit[0], "limit": self.limit[1]}
             summary["limit_share"] = 100 * summary["busbw_gbps"] / self.limit[0]
         if self._slowest:
-            summary["slowest"] = {key: self._slowest[key] for key in ("step", "bucket", "bytes", "time_us", "skew_us")}
+            summary["slowest"] = {
+                key: self._slowest[key] for key in ("step", "bucket", "bytes", "time_us", "skew_us")
+            }
         if self._bubble is not None:
-            summary |= {"bubble": total.sums["bubble"] / total.steps, "bubble_theory": 100 * self._bubble}
+            summary |= {
+                "bubble": total.sums["bubble"] / total.steps,
+                "bubble_theory": 100 * self._bubble,
+            }
         return summary | {
             "traced_steps": self._total.steps + self._profiled.steps,
             "busy_share": 100 * mean["busy_ms"] / mean["step_ms"],
@@ -241,7 +291,9 @@ class CommLog:
             "compared_steps": len(total.compared),
             "bytes_per_step": total.sums["bytes"] / total.steps,
             "straggler": self._straggler,
-            "clock": f"hosts compared to ± {1e6 * max(known):.0f} µs" if known else "one host, one clock",
+            "clock": f"hosts compared to ± {1e6 * max(known):.0f} µs"
+            if known
+            else "one host, one clock",
         }
 
 
@@ -288,38 +340,52 @@ class Totals:
         return mean
 
     def ab_ms(self, least: int) -> float | None:
-        """Return the median difference to no_sync, or None below `least` comparisons: few are mostly noise."""
+        """Return the median difference to no_sync, or None below `least` comparisons: few are
+        mostly noise.
+        """
         return statistics.median(self.compared) if len(self.compared) >= least else None
 
 
 def merge(
-    of_ranks: Sequence[dict[str, Any]], offsets: Sequence[ClockOffset], sizes: Mapping[str, int] | None = None
+    of_ranks: Sequence[dict[str, Any]],
+    offsets: Sequence[ClockOffset],
+    sizes: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Convert one step's notes of all ranks to rank 0's clock, in ms from its first phase; add figures over ranks.
+    """Convert one step's notes of all ranks to rank 0's clock, in ms from its first phase; add
+    figures over ranks.
 
-    A collective's `time_us` begins when its last rank has started it: min over ranks of (end - start). So the wait for
-    a late rank (`skew_us`) does not look like a slow link. Collectives of an axis whose `sizes` are fewer ranks run in
-    several groups beside each other: they make one row, with the ranks of one of them. The stages of a pipeline have
-    rows of their own, in which the times of the other ranks are None.
+    A collective's `time_us` begins when its last rank has started it: min over ranks of (end -
+    start). So the wait for a late rank (`skew_us`) does not look like a slow link. Collectives of
+    an axis whose `sizes` are fewer ranks run in several groups beside each other: they make one
+    row, with the ranks of one of them. The stages of a pipeline have rows of their own, in which
+    the times of the other ranks are None.
     """
-    origin = min(rank["phases"][0][1] - offset.offset for rank, offset in zip(of_ranks, offsets, strict=True))
+    origin = min(
+        rank["phases"][0][1] - offset.offset for rank, offset in zip(of_ranks, offsets, strict=True)
+    )
 
     def ms(seconds: float, rank: int) -> float:
         return 1e3 * (seconds - offsets[rank].offset - origin)
 
     phases = [
-        [[name, ms(start, r), ms(end, r)] for name, start, end in rank["phases"]] for r, rank in enumerate(of_ranks)
+        [[name, ms(start, r), ms(end, r)] for name, start, end in rank["phases"]]
+        for r, rank in enumerate(of_ranks)
     ]
     collectives = []
     for same in _matched([rank["collectives"] for rank in of_ranks], (sizes or {}).get("pp", 1)):
         first, *_ = same.values()
         seconds = min(c["end"] - c["start"] for c in same.values())
         arrivals = {r: ms(c["enqueue"], r) for r, c in same.items()}
-        row = {key: first[key] for key in ("op", "what", "group", "phase", "dtype", "bucket", "last", "timing")}
+        row = {
+            key: first[key]
+            for key in ("op", "what", "group", "phase", "dtype", "bucket", "last", "timing")
+        }
         row |= {"step": of_ranks[0]["step"], "bytes": first["size_bytes"]}
         row["ranks"] = (sizes or {}).get(first["group"], len(same))
         for key in ("enqueue", "start", "end"):
-            row[f"{key}_ms"] = [ms(same[r][key], r) if r in same else None for r in range(len(of_ranks))]
+            row[f"{key}_ms"] = [
+                ms(same[r][key], r) if r in same else None for r in range(len(of_ranks))
+            ]
         row |= {
             "latency_us": 1e6 * max(c["end"] - c["enqueue"] for c in same.values()),
             "time_us": 1e6 * seconds,
@@ -331,12 +397,18 @@ def merge(
             row["algbw_gbps"] = algbw_gbps(first["size_bytes"], seconds)
             row["busbw_gbps"] = row["algbw_gbps"] * factor
         collectives.append(row)
-    step = {"step": of_ranks[0]["step"], "origin_s": origin, "phases": phases, "collectives": collectives}
+    step = {
+        "step": of_ranks[0]["step"],
+        "origin_s": origin,
+        "phases": phases,
+        "collectives": collectives,
+    }
     return step | {"figures": _figures(step, of_ranks)}
 
 
 def _matched(of_ranks: Sequence[list[dict[str, Any]]], pp: int) -> list[dict[int, dict[str, Any]]]:
-    """Return the collectives that belong together, by rank: the k-th of each (op, what, bucket, group) on every rank.
+    """Return the collectives that belong together, by rank: the k-th of each (op, what, bucket,
+    group) on every rank.
 
     Each of the `pp` stages of a pipeline has its own along dp and tp.
     """
@@ -355,7 +427,8 @@ def _matched(of_ranks: Sequence[list[dict[str, Any]]], pp: int) -> list[dict[int
     for key in dict.fromkeys(key for own in seen for key in own):
         same = {rank: own[key] for rank, own in enumerate(seen) if key in own}
         group = key[0][3]
-        if len(same) == (per_stage if pp > 1 and group in ("dp", "tp") else len(seen)):  # else one has no note of it
+        # Else one has no note of it
+        if len(same) == (per_stage if pp > 1 and group in ("dp", "tp") else len(seen)):
             found.append(same)
     return found
 
@@ -366,10 +439,15 @@ def _figures(step: dict[str, Any], of_ranks: Sequence[dict[str, Any]]) -> dict[s
     for r, rank in enumerate(of_ranks):
         own = [Collective(**c) for c in rank["collectives"] if c["phase"] not in (*PAUSES, IDLE)]
         costs.append(account(own))
-        step_ms.append(sum(end - start for name, start, end in step["phases"][r] if name not in PAUSES))
+        step_ms.append(
+            sum(end - start for name, start, end in step["phases"][r] if name not in PAUSES)
+        )
         works.append(_own_work_ms(rank))
         if rank["no_sync_s"] is not None:
-            synced = sum(next(e - s for n, s, e in reversed(rank["phases"]) if n == x) for x in ("forward", "backward"))
+            synced = sum(
+                next(e - s for n, s, e in reversed(rank["phases"]) if n == x)
+                for x in ("forward", "backward")
+            )
             differences.append(1e3 * (synced - rank["no_sync_s"]))
     buckets = [c for c in step["collectives"] if c["bucket"] is not None]
 
@@ -395,30 +473,40 @@ def _figures(step: dict[str, Any], of_ranks: Sequence[dict[str, Any]]) -> dict[s
         "late_phase": max(behind, key=lambda p: behind[p]),
         "late_ms": totals[late] - others_ms,
         "others_ms": others_ms,
-        "bytes": sum(c["bytes"] * _part(c) for c in step["collectives"] if c["phase"] not in PAUSES),
-        "bus_bytes": sum(c["bytes"] * (busbw_factor(c["op"], c["ranks"]) or 0) * _part(c) for c in buckets),
+        "bytes": sum(
+            c["bytes"] * _part(c) for c in step["collectives"] if c["phase"] not in PAUSES
+        ),
+        "bus_bytes": sum(
+            c["bytes"] * (busbw_factor(c["op"], c["ranks"]) or 0) * _part(c) for c in buckets
+        ),
         # Buckets that run at the same time share the link, so that time counts once.
-        "transfer_s": union_length([(begun(c), begun(c) + c["time_us"] / 1e3) for c in buckets]) / 1e3,
+        "transfer_s": union_length([(begun(c), begun(c) + c["time_us"] / 1e3) for c in buckets])
+        / 1e3,
         "profiled": of_ranks[0]["profiled"],
     }
 
 
 def _part(c: dict[str, Any]) -> float:
-    """Return the share of the ranks that have a row's collective: 1 unless stages of a pipeline have other ones."""
+    """Return the share of the ranks that have a row's collective: 1 unless stages of a pipeline
+    have other ones.
+    """
     return sum(ms is not None for ms in c["start_ms"]) / len(c["start_ms"])
 
 
 def share_idle(phases: Sequence[Any]) -> float:
     """Return which share of forward and backward a stage of a pipeline waits; 0 without a pipeline."""
-    idle, turns = (sum(end - start for name, start, end in phases if name in of) for of in ((IDLE,), TURNS))
+    idle, turns = (
+        sum(end - start for name, start, end in phases if name in of) for of in ((IDLE,), TURNS)
+    )
     return idle / (idle + turns) if idle else 0.0
 
 
 def _own_work_ms(rank: dict[str, Any]) -> dict[str, float]:
     """Return how long a rank worked in each phase, without waiting for others.
 
-    A step takes equally long on all ranks, because the fast ones wait in the collectives. So a backward pass counts
-    until its last bucket is ready, and calls that wait for other ranks are subtracted from their phase.
+    A step takes equally long on all ranks, because the fast ones wait in the collectives. So a
+    backward pass counts until its last bucket is ready, and calls that wait for other ranks are
+    subtracted from their phase.
     """
     work = dict.fromkeys(WORK, 0.0)
     ready = max((c["enqueue"] for c in rank["collectives"] if c["last"]), default=float("inf"))

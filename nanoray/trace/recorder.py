@@ -1,4 +1,5 @@
-"""What every collective of a step cost: its bytes, latency and bandwidth, and how much of it compute did not hide.
+"""What every collective of a step cost: its bytes, latency and bandwidth, and how much of it
+compute did not hide.
 
     backward      ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒
     bucket 0            ├──────┤               hidden: compute runs meanwhile
@@ -6,9 +7,10 @@
     bucket 2 (last)                  ·   ├──────┤
                                      └─exposed──┘ after the last bucket is ready, the step only waits
 
-`CommRecorder` notes moments on one rank in traced steps. It computes nothing until a logged step, where the loop waits
-for the device anyway. On CUDA a moment is an event in the stream that is read later; the recorder never synchronises.
-The definitions of algbw and busbw are those of NVIDIA's nccl-tests (PERFORMANCE.md), so the results can be compared.
+`CommRecorder` notes moments on one rank in traced steps. It computes nothing until a logged step,
+where the loop waits for the device anyway. On CUDA a moment is an event in the stream that is read
+later; the recorder never synchronises. The definitions of algbw and busbw are those of NVIDIA's
+nccl-tests (PERFORMANCE.md), so the results can be compared.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from nanoray.mesh.mesh import Mesh
 from nanoray.metrics import algbw_gbps
 from nanoray.parallel.ddp import first_of
 
-WINDOW_STEPS = 2  # of one window of `every=K`, in the middle of K, where steps are seldom logged, evaluated or saved
+# Of one window of `every=K`, in the middle of K, where steps are seldom logged, evaluated or saved
+WINDOW_STEPS = 2
 PROFILE_EVERY = 500  # steps at least between two profiled windows: reading one takes 20 ms
 NO_SYNC_EVERY = 100  # steps at least between two extra backward passes: under 1 % of the steps
 GLOO_LANES = 2  # threads of a gloo process group; each runs one collective at a time
@@ -48,14 +51,18 @@ class Collective:
 
     op: str
     what: str  # gradients | loss | eval | vote | ...
-    group: str  # default | control | patient | gradients (of its own, for hand-written algorithms) | an axis: dp, tp
+    # Default | control | patient | gradients (of its own, for hand-written algorithms) | an axis:
+    # dp, tp
+    group: str
     phase: str
     dtype: str
     size_bytes: int
     enqueue: Moment  # the data were ready on this rank
     start: Moment  # it began to run, after earlier ones of its queue
     end: Moment
-    timing: str  # events | profiler | queue (start follows from the queue's order) | host (without the copy) | call
+    # Events | profiler | queue (start follows from the queue's order) | host (without the copy) |
+    # call
+    timing: str
     bucket: int | None = None
     last: bool = False  # the last bucket of a backward pass
 
@@ -72,8 +79,9 @@ class StepCost:
 def account(collectives: Sequence[Collective]) -> StepCost:
     """Return what communication cost one rank in one step.
 
-    Exposed is communication without compute beside it: from when the last bucket is ready to the end of the last
-    all-reduce, and calls that the rank waits in. Busy adds the time of buckets in flight during backward.
+    Exposed is communication without compute beside it: from when the last bucket is ready to the
+    end of the last all-reduce, and calls that the rank waits in. Busy adds the time of buckets in
+    flight during backward.
     """
     exposed, hidden = [], []
     buckets = [c for c in collectives if c.bucket is not None]
@@ -98,9 +106,11 @@ def union_length(intervals: Sequence[tuple[float, float]]) -> float:
 
 
 def queue_starts(arrivals: Sequence[float], ends: Sequence[float], lanes: int) -> list[float]:
-    """Return when each of a queue's jobs began, from their arrivals and ends; `lanes` serve them in order.
+    """Return when each of a queue's jobs began, from their arrivals and ends; `lanes` serve them in
+    order.
 
-    NCCL runs the collectives of a communicator one after the other (1 lane): start = max(own arrival, end before).
+    NCCL runs the collectives of a communicator one after the other (1 lane): start = max(own
+    arrival, end before).
     """
     free: list[float] = [float("-inf")] * lanes
     starts = []
@@ -124,10 +134,13 @@ class Clock:
         return self._event() if self._cuda else time.perf_counter()
 
     def anchor(self) -> None:
-        """Tie the device's clock to the host's. Call it while the device is idle, such as after fetching a value."""
+        """Tie the device's clock to the host's. Call it while the device is idle, such as after
+        fetching a value.
+        """
         if self._cuda:
             self._anchor = self._event()
-            self._anchor.synchronize()  # microseconds on an idle device; an unfinished event has no time
+            # Microseconds on an idle device; an unfinished event has no time
+            self._anchor.synchronize()
             self._anchor_s = time.perf_counter()
 
     def seconds(self, moment: Moment) -> float:
@@ -164,20 +177,24 @@ class CommRecorder:
         profile: bool = True,
         axis: Axis | None = None,
     ) -> None:
-        """Trace windows of steps, `every` apart. `reduce` starts the all-reduce of a gradient bucket; None: torch's.
+        """Trace windows of steps, `every` apart. `reduce` starts the all-reduce of a gradient
+        bucket; None: torch's.
 
-        torch's DDP sums over `axis`; None: over all ranks.
-        With `profile`, torch's profiler sometimes measures when gloo's threads begin; else it follows from the queue.
+        torch's DDP sums over `axis`; None: over all ranks. With `profile`, torch's profiler
+        sometimes measures when gloo's threads begin; else it follows from the queue.
         """
         self.mesh, self.every = mesh, every
         self.clock = Clock(mesh.device)
         self._bucket_params: dict[int, list[Any]] = {}
         self._data = axis or data_axis(mesh)
         group, part = self._data.group, self._data.size < mesh.world_size
-        self._reduce = reduce or (lambda buffer: dist.all_reduce(buffer, group=group, async_op=True).get_future())
+        self._reduce = reduce or (
+            lambda buffer: dist.all_reduce(buffer, group=group, async_op=True).get_future()
+        )
         self._group = "gradients" if reduce else self._data.name if part else "default"
         self._lanes = GLOO_LANES if mesh.backend == "gloo" and not reduce else 1
-        self._host_ends = mesh.backend == "gloo"  # gloo completes on the host, also for CUDA tensors
+        # Gloo completes on the host, also for CUDA tensors
+        self._host_ends = mesh.backend == "gloo"
         self._now: _Step | None = None
         self._done: list[_Step] = []
         self._profiler: Any = None  # from the start of a profiled window until its notes are read
@@ -197,7 +214,9 @@ class CommRecorder:
         return 0 <= place < WINDOW_STEPS
 
     def prepare(self) -> None:
-        """Run the profiler once before the first step: its first use takes over a second. (all ranks)"""
+        """Run the profiler once before the first step: its first use takes over a second. (all
+        ranks)
+        """
         if self._next_profile is not None:
             quieten_profiler()
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
@@ -243,28 +262,37 @@ class CommRecorder:
 
     @contextmanager
     def call(self, op: str, what: str, group: str, tensor: Tensor | None = None) -> Iterator[None]:
-        """Note a collective that this rank waits in. `tensor` is what it sends, where that is known."""
+        """Note a collective that this rank waits in. `tensor` is what it sends, where that is
+        known.
+        """
         if self._now is None:
             yield
             return
-        start = self.clock.now()  # on CUDA the device's time: a host's wait beside device work costs nothing
+        # On CUDA the device's time: a host's wait beside device work costs nothing
+        start = self.clock.now()
         yield
         end = self.clock.now()
         size = tensor.numel() * tensor.element_size() if tensor is not None else 0
         dtype = str(tensor.dtype).removeprefix("torch.") if tensor is not None else "object"
         phase = self._now.phases[-1][0] if self._now.phases else ""
-        self._now.collectives.append(Collective(op, what, group, phase, dtype, size, start, start, end, "call"))
+        self._now.collectives.append(
+            Collective(op, what, group, phase, dtype, size, start, start, end, "call")
+        )
 
     def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Average a bucket of gradients as DDP does, and note the times. (all ranks; DDP calls it in backward)
+        """Average a bucket of gradients as DDP does, and note the times. (all ranks; DDP calls it
+        in backward)
 
-        Multiplying by 1/n first is what DDP's C++ path does: the sums have the same bits with and without the hook.
+        Multiplying by 1/n first is what DDP's C++ path does: the sums have the same bits with and
+        without the hook.
         """
         buffer = bucket.buffer()
         buffer.mul_(1.0 / self._data.size)
         if self._now is not None:  # not in the warm-up: DDP regroups its buckets after it
             self._bucket_params[bucket.index()] = bucket.parameters()
-        ended = self.started("all_reduce", "gradients", self._group, buffer, bucket.index(), bucket.is_last())
+        ended = self.started(
+            "all_reduce", "gradients", self._group, buffer, bucket.index(), bucket.is_last()
+        )
 
         def finish(future: torch.futures.Future[Any]) -> Tensor:
             value = future.value()
@@ -276,10 +304,15 @@ class CommRecorder:
     def started(
         self, op: str, what: str, group: str, tensor: Tensor, bucket: int | None, last: bool
     ) -> Callable[[], None]:
-        """Note a collective that begins now and runs beside compute; call the returned function when it has ended."""
+        """Note a collective that begins now and runs beside compute; call the returned function
+        when it has ended.
+        """
         ready, notes = self.clock.now(), self._now
         phase = notes.phases[-1][0] if notes and notes.phases else "backward"
-        size, dtype = tensor.numel() * tensor.element_size(), str(tensor.dtype).removeprefix("torch.")
+        size, dtype = (
+            tensor.numel() * tensor.element_size(),
+            str(tensor.dtype).removeprefix("torch."),
+        )
 
         def ended() -> None:
             if notes is not None:
@@ -290,12 +323,18 @@ class CommRecorder:
         return ended
 
     def buckets(self, model: nn.Module) -> dict[int, list[str]]:
-        """Return the names of the parameters in each bucket seen so far. `model` is their DDP wrapper."""
+        """Return the names of the parameters in each bucket seen so far. `model` is their DDP
+        wrapper.
+        """
         names = {id(p): name.removeprefix("module.") for name, p in model.named_parameters()}
-        return {i: [names[id(p)] for p in params] for i, params in sorted(self._bucket_params.items())}
+        return {
+            i: [names[id(p)] for p in params] for i, params in sorted(self._bucket_params.items())
+        }
 
     def no_sync_due(self) -> bool:
-        """Whether the step just traced should be compared with a backward that does not communicate."""
+        """Whether the step just traced should be compared with a backward that does not
+        communicate.
+        """
         if not self._done or self._profiler is not None:
             return False
         step = self._done[-1].step
@@ -313,7 +352,8 @@ class CommRecorder:
         self._done[-1].no_sync = (start, self.clock.now())
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the notes since the last call as plain data, in seconds of this rank's clock, and forget them.
+        """Return the notes since the last call as plain data, in seconds of this rank's clock, and
+        forget them.
 
         On CUDA the device must have finished the steps: call it after fetching a value.
         """
@@ -322,7 +362,9 @@ class CommRecorder:
         if self._profiler is not None:
             runs = _gloo_runs(self._profiler, self._anchors)
             for step in self._done:
-                step.collectives = _with_profile(step.collectives, runs) if step.profiled else step.collectives
+                step.collectives = (
+                    _with_profile(step.collectives, runs) if step.profiled else step.collectives
+                )
             self._profiler = None
         steps, self._done = [self._resolve(step) for step in self._done], []
         return steps
@@ -335,7 +377,13 @@ class CommRecorder:
         ]
         buckets = sorted((c for c in found if c.bucket is not None), key=lambda c: c.enqueue)
         starts = queue_starts([c.enqueue for c in buckets], [c.end for c in buckets], self._lanes)
-        label = "events" if not self._host_ends else "host" if self.mesh.device.type == "cuda" else "queue"
+        label = (
+            "events"
+            if not self._host_ends
+            else "host"
+            if self.mesh.device.type == "cuda"
+            else "queue"
+        )
         buckets = [
             c if c.timing == "profiler" else replace(c, start=start, timing=label)
             for c, start in zip(buckets, starts, strict=True)
@@ -347,22 +395,28 @@ class CommRecorder:
             "phases": [[name, at, until] for (name, at), (_, until) in pairwise(marks)],
             "collectives": [asdict(c) for c in sorted([*buckets, *calls], key=lambda c: c.enqueue)],
             "profiled": notes.profiled,
-            "no_sync_s": seconds(notes.no_sync[1]) - seconds(notes.no_sync[0]) if notes.no_sync else None,
+            "no_sync_s": seconds(notes.no_sync[1]) - seconds(notes.no_sync[0])
+            if notes.no_sync
+            else None,
         }
 
 
 def _anchor() -> tuple[float, float]:
-    """Leave a mark in the running profile; return how many seconds it took, and when it was (perf_counter)."""
+    """Leave a mark in the running profile; return how many seconds it took, and when it was
+    (perf_counter).
+    """
     before = time.perf_counter()
     with torch.profiler.record_function("nanoray: anchor"):
         return (now := time.perf_counter()) - before, now
 
 
 def _gloo_runs(profiler: Any, anchors: list[tuple[float, float]]) -> list[tuple[float, int]]:
-    """Return (start in perf_counter seconds, elements) of each all-reduce that gloo's threads ran, in that order.
+    """Return (start in perf_counter seconds, elements) of each all-reduce that gloo's threads ran,
+    in that order.
 
-    Kineto's own list: torch's `events()` builds a tree of all operators first, which takes half a second. The
-    quickest of the `anchors` ties the profile's clock to perf_counter's: in it this thread was held up least.
+    Kineto's own list: torch's `events()` builds a tree of all operators first, which takes half a
+    second. The quickest of the `anchors` ties the profile's clock to perf_counter's: in it this
+    thread was held up least.
     """
     events = profiler.profiler.kineto_results.events()
     marks = sorted(e.start_ns() for e in events if e.name() == "nanoray: anchor")
@@ -378,7 +432,9 @@ def _gloo_runs(profiler: Any, anchors: list[tuple[float, float]]) -> list[tuple[
 
 
 def _with_profile(collectives: list[Collective], runs: list[tuple[float, int]]) -> list[Collective]:
-    """Set each bucket's start to the measured one: gloo's first run of its size after it was enqueued."""
+    """Set each bucket's start to the measured one: gloo's first run of its size after it was
+    enqueued.
+    """
     found = []
     for c in sorted(collectives, key=lambda c: c.enqueue):
         elements = c.size_bytes // getattr(torch, c.dtype).itemsize if c.bucket is not None else -1
@@ -402,24 +458,29 @@ class ClockOffset:
 
     @classmethod
     def of(cls, asked: float, reading: float, answered: float) -> ClockOffset:
-        """Assume the reading was taken in the middle of the round trip; the error is at most half of that."""
+        """Assume the reading was taken in the middle of the round trip; the error is at most half
+        of that.
+        """
         half = (answered - asked) / 2
         return cls(reading - asked - half, half)
 
 
 def quieten_profiler() -> None:
-    """Keep torch's profiler from writing two lines to stderr for each profile. Call it before the first one."""
+    """Keep torch's profiler from writing two lines to stderr for each profile. Call it before the
+    first one.
+    """
     os.environ.setdefault("KINETO_LOG_LEVEL", "7")
 
 
 def measure_offsets(
     mesh: Mesh, clock: Callable[[], float] = time.perf_counter, always: bool = False
 ) -> list[ClockOffset]:
-    """Return every rank's clock offset from rank 0; the values are valid on rank 0 only. (all ranks)
+    """Return every rank's clock offset from rank 0; the values are valid on rank 0 only. (all
+    ranks)
 
-    Processes of one host share a clock, so rank 0 queries one rank of each other host (`always`: every rank)
-    CLOCK_ROUNDS times and takes the fastest answer; the error is at most half of that round trip (Cristian 1989).
-    Takes about a millisecond per host on one switch.
+    Processes of one host share a clock, so rank 0 queries one rank of each other host (`always`:
+    every rank) CLOCK_ROUNDS times and takes the fastest answer; the error is at most half of that
+    round trip (Cristian 1989). Takes about a millisecond per host on one switch.
     """
     hosts = mesh.broadcast(mesh.gather(clock_domain()))
     assert hosts is not None
@@ -436,7 +497,11 @@ def measure_offsets(
                 asked = clock()
                 dist.send(ping, rank, group=mesh.control_group)
                 dist.recv(reading, rank, group=mesh.control_group)
-                best = min(best, ClockOffset.of(asked, reading.item(), clock()), key=lambda o: o.uncertainty)
+                best = min(
+                    best,
+                    ClockOffset.of(asked, reading.item(), clock()),
+                    key=lambda o: o.uncertainty,
+                )
             elif mesh.rank == rank:
                 dist.recv(ping, 0, group=mesh.control_group)
                 reading[0] = clock()
@@ -459,7 +524,8 @@ def clock_domain() -> str:
 def copy_gbps(device: torch.device, size_bytes: int = 64 << 20, rounds: int = 5) -> float:
     """Return this rank's memory copy bandwidth in 1e9 bytes/s; no collective on one host is faster.
 
-    All ranks of a host should call it at the same time, because they share the memory. Best of `rounds`.
+    All ranks of a host should call it at the same time, because they share the memory. Best of
+    `rounds`.
     """
     source = torch.ones(size_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

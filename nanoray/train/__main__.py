@@ -18,8 +18,12 @@ from nanoray.checkpoint.resume import open_run
 from nanoray.cli import Loaded, handle_stop_signals, require_script, run_command
 from nanoray.config import Config, resolve_batch
 from nanoray.data.prepare import prepare
+from nanoray.devices.choose import require_compiler
+from nanoray.devices.gpus import take_own_slice
+from nanoray.devices.host import available_cpus
 from nanoray.errors import ConfigError, NanorayError, RendezvousError
-from nanoray.mesh.devices import available_cpus, require_compiler, take_own_slice
+from nanoray.forecast.dry_run import dry_run_lines, plan
+from nanoray.forecast.scale import forecast_lines
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.rendezvous import (
     Order,
@@ -30,11 +34,10 @@ from nanoray.mesh.rendezvous import (
     runtime_nccl_version,
 )
 from nanoray.run import RunSpec, lock_run, summary_on_failure, write_attempt, write_summary
-from nanoray.train.console import choose_console
-from nanoray.train.forecast import forecast_lines
 from nanoray.train.recipe import train
-from nanoray.train.report import closing_lines, dry_run_lines, plan
+from nanoray.train.report import closing_lines
 from nanoray.train.runtime import Program, Run, dry_run
+from nanoray.train.watch.console import choose_console
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,7 +61,8 @@ def run_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None =
     if config.workers not in ("auto", rendezvous.world_size):
         raise ConfigError(
             f"workers = {config.workers}, but this is {rendezvous.world_size} process(es); start "
-            f"`torchrun --nproc-per-node {config.workers} -m nanoray.train ...`, or `python -m nanoray.launch`"
+            f"`torchrun --nproc-per-node {config.workers} -m nanoray.train ...`, or `python -m "
+            "nanoray.launch`"
         )
     if loaded.dry_run:
         dataset = prepare(config)
@@ -71,7 +75,8 @@ def run_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None =
         print("\n".join(dry_run_lines(config, notes, batch, dataset, where)))
         return 0
     if config.scaling == "none":
-        resolve_batch(config, Layout.of(config, ranks).dp)  # an impossible batch fails before the ranks meet
+        # An impossible batch fails before the ranks meet
+        resolve_batch(config, Layout.of(config, ranks).dp)
     store = None
     if rendezvous.world_size > 1 or rendezvous.agent_store:
         store = connect_store(rendezvous, config.init_timeout_s)
@@ -81,7 +86,8 @@ def run_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None =
     watchers = [choose_console(spec.config.max_steps, loaded.quiet)] if rendezvous.rank == 0 else []
     with summary_on_failure(spec) if rendezvous.rank == 0 else nullcontext():
         outcome = run_rank(spec, rendezvous, watchers, stop.wanted, store)
-    # All ranks report a stop by signal, also those without one, so that a supervisor treats them in the same way.
+    # All ranks report a stop by signal, also those without one, so that a supervisor treats them in
+    # the same way.
     code = (stop.exit_code or 128 + signal.SIGTERM) if outcome["exit_reason"] == "stopped" else 0
     if rendezvous.rank == 0:
         summary = write_summary(spec, outcome | {"exit_code": code}, restarts=spec.attempt)
@@ -95,7 +101,9 @@ def run_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None =
 
 
 def _shared_spec(loaded: Loaded, rendezvous: Rendezvous, store: Any, started: float) -> RunSpec:
-    """Open the run on rank 0, or reopen one that torchrun restarted. The other ranks get its record or the error."""
+    """Open the run on rank 0, or reopen one that torchrun restarted. The other ranks get its record
+    or the error.
+    """
     key, run_key = f"nanoray/{rendezvous.public}/spec", f"nanoray/{rendezvous.run_id}/run"
     if rendezvous.rank > 0:
         values = json.loads(store.get(key))
@@ -103,8 +111,13 @@ def _shared_spec(loaded: Loaded, rendezvous: Rendezvous, store: Any, started: fl
             raise RendezvousError(f"rank 0 refused the run: {values['refused']}")
         return RunSpec.from_dict(values)
     try:
-        if rendezvous.restarts and store and store.check([run_key]):  # torchrun's store outlives its ranks
-            spec = replace(RunSpec.from_dict(json.loads(store.get(run_key))), attempt=rendezvous.restarts, notes=())
+        # Torchrun's store outlives its ranks
+        if rendezvous.restarts and store and store.check([run_key]):
+            spec = replace(
+                RunSpec.from_dict(json.loads(store.get(run_key))),
+                attempt=rendezvous.restarts,
+                notes=(),
+            )
             spec = replace(spec, lock=lock_run(spec.folder)[0])
             write_attempt(spec)
             store.set(key, json.dumps(spec.to_dict()))
@@ -128,10 +141,14 @@ def _local_rendezvous(config: Config) -> Rendezvous:
     slices = take_own_slice(rendezvous.local_rank)
     gpus = torch.cuda.device_count() if config.device != "cpu" else 0
     if config.device in ("cuda", "mig") and not gpus:
-        raise ConfigError(f"device = {config.device}, but torch sees no GPU here; use device cpu, or `nanoray check`")
+        raise ConfigError(
+            f"device = {config.device}, but torch sees no GPU here; use device cpu, or `nanoray "
+            "check`"
+        )
     if gpus and config.device in ("cuda", "mig") and (config.device == "mig") != bool(slices):
         raise ConfigError(
-            f"device = {config.device}, but CUDA_VISIBLE_DEVICES names {'MIG slices' if slices else 'no MIG slice'}; "
+            f"device = {config.device}, but CUDA_VISIBLE_DEVICES names "
+            f"{'MIG slices' if slices else 'no MIG slice'}; "
             f"use --device {'mig' if slices else 'cuda'}, or set CUDA_VISIBLE_DEVICES"
         )
     threads = config.cpus_per_worker or available_cpus() / max(1, rendezvous.local_world_size)
@@ -141,7 +158,9 @@ def _local_rendezvous(config: Config) -> Rendezvous:
 
 
 def _with_backend(rendezvous: Rendezvous, config: Config, store: Any) -> Rendezvous:
-    """Choose the backend from the devices of all ranks, which they exchange in the store. (all ranks)"""
+    """Choose the backend from the devices of all ranks, which they exchange in the store. (all
+    ranks)
+    """
     if rendezvous.world_size == 1:
         return rendezvous
     me = RankDevice("cpu", "", "")
@@ -151,14 +170,21 @@ def _with_backend(rendezvous: Rendezvous, config: Config, store: Any) -> Rendezv
         me = RankDevice("mig" if mig else "cuda", platform.node(), card)
     prefix = f"nanoray/{rendezvous.public}/card"
     store.set(f"{prefix}/{rendezvous.rank}", json.dumps(me))
-    cards = [RankDevice(*json.loads(store.get(f"{prefix}/{rank}"))) for rank in range(rendezvous.world_size)]
-    choice = choose_backend(cards, config.backend, None if me.kind == "cpu" else runtime_nccl_version())
+    cards = [
+        RankDevice(*json.loads(store.get(f"{prefix}/{rank}")))
+        for rank in range(rendezvous.world_size)
+    ]
+    choice = choose_backend(
+        cards, config.backend, None if me.kind == "cpu" else runtime_nccl_version()
+    )
     env = tuple(choice.env.items())
     return replace(rendezvous, backend=choice.backend, backend_reason=choice.reason, env=env)
 
 
 class StopSignals:
-    """Turn SIGINT, SIGTERM and SIGHUP into a request to stop after this step; a second SIGINT stops at once."""
+    """Turn SIGINT, SIGTERM and SIGHUP into a request to stop after this step; a second SIGINT stops
+    at once.
+    """
 
     def __init__(self) -> None:
         self._signal = 0

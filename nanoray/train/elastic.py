@@ -1,12 +1,14 @@
-"""The outer loop: train in a group of ranks; when a rank is lost, leave, meet the others, and build a new engine.
+"""The outer loop: train in a group of ranks; when a rank is lost, leave, meet the others, and build
+a new engine.
 
     survivor   collective error ─► leave the groups ─► wait for the driver ─┐
     newcomer   process starts ─► imports torch ─────────────────────────────┴► meet ─► furthest ─► share ─► new engine
 
-The new process group broadcasts the state of the rank with the most completed steps: nothing is read from disk and no
-completed step is repeated. Survivors can be one step apart, because the last all-reduce may have finished on some of
-them only. All ranks repeat the interrupted step with the same data and dropout, so the losses equal those of a run
-without the fault. Of a sharded state no rank has all: mirror.py puts it together.
+The new process group broadcasts the state of the rank with the most completed steps: nothing is
+read from disk and no completed step is repeated. Survivors can be one step apart, because the last
+all-reduce may have finished on some of them only. All ranks repeat the interrupted step with the
+same data and dropout, so the losses equal those of a run without the fault. Of a sharded state no
+rank has all: mirror.py puts it together.
 """
 
 from __future__ import annotations
@@ -29,12 +31,13 @@ from nanoray.points import reached
 from nanoray.run import RunSpec
 from nanoray.state import TrainState
 from nanoray.train.engine import Engine, Regroup
-from nanoray.train.optim import make_optimizer
-from nanoray.train.replicas import agreed, digest
+from nanoray.train.guard.replicas import agreed, digest
+from nanoray.train.optim.groups.groups import make_optimizer
 from nanoray.train.tasks import task_of
 
 log = logging.getLogger("nanoray")
-Rejoin = Callable[[str], tuple[RunSpec, Rendezvous]]  # takes the error; returns once the lost rank has been replaced
+# Takes the error; returns once the lost rank has been replaced
+Rejoin = Callable[[str], tuple[RunSpec, Rendezvous]]
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,10 @@ class Group:
 
     spec: RunSpec
     mesh: Mesh
-    source: int | None = None  # the rank that sends its state to the others; None at the start of a run
-    strays: tuple[int, ...] = ()  # ranks whose state differed from that of the majority, whose `source` is one
+    # The rank that sends its state to the others; None at the start of a run
+    source: int | None = None
+    # Ranks whose state differed from that of the majority, whose `source` is one
+    strays: tuple[int, ...] = ()
 
 
 def train_in_groups(
@@ -54,10 +59,12 @@ def train_in_groups(
     meet: Callable[[RunSpec, Rendezvous], Mesh],
     rejoin: Rejoin | None,
 ) -> dict[str, Any]:
-    """Run the loop in one group after another until the run is over, and return its outcome. (all ranks)
+    """Run the loop in one group after another until the run is over, and return its outcome. (all
+    ranks)
 
-    `build` makes an engine for a group and fills `state`; `meet` joins the next group; `rejoin` waits for the driver's
-    orders. A rank may also be lost while the others meet or build; it is replaced in the same way.
+    `build` makes an engine for a group and fills `state`; `meet` joins the next group; `rejoin`
+    waits for the driver's orders. A rank may also be lost while the others meet or build; it is
+    replaced in the same way.
     """
     group, orders = first, None
     while True:
@@ -77,13 +84,19 @@ def train_in_groups(
             lost = "the driver ordered a new group"
         except torch.OutOfMemoryError as error:  # on a GPU: a retry would fail in the same way
             raise ConfigError(
-                f"out of GPU memory ({str(error).splitlines()[0]}); halve --micro_batch_size: accumulation doubles "
+                f"out of GPU memory ({str(error).splitlines()[0]}); halve --micro_batch_size: "
+                "accumulation doubles "
                 "and the result stays the same"
             ) from error
         except Exception as error:
-            # A rank that holds the state outlives what its peers say in a meeting: a newcomer may be the unfit one.
-            # A state that is lost is so on all ranks: they end, and start again from the newest checkpoint.
-            unmet = isinstance(error, NanorayError) and not engine and not isinstance(error, (StateLost, StateDiverged))
+            # A rank that holds the state outlives what its peers say in a meeting: a newcomer may
+            # be the unfit one. A state that is lost is so on all ranks: they end, and start again
+            # from the newest checkpoint.
+            unmet = (
+                isinstance(error, NanorayError)
+                and not engine
+                and not isinstance(error, (StateLost, StateDiverged))
+            )
             peer_lost = is_collective_error(error) or unmet
             if rejoin is None or not state.whole or not peer_lost:
                 raise
@@ -103,7 +116,8 @@ def train_in_groups(
 def leave(group: Group, state: TrainState) -> None:
     """Release the broken group; weights, optimizer and data cursor stay as they are.
 
-    So do gradients with which the step in progress can be finished. A model that the group has cut refers to it.
+    So do gradients with which the step in progress can be finished. A model that the group has cut
+    refers to it.
     """
     if not state.can_finish:
         for optimizer in state.optimizers:
@@ -111,7 +125,8 @@ def leave(group: Group, state: TrainState) -> None:
     config = group.spec.config
     if config.tp * config.pp * config.ep > 1 or config.dp_mode == "fsdp":
         state.leave_model()
-    gc.collect()  # frees the DDP wrapper with its hooks on the parameters and its reference to the group
+    # Frees the DDP wrapper with its hooks on the parameters and its reference to the group
+    gc.collect()
     group.mesh.leave()
     abandon_groups()  # of a join that failed
 
@@ -138,17 +153,20 @@ def compares(config: Config) -> bool:
 def furthest(
     mesh: Mesh, state: TrainState | None, precision: str, compare: bool
 ) -> tuple[int, str, int, tuple[int, ...]]:
-    """Return the rank with the most completed steps, the run's precision, and that number of steps. (all ranks)
+    """Return the rank with the most completed steps, the run's precision, and that number of steps.
+    (all ranks)
 
-    With `compare` it is one of the majority of these ranks, and the last value are those of them that differ. A new
-    rank has no state yet. Raises RuntimeError when no rank has one, which the driver prevents; StateDiverged when there
-    is no majority.
+    With `compare` it is one of the majority of these ranks, and the last value are those of them
+    that differ. A new rank has no state yet. Raises RuntimeError when no rank has one, which the
+    driver prevents; StateDiverged when there is no majority.
     """
     own = (state.step, precision) if state and state.whole else (-1, "")
     standing = mesh.all_gather(own)
     step, precision = max(standing)
     if step < 0:
-        raise RuntimeError("no rank holds the run's state any more; the run continues from a checkpoint")
+        raise RuntimeError(
+            "no rank holds the run's state any more; the run continues from a checkpoint"
+        )
     source, strays = standing.index((step, precision)), tuple[int, ...]()
     if compare:
         own_digest = digest(state) if state and own == (step, precision) else None
@@ -160,16 +178,18 @@ def told_of_strays(group: Group) -> str:
     """Return the warning for a group in which a minority held another state."""
     ranks = ", ".join(map(str, group.strays))
     return (
-        f"after a rank was lost the state of rank {ranks} differs from the majority's: a flipped bit, or a faulty "
+        f"after a rank was lost the state of rank {ranks} differs from the majority's: a flipped "
+        "bit, or a faulty "
         f"device. All take over the state of rank {group.source}; training goes on"
     )
 
 
 def rehearse(spec: RunSpec) -> None:
-    """Run a rank's first operations once, alone and on CPU, so that a spare takes a slot without their delay.
+    """Run a rank's first operations once, alone and on CPU, so that a spare takes a slot without
+    their delay.
 
-    The first model, optimizer, process group and DDP wrapper of a process load code and take a second or two; the
-    second ones take milliseconds. Nothing else remains of them.
+    The first model, optimizer, process group and DDP wrapper of a process load code and take a
+    second or two; the second ones take milliseconds. Nothing else remains of them.
     """
     torch.set_num_threads(1)
     if spec.config.model == "own":
@@ -178,7 +198,9 @@ def rehearse(spec: RunSpec) -> None:
     alone = task.model()
     optimizer = make_optimizer(alone, spec.config)
     data = task.data(torch.device("cpu"))
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     model = DistributedDataParallel(alone)
     for _ in range(2):  # DDP regroups its buckets at the start of the second pass
         model(*data.train_batch(0, 1)).backward()

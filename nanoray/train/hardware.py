@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from nanoray.mesh.devices import Device, cpu_name, discover_gpus, driver_version
+from nanoray.devices.device import Device
+from nanoray.devices.gpus import discover_gpus, driver_version
+from nanoray.devices.host import cpu_name
 from nanoray.mesh.mesh import Mesh
 
 
@@ -12,7 +14,8 @@ def this_device(mesh: Mesh) -> Device | None:
     """Return NVML's record of this rank's GPU or slice; None on CPU, or when NVML has none."""
     if mesh.device.type != "cuda":
         return None
-    usable = [gpu for gpu in discover_gpus() if not gpu.mig_mode]  # a card in MIG mode only holds slices
+    # A card in MIG mode only holds slices
+    usable = [gpu for gpu in discover_gpus() if not gpu.mig_mode]
     properties = torch.cuda.get_device_properties(mesh.device)
     own = [gpu for gpu in usable if str(properties.uuid) in gpu.uuid]
     alike = [gpu for gpu in usable if abs(gpu.memory_bytes / properties.total_memory - 1) < 0.1]
@@ -28,12 +31,15 @@ def hardware(mesh: Mesh) -> str:
 
 
 def compare_hardware(mesh: Mesh) -> tuple[str, ...]:
-    """Return a line that names the ranks with other hardware than rank 0's, if any. (all ranks; lines on rank 0)"""
+    """Return a line that names the ranks with other hardware than rank 0's, if any. (all ranks;
+    lines on rank 0)
+    """
     found = mesh.gather(hardware(mesh)) or [""]
     others = [f"rank {rank} {name}" for rank, name in enumerate(found) if name != found[0]]
     if not others:
         return ()
     return (
-        f"warning  ranks run on different hardware: rank 0 {found[0]}; {'; '.join(others)}. The slowest sets the pace, "
+        f"warning  ranks run on different hardware: rank 0 {found[0]}; {'; '.join(others)}. The "
+        "slowest sets the pace, "
         "and a step that another kind does again may differ in its last bits",
     )

@@ -1,52 +1,40 @@
 """The recipe: a RunSpec and a Rendezvous become data, model, optimizer and engine. No Ray here.
 
-`python -m nanoray.train` runs it in this process; torchrun, or RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the
-environment, make it one rank of many. The Ray actors of nanoray.launch call the same `train`.
+`python -m nanoray.train` runs it in this process; torchrun, or RANK, WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT in the environment, make it one rank of many. The Ray actors of nanoray.launch call the
+same `train`.
 """
 
 from __future__ import annotations
 
-import faulthandler
-import hashlib
-import json
 import logging
 import os
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nanoray import __version__
-from nanoray.checkpoint.files import load, void_unfinished
 from nanoray.checkpoint.find import newest_rank_states, newest_valid
 from nanoray.checkpoint.writer import CheckpointWriter
-from nanoray.config import Batch, Config, batch_for, resolve_batch
-from nanoray.data.prepare import prepare
+from nanoray.config import Batch, batch_for, resolve_batch
 from nanoray.data.tokens import MicroBatches
-from nanoray.data.verify import sampled_hash, verify
-from nanoray.errors import CheckpointError, ConfigError, DataError, NanorayError
+from nanoray.data.verify import verify
+from nanoray.devices.host import keep_freed_memory
+from nanoray.devices.peaks import peak_flops
+from nanoray.errors import NanorayError
 from nanoray.faults.plan import Injector
 from nanoray.faults.progress import UNKNOWN, ProgressFile
-from nanoray.mesh.devices import (
-    Device,
-    choose_attention,
-    choose_precision,
-    cpu_features,
-    keep_freed_memory,
-    peak_flops,
-)
 from nanoray.mesh.layout import Layout, mirrored
 from nanoray.mesh.mesh import Mesh, join
 from nanoray.mesh.pieces import whole_shards
 from nanoray.mesh.rendezvous import Order, Rendezvous
 from nanoray.models.build import shape_of
-from nanoray.models.fp8 import EMULATED, in_hardware, use_fp8
-from nanoray.parallel.fsdp import units_of
+from nanoray.models.fp8 import use_fp8
+from nanoray.models.precision import LossScaler, autocast, float32_products, weight_type
+from nanoray.parallel.compile import compile_layers
 from nanoray.parallel.plan import Loss, Plan
 from nanoray.points import reached
 from nanoray.run import RunSpec
@@ -55,21 +43,34 @@ from nanoray.state import Holding, TrainState, share
 from nanoray.trace.ledger import Ledger
 from nanoray.trace.log import CommLog, CommTrace
 from nanoray.trace.recorder import CommRecorder
-from nanoray.train.certificate import append
+from nanoray.train.agree import (
+    agree_on_precision,
+    describe,
+    facts,
+    find_checkpoint,
+    log_to,
+    require_shared_folder,
+    resolve_precision,
+    resolved,
+    told_of_group,
+)
 from nanoray.train.elastic import Group, Rejoin, compares, furthest, told_of_strays, train_in_groups
-from nanoray.train.engine import Engine, Workload, read_checkpoint
-from nanoray.train.guards import Guards
-from nanoray.train.hardware import compare_hardware, hardware, this_device
-from nanoray.train.memory_timeline import MemoryTimeline
+from nanoray.train.engine import Engine
+from nanoray.train.guard.certificate import append
+from nanoray.train.guard.guards import Guards
+from nanoray.train.hardware import compare_hardware, this_device
 from nanoray.train.mirror import copy_to_mirror, recover
-from nanoray.train.observers import Callback, Observers
-from nanoray.train.precision import LossScaler, autocast, float32_products, weight_type
-from nanoray.train.profile import Profile
-from nanoray.train.statistics import Statistics
+from nanoray.train.saving import read_checkpoint
 from nanoray.train.tasks import ConfiguredTask, Task, task_of
+from nanoray.train.watch.memory_timeline import MemoryTimeline
+from nanoray.train.watch.observers import Callback, Observers
+from nanoray.train.watch.profile import Profile
+from nanoray.train.watch.statistics import Statistics
+from nanoray.train.workload import Workload
 
 log = logging.getLogger("nanoray")
-COMPILED_VERSIONS = 64
+
+
 Meet = Callable[..., Mesh]  # takes what nanoray.mesh.mesh.join takes
 
 
@@ -85,10 +86,11 @@ def train(
 ) -> dict[str, Any]:
     """Train `spec` as one rank and return the outcome as plain data. (all ranks)
 
-    `watchers` receive notes and records on rank 0. `wanted` is called once per step: STOP on any rank stops all ranks
-    after the same step, with a checkpoint; REGROUP makes them form new groups. `rejoin` is called for REGROUP and when
-    a peer is lost, and returns the spec and rendezvous to continue with. `meet` forms the process groups. `task_of`
-    returns model and data. Raises NanorayError when the run cannot start or continue.
+    `watchers` receive notes and records on rank 0. `wanted` is called once per step: STOP on any
+    rank stops all ranks after the same step, with a checkpoint; REGROUP makes them form new groups.
+    `rejoin` is called for REGROUP and when a peer is lost, and returns the spec and rendezvous to
+    continue with. `meet` forms the process groups. `task_of` returns model and data. Raises
+    NanorayError when the run cannot start or continue.
     """
     require_shared_folder(spec, rendezvous)
     if spec.dataset.kind != "own":
@@ -104,8 +106,12 @@ def train(
     def meet_others(spec: RunSpec, rendezvous: Rendezvous, store: Any = None) -> Mesh:
         injector.plan(spec.config.faults, rendezvous.slot, spec.attempt, spec.started)
         reached("meet")
-        log.info("attempt %d, pid %d, nice %d, %s", spec.attempt, os.getpid(), os.nice(0), rendezvous)
-        mesh = meet(rendezvous, facts(spec), spec.config.timeout_s, spec.config.init_timeout_s, store)
+        log.info(
+            "attempt %d, pid %d, nice %d, %s", spec.attempt, os.getpid(), os.nice(0), rendezvous
+        )
+        mesh = meet(
+            rendezvous, facts(spec), spec.config.timeout_s, spec.config.init_timeout_s, store
+        )
         reached("met")
         log.info("met the group")
         return mesh
@@ -116,15 +122,20 @@ def train(
         source, precision, _, strays = furthest(mesh, None, "", compares(spec.config))
     else:
         precision, why = agree_on_precision(mesh, resolve_precision(spec.config, mesh))
-        resume, resume_step, notes = mesh.broadcast(find_checkpoint(spec) if mesh.rank == 0 else ("", 0, ()))
+        resume, resume_step, notes = mesh.broadcast(
+            find_checkpoint(spec) if mesh.rank == 0 else ("", 0, ())
+        )
         spec = replace(spec, resume=resume, notes=(*spec.notes, *notes, *compare_hardware(mesh)))
     use_products(mesh.device, precision)
     task = task_of(spec)
     spec = replace(spec, config=resolved(spec.config, mesh, precision, task.settings()))
     if isinstance(task, ConfiguredTask):
-        task.spec = spec  # whose attention is no longer `auto`, as the model would not understand it
+        # Whose attention is no longer `auto`, as the model would not understand it
+        task.spec = spec
     group = Group(spec, mesh, source, strays)
-    recipe = Recipe(group, watchers, wanted, injector, task, bool(rejoin) and spec.config.mirrors(mesh.backend))
+    recipe = Recipe(
+        group, watchers, wanted, injector, task, bool(rejoin) and spec.config.mirrors(mesh.backend)
+    )
 
     def wait_for_orders(lost: str) -> tuple[RunSpec, Rendezvous]:
         assert rejoin
@@ -138,7 +149,9 @@ def train(
         for line in describe(spec, recipe.batch_for(mesh), mesh, recipe.device, why, recipe.task):
             recipe.observers.note(line)
     try:
-        outcome = train_in_groups(group, recipe.state, recipe.build, meet_others, rejoin and wait_for_orders)
+        outcome = train_in_groups(
+            group, recipe.state, recipe.build, meet_others, rejoin and wait_for_orders
+        )
         if recipe.observers.callbacks and outcome["exit_reason"] == "finished":  # rank 0 only
             try:
                 outcome["sample"] = recipe.task.closing(partial(recipe.whole_model, spec))
@@ -155,7 +168,8 @@ def use_products(device: torch.device, precision: str) -> None:
     """Let float32 matrix products and convolutions on a GPU be as exact as a precision wants them."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision(float32_products(precision))
-        torch.backends.cudnn.allow_tf32 = precision != "fp32"  # convolutions have a setting of their own
+        # Convolutions have a setting of their own
+        torch.backends.cudnn.allow_tf32 = precision != "fp32"
 
 
 class Recipe:
@@ -173,7 +187,9 @@ class Recipe:
         task: Task,
         mirrors: bool = False,
     ) -> None:
-        """Make model, optimizer and data; nothing communicates. `mirrors`: another rank has each rank's share, too."""
+        """Make model, optimizer and data; nothing communicates. `mirrors`: another rank has each
+        rank's share, too.
+        """
         spec, mesh = group.spec, group.mesh
         cfg = self._cfg = spec.config
         self._wanted, self.device, self._mirrors = wanted, this_device(mesh), mirrors
@@ -183,7 +199,9 @@ class Recipe:
         self._injector, injector.model_of = injector, lambda: self.state.model
         model = self._new_model(mesh.device)
         self.scaler = LossScaler(mesh.device, cfg.precision.startswith("fp16"), late=cfg.pure)
-        self.guards = Guards(cfg, self.batch_for(mesh), mesh.device, self.scaler if self.scaler.enabled else None)
+        self.guards = Guards(
+            cfg, self.batch_for(mesh), mesh.device, self.scaler if self.scaler.enabled else None
+        )
         self.state = TrainState(model, task.optimizer(model, None), self.scaler, self.guards)
         self.data = self.task.data(mesh.device)
         self.observers = Observers(spec, watchers)
@@ -192,11 +210,15 @@ class Recipe:
         self.profile = Profile(cfg, self.observers.note)
         self.writer = CheckpointWriter(spec, self.observers.note, self.observers.saved)
         self.progress = ProgressFile(spec.progress(mesh.slot))
-        self.ledger = Ledger(spec.ledger(mesh.slot), spec.started, group.source is not None or spec.attempt > 0)
+        self.ledger = Ledger(
+            spec.ledger(mesh.slot), spec.started, group.source is not None or spec.attempt > 0
+        )
 
     @property
     def model(self) -> nn.Module:
-        """The model of the present group. Only the state keeps it, because it may refer to the group."""
+        """The model of the present group. Only the state keeps it, because it may refer to the
+        group.
+        """
         return self.state.model
 
     def _new_model(self, device: torch.device) -> nn.Module:
@@ -213,7 +235,8 @@ class Recipe:
     def batch_for(self, mesh: Mesh) -> Batch:
         """Return how the group's ranks share the global batch, whose size is fixed."""
         full, now = (Layout.of(self._cfg, ranks).dp for ranks in (mesh.slots, mesh.world_size))
-        return batch_for(self._cfg, full, now) or resolve_batch(self._cfg, full)  # ranks that only save do no step
+        # Ranks that only save do no step
+        return batch_for(self._cfg, full, now) or resolve_batch(self._cfg, full)
 
     def build(self, group: Group) -> Engine:
         """Build the engine of a group; afterwards `state` holds the state of the run. (all ranks)"""
@@ -221,16 +244,22 @@ class Recipe:
         batch, known = self.batch_for(mesh), state.whole
         loss = partial(mean_loss, mesh.device.type, self._cfg.precision, loss=self.task.loss)
         layout = Layout.of(self._cfg, mesh.world_size)
-        distance, owner = mirrored(layout, mesh.rank, mesh.all_gather(mesh.local_rank)) if self._mirrors else (0, 0)
+        distance, owner = (
+            mirrored(layout, mesh.rank, mesh.all_gather(mesh.local_rank))
+            if self._mirrors
+            else (0, 0)
+        )
         if state.left is not None:  # the model was cut, for a group that is gone
             with torch.random.fork_rng(devices=[]):
                 state.model = self._new_model(mesh.device)
         par = self.plan(self.model, mesh, self._cfg, batch.accum, loss, self.scaler.scale, distance)
         state.take_left()
-        state.memory = par.memory  # of this group: what another number or set of ranks had left over is gone
+        # Of this group: what another number or set of ranks had left over is gone
+        state.memory = par.memory
         if self._cfg.grad_compress != "none" and not par.compresses:
             observers.note(
-                f"note    grad_compress = {self._cfg.grad_compress} does nothing: one data rank sends no gradients"
+                f"note    grad_compress = {self._cfg.grad_compress} does nothing: one data rank "
+                "sends no gradients"
             )
         if self._cfg.sharded:
             kept = self._holdings(par, mesh.rank, owner, known)
@@ -244,13 +273,20 @@ class Recipe:
             if group.strays:
                 self.guards.count_healed(len(group.strays))
                 observers.note(f"warning  {told_of_strays(group)}")
-            if not known:  # a new rank: its loader goes on from the newest checkpoint, and skips what was read since
+            # A new rank: its loader goes on from the newest checkpoint, and skips what was read
+            # since
+            if not known:
                 self.task.load_data(partial(newest_rank_states, spec.checkpoints, spec.resume))
             observers.open(mesh.rank, state.reported_step)
             observers.catch_up(state.session.newest, state.reported_step)
-            observers.note(f"rejoin  from step {state.step} in the memory of rank {group.source}; no step is repeated")
+            observers.note(
+                f"rejoin  from step {state.step} in the memory of rank {group.source}; no step is "
+                "repeated"
+            )
             if par.memory is not None:
-                observers.note("rejoin  what compressed gradients had left to send is gone with the group")
+                observers.note(
+                    "rejoin  what compressed gradients had left to send is gone with the group"
+                )
         elif spec.resume:
             shape = shape_of(self._cfg, spec.dataset.vocab_size).to_dict()
             saved = read_checkpoint(spec.resume, spec, mesh, state, shape, par, observers.note)
@@ -272,7 +308,8 @@ class Recipe:
         listeners += self.profile.begin(spec, mesh, state.step)
         listeners += [self._injector] if spec.config.faults else []
         log.info("built the model")
-        if group.source is not None:  # only now: the group that writes may not break before it trains
+        # Only now: the group that writes may not break before it trains
+        if group.source is not None:
             self.writer.go_on(spec, mesh.rank)
         return Engine(
             spec=spec,
@@ -292,14 +329,24 @@ class Recipe:
         )
 
     def _holdings(self, par: Plan, rank: int, owner: int, known: bool) -> list[Holding]:
-        """Return what this rank keeps, at step 0: own shards, and those that it mirrors. `known`: it has others now."""
+        """Return what this rank keeps, at step 0: own shards, and those that it mirrors. `known`:
+        it has others now.
+        """
         own = whole_shards(self.model) if par.shards is None else par.shards
-        kept = [(own, rank), *([(par.mirror_shards, owner)] if par.mirror_shards is not None else [])]
+        kept = [
+            (own, rank),
+            *([(par.mirror_shards, owner)] if par.mirror_shards is not None else []),
+        ]
         whole, make = par.shards is None and not known, self.task.optimizer
-        return [Holding(shards, make(self.model, None if whole else shards), owner) for shards, owner in kept]
+        return [
+            Holding(shards, make(self.model, None if whole else shards), owner)
+            for shards, owner in kept
+        ]
 
     def whole_model(self, spec: RunSpec) -> nn.Module:
-        """Return the model with all weights, from the newest checkpoint where no rank has them. (rank 0 only)"""
+        """Return the model with all weights, from the newest checkpoint where no rank has them.
+        (rank 0 only)
+        """
         if not self.state.shards_weights:
             return self.model
         newest, _ = newest_valid(spec.checkpoints)
@@ -315,36 +362,18 @@ class Recipe:
 
 
 def mean_loss(
-    device_type: str, precision: str, model: nn.Module, x: Tensor, y: Tensor, loss: Loss | None = None
+    device_type: str,
+    precision: str,
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    loss: Loss | None = None,
 ) -> Tensor:
-    """Return a model's mean loss over a batch, computed in the run's precision; without `loss` it is model(x, y)."""
+    """Return a model's mean loss over a batch, computed in the run's precision; without `loss` it
+    is model(x, y).
+    """
     with autocast(device_type, precision):
         return loss(model, x, y) if loss else model(x, y)
-
-
-def compile_layers(model: nn.Module, config: Config) -> None:
-    """Compile each layer in a model's lists of layers, or a model without any as a whole, at its first call.
-
-    Per layer, so that DDP's hooks between layers still overlap communication. Layers of a class share their code, and
-    torch keeps only 8 versions of it by default: a ResNet's blocks are of 5 kinds, each in training, in evaluation, and
-    in a last, smaller batch. Their sizes are few, so each gets a version with fixed sizes, in any order of calls.
-
-    With CUDA graphs a layer's outputs and gradients lie where its next replay writes. So a model's call tells torch
-    when nobody needs them any more: when the weights have no gradients, as at the first micro batch of a step.
-    """
-    torch._dynamo.config.recompile_limit = max(COMPILED_VERSIONS, torch._dynamo.config.recompile_limit)
-    graphs = config.compile == "cuda_graphs"
-    for layer in units_of(model) or [model]:
-        dynamic = False if config.model == "resnet" else None
-        layer.compile(dynamic=dynamic, mode="reduce-overhead" if graphs else None)
-    if graphs:
-        model.register_forward_pre_hook(_reuse_graph_memory)
-
-
-@torch.compiler.disable
-def _reuse_graph_memory(model: nn.Module, _: Any) -> None:
-    if all(p.grad is None for p in model.parameters()):
-        torch.compiler.cudagraph_mark_step_begin()
 
 
 def comm_trace(spec: RunSpec, mesh: Mesh, par: Plan, resume_step: int) -> CommTrace | None:
@@ -356,144 +385,17 @@ def comm_trace(spec: RunSpec, mesh: Mesh, par: Plan, resume_step: int) -> CommTr
     recorder = CommRecorder(mesh, cfg.trace_every, par.reduce, profile, par.data)
     twin = par.add_twin(recorder.hook)
     names = partial(recorder.buckets, twin) if twin else lambda: par.bucket_names
-    sizes = {"tp": cfg.tp, "pp": cfg.pp, "dp": par.data.size, "ep": cfg.ep, "edp": par.data.size // cfg.ep}
+    sizes = {
+        "tp": cfg.tp,
+        "pp": cfg.pp,
+        "dp": par.data.size,
+        "ep": cfg.ep,
+        "edp": par.data.size // cfg.ep,
+    }
     bubble = par.bubble if cfg.pp > 1 else None
     log_of_all = None
     if mesh.rank == 0:
-        log_of_all = CommLog(spec.folder / "comm", resume_step, spec.attempt, sizes, bubble, spec.started)
+        log_of_all = CommLog(
+            spec.folder / "comm", resume_step, spec.attempt, sizes, bubble, spec.started
+        )
     return CommTrace(mesh, recorder, names, log_of_all)
-
-
-def require_shared_folder(spec: RunSpec, rendezvous: Rendezvous) -> None:
-    """Raise when this node does not see the run's folder, or has a different dataset than the driver."""
-    if not (spec.folder / "run.json").exists():
-        raise ConfigError(
-            f"rank {rendezvous.rank} on {platform.node()} does not see the run's folder {spec.folder}; "
-            "give an --out_dir on storage that all nodes share"
-        )
-    if not spec.dataset.path.exists() and prepare(spec.config).tokens_sha256 != spec.dataset.tokens_sha256:
-        raise DataError(
-            f"rank {rendezvous.rank} on {platform.node()} prepared different tokens of {spec.config.dataset} than "
-            "the driver did; give a --data_dir on storage that all nodes share"
-        )
-
-
-def facts(spec: RunSpec) -> dict[str, str]:
-    """Return what all ranks must agree on before they exchange a gradient: what each of them really has."""
-    config = json.dumps(spec.config.model_dump(), sort_keys=True)
-    return {
-        "configuration (sha256)": hashlib.sha256(config.encode()).hexdigest()[:16],
-        "nanoray": __version__,
-        "code of nanoray (sha256)": code_hash(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "dataset (sha256)": spec.dataset.tokens_sha256[:16],
-        "tokens on its disk (sampled sha256)": "" if spec.dataset.kind == "own" else sampled_hash(spec.dataset.path),
-        "attempt": str(spec.attempt),
-        "run folder": spec.folder.name,
-    }
-
-
-@cache
-def code_hash() -> str:
-    """Return a hash of the sources that decide what a step computes, as this process finds them."""
-    root, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
-    for room in ("mesh", "data", "models", "parallel", "checkpoint", "trace", "train"):
-        for path in sorted((root / room).glob("*.py")):
-            digest.update(path.name.encode() + path.read_bytes())
-    digest.update((root / "state.py").read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def resolve_precision(config: Config, mesh: Mesh) -> tuple[str, str]:
-    """Return the precision that suits this rank, and the reason for it."""
-    cuda = mesh.device.type == "cuda"
-    bf16_gpu = torch.cuda.get_device_capability(mesh.device)[0] >= 8 if cuda else None
-    precision, why = choose_precision(config, mesh.device.type, cpu_features(), bf16_gpu)
-    return precision, f"{why}; {EMULATED}" if precision == "fp8" and not in_hardware(mesh.device) else why
-
-
-def resolved(config: Config, mesh: Mesh, precision: str, settings: dict[str, Any]) -> Config:
-    """Return the configuration with what this rank's device decides, and what the task does."""
-    update = {"precision": precision, **settings}
-    if config.model == "gpt":
-        update["attention"] = choose_attention(config, mesh.device.type, precision, cpu_features())
-    return config.model_copy(update=update)
-
-
-def agree_on_precision(mesh: Mesh, own: tuple[str, str]) -> tuple[str, str]:
-    """Return one precision that all ranks support, and its reason. (all ranks)"""
-    proposals = mesh.gather(own)
-    choice = own
-    if proposals is not None and len({precision for precision, _ in proposals}) > 1:
-        lowest = "fp32" if any(precision == "fp32" for precision, _ in proposals) else "fp16"
-        choice = (lowest, f"ranks differ: {', '.join(precision for precision, _ in proposals)}")
-    return mesh.broadcast(choice)
-
-
-def told_of_group(spec: RunSpec, mesh: Mesh, step: int) -> dict[str, Any]:
-    """Return what a re-enactment needs to know of a group that goes on after `step`, for certificate.py."""
-    return {
-        "group": step,
-        "attempt": spec.attempt,
-        "resume": spec.resume,  # run.json has that of the newest command
-        "ranks": mesh.world_size,
-        "slots": mesh.slots,
-        "backend": mesh.backend,
-        "device": mesh.device.type,
-        "threads": torch.get_num_threads(),
-        "hardware": hardware(mesh),
-        "torch": str(torch.__version__),
-        "code": code_hash(),
-        "config": spec.config.model_dump(),
-    }
-
-
-def describe(
-    spec: RunSpec, batch: Batch, mesh: Mesh, device: Device | None, why_precision: str, task: Task
-) -> list[str]:
-    """Return the lines printed before training; each derived value has its reason."""
-    data, model = task.lines(batch)
-    where = f"CPU, {torch.get_num_threads()} thread(s) per rank"
-    if mesh.device.type == "cuda":
-        where = device.name if device else torch.cuda.get_device_name(mesh.device)
-    return [
-        f"nanoray {__version__} · run {spec.folder.name} · {mesh.world_size} rank(s) = "
-        f"{Layout.of(spec.config, mesh.world_size)} · backend {mesh.backend} ({mesh.backend_reason}) · {where}",
-        data,
-        f"{model}, {spec.config.precision} ({why_precision})",
-        *spec.notes,
-    ]
-
-
-def find_checkpoint(spec: RunSpec) -> tuple[str, int, tuple[str, ...]]:
-    """Return the checkpoint to start from ("" for none), its step, and notes on damaged ones. (rank 0 only)
-
-    The run's own newest checkpoint takes precedence over the one that the run started from. Raises CheckpointError when
-    all are damaged, because starting from scratch would hide the loss.
-    """
-    if not spec.resume and not spec.attempt:
-        return "", 0, ()
-    void_unfinished(spec.checkpoints)
-    newest, damaged = newest_valid(spec.checkpoints)
-    if newest is None and spec.resume and Path(spec.resume) != spec.folder:
-        return spec.resume, load(Path(spec.resume)).meta["step"], tuple(f"resume  {note}" for note in damaged)
-    if newest is None and damaged:
-        raise CheckpointError(
-            f"every checkpoint of {spec.folder} is damaged: {'; '.join(damaged)}; start again with --resume none"
-        )
-    notes = tuple(f"resume  {note}" for note in damaged)
-    return (str(newest.path), newest.state.meta["step"], notes) if newest else ("", 0, notes)
-
-
-def log_to(path: Path) -> None:
-    """Write this rank's log, and the stacks of a crash, to its file in the run folder."""
-    handler = logging.StreamHandler(stream := path.open("a", encoding="utf-8"))
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    for old in log.handlers[:]:
-        log.removeHandler(old)
-        old.close()
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    faulthandler.enable(file=stream, all_threads=True)

@@ -1,4 +1,5 @@
-"""Train any module with nanoray's loop: the same checkpoints, recovery, parallelism and metrics as its own models have.
+"""Train any module with nanoray's loop: the same checkpoints, recovery, parallelism and metrics as
+its own models have.
 
 nanoray.launch(main, config) ─► Program, on every rank ─► main(run) ─► RuntimeEngine(model, ..., run).fit(data)
                                                                             └─► recipe.train with an OwnTask
@@ -22,22 +23,23 @@ from nanoray.data.dataset import own_data
 from nanoray.data.own import LOADER, OwnData
 from nanoray.data.tokens import Samples
 from nanoray.errors import CheckpointError, ConfigError
+from nanoray.forecast.own_models import DryRunEnded, own_lines
 from nanoray.mesh.pieces import Shard
 from nanoray.mesh.rendezvous import Order, Rendezvous
 from nanoray.models.batch_norm import replace_norms
 from nanoray.run import RunSpec
 from nanoray.state import PROBE, kept_alone
-from nanoray.train.dry_run import DryRunEnded, own_lines
-from nanoray.train.engine import Workload
 from nanoray.train.recipe import train
 from nanoray.train.tasks import Loss, RankStates
+from nanoray.train.workload import Workload
 
 log = logging.getLogger("nanoray")
 LossFn = Callable[[Any, Any], Tensor]  # (the model's output, targets) -> mean loss
 
 
 class Callback:
-    """Hooks for what a run reports. They run on rank 0 and only observe: what they raise is noted, and the run goes on.
+    """Hooks for what a run reports. They run on rank 0 and only observe: what they raise is noted,
+    and the run goes on.
 
     The step waits for them, so they must be quick. Override those that you need.
     """
@@ -73,7 +75,8 @@ class Run:
     store: Any = field(default=None, repr=False)
     rejoin: Any = field(default=None, repr=False)
     outcome: dict[str, Any] | None = None  # of `fit`
-    look: Callable[[OwnTask], None] | None = None  # of a dry run: gets what `fit` would train, and the script ends
+    # Of a dry run: gets what `fit` would train, and the script ends
+    look: Callable[[OwnTask], None] | None = None
 
     @property
     def config(self) -> Config:
@@ -101,22 +104,33 @@ class RuntimeEngine:
     ) -> None:
         """Take a model and the optimizer of its parameters. All ranks start from rank 0's weights.
 
-        The loss of a batch is loss_fn(model(inputs), targets), a mean over the batch; without `loss_fn`,
-        model(inputs, targets). The optimizer keeps its rates and groups; `lr` and `schedule` of the configuration
-        replace the rate of its first group, and the others keep their ratio to it. torch's BatchNorm is replaced, in
-        place, by one whose running statistics are equal on all ranks (models/batch_norm.py).
+        The loss of a batch is loss_fn(model(inputs), targets), a mean over the batch; without
+        `loss_fn`, model(inputs, targets). The optimizer keeps its rates and groups; `lr` and
+        `schedule` of the configuration replace the rate of its first group, and the others keep
+        their ratio to it. torch's BatchNorm is replaced, in place, by one whose running statistics
+        are equal on all ranks (models/batch_norm.py).
         """
-        self.model, self.optimizer, self.run, self.loss_fn, self.callbacks = model, optimizer, run, loss_fn, callbacks
+        self.model, self.optimizer, self.run, self.loss_fn, self.callbacks = (
+            model,
+            optimizer,
+            run,
+            loss_fn,
+            callbacks,
+        )
         replace_norms(model)
         self.groups = _group_of(model, optimizer)
         _require_plain_state(optimizer)
 
-    def fit(self, train_data: Any, val_data: Any = None, steps: int | None = None) -> dict[str, Any]:
-        """Train for `steps` optimizer steps, or max_steps of the configuration; return the outcome. (all ranks)
+    def fit(
+        self, train_data: Any, val_data: Any = None, steps: int | None = None
+    ) -> dict[str, Any]:
+        """Train for `steps` optimizer steps, or max_steps of the configuration; return the outcome.
+        (all ranks)
 
-        `train_data` and `val_data`: a dataset with len() and [], a DataLoader (its dataset is taken), or an iterable of
-        batches of micro_batch_size samples. Items and batches are pairs (inputs, targets). Raises ConfigError for a
-        second call, and NanorayError when the run cannot start or continue.
+        `train_data` and `val_data`: a dataset with len() and [], a DataLoader (its dataset is
+        taken), or an iterable of batches of micro_batch_size samples. Items and batches are pairs
+        (inputs, targets). Raises ConfigError for a second call, and NanorayError when the run
+        cannot start or continue.
         """
         run = self.run
         if run.outcome is not None:
@@ -134,7 +148,9 @@ class RuntimeEngine:
             return spec, run.rendezvous
 
         again = rejoin if run.rejoin else None
-        run.outcome = train(run.spec, run.rendezvous, watchers, run.wanted, run.store, again, task_of=task_of)
+        run.outcome = train(
+            run.spec, run.rendezvous, watchers, run.wanted, run.store, again, task_of=task_of
+        )
         for watcher in watchers:
             if isinstance(watcher, _Observer) and run.rank == 0:
                 watcher.on_end(run.outcome)
@@ -144,21 +160,32 @@ class RuntimeEngine:
 class OwnTask:
     """A model, optimizer and data of a script, as the recipe asks for them (tasks.Task)."""
 
-    def __init__(self, engine: RuntimeEngine, spec: RunSpec, train_data: Any, val_data: Any, steps: int | None) -> None:
+    def __init__(
+        self,
+        engine: RuntimeEngine,
+        spec: RunSpec,
+        train_data: Any,
+        val_data: Any,
+        steps: int | None,
+    ) -> None:
         self._engine, self._spec, self._steps = engine, spec, steps
         self._train_data, self._val_data = train_data, val_data
 
     def settings(self) -> dict[str, Any]:
-        """Return what the optimizer and the call of `fit` decide. Raises ConfigError for rates that cannot be."""
+        """Return what the optimizer and the call of `fit` decide. Raises ConfigError for rates that
+        cannot be.
+        """
         given, lr = self._engine.run.given, self._engine.optimizer.param_groups[0]["lr"]
         if not lr > 0:
             raise ConfigError(
-                f"the optimizer's first group has lr = {lr:g}, and the schedule sets all groups in proportion to it; "
+                f"the optimizer's first group has lr = {lr:g}, and the schedule sets all groups in "
+                "proportion to it; "
                 "give it a rate above 0, and freeze weights with requires_grad_(False)"
             )
         if "lr" not in given and "min_lr" in given and self._spec.config.min_lr > lr:
             raise ConfigError(
-                f"min_lr = {self._spec.config.min_lr:g} is above the optimizer's lr = {lr:g}; lower min_lr, or give "
+                f"min_lr = {self._spec.config.min_lr:g} is above the optimizer's lr = {lr:g}; "
+                "lower min_lr, or give "
                 "the optimizer a larger lr"
             )
         rates = {"lr": lr, "min_lr": 0.1 * lr} if "lr" not in given else {}
@@ -169,7 +196,8 @@ class OwnTask:
     def model(self) -> nn.Module:
         """Return the script's model, or with fsdp a copy: each group of a run cuts one, for good.
 
-        Weights in another order in memory (channels_last) are laid out anew: they travel, and are cut, as rows.
+        Weights in another order in memory (channels_last) are laid out anew: they travel, and are
+        cut, as rows.
         """
         anew = self._spec.config.dp_mode == "fsdp" and self._engine.run.rejoin is not None
         model = copy.deepcopy(self._engine.model) if anew else self._engine.model
@@ -186,14 +214,23 @@ class OwnTask:
             return own
         groups: list[dict[str, Any]] = []
         for number, group in enumerate(own.param_groups):
-            mine = [shard.param for shard in shards if self._engine.groups.get(shard.piece.name) == number]
-            groups.append({key: value for key, value in group.items() if key != "params"} | {"params": mine})
+            mine = [
+                shard.param
+                for shard in shards
+                if self._engine.groups.get(shard.piece.name) == number
+            ]
+            groups.append(
+                {key: value for key, value in group.items() if key != "params"} | {"params": mine}
+            )
         if not any(group["params"] for group in groups):
             raise ConfigError(
-                f"dp_mode = {self._spec.config.dp_mode} leaves rank {self._engine.run.rank} no element of this small "
+                f"dp_mode = {self._spec.config.dp_mode} leaves rank {self._engine.run.rank} no "
+                "element of this small "
                 "model; use fewer ranks, or dp_mode ddp"
             )
-        return type(own)([group for group in groups if group["params"]], lr=own.param_groups[0]["lr"])  # type: ignore[call-arg]
+        return type(own)(
+            [group for group in groups if group["params"]], lr=own.param_groups[0]["lr"]
+        )  # type: ignore[call-arg]
 
     def loss(self, model: nn.Module, x: Any, y: Any) -> Tensor:
         loss_fn = self._engine.loss_fn
@@ -205,9 +242,14 @@ class OwnTask:
         batch = resolve_batch(cfg, ranks)
         self._data = OwnData(self._train_data, self._val_data, cfg.seed, batch.micro, device, place)
         if self._data.in_batches and cfg.recovery == "shrink":
-            kind = f"a loader with a state, one of {ranks}" if self._data.stateful else "batches of a fixed size"
+            kind = (
+                f"a loader with a state, one of {ranks}"
+                if self._data.stateful
+                else "batches of a fixed size"
+            )
             raise ConfigError(
-                f"recovery = shrink changes the number of ranks and the micro batch, but the train data are {kind}; "
+                "recovery = shrink changes the number of ranks and the micro batch, but the train "
+                f"data are {kind}; "
                 "use recovery in_place or restart, or give a dataset with len() and []"
             )
         return self._data
@@ -215,8 +257,8 @@ class OwnTask:
     def load_data(self, saved: Callable[[], tuple[RankStates, int]]) -> str:
         """Let the script's loader go on from this rank's state in a checkpoint.
 
-        Raises CheckpointError when another number of ranks has saved it. Without a state in it, the loader begins
-        anew and what was used is read and skipped, as of any iterable.
+        Raises CheckpointError when another number of ranks has saved it. Without a state in it, the
+        loader begins anew and what was used is read and skipped, as of any iterable.
         """
         if not self._data.stateful:
             return ""
@@ -225,26 +267,35 @@ class OwnTask:
             return "resume  the checkpoint has no state of the loader: it begins anew and skips what was used"
         if len(states) != ranks:
             raise CheckpointError(
-                f"the checkpoint has the states of {len(states)} loaders, one of each rank, but now there are {ranks} "
-                f"ranks; resume with {len(states)} ranks, or give a dataset with len() and [], which any number shares"
+                f"the checkpoint has the states of {len(states)} loaders, one of each rank, but "
+                f"now there are {ranks} "
+                f"ranks; resume with {len(states)} ranks, or give a dataset with len() and [], "
+                "which any number shares"
             )
         self._data.load_state(states[self._engine.run.rank], samples)
         return f"resume  each rank's loader goes on from its own state after {samples} samples"
 
-    def workload(self, loss: Loss, device: torch.device, precision: str, peak: float | None) -> Workload:
+    def workload(
+        self, loss: Loss, device: torch.device, precision: str, peak: float | None
+    ) -> Workload:
         meta = {"model_shape": {}, "dataset": self._spec.dataset.to_dict()}
-        return Workload(loss, 1, None, None, meta, unit="samples", draws=True, loader=self._data.state_at)
+        return Workload(
+            loss, 1, None, None, meta, unit="samples", draws=True, loader=self._data.state_at
+        )
 
     def lines(self, batch: Batch) -> list[str]:
         numbers = sum(p.numel() for p in self._engine.model.parameters())
         return [
             "data   of the script",
-            f"batch  {batch.micro} samples × {batch.accum} accum × {batch.dp} dp = {batch.global_size} samples/step"
+            f"batch  {batch.micro} samples × {batch.accum} accum × {batch.dp} dp = "
+            f"{batch.global_size} samples/step"
             f"      model {type(self._engine.model).__name__}, {numbers / 1e6:.2f} M parameters",
         ]
 
     def example(self) -> tuple[Config, Batch, tuple[Any, Any]]:
-        """Return the configuration with what the script has decided, its batch, and the first micro batch."""
+        """Return the configuration with what the script has decided, its batch, and the first micro
+        batch.
+        """
         config = self._spec.config.model_copy(update=self.settings())
         batch = resolve_batch(config, self._engine.run.world_size)
         return config, batch, self.data(torch.device("cpu")).train_batch(0, batch.micro)
@@ -252,7 +303,9 @@ class OwnTask:
     def dry_run_lines(self, placement: str) -> list[str]:
         """Return what a dry run prints. Reads one micro batch."""
         (config, batch, example), engine = self.example(), self._engine
-        return own_lines(config, engine.model, engine.optimizer, self.loss, batch, example, placement)
+        return own_lines(
+            config, engine.model, engine.optimizer, self.loss, batch, example, placement
+        )
 
     def closing(self, model_of: Callable[[], nn.Module]) -> str | None:
         return None
@@ -281,18 +334,29 @@ class Program:
         return run.outcome
 
 
-def dry_run(main: Callable[[Run], Any], config: Config, given: frozenset[str], ranks: int, placement: str) -> None:
-    """Call a script's function up to `fit`, which prints mesh, batch and memory of a rank in place of training.
+def dry_run(
+    main: Callable[[Run], Any], config: Config, given: frozenset[str], ranks: int, placement: str
+) -> None:
+    """Call a script's function up to `fit`, which prints mesh, batch and memory of a rank in place
+    of training.
 
     The model is made in this process; no rank is started, no device taken and no run folder made.
     """
-    call_until_fit(main, config, given, ranks, lambda task: print("\n".join(task.dry_run_lines(placement))))
+    call_until_fit(
+        main, config, given, ranks, lambda task: print("\n".join(task.dry_run_lines(placement)))
+    )
 
 
 def call_until_fit(
-    main: Callable[[Run], Any], config: Config, given: frozenset[str], ranks: int, look: Callable[[OwnTask], None]
+    main: Callable[[Run], Any],
+    config: Config,
+    given: frozenset[str],
+    ranks: int,
+    look: Callable[[OwnTask], None],
 ) -> None:
-    """Call a script's function up to `fit`, which calls `look` in place of training and ends the function."""
+    """Call a script's function up to `fit`, which calls `look` in place of training and ends the
+    function.
+    """
     spec = RunSpec(config, own_data(), Path(config.out_dir), time.time())
     torch.manual_seed(config.seed)
     try:
@@ -348,7 +412,9 @@ class _Observer:
                 where = f"{type(self._callback).__name__}.{name}"
                 log.exception("%s failed", where)
                 for watcher in self._run.watchers:
-                    watcher.on_note(f"warning  {where} raised {type(error).__name__}: {error}; the run goes on")
+                    watcher.on_note(
+                        f"warning  {where} raised {type(error).__name__}: {error}; the run goes on"
+                    )
 
 
 def _require_plain_state(optimizer: torch.optim.Optimizer) -> None:
@@ -356,26 +422,34 @@ def _require_plain_state(optimizer: torch.optim.Optimizer) -> None:
     for key, value in (kept_alone(optimizer) or {}).items():
         if value.dim() and value.shape != PROBE:
             raise ConfigError(
-                f"{type(optimizer).__name__} keeps {key} of shape {list(value.shape)} for a parameter of shape "
-                f"{list(PROBE)}; checkpoints hold numbers and tensors shaped like the parameter: use another optimizer"
+                f"{type(optimizer).__name__} keeps {key} of shape {list(value.shape)} for a "
+                "parameter of shape "
+                f"{list(PROBE)}; checkpoints hold numbers and tensors shaped like the parameter: "
+                "use another optimizer"
             )
 
 
 def _group_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Return the number of the optimizer's group of each parameter. Raises ConfigError for a foreign parameter."""
+    """Return the number of the optimizer's group of each parameter. Raises ConfigError for a
+    foreign parameter.
+    """
     names = {id(p): name for name, p in model.named_parameters()}
     groups = {}
     for number, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
             if id(p) not in names:
                 raise ConfigError(
-                    f"the optimizer has a parameter of shape {tuple(p.shape)} that is not the model's; make it from "
+                    f"the optimizer has a parameter of shape {tuple(p.shape)} that is not the "
+                    "model's; make it from "
                     "model.parameters(), after the last change of the model"
                 )
             groups[names[id(p)]] = number
-    missing = [name for name, p in model.named_parameters() if p.requires_grad and name not in groups]
+    missing = [
+        name for name, p in model.named_parameters() if p.requires_grad and name not in groups
+    ]
     if missing:
         raise ConfigError(
-            f"the optimizer does not update {missing[0]}; give it all parameters, or set requires_grad to False"
+            f"the optimizer does not update {missing[0]}; give it all parameters, or set "
+            "requires_grad to False"
         )
     return groups

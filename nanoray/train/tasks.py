@@ -1,4 +1,6 @@
-"""What differs between a GPT on text and a ResNet on images. The recipe asks a task; the loop gets its Workload."""
+"""What differs between a GPT on text and a ResNet on images. The recipe asks a task; the loop gets
+its Workload.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ from nanoray.mesh.pieces import Shard
 from nanoray.models import costs, resnet_costs
 from nanoray.models.build import build_model
 from nanoray.models.gpt import GPT, ModelShape
+from nanoray.models.precision import autocast
 from nanoray.models.resnet import ResNetShape, loss_and_accuracy
 from nanoray.models.sampling import generate
 from nanoray.run import RunSpec
 from nanoray.seq_options import told_lengths
-from nanoray.train.engine import Workload
-from nanoray.train.observers import short
-from nanoray.train.optim import make_optimizer
-from nanoray.train.precision import autocast
+from nanoray.train.optim.groups.groups import make_optimizer
+from nanoray.train.watch.observers import short
+from nanoray.train.workload import Workload
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 RankStates = list[dict[str, Tensor]]  # what a checkpoint has of each rank alone
@@ -53,7 +55,9 @@ class Task(Protocol):
         `saved` reads what the checkpoint has of each rank, and after how many samples.
         """
 
-    def workload(self, loss: Loss, device: torch.device, precision: str, peak: float | None) -> Workload:
+    def workload(
+        self, loss: Loss, device: torch.device, precision: str, peak: float | None
+    ) -> Workload:
         """Return what the loop needs to know. `peak` is the FLOP/s of all ranks together, if known."""
 
     def lines(self, batch: Batch) -> list[str]:
@@ -101,9 +105,13 @@ class TextTask(ConfiguredTask):
         self.shape = ModelShape.of(spec.config, spec.dataset.vocab_size)
 
     def data(self, device: torch.device) -> Samples:
-        return TokenData(self.spec.dataset, self.spec.config.block_size, self.spec.config.seed, device)
+        return TokenData(
+            self.spec.dataset, self.spec.config.block_size, self.spec.config.seed, device
+        )
 
-    def workload(self, loss: Loss, device: torch.device, precision: str, peak: float | None) -> Workload:
+    def workload(
+        self, loss: Loss, device: torch.device, precision: str, peak: float | None
+    ) -> Workload:
         return Workload(
             loss=loss,
             tokens_per_sample=self.spec.config.block_size,
@@ -142,7 +150,9 @@ class ImageTask(ConfiguredTask):
     def data(self, device: torch.device) -> Samples:
         return ImageData(self.spec.dataset, self.spec.config.seed, device)
 
-    def workload(self, loss: Loss, device: torch.device, precision: str, peak: float | None) -> Workload:
+    def workload(
+        self, loss: Loss, device: torch.device, precision: str, peak: float | None
+    ) -> Workload:
         def scores(model: nn.Module, x: Tensor, y: Tensor) -> Sequence[Tensor]:
             with autocast(device.type, precision):
                 return loss_and_accuracy(model, x, y)
@@ -161,20 +171,26 @@ class ImageTask(ConfiguredTask):
     def lines(self, batch: Batch) -> list[str]:
         data, size = self.spec.dataset, resnet_costs.count_parameters(self.shape)
         return [
-            f"data   {data.note} · {short(data.train_tokens)} train + {short(data.val_tokens)} val images, "
+            f"data   {data.note} · {short(data.train_tokens)} train + {short(data.val_tokens)} val "
+            "images, "
             f"{data.vocab_size} classes",
-            f"batch  {batch.micro} images × {batch.accum} accum × {batch.dp} dp = {batch.global_size} images/step      "
+            f"batch  {batch.micro} images × {batch.accum} accum × {batch.dp} dp = "
+            f"{batch.global_size} images/step      "
             f"model ResNet-{self.shape.resnet_depth}, {size / 1e6:.2f} M parameters",
         ]
 
 
 def sample_text(gpt: GPT, spec: RunSpec) -> str:
-    """Return text that the model generates after a newline, the same for the same weights. (rank 0 only)"""
+    """Return text that the model generates after a newline, the same for the same weights. (rank 0
+    only)
+    """
     tokenizer = tokenizer_from_json(spec.dataset.tokenizer)
     device = next(gpt.parameters()).device
     prompt = torch.tensor([tokenizer.encode("\n").tolist()], device=device)  # (1, T)
     if device.type == "cpu":
         torch.set_num_threads(1)  # one token is too little work for several threads
     source = torch.Generator(device=device).manual_seed(spec.config.seed)
-    tokens = generate(gpt, prompt, spec.config.sample_tokens, temperature=0.8, top_k=200, generator=source)
+    tokens = generate(
+        gpt, prompt, spec.config.sample_tokens, temperature=0.8, top_k=200, generator=source
+    )
     return tokenizer.decode(tokens[0].tolist()).strip("\n")

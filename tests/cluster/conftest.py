@@ -1,4 +1,6 @@
-"""The Ray heads that test files share. They end with this folder: an idle one takes a fiftieth of a CPU."""
+"""The Ray heads that test files share. They end with this folder: an idle one takes a fiftieth of a
+CPU.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,12 @@ from tests.harness.cluster import Cluster, ray_head
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add what Ray itself said to the report of a test that failed: a worker that does not start shows only there."""
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add what Ray itself said to the report of a test that failed: a worker that does not start
+    shows only there.
+    """
     report = yield
     if report.failed:
         for name, used in getattr(item, "funcargs", {}).items():
@@ -44,7 +50,9 @@ def shared_head(plain_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None
     process = SimpleNamespace(pid=plain_cluster.session, poll=lambda: None)
     head = SimpleNamespace(process=process, tail=str, log=Path("/nowhere/ray.log"))
     env = {
-        key: value for key, value in plain_cluster.env.items() if key not in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
+        key: value
+        for key, value in plain_cluster.env.items()
+        if key not in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
     }
     monkeypatch.setattr(plan, "ray_head", lambda *_: nullcontext((plain_cluster.address, head)))
     monkeypatch.setattr(plan, "arm_environment", lambda: env | {"PYTHONUNBUFFERED": "1"})

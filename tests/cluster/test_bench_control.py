@@ -1,4 +1,6 @@
-"""bench control: it runs at small sizes, finds planted quadratic code, and fails if the wrong rank is named."""
+"""bench control: it runs at small sizes, finds planted quadratic code, and fails if the wrong rank
+is named.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,19 @@ import pytest
 
 import nanoray.bench.__main__ as bench
 from nanoray.bench import control
-from nanoray.bench.control import CPU, EVENTS, HEARTBEATS, HUNG, KILLED, MEMORY, RSS, START, WAITS, finding, paste
+from nanoray.bench.control import (
+    CPU,
+    EVENTS,
+    HEARTBEATS,
+    HUNG,
+    KILLED,
+    MEMORY,
+    RSS,
+    START,
+    WAITS,
+    finding,
+    paste,
+)
 from nanoray.bench.harness.report import Report
 from nanoray.faults.cause import CAUSES, Failure, FailureCollector
 
@@ -22,7 +36,9 @@ DECISION = ["control", "--part", "decision"]
 
 @pytest.fixture(autouse=True)
 def _own_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A test beside this one that looks for abandoned folders in /tmp does not see those of the benchmark."""
+    """A test beside this one that looks for abandoned folders in /tmp does not see those of the
+    benchmark.
+    """
     get_temp_dir()  # multiprocessing keeps using the one that it makes first
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
@@ -116,6 +132,8 @@ def test_the_drivers_loop_on_a_real_ray(
         (["--part", "judge"], "argument --part: invalid choice: 'judge'"),
     ],
 )
-def test_impossible_flags_are_refused(flags: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_flags_are_refused(
+    flags: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert bench.main(["control", *flags]) == 2
     assert text in capsys.readouterr().err

@@ -17,10 +17,21 @@ import nanoray.bench.__main__ as bench
 from nanoray.bench import recovery
 from nanoray.bench.harness.launchers import RANK_PID
 from nanoray.bench.harness.processes import session_members
+from nanoray.bench.peers.torchft_peer import missing
 from nanoray.bench.recovery import ARMS, GOODPUT, PEER, REPEATED, STANDSTILL, TORCHFT, TORCHRUN
-from nanoray.bench.torchft_peer import missing
 
-SHORT = ["--steps", "30", "--between", "10,20", "--checkpoint_every", "8", "--timeout_s", "300", "--device", "cpu"]
+SHORT = [
+    "--steps",
+    "30",
+    "--between",
+    "10,20",
+    "--checkpoint_every",
+    "8",
+    "--timeout_s",
+    "300",
+    "--device",
+    "cpu",
+]
 
 
 @pytest.mark.usefixtures("shared_head")
@@ -40,11 +51,22 @@ def test_a_real_kill_in_every_arm(
 ) -> None:
     if TORCHFT in arms and (why := missing()):
         pytest.skip(why)
-    files = [f"--{flag}={tmp_path / f'r.{end}'}" for flag, end in (("json", "json"), ("html", "html"))]
-    flags = ["--quick", "--dataset", str(text), f"--figure={tmp_path / 'r.png'}", "--arms", ",".join(arms)]
+    files = [
+        f"--{flag}={tmp_path / f'r.{end}'}" for flag, end in (("json", "json"), ("html", "html"))
+    ]
+    flags = [
+        "--quick",
+        "--dataset",
+        str(text),
+        f"--figure={tmp_path / 'r.png'}",
+        "--arms",
+        ",".join(arms),
+    ]
     assert bench.main(["recovery", *SHORT, *flags, *files]) == 0, capsys.readouterr()
     assert capsys.readouterr().out.splitlines()[-1].startswith("OK  ")
-    rows = {(r["arm"], r["metric"]): r for r in json.loads((tmp_path / "r.json").read_text())["rows"]}
+    rows = {
+        (r["arm"], r["metric"]): r for r in json.loads((tmp_path / "r.json").read_text())["rows"]
+    }
     for arm in arms:
         row = rows[arm, STANDSTILL]
         (kill,) = row["kills"]
@@ -53,7 +75,8 @@ def test_a_real_kill_in_every_arm(
         assert 10 <= kill["step"] < 30
         if arm in ("in_place", "spare"):
             assert rows[arm, REPEATED]["values"] == [0]
-        if arm == "restart":  # from the newest checkpoint; the one of the very last steps may not have been complete
+        # From the newest checkpoint; the one of the very last steps may not have been complete
+        if arm == "restart":
             assert rows[arm, REPEATED]["values"][0] in (kill["step"] % 8, kill["step"] % 8 + 8)
     assert (tmp_path / "r.png").read_bytes()[:4] == b"\x89PNG"
     assert "a run without a kill" in (tmp_path / "r.html").read_text()
@@ -70,8 +93,12 @@ def test_a_peer_that_is_not_installed_is_skipped_and_says_how(
     why = "torchft is not installed: pip install it"
     monkeypatch.setattr(recovery, "missing", lambda: why)
     flags = ["--quick", *SHORT, "--dataset", str(text), "--arms", f"{TORCHFT},{TORCHRUN}"]
-    assert bench.main(["recovery", *flags, f"--json={tmp_path / 'r.json'}"]) == 0, capsys.readouterr()
-    rows = {(r["arm"], r["metric"]): r for r in json.loads((tmp_path / "r.json").read_text())["rows"]}
+    assert bench.main(["recovery", *flags, f"--json={tmp_path / 'r.json'}"]) == 0, (
+        capsys.readouterr()
+    )
+    rows = {
+        (r["arm"], r["metric"]): r for r in json.loads((tmp_path / "r.json").read_text())["rows"]
+    }
     assert rows[TORCHFT, STANDSTILL]["skipped"] == why
     assert rows[TORCHRUN, STANDSTILL]["n"] == 1
     assert bench.main(["recovery", *SHORT, "--dataset", str(text), "--arms", TORCHFT]) == 0
@@ -81,11 +108,30 @@ def test_a_peer_that_is_not_installed_is_skipped_and_says_how(
 
 
 @pytest.mark.full
-def test_a_real_plan_of_kills(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Under torchrun, which starts all ranks anew in the run's folder: most of this short time is lost to that."""
-    flags = ["--arms", "torchrun", "--kills", "0", "--goodput_s", "5", "--mean_s", "2", "--dataset", str(text)]
-    assert bench.main(["recovery", *SHORT, *flags, f"--json={tmp_path / 'r.json'}"]) == 0, capsys.readouterr()
-    (row,) = [r for r in json.loads((tmp_path / "r.json").read_text())["rows"] if r["metric"] == GOODPUT]
+def test_a_real_plan_of_kills(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under torchrun, which starts all ranks anew in the run's folder: most of this short time is
+    lost to that.
+    """
+    flags = [
+        "--arms",
+        "torchrun",
+        "--kills",
+        "0",
+        "--goodput_s",
+        "5",
+        "--mean_s",
+        "2",
+        "--dataset",
+        str(text),
+    ]
+    assert bench.main(["recovery", *SHORT, *flags, f"--json={tmp_path / 'r.json'}"]) == 0, (
+        capsys.readouterr()
+    )
+    (row,) = [
+        r for r in json.loads((tmp_path / "r.json").read_text())["rows"] if r["metric"] == GOODPUT
+    ]
     assert 0 < row["median"] < 100
     assert any(hit for _, _, hit in row["kills"])
     assert row["repeated"] >= 0

@@ -35,11 +35,24 @@ def measure(text: Path, tmp_path: Path, *flags: str) -> dict[tuple[str, str], di
 @pytest.mark.timeout(SLOW_S)
 @pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.full)])
 def test_the_traffic_of_ray_is_measured(
-    workers: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    workers: str,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(launchers, "SAMPLE_S", 0.05)  # the steps take less than a second
     figure = tmp_path / "r.png"
-    flags = ("--arms", "torchrun,ray", "--workers", workers, "--steps", "300", "--figure", str(figure))
+    flags = (
+        "--arms",
+        "torchrun,ray",
+        "--workers",
+        workers,
+        "--steps",
+        "300",
+        "--figure",
+        str(figure),
+    )
     rows = measure(text, tmp_path, *flags)
     out = capsys.readouterr().out
     assert out.splitlines()[-1].startswith("OK  ")
@@ -71,7 +84,9 @@ def test_a_launcher_with_a_ray_of_its_own_trains(arm: str, text: Path, tmp_path:
 
 
 @pytest.mark.timeout(SLOW_S)
-@pytest.mark.parametrize("arms", [train.NARROW, pytest.param(train.WIDE, marks=pytest.mark.full), tuple(train.TRACED)])
+@pytest.mark.parametrize(
+    "arms", [train.NARROW, pytest.param(train.WIDE, marks=pytest.mark.full), tuple(train.TRACED)]
+)
 def test_every_loop_trains(arms: tuple[str, ...], text: Path, tmp_path: Path) -> None:
     rows = measure(text, tmp_path, "--loop_preset", "tiny", "--arms", ",".join(arms))
     assert all(rows[arm, "compute: step"]["median"] > 0 for arm in arms)
@@ -94,18 +109,34 @@ def test_a_failed_arm_is_reported_and_the_others_go_on(
         arm = folder.name.rsplit("-", 1)[0]
         if arm == "torchrun":
             raise ChildFailed("exit code 3\nthe last line of its output")
-        return Moments(2.0, 3.0, 20.0, 0.5, 0.5, 1.0, 1.0, {"plain": 2.0, "ray-init": 2.3}[arm], 30.0, 31.0)
+        return Moments(
+            2.0, 3.0, 20.0, 0.5, 0.5, 1.0, 1.0, {"plain": 2.0, "ray-init": 2.3}[arm], 30.0, 31.0
+        )
 
     monkeypatch.setattr(train, "run_once", fake)
-    argv = ["train", *FLAGS, "--dataset", str(text), "--arms", "plain,torchrun,ray-init", "--rounds", "2"]
+    argv = [
+        "train",
+        *FLAGS,
+        "--dataset",
+        str(text),
+        "--arms",
+        "plain,torchrun,ray-init",
+        "--rounds",
+        "2",
+    ]
     assert bench.main([*argv, "--json", str(tmp_path / "r.json")]) == 1
     out = capsys.readouterr().out
     assert "FAILED  torchrun: exit code 3\n  | the last line of its output" in out
     assert "| torchrun | FAILED | FAILED | FAILED |" in out
-    assert "| plain | 2.00 (2.00–2.00) | 3.00 (3.00–3.00) | 20.0 (20.0–20.0) | 30.0 (30.0–30.0) |" in out
+    assert (
+        "| plain | 2.00 (2.00–2.00) | 3.00 (3.00–3.00) | 20.0 (20.0–20.0) | 30.0 (30.0–30.0) |"
+        in out
+    )
     assert "ray-init: wrong: loss 2.3000 after 6 steps, others 2.0000" in out
     assert out.splitlines()[-1].startswith("FAILED  ")
-    failed = [r for r in json.loads((tmp_path / "r.json").read_text())["rows"] if r["arm"] == "torchrun"]
+    failed = [
+        r for r in json.loads((tmp_path / "r.json").read_text())["rows"] if r["arm"] == "torchrun"
+    ]
     assert {r["metric"] for r in failed} == {train.FIRST, train.WHOLE, train.STEP}
     assert all(r["values"] == [] and r["error"] for r in failed)
 
@@ -127,11 +158,25 @@ def test_arms_take_turns_at_going_first(text: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.full
 def test_ctrl_c_leaves_nothing_behind(text: Path) -> None:
     temp = tempfile.mkdtemp(prefix="t-", dir="/tmp")  # a short path, as /tmp is
-    argv = [sys.executable, "-m", "nanoray.bench", "train", *FLAGS, "--steps", "100000", "--arms", "plain"]
+    argv = [
+        sys.executable,
+        "-m",
+        "nanoray.bench",
+        "train",
+        *FLAGS,
+        "--steps",
+        "100000",
+        "--arms",
+        "plain",
+    ]
     env = os.environ | {"TMPDIR": temp}
-    run = subprocess.Popen([*argv, "--dataset", str(text)], env=env, stderr=subprocess.PIPE, text=True)
+    run = subprocess.Popen(
+        [*argv, "--dataset", str(text)], env=env, stderr=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 60
-    while not (started := children_of(run.pid)) and time.monotonic() < deadline and run.poll() is None:
+    while (
+        not (started := children_of(run.pid)) and time.monotonic() < deadline and run.poll() is None
+    ):
         time.sleep(0.1)
     assert started
     run.send_signal(signal.SIGINT)

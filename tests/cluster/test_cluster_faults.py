@@ -1,4 +1,6 @@
-"""What happens around the ranks: a frozen driver, a lost node, a head that is gone, memory that runs out."""
+"""What happens around the ranks: a frozen driver, a lost node, a head that is gone, memory that
+runs out.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,12 @@ from tests.harness.cluster import (
 from tests.harness.commands import ROOT, Command
 
 
-def test_ranks_without_a_driver_stop_with_a_checkpoint(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
-    """A frozen driver (its node, or the network to it) asks nobody anything: after 20 s the ranks stop."""
+def test_ranks_without_a_driver_stop_with_a_checkpoint(
+    cluster: Cluster, recipe: Path, tmp_path: Path
+) -> None:
+    """A frozen driver (its node, or the network to it) asks nobody anything: after 20 s the ranks
+    stop.
+    """
     driver = start(cluster, recipe, tmp_path, *ENDLESS, "--log_every", "10", "--sample_tokens", "0")
     wait_for(lambda: trains(tmp_path), process=driver)
     pids = [pid_of(tmp_path, rank) for rank in (0, 1)]
@@ -70,10 +76,21 @@ FAST_HEALTH = {
 
 
 @pytest.mark.full
-def test_a_lost_node_shrinks_the_group_and_a_new_one_lets_it_grow(recipe: Path, tmp_path: Path) -> None:
+def test_a_lost_node_shrinks_the_group_and_a_new_one_lets_it_grow(
+    recipe: Path, tmp_path: Path
+) -> None:
     """Two nodes with room for one rank each; one is killed, and later another one joins."""
     with ray_head("--num-cpus=1", **FAST_HEALTH) as cluster:
-        flags = ("--placement", "spread", "--recovery", "shrink", "--replace_timeout", "1", "--max_steps", "100000")
+        flags = (
+            "--placement",
+            "spread",
+            "--recovery",
+            "shrink",
+            "--replace_timeout",
+            "1",
+            "--max_steps",
+            "100000",
+        )
         flags += ("--log_every", "20", "--cpus_per_worker", "1", "--spares", "0")
         with ray_node(cluster) as node:
             driver = start(cluster, recipe, tmp_path, *flags)
@@ -94,22 +111,41 @@ def test_a_lost_node_shrinks_the_group_and_a_new_one_lets_it_grow(recipe: Path, 
     assert "grow     1 -> 2 ranks; no step is repeated" in output
     assert (report["recovery"], report["steps_repeated"]) == ("shrink", 0)
     result = summary(tmp_path)
-    assert (result["exit_reason"], result["exit_code"], result["world_size"]) == ("stopped", 143, 2), output
+    assert (result["exit_reason"], result["exit_code"], result["world_size"]) == (
+        "stopped",
+        143,
+        2,
+    ), output
     last = result["steps"]
-    assert sorted(losses(tmp_path)) == sorted({1, *range(20, last + 1, 20)} | ({last} & losses(tmp_path).keys()))
+    assert sorted(losses(tmp_path)) == sorted(
+        {1, *range(20, last + 1, 20)} | ({last} & losses(tmp_path).keys())
+    )
 
 
 @pytest.mark.full
 def test_a_rank_on_a_frozen_node_is_left_by_order(recipe: Path, tmp_path: Path) -> None:
-    """Ray's health check reports the node lost. Its processes live, and none of their connections closes."""
-    flags = ("--placement", "spread", "--cpus_per_worker", "1", "--spares", "0", "--max_steps", "300")
+    """Ray's health check reports the node lost. Its processes live, and none of their connections
+    closes.
+    """
+    flags = (
+        "--placement",
+        "spread",
+        "--cpus_per_worker",
+        "1",
+        "--spares",
+        "0",
+        "--max_steps",
+        "300",
+    )
     flags += ("--hang_timeout", "0", "--timeout_s", "300", "--checkpoint_every", "0")
     with ray_head(**FAST_HEALTH) as cluster:
         undisturbed(recipe, tmp_path / "clean", *flags)
         with ray_node(cluster) as node:
             driver = start(cluster, recipe, tmp_path / "out", *flags)
             wait_for(lambda: trains(tmp_path / "out"), process=driver)
-            (rank,) = {pid_of(tmp_path / "out", rank, driver) for rank in (0, 1)} & {*processes_of_session(node.pid)}
+            (rank,) = {pid_of(tmp_path / "out", rank, driver) for rank in (0, 1)} & {
+                *processes_of_session(node.pid)
+            }
             for pid in (frozen := processes_of_session(node.pid)):
                 os.kill(pid, signal.SIGSTOP)
             code, output = finish(driver)
@@ -118,7 +154,11 @@ def test_a_rank_on_a_frozen_node_is_left_by_order(recipe: Path, tmp_path: Path) 
                 os.kill(pid, signal.SIGKILL)
             assert code == 0, output
     report = only_report(tmp_path / "out", output)
-    assert (report["recovery"], report["steps_repeated"], report["consequences"]) == ("in_place", 0, []), output
+    assert (report["recovery"], report["steps_repeated"], report["consequences"]) == (
+        "in_place",
+        0,
+        [],
+    ), output
     survivor = (only_run(tmp_path / "out") / "logs" / f"rank{1 - report['rank']}.log").read_text()
     assert survivor.count("leaving the group") == 1
     assert losses(tmp_path / "out") == losses(tmp_path / "clean"), "bit for bit"
@@ -128,12 +168,17 @@ def test_a_rank_on_a_frozen_node_is_left_by_order(recipe: Path, tmp_path: Path) 
 
 def gcs_server(cluster: Cluster) -> int:
     """The pid of the head's server."""
-    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_of_session(cluster.session)}
+    commands = {
+        pid: Path(f"/proc/{pid}/cmdline").read_bytes()
+        for pid in processes_of_session(cluster.session)
+    }
     (found,) = [pid for pid, command in commands.items() if b"/gcs_server\0" in command]
     return found
 
 
-def test_a_head_that_does_not_answer_stops_the_run_with_a_checkpoint(recipe: Path, tmp_path: Path) -> None:
+def test_a_head_that_does_not_answer_stops_the_run_with_a_checkpoint(
+    recipe: Path, tmp_path: Path
+) -> None:
     """Ray itself would end the driver after a minute, without a word and without a checkpoint."""
     with ray_head(dashboard=False) as cluster:
         driver = start(cluster, recipe, tmp_path, *ENDLESS, "--log_every", "10")
@@ -141,22 +186,32 @@ def test_a_head_that_does_not_answer_stops_the_run_with_a_checkpoint(recipe: Pat
         os.kill(gcs_server(cluster), signal.SIGSTOP)
         code, output = finish(driver)
         assert code == 143, output
-        assert "the cluster's head has not answered for 15 s: stopping after this step, with a checkpoint" in output
+        assert (
+            "the cluster's head has not answered for 15 s: stopping after this step, with a "
+            "checkpoint" in output
+        )
         result = summary(tmp_path)
         assert result["exit_reason"] == "stopped"
-        assert (only_run(tmp_path) / "checkpoints" / f"step_{result['steps']:08d}" / "manifest.json").exists()
+        assert (
+            only_run(tmp_path) / "checkpoints" / f"step_{result['steps']:08d}" / "manifest.json"
+        ).exists()
 
 
 @pytest.mark.full
 def test_a_head_that_dies_with_its_ranks_is_the_cause(recipe: Path, tmp_path: Path) -> None:
-    """`ray start --block` takes the head's ranks along. Whoever asked for new actors now would wait for ever."""
+    """`ray start --block` takes the head's ranks along. Whoever asked for new actors now would wait
+    for ever.
+    """
     with ray_head(dashboard=False) as cluster:
         driver = start(cluster, recipe, tmp_path, *ENDLESS, "--log_every", "10")
         wait_for(lambda: trains(tmp_path), process=driver)
         os.kill(gcs_server(cluster), signal.SIGKILL)
         code, output = finish(driver)
         assert code == 1, output
-        assert "Gave up: the cluster's head is gone; start it again, and this run with --resume auto" in output
+        assert (
+            "Gave up: the cluster's head is gone; start it again, and this run with --resume auto"
+            in output
+        )
 
 
 @pytest.fixture
@@ -173,8 +228,13 @@ def test_a_rank_that_takes_too_much_memory_is_named(recipe: Path, tmp_path: Path
     total, available = memory_bytes()
     threshold = (total - available + (3 << 30)) / total
     if threshold > 0.95:
-        pytest.skip(f"{available >> 30} GiB of {total >> 30} are free: too little to let a rank take 4")
-    watched = {"RAY_memory_usage_threshold": f"{threshold:.3f}", "RAY_memory_monitor_refresh_ms": "100"}
+        pytest.skip(
+            f"{available >> 30} GiB of {total >> 30} are free: too little to let a rank take 4"
+        )
+    watched = {
+        "RAY_memory_usage_threshold": f"{threshold:.3f}",
+        "RAY_memory_monitor_refresh_ms": "100",
+    }
     with ray_head(dashboard=False, **watched) as cluster:
         plan = "oom@rank=1,step=9,mib=6000"
         code, output = launch(cluster, recipe, tmp_path, "--faults", plan, "--recovery", "restart")
@@ -182,7 +242,10 @@ def test_a_rank_that_takes_too_much_memory_is_named(recipe: Path, tmp_path: Path
         assert fired(tmp_path) == ["oom"]
         report = only_report(tmp_path, output)
         assert report["cause"] == "out_of_memory"
-        assert "was ended by Ray's memory monitor" in output or "ended by Ray's memory monitor" in report["title"]
+        assert (
+            "was ended by Ray's memory monitor" in output
+            or "ended by Ray's memory monitor" in report["title"]
+        )
         assert "Memory on the node" in output, "who used how much"
 
 
@@ -194,7 +257,9 @@ def memory_bytes() -> tuple[int, int]:
 
 @pytest.fixture
 def mute_agents() -> Iterator[Callable[[int], None]]:
-    """A call that freezes the agents in a session until the test ends. Whoever shuts Ray down sends them metrics."""
+    """A call that freezes the agents in a session until the test ends. Whoever shuts Ray down sends
+    them metrics.
+    """
     frozen: list[int] = []
 
     def freeze(session: int) -> None:
@@ -218,7 +283,9 @@ WAITS = "slow@rank=0,step=12,phase=data,seconds=6"
 def test_a_node_agent_that_does_not_answer_does_not_change_the_exit_code(
     cluster: Cluster, recipe: Path, tmp_path: Path, mute_agents: Callable[[int], None], local: bool
 ) -> None:
-    driver = start(None if local else cluster, recipe, tmp_path, "--faults", WAITS, "--cpus_per_worker", "0.5")
+    driver = start(
+        None if local else cluster, recipe, tmp_path, "--faults", WAITS, "--cpus_per_worker", "0.5"
+    )
     wait_for(lambda: fired(tmp_path), process=driver)
     mute_agents(driver.pid if local else cluster.session)
     code, output = finish(driver)
@@ -228,7 +295,8 @@ def test_a_node_agent_that_does_not_answer_does_not_change_the_exit_code(
     if local:
         wait_for(lambda: not processes_of_session(driver.pid), 60)
     else:
-        assert no_actors_left(cluster, 60.0)  # but those of a Ray Train that used the cluster before
+        # But those of a Ray Train that used the cluster before
+        assert no_actors_left(cluster, 60.0)
 
 
 SCRIPT = """

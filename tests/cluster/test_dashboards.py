@@ -1,4 +1,6 @@
-"""A run in dashboards, in a real browser: TensorBoard with each of its tags, Ray's with its job and actors."""
+"""A run in dashboards, in a real browser: TensorBoard with each of its tags, Ray's with its job and
+actors.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,13 @@ def recorded(run: Path) -> set[str]:
 
 
 def test_tensorboard_shows_each_metric_of_a_run(text: Path, tmp_path: Path) -> None:
-    flags = ["--preset=tiny", "--device=cpu", f"--dataset={text}", f"--data_dir={tmp_path}/data", "--comm_trace=always"]
+    flags = [
+        "--preset=tiny",
+        "--device=cpu",
+        f"--dataset={text}",
+        f"--data_dir={tmp_path}/data",
+        "--comm_trace=always",
+    ]
     flags += [
         f"--out_dir={tmp_path}/runs",
         "--max_steps=40",
@@ -49,9 +57,18 @@ def test_tensorboard_shows_each_metric_of_a_run(text: Path, tmp_path: Path) -> N
     for done in torchrun(2, "nanoray.train", *flags, "--name=shown", cwd=tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
     run, log = only_run(tmp_path / "runs"), tmp_path / "tensorboard.log"
-    command = [sys.executable, "-m", "tensorboard.main", f"--logdir={run.parent}", "--port=0", "--host=127.0.0.1"]
+    command = [
+        sys.executable,
+        "-m",
+        "tensorboard.main",
+        f"--logdir={run.parent}",
+        "--port=0",
+        "--host=127.0.0.1",
+    ]
     with Child(command, os.environ | {"HOME": str(tmp_path)}, log), browser(tmp_path) as tab:
-        wait_for(lambda: re.search(r"http://127\.0\.0\.1:\d+/", log.read_text()), said=log.read_text)
+        wait_for(
+            lambda: re.search(r"http://127\.0\.0\.1:\d+/", log.read_text()), said=log.read_text
+        )
         (address,) = set(re.findall(r"http://127\.0\.0\.1:\d+/", log.read_text()))
         tab.open(f"{address}#timeseries", 3000, 6000)  # cards that are out of sight are not made
         expected = recorded(run)
@@ -65,17 +82,27 @@ def test_tensorboard_shows_each_metric_of_a_run(text: Path, tmp_path: Path) -> N
         tab.wait_for_text("config", "max_steps")
 
 
-def test_rays_dashboard_shows_job_log_and_actors(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
-    """Jobs page: the run's message; the job's page: its log; actors page: run and rank; and metrics are exported."""
+def test_rays_dashboard_shows_job_log_and_actors(
+    cluster: Cluster, recipe: Path, tmp_path: Path
+) -> None:
+    """Jobs page: the run's message; the job's page: its log; actors page: run and rank; and metrics
+    are exported.
+    """
     out = tmp_path / "runs"
-    code, output = submit(cluster, recipe, out, "--max_steps", "100000", "--log_every", "10", wait=False)
+    code, output = submit(
+        cluster, recipe, out, "--max_steps", "100000", "--log_every", "10", wait=False
+    )
     assert code == 0, output
     submission = re.findall(r"raysubmit_\w+", output)[0]
     try:
         wait_for(lambda: trains(out))
         run = only_run(out).name
         short = {sys.executable: "python", str(out): "runs", str(recipe): "words.yaml"}
-        cookie: dict[str, Any] = {"name": "ray-authentication-token", "value": TOKEN, "url": cluster.dashboard}
+        cookie: dict[str, Any] = {
+            "name": "ray-authentication-token",
+            "value": TOKEN,
+            "url": cluster.dashboard,
+        }
         with browser(tmp_path) as tab:
             tab.call("Network.setCookie", **cookie)
             for page, words in {

@@ -1,6 +1,8 @@
-"""Nodes that are taken away while a run trains, as Kubernetes takes a pod: SIGTERM, a notice, and then the end.
+"""Nodes that are taken away while a run trains, as Kubernetes takes a pod: SIGTERM, a notice, and
+then the end.
 
-Each cluster has a head of its own, on which the driver runs. `ray start --block` gets the SIGTERM, as in a pod.
+Each cluster has a head of its own, on which the driver runs. `ray start --block` gets the SIGTERM,
+as in a pod.
 """
 
 from __future__ import annotations
@@ -39,7 +41,18 @@ from tests.harness.cluster import (
 
 NOTICE_S = 9  # from SIGTERM until `ray start` ends what is left on its node
 SLOW = "slow@rank=0,step=12,phase=data,seconds=8"  # a step that is under way when the notice comes
-FLAGS = ("--cpus_per_worker", "1", "--workers", "2", "--spares", "0", "--dropout", "0.1", "--checkpoint_every", "0")
+FLAGS = (
+    "--cpus_per_worker",
+    "1",
+    "--workers",
+    "2",
+    "--spares",
+    "0",
+    "--dropout",
+    "0.1",
+    "--checkpoint_every",
+    "0",
+)
 
 
 @pytest.fixture(scope="module")
@@ -59,22 +72,42 @@ def clean(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def drain(cluster: Cluster, node: str, *flags: str) -> None:
     """Announce a node's end, as an autoscaler or a spot notice does; nothing ends the node."""
-    command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", f"--address={cluster.address}"]
-    command += [f"--node-id={node}", "--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=test", *flags]
-    drained = subprocess.run(command, env=cluster.env, capture_output=True, text=True, timeout=200, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "drain-node",
+        f"--address={cluster.address}",
+    ]
+    command += [
+        f"--node-id={node}",
+        "--reason=DRAIN_NODE_REASON_PREEMPTION",
+        "--reason-message=test",
+        *flags,
+    ]
+    drained = subprocess.run(
+        command, env=cluster.env, capture_output=True, text=True, timeout=200, check=False
+    )
     assert drained.returncode == 0, drained.stdout + drained.stderr
 
 
 def same(ours: Path, theirs: Path) -> bool:
     """Whether two runs logged the same losses and ended with the same weights, to the bit."""
     found, expected = weights(ours), weights(theirs)
-    return losses(ours) == losses(theirs) and all(torch.equal(found[name], expected[name]) for name in expected)
+    return losses(ours) == losses(theirs) and all(
+        torch.equal(found[name], expected[name]) for name in expected
+    )
 
 
-def test_a_deleted_worker_pod_costs_only_its_rank(head: Cluster, recipe: Path, clean: Path, tmp_path: Path) -> None:
-    """SIGTERM to its `ray start --block`; the operator's new pod joins later. The job goes on: no step is repeated."""
+def test_a_deleted_worker_pod_costs_only_its_rank(
+    head: Cluster, recipe: Path, clean: Path, tmp_path: Path
+) -> None:
+    """SIGTERM to its `ray start --block`; the operator's new pod joins later. The job goes on: no
+    step is repeated.
+    """
     with ray_node(head) as pod:
-        slow = SLOW.replace("seconds=8", "seconds=6")  # the rank must leave before the notice is over
+        # The rank must leave before the notice is over
+        slow = SLOW.replace("seconds=8", "seconds=6")
         driver = start(head, recipe, tmp_path, *FLAGS, "--replace_timeout", "300", "--faults", slow)
         wait_for(lambda: fired(tmp_path) == ["slow"], process=driver)
         pids = [pid_of(tmp_path, rank) for rank in (0, 1)]
@@ -85,8 +118,14 @@ def test_a_deleted_worker_pod_costs_only_its_rank(head: Cluster, recipe: Path, c
     assert code == 0, output
     report = only_report(tmp_path, output)
     rank = report["rank"]
-    assert (report["cause"], report["recovery"], report["steps_repeated"]) == ("drained", "in_place", 0), output
-    assert re.search(rf"drain    node \w{{8}} \([\d.]+\) with rank {rank} is being drained, \d s left", output)
+    assert (report["cause"], report["recovery"], report["steps_repeated"]) == (
+        "drained",
+        "in_place",
+        0,
+    ), output
+    assert re.search(
+        rf"drain    node \w{{8}} \([\d.]+\) with rank {rank} is being drained, \d s left", output
+    )
     assert f"replace  0/3 rank {rank} (pid" in output, "not charged to --max_failures"
     assert pid_of(tmp_path, 1 - rank) == pids[1 - rank], "the other rank kept its process"
     assert pid_of(tmp_path, rank) != pids[rank]
@@ -98,7 +137,9 @@ def test_a_deleted_worker_pod_costs_only_its_rank(head: Cluster, recipe: Path, c
 def test_a_drained_rank_moves_at_once_where_there_is_room(
     head: Cluster, recipe: Path, clean: Path, tmp_path: Path
 ) -> None:
-    """A notice without a deadline, and another node with a free CPU: nobody waits until the drained node is gone."""
+    """A notice without a deadline, and another node with a free CPU: nobody waits until the drained
+    node is gone.
+    """
     with ray_node(head):
         driver = start(head, recipe, tmp_path, *FLAGS, "--faults", SLOW)
         wait_for(lambda: fired(tmp_path) == ["slow"], process=driver)
@@ -109,15 +150,32 @@ def test_a_drained_rank_moves_at_once_where_there_is_room(
             (node,) = [node for node in head.states("nodes") if node["node_id"] == drained]
     assert code == 0, output
     report = only_report(tmp_path, output)
-    assert (report["cause"], report["recovery"], report["steps_repeated"]) == ("drained", "in_place", 0), output
+    assert (report["cause"], report["recovery"], report["steps_repeated"]) == (
+        "drained",
+        "in_place",
+        0,
+    ), output
     assert report["node"] == drained
-    assert not 0 < node["end_time_ms"] < 1e3 * report["time"], "Ray ends a drained node when it has nothing left to do"
+    assert not 0 < node["end_time_ms"] < 1e3 * report["time"], (
+        "Ray ends a drained node when it has nothing left to do"
+    )
     assert same(tmp_path, clean)
 
 
 @pytest.mark.full
-def test_with_shrink_the_others_train_until_the_new_pod_is_there(head: Cluster, recipe: Path, tmp_path: Path) -> None:
-    flags = ("--recovery", "shrink", "--replace_timeout", "0", "--max_steps", "100000", "--log_every", "20")
+def test_with_shrink_the_others_train_until_the_new_pod_is_there(
+    head: Cluster, recipe: Path, tmp_path: Path
+) -> None:
+    flags = (
+        "--recovery",
+        "shrink",
+        "--replace_timeout",
+        "0",
+        "--max_steps",
+        "100000",
+        "--log_every",
+        "20",
+    )
     with ray_node(head) as pod:
         driver = start(head, recipe, tmp_path, *FLAGS, *flags)
         wait_for(lambda: trains(tmp_path), process=driver)
@@ -126,12 +184,19 @@ def test_with_shrink_the_others_train_until_the_new_pod_is_there(head: Cluster, 
         alone = max(losses(tmp_path))
         wait_for(lambda: max(losses(tmp_path)) > alone + 20, process=driver)
         with ray_node(head):
-            wait_for(lambda: "grow     1 -> 2 ranks; no step is repeated" in driver.output, process=driver)
+            wait_for(
+                lambda: "grow     1 -> 2 ranks; no step is repeated" in driver.output,
+                process=driver,
+            )
             driver.terminate()
             code, output = finish(driver)
     assert code == 143, output
     report = only_report(tmp_path, output)
-    assert (report["cause"], report["recovery"], report["steps_repeated"]) == ("drained", "shrink", 0), output
+    assert (report["cause"], report["recovery"], report["steps_repeated"]) == (
+        "drained",
+        "shrink",
+        0,
+    ), output
     assert summary(tmp_path)["world_size"] == 2
 
 
@@ -139,7 +204,9 @@ def test_with_shrink_the_others_train_until_the_new_pod_is_there(head: Cluster, 
 def test_a_frozen_node_is_replaced_and_what_thaws_changes_nothing(
     head: Cluster, recipe: Path, clean: Path, tmp_path: Path
 ) -> None:
-    """All its processes stop: nobody there answers, and no connection closes. They go on when the run has gone on."""
+    """All its processes stop: nobody there answers, and no connection closes. They go on when the
+    run has gone on.
+    """
     with ray_node(head) as node:
         driver = start(head, recipe, tmp_path, *FLAGS, "--hang_timeout", "12", "--faults", SLOW)
         wait_for(lambda: fired(tmp_path) == ["slow"], process=driver)
@@ -160,14 +227,22 @@ def test_a_frozen_node_is_replaced_and_what_thaws_changes_nothing(
                 os.kill(pid, signal.SIGCONT)
     assert code == 0, output
     report = only_report(tmp_path, output)
-    assert (report["rank"], report["recovery"], report["steps_repeated"]) == (rank, "in_place", 0), output
+    assert (report["rank"], report["recovery"], report["steps_repeated"]) == (
+        rank,
+        "in_place",
+        0,
+    ), output
     assert pid_of(tmp_path, 1 - rank) == pids[1 - rank], "the other rank kept its process"
     assert same(tmp_path, clean)
 
 
 @pytest.mark.full
-def test_ranks_that_all_lose_their_node_save_first(recipe: Path, clean: Path, tmp_path: Path) -> None:
-    """One worker pod with all ranks: its notice is time for a checkpoint, from which the new pod continues."""
+def test_ranks_that_all_lose_their_node_save_first(
+    recipe: Path, clean: Path, tmp_path: Path
+) -> None:
+    """One worker pod with all ranks: its notice is time for a checkpoint, from which the new pod
+    continues.
+    """
     head = ray_head("--num-cpus=0", RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S="20")
     with head as cluster, ray_node(cluster, "--num-cpus=2") as pod:
         driver = start(cluster, recipe, tmp_path, *FLAGS, "--faults", SLOW)
@@ -178,22 +253,35 @@ def test_ranks_that_all_lose_their_node_save_first(recipe: Path, clean: Path, tm
             code, output = finish(driver)
     assert code == 0, output
     report = only_report(tmp_path, output)
-    assert (report["cause"], report["recovery"], report["steps_repeated"]) == ("drained", "restart", 0), output
+    assert (report["cause"], report["recovery"], report["steps_repeated"]) == (
+        "drained",
+        "restart",
+        0,
+    ), output
     assert re.search(r"restart  0/3 from the newest checkpoint\n", output)
     saved = {path.name for path in (only_run(tmp_path) / "checkpoints").iterdir()}
-    assert saved & {"step_00000012", "step_00000013"}, "the slow step, completed, or the next: its vote was under way"
+    assert saved & {"step_00000012", "step_00000013"}, (
+        "the slow step, completed, or the next: its vote was under way"
+    )
     assert same(tmp_path, clean)
 
 
 @pytest.mark.full
-def test_a_drain_of_the_drivers_node_ends_the_run_with_a_checkpoint(recipe: Path, tmp_path: Path) -> None:
+def test_a_drain_of_the_drivers_node_ends_the_run_with_a_checkpoint(
+    recipe: Path, tmp_path: Path
+) -> None:
     with ray_head() as own:
         driver = start(own, recipe, tmp_path, "--max_steps", "100000", "--log_every", "100")
         wait_for(lambda: trains(tmp_path), process=driver)
         drain(own, living_nodes(own)[0], "--deadline-remaining-seconds=300")
         code, output = finish(driver)
     assert code == 143, output
-    assert re.search(r"stop     the driver's node \w{8} is being drained, \d+ s left: stopping after this step", output)
+    assert re.search(
+        r"stop     the driver's node \w{8} is being drained, \d+ s left: stopping after this step",
+        output,
+    )
     result = summary(tmp_path)
     assert result["exit_reason"] == "stopped"
-    assert (only_run(tmp_path) / "checkpoints" / f"step_{result['steps']:08d}" / "manifest.json").exists()
+    assert (
+        only_run(tmp_path) / "checkpoints" / f"step_{result['steps']:08d}" / "manifest.json"
+    ).exists()

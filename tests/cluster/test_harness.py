@@ -44,7 +44,16 @@ def test_a_run_that_a_failed_test_has_left_is_ended(
 @pytest.mark.full
 def test_a_run_that_does_not_obey_is_killed(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
     with commands_end_here(grace_s=0.5):
-        driver = start(cluster, recipe, tmp_path, *ALL_CPUS, "--faults", "hang@rank=1,step=3", "--hang_timeout", "0")
+        driver = start(
+            cluster,
+            recipe,
+            tmp_path,
+            *ALL_CPUS,
+            "--faults",
+            "hang@rank=1,step=3",
+            "--hang_timeout",
+            "0",
+        )
         wait_for(lambda: any(tmp_path.glob("*/faults.jsonl")), process=driver)
     assert driver.poll() == -9
     assert no_actors_left(cluster, 0.0)
@@ -56,13 +65,21 @@ def test_a_cluster_ends_with_the_tests_that_were_killed() -> None:
     code = "from tests.harness.cluster import ray_head\nwith ray_head(dashboard=False) as head:\n"
     code += "    print(head.session, flush=True)\n    input()"
     with subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     ) as tests:
         assert tests.stdout is not None
         session = int(tests.stdout.readline())
         of_head = Path(f"/proc/{session}/environ").read_bytes().decode().split("\0")
         os.kill(tests.pid, signal.SIGKILL)
-    (temp,) = [value for name, _, value in (variable.partition("=") for variable in of_head) if name == "TMPDIR"]
+    (temp,) = [
+        value
+        for name, _, value in (variable.partition("=") for variable in of_head)
+        if name == "TMPDIR"
+    ]
     wait_for(lambda: not processes_of_session(session), 60)
     assert temp.startswith("/tmp/nr-")
     shutil.rmtree(temp)

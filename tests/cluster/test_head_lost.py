@@ -1,4 +1,6 @@
-"""A head that is gone for good, as a deleted head pod, and a new one whose workers have not joined yet."""
+"""A head that is gone for good, as a deleted head pod, and a new one whose workers have not joined
+yet.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,26 @@ from tests.harness.cluster import (
 from tests.harness.ports import free_port
 
 SLOW = "slow@rank=0,step=12,phase=data,seconds=8"  # a step that is under way when the head is lost
-FLAGS = ("--workers", "2", "--spares", "0", "--dropout", "0.1", "--checkpoint_every", "0", "--resume", "auto")
+FLAGS = (
+    "--workers",
+    "2",
+    "--spares",
+    "0",
+    "--dropout",
+    "0.1",
+    "--checkpoint_every",
+    "0",
+    "--resume",
+    "auto",
+)
 LOST = (*FLAGS, "--placement_timeout_s", "170", "--faults", SLOW)
 
 
 def test_a_lost_head_costs_no_step(recipe: Path, tmp_path: Path) -> None:
     """Head and driver are killed. The ranks on the other node save and end within seconds.
 
-    The same command is given to a new head before its workers have joined: it waits for them, and goes on from there.
+    The same command is given to a new head before its workers have joined: it waits for them, and
+    goes on from there.
     """
     out = tmp_path / "runs"
     with ray_head("--num-cpus=0") as cluster, ray_node(cluster, "--num-cpus=2"):
@@ -48,7 +62,8 @@ def test_a_lost_head_costs_no_step(recipe: Path, tmp_path: Path) -> None:
         wait_for(lambda: fired(out) == ["slow"], process=driver)
         ranks = [pid_of(out, rank) for rank in (0, 1)]
         together = [driver.pid, *processes_of_session(cluster.session)]
-        for signum in (signal.SIGSTOP, signal.SIGKILL):  # a head that outlives its driver would end the ranks
+        # A head that outlives its driver would end the ranks
+        for signum in (signal.SIGSTOP, signal.SIGKILL):
             for pid in together:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signum)
@@ -58,9 +73,14 @@ def test_a_lost_head_costs_no_step(recipe: Path, tmp_path: Path) -> None:
         driver.communicate()
     newest, damaged = newest_valid(only_run(out) / "checkpoints")
     assert newest is not None
-    saved_before_s = ended - newest.path.stat().st_mtime  # a busy machine may be slow to take the step, and to save
-    assert ended_after_s < 19 or saved_before_s < 8, "not the 20 s of a driver whose head still answers"
-    assert newest.state.meta["step"] in (12, 13), "the slow step, or the next: its vote was under way"
+    # A busy machine may be slow to take the step, and to save
+    saved_before_s = ended - newest.path.stat().st_mtime
+    assert ended_after_s < 19 or saved_before_s < 8, (
+        "not the 20 s of a driver whose head still answers"
+    )
+    assert newest.state.meta["step"] in (12, 13), (
+        "the slow step, or the next: its vote was under way"
+    )
     assert not damaged
 
     with ray_head("--num-cpus=0") as cluster:
@@ -70,7 +90,10 @@ def test_a_lost_head_costs_no_step(recipe: Path, tmp_path: Path) -> None:
             code, output = finish(driver)
             assert code == 0, output
     undisturbed(recipe, tmp_path / "undisturbed", *FLAGS)
-    assert re.search(r"wait   .* for more nodes: no room for workers = 2; total per node: \S+ has nothing\n", output)
+    assert re.search(
+        r"wait   .* for more nodes: no room for workers = 2; total per node: \S+ has nothing\n",
+        output,
+    )
     assert summary(out)["exit_reason"] == "finished"
     assert fired(out) == ["slow"], "no step was done again"
     assert losses(out) == losses(tmp_path / "undisturbed"), "bit for bit"
@@ -78,20 +101,46 @@ def test_a_lost_head_costs_no_step(recipe: Path, tmp_path: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-ENDLESS = ("--workers", "2", "--spares", "0", "--max_steps", "100000", "--log_every", "1", "--checkpoint_every", "20")
-ENDLESS += ("--resume", "auto", "--placement_timeout_s", "170", "--head_timeout_s", "170", "--cpus_per_worker", "1")
+ENDLESS = (
+    "--workers",
+    "2",
+    "--spares",
+    "0",
+    "--max_steps",
+    "100000",
+    "--log_every",
+    "1",
+    "--checkpoint_every",
+    "20",
+)
+ENDLESS += (
+    "--resume",
+    "auto",
+    "--placement_timeout_s",
+    "170",
+    "--head_timeout_s",
+    "170",
+    "--cpus_per_worker",
+    "1",
+)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("with_the_head", [False, True])
-def test_a_new_head_in_the_place_of_the_old_one(recipe: Path, tmp_path: Path, with_the_head: bool) -> None:
-    """The head is killed, and one without its memory answers at the same port. The ranks live on another node, or not.
+def test_a_new_head_in_the_place_of_the_old_one(
+    recipe: Path, tmp_path: Path, with_the_head: bool
+) -> None:
+    """The head is killed, and one without its memory answers at the same port. The ranks live on
+    another node, or not.
 
-    Ray would abort the driver, without a word. The driver says so instead, and the run goes on with the new head.
+    Ray would abort the driver, without a word. The driver says so instead, and the run goes on with
+    the new head.
     """
     out, port = tmp_path / "runs", free_port()
     with contextlib.ExitStack() as stack:
-        old = stack.enter_context(ray_head(f"--port={port}", f"--num-cpus={2 if with_the_head else 0}"))
+        old = stack.enter_context(
+            ray_head(f"--port={port}", f"--num-cpus={2 if with_the_head else 0}")
+        )
         if not with_the_head:
             stack.enter_context(ray_node(old, "--num-cpus=2"))
         driver = start(old, recipe, out, *ENDLESS)
@@ -107,7 +156,10 @@ def test_a_new_head_in_the_place_of_the_old_one(recipe: Path, tmp_path: Path, wi
         with ray_head(f"--port={port}", "--num-cpus=2", dashboard=False) as new:
             assert new.address == old.address
             if with_the_head:
-                assert "Gave up: the cluster's head is gone; start it again, and this run with --resume auto" in output
+                assert (
+                    "Gave up: the cluster's head is gone; start it again, and this run with "
+                    "--resume auto" in output
+                )
             else:
                 code, output = finish(driver)
                 told = "another head has taken the place of the cluster's head, and does not know this run"
@@ -122,7 +174,9 @@ def test_a_new_head_in_the_place_of_the_old_one(recipe: Path, tmp_path: Path, wi
             assert not damaged
             saved, before = newest.state.meta["step"], losses(out)
             if with_the_head:
-                assert max(before) - 40 < saved <= max(before), "the newest, or the one before it was under way"
+                assert max(before) - 40 < saved <= max(before), (
+                    "the newest, or the one before it was under way"
+                )
             else:
                 assert saved == max(before), "no step is lost"
 
@@ -134,11 +188,17 @@ def test_a_new_head_in_the_place_of_the_old_one(recipe: Path, tmp_path: Path, wi
     assert f"step_{saved:08d}" in output
     found = losses(out)
     assert sorted(found) == list(range(1, max(found) + 1))
-    assert all(found[step] == loss for step, loss in before.items()), "bit for bit, also what was done again"
+    assert all(found[step] == loss for step, loss in before.items()), (
+        "bit for bit, also what was done again"
+    )
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
-def test_a_stop_while_nodes_are_awaited(recipe: Path, tmp_path: Path, signum: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    "signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)]
+)
+def test_a_stop_while_nodes_are_awaited(
+    recipe: Path, tmp_path: Path, signum: signal.Signals
+) -> None:
     with ray_head("--num-cpus=0", dashboard=False) as cluster:
         driver = start(cluster, recipe, tmp_path, *FLAGS)
         wait_for(lambda: "for more nodes" in driver.output, process=driver)

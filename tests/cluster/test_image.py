@@ -1,8 +1,9 @@
-"""docker/Dockerfile without a Docker engine: its instructions, run in clean Debian roots, and the result used.
+"""docker/Dockerfile without a Docker engine: its instructions, run in clean Debian roots, and the
+result used.
 
-Opt-in, because it installs Debian and torch (minutes, 6 GB): NANORAY_TEST_IMAGE=1 pytest tests/cluster/test_image.py
-Needs root, debootstrap and package indexes. NANORAY_TEST_TORCH_INDEX names a folder or URL with torch's CPU wheel, in
-place of PyTorch's own index.
+Opt-in, because it installs Debian and torch (minutes, 6 GB): NANORAY_TEST_IMAGE=1 pytest
+tests/cluster/test_image.py Needs root, debootstrap and package indexes. NANORAY_TEST_TORCH_INDEX
+names a folder or URL with torch's CPU wheel, in place of PyTorch's own index.
 """
 
 from __future__ import annotations
@@ -43,17 +44,32 @@ class Stage:
         scope |= {"HOME": "/root" if self.user == "0:0" else "/home/ray"} | self.env
         assignments = [f"{key}={value}" for key, value in scope.items()]
         binds = "".join(
-            f"mkdir -p {shlex.quote(f'{self.root}{path}')}; mount --bind {path} {shlex.quote(f'{self.root}{path}')}; "
+            f"mkdir -p {shlex.quote(f'{self.root}{path}')}; mount --bind {path} "
+            f"{shlex.quote(f'{self.root}{path}')}; "
             for path in ("/dev", *self.mounts)
         )
         certificates = "/etc/ssl/certs"
         if Path(certificates).is_dir() and (self.root / "etc/ssl/certs").is_dir():
             binds += f"mount --bind {certificates} {shlex.quote(f'{self.root}{certificates}')}; "
         script = f"set -e; {binds} mount -t proc proc {shlex.quote(str(self.root))}/proc; "
-        script += f"mount -t tmpfs -o mode=1777,size=1g tmpfs {shlex.quote(str(self.root))}/dev/shm; "
+        script += (
+            f"mount -t tmpfs -o mode=1777,size=1g tmpfs {shlex.quote(str(self.root))}/dev/shm; "
+        )
         script += f'exec chroot --userspec={self.user} {shlex.quote(str(self.root))} env -i -C {self.workdir} "$@"'
-        unshared = ["unshare", "--mount", "--pid", "--fork", "--kill-child=SIGKILL", "bash", "-c", script, "run"]
-        done = subprocess.run([*unshared, *assignments, *words], capture_output=True, text=True, timeout=timeout_s)
+        unshared = [
+            "unshare",
+            "--mount",
+            "--pid",
+            "--fork",
+            "--kill-child=SIGKILL",
+            "bash",
+            "-c",
+            script,
+            "run",
+        ]
+        done = subprocess.run(
+            [*unshared, *assignments, *words], capture_output=True, text=True, timeout=timeout_s
+        )
         assert done.returncode == 0, f"{words}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
         return done.stdout
 
@@ -111,7 +127,11 @@ def build(base: Path, folder: Path, arguments: dict[str, str], mounts: list[str]
 
 def _virtual(folder: str, names: list[str]) -> set[str]:
     """What is no file of the image: debootstrap leaves /proc mounted, and it holds one of 128 TiB."""
-    return {name for name in names if os.path.ismount(os.path.join(folder, name)) or folder.endswith("/dev")}
+    return {
+        name
+        for name in names
+        if os.path.ismount(os.path.join(folder, name)) or folder.endswith("/dev")
+    }
 
 
 def _copy(stages: dict[str, Stage], stage: Stage, words: list[str]) -> None:
@@ -126,7 +146,9 @@ def _copy(stages: dict[str, Stage], stage: Stage, words: list[str]) -> None:
             place = place / path.name
         place.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
-            shutil.copytree(path, place, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                path, place, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+            )
         else:
             shutil.copy2(path, place)
 
@@ -141,7 +163,8 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Stage:
     base = folder / "base"
     mirror = os.environ.get("NANORAY_TEST_DEBIAN_MIRROR", "http://deb.debian.org/debian")
     command = ["debootstrap", "--variant=minbase", "bookworm", str(base), mirror]
-    own = ["unshare", "--mount", "--pid", "--fork", "--kill-child=SIGKILL"]  # its mounts end with it
+    # Its mounts end with it
+    own = ["unshare", "--mount", "--pid", "--fork", "--kill-child=SIGKILL"]
     done = subprocess.run([*own, *command], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     index = os.environ.get("NANORAY_TEST_TORCH_INDEX", "")
@@ -151,7 +174,9 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Stage:
 
 @pytest.mark.timeout(2400)
 def test_the_image_trains_as_uid_1000(image: Stage) -> None:
-    """On the stdlib text, two ranks on Ray, from the image's own workdir, with nothing of this machine in it."""
+    """On the stdlib text, two ranks on Ray, from the image's own workdir, with nothing of this
+    machine in it.
+    """
     assert image.run(["id", "-u"]).strip() == "1000"
     assert image.command[:2] == ["ray", "start"]
     assert image.run(["ray", "--version"]).strip().endswith("2.60.0")
@@ -174,7 +199,11 @@ def test_the_image_trains_as_uid_1000(image: Stage) -> None:
 
 @pytest.mark.timeout(2400)
 def test_the_image_holds_what_was_pinned_and_no_compiler(image: Stage) -> None:
-    found = dict(line.split("==") for line in image.run(["python", "-m", "pip", "freeze"]).split() if "==" in line)
+    found = dict(
+        line.split("==")
+        for line in image.run(["python", "-m", "pip", "freeze"]).split()
+        if "==" in line
+    )
     text = (ROOT / "docker" / "requirements-cpu.txt").read_text()
     pins = dict(re.findall(r"^([a-z0-9._-]+)==([^ \n]+)", text, re.M))
     assert {name.lower().replace("_", "-"): v for name, v in found.items()}.items() >= {

@@ -1,4 +1,6 @@
-"""A ResNet on Ray loses ranks, also while statistics are exchanged: its weights end as those of an undisturbed run."""
+"""A ResNet on Ray loses ranks, also while statistics are exchanged: its weights end as those of an
+undisturbed run.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness.cluster import Cluster, injected, launch, losses, no_actors_left, reports, undisturbed, weights
+from tests.harness.cluster import (
+    Cluster,
+    injected,
+    launch,
+    losses,
+    no_actors_left,
+    reports,
+    undisturbed,
+    weights,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 RECIPE = """
@@ -28,12 +39,21 @@ FLAGS = ("--workers", "3", "--cpus_per_worker", "0.5", "--max_failures", "99")
 
 
 @pytest.mark.full
-def test_a_lost_rank_changes_no_bit_of_weights_and_statistics(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_lost_rank_changes_no_bit_of_weights_and_statistics(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     recipe = tmp_path / "images.yaml"
     recipe.write_text(RECIPE + f"data_dir: {tmp_path / 'cache'}\n")
     undisturbed(recipe, tmp_path / "clean", *FLAGS)
-    plan = [("backward", 4), ("exchange_statistics", 9), ("exchange_batchnorm", 14), ("optimizer", 19)]
-    faults = ";".join(f"kill@rank={i % 3},step={step},phase={phase}" for i, (phase, step) in enumerate(plan))
+    plan = [
+        ("backward", 4),
+        ("exchange_statistics", 9),
+        ("exchange_batchnorm", 14),
+        ("optimizer", 19),
+    ]
+    faults = ";".join(
+        f"kill@rank={i % 3},step={step},phase={phase}" for i, (phase, step) in enumerate(plan)
+    )
     code, output = launch(cluster, recipe, tmp_path / "out", *FLAGS, "--faults", faults)
     assert code == 0, output
     assert [event["phase"] for event in injected(tmp_path / "out")] == [phase for phase, _ in plan]

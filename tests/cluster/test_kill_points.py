@@ -1,6 +1,8 @@
-"""Ranks and drivers end at every point where the run's state changes hands: nothing is lost, no bit differs.
+"""Ranks and drivers end at every point where the run's state changes hands: nothing is lost, no bit
+differs.
 
-A few of them are tried by default; all of them, ended and frozen, and pairs with NANORAY_TEST_POINTS=all.
+A few of them are tried by default; all of them, ended and frozen, and pairs with
+NANORAY_TEST_POINTS=all.
 """
 
 from __future__ import annotations
@@ -33,8 +35,28 @@ from tests.harness.cluster import (
 PACKAGE = Path(__file__).resolve().parents[2] / "nanoray"
 ALL = os.environ.get("NANORAY_TEST_POINTS") == "all"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600 if ALL else 600)]
-FLAGS = ("--workers", "3", "--cpus_per_worker", "0.5", "--dropout", "0.1", "--log_every", "1", "--eval_every", "4")
-FLAGS += ("--checkpoint_every", "4", "--keep_checkpoints", "3", "--sample_tokens", "0", "--spares", "0")
+FLAGS = (
+    "--workers",
+    "3",
+    "--cpus_per_worker",
+    "0.5",
+    "--dropout",
+    "0.1",
+    "--log_every",
+    "1",
+    "--eval_every",
+    "4",
+)
+FLAGS += (
+    "--checkpoint_every",
+    "4",
+    "--keep_checkpoints",
+    "3",
+    "--sample_tokens",
+    "0",
+    "--spares",
+    "0",
+)
 LIMIT_S = 3000 if ALL else 500
 EVERY = 4  # steps from one fault to the next
 # Only one of two precisions reaches one of these, and only a step that is saved again the other.
@@ -63,10 +85,12 @@ def test_the_points_in_the_code_are_those_that_are_listed() -> None:
 
 
 def plan_of(points: list[str], kind: str, newcomer: bool) -> tuple[str, int]:
-    """Return a plan with these points, each some steps after the one before, and the number of steps that it takes.
+    """Return a plan with these points, each some steps after the one before, and the number of
+    steps that it takes.
 
-    A point of a recovery needs a first fault; it is then reached by a survivor, or by the newcomer. A point of a save
-    is reached beside training, on a busy machine many steps later, and the next fault must not come before that.
+    A point of a recovery needs a first fault; it is then reached by a survivor, or by the newcomer.
+    A point of a save is reached beside training, on a busy machine many steps later, and the next
+    fault must not come before that.
     """
     plan, step = [], 0
     for i, point in enumerate(points):
@@ -74,28 +98,46 @@ def plan_of(points: list[str], kind: str, newcomer: bool) -> tuple[str, int]:
         if point in IN_RECOVERY or point == "caught_up":
             lost = i % 3
             plan.append(f"kill@rank={lost},step={step},phase=backward")
-            plan.append(f"{kind}@rank={lost if newcomer else (lost + 1) % 3},step={step},phase={point}")
+            plan.append(
+                f"{kind}@rank={lost if newcomer else (lost + 1) % 3},step={step},phase={point}"
+            )
         else:
             plan.append(f"{kind}@rank={0 if point in SAVING else i % 3},step={step},phase={point}")
     return ";".join(plan), step + EVERY
 
 
-def clean(recipe: Path, out: Path, steps: int, *more: str) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
+def clean(
+    recipe: Path, out: Path, steps: int, *more: str
+) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
     undisturbed(recipe, out, *FLAGS, *more, "--max_steps", str(steps))
     return losses(out), weights(out)
 
 
 @pytest.mark.parametrize("kind", ["kill", "stop"] if ALL else ["kill"])
 @pytest.mark.parametrize("newcomer", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_ranks_end_at_every_point(cluster: Cluster, recipe: Path, tmp_path: Path, kind: str, newcomer: bool) -> None:
-    """Of three ranks one or two are lost at a time, so the third holds the state, and no step is repeated."""
-    possible = IN_RECOVERY - {"leave", "wait"} if newcomer else RANK_POINTS.keys() - ELSEWHERE - {"last"}
+def test_ranks_end_at_every_point(
+    cluster: Cluster, recipe: Path, tmp_path: Path, kind: str, newcomer: bool
+) -> None:
+    """Of three ranks one or two are lost at a time, so the third holds the state, and no step is
+    repeated.
+    """
+    possible = (
+        IN_RECOVERY - {"leave", "wait"} if newcomer else RANK_POINTS.keys() - ELSEWHERE - {"last"}
+    )
     points = sorted(possible) if ALL else ["shared"] if newcomer else ["groups", "renamed"]
     plan, steps = plan_of([*points, "last"], kind, newcomer)
     output = survive(cluster, recipe, tmp_path, plan, steps)
     assert {report["recovery"] for report in reports(tmp_path / "out")} <= {"", "in_place"}, output
-    titles = [title for report in reports(tmp_path / "out") for title in (report["title"], *report["consequences"])]
-    meeting = [point for point in points if point in ("meet", "roll_call", "groups", "met") and not newcomer]
+    titles = [
+        title
+        for report in reports(tmp_path / "out")
+        for title in (report["title"], *report["consequences"])
+    ]
+    meeting = [
+        point
+        for point in points
+        if point in ("meet", "roll_call", "groups", "met") and not newcomer
+    ]
     assert sum("in regroup of step" in title for title in titles) >= len(meeting) * (kind == "kill")
     note(kind, points, "newcomer" if newcomer else "rank")
 
@@ -106,13 +148,17 @@ def test_ranks_end_at_every_point(cluster: Cluster, recipe: Path, tmp_path: Path
 def test_ranks_of_a_sharded_run_end_at_every_point(
     cluster: Cluster, recipe: Path, tmp_path: Path, kind: str, mirror: str
 ) -> None:
-    """Without a mirror a lost shard is on disk only: all ranks start again from there, and repeat up to 3 steps.
+    """Without a mirror a lost shard is on disk only: all ranks start again from there, and repeat
+    up to 3 steps.
 
-    With it a rank is replaced in place, and so is its replacement that is lost before it has the state.
+    With it a rank is replaced in place, and so is its replacement that is lost before it has the
+    state.
     """
     if mirror == "auto":
         points = (
-            sorted(SHARDED | MIRRORED | IN_RECOVERY - {"leave", "wait"}) if ALL else ["committed", "part", "caught_up"]
+            sorted(SHARDED | MIRRORED | IN_RECOVERY - {"leave", "wait"})
+            if ALL
+            else ["committed", "part", "caught_up"]
         )
     else:
         points = sorted(SHARDED) if ALL else ["exchange_weights"]
@@ -125,19 +171,29 @@ def test_ranks_of_a_sharded_run_end_at_every_point(
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["kill", "stop"] if ALL else ["kill"])
-def test_ranks_that_share_layers_end_at_every_point(cluster: Cluster, recipe: Path, tmp_path: Path, kind: str) -> None:
-    """dp 2 × tp 2: the others wait in a sum of activations; the lost share is in the memory of its mirror."""
+def test_ranks_that_share_layers_end_at_every_point(
+    cluster: Cluster, recipe: Path, tmp_path: Path, kind: str
+) -> None:
+    """dp 2 × tp 2: the others wait in a sum of activations; the lost share is in the memory of its
+    mirror.
+    """
     points = sorted(TENSOR) if ALL else ["exchange_activations"]
     plan, steps = plan_of(points, kind, newcomer=False)
-    survive(cluster, recipe, tmp_path, plan, steps, "--workers", "4", "--tp", "2", "--dp_mode", "zero1")
+    survive(
+        cluster, recipe, tmp_path, plan, steps, "--workers", "4", "--tp", "2", "--dp_mode", "zero1"
+    )
     assert {report["recovery"] for report in reports(tmp_path / "out")} <= {"", "in_place"}
     note(kind, points, "rank that shares layers")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["kill", "stop"] if ALL else ["kill"])
-def test_ranks_that_share_experts_end_at_every_point(cluster: Cluster, recipe: Path, tmp_path: Path, kind: str) -> None:
-    """dp 4 × ep 2: the others wait for tokens; another rank has the same experts, and mirrors the lost share."""
+def test_ranks_that_share_experts_end_at_every_point(
+    cluster: Cluster, recipe: Path, tmp_path: Path, kind: str
+) -> None:
+    """dp 4 × ep 2: the others wait for tokens; another rank has the same experts, and mirrors the
+    lost share.
+    """
     plan, steps = plan_of(sorted(EXPERTS), kind, newcomer=False)
     flags = ("--workers", "4", "--experts", "4", "--ep", "2", "--dp_mode", "zero1")
     survive(cluster, recipe, tmp_path, plan, steps, *flags)
@@ -147,19 +203,28 @@ def test_ranks_that_share_experts_end_at_every_point(cluster: Cluster, recipe: P
 
 @pytest.mark.skipif(not ALL, reason="opt-in: NANORAY_TEST_POINTS=all takes 20 minutes")
 def test_both_survivors_end_in_one_recovery(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
-    """Pairs of points, a sample of them. When nobody is left who holds the state, all start from the checkpoint."""
+    """Pairs of points, a sample of them. When nobody is left who holds the state, all start from
+    the checkpoint.
+    """
     source, plan, pairs = random.Random(0), [], []
     for step in range(EVERY, 9 * EVERY, EVERY):
         pairs.append([source.choice(sorted(IN_RECOVERY)) for _ in range(2)])
         ranks = source.sample(range(3), 3)
         plan.append(f"kill@rank={ranks[0]},step={step},phase=backward")
-        plan += [f"kill@rank={r},step={step},phase={point}" for r, point in zip(ranks[1:], pairs[-1], strict=True)]
+        plan += [
+            f"kill@rank={r},step={step},phase={point}"
+            for r, point in zip(ranks[1:], pairs[-1], strict=True)
+        ]
     survive(cluster, recipe, tmp_path, ";".join(plan), 10 * EVERY)
     note("kill", ["+".join(pair) for pair in pairs], "both survivors")
 
 
-def survive(cluster: Cluster, recipe: Path, tmp_path: Path, plan: str, steps: int, *more: str) -> str:
-    """Train with a plan of faults: each fires, and the run ends as one without them. Return its output."""
+def survive(
+    cluster: Cluster, recipe: Path, tmp_path: Path, plan: str, steps: int, *more: str
+) -> str:
+    """Train with a plan of faults: each fires, and the run ends as one without them. Return its
+    output.
+    """
     flags = (
         *FLAGS,
         *more,
@@ -171,10 +236,16 @@ def survive(cluster: Cluster, recipe: Path, tmp_path: Path, plan: str, steps: in
         "6" if "stop@" in plan else "60",
     )
     expected, theirs = clean(recipe, tmp_path / "clean", steps, *more)
-    code, output = finish(start(cluster, recipe, tmp_path / "out", *flags, "--faults", plan), LIMIT_S)
+    code, output = finish(
+        start(cluster, recipe, tmp_path / "out", *flags, "--faults", plan), LIMIT_S
+    )
     assert code == 0, output
-    fired = Counter((event["kind"], event["rank"], event["phase"]) for event in injected(tmp_path / "out"))
-    assert fired == Counter((fault.kind, fault.rank, fault.phase) for fault in parse_plan(plan)), output
+    fired = Counter(
+        (event["kind"], event["rank"], event["phase"]) for event in injected(tmp_path / "out")
+    )
+    assert fired == Counter((fault.kind, fault.rank, fault.phase) for fault in parse_plan(plan)), (
+        output
+    )
     assert losses(tmp_path / "out") == expected, "bit for bit"
     ours = weights(tmp_path / "out")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

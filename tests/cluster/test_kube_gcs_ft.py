@@ -1,6 +1,8 @@
-"""Overlay `gcs-ft`: the head's pod is lost and replaced, and the ranks go on. Real Ray, with RocksDB, in namespaces.
+"""Overlay `gcs-ft`: the head's pod is lost and replaced, and the ranks go on. Real Ray, with
+RocksDB, in namespaces.
 
-The operator's part, the claim and the variables in the head's and the workers' pods, is done here by hand.
+The operator's part, the claim and the variables in the head's and the workers' pods, is done here
+by hand.
 """
 
 from __future__ import annotations
@@ -68,7 +70,10 @@ def start(machine: Machine, pod: Pod) -> RunningPod:
     """Start a pod with the variables that the operator adds for RocksDB."""
     if pod.group != "head":
         return machine.start(
-            pod.name, pod.command, pod.env | {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}, pod.shm_bytes
+            pod.name,
+            pod.command,
+            pod.env | {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"},
+            pod.shm_bytes,
         )
     store = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": "/data/gcs"}
     names = (head_service("run", "nanoray"), "run-head-svc")
@@ -77,16 +82,29 @@ def start(machine: Machine, pod: Pod) -> RunningPod:
 
 @pytest.mark.full
 def test_a_lost_head_does_not_end_the_ranks(tmp_path: Path, text: Path) -> None:
-    """With the overlay's own flags. Another address, the same state: no rank is replaced, no step repeated."""
+    """With the overlay's own flags. Another address, the same state: no rank is replaced, no step
+    repeated.
+    """
     if reason := missing():
         pytest.skip(reason)
     objects = build(KUBE_DIR / "overlays" / "gcs-ft" / "job")
     (job,) = [thing for thing in objects if thing["kind"] == "RayJob"]
-    maps = {thing["metadata"]["name"]: thing["data"] for thing in objects if thing["kind"] == "ConfigMap"}
+    maps = {
+        thing["metadata"]["name"]: thing["data"]
+        for thing in objects
+        if thing["kind"] == "ConfigMap"
+    }
     (tmp_path / "words.txt").write_text(text.read_text())
-    recipe = RECIPE | {"max_steps": 100_000, "log_every": 10, "checkpoint_every": 0, "dataset": "/data/words.txt"}
+    recipe = RECIPE | {
+        "max_steps": 100_000,
+        "log_every": 10,
+        "checkpoint_every": 0,
+        "dataset": "/data/words.txt",
+    }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    command = job["spec"]["entrypoint"].replace("--preset shakespeare-cpu", "--config /data/recipe.yaml")
+    command = job["spec"]["entrypoint"].replace(
+        "--preset shakespeare-cpu", "--config /data/recipe.yaml"
+    )
     assert command != job["spec"]["entrypoint"]
     runs = tmp_path / "runs" / "gcs-ft"
 
@@ -100,7 +118,10 @@ def test_a_lost_head_does_not_end_the_ranks(tmp_path: Path, text: Path) -> None:
             start(machine, pod)
         until(lambda: head.nodes() == 1 + len(workers), 200, lambda: head.pod.log)
         asked = {"entrypoint": command, "submission_id": "job"}
-        head.ask("/api/jobs/", asked | {"entrypoint_resources": json.loads(job["spec"]["entrypointResources"])})
+        head.ask(
+            "/api/jobs/",
+            asked | {"entrypoint_resources": json.loads(job["spec"]["entrypointResources"])},
+        )
         until(lambda: steps() > 5, 200, lambda: str(head.job()))
         address = head.pod.address
         lost_pod = machine.pods.pop(first.name)  # with its machine: no SIGTERM
@@ -111,13 +132,21 @@ def test_a_lost_head_does_not_end_the_ranks(tmp_path: Path, text: Path) -> None:
         assert steps() > lost + 10, "the ranks trained without a head"
         head = Head(start(machine, first))
         assert head.pod.address != address
-        until(lambda: head.job().get("status") == "RUNNING", 100, lambda: f"{head.job()}\n{head.pod.log[-2000:]}")
+        until(
+            lambda: head.job().get("status") == "RUNNING",
+            100,
+            lambda: f"{head.job()}\n{head.pod.log[-2000:]}",
+        )
         until(lambda: head.nodes() == 1 + len(workers), 100, lambda: head.pod.log)
         back = steps()
         until(lambda: steps() > back + 10, 100, lambda: str(head.job()))
         time.sleep(AWAY_S)  # whatever waited for the head has found it, or given up
         assert head.job()["status"] == "RUNNING", head.job()
-        until(lambda: re.match(r"\d+/", head.job()["metadata"].get("nanoray_step", "")), 60, lambda: str(head.job()))
+        until(
+            lambda: re.match(r"\d+/", head.job()["metadata"].get("nanoray_step", "")),
+            60,
+            lambda: str(head.job()),
+        )
         head.ask("/api/jobs/job/stop", {})
         until(lambda: head.job().get("status") == "STOPPED", 100, lambda: str(head.job()))
     (run,) = runs.iterdir()

@@ -1,4 +1,6 @@
-"""Overlay `laptop`: its pods, limited by the kernel to the CPU and memory that they ask for, train the tiny preset."""
+"""Overlay `laptop`: its pods, limited by the kernel to the CPU and memory that they ask for, train
+the tiny preset.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 class LimitedMachine(Machine):
-    """A machine whose pods are in control groups (v1) with the limits of their manifest. Removes them at its end."""
+    """A machine whose pods are in control groups (v1) with the limits of their manifest. Removes
+    them at its end.
+    """
 
     def __init__(self, volume: Path, limits: dict[str, tuple[float, int]]) -> None:
         """`limits`: CPUs and bytes of a pod, by a part of its name."""
@@ -57,7 +61,9 @@ class LimitedMachine(Machine):
         while not self._over.wait(0.2):
             for part, (_, memory) in list(self._groups.items()):
                 with contextlib.suppress(OSError):
-                    stat = dict(line.split() for line in (memory / "memory.stat").read_text().splitlines())
+                    stat = dict(
+                        line.split() for line in (memory / "memory.stat").read_text().splitlines()
+                    )
                     held = int(stat["total_rss"]) + int(stat["total_shmem"])
                     self.peaks[part] = max(self.peaks[part], held)
 
@@ -74,7 +80,9 @@ class LimitedMachine(Machine):
 
 
 def test_the_laptops_pods_ask_for_little() -> None:
-    """All pods of the overlay together, at most 1.5 CPU and 4 GiB: a laptop with an operator on it has that left."""
+    """All pods of the overlay together, at most 1.5 CPU and 4 GiB: a laptop with an operator on it
+    has that left.
+    """
     for form in ("cluster", "job"):
         total = {"cpu": 0.0, "memory": 0.0}
         for thing in build(KUBE_DIR / "overlays" / "laptop" / form):
@@ -93,8 +101,12 @@ def test_the_laptops_job_trains_within_its_limits(
     """The kernel enforces the limits, and the job still finishes; no pod comes near its memory."""
     if reason := missing():
         pytest.skip(reason)
-    if not os.access(CGROUPS / "memory" / "memory.limit_in_bytes", os.R_OK) or not os.access(CGROUPS / "cpu", os.W_OK):
-        pytest.skip("there are no writable control groups (v1) here, so nothing would limit the pods")
+    if not os.access(CGROUPS / "memory" / "memory.limit_in_bytes", os.R_OK) or not os.access(
+        CGROUPS / "cpu", os.W_OK
+    ):
+        pytest.skip(
+            "there are no writable control groups (v1) here, so nothing would limit the pods"
+        )
     objects = build(KUBE_DIR / "overlays" / "laptop" / "job")
     (job,) = [thing for thing in objects if thing["kind"] == "RayJob"]
     limits = {}
@@ -116,7 +128,11 @@ def test_the_laptops_job_trains_within_its_limits(
             assert job["status"]["jobStatus"] == "SUCCEEDED", job["status"]
         monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path)))
         tensorboard = {"name": "tb", "labels": {"app.kubernetes.io/name": "nanoray-tensorboard"}}
-        server.objects["pods", "nanoray", "tb"] = {"metadata": tensorboard, "spec": {}, "status": {"phase": "Running"}}
+        server.objects["pods", "nanoray", "tb"] = {
+            "metadata": tensorboard,
+            "spec": {},
+            "status": {"phase": "Running"},
+        }
         assert main(["status", "nanoray"]) == 0
         assert "run    folder /data/runs/laptop/" in (said := capsys.readouterr().out)
         assert " · step 40/40 · loss " in said
@@ -125,4 +141,6 @@ def test_the_laptops_job_trains_within_its_limits(
     assert (summary["exit_reason"], summary["steps"], summary["world_size"]) == ("finished", 40, 2)
     used = {part: machine.peaks[part] / size for part, (_, size) in limits.items()}
     print({part: f"{peak / 2**20:.0f} MiB" for part, peak in machine.peaks.items()})
-    assert all(0.1 < share < 0.8 for share in used.values()), f"share of each pod's memory at its peak: {used}"
+    assert all(0.1 < share < 0.8 for share in used.values()), (
+        f"share of each pod's memory at its peak: {used}"
+    )

@@ -1,8 +1,10 @@
-"""On a real cluster, the one that KUBECONFIG names: `make test-kube NANORAY_IMAGE=...`. Needs kubectl and KubeRay.
+"""On a real cluster, the one that KUBECONFIG names: `make test-kube NANORAY_IMAGE=...`. Needs
+kubectl and KubeRay.
 
-The image must be one that the nodes can pull or already have; nothing else is fetched, so the cluster may be offline.
-Everything goes into two namespaces of its own, deleted at the end. Storage is a claim on the cluster's default
-StorageClass, so kind, k3d and minikube will do; a job's pods ask for 1.6 CPU and 4.4 GiB.
+The image must be one that the nodes can pull or already have; nothing else is fetched, so the
+cluster may be offline. Everything goes into two namespaces of its own, deleted at the end. Storage
+is a claim on the cluster's default StorageClass, so kind, k3d and minikube will do; a job's pods
+ask for 1.6 CPU and 4.4 GiB.
 """
 
 from __future__ import annotations
@@ -31,20 +33,30 @@ Object = dict[str, Any]
 
 
 def kubectl(*words: str, text: str | None = None, check: bool = True) -> str:
-    done = subprocess.run(["kubectl", *words], input=text, capture_output=True, text=True, timeout=300)
-    assert not check or done.returncode == 0, f"kubectl {' '.join(words)}: {done.stdout}{done.stderr}"
+    done = subprocess.run(
+        ["kubectl", *words], input=text, capture_output=True, text=True, timeout=300
+    )
+    assert not check or done.returncode == 0, (
+        f"kubectl {' '.join(words)}: {done.stdout}{done.stderr}"
+    )
     return done.stdout if check else done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     if not os.environ.get("NANORAY_TEST_KUBE"):
-        pytest.skip("runs on a real cluster, and only when asked to: make test-kube NANORAY_IMAGE=...")
+        pytest.skip(
+            "runs on a real cluster, and only when asked to: make test-kube NANORAY_IMAGE=..."
+        )
     if not shutil.which("kubectl"):
         pytest.skip("kubectl is not installed")
-    found = subprocess.run(["kubectl", "version", "--request-timeout=5s"], capture_output=True, text=True)
+    found = subprocess.run(
+        ["kubectl", "version", "--request-timeout=5s"], capture_output=True, text=True
+    )
     if found.returncode:
-        pytest.skip(f"no cluster answers: {(found.stderr.strip().splitlines() or ['no reason given'])[-1]}")
+        pytest.skip(
+            f"no cluster answers: {(found.stderr.strip().splitlines() or ['no reason given'])[-1]}"
+        )
     if not os.environ.get("NANORAY_IMAGE"):
         pytest.skip("NANORAY_IMAGE names no image that the cluster's nodes have or can pull")
     if folder := os.environ.get("NANORAY_TEST_KUBERAY_CRDS"):
@@ -53,7 +65,15 @@ def cluster() -> Iterator[None]:
     yield
     for space in NAMESPACES:
         kubectl("-n", space, "delete", "rayjobs", "--all", "--wait", "--timeout=180s", check=False)
-        kubectl("delete", "namespace", space, "--ignore-not-found", "--wait", "--timeout=180s", check=False)
+        kubectl(
+            "delete",
+            "namespace",
+            space,
+            "--ignore-not-found",
+            "--wait",
+            "--timeout=180s",
+            check=False,
+        )
 
 
 @dataclass(frozen=True)
@@ -68,24 +88,48 @@ class Job:
         return kubectl("-n", self.namespace, *words, **options)
 
     def apply(self, steps: int, workers: int = 2, **values: Any) -> None:
-        """Apply what `nanoray kube submit --overlay laptop` would: with a claim on the default StorageClass."""
-        kube = {"overlay": "laptop", "ranks_per_pod": 1, "cpus": 0.5, "memory_gib": 1.25, "ttl_s": 60}
-        kube |= {"namespace": self.namespace, "image": os.environ["NANORAY_IMAGE"], "retries": values.pop("retries", 2)}
-        run = {"name": self.name, "workers": workers, "device": "cpu", "dataset": "stdlib", "max_steps": steps}
+        """Apply what `nanoray kube submit --overlay laptop` would: with a claim on the default
+        StorageClass.
+        """
+        kube = {
+            "overlay": "laptop",
+            "ranks_per_pod": 1,
+            "cpus": 0.5,
+            "memory_gib": 1.25,
+            "ttl_s": 60,
+        }
+        kube |= {
+            "namespace": self.namespace,
+            "image": os.environ["NANORAY_IMAGE"],
+            "retries": values.pop("retries", 2),
+        }
+        run = {
+            "name": self.name,
+            "workers": workers,
+            "device": "cpu",
+            "dataset": "stdlib",
+            "max_steps": steps,
+        }
         run |= {"log_every": 10, "checkpoint_every": 50, "eval_every": 0}
         objects = render(load_config(None, "tiny", run | values | {"kube": kube}), "live")
         kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", text=to_yaml(objects))
 
     @property
     def status(self) -> Object:
-        found: Object = json.loads(self.k("get", "rayjob", self.name, "-o", "json")).get("status", {})
+        found: Object = json.loads(self.k("get", "rayjob", self.name, "-o", "json")).get(
+            "status", {}
+        )
         return found
 
     def pods(self, kind: str) -> list[str]:
-        """The names of the head or worker pods of the job's present cluster that are not being deleted."""
+        """The names of the head or worker pods of the job's present cluster that are not being
+        deleted.
+        """
         selector = f"ray.io/cluster={self.status.get('rayClusterName', '')},ray.io/node-type={kind}"
         found = json.loads(self.k("get", "pod", "-l", selector, "-o", "json"))["items"]
-        return [pod["metadata"]["name"] for pod in found if "deletionTimestamp" not in pod["metadata"]]
+        return [
+            pod["metadata"]["name"] for pod in found if "deletionTimestamp" not in pod["metadata"]
+        ]
 
     @property
     def log(self) -> str:
@@ -105,7 +149,9 @@ class Job:
             status = self.status
             ended = status.get("jobDeploymentStatus") == "Failed"
             assert not ended, f"failed before: {what}\n{status}\n{self.log[-4000:]}"
-            assert time.monotonic() < end, f"not within {seconds:g} s: {what}\n{status}\n{self.log[-4000:]}"
+            assert time.monotonic() < end, (
+                f"not within {seconds:g} s: {what}\n{status}\n{self.log[-4000:]}"
+            )
             time.sleep(2)
         return found
 
@@ -121,10 +167,14 @@ class Job:
 @pytest.fixture
 def job(cluster: None, request: pytest.FixtureRequest) -> Iterator[Job]:
     """A job named after the test. Deleted at its end."""
-    name = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_").lower())[:30].strip("-")
+    name = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_").lower())[:30].strip(
+        "-"
+    )
     job = Job(name)
     yield job
-    job.k("delete", "rayjob", job.name, "--ignore-not-found", "--wait", "--timeout=180s", check=False)
+    job.k(
+        "delete", "rayjob", job.name, "--ignore-not-found", "--wait", "--timeout=180s", check=False
+    )
 
 
 def test_a_job_trains_and_its_cluster_is_gone_after_the_ttl(job: Job) -> None:
@@ -144,18 +194,25 @@ def test_a_worker_pod_in_mid_run_costs_no_retry_and_no_step(job: Job, how: tuple
     assert victim not in job.pods("worker")
     job.succeeds(6000)
     after = job.status
-    assert (after["rayClusterName"], after["jobId"]) == (before["rayClusterName"], before["jobId"]), "a retry"
+    assert (after["rayClusterName"], after["jobId"]) == (
+        before["rayClusterName"],
+        before["jobId"],
+    ), "a retry"
     assert not after.get("failed")
     if not how:
         assert len(job.steps) == len(set(job.steps)), "a step was repeated"
 
 
 def test_a_deleted_head_costs_one_attempt_and_the_run_goes_on(job: Job) -> None:
-    """The operator makes a new head and runs the job again, which resumes from the newest checkpoint."""
+    """The operator makes a new head and runs the job again, which resumes from the newest
+    checkpoint.
+    """
     job.apply(steps=6000)
     job.until(lambda: len(job.steps) >= 12, 900, "120 steps, and so two checkpoints")
     job.k("delete", "pod", *job.pods("head"), "--wait=false")
-    first = job.until(lambda: "resume" in job.log and job.steps, 900, "the job on a new head, resumed")[0]
+    first = job.until(
+        lambda: "resume" in job.log and job.steps, 900, "the job on a new head, resumed"
+    )[0]
     assert first > 50, "it began anew"
     assert "can never hold" not in job.log
     job.succeeds(6000)
@@ -170,7 +227,9 @@ def test_an_eviction_is_refused_while_the_budget_protects_the_ranks(job: Job) ->
         found: Object = json.loads(job.k("get", "pdb", job.name, "-o", "json")).get("status", {})
         return found
 
-    job.until(lambda: budget().get("currentHealthy") == 3, 200, "the budget counts three healthy pods")
+    job.until(
+        lambda: budget().get("currentHealthy") == 3, 200, "the budget counts three healthy pods"
+    )
     assert budget()["disruptionsAllowed"] == 0
     for pod in (*job.pods("worker"), *job.pods("head")):
         eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod}}
@@ -196,7 +255,10 @@ def test_a_drain_waits_for_the_budget_and_without_it_costs_only_the_ranks(job: J
     finally:
         kubectl("uncordon", node)  # also with one node the operator's new pods have a place
     job.succeeds(8000)
-    assert (job.status["rayClusterName"], job.status["jobId"]) == (before["rayClusterName"], before["jobId"]), "a retry"
+    assert (job.status["rayClusterName"], job.status["jobId"]) == (
+        before["rayClusterName"],
+        before["jobId"],
+    ), "a retry"
 
 
 def test_the_run_of_a_failed_job_can_be_fetched(job: Job, tmp_path: Path) -> None:
@@ -206,8 +268,19 @@ def test_the_run_of_a_failed_job_can_be_fetched(job: Job, tmp_path: Path) -> Non
         assert time.monotonic() < end, f"{job.status}\n{job.log}"
         time.sleep(2)
     job.k("rollout", "status", "deployment/nanoray-tensorboard", "--timeout=200s")
-    command = [sys.executable, "-m", "nanoray", "kube", "fetch", job.name, "--namespace", job.namespace]
-    done = subprocess.run([*command, "--out_dir", str(tmp_path)], capture_output=True, text=True, timeout=300)
+    command = [
+        sys.executable,
+        "-m",
+        "nanoray",
+        "kube",
+        "fetch",
+        job.name,
+        "--namespace",
+        job.namespace,
+    ]
+    done = subprocess.run(
+        [*command, "--out_dir", str(tmp_path)], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     (run,) = tmp_path.iterdir()
     assert json.loads((run / "summary.json").read_text())["exit_code"] == 5
@@ -217,7 +290,9 @@ def test_the_run_of_a_failed_job_can_be_fetched(job: Job, tmp_path: Path) -> Non
 
 
 def test_two_namespaces_at_once(cluster: None) -> None:
-    """Each with its own volume, token and policy; where the nodes have no room for both, one waits for the other."""
+    """Each with its own volume, token and policy; where the nodes have no room for both, one waits
+    for the other.
+    """
     jobs = [Job("twin", space) for space in NAMESPACES]
     try:
         for job in jobs:
@@ -230,4 +305,12 @@ def test_two_namespaces_at_once(cluster: None) -> None:
         assert len(tokens) == 2, "both clusters have the same token"
     finally:
         for job in jobs:
-            job.k("delete", "rayjob", job.name, "--ignore-not-found", "--wait", "--timeout=180s", check=False)
+            job.k(
+                "delete",
+                "rayjob",
+                job.name,
+                "--ignore-not-found",
+                "--wait",
+                "--timeout=180s",
+                check=False,
+            )

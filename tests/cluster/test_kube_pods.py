@@ -1,7 +1,9 @@
-"""The manifests, run: pods as namespaces of this machine, the operator's own `ray start`, a job over HTTP, a lost pod.
+"""The manifests, run: pods as namespaces of this machine, the operator's own `ray start`, a job
+over HTTP, a lost pod.
 
-What stands in: Kubernetes' API server (`ApiServer`), the operator and the kubelet (`Operator`), containers (`Machine`).
-What is real: the manifests, `nanoray kube`, Ray, gloo between network addresses, the training.
+What stands in: Kubernetes' API server (`ApiServer`), the operator and the kubelet (`Operator`),
+containers (`Machine`). What is real: the manifests, `nanoray kube`, Ray, gloo between network
+addresses, the training.
 """
 
 from __future__ import annotations
@@ -41,12 +43,18 @@ RECIPE: dict[str, Any] = {k: v for k, v in TINY.items() if k != "name"} | {
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Iterator[tuple[ApiServer, Machine, Operator, Path]]:
+def world(
+    tmp_path_factory: pytest.TempPathFactory, text: Path
+) -> Iterator[tuple[ApiServer, Machine, Operator, Path]]:
     if reason := missing():
         pytest.skip(reason)
     volume = tmp_path_factory.mktemp("volume")
     (volume / "words.txt").write_text(text.read_text())
-    with ApiServer(volume) as server, Machine(volume) as machine, Operator(server, machine) as operator:
+    with (
+        ApiServer(volume) as server,
+        Machine(volume) as machine,
+        Operator(server, machine) as operator,
+    ):
         os.environ["KUBECONFIG"] = str(server.kubeconfig(tmp_path_factory.mktemp("home")))
         yield server, machine, operator, volume
         del os.environ["KUBECONFIG"]
@@ -64,7 +72,9 @@ def local_losses(folder: Path, recipe: dict[str, Any], ranks: int) -> list[float
 
 
 def losses(run: Path) -> list[float]:
-    return [json.loads(line)["train/loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["train/loss"] for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 class Command:
@@ -83,7 +93,9 @@ class Command:
             for line in self.lines:
                 if re.search(pattern, line):
                     return line
-            assert self._process.poll() is None or time.monotonic() < end - seconds + 2, "\n".join(self.lines)
+            assert self._process.poll() is None or time.monotonic() < end - seconds + 2, "\n".join(
+                self.lines
+            )
             assert time.monotonic() < end, f"no {pattern!r} in:\n" + "\n".join(self.lines)
             time.sleep(0.1)
 
@@ -91,7 +103,9 @@ class Command:
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"not over after {seconds} s:\n" + "\n".join(self.lines[-60:])) from None
+            raise AssertionError(
+                f"not over after {seconds} s:\n" + "\n".join(self.lines[-60:])
+            ) from None
         finally:
             self._process.kill()
 
@@ -111,19 +125,35 @@ def until(ready: Callable[[], bool], seconds: float, what: str) -> None:
 def test_submit_survives_a_lost_pod_and_a_lost_log(
     world: tuple[ApiServer, Machine, Operator, Path], tmp_path: Path
 ) -> None:
-    """Rendered, applied, trained; a worker pod is lost in mid-run, and the log's stream: same losses to the bit."""
+    """Rendered, applied, trained; a worker pod is lost in mid-run, and the log's stream: same
+    losses to the bit.
+    """
     server, machine, operator, volume = world
     recipe = RECIPE | {"dataset": str(volume / "words.txt")}
     file = tmp_path / "words.yaml"
     freeze = "stop@rank=0,step=15,phase=forward"  # until a pod is lost
     file.write_text(yaml.safe_dump(RECIPE | {"dataset": "/data/words.txt"}))
     submit = Command(
-        "submit", "--config", str(file), "--workers", "2", "--device", "cpu", "--faults", freeze, "--timeout_s", "300"
+        "submit",
+        "--config",
+        str(file),
+        "--workers",
+        "2",
+        "--device",
+        "cpu",
+        "--faults",
+        freeze,
+        "--timeout_s",
+        "300",
     )
     submit.wait_for(r"^apply +RayJob words$", 100)
     submit.wait_for(r"^ray +cluster at", 300)
     # A frozen rank tells no more of its steps.
-    until(lambda: any(pod.frozen() for pod in list(machine.pods.values())), 200, "the fault did not fire")
+    until(
+        lambda: any(pod.frozen() for pod in list(machine.pods.values())),
+        200,
+        "the fault did not fire",
+    )
     victim = next(name for name in list(machine.pods) if "worker-1" in name)
     server.drop_proxy = 2
     machine.pods[victim].kill()
@@ -132,11 +162,16 @@ def test_submit_survives_a_lost_pod_and_a_lost_log(
     code = submit.finish(300)
     output = "\n".join(submit.lines)
     assert code == 0, output + str(operator.errors)
-    # A pod takes its node with it: replaced in place where its peer learns of it in time, else from the checkpoint.
-    assert re.search(r"replace +1/3 rank \d .* no step is repeated|restart +1/3 from the newest", output), output
+    # A pod takes its node with it: replaced in place where its peer learns of it in time, else from
+    # the checkpoint.
+    assert re.search(
+        r"replace +1/3 rank \d .* no step is repeated|restart +1/3 from the newest", output
+    ), output
     assert "log    out of reach, trying on" in output
     assert submit.lines[-1].startswith("job    Complete/SUCCEEDED"), output
-    assert len([line for line in submit.lines if re.search(r"step +60/60", line)]) == 1, "each line once"
+    assert len([line for line in submit.lines if re.search(r"step +60/60", line)]) == 1, (
+        "each line once"
+    )
     (folder,) = (volume / "runs").glob("words-*/*")
     assert '"kind": "stop"' in (folder / "faults.jsonl").read_text(), "the fault fired"
     assert losses(folder) == local_losses(tmp_path, recipe, 2), "bit for bit"
@@ -149,7 +184,11 @@ def test_submit_survives_a_lost_pod_and_a_lost_log(
     assert (code, "step 60/60" in output) == (0, True), output
 
     tensorboard = {"name": "tb", "labels": {"app.kubernetes.io/name": "nanoray-tensorboard"}}
-    server.objects["pods", "nanoray", "tb"] = {"metadata": tensorboard, "spec": {}, "status": {"phase": "Running"}}
+    server.objects["pods", "nanoray", "tb"] = {
+        "metadata": tensorboard,
+        "spec": {},
+        "status": {"phase": "Running"},
+    }
     code, output = run("fetch", "words", "--out_dir", str(tmp_path / "here"))
     assert code == 0, output
     (copy,) = (tmp_path / "here").iterdir()
@@ -163,7 +202,8 @@ def test_submit_survives_a_lost_pod_and_a_lost_log(
 def test_a_deleted_worker_pod_costs_only_its_rank(
     world: tuple[ApiServer, Machine, Operator, Path], tmp_path: Path
 ) -> None:
-    """`kubectl delete pod` in mid-run: Ray drains its node, the operator makes another pod, and the job goes on.
+    """`kubectl delete pod` in mid-run: Ray drains its node, the operator makes another pod, and the
+    job goes on.
 
     The same RayJob, the same attempt, no repeated step, and the losses of an undisturbed run.
     """
@@ -172,13 +212,37 @@ def test_a_deleted_worker_pod_costs_only_its_rank(
     file = tmp_path / "deleted.yaml"
     file.write_text(yaml.safe_dump(RECIPE | {"dataset": "/data/words.txt"}))
     slow = "slow@rank=0,step=15,phase=data,seconds=97"  # until little of the notice is left
-    flags = ("--spares", "0", "--replace_timeout", "120", "--timeout_s", "300", "--hang_timeout", "0")
-    submit = Command("submit", "--config", str(file), "--workers", "2", "--device", "cpu", "--faults", slow, *flags)
+    flags = (
+        "--spares",
+        "0",
+        "--replace_timeout",
+        "120",
+        "--timeout_s",
+        "300",
+        "--hang_timeout",
+        "0",
+    )
+    submit = Command(
+        "submit",
+        "--config",
+        str(file),
+        "--workers",
+        "2",
+        "--device",
+        "cpu",
+        "--faults",
+        slow,
+        *flags,
+    )
     submit.wait_for(r"^apply +RayJob deleted$", 100)
     submit.wait_for(r"step +14/60", 300)
-    victim = next(name for name in list(machine.pods) if name.startswith("deleted") and "worker-1" in name)
+    victim = next(
+        name for name in list(machine.pods) if name.startswith("deleted") and "worker-1" in name
+    )
     seconds = operator.delete_pod(victim)
-    assert 90 < seconds < 115, "after the notice of 100 s and within the grace period of 120 s, without SIGKILL"
+    assert 90 < seconds < 115, (
+        "after the notice of 100 s and within the grace period of 120 s, without SIGKILL"
+    )
     code = submit.finish(300)
     output = "\n".join(submit.lines)
     assert code == 0, output + str(operator.errors)
@@ -196,8 +260,12 @@ def test_a_deleted_worker_pod_costs_only_its_rank(
 
 
 @pytest.mark.full
-def test_stop_writes_a_checkpoint(world: tuple[ApiServer, Machine, Operator, Path], tmp_path: Path) -> None:
-    """`nanoray kube stop` on the same cluster: Ray's SIGTERM, a checkpoint, exit 143 of whoever follows."""
+def test_stop_writes_a_checkpoint(
+    world: tuple[ApiServer, Machine, Operator, Path], tmp_path: Path
+) -> None:
+    """`nanoray kube stop` on the same cluster: Ray's SIGTERM, a checkpoint, exit 143 of whoever
+    follows.
+    """
     server, _, operator, volume = world
     key = ("rayjobs", "nanoray", "words")
     if key not in server.objects:
@@ -205,10 +273,15 @@ def test_stop_writes_a_checkpoint(world: tuple[ApiServer, Machine, Operator, Pat
     job = server.objects[key]
     before = set((volume / "runs").glob("*/*"))
     # Without the fault of the test before: nothing would wake a frozen rank here.
-    words = job["spec"]["entrypoint"].replace("--resume auto", "--resume none --max_steps 100000 --faults=")
+    words = job["spec"]["entrypoint"].replace(
+        "--resume auto", "--resume none --max_steps 100000 --faults="
+    )
     job["spec"]["entrypoint"] = words
     job["metadata"]["name"] = "words2"
-    job["status"] = {"rayClusterName": job["status"]["rayClusterName"], "jobDeploymentStatus": "Initializing"}
+    job["status"] = {
+        "rayClusterName": job["status"]["rayClusterName"],
+        "jobDeploymentStatus": "Initializing",
+    }
     logs = Command("logs", "words", "--follow")
     logs.wait_for(r"step +5/100000", 200)
     code, output = run("stop", "words")
@@ -223,8 +296,12 @@ def test_stop_writes_a_checkpoint(world: tuple[ApiServer, Machine, Operator, Pat
     assert operator.errors == []
 
 
-def statefulset(tmp_path: Path, text: Path, recipe: dict[str, Any]) -> tuple[str, dict[str, Any], Path]:
-    """The manifest's command with another recipe, the manifest, and a volume with the recipe and its text."""
+def statefulset(
+    tmp_path: Path, text: Path, recipe: dict[str, Any]
+) -> tuple[str, dict[str, Any], Path]:
+    """The manifest's command with another recipe, the manifest, and a volume with the recipe and
+    its text.
+    """
     if reason := missing():
         pytest.skip(reason)
     (thing,) = [o for o in build(KUBE_DIR / "statefulset") if o["kind"] == "StatefulSet"]
@@ -251,20 +328,26 @@ def start_ranks(machine: Machine, command: str, thing: dict[str, Any]) -> list[R
 
 
 def test_the_statefulset_trains_without_ray(tmp_path: Path, text: Path) -> None:
-    """Three pods with the manifest's command and environment; ranks from ordinals, rank 0 by its name."""
+    """Three pods with the manifest's command and environment; ranks from ordinals, rank 0 by its
+    name.
+    """
     recipe = RECIPE | {"max_steps": 12}
     command, thing, volume = statefulset(tmp_path, text, recipe)
     with Machine(volume) as machine:
         pods = start_ranks(machine, command, thing)
         until(lambda: all("done; idle" in p.log for p in pods), 300, "\n".join(p.log for p in pods))
         (folder,) = (volume / "runs" / "statefulset").iterdir()
-        assert losses(folder) == local_losses(tmp_path, recipe | {"dataset": str(volume / "words.txt")}, 3)
+        assert losses(folder) == local_losses(
+            tmp_path, recipe | {"dataset": str(volume / "words.txt")}, 3
+        )
         assert pods[0].terminate(grace_s=60) < 60, "an idle pod ends at once"
 
 
 @pytest.mark.full
 def test_a_pod_of_the_statefulset_checkpoints_at_sigterm(tmp_path: Path, text: Path) -> None:
-    """The kubelet's SIGTERM reaches the rank through the shell; all ranks agree on the step and save it."""
+    """The kubelet's SIGTERM reaches the rank through the shell; all ranks agree on the step and
+    save it.
+    """
     recipe = RECIPE | {"max_steps": 100000, "checkpoint_every": 0, "log_every": 10}
     command, thing, volume = statefulset(tmp_path, text, recipe)
     with Machine(volume) as machine:
@@ -280,24 +363,34 @@ def test_a_pod_of_the_statefulset_checkpoints_at_sigterm(tmp_path: Path, text: P
 
 
 def test_a_pod_is_deleted_as_kubernetes_does(tmp_path: Path) -> None:
-    """Its name goes first, then its preStop hook runs, then PID 1 alone gets SIGTERM, and after the grace SIGKILL."""
+    """Its name goes first, then its preStop hook runs, then PID 1 alone gets SIGTERM, and after the
+    grace SIGKILL.
+    """
     if reason := missing():
         pytest.skip(reason)
     child = "(trap 'echo child' TERM; while :; do sleep 0.1; done) & "
     listens = "trap 'echo term $(date +%s.%N)' TERM; echo ready; while :; do sleep 0.1; done"
     with Machine(tmp_path) as machine:
         pod = machine.start("web-0", child + listens, {}, 2**20, ("web-0.svc",))
-        other = machine.start("web-1", "while :; do getent hosts web-0.svc || echo gone; sleep 0.1; done", {}, 2**20)
+        other = machine.start(
+            "web-1", "while :; do getent hosts web-0.svc || echo gone; sleep 0.1; done", {}, 2**20
+        )
         until(lambda: "ready" in pod.log and pod.address in other.log, 100, pod.log + other.log)
         hook = "getent hosts web-0.svc || echo hook; sleep 1; echo hooked $(date +%s.%N)"
         took = machine.delete("web-0", 6.0, hook)
-        assert 6.0 <= took < 30.0, "it ignores SIGTERM, so it was killed when the grace period was over"
+        assert 6.0 <= took < 30.0, (
+            "it ignores SIGTERM, so it was killed when the grace period was over"
+        )
         lines = [line.split() for line in pod.log.splitlines()]
-        assert [words[0] for words in lines] == ["ready", "hook", "hooked", "term"], "PID 1 alone gets the signal"
+        assert [words[0] for words in lines] == ["ready", "hook", "hooked", "term"], (
+            "PID 1 alone gets the signal"
+        )
         assert float(lines[2][1]) <= float(lines[3][1])
         until(lambda: other.log.rstrip().endswith("gone"), 100, other.log)
         assert not pod.alive
-        assert machine.start("web-2", "trap 'exit 0' TERM; echo ready; sleep 100 & wait", {}, 2**20).alive
+        assert machine.start(
+            "web-2", "trap 'exit 0' TERM; echo ready; sleep 100 & wait", {}, 2**20
+        ).alive
         until(lambda: "ready" in machine.pods["web-2"].log, 100, "")
         assert machine.delete("web-2", 60.0) < 30.0, "one that obeys is not waited for"
 
@@ -310,7 +403,9 @@ def _ended(pid: int) -> bool:
 
 
 def test_nothing_is_left(tmp_path: Path) -> None:
-    """After a machine with a pod on it: no interface, no namespace, no process, no mount, no folder."""
+    """After a machine with a pod on it: no interface, no namespace, no process, no mount, no
+    folder.
+    """
     if reason := missing():
         pytest.skip(reason)
     with Machine(tmp_path) as machine:
@@ -346,14 +441,20 @@ def test_ray_understands_the_operators_commands(folder: str) -> None:
 
 
 def test_the_operators_commands_by_hand() -> None:
-    (spec,) = [s for thing in build(KUBE_DIR / "overlays" / "mig-mixed" / "job") if (s := cluster_spec(thing))]
+    (spec,) = [
+        s
+        for thing in build(KUBE_DIR / "overlays" / "mig-mixed" / "job")
+        if (s := cluster_spec(thing))
+    ]
     head, worker = groups(spec)
     assert ray_start(head, None) == (
-        "ray start --head --block --dashboard-agent-listen-port=52365 --dashboard-host=0.0.0.0 --memory=4294967296 "
+        "ray start --head --block --dashboard-agent-listen-port=52365 --dashboard-host=0.0.0.0 "
+        "--memory=4294967296 "
         "--metrics-export-port=8080 --num-cpus=0 --num-gpus=0 --object-store-memory=268435456"
     )
     assert ray_start(worker, "svc") == (
-        "ray start --address=svc:6379 --block --dashboard-agent-listen-port=52365 --memory=8589934592 "
+        "ray start --address=svc:6379 --block --dashboard-agent-listen-port=52365 "
+        "--memory=8589934592 "
         "--metrics-export-port=8080 --num-cpus=2 --num-gpus=1 --object-store-memory=268435456"
     )
     del worker["rayStartParams"]["num-gpus"]

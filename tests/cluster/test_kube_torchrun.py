@@ -1,4 +1,6 @@
-"""kuberay/torchrun, run: one pod in which torchrun starts three ranks; trained to the end, and stopped by a SIGTERM."""
+"""kuberay/torchrun, run: one pod in which torchrun starts three ranks; trained to the end, and
+stopped by a SIGTERM.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def start(machine: Machine, text: Path, recipe: dict[str, Any]) -> RunningPod:
     (container,) = pod["containers"]
     env = {item["name"]: item["value"] for item in container["env"]}
     for source in container["envFrom"]:
-        (values,) = [o["data"] for o in objects if o["metadata"]["name"] == source["configMapRef"]["name"]]
+        (values,) = [
+            o["data"] for o in objects if o["metadata"]["name"] == source["configMapRef"]["name"]
+        ]
         env |= values
     (machine.volume / "words.txt").write_text(text.read_text())
     (machine.volume / "recipe.yaml").write_text(yaml.safe_dump(recipe))
@@ -54,7 +58,10 @@ def ranks_of(pod: RunningPod) -> list[int]:
     found, own = [], os.readlink(f"/proc/{pod.init}/ns/pid")
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if os.readlink(folder / "ns" / "pid") == own and b"\0RANK=" in (folder / "environ").read_bytes():
+            if (
+                os.readlink(folder / "ns" / "pid") == own
+                and b"\0RANK=" in (folder / "environ").read_bytes()
+            ):
                 words = (folder / "cmdline").read_bytes().split(b"\0")
                 found += [int(folder.name)] if b"nanoray.train" in words else []
         except OSError:
@@ -65,7 +72,9 @@ def ranks_of(pod: RunningPod) -> list[int]:
 def test_three_ranks_in_one_pod_train_and_a_killed_one_costs_a_restart(
     machine: Machine, text: Path, tmp_path: Path
 ) -> None:
-    """A rank is killed in mid-run: torchrun restarts all three from the newest checkpoint, and no loss changes."""
+    """A rank is killed in mid-run: torchrun restarts all three from the newest checkpoint, and no
+    loss changes.
+    """
     recipe = RECIPE | {"max_steps": 40, "faults": "kill@rank=1,step=25,phase=forward"}
     pod = start(machine, text, recipe)
     until(lambda: not pod.alive, 200, pod.log)
@@ -81,8 +90,12 @@ def test_three_ranks_in_one_pod_train_and_a_killed_one_costs_a_restart(
 
 @pytest.mark.full
 def test_the_pod_checkpoints_at_sigterm(machine: Machine, text: Path) -> None:
-    """The kubelet's SIGTERM reaches torchrun, which is the container's first process, and through it every rank."""
-    pod = start(machine, text, RECIPE | {"max_steps": 100000, "checkpoint_every": 0, "log_every": 10})
+    """The kubelet's SIGTERM reaches torchrun, which is the container's first process, and through
+    it every rank.
+    """
+    pod = start(
+        machine, text, RECIPE | {"max_steps": 100000, "checkpoint_every": 0, "log_every": 10}
+    )
     until(lambda: "step     50/" in pod.log, 200, pod.log)
     assert len(ranks_of(pod)) == 3
     os.kill(pod.init, signal.SIGTERM)

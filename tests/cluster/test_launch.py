@@ -1,4 +1,6 @@
-"""The driver on a real Ray cluster: placement, ranks, faults, signals, jobs. One cluster serves many tests."""
+"""The driver on a real Ray cluster: placement, ranks, faults, signals, jobs. One cluster serves
+many tests.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ from tests.harness.ports import closed_port
 
 
 @pytest.fixture(scope="module")
-def clean(cluster: Cluster, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def clean(
+    cluster: Cluster, recipe: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str]:
     """A run without faults, and what it printed."""
     out = tmp_path_factory.mktemp("clean")
     code, output = launch(cluster, recipe, out, "--eval_every", "15", "--sample_tokens", "20")
@@ -50,13 +54,26 @@ def clean(cluster: Cluster, recipe: Path, tmp_path_factory: pytest.TempPathFacto
 def test_a_run_reports_what_it_came_to(clean: tuple[Path, str]) -> None:
     out, output = clean
     result, run = summary(out), only_run(out)
-    assert (result["exit_reason"], result["steps"], result["world_size"], result["restarts"]) == ("finished", 30, 2, 0)
+    assert (result["exit_reason"], result["steps"], result["world_size"], result["restarts"]) == (
+        "finished",
+        30,
+        2,
+        0,
+    )
     assert (result["backend"], result["dataset"]) == ("gloo", "words")
     assert 0 < result["first_step_s"] < result["total_s"]
     assert result["val_loss"] < losses(out)[1]
     assert len(losses(out)) == 30
     names = {p.name for p in run.iterdir()}
-    assert {"config.json", "run.json", "metrics.jsonl", "summary.json", "checkpoints", "tb", "logs"} <= names
+    assert {
+        "config.json",
+        "run.json",
+        "metrics.jsonl",
+        "summary.json",
+        "checkpoints",
+        "tb",
+        "logs",
+    } <= names
     for rank in (0, 1):
         log = (run / "logs" / f"rank{rank}.log").read_text()
         assert f"rank={rank}" in log
@@ -68,13 +85,17 @@ def test_a_run_reports_what_it_came_to(clean: tuple[Path, str]) -> None:
     assert str(run) in output
 
 
-def test_actors_carry_run_and_rank_and_nothing_is_left(cluster: Cluster, clean: tuple[Path, str]) -> None:
+def test_actors_carry_run_and_rank_and_nothing_is_left(
+    cluster: Cluster, clean: tuple[Path, str]
+) -> None:
     run = only_run(clean[0]).name
     actors = [actor for actor in cluster.states("actors") if str(actor["name"]).startswith(run)]
     names = sorted([actor["name"], actor["repr_name"]] for actor in actors)
     assert names == [[f"{run}-rank{r}", f"{run} rank {r}"] for r in (0, 1)]
     (namespace,) = {actor["ray_namespace"] for actor in actors}
-    assert re.fullmatch(r"nanoray-\w{8}", namespace), "its own, so that another run of this name is not in its way"
+    assert re.fullmatch(r"nanoray-\w{8}", namespace), (
+        "its own, so that another run of this name is not in its way"
+    )
     assert no_actors_left(cluster)
 
 
@@ -90,10 +111,16 @@ def test_stop_at_checkpoints_and_resume_auto_goes_on(
     assert losses(tmp_path) == losses(clean[0])
 
 
-@pytest.mark.parametrize("local", [False, pytest.param(True, marks=pytest.mark.full)], ids=["cluster", "own ray"])
-def test_ctrl_c_once_checkpoints_and_exits_130(cluster: Cluster, recipe: Path, tmp_path: Path, local: bool) -> None:
+@pytest.mark.parametrize(
+    "local", [False, pytest.param(True, marks=pytest.mark.full)], ids=["cluster", "own ray"]
+)
+def test_ctrl_c_once_checkpoints_and_exits_130(
+    cluster: Cluster, recipe: Path, tmp_path: Path, local: bool
+) -> None:
     before = leaks.entries()
-    process = start(None if local else cluster, recipe, tmp_path, "--max_steps", "100000", "--log_every", "10")
+    process = start(
+        None if local else cluster, recipe, tmp_path, "--max_steps", "100000", "--log_every", "10"
+    )
     wait_for(lambda: trains(tmp_path), process=process)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole foreground group
     code, output = finish(process)
@@ -101,7 +128,9 @@ def test_ctrl_c_once_checkpoints_and_exits_130(cluster: Cluster, recipe: Path, t
     assert "stopping after this step, with a checkpoint" in output
     result = summary(tmp_path)
     assert result["exit_reason"] == "stopped"
-    assert [p.name for p in (only_run(tmp_path) / "checkpoints").iterdir()] == [f"step_{result['steps']:08d}"]
+    assert [p.name for p in (only_run(tmp_path) / "checkpoints").iterdir()] == [
+        f"step_{result['steps']:08d}"
+    ]
     if local:
         wait_for(lambda: not processes_of_session(process.pid), 60)
         assert left_behind(before) == []
@@ -109,7 +138,9 @@ def test_ctrl_c_once_checkpoints_and_exits_130(cluster: Cluster, recipe: Path, t
         assert no_actors_left(cluster)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.full)]
+)
 def test_a_signal_to_the_whole_group_spares_a_ray_of_ones_own_until_all_is_saved(
     recipe: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -117,13 +148,17 @@ def test_a_signal_to_the_whole_group_spares_a_ray_of_ones_own_until_all_is_saved
     process = start(None, recipe, tmp_path, "--max_steps", "100000", "--log_every", "10")
     wait_for(lambda: trains(tmp_path), process=process)
     group = [pid for pid in processes_of_session(process.pid) if os.getpgid(pid) == process.pid]
-    assert group == [process.pid], "Ray's head would end at once, and its ranks with it, saved or not"
+    assert group == [process.pid], (
+        "Ray's head would end at once, and its ranks with it, saved or not"
+    )
     os.killpg(process.pid, number)
     code, output = finish(process)
     assert code == 128 + number, output
     result = summary(tmp_path)
     assert result["exit_reason"] == "stopped"
-    assert [p.name for p in (only_run(tmp_path) / "checkpoints").iterdir()] == [f"step_{result['steps']:08d}"]
+    assert [p.name for p in (only_run(tmp_path) / "checkpoints").iterdir()] == [
+        f"step_{result['steps']:08d}"
+    ]
     wait_for(lambda: not processes_of_session(process.pid), 60)
 
 
@@ -142,9 +177,13 @@ def test_ctrl_c_twice_stops_now(cluster: Cluster, recipe: Path, tmp_path: Path) 
     assert no_actors_left(cluster)
 
 
-def test_a_request_that_never_fits_is_refused_with_a_table(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
+def test_a_request_that_never_fits_is_refused_with_a_table(
+    cluster: Cluster, recipe: Path, tmp_path: Path
+) -> None:
     now = "--placement_timeout_s", "4"
-    code, output = launch(cluster, recipe, tmp_path, "--workers", "12", "--cpus_per_worker", "1", *now)
+    code, output = launch(
+        cluster, recipe, tmp_path, "--workers", "12", "--cpus_per_worker", "1", *now
+    )
     assert code == 3
     assert "waited" not in output
     assert "asked for 12 × 1 CPU, but the cluster can never hold it; total per node:" in output
@@ -163,7 +202,9 @@ def test_a_busy_cluster_is_an_error_in_time(cluster: Cluster, recipe: Path, tmp_
     hold.send_signal(signal.SIGTERM)
     assert code == 3
     assert "asked for 2 × 1 CPU, not free within 2 s" in output
-    assert re.search(r"available per node: [\d.]+ has nothing; wait for other jobs, or raise --placement", output)
+    assert re.search(
+        r"available per node: [\d.]+ has nothing; wait for other jobs, or raise --placement", output
+    )
     assert finish(hold)[0] == 143
 
 
@@ -185,15 +226,45 @@ def test_no_cluster_at_the_address_says_so(recipe: Path, tmp_path: Path) -> None
 def test_dry_run_takes_nothing(recipe: Path, tmp_path: Path) -> None:
     code, output = launch(None, recipe, tmp_path / "none", "--dry_run")
     assert code == 0, output
-    for line in ("mesh ", "placement ", "batch ", "model ", "memory ", "dry run: nothing was started"):
+    for line in (
+        "mesh ",
+        "placement ",
+        "batch ",
+        "model ",
+        "memory ",
+        "dry run: nothing was started",
+    ):
         assert line in output
     assert not (tmp_path / "none").exists()
 
 
-def submit(cluster: Cluster, recipe: Path, out: Path, *flags: str, wait: bool = True) -> tuple[int, str]:
-    command = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--working-dir", str(ROOT)]
-    command += ["--metadata-json", json.dumps({"owner": "test"}), *([] if wait else ["--no-wait"]), "--"]
-    command += [sys.executable, "examples/train_shakespeare.py", "--config", str(recipe), "--out_dir", str(out), *flags]
+def submit(
+    cluster: Cluster, recipe: Path, out: Path, *flags: str, wait: bool = True
+) -> tuple[int, str]:
+    command = [
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "job",
+        "submit",
+        "--working-dir",
+        str(ROOT),
+    ]
+    command += [
+        "--metadata-json",
+        json.dumps({"owner": "test"}),
+        *([] if wait else ["--no-wait"]),
+        "--",
+    ]
+    command += [
+        sys.executable,
+        "examples/train_shakespeare.py",
+        "--config",
+        str(recipe),
+        "--out_dir",
+        str(out),
+        *flags,
+    ]
     done = subprocess.run(
         command,
         cwd=ROOT,
@@ -224,8 +295,14 @@ def test_ray_job_submit_runs_the_example(
     assert (info["status"], info["driver_exit_code"]) == ("SUCCEEDED", 0)
     assert info["metadata"]["owner"] == "test"
     folder = str(only_run(tmp_path))
-    told = {k.removeprefix("nanoray_"): v for k, v in info["metadata"].items() if k.startswith("nanoray_")}
-    assert (told["state"], told["step"], told["folder"]) == ("finished", "30/30", folder), "kept when the job is over"
+    told = {
+        k.removeprefix("nanoray_"): v
+        for k, v in info["metadata"].items()
+        if k.startswith("nanoray_")
+    }
+    assert (told["state"], told["step"], told["folder"]) == ("finished", "30/30", folder), (
+        "kept when the job is over"
+    )
     assert float(told["loss"]) == pytest.approx(losses(tmp_path)[30], abs=1e-4)
 
 
@@ -234,14 +311,19 @@ def test_a_failing_job_has_its_exit_code(cluster: Cluster, recipe: Path, tmp_pat
     assert code != 0
     assert "n_embd = 32 is not a multiple of n_head = 3" in output
     (submission,) = set(re.findall(r"raysubmit_\w+", output))
-    assert (job(cluster, submission)["status"], job(cluster, submission)["driver_exit_code"]) == ("FAILED", 2)
+    assert (job(cluster, submission)["status"], job(cluster, submission)["driver_exit_code"]) == (
+        "FAILED",
+        2,
+    )
 
 
 @pytest.mark.full
 def test_ray_job_stop_leaves_a_checkpoint_and_metrics_were_exported(
     cluster: Cluster, recipe: Path, tmp_path: Path
 ) -> None:
-    code, output = submit(cluster, recipe, tmp_path, "--max_steps", "100000", "--log_every", "10", wait=False)
+    code, output = submit(
+        cluster, recipe, tmp_path, "--max_steps", "100000", "--log_every", "10", wait=False
+    )
     assert code == 0, output
     submission = re.findall(r"raysubmit_\w+", output)[0]
 
@@ -258,10 +340,18 @@ def test_ray_job_stop_leaves_a_checkpoint_and_metrics_were_exported(
         step = info["metadata"]["nanoray_step"]
         wait_for(lambda: job(cluster, submission)["metadata"]["nanoray_step"] != step, said=said)
         status = [sys.executable, "-m", "ray.scripts.scripts", "job", "status", submission]
-        said = subprocess.run(status, env=cluster.env, capture_output=True, text=True, timeout=200).stdout
-        assert re.search(rf"training · folder \S+{run} · step \d+/100000 · loss \d\.\d+ · eta \d+:", said), said
+        said = subprocess.run(
+            status, env=cluster.env, capture_output=True, text=True, timeout=200
+        ).stdout
+        assert re.search(
+            rf"training · folder \S+{run} · step \d+/100000 · loss \d\.\d+ · eta \d+:", said
+        ), said
         wait_for(lambda: f'run="{run}"' in exported_metrics(cluster), said=said)
-        sample = [line for line in exported_metrics(cluster).splitlines() if line.startswith("ray_nanoray_train_loss{")]
+        sample = [
+            line
+            for line in exported_metrics(cluster).splitlines()
+            if line.startswith("ray_nanoray_train_loss{")
+        ]
         assert 'rank="0"' in sample[0]
     finally:  # else it would hold the CPUs of a cluster that other tests use
         stop = [sys.executable, "-m", "ray.scripts.scripts", "job", "stop", submission]
@@ -269,13 +359,17 @@ def test_ray_job_stop_leaves_a_checkpoint_and_metrics_were_exported(
     wait_for(lambda: job(cluster, submission)["status"] == "STOPPED", said=said)
     result = summary(tmp_path)
     assert result["exit_reason"] == "stopped"
-    assert (only_run(tmp_path) / "checkpoints" / f"step_{result['steps']:08d}" / "manifest.json").exists()
+    assert (
+        only_run(tmp_path) / "checkpoints" / f"step_{result['steps']:08d}" / "manifest.json"
+    ).exists()
     assert no_actors_left(cluster)
 
 
 def exported_metrics(cluster: Cluster) -> str:
     """What the nodes' metrics agents export, as Prometheus would scrape it."""
-    nodes = in_driver(cluster, "print(json.dumps([n['MetricsExportPort'] for n in ray.nodes() if n['Alive']]))")
+    nodes = in_driver(
+        cluster, "print(json.dumps([n['MetricsExportPort'] for n in ray.nodes() if n['Alive']]))"
+    )
     texts = []
     for port in nodes:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=200) as answer:
@@ -292,7 +386,9 @@ def test_ranks_are_sorted_by_node_and_spread_over_two(
         code, output = launch(cluster, recipe, tmp_path, "--placement", "spread")
     assert code == 0, output
     logs = [(only_run(tmp_path) / "logs" / f"rank{r}.log").read_text() for r in (0, 1)]
-    assert [re.findall(r"local_rank=(\d), local_world_size=(\d), node_rank=(\d)", t)[0] for t in logs] == [
+    assert [
+        re.findall(r"local_rank=(\d), local_world_size=(\d), node_rank=(\d)", t)[0] for t in logs
+    ] == [
         ("0", "1", "0"),
         ("0", "1", "1"),
     ]
@@ -320,7 +416,9 @@ print(json.dumps([place.kind, place.workers, seen]))
 
 def test_each_actor_sees_exactly_its_own_slice() -> None:
     """Made-up MIG UUIDs on a real Ray: each actor is bound to one, in order."""
-    with ray_head("--num-gpus=3", "--num-cpus=4", dashboard=False, CUDA_VISIBLE_DEVICES=",".join(SLICES)) as cluster:
+    with ray_head(
+        "--num-gpus=3", "--num-cpus=4", dashboard=False, CUDA_VISIBLE_DEVICES=",".join(SLICES)
+    ) as cluster:
         kind, workers, seen = in_driver(cluster, MIG_DRIVER.replace("DEVICE", "mig"))
         assert (kind, workers) == ("mig", 3)
         assert seen == [[s] for s in SLICES]
@@ -335,18 +433,22 @@ def test_whole_gpus_are_not_taken_for_slices() -> None:
 except Exception as error:
     print(json.dumps(str(error)))
     raise SystemExit(0)"""
-        code = MIG_DRIVER.replace("DEVICE", "mig").replace("place = Placement.make(config)", attempt)
+        code = MIG_DRIVER.replace("DEVICE", "mig").replace(
+            "place = Placement.make(config)", attempt
+        )
         text = in_driver(cluster, code)
         assert "device = mig, but Ray handed out ['0000', '0001']" in text
         assert "start Ray with CUDA_VISIBLE_DEVICES set to the slices' MIG- UUIDs" in text
 
 
 def test_a_local_ray_is_closed_to_others(tmp_path: Path) -> None:
-    """The Ray that nanoray starts: its dashboard listens on loopback, and the jobs API wants this run's token."""
+    """The Ray that nanoray starts: its dashboard listens on loopback, and the jobs API wants this
+    run's token.
+    """
     code = """
 import contextlib, io, re, socket, urllib.error, urllib.request
 from nanoray.config import load_config
-from nanoray.mesh.devices import local_slots
+from nanoray.devices.gpus import local_slots
 from nanoray.launch.placement import connected
 said = io.StringIO()
 with contextlib.redirect_stdout(said), connected("local", local_slots("cpu", 1, [], 1.0)):
@@ -363,8 +465,12 @@ with contextlib.redirect_stdout(said), connected("local", local_slots("cpu", 1, 
             inodes.add(local.split(":")[0])
 print(code, sorted(inodes))
 """
-    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {"HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {
+        "HOME": str(tmp_path)
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "401 ['0100007F']", "127.0.0.1, as the kernel writes it"
     assert not (tmp_path / ".ray").exists(), "no token is left in the user's home"

@@ -38,7 +38,17 @@ from tests.harness.cluster import (
 )
 from tests.harness.commands import Command
 
-LONG = (*ENDLESS, "--log_every", "1", "--sample_tokens", "0", "--spares", "0", "--checkpoint_every", "0")
+LONG = (
+    *ENDLESS,
+    "--log_every",
+    "1",
+    "--sample_tokens",
+    "0",
+    "--spares",
+    "0",
+    "--checkpoint_every",
+    "0",
+)
 ONE_EACH = (*LONG, "--placement", "spread", "--cpus_per_worker", "1")
 
 
@@ -50,7 +60,9 @@ def saved_step(out: Path) -> int:
 
 
 def has_ray(driver: Command, before: set[str]) -> bool:
-    """Whether the driver starts a Ray of its own: a process of its session has a file open in Ray's new folder."""
+    """Whether the driver starts a Ray of its own: a process of its session has a file open in Ray's
+    new folder.
+    """
     files: list[str] = []
     for pid in processes_of_session(driver.pid):
         with contextlib.suppress(OSError):
@@ -83,14 +95,19 @@ def test_a_stop_while_no_node_has_room_for_a_lost_rank(recipe: Path, tmp_path: P
 
 
 @pytest.mark.full
-@pytest.mark.skipif(os.geteuid() != 0, reason="hides a folder from a node by a mount of its own: only root may")
+@pytest.mark.skipif(
+    os.geteuid() != 0, reason="hides a folder from a node by a mount of its own: only root may"
+)
 def test_a_node_without_the_shared_folder_is_passed_over(recipe: Path, tmp_path: Path) -> None:
     """The replacement starts on a node that does not see the run's folder; a third node does."""
     out = tmp_path / "out"
     out.mkdir()
     blind = ("unshare", "--mount", "sh", "-c", f'mount -t tmpfs none "{out}" && exec "$@"', "sh")
     # Forked workers would see what the tests see.
-    with ray_head("--num-cpus=1", forked=False, **FAST_HEALTH) as cluster, contextlib.ExitStack() as nodes:
+    with (
+        ray_head("--num-cpus=1", forked=False, **FAST_HEALTH) as cluster,
+        contextlib.ExitStack() as nodes,
+    ):
         first = nodes.enter_context(ray_node(cluster))
         driver = start(cluster, recipe, out, *ONE_EACH, "--replace_timeout", "300")
         wait_for(lambda: trains(out), process=driver)
@@ -127,7 +144,9 @@ def test_a_rank_dies_while_the_replacement_of_another_is_awaited(
     assert "restart " not in output
     found = reports(tmp_path)
     assert [r["rank"] for r in found] == [first, second] or len(found[0]["consequences"]) == 1
-    assert found[-1]["steps_repeated"] <= 1, "only a step that both of the lost ranks, and no other, had completed"
+    assert found[-1]["steps_repeated"] <= 1, (
+        "only a step that both of the lost ranks, and no other, had completed"
+    )
     steps = sorted(losses(tmp_path))
     assert steps == list(range(1, steps[-1] + 1))
     assert no_actors_left(cluster)
@@ -152,8 +171,12 @@ def test_a_rank_dies_while_the_head_is_frozen(recipe: Path, tmp_path: Path) -> N
 
 
 def run_in_shell(cluster: Cluster, recipe: Path, out: Path, tail: str) -> tuple[int, str]:
-    """Run nanoray.launch for 60 steps with a shell's redirections; return the shell's exit code and its output."""
-    command = f'"$0" -m nanoray.launch --config "$1" --out_dir "$2" --max_steps 60 --log_every 1 {tail}'
+    """Run nanoray.launch for 60 steps with a shell's redirections; return the shell's exit code and
+    its output.
+    """
+    command = (
+        f'"$0" -m nanoray.launch --config "$1" --out_dir "$2" --max_steps 60 --log_every 1 {tail}'
+    )
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command}", sys.executable, str(recipe), str(out)],
         cwd=ROOT,
@@ -165,7 +188,9 @@ def run_in_shell(cluster: Cluster, recipe: Path, out: Path, tail: str) -> tuple[
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("tail", ["> /dev/full", pytest.param("2>&1 | head -n 3", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "tail", ["> /dev/full", pytest.param("2>&1 | head -n 3", marks=pytest.mark.full)]
+)
 def test_output_that_cannot_be_written_does_not_end_a_run(
     cluster: Cluster, recipe: Path, tmp_path: Path, tail: str
 ) -> None:
@@ -174,12 +199,19 @@ def test_output_that_cannot_be_written_does_not_end_a_run(
     assert summary(tmp_path)["exit_reason"] == "finished"
     assert sorted(losses(tmp_path)) == list(range(1, 61))
     if "full" in tail:
-        assert output.count("warning  what this command prints is lost (No space left on device); it goes on") == 1
+        assert (
+            output.count(
+                "warning  what this command prints is lost (No space left on device); it goes on"
+            )
+            == 1
+        )
     assert no_actors_left(cluster)
 
 
 @pytest.mark.full
-def test_a_closed_terminal_stops_the_run_with_a_checkpoint(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
+def test_a_closed_terminal_stops_the_run_with_a_checkpoint(
+    cluster: Cluster, recipe: Path, tmp_path: Path
+) -> None:
     driver = start(cluster, recipe, tmp_path, *LONG)
     wait_for(lambda: trains(tmp_path), process=driver)
     os.kill(driver.pid, signal.SIGHUP)
@@ -190,10 +222,17 @@ def test_a_closed_terminal_stops_the_run_with_a_checkpoint(cluster: Cluster, rec
 
 
 def test_a_full_disk_during_a_recovery(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
-    """Neither the attempt's number nor the report can be written: the rank is replaced all the same."""
+    """Neither the attempt's number nor the report can be written: the rank is replaced all the
+    same.
+    """
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(disk)], check=False).returncode == 0
+    mounted = (
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(disk)], check=False
+        ).returncode
+        == 0
+    )
     if not mounted:
         pytest.skip("cannot mount a small file system here")
     try:
@@ -218,8 +257,20 @@ def test_a_full_disk_during_a_recovery(cluster: Cluster, recipe: Path, tmp_path:
 def test_a_stop_while_resources_are_awaited(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
     holder = start(cluster, recipe, tmp_path / "a", *LONG, "--cpus_per_worker", "1")
     wait_for(lambda: trains(tmp_path / "a"), process=holder)
-    waits = start(cluster, recipe, tmp_path / "b", *LONG, "--cpus_per_worker", "1", "--placement_timeout_s", "300")
-    wait_for(lambda: any(g["state"] == "PENDING" for g in cluster.states("placement_groups")), process=waits)
+    waits = start(
+        cluster,
+        recipe,
+        tmp_path / "b",
+        *LONG,
+        "--cpus_per_worker",
+        "1",
+        "--placement_timeout_s",
+        "300",
+    )
+    wait_for(
+        lambda: any(g["state"] == "PENDING" for g in cluster.states("placement_groups")),
+        process=waits,
+    )
     waits.terminate()
     asked = time.monotonic()
     code, output = finish(waits)
@@ -240,7 +291,9 @@ def test_a_stop_while_resources_are_awaited(cluster: Cluster, recipe: Path, tmp_
         pytest.param(signal.SIGINT, 3.0, marks=pytest.mark.full),
     ],
 )
-def test_a_stop_while_ray_starts(recipe: Path, tmp_path: Path, signum: signal.Signals, seconds: float) -> None:
+def test_a_stop_while_ray_starts(
+    recipe: Path, tmp_path: Path, signum: signal.Signals, seconds: float
+) -> None:
     """At any time of its start: no traceback, no process, no folder."""
     before = leaks.entries()
     driver = start(None, recipe, tmp_path, *LONG, RAY_ADDRESS="local")

@@ -1,4 +1,6 @@
-"""A script's own model on Ray: a killed rank is replaced, and the script's function runs again in the new process."""
+"""A script's own model on Ray: a killed rank is replaced, and the script's function runs again in
+the new process.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,26 @@ if __name__ == "__main__":
 def launched(cluster: Cluster, folder: Path, out: Path, **settings: object) -> str:
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    config = {"global_batch_size": 12, "workers": 2, "cpus_per_worker": 0.5, "log_every": 1, "checkpoint_every": 10}
-    config |= {"max_steps": 30, "spares": 0, "tensorboard": False, "out_dir": str(out), "placement_timeout_s": 60}
+    config = {
+        "global_batch_size": 12,
+        "workers": 2,
+        "cpus_per_worker": 0.5,
+        "log_every": 1,
+        "checkpoint_every": 10,
+    }
+    config |= {
+        "max_steps": 30,
+        "spares": 0,
+        "tensorboard": False,
+        "out_dir": str(out),
+        "placement_timeout_s": 60,
+    }
     config |= settings
-    done = run(str(script), json.dumps(config), env=os.environ | cluster.env | {"RAY_ADDRESS": cluster.address})
+    done = run(
+        str(script),
+        json.dumps(config),
+        env=os.environ | cluster.env | {"RAY_ADDRESS": cluster.address},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

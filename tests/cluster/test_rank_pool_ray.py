@@ -12,10 +12,27 @@ from typing import Any
 import pytest
 
 from nanoray.bench.harness import leaks
-from tests.harness.cluster import Cluster, end_session, in_driver, left_behind, no_actors_left, wait_for
+from tests.harness.cluster import (
+    Cluster,
+    end_session,
+    in_driver,
+    left_behind,
+    no_actors_left,
+    wait_for,
+)
 from tests.harness.commands import run
 
-TINY = ("--quick", "--max_bytes", "1024", "--ops", "all_reduce,broadcast", "--dtypes", "float32", "--device", "cpu")
+TINY = (
+    "--quick",
+    "--max_bytes",
+    "1024",
+    "--ops",
+    "all_reduce,broadcast",
+    "--dtypes",
+    "float32",
+    "--device",
+    "cpu",
+)
 
 
 def collectives(out: Path, *flags: str, env: dict[str, str], ranks: int) -> dict[str, Any]:
@@ -27,12 +44,17 @@ def collectives(out: Path, *flags: str, env: dict[str, str], ranks: int) -> dict
     assert not done.stdout.startswith("ray ")  # stdout is the report's
     report = json.loads(out.read_text())
     rows = [r for r in report["rows"] if "op" in r]
-    assert [(r["op"], r["ranks"], r["wrong"]) for r in rows] == [("all_reduce", ranks, 0), ("broadcast", ranks, 0)]
+    assert [(r["op"], r["ranks"], r["wrong"]) for r in rows] == [
+        ("all_reduce", ranks, 0),
+        ("broadcast", ranks, 0),
+    ]
     return report["conditions"]
 
 
 def test_a_local_ray_leaves_nothing(tmp_path: Path) -> None:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {"HOME": str(tmp_path)}
+    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {
+        "HOME": str(tmp_path)
+    }
     before = leaks.entries()
     told = collectives(tmp_path / "c.json", "--ray_address", "local", env=env, ranks=1)
     assert told["ranks"]["on hosts"] == "1 (1)"
@@ -42,17 +64,30 @@ def test_a_local_ray_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_on_two_nodes_of_a_ray_cluster(cluster: Cluster, tmp_path: Path) -> None:
     """The head has two CPUs and the node one: with three ranks, one is on the node."""
-    join = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={cluster.address}", "--block"]
+    join = [
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        f"--address={cluster.address}",
+        "--block",
+    ]
     ports = ["--min-worker-port=0", "--max-worker-port=0"]
     node = subprocess.Popen(
-        [*join, *ports, "--num-cpus=1"], env=cluster.env, stdout=subprocess.DEVNULL, start_new_session=True
+        [*join, *ports, "--num-cpus=1"],
+        env=cluster.env,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
     )
     alive = "print(json.dumps(sum(node['Alive'] for node in ray.nodes())))"
     try:
         wait_for(lambda: in_driver(cluster, alive) == 2, 120)
         told = collectives(tmp_path / "c.json", env=cluster.env, ranks=3)
         # Ranks are sorted by node id, which Ray draws: the head may come first or second.
-        assert (told["ranks"]["started by"], told["ranks"]["on hosts"]) in [("ray", "2 (2 + 1)"), ("ray", "2 (1 + 2)")]
+        assert (told["ranks"]["started by"], told["ranks"]["on hosts"]) in [
+            ("ray", "2 (2 + 1)"),
+            ("ray", "2 (1 + 2)"),
+        ]
         events, rank, message = in_driver(cluster, RAY_DEATH)
         assert (events, rank) == ([{"before": True}], 1)
         assert "break_down: its actor is gone: " in message

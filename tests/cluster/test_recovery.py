@@ -1,4 +1,6 @@
-"""Faults on a real Ray cluster: the cause is named, the run goes on, and the losses are those of a run without them."""
+"""Faults on a real Ray cluster: the cause is named, the run goes on, and the losses are those of a
+run without them.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ PATIENT = ("--hang_timeout", "0", "--timeout_s", "300")  # where a test holds a 
 
 @pytest.fixture(scope="module")
 def clean(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Runs without faults at 2 and 3 ranks, the latter with dropout: masks follow from step and rank."""
+    """Runs without faults at 2 and 3 ranks, the latter with dropout: masks follow from step and
+    rank.
+    """
     folders = {}
     for ranks in (2, 3):
         folders[ranks] = tmp_path_factory.mktemp(f"clean{ranks}")
@@ -53,7 +57,14 @@ def clean(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, P
 
 
 def of(ranks: int) -> tuple[str, ...]:
-    return ("--workers", str(ranks), "--cpus_per_worker", "0.5", "--dropout", "0" if ranks == 2 else "0.1")
+    return (
+        "--workers",
+        str(ranks),
+        "--cpus_per_worker",
+        "0.5",
+        "--dropout",
+        "0" if ranks == 2 else "0.1",
+    )
 
 
 # Every phase of a step, both ranks, by signal, exit code and exception, in one run.
@@ -100,17 +111,23 @@ def test_every_phase_of_a_step(
     ranks: int,
     flags: tuple[str, ...],
 ) -> None:
-    """Eight faults in one run of 30 steps: each is named, and the run ends with the weights of a run without any.
+    """Eight faults in one run of 30 steps: each is named, and the run ends with the weights of a
+    run without any.
 
-    The restarted run is traced, the clean one is not; the steps that were done again stand in the trace once.
+    The restarted run is traced, the clean one is not; the steps that were done again stand in the
+    trace once.
     """
-    plan = ";".join(f"{kind}@rank={rank},step={step},phase={phase}" for kind, rank, step, phase in PLAN)
+    plan = ";".join(
+        f"{kind}@rank={rank},step={step},phase={phase}" for kind, rank, step, phase in PLAN
+    )
     flags += (*EVERY_FIVE, *of(ranks), "--max_failures", "9", "--faults", plan)
     code, output = finish(start(cluster, recipe, tmp_path, *flags), 500)
     assert code == 0, output
     assert fired(tmp_path) == [kind for kind, *_ in PLAN], "each fired, once"
     found = reports(tmp_path)
-    assert [(r["rank"], r["step"], r["phase"]) for r in found] == [tuple(place) for _, *place in PLAN]
+    assert [(r["rank"], r["step"], r["phase"]) for r in found] == [
+        tuple(place) for _, *place in PLAN
+    ]
     for (kind, *_), report in zip(PLAN, found, strict=True):
         assert report["cause"] == CAUSES[kind]
         assert HOW[kind] in report["title"]
@@ -119,14 +136,17 @@ def test_every_phase_of_a_step(
         }[kind]  # fmt: skip
         assert (report["detect_s"] is None) == (kind == "raise")
         assert report["recover_s"] > 0
-        expected = {"spare": {"spare", "in_place"}}.get(mode, {mode})  # the next spare may still be starting
+        # The next spare may still be starting
+        expected = {"spare": {"spare", "in_place"}}.get(mode, {mode})
         assert report["recovery"] in expected, report
     again = [repeated(step, phase) if mode == "restart" else 0 for _, _, step, phase in PLAN]
     assert [r["steps_repeated"] for r in found] == again
     if mode == "spare":
         assert [r["recovery"] for r in found].count("spare") >= 1
     if mode == "restart":
-        assert re.search(r"failure  rank 1 \(pid \d+, node [\d.]+\) died in forward of step 6: killed", output)
+        assert re.search(
+            r"failure  rank 1 \(pid \d+, node [\d.]+\) died in forward of step 6: killed", output
+        )
         assert "fault plan fires" in output, "the dead rank's last log lines"
         assert output.count("/9 from the newest checkpoint") == len(PLAN)
         traced = {s["step"]: s["attempt"] for s in read_steps(only_run(tmp_path))}
@@ -142,25 +162,41 @@ def test_every_phase_of_a_step(
     ledger = accounts_of(only_run(tmp_path))
     assert ledger.total == pytest.approx(ledger.slots * ledger.wall_s, rel=0.01), ledger
     assert ledger.slots == ranks
-    still = ranks * sum(r["recover_s"] for r in found)  # until a new step is done: a restart repeats some before it
-    assert ledger.seconds["recovery"] >= (0.5 if mode == "restart" else 0.75) * still, "all ranks stood still"
+    # Until a new step is done: a restart repeats some before it
+    still = ranks * sum(r["recover_s"] for r in found)
+    assert ledger.seconds["recovery"] >= (0.5 if mode == "restart" else 0.75) * still, (
+        "all ranks stood still"
+    )
     assert (ledger.seconds["repeated"] > 0) == (mode == "restart")
     assert no_actors_left(cluster)
     assert no_watchers_left(only_run(tmp_path))
 
 
 @pytest.mark.full  # test_mirror has the same faults without Ray
-@pytest.mark.parametrize(("mode", "ranks", "spares"), [("zero1", 3, "0"), ("zero2", 2, "1"), ("fsdp", 3, "1")])
+@pytest.mark.parametrize(
+    ("mode", "ranks", "spares"), [("zero1", 3, "0"), ("zero2", 2, "1"), ("fsdp", 3, "1")]
+)
 def test_every_phase_of_a_step_with_a_sharded_state(
     cluster: Cluster, recipe: Path, tmp_path: Path, mode: str, ranks: int, spares: str
 ) -> None:
-    """A lost rank's share is in the memory of its mirror. Two faults are on either side of the norm, which commits."""
+    """A lost rank's share is in the memory of its mirror. Two faults are on either side of the
+    norm, which commits.
+    """
     flags = (*EVERY_FIVE, *of(ranks), "--dp_mode", mode)
     undisturbed(recipe, tmp_path / "clean", *flags)
-    places = [("kill", 1, 6, "forward"), ("kill", 0, 9, "backward"), ("exit", 1, 12, "exchange_norm")]
-    places += [("kill", 0, 14, "committed"), ("kill", 1, 17, "log" if mode == "fsdp" else "exchange_weights")]
+    places = [
+        ("kill", 1, 6, "forward"),
+        ("kill", 0, 9, "backward"),
+        ("exit", 1, 12, "exchange_norm"),
+    ]
+    places += [
+        ("kill", 0, 14, "committed"),
+        ("kill", 1, 17, "log" if mode == "fsdp" else "exchange_weights"),
+    ]
     places += [("kill", 0, 20, "eval"), ("kill", 1, 25, "checkpoint")]
-    plan = ";".join(f"{kind}@rank={rank},step={step},phase={place}" for kind, rank, step, place in places)
+    plan = ";".join(
+        f"{kind}@rank={rank},step={step},phase={place}" for kind, rank, step, place in places
+    )
     flags += ("--spares", spares, "--max_failures", "9", "--faults", plan)
     code, output = finish(start(cluster, recipe, tmp_path / "out", *flags), 500)
     assert code == 0, output
@@ -177,13 +213,18 @@ def test_every_phase_of_a_step_with_a_sharded_state(
 def test_a_part_of_each_layer_is_replaced_from_the_other_replica(
     cluster: Cluster, recipe: Path, tmp_path: Path
 ) -> None:
-    """dp 2 × tp 2: two ranks after one another; then both that hold one part, which only a checkpoint has."""
+    """dp 2 × tp 2: two ranks after one another; then both that hold one part, which only a
+    checkpoint has.
+    """
     flags = (*EVERY_FIVE, *of(4), "--tp", "2", "--spares", "0", "--max_steps", "25")
     undisturbed(recipe, tmp_path / "clean", *flags)
     places = ["kill@rank=1,step=6,phase=backward", "kill@rank=2,step=9,phase=log"]
     places += ["kill@rank=0,step=18,phase=forward", "kill@rank=2,step=18,phase=forward"]
     out = tmp_path / "out"
-    code, output = finish(start(cluster, recipe, out, *flags, "--max_failures", "9", "--faults", ";".join(places)), 500)
+    code, output = finish(
+        start(cluster, recipe, out, *flags, "--max_failures", "9", "--faults", ";".join(places)),
+        500,
+    )
     assert code == 0, output
     assert fired(out) == ["kill"] * 4, output
     found = [(report["recovery"], report["steps_repeated"]) for report in reports(out)]
@@ -207,7 +248,10 @@ def test_a_share_that_is_lost_with_its_mirror_is_read_from_the_checkpoint(
     assert fired(out) == ["kill", "kill"]
     (report,) = reports(out)
     assert (report["recovery"], report["steps_repeated"]) == ("restart", 2)
-    assert "shares of the state are lost, each with its mirror: that of rank 1 with rank 2" in report["consequences"]
+    assert (
+        "shares of the state are lost, each with its mirror: that of rank 1 with rank 2"
+        in report["consequences"]
+    )
     assert "mirror   shares of the state are lost" in output
     assert losses(out) == losses(tmp_path / "clean")
     assert no_actors_left(cluster)
@@ -218,12 +262,25 @@ def test_the_group_shrinks_and_grows_back(
 ) -> None:
     """Rank 0 of three is lost, so another one writes the metrics until it is back; then rank 2.
 
-    A frozen rank gives the new process the time that it needs; the faults come in a group of three again.
+    A frozen rank gives the new process the time that it needs; the faults come in a group of three
+    again.
     """
     plan = "kill@rank=0,step=6,phase=backward;stop@rank=1,step=8,phase=data;"
     plan += "kill@rank=2,step=16,phase=optimizer;stop@rank=1,step=18,phase=data"
-    flags = (*EVERY_FIVE, *of(3), "--dropout", "0", "--recovery", "shrink", "--replace_timeout", "0", "--faults", plan)
-    # A slow machine takes more than 30 s until the second loss. A spare would be there by then, and fill the slot.
+    flags = (
+        *EVERY_FIVE,
+        *of(3),
+        "--dropout",
+        "0",
+        "--recovery",
+        "shrink",
+        "--replace_timeout",
+        "0",
+        "--faults",
+        plan,
+    )
+    # A slow machine takes more than 30 s until the second loss. A spare would be there by then, and
+    # fill the slot.
     driver = start(cluster, recipe, tmp_path, *flags, *PATIENT, "--spares", "0")
     for kill, freeze in ((0, 1), (2, 3)):
         wait_for(lambda freeze=freeze: len(injected(tmp_path)) > freeze, process=driver)  # type: ignore[misc]
@@ -237,22 +294,57 @@ def test_the_group_shrinks_and_grows_back(
     ]
     assert "shrink   1/3 3 -> 2 rank(s) with the same global batch, until rank 0 is back" in output
     assert output.count("grow     2 -> 3 ranks; no step is repeated") == 2
-    assert losses(tmp_path) == pytest.approx(losses(clean[2]), rel=1e-4), "sums in another order, and no more"
+    assert losses(tmp_path) == pytest.approx(losses(clean[2]), rel=1e-4), (
+        "sums in another order, and no more"
+    )
     assert summary(tmp_path)["world_size"] == 3
     assert no_actors_left(cluster)
 
 
 @pytest.mark.full
-def test_a_whole_replica_trains_alone_until_there_are_two(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
-    """dp 2 x tp 2 loses rank 1 in step 6; ranks 0 and 3 go on. A frozen one gives new processes time.
+def test_a_whole_replica_trains_alone_until_there_are_two(
+    cluster: Cluster, recipe: Path, tmp_path: Path
+) -> None:
+    """dp 2 x tp 2 loses rank 1 in step 6; ranks 0 and 3 go on. A frozen one gives new processes
+    time.
 
-    While they are one replica the losses are, to the bit, those of one that began at the checkpoint of step 5.
+    While they are one replica the losses are, to the bit, those of one that began at the checkpoint
+    of step 5.
     """
-    mesh = ("--cpus_per_worker", "0.5", "--dropout", "0.1", "--tp", "2", "--checkpoint_mode", "sync")
-    flags = (*EVERY_FIVE, *mesh, "--keep_checkpoints", "9", "--log_every", "1", "--recovery", "shrink")
+    mesh = (
+        "--cpus_per_worker",
+        "0.5",
+        "--dropout",
+        "0.1",
+        "--tp",
+        "2",
+        "--checkpoint_mode",
+        "sync",
+    )
+    flags = (
+        *EVERY_FIVE,
+        *mesh,
+        "--keep_checkpoints",
+        "9",
+        "--log_every",
+        "1",
+        "--recovery",
+        "shrink",
+    )
     plan = "kill@rank=1,step=6,phase=backward;stop@rank=0,step=9,phase=data"
     out = tmp_path / "out"
-    shrinks = (*flags, "--workers", "4", "--replace_timeout", "0", "--faults", plan, *PATIENT, "--spares", "0")
+    shrinks = (
+        *flags,
+        "--workers",
+        "4",
+        "--replace_timeout",
+        "0",
+        "--faults",
+        plan,
+        *PATIENT,
+        "--spares",
+        "0",
+    )
     driver = start(cluster, recipe, out, *shrinks)
     wait_for(lambda: len(injected(out)) > 1, process=driver)
     thaw(driver, out, 0, "pause", since=injected(out)[0]["time"])
@@ -262,18 +354,31 @@ def test_a_whole_replica_trains_alone_until_there_are_two(cluster: Cluster, reci
     (report,) = reports(out)
     assert (report["rank"], report["recovery"], report["steps_repeated"]) == (1, "shrink", 0)
     told = (
-        "4 -> 2 rank(s) = dp 1 × tp 2 with the same global batch, until rank 1, 2 is back; rank 2 has no part in that"
+        "4 -> 2 rank(s) = dp 1 × tp 2 with the same global batch, until rank 1, 2 is back; rank 2 "
+        "has no part in that"
     )
     assert told in output
     assert "grow     2 -> 4 ranks; no step is repeated" in output
     assert summary(out)["world_size"] == 4
     assert no_actors_left(cluster)
     micro = str(json.loads((only_run(out) / "config.json").read_text())["global_batch_size"] // 2)
-    small = (*flags, "--workers", "2", "--micro_batch_size", micro, "--stop_at", "9", "--spares", "0")
+    small = (
+        *flags,
+        "--workers",
+        "2",
+        "--micro_batch_size",
+        micro,
+        "--stop_at",
+        "9",
+        "--spares",
+        "0",
+    )
     resume = ("--resume", str(only_run(out) / "checkpoints" / "step_00000005"))
     undisturbed(recipe, tmp_path / "small", *small, *resume)
     alone = losses(tmp_path / "small")
-    assert {step: loss for step, loss in losses(out).items() if 5 < step < 9} == {s: alone[s] for s in (6, 7, 8)}
+    assert {step: loss for step, loss in losses(out).items() if 5 < step < 9} == {
+        s: alone[s] for s in (6, 7, 8)
+    }
 
 
 def repeated(step: int, phase: str) -> int:
@@ -307,10 +412,16 @@ def test_the_survivor_keeps_its_process_and_the_trace_its_order(
     assert code == 0, output
     assert fired(tmp_path) == ["kill"], "the fault did not fire"
     assert re.search(
-        r"failure  rank 0 \(pid \d+, node [\d.]+\) died in checkpoint of step 15: killed by SIGKILL", output
+        r"failure  rank 0 \(pid \d+, node [\d.]+\) died in checkpoint of step 15: killed by "
+        r"SIGKILL",
+        output,
     )
-    assert re.search(r"replace  1/3 rank 0 \(pid \d+\) joins in [\d.]+ s; no step is repeated", output)
-    assert re.search(r"recover  detected in 0.\d+ s, training again after [\d.]+ s, no steps repeated", output)
+    assert re.search(
+        r"replace  1/3 rank 0 \(pid \d+\) joins in [\d.]+ s; no step is repeated", output
+    )
+    assert re.search(
+        r"recover  detected in 0.\d+ s, training again after [\d.]+ s, no steps repeated", output
+    )
     assert losses(tmp_path) == losses(clean[2]), "bit for bit"
     assert next(step for step, attempt in attempts(tmp_path).items() if attempt) == 16
     survivor = (only_run(tmp_path) / "logs" / "rank1.log").read_text()
@@ -327,17 +438,34 @@ def test_the_survivor_keeps_its_process_and_the_trace_its_order(
     [
         pytest.param(
             "hang@rank=1,step=15,phase=forward",
-            r"rank 1 .* in forward of step 15 after \d+ collectives and is behind \(rank 0 in backward of",
+            r"rank 1 .* in forward of step 15 after \d+ collectives and is behind \(rank 0 in "
+            r"backward of",
             marks=pytest.mark.full,
         ),
-        ("stop@rank=0,step=15,phase=backward", r"rank 0 .* in backward of step 15 and does not answer \(rank 1 in"),
+        (
+            "stop@rank=0,step=15,phase=backward",
+            r"rank 0 .* in backward of step 15 and does not answer \(rank 1 in",
+        ),
     ],
 )
 def test_a_hung_rank_is_named_and_replaced(
     cluster: Cluster, recipe: Path, clean: dict[int, Path], tmp_path: Path, fault: str, says: str
 ) -> None:
-    """A rank that sleeps, and one that SIGSTOP froze: the others would wait for the collective's timeout."""
-    flags = ("--eval_every", "5", "--checkpoint_every", "0", "--spares", "0", "--hang_timeout", "8", "--faults", fault)
+    """A rank that sleeps, and one that SIGSTOP froze: the others would wait for the collective's
+    timeout.
+    """
+    flags = (
+        "--eval_every",
+        "5",
+        "--checkpoint_every",
+        "0",
+        "--spares",
+        "0",
+        "--hang_timeout",
+        "8",
+        "--faults",
+        fault,
+    )
     code, output = launch(cluster, recipe, tmp_path, *flags)
     assert code == 0, output
     assert fired(tmp_path) == [fault.partition("@")[0]], "the fault did not fire"
@@ -348,9 +476,15 @@ def test_a_hung_rank_is_named_and_replaced(
     assert "replace  1/3" in output
     assert losses(tmp_path) == losses(clean[2])
     rank = int(fault[fault.index("rank=") + 5])
-    stacks = (only_run(tmp_path) / "logs" / f"rank{rank if fault.startswith('hang') else 1 - rank}.log").read_text()
+    stacks = (
+        only_run(tmp_path) / "logs" / f"rank{rank if fault.startswith('hang') else 1 - rank}.log"
+    ).read_text()
     report = only_report(tmp_path, output)
-    assert (report["cause"], report["recovery"], report["steps_repeated"]) == ("hung", "in_place", 0)
+    assert (report["cause"], report["recovery"], report["steps_repeated"]) == (
+        "hung",
+        "in_place",
+        0,
+    )
     assert "no rank makes progress" in stacks
     assert 'faults.py", line' in stacks or "engine.py" in stacks, "where it is"
     assert no_actors_left(cluster)
@@ -383,10 +517,23 @@ def test_a_frozen_process_is_ended_by_a_task_on_its_node(cluster: Cluster) -> No
 def test_a_rank_frozen_for_longer_than_ray_tries_to_connect_to_it_is_replaced(
     recipe: Path, clean: dict[int, Path], tmp_path: Path
 ) -> None:
-    """The raylet connects to a worker when the dashboard asks it to; here it cannot, and so it does not end it."""
-    flags = ("--eval_every", "5", "--checkpoint_every", "0", "--spares", "0", "--hang_timeout", "25")
+    """The raylet connects to a worker when the dashboard asks it to; here it cannot, and so it does
+    not end it.
+    """
+    flags = (
+        "--eval_every",
+        "5",
+        "--checkpoint_every",
+        "0",
+        "--spares",
+        "0",
+        "--hang_timeout",
+        "25",
+    )
     with ray_head(NODE_STATS_UPDATE_INTERVAL_SECONDS="3") as head:
-        code, output = launch(head, recipe, tmp_path, *flags, "--faults", "stop@rank=0,step=15,phase=backward")
+        code, output = launch(
+            head, recipe, tmp_path, *flags, "--faults", "stop@rank=0,step=15,phase=backward"
+        )
     assert code == 0, output
     assert fired(tmp_path) == ["stop"], "the fault did not fire"
     assert "replace  1/3 rank 0" in output, output
@@ -397,14 +544,18 @@ def test_a_rank_frozen_for_longer_than_ray_tries_to_connect_to_it_is_replaced(
 def test_a_rank_frozen_before_the_ranks_have_met_is_named_and_replaced(
     cluster: Cluster, recipe: Path, clean: dict[int, Path], tmp_path: Path
 ) -> None:
-    """Rank 0 serves the store: who asks a frozen server waits for ever, for no timeout counts while it is connected."""
+    """Rank 0 serves the store: who asks a frozen server waits for ever, for no timeout counts while
+    it is connected.
+    """
     driver = start(cluster, recipe, tmp_path, *EVERY_FIVE, "--hang_timeout", "8")
     pid = pid_of(tmp_path, 0, driver)
     os.kill(pid, signal.SIGSTOP)
     code, output = finish(driver)
     assert code == 0, output
     assert re.search(
-        rf"rank 0 \(pid {pid}, .*\) made no progress for \d+ s in \w+ of step \d+ and does not answer", output
+        rf"rank 0 \(pid {pid}, .*\) made no progress for \d+ s in \w+ of step \d+ and does not "
+        r"answer",
+        output,
     )
     assert losses(tmp_path) == losses(clean[2])
     assert no_actors_left(cluster)
@@ -421,7 +572,9 @@ def test_nobody_left_means_a_restart_from_the_checkpoint(
     assert losses(tmp_path) == losses(clean[2])
 
 
-def test_an_exception_is_the_cause_and_twice_is_enough(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
+def test_an_exception_is_the_cause_and_twice_is_enough(
+    cluster: Cluster, recipe: Path, tmp_path: Path
+) -> None:
     plan = "raise@rank=1,step=5,phase=forward;raise@rank=1,step=5,phase=forward,attempt=1"
     code, output = launch(cluster, recipe, tmp_path, "--faults", plan)
     assert code == 1
@@ -430,7 +583,9 @@ def test_an_exception_is_the_cause_and_twice_is_enough(cluster: Cluster, recipe:
     assert summary(tmp_path)["exit_reason"].startswith("failed: rank 1")
 
 
-def test_divergence_is_not_retried_and_keeps_its_exit_code(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
+def test_divergence_is_not_retried_and_keeps_its_exit_code(
+    cluster: Cluster, recipe: Path, tmp_path: Path
+) -> None:
     flags = ("--optimizer", "sgd", "--grad_clip", "0", "--lr", "1e30", "--warmup_steps", "0")
     code, output = launch(cluster, recipe, tmp_path, *flags)
     assert code == 5, output
@@ -443,7 +598,9 @@ def test_divergence_is_not_retried_and_keeps_its_exit_code(cluster: Cluster, rec
 
 @pytest.mark.full
 def test_max_failures_0_gives_up_at_once(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
-    code, output = launch(cluster, recipe, tmp_path, "--max_failures", "0", "--faults", "kill@rank=0,step=3")
+    code, output = launch(
+        cluster, recipe, tmp_path, "--max_failures", "0", "--faults", "kill@rank=0,step=3"
+    )
     assert code == 1
     assert "max_failures = 0 is exceeded" in output
     assert no_actors_left(cluster)
@@ -462,11 +619,24 @@ def test_a_rank_that_is_lost_after_the_last_checkpoint_changes_nothing(
     assert summary(tmp_path)["exit_reason"] == "finished"
 
 
-def test_ranks_that_cannot_share_the_batch_save_what_they_hold(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
+def test_ranks_that_cannot_share_the_batch_save_what_they_hold(
+    cluster: Cluster, recipe: Path, tmp_path: Path
+) -> None:
     """Two of three hold all shares. They do no step, and the run goes on from what they have saved."""
-    flags = ("--workers", "3", "--cpus_per_worker", "0.5", "--dp_mode", "zero1", "--global_batch_size", "9")
+    flags = (
+        "--workers",
+        "3",
+        "--cpus_per_worker",
+        "0.5",
+        "--dp_mode",
+        "zero1",
+        "--global_batch_size",
+        "9",
+    )
     flags += ("--checkpoint_every", "10", "--replace_timeout", "0.2", "--spares", "0")
-    code, output = launch(cluster, recipe, tmp_path, *flags, "--faults", "kill@rank=1,step=19,phase=forward")
+    code, output = launch(
+        cluster, recipe, tmp_path, *flags, "--faults", "kill@rank=1,step=19,phase=forward"
+    )
     assert code == 0, output
     assert "save     2 rank(s) are left and hold the run's state" in output
     assert reports(tmp_path)[0]["steps_repeated"] == 0
@@ -476,11 +646,14 @@ def test_a_rank_that_dies_at_the_same_place_again_and_again_is_given_up(
     cluster: Cluster, recipe: Path, tmp_path: Path
 ) -> None:
     plan = ";".join(f"exit@rank=1,step=5,attempt={attempt}" for attempt in range(9))
-    code, output = launch(cluster, recipe, tmp_path, "--max_failures", "20", "--spares", "0", "--faults", plan)
+    code, output = launch(
+        cluster, recipe, tmp_path, "--max_failures", "20", "--spares", "0", "--faults", plan
+    )
     assert code == 1, output
     assert "Gave up: deterministic: it failed 3 times in the same way at the same step" in output
     *earlier, last = [r["recovery"] for r in reports(tmp_path)]
-    assert earlier[-2:] == ["in_place", "in_place"], output  # a busy machine may not see the exit code of a first one
+    # A busy machine may not see the exit code of a first one
+    assert earlier[-2:] == ["in_place", "in_place"], output
     assert last == "none"
     assert no_actors_left(cluster)
 
@@ -489,7 +662,8 @@ def test_a_rank_that_dies_at_the_same_place_again_and_again_is_given_up(
 def test_a_rank_that_is_lost_during_a_stop_does_not_cost_the_checkpoint(
     cluster: Cluster, recipe: Path, tmp_path: Path
 ) -> None:
-    """SIGTERM, as before a node is taken away, and then one of the ranks is gone: the other one still saves.
+    """SIGTERM, as before a node is taken away, and then one of the ranks is gone: the other one
+    still saves.
 
     It does not wait for the patience that a rank in a collective gets: here 300 s.
     """
@@ -504,7 +678,9 @@ def test_a_rank_that_is_lost_during_a_stop_does_not_cost_the_checkpoint(
     assert "save     1 rank(s) are left and hold the run's state; they save it, and end" in output
     result = summary(tmp_path)
     assert (result["exit_reason"], result["world_size"]) == ("stopped", 1)
-    assert (only_run(tmp_path) / "checkpoints" / f"step_{result['steps']:08d}" / "manifest.json").exists()
+    assert (
+        only_run(tmp_path) / "checkpoints" / f"step_{result['steps']:08d}" / "manifest.json"
+    ).exists()
     assert result["steps"] == 10, "a rank that only saves does not begin the interrupted step again"
     assert no_actors_left(cluster)
 
@@ -512,8 +688,17 @@ def test_a_rank_that_is_lost_during_a_stop_does_not_cost_the_checkpoint(
 def test_a_driver_that_is_killed_leaves_nothing_and_the_run_goes_on(
     cluster: Cluster, recipe: Path, clean: dict[int, Path], tmp_path: Path
 ) -> None:
-    """SIGKILL of the driver: Ray ends its actors, also one that sleeps; `--resume auto` continues the run."""
-    driver = start(cluster, recipe, tmp_path, *EVERY_FIVE, "--faults", "slow@rank=0,step=12,phase=data,seconds=600")
+    """SIGKILL of the driver: Ray ends its actors, also one that sleeps; `--resume auto` continues
+    the run.
+    """
+    driver = start(
+        cluster,
+        recipe,
+        tmp_path,
+        *EVERY_FIVE,
+        "--faults",
+        "slow@rank=0,step=12,phase=data,seconds=600",
+    )
     wait_for(lambda: any(tmp_path.glob("*/faults.jsonl")), process=driver)
     pids = [pid_of(tmp_path, rank, driver) for rank in (0, 1)]
     os.kill(driver.pid, signal.SIGKILL)

@@ -1,4 +1,6 @@
-"""The soak, in short: a few random faults, and the weights of a run without any; and what it is made of."""
+"""The soak, in short: a few random faults, and the weights of a run without any; and what it is
+made of.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +21,53 @@ from nanoray.bench.chaos import KILL_NODE, WEIGHTS, Seen, kinds
 from nanoray.bench.harness import leaks
 from tests.harness.cluster import ROOT, wait_for
 
-SHORT = ("--minutes", "0.6", "--share", "0.4", "--every", "4", "--most", "5", "--nodes", "1", "--seed", "7", "--shared")
+SHORT = (
+    "--minutes",
+    "0.6",
+    "--share",
+    "0.4",
+    "--every",
+    "4",
+    "--most",
+    "5",
+    "--nodes",
+    "1",
+    "--seed",
+    "7",
+    "--shared",
+)
 
 
 @pytest.mark.full
-def test_a_short_soak_ends_with_the_weights_of_a_run_without_faults(text: Path, tmp_path: Path) -> None:
+def test_a_short_soak_ends_with_the_weights_of_a_run_without_faults(
+    text: Path, tmp_path: Path
+) -> None:
     found, log = tmp_path / "soak.json", tmp_path / "output.txt"
     flags = ["--json", str(found), "--figure", str(tmp_path / "soak.svg"), "--dataset", str(text)]
     with log.open("w") as stream:
         command = [sys.executable, "-m", "nanoray.bench", "soak", *SHORT, *flags]
-        code = subprocess.run(command, cwd=ROOT, stdout=stream, stderr=stream, timeout=600).returncode
+        code = subprocess.run(
+            command, cwd=ROOT, stdout=stream, stderr=stream, timeout=600
+        ).returncode
     assert code == 0, log.read_text()
     report = json.loads(found.read_text())
     rows = {(row["arm"], row["metric"]): row for row in report["rows"]}
     thrown = rows["faulty", "faults"]["faults"]
     assert len({fault["kind"] for fault in thrown}) >= 3, thrown
     assert len(thrown) == 5
-    assert rows["faulty", "model: tensors"]["wrong"] == rows["faulty", "optimizer: tensors"]["wrong"] == 0
+    assert (
+        rows["faulty", "model: tensors"]["wrong"]
+        == rows["faulty", "optimizer: tensors"]["wrong"]
+        == 0
+    )
     assert rows["faulty", "logged values"]["median"] > 10
     assert rows["faulty", "drivers"]["median"] > 1
-    assert [row.get("wrong") for (arm, _), row in rows.items() if arm == "left behind"] == [0, 0, 0, None]
+    assert [row.get("wrong") for (arm, _), row in rows.items() if arm == "left behind"] == [
+        0,
+        0,
+        0,
+        None,
+    ]
     assert (tmp_path / "soak.svg").stat().st_size > 1000
 
 
@@ -46,7 +75,9 @@ def test_the_seed_chooses_the_order_of_kinds_and_weights_their_number() -> None:
     first = list(islice(kinds(7, 2), 2 * sum(WEIGHTS.values())))
     assert first == list(islice(kinds(7, 2), len(first)))
     assert first != list(islice(kinds(8, 2), len(first)))
-    assert {kind: first.count(kind) for kind in WEIGHTS} == {kind: 2 * n for kind, n in WEIGHTS.items()}
+    assert {kind: first.count(kind) for kind in WEIGHTS} == {
+        kind: 2 * n for kind, n in WEIGHTS.items()
+    }
     assert KILL_NODE not in islice(kinds(7, 1), 50)
 
 
@@ -61,10 +92,18 @@ def test_gaps_are_no_training_and_rates_leave_them_out() -> None:
 def test_steps_are_repeated_from_the_base_of_the_next_attempt_only() -> None:
     """A new rank 0 whose first group breaks, too, is no attempt from step 0."""
     seen = Seen()
-    first = [(0, "init", 0), (41, "forward", 0), (0, "init", 0), (1, "regroup", 0), (41, "data", 40)]
+    first = [
+        (0, "init", 0),
+        (41, "forward", 0),
+        (0, "init", 0),
+        (1, "regroup", 0),
+        (41, "data", 40),
+    ]
     assert [seen.at(0, *where) for where in first] == [0, 40, 0, 0, 40]
     assert seen.repeated == 0
-    assert [seen.at(0, *where) for where in [(56, "data", 40), (0, "init", 0), (51, "data", 50)]] == [55, 0, 50]
+    assert [
+        seen.at(0, *where) for where in [(56, "data", 40), (0, "init", 0), (51, "data", 50)]
+    ] == [55, 0, 50]
     assert seen.at(1, 31, "data", 30) == 30
     assert seen.repeated == 5, "of rank 0, from the checkpoint of step 50"
 
@@ -78,9 +117,13 @@ def test_what_differs_or_is_left_behind_fails_the_report(tmp_path: Path) -> None
 
     runs = [tmp_path / name for name in ("clean", "faulty")]
     for run, value in zip(runs, (1.0, 1.0000001), strict=True):
-        state = StateDict({"w": torch.ones(2)}, {"exp_avg.w": torch.tensor([1.0, value])}, [{}], meta={"step": 5})
+        state = StateDict(
+            {"w": torch.ones(2)}, {"exp_avg.w": torch.tensor([1.0, value])}, [{}], meta={"step": 5}
+        )
         save(run / "checkpoints", state, keep=1)
-        records = [{"step": 1, "train/loss": 2.0}, {"step": 5, "train/loss": 1.0}][: 2 if value == 1.0 else 1]
+        records = [{"step": 1, "train/loss": 2.0}, {"step": 5, "train/loss": 1.0}][
+            : 2 if value == 1.0 else 1
+        ]
         (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     report = soak.Report("soak", {})
     soak._compare(report, *runs, 5)
@@ -98,13 +141,20 @@ def test_leaks_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(leaks, "SETTLE_S", 1.0)
     before = leaks.entries()
     file = Path(f"/tmp/nanoray-test-{os.getpid()}")
-    sleeps = [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)", str(tmp_path / "marker")]
+    sleeps = [
+        sys.executable,
+        "-c",
+        "import time; print(flush=True); time.sleep(600)",
+        str(tmp_path / "marker"),
+    ]
     sleeper = subprocess.Popen(sleeps, stdout=subprocess.PIPE)
     try:
         assert sleeper.stdout
         sleeper.stdout.readline()  # a process that has just begun has no command line yet
         file.touch()
-        assert any(str(sleeper.pid) in line for line in leaks.processes(str(tmp_path / "marker"), 0.0))
+        assert any(
+            str(sleeper.pid) in line for line in leaks.processes(str(tmp_path / "marker"), 0.0)
+        )
         assert str(file) in leaks.abandoned(before)
         assert str(file) not in leaks.abandoned(leaks.entries())
     finally:
@@ -118,11 +168,20 @@ def test_leaks_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_an_interrupted_soak_ends_all_that_it_started(text: Path) -> None:
     temp = tempfile.mkdtemp(prefix="t-", dir="/tmp")  # a short path, as /tmp is
     command = [sys.executable, "-m", "nanoray.bench", "soak", *SHORT, "--dataset", str(text)]
-    soaking = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"TMPDIR": temp}, stderr=subprocess.PIPE, text=True)
+    soaking = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | {"TMPDIR": temp}, stderr=subprocess.PIPE, text=True
+    )
 
     def folder() -> str:
         mine = [str(path) for path in Path(temp).glob("nrs-*")]
-        return next((path for path in mine if any("exit_record" in line for line in leaks.processes(path, 0.0))), "")
+        return next(
+            (
+                path
+                for path in mine
+                if any("exit_record" in line for line in leaks.processes(path, 0.0))
+            ),
+            "",
+        )
 
     wait_for(folder, 300, soaking)
     place = folder()
@@ -142,6 +201,8 @@ def test_an_interrupted_soak_ends_all_that_it_started(text: Path) -> None:
         (["--keep", "/nowhere"], "keep = /nowhere is no empty folder; make one"),
     ],
 )
-def test_flags_that_cannot_be(flags: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_that_cannot_be(
+    flags: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert bench.main(["soak", *flags]) == 2
     assert text in capsys.readouterr().err

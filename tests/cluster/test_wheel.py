@@ -1,4 +1,6 @@
-"""A wheel trains, renders and measures outside the checkout: what the code reads at run time is package data."""
+"""A wheel trains, renders and measures outside the checkout: what the code reads at run time is
+package data.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ SOURCES = ("pyproject.toml", "README.md", "LICENSE", "nanoray", "kuberay")
 
 def run(*command: str | Path, cwd: Path) -> str:
     """Run a command and return its standard output; fail with all that it printed."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "PYTHON", "VIRTUAL_ENV"))}
+    env = {
+        k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "PYTHON", "VIRTUAL_ENV"))
+    }
     words = [str(word) for word in command]
     done = subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, f"{words}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
@@ -27,9 +31,11 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The bin/ of an environment with the wheel and this environment's dependencies, but not its editable install.
+    """The bin/ of an environment with the wheel and this environment's dependencies, but not its
+    editable install.
 
-    Its path has a space. The wheel is built from a copy: a build/ left in the checkout would hide a missing file.
+    Its path has a space. The wheel is built from a copy: a build/ left in the checkout would hide a
+    missing file.
     """
     folder = tmp_path_factory.mktemp("wheel") / "a folder"
     sources, venv = folder / "sources", folder / "venv"
@@ -38,12 +44,32 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
         copy(ROOT / name, sources / name)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    run(*pip, "wheel", ".", "--no-deps", "--no-build-isolation", "--no-index", "-w", folder, cwd=sources)
+    run(
+        *pip,
+        "wheel",
+        ".",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "-w",
+        folder,
+        cwd=sources,
+    )
     run(sys.executable, "-m", "venv", "--without-pip", venv, cwd=folder)
     (wheel,) = folder.glob("*.whl")
-    run(*pip, "--python", venv / "bin" / "python", "install", "--no-deps", "--no-index", wheel, cwd=folder)
+    run(
+        *pip,
+        "--python",
+        venv / "bin" / "python",
+        "install",
+        "--no-deps",
+        "--no-index",
+        wheel,
+        cwd=folder,
+    )
     (site,) = venv.glob("lib/python*/site-packages")
-    # A line of a .pth file is only put on the path: the .pth of the editable install in that folder is not read.
+    # A line of a .pth file is only put on the path: the .pth of the editable install in that folder
+    # is not read.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     shutil.rmtree(sources)
     yield venv / "bin"
@@ -64,18 +90,44 @@ def test_every_module_comes_from_the_wheel(installed: Path, elsewhere: Path) -> 
         "    spec = importlib.util.find_spec(name)\n"
         "    print(name, spec and spec.origin)\n"
     )
-    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "nanoray").rglob("*.py")]
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in (ROOT / "nanoray").rglob("*.py")
+    ]
     names = [name.removesuffix(".__init__") for name in modules]
     found = dict(
-        line.split(" ", 1) for line in run(installed / "python", "-c", script, *names, cwd=elsewhere).splitlines()
+        line.split(" ", 1)
+        for line in run(installed / "python", "-c", script, *names, cwd=elsewhere).splitlines()
     )
     assert found.keys() == set(names)
-    assert {name: place for name, place in found.items() if not place.startswith(f"{installed.parent}/")} == {}
+    assert {
+        name: place for name, place in found.items() if not place.startswith(f"{installed.parent}/")
+    } == {}
 
 
-def test_launch_trains_a_preset_with_a_ray_of_its_own(installed: Path, elsewhere: Path, text: Path) -> None:
-    flags = ("--dataset", text, "--data_dir", elsewhere / "cache", "--max_steps", "4", "--workers", "2")
-    output = run(installed / "nanoray", "launch", "--preset", "tiny", *flags, "--device", "cpu", cwd=elsewhere)
+def test_launch_trains_a_preset_with_a_ray_of_its_own(
+    installed: Path, elsewhere: Path, text: Path
+) -> None:
+    flags = (
+        "--dataset",
+        text,
+        "--data_dir",
+        elsewhere / "cache",
+        "--max_steps",
+        "4",
+        "--workers",
+        "2",
+    )
+    output = run(
+        installed / "nanoray",
+        "launch",
+        "--preset",
+        "tiny",
+        *flags,
+        "--device",
+        "cpu",
+        cwd=elsewhere,
+    )
     assert "finished 4 steps" in output
     assert (elsewhere / "runs").is_dir()
 
@@ -83,7 +135,9 @@ def test_launch_trains_a_preset_with_a_ray_of_its_own(installed: Path, elsewhere
 def test_kube_render_finds_the_manifests(installed: Path, elsewhere: Path) -> None:
     flags = ("--preset", "tiny", "--workers", "2", "--dataset", "stdlib")
     for device, tag in (("cpu", "cpu"), ("cuda", "cuda"), ("mig", "cuda")):
-        output = run(installed / "nanoray", "kube", "render", *flags, "--device", device, cwd=elsewhere)
+        output = run(
+            installed / "nanoray", "kube", "render", *flags, "--device", device, cwd=elsewhere
+        )
         assert "kind: RayJob" in output
         assert f"-{tag}\n" in output
 
@@ -91,14 +145,22 @@ def test_kube_render_finds_the_manifests(installed: Path, elsewhere: Path) -> No
 def test_every_manifest_is_in_the_wheel(installed: Path) -> None:
     (found,) = installed.parent.glob("lib/python*/site-packages/nanoray/kube/manifests")
     for part in ("base", "components", "overlays"):
-        wanted = {path.relative_to(ROOT / "kuberay") for path in (ROOT / "kuberay" / part).rglob("*") if path.is_file()}
-        assert wanted == {path.relative_to(found) for path in (found / part).rglob("*") if path.is_file()}
+        wanted = {
+            path.relative_to(ROOT / "kuberay")
+            for path in (ROOT / "kuberay" / part).rglob("*")
+            if path.is_file()
+        }
+        assert wanted == {
+            path.relative_to(found) for path in (found / part).rglob("*") if path.is_file()
+        }
 
 
 def test_topologies_and_the_template_of_pages_are_found(installed: Path, elsewhere: Path) -> None:
     machine = ("--topology", "nvlink-400g", "--world_size", "64")
     command = (installed / "nanoray", "launch", "--preset", "gpt2-124m", "--dry_run", *machine)
-    assert "nvlink-400g" in run(*command, "--dataset", "stdlib", "--tokenizer", "byte", cwd=elsewhere)
+    assert "nvlink-400g" in run(
+        *command, "--dataset", "stdlib", "--tokenizer", "byte", cwd=elsewhere
+    )
     flags = ("--part", "decision", "--workers", "20", "--rounds", "1", "--html", "page.html")
     run(installed / "nanoray", "bench", "control", *flags, cwd=elsewhere)
     assert (elsewhere / "page.html").is_file()

@@ -1,4 +1,6 @@
-"""What the tests on a GPU share. Two ranks share the card where there is only one, and the newest NCCL allows it."""
+"""What the tests on a GPU share. Two ranks share the card where there is only one, and the newest
+NCCL allows it.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,20 @@ def _gpu() -> None:
 @pytest.fixture(scope="session", params=["nccl", "gloo"])
 def pair(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     """Two ranks on GPUs, with each backend."""
-    with RankPool(Where(2, device="cuda", backend=backend(request.param), timeout_s=60, shared=True)) as pool:
+    with RankPool(
+        Where(2, device="cuda", backend=backend(request.param), timeout_s=60, shared=True)
+    ) as pool:
         yield pool
 
 
 def backend(name: str) -> str:
     """Return the backend's name; skip where two ranks cannot use it here."""
     version = runtime_nccl_version()
-    if name == "nccl" and torch.cuda.device_count() < 2 and (version or (0, 0, 0)) < NCCL_SHARES_A_GPU:
+    if (
+        name == "nccl"
+        and torch.cuda.device_count() < 2
+        and (version or (0, 0, 0)) < NCCL_SHARES_A_GPU
+    ):
         pytest.skip(f"one GPU, and NCCL {version} refuses two ranks on it (2.30.3 allows it)")
     return name
 
@@ -44,7 +52,46 @@ def backend(name: str) -> str:
 def gpu_recipe(tmp_path_factory: pytest.TempPathFactory, text: Path) -> list[str]:
     """Flags of a small recipe on the tests' text, with dropout, on a GPU."""
     cache = tmp_path_factory.mktemp("cache")
-    shape = ["--n_layer", "2", "--n_head", "2", "--n_embd", "64", "--block_size", "32", "--dropout", "0.1"]
-    length = ["--max_steps", "12", "--warmup_steps", "2", "--global_batch_size", "24", "--lr", "3e-3"]
-    rhythm = ["--log_every", "1", "--eval_every", "6", "--eval_samples", "24", "--sample_tokens", "0"]
-    return ["--dataset", str(text), "--data_dir", str(cache), "--device", "cuda", *shape, *length, *rhythm]
+    shape = [
+        "--n_layer",
+        "2",
+        "--n_head",
+        "2",
+        "--n_embd",
+        "64",
+        "--block_size",
+        "32",
+        "--dropout",
+        "0.1",
+    ]
+    length = [
+        "--max_steps",
+        "12",
+        "--warmup_steps",
+        "2",
+        "--global_batch_size",
+        "24",
+        "--lr",
+        "3e-3",
+    ]
+    rhythm = [
+        "--log_every",
+        "1",
+        "--eval_every",
+        "6",
+        "--eval_samples",
+        "24",
+        "--sample_tokens",
+        "0",
+    ]
+    return [
+        "--dataset",
+        str(text),
+        "--data_dir",
+        str(cache),
+        "--device",
+        "cuda",
+        *shape,
+        *length,
+        *rhythm,
+    ]

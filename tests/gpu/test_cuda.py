@@ -1,4 +1,6 @@
-"""The promises of the CPU tests, on a GPU: equal bits after a resume, equal modes, no skipped fault, no wait."""
+"""The promises of the CPU tests, on a GPU: equal bits after a resume, equal modes, no skipped
+fault, no wait.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ import torch
 from nanoray.bench.equivalence import ADAMW, ENTRY, MODES, SGD
 from nanoray.bench.harness.rank_pool import RankPool
 from nanoray.checkpoint.find import newest_valid
+from nanoray.models.precision import LossScaler
 from nanoray.state import StateDict
-from nanoray.train.precision import LossScaler
 from tests.gpu.conftest import backend
 from tests.harness import commands
 
@@ -24,7 +26,9 @@ def started(recipe: list[str], out: Path, *flags: str, ranks: int = 1) -> tuple[
     """Train under torchrun's variables; return the ranks' exit codes and what they wrote."""
     command = ["nanoray.train", *recipe, "--out_dir", str(out), *flags]
     ended = [commands.run(*command)] if ranks == 1 else commands.torchrun(ranks, *command)
-    return {each.returncode for each in ended}, "\n".join(each.stdout + each.stderr for each in ended)
+    return {each.returncode for each in ended}, "\n".join(
+        each.stdout + each.stderr for each in ended
+    )
 
 
 def train(recipe: list[str], out: Path, *flags: str, ranks: int = 1) -> Path:
@@ -83,7 +87,10 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [(("--compile", "true"), ("--compile", "cuda_graphs")), (("--attention", "flash"), ("--attention", "cudnn"))],
+    [
+        (("--compile", "true"), ("--compile", "cuda_graphs")),
+        (("--attention", "flash"), ("--attention", "cudnn")),
+    ],
     ids=["CUDA graphs", "cuDNN"],
 )
 def test_other_ways_to_launch_and_to_attend_learn_the_same(
@@ -109,12 +116,20 @@ def test_two_ranks_resume_with_equal_bits(gpu_recipe: list[str], tmp_path: Path,
 def test_every_mode_trains_as_one_process_does(pair: RankPool) -> None:
     for accum in (1, 2):
         for settings, most in ((SGD, 2e-5), (ADAMW, 1e-3)):
-            order = {"arms": MODES, "cases": [{"accum": accum, "settings": settings}], "alone": True}
+            order = {
+                "arms": MODES,
+                "cases": [{"accum": accum, "settings": settings}],
+                "alone": True,
+            }
             for each in pair.run(ENTRY, order):
                 for rank in each["ranks"]:
                     assert rank["off"] < most, (each["arm"], accum)
-                    assert rank["losses"] == pytest.approx(rank["alone"]["losses"], abs=2e-5), each["arm"]
-                    assert rank["norms"] == pytest.approx(rank["alone"]["norms"], rel=1e-3), each["arm"]
+                    assert rank["losses"] == pytest.approx(rank["alone"]["losses"], abs=2e-5), each[
+                        "arm"
+                    ]
+                    assert rank["norms"] == pytest.approx(rank["alone"]["norms"], rel=1e-3), each[
+                        "arm"
+                    ]
 
 
 def test_modes_by_hand_agree_bit_for_bit(pair: RankPool) -> None:
@@ -132,7 +147,8 @@ def test_an_overflow_skips_the_fused_update_and_nobody_waits() -> None:
     loss = torch.zeros((), device=DEVICE)
     for gradient in (torch.ones_like(weight), torch.full_like(weight, torch.inf)):
         weight.grad = gradient
-        optimizer.step() if not optimizer.state else None  # the state exists before the steps that must not wait
+        # The state exists before the steps that must not wait
+        optimizer.step() if not optimizer.state else None
         before = weight.detach().clone()
         norm = gradient.norm()
         torch.cuda.synchronize()
@@ -148,7 +164,16 @@ def test_an_overflow_skips_the_fused_update_and_nobody_waits() -> None:
 
 
 def test_a_planted_nan_is_skipped_on_both_ranks(gpu_recipe: list[str], tmp_path: Path) -> None:
-    flags = ("--on_nan", "skip", "--faults", "nan@rank=1,step=5", "--hash_every", "1", "--checkpoint_every", "12")
+    flags = (
+        "--on_nan",
+        "skip",
+        "--faults",
+        "nan@rank=1,step=5",
+        "--hash_every",
+        "1",
+        "--checkpoint_every",
+        "12",
+    )
     run = train(gpu_recipe, tmp_path, *flags, "--backend", backend("nccl"), ranks=2)
     assert all(torch.isfinite(tensor).all() for tensor in final(run).model.values())
     assert records(run)[-1]["fault/skipped_steps"] == 1
@@ -162,38 +187,54 @@ def test_a_flipped_bit_is_seen(gpu_recipe: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "recursive_doubling"])
-def test_a_hand_written_all_reduce_trains_on_the_gpu(gpu_recipe: list[str], tmp_path: Path, algorithm: str) -> None:
+def test_a_hand_written_all_reduce_trains_on_the_gpu(
+    gpu_recipe: list[str], tmp_path: Path, algorithm: str
+) -> None:
     flags = ("--backend", backend("nccl"), "--precision", "fp32", "--dropout", "0")
     plain = train(gpu_recipe, tmp_path / "plain", *flags, ranks=2)
     ours = train(gpu_recipe, tmp_path / "ours", *flags, "--allreduce", algorithm, ranks=2)
-    assert records(ours)[-1]["train/loss"] == pytest.approx(records(plain)[-1]["train/loss"], abs=1e-4)
+    assert records(ours)[-1]["train/loss"] == pytest.approx(
+        records(plain)[-1]["train/loss"], abs=1e-4
+    )
 
 
 @pytest.mark.parametrize("mode", ["ddp", "zero1", "fsdp"])
-def test_a_trace_measures_nccl_and_changes_no_bit(gpu_recipe: list[str], tmp_path: Path, mode: str) -> None:
+def test_a_trace_measures_nccl_and_changes_no_bit(
+    gpu_recipe: list[str], tmp_path: Path, mode: str
+) -> None:
     flags = ("--backend", backend("nccl"), "--dp_mode", mode, "--checkpoint_every", "12")
     plain = train(gpu_recipe, tmp_path / "plain", *flags, ranks=2)
     traced = train(gpu_recipe, tmp_path / "traced", *flags, "--comm_trace", "every=3", ranks=2)
     assert_equal(final(plain), final(traced))
     measured = [record for record in records(traced) if "comm/busy_ms" in record]
     assert measured
-    assert all(0 <= record["comm/exposed_ms"] <= record["comm/busy_ms"] * 1.01 for record in measured)
+    assert all(
+        0 <= record["comm/exposed_ms"] <= record["comm/busy_ms"] * 1.01 for record in measured
+    )
     assert (traced / "comm" / "timeline.svg").is_file()
 
 
 def test_a_checkpoint_of_a_gpu_goes_on_on_a_cpu(gpu_recipe: list[str], tmp_path: Path) -> None:
-    half = train(gpu_recipe, tmp_path, "--stop_at", "6", "--checkpoint_every", "6", "--precision", "fp32")
+    half = train(
+        gpu_recipe, tmp_path, "--stop_at", "6", "--checkpoint_every", "6", "--precision", "fp32"
+    )
     on_cpu = [flag if flag != "cuda" else "cpu" for flag in gpu_recipe]
-    both = train(on_cpu, tmp_path, "--checkpoint_every", "6", "--precision", "fp32", "--resume", str(half))
+    both = train(
+        on_cpu, tmp_path, "--checkpoint_every", "6", "--precision", "fp32", "--resume", str(half)
+    )
     assert final(both).meta["step"] == 12
     told = commands.run("nanoray.sample", str(both), "--device", "cuda", "--max_new_tokens", "20")
     assert told.returncode == 0, told.stderr
 
 
-def test_a_step_in_steady_state_leaves_no_memory_behind(gpu_recipe: list[str], tmp_path: Path) -> None:
+def test_a_step_in_steady_state_leaves_no_memory_behind(
+    gpu_recipe: list[str], tmp_path: Path
+) -> None:
     """Peak memory of a longer run is that of a shorter one."""
     peaks = [
-        records(train(gpu_recipe, tmp_path / steps, "--max_steps", steps, "--precision", "bf16"))[-1]["mem/peak_gib"]
+        records(train(gpu_recipe, tmp_path / steps, "--max_steps", steps, "--precision", "bf16"))[
+            -1
+        ]["mem/peak_gib"]
         for steps in ("12", "48")
     ]
     assert peaks[0] == pytest.approx(peaks[1], rel=0.01)

@@ -1,4 +1,6 @@
-"""What tests of tp, pp and ep share: arms beside one process, and whole runs that resume, go on, and fail."""
+"""What tests of tp, pp and ep share: arms beside one process, and whole runs that resume, go on,
+and fail.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,16 @@ def run(
     cases: list[dict[str, Any]],
     alone: bool = False,
 ) -> list[Any]:
-    """Train arms of `bench equivalence` on a pool's ranks; with `alone`, also the whole batch on each rank."""
+    """Train arms of `bench equivalence` on a pool's ranks; with `alone`, also the whole batch on
+    each rank.
+    """
     return [*pools(ranks).run(ENTRY, {"arms": arms, "cases": cases, "alone": alone})]
 
 
 def require_one_process(found: list[Any], settings: dict[str, Any]) -> None:
-    """Weights, losses and norms are those of one process within the benchmark's limits; ranks agree to the bit."""
+    """Weights, losses and norms are those of one process within the benchmark's limits; ranks agree
+    to the bit.
+    """
     far = WEIGHT_LIMIT[settings["optimizer"]]
     assert found, "no arm has run"
     for each in found:
@@ -40,7 +46,9 @@ def require_one_process(found: list[Any], settings: dict[str, Any]) -> None:
             assert rank["off"] < far, where
             assert rank["losses"] == pytest.approx(rank["alone"]["losses"], abs=LIMITS[LOSS]), where
             assert rank["norms"] == pytest.approx(rank["alone"]["norms"], rel=LIMITS[NORM]), where
-        assert len({(*rank["losses"], *rank["norms"], rank["digest"]) for rank in each["ranks"]}) == 1, where
+        assert (
+            len({(*rank["losses"], *rank["norms"], rank["digest"]) for rank in each["ranks"]}) == 1
+        ), where
 
 
 def final(spec: RunSpec) -> StateDict:
@@ -55,7 +63,9 @@ def equal(a: StateDict, b: StateDict) -> bool:
     """Whether weights and optimizer state are equal to the bit."""
     same = a.model.keys() == b.model.keys() and a.optimizer.keys() == b.optimizer.keys()
     same &= all(torch.equal(a.model[name], tensor) for name, tensor in b.model.items())
-    return same and all(torch.equal(a.optimizer[name], tensor) for name, tensor in b.optimizer.items())
+    return same and all(
+        torch.equal(a.optimizer[name], tensor) for name, tensor in b.optimizer.items()
+    )
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,9 @@ class Runs:
         """Train on so many ranks, all of which succeed."""
         return self.finished(name, world, **settings)[0]
 
-    def finished(self, name: str, world: int, **settings: Any) -> tuple[RunSpec, list[dict[str, Any]]]:
+    def finished(
+        self, name: str, world: int, **settings: Any
+    ) -> tuple[RunSpec, list[dict[str, Any]]]:
         """Train on so many ranks, all of which succeed; return their outcomes as well."""
         spec = self.spec(name, **settings)
         outcomes = run_ranks(spec, world)
@@ -89,7 +101,9 @@ class Runs:
         return spec, outcomes[0]["message"]
 
     def resumed(self, world: int, cut: int, **settings: Any) -> tuple[RunSpec, RunSpec]:
-        """Train once, and once from the checkpoint before step `cut`: to the same bits. Return both runs."""
+        """Train once, and once from the checkpoint before step `cut`: to the same bits. Return both
+        runs.
+        """
         whole = self.trained("whole", world, **settings)
         first = self.trained("cut", world, checkpoint_every=cut - 1, stop_at=cut, **settings)
         shutil.rmtree(first.checkpoints / f"step_{cut:08d}")
@@ -99,7 +113,9 @@ class Runs:
         return whole, rest
 
     def gone_on(self, meshes: list[tuple[int, dict[str, Any]]], far: float) -> None:
-        """Train a step on each mesh (workers, settings), then the rest on the last; it stays near one process."""
+        """Train a step on each mesh (workers, settings), then the rest on the last; it stays near
+        one process.
+        """
         alone = self.trained("alone", 1)
         for stop, (world, settings) in enumerate(meshes[:-1], 1):
             self.trained("run", world, stop_at=stop, resume="auto", **settings)

@@ -25,7 +25,9 @@ from nanoray.bench.harness.processes import Child
 from tests.harness.cluster import end_session, ends_with_tests
 
 CHROMIUM = shutil.which("chromium")
-in_chromium = pytest.mark.skipif(not CHROMIUM, reason="no chromium on the PATH: apt-get install chromium")
+in_chromium = pytest.mark.skipif(
+    not CHROMIUM, reason="no chromium on the PATH: apt-get install chromium"
+)
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
 # All text of a page, with that of web components.
 TEXT = """(function text(node) {
@@ -45,7 +47,13 @@ SHOT_BYTES = 150_000
 
 def chromium(page: Path, *flags: str) -> str:
     """Open the page and return what the browser prints; it and its helpers end with the call."""
-    argv = [CHROMIUM or "", *FLAGS, f"--user-data-dir={page.parent / 'profile'}", *flags, page.as_uri()]
+    argv = [
+        CHROMIUM or "",
+        *FLAGS,
+        f"--user-data-dir={page.parent / 'profile'}",
+        *flags,
+        page.as_uri(),
+    ]
     log = page.with_suffix(".log")
     with Child(argv, os.environ | {"HOME": str(page.parent)}, log) as browser:
         browser.wait(300)
@@ -56,7 +64,8 @@ def require_width(page: Path, width: int) -> None:
     """In a frame of that width nothing of the page is wider: it scrolls down only."""
     probe = page.with_name("probe.html")
     probe.write_text(
-        f'<iframe src="{page.name}" style="width:{width}px;height:900px;border:0" onload="document.title = '
+        f'<iframe src="{page.name}" style="width:{width}px;height:900px;border:0" '
+        'onload="document.title = '
         "this.contentDocument.documentElement.scrollWidth + ' of ' + this.clientWidth\"></iframe>"
     )
     shown = chromium(probe, "--allow-file-access-from-files", "--dump-dom")
@@ -66,14 +75,20 @@ def require_width(page: Path, width: int) -> None:
 
 
 class Tab:
-    """A tab of a running browser, driven by the DevTools protocol over two pipes. A page may take its time."""
+    """A tab of a running browser, driven by the DevTools protocol over two pipes. A page may take
+    its time.
+    """
 
     def __init__(self, commands: int, answers: int) -> None:
-        """`commands` and `answers` are file descriptors: of what the browser reads and of what it writes."""
+        """`commands` and `answers` are file descriptors: of what the browser reads and of what it
+        writes.
+        """
         self._commands, self._answers, self._read, self._number = commands, answers, b"", 0
         self._session = ""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         """Call a method of the protocol, and return its result."""
@@ -113,7 +128,9 @@ class Tab:
         return str(self.evaluate(TEXT))
 
     def wait_for(self, script: str, seconds: float = 60.0) -> Any:
-        """Wait until an expression is true, and return its value. Raises AssertionError with the page's text."""
+        """Wait until an expression is true, and return its value. Raises AssertionError with the
+        page's text.
+        """
         end = time.monotonic() + seconds
         while not (value := self.evaluate(script)):
             if time.monotonic() > end:
@@ -123,12 +140,17 @@ class Tab:
         return value
 
     def wait_for_text(self, *words: str) -> None:
-        """Wait until the page shows all of these; spaces do not count: a page may colour parts of a line."""
+        """Wait until the page shows all of these; spaces do not count: a page may colour parts of a
+        line.
+        """
         bare = json.dumps(["".join(text.split()) for text in words])
-        self.wait_for(f"(text => {bare}.every(word => text.includes(word)))(({TEXT}).replace(/\\s+/g, ''))")
+        self.wait_for(
+            f"(text => {bare}.every(word => text.includes(word)))(({TEXT}).replace(/\\s+/g, ''))"
+        )
 
     def picture(self, name: str, short: Mapping[str, str] | None = None) -> None:
-        """Take a picture of the window, of at most SHOT_BYTES; it is kept in the folder NANORAY_TEST_PICTURES.
+        """Take a picture of the window, of at most SHOT_BYTES; it is kept in the folder
+        NANORAY_TEST_PICTURES.
 
         short: what stands in the picture for some texts, such as paths of this machine.
         """
@@ -148,9 +170,21 @@ class Tab:
 def browser(folder: Path) -> Iterator[Tab]:
     """Start a browser that keeps its files in `folder`; it and its helpers end with the block."""
     (read_commands, commands), (answers, write_answers) = os.pipe(), os.pipe()
-    argv = [CHROMIUM or "", *FLAGS, f"--user-data-dir={folder / 'profile'}", "--remote-debugging-pipe"]
+    argv = [
+        CHROMIUM or "",
+        *FLAGS,
+        f"--user-data-dir={folder / 'profile'}",
+        "--remote-debugging-pipe",
+    ]
     # It reads commands from descriptor 3 and writes answers to 4.
-    shell = ["bash", "-c", f'exec "$@" 3<&{read_commands} 4>&{write_answers}', "bash", *argv, "about:blank"]
+    shell = [
+        "bash",
+        "-c",
+        f'exec "$@" 3<&{read_commands} 4>&{write_answers}',
+        "bash",
+        *argv,
+        "about:blank",
+    ]
     with (folder / "browser.log").open("w") as log:
         process = subprocess.Popen(
             shell,

@@ -37,7 +37,8 @@ LESS = ("--include-log-monitor=false",)
 # Without them a run that only waits for its end takes the CPUs of the tests beside it.
 SLOW_STEPS = ";".join(f"slow@rank=0,step={step},phase=data,seconds=0.25" for step in range(11, 300))
 ENDLESS = ("--max_steps", "100000", "--faults", SLOW_STEPS)
-START_S = 180.0  # for a Ray head, a node or a run to come up, on a machine that is busy with other tests
+# For a Ray head, a node or a run to come up, on a machine that is busy with other tests
+START_S = 180.0
 
 
 _LIBC = ctypes.CDLL(None)
@@ -45,15 +46,19 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def ends_with_tests() -> None:
-    """Let this process, just forked, get SIGTERM when the tests end without ending it, as after Ctrl-C."""
+    """Let this process, just forked, get SIGTERM when the tests end without ending it, as after
+    Ctrl-C.
+    """
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def goes_first(nice: int = -10, pid: int | str = "self") -> None:
-    """Let all processes of this session get their CPU before those of other sessions, or with 0 again as they do.
+    """Let all processes of this session get their CPU before those of other sessions, or with 0
+    again as they do.
 
-    Ray gives a node 30 s to start. The kernel shares the CPUs among sessions (sched(7), autogroups) and heeds the nice
-    value of a process only within its session. Without the right to do this nothing changes.
+    Ray gives a node 30 s to start. The kernel shares the CPUs among sessions (sched(7), autogroups)
+    and heeds the nice value of a process only within its session. Without the right to do this
+    nothing changes.
     """
     with contextlib.suppress(OSError), Path(f"/proc/{pid}/autogroup").open("w") as group:
         group.write(str(nice))
@@ -79,18 +84,31 @@ class Cluster:
         return bool(processes_of_session(self.session))
 
     def log(self) -> str:
-        """Return its processes and their states, and the ends of what its raylets and its GCS have written."""
-        found = [f"{pid} {process_state(pid)} {_command_of(pid)}" for pid in processes_of_session(self.session)]
+        """Return its processes and their states, and the ends of what its raylets and its GCS have
+        written.
+        """
+        found = [
+            f"{pid} {process_state(pid)} {_command_of(pid)}"
+            for pid in processes_of_session(self.session)
+        ]
         for path in sorted(self.folder.glob("session_*/logs/*")):
-            if path.name.startswith(("raylet", "gcs_server")) and not path.is_symlink() and path.stat().st_size:
+            if (
+                path.name.startswith(("raylet", "gcs_server"))
+                and not path.is_symlink()
+                and path.stat().st_size
+            ):
                 said = path.read_text(errors="replace").splitlines()
-                events = [line for line in said if line.startswith("[20") and "[state-dump]" not in line]
+                events = [
+                    line for line in said if line.startswith("[20") and "[state-dump]" not in line
+                ]
                 found += [f"--- {path.name}", *events[-60:]]
         return "\n".join(found)
 
     def get(self, path: str) -> Any:
         """Ask the dashboard for JSON; again where a busy machine did not answer in time."""
-        request = urllib.request.Request(self.dashboard + path, headers={"Authorization": f"Bearer {TOKEN}"})
+        request = urllib.request.Request(
+            self.dashboard + path, headers={"Authorization": f"Bearer {TOKEN}"}
+        )
         for tries_left in (2, 1, 0):
             try:
                 with urllib.request.urlopen(request, timeout=60) as answer:
@@ -101,19 +119,27 @@ class Cluster:
         return None
 
     def states(self, kind: str, **equal: str) -> list[dict[str, Any]]:
-        """Return what Ray's state API says of `actors`, `nodes`, `placement_groups` or `tasks` with these values."""
+        """Return what Ray's state API says of `actors`, `nodes`, `placement_groups` or `tasks` with
+        these values.
+        """
         query = [("limit", "10000"), ("detail", "true"), ("timeout", "60")]
         for key, value in equal.items():
             query += [("filter_keys", key), ("filter_predicates", "="), ("filter_values", value)]
-        return self.get(f"/api/v0/{kind}?{urllib.parse.urlencode(query)}")["data"]["result"]["result"]
+        return self.get(f"/api/v0/{kind}?{urllib.parse.urlencode(query)}")["data"]["result"][
+            "result"
+        ]
 
 
 @contextmanager
-def ray_head(*flags: str, dashboard: bool = True, forked: bool = True, **env: str) -> Iterator[Cluster]:
-    """Start a Ray head with its own ports, token and temporary folder; end its whole session afterwards.
+def ray_head(
+    *flags: str, dashboard: bool = True, forked: bool = True, **env: str
+) -> Iterator[Cluster]:
+    """Start a Ray head with its own ports, token and temporary folder; end its whole session
+    afterwards.
 
-    Without a dashboard it starts three times as fast; then there are no jobs and no `Cluster.states`. With `forked` the
-    workers of this head and of nodes that join it are forked: see ray_workers.py.
+    Without a dashboard it starts three times as fast; then there are no jobs and no
+    `Cluster.states`. With `forked` the workers of this head and of nodes that join it are forked:
+    see ray_workers.py.
     """
     with (
         forked_workers() if forked else nullcontext({}) as more,
@@ -125,9 +151,17 @@ def ray_head(*flags: str, dashboard: bool = True, forked: bool = True, **env: st
 @contextmanager
 def _ray_head(*flags: str, dashboard: bool, **env: str) -> Iterator[Cluster]:
     base = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    base |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "RAY_USAGE_STATS_ENABLED": "0"} | HEAD_ENV | env
+    base |= (
+        {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "RAY_USAGE_STATS_ENABLED": "0"}
+        | HEAD_ENV
+        | env
+    )
     flags = (*LESS, "--no-monitor", *flags)
-    flags = ("--num-cpus=2", *flags) if dashboard else ("--num-cpus=2", "--include-dashboard=false", *flags)
+    flags = (
+        ("--num-cpus=2", *flags)
+        if dashboard
+        else ("--num-cpus=2", "--include-dashboard=false", *flags)
+    )
     with tempfile.TemporaryDirectory(prefix="nr-", dir="/tmp", ignore_cleanup_errors=True) as temp:
         log = Path(temp, "start.log")
 
@@ -147,7 +181,11 @@ def _ray_head(*flags: str, dashboard: bool, **env: str) -> Iterator[Cluster]:
         try:
             address = current_cluster(Path(temp))
             url = re.search(r"RAY_API_SERVER_ADDRESS='(http://[^']+)'", log.read_text())
-            client = base | {"RAY_ADDRESS": address} | ({"RAY_API_SERVER_ADDRESS": url[1]} if url else {})
+            client = (
+                base
+                | {"RAY_ADDRESS": address}
+                | ({"RAY_API_SERVER_ADDRESS": url[1]} if url else {})
+            )
             client.pop("CUDA_VISIBLE_DEVICES", None)
             yield Cluster(address, url[1] if url else "", client, head.pid, Path(temp))
         finally:
@@ -155,11 +193,14 @@ def _ray_head(*flags: str, dashboard: bool, **env: str) -> Iterator[Cluster]:
 
 
 def _started(
-    start: Callable[[], tuple[subprocess.Popen[Any], Callable[[], object]]], said: Callable[[], str] = str
+    start: Callable[[], tuple[subprocess.Popen[Any], Callable[[], object]]],
+    said: Callable[[], str] = str,
 ) -> subprocess.Popen[Any]:
-    """Start a Ray until it is ready; again where this machine was too busy for the 30 s that Ray itself gives a node.
+    """Start a Ray until it is ready; again where this machine was too busy for the 30 s that Ray
+    itself gives a node.
 
-    `start` returns the process, and what tells whether it is ready. `said`: what it has written, for errors.
+    `start` returns the process, and what tells whether it is ready. `said`: what it has written,
+    for errors.
     """
     for tries_left in (2, 1, 0):
         process, ready = start()
@@ -175,12 +216,22 @@ def _started(
 
 
 @contextmanager
-def ray_node(cluster: Cluster, *flags: str, before: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[Any]]:
+def ray_node(
+    cluster: Cluster, *flags: str, before: tuple[str, ...] = ()
+) -> Iterator[subprocess.Popen[Any]]:
     """Let a node of one CPU join the cluster; at the end it leaves, and the cluster knows.
 
     `before`: the words of a command that its own command is given to.
     """
-    command = [*before, sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={cluster.address}", "--block"]
+    command = [
+        *before,
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        f"--address={cluster.address}",
+        "--block",
+    ]
     ports = ("dashboard-agent-listen-port", "min-worker-port", "max-worker-port")
     command += ["--num-cpus=1", *(f"--{port}=0" for port in ports), *LESS, *flags]
     here = set[str]()  # ids: a node that was here may leave while this one joins
@@ -227,7 +278,9 @@ def end_session(leader: subprocess.Popen[Any] | Command, grace_s: float = 0.0) -
 
 
 def processes_of_session(session: int) -> list[int]:
-    """Return the live processes of a session that a test started, and the workers that were forked for it."""
+    """Return the live processes of a session that a test started, and the workers that were forked
+    for it.
+    """
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -245,7 +298,9 @@ def wait_for(
     process: subprocess.Popen[Any] | Command | None = None,
     said: Callable[[], str] = str,
 ) -> None:
-    """Wait until `ready` returns something true. Raises AssertionError in time, or when `process` ends."""
+    """Wait until `ready` returns something true. Raises AssertionError in time, or when `process`
+    ends.
+    """
 
     def output() -> str:
         return (process.output if isinstance(process, Command) else "") + said()
@@ -260,9 +315,15 @@ def wait_for(
 
 def start(cluster: Cluster | None, recipe: Path, out: Path, *flags: str, **env: str) -> Command:
     """Start `python -m nanoray.launch` on a recipe."""
-    base = cluster.env if cluster else {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    base = (
+        cluster.env
+        if cluster
+        else {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    )
     base = base | {"RAY_USAGE_STATS_ENABLED": "0"} | env
-    command = Command("nanoray.launch", "--config", str(recipe), "--out_dir", str(out), *flags, env=base)
+    command = Command(
+        "nanoray.launch", "--config", str(recipe), "--out_dir", str(out), *flags, env=base
+    )
     command.cluster = cluster
     started.append(command)
     return command
@@ -281,10 +342,11 @@ def finish(process: Command, seconds: float = START_S) -> tuple[int, str]:
 
 @contextmanager
 def commands_end_here(grace_s: float = 20.0) -> Iterator[None]:
-    """End the runs that `start` starts meanwhile and that still run at the end, as after a failed assertion.
+    """End the runs that `start` starts meanwhile and that still run at the end, as after a failed
+    assertion.
 
-    SIGTERM, and after `grace_s` SIGKILL to its session. Then the clusters that they used are waited for: the next run
-    finds them as this one did. What they had printed is printed.
+    SIGTERM, and after `grace_s` SIGKILL to its session. Then the clusters that they used are waited
+    for: the next run finds them as this one did. What they had printed is printed.
     """
     earlier = list(started)
     try:
@@ -297,11 +359,16 @@ def commands_end_here(grace_s: float = 20.0) -> Iterator[None]:
         clusters = []
         for command in left:
             end_session(command, grace_s)
-            print(f"ended {' '.join(command.args)} (pid {command.pid}), which had printed:\n{command.output}")
+            print(
+                f"ended {' '.join(command.args)} (pid {command.pid}), which had "
+                f"printed:\n{command.output}"
+            )
             if command.cluster and command.cluster.runs and command.cluster not in clusters:
                 clusters.append(command.cluster)
         for cluster in clusters:
-            assert not cluster.dashboard or no_actors_left(cluster, 60.0), "an ended run left actors behind"
+            assert not cluster.dashboard or no_actors_left(cluster, 60.0), (
+                "an ended run left actors behind"
+            )
 
 
 def launch(cluster: Cluster | None, recipe: Path, out: Path, *flags: str) -> tuple[int, str]:
@@ -310,12 +377,15 @@ def launch(cluster: Cluster | None, recipe: Path, out: Path, *flags: str) -> tup
 
 
 def undisturbed(recipe: Path, out: Path, *flags: str) -> None:
-    """Train a recipe without Ray and without faults, on as many ranks as the flags say last; else on two.
+    """Train a recipe without Ray and without faults, on as many ranks as the flags say last; else
+    on two.
 
     What a run on Ray has to equal to the bit. It takes a tenth of the time.
     """
     ranks = [int(value) for flag, value in pairwise(flags) if flag == "--workers"] or [2]
-    for done in torchrun(ranks[-1], "nanoray.train", "--config", str(recipe), "--out_dir", str(out), *flags):
+    for done in torchrun(
+        ranks[-1], "nanoray.train", "--config", str(recipe), "--out_dir", str(out), *flags
+    ):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -337,7 +407,8 @@ def pid_of(out: Path, rank: int, driver: Command | None = None) -> int:
 def thaw(driver: Command, out: Path, rank: int, method: str, since: float) -> None:
     """Let a rank that a `stop` fault froze go on as soon as the others have their orders.
 
-    The orders are a call of `method` (pause, stop) that has ended in a rank's actor after `since` (Unix seconds).
+    The orders are a call of `method` (pause, stop) that has ended in a rank's actor after `since`
+    (Unix seconds).
     """
     cluster: Cluster = driver.cluster
     pid, run = pid_of(out, rank, driver), only_run(out).name
@@ -345,11 +416,20 @@ def thaw(driver: Command, out: Path, rank: int, method: str, since: float) -> No
 
     def told() -> bool:
         actors = [a["actor_id"] for a in cluster.states("actors") if str(a["name"]).startswith(run)]
-        calls = [call for actor in actors for call in cluster.states("tasks", actor_id=actor, state="FINISHED")]
-        return any(call["name"].endswith(f".{method}") and call["end_time_ms"] > 1e3 * since for call in calls)
+        calls = [
+            call
+            for actor in actors
+            for call in cluster.states("tasks", actor_id=actor, state="FINISHED")
+        ]
+        return any(
+            call["name"].endswith(f".{method}") and call["end_time_ms"] > 1e3 * since
+            for call in calls
+        )
 
     def actors() -> str:
-        return "\n".join(f"{a['name']}: {a['state']}, pid {a['pid']}" for a in cluster.states("actors"))
+        return "\n".join(
+            f"{a['name']}: {a['state']}, pid {a['pid']}" for a in cluster.states("actors")
+        )
 
     wait_for(told, process=driver, said=actors)
     os.kill(pid, signal.SIGCONT)
@@ -390,7 +470,9 @@ def reports(out: Path) -> list[dict[str, Any]]:
 
 
 def only_report(out: Path, output: str) -> dict[str, Any]:
-    """The one fault of a run. `output`: what its driver printed, for the case that there were none or more."""
+    """The one fault of a run. `output`: what its driver printed, for the case that there were none
+    or more.
+    """
     found = reports(out)
     assert len(found) == 1, f"{found}\n{output}"
     return found[0]
@@ -419,25 +501,43 @@ def fired(out: Path) -> list[str]:
 
 
 def left_behind(before: set[str]) -> list[str]:
-    """Temporary folders of nanoray and of multiprocessing, which Ray uses, that came after `before` and nobody uses."""
-    return [path for path in leaks.abandoned(before) if Path(path).name.startswith(("nanoray-", "pymp-"))]
+    """Temporary folders of nanoray and of multiprocessing, which Ray uses, that came after `before`
+    and nobody uses.
+    """
+    return [
+        path
+        for path in leaks.abandoned(before)
+        if Path(path).name.startswith(("nanoray-", "pymp-"))
+    ]
 
 
 def ray_folders() -> set[str]:
     """The temporary folders of Rays that nanoray started."""
-    return {str(path) for path in Path("/tmp").glob("nanoray-*") if path.is_dir() and "pool" not in path.name}
+    return {
+        str(path)
+        for path in Path("/tmp").glob("nanoray-*")
+        if path.is_dir() and "pool" not in path.name
+    }
 
 
 def in_driver(cluster: Cluster, code: str) -> Any:
-    """Run code in a driver process of its own connected to the cluster; return what it prints as JSON.
+    """Run code in a driver process of its own connected to the cluster; return what it prints as
+    JSON.
 
-    Ray itself logs to stdout too, also after the last line of the code: the newest line that is JSON counts.
+    Ray itself logs to stdout too, also after the last line of the code: the newest line that is
+    JSON counts.
     """
     head = (
-        "import json, os, ray\nray.init(address=os.environ['RAY_ADDRESS'], namespace='nanoray', log_to_driver=False)\n"
+        "import json, os, ray\nray.init(address=os.environ['RAY_ADDRESS'], namespace='nanoray', "
+        "log_to_driver=False)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", head + code], cwd=ROOT, env=cluster.env, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", head + code],
+        cwd=ROOT,
+        env=cluster.env,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     for line in reversed(done.stdout.splitlines()):
@@ -447,7 +547,9 @@ def in_driver(cluster: Cluster, code: str) -> Any:
 
 
 def no_actors_left(cluster: Cluster, seconds: float = 60.0) -> bool:
-    """Whether all actors and placement groups are gone; what was killed just now may still be listed for a moment."""
+    """Whether all actors and placement groups are gone; what was killed just now may still be
+    listed for a moment.
+    """
     end = time.monotonic() + seconds
     while left := _left(cluster):
         if time.monotonic() > end:
@@ -458,9 +560,13 @@ def no_actors_left(cluster: Cluster, seconds: float = 60.0) -> bool:
 
 
 def _left(cluster: Cluster) -> list[str]:
-    """The actors and placement groups, but for what Ray Train, or a look at the dashboard, leaves on every cluster."""
+    """The actors and placement groups, but for what Ray Train, or a look at the dashboard, leaves
+    on every cluster.
+    """
     actors = [actor for actor in cluster.states("actors") if actor["state"] != "DEAD"]
     names = [str(actor["name"] or actor["class_name"]) for actor in actors]
     others = ("AutoscalingCoordinator", "PlacementGroupCleaner", "datasets_stats_actor")
     names = [name for name in names if name not in others]
-    return names + [str(g["name"]) for g in cluster.states("placement_groups") if g["state"] != "REMOVED"]
+    return names + [
+        str(g["name"]) for g in cluster.states("placement_groups") if g["state"] != "REMOVED"
+    ]

@@ -1,4 +1,5 @@
-"""Commands as `python -m` runs them, in processes forked from a server that has imported torch once.
+"""Commands as `python -m` runs them, in processes forked from a server that has imported torch
+once.
 
 Such a process starts in milliseconds instead of seconds, of which most would be spent on imports.
 """
@@ -28,32 +29,43 @@ from nanoray.mesh.rendezvous import open_store
 ROOT = Path(__file__).resolve().parents[2]
 
 forkserver = multiprocessing.get_context("forkserver")
-# The first optimizer of a process imports torch._dynamo, which takes longer than torch itself and than most tests. Ray
-# is not among them: it reads its settings from the environment when it is imported.
+# The first optimizer of a process imports torch._dynamo, which takes longer than torch itself and
+# than most tests. Ray is not among them: it reads its settings from the environment when it is
+# imported.
 _TORCH = ["torch._dynamo", "torch.distributed.nn.functional"]
 _OURS = ["nanoray.train.recipe", "nanoray.train.report", "nanoray.cli", __name__]
 forkserver.set_forkserver_preload([*_TORCH, *_OURS, "tests.harness.frozen"])
 
-# Starting a process also looks at the ends of all others. Two threads that look at one end at the same time both read
-# its exit code from the same pipe, and the second, which finds nothing, reports 255.
+# Starting a process also looks at the ends of all others. Two threads that look at one end at the
+# same time both read its exit code from the same pipe, and the second, which finds nothing, reports
+# 255.
 _one_at_a_time = threading.Lock()
 
 
 class Command:
     """`python -m MODULE ...` or `python SCRIPT.py ...`, with the methods of `subprocess.Popen`.
 
-    The process leads a session of its own. Its environment is `env` whole (default: this process'). stdout and stderr
-    go to one file, or with `apart` to two.
+    The process leads a session of its own. Its environment is `env` whole (default: this process').
+    stdout and stderr go to one file, or with `apart` to two.
     """
 
-    def __init__(self, *args: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT, apart: bool = False) -> None:
+    def __init__(
+        self,
+        *args: str,
+        env: Mapping[str, str] | None = None,
+        cwd: Path = ROOT,
+        apart: bool = False,
+    ) -> None:
         self.args = args
-        self.cluster: Any = None  # the Ray cluster (tests.harness.cluster) that it uses, if that is known
+        # The Ray cluster (tests.harness.cluster) that it uses, if that is known
+        self.cluster: Any = None
         # They go with this object.
         self._files = [tempfile.NamedTemporaryFile(prefix="nr-out-") for _ in range(1 + apart)]  # noqa: SIM115
         names = self._files[0].name, self._files[-1].name
         streams = {1: names[0], 2: names[1]}
-        self._process = fork(list(args), dict(os.environ if env is None else env), str(cwd), streams)
+        self._process = fork(
+            list(args), dict(os.environ if env is None else env), str(cwd), streams
+        )
         self.pid = int(self._process.pid or 0)
 
     @property
@@ -95,7 +107,8 @@ class Command:
     def send_signal(self, number: int) -> None:
         """Send a signal to this process alone."""
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended just now: the server waits for it, not we
+            # It has ended just now: the server waits for it, not we
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def terminate(self) -> None:
@@ -117,7 +130,9 @@ class Command:
 class ForkedPopen(Command):
     """A command with pipes or files as its streams, in the place of `subprocess.Popen`."""
 
-    def __init__(self, command: list[str], env: dict[str, str], stdin: Any, stdout: Any, stderr: Any) -> None:
+    def __init__(
+        self, command: list[str], env: dict[str, str], stdin: Any, stdout: Any, stderr: Any
+    ) -> None:
         self.args, self.cluster = tuple(command), None
         streams: dict[int, Any] = {}
         self.stdin, self.stdout = None, None
@@ -157,22 +172,39 @@ def fork(args: list[str], env: dict[str, str], cwd: str, streams: Mapping[int, A
 def run(
     *args: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT, timeout: float = 400
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command as `subprocess.run` would with captured output. At the time limit AssertionError shows it."""
+    """Run a command as `subprocess.run` would with captured output. At the time limit
+    AssertionError shows it.
+    """
     with Command(*args, env=env, cwd=cwd, apart=True) as command:
         return _completed(command, timeout)
 
 
 def torchrun(
-    ranks: int, *args: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT, timeout: float = 400
+    ranks: int,
+    *args: str,
+    env: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
+    timeout: float = 400,
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run a command on some ranks, with the variables that torchrun sets and without its agent."""
     store = open_store("127.0.0.1", ranks, 30)
     env = dict(os.environ if env is None else env)
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": secrets.token_hex(8)}
+    env |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    env |= {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "TORCHELASTIC_RUN_ID": secrets.token_hex(8),
+    }
     with contextlib.ExitStack() as stack:
         places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-        commands = [stack.enter_context(Command(*args, env=env | place, cwd=cwd, apart=True)) for place in places]
+        commands = [
+            stack.enter_context(Command(*args, env=env | place, cwd=cwd, apart=True))
+            for place in places
+        ]
         return [_completed(command, timeout) for command in commands]
 
 
@@ -190,7 +222,8 @@ def _run(args: list[str], env: dict[str, str], cwd: str, streams: Mapping[int, A
     """Become `python -m args`, in the forked process."""
     os.setsid()
     files = {
-        fd: os.open(s, os.O_WRONLY | os.O_APPEND) if isinstance(s, str) else s.fileno() for fd, s in streams.items()
+        fd: os.open(s, os.O_WRONLY | os.O_APPEND) if isinstance(s, str) else s.fileno()
+        for fd, s in streams.items()
     }
     become(args, env, cwd, files)
 
@@ -198,7 +231,8 @@ def _run(args: list[str], env: dict[str, str], cwd: str, streams: Mapping[int, A
 def become(args: list[str], env: dict[str, str], cwd: str, streams: Mapping[int, int]) -> None:
     """Become `python -m args`, or `python args` of a script, in a forked process; it ends here.
 
-    `streams`: the file descriptors that become its standard streams, and are closed: nobody else would see it end.
+    `streams`: the file descriptors that become its standard streams, and are closed: nobody else
+    would see it end.
     """
     multiprocessing.current_process().daemon = False  # which may have no children
     os.chdir(cwd)
@@ -210,7 +244,9 @@ def become(args: list[str], env: dict[str, str], cwd: str, streams: Mapping[int,
         os.close(stream)
     sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
     sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.stderr = os.fdopen(
+        2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
+    )
     sys.argv = list(args)
     code = 1
     try:
@@ -256,9 +292,11 @@ def no_watchers_left(path: Path, seconds: float = 30.0) -> bool:
 
 
 def killed_saves(folder: Path, save_forever: Callable[..., None], *args: object) -> Iterator[int]:
-    """Kill 25 times, at any moment, a process that saves checkpoints in a folder; yield the last step it told of.
+    """Kill 25 times, at any moment, a process that saves checkpoints in a folder; yield the last
+    step it told of.
 
-    `save_forever` is called with the arguments and with a shared value: where it tells the step that it has saved.
+    `save_forever` is called with the arguments and with a shared value: where it tells the step
+    that it has saved.
     """
     rng, in_save = random.Random(0), 0
     for _ in range(25):

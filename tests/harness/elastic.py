@@ -1,4 +1,6 @@
-"""A driver without Ray: it replaces lost ranks of real processes, as nanoray.launch does, in seconds."""
+"""A driver without Ray: it replaces lost ranks of real processes, as nanoray.launch does, in
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ Patch = Callable[[], None]  # called in a rank's process before it trains; makes
 
 @dataclass
 class Outcome:
-    """What became of a run: each slot's outcome or error, and why survivors left their groups, by attempt."""
+    """What became of a run: each slot's outcome or error, and why survivors left their groups, by
+    attempt.
+    """
 
     ranks: dict[int, dict[str, Any]] = field(default_factory=dict)
     left: list[list[str]] = field(default_factory=list)
@@ -41,11 +45,11 @@ def run_elastic(
 ) -> Outcome:
     """Train with `world` ranks; whenever some are lost and the others wait, form another group.
 
-    groups: the slots of the second group, the third, ...; all slots where nothing is said. Slots whose process is lost
-    get a new one. patches: by slot, for the processes of the first group. on_nodes: each rank's number on its node.
-    grow_at: the step in which a group that has shrunk is told to form another one. frozen: a slot whose first process
-    stops and is taken for lost; it lives on, with its connections open, until the run is over. train: replaces
-    recipe.train.
+    groups: the slots of the second group, the third, ...; all slots where nothing is said. Slots
+    whose process is lost get a new one. patches: by slot, for the processes of the first group.
+    on_nodes: each rank's number on its node. grow_at: the step in which a group that has shrunk is
+    told to form another one. frozen: a slot whose first process stops and is taken for lost; it
+    lives on, with its connections open, until the run is over. train: replaces recipe.train.
     """
     write_attempt(spec)
     outcome, stores, lines, processes = Outcome(), [], {}, {}
@@ -104,9 +108,15 @@ def run_elastic(
 
 
 def _listen(
-    slots: Sequence[int], lines: dict[int, Connection], processes: dict[int, Any], outcome: Outcome, deadline: float
+    slots: Sequence[int],
+    lines: dict[int, Connection],
+    processes: dict[int, Any],
+    outcome: Outcome,
+    deadline: float,
 ) -> dict[int, str]:
-    """Hear of every rank of a group that it waits, has ended, or is dead; return why each of the waiting ones left."""
+    """Hear of every rank of a group that it waits, has ended, or is dead; return why each of the
+    waiting ones left.
+    """
     waiting: dict[int, str] = {}
     open_lines = {lines[slot]: slot for slot in slots}
     while open_lines:
@@ -125,7 +135,9 @@ def _listen(
                 continue
             process = processes.pop(slot)
             process.join(5)
-            outcome.ranks[slot] = json.loads(value) if value else {"error": "Died", "exit_code": process.exitcode}
+            outcome.ranks[slot] = (
+                json.loads(value) if value else {"error": "Died", "exit_code": process.exitcode}
+            )
     return waiting
 
 
@@ -155,9 +167,15 @@ def _rank_main(
     try:
         if patch:
             patch()
-        outcome = (train or recipe.train)(RunSpec.from_dict(spec), rendezvous, wanted=wanted, rejoin=rejoin)
+        outcome = (train or recipe.train)(
+            RunSpec.from_dict(spec), rendezvous, wanted=wanted, rejoin=rejoin
+        )
     except BaseException as error:
-        outcome = {"error": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
+        outcome = {
+            "error": type(error).__name__,
+            "message": str(error),
+            "traceback": traceback.format_exc(),
+        }
     line.send(("ended", json.dumps(outcome)))
     line.close()
     os._exit(0)

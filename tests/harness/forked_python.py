@@ -1,4 +1,5 @@
-"""A `python` that forks: for torchrun, whose ranks would import torch anew, and for scripts that call PYTHON.
+"""A `python` that forks: for torchrun, whose ranks would import torch anew, and for scripts that
+call PYTHON.
 
     torchrun, or a script ─ starts ─► this file, as `python` ─ command, environment, streams ─► server, which has torch
                                       ends as the fork does, and passes on signals              │ forks
@@ -39,7 +40,9 @@ def forked_python(folder: Path) -> Iterator[dict[str, str]]:
 
 
 def _serve(home: socket.socket, owner: int) -> None:
-    """Fork a process for each that calls, and one beside it that tells how it ended; stop with the tests."""
+    """Fork a process for each that calls, and one beside it that tells how it ended; stop with the
+    tests.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     home.settimeout(1.0)
     while Path(f"/proc/{owner}").exists():
@@ -53,7 +56,9 @@ def _serve(home: socket.socket, owner: int) -> None:
 
 
 def _attend(caller: socket.socket) -> None:
-    """Fork what the caller orders, pass on the signals that it sends, and tell it the exit status. Does not return."""
+    """Fork what the caller orders, pass on the signals that it sends, and tell it the exit status.
+    Does not return.
+    """
     import select
 
     from tests.harness.commands import become
@@ -89,7 +94,11 @@ def _main(words: list[str]) -> None:
     import array
 
     given = [word for word in words if word != "-u"]
-    if _ADDRESS not in os.environ or not given or (given[0] != "-m" and not given[0].endswith(".py")):
+    if (
+        _ADDRESS not in os.environ
+        or not given
+        or (given[0] != "-m" and not given[0].endswith(".py"))
+    ):
         os.execv(sys.executable, [sys.executable, *words])
     command = given[1:] if given[0] == "-m" else given
     server = socket.socket(socket.AF_UNIX)

@@ -1,4 +1,6 @@
-"""A small dataset of generated images, runs of a small ResNet on it, and norms on the ranks of a pool."""
+"""A small dataset of generated images, runs of a small ResNet on it, and norms on the ranks of a
+pool.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ from nanoray.data.dataset import DatasetInfo
 from nanoray.mesh.axis import data_axis
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.batch_norm import BatchNorm
+from nanoray.models.precision import LossScaler
 from nanoray.models.resnet import ResNet, ResNetShape
 from nanoray.parallel.statistics import RunningStatistics
 from nanoray.run import RunSpec
 from nanoray.state import TrainState, share
-from nanoray.train import replicas
-from nanoray.train.guards import Guards
-from nanoray.train.optim import make_optimizer
-from nanoray.train.precision import LossScaler
+from nanoray.train.guard import replicas
+from nanoray.train.guard.guards import Guards
+from nanoray.train.optim.groups.groups import make_optimizer
 
 TRAIN, VAL = 100, 40  # images: an epoch is no multiple of a batch
 TINY = {
@@ -50,17 +52,25 @@ TINY = {
 def small_dataset(folder: Path, train: int = TRAIN, val: int = VAL) -> DatasetInfo:
     """Write a dataset of so many generated images."""
     splits = generate(0, train), generate(train, val)
-    return store(folder, DatasetInfo("small", "small", folder, "uint8", 10, train, val, "", "", {}), *splits)
+    return store(
+        folder, DatasetInfo("small", "small", folder, "uint8", 10, train, val, "", "", {}), *splits
+    )
 
 
 def image_spec(images: DatasetInfo, out_dir: Path, **overrides: Any) -> RunSpec:
     """Open a run of the tiny recipe on a small dataset."""
-    config = make_config(TINY | {"name": "images", "dataset": "cifar10-generated", "out_dir": str(out_dir)} | overrides)
+    config = make_config(
+        TINY
+        | {"name": "images", "dataset": "cifar10-generated", "out_dir": str(out_dir)}
+        | overrides
+    )
     return open_run(config, images, time.time())
 
 
 def norm_layer(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> None:
-    """Run one BatchNorm on this rank's part of a batch, forward and backward; emit all ranks' results."""
+    """Run one BatchNorm on this rank's part of a batch, forward and backward; emit all ranks'
+    results.
+    """
     torch.manual_seed(1)
     x, dy = (torch.randn(order["batch"], 5, 3, 4) * 3 + 2 for _ in range(2))  # the whole batch
     norm, axis = BatchNorm(5), data_axis(mesh)
@@ -91,8 +101,14 @@ def norm_layer(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -
         }
     )
     if everyone is not None:
-        plain = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in _joined(everyone)}
-        emit(plain | {"equal_stats": all(torch.equal(r["var"], everyone[0]["var"]) for r in everyone)})
+        plain = {
+            key: value.tolist() if isinstance(value, torch.Tensor) else value
+            for key, value in _joined(everyone)
+        }
+        emit(
+            plain
+            | {"equal_stats": all(torch.equal(r["var"], everyone[0]["var"]) for r in everyone)}
+        )
 
 
 def _joined(everyone: list[dict[str, Any]]) -> list[tuple[str, Any]]:
@@ -102,7 +118,9 @@ def _joined(everyone: list[dict[str, Any]]) -> list[tuple[str, Any]]:
 
 
 def copied_state(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> None:
-    """Copy rank 0's state to ranks that have another one, then flip a running statistic of rank 1, and heal it."""
+    """Copy rank 0's state to ranks that have another one, then flip a running statistic of rank 1,
+    and heal it.
+    """
     state = make_state(seed=mesh.rank)
     for name, tensor in state.tensors().items():  # what no rank begins with
         if "running" in name or "momentum" in name:
@@ -116,7 +134,9 @@ def copied_state(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None])
     after = mesh.gather(replicas.hash_tensors(state.tensors())[1])
     names = [*state.tensors()]
     if mesh.rank == 0:
-        emit({"shared": shared, "healed": healed, "warning": warning, "after": after, "names": names})
+        emit(
+            {"shared": shared, "healed": healed, "warning": warning, "after": after, "names": names}
+        )
 
 
 def make_state(seed: int = 0, **settings: Any) -> TrainState:
@@ -126,4 +146,9 @@ def make_state(seed: int = 0, **settings: Any) -> TrainState:
     model = ResNet(ResNetShape(8, 1, 10))
     cpu = torch.device("cpu")
     scaler = LossScaler(cpu, enabled=False)
-    return TrainState(model, make_optimizer(model, config), scaler, Guards(config, resolve_batch(config, 1), cpu, None))
+    return TrainState(
+        model,
+        make_optimizer(model, config),
+        scaler,
+        Guards(config, resolve_batch(config, 1), cpu, None),
+    )

@@ -1,8 +1,9 @@
-"""A Kubernetes API server as small as `nanoray kube` needs it: objects in a dictionary, over real HTTP and websockets.
+"""A Kubernetes API server as small as `nanoray kube` needs it: objects in a dictionary, over real
+HTTP and websockets.
 
-It stands in for the cluster, never for our code: the real client talks to it. Objects are stored as they come (as a
-server-side apply of a whole object), lists filter by label, a Service's proxy forwards to a real address, and `exec`
-runs a real command.
+It stands in for the cluster, never for our code: the real client talks to it. Objects are stored as
+they come (as a server-side apply of a whole object), lists filter by label, a Service's proxy
+forwards to a real address, and `exec` runs a real command.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ _PATH = re.compile(
 def submit_of(folder: Path) -> list[str]:
     """Return the arguments of a submit that only the cluster can refuse."""
     file = folder / "words.yaml"
-    values = {k: v for k, v in TINY.items() if k != "name"} | {"dataset": "stdlib", "workers": 2, "device": "cpu"}
+    values = {k: v for k, v in TINY.items() if k != "name"} | {
+        "dataset": "stdlib",
+        "workers": 2,
+        "device": "cpu",
+    }
     file.write_text(yaml.safe_dump(values))
     return ["submit", "--config", str(file)]
 
@@ -44,7 +49,8 @@ class ApiServer:
         self.refusals: dict[str, tuple[int, str]] = {}  # "METHOD plural" -> status and message
         self.proxies: dict[str, str] = {}  # service -> base URL
         self.drop_proxy = 0  # so many proxied requests are answered with a 502
-        self.exec_limit: int | None = None  # a command's output ends after so many bytes, with the connection
+        # A command's output ends after so many bytes, with the connection
+        self.exec_limit: int | None = None
         self.volume, self.kuberay = volume, kuberay
         self.lock = threading.RLock()
         self._loop = asyncio.new_event_loop()
@@ -57,7 +63,10 @@ class ApiServer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
@@ -69,7 +78,9 @@ class ApiServer:
         user = {"name": "u", "user": {"token": BEARER}}
         context = {"name": "x", "context": {"cluster": "c", "user": "u"}}
         whole = {"apiVersion": "v1", "kind": "Config", "current-context": "x"}
-        path.write_text(yaml.safe_dump(whole | {"clusters": [cluster], "users": [user], "contexts": [context]}))
+        path.write_text(
+            yaml.safe_dump(whole | {"clusters": [cluster], "users": [user], "contexts": [context]})
+        )
         return path
 
     def _serve(self) -> None:
@@ -88,12 +99,18 @@ class ApiServer:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         if request.headers.get("Authorization") != f"Bearer {BEARER}":
             return _status(401, "Unauthorized")
-        if match := re.match(r"/api/v1/namespaces/[^/]+/services/([^/:]+):\d+/proxy(/.*)", request.path):
+        if match := re.match(
+            r"/api/v1/namespaces/[^/]+/services/([^/:]+):\d+/proxy(/.*)", request.path
+        ):
             return await self._proxy(request, match[1], match[2])
         if match := re.match(r"/api/v1/namespaces/[^/]+/pods/([^/]+)/exec$", request.path):
             return await self._exec(request)
         if request.path == "/apis/ray.io/v1":
-            return web.json_response({"resources": []}) if self.kuberay else _status(404, "page not found")
+            return (
+                web.json_response({"resources": []})
+                if self.kuberay
+                else _status(404, "page not found")
+            )
         match = _PATH.match(request.path)
         if not match or (match["plural"].startswith("ray") and not self.kuberay):
             return _status(404, "the server could not find the requested resource")
@@ -101,7 +118,9 @@ class ApiServer:
         if refusal:
             return _status(*refusal)
         with self.lock:
-            return self._objects(request, match, await request.text() if request.can_read_body else "")
+            return self._objects(
+                request, match, await request.text() if request.can_read_body else ""
+            )
 
     def _objects(self, request: web.Request, match: re.Match[str], text: str) -> web.Response:
         key = (match["plural"], match["ns"] or "", match["name"] or "")
@@ -140,21 +159,32 @@ class ApiServer:
         if service not in self.proxies:
             return _status(503, f'no endpoints available for service "{service}"')
         headers = {
-            k: v for k, v in request.headers.items() if k.lower() not in ("host", "authorization", "content-length")
+            k: v
+            for k, v in request.headers.items()
+            if k.lower() not in ("host", "authorization", "content-length")
         }
         async with aiohttp.ClientSession() as session:
             sent = session.request(
-                request.method, self.proxies[service] + tail, headers=headers, data=await request.read()
+                request.method,
+                self.proxies[service] + tail,
+                headers=headers,
+                data=await request.read(),
             )
             async with sent as answer:
                 kind = answer.headers.get("Content-Type", "text/plain").split(";")[0]
-                return web.Response(status=answer.status, body=await answer.read(), content_type=kind)
+                return web.Response(
+                    status=answer.status, body=await answer.read(), content_type=kind
+                )
 
     async def _exec(self, request: web.Request) -> web.WebSocketResponse:
-        """Run the command with /data read as the volume, in the v4 channel protocol: 1 stdout, 2 stderr, 3 the end."""
+        """Run the command with /data read as the volume, in the v4 channel protocol: 1 stdout, 2
+        stderr, 3 the end.
+        """
         socket = web.WebSocketResponse(protocols=("v4.channel.k8s.io",))
         await socket.prepare(request)
-        words = [word.replace("/data", str(self.volume)) for word in request.query.getall("command")]
+        words = [
+            word.replace("/data", str(self.volume)) for word in request.query.getall("command")
+        ]
         process = await asyncio.create_subprocess_exec(
             *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )
@@ -200,4 +230,6 @@ def _selects(selector: str, labels: dict[str, str]) -> bool:
 
 
 def _status(code: int, message: str) -> web.Response:
-    return web.json_response({"kind": "Status", "status": "Failure", "message": message, "code": code}, status=code)
+    return web.json_response(
+        {"kind": "Status", "status": "Failure", "message": message, "code": code}, status=code
+    )

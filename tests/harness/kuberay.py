@@ -1,7 +1,9 @@
-"""What KubeRay's operator makes of a RayCluster, worked out by hand from v1.7.0: commands, environment, services.
+"""What KubeRay's operator makes of a RayCluster, worked out by hand from v1.7.0: commands,
+environment, services.
 
-Tests start exactly this. Source: ray-operator/controllers/ray/common/pod.go (BuildPod, setMissingRayStartParams,
-generateRayStartCommand, setContainerEnvVars) and its token authentication.
+Tests start exactly this. Source: ray-operator/controllers/ray/common/pod.go (BuildPod,
+setMissingRayStartParams, generateRayStartCommand, setContainerEnvVars) and its token
+authentication.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def head_service(cluster: str, namespace: str) -> str:
     return f"{cluster}-head-svc.{namespace}.svc.cluster.local"
 
 
-def pods_of(name: str, namespace: str, spec: dict[str, Any], config_maps: dict[str, dict[str, str]]) -> list[Pod]:
+def pods_of(
+    name: str, namespace: str, spec: dict[str, Any], config_maps: dict[str, dict[str, str]]
+) -> list[Pod]:
     """Return the pods of a RayCluster spec, the head first."""
     pods = [_pod(f"{name}-head", "head", spec["headGroupSpec"], name, namespace, config_maps)]
     for group in spec["workerGroupSpecs"]:
@@ -79,7 +83,12 @@ def ray_start(group: dict[str, Any], head: str | None) -> str:
 
 
 def _pod(
-    name: str, which: str, group: dict[str, Any], cluster: str, namespace: str, config_maps: dict[str, dict[str, str]]
+    name: str,
+    which: str,
+    group: dict[str, Any],
+    cluster: str,
+    namespace: str,
+    config_maps: dict[str, dict[str, str]],
 ) -> Pod:
     spec = group["template"]["spec"]
     container = spec["containers"][0]
@@ -103,7 +112,11 @@ def _pod(
     }
     if which != "head":
         env |= {"FQ_RAY_IP": service, "RAY_IP": service.split(".")[0]}
-    shm = next(v["emptyDir"]["sizeLimit"] for v in spec["volumes"] if v.get("emptyDir", {}).get("medium") == "Memory")
+    shm = next(
+        v["emptyDir"]["sizeLimit"]
+        for v in spec["volumes"]
+        if v.get("emptyDir", {}).get("medium") == "Memory"
+    )
     memory = container["resources"]["limits"]["memory"]
     hook = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])
     return Pod(
@@ -119,10 +132,12 @@ def _pod(
 
 
 class Operator:
-    """The operator and the kubelet at once: makes pods of RayJobs in an `ApiServer`, on a `Machine`, and reports.
+    """The operator and the kubelet at once: makes pods of RayJobs in an `ApiServer`, on a
+    `Machine`, and reports.
 
-    It does what HTTPMode does: waits for the pods, submits over HTTP with the cluster's token, copies the job's status,
-    replaces workers that are gone, deletes everything with the RayJob. A thread; `errors` holds what it tripped over.
+    It does what HTTPMode does: waits for the pods, submits over HTTP with the cluster's token,
+    copies the job's status, replaces workers that are gone, deletes everything with the RayJob. A
+    thread; `errors` holds what it tripped over.
     """
 
     def __init__(self, server: ApiServer, machine: Machine) -> None:
@@ -167,23 +182,42 @@ class Operator:
 
     def _create(self, namespace: str, cluster: str, job: dict[str, Any]) -> list[Pod]:
         objects = self.server.objects
-        maps = {key[2]: thing["data"] for key, thing in objects.items() if key[:2] == ("configmaps", namespace)}
+        maps = {
+            key[2]: thing["data"]
+            for key, thing in objects.items()
+            if key[:2] == ("configmaps", namespace)
+        }
         for name, text in maps.get(f"{job['metadata']['name']}-config", {}).items():
             (self.machine.config / name).write_text(text)
         pods = pods_of(cluster, namespace, job["spec"]["rayClusterSpec"], maps)
-        secret = {"data": {"auth_token": base64.b64encode(TOKEN.encode()).decode()}, "metadata": {"name": cluster}}
+        secret = {
+            "data": {"auth_token": base64.b64encode(TOKEN.encode()).decode()},
+            "metadata": {"name": cluster},
+        }
         objects["secrets", namespace, cluster] = secret
         for pod in pods:
             self._start(pod, namespace, cluster)
         return pods
 
     def _start(self, pod: Pod, namespace: str, cluster: str) -> None:
-        aliases = (head_service(cluster, namespace), f"{cluster}-head-svc") if pod.group == "head" else ()
+        aliases = (
+            (head_service(cluster, namespace), f"{cluster}-head-svc") if pod.group == "head" else ()
+        )
         running = self.machine.start(pod.name, pod.command, pod.env, pod.shm_bytes, aliases)
         if pod.group == "head":
-            self.server.proxies[f"{cluster}-head-svc"] = f"http://{running.address}:{DASHBOARD_PORT}"
-        labels = {"ray.io/cluster": cluster, "ray.io/node-type": "head" if pod.group == "head" else "worker"}
-        env = [{"name": "RAY_AUTH_TOKEN", "valueFrom": {"secretKeyRef": {"name": cluster, "key": "auth_token"}}}]
+            self.server.proxies[f"{cluster}-head-svc"] = (
+                f"http://{running.address}:{DASHBOARD_PORT}"
+            )
+        labels = {
+            "ray.io/cluster": cluster,
+            "ray.io/node-type": "head" if pod.group == "head" else "worker",
+        }
+        env = [
+            {
+                "name": "RAY_AUTH_TOKEN",
+                "valueFrom": {"secretKeyRef": {"name": cluster, "key": "auth_token"}},
+            }
+        ]
         self.server.objects["pods", namespace, pod.name] = {
             "metadata": {"name": pod.name, "namespace": namespace, "labels": labels},
             "spec": {"nodeName": "this-machine", "containers": [{"env": env}]},
@@ -191,7 +225,9 @@ class Operator:
         }
 
     def delete_pod(self, name: str) -> float:
-        """Delete a pod as `kubectl delete pod` does, and return the seconds; its owner makes another one."""
+        """Delete a pod as `kubectl delete pod` does, and return the seconds; its owner makes
+        another one.
+        """
         (pod,) = [pod for pods in self._pods.values() for pod in pods if pod.name == name]
         return self.machine.delete(name, pod.grace_s, pod.pre_stop)
 
@@ -201,7 +237,9 @@ class Operator:
                 self.machine.remove(pod.name)
                 self._start(pod, namespace, cluster)
 
-    def _submit(self, job: dict[str, Any], namespace: str, cluster: str, status: dict[str, Any]) -> None:
+    def _submit(
+        self, job: dict[str, Any], namespace: str, cluster: str, status: dict[str, Any]
+    ) -> None:
         try:
             nodes = self._ray(cluster, "GET", "/nodes?view=summary")["data"]["summary"]
         except (OSError, ValueError, KeyError):
@@ -214,7 +252,11 @@ class Operator:
             "runtime_env": yaml.safe_load(job["spec"].get("runtimeEnvYAML", "{}")),
         }
         self._ray(cluster, "POST", "/api/jobs/", body)
-        status |= {"jobId": body["submission_id"], "jobStatus": "PENDING", "jobDeploymentStatus": "Running"}
+        status |= {
+            "jobId": body["submission_id"],
+            "jobStatus": "PENDING",
+            "jobDeploymentStatus": "Running",
+        }
 
     def _observe(self, cluster: str, status: dict[str, Any]) -> None:
         try:

@@ -1,11 +1,13 @@
-"""A stand-in for nanoGPT, which cannot be had everywhere: a train.py that takes its flags and prints its lines."""
+"""A stand-in for nanoGPT, which cannot be had everywhere: a train.py that takes its flags and
+prints its lines.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-# As nanoGPT's configurator.py it knows only some flags, and their types. After its steps it does not end by itself
-# where it has evaluated: the benchmark ends it at the loss.
+# As nanoGPT's configurator.py it knows only some flags, and their types. After its steps it does
+# not end by itself where it has evaluated: the benchmark ends it at the loss.
 TRAIN_PY = """
 import ast, os, pickle, sys, time
 import numpy as np

@@ -1,4 +1,5 @@
-"""Run the code cells of a notebook in this process: python tests/harness/notebook.py FILE.ipynb [NAME=JSON ...]
+"""Run the code cells of a notebook in this process: python tests/harness/notebook.py FILE.ipynb
+[NAME=JSON ...]
 
 The names replace what the cell with the tag `parameters` sets, as papermill does it.
 """
@@ -18,9 +19,15 @@ def main(path: str, *values: str) -> None:
     cells = json.loads(Path(path).read_text(encoding="utf-8"))["cells"]
     for number, cell in enumerate(cell for cell in cells if cell["cell_type"] == "code"):
         began = time.perf_counter()
-        exec(compile("".join(cell["source"]), f"{Path(path).name}, code cell {number}", "exec"), names)
+        exec(
+            compile("".join(cell["source"]), f"{Path(path).name}, code cell {number}", "exec"),
+            names,
+        )
         if "parameters" in cell["metadata"].get("tags", []):
-            names |= {name: json.loads(value) for name, _, value in (text.partition("=") for text in values)}
+            names |= {
+                name: json.loads(value)
+                for name, _, value in (text.partition("=") for text in values)
+            }
         print(f"[cell {number}: {time.perf_counter() - began:.2f} s]", flush=True)
 
 

@@ -29,7 +29,11 @@ def _without_privilege() -> Iterator[None]:
     if os.geteuid():
         yield
         return
-    libc, head, sets = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(_VERSION, 0), (ctypes.c_uint32 * 6)()
+    libc, head, sets = (
+        ctypes.CDLL(None),
+        (ctypes.c_uint32 * 2)(_VERSION, 0),
+        (ctypes.c_uint32 * 6)(),
+    )
     assert libc.capget(head, sets) == 0
     effective = sets[0]
     sets[0] &= ~_PASS_OVER

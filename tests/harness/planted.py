@@ -1,4 +1,6 @@
-"""Bugs that the ways to share a model could have, planted on the ranks of a pool for one benchmark of equivalence."""
+"""Bugs that the ways to share a model could have, planted on the ranks of a pool for one benchmark
+of equivalence.
+"""
 
 from __future__ import annotations
 
@@ -63,9 +65,14 @@ def qkv(patch: Any) -> None:
     """The rows of qkv are cut as they lie: the first rank has all queries and half of the keys."""
     right = tp._cut
 
-    def cut(layer: nn.Module, kind: type, name: str, dim: int, pieces: dict[str, Piece], axis: Axis) -> None:
+    def cut(
+        layer: nn.Module, kind: type, name: str, dim: int, pieces: dict[str, Piece], axis: Axis
+    ) -> None:
         if name.endswith("qkv"):
-            pieces |= {f"{name}.{key}": Piece.whole(f"{name}.{key}", p.shape) for key, p in layer.named_parameters()}
+            pieces |= {
+                f"{name}.{key}": Piece.whole(f"{name}.{key}", p.shape)
+                for key, p in layer.named_parameters()
+            }
             dim = 0
         right(layer, kind, name, dim, pieces, axis)
 
@@ -74,13 +81,17 @@ def qkv(patch: Any) -> None:
 
 def row_bias(patch: Any) -> None:
     """Every rank adds the bias of a Row layer, before the sum."""
-    patch.setattr(tp.Row, "forward", lambda self, x: tp.leave(F.linear(x, self.weight, self.bias), self.axis))
+    patch.setattr(
+        tp.Row, "forward", lambda self, x: tp.leave(F.linear(x, self.weight, self.bias), self.axis)
+    )
 
 
 def replicas(patch: Any) -> None:
     """The norm counts a parameter that all ranks hold once for each of them."""
     right = tp.with_owners
-    patch.setattr(tp, "with_owners", lambda *args: [replace(shard, owner=True) for shard in right(*args)])
+    patch.setattr(
+        tp, "with_owners", lambda *args: [replace(shard, owner=True) for shard in right(*args)]
+    )
 
 
 def untied(patch: Any) -> None:
@@ -98,14 +109,18 @@ def untied(patch: Any) -> None:
 
 
 def loose_ends(patch: Any) -> None:
-    """The first and the last stage of a pipeline do not add up their gradients of the tied embedding."""
+    """The first and the last stage of a pipeline do not add up their gradients of the tied
+    embedding.
+    """
     patch.setattr(pp.Pipe, "add_tied", lambda self, gradient: None)
 
 
 def both_ends(patch: Any) -> None:
     """The norm counts the tied embedding on the first and on the last stage."""
     right = pp.with_tie
-    patch.setattr(pp, "with_tie", lambda *args: [replace(shard, owner=True) for shard in right(*args)])
+    patch.setattr(
+        pp, "with_tie", lambda *args: [replace(shard, owner=True) for shard in right(*args)]
+    )
 
 
 def each_stage(patch: Any) -> None:
@@ -121,7 +136,9 @@ def each_stage(patch: Any) -> None:
 
 
 def expert_factor(patch: Any) -> None:
-    """Gradients of experts are averaged over the expert's replicas, although the factor has entered at the loss."""
+    """Gradients of experts are averaged over the expert's replicas, although the factor has entered
+    at the loss.
+    """
     start = Axis.start_reduce_scatter
 
     def averaging(self: Axis, *args: Any, **flags: Any) -> Callable[[Tensor], Tensor]:
@@ -142,10 +159,14 @@ def expert_replicas(patch: Any) -> None:
 
 
 def expert_axis(patch: Any) -> None:
-    """Gradients of experts are summed over all data ranks, like the rest: also over ranks with other experts."""
+    """Gradients of experts are summed over all data ranks, like the rest: also over ranks with
+    other experts.
+    """
     right = ep.ExpertParallel.__init__
     patch.setattr(
-        ep.ExpertParallel, "__init__", lambda self, model, data, replicas, *args: right(self, model, data, data, *args)
+        ep.ExpertParallel,
+        "__init__",
+        lambda self, model, data, replicas, *args: right(self, model, data, data, *args),
     )
 
 
@@ -197,12 +218,18 @@ def norms(patch: Any) -> None:
 
 
 def ratings(patch: Any) -> None:
-    """With the sequence cut, the gradients of a router's ratings, which all ranks have whole, are added up."""
+    """With the sequence cut, the gradients of a router's ratings, which all ranks have whole, are
+    added up.
+    """
     patch.setattr(tp_experts, "whole", lambda x, axis: stream.enter(x, axis, True))
 
 
-def measure_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None], bug: Callable[[Any], None]) -> None:
-    """Run the benchmark's function with a bug planted; this process has none afterwards. (all ranks)"""
+def measure_rank(
+    mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None], bug: Callable[[Any], None]
+) -> None:
+    """Run the benchmark's function with a bug planted; this process has none afterwards. (all
+    ranks)
+    """
     with pytest.MonkeyPatch.context() as patch:
         bug(patch)
         equivalence.measure_rank(mesh, order, emit)

@@ -1,7 +1,9 @@
-"""Pods without Kubernetes: each with a network address, root filesystem, /dev/shm and process tree of its own.
+"""Pods without Kubernetes: each with a network address, root filesystem, /dev/shm and process tree
+of its own.
 
-Each pod is a process in new network, mount and process namespaces, joined to the others by a bridge. Its root holds the
-machine's own programs, the repository at /opt/nanoray as in the image, and the shared volume at /data. Needs root.
+Each pod is a process in new network, mount and process namespaces, joined to the others by a
+bridge. Its root holds the machine's own programs, the repository at /opt/nanoray as in the image,
+and the shared volume at /data. Needs root.
 """
 
 from __future__ import annotations
@@ -61,14 +63,18 @@ def missing() -> str:
     for tool in ("ip", "unshare", "chroot", "mount", "nsenter"):
         if not shutil.which(tool):
             return f"pods as namespaces need {tool}"
-    probe = subprocess.run(["unshare", "-n", "-m", "-p", "-f", "true"], capture_output=True, text=True)
+    probe = subprocess.run(
+        ["unshare", "-n", "-m", "-p", "-f", "true"], capture_output=True, text=True
+    )
     return f"namespaces are not allowed here: {probe.stderr.strip()}" if probe.returncode else ""
 
 
 class RunningPod:
     """One pod: its address, its log, and the ways in which it can end."""
 
-    def __init__(self, name: str, address: str, process: subprocess.Popen[Any], folder: Path, netns: str) -> None:
+    def __init__(
+        self, name: str, address: str, process: subprocess.Popen[Any], folder: Path, netns: str
+    ) -> None:
         self.name, self.address, self.folder, self.netns = name, address, folder, netns
         self._process = process
 
@@ -83,7 +89,9 @@ class RunningPod:
     @property
     def init(self) -> int:
         """The pid, on this machine, of the pod's first process."""
-        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
+        children = (
+            Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
+        )
         return int(children[0])
 
     def frozen(self) -> list[int]:
@@ -108,8 +116,8 @@ class RunningPod:
     def terminate(self, grace_s: float, pre_stop: str = "") -> float:
         """End it as the kubelet does; return the seconds that it took.
 
-        First its preStop hook, a command inside the pod, then SIGTERM to the first process and to no other, and SIGKILL
-        when the grace period, which began with the hook, is over.
+        First its preStop hook, a command inside the pod, then SIGTERM to the first process and to
+        no other, and SIGKILL when the grace period, which began with the hook, is over.
         """
         began = time.monotonic()
         with contextlib.suppress(ProcessLookupError, IndexError, FileNotFoundError):
@@ -124,14 +132,34 @@ class RunningPod:
 
     def _run(self, command: str, timeout_s: float) -> None:
         """Run a command in the pod's namespaces and root, as the kubelet runs hooks."""
-        enter = ["nsenter", "--target", str(self.init), "--all", "--root", "--wd", "/bin/bash", "-c"]
-        with contextlib.suppress(subprocess.TimeoutExpired), (self.folder / "log").open("ab") as log:
+        enter = [
+            "nsenter",
+            "--target",
+            str(self.init),
+            "--all",
+            "--root",
+            "--wd",
+            "/bin/bash",
+            "-c",
+        ]
+        with (
+            contextlib.suppress(subprocess.TimeoutExpired),
+            (self.folder / "log").open("ab") as log,
+        ):
             whole = f". /opt/bin/environment; {command}"
-            subprocess.run([*enter, whole], stdout=log, stderr=subprocess.STDOUT, timeout=timeout_s, check=False)
+            subprocess.run(
+                [*enter, whole],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                timeout=timeout_s,
+                check=False,
+            )
 
 
 class Machine:
-    """A bridge with pods on it, and the volume that they share. A context manager: at its end nothing is left."""
+    """A bridge with pods on it, and the volume that they share. A context manager: at its end
+    nothing is left.
+    """
 
     def __init__(self, volume: Path) -> None:
         self.volume = volume
@@ -151,7 +179,10 @@ class Machine:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for name in list(self.pods):
             self.remove(name)
@@ -159,14 +190,30 @@ class Machine:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def start(
-        self, name: str, command: str, env: dict[str, str], shm_bytes: int, aliases: tuple[str, ...] = ()
+        self,
+        name: str,
+        command: str,
+        env: dict[str, str],
+        shm_bytes: int,
+        aliases: tuple[str, ...] = (),
     ) -> RunningPod:
         """Start a pod; it can be found under `name` and `aliases` from now on."""
         self._count += 1
         address, netns = f"{self._net}.{self._count}", f"{self._id}-{self._count}"
         self._names |= dict.fromkeys((name, *aliases), address)
         ip("netns", "add", netns)
-        ip("link", "add", f"{self._id}v{self._count}", "type", "veth", "peer", "name", "eth0", "netns", netns)
+        ip(
+            "link",
+            "add",
+            f"{self._id}v{self._count}",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            netns,
+        )
         ip("link", "set", f"{self._id}v{self._count}", "master", self._id, "up")
         ip("-n", netns, "addr", "add", f"{address}/24", "dev", "eth0")
         ip("-n", netns, "link", "set", "eth0", "up")
@@ -183,7 +230,12 @@ class Machine:
             "HOME": "/tmp",
             "PYTHONPATH": "/opt/nanoray",
         }
-        known |= {"PYTHONUNBUFFERED": "1", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "HOSTNAME": name}
+        known |= {
+            "PYTHONUNBUFFERED": "1",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "OMP_NUM_THREADS": "1",
+            "HOSTNAME": name,
+        }
         exports = [f"export {key}={shlex.quote(value)}\n" for key, value in (known | env).items()]
         (folder / "bin" / "environment").write_text("".join(exports))
         (folder / "hosts").touch()
@@ -220,21 +272,31 @@ class Machine:
             "PATH": os.environ["PATH"],
         }
         return subprocess.Popen(
-            words, stdout=log, stderr=subprocess.STDOUT, env=places, start_new_session=True, preexec_fn=goes_first
+            words,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=places,
+            start_new_session=True,
+            preexec_fn=goes_first,
         )
 
     def _write_hosts(self) -> None:
-        text = "127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in self._names.items())
+        text = "127.0.0.1 localhost\n" + "".join(
+            f"{address} {name}\n" for name, address in self._names.items()
+        )
         for pod in self.pods.values():
             (pod.folder / "hosts").write_text(text)
 
     def delete(self, name: str, grace_s: float, pre_stop: str = "") -> float:
-        """Delete a pod as Kubernetes does: nobody finds it any more, then the kubelet ends it; then it is gone.
+        """Delete a pod as Kubernetes does: nobody finds it any more, then the kubelet ends it; then
+        it is gone.
 
         Connections that stand live on until its processes end. Returns the seconds that it took.
         """
         pod = self.pods[name]
-        self._names = {alias: address for alias, address in self._names.items() if address != pod.address}
+        self._names = {
+            alias: address for alias, address in self._names.items() if address != pod.address
+        }
         self._write_hosts()
         return pod.terminate(grace_s, pre_stop)
 
@@ -242,7 +304,9 @@ class Machine:
         """End what is left of a pod, and take its network away."""
         pod = self.pods.pop(name)
         pod.kill()
-        self._names = {alias: address for alias, address in self._names.items() if address != pod.address}
+        self._names = {
+            alias: address for alias, address in self._names.items() if address != pod.address
+        }
         subprocess.run(["ip", "netns", "del", pod.netns], check=False, capture_output=True)
 
 

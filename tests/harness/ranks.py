@@ -1,4 +1,5 @@
-"""Real ranks for tests: processes that meet over a real TCPStore and gloo, each calling nanoray.train.train.
+"""Real ranks for tests: processes that meet over a real TCPStore and gloo, each calling
+nanoray.train.train.
 
 They are forked from a server that has imported torch once, so a rank starts in milliseconds.
 """
@@ -43,7 +44,9 @@ TINY = {
 def make_spec(text: Path, out_dir: Path, **overrides: Any) -> RunSpec:
     """Open a run of the tiny recipe on a text file."""
     config = make_config(
-        TINY | {"dataset": str(text), "data_dir": str(text.parent / "cache"), "out_dir": str(out_dir)} | overrides
+        TINY
+        | {"dataset": str(text), "data_dir": str(text.parent / "cache"), "out_dir": str(out_dir)}
+        | overrides
     )
     return open_run(config, prepare(config), time.time())
 
@@ -55,10 +58,11 @@ def run_ranks(
     first: Callable[[], None] | None = None,
     train: Callable[..., dict[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Train one spec (or one per rank) on `world` real ranks; return each rank's outcome or {"error": ...}.
+    """Train one spec (or one per rank) on `world` real ranks; return each rank's outcome or
+    {"error": ...}.
 
-    Each rank's process calls `first` before it trains: a function of a module, to make its machine a worse one. `train`
-    replaces recipe.train.
+    Each rank's process calls `first` before it trains: a function of a module, to make its machine
+    a worse one. `train` replaces recipe.train.
     """
     specs = specs if isinstance(specs, list) else [specs] * world
     store = open_store("127.0.0.1", world, 30) if world > 1 else None
@@ -88,7 +92,11 @@ def run_ranks(
     for pipe, process in zip(pipes, processes, strict=True):
         try:
             arrived = pipe.poll(max(0.1, deadline - time.monotonic()))
-            results.append(json.loads(pipe.recv()) if arrived else {"error": "Timeout", "message": "no outcome"})
+            results.append(
+                json.loads(pipe.recv())
+                if arrived
+                else {"error": "Timeout", "message": "no outcome"}
+            )
         except EOFError:
             process.join(5)
             results.append({"error": "Died", "message": f"exit code {process.exitcode}"})
@@ -115,7 +123,11 @@ def _rank_main(
             first()
         outcome = train(RunSpec.from_dict(spec), rendezvous)
     except BaseException as error:
-        outcome = {"error": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
+        outcome = {
+            "error": type(error).__name__,
+            "message": str(error),
+            "traceback": traceback.format_exc(),
+        }
     pipe.send(json.dumps(outcome))
     pipe.close()
     os._exit(0)  # as nanoray.train does: tearing down gloo's threads can hang

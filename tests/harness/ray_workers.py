@@ -1,12 +1,14 @@
-"""Ray's workers, forked from a process that has imported torch: each takes four seconds of a CPU less to start.
+"""Ray's workers, forked from a process that has imported torch: each takes four seconds of a CPU
+less to start.
 
     raylet ─ starts ─► python default_worker.py ─ command, environment, streams ─► server, which has torch
                        waits until the worker ends                                   │ forks
                                                                                      ▼
                        worker of another pid, which it tells the raylet when it registers, as one in a container does
 
-When the raylet ends the process that it has started, the worker ends. But what freezes a raylet's children has to look
-for the worker with `workers_of`, too. Workers with a runtime environment, as those of jobs, start as Ray starts them.
+When the raylet ends the process that it has started, the worker ends. But what freezes a raylet's
+children has to look for the worker with `workers_of`, too. Workers with a runtime environment, as
+those of jobs, start as Ray starts them.
 """
 
 from __future__ import annotations
@@ -28,13 +30,18 @@ from tests.harness.commands import become, forkserver
 
 _FOLDER = "nr-workers-"
 _SITE = Path(__file__).with_name("forked_workers")
-REAP_S = 0.2  # a rank's exit status is read from its entry in /proc, which is gone when its parent has asked for it
+# A rank's exit status is read from its entry in /proc, which is gone when its parent has asked for
+# it
+REAP_S = 0.2
 
 
 @contextmanager
 def forked_workers() -> Iterator[dict[str, str]]:
     """Give the environment variables with which a Ray, started meanwhile, has forked workers."""
-    with tempfile.TemporaryDirectory(prefix=_FOLDER, dir="/tmp") as folder, socket.socket(socket.AF_UNIX) as home:
+    with (
+        tempfile.TemporaryDirectory(prefix=_FOLDER, dir="/tmp") as folder,
+        socket.socket(socket.AF_UNIX) as home,
+    ):
         home.bind(f"{folder}/socket")
         home.listen(64)
         until, held = forkserver.Pipe(duplex=False)
@@ -52,9 +59,12 @@ def workers_of(callers: list[int]) -> list[int]:
 
 
 def _serve(home: socket.socket, folder: Path, until: Connection) -> None:
-    """Fork a worker for each process that calls, and note both in `folder`, until `until` is closed elsewhere."""
+    """Fork a worker for each process that calls, and note both in `folder`, until `until` is closed
+    elsewhere.
+    """
     while not (ready := select.select([home, until], [], [], REAP_S)[0]) or until not in ready:
-        # A note goes while its worker's pid is still a zombie's: the numbers of both are soon those of other processes.
+        # A note goes while its worker's pid is still a zombie's: the numbers of both are soon those
+        # of other processes.
         with suppress(ChildProcessError):
             while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 for note in folder.glob(f"*-{ended.si_pid}"):
@@ -63,7 +73,9 @@ def _serve(home: socket.socket, folder: Path, until: Connection) -> None:
         if ready:
             caller, _ = home.accept()
             with caller:
-                pid, _, _ = struct.unpack("3i", caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+                pid, _, _ = struct.unpack(
+                    "3i", caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+                )
                 if worker := os.fork():
                     (folder / f"{pid}-{worker}").touch()
                 else:

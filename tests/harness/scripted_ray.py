@@ -1,8 +1,10 @@
-"""What Ray delivers to a driver, scripted: actors, pending answers, deaths and time. Nothing of nanoray is replaced.
+"""What Ray delivers to a driver, scripted: actors, pending answers, deaths and time. Nothing of
+nanoray is replaced.
 
-`ScriptedRay` has the part of ray's surface that nanoray.launch uses. Its actors answer as workers do: they train, die,
-hang or wait at the times that a test says, and write the same progress files and exit records. `ScriptedTime` moves
-only when the driver waits, so that a run of minutes takes milliseconds.
+`ScriptedRay` has the part of ray's surface that nanoray.launch uses. Its actors answer as workers
+do: they train, die, hang or wait at the times that a test says, and write the same progress files
+and exit records. `ScriptedTime` moves only when the driver waits, so that a run of minutes takes
+milliseconds.
 """
 
 from __future__ import annotations
@@ -97,7 +99,8 @@ class Actor:
     def __init__(self, ray: ScriptedRay, slot: int | None, name: str) -> None:
         self.ray, self.slot, self.name = ray, slot, name
         self.pid = next(ray.pids)
-        self.alive, self.frozen, self.stuck = True, False, False  # frozen: SIGSTOP. stuck: its training thread hangs
+        # Frozen: SIGSTOP. stuck: its training thread hangs
+        self.alive, self.frozen, self.stuck = True, False, False
         self.trains_since: float | None = None
         self.waiting, self.attempt = False, -1
         self.step, self.phase, self.base = 0, "init", 0
@@ -106,7 +109,8 @@ class Actor:
         self.refs: list[Ref] = []
         self.runs: list[Ref] = []
         self.sleepers: list[tuple[Ref, bool, int | None]] = []
-        self.trained, self.kept = False, 0  # whether it has held the run's state; its steps when its group broke
+        # Whether it has held the run's state; its steps when its group broke
+        self.trained, self.kept = False, 0
         self.collectives = 0  # that it has started
         self.avoids: list[str] = []  # nodes on which Ray must not place it
         self.home = node_id(0) if slot is None else ""  # a spare's node, also once it has a slot
@@ -126,7 +130,13 @@ class Actor:
     @property
     def facts(self) -> dict[str, Any]:
         node = self.home or node_id((self.slot or 0) + 256 * len(self.avoids))
-        return {"pid": self.pid, "start": "1", "node": node, "ip": f"10.0.0.{self.slot}", "devices": []}
+        return {
+            "pid": self.pid,
+            "start": "1",
+            "node": node,
+            "ip": f"10.0.0.{self.slot}",
+            "devices": [],
+        }
 
     def write_progress(self) -> None:
         """Bring the progress file up to date, as a rank does that trains."""
@@ -149,7 +159,12 @@ class Actor:
         self.sleepers = [s for s in self.sleepers if s[0] is not ref]
         if self.alive and not self.frozen:
             self.write_progress()
-            position = ProgressFile.read_all(self.ray.spec.progress(self.slot or 0)) or (0, "init", UNKNOWN, 0.0)
+            position = ProgressFile.read_all(self.ray.spec.progress(self.slot or 0)) or (
+                0,
+                "init",
+                UNKNOWN,
+                0.0,
+            )
             ref.set(Heartbeat(*position, attempt=self.attempt, waiting=self.waiting))
 
     def fail_pending(self, error: Exception) -> None:
@@ -159,7 +174,9 @@ class Actor:
 
 
 class Head(socket.socket):
-    """A head's address: each connection is accepted and closed, until `close`, after which they are refused."""
+    """A head's address: each connection is accepted and closed, until `close`, after which they are
+    refused.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +191,8 @@ class Head(socket.socket):
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self.shutdown(socket.SHUT_RDWR)  # `close` alone would not end the `accept` of the thread
+            # `close` alone would not end the `accept` of the thread
+            self.shutdown(socket.SHUT_RDWR)
         super().close()
 
 
@@ -187,19 +205,28 @@ class ScriptedRay:
     in_place: bool
     time: ScriptedTime = field(default_factory=ScriptedTime)
     orders: list[str] = field(default_factory=list)  # what the driver did, in order
-    aborts: list[tuple[int | None, int]] = field(default_factory=list)  # slot and attempt of each order to abort
+    # Slot and attempt of each order to abort
+    aborts: list[tuple[int | None, int]] = field(default_factory=list)
     actors: dict[int, Actor] = field(default_factory=dict)  # by slot, the newest
-    failing_starts: dict[int, int] = field(default_factory=dict)  # slot -> how many of its next actors die at start
-    refusing_starts: dict[int, int] = field(default_factory=dict)  # slot -> how many newcomers cannot work
+    # Slot -> how many of its next actors die at start
+    failing_starts: dict[int, int] = field(default_factory=dict)
+    # Slot -> how many newcomers cannot work
+    refusing_starts: dict[int, int] = field(default_factory=dict)
     created: list[Actor] = field(default_factory=list)
-    ended_for_certain: list[int] = field(default_factory=list)  # pids that a task on their node was to end
-    reactions: dict[str, Callable[[], None]] = field(default_factory=dict)  # order -> what happens right after it
+    # Pids that a task on their node was to end
+    ended_for_certain: list[int] = field(default_factory=list)
+    # Order -> what happens right after it
+    reactions: dict[str, Callable[[], None]] = field(default_factory=dict)
     start_s: float = START_S
-    draining: dict[str, int] = field(default_factory=dict)  # node -> Unix ms of its end; 0 if nobody said
+    # Node -> Unix ms of its end; 0 if nobody said
+    draining: dict[str, int] = field(default_factory=dict)
     room: int = 0  # how many more ranks other nodes can hold
-    unplaced: list[tuple[Actor, Callable[[], None]]] = field(default_factory=list)  # actors in bundles on such nodes
-    without_head: list[str] = field(default_factory=list)  # actors that were created when the head was gone
-    thrown_away: list[tuple[int, int, int]] = field(default_factory=list)  # slot, its steps, those of the checkpoint
+    # Actors in bundles on such nodes
+    unplaced: list[tuple[Actor, Callable[[], None]]] = field(default_factory=list)
+    # Actors that were created when the head was gone
+    without_head: list[str] = field(default_factory=list)
+    # Slot, its steps, those of the checkpoint
+    thrown_away: list[tuple[int, int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.pids = itertools.count(1000)
@@ -212,7 +239,9 @@ class ScriptedRay:
         self.paused: dict[int, int] = {}  # pid -> the attempt that it should leave
         self.stopped: set[int] = set()
         self.util = SimpleNamespace(
-            placement_group_table=lambda group: {"bundles_to_node_id": {i: node_id(i) for i in range(self.workers)}}
+            placement_group_table=lambda group: {
+                "bundles_to_node_id": {i: node_id(i) for i in range(self.workers)}
+            }
         )
         state = SimpleNamespace(get_draining_nodes=lambda: dict(self.draining))
         free = lambda: {"free": {"CPU": float(self.room)}}  # noqa: E731
@@ -220,14 +249,20 @@ class ScriptedRay:
         worker = SimpleNamespace(global_worker=SimpleNamespace(gcs_client=gcs))
         state = SimpleNamespace(state=state, available_resources_per_node=free)
         self._private = SimpleNamespace(state=state, worker=worker)
-        self.nodes = lambda: [{"NodeID": "free", "NodeManagerAddress": "", "Resources": {}, "Alive": True}]
-        self.get_runtime_context = lambda: SimpleNamespace(gcs_address=address, get_node_id=lambda: DRIVER_NODE)
+        self.nodes = lambda: [
+            {"NodeID": "free", "NodeManagerAddress": "", "Resources": {}, "Alive": True}
+        ]
+        self.get_runtime_context = lambda: SimpleNamespace(
+            gcs_address=address, get_node_id=lambda: DRIVER_NODE
+        )
 
     # ray's surface
 
     def remote(self, **_: Any) -> Callable[[Any], Any]:
         def options(**given: Any) -> Any:
-            return SimpleNamespace(remote=lambda run, slot, rehearsal, script: self._create(slot, given))
+            return SimpleNamespace(
+                remote=lambda run, slot, rehearsal, script: self._create(slot, given)
+            )
 
         def decorate(what: Any) -> Any:
             if what is end_process:
@@ -255,8 +290,16 @@ class ScriptedRay:
             self._die(actor, NOTICE_S, 0.0, ActorDiedError())
 
     def holds(self, actor: Actor) -> int:
-        """The completed steps in an actor's memory; 0 if it never trained, or does not answer any more."""
-        if not actor.alive or actor.frozen or actor.stuck or not actor.trained or actor.runs[-1].done:
+        """The completed steps in an actor's memory; 0 if it never trained, or does not answer any
+        more.
+        """
+        if (
+            not actor.alive
+            or actor.frozen
+            or actor.stuck
+            or not actor.trained
+            or actor.runs[-1].done
+        ):
             return 0
         actor.write_progress()
         return actor.step - 1 if actor.trains_since is not None else actor.kept
@@ -264,7 +307,11 @@ class ScriptedRay:
     def _judge(self, actor: Actor) -> None:
         """Note a state that is thrown away: no checkpoint and no other rank has as many steps."""
         own = self.holds(actor)
-        others = [self.holds(other) for other in self.created if other is not actor and other.slot is not None]
+        others = [
+            self.holds(other)
+            for other in self.created
+            if other is not actor and other.slot is not None
+        ]
         if own > max([self.saved, *others]):
             self.thrown_away.append((actor.slot if actor.slot is not None else -1, own, self.saved))
 
@@ -278,7 +325,9 @@ class ScriptedRay:
                 raise ref.value
         return [ref.value for ref in pending] if isinstance(refs, list) else refs.value
 
-    def wait(self, refs: list[Ref], num_returns: int = 1, timeout: float = 0.0) -> tuple[list[Ref], list[Ref]]:
+    def wait(
+        self, refs: list[Ref], num_returns: int = 1, timeout: float = 0.0
+    ) -> tuple[list[Ref], list[Ref]]:
         def enough() -> bool:
             return sum(ref.done for ref in refs) >= num_returns
 
@@ -297,7 +346,9 @@ class ScriptedRay:
         self._once_placed(actor, lambda: ref.set(actor.facts))
 
     def _once_placed(self, actor: Actor, answer: Callable[[], None]) -> None:
-        """Let an actor start; one whose bundle is on a drained node waits until Ray has moved the bundle."""
+        """Let an actor start; one whose bundle is on a drained node waits until Ray has moved the
+        bundle.
+        """
         if actor.slot is not None and actor.facts["node"] in self.draining:
             self.unplaced.append((actor, answer))
         else:
@@ -313,7 +364,8 @@ class ScriptedRay:
             self.time.after(self.start_s / 2, lambda: actor.fail_pending(ActorDiedError()))
         else:
             self.time.after(
-                self.start_s, lambda: ref.set(actor.facts if actor.slot is not None else {"node": node_id(0)})
+                self.start_s,
+                lambda: ref.set(actor.facts if actor.slot is not None else {"node": node_id(0)}),
             )
 
     def on_take_slot(self, actor: Actor, ref: Ref, slot: int, devices: list[str]) -> None:
@@ -330,7 +382,9 @@ class ScriptedRay:
             self.time.after(NOTICE_S, partial(self.lose_peer, waiting, waiting.attempt))
 
     def on_abort(self, actor: Actor, ref: Ref, attempt: int) -> None:
-        """A rank in a group of this attempt that waits for a peer fails, as if the peer's connection had closed."""
+        """A rank in a group of this attempt that waits for a peer fails, as if the peer's
+        connection had closed.
+        """
         self.aborts.append((actor.slot, attempt))
         if actor in self.members and actor not in self.forming.values():
             self.time.after(ABORT_S, partial(self.lose_peer, actor, attempt))
@@ -348,7 +402,9 @@ class ScriptedRay:
             self.refusing_starts[r.slot] -= 1
             self.forming[r.rank] = actor
             actor.step, actor.phase = 0, "init"
-            self.time.after(0.01, lambda: self.fail(r.slot, "refused", "ConfigError: no shared folder"))
+            self.time.after(
+                0.01, lambda: self.fail(r.slot, "refused", "ConfigError: no shared folder")
+            )
             return
         self._join(actor, spec, r)
 
@@ -356,7 +412,9 @@ class ScriptedRay:
         self._note(f"go_on {r.slot} as {r.rank}/{r.world_size} attempt {spec['attempt']}")
         self.time.after(GO_ON_S, lambda: self._join(actor, spec, r))
 
-    def on_heartbeat(self, actor: Actor, ref: Ref, patience_s: float, waiting: bool, after: int | None) -> None:
+    def on_heartbeat(
+        self, actor: Actor, ref: Ref, patience_s: float, waiting: bool, after: int | None
+    ) -> None:
         actor.sleepers.append((ref, waiting, after))
         self.time.after(patience_s, lambda: actor.answer(ref))
         actor.wake()
@@ -379,7 +437,9 @@ class ScriptedRay:
         if not actor.alive:
             return
         actor.waiting = False
-        if actor.attempt < spec["attempt"] and not any(a.attempt == spec["attempt"] for a in self.forming.values()):
+        if actor.attempt < spec["attempt"] and not any(
+            a.attempt == spec["attempt"] for a in self.forming.values()
+        ):
             self.forming = {}
         actor.attempt, actor.phase = spec["attempt"], "init"
         self.forming[r.rank] = actor
@@ -393,11 +453,17 @@ class ScriptedRay:
         self.members = [self.forming[rank] for rank in sorted(self.forming)]
         self.forming = {}
         for member in self.members:
-            member.base, member.phase, member.trains_since = self.furthest, "backward", self.time.now
+            member.base, member.phase, member.trains_since = (
+                self.furthest,
+                "backward",
+                self.time.now,
+            )
             member.trained, member.kept = True, self.furthest
         attempt = spec["attempt"]
         for step in range(1, 5):  # heartbeats that wait for a step
-            self.time.after(step * STEP_S, lambda: [m.wake() for m in self.members if m.trains_since])
+            self.time.after(
+                step * STEP_S, lambda: [m.wake() for m in self.members if m.trains_since]
+            )
         self.time.after(RUN_S, lambda: self._finish(attempt, "finished"))
         self._end_step()  # the order may have come before the group had formed
 
@@ -407,7 +473,9 @@ class ScriptedRay:
 
     @property
     def healthy(self) -> bool:
-        return all(m.alive and m.trains_since and not m.frozen and not m.stuck for m in self.members)
+        return all(
+            m.alive and m.trains_since and not m.frozen and not m.stuck for m in self.members
+        )
 
     def _end_step(self) -> None:
         """After a step of which all ranks know the order, they stop or pause together."""
@@ -425,7 +493,14 @@ class ScriptedRay:
                 m.phase, m.trains_since = "done", None
                 self.saved = m.step - 1
             for m in self.members:
-                m.runs[-1].set({"ok": True, "exit_reason": reason, "world_size": len(self.members), "step": self.saved})
+                m.runs[-1].set(
+                    {
+                        "ok": True,
+                        "exit_reason": reason,
+                        "world_size": len(self.members),
+                        "step": self.saved,
+                    }
+                )
 
     def _pause(self, attempt: int) -> None:
         if self.members and self.members[0].attempt == attempt and self.healthy:
@@ -446,7 +521,12 @@ class ScriptedRay:
             actor.waiting, actor.step, actor.phase = True, completed + 1, "regroup"
             actor.wake()
         else:
-            self.fail(actor.slot or 0, "peer_lost", "RuntimeError: Connection closed by peer", notice_s=None)
+            self.fail(
+                actor.slot or 0,
+                "peer_lost",
+                "RuntimeError: Connection closed by peer",
+                notice_s=None,
+            )
 
     # The script
 
@@ -461,7 +541,9 @@ class ScriptedRay:
         report_s: float = REPORT_S,
         how: str = "SIGKILL",
     ) -> None:
-        """End a rank's process by a signal, by Ray's memory monitor ("memory") or with its node ("node")."""
+        """End a rank's process by a signal, by Ray's memory monitor ("memory") or with its node
+        ("node").
+        """
         error = {
             "memory": OutOfMemoryError("Memory on the node was low"),
             "node": ActorUnavailableError("unreachable", None),
@@ -474,7 +556,12 @@ class ScriptedRay:
         actor.alive, actor.trains_since = False, None
         actor.frozen = actor.stuck = False
         if actor.slot is not None and isinstance(error, ActorDiedError):
-            record = {"pid": actor.pid, "boot": exit_record.boot_id(), "monotonic": self.time.now, "signal": "SIGKILL"}
+            record = {
+                "pid": actor.pid,
+                "boot": exit_record.boot_id(),
+                "monotonic": self.time.now,
+                "signal": "SIGKILL",
+            }
             self.spec.exit_record(actor.slot).write_text(json.dumps(record | {"oom": False}))
         self.time.after(report_s, lambda: actor.fail_pending(error))
         self._peers_notice(actor, notice_s)
@@ -491,19 +578,35 @@ class ScriptedRay:
                 self.time.after(notice_s, partial(self.lose_peer, peer, peer.attempt))
 
     def fail(
-        self, slot: int, kind: str, message: str, notice_s: float | None = NOTICE_S, step: int | None = None
+        self,
+        slot: int,
+        kind: str,
+        message: str,
+        notice_s: float | None = NOTICE_S,
+        step: int | None = None,
     ) -> None:
         """Let a rank's `run` return an error."""
         actor = self.actors[slot]
         actor.write_progress()
         name, _, text = message.partition(": ")
-        failed = {"ok": False, "kind": kind, "exit_code": 5, "error": name, "message": text, "traceback": message}
-        actor.runs[-1].set(failed | {"step": actor.step if step is None else step, "phase": actor.phase})
+        failed = {
+            "ok": False,
+            "kind": kind,
+            "exit_code": 5,
+            "error": name,
+            "message": text,
+            "traceback": message,
+        }
+        actor.runs[-1].set(
+            failed | {"step": actor.step if step is None else step, "phase": actor.phase}
+        )
         actor.trains_since, actor.waiting = None, False
         self._peers_notice(actor, notice_s)
 
     def hang(self, slot: int, frozen: bool = False) -> None:
-        """Stop a rank in `forward` of its step, and so all others in `backward`; frozen: it answers no calls either."""
+        """Stop a rank in `forward` of its step, and so all others in `backward`; frozen: it answers
+        no calls either.
+        """
         for member in self.members:
             member.write_progress()
             member.trains_since = None
@@ -513,12 +616,17 @@ class ScriptedRay:
         actor.write_progress()
 
     def drain(self, driver: Driver, slot: int | None, notice_s: float | None = None) -> None:
-        """Announce that a rank's node (None: the driver's) will be taken away, in so many seconds if anybody says."""
+        """Announce that a rank's node (None: the driver's) will be taken away, in so many seconds
+        if anybody says.
+        """
         node = DRIVER_NODE if slot is None else self.actors[slot].facts["node"]
         self._announce_drain(driver, node, notice_s)
-        if notice_s is not None:  # the driver reads the notice by the real clock, which does not move here
+        # The driver reads the notice by the real clock, which does not move here
+        if notice_s is not None:
             for left_s in range(1, int(notice_s)):
-                self.time.after(notice_s - left_s, partial(self._announce_drain, driver, node, left_s))
+                self.time.after(
+                    notice_s - left_s, partial(self._announce_drain, driver, node, left_s)
+                )
             self.time.after(notice_s, partial(self._take_away, driver, node))
 
     def _announce_drain(self, driver: Driver, node: str, left_s: float | None) -> None:
@@ -526,11 +634,15 @@ class ScriptedRay:
         driver.cluster.check()
 
     def _take_away(self, driver: Driver, node: str) -> None:
-        """End a node and what is left on it; Ray moves its bundles to the node that has come in its place."""
+        """End a node and what is left on it; Ray moves its bundles to the node that has come in its
+        place.
+        """
         del self.draining[node]
         driver.cluster.check()
         for actor in [actor for actor in self.created if actor.alive and actor.slot is not None]:
-            if actor.facts["node"] == node and not any(actor is waiting for waiting, _ in self.unplaced):
+            if actor.facts["node"] == node and not any(
+                actor is waiting for waiting, _ in self.unplaced
+            ):
                 self._die(actor, NOTICE_S, REPORT_S, ActorUnavailableError("unreachable", None))
         unplaced, self.unplaced = self.unplaced, []
         for actor, answer in unplaced:
@@ -556,7 +668,8 @@ class Run:
         in_place = recovers_in_place(self.spec.config, "gloo", workers)
         self.ray = ScriptedRay(self.spec, workers, in_place)
         self.stop = Stop()
-        self.group = WorkerGroup(self.spec, self.place, api=self.ray, clock=self.ray.time)  # for tests without a driver
+        # For tests without a driver
+        self.group = WorkerGroup(self.spec, self.place, api=self.ray, clock=self.ray.time)
         self.driver = Driver(self.spec, self.place, self.stop, api=self.ray, clock=self.ray.time)
 
     def __call__(self) -> dict[str, Any]:
@@ -582,7 +695,9 @@ class Run:
 
     @property
     def orders(self) -> list[str]:
-        """What the driver did since the first group began, until it ended the actors that were left."""
+        """What the driver did since the first group began, until it ended the actors that were
+        left.
+        """
         orders = self.ray.orders[2 * self.ray.workers :]
         while orders and orders[-1].startswith("kill"):
             orders = orders[:-1]

@@ -18,11 +18,20 @@ from nanoray.parallel.plan import Plan
 
 
 def dropout_masks(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> None:
-    """Run one forward of dp 2 × tp 2 with dropout; emit the masks of each rank, in the order they were drawn.
+    """Run one forward of dp 2 × tp 2 with dropout; emit the masks of each rank, in the order they
+    were drawn.
 
-    With "sequence" the ranks of a replica share the positions. "stream_masks" has a string per position and sequence.
+    With "sequence" the ranks of a replica share the positions. "stream_masks" has a string per
+    position and sequence.
     """
-    settings = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 8, "micro_batch_size": 3, "dropout": 0.5}
+    settings = {
+        "n_layer": 2,
+        "n_head": 4,
+        "n_embd": 32,
+        "block_size": 8,
+        "micro_batch_size": 3,
+        "dropout": 0.5,
+    }
     cut = {"tp": 2, "sequence_parallel": order.get("sequence", False)}
     config = make_config(settings | cut | {"grad_accum_steps": 1})
     case = small_gpt(mesh, config, "fp32", 3)
@@ -31,7 +40,9 @@ def dropout_masks(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]
 
     def drop(module: nn.Module, args: Any, output: Tensor) -> None:
         rows = (output == 0).int().tolist()
-        masks["stream_masks"].append([["".join(map(str, row)) for row in sequence] for sequence in rows])
+        masks["stream_masks"].append(
+            [["".join(map(str, row)) for row in sequence] for sequence in rows]
+        )
         masks["stream"].append(str((output == 0).int().flatten()[:64].tolist()))
 
     def attend(q: Tensor, *args: Any) -> Tensor:

@@ -27,12 +27,16 @@ class Terminal:
         fcntl.ioctl(self._slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
 
     def run(self, *args: str, env: Mapping[str, str], cwd: Path = ROOT, hang_up: str = "") -> int:
-        """Run `python -m args` on this terminal and return the exit code. `hang_up`: close it once this was printed."""
+        """Run `python -m args` on this terminal and return the exit code. `hang_up`: close it once
+        this was printed.
+        """
         name = os.ttyname(self._slave)
         process = fork(list(args), dict(env), str(cwd), {1: name, 2: name})
         data = b""
         with contextlib.suppress(OSError):  # EIO: nobody has it open any more
-            while self._master in wait([self._master, process.sentinel]) and (part := os.read(self._master, 65536)):
+            while self._master in wait([self._master, process.sentinel]) and (
+                part := os.read(self._master, 65536)
+            ):
                 if self._slave >= 0:  # the command has it open
                     os.close(self._slave)
                     self._slave = -1
@@ -48,7 +52,9 @@ class Terminal:
 
     @property
     def screen(self) -> list[str]:
-        """The lines that are left to see, without colours. Raises AssertionError for what a simple terminal lacks."""
+        """The lines that are left to see, without colours. Raises AssertionError for what a simple
+        terminal lacks.
+        """
         lines = [""]
         for part in re.split(r"(\n|\r\x1b\[2K|\x1b\[[0-9;]*m|[\r\x1b])", self.written):
             if part == "\n":

@@ -15,22 +15,26 @@ from nanoray.bench import equivalence
 from nanoray.bench.harness.rank_pool import RankPool, Where
 
 Pools = Callable[[int], RankPool]
-Wrong = dict[str, set[str]]  # arm -> the metrics in which it is wrong; an arm that is right has none
+# Arm -> the metrics in which it is wrong; an arm that is right has none
+Wrong = dict[str, set[str]]
 
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
-    """A pool of so many CPU ranks, started at its first use, for all tests of a file that leave its ranks alive.
+    """A pool of so many CPU ranks, started at its first use, for all tests of a file that leave its
+    ranks alive.
 
-    Not for all files: each gloo group has a thread that wakes every 10 ms, and pools that nobody used took an eighth of
-    the suite's CPU time. Forked ranks start within a second.
+    Not for all files: each gloo group has a thread that wakes every 10 ms, and pools that nobody
+    used took an eighth of the suite's CPU time. Forked ranks start within a second.
     """
     started: dict[int, RankPool] = {}
     with ExitStack() as stack:
 
         def pool(ranks: int) -> RankPool:
             if ranks not in started:
-                started[ranks] = stack.enter_context(RankPool(Where(ranks, device="cpu", timeout_s=300)))
+                started[ranks] = stack.enter_context(
+                    RankPool(Where(ranks, device="cpu", timeout_s=300))
+                )
             return started[ranks]
 
         yield pool
@@ -50,7 +54,8 @@ def shared_ranks(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any
 def planted(
     shared_ranks: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Callable[..., Wrong]:
-    """Run `bench equivalence` in one case with a bug of tests/harness/planted.py; it must fail. Return what is wrong.
+    """Run `bench equivalence` in one case with a bug of tests/harness/planted.py; it must fail.
+    Return what is wrong.
 
     arms: those of the benchmark, or others.
     """
@@ -61,7 +66,15 @@ def planted(
         monkeypatch.setattr(equivalence, "CASES", {case: equivalence.CASES[case]})
         if arms:
             monkeypatch.setattr(equivalence, "arms_for", lambda *_, **__: arms)
-        flags = ["equivalence", "--device", "cpu", "--workers", str(ranks), "--quick", f"--json={tmp_path / 'e.json'}"]
+        flags = [
+            "equivalence",
+            "--device",
+            "cpu",
+            "--workers",
+            str(ranks),
+            "--quick",
+            f"--json={tmp_path / 'e.json'}",
+        ]
         assert bench.main(flags) == 1
         wrong: Wrong = {}
         for row in json.loads((tmp_path / "e.json").read_text())["rows"]:

@@ -1,4 +1,6 @@
-"""Groups that are aborted by order: a frozen rank keeps its connections open, so the others see no error."""
+"""Groups that are aborted by order: a frozen rank keeps its connections open, so the others see no
+error.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,14 @@ from tests.ranks.test_mirror import RECIPE, Clean, clean, ended_well, fired
 
 __all__ = ["clean"]  # the fixture
 
-PATIENT = {"timeout_s": 300, "init_timeout_s": 60}  # of the collectives: the run would last longer than that
+# Of the collectives: the run would last longer than that
+PATIENT = {"timeout_s": 300, "init_timeout_s": 60}
 
 
 def obeys(events: Path) -> None:
-    """Let a thread of this process abort its groups a moment after the planned fault, as `Worker.abort` does."""
+    """Let a thread of this process abort its groups a moment after the planned fault, as
+    `Worker.abort` does.
+    """
 
     def wait_and_abort() -> None:
         while not events.exists():
@@ -45,13 +50,21 @@ def obeys(events: Path) -> None:
 def left_after(spec: RunSpec, rank: int) -> float:
     """Seconds from the fault until a rank left its group."""
     (event,) = map(json.loads, (spec.folder / "faults.jsonl").read_text().splitlines())
-    (line,) = [line for line in spec.log(rank).read_text().splitlines() if "leaving the group" in line]
+    (line,) = [
+        line for line in spec.log(rank).read_text().splitlines() if "leaving the group" in line
+    ]
     at, _, milliseconds = line[:23].partition(",")
-    return time.mktime(time.strptime(at, "%Y-%m-%d %H:%M:%S")) + int(milliseconds) / 1000 - float(event["time"])
+    return (
+        time.mktime(time.strptime(at, "%Y-%m-%d %H:%M:%S"))
+        + int(milliseconds) / 1000
+        - float(event["time"])
+    )
 
 
 def ends_with_wrong_sums(step: int) -> None:
-    """In this process the sums of one step are wrong and no error says so, as after an abort over NCCL."""
+    """In this process the sums of one step are wrong and no error says so, as after an abort over
+    NCCL.
+    """
     whole, calls = Plan.grad_norm, []
 
     def aborted(self: Plan) -> Tensor:
@@ -68,7 +81,9 @@ def ends_with_wrong_sums(step: int) -> None:
 
 def test_sums_of_an_aborted_group_are_not_used(text: Path, tmp_path: Path, clean: Clean) -> None:
     spec = make_spec(text, tmp_path, **RECIPE)
-    outcome = run_elastic(spec, 2, patches=dict.fromkeys(range(2), partial(ends_with_wrong_sums, 5)))
+    outcome = run_elastic(
+        spec, 2, patches=dict.fromkeys(range(2), partial(ends_with_wrong_sums, 5))
+    )
     ended_well(spec, outcome, clean(2), 1)
     assert all("the driver has ordered to abort the group" in why for why in outcome.left[0])
 
@@ -78,12 +93,16 @@ def test_what_an_aborted_group_has_sent_is_not_used(tmp_path: Path, what: str) -
     """Also what is not checked by the loop: a mean loss, or the state that a new rank receives."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        mesh = Mesh(0, 2, 0, torch.device("cpu"), "gloo", "", sealed=SealedStore(dist.HashStore(), "key"))
+        mesh = Mesh(
+            0, 2, 0, torch.device("cpu"), "gloo", "", sealed=SealedStore(dist.HashStore(), "key")
+        )
         use = partial(mesh.all_reduce, torch.ones(1), "loss")
         use = partial(mesh.broadcast_tensor, torch.ones(1), 0) if what == "state" else use
         use()
         mesh.sealed.abort()
-        with pytest.raises(RuntimeError, match="gloo: a peer is lost, and the driver has ordered to abort") as error:
+        with pytest.raises(
+            RuntimeError, match="gloo: a peer is lost, and the driver has ordered to abort"
+        ) as error:
             use()
         assert is_collective_error(error.value)
     finally:
@@ -91,7 +110,9 @@ def test_what_an_aborted_group_has_sent_is_not_used(tmp_path: Path, what: str) -
 
 
 def test_a_group_that_never_came_to_be_does_not_count() -> None:
-    """torch numbers groups, and ranks meet under that number: who failed to meet must not be one ahead."""
+    """torch numbers groups, and ranks meet under that number: who failed to meet must not be one
+    ahead.
+    """
     soon = timedelta(seconds=0.1)
     with pytest.raises(RuntimeError, match=r"[Tt]imeout"):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=2, timeout=soon)
@@ -110,7 +131,12 @@ def test_a_group_that_never_came_to_be_does_not_count() -> None:
         (3, "backward", {}),
         (4, "forward", {"tp": 2}),
         pytest.param(3, "exchange_norm", {"dp_mode": "zero1"}, marks=pytest.mark.full),
-        pytest.param(4, "backward", {"pp": 2, "dp_mode": "ddp_by_hand", "grad_accum_steps": 2}, marks=pytest.mark.full),
+        pytest.param(
+            4,
+            "backward",
+            {"pp": 2, "dp_mode": "ddp_by_hand", "grad_accum_steps": 2},
+            marks=pytest.mark.full,
+        ),
         pytest.param(3, "eval", {}, marks=pytest.mark.full),
         pytest.param(3, "checkpoint", {}, marks=pytest.mark.full),
     ],
@@ -127,7 +153,9 @@ def test_the_others_leave_a_frozen_rank(
     outcome = run_elastic(spec, world, patches=patches, frozen=1, timeout_s=100)
     assert fired(spec) == [phase]
     ended_well(spec, outcome, clean(world, **settings), 1)
-    assert max(left_after(spec, slot) for slot in others) < 30, "a second, on a machine that is not busy"
+    assert max(left_after(spec, slot) for slot in others) < 30, (
+        "a second, on a machine that is not busy"
+    )
 
 
 class Alone(SealedStore):
@@ -142,7 +170,9 @@ class Alone(SealedStore):
 
 
 def join(meeting: Alone) -> None:
-    """Be rank 1. On a busy machine gloo sees in the first collective only that the other one has left again."""
+    """Be rank 1. On a busy machine gloo sees in the first collective only that the other one has
+    left again.
+    """
     dist.ProcessGroupGloo(meeting, 1, 2, timedelta(seconds=60)).allreduce([torch.ones(1)]).wait()
 
 
@@ -166,7 +196,8 @@ def test_a_value_that_a_lost_rank_would_have_stored_is_not_waited_for() -> None:
     threading.Timer(0.5, meeting.abort).start()
     begun = time.monotonic()
     with pytest.raises(
-        dist.DistStoreError, match="a peer is lost, and the driver has ordered to abort: no its address"
+        dist.DistStoreError,
+        match="a peer is lost, and the driver has ordered to abort: no its address",
     ):
         meeting.wait(["its address"], timedelta(seconds=120))
     assert 0.4 < time.monotonic() - begun < 60

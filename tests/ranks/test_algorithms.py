@@ -1,4 +1,6 @@
-"""The hand-written all-reduces on real gloo ranks: right to the bit, the same bits everywhere, and inside DDP."""
+"""The hand-written all-reduces on real gloo ranks: right to the bit, the same bits everywhere, and
+inside DDP.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class RankPool:
         self.pipes, self.processes = [], []
         for rank in range(world):
             here, there = forkserver.Pipe()
-            process = forkserver.Process(target=_serve, args=(rank, world, self.store.port, there), daemon=True)
+            process = forkserver.Process(
+                target=_serve, args=(rank, world, self.store.port, there), daemon=True
+            )
             process.start()
             there.close()
             self.pipes.append(here)
@@ -74,7 +78,9 @@ def pool_of(world: int) -> Iterator[RankPool]:
 def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, world, is_master=False, timeout=timedelta(seconds=120))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120)
+    )
     own = dist.new_group()
     some = dist.new_group(NO_NEIGHBOURS) if world > max(NO_NEIGHBOURS) else None
     while True:
@@ -98,8 +104,12 @@ def data_of(rank: int, length: int, dtype: torch.dtype, seed: int, exact: bool) 
     return torch.randn(length, generator=generator).to(dtype)
 
 
-def sum_up(own: Any, some: Any, length: int, dtype: str, seed: int, piece_bytes: int, sub: bool) -> dict[str, Any]:
-    """Run every algorithm on exact and on random data; return wrong elements and a digest of the bits."""
+def sum_up(
+    own: Any, some: Any, length: int, dtype: str, seed: int, piece_bytes: int, sub: bool
+) -> dict[str, Any]:
+    """Run every algorithm on exact and on random data; return wrong elements and a digest of the
+    bits.
+    """
     algorithms.PIECE_BYTES = piece_bytes
     members, group = (NO_NEIGHBOURS, some) if sub else (range(dist.get_world_size()), own)
     rank, found = dist.get_rank(), {}
@@ -121,7 +131,8 @@ def in_order(own: Any, some: Any) -> list[int]:
     reducer, done = AsyncAllReduce("ring", own, torch.device("cpu")), []
     buffers = [torch.full((1 + 1000 * (i % 3),), float(i)) for i in range(12)]
     futures = [
-        reducer.start(buffer).then(lambda f, i=i: done.append(i) or f.value()) for i, buffer in enumerate(buffers)
+        reducer.start(buffer).then(lambda f, i=i: done.append(i) or f.value())
+        for i, buffer in enumerate(buffers)
     ]
     for i, future in enumerate(futures):
         value = future.wait()
@@ -132,7 +143,9 @@ def in_order(own: Any, some: Any) -> list[int]:
 
 
 def beside(own: Any, some: Any) -> bool:
-    """Rank 0 begins a sum and goes on; only what it sends after that lets the others take part. True: not yet done."""
+    """Rank 0 begins a sum and goes on; only what it sends after that lets the others take part.
+    True: not yet done.
+    """
     reducer = AsyncAllReduce("tree", own, torch.device("cpu"))
     buffer, word, early = torch.ones(10), torch.zeros(1), False
     if dist.get_rank() == 0:
@@ -149,7 +162,9 @@ def beside(own: Any, some: Any) -> bool:
 
 
 def fails(own: Any, some: Any) -> tuple[list[str], list[float]]:
-    """Give the reducer what it cannot sum, then something it could; return what the futures raise, and the latter."""
+    """Give the reducer what it cannot sum, then something it could; return what the futures raise,
+    and the latter.
+    """
     reducer, said, last = AsyncAllReduce("ring", own, torch.device("cpu")), [], torch.ones(4)
     for buffer in (torch.ones(4, 4).T[:, 1:], last):
         try:
@@ -161,7 +176,9 @@ def fails(own: Any, some: Any) -> tuple[list[str], list[float]]:
 
 
 def in_ddp(own: Any, some: Any, name: str) -> tuple[bool, str]:
-    """Return whether a hook with the reducer leaves DDP's own gradients, and what backward raises when it fails."""
+    """Return whether a hook with the reducer leaves DDP's own gradients, and what backward raises
+    when it fails.
+    """
     reducer, world = AsyncAllReduce(name, own, torch.device("cpu")), dist.get_world_size()
 
     def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
@@ -188,7 +205,9 @@ def in_ddp(own: Any, some: Any, name: str) -> tuple[bool, str]:
 # What is asked of them.
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5, 8, *(pytest.param(n, marks=pytest.mark.full) for n in (4, 6, 7, 9))])
+@pytest.mark.parametrize(
+    "world", [1, 2, 3, 5, 8, *(pytest.param(n, marks=pytest.mark.full) for n in (4, 6, 7, 9))]
+)
 def test_every_sum_is_exact_and_the_same_everywhere(world: int) -> None:
     with pool_of(world) as pool:
 
@@ -202,7 +221,8 @@ def test_every_sum_is_exact_and_the_same_everywhere(world: int) -> None:
             length=st.one_of(st.integers(0, 2 * world), st.integers(0, 3000)),
             dtype=st.sampled_from(["float32", "bfloat16", "float16", "int32", "int64"]),
             seed=st.integers(0, 99),
-            piece_bytes=st.sampled_from([64, 1000, algorithms.PIECE_BYTES]),  # short ones: the pipelines are long
+            # Short ones: the pipelines are long
+            piece_bytes=st.sampled_from([64, 1000, algorithms.PIECE_BYTES]),
         )
         @example(length=0, dtype="float32", seed=0, piece_bytes=64)
         @example(length=world - 1, dtype="bfloat16", seed=0, piece_bytes=64)
@@ -212,9 +232,20 @@ def test_every_sum_is_exact_and_the_same_everywhere(world: int) -> None:
 
         check()
         if world == 3:  # pieces as they are
-            assert_right(pool.ask("sum_up", length=10**6 + 1, dtype="int32", seed=0, piece_bytes=1 << 20, sub=False))
+            assert_right(
+                pool.ask(
+                    "sum_up",
+                    length=10**6 + 1,
+                    dtype="int32",
+                    seed=0,
+                    piece_bytes=1 << 20,
+                    sub=False,
+                )
+            )
         if world == 5:
-            answers = pool.ask("sum_up", length=301, dtype="float32", seed=0, piece_bytes=64, sub=True)
+            answers = pool.ask(
+                "sum_up", length=301, dtype="float32", seed=0, piece_bytes=64, sub=True
+            )
             assert [rank for rank, answer in enumerate(answers) if answer] == NO_NEIGHBOURS
             assert_right([answer for answer in answers if answer])
 
@@ -222,7 +253,9 @@ def test_every_sum_is_exact_and_the_same_everywhere(world: int) -> None:
 def assert_right(answers: list[dict[str, Any]]) -> None:
     for name in ALGORITHMS:
         assert [answer[name][0] for answer in answers] == [0] * len(answers), f"{name} is wrong"
-        assert len({answer[name][1] for answer in answers}) == 1, f"{name}: the ranks hold different bits"
+        assert len({answer[name][1] for answer in answers}) == 1, (
+            f"{name}: the ranks hold different bits"
+        )
 
 
 def test_the_reducer_works_beside_its_caller() -> None:
@@ -232,25 +265,37 @@ def test_the_reducer_works_beside_its_caller() -> None:
         for said, last in pool.ask("fails"):
             assert len(said) == 2
             assert all("view" in text for text in said)
-            assert last == [1, 1, 1, 1], "after a failure nothing is summed: the ranks are out of step"
+            assert last == [1, 1, 1, 1], (
+                "after a failure nothing is summed: the ranks are out of step"
+            )
 
 
 def test_ddp_trains_on_the_reducer() -> None:
-    with pool_of(2) as pool:  # a/2 + b/2 = b/2 + a/2; three ranks would sum in another order than DDP
+    # A/2 + b/2 = b/2 + a/2; three ranks would sum in another order than DDP
+    with pool_of(2) as pool:
         for name in ("ring", "recursive_doubling"):
             for equal, said in pool.ask("in_ddp", name=name):
                 assert equal
-                assert "algorithms.py" in said, "the failure's own place, not that of DDP's complaint"
+                assert "algorithms.py" in said, (
+                    "the failure's own place, not that of DDP's complaint"
+                )
 
 
-# An ideal network: how long an algorithm takes where nothing but its own order of messages holds it up.
+# An ideal network: how long an algorithm takes where nothing but its own order of messages holds it
+# up.
 
 
 class Message:
     """A send or a receive of one rank; it is done when its data is through."""
 
     def __init__(self, network: Network, tensor: torch.Tensor) -> None:
-        self.network, self.tensor, self.done, self.waited, self.taken = network, tensor, False, False, False
+        self.network, self.tensor, self.done, self.waited, self.taken = (
+            network,
+            tensor,
+            False,
+            False,
+            False,
+        )
 
     def wait(self) -> None:
         assert not self.taken, "gloo waits for ever for what was waited for before"
@@ -259,11 +304,13 @@ class Message:
 
 
 class Network:
-    """Ranks as threads, and a clock that moves only while all of them wait, so that a run is the same every time.
+    """Ranks as threads, and a clock that moves only while all of them wait, so that a run is the
+    same every time.
 
-    A rank sends one message at a time and receives one, a byte takes a second, alpha is 0, and what is sent is under
-    way whether or not the other side has asked for it. In order: a rank's messages run one after the other, and none
-    is through before the other side has come to it, as on a stream of NCCL.
+    A rank sends one message at a time and receives one, a byte takes a second, alpha is 0, and what
+    is sent is under way whether or not the other side has asked for it. In order: a rank's messages
+    run one after the other, and none is through before the other side has come to it, as on a
+    stream of NCCL.
     """
 
     def __init__(self, size: int, in_order: bool = False) -> None:
@@ -271,13 +318,20 @@ class Network:
         self.stuck, self.turn = False, threading.Condition()
         self.out: list[deque[tuple[int, Message]]] = [deque() for _ in range(size)]
         self.flying: list[tuple[float, int, int, Message]] = []
-        self.wanted: dict[tuple[int, int], deque[Message]] = defaultdict(deque)  # (from, to) -> receives
-        self.landed: dict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)  # what has come, and is not asked
+        # (from, to) -> receives
+        self.wanted: dict[tuple[int, int], deque[Message]] = defaultdict(deque)
+        # What has come, and is not asked
+        self.landed: dict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
 
     def run(self, name: str, length: int) -> tuple[list[torch.Tensor], float]:
-        """Return what every rank holds after the sum, and the seconds; rank r begins with r + 1 everywhere."""
+        """Return what every rank holds after the sum, and the seconds; rank r begins with r + 1
+        everywhere.
+        """
         data = [torch.full((length,), float(rank + 1)) for rank in range(self.size)]
-        threads = [threading.Thread(target=self.rank, args=(name, each, rank)) for rank, each in enumerate(data)]
+        threads = [
+            threading.Thread(target=self.rank, args=(name, each, rank))
+            for rank, each in enumerate(data)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -347,7 +401,12 @@ class Place:
     here = threading.local()
 
     def __init__(self, network: Network, rank: int) -> None:
-        self.network, self.rank, self.size, self.in_order = network, rank, network.size, network.in_order
+        self.network, self.rank, self.size, self.in_order = (
+            network,
+            rank,
+            network.size,
+            network.in_order,
+        )
 
     def start(self, sends: Any, receives: Any) -> list[Message]:
         net, works = self.network, []
@@ -377,21 +436,29 @@ def wait_for_all(works: list[Message]) -> None:
 
 @pytest.fixture
 def ideal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(algorithms, "_open", lambda tensor, group: (tensor.view(-1), Place.here.group))
+    monkeypatch.setattr(
+        algorithms, "_open", lambda tensor, group: (tensor.view(-1), Place.here.group)
+    )
     monkeypatch.setattr(algorithms, "PIECE_BYTES", 256)
 
 
 def in_bytes(name: str, size: int, in_order: bool = False, pieces: int = 32) -> float:
-    """Return what an algorithm takes on an ideal network as multiples of S beta; check that its sums are right."""
+    """Return what an algorithm takes on an ideal network as multiples of S beta; check that its
+    sums are right.
+    """
     length = 64 * pieces
     data, seconds = Network(size, in_order).run(name, length)
-    assert all((each == size * (size + 1) / 2).all() for each in data), f"{name} is wrong, or waits for ever"
+    assert all((each == size * (size + 1) / 2).all() for each in data), (
+        f"{name} is wrong, or waits for ever"
+    )
     return seconds / (4 * length)
 
 
 @pytest.mark.usefixtures("ideal")
 def test_the_double_trees_do_not_wait_for_each_other() -> None:
-    """The ring shows that the network is ideal; with all steps in one order they took 1.5, 4.0 and 5.2 S beta."""
+    """The ring shows that the network is ideal; with all steps in one order they took 1.5, 4.0 and
+    5.2 S beta.
+    """
     assert [in_bytes("ring", size) for size in (2, 4, 8)] == pytest.approx([1, 1.5, 1.75])
     two, four, eight = (in_bytes("double_tree", size) for size in (2, 4, 8))
     assert two == pytest.approx(1, abs=0.01)
@@ -402,7 +469,9 @@ def test_the_double_trees_do_not_wait_for_each_other() -> None:
 @pytest.mark.usefixtures("ideal")
 @pytest.mark.parametrize("size", range(1, 10))
 def test_on_a_stream_nobody_waits_for_ever(size: int) -> None:
-    """In order, and with sends that last until they are received: leaves first would hang here from two ranks on."""
+    """In order, and with sends that last until they are received: leaves first would hang here from
+    two ranks on.
+    """
     for name in ALGORITHMS:
         in_bytes(name, size, in_order=True, pieces=5)
 
@@ -415,7 +484,9 @@ def test_trees_are_trees(size: int) -> None:
         assert len(children) <= 2
         assert parent is None or rank in links[parent][1]
         assert all(links[child][0] == rank for child in children)
-        assert rank % 2 or not children, "even ranks are leaves, so that the second tree can use them"
+        assert rank % 2 or not children, (
+            "even ranks are leaves, so that the second tree can use them"
+        )
         height = 0
         while parent is not None:
             parent, height = links[parent][0], height + 1
@@ -436,7 +507,9 @@ def test_cost_follows_the_papers() -> None:
         assert cost(name, 1, s, a, b) == 0
         for n, us in zip((2, 4, 6), expected_us, strict=True):
             assert cost(name, n, s, a, b) == pytest.approx(us * 1e-6)
-    with pytest.raises(ConfigError, match="no cost is known for all-reduce rings; known: ring, tree"):
+    with pytest.raises(
+        ConfigError, match="no cost is known for all-reduce rings; known: ring, tree"
+    ):
         cost("rings", 4, s, a, b)
 
 
@@ -444,7 +517,9 @@ def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(algorithms.dist, "get_backend", lambda group: "gloo")
     on_gpu: Any = SimpleNamespace(is_cuda=True, device="cuda:1")
     group: Any = object()
-    with pytest.raises(ConfigError, match=r"tensor on cuda:1, backend gloo: .* use the backend's own all-reduce"):
+    with pytest.raises(
+        ConfigError, match=r"tensor on cuda:1, backend gloo: .* use the backend's own all-reduce"
+    ):
         algorithms.ring(on_gpu, group)
     with pytest.raises(ConfigError, match="unknown all-reduce star; known: ring, tree"):
         AsyncAllReduce("star", None, torch.device("cpu"))  # type: ignore[arg-type]

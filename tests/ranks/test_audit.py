@@ -1,4 +1,6 @@
-"""A finite but wrong gradient is found before any weight has it, and the rank that computed it is named."""
+"""A finite but wrong gradient is found before any weight has it, and the rank that computed it is
+named.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from nanoray.run import RunSpec
 from tests.harness.alone import engine_of
 from tests.harness.ranks import make_spec, run_ranks, series
 
-RECIPE: dict[str, Any] = {"audit_every": 2, "dropout": 0.1, "checkpoint_every": 6, "hash_every": 0, "precision": "fp32"}
+RECIPE: dict[str, Any] = {
+    "audit_every": 2,
+    "dropout": 0.1,
+    "checkpoint_every": 6,
+    "hash_every": 0,
+    "precision": "fp32",
+}
 ALWAYS = "times=1000"
 
 
@@ -23,22 +31,43 @@ def weights_of(spec: RunSpec, step: int) -> dict[str, torch.Tensor]:
 
 
 def test_of_three_ranks_two_name_the_wrong_one(text: Path, tmp_path: Path) -> None:
-    """A rank's own gradient is wrong once, then what it says of another's, then all that a rank computes.
+    """A rank's own gradient is wrong once, then what it says of another's, then all that a rank
+    computes.
 
-    Up to the last of these the run is a clean one without audits, to the bit: the wrong steps were done again.
+    Up to the last of these the run is a clean one without audits, to the bit: the wrong steps were
+    done again.
     """
     once = "gradflip@rank=1,step=2,phase=data;gradflip@rank=0,step=4,phase=forward"
-    spec = make_spec(text, tmp_path / "wrong", **RECIPE, faults=f"{once};gradflip@rank=2,step=8,phase=data,{ALWAYS}")
+    spec = make_spec(
+        text,
+        tmp_path / "wrong",
+        **RECIPE,
+        faults=f"{once};gradflip@rank=2,step=8,phase=data,{ALWAYS}",
+    )
     outcomes = run_ranks(spec, 3)
     assert [o["error"] for o in outcomes] == ["WrongGradient"] * 3, outcomes
     said = spec.log(0).read_text()
-    assert "at step 2 rank 1 has another gradient of rank 1's micro batch 0 than ranks 0 and 2, first, as" in said
-    assert "backward goes, of blocks.1.mlp.down.weight. No weight has changed; the step is done again" in said
-    assert "at step 4 rank 0 has another gradient of rank 1's micro batch 0 than ranks 1 and 2, first" in said
+    assert (
+        "at step 2 rank 1 has another gradient of rank 1's micro batch 0 than ranks 0 and 2, "
+        "first, as" in said
+    )
+    assert (
+        "backward goes, of blocks.1.mlp.down.weight. No weight has changed; the step is done again"
+        in said
+    )
+    assert (
+        "at step 4 rank 0 has another gradient of rank 1's micro batch 0 than ranks 1 and 2, first"
+        in said
+    )
     assert said.count("is done again") == 3
     (message,) = {o["message"] for o in outcomes}
-    assert message.startswith("at step 8, done twice, rank 2 has another gradient of rank 0's micro batch 0 than ranks")
-    assert "; rank 2 has another gradient of rank 2's micro batch 0 than ranks 1 and 0, first" in message
+    assert message.startswith(
+        "at step 8, done twice, rank 2 has another gradient of rank 0's micro batch 0 than ranks"
+    )
+    assert (
+        "; rank 2 has another gradient of rank 2's micro batch 0 than ranks 1 and 0, first"
+        in message
+    )
     assert "The newest audit without a difference was of step 6; later weights may" in message
     assert not WrongGradient.retry, "on the same devices it would come again"
     clean = make_spec(text, tmp_path / "clean", **RECIPE | {"audit_every": 0, "stop_at": 6})
@@ -49,8 +78,14 @@ def test_of_three_ranks_two_name_the_wrong_one(text: Path, tmp_path: Path) -> No
 
 
 def test_of_two_ranks_nobody_knows_which_is_wrong(text: Path, tmp_path: Path) -> None:
-    """With two accumulations a micro batch is audited in turn, of zero2 as each backward hands it over."""
-    settings = {"dp_mode": "zero2", "grad_accum_steps": 2, "faults": f"gradflip@rank=1,step=5,phase=data,{ALWAYS}"}
+    """With two accumulations a micro batch is audited in turn, of zero2 as each backward hands it
+    over.
+    """
+    settings = {
+        "dp_mode": "zero2",
+        "grad_accum_steps": 2,
+        "faults": f"gradflip@rank=1,step=5,phase=data,{ALWAYS}",
+    }
     spec = make_spec(text, tmp_path, **RECIPE | settings)
     outcomes = run_ranks(spec, 2)
     assert [o["error"] for o in outcomes] == ["WrongGradient"] * 2, outcomes
@@ -86,11 +121,16 @@ def test_one_rank_is_told_that_nothing_is_audited(text: Path, tmp_path: Path) ->
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
 def test_equal_devices_raise_no_alarm(text: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
-    """In every mode that has whole models; and the audit is none that sees nothing: a flipped bit is named."""
+    """In every mode that has whole models; and the audit is none that sees nothing: a flipped bit
+    is named.
+    """
     keys = RECIPE | {"audit_every": 1, "max_steps": 4} | settings
     clean, spec = (
         make_spec(text, tmp_path / name, **keys, faults=faults)
-        for name, faults in (("clean", ""), ("wrong", f"gradflip@rank=1,step=2,phase=data,bit=22,{ALWAYS}"))
+        for name, faults in (
+            ("clean", ""),
+            ("wrong", f"gradflip@rank=1,step=2,phase=data,bit=22,{ALWAYS}"),
+        )
     )
     assert [o.get("exit_reason") for o in run_ranks(clean, 2, timeout_s=250)] == ["finished"] * 2
     assert "is done again" not in clean.log(0).read_text()

@@ -39,7 +39,14 @@ def test_the_tuning_log_is_read_in_both_forms() -> None:
 
 
 def event(algorithm: str, size: int, time_us: list[float], **more: Any) -> dict[str, Any]:
-    return {"algorithm": algorithm, "bytes": size, "ranks": 4, "time_us": time_us, "wrong": 0, "ran": []} | more
+    return {
+        "algorithm": algorithm,
+        "bytes": size,
+        "ranks": 4,
+        "time_us": time_us,
+        "wrong": 0,
+        "ran": [],
+    } | more
 
 
 @pytest.mark.parametrize(
@@ -59,20 +66,36 @@ def test_a_forced_algorithm_is_proven_or_failed(ran: list[str], problem: str) ->
 
 def test_a_row_follows_the_definitions() -> None:
     row = bench.row_of(event("ring", 10**6, [1000.0, 3000.0, 2000.0], wrong=3), "bfloat16")
-    assert (row.metric, row.unit, row.median, row.problem) == ("976.562 KB", "us", 2000.0, "3 wrong")
-    expected = {"op": "all_reduce", "dtype": "bfloat16", "bytes": 10**6, "ranks": 4, "time_us": 2000.0}
+    assert (row.metric, row.unit, row.median, row.problem) == (
+        "976.562 KB",
+        "us",
+        2000.0,
+        "3 wrong",
+    )
+    expected = {
+        "op": "all_reduce",
+        "dtype": "bfloat16",
+        "bytes": 10**6,
+        "ranks": 4,
+        "time_us": 2000.0,
+    }
     expected |= {"p99_us": 3000.0, "algbw_gbps": 0.5, "busbw_gbps": 0.75}  # 1e6 B in 2 ms; 2 * 3/4
     assert {key: row.extra[key] for key in expected} == pytest.approx(expected)
 
 
 def report_of(*events: dict[str, Any]) -> Report:
-    return Report("algorithms", conditions("algorithms", []), [bench.row_of(e, "float32") for e in events])
+    return Report(
+        "algorithms", conditions("algorithms", []), [bench.row_of(e, "float32") for e in events]
+    )
 
 
 def test_where_the_winner_changes_is_said_and_drawn(tmp_path: Path) -> None:
     report = report_of(
         *(event("backend", size, [9.0] * 5) for size in (1 << 10, 1 << 12, 1 << 26)),
-        *(event("tree", size, [us] * 5) for size, us in ((1 << 10, 2.0), (1 << 12, 3.0), (1 << 26, 50.0))),
+        *(
+            event("tree", size, [us] * 5)
+            for size, us in ((1 << 10, 2.0), (1 << 12, 3.0), (1 << 26, 50.0))
+        ),
         event("double_tree", 1 << 12, [2.8] * 5),  # 7 % faster than the tree: a tie
         event("flat", 1 << 10, [1.0] * 5, wrong=1),  # fast and wrong wins nothing
         event("ring", 1 << 10, [4.0] * 5),
@@ -97,19 +120,34 @@ def test_where_the_winner_changes_is_said_and_drawn(tmp_path: Path) -> None:
 def test_targets_are_for_four_ranks_on_gloo() -> None:
     report = report_of(event("backend", 1 << 10, [2.0] * 5), event("ring", 1 << 10, [2.0] * 5))
     bench._judge(report, 2, "nccl")
-    assert [t.verdict for t in report.targets] == ["does not apply: stated for 4 ranks on gloo; here: 2 on nccl"]
+    assert [t.verdict for t in report.targets] == [
+        "does not apply: stated for 4 ranks on gloo; here: 2 on nccl"
+    ]
 
 
-def test_one_real_sweep(tmp_path: Path, shared_ranks: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_real_sweep(
+    tmp_path: Path, shared_ranks: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     shared_ranks(bench)
     path = tmp_path / "rows.json"
-    assert main(["algorithms", "--quick", "--workers", "3", "--dtype", "bfloat16", "--json", str(path)]) == 0
+    assert (
+        main(
+            ["algorithms", "--quick", "--workers", "3", "--dtype", "bfloat16", "--json", str(path)]
+        )
+        == 0
+    )
     rows = [row for row in json.loads(path.read_text())["rows"] if row["unit"] == "us"]
     assert {(row["arm"], row["bytes"]) for row in rows} == {
         (arm, size) for arm in ("backend", *bench.BY_HAND) for size in (1 << 10, 1 << 16, 1 << 20)
     }
     for row in rows:
-        assert (row["op"], row["dtype"], row["ranks"], row["wrong"], row["n"]) == ("all_reduce", "bfloat16", 3, 0, 4)
+        assert (row["op"], row["dtype"], row["ranks"], row["wrong"], row["n"]) == (
+            "all_reduce",
+            "bfloat16",
+            3,
+            0,
+            4,
+        )
         assert row["busbw_gbps"] == pytest.approx(row["bytes"] / row["time_us"] / 1e3 * 4 / 3)
     printed = capsys.readouterr().out
     assert "us, median" in printed
@@ -120,7 +158,14 @@ def test_what_cannot_run_says_why() -> None:
     emitted: list[dict[str, Any]] = []
     order = {"algorithms": ["ring"], "sizes": [64], "dtype": "float32", "iters": 1}
     bench.sweep_rank(Mesh(0, 1, 0, torch.device("cpu"), "none", ""), order, emitted.append)
-    assert emitted == [{"algorithm": "ring", "bytes": 64, "ranks": 1, "skipped": "one rank has no other to sum with"}]
+    assert emitted == [
+        {
+            "algorithm": "ring",
+            "bytes": 64,
+            "ranks": 1,
+            "skipped": "one rank has no other to sum with",
+        }
+    ]
     assert bench.row_of(emitted[0], "float32").problem == ""
     on_cpu, on_gpu = (Mesh(0, 2, 0, torch.device(kind), "gloo", "") for kind in ("cpu", "cuda"))
     assert bench._lacks("nccl tree", on_cpu) == "backend gloo has one algorithm and no switch"

@@ -1,4 +1,6 @@
-"""What a checkpoint costs: a real measurement at toy size, shares worked out by hand, and nothing left behind."""
+"""What a checkpoint costs: a real measurement at toy size, shares worked out by hand, and nothing
+left behind.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def test_a_real_measurement_reads_back_every_bit_and_leaves_nothing(
     shared_ranks(checkpoint)
     disk = tmp_path / "disk"
     disk.mkdir()
-    files = [f"--{flag}={tmp_path / f'c.{end}'}" for flag, end in (("json", "json"), ("html", "html"))]
+    files = [
+        f"--{flag}={tmp_path / f'c.{end}'}" for flag, end in (("json", "json"), ("html", "html"))
+    ]
     assert bench.main([*FLAGS, f"--folder={disk}", f"--figure={tmp_path / 'c.png'}", *files]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[-1].startswith("OK  ")
@@ -72,10 +76,14 @@ def until(done: Callable[[], bool]) -> None:
         pass
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint")
+@pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint"
+)
 def test_a_save_that_changes_a_bit_is_found(tmp_path: Path) -> None:
     """And one that does not get on disk is an error."""
-    arms, tree = checkpoint.make_arms(Mesh(0, 1, 0, torch.device("cpu"), "none", ""), "tiny", tmp_path)
+    arms, tree = checkpoint.make_arms(
+        Mesh(0, 1, 0, torch.device("cpu"), "none", ""), "tiny", tmp_path
+    )
     assert {name.partition(".")[0] for name in tree()} == {"model", "optimizer"}
     for arm in ARMS[1:]:
         done, read = arms[arm].begin(1), arms[arm].read
@@ -93,13 +101,17 @@ def test_a_save_that_changes_a_bit_is_found(tmp_path: Path) -> None:
         arm.close()
     (tmp_path / "checkpoints" / "step_00000002").write_text("in the way")
     done = arms[ASYNC].begin(2)
-    with pytest.raises(checkpoint.CheckpointError, match="the checkpoint of round 2 was not written"):
+    with pytest.raises(
+        checkpoint.CheckpointError, match="the checkpoint of round 2 was not written"
+    ):
         until(done)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("arm", [ASYNC, DCP_ASYNC, STAGER, PROCESS])
-def test_an_update_waits_for_the_copy(arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_waits_for_the_copy(
+    arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is on disk is the state of the call, also where the copy takes its time."""
     stage = DefaultStager._stage
 
@@ -108,7 +120,9 @@ def test_an_update_waits_for_the_copy(arm: str, tmp_path: Path, monkeypatch: pyt
         return stage(self, *state, **more)
 
     monkeypatch.setattr(DefaultStager, "_stage", slow)
-    arms, tree = checkpoint.make_arms(Mesh(0, 1, 0, torch.device("cpu"), "none", ""), "tiny", tmp_path)
+    arms, tree = checkpoint.make_arms(
+        Mesh(0, 1, 0, torch.device("cpu"), "none", ""), "tiny", tmp_path
+    )
     before = {name: tensor.clone() for name, tensor in tree().items()}
     done, read = arms[arm].begin(1), arms[arm].read
     arms[arm].copied()
@@ -125,7 +139,10 @@ def test_an_update_waits_for_the_copy(arm: str, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--workers", "2"], "workers = 2: one rank writes and others would only wait; use --workers 1"),
+        (
+            ["--workers", "2"],
+            "workers = 2: one rank writes and others would only wait; use --workers 1",
+        ),
         (["--rounds", "0"], "rounds = 0, threads = 1, timeout_s = 600; all must be above 0"),
         (["--threads", "0"], "rounds = 2, threads = 0, timeout_s = 600; all must be above 0"),
         (["--timeout_s", "0"], "rounds = 2, threads = 1, timeout_s = 0; all must be above 0"),
@@ -147,15 +164,20 @@ def test_a_disk_that_is_too_small_is_refused(
     monkeypatch.setattr(checkpoint, "RankPool", lambda where: pytest.fail("it started a rank"))
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 2e9}))
     assert bench.main(["checkpoint", "--folder", str(tmp_path)]) == 2
-    assert "has 2.00 GB free, and a checkpoint of preset gpt2-124m takes 1.65; give a --folder with room for 1.5" in (
-        capsys.readouterr().err
+    assert (
+        "has 2.00 GB free, and a checkpoint of preset gpt2-124m takes 1.65; give a --folder with "
+        "room for 1.5" in (capsys.readouterr().err)
     )
 
 
 def measured(**changes: dict[str, float]) -> Report:
     """Five rounds alike: 2 GB; raw disk 1 s, sync 2.5 s, async 0.1 s of stall and 0.25 s lost."""
     events: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
-    for arm, stall, lost, done in ((RAW, 1.0, 1.0, 1.0), (SYNC, 2.5, 2.5, 2.5), (ASYNC, 0.1, 0.25, 4.0)):
+    for arm, stall, lost, done in (
+        (RAW, 1.0, 1.0, 1.0),
+        (SYNC, 2.5, 2.5, 2.5),
+        (ASYNC, 0.1, 0.25, 4.0),
+    ):
         event = {"stall_s": stall, "lost_s": lost, "done_s": done, "step_s": 0.02, "bytes": 2e9}
         events[arm] = [event | changes.get(arm.replace(" ", "_"), {})] * 5
     report = Report("checkpoint", {"recipe": "", "disk": ""})
@@ -187,7 +209,8 @@ def test_shares_are_of_the_same_round(tmp_path: Path) -> None:
     assert own.split()[-3:] == ["0", "2", "GB"]
     assert torch_save.split()[1] == "FAILED"
     assert paste(report)[4] == (
-        "| nanoray async | 0.100 (0.100–0.100) | 4.00 | 0.250 (0.250–0.250) | 10.0 | 4.00 (4.00–4.00) | 0.500 | 25.0 |"
+        "| nanoray async | 0.100 (0.100–0.100) | 4.00 | 0.250 (0.250–0.250) | 10.0 | 4.00 "
+        "(4.00–4.00) | 0.500 | 25.0 |"
     )
     checkpoint.draw(report, tmp_path / "c.png")
     assert (tmp_path / "c.png").read_bytes()[:4] == b"\x89PNG"

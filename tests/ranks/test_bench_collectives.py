@@ -1,4 +1,6 @@
-"""The collectives bench: formulas by hand, exact counts of wrong elements, and what happens when something breaks."""
+"""The collectives bench: formulas by hand, exact counts of wrong elements, and what happens when
+something breaks.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,28 @@ import pytest
 
 from nanoray.bench import collectives
 from nanoray.bench.__main__ import main
-from nanoray.bench.collectives import DTYPES, PLACEMENTS, elements, exact_period, measure_rank, sizes, wrong_elements
+from nanoray.bench.collectives import (
+    DTYPES,
+    PLACEMENTS,
+    elements,
+    exact_period,
+    measure_rank,
+    sizes,
+    wrong_elements,
+)
 from nanoray.bench.harness.rank_pool import RankPool
 from nanoray.bench.harness.report import Report, Row, number
 from nanoray.metrics import algbw_gbps, busbw_factor
 
 HERE = "tests.ranks.test_bench_collectives"
-ORDER = {"ops": ["all_reduce"], "dtypes": ["float32"], "sizes": [1024], "budget_s": 0.0, "rounds": 1, "timeout_s": 30}
+ORDER = {
+    "ops": ["all_reduce"],
+    "dtypes": ["float32"],
+    "sizes": [1024],
+    "budget_s": 0.0,
+    "rounds": 1,
+    "timeout_s": 30,
+}
 
 
 def order(ranks: int, **values: Any) -> dict[str, Any]:
@@ -32,7 +49,9 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
     """4 ranks all-reduce 1 GB in half a second: 2 GB/s, and every link carries 2 * 3/4 of it."""
     assert algbw_gbps(1e9, 0.5) == 2.0
     assert busbw_factor("all_reduce", 4) == 1.5
-    assert [busbw_factor(op, 4) for op in ("reduce_scatter", "all_gather", "all_to_all")] == [0.75] * 3
+    assert [busbw_factor(op, 4) for op in ("reduce_scatter", "all_gather", "all_to_all")] == [
+        0.75
+    ] * 3
     assert [busbw_factor(op, 4) for op in ("broadcast", "sendrecv")] == [1.0, 1.0]
     assert busbw_factor("all_reduce", 2) == 1.0
     assert [busbw_factor(op, 1) for op in PLACEMENTS] == [None] * 6
@@ -43,14 +62,17 @@ def test_sizes_and_counts() -> None:
     assert sizes(1 << 20, quick=True) == [1 << 10, 1 << 16, 1 << 20]
     assert sizes(1024, quick=True) == [1024]
     assert elements("all_reduce", 1024, 4, 3) == (1024, 256)
-    assert elements("all_gather", 1024, 4, 3) == (1020, 85)  # S is the output; nccl-tests counts per rank
+    # S is the output; nccl-tests counts per rank
+    assert elements("all_gather", 1024, 4, 3) == (1020, 85)
     assert elements("all_to_all", 8, 4, 3) == (12, 1)  # at least one element for everybody
 
 
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8, 100])
 def test_sums_of_the_data_are_exact(name: str, ranks: int) -> None:
-    """Every sum that can occur is held by the dtype, or the case is refused; an odd period shows a shifted block."""
+    """Every sum that can occur is held by the dtype, or the case is refused; an odd period shows a
+    shifted block.
+    """
     import torch
 
     period = exact_period(name, ranks)
@@ -97,10 +119,15 @@ def test_every_collective_is_right_at_three_ranks(three: RankPool) -> None:
 
 
 def spoil(mesh: Any, spoiled: dict[str, Any], emit: Any) -> None:
-    """Measure with collectives of which those of the last rank come out wrong in their last two elements."""
+    """Measure with collectives of which those of the last rank come out wrong in their last two
+    elements.
+    """
     import torch.distributed as dist
 
-    real = {name: getattr(dist, name) for name in ("all_reduce", "all_gather_into_tensor", "all_to_all_single")}
+    real = {
+        name: getattr(dist, name)
+        for name in ("all_reduce", "all_gather_into_tensor", "all_to_all_single")
+    }
 
     def wrong(name: str) -> Any:
         def collective(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -134,11 +161,15 @@ def test_wrong_results_are_counted_over_all_ranks(three: RankPool) -> None:
 
 
 def test_what_the_backend_lacks_is_told_and_the_next_sums_are_right(three: RankPool) -> None:
-    asked = order(3, ops=["all_reduce", "all_gather"], dtypes=["float8_e4m3fn", "float32"], sizes=[1024, 4096])
+    asked = order(
+        3, ops=["all_reduce", "all_gather"], dtypes=["float8_e4m3fn", "float32"], sizes=[1024, 4096]
+    )
     cases = list(three.run(collectives.ENTRY, asked))[1:]
     # Once per dtype and placement, not per size.
     lacking = [c for c in cases if c["dtype"] == "float8_e4m3fn"]
-    assert [c["skipped"] for c in lacking] == ["backend gloo: RuntimeError: Invalid scalar type"] * 3
+    assert [c["skipped"] for c in lacking] == [
+        "backend gloo: RuntimeError: Invalid scalar type"
+    ] * 3
     assert [c["wrong"] for c in cases if c["dtype"] == "float32"] == [0] * 6
 
 
@@ -169,10 +200,17 @@ def break_broadcast(mesh: Any, asked: dict[str, Any], emit: Any) -> None:
 
 
 def test_an_error_of_one_rank_is_a_failed_row_and_all_ranks_go_on(three: RankPool) -> None:
-    """The group is out of step then: rank 1 is one call behind. The next collectives are right in a new one."""
+    """The group is out of step then: rank 1 is one call behind. The next collectives are right in a
+    new one.
+    """
     asked = order(3, ops=["broadcast", "all_reduce"], dtypes=["float32", "float16"])
     cases = list(three.run(f"{HERE}:break_broadcast", asked))[1:]
-    assert [c.get("error") or c["wrong"] for c in cases] == ["ValueError: no broadcast today", 0, 0, 0]
+    assert [c.get("error") or c["wrong"] for c in cases] == [
+        "ValueError: no broadcast today",
+        0,
+        0,
+        0,
+    ]
     (again,) = list(three.run(collectives.ENTRY, order(3)))[1:]
     assert again["wrong"] == 0
 
@@ -197,10 +235,31 @@ def rows_of(path: Path) -> dict[tuple[str, str, int, bool], dict[str, Any]]:
     return {(r["op"], r["dtype"], r["bytes"], r["in_place"]): r for r in rows if "op" in r}
 
 
-def test_two_ranks_from_the_command_line(tmp_path: Path, shared_ranks: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_ranks_from_the_command_line(
+    tmp_path: Path, shared_ranks: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     shared_ranks(collectives)
-    flags = ["--quick", "--device", "cpu", "--workers", "2", "--max_bytes", "4096", "--ops", "all_reduce,all_gather"]
-    code = main(["collectives", *flags, "--json", str(tmp_path / "c.json"), "--figure", str(tmp_path / "c.png")])
+    flags = [
+        "--quick",
+        "--device",
+        "cpu",
+        "--workers",
+        "2",
+        "--max_bytes",
+        "4096",
+        "--ops",
+        "all_reduce,all_gather",
+    ]
+    code = main(
+        [
+            "collectives",
+            *flags,
+            "--json",
+            str(tmp_path / "c.json"),
+            "--figure",
+            str(tmp_path / "c.png"),
+        ]
+    )
     out = capsys.readouterr().out
     assert code == 0, out
     rows = rows_of(tmp_path / "c.json")
@@ -209,40 +268,93 @@ def test_two_ranks_from_the_command_line(tmp_path: Path, shared_ranks: Any, caps
     assert row["algbw_gbps"] == pytest.approx(4096 / row["pipelined_us"] * 1e-3)
     assert row["busbw_gbps"] == pytest.approx(row["algbw_gbps"] / 2) == pytest.approx(row["median"])
     assert 0 < row["time_us"] <= row["p99_us"]
-    (copy,) = [r for r in json.loads((tmp_path / "c.json").read_text())["rows"] if r["arm"] == "memory copy"]
+    (copy,) = [
+        r
+        for r in json.loads((tmp_path / "c.json").read_text())["rows"]
+        if r["arm"] == "memory copy"
+    ]
     assert row["share_of_copy"] == pytest.approx(row["busbw_gbps"] / copy["median"])
     assert (tmp_path / "c.png").stat().st_size > 10_000
     table = out[out.index("# all_gather") :].splitlines()
     half = ["time", "algbw", "busbw", "#wrong"]
-    assert table[1].split() == ["size", "count", "type", "redop", "root", *half, *half, "p50", "p99", "n", "of", "copy"]
+    assert table[1].split() == [
+        "size",
+        "count",
+        "type",
+        "redop",
+        "root",
+        *half,
+        *half,
+        "p50",
+        "p99",
+        "n",
+        "of",
+        "copy",
+    ]
     assert table[2].split()[:5] == ["1024", "128", "float", "none", "-1"]
-    reduced = next(line for line in out[out.index("# all_reduce") :].splitlines() if line.split()[0] == "1024")
-    assert reduced.split()[3:9] == ["sum", "-1", *["N/A"] * 4]  # torch has no all_reduce out of place
+    reduced = next(
+        line for line in out[out.index("# all_reduce") :].splitlines() if line.split()[0] == "1024"
+    )
+    # Torch has no all_reduce out of place
+    assert reduced.split()[3:9] == ["sum", "-1", *["N/A"] * 4]
     assert "| all_reduce |" in out
     assert "OK  7 rows" in out
 
 
-@pytest.mark.parametrize(("calls", "cell", "words"), [(100, "99.0", "p99 99.0 us"), (99, "max 99.0", "max 99.0 us")])
+@pytest.mark.parametrize(
+    ("calls", "cell", "words"), [(100, "99.0", "p99 99.0 us"), (99, "max 99.0", "max 99.0 us")]
+)
 def test_a_percentile_needs_a_hundred_calls(calls: int, cell: str, words: str) -> None:
-    """The 99th of 1 .. 100 us; of 99 calls nobody knows one, and 99 us is their slowest. Out of place comes first."""
+    """The 99th of 1 .. 100 us; of 99 calls nobody knows one, and 99 us is their slowest. Out of
+    place comes first.
+    """
     report = Report("collectives", {}, [Row(collectives.COPY, "copied", "GB/s", (10.0,))])
     for in_place, times in ((True, [7.0] * 5), (False, [1.0 + i for i in range(calls)])):
-        event = {"op": "all_gather", "dtype": "float32", "in_place": in_place, "bytes": 1024, "count": 128, "wrong": 0}
-        collectives._add(report, event | {"blocking_us": times, "pipelined_us": [1024.0]}, 2, "gloo")
+        event = {
+            "op": "all_gather",
+            "dtype": "float32",
+            "in_place": in_place,
+            "bytes": 1024,
+            "count": 128,
+            "wrong": 0,
+        }
+        collectives._add(
+            report, event | {"blocking_us": times, "pipelined_us": [1024.0]}, 2, "gloo"
+        )
     row, text = report.rows[-1], collectives.lines(report)
     assert (row.extra["p99_us"], row.extra["latencies"]) == (99.0, calls)
-    assert row.note == f"algbw 0.00100 GB/s; {calls} blocking calls: p50 {number(row.extra['time_us'])}, {words}"
+    assert (
+        row.note
+        == f"algbw 0.00100 GB/s; {calls} blocking calls: p50 {number(row.extra['time_us'])}, {words}"
+    )
     assert text[-1].split()[-3 - cell.count(" ") :] == [*cell.split(), str(calls), "0%"]
     assert text[-3] == "# all_gather", "what stands in the columns is not said again above them"
 
 
-def test_one_rank_has_no_busbw(tmp_path: Path, shared_ranks: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_rank_has_no_busbw(
+    tmp_path: Path, shared_ranks: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     shared_ranks(collectives)
-    flags = ["--quick", "--device", "cpu", "--workers", "1", "--max_bytes", "1024", "--json", str(tmp_path / "c.json")]
+    flags = [
+        "--quick",
+        "--device",
+        "cpu",
+        "--workers",
+        "1",
+        "--max_bytes",
+        "1024",
+        "--json",
+        str(tmp_path / "c.json"),
+    ]
     assert main(["collectives", *flags, "--figure", str(tmp_path / "c.svg")]) == 0
     rows = rows_of(tmp_path / "c.json")
     row = rows["all_reduce", "float32", 1024, True]
-    assert (row["busbw_gbps"], row["share_of_copy"], row["metric"], row["wrong"]) == (None, None, "algbw", 0)
+    assert (row["busbw_gbps"], row["share_of_copy"], row["metric"], row["wrong"]) == (
+        None,
+        None,
+        "algbw",
+        0,
+    )
     assert rows["sendrecv", "float32", 1024, False]["skipped"] == "one rank has no other to send to"
     assert "out of place skipped: one rank has no other to send to" in capsys.readouterr().out
 
@@ -251,11 +363,16 @@ def test_one_rank_has_no_busbw(tmp_path: Path, shared_ranks: Any, capsys: pytest
     ("flags", "message"),
     [
         (["--ops", "allreduce"], "unknown op allreduce; did you mean all_reduce?"),
-        (["--dtypes", "complex"], "unknown dtype complex; known: float32, bfloat16, float16, float8_e4m3fn"),
+        (
+            ["--dtypes", "complex"],
+            "unknown dtype complex; known: float32, bfloat16, float16, float8_e4m3fn",
+        ),
         (["--max_bytes", "100"], "max_bytes = 100 is below the smallest size, 1024; raise it"),
     ],
 )
-def test_wrong_flags_are_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags_are_refused(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["collectives", "--device", "cpu", "--workers", "2", *flags]) == 2
     assert message in capsys.readouterr().err
 
@@ -273,8 +390,20 @@ def test_a_killed_rank_leaves_the_rows_and_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(collectives, "ENTRY", f"{HERE}:die")
-    flags = ["--quick", "--device", "cpu", "--workers", "2", "--max_bytes", "1024", "--ops", "all_reduce,all_gather"]
-    assert main(["collectives", *flags, "--timeout_s", "60", "--json", str(tmp_path / "c.json")]) == 1
+    flags = [
+        "--quick",
+        "--device",
+        "cpu",
+        "--workers",
+        "2",
+        "--max_bytes",
+        "1024",
+        "--ops",
+        "all_reduce,all_gather",
+    ]
+    assert (
+        main(["collectives", *flags, "--timeout_s", "60", "--json", str(tmp_path / "c.json")]) == 1
+    )
     assert [key[0] for key in rows_of(tmp_path / "c.json")] == ["all_reduce"]
     (failure,) = json.loads((tmp_path / "c.json").read_text())["failures"]
     assert failure.startswith("rank 1 (pid ")

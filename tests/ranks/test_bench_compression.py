@@ -1,4 +1,6 @@
-"""The benchmark of compressed gradients: every arm for real, its bytes against their formula, and what it says."""
+"""The benchmark of compressed gradients: every arm for real, its bytes against their formula, and
+what it says.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,18 @@ from nanoray.bench.harness.report import Report
 FLAGS = ["compression", "--preset", "tiny", "--device", "cpu", "--rounds", "2", "--steps", "2"]
 
 
-@pytest.mark.parametrize(("ranks", "mode"), [(2, "ddp"), pytest.param(3, "ddp_by_hand", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("ranks", "mode"), [(2, "ddp"), pytest.param(3, "ddp_by_hand", marks=pytest.mark.full)]
+)
 def test_every_arm_for_real(
     tmp_path: Path, shared_ranks: Any, capsys: pytest.CaptureFixture[str], ranks: int, mode: str
 ) -> None:
     shared_ranks(compression)
-    files = [f"--json={tmp_path / 'c.json'}", f"--figure={tmp_path / 'c.png'}", f"--html={tmp_path / 'c.html'}"]
+    files = [
+        f"--json={tmp_path / 'c.json'}",
+        f"--figure={tmp_path / 'c.png'}",
+        f"--html={tmp_path / 'c.html'}",
+    ]
     assert bench.main([*FLAGS, f"--workers={ranks}", f"--dp_mode={mode}", *files]) == 0
     assert "the fastest compressed arm, " in capsys.readouterr().out
     found = Report.read(tmp_path / "c.json")
@@ -37,7 +45,8 @@ def test_every_arm_for_real(
         off = found.row(name, OFF)
         assert (off is None) == (name == PLAIN)
         assert off is None or abs(off.median) < 0.5
-    both = 2 * (ranks - 1) / ranks * count / 1e6  # MB per byte of a number: once to the owner, once back
+    # MB per byte of a number: once to the owner, once back
+    both = 2 * (ranks - 1) / ranks * count / 1e6
     gaps = 1.2  # slices are whole blocks of 1024 numbers, and there are few of them here
     for name, size in {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}.items():
         assert size * both * 0.999 < carried[name] < size * both * gaps, name
@@ -60,10 +69,19 @@ def test_what_makes_no_sense_is_refused(
     assert text in capsys.readouterr().err
 
 
-def event(step_ms: float, sent: tuple[str, int], wrong: int = 0, loss: float = 2.0) -> dict[str, Any]:
+def event(
+    step_ms: float, sent: tuple[str, int], wrong: int = 0, loss: float = 2.0
+) -> dict[str, Any]:
     """What a rank tells of one round."""
     bytes_sent = {sent[0]: (1, sent[1]), "all_reduce norm": (1, 4)}
-    told = {"step_ms": step_ms, "busy_ms": 1.0, "exposed_ms": 1.0, "loss": loss, "trained": 9, "kept": 0}
+    told = {
+        "step_ms": step_ms,
+        "busy_ms": 1.0,
+        "exposed_ms": 1.0,
+        "loss": loss,
+        "trained": 9,
+        "kept": 0,
+    }
     return told | {"collectives": bytes_sent, "wrong": wrong}
 
 
@@ -71,7 +89,12 @@ def test_ranks_that_differ_fail_the_report_and_a_slow_arm_pays_on_slow_links_onl
     report = Report("compression", {})
     _rows(report, PLAIN, [event(10.0, ("all_reduce gradients", 8_000_000))] * 5, 2)
     assert not report.failed
-    _rows(report, "bf16", [event(12.0, ("all_reduce gradients", 4_000_000), wrong=1, loss=2.25)] * 5, 2)
+    _rows(
+        report,
+        "bf16",
+        [event(12.0, ("all_reduce gradients", 4_000_000), wrong=1, loss=2.25)] * 5,
+        2,
+    )
     assert report.failed
     pays, off = report.row("bf16", PAYS), report.row("bf16", OFF)
     assert pays

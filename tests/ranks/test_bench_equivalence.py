@@ -21,7 +21,10 @@ FLAGS = ["equivalence", "--device", "cpu"]
 
 @pytest.mark.parametrize(
     ("cases", "checkpointing"),
-    [(["SGD", "SGD, 2 micro batches"], False), pytest.param([*CASES], True, marks=pytest.mark.full)],
+    [
+        (["SGD", "SGD, 2 micro batches"], False),
+        pytest.param([*CASES], True, marks=pytest.mark.full),
+    ],
     ids=["SGD", "all"],
 )
 def test_every_mode_trains_as_one_process_does(
@@ -32,21 +35,29 @@ def test_every_mode_trains_as_one_process_does(
     cases: list[str],
     checkpointing: bool,
 ) -> None:
-    """The whole matrix at two ranks; or without what test_sharded.py and its like have of activation checkpointing."""
+    """The whole matrix at two ranks; or without what test_sharded.py and its like have of
+    activation checkpointing.
+    """
     shared_ranks(equivalence)
     monkeypatch.setattr(equivalence, "CASES", {case: CASES[case] for case in cases})
     files = [f"--json={tmp_path / 'e.json'}", f"--figure={tmp_path / 'e.png'}"]
-    assert bench.main([*FLAGS, "--workers", "2", *([] if checkpointing else ["--quick"]), *files]) == 0
+    assert (
+        bench.main([*FLAGS, "--workers", "2", *([] if checkpointing else ["--quick"]), *files]) == 0
+    )
     out = capsys.readouterr().out
     assert out.splitlines()[-1].startswith("OK  ")
     arms = arms_for(2, checkpointing)
     assert {"zero1", "tp 2", "pp 2 gpipe", "experts, pp 2"} <= arms.keys()
-    assert checkpointing == ({"zero1 + block", "tp 2 + selective", "pp 2 1f1b + block"} <= arms.keys())
+    assert checkpointing == (
+        {"zero1 + block", "tp 2 + selective", "pp 2 1f1b + block"} <= arms.keys()
+    )
     for arm in arms:
         assert f"\n{arm} " in out
     rows = json.loads((tmp_path / "e.json").read_text())["rows"]
     alone = sum(CASES[case]["accum"] == 1 for case in cases)
-    assert len(rows) == (len(arms) * len(cases) - alone) * 4, "interleaved takes no single micro batch"
+    assert len(rows) == (len(arms) * len(cases) - alone) * 4, (
+        "interleaved takes no single micro batch"
+    )
     assert all(row["wrong"] == 0 and row["median"] is not None for row in rows)
     same = {row["arm"]: row["same"] for row in rows if row["metric"] == "SGD: bits"}
     assert set(same["zero1"]) >= {"ddp_by_hand", "zero2", "fsdp full", "fsdp grad_op"}
@@ -67,30 +78,39 @@ def test_every_mode_trains_as_one_process_does(
         ("owner", {"zero1", "zero2"}, {"ddp"}),
     ],
 )
-def test_a_planted_bug_makes_it_red(bug: str, red: set[str], green: set[str], planted: Callable[..., Wrong]) -> None:
+def test_a_planted_bug_makes_it_red(
+    bug: str, red: set[str], green: set[str], planted: Callable[..., Wrong]
+) -> None:
     wrong = planted(bug, 3)
     assert red <= {arm for arm in MODES if wrong[arm]}
     assert green <= {arm for arm in MODES if not wrong[arm]}
 
 
 @pytest.mark.parametrize(
-    "bug", ["qkv", *(pytest.param(b, marks=pytest.mark.full) for b in ("row_bias", "replicas", "untied"))]
+    "bug",
+    ["qkv", *(pytest.param(b, marks=pytest.mark.full) for b in ("row_bias", "replicas", "untied"))],
 )
-def test_a_planted_bug_of_tensor_parallelism_makes_it_red(bug: str, planted: Callable[..., Wrong]) -> None:
+def test_a_planted_bug_of_tensor_parallelism_makes_it_red(
+    bug: str, planted: Callable[..., Wrong]
+) -> None:
     wrong = planted(bug, 2, {"ddp": {}, "tp 2": {"tp": 2}})
     assert f"SGD: {equivalence.NORM if bug == 'replicas' else equivalence.WEIGHT}" in wrong["tp 2"]
     assert not wrong["ddp"]
 
 
 @pytest.mark.parametrize(
-    "bug", ["loose_ends", *(pytest.param(b, marks=pytest.mark.full) for b in ("both_ends", "each_stage"))]
+    "bug",
+    ["loose_ends", *(pytest.param(b, marks=pytest.mark.full) for b in ("both_ends", "each_stage"))],
 )
 def test_a_planted_bug_of_a_pipeline_makes_it_red(bug: str, planted: Callable[..., Wrong]) -> None:
     case = "SGD, 2 micro batches"
     arms = {"ddp": {}, "pp 2": {"pp": 2}, "pp 2 gpipe": {"pp": 2, "pp_schedule": "gpipe"}}
     wrong = planted(bug, 2, arms, case)
     for arm in ("pp 2", "pp 2 gpipe"):
-        assert f"{case}: {equivalence.NORM if bug == 'both_ends' else equivalence.WEIGHT}" in wrong[arm]
+        assert (
+            f"{case}: {equivalence.NORM if bug == 'both_ends' else equivalence.WEIGHT}"
+            in wrong[arm]
+        )
     assert not wrong["ddp"]
 
 
@@ -120,20 +140,34 @@ def test_which_arms_run_at_how_many_ranks() -> None:
         *(f"pp 4 {kind}" for kind in equivalence.SCHEDULES),
         *(f"pp 2 × {mode}" for mode in ("ddp_by_hand", "zero1", "zero2", "tp 2")),
     }
-    assert {arm for arm in arms_for(3, False) if "pp" in arm} == {f"pp 3 {kind}" for kind in equivalence.SCHEDULES}
+    assert {arm for arm in arms_for(3, False) if "pp" in arm} == {
+        f"pp 3 {kind}" for kind in equivalence.SCHEDULES
+    }
     assert not equivalence.fits({"pp": 2, "pp_schedule": "interleaved"}, 1)
 
 
 @pytest.mark.parametrize("workers", ["1", "8"])
-def test_ranks_that_do_not_divide_the_batch_are_refused(workers: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_do_not_divide_the_batch_are_refused(
+    workers: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert bench.main([*FLAGS, "--workers", workers]) == 2
-    assert f"workers = {workers}: one rank shares nothing, and 168 samples" in capsys.readouterr().err
+    assert (
+        f"workers = {workers}: one rank shares nothing, and 168 samples" in capsys.readouterr().err
+    )
 
 
 def test_what_is_not_finite_is_not_overlooked() -> None:
     assert math.isnan(largest([1.0, math.nan, 2.0]))
     assert largest([1.0, math.inf, 2.0]) == math.inf
     alone = {"losses": [1.0, 1.0], "norms": [1.0]}
-    rank = {"losses": [1.0, math.nan], "norms": [1.0], "digest": "a", "off": math.nan, "alone": alone}
-    loss, weight, norm, _ = equivalence._rows("SGD", CASES["SGD"], "zero1", [rank], {"zero1": [rank]})
+    rank = {
+        "losses": [1.0, math.nan],
+        "norms": [1.0],
+        "digest": "a",
+        "off": math.nan,
+        "alone": alone,
+    }
+    loss, weight, norm, _ = equivalence._rows(
+        "SGD", CASES["SGD"], "zero1", [rank], {"zero1": [rank]}
+    )
     assert [row.problem for row in (loss, weight, norm)] == ["not finite", "not finite", ""]

@@ -12,7 +12,20 @@ import pytest
 
 from nanoray.bench import __main__ as bench
 from nanoray.bench import gpu
-from nanoray.bench.gpu import BABY, BASE, LOSS, MFU, PEAK, PRODUCTS, READY, RUNGS, SECONDS, TF32, TOKENS, settings_at
+from nanoray.bench.gpu import (
+    BABY,
+    BASE,
+    LOSS,
+    MFU,
+    PEAK,
+    PRODUCTS,
+    READY,
+    RUNGS,
+    SECONDS,
+    TF32,
+    TOKENS,
+    settings_at,
+)
 from nanoray.bench.harness.report import Report, Row
 from nanoray.errors import ConfigError
 
@@ -32,10 +45,24 @@ ONLY_GPUS = {
     ],
 )
 def test_rungs_and_the_baby_on_a_cpu(
-    presets: str, arms: tuple[str, ...], text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    presets: str,
+    arms: tuple[str, ...],
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out, figure = tmp_path / "g.json", tmp_path / "g.png"
-    flags = ["--device", "cpu", "--quick", "--settings", TINY, "--dataset", str(text), "--presets", presets]
+    flags = [
+        "--device",
+        "cpu",
+        "--quick",
+        "--settings",
+        TINY,
+        "--dataset",
+        str(text),
+        "--presets",
+        presets,
+    ]
     flags += ["--arms", ",".join(arms), "--data_dir", str(tmp_path / "cache")]
     assert bench.main(["gpu", *flags, "--json", str(out), "--figure", str(figure)]) == 0
     rows: dict[tuple[str, str, str], dict[str, Any]] = {
@@ -48,13 +75,17 @@ def test_rungs_and_the_baby_on_a_cpu(
                 assert rows[name, TOKENS, "1/s"]["skipped"] == ONLY_GPUS[rung]
                 continue
             if settings_at(rung)["compile"] and any(letter.isspace() for letter in sys.prefix):
-                assert rows[name, TOKENS, "1/s"]["skipped"].startswith("compile = true cannot work on a CPU from")
+                assert rows[name, TOKENS, "1/s"]["skipped"].startswith(
+                    "compile = true cannot work on a CPU from"
+                )
                 continue
             assert rows[name, TOKENS, "1/s"]["n"] == rows[name, PEAK, "%"]["n"] == 2
             assert rows[name, TOKENS, "1/s"]["median"] > 0
             assert rows[name, READY, "s"]["median"] > 0
             assert (name, MFU, "%") not in rows, "no table has a CPU's peak"
-            assert rows[name, LOSS, ""].get("wrong") == (None if "batch" in rung or "heads" in rung else 0)
+            assert rows[name, LOSS, ""].get("wrong") == (
+                None if "batch" in rung or "heads" in rung else 0
+            )
         assert rows[f"{preset}: {TF32}", TOKENS, "1/s"]["skipped"] == "precision = tf32 is for GPUs"
         assert rows[f"{preset}: {PRODUCTS} bf16", PRODUCTS, "TFLOP/s"]["median"] > 0
     other = "+ fused attention" if "+ fused attention" in arms else BASE
@@ -77,7 +108,9 @@ def test_a_rung_keeps_what_those_before_it_have() -> None:
         "_batch": 4,
     }
     assert settings_at("+ bf16")["_unfused"]
-    assert settings_at("(cuDNN attention)") == settings_at("+ fused attention") | {"attention": "cudnn"}
+    assert settings_at("(cuDNN attention)") == settings_at("+ fused attention") | {
+        "attention": "cudnn"
+    }
     assert settings_at("(CUDA graphs)") == settings_at("+ compile") | {"compile": "cuda_graphs"}
     others = gpu.before(list(RUNGS))
     assert others["(cuDNN attention)"] == others["+ fused AdamW"] == "+ fused attention"
@@ -98,10 +131,16 @@ def test_a_rung_keeps_what_those_before_it_have() -> None:
         ("NVIDIA L4", "shakespeare", *["does not apply: the aim is for an H100 or H200"] * 2),
     ],
 )
-def test_verdicts_go_by_the_fastest_rung_and_the_slower_baby(device: str, text: str, mfu: str, baby: str) -> None:
+def test_verdicts_go_by_the_fastest_rung_and_the_slower_baby(
+    device: str, text: str, mfu: str, baby: str
+) -> None:
     """Float32 takes a larger share of its own, small peak, and is the slowest all the same."""
     report = Report("gpu", {"device": device})
-    for rung, speed, share in ((BASE, 5.0, 65.0), ("+ bf16", 52.0, 52.0), ("+ compile", 49.0, 49.0)):
+    for rung, speed, share in (
+        (BASE, 5.0, 65.0),
+        ("+ bf16", 52.0, 52.0),
+        ("+ compile", 49.0, 49.0),
+    ):
         report.rows += [Row(f"gpt2-124m: {rung}", TOKENS, "1/s", (1e5 * speed,) * 5)]
         report.rows += [Row(f"gpt2-124m: {rung}", MFU, "%", (share,) * 5)]
     report.rows.append(Row(BABY, SECONDS, "s", (61.0,) * 5, extra={"missed": 0, "text": text}))
@@ -118,14 +157,20 @@ def test_verdicts_go_by_the_fastest_rung_and_the_slower_baby(device: str, text: 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--device", "cuda"], "device = cuda, but NVIDIA's driver shows no GPU here; use --device cpu to try it out"),
+        (
+            ["--device", "cuda"],
+            "device = cuda, but NVIDIA's driver shows no GPU here; use --device cpu to try it out",
+        ),
         (["--arms", "+ bf16"], "at least 1 round, and float32, are needed"),
         (["--rounds=-1"], "rounds = -1"),
         (["--presets", "gpt2"], "unknown preset gpt2; did you mean gpt2-124m?"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(
-    flags: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    flags: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gpu, "discover_gpus", list)
     assert bench.main(["gpu", *flags]) == ConfigError.exit_code

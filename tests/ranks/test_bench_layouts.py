@@ -1,4 +1,6 @@
-"""`python -m nanoray.bench layouts`: a real quick run at 2 and 4 ranks, and its predictions from links made up."""
+"""`python -m nanoray.bench layouts`: a real quick run at 2 and 4 ranks, and its predictions from
+links made up.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from nanoray.bench import __main__ as bench
 from nanoray.bench import layouts
 from nanoray.bench.layouts import ERROR, MEASURED, PREDICTED, Here, arms_of
 from nanoray.config import load_config
-from nanoray.mesh.fit import Fit
+from nanoray.forecast.fit import Fit
 from nanoray.mesh.layout import Layout
 
 CONFIG = load_config(preset="shakespeare-cpu")
@@ -23,11 +25,17 @@ FREE = Fit("backend", 2, 0.0, 0.0, (0.0,), 1, 2)
 def here(alpha_s: float, split_s: float = 0.5) -> Here:
     parts = {"forward_s": 1.0, "backward_s": 2.0, "update_s": 0.5}
     links = dict.fromkeys(layouts.OPS, Fit("backend", 2, alpha_s, 0.0, (0.0,), 1, 2))
-    return Here(links, dict.fromkeys(layouts.OPS, FREE), {1: parts, 2: {k: split_s * v for k, v in parts.items()}})
+    return Here(
+        links,
+        dict.fromkeys(layouts.OPS, FREE),
+        {1: parts, 2: {k: split_s * v for k, v in parts.items()}},
+    )
 
 
 def test_predictions_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two cores: 3 s of compute and 0.5 s of update, on 8 ranks four times as long. The update is shared by zero1."""
+    """Two cores: 3 s of compute and 0.5 s of update, on 8 ranks four times as long. The update is
+    shared by zero1.
+    """
     monkeypatch.setattr(layouts, "available_cpus", lambda: 2.0)
     free = here(0.0)
     assert free.predict(CONFIG, Layout(dp=2), "ddp_by_hand") == pytest.approx(3.5)
@@ -35,15 +43,22 @@ def test_predictions_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert free.predict(CONFIG, Layout(dp=8), "ddp_by_hand") == pytest.approx(4 * 3.5)
     half = free.predict(CONFIG, Layout(tp=2), "ddp_by_hand")
     assert 1.5 + 0.25 < half < 1.5 + 0.27, "norms and positions are not cut"
-    assert here(0.0, 0.75).predict(CONFIG, Layout(tp=2), "ddp_by_hand") == pytest.approx(half + 0.75), "half is uncut"
+    assert here(0.0, 0.75).predict(CONFIG, Layout(tp=2), "ddp_by_hand") == pytest.approx(
+        half + 0.75
+    ), "half is uncut"
     slow = here(0.001).predict(CONFIG, Layout(tp=2), "ddp_by_hand")
-    assert slow - half == pytest.approx(21 * 2 * 0.001)  # 2·4 + 1 sums forward and backward each, 2 of the loss, a norm
+    # 2·4 + 1 sums forward and backward each, 2 of the loss, a norm
+    assert slow - half == pytest.approx(21 * 2 * 0.001)
 
 
 def test_arms_are_the_layouts_that_divide() -> None:
     names = {n: list(arms_of(CONFIG, n)) for n in (2, 4, 8)}
     assert [len(of) for of in names.values()] == [3, 5, 6]
-    assert names[2] == ["2 ranks: dp 2, ddp_by_hand", "2 ranks: dp 2, zero1", "2 ranks: dp 1 × tp 2"]
+    assert names[2] == [
+        "2 ranks: dp 2, ddp_by_hand",
+        "2 ranks: dp 2, zero1",
+        "2 ranks: dp 1 × tp 2",
+    ]
     assert "8 ranks: dp 2 × tp 4, zero1" in names[8]
 
 
@@ -58,16 +73,23 @@ def test_arms_are_the_layouts_that_divide() -> None:
     ],
 )
 def test_wrong_flags_are_refused_before_anything_starts(
-    flags: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    flags: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(layouts, "RankPool", lambda where: pytest.fail("it started ranks"))
     assert bench.main(["layouts", "--device", "cpu", *flags]) == 2
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_a_real_quick_run(tmp_path: Path, shared_ranks: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_real_quick_run(
+    tmp_path: Path, shared_ranks: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     shared_ranks(layouts)
-    files = [f"--{flag}={tmp_path / f'r.{end}'}" for flag, end in (("json", "json"), ("figure", "svg"))]
+    files = [
+        f"--{flag}={tmp_path / f'r.{end}'}" for flag, end in (("json", "json"), ("figure", "svg"))
+    ]
     argv = ["layouts", "--quick", "--device", "cpu", "--preset", "tiny", "--ranks", "2,4", *files]
     assert bench.main(argv) == 0
     out = capsys.readouterr().out
@@ -79,7 +101,9 @@ def test_a_real_quick_run(tmp_path: Path, shared_ranks: Any, capsys: pytest.Capt
     arms = [arm for n in (2, 4) for arm in arms_of(config, n)]
     assert {arm for arm, _ in rows} == set(arms)
     for arm in arms:
-        (measured,), (predicted,), (error,) = (rows[arm, metric]["values"] for metric in (MEASURED, PREDICTED, ERROR))
+        (measured,), (predicted,), (error,) = (
+            rows[arm, metric]["values"] for metric in (MEASURED, PREDICTED, ERROR)
+        )
         assert error == pytest.approx(abs(predicted / measured - 1))
         assert min(measured, predicted) > 0
     assert len(written["targets"]) == len(arms)

@@ -1,4 +1,6 @@
-"""bench mig: plans against NVIDIA's figures, the matrix on made-up cards, rows against closed forms, real stand-ins."""
+"""bench mig: plans against NVIDIA's figures, the matrix on made-up cards, rows against closed
+forms, real stand-ins.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from nanoray.bench import __main__ as bench
 from nanoray.bench import mig
 from nanoray.bench.harness.report import Report
 from nanoray.config import load_config
-from nanoray.mesh.devices import Device
+from nanoray.devices.device import Device
 from nanoray.models.gpt import GPT, ModelShape
 from tests.unit.test_devices import FakeNvml, discover_gpus, h200
 
@@ -71,7 +73,9 @@ def by_name(arms: list[mig.Arm]) -> dict[str, mig.Arm]:
         ),
     ],
 )
-def test_plan_against_data_sheets(card: str, names: str, tflops: tuple, gbps: tuple, sms: tuple) -> None:
+def test_plan_against_data_sheets(
+    card: str, names: str, tflops: tuple, gbps: tuple, sms: tuple
+) -> None:
     profiles = mig.plan(card)
     assert [p.slice.profile for p in profiles] == names.split()
     assert [p.fit for p in profiles] == [7, 4, 3, 2, 1, 1]
@@ -84,7 +88,13 @@ def test_plan_against_data_sheets(card: str, names: str, tflops: tuple, gbps: tu
 def test_a_slice_that_nvml_reports_is_the_planned_one(card: str) -> None:
     for part, fit, _ in mig.plan(card):
         raw = {"uuid": "MIG-1", "name": part.name, "mib": part.memory_bytes >> 20, "slices": 1}
-        gpu = {"uuid": "GPU-1", "name": card, "mib": mig.CARDS[card] << 10, "capability": (9, 0), "mig": 1}
+        gpu = {
+            "uuid": "GPU-1",
+            "name": card,
+            "mib": mig.CARDS[card] << 10,
+            "capability": (9, 0),
+            "mig": 1,
+        }
         real = found(gpu | {"slices": [raw]})[1]
         assert (real.profile, real.name) == (part.profile, part.name)
         assert mig.peaks(real) == mig.peaks(part)
@@ -103,10 +113,15 @@ def test_seven_slices() -> None:
         assert not arm.skipped
         assert len({d.uuid for d in arm.devices}) == n == arm.ranks
     assert arms["1 × 1g.35gb"].skipped == "needs 1 × 1g.35gb on one card, found 0"
-    assert (arms["2 × 1g.18gb over gloo"].backend, arms["2 × 1g.18gb over gloo"].skipped) == ("gloo", "")
+    assert (arms["2 × 1g.18gb over gloo"].backend, arms["2 × 1g.18gb over gloo"].skipped) == (
+        "gloo",
+        "",
+    )
     assert "NCCL 2.29.7 refuses slices of one GPU" in arms["2 × 1g.18gb over nccl"].skipped
     assert arms[f"whole {H200}"].skipped.startswith(f"needs a whole {H200}, out of MIG mode")
-    newer = by_name(mig.matrix(H200, found(h200("a", *["1g.18gb"] * 7)), 7, NEW))["2 × 1g.18gb over nccl"]
+    newer = by_name(mig.matrix(H200, found(h200("a", *["1g.18gb"] * 7)), 7, NEW))[
+        "2 × 1g.18gb over nccl"
+    ]
     assert (newer.backend, newer.skipped, len(newer.devices)) == ("nccl", "", 2)
 
 
@@ -120,22 +135,35 @@ def test_an_arm_stays_on_one_card_and_says_what_that_has() -> None:
 
 def test_both_bandwidths_other_profiles_and_a_whole_card() -> None:
     mixed = by_name(mig.matrix(H200, found(h200("a", "1g.18gb", "1g.35gb", "1g.35gb")), 3, OLD))
-    assert [d.profile for name in ("1 × 1g.18gb", "1 × 1g.35gb") for d in mixed[name].devices] == ["1g.18gb", "1g.35gb"]
+    assert [d.profile for name in ("1 × 1g.18gb", "1 × 1g.35gb") for d in mixed[name].devices] == [
+        "1g.18gb",
+        "1g.35gb",
+    ]
     assert not mixed["2 × 1g.35gb"].skipped  # the series takes what there is most of
     large = by_name(mig.matrix(H200, found(h200("a", *["2g.35gb"] * 3), h200("b")), 3, OLD))
     assert [n for n in range(1, 4) if not large[f"{n} × 2g.35gb"].skipped] == [1, 2, 3]
     whole = large[f"whole {H200}"]
     assert ([d.uuid for d in whole.devices], whole.skipped) == (["GPU-b000-1111"], "")
-    assert [a.name for a in mig.matrix(H200, [], 1, None)] == ["1 × 1g.18gb", "1 × 1g.35gb", f"whole {H200}"]
-    assert all(a.skipped for a in mig.matrix(H200, found(h200("b")), 7, NEW)), "without slices nothing is run"
+    assert [a.name for a in mig.matrix(H200, [], 1, None)] == [
+        "1 × 1g.18gb",
+        "1 × 1g.35gb",
+        f"whole {H200}",
+    ]
+    assert all(a.skipped for a in mig.matrix(H200, found(h200("b")), 7, NEW)), (
+        "without slices nothing is run"
+    )
 
 
 def test_conditions_name_slices_backend_and_commands() -> None:
     report = Report("mig", {})
     mig._say_plan(report, H200, found(h200("a", "1g.18gb", mig=True)), OLD)
     (line,) = report.conditions["slices"]
-    assert line.startswith("1g.18gb MIG-a000-5555 (16.0 GiB, 0.143 of compute, 0.125 of bandwidth, peak 141 TFLOP/s")
-    assert report.conditions["NCCL"]["here"].startswith("gloo (slices of one GPU: NCCL 2.29.7 refuses that")
+    assert line.startswith(
+        "1g.18gb MIG-a000-5555 (16.0 GiB, 0.143 of compute, 0.125 of bandwidth, peak 141 TFLOP/s"
+    )
+    assert report.conditions["NCCL"]["here"].startswith(
+        "gloo (slices of one GPU: NCCL 2.29.7 refuses that"
+    )
     assert report.conditions["NCCL"]["with a newer one"].startswith("nccl (")
     seven, four = report.conditions["to cut it"]
     assert seven == "run: sudo nvidia-smi mig -i 0 -cgi " + ",".join(["1g.18gb"] * 7) + " -C"
@@ -148,10 +176,23 @@ def test_conditions_name_slices_backend_and_commands() -> None:
 
 
 def test_speeds_follow_the_sms_where_they_are_known() -> None:
-    """Seven slices of 16 of an H100's 132 SMs are 0.848 of the card; a slice with 26 has 1.6 times the peak of one."""
+    """Seven slices of 16 of an H100's 132 SMs are 0.848 of the card; a slice with 26 has 1.6 times
+    the peak of one.
+    """
     report = Report("mig", {})
-    h100 = {"uuid": "GPU-1", "name": "NVIDIA H100 80GB HBM3", "mib": 80 << 10, "capability": (9, 0), "mig": 1}
-    part = {"uuid": "MIG-1", "name": "NVIDIA H100 80GB HBM3 MIG 1g.20gb", "mib": 20 << 10, "slices": 1}
+    h100 = {
+        "uuid": "GPU-1",
+        "name": "NVIDIA H100 80GB HBM3",
+        "mib": 80 << 10,
+        "capability": (9, 0),
+        "mig": 1,
+    }
+    part = {
+        "uuid": "MIG-1",
+        "name": "NVIDIA H100 80GB HBM3 MIG 1g.20gb",
+        "mib": 20 << 10,
+        "slices": 1,
+    }
     mig._say_plan(report, "NVIDIA H100 80GB HBM3", found(h100 | {"slices": [part]}), OLD)
     rows = {r.arm: r for r in report.rows if r.metric == "speed, compute-bound"}
     assert rows["plan: 7 × 1g.10gb"].median == pytest.approx(7 * 16 / 132)
@@ -167,14 +208,27 @@ def test_speeds_follow_the_sms_where_they_are_known() -> None:
 
 
 def events(step_ms: float, copy_gbps: float, ranks: int) -> list[dict[str, Any]]:
-    """What the ranks would emit: steps, copies and, from two ranks on, an all_reduce of 4 MiB in 1 ms."""
-    reduced = {"op": "all_reduce", "dtype": "float32", "bytes": 1 << 22, "blocking_us": [1500.0], "wrong": 0}
-    alone: list[dict[str, Any]] = [{"step_ms": [step_ms], "sms": 16, "wrong": 0}, {"copy_gbps": [copy_gbps]}]
+    """What the ranks would emit: steps, copies and, from two ranks on, an all_reduce of 4 MiB in 1
+    ms.
+    """
+    reduced = {
+        "op": "all_reduce",
+        "dtype": "float32",
+        "bytes": 1 << 22,
+        "blocking_us": [1500.0],
+        "wrong": 0,
+    }
+    alone: list[dict[str, Any]] = [
+        {"step_ms": [step_ms], "sms": 16, "wrong": 0},
+        {"copy_gbps": [copy_gbps]},
+    ]
     return alone + ([reduced | {"pipelined_us": [1000.0]}] if ranks > 1 else [])
 
 
 def filled(*cards: dict[str, Any]) -> Report:
-    """A report of every arm that these cards could run; each rank does a step in 100 ms and copies 240 GB/s."""
+    """A report of every arm that these cards could run; each rank does a step in 100 ms and copies
+    240 GB/s.
+    """
     report, config = (
         Report("mig", {"versions": {}, "command": "python -m nanoray.bench mig"}),
         load_config(preset="tiny"),
@@ -194,7 +248,10 @@ def test_rows_against_closed_forms() -> None:
     config = load_config(preset="tiny")
     model = GPT(ModelShape.of(config, mig.VOCAB_SIZE))
     layers, width, block = config.n_layer, config.n_embd, config.block_size
-    per_token = 6 * (sum(p.numel() for p in model.parameters()) - block * width) + 12 * layers * width * block
+    per_token = (
+        6 * (sum(p.numel() for p in model.parameters()) - block * width)
+        + 12 * layers * width * block
+    )
     tokens_per_s = 3 * config.global_batch_size * block / 0.1  # three ranks, 100 ms
 
     def median(arm: str, metric: str) -> float:
@@ -203,15 +260,24 @@ def test_rows_against_closed_forms() -> None:
         return row.median
 
     assert median("3 × 1g.18gb", "throughput") == pytest.approx(tokens_per_s)
-    assert median("3 × 1g.18gb", "of peak FLOP/s") == pytest.approx(100 * tokens_per_s * per_token / (3 * 989.4e12 / 7))
+    assert median("3 × 1g.18gb", "of peak FLOP/s") == pytest.approx(
+        100 * tokens_per_s * per_token / (3 * 989.4e12 / 7)
+    )
     assert median("3 × 1g.18gb", "of peak bandwidth") == pytest.approx(100 * 2 * 240 / (4800 / 8))
     assert median("1 × 1g.35gb", "of peak bandwidth") == pytest.approx(100 * 2 * 480 / (4800 / 4))
-    assert median("3 × 1g.18gb", "all_reduce of 4 MiB") == pytest.approx((2**22 / 1e-3 / 1e9) * 2 * 2 / 3)
+    assert median("3 × 1g.18gb", "all_reduce of 4 MiB") == pytest.approx(
+        (2**22 / 1e-3 / 1e9) * 2 * 2 / 3
+    )
     assert median("3 × 1g.18gb / 1 × 1g.18gb", "throughput") == pytest.approx(3)
     assert median("1 × 1g.35gb / 1 × 1g.18gb", "throughput") == pytest.approx(1)
     assert median("1 × 1g.35gb / 1 × 1g.18gb", "memory copy") == pytest.approx(2)
     keys = report.rows[-1].extra | next(r for r in report.rows if r.arm == "3 × 1g.18gb").to_dict()
-    assert (keys["ranks"], keys["profile"], keys["sms"], keys["experiment"]) == (3, "1g.18gb", 16, "slices")
+    assert (keys["ranks"], keys["profile"], keys["sms"], keys["experiment"]) == (
+        3,
+        "1g.18gb",
+        16,
+        "slices",
+    )
     assert keys["peak_gbps"] == pytest.approx(600)
     assert [mig.ideal(row) for row in mig._series(report)] == [1, 2, 3, 4, 5]
     assert not report.failed
@@ -279,19 +345,37 @@ def test_ranks_agree_or_are_counted_as_wrong(pools: Any) -> None:
     assert wrong["wrong"] == 1
 
 
-def test_a_stand_in_run(tmp_path: Path, shared_ranks: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stand_in_run(
+    tmp_path: Path, shared_ranks: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     shared_ranks(mig)
     out, picture = tmp_path / "mig.json", tmp_path / "mig.svg"
-    argv = ["mig", "--quick", "--device", "cpu", "--workers", "2", "--card", "NVIDIA A100-SXM4-80GB"]
+    argv = [
+        "mig",
+        "--quick",
+        "--device",
+        "cpu",
+        "--workers",
+        "2",
+        "--card",
+        "NVIDIA A100-SXM4-80GB",
+    ]
     assert bench.main([*argv, "--json", str(out), "--figure", str(picture)]) == 0
     printed = capsys.readouterr()
     written = json.loads(out.read_text())
     measured = [r for r in written["rows"] if r.get("experiment") != "plan" and r["values"]]
     assert len(measured) == 8
     assert all(r["arm"].startswith("stand-in: ") for r in measured)
-    assert {r["skipped"] for r in written["rows"] if not r["values"]} > {"needs 7 × 1g.10gb on one card, found 0"}
+    assert {r["skipped"] for r in written["rows"] if not r["values"]} > {
+        "needs 7 × 1g.10gb on one card, found 0"
+    }
     (reduced,) = [r for r in measured if r.get("op") == "all_reduce"]
-    assert (reduced["wrong"], reduced["ranks"], reduced["dtype"], reduced["bytes"]) == (0, 2, "float32", 1 << 22)
+    assert (reduced["wrong"], reduced["ranks"], reduced["dtype"], reduced["bytes"]) == (
+        0,
+        2,
+        "float32",
+        1 << 22,
+    )
     assert written["conditions"]["slices"] == []
     assert written["ok"]
     assert "stand-in:" in picture.read_text()
@@ -302,7 +386,9 @@ def test_a_stand_in_run(tmp_path: Path, shared_ranks: Any, capsys: pytest.Captur
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
-def test_a_rank_that_dies_fails_its_arm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_dies_fails_its_arm(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(mig, "ENTRY", "tests.ranks.test_bench_mig:die")
     assert bench.main(["mig", "--quick", "--device", "cpu", "--workers", "1"]) == 1
     assert "it ended with exit code 7" in capsys.readouterr().out
@@ -314,7 +400,12 @@ def test_a_rank_that_dies_fails_its_arm(monkeypatch: pytest.MonkeyPatch, capsys:
 @pytest.mark.parametrize(
     ("flags", "env", "code", "message"),
     [
-        ((), {"RANK": "0"}, 2, "bench mig starts its own ranks, but RANK is set; run it without torchrun"),
+        (
+            (),
+            {"RANK": "0"},
+            2,
+            "bench mig starts its own ranks, but RANK is set; run it without torchrun",
+        ),
         (("--workers", "0"), {}, 2, "workers = 0, timeout_s = 600; both must be above 0"),
         (
             ("--card", "NVIDIA T4"),
@@ -322,7 +413,12 @@ def test_a_rank_that_dies_fails_its_arm(monkeypatch: pytest.MonkeyPatch, capsys:
             2,
             "card = NVIDIA T4: its slices are not known here; known: NVIDIA A100-SXM4-40GB",
         ),
-        (("--device", "mig"), {"CUDA_VISIBLE_DEVICES": ""}, 3, "device = mig (asked: all, available: 0): no GPU"),
+        (
+            ("--device", "mig"),
+            {"CUDA_VISIBLE_DEVICES": ""},
+            3,
+            "device = mig (asked: all, available: 0): no GPU",
+        ),
         (("--device", "cpu", "--workers", "4000"), {}, 3, "asked: 4000 ranks on CPU"),
         (("--preset", "tinny"), {"CUDA_VISIBLE_DEVICES": ""}, 2, "tiny"),
     ],
@@ -345,7 +441,8 @@ def test_another_card_than_the_slices_is_refused() -> None:
     slices = [d for d in found(h200("a", "1g.18gb")) if d.kind == "mig"]
     assert mig._card(None, slices, slices) == H200 == mig._card(None, [], [])
     with pytest.raises(
-        mig.ConfigError, match="but the slices here are of NVIDIA H200; drop --card, or add --device cpu"
+        mig.ConfigError,
+        match="but the slices here are of NVIDIA H200; drop --card, or add --device cpu",
     ):
         mig._card("NVIDIA H100 PCIe", slices, slices)
     assert mig._card("NVIDIA H100 PCIe", [], found(h200("b"))) == "NVIDIA H100 PCIe"

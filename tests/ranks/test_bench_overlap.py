@@ -21,11 +21,14 @@ from nanoray.models.gpt import ModelShape
 FLAGS = ["overlap", "--preset", "tiny", "--device", "cpu", "--rounds", "2", "--steps", "2"]
 
 
-def test_a_real_sweep(tmp_path: Path, shared_ranks: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_real_sweep(
+    tmp_path: Path, shared_ranks: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Many small buckets, and one that holds all; both give the gradients of the first."""
     shared_ranks(overlap)
     files = [
-        f"--{flag}={tmp_path / f'o.{end}'}" for flag, end in (("json", "json"), ("html", "html"), ("figure", "png"))
+        f"--{flag}={tmp_path / f'o.{end}'}"
+        for flag, end in (("json", "json"), ("html", "html"), ("figure", "png"))
     ]
     assert bench.main([*FLAGS, "--workers", "3", "--buckets", "0.01,100", *files]) == 0
     out = capsys.readouterr().out
@@ -38,7 +41,10 @@ def test_a_real_sweep(tmp_path: Path, shared_ranks: Any, capsys: pytest.CaptureF
     recipe = json.loads((tmp_path / "o.json").read_text())["conditions"]["recipe"]
     assert recipe.startswith("preset tiny, 2 rounds of 2 steps, random tokens, fp32 (")
     assert recipe.endswith(f"), {count_parameters(shape):,} parameters, vocabulary of 65")
-    rows = {(r["arm"], r["metric"], r["unit"]): r for r in json.loads((tmp_path / "o.json").read_text())["rows"]}
+    rows = {
+        (r["arm"], r["metric"], r["unit"]): r
+        for r in json.loads((tmp_path / "o.json").read_text())["rows"]
+    }
     for arm in ("0.01 MB", "100 MB"):
         assert rows[arm, STEP, "ms"]["wrong"] == 0
         assert 0 < rows[arm, EXPOSED, "ms"]["median"] <= rows[arm, BUSY, "ms"]["median"]
@@ -61,7 +67,10 @@ def test_a_real_sweep(tmp_path: Path, shared_ranks: Any, capsys: pytest.CaptureF
             )
             for size in ("0", "-2", "nan", "inf")
         ),
-        (["--rounds", "0"], "rounds = 0, steps = 2; both must be above 0: leave them out for 20 of 10"),
+        (
+            ["--rounds", "0"],
+            "rounds = 0, steps = 2; both must be above 0: leave them out for 20 of 10",
+        ),
         (["--rounds", "-1"], "rounds = -1, steps = 2; both must be above 0"),
         (["--steps", "0"], "rounds = 2, steps = 0; both must be above 0"),
         (["--rounds", "nan"], "argument --rounds: invalid int value: 'nan'"),
@@ -94,18 +103,29 @@ def test_vocabulary_and_precision_are_the_configurations(monkeypatch: pytest.Mon
 
 
 def swept(times: dict[str, tuple[float, float, float]]) -> Report:
-    """A report with (step, busy, exposed) ms of each arm, three rounds alike, and a bare step of 40 ms."""
+    """A report with (step, busy, exposed) ms of each arm, three rounds alike, and a bare step of 40
+    ms.
+    """
     bare = Row(NO_SYNC, STEP, "ms", (40.0,) * 3)
     report = Report("overlap", {}, [bare])
     for arm, (step, busy, exposed) in times.items():
         own = Row(arm, STEP, "ms", (step,) * 3)
-        report.rows += [own, Row(arm, BUSY, "ms", (busy,) * 3), Row(arm, EXPOSED, "ms", (exposed,) * 3)]
-        report.rows += [Row(arm, COST, "ms", (step - 40.0,) * 3), ratio(f"{arm} / {NO_SYNC}", STEP, own, bare)]
+        report.rows += [
+            own,
+            Row(arm, BUSY, "ms", (busy,) * 3),
+            Row(arm, EXPOSED, "ms", (exposed,) * 3),
+        ]
+        report.rows += [
+            Row(arm, COST, "ms", (step - 40.0,) * 3),
+            ratio(f"{arm} / {NO_SYNC}", STEP, own, bare),
+        ]
     return report
 
 
 def test_the_finding_says_so_when_hiding_more_is_slower() -> None:
-    """The figures of field experience: small buckets hide 92 % and are slower than one bucket that hides nothing."""
+    """The figures of field experience: small buckets hide 92 % and are slower than one bucket that
+    hides nothing.
+    """
     lines = finding(swept({"1 MB": (61.0, 10.0, 0.8), "25 MB": (55.0, 9.0, 9.0)}))
     assert "fastest: 25 MB buckets, a step takes 1.375 x" in lines[0]
     assert "--bucket_mb 25 on this machine" in lines[0]
@@ -121,7 +141,9 @@ def test_a_line_per_size_and_the_finding() -> None:
     report.rows.append(Row("25 MB", STEP, "ms", (), error="rank 1 died"))
     _, bare, first, second, empty, found = lines(report)
     assert bare.split() == ["no_sync", "40.0", "(40.0–40.0)", "3"]
-    values = "50.0 (50.0–50.0)  1.25 (1.25–1.25)  10.0 (10.0–10.0)  1.00 (1.00–1.00)  10.0 (10.0–10.0)"
+    values = (
+        "50.0 (50.0–50.0)  1.25 (1.25–1.25)  10.0 (10.0–10.0)  1.00 (1.00–1.00)  10.0 (10.0–10.0)"
+    )
     assert first.split() == ["1", "MB", *values.split(), "3"]
     assert second.split() == ["25", "MB", "FAILED", "0", "rank", "1", "died"]
     assert not empty
@@ -130,4 +152,7 @@ def test_a_line_per_size_and_the_finding() -> None:
 
 def test_a_table_for_the_readme() -> None:
     table = paste(swept({"1 MB": (50.0, 10.0, 1.0)}))
-    assert table[3] == "| 1 MB | 50.0 (50.0–50.0) | 10.0 (10.0–10.0) | 1.00 (1.00–1.00) | 10.0 (10.0–10.0) |"
+    assert (
+        table[3]
+        == "| 1 MB | 50.0 (50.0–50.0) | 10.0 (10.0–10.0) | 1.00 (1.00–1.00) | 10.0 (10.0–10.0) |"
+    )

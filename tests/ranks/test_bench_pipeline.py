@@ -1,4 +1,6 @@
-"""The benchmark of schedules: every arm for real, a schedule that computes something else, refusals."""
+"""The benchmark of schedules: every arm for real, a schedule that computes something else,
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,36 @@ from nanoray.bench.harness.report import Report
 from nanoray.bench.pipeline import LOSS, STEP, THEORY, WAIT, _rows, arms_of, finding
 from nanoray.parallel.schedules import SCHEDULES
 
-FLAGS = ["pipeline", "--preset", "tiny", "--device", "cpu", "--rounds", "2", "--steps", "2", "--micro_batch_size", "2"]
+FLAGS = [
+    "pipeline",
+    "--preset",
+    "tiny",
+    "--device",
+    "cpu",
+    "--rounds",
+    "2",
+    "--steps",
+    "2",
+    "--micro_batch_size",
+    "2",
+]
 
 
 def test_every_schedule_for_real(
-    tmp_path: Path, shared_ranks: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    shared_ranks: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shared_ranks(pipeline)
     arms = arms_of(2, [1, 4], 4)
     deep = {name: own | {"n_layer": 4} for name, own in arms.items()}
     monkeypatch.setattr(pipeline, "arms_of", lambda *_: deep)  # the preset has two layers only
-    files = [f"--json={tmp_path / 'p.json'}", f"--figure={tmp_path / 'p.png'}", f"--html={tmp_path / 'p.html'}"]
+    files = [
+        f"--json={tmp_path / 'p.json'}",
+        f"--figure={tmp_path / 'p.png'}",
+        f"--html={tmp_path / 'p.html'}",
+    ]
     assert bench.main([*FLAGS, "--workers=2", "--micro=1,4", *files]) == 0
     assert "the best schedule beside 1f1b, " in capsys.readouterr().out
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
@@ -43,13 +64,20 @@ def test_every_schedule_for_real(
 
 def test_a_schedule_takes_what_it_can() -> None:
     assert {name.partition(",")[0] for name in arms_of(2, [4], 4)} == set(SCHEDULES)
-    assert not [name for name in (*arms_of(2, [3], 4), *arms_of(4, [4], 4)) if name.startswith("interleaved")]
+    assert not [
+        name
+        for name in (*arms_of(2, [3], 4), *arms_of(4, [4], 4))
+        if name.startswith("interleaved")
+    ]
 
 
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--workers", "1"], "workers = 1, micro = 2,4,8, rounds = 2, steps = 2; a pipeline needs 2 ranks"),
+        (
+            ["--workers", "1"],
+            "workers = 1, micro = 2,4,8, rounds = 2, steps = 2; a pipeline needs 2 ranks",
+        ),
         (["--workers", "2", "--micro", "0"], "micro = 0, rounds = 2"),
         (["--workers", "3"], "pp = 3 does not divide n_layer"),
     ],
@@ -71,9 +99,17 @@ def test_what_makes_no_sense_is_refused(
         ("interleaved", 2.1, "b", 5),
     ],
 )
-def test_other_weights_or_another_loss_fail_the_report(kind: str, loss: float, digest: str, wrong: int) -> None:
+def test_other_weights_or_another_loss_fail_the_report(
+    kind: str, loss: float, digest: str, wrong: int
+) -> None:
     def event(step_ms: float, loss: float, digest: str) -> dict[str, Any]:
-        return {"step_ms": step_ms, "wait": 20.0, "theory": 20.0, "loss": loss, "digest": [digest, digest]}
+        return {
+            "step_ms": step_ms,
+            "wait": 20.0,
+            "theory": 20.0,
+            "loss": loss,
+            "digest": [digest, digest],
+        }
 
     arms, report = arms_of(2, [4], 4), Report("pipeline", {})
     name = f"{kind}, 4 micro"

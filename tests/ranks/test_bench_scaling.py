@@ -1,4 +1,6 @@
-"""`python -m nanoray.bench scaling`: its buckets against DDP's own, and a real quick run on 2 and 3 ranks."""
+"""`python -m nanoray.bench scaling`: its buckets against DDP's own, and a real quick run on 2 and 3
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ from nanoray.bench.harness.report import Report
 from nanoray.bench.scaling import ERROR, MEASURED, PREDICTED, RANKS
 from nanoray.bench.simulate import VOCAB, gradient_buckets, model_work
 from nanoray.config import load_config
-from nanoray.mesh.fit import Fit
-from nanoray.mesh.links import load_topology
+from nanoray.forecast.fit import Fit
+from nanoray.forecast.links import load_topology
 from nanoray.models.costs import count_parameters, flops_per_token
 from nanoray.models.gpt import GPT, ModelShape
 
@@ -44,7 +46,9 @@ def test_gradient_buckets_are_ddps(cap_mb: float) -> None:
 
 
 def test_the_first_bucket_waits_for_lm_heads_product() -> None:
-    """A bucket per parameter: the last norm's bias is ready after lm_head's share of backward and its own."""
+    """A bucket per parameter: the last norm's bias is ready after lm_head's share of backward and
+    its own.
+    """
     share, nbytes = gradient_buckets(SHAPE, 1e-6)[0]
     assert nbytes == 4 * 64
     assert share == pytest.approx((SHAPE.padded_vocab * 64 + 64) / count_parameters(SHAPE))
@@ -78,28 +82,58 @@ def test_the_work_of_a_preset_by_hand() -> None:
     ],
 )
 def test_wrong_flags_are_refused_before_anything_starts(
-    flags: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    flags: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("nanoray.bench.scaling.RankPool", lambda where: pytest.fail("it started ranks"))
+    monkeypatch.setattr(
+        "nanoray.bench.scaling.RankPool", lambda where: pytest.fail("it started ranks")
+    )
     assert bench.main(["scaling", "--device", "cpu", *flags]) == 2
     assert re.search(message.replace("?", r"\?"), capsys.readouterr().err)
 
 
-def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for key, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+def test_torchrun_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for key, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(key, value)
     assert bench.main(["scaling", "--device", "cpu"]) == 2
     assert "run it without torchrun" in capsys.readouterr().err
 
 
-def test_a_real_quick_run(tmp_path: Path, shared_ranks: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_real_quick_run(
+    tmp_path: Path, shared_ranks: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     shared_ranks(scaling)
     files = ["--json", str(tmp_path / "r.json"), "--figure", str(tmp_path / "r.svg")]
-    argv = ["scaling", "--quick", "--device", "cpu", "--check", "3", "--steps", "2", "--rounds", "1"]
+    argv = [
+        "scaling",
+        "--quick",
+        "--device",
+        "cpu",
+        "--check",
+        "3",
+        "--steps",
+        "2",
+        "--rounds",
+        "1",
+    ]
     assert bench.main([*argv, *files]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[-1].startswith("OK  ")
-    for once in (r"^OK  ", r"^command  ", r"^target  .*, weak 3 ranks ", r"^step ms \(efficiency %\)"):
+    for once in (
+        r"^OK  ",
+        r"^command  ",
+        r"^target  .*, weak 3 ranks ",
+        r"^step ms \(efficiency %\)",
+    ):
         assert len(re.findall(once, out, re.MULTILINE)) == 1, once
     assert "| weak 3 ranks | " in out
     written = json.loads((tmp_path / "r.json").read_text())
@@ -107,12 +141,17 @@ def test_a_real_quick_run(tmp_path: Path, shared_ranks: Any, capsys: pytest.Capt
 
     fits = [r for r in written["rows"] if r["metric"] == "alpha"]
     assert {r["arm"] for r in fits} >= {"fit backend", "fit ring", "fit tree", "fit double_tree"}
-    assert all(r["wrong"] == 0 and r["ranks"] == 2 and r["smallest_bytes"] < r["largest_bytes"] for r in fits)
+    assert all(
+        r["wrong"] == 0 and r["ranks"] == 2 and r["smallest_bytes"] < r["largest_bytes"]
+        for r in fits
+    )
     beta = rows["fit ring", "beta"]["median"] / 1e12
     alpha = rows["fit ring", "alpha"]["median"] / 1e6
     residuals = rows["fit ring", "residual"]
     for (nbytes, seconds), percent in zip(residuals["points"], residuals["values"], strict=True):
-        assert 100 * abs((2 * alpha + nbytes * beta) / seconds - 1) == pytest.approx(percent, abs=1e-6)
+        assert 100 * abs((2 * alpha + nbytes * beta) / seconds - 1) == pytest.approx(
+            percent, abs=1e-6
+        )
 
     for arm, sequences in (("weak 2", 6), ("weak 3", 6), ("strong 3", 4)):
         measured, predicted, error = (rows[arm, metric] for metric in (MEASURED, PREDICTED, ERROR))
@@ -131,7 +170,9 @@ def test_a_real_quick_run(tmp_path: Path, shared_ranks: Any, capsys: pytest.Capt
         weak = [rows[f"{topology} weak {n}", "efficiency"] for n in RANKS]
         assert weak[0]["median"] == pytest.approx(100)
         assert all(
-            0 < r["median"] <= 100.0001 and r["step_ms"]["best"] <= min(r["step_ms"].values()) + 1e-9 for r in weak
+            0 < r["median"] <= 100.0001
+            and r["step_ms"]["best"] <= min(r["step_ms"].values()) + 1e-9
+            for r in weak
         )
         assert rows[f"{topology} strong 4096", "efficiency"]["sequences"] == 1
         assert (f"{topology} strong 8192", "efficiency") not in rows
@@ -155,14 +196,23 @@ def test_a_killed_rank_leaves_the_fits(
     monkeypatch.setattr(scaling, "RankPool", pool)
     monkeypatch.setattr(scaling, "STEP_ENTRY", "tests.ranks.test_bench_scaling:die")
     files = [
-        f"--{flag}={tmp_path / f'r.{end}'}" for flag, end in (("json", "json"), ("html", "html"), ("figure", "png"))
+        f"--{flag}={tmp_path / f'r.{end}'}"
+        for flag, end in (("json", "json"), ("html", "html"), ("figure", "png"))
     ]
-    assert bench.main(["scaling", "--quick", "--device", "cpu", "--check", "3", "--rounds", "1", *files]) == 1
+    assert (
+        bench.main(
+            ["scaling", "--quick", "--device", "cpu", "--check", "3", "--rounds", "1", *files]
+        )
+        == 1
+    )
     written = json.loads((tmp_path / "r.json").read_text())
     assert {r["arm"] for r in written["rows"]} >= {"fit backend", "fit ring", "fit tree"}
     assert not [r for r in written["rows"] if r["metric"] == MEASURED]
     (failure,) = written["failures"]
-    assert re.match(r"rank 1 \(pid \d+, cpu\) in tests.ranks.test_bench_scaling:die: it was ended by SIGKILL", failure)
+    assert re.match(
+        r"rank 1 \(pid \d+, cpu\) in tests.ranks.test_bench_scaling:die: it was ended by SIGKILL",
+        failure,
+    )
     assert (tmp_path / "r.png").stat().st_size > 10_000
     assert "SIGKILL" in (tmp_path / "r.html").read_text()
     assert "FAILED  rank 1" in capsys.readouterr().out.splitlines()[-1]
@@ -175,7 +225,9 @@ def test_the_check_is_at_one_and_two_more() -> None:
 
 
 def test_a_bucket_that_no_sweep_measured_is_named() -> None:
-    """Only a silent arm's events know buckets; here one of two is larger than all that the fit has seen."""
+    """Only a silent arm's events know buckets; here one of two is larger than all that the fit has
+    seen.
+    """
     parts = {"forward_s": 0.01, "backward_s": 0.02, "optimizer_s": 0.001, "step_s": 0.03}
     silent = parts | {"ready_s": [0.01, 0.02], "nbytes": [4096, 1 << 23]}
     steps = {(2, 6, True): [silent], (2, 6, False): [parts | {"ready_s": [], "nbytes": []}]}

@@ -1,4 +1,6 @@
-"""bench speedrun: the command of every record, on a tiny model; when the clock starts and ends; what is refused."""
+"""bench speedrun: the command of every record, on a tiny model; when the clock starts and ends;
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -53,24 +55,43 @@ def rows_of(report: dict[str, Any]) -> dict[tuple[str, str], Any]:
 
 
 @pytest.mark.parametrize(
-    "arms", [(PEER, OWN, FAST), pytest.param(tuple(ARMS), marks=pytest.mark.full)], ids=["default", "all"]
+    "arms",
+    [(PEER, OWN, FAST), pytest.param(tuple(ARMS), marks=pytest.mark.full)],
+    ids=["default", "all"],
 )
 def test_every_record_runs_and_stops_at_its_loss(
     arms: tuple[str, ...], text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figure = tmp_path / "s.png"
-    chosen = ["--arms", ",".join(arms), "--settings", f"{TINY},target_loss=9", "--figure", str(figure)]
+    chosen = [
+        "--arms",
+        ",".join(arms),
+        "--settings",
+        f"{TINY},target_loss=9",
+        "--figure",
+        str(figure),
+    ]
     chosen += ["--nanogpt", str(nanogpt(tmp_path / "nanogpt"))]
     code, report = ran(text, tmp_path, *chosen)
     assert code == 0, capsys.readouterr().out
     rows = rows_of(report)
     for arm in arms:
-        assert rows[arm, STEPS]["values"] == [10], "the first evaluation reaches the loss, so there is no step 11"
+        assert rows[arm, STEPS]["values"] == [10], (
+            "the first evaluation reaches the loss, so there is no step 11"
+        )
         assert 1.5 < rows[arm, LOSS]["median"] < 9
-        assert (0.3 if arm != OWN else 0) < rows[arm, SECONDS]["median"] < report["conditions"]["seconds"]
+        assert (
+            (0.3 if arm != OWN else 0)
+            < rows[arm, SECONDS]["median"]
+            < report["conditions"]["seconds"]
+        )
         assert rows[arm, CPU_TIME]["median"] > (0.3 if arm != OWN else 0)
-    ratio = next(r for r in report["rows"] if (r["arm"], r["metric"]) == (f"{FAST} / {PEER}", SECONDS))
-    assert ratio["median"] == pytest.approx(rows[FAST, SECONDS]["median"] / rows[PEER, SECONDS]["median"])
+    ratio = next(
+        r for r in report["rows"] if (r["arm"], r["metric"]) == (f"{FAST} / {PEER}", SECONDS)
+    )
+    assert ratio["median"] == pytest.approx(
+        rows[FAST, SECONDS]["median"] / rows[PEER, SECONDS]["median"]
+    )
     assert figure.read_bytes()[:4] == b"\x89PNG"
     assert len(paste(Report.read(tmp_path / "s.json"))) == 2 + len(arms)
 
@@ -83,13 +104,18 @@ def test_a_record_that_misses_its_loss_has_failed(
     assert code == 1
     rows = rows_of(report)
     assert rows[FAST, STEPS]["values"] == [20]
-    assert f"FAILED  {FAST}: round 1 ended at {rows[FAST, LOSS]['median']:.4f}, above 0.5" in capsys.readouterr().out
+    assert (
+        f"FAILED  {FAST}: round 1 ended at {rows[FAST, LOSS]['median']:.4f}, above 0.5"
+        in capsys.readouterr().out
+    )
 
 
 def test_the_seconds_of_a_peer_that_misses_it_are_a_lower_bound() -> None:
     report = Report("speedrun", {})
     for arm, runs in ((PEER, [(90, 1.87), (96, 1.89)]), (FAST, [(30, 1.87), (24, 1.86)])):
-        report.rows += _rows(arm, [Found(s, 2 * s, 300, loss) for s, loss in runs], 1.88, report, "")
+        report.rows += _rows(
+            arm, [Found(s, 2 * s, 300, loss) for s, loss in runs], 1.88, report, ""
+        )
     _judge(report, [PEER, FAST])
     assert report.failures == []
     row = report.row(PEER, SECONDS)
@@ -97,9 +123,15 @@ def test_the_seconds_of_a_peer_that_misses_it_are_a_lower_bound() -> None:
     assert "round 2 ended at 1.8900: seconds are a lower bound" in row.note
     peer, fast = paste(report)[2:]
     assert peer.startswith(f"| {PEER} | 1.88 | ≥ 93.0 (90.0–96.0) |  | ")
-    assert fast.startswith(f"| {FAST} | 1.88 | 27.0 (24.0–30.0) | 0.292 (0.250–0.333) | 54.0 (48.0–60.0) | ")
+    assert fast.startswith(
+        f"| {FAST} | 1.88 | 27.0 (24.0–30.0) | 0.292 (0.250–0.333) | 54.0 (48.0–60.0) | "
+    )
     (target,) = report.targets
-    assert (target.relation, target.limit, target.row.median) == ("<=", 1 / 3, pytest.approx(0.2917, abs=1e-4))
+    assert (target.relation, target.limit, target.row.median) == (
+        "<=",
+        1 / 3,
+        pytest.approx(0.2917, abs=1e-4),
+    )
 
 
 def test_no_record_changes_what_the_rules_fix() -> None:
@@ -108,10 +140,30 @@ def test_no_record_changes_what_the_rules_fix() -> None:
         config = load_config(preset=record.preset, overrides=dict(record.flags))
         assert (config.block_size, config.eval_samples, config.val_fraction) == (64, 240, 0.1)
     peer = load_config(preset=ARMS[PEER].preset, overrides=dict(ARMS[PEER].flags))
-    assert (peer.n_layer, peer.n_head, peer.n_embd, peer.global_batch_size, peer.dropout) == (4, 4, 128, 12, 0.0)
-    assert (peer.max_steps, peer.eval_every, peer.lr, peer.min_lr, peer.warmup_steps) == (2000, 250, 1e-3, 1e-4, 100)
-    assert (peer.beta2, peer.weight_decay, peer.grad_clip, peer.schedule) == (0.99, 0.1, 1.0, "cosine")
-    assert load_config(preset="shakespeare-cpu", overrides=dict(ARMS[FITTED].flags)).decay_fraction == 1.0
+    assert (peer.n_layer, peer.n_head, peer.n_embd, peer.global_batch_size, peer.dropout) == (
+        4,
+        4,
+        128,
+        12,
+        0.0,
+    )
+    assert (peer.max_steps, peer.eval_every, peer.lr, peer.min_lr, peer.warmup_steps) == (
+        2000,
+        250,
+        1e-3,
+        1e-4,
+        100,
+    )
+    assert (peer.beta2, peer.weight_decay, peer.grad_clip, peer.schedule) == (
+        0.99,
+        0.1,
+        1.0,
+        "cosine",
+    )
+    assert (
+        load_config(preset="shakespeare-cpu", overrides=dict(ARMS[FITTED].flags)).decay_fraction
+        == 1.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,6 +174,8 @@ def test_no_record_changes_what_the_rules_fix() -> None:
         (["--arms", "fast"], "unknown arm fast; known: nanogpt, "),
     ],
 )
-def test_what_cannot_be_run_is_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_run_is_refused(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert bench.main(["speedrun", *flags]) == ConfigError.exit_code
     assert message in capsys.readouterr().err

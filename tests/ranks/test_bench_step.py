@@ -1,4 +1,6 @@
-"""bench step: every rung of the ladder and every peer on a tiny model, what it refuses, the losses it compares."""
+"""bench step: every rung of the ladder and every peer on a tiny model, what it refuses, the losses
+it compares.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,16 @@ TINY = "n_layer=1,n_head=2,n_embd=16,block_size=16"
 
 def climbed(text: Path, tmp_path: Path, *flags: str) -> dict[tuple[str, str, str], dict[str, Any]]:
     out = tmp_path / "s.json"
-    argv = ["step", "--quick", "--settings", TINY, "--dataset", str(text), "--data_dir", str(tmp_path / "cache")]
+    argv = [
+        "step",
+        "--quick",
+        "--settings",
+        TINY,
+        "--dataset",
+        str(text),
+        "--data_dir",
+        str(tmp_path / "cache"),
+    ]
     assert bench.main([*argv, "--json", str(out), *flags]) == 0
     return {(r["arm"], r["metric"], r["unit"]): r for r in json.loads(out.read_text())["rows"]}
 
@@ -52,7 +63,14 @@ def test_every_rung_and_every_peer(
 ) -> None:
     figure, page = tmp_path / "s.png", tmp_path / "s.html"
     wanted = "all" if "compile" in arms else ",".join(arms)
-    flags = ["--presets", "shakespeare-cpu", "--arms", wanted, "--nanogpt", str(nanogpt(tmp_path / "nanogpt"))]
+    flags = [
+        "--presets",
+        "shakespeare-cpu",
+        "--arms",
+        wanted,
+        "--nanogpt",
+        str(nanogpt(tmp_path / "nanogpt")),
+    ]
     rows = climbed(text, tmp_path, *flags, "--figure", str(figure), "--html", str(page))
     out = capsys.readouterr().out
     assert out.splitlines()[-1].startswith("OK  ")
@@ -73,8 +91,12 @@ def test_every_rung_and_every_peer(
         assert ((name, LOSS, "") in rows) == (arm != PEER and "eager" not in arm)
     if "compile" in arms:
         compiled = rows["shakespeare-cpu: compile", READY, "s"]
-        assert compiled["cached_s"] < compiled["median"], "the second start finds what the first has compiled"
-    assert rows[f"shakespeare-cpu: {PEER}", TOKENS, "1/s"]["median"] == pytest.approx(12 * 16 / 20.5e-3, rel=0.03)
+        assert compiled["cached_s"] < compiled["median"], (
+            "the second start finds what the first has compiled"
+        )
+    assert rows[f"shakespeare-cpu: {PEER}", TOKENS, "1/s"]["median"] == pytest.approx(
+        12 * 16 / 20.5e-3, rel=0.03
+    )
     for dtype in ("float32", "bfloat16"):
         assert rows[f"shakespeare-cpu: {PRODUCTS} {dtype}", PRODUCTS, "GFLOP/s"]["median"] > 0.1
     losses = [r["median"] for (_, metric, _), r in rows.items() if metric == LOSS]
@@ -83,14 +105,18 @@ def test_every_rung_and_every_peer(
     assert figure.read_bytes()[:4] == b"\x89PNG"
     assert WRONG.replace("'", "&#39;")[:20] in page.read_text()
     report = Report.read(tmp_path / "s.json")
-    assert len([line for line in paste(report) if line.startswith("| shakespeare-cpu: ")]) == len(arms)
+    assert len([line for line in paste(report) if line.startswith("| shakespeare-cpu: ")]) == len(
+        arms
+    )
 
 
 def test_without_nanogpt_the_loop_that_is_nearest_to_it_is_the_measure() -> None:
     report = Report("step", {})
     for arm, rate in ((BASE, 100.0), (BEST, 130.0), (EAGER, 100.0)):
         report.rows.append(Row(f"shakespeare-cpu: {arm}", TOKENS, "1/s", (rate,) * 5))
-    report.rows.append(Row(f"shakespeare-cpu: {PEER}", TOKENS, "1/s", (), skipped="--nanogpt names no folder"))
+    report.rows.append(
+        Row(f"shakespeare-cpu: {PEER}", TOKENS, "1/s", (), skipped="--nanogpt names no folder")
+    )
     judge(report, ["shakespeare-cpu"])
     (aim,) = (target for target in report.targets if f"{BEST} / " in target.text)
     assert aim.text == f"tokens/s, shakespeare-cpu: {BEST} / shakespeare-cpu: {EAGER}"
@@ -100,11 +126,19 @@ def test_without_nanogpt_the_loop_that_is_nearest_to_it_is_the_measure() -> None
 @pytest.mark.full
 def test_the_large_ladder_has_random_tokens_of_its_vocabulary(text: Path, tmp_path: Path) -> None:
     presets = ["--presets", "shakespeare-char,gpt2-124m"]
-    rows = climbed(text, tmp_path, *presets, "--arms", f"{BASE},chunked loss,{PEER}", "--rounds", "1")
-    assert "wrong" not in rows["shakespeare-char: chunked loss", LOSS, ""], "dropout: it is not compared"
-    assert rows[f"shakespeare-char: {PEER}", TOKENS, "1/s"]["skipped"] == "--nanogpt names no folder"
+    rows = climbed(
+        text, tmp_path, *presets, "--arms", f"{BASE},chunked loss,{PEER}", "--rounds", "1"
+    )
+    assert "wrong" not in rows["shakespeare-char: chunked loss", LOSS, ""], (
+        "dropout: it is not compared"
+    )
+    assert (
+        rows[f"shakespeare-char: {PEER}", TOKENS, "1/s"]["skipped"] == "--nanogpt names no folder"
+    )
     assert rows["gpt2-124m: chunked loss", LOSS, ""]["wrong"] == 0
-    assert rows["gpt2-124m: base", LOSS, ""]["median"] == pytest.approx(10.825, abs=0.1), "log 50257: nothing to learn"
+    assert rows["gpt2-124m: base", LOSS, ""]["median"] == pytest.approx(10.825, abs=0.1), (
+        "log 50257: nothing to learn"
+    )
     assert LADDERS["gpt2-124m"].tokens == 50257
 
 
@@ -114,10 +148,15 @@ def test_the_large_ladder_has_random_tokens_of_its_vocabulary(text: Path, tmp_pa
         (["--arms", "compile"], "at least 1 round, and the base, are needed"),
         (["--rounds=-1"], "rounds = -1"),
         (["--settings", "n_embd"], "not KEY=VALUE"),
-        (["--nanogpt", "/nowhere"], "nanogpt = /nowhere has no train.py; give the folder of a clone of nanoGPT"),
+        (
+            ["--nanogpt", "/nowhere"],
+            "nanogpt = /nowhere has no train.py; give the folder of a clone of nanoGPT",
+        ),
         (["--presets", "shakespeare"], "unknown preset shakespeare; did you mean shakespeare-"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_measured_is_refused(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert bench.main(["step", *flags]) == ConfigError.exit_code
     assert re.search(re.escape(message), capsys.readouterr().err)

@@ -1,4 +1,6 @@
-"""The benchmark of strategies: every arm for real, the memory formula by part, and the verdicts by hand."""
+"""The benchmark of strategies: every arm for real, the memory formula by part, and the verdicts by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ from tests.ranks.conftest import Pools
 FLAGS = ["strategies", "--preset", "tiny", "--device", "cpu", "--quick"]
 
 
-def test_every_arm_runs(tmp_path: Path, shared_ranks: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_arm_runs(
+    tmp_path: Path, shared_ranks: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     shared_ranks(strategies)
     files = [f"--json={tmp_path / 's.json'}", f"--figure={tmp_path / 's.png'}"]
     bench.main([*FLAGS, "--workers", "2", "--settings", "n_embd=64,global_batch_size=8", *files])
@@ -48,9 +52,14 @@ def test_every_arm_runs(tmp_path: Path, shared_ranks: Any, capsys: pytest.Captur
         assert rows[arm, STATE, "MiB"]["median"] > 0
         assert rows[arm, PEAK, "MiB"]["n"] == strategies.MEMORY_STEPS
         assert abs(rows[arm, STATE_ERROR, "%"]["median"]) < 10, arm
-    sent = {mode: {k: v["bytes"] for k, v in rows[mode, "bytes a step", "MB"]["collectives"].items()} for mode in ARMS}
+    sent = {
+        mode: {k: v["bytes"] for k, v in rows[mode, "bytes a step", "MB"]["collectives"].items()}
+        for mode in ARMS
+    }
     stream = 4 * 8 * 32 * 64  # bytes of a step's tokens
-    assert sent["tp 2"]["all_reduce activations"] == 10 * stream, "4 sums in each of 2 blocks, embedding and head one"
+    assert sent["tp 2"]["all_reduce activations"] == 10 * stream, (
+        "4 sums in each of 2 blocks, embedding and head one"
+    )
     assert "all_reduce gradients" not in sent["pp 2"], "one replica"
     assert sent["pp 2"]["send_recv activations"] == stream
     assert sent["experts ep 2"]["all_to_all tokens"] > 0
@@ -63,7 +72,10 @@ def test_every_arm_runs(tmp_path: Path, shared_ranks: Any, capsys: pytest.Captur
     assert sent["fsdp full mirrored"]["send_recv mirror"] == pytest.approx(size / 2, rel=0.05)
     assert "send_recv mirror" not in sent["zero1"]
     assert sent["fsdp full"]["all_gather weights"] > sent["fsdp grad_op"]["all_gather weights"]
-    assert {t["target"].partition(",")[0] for t in found["targets"]} >= {"ddp_by_hand / ddp", "zero1 / ddp"}
+    assert {t["target"].partition(",")[0] for t in found["targets"]} >= {
+        "ddp_by_hand / ddp",
+        "zero1 / ddp",
+    }
     out = capsys.readouterr().out
     for arm in arms:
         assert f"\n| {arm} |" in out
@@ -73,7 +85,14 @@ def test_every_arm_runs(tmp_path: Path, shared_ranks: Any, capsys: pytest.Captur
 def test_a_resnet_runs_in_every_mode(tmp_path: Path, shared_ranks: Any) -> None:
     shared_ranks(strategies)
     flags = ["strategies", "--device", "cpu", "--quick", "--workers", "2", "--model", "resnet"]
-    bench.main([*flags, "--settings", "resnet_depth=8,global_batch_size=8", f"--json={tmp_path / 'r.json'}"])
+    bench.main(
+        [
+            *flags,
+            "--settings",
+            "resnet_depth=8,global_batch_size=8",
+            f"--json={tmp_path / 'r.json'}",
+        ]
+    )
     found = json.loads((tmp_path / "r.json").read_text())
     assert found["failures"] == []
     rows = {(r["arm"], r["metric"]): r for r in found["rows"]}
@@ -96,11 +115,23 @@ def test_presets_and_axes_are_a_gpts(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize(
     ("ranks", "optimizer"),
-    [(2, "sgd"), (3, "adamw"), *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, "adamw"), (3, "sgd")))],
+    [
+        (2, "sgd"),
+        (3, "adamw"),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, "adamw"), (3, "sgd"))),
+    ],
 )
 def test_the_formula_says_what_each_rank_holds(pools: Pools, ranks: int, optimizer: str) -> None:
-    """Weights, gradients and optimizer each for itself, by the storages that are alive at the end of a step."""
-    overrides = {"n_embd": 96, "n_layer": 3, "global_batch_size": 12, "optimizer": optimizer, "bucket_mb": 0.25}
+    """Weights, gradients and optimizer each for itself, by the storages that are alive at the end
+    of a step.
+    """
+    overrides = {
+        "n_embd": 96,
+        "n_layer": 3,
+        "global_batch_size": 12,
+        "optimizer": optimizer,
+        "bucket_mb": 0.25,
+    }
     for mode, own in DATA_ARMS.items():
         order = {"model": "gpt", "preset": "tiny", "overrides": overrides, "arms": {mode: own}}
         (found,) = pools(ranks).run("nanoray.bench.strategies:memory_rank", order)
@@ -114,12 +145,17 @@ def test_the_formula_says_what_each_rank_holds(pools: Pools, ranks: int, optimiz
 
 
 def report_of(**arms: tuple[float, float]) -> Report:
-    """A report with (step in ms, state in MiB) of each arm, five rounds alike. The formula says 100 MiB of each."""
+    """A report with (step in ms, state in MiB) of each arm, five rounds alike. The formula says 100
+    MiB of each.
+    """
     report = Report("strategies", {"gpus": []})
     for name, (ms, held) in arms.items():
         arm = name.replace("__", " + ")
         report.rows += [Row(arm, STEP, "ms", (ms,) * 5), Row(arm, LOSS, "", (1.0,), wrong=0)]
-        report.rows += [Row(arm, STATE, "MiB", (held,) * 5), Row(arm, STATE_FORMULA, "MiB", (100.0,))]
+        report.rows += [
+            Row(arm, STATE, "MiB", (held,) * 5),
+            Row(arm, STATE_FORMULA, "MiB", (100.0,)),
+        ]
         report.rows.append(Row(arm, STATE_ERROR, "%", (held - 100,) * 5))
     strategies._judge(report, [name.replace("__", " + ") for name in arms])
     return report
@@ -137,12 +173,16 @@ def test_a_slow_mode_and_a_wrong_formula_are_missed_targets() -> None:
 
 
 def test_each_arm_can_be_named() -> None:
-    assert all(chosen(arm, list(ARMS)) == [arm] for arm in ARMS), "a comma would be the end of a name"
+    assert all(chosen(arm, list(ARMS)) == [arm] for arm in ARMS), (
+        "a comma would be the end of a name"
+    )
 
 
 def test_a_line_per_arm() -> None:
     report = report_of(ddp=(100.0, 99.0), ddp__block=(130.0, 99.0), zero1__block=(143.0, 99.0))
-    assert paste(report)[4].startswith("| zero1 + block | 1.10 (1.10–1.10) | 143 (143–143) |"), "against DDP with it"
+    assert paste(report)[4].startswith("| zero1 + block | 1.10 (1.10–1.10) | 143 (143–143) |"), (
+        "against DDP with it"
+    )
     assert lines(report)[1].split()[:3] == ["ddp", "100", "(100–100)"]
 
 
@@ -151,7 +191,10 @@ def test_a_line_per_arm() -> None:
     [
         (["--workers", "1"], "workers = 1, rounds = 2, steps = 2; 2, 1 and 1 are the least"),
         (["--rounds", "0"], "rounds = 0"),
-        (["--settings", "n_embd"], "settings = n_embd: not KEY=VALUE,...; write for example n_embd=256"),
+        (
+            ["--settings", "n_embd"],
+            "settings = n_embd: not KEY=VALUE,...; write for example n_embd=256",
+        ),
         (["--settings", "n_emd=3"], "n_emd; did you mean n_embd?"),
         (["--arms", "zero3"], "unknown arm zero3; did you mean zero"),
         (["--arms", "tp 2", "--workers", "3"], "tp = 2 does not divide 3 rank(s)"),

@@ -1,4 +1,6 @@
-"""How many collectives each rank has started: it tells which rank left one out, when all wait for ever."""
+"""How many collectives each rank has started: it tells which rank left one out, when all wait for
+ever.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from tests.ranks.test_strangers import both
 
 
 def leave_one_out(mesh: Mesh) -> tuple[int, int]:
-    """Return how many collectives this rank has started before, and while one waits that rank 1 leaves out."""
+    """Return how many collectives this rank has started before, and while one waits that rank 1
+    leaves out.
+    """
     ones = torch.ones(8)
     before, during, met = collectives_started(), [0], threading.Event()
 

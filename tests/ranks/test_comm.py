@@ -1,4 +1,6 @@
-"""What a collective costs: the formulas against closed forms, the notebook against bytes counted by hand."""
+"""What a collective costs: the formulas against closed forms, the notebook against bytes counted by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ from nanoray.bench.harness.rank_pool import RankPool, Where
 from nanoray.cli import parse_args
 from nanoray.config import Config, make_config
 from nanoray.errors import ConfigError
+from nanoray.forecast import whatif
 from nanoray.mesh.algorithms import ALGORITHMS
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.costs import count_parameters
 from nanoray.models.gpt import ModelShape
 from nanoray.run import RunSpec
-from nanoray.trace import whatif
 from nanoray.trace.recorder import (
     Clock,
     ClockOffset,
@@ -38,11 +40,26 @@ from tests.harness.ranks import TINY, make_spec, run_ranks, series
 
 
 def bucket(enqueue: float, start: float, end: float, last: bool = False) -> Collective:
-    return Collective("all_reduce", "gradients", "default", "backward", "float32", 4, enqueue, start, end, "", 0, last)
+    return Collective(
+        "all_reduce",
+        "gradients",
+        "default",
+        "backward",
+        "float32",
+        4,
+        enqueue,
+        start,
+        end,
+        "",
+        0,
+        last,
+    )
 
 
 def call(start: float, end: float) -> Collective:
-    return Collective("all_reduce", "loss", "default", "log", "float32", 4, start, start, end, "call")
+    return Collective(
+        "all_reduce", "loss", "default", "log", "float32", 4, start, start, end, "call"
+    )
 
 
 def test_a_queue_of_one_lane_starts_when_the_one_before_ends() -> None:
@@ -54,7 +71,9 @@ def test_a_queue_of_two_lanes_runs_two_at_a_time() -> None:
 
 
 def test_what_nothing_hides_is_exposed() -> None:
-    """Two buckets; the last is ready at 6, when backward ends, and done at 9. The loss is fetched from 11 to 12."""
+    """Two buckets; the last is ready at 6, when backward ends, and done at 9. The loss is fetched
+    from 11 to 12.
+    """
     cost = account([bucket(1, 1, 4), bucket(6, 6, 9, last=True), call(11, 12)])
     assert (cost.busy, cost.exposed, cost.hidden) == (3 + 3 + 1, 3 + 1, 3)
 
@@ -74,10 +93,15 @@ times = st.floats(0, 100, allow_nan=False)
 
 
 @given(
-    st.lists(st.tuples(times, times, times, st.booleans()), max_size=8), st.lists(st.tuples(times, times), max_size=4)
+    st.lists(st.tuples(times, times, times, st.booleans()), max_size=8),
+    st.lists(st.tuples(times, times), max_size=4),
 )
-def test_busy_is_exposed_plus_hidden(buckets: list[tuple[float, float, float, bool]], calls: list[Any]) -> None:
-    seen = [bucket(*sorted((a, b, c)), last) for a, b, c, last in buckets] + [call(*sorted(c)) for c in calls]
+def test_busy_is_exposed_plus_hidden(
+    buckets: list[tuple[float, float, float, bool]], calls: list[Any]
+) -> None:
+    seen = [bucket(*sorted((a, b, c)), last) for a, b, c, last in buckets] + [
+        call(*sorted(c)) for c in calls
+    ]
     cost = account(seen)
     assert cost.busy == pytest.approx(cost.exposed + cost.hidden)
     assert min(cost.busy, cost.exposed) >= 0
@@ -86,13 +110,17 @@ def test_busy_is_exposed_plus_hidden(buckets: list[tuple[float, float, float, bo
         assert cost.busy <= max(c.end for c in seen) - min(c.enqueue for c in seen) + 1e-9
 
 
-@pytest.mark.parametrize(("every", "steps"), [(1, [1, 2, 3]), (2, [2, 4]), (10, [6, 7, 16, 17]), (3, [2, 3, 5, 6])])
+@pytest.mark.parametrize(
+    ("every", "steps"), [(1, [1, 2, 3]), (2, [2, 4]), (10, [6, 7, 16, 17]), (3, [2, 3, 5, 6])]
+)
 def test_windows_lie_between_logged_steps(every: int, steps: list[int]) -> None:
     recorder = CommRecorder(Mesh(0, 2, 0, torch.device("cpu"), "gloo", ""), every)
     assert [s for s in range(1, steps[-1] + 1) if recorder.is_traced(s)] == steps
 
 
-@pytest.mark.parametrize("text", ["every", "every=0", "every=-3", "every=x", "50", "on", "every=1.5", ""])
+@pytest.mark.parametrize(
+    "text", ["every", "every=0", "every=-3", "every=x", "50", "on", "every=1.5", ""]
+)
 def test_a_wrong_comm_trace_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is none of off, always, every=K"):
         make_config(TINY | {"comm_trace": text})
@@ -102,7 +130,11 @@ def test_comm_trace_and_allreduce_as_flags() -> None:
     def config(*flags: str) -> Config:
         return parse_args(list(flags), "x", "y").config
 
-    assert [config(f"--comm_trace={t}").trace_every for t in ("off", "always", "every=50")] == [0, 1, 50]
+    assert [config(f"--comm_trace={t}").trace_every for t in ("off", "always", "every=50")] == [
+        0,
+        1,
+        50,
+    ]
     choices = Config.model_fields["allreduce"].annotation
     assert set(choices.__args__) == {"backend", *ALGORITHMS}
 
@@ -111,7 +143,15 @@ def test_comm_trace_and_allreduce_as_flags() -> None:
 def test_one_rank_has_nobody_to_talk_to(flags: dict[str, str], text: Path, tmp_path: Path) -> None:
     from nanoray.train.__main__ import main
 
-    argv = [f"--{k}={v}" for k, v in {"preset": "tiny", "dataset": text, "out_dir": tmp_path / "runs", **flags}.items()]
+    argv = [
+        f"--{k}={v}"
+        for k, v in {
+            "preset": "tiny",
+            "dataset": text,
+            "out_dir": tmp_path / "runs",
+            **flags,
+        }.items()
+    ]
     assert main(argv) == 2
     assert not (tmp_path / "runs").exists()
 
@@ -120,7 +160,9 @@ def test_one_rank_has_nobody_to_talk_to(flags: dict[str, str], text: Path, tmp_p
 
 
 def traced(spec: RunSpec) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (spec.folder / "comm" / "steps.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (spec.folder / "comm" / "steps.jsonl").read_text().splitlines()
+    ]
 
 
 def parameter_bytes(spec: RunSpec) -> int:
@@ -148,13 +190,20 @@ def always(outcome: tuple[RunSpec, dict[str, Any]]) -> RunSpec:
     return outcome[0]
 
 
-def test_a_traced_run_can_be_asked_what_if(always: RunSpec, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_traced_run_can_be_asked_what_if(
+    always: RunSpec, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert whatif.main([str(always.folder), "--bucket_mb", "0.1,1", "--ranks", "8"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert re.fullmatch(
-        r"error  predicted [\d.]+ ms, measured [\d.]+ ms \(.*, n = \d\): [+-]\d+ %, for the .*", said[2]
+        r"error  predicted [\d.]+ ms, measured [\d.]+ ms \(.*, n = \d\): [+-]\d+ %, for the .*",
+        said[2],
     )
-    assert [line.split("  ")[0] for line in said[4:]] == ["as it was", "bucket_mb 0.1, ranks 8", "bucket_mb 1, ranks 8"]
+    assert [line.split("  ")[0] for line in said[4:]] == [
+        "as it was",
+        "bucket_mb 0.1, ranks 8",
+        "bucket_mb 1, ranks 8",
+    ]
 
 
 def test_a_resumed_run_is_asked_by_its_newest_buckets_and_ranks(
@@ -162,7 +211,9 @@ def test_a_resumed_run_is_asked_by_its_newest_buckets_and_ranks(
 ) -> None:
     spec = make_spec(text, tmp_path, comm_trace="always", max_steps=3)
     assert all("error" not in r for r in run_ranks(spec, 3))
-    again = make_spec(text, tmp_path, comm_trace="always", max_steps=6, resume=str(spec.folder), bucket_mb=0.03)
+    again = make_spec(
+        text, tmp_path, comm_trace="always", max_steps=6, resume=str(spec.folder), bucket_mb=0.03
+    )
     assert all("error" not in r for r in run_ranks(again, 2))
     sent = {c["bucket"] for c in traced(again)[-1]["collectives"] if c["bucket"] is not None}
     named = json.loads((again.folder / "comm" / "buckets.json").read_text())
@@ -173,7 +224,9 @@ def test_a_resumed_run_is_asked_by_its_newest_buckets_and_ranks(
 
 
 def test_tracing_changes_no_bit(untraced: RunSpec, text: Path, tmp_path: Path) -> None:
-    """Three ranks, dropout, windows with and without the hook, and backward passes that nobody needs in between."""
+    """Three ranks, dropout, windows with and without the hook, and backward passes that nobody
+    needs in between.
+    """
     spec = make_spec(text, tmp_path, dropout=0.1, eval_every=4, comm_trace="every=3")
     assert all("error" not in r for r in run_ranks(spec, 3))
     steps = {s["step"]: s["figures"]["ab_ms"] for s in traced(spec)}
@@ -185,12 +238,15 @@ def test_tracing_changes_no_bit(untraced: RunSpec, text: Path, tmp_path: Path) -
 
 def test_tracing_changes_no_bit_with_accumulation(text: Path, tmp_path: Path) -> None:
     specs = [
-        make_spec(text, tmp_path, dropout=0.1, micro_batch_size=2, comm_trace=trace) for trace in ("off", "every=3")
+        make_spec(text, tmp_path, dropout=0.1, micro_batch_size=2, comm_trace=trace)
+        for trace in ("off", "every=3")
     ]
     for spec in specs:
         assert all("error" not in r for r in run_ranks(spec, 2))
     assert series(specs[0]) == series(specs[1])
-    assert all(sum(name == "backward" for name, _, _ in s["phases"][0]) == 3 for s in traced(specs[1]))
+    assert all(
+        sum(name == "backward" for name, _, _ in s["phases"][0]) == 3 for s in traced(specs[1])
+    )
 
 
 def test_every_byte_is_accounted_for(always: RunSpec) -> None:
@@ -207,14 +263,18 @@ def test_every_byte_is_accounted_for(always: RunSpec) -> None:
             (4, "all_reduce", "optimizer")
         ]
         assert [c["bytes"] for c in found if c["what"] == "vote"] == [1]
-        assert [c["bytes"] for c in found if c["what"] == "eval"] == ([16] if step["step"] % 4 == 0 else [])
+        assert [c["bytes"] for c in found if c["what"] == "eval"] == (
+            [16] if step["step"] % 4 == 0 else []
+        )
         assert {c["ranks"] for c in found} == {3}
 
 
 def test_moments_are_in_order(always: RunSpec) -> None:
     for step in traced(always):
         for c in step["collectives"]:
-            for enqueue, start, end in zip(c["enqueue_ms"], c["start_ms"], c["end_ms"], strict=True):
+            for enqueue, start, end in zip(
+                c["enqueue_ms"], c["start_ms"], c["end_ms"], strict=True
+            ):
                 assert enqueue <= start <= end
         figures = step["figures"]
         assert figures["busy_ms"] == pytest.approx(figures["exposed_ms"] + figures["hidden_ms"])
@@ -227,11 +287,16 @@ def test_gloo_itself_says_when_it_began(always: RunSpec) -> None:
 
 
 def timings(spec: RunSpec) -> dict[int, set[str]]:
-    return {s["step"]: {c["timing"] for c in s["collectives"] if c["what"] == "gradients"} for s in traced(spec)}
+    return {
+        s["step"]: {c["timing"] for c in s["collectives"] if c["what"] == "gradients"}
+        for s in traced(spec)
+    }
 
 
 def test_a_profiled_window_is_read_whole(text: Path, tmp_path: Path) -> None:
-    """Every step is logged, also the first one of the window, and the run ends within the second window."""
+    """Every step is logged, also the first one of the window, and the run ends within the second
+    window.
+    """
     spec = make_spec(text, tmp_path, comm_trace="every=5", max_steps=8)
     assert all("error" not in r for r in run_ranks(spec, 2))
     assert timings(spec) == {3: {"profiler"}, 4: {"profiler"}, 8: {"queue"}}
@@ -247,22 +312,28 @@ def test_buckets_are_named_by_their_parameters(always: RunSpec) -> None:
     assert sorted(map(int, buckets)) == sorted(sizes)
 
 
-def test_the_run_ends_with_what_communication_came_to(outcome: tuple[RunSpec, dict[str, Any]]) -> None:
+def test_the_run_ends_with_what_communication_came_to(
+    outcome: tuple[RunSpec, dict[str, Any]],
+) -> None:
     spec, result = outcome
     comm, figures = result["comm"], [s["figures"] for s in traced(spec)]
     assert comm["traced_steps"] == 8
-    assert comm["exposed_ms"] == pytest.approx(sum(f["exposed_ms"] for f in figures[1:]) / 7)  # 1 was profiled
+    # 1 was profiled
+    assert comm["exposed_ms"] == pytest.approx(sum(f["exposed_ms"] for f in figures[1:]) / 7)
     assert comm["exposed_share"] == pytest.approx(100 * comm["exposed_ms"] / comm["step_ms"])
     assert comm["limit_share"] == pytest.approx(100 * comm["busbw_gbps"] / comm["limit_gbps"])
     gradients = [c for s in traced(spec) for c in s["collectives"] if c["what"] == "gradients"]
     assert comm["slowest"]["time_us"] == max(c["time_us"] for c in gradients)
     assert comm["clock"] == "one host, one clock"
     assert "% of the memory copy bandwidth" in comm_lines(comm, "runs/x")[1]
-    assert sorted(series(spec, "comm/exposed_ms")) == list(range(2, 9))  # a record tells of the steps before it
+    # A record tells of the steps before it
+    assert sorted(series(spec, "comm/exposed_ms")) == list(range(2, 9))
 
 
 def test_a_run_too_short_to_be_traced_is_refused() -> None:
-    with pytest.raises(ConfigError, match="would trace nothing: its first step is 26 and the run ends at step 8"):
+    with pytest.raises(
+        ConfigError, match="would trace nothing: its first step is 26 and the run ends at step 8"
+    ):
         make_config(TINY | {"comm_trace": "every=50"})
     assert make_config(TINY | {"comm_trace": "every=15"}).trace_every == 15
     with pytest.raises(ConfigError, match="the run ends at step 3"):
@@ -274,7 +345,9 @@ def test_a_part_of_a_run_that_traced_nothing_says_so() -> None:
 
 
 class FakeEvent:
-    """A CUDA event on a device whose clock is 1000 ms at its first event and advances 10 ms with each one."""
+    """A CUDA event on a device whose clock is 1000 ms at its first event and advances 10 ms with
+    each one.
+    """
 
     made = 0
 
@@ -302,12 +375,19 @@ def test_moments_of_a_device_become_seconds_of_the_host(monkeypatch: pytest.Monk
     clock = Clock(torch.device("cuda:0"))
     first, second = clock.now(), clock.now()
     clock.anchor()
-    assert (clock.seconds(first), clock.seconds(second)) == (pytest.approx(76.98), pytest.approx(76.99))
+    assert (clock.seconds(first), clock.seconds(second)) == (
+        pytest.approx(76.98),
+        pytest.approx(76.99),
+    )
     assert clock.seconds(12.5) == 12.5  # gloo's ends are the host's already
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in ("ring", "double_tree") else pytest.param(n, marks=pytest.mark.full) for n in sorted(ALGORITHMS)]
+    "name",
+    [
+        n if n in ("ring", "double_tree") else pytest.param(n, marks=pytest.mark.full)
+        for n in sorted(ALGORITHMS)
+    ],
 )
 def test_training_with_each_all_reduce_written_by_hand(
     name: str, untraced: RunSpec, text: Path, tmp_path: Path
@@ -332,12 +412,20 @@ def test_an_offset_by_hand() -> None:
 
 
 def offset_rank(mesh: Mesh, order: dict[str, Any], emit: Any) -> None:
-    """Rank 1's clock is ahead by 123.25 s; on request as processes of one host, or as if they were two."""
+    """Rank 1's clock is ahead by 123.25 s; on request as processes of one host, or as if they were
+    two.
+    """
     import time
 
     ahead = 123.25 * mesh.rank
     found = measure_offsets(mesh, lambda: time.perf_counter() + ahead, always=order["always"])
-    emit({"offset": found[1].offset, "uncertainty": found[1].uncertainty, "copy_gbps": copy_gbps(mesh.device, 1 << 20)})
+    emit(
+        {
+            "offset": found[1].offset,
+            "uncertainty": found[1].uncertainty,
+            "copy_gbps": copy_gbps(mesh.device, 1 << 20),
+        }
+    )
 
 
 def test_clocks_of_two_hosts_are_compared() -> None:

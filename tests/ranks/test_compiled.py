@@ -1,7 +1,8 @@
-"""Compiled layers of a ResNet and of a script's own model: the losses of eager ones, and a resume to the bit.
+"""Compiled layers of a ResNet and of a script's own model: the losses of eager ones, and a resume
+to the bit.
 
-Ranks compile without the last step of the compiler, which needs minutes: tracing, guards, the limit of versions and
-autograd's graphs are all there.
+Ranks compile without the last step of the compiler, which needs minutes: tracing, guards, the limit
+of versions and autograd's graphs are all there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from tests.ranks.test_own import final, open_own, points
 
 
 def traced_only() -> None:
-    """Compile without generating code; more versions than the limit are an error, no return to eager code."""
+    """Compile without generating code; more versions than the limit are an error, no return to
+    eager code.
+    """
     whole = nn.Module.compile
 
     def compile(self: nn.Module, **settings: Any) -> None:
@@ -45,10 +48,22 @@ def resnet(images: DatasetInfo, folder: Path, **settings: Any) -> RunSpec:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("settings", [{"dp_mode": "ddp"}, {"dp_mode": "zero1", "sync_batchnorm": True}])
-def test_a_compiled_resnet_resumes_to_the_bit(images: DatasetInfo, tmp_path: Path, settings: dict[str, Any]) -> None:
-    """Its blocks are of three kinds here, in training, evaluation and a smaller last batch: more than torch's limit."""
-    settings |= {"max_steps": 5, "eval_every": 2, "hash_every": 1, "timeout_s": 120, "init_timeout_s": 120}
+@pytest.mark.parametrize(
+    "settings", [{"dp_mode": "ddp"}, {"dp_mode": "zero1", "sync_batchnorm": True}]
+)
+def test_a_compiled_resnet_resumes_to_the_bit(
+    images: DatasetInfo, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """Its blocks are of three kinds here, in training, evaluation and a smaller last batch: more
+    than torch's limit.
+    """
+    settings |= {
+        "max_steps": 5,
+        "eval_every": 2,
+        "hash_every": 1,
+        "timeout_s": 120,
+        "init_timeout_s": 120,
+    }
     eager = resnet(images, tmp_path / "eager", **settings)
     whole = resnet(images, tmp_path / "whole", compile=True, **settings)
     resnet(images, tmp_path / "cut", compile=True, stop_at=3, **settings)
@@ -66,7 +81,9 @@ class Tower(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks, self.first, self.last = 3, nn.Linear(3, 16), nn.Linear(16, 1)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(self.blocks))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(self.blocks)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
@@ -90,14 +107,22 @@ def fit(run: Run, model: nn.Module) -> None:
 
 def own(main: Any, folder: Path, **settings: Any) -> RunSpec:
     spec = open_own(folder, **settings)
-    outcomes = run_ranks(spec, 2, timeout_s=300, first=traced_only, train=Program(main, frozenset(settings)))
+    outcomes = run_ranks(
+        spec, 2, timeout_s=300, first=traced_only, train=Program(main, frozenset(settings))
+    )
     assert not [outcome for outcome in outcomes if "error" in outcome], outcomes
     return spec
 
 
-@pytest.mark.parametrize("mode", ["ddp", *(pytest.param(mode, marks=pytest.mark.full) for mode in ("zero1", "fsdp"))])
-@pytest.mark.parametrize("main", [with_layers, pytest.param(without_layers, marks=pytest.mark.full)])
-def test_a_compiled_model_of_a_script_resumes_to_the_bit(tmp_path: Path, main: Any, mode: str) -> None:
+@pytest.mark.parametrize(
+    "mode", ["ddp", *(pytest.param(mode, marks=pytest.mark.full) for mode in ("zero1", "fsdp"))]
+)
+@pytest.mark.parametrize(
+    "main", [with_layers, pytest.param(without_layers, marks=pytest.mark.full)]
+)
+def test_a_compiled_model_of_a_script_resumes_to_the_bit(
+    tmp_path: Path, main: Any, mode: str
+) -> None:
     settings = {"dp_mode": mode, "timeout_s": 120, "init_timeout_s": 120}
     eager = own(main, tmp_path / "eager", **settings)
     whole = own(main, tmp_path / "whole", compile=True, **settings)

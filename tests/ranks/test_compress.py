@@ -1,4 +1,6 @@
-"""Compressed gradients on real ranks: near the exact mean, equal on all ranks, nothing lost for good, resumed."""
+"""Compressed gradients on real ranks: near the exact mean, equal on all ranks, nothing lost for
+good, resumed.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ from tests.ranks.conftest import Pools
 
 HERE = "tests.ranks.test_compress"
 KINDS = ("bf16", "fp16", "int8", "powersgd")
-SHAPES = ((64, 48), (77,), (16, 8, 3), (200, 30), (3,))  # the third goes as (16, 24); rank 2 pays for all of these
+# The third goes as (16, 24); rank 2 pays for all of these
+SHAPES = ((64, 48), (77,), (16, 8, 3), (200, 30), (3,))
 RANK = 2
 BIG = 40_000.0  # of two of these the sum is too much for fp16
 
@@ -34,7 +37,9 @@ BIG = 40_000.0  # of two of these the sum is too much for fp16
 
 
 def gradient(kind: str, step: int, rank: int) -> list[Tensor]:
-    """A rank's gradients of a step: noise; the same in each step; of rank 1 with one row space; large and equal."""
+    """A rank's gradients of a step: noise; the same in each step; of rank 1 with one row space;
+    large and equal.
+    """
     draws = torch.Generator().manual_seed(1000 * (step if kind == "noise" else 0) + rank)
     if kind == "large":
         return [torch.full(shape, BIG) for shape in SHAPES]
@@ -79,7 +84,9 @@ def digest(tensors: list[Tensor]) -> str:
 
 
 def sum_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> None:
-    """Sum some steps' gradients; tell how far they are from their exact means, and which bits every rank has."""
+    """Sum some steps' gradients; tell how far they are from their exact means, and which bits every
+    rank has.
+    """
     plan, model = plan_of(mesh, order)
     sent = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
     true = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
@@ -103,22 +110,39 @@ def sum_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> 
             total += part
         digests = mesh.all_gather(digest(found))
         off = [(f - e).abs() for f, e in zip(found, exact, strict=True)]
-        event = {"step": step, "bits": len(set(digests)), "norm": norm.item(), "off": [o.max().item() for o in off]}
-        event["share"] = [(o / s.clamp_min(1e-3)).max().item() for o, s in zip(off, sizes, strict=True)]
+        event = {
+            "step": step,
+            "bits": len(set(digests)),
+            "norm": norm.item(),
+            "off": [o.max().item() for o in off],
+        }
+        event["share"] = [
+            (o / s.clamp_min(1e-3)).max().item() for o, s in zip(off, sizes, strict=True)
+        ]
         event["largest"] = max(s.max().item() for s in sizes) * mesh.world_size
         event["behind"] = [(s - t).abs().max().item() for s, t in zip(sent, true, strict=True)]
         emit(event)
-    emit({"left": digest([plan.memory]) if plan.memory is not None else "", "names": sorted(plan.bucket_names)})
+    emit(
+        {
+            "left": digest([plan.memory]) if plan.memory is not None else "",
+            "names": sorted(plan.bucket_names),
+        }
+    )
     if plan.memory is not None:  # what was sent and what is left are all there was
         own = [errors[w] if w in errors else torch.zeros(w.numel()) for w in model.weights]
         left = mesh.all_reduce(torch.cat(own)).split([w.numel() for w in model.weights])
-        missing = [(s + kept.view_as(s) - t).abs().max().item() for s, kept, t in zip(sent, left, true, strict=True)]
+        missing = [
+            (s + kept.view_as(s) - t).abs().max().item()
+            for s, kept, t in zip(sent, left, true, strict=True)
+        ]
         emit({"missing": max(missing), "sent": max(t.abs().max().item() for t in true)})
     plan.close()
 
 
 def run(pools: Pools, ranks: int, kind: str, mode: str, **order: Any) -> list[dict[str, Any]]:
-    settings = {"grad_compress": kind, "dp_mode": mode} | ({"powersgd_rank": RANK} if kind == "powersgd" else {})
+    settings = {"grad_compress": kind, "dp_mode": mode} | (
+        {"powersgd_rank": RANK} if kind == "powersgd" else {}
+    )
     order = {"gradient": "noise", "steps": 3, "settings": settings, **order}
     return [*pools(ranks).run(f"{HERE}:sum_rank", order)]
 
@@ -131,14 +155,19 @@ def run(pools: Pools, ranks: int, kind: str, mode: str, **order: Any) -> list[di
         *(pytest.param(*case, marks=pytest.mark.full) for case in ((3, "ddp"), (2, "ddp_by_hand"))),
     ],
 )
-def test_a_mean_is_within_the_bound_of_its_kind_and_equal_on_all_ranks(pools: Pools, ranks: int, mode: str) -> None:
+def test_a_mean_is_within_the_bound_of_its_kind_and_equal_on_all_ranks(
+    pools: Pools, ranks: int, mode: str
+) -> None:
     for kind in KINDS:
         steps = [e for e in run(pools, ranks, kind, mode, gradient="thin") if "step" in e]
         assert [e["bits"] for e in steps] == [1, 1, 1], kind
         first = steps[0]
-        if kind in ("bf16", "fp16"):  # two roundings to nearest, each of at most half a unit in the last place
+        # Two roundings to nearest, each of at most half a unit in the last place
+        if kind in ("bf16", "fp16"):
             assert max(first["share"]) < 2.1 * 2.0 ** {"bf16": -9, "fp16": -12}[kind] * 2, kind
-        elif kind == "int8":  # half a step of 1/127 of a block's largest number, on each rank and once more for the sum
+        elif kind == "int8":
+            # Half a step of 1/127 of a block's largest number, on each rank and once more for the
+            # sum
             assert max(first["off"]) < 2.01 * first["largest"] / 254
         else:  # a mean of rank 1 is sent exactly
             assert max(first["off"]) < 1e-5
@@ -147,8 +176,12 @@ def test_a_mean_is_within_the_bound_of_its_kind_and_equal_on_all_ranks(pools: Po
 
 @pytest.mark.parametrize(("kind", "mode"), [("int8", "ddp"), ("powersgd", "ddp_by_hand")])
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_what_was_sent_follows_what_was_meant(pools: Pools, ranks: int, kind: str, mode: str) -> None:
-    """Sent and left over are all there was, in each step; without feedback the distance grows step by step."""
+def test_what_was_sent_follows_what_was_meant(
+    pools: Pools, ranks: int, kind: str, mode: str
+) -> None:
+    """Sent and left over are all there was, in each step; without feedback the distance grows step
+    by step.
+    """
     steps = 12 if kind == "int8" else 60  # of a matrix with 30 columns each step sends two
     *with_it, _, left = run(pools, ranks, kind, mode, gradient="same", steps=steps)
     assert left["missing"] < 1e-5 * left["sent"]
@@ -161,7 +194,9 @@ def test_what_was_sent_follows_what_was_meant(pools: Pools, ranks: int, kind: st
 
 
 def test_the_memory_is_in_units_without_the_loss_scale(pools: Pools) -> None:
-    """A scale that changes from step to step, as fp16's does when gradients overflow, by powers of two."""
+    """A scale that changes from step to step, as fp16's does when gradients overflow, by powers of
+    two.
+    """
     for kind in ("int8", "powersgd"):
         plain, scaled = (run(pools, 2, kind, "ddp", scaled=how, steps=6) for how in (False, True))
         assert scaled[-1]["missing"] < 1e-5 * scaled[-1]["sent"]
@@ -170,7 +205,9 @@ def test_the_memory_is_in_units_without_the_loss_scale(pools: Pools) -> None:
 
 
 def reference(steps: int, ranks: int) -> list[list[Tensor]]:
-    """PowerSGD of the mean gradient in one process: P, Q and the error depend on nothing but sums over ranks."""
+    """PowerSGD of the mean gradient in one process: P, Q and the error depend on nothing but sums
+    over ranks.
+    """
     draws = torch.Generator().manual_seed(0)
     q = {i: torch.randn(torch.Size([torch.Size(s[1:]).numel(), RANK]), generator=draws)
          for i, s in enumerate(SHAPES) if len(s) > 1}  # fmt: skip
@@ -193,7 +230,9 @@ def powersgd_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]
     """Tell how far each step's sums are from those of the reference."""
     plan, model = plan_of(mesh, order)
     for step, expected in enumerate(reference(order["steps"], mesh.world_size), 1):
-        plan.forward_backward(iter([(torch.tensor(step), torch.tensor(0))]), lambda name: None, lambda micro: None)
+        plan.forward_backward(
+            iter([(torch.tensor(step), torch.tensor(0))]), lambda name: None, lambda micro: None
+        )
         pairs = zip(model.weights, expected, strict=True)
         emit(max((w.grad - e).abs().max().item() for w, e in pairs if w.grad is not None))
         plan.grad_norm()
@@ -205,15 +244,23 @@ def powersgd_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]
 def test_powersgd_is_that_of_the_mean_gradient_in_one_process(pools: Pools) -> None:
     """With another orthogonalisation, over steps: warm start and error feedback are right."""
     settings = {"grad_compress": "powersgd", "powersgd_rank": RANK, "dp_mode": "ddp"}
-    off = [*pools(2).run(f"{HERE}:powersgd_rank", {"gradient": "noise", "steps": 5, "settings": settings})]
+    off = [
+        *pools(2).run(
+            f"{HERE}:powersgd_rank", {"gradient": "noise", "steps": 5, "settings": settings}
+        )
+    ]
     assert len(off) == 5
     assert max(off) < 1e-4
 
 
 def overflow_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> None:
-    """Sum large equal gradients as a run does, and once more without the division that comes before."""
+    """Sum large equal gradients as a run does, and once more without the division that comes
+    before.
+    """
     plan, model = plan_of(mesh, order)
-    plan.forward_backward(iter([(torch.tensor(1), torch.tensor(0))]), lambda name: None, lambda micro: None)
+    plan.forward_backward(
+        iter([(torch.tensor(1), torch.tensor(0))]), lambda name: None, lambda micro: None
+    )
     emit([w.grad.unique().tolist() for w in model.weights if w.grad is not None])
     compressor, flat = plan._compressor, torch.full((48 * 64,), BIG)
     assert compressor
@@ -232,12 +279,16 @@ def test_fp16_sums_what_would_overflow_without_the_division(pools: Pools, mode: 
 
 
 def poisoned_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> None:
-    """On rank 1 one element of the first matrix is not finite; tell what the ranks see, and what they remember."""
+    """On rank 1 one element of the first matrix is not finite; tell what the ranks see, and what
+    they remember.
+    """
     plan, model = plan_of(mesh, order)
     for bad in (float("nan"), float("inf"), -float("inf"), 0.0):
         before = plan.memory.clone() if plan.memory is not None else torch.zeros(0)
         hook = model.weights[0].register_hook(partial(_poison, rank=mesh.rank, bad=bad))
-        plan.forward_backward(iter([(torch.tensor(1), torch.tensor(0))]), lambda name: None, lambda micro: None)
+        plan.forward_backward(
+            iter([(torch.tensor(1), torch.tensor(0))]), lambda name: None, lambda micro: None
+        )
         hook.remove()
         norm = plan.grad_norm()
         norms = mesh.all_gather(norm.item())
@@ -255,7 +306,9 @@ def _poison(grad: Tensor, rank: int, bad: float) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_gradient_that_is_not_finite_is_seen_on_all_ranks_and_not_remembered(pools: Pools, kind: str) -> None:
+def test_a_gradient_that_is_not_finite_is_seen_on_all_ranks_and_not_remembered(
+    pools: Pools, kind: str
+) -> None:
     order = {"gradient": "noise", "settings": {"grad_compress": kind, "dp_mode": "ddp"}}
     *bad, good = pools(2).run(f"{HERE}:poisoned_rank", order)
     for each in bad:
@@ -267,7 +320,13 @@ def test_a_gradient_that_is_not_finite_is_seen_on_all_ranks_and_not_remembered(p
 
 # Whole runs.
 
-RECIPE: dict[str, Any] = {"dropout": 0.1, "lr": 3e-3, "max_steps": 8, "bucket_mb": 0.02, "hash_every": 1}
+RECIPE: dict[str, Any] = {
+    "dropout": 0.1,
+    "lr": 3e-3,
+    "max_steps": 8,
+    "bucket_mb": 0.02,
+    "hash_every": 1,
+}
 CASES = [
     (2, {"grad_compress": "int8", "dp_mode": "ddp"}),
     (2, {"grad_compress": "powersgd", "powersgd_rank": 2, "dp_mode": "ddp_by_hand"}),
@@ -276,7 +335,15 @@ CASES = [
     (3, {"grad_compress": "int8", "dp_mode": "ddp_by_hand", "comm_trace": "every=3"}),
     (3, {"grad_compress": "powersgd", "dp_mode": "ddp", "comm_trace": "every=3"}),
     (2, {"grad_compress": "int8", "precision": "fp16"}),
-    (2, {"grad_compress": "powersgd", "model": "resnet", "resnet_depth": 8, "dataset": "cifar10-generated"}),
+    (
+        2,
+        {
+            "grad_compress": "powersgd",
+            "model": "resnet",
+            "resnet_depth": 8,
+            "dataset": "cifar10-generated",
+        },
+    ),
 ]
 
 
@@ -286,12 +353,17 @@ def runs(text: Path, tmp_path: Path) -> Runs:
 
 
 @pytest.mark.parametrize(
-    ("world", "settings"), [*CASES[:2], *(pytest.param(*case, marks=pytest.mark.full) for case in CASES[2:])]
+    ("world", "settings"),
+    [*CASES[:2], *(pytest.param(*case, marks=pytest.mark.full) for case in CASES[2:])],
 )
-def test_a_compressed_run_resumes_to_the_bit(runs: Runs, world: int, settings: dict[str, Any]) -> None:
+def test_a_compressed_run_resumes_to_the_bit(
+    runs: Runs, world: int, settings: dict[str, Any]
+) -> None:
     """Cut after step 4, between two checkpoints. All ranks compare their state after each step."""
     if settings.get("model") == "resnet":
-        runs = Runs(runs.text, runs.folder, {k: v for k, v in runs.recipe.items() if k != "dropout"})
+        runs = Runs(
+            runs.text, runs.folder, {k: v for k, v in runs.recipe.items() if k != "dropout"}
+        )
     _, rest = runs.resumed(world, 5, **settings)
     left = [rank.get(MEMORY) for rank in final(rest).rng]
     if settings["grad_compress"] in ("bf16", "fp16"):
@@ -302,18 +374,25 @@ def test_a_compressed_run_resumes_to_the_bit(runs: Runs, world: int, settings: d
 
 
 def test_a_lost_rank_is_replaced_and_the_memory_begins_anew(runs: Runs) -> None:
-    """In backward, where a bucket's collective breaks. No step is repeated, and all ranks go on with equal bits."""
+    """In backward, where a bucket's collective breaks. No step is repeated, and all ranks go on
+    with equal bits.
+    """
     how = {"grad_compress": "int8", "recovery": "in_place"}
     whole = runs.trained("whole", 2, **how)
     spec = runs.spec("lost", faults="kill@rank=1,step=3,phase=exchange_gradients", **how)
     outcome = run_elastic(spec, 2)
     assert not [rank for rank in outcome.ranks.values() if "error" in rank], outcome
     assert len(outcome.left) == 1
-    fired = [json.loads(line)["event"] for line in (spec.folder / "faults.jsonl").read_text().splitlines()]
+    fired = [
+        json.loads(line)["event"]
+        for line in (spec.folder / "faults.jsonl").read_text().splitlines()
+    ]
     assert "injected" in fired
     assert [record["step"] for record in records(spec)] == [*range(1, 9)]
     mine, its = series(spec), series(whole)
-    assert [mine[step] for step in (1, 2, 3)] == [its[step] for step in (1, 2, 3)], "before the memory was lost"
+    assert [mine[step] for step in (1, 2, 3)] == [its[step] for step in (1, 2, 3)], (
+        "before the memory was lost"
+    )
     assert mine == pytest.approx(its, abs=2e-3)
     assert "rejoin  what compressed gradients had left to send is gone" in _notes(spec.folder)
 
@@ -327,8 +406,12 @@ def test_a_lost_rank_is_replaced_and_the_memory_begins_anew(runs: Runs) -> None:
         pytest.param("int8", "none", 2, marks=pytest.mark.full),
     ],
 )
-def test_a_memory_that_does_not_fit_begins_anew(runs: Runs, before: str, after: str, world: int) -> None:
-    """PowerSGD's Q as well, from the numbers that it has in a new run: from zeros it would send nothing, for ever."""
+def test_a_memory_that_does_not_fit_begins_anew(
+    runs: Runs, before: str, after: str, world: int
+) -> None:
+    """PowerSGD's Q as well, from the numbers that it has in a new run: from zeros it would send
+    nothing, for ever.
+    """
     start = runs.trained("run", 2, stop_at=4, grad_compress=before)
     spec = runs.trained("on", world, resume=str(start.folder), grad_compress=after)
     assert "had left to send does not fit" in _notes(spec.folder)
@@ -337,11 +420,15 @@ def test_a_memory_that_does_not_fit_begins_anew(runs: Runs, before: str, after: 
     if after == "none":
         assert left == [None] * world
         return
-    assert all(kept is not None and kept[-8:].all() for kept in left), "the end of it is the last Q, where there is one"
+    assert all(kept is not None and kept[-8:].all() for kept in left), (
+        "the end of it is the last Q, where there is one"
+    )
 
 
 def _notes(folder: Path) -> str:
-    return "".join(path.read_text() for path in sorted((folder / "logs").iterdir()) if path.suffix == ".log")
+    return "".join(
+        path.read_text() for path in sorted((folder / "logs").iterdir()) if path.suffix == ".log"
+    )
 
 
 @pytest.mark.full

@@ -1,7 +1,8 @@
-"""The lessons of docs/course: each command is run as it stands there, and prints what the lesson shows.
+"""The lessons of docs/course: each command is run as it stands there, and prints what the lesson
+shows.
 
-Lessons 1, 5 and 8 by default; those that start several processes, or Ray, are marked `full`, and so are the commands of
-the exercises.
+Lessons 1, 5 and 8 by default; those that start several processes, or Ray, are marked `full`, and so
+are the commands of the exercises.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ VARIES = ("comm ", "failure ", "replace ", "recover ", "finished ", "       stag
 
 def block(text: str, heading: str) -> list[str]:
     """The lines of the code block under a heading."""
-    return text.partition(f"## {heading}\n")[2].partition("```\n")[2].partition("\n```")[0].splitlines()
+    return (
+        text.partition(f"## {heading}\n")[2]
+        .partition("```\n")[2]
+        .partition("\n```")[0]
+        .splitlines()
+    )
 
 
 def losses(line: str) -> list[float]:
@@ -41,8 +47,12 @@ def cached(shakespeare: Path, tmp_path: Path) -> None:
     shutil.copy(shakespeare, folder / "shakespeare.txt")
 
 
-def command_of(text: str, folder: Path, flags: str = "", ranks: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run a lesson's command: with these flags in place of its own ones of the same names, on so many ranks."""
+def command_of(
+    text: str, folder: Path, flags: str = "", ranks: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """Run a lesson's command: with these flags in place of its own ones of the same names, on so
+    many ranks.
+    """
     (command,) = block(text, "Run")
     return run_words([*shlex.split(command), *shlex.split(flags)], folder, ranks)
 
@@ -57,7 +67,12 @@ def run_words(words: list[str], folder: Path, ranks: int = 0) -> subprocess.Comp
 
 @pytest.mark.parametrize(
     "lesson",
-    [pytest.param(p, marks=[] if int(p.name[0]) in CHEAP else [pytest.mark.full, pytest.mark.slow]) for p in LESSONS],
+    [
+        pytest.param(
+            p, marks=[] if int(p.name[0]) in CHEAP else [pytest.mark.full, pytest.mark.slow]
+        )
+        for p in LESSONS
+    ],
     ids=lambda path: path.stem,
 )
 def test_a_lesson_prints_what_it_shows(lesson: Path, cached: None, tmp_path: Path) -> None:
@@ -66,7 +81,9 @@ def test_a_lesson_prints_what_it_shows(lesson: Path, cached: None, tmp_path: Pat
     assert done.returncode == 0, done.stdout + done.stderr
     printed = done.stdout.splitlines()
     for shown in block(text, "Output"):
-        start = next((word for word in VARIES if shown.startswith(word)), shown.partition("…")[0].rstrip())
+        start = next(
+            (word for word in VARIES if shown.startswith(word)), shown.partition("…")[0].rstrip()
+        )
         if " | loss " in shown:
             start = shown.partition(" | ")[0]
         found = [line for line in printed if line.startswith(start)]
@@ -78,7 +95,10 @@ def test_a_lesson_prints_what_it_shows(lesson: Path, cached: None, tmp_path: Pat
 def exercise(number: int) -> tuple[str, list[str]]:
     """A lesson, and what its exercise has in backticks."""
     text = LESSONS[number - 1].read_text(encoding="utf-8")
-    return text, [" ".join(quoted.split()) for quoted in re.findall(r"`([^`]+)`", text.partition("## Exercise\n")[2])]
+    return text, [
+        " ".join(quoted.split())
+        for quoted in re.findall(r"`([^`]+)`", text.partition("## Exercise\n")[2])
+    ]
 
 
 @pytest.mark.full
@@ -113,7 +133,9 @@ def test_an_exercise_has_the_solution_that_it_shows(
 @pytest.mark.slow
 def test_the_last_exercise_trains_in_four_dimensions(cached: None, tmp_path: Path) -> None:
     text, quoted = exercise(8)
-    done = run_words(shlex.split(next(words for words in quoted if words.startswith("torchrun"))), tmp_path)
+    done = run_words(
+        shlex.split(next(words for words in quoted if words.startswith("torchrun"))), tmp_path
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     printed = [losses(line)[0] for line in done.stdout.splitlines() if line.startswith("step ")]
     first, last = re.findall(r"falls from ([0-9.]+) to ([0-9]+\.[0-9]+)", text)[0]

@@ -14,8 +14,26 @@ from tests.harness.commands import run
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "examples" / "scripts").glob("*.sh"))
-SHORT = ("--resnet_depth", "8", "--global_batch_size", "32", "--max_steps", "4", "--warmup_steps", "1")
-SHORT += ("--eval_every", "4", "--eval_samples", "50", "--dataset", "cifar10-generated", "--log_every", "1")
+SHORT = (
+    "--resnet_depth",
+    "8",
+    "--global_batch_size",
+    "32",
+    "--max_steps",
+    "4",
+    "--warmup_steps",
+    "1",
+)
+SHORT += (
+    "--eval_every",
+    "4",
+    "--eval_samples",
+    "50",
+    "--dataset",
+    "cifar10-generated",
+    "--log_every",
+    "1",
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +46,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_script_trains_two_ranks_under_torchrun(
     script: Path, cache: Path, tmp_path: Path, forked: dict[str, str]
 ) -> None:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | forked | {"RANKS": "2"}
+    env = (
+        {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | forked | {"RANKS": "2"}
+    )
     command = ["bash", str(script), *SHORT, "--device", "cpu", "--data_dir", str(cache)]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 rank(s) = dp 2 · backend gloo" in done.stdout
     assert "cifar10-generated: patterns of 10 classes under noise" in done.stdout
@@ -54,10 +76,22 @@ def test_train_cifar10_plans_its_epochs(tmp_path: Path, monkeypatch: pytest.Monk
     """On no machine: a dry run of the whole recipe, without a network."""
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     script = str(ROOT / "examples" / "train_cifar10.py")
-    done = run(script, "--dry_run", "--device", "cpu", "--workers", "2", "--ray_address", "10.0.0.1:6379", cwd=tmp_path)
+    done = run(
+        script,
+        "--dry_run",
+        "--device",
+        "cpu",
+        "--workers",
+        "2",
+        "--ray_address",
+        "10.0.0.1:6379",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "(CIFAR-10 is not cached and the download failed: " in done.stdout
-    assert "64 images × 1 accum × 2 dp = 128 images/step, 3,907 steps = 500,096 images" in done.stdout
+    assert (
+        "64 images × 1 accum × 2 dp = 128 images/step, 3,907 steps = 500,096 images" in done.stdout
+    )
     assert "269,722 parameters" in done.stdout
 
 

@@ -1,13 +1,16 @@
-"""Golden numbers: losses, gradient norms and weights of small runs are what they once were, to the bit.
+"""Golden numbers: losses, gradient norms and weights of small runs are what they once were, to the
+bit.
 
-Every run is a command line in processes of its own, so the code inside may move. The numbers hold for one kind of CPU
-and one torch: kernels differ between instruction sets. Elsewhere they must agree closely, and a warning says so.
+Every run is a command line in processes of its own, so the code inside may move. The numbers hold
+for one kind of CPU and one torch: kernels differ between instruction sets. Elsewhere they must
+agree closely, and a warning says so.
 
 golden/golden.json  the numbers, floats as text from float.hex(), and what they were measured on
 golden/old-run      two ranks stopped at step 4 of 8 by an early nanoray; it must load and go on as it did then. Its
                     paths were made relative to the folder that the command ran in
 
-After a change of numbers that is meant: `python -m tests.ranks.test_golden --record`. It leaves old-run alone.
+After a change of numbers that is meant: `python -m tests.ranks.test_golden --record`. It leaves
+old-run alone.
 """
 
 from __future__ import annotations
@@ -37,9 +40,12 @@ from tests.harness.commands import run, torchrun
 
 HERE = Path(__file__).resolve().parent
 GOLDEN, OLD_RUN = HERE / "golden" / "golden.json", HERE / "golden" / "old-run"
-# What the environment says of ranks, threads and instruction sets is kept away from the runs. Read once, here: while
-# the threads below went through the variables, pytest would set PYTEST_CURRENT_TEST and remove it.
-_NOT_PASSED_ON = re.compile("RANK|WORLD_SIZE|LOCAL_|MASTER_|GROUP_|TORCHELASTIC_|OMP_|MKL_|KMP_|DNNL_|ONEDNN_")
+# What the environment says of ranks, threads and instruction sets is kept away from the runs. Read
+# once, here: while the threads below went through the variables, pytest would set
+# PYTEST_CURRENT_TEST and remove it.
+_NOT_PASSED_ON = re.compile(
+    "RANK|WORLD_SIZE|LOCAL_|MASTER_|GROUP_|TORCHELASTIC_|OMP_|MKL_|KMP_|DNNL_|ONEDNN_"
+)
 ENV = {key: value for key, value in os.environ.items() if not _NOT_PASSED_ON.match(key)}
 METRICS = ("train/loss", "train/grad_norm", "train/lr", "train/loss_scale", "val/loss")
 
@@ -81,21 +87,36 @@ def one(*overrides: dict[str, Any], **options: Any) -> Case:
 CASES = {
     # The first ones take longest.
     "old-run": Case(({"resume": "runs/old"},), ranks=2, start="old"),
-    "resume-2-ranks": Case((PLAIN | RANKS | {"stop_at": 4}, PLAIN | RANKS | {"resume": "auto"}), ranks=2),
+    "resume-2-ranks": Case(
+        (PLAIN | RANKS | {"stop_at": 4}, PLAIN | RANKS | {"resume": "auto"}), ranks=2
+    ),
     "4-ranks-buckets": one(RANKS, {"bucket_mb": 0.02}, ranks=4),
     "3-ranks-accumulation": one(RANKS, {"grad_accum_steps": 2}, ranks=3),
     "3-ranks-dropout": one(RANKS, {"dropout": 0.1}, ranks=3),
     "2-ranks": one(RANKS, ranks=2),
     "shakespeare-char": one(
-        {"preset": "shakespeare-char", "block_size": 64, "global_batch_size": 4, "max_steps": 3, "eval_every": 3}
+        {
+            "preset": "shakespeare-char",
+            "block_size": 64,
+            "global_batch_size": 4,
+            "max_steps": 3,
+            "eval_every": 3,
+        }
     ),
     "gpt2-124m": one(
-        {"preset": "gpt2-124m", "tokenizer": "byte", "compile": "false", "n_layer": 2, "block_size": 32},
+        {
+            "preset": "gpt2-124m",
+            "tokenizer": "byte",
+            "compile": "false",
+            "n_layer": 2,
+            "block_size": 32,
+        },
         {"micro_batch_size": 1, "global_batch_size": 2, "max_steps": 2, "eval_every": 2},
     ),
     "shakespeare-cpu": one({"preset": "shakespeare-cpu", "max_steps": 4, "eval_every": 2}),
     "tiny": one({"preset": "tiny", "max_steps": 8, "eval_every": 4}),
-    "tiny-fp16": one(RANKS, {"precision": "fp16"}, near=2e-2),  # measured: 4e-4 between AVX-512 and SSE
+    # Measured: 4e-4 between AVX-512 and SSE
+    "tiny-fp16": one(RANKS, {"precision": "fp16"}, near=2e-2),
     "tiny-bf16": one(RANKS, {"precision": "bf16", "attention": "flash"}, near=2e-2),
 }
 
@@ -114,10 +135,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_numbers_are_as_they_were(case: str, golden: dict[str, Any], runs: dict[str, Future[dict[str, Any]]]) -> None:
+def test_numbers_are_as_they_were(
+    case: str, golden: dict[str, Any], runs: dict[str, Future[dict[str, Any]]]
+) -> None:
     then, now = golden["cases"][case], runs[case].result()
     here = fingerprint()
-    unlike = [f"{key} {here[key]}, then {golden['on'].get(key)}" for key in here if here[key] != golden["on"].get(key)]
+    unlike = [
+        f"{key} {here[key]}, then {golden['on'].get(key)}"
+        for key in here
+        if here[key] != golden["on"].get(key)
+    ]
     if not unlike:
         assert now == then
         return
@@ -134,7 +161,9 @@ def test_a_resumed_run_is_the_whole_run(runs: dict[str, Future[dict[str, Any]]])
     assert runs["resume-2-ranks"].result() == runs["2-ranks"].result()
 
 
-def test_weights_of_an_old_checkpoint_load_as_they_were(golden: dict[str, Any], tmp_path: Path) -> None:
+def test_weights_of_an_old_checkpoint_load_as_they_were(
+    golden: dict[str, Any], tmp_path: Path
+) -> None:
     """On any machine: nothing is computed."""
     shutil.copytree(OLD_RUN, tmp_path / "runs" / "old")
     assert weights(tmp_path) == golden["old_weights"]
@@ -156,7 +185,9 @@ def fingerprint() -> dict[str, Any]:
         "torch": torch.__version__,
         "machine": platform.machine(),
         "cpu": ", ".join(about.get(key, "?") for key in ("model name", "cpu family", "model")),
-        "features": " ".join(sorted(f for f in features if re.match("avx|amx|fma|f16c|asimd|sve|bf16", f))),
+        "features": " ".join(
+            sorted(f for f in features if re.match("avx|amx|fma|f16c|asimd|sve|bf16", f))
+        ),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "mkl": torch.backends.mkl.is_available(),
         "mkldnn": torch.backends.mkldnn.is_available(),
@@ -164,20 +195,33 @@ def fingerprint() -> dict[str, Any]:
 
 
 def measure(case: str, folder: Path) -> dict[str, Any]:
-    """Run a case in an empty folder; return metric -> step -> value, and the sha256 of each weight at the end."""
+    """Run a case in an empty folder; return metric -> step -> value, and the sha256 of each weight
+    at the end.
+    """
     what = CASES[case]
     write_text(folder / "words.txt")
     if what.start:
         shutil.copytree(OLD_RUN, folder / "runs" / what.start)
     for flags in what.parts:
-        command(folder, "nanoray.train", *(f"--{key}={value}" for key, value in flags.items()), ranks=what.ranks)
+        command(
+            folder,
+            "nanoray.train",
+            *(f"--{key}={value}" for key, value in flags.items()),
+            ranks=what.ranks,
+        )
     (run,) = (folder / "runs").iterdir()
     if "resume" in what.parts[-1]:  # else a run that began anew would pass
-        resumed_from = json.loads((run / "summary.json").read_text(encoding="utf-8"))["resumed_from"]
+        resumed_from = json.loads((run / "summary.json").read_text(encoding="utf-8"))[
+            "resumed_from"
+        ]
         assert resumed_from.endswith("step_00000004"), resumed_from
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    records = [
+        json.loads(line)
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     found: dict[str, Any] = {
-        metric: {str(r["step"]): float(r[metric]).hex() for r in records if metric in r} for metric in METRICS
+        metric: {str(r["step"]): float(r[metric]).hex() for r in records if metric in r}
+        for metric in METRICS
     }
     found = {metric: values for metric, values in found.items() if values}
     return found | {"weights": weights(folder)}
@@ -201,8 +245,14 @@ def weights(folder: Path) -> dict[str, str]:
 def command(folder: Path, *args: str, ranks: int = 1) -> None:
     """Run `python -m args` in `folder`, with a cache of its own."""
     env = ENV | {"XDG_CACHE_HOME": str(folder / "cache")}
-    for done in torchrun(ranks, *args, env=env, cwd=folder) if ranks > 1 else [run(*args, env=env, cwd=folder)]:
-        assert done.returncode == 0, f"{' '.join(args)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    for done in (
+        torchrun(ranks, *args, env=env, cwd=folder)
+        if ranks > 1
+        else [run(*args, env=env, cwd=folder)]
+    ):
+        assert done.returncode == 0, (
+            f"{' '.join(args)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        )
 
 
 def record() -> None:
@@ -221,7 +271,11 @@ def record() -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Golden numbers; without --record, pytest compares them.")
-    parser.add_argument("--record", action="store_true", required=True, help="measure them anew and write them")
+    parser = argparse.ArgumentParser(
+        description="Golden numbers; without --record, pytest compares them."
+    )
+    parser.add_argument(
+        "--record", action="store_true", required=True, help="measure them anew and write them"
+    )
     parser.parse_args()
     record()

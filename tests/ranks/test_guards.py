@@ -1,4 +1,6 @@
-"""Nothing that is not finite reaches the weights, and ranks that hold other weights are found, named and healed."""
+"""Nothing that is not finite reaches the weights, and ranks that hold other weights are found,
+named and healed.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,25 @@ from nanoray.checkpoint.find import newest_valid
 from nanoray.config import resolve_batch
 from nanoray.errors import NanorayError, StateDiverged, TrainingDiverged
 from nanoray.mesh.rendezvous import Order
+from nanoray.models.precision import LossScaler
 from nanoray.run import RunSpec
 from nanoray.train.engine import Engine
-from nanoray.train.guards import MANY_OVERFLOWS, MOST_ROLLBACKS, MOST_SKIPS, BadStep, Guards, Verdict
-from nanoray.train.optim import lr_at
-from nanoray.train.precision import LossScaler
-from nanoray.train.replicas import combine, hash_tensors
+from nanoray.train.guard.guards import (
+    MANY_OVERFLOWS,
+    MOST_ROLLBACKS,
+    MOST_SKIPS,
+    BadStep,
+    Guards,
+    Verdict,
+)
+from nanoray.train.guard.replicas import combine, hash_tensors
+from nanoray.train.optim.groups.groups import lr_at
 from tests.harness.alone import engine_of
 from tests.harness.ranks import TINY, make_spec, records, run_ranks, series
 
 GLOBAL = TINY["global_batch_size"]
-SGD: dict[str, Any] = {"optimizer": "sgd", "grad_clip": 0.0, "lr": 0.1, "precision": "fp32"}  # hides no factor
+# Hides no factor
+SGD: dict[str, Any] = {"optimizer": "sgd", "grad_clip": 0.0, "lr": 0.1, "precision": "fp32"}
 
 
 def weights_of(spec: RunSpec) -> dict[str, Tensor]:
@@ -40,7 +50,9 @@ def weights_of(spec: RunSpec) -> dict[str, Tensor]:
 
 
 def by_hand(spec: RunSpec, plan: list[tuple[int, int, bool]]) -> dict[str, Tensor]:
-    """Train in a plain loop over (step before, first sample, whether to update); return the weights."""
+    """Train in a plain loop over (step before, first sample, whether to update); return the
+    weights.
+    """
     engine = engine_of(spec)
     cfg, gpt, optimizer = spec.config, engine.state.model, engine.state.optimizer
     for step, sample, update in plan:
@@ -67,39 +79,65 @@ def straight(steps: int, left_out: int = 0) -> list[tuple[int, int, bool]]:
 # Not finite: stop, skip, roll back.
 
 
-def test_a_nan_between_two_logged_steps_stops_all_ranks_in_that_step(text: Path, tmp_path: Path) -> None:
+def test_a_nan_between_two_logged_steps_stops_all_ranks_in_that_step(
+    text: Path, tmp_path: Path
+) -> None:
     spec = make_spec(text, tmp_path, log_every=100, checkpoint_every=4, faults="nan@rank=1,step=6")
     outcomes = run_ranks(spec, 3)
     assert [o["error"] for o in outcomes] == ["TrainingDiverged"] * 3
     (message,) = {o["message"] for o in outcomes}
     assert message.startswith("at step 6 the loss is nan and the gradient norm nan (lr ")
-    assert "samples 60 to 71); repeated, it is finite this time: a transient error of the machine" in message
-    assert "Not finite on rank 1: own loss nan, samples 64 to 67. The update was left out" in message
+    assert (
+        "samples 60 to 71); repeated, it is finite this time: a transient error of the machine"
+        in message
+    )
+    assert (
+        "Not finite on rank 1: own loss nan, samples 64 to 67. The update was left out" in message
+    )
     newest, _ = newest_valid(spec.checkpoints)
     assert newest is not None
     assert newest.path.name == "step_00000004"
     assert all(torch.isfinite(t).all() for t in weights_of(spec).values())
 
 
-def test_with_fsdp_a_nan_that_comes_again_is_traced_on_the_rank_that_has_it(text: Path, tmp_path: Path) -> None:
-    """The other rank's own forward is finite; a look at its gradients must not wait for the first one."""
-    spec = make_spec(text, tmp_path, dp_mode="fsdp", log_every=100, faults="nan@rank=0,step=3,times=99")
+def test_with_fsdp_a_nan_that_comes_again_is_traced_on_the_rank_that_has_it(
+    text: Path, tmp_path: Path
+) -> None:
+    """The other rank's own forward is finite; a look at its gradients must not wait for the first
+    one.
+    """
+    spec = make_spec(
+        text, tmp_path, dp_mode="fsdp", log_every=100, faults="nan@rank=0,step=3,times=99"
+    )
     outcomes = run_ranks(spec, 2)
     (message,) = {o["message"] for o in outcomes}
     assert "repeated, it is not finite again" in message
-    assert "Not finite on rank 0: own loss nan, samples 24 to 29, first in the output of " in message
-    assert re.search(r"rank 1: own loss [\d.]+, samples 30 to 35, first in the sum over ranks", message)
+    assert (
+        "Not finite on rank 0: own loss nan, samples 24 to 29, first in the output of " in message
+    )
+    assert re.search(
+        r"rank 1: own loss [\d.]+, samples 30 to 35, first in the sum over ranks", message
+    )
 
 
-def test_a_nan_that_comes_again_is_traced_to_its_layer_and_micro_batch(text: Path, tmp_path: Path) -> None:
-    """Two micro batches a rank; the second one's forward is the first that breaks, and in the replay both do."""
+def test_a_nan_that_comes_again_is_traced_to_its_layer_and_micro_batch(
+    text: Path, tmp_path: Path
+) -> None:
+    """Two micro batches a rank; the second one's forward is the first that breaks, and in the
+    replay both do.
+    """
     plan = "nan@rank=0,step=3,phase=backward,times=99"
     spec = make_spec(text, tmp_path, grad_accum_steps=2, log_every=100, dropout=0.1, faults=plan)
     outcomes = run_ranks(spec, 2)
     (message,) = {o["message"] for o in outcomes}
     assert "at step 3 the loss is nan" in message
-    assert "repeated, it is not finite again: lower lr, set grad_clip, or look at that data" in message
-    assert "Not finite on rank 0: own loss nan, samples 24 to 26, first in the output of blocks.1." in message
+    assert (
+        "repeated, it is not finite again: lower lr, set grad_clip, or look at that data" in message
+    )
+    assert (
+        "Not finite on rank 0: own loss nan, samples 24 to 26, first in the output of blocks.1."
+        in message
+    )
 
 
 def test_skip_leaves_out_exactly_that_update(text: Path, tmp_path: Path) -> None:
@@ -108,7 +146,9 @@ def test_skip_leaves_out_exactly_that_update(text: Path, tmp_path: Path) -> None
         assert outcome["exit_reason"] == "finished", outcome
     ours, reference = weights_of(spec), by_hand(spec, straight(8, left_out=5))
     assert largest_difference(ours, reference) < WEIGHT_LIMIT["sgd"]
-    assert largest_difference(ours, by_hand(spec, straight(8))) > 1e-4, "leaving it out changes nothing"
+    assert largest_difference(ours, by_hand(spec, straight(8))) > 1e-4, (
+        "leaving it out changes nothing"
+    )
     assert [r["step"] for r in records(spec)] == [*range(1, 9)]
     assert series(spec).keys() == {1, 2, 3, 4, 6, 7, 8}, "a skipped step has no loss"
     assert series(spec, "fault/skipped_steps") == {step: int(step >= 5) for step in range(1, 9)}
@@ -129,9 +169,15 @@ def test_rollback_goes_on_with_the_data_after_the_bad_step(text: Path, tmp_path:
     spec = make_spec(text, tmp_path, on_nan="rollback", checkpoint_every=4, faults=plan, **SGD)
     for outcome in run_ranks(spec, 2):
         assert outcome["exit_reason"] == "finished", outcome
-    after = [(step, (step + 2) * GLOBAL, True) for step in range(4, 8)]  # what steps 5 and 6 had is not seen again
-    assert largest_difference(weights_of(spec), by_hand(spec, straight(4) + after)) < WEIGHT_LIMIT["sgd"]
-    assert [r["step"] for r in records(spec)] == [*range(1, 9)], "a step stands in metrics.jsonl twice, or not at all"
+    # What steps 5 and 6 had is not seen again
+    after = [(step, (step + 2) * GLOBAL, True) for step in range(4, 8)]
+    assert (
+        largest_difference(weights_of(spec), by_hand(spec, straight(4) + after))
+        < WEIGHT_LIMIT["sgd"]
+    )
+    assert [r["step"] for r in records(spec)] == [*range(1, 9)], (
+        "a step stands in metrics.jsonl twice, or not at all"
+    )
     assert series(spec, "fault/rollbacks") == {step: int(step > 4) for step in range(1, 9)}
     newest, _ = newest_valid(spec.checkpoints)
     assert newest is not None
@@ -140,21 +186,28 @@ def test_rollback_goes_on_with_the_data_after_the_bad_step(text: Path, tmp_path:
 
 def test_rollback_ends_when_it_never_gets_past_the_place(text: Path, tmp_path: Path) -> None:
     plan = "nan@rank=0,step=4,times=999"
-    spec = make_spec(text, tmp_path, on_nan="rollback", checkpoint_every=2, log_every=100, faults=plan)
+    spec = make_spec(
+        text, tmp_path, on_nan="rollback", checkpoint_every=2, log_every=100, faults=plan
+    )
     outcomes = run_ranks(spec, 2)
     assert [o["error"] for o in outcomes] == ["TrainingDiverged"] * 2
     assert (
-        f"{MOST_ROLLBACKS} rollbacks to {spec.checkpoints}/step_00000002 did not get past it" in outcomes[1]["message"]
+        f"{MOST_ROLLBACKS} rollbacks to {spec.checkpoints}/step_00000002 did not get past it"
+        in outcomes[1]["message"]
     )
 
 
 def test_rollback_without_a_checkpoint_says_so(text: Path, tmp_path: Path) -> None:
-    (outcome,) = run_ranks(make_spec(text, tmp_path, on_nan="rollback", faults="nan@rank=0,step=3"), 1)
+    (outcome,) = run_ranks(
+        make_spec(text, tmp_path, on_nan="rollback", faults="nan@rank=0,step=3"), 1
+    )
     assert "There is no checkpoint to roll back to; lower checkpoint_every" in outcome["message"]
 
 
 def test_in_fp16_an_overflow_is_the_scalers_and_no_event(text: Path, tmp_path: Path) -> None:
-    """The loss is finite and its gradients overflow, until the scale has come down far enough. It is said."""
+    """The loss is finite and its gradients overflow, until the scale has come down far enough. It
+    is said.
+    """
     spec = make_spec(text, tmp_path, precision="fp16", log_every=8)
     engine, notes = engine_of(spec), list[str]()
     engine.note = notes.append  # type: ignore[method-assign,assignment]
@@ -173,14 +226,23 @@ def test_in_fp16_an_overflow_is_the_scalers_and_no_event(text: Path, tmp_path: P
 def test_in_fp16_a_loss_that_is_not_finite_is_named_as_in_fp32(
     text: Path, tmp_path: Path, times: int, later: bool
 ) -> None:
-    """No loss scale cures it: it was computed before the scale came in. The scale stays what it was."""
-    spec = make_spec(text, tmp_path, precision="fp16", log_every=8, faults=f"nan@rank=0,step=5,times={times}")
+    """No loss scale cures it: it was computed before the scale came in. The scale stays what it
+    was.
+    """
+    spec = make_spec(
+        text, tmp_path, precision="fp16", log_every=8, faults=f"nan@rank=0,step=5,times={times}"
+    )
     engine = engine_of(spec)
     engine.guards.reads_each_step = not later
     with pytest.raises(TrainingDiverged, match="at step 5 the loss is nan"):
         engine.fit()
-    assert engine.scaler.values()["scale"] == LossScaler.INITIAL / 2 ** engine.scaler.values()["skipped"]
-    assert engine.scaler.values()["skipped"] <= 1, "of later steps, which were left out, the scaler learned nothing"
+    assert (
+        engine.scaler.values()["scale"]
+        == LossScaler.INITIAL / 2 ** engine.scaler.values()["skipped"]
+    )
+    assert engine.scaler.values()["skipped"] <= 1, (
+        "of later steps, which were left out, the scaler learned nothing"
+    )
     assert all(torch.isfinite(p).all() for p in engine.state.model.parameters())
 
 
@@ -199,17 +261,31 @@ def reading_later(spec: RunSpec, wanted: Callable[[], Order] = lambda: Order.GO_
 
 
 def test_where_the_host_looks_later_nothing_moves_until_then(text: Path, tmp_path: Path) -> None:
-    spec = make_spec(text, tmp_path, precision="fp32", log_every=4, dropout=0.1, faults="nan@rank=0,step=3,times=2")
+    spec = make_spec(
+        text,
+        tmp_path,
+        precision="fp32",
+        log_every=4,
+        dropout=0.1,
+        faults="nan@rank=0,step=3,times=2",
+    )
     engine = reading_later(spec)
-    with pytest.raises(TrainingDiverged, match=r"at step 3 the loss is nan .* samples 24 to 35\); repeated, it is fin"):
+    with pytest.raises(
+        TrainingDiverged,
+        match=r"at step 3 the loss is nan .* samples 24 to 35\); repeated, it is fin",
+    ):
         engine.fit()
     assert engine.state.step == 3, "it is found at the logged step 4"
     expected = by_hand(spec, straight(2))
     assert all(torch.equal(p, expected[name]) for name, p in engine.state.model.named_parameters())
 
 
-def test_where_the_host_looks_later_skip_still_leaves_out_one_update(text: Path, tmp_path: Path) -> None:
-    spec = make_spec(text, tmp_path, precision="fp32", log_every=4, on_nan="skip", faults="nan@rank=0,step=3")
+def test_where_the_host_looks_later_skip_still_leaves_out_one_update(
+    text: Path, tmp_path: Path
+) -> None:
+    spec = make_spec(
+        text, tmp_path, precision="fp32", log_every=4, on_nan="skip", faults="nan@rank=0,step=3"
+    )
     engine = reading_later(spec)
     assert engine.fit()["exit_reason"] == "finished"
     assert engine.guards.metrics()["fault/skipped_steps"] == 1
@@ -232,10 +308,13 @@ def guards_of(spec: RunSpec) -> Guards:
 
 def test_a_spike_of_the_gradient_norm_is_said_once(text: Path, tmp_path: Path) -> None:
     guards, loss = guards_of(make_spec(text, tmp_path, precision="fp32")), torch.tensor(3.0)
-    early, late = [90.0, *[1.0, 1.2] * 15, 9.0], [14.0, 20.0, *[1.0] * 5]  # the first 20 norms are spikes of nothing
+    # The first 20 norms are spikes of nothing
+    early, late = [90.0, *[1.0, 1.2] * 15, 9.0], [14.0, 20.0, *[1.0] * 5]
     said = []
     for step, norm in enumerate(early + late, start=1):
-        verdict = guards.check(step, torch.tensor(norm), loss, None, False, pytest.fail, (step - 1) * GLOBAL)
+        verdict = guards.check(
+            step, torch.tensor(norm), loss, None, False, pytest.fail, (step - 1) * GLOBAL
+        )
         assert verdict.leave_out is None
         assert not verdict.roll_back
         said += [verdict.warning] if verdict.warning else []
@@ -244,7 +323,9 @@ def test_a_spike_of_the_gradient_norm_is_said_once(text: Path, tmp_path: Path) -
 
 
 def test_a_step_that_was_cut_off_is_judged_once(text: Path, tmp_path: Path) -> None:
-    """Where the host looks later, a step that is done again must not stand twice among those to look at."""
+    """Where the host looks later, a step that is done again must not stand twice among those to
+    look at.
+    """
     spec = make_spec(text, tmp_path, precision="fp32", on_nan="skip", log_every=8)
     guards, seen = guards_of(spec), []
     guards.reads_each_step = False
@@ -254,13 +335,16 @@ def test_a_step_that_was_cut_off_is_judged_once(text: Path, tmp_path: Path) -> N
         seen.append(step.step)
         return "why"
 
-    for step, norm in [(1, good), (2, good), (3, bad), (3, good), (4, good)]:  # step 3 broke, and was good then
+    # Step 3 broke, and was good then
+    for step, norm in [(1, good), (2, good), (3, bad), (3, good), (4, good)]:
         assert guards.check(step, norm, good, None, False, explain, 0).warning == ""
     assert guards.decide(True, explain, 0) == Verdict()
     assert seen == []
     for step, norm in [(5, good), (5, bad), (6, good)]:
         guards.check(step, norm, good, None, False, explain, 0)
-    assert "The update was left out;" in guards.decide(True, explain, 0).warning, "it counts as one update"
+    assert "The update was left out;" in guards.decide(True, explain, 0).warning, (
+        "it counts as one update"
+    )
     assert guards.metrics()["fault/skipped_steps"] == 1
 
 
@@ -297,7 +381,8 @@ def test_the_hash_is_the_sum_it_says_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "world", [1, pytest.param(2, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full)]
+    "world",
+    [1, pytest.param(2, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full)],
 )
 def test_clean_runs_raise_no_alarm(text: Path, tmp_path: Path, world: int) -> None:
     spec = make_spec(text, tmp_path, hash_every=1, max_steps=40, dropout=0.1, log_every=40)
@@ -308,12 +393,18 @@ def test_clean_runs_raise_no_alarm(text: Path, tmp_path: Path, world: int) -> No
     assert "warning" not in spec.log(0).read_text()
 
 
-def test_a_flipped_bit_found_before_the_next_step_leaves_no_trace(text: Path, tmp_path: Path) -> None:
+def test_a_flipped_bit_found_before_the_next_step_leaves_no_trace(
+    text: Path, tmp_path: Path
+) -> None:
     clean = make_spec(text, tmp_path / "clean")
-    spec = make_spec(text, tmp_path / "flipped", hash_every=1, faults="bitflip@rank=1,step=4,phase=log")
+    spec = make_spec(
+        text, tmp_path / "flipped", hash_every=1, faults="bitflip@rank=1,step=4,phase=log"
+    )
     for outcome in run_ranks(clean, 3) + run_ranks(spec, 3):
         assert outcome["exit_reason"] == "finished", outcome
-    said = "after step 4 the state differs from the majority's on rank 1 in blocks.1.attn.proj.weight"
+    said = (
+        "after step 4 the state differs from the majority's on rank 1 in blocks.1.attn.proj.weight"
+    )
     assert all(said in spec.log(rank).read_text() for rank in range(3))
     assert series(spec, "fault/healed") == {step: int(step > 4) for step in range(1, 9)}
     expected, ours = weights_of(clean), weights_of(spec)
@@ -324,25 +415,41 @@ def test_a_flipped_bit_found_before_the_next_step_leaves_no_trace(text: Path, tm
 
 def test_rank_0_is_healed_like_any_other(text: Path, tmp_path: Path) -> None:
     clean = make_spec(text, tmp_path / "clean")
-    spec = make_spec(text, tmp_path / "flipped", hash_every=1, faults="bitflip@rank=0,step=4,phase=log,bit=31")
+    spec = make_spec(
+        text, tmp_path / "flipped", hash_every=1, faults="bitflip@rank=0,step=4,phase=log,bit=31"
+    )
     for outcome in run_ranks(clean, 3) + run_ranks(spec, 3):
         assert outcome["exit_reason"] == "finished", outcome
     assert [r["step"] for r in records(spec)] == [*range(1, 9)]
-    assert all(torch.equal(a, b) for a, b in zip(weights_of(clean).values(), weights_of(spec).values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(weights_of(clean).values(), weights_of(spec).values(), strict=True)
+    )
 
 
-def test_a_flipped_bit_found_before_a_checkpoint_is_healed_by_then(text: Path, tmp_path: Path) -> None:
-    """Its gradients went into everybody's weights, so the run is another one; but ranks agree, and are finite."""
+def test_a_flipped_bit_found_before_a_checkpoint_is_healed_by_then(
+    text: Path, tmp_path: Path
+) -> None:
+    """Its gradients went into everybody's weights, so the run is another one; but ranks agree, and
+    are finite.
+    """
     clean = make_spec(text, tmp_path / "clean")
-    spec = make_spec(text, tmp_path / "flipped", checkpoint_every=6, faults="bitflip@rank=2,step=4,bit=24")
+    spec = make_spec(
+        text, tmp_path / "flipped", checkpoint_every=6, faults="bitflip@rank=2,step=4,bit=24"
+    )
     for outcome in run_ranks(clean, 3) + run_ranks(spec, 3):
         assert outcome["exit_reason"] == "finished", outcome
-    assert "after step 6 the state differs from the majority's on rank 2 in " in spec.log(0).read_text()
+    assert (
+        "after step 6 the state differs from the majority's on rank 2 in "
+        in spec.log(0).read_text()
+    )
     assert series(spec, "fault/healed")[8] == 1, "after the heal the ranks did not agree"
     assert 0 < largest_difference(weights_of(clean), weights_of(spec)) < 0.1
 
 
-def test_a_rank_0_that_is_healed_before_a_checkpoint_reports_each_step_once(text: Path, tmp_path: Path) -> None:
+def test_a_rank_0_that_is_healed_before_a_checkpoint_reports_each_step_once(
+    text: Path, tmp_path: Path
+) -> None:
     """It takes over the session of another rank in the middle of a step's ending."""
     keys = {"log_every": 4, "checkpoint_every": 4, "hash_every": 100}
     spec = make_spec(text, tmp_path, **keys, faults="bitflip@rank=0,step=4,phase=log")
@@ -367,8 +474,12 @@ def test_two_ranks_that_differ_have_no_majority(text: Path, tmp_path: Path) -> N
     assert not TrainingDiverged.retry
 
 
-def test_a_flipped_bit_that_makes_infinities_is_found_as_what_it_is(text: Path, tmp_path: Path) -> None:
-    """The weight is about 1e36 then. Two ranks ask for a restart, which cures it, and do not blame the data."""
+def test_a_flipped_bit_that_makes_infinities_is_found_as_what_it_is(
+    text: Path, tmp_path: Path
+) -> None:
+    """The weight is about 1e36 then. Two ranks ask for a restart, which cures it, and do not blame
+    the data.
+    """
     spec = make_spec(text, tmp_path, log_every=100, faults="bitflip@rank=1,step=5,bit=30")
     outcomes = run_ranks(spec, 2)
     assert [o["error"] for o in outcomes] == ["StateDiverged"] * 2

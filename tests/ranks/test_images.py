@@ -1,4 +1,6 @@
-"""A ResNet on images through the whole program: resume, modes, batch normalisation over ranks, copies of its state."""
+"""A ResNet on images through the whole program: resume, modes, batch normalisation over ranks,
+copies of its state.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ def trained(images: DatasetInfo, folder: Path, world: int, **settings: Any) -> R
 
 
 @pytest.mark.parametrize(
-    ("world", "mode"), [(1, "ddp"), pytest.param(2, "ddp", marks=pytest.mark.full), (2, "zero2"), (3, "ddp")]
+    ("world", "mode"),
+    [(1, "ddp"), pytest.param(2, "ddp", marks=pytest.mark.full), (2, "zero2"), (3, "ddp")],
 )
 def test_resume_in_the_middle_of_an_epoch_changes_no_bit(
     images: DatasetInfo, tmp_path: Path, world: int, mode: str
@@ -61,13 +64,18 @@ def test_modes_by_hand_agree_bit_for_bit(images: DatasetInfo, tmp_path: Path, wo
         assert equal(final(run), final(runs[0]))
 
 
-def test_fsdp_is_zero2_but_for_the_rounding_of_odd_rows(images: DatasetInfo, tmp_path: Path) -> None:
+def test_fsdp_is_zero2_but_for_the_rounding_of_odd_rows(
+    images: DatasetInfo, tmp_path: Path
+) -> None:
     """The fused update rounds the elements beyond the last multiple of 16 otherwise (fsdp.py)."""
     zero, fsdp = (trained(images, tmp_path / mode, 2, dp_mode=mode) for mode in ("zero2", "fsdp"))
     assert series(fsdp) == pytest.approx(series(zero), abs=5e-5)
     assert series(fsdp, "val/loss") == pytest.approx(series(zero, "val/loss"), abs=5e-5)
     assert final(fsdp).model.keys() == final(zero).model.keys()
-    assert all(torch.allclose(final(fsdp).model[name], t, atol=5e-5) for name, t in final(zero).model.items())
+    assert all(
+        torch.allclose(final(fsdp).model[name], t, atol=5e-5)
+        for name, t in final(zero).model.items()
+    )
     assert final(fsdp).optimizer.keys() == final(zero).optimizer.keys()
 
 
@@ -76,7 +84,9 @@ def test_a_run_goes_on_with_another_mode(images: DatasetInfo, tmp_path: Path) ->
     settings = {"sync_batchnorm": True, "precision": "fp32"}
     alone = trained(images, tmp_path / "alone", 1, **settings)
     for mode, world, stop in (("ddp", 2, 2), ("fsdp", 3, 5), ("zero1", 2, 0)):
-        spec = trained(images, tmp_path / "run", world, dp_mode=mode, stop_at=stop, resume="auto", **settings)
+        spec = trained(
+            images, tmp_path / "run", world, dp_mode=mode, stop_at=stop, resume="auto", **settings
+        )
     assert series(spec) == pytest.approx(series(alone), abs=2e-3)
     assert len([*spec.folder.parent.iterdir()]) == 1, "all in one run"
     theirs = final(alone).model
@@ -97,21 +107,29 @@ def test_a_run_goes_on_with_another_mode(images: DatasetInfo, tmp_path: Path) ->
 def test_synchronised_norms_train_as_one_process_does(
     images: DatasetInfo, tmp_path: Path, world: int, mode: str
 ) -> None:
-    """Plain SGD without clipping shows a wrong factor. Without --sync_batchnorm the losses are others."""
+    """Plain SGD without clipping shows a wrong factor. Without --sync_batchnorm the losses are
+    others.
+    """
     plain = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.1, "precision": "fp32"}
     alone = trained(images, tmp_path / "alone", 1, **plain)
     ours = trained(images, tmp_path / "sync", world, dp_mode=mode, sync_batchnorm=True, **plain)
     assert series(ours) == pytest.approx(series(alone), abs=2e-4)
-    assert series(ours, "train/grad_norm") == pytest.approx(series(alone, "train/grad_norm"), rel=2e-3)
+    assert series(ours, "train/grad_norm") == pytest.approx(
+        series(alone, "train/grad_norm"), rel=2e-3
+    )
     for name, tensor in final(alone).model.items():
         assert torch.allclose(final(ours).model[name], tensor, atol=2e-3), name
     local = trained(images, tmp_path / "local", world, dp_mode=mode, **plain)
-    assert series(local) != pytest.approx(series(alone), abs=2e-4), "each rank normalises by its own images"
+    assert series(local) != pytest.approx(series(alone), abs=2e-4), (
+        "each rank normalises by its own images"
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("synchronised", [True, False])
-def test_a_synchronised_layer_is_torchs_over_the_whole_batch(pools: Pools, ranks: int, synchronised: bool) -> None:
+def test_a_synchronised_layer_is_torchs_over_the_whole_batch(
+    pools: Pools, ranks: int, synchronised: bool
+) -> None:
     """Output, gradients and running statistics; a layer of its own rank's batch gives others."""
     order = {"batch": 6, "synchronised": synchronised}
     (found,) = pools(ranks).run("tests.harness.images:norm_layer", order)
@@ -124,8 +142,17 @@ def test_a_synchronised_layer_is_torchs_over_the_whole_batch(pools: Pools, ranks
         layer.bias.copy_(torch.linspace(-1.0, 1.0, 5))
     y = layer(x)
     y.backward(dy)
-    theirs = {"y": y, "dx": x.grad, "dw": layer.weight.grad, "mean": layer.running_mean, "var": layer.running_var}
-    alike = {key: torch.allclose(torch.tensor(found[key]), value, atol=1e-4) for key, value in theirs.items()}
+    theirs = {
+        "y": y,
+        "dx": x.grad,
+        "dw": layer.weight.grad,
+        "mean": layer.running_mean,
+        "var": layer.running_var,
+    }
+    alike = {
+        key: torch.allclose(torch.tensor(found[key]), value, atol=1e-4)
+        for key, value in theirs.items()
+    }
     db = layer.bias.grad
     assert db is not None
     assert torch.allclose(torch.tensor(found["db"]), db, atol=1e-4)
@@ -134,18 +161,26 @@ def test_a_synchronised_layer_is_torchs_over_the_whole_batch(pools: Pools, ranks
     assert alike == {key: synchronised or key == "mean" for key in theirs}
 
 
-def test_a_newcomer_gets_running_statistics_and_momentum_and_a_flipped_one_is_healed(pools: Pools) -> None:
+def test_a_newcomer_gets_running_statistics_and_momentum_and_a_flipped_one_is_healed(
+    pools: Pools,
+) -> None:
     (found,) = pools(3).run("tests.harness.images:copied_state", {})
     assert len({tuple(hashes) for hashes in found["shared"]}) == 1
-    assert {"stem_norm.running_mean", "stem_norm.running_var", "momentum_buffer.head.bias"} <= {*found["names"]}
+    assert {"stem_norm.running_mean", "stem_norm.running_var", "momentum_buffer.head.bias"} <= {
+        *found["names"]
+    }
     assert found["healed"] == 1
     assert "rank 1 in stem_norm.running_var" in found["warning"]
     assert len({tuple(hashes) for hashes in found["after"]}) == 1
     assert found["after"][0] == found["shared"][0]
 
 
-def test_every_number_of_ranks_trains_on_the_same_images(images: DatasetInfo, tmp_path: Path) -> None:
-    """With synchronised norms the loss of each step is that of one process, across the end of an epoch."""
+def test_every_number_of_ranks_trains_on_the_same_images(
+    images: DatasetInfo, tmp_path: Path
+) -> None:
+    """With synchronised norms the loss of each step is that of one process, across the end of an
+    epoch.
+    """
     plain = {"momentum": 0.0, "sync_batchnorm": True}
     runs = [trained(images, tmp_path / str(world), world, **plain) for world in (1, 2, 3)]
     for run in runs[1:]:
@@ -183,7 +218,12 @@ def test_a_step_that_is_not_finite_leaves_the_running_statistics_finite(
 def test_fp16_and_bf16_train_with_momentum(images: DatasetInfo, tmp_path: Path) -> None:
     """fp16's first scales overflow: the updates that are left out leave the momentum at zero."""
     for precision in ("fp16", "bf16"):
-        settings = {"precision": precision, "sync_batchnorm": precision == "bf16", "max_steps": 4, "eval_every": 0}
+        settings = {
+            "precision": precision,
+            "sync_batchnorm": precision == "bf16",
+            "max_steps": 4,
+            "eval_every": 0,
+        }
         spec = trained(images, tmp_path / precision, 2, **settings)
         assert all(math.isfinite(loss) for loss in series(spec).values())
         assert all(torch.isfinite(tensor).all() for tensor in final(spec).optimizer.values())

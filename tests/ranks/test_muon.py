@@ -1,4 +1,6 @@
-"""Muon and rotary positions in whole runs: resumed to the bit, equal on ranks and in one process, sampled, cut."""
+"""Muon and rotary positions in whole runs: resumed to the bit, equal on ranks and in one process,
+sampled, cut.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,18 @@ from nanoray.sample import main as sample
 from tests.harness.axes import Runs, final
 from tests.harness.ranks import series
 
-FAST: dict[str, Any] = {"optimizer": "muon", "positions": "rotary", "attention": "plain", "loss_chunk": 50}
-RECIPE: dict[str, Any] = {"max_steps": 6, "global_batch_size": 12, "precision": "fp32", "lr": 0.004} | FAST
+FAST: dict[str, Any] = {
+    "optimizer": "muon",
+    "positions": "rotary",
+    "attention": "plain",
+    "loss_chunk": 50,
+}
+RECIPE: dict[str, Any] = {
+    "max_steps": 6,
+    "global_batch_size": 12,
+    "precision": "fp32",
+    "lr": 0.004,
+} | FAST
 
 
 @pytest.fixture
@@ -27,19 +39,27 @@ def test_a_resumed_run_is_the_whole_run(runs: Runs, mode: str) -> None:
     assert kinds == {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}
 
 
-def test_two_ranks_learn_what_one_process_does(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_ranks_learn_what_one_process_does(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
     one, two = runs.trained("one", 1), runs.trained("two", 2)
     assert series(two) == pytest.approx(series(one), abs=2e-4)
     assert series(one)[6] < series(one)[1]
     by_hand = runs.trained("hand", 2, dp_mode="ddp_by_hand")
-    assert series(by_hand) == pytest.approx(series(two), abs=2e-5), "the norm for clipping is summed in another order"
+    assert series(by_hand) == pytest.approx(series(two), abs=2e-5), (
+        "the norm for clipping is summed in another order"
+    )
     assert sample([str(one.folder), "--max_new_tokens", "5", "--device", "cpu"]) == 0
     assert capsys.readouterr().out
 
 
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}, {"dp_mode": "zero1"}, {"dp_mode": "fsdp"}])
-def test_rotary_positions_and_plain_attention_go_with_every_mesh(runs: Runs, mesh: dict[str, Any]) -> None:
+def test_rotary_positions_and_plain_attention_go_with_every_mesh(
+    runs: Runs, mesh: dict[str, Any]
+) -> None:
     """Trained on two ranks as in one process, with AdamW."""
-    own = {"optimizer": "adamw", "max_steps": 3, "n_head": 4} | ({"loss_chunk": 0} if "tp" in mesh else {})
+    own = {"optimizer": "adamw", "max_steps": 3, "n_head": 4} | (
+        {"loss_chunk": 0} if "tp" in mesh else {}
+    )
     one, two = runs.trained("one", 1, **own), runs.trained("two", 2, **own, **mesh)
     assert series(two) == pytest.approx(series(one), abs=2e-5)

@@ -69,7 +69,9 @@ def test_a_notebook_is_valid_and_its_links_lead_somewhere(path: Path) -> None:
     book = json.loads(path.read_text(encoding="utf-8"))
     jsonschema.validate(book, SCHEMA)
     assert len({cell["id"] for cell in book["cells"]}) == len(book["cells"])
-    words = "".join("".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "markdown")
+    words = "".join(
+        "".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "markdown"
+    )
     for target in re.findall(r"\]\(([^)#]+)\)", words):
         assert target.startswith("https://") or (FOLDER / target).exists(), target
 
@@ -77,7 +79,14 @@ def test_a_notebook_is_valid_and_its_links_lead_somewhere(path: Path) -> None:
 def test_quickstart(text: Path, tmp_path: Path, forked: dict[str, str]) -> None:
     flags = ["--device", "cpu", "--data_dir", str(tmp_path / "cache"), "--tensorboard", "false"]
     printed = execute(
-        "quickstart", tmp_path, forked, PRESET="tiny", TEXT=str(text), STEPS=20, RUNS="my runs", MORE=flags
+        "quickstart",
+        tmp_path,
+        forked,
+        PRESET="tiny",
+        TEXT=str(text),
+        STEPS=20,
+        RUNS="my runs",
+        MORE=flags,
     )
     assert re.search(r"^step 20/20 \| loss \d\.\d+ \| val ", printed, re.M)
     assert "To be" in printed

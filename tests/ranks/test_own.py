@@ -1,4 +1,6 @@
-"""A script's own model, optimizer and data in nanoray's loop: resumed to the bit, on any ranks, in every mode."""
+"""A script's own model, optimizer and data in nanoray's loop: resumed to the bit, on any ranks, in
+every mode.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,22 @@ from tests.harness.elastic import run_elastic
 from tests.harness.ranks import records, run_ranks, series
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}  # two of each rank would wait for each other on two cores
+# Two of each rank would wait for each other on two cores
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 CPU = torch.device("cpu")
-SETTINGS: dict[str, Any] = {"global_batch_size": 12, "micro_batch_size": 0, "log_every": 1, "max_steps": 8}
-SETTINGS |= {"tensorboard": False, "checkpoint_every": 0, "eval_every": 4, "timeout_s": 20, "init_timeout_s": 20}
+SETTINGS: dict[str, Any] = {
+    "global_batch_size": 12,
+    "micro_batch_size": 0,
+    "log_every": 1,
+    "max_steps": 8,
+}
+SETTINGS |= {
+    "tensorboard": False,
+    "checkpoint_every": 0,
+    "eval_every": 4,
+    "timeout_s": 20,
+    "init_timeout_s": 20,
+}
 
 
 def points(count: int, seed: int) -> TensorDataset:
@@ -59,7 +73,12 @@ class Batched:
 
     def __iter__(self) -> Any:
         x, y = points(40, 1).tensors
-        return iter([(x[i : i + self.size], y[i : i + self.size]) for i in range(0, 40 - self.size + 1, self.size)])
+        return iter(
+            [
+                (x[i : i + self.size], y[i : i + self.size])
+                for i in range(0, 40 - self.size + 1, self.size)
+            ]
+        )
 
 
 def with_batch_norm(run: Run) -> None:
@@ -74,9 +93,14 @@ def with_bare_norm(run: Run) -> None:
 
 
 def fit(run: Run, how: str = "dataset", steps: int | None = None) -> None:
-    """What a script does: a model, two groups of parameters with rates of their own, an optimizer, data."""
+    """What a script does: a model, two groups of parameters with rates of their own, an optimizer,
+    data.
+    """
     model = network()
-    groups = [{"params": model[0].parameters(), "lr": 0.02}, {"params": model[2].parameters(), "lr": 0.005}]
+    groups = [
+        {"params": model[0].parameters(), "lr": 0.02},
+        {"params": model[2].parameters(), "lr": 0.005},
+    ]
     kind = getattr(torch.optim, how, torch.optim.AdamW)
     optimizer = kind(groups) if kind.__name__ == how else kind(groups, fused=how != "not fused")
     data: Any = points(50, 1)
@@ -88,10 +112,16 @@ def fit(run: Run, how: str = "dataset", steps: int | None = None) -> None:
 
 
 def open_own(folder: Path, **settings: Any) -> RunSpec:
-    return open_run(make_config(DEFAULTS | SETTINGS | {"out_dir": str(folder)} | settings), own_data(), time.time())
+    return open_run(
+        make_config(DEFAULTS | SETTINGS | {"out_dir": str(folder)} | settings),
+        own_data(),
+        time.time(),
+    )
 
 
-def trained(folder: Path, world: int, main: Callable[[Run], None] = fit, **settings: Any) -> RunSpec:
+def trained(
+    folder: Path, world: int, main: Callable[[Run], None] = fit, **settings: Any
+) -> RunSpec:
     spec = open_own(folder, **settings)
     outcomes = run_ranks(spec, world, train=Program(main, frozenset(settings)))
     assert not [outcome for outcome in outcomes if "error" in outcome], outcomes
@@ -109,7 +139,10 @@ def alone() -> dict[int, float]:
     """The losses of a plain loop over the same samples."""
     torch.manual_seed(1337)
     model = network()
-    groups = [{"params": model[0].parameters(), "lr": 0.02}, {"params": model[2].parameters(), "lr": 0.005}]
+    groups = [
+        {"params": model[0].parameters(), "lr": 0.02},
+        {"params": model[2].parameters(), "lr": 0.005},
+    ]
     optimizer = torch.optim.AdamW(groups, fused=True)
     data, losses = OwnData(points(50, 1), None, 1337, 12, CPU), {}
     for step in range(8):
@@ -144,10 +177,16 @@ def test_it_resumes_to_the_bit_in_every_mode(tmp_path: Path, mode: str) -> None:
 
 @pytest.mark.full
 def test_with_fsdp_each_group_cuts_a_copy_of_the_scripts_model(tmp_path: Path) -> None:
-    """A rank is lost twice, and no bit differs: neither of the weights nor of the running statistics."""
+    """A rank is lost twice, and no bit differs: neither of the weights nor of the running
+    statistics.
+    """
     settings: dict[str, Any] = {"dp_mode": "fsdp", "checkpoint_every": 4}
     whole = trained(tmp_path / "whole", 2, with_batch_norm, **settings)
-    spec = open_own(tmp_path / "faults", faults="kill@rank=0,step=3;kill@rank=1,step=6,phase=backward", **settings)
+    spec = open_own(
+        tmp_path / "faults",
+        faults="kill@rank=0,step=3;kill@rank=1,step=6,phase=backward",
+        **settings,
+    )
     outcome = run_elastic(spec, 2, train=Program(with_batch_norm, frozenset(settings)))
     assert not [rank for rank in outcome.ranks.values() if "error" in rank], outcome
     assert len(outcome.left) == 2
@@ -169,7 +208,9 @@ def test_other_data_and_optimizers_resume_to_the_bit(tmp_path: Path, how: str) -
 
 @pytest.mark.parametrize("mode", ["ddp", "zero1"])
 @pytest.mark.parametrize("how", ["Adam", "NAdam", "Adagrad"])
-def test_an_optimizer_that_nanoray_does_not_know_resumes_to_the_bit(tmp_path: Path, how: str, mode: str) -> None:
+def test_an_optimizer_that_nanoray_does_not_know_resumes_to_the_bit(
+    tmp_path: Path, how: str, mode: str
+) -> None:
     """NAdam keeps a number besides `step`, and Adagrad's state is there before its first step."""
     main = partial(fit, how=how)
     whole = trained(tmp_path / "whole", 2, main, dp_mode=mode)
@@ -181,7 +222,9 @@ def test_an_optimizer_that_nanoray_does_not_know_resumes_to_the_bit(tmp_path: Pa
 
 
 def with_a_frozen_part(run: Run) -> None:
-    model = nn.Sequential(nn.Linear(3, 16), nn.Dropout(0.5).eval(), nn.Dropout(0.1), nn.Linear(16, 1))
+    model = nn.Sequential(
+        nn.Linear(3, 16), nn.Dropout(0.5).eval(), nn.Dropout(0.1), nn.Linear(16, 1)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, fused=True)
     RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(points(50, 1), points(20, 2))
     assert [module.training for module in model] == [True, False, True, True]
@@ -190,7 +233,9 @@ def with_a_frozen_part(run: Run) -> None:
 def test_an_evaluation_leaves_frozen_modules_frozen(tmp_path: Path) -> None:
     whole = trained(tmp_path / "whole", 1, with_a_frozen_part)
     trained(tmp_path / "parts", 1, with_a_frozen_part, stop_at=5)  # after an evaluation
-    assert series(trained(tmp_path / "parts", 1, with_a_frozen_part, resume="auto")) == series(whole)
+    assert series(trained(tmp_path / "parts", 1, with_a_frozen_part, resume="auto")) == series(
+        whole
+    )
 
 
 class Sparing(nn.Module):
@@ -211,13 +256,17 @@ def with_a_spare_layer(run: Run) -> None:
 
 
 def test_with_shards_a_layer_that_takes_no_part_has_a_gradient_of_zero(tmp_path: Path) -> None:
-    both = [trained(tmp_path / mode, 2, with_a_spare_layer, dp_mode=mode) for mode in ("fsdp", "zero1")]
+    both = [
+        trained(tmp_path / mode, 2, with_a_spare_layer, dp_mode=mode) for mode in ("fsdp", "zero1")
+    ]
     assert series(both[0]) == pytest.approx(series(both[1]), abs=1e-5)
 
 
 def test_its_model_is_not_sampled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sample([str(trained(tmp_path, 1, max_steps=1).folder)]) == 4
-    assert capsys.readouterr().err.startswith("error: this checkpoint is of a script's own model, which only that scr")
+    assert capsys.readouterr().err.startswith(
+        "error: this checkpoint is of a script's own model, which only that scr"
+    )
 
 
 def test_a_lowest_rate_that_was_given_is_kept(tmp_path: Path) -> None:
@@ -233,7 +282,9 @@ def test_a_lowest_rate_above_the_optimizer_s_is_refused(tmp_path: Path) -> None:
     given = frozenset({*settings} - {"lr"})
     (outcome,) = run_ranks(spec, 1, train=Program(fit, given))
     assert outcome["error"] == "ConfigError"
-    assert outcome["message"].startswith("min_lr = 0.05 is above the optimizer's lr = 0.02; lower min_lr"), outcome
+    assert outcome["message"].startswith(
+        "min_lr = 0.05 is above the optimizer's lr = 0.02; lower min_lr"
+    ), outcome
 
 
 def test_a_rate_of_zero_is_refused(tmp_path: Path) -> None:
@@ -243,7 +294,10 @@ def test_a_rate_of_zero_is_refused(tmp_path: Path) -> None:
         RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(points(50, 1))
 
     spec = open_own(tmp_path)
-    with pytest.raises(ConfigError, match=r"first group has lr = 0, and the schedule sets .*; give it a rate above 0"):
+    with pytest.raises(
+        ConfigError,
+        match=r"first group has lr = 0, and the schedule sets .*; give it a rate above 0",
+    ):
         main(Run(spec, Rendezvous(), given=frozenset()))
 
 
@@ -254,7 +308,9 @@ def test_an_optimizer_that_is_not_fused_leaves_a_bad_step_out(tmp_path: Path) ->
     assert all(torch.isfinite(tensor).all() for tensor in final(spec).values())
 
 
-def test_an_optimizer_that_is_not_fused_steps_where_a_tensor_tells_whether_to(tmp_path: Path) -> None:
+def test_an_optimizer_that_is_not_fused_steps_where_a_tensor_tells_whether_to(
+    tmp_path: Path,
+) -> None:
     """On a GPU it always is one, with fp16 also here."""
     main, settings = partial(fit, how="not fused"), {"precision": "fp16", "max_steps": 12}
     lost = series(trained(tmp_path, 1, main, **settings))
@@ -317,16 +373,31 @@ def test_callbacks_hear_in_order_and_a_broken_one_costs_nothing(tmp_path: Path) 
     main = partial(watched, path=tmp_path / "heard")
     trained(tmp_path / "runs", 2, main, max_steps=4, checkpoint_mode="sync", checkpoint_every=2)
     assert (tmp_path / "heard").read_text().splitlines() == [
-        *("start 2", "step 1", "step 2", "saved 2", "step 3", "step 4", "eval 4 True", "saved 4", "end finished"),
+        *(
+            "start 2",
+            "step 1",
+            "step 2",
+            "saved 2",
+            "step 3",
+            "step 4",
+            "eval 4 True",
+            "saved 4",
+            "end finished",
+        ),
     ]
 
 
 def test_the_rank_that_is_the_first_at_the_end_tells_its_callbacks(tmp_path: Path) -> None:
     """Rank 0 is lost, and the run ends with the others."""
-    main, settings = partial(watched, path=tmp_path / "heard"), {"recovery": "shrink", "eval_every": 0}
+    main, settings = (
+        partial(watched, path=tmp_path / "heard"),
+        {"recovery": "shrink", "eval_every": 0},
+    )
     spec = open_own(tmp_path / "runs", faults="kill@rank=0,step=3", **settings)
     outcome = run_elastic(spec, 2, groups=[[1]], train=Program(main, frozenset(settings)))
-    assert not [rank for rank in outcome.ranks.values() if rank.get("error", "Died") != "Died"], outcome
+    assert not [rank for rank in outcome.ranks.values() if rank.get("error", "Died") != "Died"], (
+        outcome
+    )
     heard = (tmp_path / "heard").read_text().splitlines()
     assert heard.count("start 2") == 1
     assert heard.count("start 1") == 1, "the size of the group that is left"
@@ -364,36 +435,57 @@ def of_half_a_model(run: Run) -> None:
 @pytest.mark.parametrize(
     ("main", "text"),
     [
-        (never_fits, "ConfigError: never_fits returned without training; call RuntimeEngine(model, optimizer, run)."),
+        (
+            never_fits,
+            "ConfigError: never_fits returned without training; call RuntimeEngine(model, "
+            "optimizer, run).",
+        ),
         (fits_twice, "ConfigError: fit was called twice in one run; launch a run for each of them"),
-        (of_another_model, "ConfigError: the optimizer has a parameter of shape (16, 3) that is not the model's; make"),
+        (
+            of_another_model,
+            "ConfigError: the optimizer has a parameter of shape (16, 3) that is not the model's; "
+            "make",
+        ),
         (
             with_bare_norm,
             "ConfigError: BatchNorm1d(16",
         ),
         (
             with_factors,
-            "ConfigError: Adafactor keeps row_var of shape [2, 1] for a parameter of shape [2, 8]; checkpoints",
+            "ConfigError: Adafactor keeps row_var of shape [2, 1] for a parameter of shape [2, 8]; "
+            "checkpoints",
         ),
-        (of_half_a_model, "ConfigError: the optimizer does not update 2.weight; give it all parameters, or set requir"),
+        (
+            of_half_a_model,
+            "ConfigError: the optimizer does not update 2.weight; give it all parameters, or set "
+            "requir",
+        ),
     ],
 )
-def test_scripts_that_cannot_train_are_told_why(tmp_path: Path, main: Callable[[Run], None], text: str) -> None:
+def test_scripts_that_cannot_train_are_told_why(
+    tmp_path: Path, main: Callable[[Run], None], text: str
+) -> None:
     assert refused(main, tmp_path).startswith(text)
 
 
 def test_data_that_cannot_be_read_are_told_why() -> None:
     for data, text in (
-        (iter([1]), "the train data can be iterated once only; give a class whose __iter__ begins anew"),
+        (
+            iter([1]),
+            "the train data can be iterated once only; give a class whose __iter__ begins anew",
+        ),
         (3, "the train data are a int; give a dataset"),
         ([], "the train data are empty; give at least one sample"),
     ):
         with pytest.raises(DataError, match=text):
             OwnData(data, None, 0, 2, CPU)
-    with pytest.raises(DataError, match="a batch is a list of 3, but must be a pair of inputs and targets"):
+    with pytest.raises(
+        DataError, match="a batch is a list of 3, but must be a pair of inputs and targets"
+    ):
         OwnData([(1, 2, 3)], None, 0, 1, CPU).train_batch(0, 1)
     with pytest.raises(
-        DataError, match=r"batch 0 of the train data has 4 samples, but micro_batch_size = 5; make them"
+        DataError,
+        match=r"batch 0 of the train data has 4 samples, but micro_batch_size = 5; make them",
     ):
         Batches(Batched(4), "train", 5).batch(0)
 
@@ -408,7 +500,9 @@ class Unindexed(IterableDataset[Any]):
         return len(self.batches)
 
     def __iter__(self) -> Any:
-        return iter([({"x": x, "twice": 2 * x}, y) if self.named else (x, y) for x, y in self.batches])
+        return iter(
+            [({"x": x, "twice": 2 * x}, y) if self.named else (x, y) for x, y in self.batches]
+        )
 
 
 @pytest.mark.parametrize("loader", [False, True])
@@ -435,7 +529,9 @@ def test_batches_with_named_inputs_have_the_size_of_their_tensors() -> None:
     inputs, targets = data.val_batch(windows[-3:])
     assert torch.equal(inputs["x"], batches[2][0])
     assert torch.equal(targets, batches[2][1])
-    with pytest.raises(DataError, match="batch 0 of the train data has 3 samples, but micro_batch_size = 4"):
+    with pytest.raises(
+        DataError, match="batch 0 of the train data has 3 samples, but micro_batch_size = 4"
+    ):
         OwnData(Unindexed(batches[2:], named=True), None, 0, 4, CPU).train_batch(0, 4)
 
 
@@ -447,7 +543,10 @@ class Sentence(NamedTuple):
 def test_named_tuples_stay_named_tuples() -> None:
     items = [(Sentence(torch.full((5,), n), torch.tensor(n)), n) for n in range(6)]
     batch = Sentence(torch.zeros(3, 5), torch.ones(3)), torch.zeros(3)
-    for data in (OwnData(items, Unindexed([batch]), 0, 3, CPU), OwnData(Unindexed([batch]), items, 0, 3, CPU)):
+    for data in (
+        OwnData(items, Unindexed([batch]), 0, 3, CPU),
+        OwnData(Unindexed([batch]), items, 0, 3, CPU),
+    ):
         for inputs, _ in (data.train_batch(0, 3), data.val_batch(data.val_windows(3))):
             assert isinstance(inputs, Sentence)
             assert inputs.words.shape == (3, 5)
@@ -457,10 +556,15 @@ def test_named_tuples_stay_named_tuples() -> None:
 def test_batches_of_a_fixed_size_and_shrink_are_refused(tmp_path: Path) -> None:
     """With fewer ranks a micro batch would need another size."""
     (outcome, _) = run_ranks(
-        open_own(tmp_path, recovery="shrink"), 2, train=Program(partial(fit, how="batches"), frozenset())
+        open_own(tmp_path, recovery="shrink"),
+        2,
+        train=Program(partial(fit, how="batches"), frozenset()),
     )
     assert outcome["error"] == "ConfigError"
-    assert "but the train data are batches of a fixed size; use recovery in_place" in outcome["message"]
+    assert (
+        "but the train data are batches of a fixed size; use recovery in_place"
+        in outcome["message"]
+    )
 
 
 def test_batches_go_on_over_epochs_and_back_to_older_ones() -> None:
@@ -476,13 +580,18 @@ def test_model_own_needs_a_script(tmp_path: Path) -> None:
     for module in ("nanoray.train", "nanoray.launch"):
         done = run(module, "--model", "own", "--micro_batch_size", "2", cwd=tmp_path)
         assert done.returncode == ConfigError.exit_code
-        assert "model = own needs a script that brings the model; see examples/own_model.py" in done.stderr
+        assert (
+            "model = own needs a script that brings the model; see examples/own_model.py"
+            in done.stderr
+        )
 
 
 @pytest.mark.parametrize("name", ["1_loop", "2_evaluation", "3_checkpoint"])
 def test_the_first_stages_run(tmp_path: Path, name: str) -> None:
     script = str(EXAMPLES / "zero_to_one" / f"{name}.py")
-    outputs = [run(script, env=ONE_THREAD, cwd=tmp_path) for _ in range(2 if name == "3_checkpoint" else 1)]
+    outputs = [
+        run(script, env=ONE_THREAD, cwd=tmp_path) for _ in range(2 if name == "3_checkpoint" else 1)
+    ]
     assert [done.returncode for done in outputs] == [0] * len(outputs), outputs[-1].stderr
     assert float(outputs[-1].stdout.split("step 200  loss ")[1].split()[0]) < 0.3
 
@@ -490,17 +599,28 @@ def test_the_first_stages_run(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["4_ranks", "5_overlap", "6_monitoring"])
 def test_the_stages_with_ranks_run(tmp_path: Path, name: str) -> None:
     """Two ranks of a shared batch learn what one rank does."""
-    outputs = torchrun(2, str(EXAMPLES / "zero_to_one" / f"{name}.py"), env=ONE_THREAD, cwd=tmp_path)
+    outputs = torchrun(
+        2, str(EXAMPLES / "zero_to_one" / f"{name}.py"), env=ONE_THREAD, cwd=tmp_path
+    )
     assert [done.returncode for done in outputs] == [0, 0], outputs[0].stderr
     assert float(outputs[0].stdout.split("step 200  loss ")[1].split()[0]) < 0.3
 
 
 def test_a_model_of_ones_own_trains_under_torchrun(tmp_path: Path, forked: dict[str, str]) -> None:
     """Under the real one."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     script = str(EXAMPLES / "own_model.py")
     env = ONE_THREAD | forked
-    done = subprocess.run([*command, script], cwd=tmp_path, capture_output=True, text=True, timeout=400, env=env)
+    done = subprocess.run(
+        [*command, script], cwd=tmp_path, capture_output=True, text=True, timeout=400, env=env
+    )
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "runs").iterdir()
     assert json.loads((folder / "summary.json").read_text())["val_loss"] < 0.3
@@ -510,6 +630,11 @@ def test_a_callback_example_runs_without_ray(tmp_path: Path) -> None:
     script = shutil.copytree(EXAMPLES, tmp_path / "examples") / "own_callback.py"
     done = run(str(script), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for line in ("watching", "step 40: validation loss", "step 60 is on disk", "finished after 120 steps"):
+    for line in (
+        "watching",
+        "step 40: validation loss",
+        "step 60 is on disk",
+        "finished after 120 steps",
+    ):
         assert line in done.stdout
     assert Rendezvous().world_size == 1

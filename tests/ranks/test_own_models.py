@@ -1,4 +1,6 @@
-"""Models that people bring: norms that run twice or never, weights in another order, layers in layers, tiny ones."""
+"""Models that people bring: norms that run twice or never, weights in another order, layers in
+layers, tiny ones.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,24 @@ from nanoray.run import RunSpec
 from nanoray.train.runtime import Program, Run, RuntimeEngine
 from tests.harness.ranks import run_ranks, series
 
-SETTINGS: dict[str, Any] = {"global_batch_size": 12, "micro_batch_size": 0, "log_every": 1, "max_steps": 8}
-SETTINGS |= {"tensorboard": False, "checkpoint_every": 0, "eval_every": 0, "timeout_s": 20, "init_timeout_s": 20}
+SETTINGS: dict[str, Any] = {
+    "global_batch_size": 12,
+    "micro_batch_size": 0,
+    "log_every": 1,
+    "max_steps": 8,
+}
+SETTINGS |= {
+    "tensorboard": False,
+    "checkpoint_every": 0,
+    "eval_every": 0,
+    "timeout_s": 20,
+    "init_timeout_s": 20,
+}
 
 
-def outcomes(folder: Path, world: int, main: Callable[[Run], None], **settings: Any) -> tuple[RunSpec, list[Any]]:
+def outcomes(
+    folder: Path, world: int, main: Callable[[Run], None], **settings: Any
+) -> tuple[RunSpec, list[Any]]:
     config = make_config(DEFAULTS | SETTINGS | {"out_dir": str(folder)} | settings)
     spec = open_run(config, own_data(), 0.0)
     return spec, run_ranks(spec, world, train=Program(main, frozenset(settings)))
@@ -39,7 +54,9 @@ def trained(folder: Path, world: int, main: Callable[[Run], None], **settings: A
 
 def refused(folder: Path, world: int, main: Callable[[Run], None], **settings: Any) -> str:
     _, found = outcomes(folder, world, main, **settings)
-    return " | ".join(outcome.get("message", "") for outcome in found if outcome.get("error") == "ConfigError")
+    return " | ".join(
+        outcome.get("message", "") for outcome in found if outcome.get("error") == "ConfigError"
+    )
 
 
 def final(spec: RunSpec) -> dict[str, Tensor]:
@@ -54,7 +71,11 @@ class Images(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how, self.calls = how, 0
-        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, momentum=1.0), nn.Linear(8, 2)
+        self.conv, self.norm, self.head = (
+            nn.Conv2d(3, 8, 3),
+            nn.BatchNorm2d(8, momentum=1.0),
+            nn.Linear(8, 2),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += self.training
@@ -79,13 +100,21 @@ def images(run: Run, how: str = "once", layout: Any = torch.contiguous_format) -
     rate = 1e-12 if how != "trained" else 0.05
     x = 5 + torch.randn(96, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
-    RuntimeEngine(model, optimizer, run, nn.functional.cross_entropy).fit(TensorDataset(x, torch.arange(96) % 2))
+    RuntimeEngine(model, optimizer, run, nn.functional.cross_entropy).fit(
+        TensorDataset(x, torch.arange(96) % 2)
+    )
 
 
 @pytest.mark.parametrize("how", ["once", "twice", "sometimes", "frozen"])
-def test_statistics_are_means_over_the_passes_that_a_norm_has_made(tmp_path: Path, how: str) -> None:
-    """With hardly any rate and a momentum of one they are those of the last step's samples, about the data's."""
-    found = final(trained(tmp_path, 2, partial(images, how=how), grad_accum_steps=2, dp_mode="ddp_by_hand"))
+def test_statistics_are_means_over_the_passes_that_a_norm_has_made(
+    tmp_path: Path, how: str
+) -> None:
+    """With hardly any rate and a momentum of one they are those of the last step's samples, about
+    the data's.
+    """
+    found = final(
+        trained(tmp_path, 2, partial(images, how=how), grad_accum_steps=2, dp_mode="ddp_by_hand")
+    )
     mean, var = found["norm.running_mean"], found["norm.running_var"]
     if how == "frozen":
         assert torch.equal(mean, torch.full((8,), 0.3))
@@ -115,7 +144,10 @@ def test_weights_in_channels_last_train_as_others_do(tmp_path: Path, mode: str) 
 class Stage(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks, self.out = nn.ModuleList(nn.Linear(16, 16) for _ in range(2)), nn.Linear(16, 16)
+        self.blocks, self.out = (
+            nn.ModuleList(nn.Linear(16, 16) for _ in range(2)),
+            nn.Linear(16, 16),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -133,7 +165,9 @@ class Layers(nn.Module):
             pairs: Any = (nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)]) for _ in range(2))
             self.layers = nn.ModuleList(pairs)
         else:
-            self.layers = nn.ModuleList(Stage() if kind == "nested" else nn.Linear(16, 16) for _ in range(2))
+            self.layers = nn.ModuleList(
+                Stage() if kind == "nested" else nn.Linear(16, 16) for _ in range(2)
+            )
         if kind == "tied":
             self.layers[1].weight = self.layers[0].weight
 
@@ -166,12 +200,17 @@ def points(run: Run, kind: str) -> None:
     model = MODELS[kind]()
     x = torch.randn(50, 3, generator=torch.Generator().manual_seed(1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, fused=True)
-    RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(TensorDataset(x, x.sum(1, keepdim=True)))
+    RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(
+        TensorDataset(x, x.sum(1, keepdim=True))
+    )
 
 
 @pytest.mark.parametrize("kind", ["nested", "lists"])
 def test_layers_in_layers_are_gathered_apart(tmp_path: Path, kind: str) -> None:
-    both = [trained(tmp_path / mode, 2, partial(points, kind=kind), dp_mode=mode) for mode in ("ddp", "fsdp")]
+    both = [
+        trained(tmp_path / mode, 2, partial(points, kind=kind), dp_mode=mode)
+        for mode in ("ddp", "fsdp")
+    ]
     assert series(both[0]) == pytest.approx(series(both[1]), abs=1e-5)
 
 
@@ -179,8 +218,17 @@ def test_layers_in_layers_are_gathered_apart(tmp_path: Path, kind: str) -> None:
     ("kind", "mode", "message"),
     [
         ("tied", "fsdp", "layers.0.weight belongs to several layers; use dp_mode zero2"),
-        ("scaled", "fsdp", "scale is a single number; give it the shape (1,), or use dp_mode zero2"),
-        ("small", "fsdp", "dp_mode = fsdp leaves rank 1 no element of this small model; use fewer ranks, or dp_mode"),
+        (
+            "scaled",
+            "fsdp",
+            "scale is a single number; give it the shape (1,), or use dp_mode zero2",
+        ),
+        (
+            "small",
+            "fsdp",
+            "dp_mode = fsdp leaves rank 1 no element of this small model; use fewer ranks, or "
+            "dp_mode",
+        ),
     ],
 )
 def test_what_cannot_be_cut_is_told(tmp_path: Path, kind: str, mode: str, message: str) -> None:

@@ -1,4 +1,6 @@
-"""Pipeline parallelism: equal to one process under every schedule, alone and with replicas and shards."""
+"""Pipeline parallelism: equal to one process under every schedule, alone and with replicas and
+shards.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,18 @@ from tests.ranks.conftest import Pools
 MODES = ("ddp_by_hand", "zero1", "zero2")
 
 
-@pytest.mark.parametrize("settings", [SGD, pytest.param(ADAMW, marks=pytest.mark.full)], ids=["sgd", "adamw"])
-@pytest.mark.parametrize("pp", [2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)])
-def test_every_schedule_trains_as_one_process_does(pools: Pools, pp: int, settings: dict[str, Any]) -> None:
-    """With fewer micro batches than stages, as many, and more; all but interleaved to the same bits."""
+@pytest.mark.parametrize(
+    "settings", [SGD, pytest.param(ADAMW, marks=pytest.mark.full)], ids=["sgd", "adamw"]
+)
+@pytest.mark.parametrize(
+    "pp", [2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)]
+)
+def test_every_schedule_trains_as_one_process_does(
+    pools: Pools, pp: int, settings: dict[str, Any]
+) -> None:
+    """With fewer micro batches than stages, as many, and more; all but interleaved to the same
+    bits.
+    """
     arms = {kind: {"pp": pp, "pp_schedule": kind, "n_layer": 2 * pp} for kind in SCHEDULES}
     for accum in (1, pp, 6 if pp == 3 else 4):
         able = {kind: own for kind, own in arms.items() if kind != "interleaved" or accum % pp == 0}
@@ -32,14 +42,20 @@ def test_every_schedule_trains_as_one_process_does(pools: Pools, pp: int, settin
         assert digests["gpipe"] == digests["1f1b"] == digests["zero_bubble"]
 
 
-@pytest.mark.parametrize("settings", [SGD, pytest.param(ADAMW, marks=pytest.mark.full)], ids=["sgd", "adamw"])
+@pytest.mark.parametrize(
+    "settings", [SGD, pytest.param(ADAMW, marks=pytest.mark.full)], ids=["sgd", "adamw"]
+)
 @pytest.mark.parametrize("bias", [pytest.param(True, marks=pytest.mark.full), False])
-def test_a_pipeline_of_replicas_and_of_shards(pools: Pools, bias: bool, settings: dict[str, Any]) -> None:
+def test_a_pipeline_of_replicas_and_of_shards(
+    pools: Pools, bias: bool, settings: dict[str, Any]
+) -> None:
     """dp 2 × pp 2 in every mode and schedule, and tp 2 × pp 2; by hand and zero1 agree to the bit."""
     deep = {"pp": 2, "n_layer": 4}
     arms = {mode: {**deep, "dp_mode": mode} for mode in MODES}
     arms |= {f"{mode} interleaved": {**arms[mode], "pp_schedule": "interleaved"} for mode in MODES}
-    arms |= {kind: {**deep, "dp_mode": "zero1", "pp_schedule": kind} for kind in ("gpipe", "zero_bubble")}
+    arms |= {
+        kind: {**deep, "dp_mode": "zero1", "pp_schedule": kind} for kind in ("gpipe", "zero_bubble")
+    }
     for kind in ("1f1b", "zero_bubble"):
         arms[f"tp {kind}"] = {**deep, "tp": 2, "pp_schedule": kind}
         arms[f"sequence {kind}"] = {**arms[f"tp {kind}"], "sequence_parallel": True}
@@ -53,8 +69,13 @@ def test_a_pipeline_of_replicas_and_of_shards(pools: Pools, bias: bool, settings
 
 
 def test_a_stage_keeps_its_layers_only(pools: Pools) -> None:
-    arms = {"pp 4": {"pp": 4, "n_layer": 8}, "pp 2 × zero1": {"pp": 2, "n_layer": 8, "dp_mode": "zero1"}}
-    for each in run(pools, 4, arms, [{"accum": 1, "settings": ADAMW | {"n_embd": 32, "n_layer": 8}}]):
+    arms = {
+        "pp 4": {"pp": 4, "n_layer": 8},
+        "pp 2 × zero1": {"pp": 2, "n_layer": 8, "dp_mode": "zero1"},
+    }
+    for each in run(
+        pools, 4, arms, [{"accum": 1, "settings": ADAMW | {"n_embd": 32, "n_layer": 8}}]
+    ):
         held = [rank["state_elements"] for rank in each["ranks"]]
         whole = 2 * each["ranks"][0]["elements"]
         assert max(held) < whole / 4 * 1.3, each["arm"]
@@ -90,7 +111,9 @@ def runs(text: Path, tmp_path: Path) -> Runs:
 
 
 def test_dropout_is_that_of_one_process_under_every_schedule(runs: Runs) -> None:
-    """Also evaluation, whose last batch has another shape, and the norm: logged by a rank that has no loss itself."""
+    """Also evaluation, whose last batch has another shape, and the norm: logged by a rank that has
+    no loss itself.
+    """
     settings = {"dropout": 0.3, "eval_every": 3, "eval_samples": 8}
     alone = runs.trained("alone", 1, **settings)
     found = []
@@ -98,7 +121,9 @@ def test_dropout_is_that_of_one_process_under_every_schedule(runs: Runs) -> None
         spec = runs.trained(schedule, 2, pp=2, pp_schedule=schedule, hash_every=2, **settings)
         assert series(spec) == pytest.approx(series(alone), abs=2e-5)
         assert series(spec, "val/loss") == pytest.approx(series(alone, "val/loss"), abs=2e-5)
-        assert series(spec, "train/grad_norm") == pytest.approx(series(alone, "train/grad_norm"), rel=1e-4)
+        assert series(spec, "train/grad_norm") == pytest.approx(
+            series(alone, "train/grad_norm"), rel=1e-4
+        )
         found.append(spec)
     by_name = dict(zip(SCHEDULES, found, strict=True))
     for schedule in ("gpipe", "zero_bubble"):
@@ -127,13 +152,23 @@ MESHES = [  # workers, settings
 
 
 def test_any_mesh_loads_the_bits_that_any_other_saved(runs: Runs) -> None:
-    """Each saves what it has loaded, as a run that ends before its first step would, and nothing changes."""
+    """Each saves what it has loaded, as a run that ends before its first step would, and nothing
+    changes.
+    """
     start = runs.trained("start", 1, stop_at=2)
     saved = final(start)
     spec = start
     for n, (world, settings) in enumerate(MESHES):
         shared = {"lr": 1e-30, "min_lr": 0.0, "weight_decay": 0.0}  # the weights stay, to the bit
-        spec = runs.trained(str(n), world, resume=str(spec.folder), stop_at=3 + n, max_steps=20, **shared, **settings)
+        spec = runs.trained(
+            str(n),
+            world,
+            resume=str(spec.folder),
+            stop_at=3 + n,
+            max_steps=20,
+            **shared,
+            **settings,
+        )
         mine = final(spec)
         assert mine.model.keys() == saved.model.keys(), settings
         for name, tensor in saved.model.items():
@@ -145,14 +180,18 @@ def test_a_run_goes_on_over_many_meshes(runs: Runs) -> None:
     alone = runs.trained("alone", 1, max_steps=8)
     for stop, (world, settings) in enumerate(MESHES, 1):
         more = {"grad_accum_steps": 0, "micro_batch_size": 0} if world == 3 else {}
-        spec = runs.trained("run", world, stop_at=stop, resume="auto", max_steps=8, **settings, **more)
+        spec = runs.trained(
+            "run", world, stop_at=stop, resume="auto", max_steps=8, **settings, **more
+        )
     assert len([*spec.folder.parent.iterdir()]) == 1, "all in one run"
     for step, loss in series(spec).items():
         assert loss == pytest.approx(series(alone)[step], abs=2e-5)
     assert {*series(spec)} == {*range(1, len(MESHES) + 1)}
 
 
-@pytest.mark.parametrize(("world", "mode"), [(4, "zero1"), pytest.param(2, "ddp", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("world", "mode"), [(4, "zero1"), pytest.param(2, "ddp", marks=pytest.mark.full)]
+)
 def test_the_bubble_is_measured_and_drawn_beside_the_theory(
     runs: Runs, capsys: pytest.CaptureFixture[str], world: int, mode: str
 ) -> None:
@@ -164,7 +203,9 @@ def test_the_bubble_is_measured_and_drawn_beside_the_theory(
     assert 0 < outcomes[0]["comm"]["bubble"] < 100
     assert {*series(spec, "pipe/bubble_theory").values()} == {theory}
     assert len(series(spec, "pipe/bubble")) >= 5
-    steps = [json.loads(line) for line in (spec.folder / "comm" / "steps.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line) for line in (spec.folder / "comm" / "steps.jsonl").read_text().splitlines()
+    ]
     for phases in steps[2]["phases"]:
         names = [name for name, _, _ in phases]
         assert names.count("idle") >= 2
@@ -177,7 +218,9 @@ def test_the_bubble_is_measured_and_drawn_beside_the_theory(
 
 
 @pytest.mark.parametrize(("precision", "far"), [("bf16", 2e-2), ("fp16", 5e-3)])
-def test_low_precision_in_a_pipeline_stays_near_one_process(runs: Runs, precision: str, far: float) -> None:
+def test_low_precision_in_a_pipeline_stays_near_one_process(
+    runs: Runs, precision: str, far: float
+) -> None:
     """With fp16 the loss scale enters at the last stage, and every rank skips the same steps."""
     alone = runs.trained("alone", 1, precision=precision)
     piped = runs.trained("piped", 2, pp=2, precision=precision, hash_every=1)
@@ -192,7 +235,12 @@ def test_a_step_that_is_not_finite_is_named_with_its_stage(runs: Runs) -> None:
 
 
 def test_a_flipped_bit_is_found_among_the_replicas_of_a_stage(runs: Runs) -> None:
-    settings = {"pp": 2, "dp_mode": "ddp_by_hand", "hash_every": 2, "faults": "bitflip@rank=2,step=3"}
+    settings = {
+        "pp": 2,
+        "dp_mode": "ddp_by_hand",
+        "hash_every": 2,
+        "faults": "bitflip@rank=2,step=3",
+    }
     _, message = runs.failed(4, "StateDiverged", **settings)
     assert "after step 4 ranks that hold the same piece of the state differ" in message
 

@@ -1,4 +1,6 @@
-"""Shares of lost gradients and of weights that stay: counted by hand, and on real ranks in every cut of the state."""
+"""Shares of lost gradients and of weights that stay: counted by hand, and on real ranks in every
+cut of the state.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from nanoray.config import make_config
 from nanoray.errors import ConfigError
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import whole_shards
-from nanoray.train.dangers import PRECISION
-from nanoray.train.precision_stats import PrecisionStats, layer_of
+from nanoray.train.watch.dangers import PRECISION
+from nanoray.train.watch.precision_stats import PrecisionStats, layer_of
 from tests.harness.axes import Runs
 from tests.harness.ranks import records
 
@@ -47,18 +49,29 @@ def test_counts_by_hand(precision: str, lost: float) -> None:
     found = stats.measured(state, ALONE)  # type: ignore[arg-type]
     assert found["precision/grad_lost"] == pytest.approx(100 * lost)
     assert found["precision/unchanged"] == pytest.approx(60.0)
-    assert found[PRECISION] == {"0": {"zero": 20.0, "subnormal": pytest.approx(100 * lost - 20), "unchanged": 60.0}}
+    assert found[PRECISION] == {
+        "0": {"zero": 20.0, "subnormal": pytest.approx(100 * lost - 20), "unchanged": 60.0}
+    }
     assert stats.measured(state, ALONE) == {}, "once"  # type: ignore[arg-type]
 
 
 def test_layers_of_names() -> None:
-    names = {"blocks.3.attn.qkv.weight": "blocks.3", "tok_emb.weight": "tok_emb", "norm.weight": "norm", "w": "w"}
+    names = {
+        "blocks.3.attn.qkv.weight": "blocks.3",
+        "tok_emb.weight": "tok_emb",
+        "norm.weight": "norm",
+        "w": "w",
+    }
     assert {name: layer_of(name) for name in names} == names
 
 
 @pytest.fixture
 def runs(text: Path, tmp_path: Path) -> Runs:
-    return Runs(text, tmp_path, {"max_steps": 4, "global_batch_size": 12, "log_every": 3, "precision_stats": "every=2"})
+    return Runs(
+        text,
+        tmp_path,
+        {"max_steps": 4, "global_batch_size": 12, "log_every": 3, "precision_stats": "every=2"},
+    )
 
 
 def of(runs: Runs, name: str, **settings: Any) -> dict[int, dict[str, Any]]:
@@ -81,7 +94,9 @@ def test_all_cuts_of_the_state_count_alike(runs: Runs) -> None:
 
 
 def test_fp16_with_its_loss_scale_loses_little_more_than_float32(runs: Runs) -> None:
-    """fp16 with its scale of 2^16 loses little; the same gradients in fp32 lose only what is zero by itself."""
+    """fp16 with its scale of 2^16 loses little; the same gradients in fp32 lose only what is zero
+    by itself.
+    """
     fp32, fp16 = (of(runs, name, precision=name)[2] for name in ("fp32", "fp16"))
     assert fp32["precision/unchanged"] < 5
     assert fp32["precision/grad_lost"] <= fp16["precision/grad_lost"] + 1e-9

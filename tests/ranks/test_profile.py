@@ -16,10 +16,17 @@ from nanoray.trace.profiles import ALL, FOLDER, KEY, merge, name_of, read_profil
 from tests.harness.axes import equal, final
 from tests.harness.ranks import make_spec, run_ranks, series
 
-RECIPE: dict[str, Any] = {"max_steps": 6, "global_batch_size": 8, "dropout": 0.1, "precision": "fp32"}
+RECIPE: dict[str, Any] = {
+    "max_steps": 6,
+    "global_batch_size": 8,
+    "dropout": 0.1,
+    "precision": "fp32",
+}
 
 
-def test_two_ranks_on_one_clock(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_ranks_on_one_clock(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plain = make_spec(text, tmp_path / "plain", **RECIPE)
     spec = make_spec(text, tmp_path / "profiled", **RECIPE, profile="3:5")
     for each in (plain, spec):
@@ -30,7 +37,9 @@ def test_two_ranks_on_one_clock(text: Path, tmp_path: Path, capsys: pytest.Captu
     told = capsys.readouterr().out
     assert "2 rank(s), steps 3 to 4; their clocks agree to 0 us" in told
     events = json.loads(gzip.decompress((spec.folder / FOLDER / ALL).read_bytes()))["traceEvents"]
-    names = {e["pid"]: e["args"]["name"].partition(":")[0] for e in events if e["name"] == "process_name"}
+    names = {
+        e["pid"]: e["args"]["name"].partition(":")[0] for e in events if e["name"] == "process_name"
+    }
     seen: dict[tuple[str, str], tuple[float, float]] = {}
     for event in events:
         if event["ph"] == "X" and event["name"].startswith("step "):
@@ -39,12 +48,16 @@ def test_two_ranks_on_one_clock(text: Path, tmp_path: Path, capsys: pytest.Captu
     assert steps == {"step 3", "step 4"}
     for one, other in (("rank 0", "rank 1"), ("rank 1", "rank 0")):
         begun, ended = seen[one, "step 3: backward"][0], seen[other, "step 3: backward"][1]
-        assert begun < ended, "gradients are summed in backward, so no rank's ends before all have begun"
+        assert begun < ended, (
+            "gradients are summed in backward, so no rank's ends before all have begun"
+        )
         assert seen[one, "step 4: forward"][0] > begun
     for rank in ("rank 0", "rank 1"):
         begin, end = seen[rank, "step 3: backward"]
         inside = {
-            e["name"] for e in events if e["ph"] == "X" and names.get(e["pid"]) == rank and begin <= e["ts"] <= end
+            e["name"]
+            for e in events
+            if e["ph"] == "X" and names.get(e["pid"]) == rank and begin <= e["ts"] <= end
         }
         assert any("allreduce" in name or "all_reduce" in name for name in inside), inside
         assert "aten::mm" in inside
@@ -73,12 +86,17 @@ def profile(rank: int, base_ns: int, ahead_s: float, ts: float) -> dict[str, Any
 def test_clocks_are_set_to_rank_0s() -> None:
     # Rank 1's clock is 3 s ahead; 10 us after rank 0's event it noted one.
     base = 1_790_000_000_000_000_000
-    events = merge([profile(0, base, 0.0, 100.0), profile(1, base + 2_000_000_000, 3.0, 1_000_110.0)])["traceEvents"]
+    events = merge(
+        [profile(0, base, 0.0, 100.0), profile(1, base + 2_000_000_000, 3.0, 1_000_110.0)]
+    )["traceEvents"]
     first, second = (e for e in events if e["ph"] == "X")
     assert second["ts"] - first["ts"] == pytest.approx(10.0)
     assert first["pid"] != second["pid"], "processes of two machines may have one pid"
     assert len({e["id"] for e in events if e["ph"] == "s"}) == 2
-    assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["rank 0: python", "rank 1: python"]
+    assert [e["args"]["name"] for e in events if e["ph"] == "M"] == [
+        "rank 0: python",
+        "rank 1: python",
+    ]
 
 
 def test_what_is_no_profile_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,6 @@
-"""Weights of 16 bits on real ranks: they learn, resume to the bit, agree between modes, and skip on all ranks."""
+"""Weights of 16 bits on real ranks: they learn, resume to the bit, agree between modes, and skip on
+all ranks.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,19 @@ TYPES = {"bf16_pure": torch.bfloat16, "fp16_pure": torch.float16}
 
 @pytest.fixture
 def runs(text: Path, tmp_path: Path) -> Runs:
-    return Runs(text, tmp_path, {"dropout": 0.1, "lr": 3e-3, "max_steps": 8, "global_batch_size": 12, "hash_every": 1})
+    return Runs(
+        text,
+        tmp_path,
+        {"dropout": 0.1, "lr": 3e-3, "max_steps": 8, "global_batch_size": 12, "hash_every": 1},
+    )
 
 
 SLOW = ("bf16, masters", "fp16, masters")
 
 
-@pytest.mark.parametrize("mode", [pytest.param(m, marks=[pytest.mark.full] * (m in SLOW)) for m in MODES])
+@pytest.mark.parametrize(
+    "mode", [pytest.param(m, marks=[pytest.mark.full] * (m in SLOW)) for m in MODES]
+)
 def test_a_pure_run_resumes_to_the_bit_and_is_near_float32(runs: Runs, mode: str) -> None:
     """Two ranks over gloo, cut after step 4. All ranks compare their state after each step."""
     whole, _ = runs.resumed(2, 5, **MODES[mode])
@@ -52,8 +60,12 @@ def test_a_pure_run_resumes_to_the_bit_and_is_near_float32(runs: Runs, mode: str
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("settings", [{"precision": "bf16"}, {"precision": "fp16"}], ids=["bf16", "fp16"])
-def test_a_run_under_autocast_resumes_to_the_bit(runs: Runs, settings: dict[str, Any], ranks: int) -> None:
+@pytest.mark.parametrize(
+    "settings", [{"precision": "bf16"}, {"precision": "fp16"}], ids=["bf16", "fp16"]
+)
+def test_a_run_under_autocast_resumes_to_the_bit(
+    runs: Runs, settings: dict[str, Any], ranks: int
+) -> None:
     """Weights and state stay float32; the loss scale of fp16 goes on where it was."""
     whole, _ = runs.resumed(ranks, 5, **settings)
     state = final(whole)
@@ -66,7 +78,9 @@ def test_one_rank_alone_resumes_to_the_bit(runs: Runs, mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [MODES["bf16, stochastic"], pytest.param(MODES["fp16"], marks=pytest.mark.full)], ids=["bf16", "fp16"]
+    "settings",
+    [MODES["bf16, stochastic"], pytest.param(MODES["fp16"], marks=pytest.mark.full)],
+    ids=["bf16", "fp16"],
 )
 def test_modes_by_hand_have_the_same_bits(runs: Runs, settings: dict[str, Any]) -> None:
     """Slices of ZeRO draw the random bits of their own elements, so all modes round alike."""
@@ -78,13 +92,18 @@ def test_modes_by_hand_have_the_same_bits(runs: Runs, settings: dict[str, Any]) 
 
 
 def test_another_seed_rounds_otherwise_and_nearest_too(runs: Runs) -> None:
-    found = [final(runs.trained(f"run{i}", 1, **MODES[mode])) for i, mode in enumerate(("bf16, stochastic", "bf16"))]
+    found = [
+        final(runs.trained(f"run{i}", 1, **MODES[mode]))
+        for i, mode in enumerate(("bf16, stochastic", "bf16"))
+    ]
     assert not equal(*found)
 
 
 @pytest.mark.full
 def test_a_mean_of_gradients_by_hand_and_by_torch_are_alike(runs: Runs) -> None:
-    """At two ranks a half is exact; only sums of micro batches in bf16 could differ, and there is one."""
+    """At two ranks a half is exact; only sums of micro batches in bf16 could differ, and there is
+    one.
+    """
     a, b = (runs.trained(mode, 2, dp_mode=mode, **MODES["bf16"]) for mode in ("ddp", "ddp_by_hand"))
     assert series(a) == pytest.approx(series(b), rel=2e-3)
 
@@ -92,7 +111,9 @@ def test_a_mean_of_gradients_by_hand_and_by_torch_are_alike(runs: Runs) -> None:
 @pytest.mark.parametrize("scaling", ["tensor", pytest.param("row", marks=pytest.mark.full)])
 def test_products_of_8_bits_train_near_bf16_and_resume_to_the_bit(runs: Runs, scaling: str) -> None:
     whole, _ = runs.resumed(2, 5, precision="fp8", fp8_scaling=scaling)
-    assert "fp8 (asked for; emulated: operands are rounded to 8 bits and" in whole.log(0).read_text()
+    assert (
+        "fp8 (asked for; emulated: operands are rounded to 8 bits and" in whole.log(0).read_text()
+    )
     near = runs.trained("bf16", 2, precision="bf16")
     assert series(whole) == pytest.approx(series(near), rel=3e-2)
     assert series(whole) != series(near)
@@ -102,4 +123,7 @@ def test_products_of_8_bits_train_near_bf16_and_resume_to_the_bit(runs: Runs, sc
 def test_tf32_is_refused_by_each_rank_without_a_gpu(text: Path, tmp_path: Path) -> None:
     outcomes = run_ranks(make_spec(text, tmp_path, precision="tf32", max_steps=1), 1)
     assert outcomes[0]["error"] == "ConfigError"
-    assert outcomes[0]["message"] == "precision = tf32 is a format of GPUs, but there is none; use precision fp32"
+    assert (
+        outcomes[0]["message"]
+        == "precision = tf32 is a format of GPUs, but there is none; use precision fp32"
+    )

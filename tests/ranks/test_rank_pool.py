@@ -17,7 +17,14 @@ from typing import Any
 import pytest
 
 from nanoray.bench.harness.processes import session_members
-from nanoray.bench.harness.rank_pool import RankFailed, RankPool, Where, add_where_flags, describe, where_from
+from nanoray.bench.harness.rank_pool import (
+    RankFailed,
+    RankPool,
+    Where,
+    add_where_flags,
+    describe,
+    where_from,
+)
 from nanoray.bench.harness.report import Report
 from nanoray.errors import ConfigError, PlacementError
 from tests.harness.cluster import wait_for
@@ -32,7 +39,9 @@ HERE = "tests.ranks.test_rank_pool"
 
 
 def add_up(mesh: Any, order: dict[str, Any], emit: Any) -> None:
-    """Emit the sum of ranks + 1 as often as asked; ranks that emit besides rank 0 must not be heard."""
+    """Emit the sum of ranks + 1 as often as asked; ranks that emit besides rank 0 must not be
+    heard.
+    """
     import torch
 
     for i in range(order["times"]):
@@ -99,7 +108,9 @@ def test_the_rank_that_was_killed_is_named_and_not_its_peer() -> None:
     message = str(caught.value)
     assert events == [{"before": True}]  # what came before the failure is not lost
     assert caught.value.rank == 1
-    assert message.startswith(f"rank 1 (pid {pids[1]}, cpu) in {HERE}:break_down: it was ended by SIGKILL\n")
+    assert message.startswith(
+        f"rank 1 (pid {pids[1]}, cpu) in {HERE}:break_down: it was ended by SIGKILL\n"
+    )
     assert "the last words of this rank" in message
     assert not any(session_members(pid) for pid in pids)
 
@@ -117,7 +128,9 @@ def test_a_broken_collective_without_a_better_cause_is_told_as_it_is(pools: Any)
 def test_silence_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanoray.bench.harness.rank_pool.GRACE_S", 0.5)
     with RankPool(Where(1, device="cpu", timeout_s=0.5)) as pool:
-        with pytest.raises(RankFailed, match=r"no sign of rank 0 for 1 s in .*:hang; raise --timeout_s"):
+        with pytest.raises(
+            RankFailed, match=r"no sign of rank 0 for 1 s in .*:hang; raise --timeout_s"
+        ):
             list(pool.run(f"{HERE}:hang", {}))
         with pytest.raises(RuntimeError, match=r"still busy with .*:hang"):
             list(pool.run(f"{HERE}:add_up", {"times": 1}))
@@ -135,7 +148,9 @@ def parse(*argv: str) -> Where:
 def test_flags_become_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanoray.bench.harness.rank_pool.discover_gpus", lambda: [])
     assert parse() == Where(3)
-    assert parse("--workers", "2", "--backend", "gloo", "--timeout_s", "9") == Where(2, backend="gloo", timeout_s=9.0)
+    assert parse("--workers", "2", "--backend", "gloo", "--timeout_s", "9") == Where(
+        2, backend="gloo", timeout_s=9.0
+    )
     assert parse("--launcher", "ray", "--ray_address", "local").workers == 3
     assert parse("--share_devices").shared
     torchrun = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -144,7 +159,10 @@ def test_flags_become_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse() == parse("--workers", "4") == Where(4, "torchrun")
     for argv, message in (
         (("--workers", "2"), "workers = 2, but torchrun started 4; drop --workers"),
-        (("--launcher", "processes"), "launcher = processes, RANK = 1; every rank of torchrun would start ranks"),
+        (
+            ("--launcher", "processes"),
+            "launcher = processes, RANK = 1; every rank of torchrun would start ranks",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             parse(*argv)
@@ -155,9 +173,18 @@ def test_flags_become_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (("--workers", "0"), r"workers = 0, timeout_s = 600; both must be above 0"),
         (("--timeout_s", "0"), r"workers = None, timeout_s = 0; both must be above 0"),
-        (("--launcher", "torchrun"), r"launcher = torchrun, RANK = not set; start it as `torchrun --nproc-per-node N"),
-        (("--launcher", "ray", "--share_devices"), r"share_devices, but launcher = ray; only ranks of this command"),
-        (("--launcher", "ray", "--ray_address", "10.0.0.1:6379"), r"how many ranks\? .* give --workers N"),
+        (
+            ("--launcher", "torchrun"),
+            r"launcher = torchrun, RANK = not set; start it as `torchrun --nproc-per-node N",
+        ),
+        (
+            ("--launcher", "ray", "--share_devices"),
+            r"share_devices, but launcher = ray; only ranks of this command",
+        ),
+        (
+            ("--launcher", "ray", "--ray_address", "10.0.0.1:6379"),
+            r"how many ranks\? .* give --workers N",
+        ),
     ],
 )
 def test_wrong_flags(argv: tuple[str, ...], message: str) -> None:
@@ -205,7 +232,10 @@ def checked(path: Path, ranks: int) -> dict[str, Any]:
     """Return the conditions of a tiny run in which everything came out right."""
     report = json.loads(path.read_text())
     rows = [r for r in report["rows"] if "op" in r]
-    assert [(r["op"], r["ranks"], r["wrong"]) for r in rows] == [("all_reduce", ranks, 0), ("broadcast", ranks, 0)]
+    assert [(r["op"], r["ranks"], r["wrong"]) for r in rows] == [
+        ("all_reduce", ranks, 0),
+        ("broadcast", ranks, 0),
+    ]
     assert report["ok"]
     return report["conditions"]
 
@@ -243,8 +273,15 @@ def test_under_torchrun_every_process_is_a_rank_and_one_speaks_unless_another_br
 
 
 def test_what_is_told_of_ranks_on_two_hosts() -> None:
-    facts = [{"host": host, "device": "cpu", "name": "x", "uuid": "", "threads": 1} for host in "aab"]
+    facts = [
+        {"host": host, "device": "cpu", "name": "x", "uuid": "", "threads": 1} for host in "aab"
+    ]
     shown = Report("b", {})
-    pool: Any = SimpleNamespace(facts=facts, where=Where(3, "ray"), backend="gloo", backend_reason="", nccl=None)
+    pool: Any = SimpleNamespace(
+        facts=facts, where=Where(3, "ray"), backend="gloo", backend_reason="", nccl=None
+    )
     describe(shown, pool)
-    assert (shown.conditions["ranks"]["started by"], shown.conditions["ranks"]["on hosts"]) == ("ray", "2 (2 + 1)")
+    assert (shown.conditions["ranks"]["started by"], shown.conditions["ranks"]["on hosts"]) == (
+        "ray",
+        "2 (2 + 1)",
+    )

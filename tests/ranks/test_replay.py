@@ -1,4 +1,6 @@
-"""A step done again in one process has the bits of the run's, and two runs that differ tell where they first do."""
+"""A step done again in one process has the bits of the run's, and two runs that differ tell where
+they first do.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ from nanoray.replay.again import QUIETLY, reenact
 from nanoray.replay.past import read_past, tensors_apart
 from nanoray.replay.player import InTurn
 from nanoray.run import RunSpec
-from nanoray.train.certificate import read
-from nanoray.train.replicas import hash_tensors
+from nanoray.train.guard.certificate import read
+from nanoray.train.guard.replicas import hash_tensors
 from tests.harness.ranks import make_spec, run_ranks
 
 RECIPE: dict[str, Any] = {
@@ -61,7 +63,9 @@ def pair(made: Made) -> RunSpec:
 
 @pytest.fixture
 def flipped(made: Made) -> RunSpec:
-    """Three ranks, of which one has a flipped bit after the update of step 5; the majority heals it."""
+    """Three ranks, of which one has a flipped bit after the update of step 5; the majority heals
+    it.
+    """
     return made(3, dp_mode="ddp_by_hand", faults="bitflip@rank=2,step=5,phase=log")
 
 
@@ -74,13 +78,25 @@ def said(capsys: pytest.CaptureFixture[str], code: int, expected: int) -> str:
 # One process plays all ranks.
 
 
-def test_two_ranks_of_ddp_are_played_to_the_same_bits(pair: RunSpec, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_ranks_of_ddp_are_played_to_the_same_bits(
+    pair: RunSpec, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = said(capsys, replay([str(pair.folder), "--step", "6"]), 0)
     assert "from the checkpoint of step 3, in one process that plays 2 rank(s)" in out
-    for name in ("own loss of rank 0", "own loss of rank 1", "loss", "gradient norm", "learning rate", "tokens so far"):
+    for name in (
+        "own loss of rank 0",
+        "own loss of rank 1",
+        "loss",
+        "gradient norm",
+        "learning rate",
+        "tokens so far",
+    ):
         (line,) = [line for line in out.splitlines() if line.strip().startswith(f"{name} ")]
         assert line.endswith(" equal"), line
-    assert "compared 18 values and 180 hashes of 3 step(s), 61 tensors with the checkpoint of step 6" in out
+    assert (
+        "compared 18 values and 180 hashes of 3 step(s), 61 tensors with the checkpoint of step 6"
+        in out
+    )
     assert "equal    to the bit" in out
 
 
@@ -119,7 +135,9 @@ def test_a_sum_in_another_order_is_found(
         self._each = False
 
     monkeypatch.setattr(InTurn, "__init__", init)
-    assert "differs  first in step 4, hash of " in said(capsys, replay([str(spec.folder), "--step", "4"]), 1)
+    assert "differs  first in step 4, hash of " in said(
+        capsys, replay([str(spec.folder), "--step", "4"]), 1
+    )
 
 
 def test_a_recorded_value_that_is_not_the_replayed_one_is_named(
@@ -134,23 +152,35 @@ def test_a_recorded_value_that_is_not_the_replayed_one_is_named(
     assert f"differs  first in step 5, loss: {loss!r} and {loss + 1e-6!r}" in out
 
 
-def test_the_dump_is_what_the_rank_saw(pair: RunSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_dump_is_what_the_rank_saw(
+    pair: RunSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = ["--step", "5", "--rank", "1", "--dump", str(tmp_path / "seen")]
     said(capsys, replay([str(pair.folder), *flags]), 0)
     file = tmp_path / "seen.safetensors"
-    tensors = tensors_in(read_file(file, {"bytes": file.stat().st_size, "sha256": sha(file)}), file.name)
+    tensors = tensors_in(
+        read_file(file, {"bytes": file.stat().st_size, "sha256": sha(file)}), file.name
+    )
     told = json.loads((tmp_path / "seen.json").read_text())
     data = TokenData(pair.dataset, 16, pair.config.seed)
-    for micro in (0, 1):  # three sequences each; a step has twelve, and rank 1 has the second of two shares
+    # Three sequences each; a step has twelve, and rank 1 has the second of two shares
+    for micro in (0, 1):
         x, y = data.train_batch(4 * 12 + (2 * micro + 1) * 3, 3)
         assert torch.equal(tensors[f"inputs.{micro}"], x)
         assert torch.equal(tensors[f"targets.{micro}"], y)
     own = read(pair.folder).states[5]["losses"][1]
     assert sum(told["losses"]) / 2 == pytest.approx(own, rel=1e-6)
-    gradients = {name: t for key, t in tensors.items() for kind, _, name in (key.partition("."),) if kind == "gradient"}
+    gradients = {
+        name: t
+        for key, t in tensors.items()
+        for kind, _, name in (key.partition("."),)
+        if kind == "gradient"
+    }
     assert gradients.keys() == told["gradient_hashes"].keys()
     hashed = dict(zip(*hash_tensors(gradients), strict=True))
-    assert {name: f"{value % 2**64:016x}" for name, value in hashed.items()} == told["gradient_hashes"]
+    assert {name: f"{value % 2**64:016x}" for name, value in hashed.items()} == told[
+        "gradient_hashes"
+    ]
 
 
 def sha(path: Path) -> str:
@@ -167,20 +197,31 @@ def test_pdb_stops_in_the_forward(
     assert re.search(r"gpt\.py\(\d+\)forward\(\)", out)
     assert "equal    to the bit" in out
     monkeypatch.setattr("sys.stdin", io.StringIO("q\n"))
-    assert "left the debugger" in said(capsys, replay([str(pair.folder), "--step", "4", "--pdb"]), 1)
+    assert "left the debugger" in said(
+        capsys, replay([str(pair.folder), "--step", "4", "--pdb"]), 1
+    )
 
 
 def test_a_re_enactment_leaves_out_only_what_there_is() -> None:
-    """A key that no run has would leave on what it was to turn off; and processes read their configuration anew."""
+    """A key that no run has would leave on what it was to turn off; and processes read their
+    configuration anew.
+    """
     assert QUIETLY.keys() <= Config.model_fields.keys()
-    given = {"global_batch_size": 12, "target_loss": 1.5, "profile": "50:53", "precision_stats": "every=5"}
+    given = {
+        "global_batch_size": 12,
+        "target_loss": 1.5,
+        "profile": "50:53",
+        "precision_stats": "every=5",
+    }
     quiet = make_config(given).model_copy(update=QUIETLY | {"stop_at": 10})
     again = make_config(quiet.model_dump(mode="json"))
     assert (again.stats_every, again.profiled) == (0, range(0))
 
 
 @pytest.mark.full
-def test_three_ranks_of_ddp_need_as_many_processes(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_three_ranks_of_ddp_need_as_many_processes(
+    made: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
     spec = made(3)
     out = said(capsys, replay([str(spec.folder), "--step", "5"]), 0)
     assert "equal bits are not promised: 3 ranks of dp_mode ddp" in out
@@ -192,10 +233,16 @@ def test_three_ranks_of_ddp_need_as_many_processes(made: Made, capsys: pytest.Ca
 
 
 @pytest.mark.full
-def test_processes_do_the_steps_of_a_model_that_is_cut(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_processes_do_the_steps_of_a_model_that_is_cut(
+    made: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
     spec = made(2, tp=2)
-    assert "tp = 2: one process cannot play 2 rank(s)" in said(capsys, replay([str(spec.folder), "--step", "5"]), 2)
-    assert "equal    to the bit" in said(capsys, replay([str(spec.folder), "--step", "6", "--processes"]), 0)
+    assert "tp = 2: one process cannot play 2 rank(s)" in said(
+        capsys, replay([str(spec.folder), "--step", "5"]), 2
+    )
+    assert "equal    to the bit" in said(
+        capsys, replay([str(spec.folder), "--step", "6", "--processes"]), 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -203,7 +250,10 @@ def test_processes_do_the_steps_of_a_model_that_is_cut(made: Made, capsys: pytes
     [
         (["--step", "9"], "has done steps 1 to 8; give one of them"),
         (["--step", "5", "--rank", "2"], "--rank 2: the run had ranks 0 to 1 in that step"),
-        (["--step", "5", "--rank", "1", "--processes"], "look into one process that plays all ranks; drop --proce"),
+        (
+            ["--step", "5", "--rank", "1", "--processes"],
+            "look into one process that plays all ranks; drop --proce",
+        ),
         (["--step", "5", "--keep", "."], "is not empty; give another folder"),
     ],
 )
@@ -213,8 +263,12 @@ def test_what_cannot_be_done_is_refused(
     assert message in said(capsys, replay([str(pair.folder), *flags]), 2)
 
 
-def test_folders_without_hashes_are_refused(pair: RunSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "is no run: it has no run.json" in said(capsys, replay([str(tmp_path), "--step", "1"]), 2)
+def test_folders_without_hashes_are_refused(
+    pair: RunSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "is no run: it has no run.json" in said(
+        capsys, replay([str(tmp_path), "--step", "1"]), 2
+    )
     (tmp_path / "run.json").write_text((pair.folder / "run.json").read_text())
     assert "has no hashes.jsonl" in said(capsys, replay([str(tmp_path), "--step", "1"]), 2)
 
@@ -224,11 +278,18 @@ def test_folders_without_hashes_are_refused(pair: RunSpec, tmp_path: Path, capsy
     [
         ({"model": "own"}, "model = own: a script brings the model"),
         ({"model": "resnet"}, "model = resnet: one process cannot play"),
-        ({"grad_compress": "topk"}, "grad_compress = topk: one process cannot play 2 rank(s) of it; add --processes"),
+        (
+            {"grad_compress": "topk"},
+            "grad_compress = topk: one process cannot play 2 rank(s) of it; add --processes",
+        ),
     ],
 )
 def test_modes_that_one_process_cannot_play_are_refused(
-    pair: RunSpec, tmp_path: Path, settings: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+    pair: RunSpec,
+    tmp_path: Path,
+    settings: dict[str, Any],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = shutil.copytree(pair.folder, tmp_path / "copy")
     lines = (run / "hashes.jsonl").read_text().splitlines()
@@ -241,7 +302,9 @@ def test_modes_that_one_process_cannot_play_are_refused(
 # Where two runs first differ.
 
 
-def test_a_flipped_bit_is_found_by_a_re_enactment(flipped: RunSpec, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_flipped_bit_is_found_by_a_re_enactment(
+    flipped: RunSpec, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = said(capsys, bisect.main([str(flipped.folder)]), 1)
     assert "step     5 is the first that differs; equal up to step 4" in out
     assert "rank     2 of " in out
@@ -251,7 +314,9 @@ def test_a_flipped_bit_is_found_by_a_re_enactment(flipped: RunSpec, capsys: pyte
 def test_a_flipped_bit_is_found_between_two_runs(
     flipped: RunSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The clean one is a re-enactment, which is a run as well; both end alike, as the majority healed the rank."""
+    """The clean one is a re-enactment, which is a run as well; both end alike, as the majority
+    healed the rank.
+    """
     reenact(read_past(flipped.folder), 0, 8, tmp_path)
     clean = tmp_path / "from_0"
     out = said(capsys, bisect.main([str(clean), str(flipped.folder)]), 1)
@@ -259,10 +324,14 @@ def test_a_flipped_bit_is_found_between_two_runs(
     assert "setup    faults: '' and 'bitflip@rank=2,step=5,phase=log'" in out
     assert "step     5 is the first that differs; equal up to step 4" in out
     assert f"tensor   {PLACE}: rank 2 has another one than other ranks of " in out
-    assert "equal    in all that both have of 8 steps" in said(capsys, bisect.main([str(clean), str(clean)]), 0)
+    assert "equal    in all that both have of 8 steps" in said(
+        capsys, bisect.main([str(clean), str(clean)]), 0
+    )
 
 
-def test_a_bit_in_a_checkpoint_is_named(pair: RunSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bit_in_a_checkpoint_is_named(
+    pair: RunSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from nanoray.checkpoint.files import load, save
 
     run = shutil.copytree(pair.folder, tmp_path / "copy")
@@ -273,7 +342,9 @@ def test_a_bit_in_a_checkpoint_is_named(pair: RunSpec, tmp_path: Path, capsys: p
     assert "checkpoint of step 6: 1 of 61 tensors differ" in out
     assert f"{PLACE}: 1 of 1024 elements, first 7: " in out
     assert ", bit 12 flipped" in out
-    assert tensors_apart(run / "checkpoints" / "step_00000003", pair.checkpoints / "step_00000003") == ([], 61)
+    assert tensors_apart(
+        run / "checkpoints" / "step_00000003", pair.checkpoints / "step_00000003"
+    ) == ([], 61)
 
 
 def test_a_fork_that_was_resumed_knows_where_it_began(
@@ -281,25 +352,45 @@ def test_a_fork_that_was_resumed_knows_where_it_began(
 ) -> None:
     """Its run.json names its own folder by then, which is no checkpoint."""
     base = shutil.copytree(pair.folder, tmp_path / "base")
-    settings: dict[str, Any] = {**RECIPE, "grad_accum_steps": 2, "checkpoint_every": 0, "name": "fork"}
+    settings: dict[str, Any] = {
+        **RECIPE,
+        "grad_accum_steps": 2,
+        "checkpoint_every": 0,
+        "name": "fork",
+    }
     folder = base / "checkpoints" / "step_00000003"
     for last in (5, 6):
-        fork = make_spec(text, tmp_path / "runs", **settings, max_steps=8, stop_at=last, resume=str(folder))
+        fork = make_spec(
+            text, tmp_path / "runs", **settings, max_steps=8, stop_at=last, resume=str(folder)
+        )
         assert all("error" not in outcome for outcome in run_ranks(fork, 2))
         folder = fork.folder
     assert fork.resume == str(fork.folder)
     assert "step 4 of" in said(capsys, replay([str(folder), "--step", "4"]), 0)
-    assert "has done steps 4 to 6; give one of them" in said(capsys, replay([str(folder), "--step", "3"]), 2)
+    assert "has done steps 4 to 6; give one of them" in said(
+        capsys, replay([str(folder), "--step", "3"]), 2
+    )
     assert "again    steps 4 to 5" in said(capsys, bisect.main([str(folder)]), 0)
     base.rename(tmp_path / "moved")
     out = said(capsys, replay([str(folder), "--step", "4"]), 2)
-    assert "is of step 5, and that of step 3, from which it began, is gone or not known; give a later step" in out
+    assert (
+        "is of step 5, and that of step 3, from which it began, is gone or not known; give a later "
+        "step" in out
+    )
     assert "again    steps 6 to 6" in said(capsys, bisect.main([str(folder)]), 0)
 
 
 def test_a_resume_makes_later_lines_void(tmp_path: Path) -> None:
-    lines = [{"group": 0, "ranks": 2}, {"step": 2}, {"step": 4}, {"group": 3, "ranks": 3}, {"step": 4, "new": 1}]
-    (tmp_path / "hashes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 5, "to')
+    lines = [
+        {"group": 0, "ranks": 2},
+        {"step": 2},
+        {"step": 4},
+        {"group": 3, "ranks": 3},
+        {"step": 4, "new": 1},
+    ]
+    (tmp_path / "hashes.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 5, "to'
+    )
     found = read(tmp_path)
     assert [group["group"] for group in found.groups] == [0, 3]
     assert found.states == {2: {"step": 2}, 4: {"step": 4, "new": 1}}

@@ -1,4 +1,6 @@
-"""Tensor, pipeline and expert parallelism with two replicas: a lost rank's part comes from the other's memory."""
+"""Tensor, pipeline and expert parallelism with two replicas: a lost rank's part comes from the
+other's memory.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,38 @@ from nanoray.run import recovers_in_place
 from tests.harness.axes import equal, final
 from tests.harness.elastic import run_elastic
 from tests.harness.ranks import TINY, make_spec, records, run_ranks, series
-from tests.ranks.test_mirror import NORM, RECIPE, Clean, clean, deaf, ended_well, fired, spoil_the_mirror
+from tests.ranks.test_mirror import (
+    NORM,
+    RECIPE,
+    Clean,
+    clean,
+    deaf,
+    ended_well,
+    fired,
+    spoil_the_mirror,
+)
 
 __all__ = ["clean"]  # the fixture
 
-PLAN = ["forward", "backward", "optimizer", "exchange_norm", "committed", "log", "eval", "checkpoint"]
+PLAN = [
+    "forward",
+    "backward",
+    "optimizer",
+    "exchange_norm",
+    "committed",
+    "log",
+    "eval",
+    "checkpoint",
+]
 STEPS = [2, 3, 3, 4, 5, 6, 8, 8]
 EXPERTS = {"ep": 2, "experts": 4, "expert_hidden": 32, "shared_experts": 1}
-INTERLEAVED = {"pp": 2, "pp_schedule": "interleaved", "n_layer": 4, "dp_mode": "ddp_by_hand", "grad_accum_steps": 2}
+INTERLEAVED = {
+    "pp": 2,
+    "pp_schedule": "interleaved",
+    "n_layer": 4,
+    "dp_mode": "ddp_by_hand",
+    "grad_accum_steps": 2,
+}
 
 
 @pytest.mark.parametrize(
@@ -29,7 +55,10 @@ INTERLEAVED = {"pp": 2, "pp_schedule": "interleaved", "n_layer": 4, "dp_mode": "
         {"tp": 2},
         {"pp": 2, "dp_mode": "ddp_by_hand", "grad_accum_steps": 2},
         pytest.param(INTERLEAVED, marks=pytest.mark.full),
-        pytest.param({"tp": 2, "dp_mode": "ddp_by_hand", "optimizer": "sgd", "momentum": 0.9}, marks=pytest.mark.full),
+        pytest.param(
+            {"tp": 2, "dp_mode": "ddp_by_hand", "optimizer": "sgd", "momentum": 0.9},
+            marks=pytest.mark.full,
+        ),
         pytest.param({"tp": 2, "dp_mode": "zero1"}, marks=pytest.mark.full),
         pytest.param({"tp": 2, "dp_mode": "fsdp"}, marks=pytest.mark.full),
         pytest.param({"pp": 2, "dp_mode": "zero2", "grad_accum_steps": 2}, marks=pytest.mark.full),
@@ -38,12 +67,25 @@ INTERLEAVED = {"pp": 2, "pp_schedule": "interleaved", "n_layer": 4, "dp_mode": "
         pytest.param(EXPERTS | {"dp_mode": "zero2", "grad_accum_steps": 2}, marks=pytest.mark.full),
     ],
     ids=[
-        *("tp", "pp", "interleaved", "tp by hand", "tp zero1", "tp fsdp", "pp zero2", "interleaved zero1"),
+        *(
+            "tp",
+            "pp",
+            "interleaved",
+            "tp by hand",
+            "tp zero1",
+            "tp fsdp",
+            "pp zero2",
+            "interleaved zero1",
+        ),
         *("ep by hand", "ep zero2"),
     ],
 )
-def test_a_rank_is_lost_anywhere_in_a_step(text: Path, tmp_path: Path, clean: Clean, settings: dict[str, Any]) -> None:
-    """dp 2 x tp 2, dp 2 x pp 2, dp 4 x ep 2: a fault in each of eight places of a run, on every rank twice."""
+def test_a_rank_is_lost_anywhere_in_a_step(
+    text: Path, tmp_path: Path, clean: Clean, settings: dict[str, Any]
+) -> None:
+    """dp 2 x tp 2, dp 2 x pp 2, dp 4 x ep 2: a fault in each of eight places of a run, on every
+    rank twice.
+    """
     places = zip(range(8), STEPS, PLAN, strict=True)
     plan = ";".join(f"kill@rank={i % 4},step={step},phase={place}" for i, step, place in places)
     spec = make_spec(text, tmp_path, **RECIPE | settings | {"faults": plan})
@@ -57,15 +99,21 @@ def test_a_rank_is_lost_anywhere_in_a_step(text: Path, tmp_path: Path, clean: Cl
     ("world", "settings"),
     [
         (2, {"dp_mode": "zero1"}),
-        *(pytest.param(4, {"dp_mode": m}, marks=pytest.mark.full) for m in ("zero1", "zero2", "ddp_by_hand")),
+        *(
+            pytest.param(4, {"dp_mode": m}, marks=pytest.mark.full)
+            for m in ("zero1", "zero2", "ddp_by_hand")
+        ),
         pytest.param(4, {"dp_mode": "zero1", "tp": 2}, marks=pytest.mark.full),
-        pytest.param(4, {"dp_mode": "zero2", "pp": 2, "grad_accum_steps": 2}, marks=pytest.mark.full),
+        pytest.param(
+            4, {"dp_mode": "zero2", "pp": 2, "grad_accum_steps": 2}, marks=pytest.mark.full
+        ),
     ],
 )
 def test_experts_of_a_lost_rank_are_on_another_one(
     text: Path, tmp_path: Path, clean: Clean, world: int, settings: dict[str, Any]
 ) -> None:
-    """ep 2: the others wait for tokens of rank 1, later for the norm, when all gradients are in two places.
+    """ep 2: the others wait for tokens of rank 1, later for the norm, when all gradients are in two
+    places.
 
     With two data ranks each expert is trained on one of them, and the other one keeps a copy.
     """
@@ -77,14 +125,23 @@ def test_experts_of_a_lost_rank_are_on_another_one(
     ended_well(spec, outcome, clean(world, **settings), 2)
 
 
-def test_a_step_that_one_rank_has_done_is_finished_by_the_others(text: Path, tmp_path: Path, clean: Clean) -> None:
-    """Rank 0 dies after the norm of step 5; of the others only rank 3 has heard it. Ranks 1 and 2 finish the step."""
+def test_a_step_that_one_rank_has_done_is_finished_by_the_others(
+    text: Path, tmp_path: Path, clean: Clean
+) -> None:
+    """Rank 0 dies after the norm of step 5; of the others only rank 3 has heard it. Ranks 1 and 2
+    finish the step.
+    """
     spec = make_spec(text, tmp_path, **RECIPE | {"tp": 2, "faults": "kill@rank=0,step=5,phase=log"})
     patches = dict.fromkeys((1, 2), deaf_to_the_norm)
     outcome = run_elastic(spec, 4, patches=patches, timeout_s=200)
     ended_well(spec, outcome, clean(4, tp=2), 1)
     logs = [spec.log(rank).read_text() for rank in range(4)]
-    assert ["finished step 5, which rank 3 had done" in log for log in logs] == [False, True, True, False]
+    assert ["finished step 5, which rank 3 had done" in log for log in logs] == [
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 def deaf_to_the_norm() -> None:
@@ -131,11 +188,18 @@ def test_a_mirror_of_a_cut_model_that_differs_is_found(text: Path, tmp_path: Pat
 def test_a_step_that_one_rank_of_a_sharded_replica_has_done_is_finished(
     text: Path, tmp_path: Path, clean: Clean, settings: dict[str, Any]
 ) -> None:
-    spec = make_spec(text, tmp_path, **RECIPE | settings | {"faults": "kill@rank=0,step=5,phase=log"})
+    spec = make_spec(
+        text, tmp_path, **RECIPE | settings | {"faults": "kill@rank=0,step=5,phase=log"}
+    )
     outcome = run_elastic(spec, 4, patches=dict.fromkeys((1, 2), deaf_to_the_norm), timeout_s=200)
     ended_well(spec, outcome, clean(4, **settings), 1)
     logs = [spec.log(rank).read_text() for rank in range(4)]
-    assert ["finished step 5, which rank 3 had done" in log for log in logs] == [False, True, True, False]
+    assert ["finished step 5, which rank 3 had done" in log for log in logs] == [
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -143,31 +207,52 @@ def test_a_step_that_one_rank_of_a_sharded_replica_has_done_is_finished(
     [
         (1, [0, 3], {"tp": 2}),
         (1, [0, 2], {"pp": 2, "dp_mode": "ddp_by_hand", "grad_accum_steps": 2}),
-        pytest.param(0, [1, 2], {"tp": 2}, marks=pytest.mark.full),  # each has the part that the other one will get
+        # Each has the part that the other one will get
+        pytest.param(0, [1, 2], {"tp": 2}, marks=pytest.mark.full),
         pytest.param(0, [1, 2], {"tp": 2, "dp_mode": "zero1"}, marks=pytest.mark.full),
         pytest.param(2, [0, 3], {"tp": 2, "dp_mode": "fsdp"}, marks=pytest.mark.full),
-        pytest.param(0, [1, 2], {"pp": 2, "dp_mode": "zero2", "grad_accum_steps": 2}, marks=pytest.mark.full),
+        pytest.param(
+            0, [1, 2], {"pp": 2, "dp_mode": "zero2", "grad_accum_steps": 2}, marks=pytest.mark.full
+        ),
         pytest.param(0, [1, 2], EXPERTS | {"dp_mode": "ddp_by_hand"}, marks=pytest.mark.full),
         pytest.param(1, [0, 3], EXPERTS | {"dp_mode": "zero1"}, marks=pytest.mark.full),
     ],
-    ids=["tp", "pp", "tp other parts", "tp zero1", "tp fsdp", "pp zero2", "ep other parts", "ep zero1"],
+    ids=[
+        "tp",
+        "pp",
+        "tp other parts",
+        "tp zero1",
+        "tp fsdp",
+        "pp zero2",
+        "ep other parts",
+        "ep zero1",
+    ],
 )
 def test_a_whole_replica_goes_on_as_one_that_began_so(
     text: Path, tmp_path: Path, lost: int, left: list[int], settings: dict[str, Any]
 ) -> None:
-    """A rank of two replicas dies in step 5 and nobody replaces it. Two ranks that hold all parts between them go on.
+    """A rank of two replicas dies in step 5 and nobody replaces it. Two ranks that hold all parts
+    between them go on.
 
     From there on each bit is that of a run on two ranks from the checkpoint of step 4.
     """
     settings = RECIPE | settings | {"recovery": "shrink", "checkpoint_mode": "sync"}
-    spec = make_spec(text, tmp_path / "shrunk", **settings | {"faults": f"kill@rank={lost},step=5,phase=backward"})
+    spec = make_spec(
+        text,
+        tmp_path / "shrunk",
+        **settings | {"faults": f"kill@rank={lost},step=5,phase=backward"},
+    )
     outcome = run_elastic(spec, 4, groups=[left], timeout_s=200)
     assert fired(spec) == ["backward"]
     assert [rank["step"] for rank in outcome.ranks.values() if "step" in rank] == [8, 8], outcome
     assert [record["step"] for record in records(spec)] == [*range(1, 9)]
     shutil.copytree(spec.checkpoints / "step_00000004", tmp_path / "step_00000004")
     micro = (6 if "ep" in settings else 12) // settings.get("grad_accum_steps", 1)
-    small = {"resume": str(tmp_path / "step_00000004"), "micro_batch_size": micro, "grad_accum_steps": 0}
+    small = {
+        "resume": str(tmp_path / "step_00000004"),
+        "micro_batch_size": micro,
+        "grad_accum_steps": 0,
+    }
     began = make_spec(text, tmp_path / "began", **settings | small)
     assert not [rank for rank in run_ranks(began, 2) if "error" in rank]
     assert {step: loss for step, loss in series(spec).items() if step > 4} == series(began)
@@ -177,20 +262,31 @@ def test_a_whole_replica_goes_on_as_one_that_began_so(
 @pytest.mark.full
 @pytest.mark.parametrize(
     "settings",
-    [{"tp": 2}, {"tp": 2, "dp_mode": "zero1"}, {"tp": 2, "dp_mode": "fsdp"}, EXPERTS | {"dp_mode": "zero1"}],
+    [
+        {"tp": 2},
+        {"tp": 2, "dp_mode": "zero1"},
+        {"tp": 2, "dp_mode": "fsdp"},
+        EXPERTS | {"dp_mode": "zero1"},
+    ],
 )
 def test_the_group_shrinks_by_a_replica_and_grows(
     text: Path, tmp_path: Path, clean: Clean, settings: dict[str, Any]
 ) -> None:
-    """dp 2 x tp 2 or dp 4 x ep 2, then one replica, then two again, of which new processes are three ranks."""
+    """dp 2 x tp 2 or dp 4 x ep 2, then one replica, then two again, of which new processes are
+    three ranks.
+    """
     settings = settings | {"dropout": 0.0}
     faults = "kill@rank=1,step=3,phase=backward"
     spec = make_spec(text, tmp_path, **RECIPE | settings | {"recovery": "shrink", "faults": faults})
     outcome = run_elastic(spec, 4, groups=[[0, 3]], grow_at=6, timeout_s=200)
-    assert not [rank for rank in outcome.ranks.values() if "error" in rank and rank["error"] != "Died"], outcome
+    assert not [
+        rank for rank in outcome.ranks.values() if "error" in rank and rank["error"] != "Died"
+    ], outcome
     assert outcome.left[1] == ["the driver ordered a new group"] * 2
     assert [record["step"] for record in records(spec)] == [*range(1, 9)]
-    assert series(spec) == pytest.approx(series(clean(4, **settings)), abs=2e-5), "sums in another order, and no more"
+    assert series(spec) == pytest.approx(series(clean(4, **settings)), abs=2e-5), (
+        "sums in another order, and no more"
+    )
 
 
 @pytest.mark.parametrize(

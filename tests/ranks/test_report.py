@@ -20,7 +20,14 @@ from tests.harness.commands import run, torchrun
 
 HOSTILE = "</pre><script>document.title = 'taken'</script><img src=http://example.org/x.png>"
 LOOKED = ("--statistics_every=2", "--memory_at=3", "--precision=fp16", "--precision_stats=every=2")
-FLAGS = ("--preset=tiny", "--device=cpu", "--log_every=1", "--eval_every=3", "--tensorboard=false", "--dropout=0")
+FLAGS = (
+    "--preset=tiny",
+    "--device=cpu",
+    "--log_every=1",
+    "--eval_every=3",
+    "--tensorboard=false",
+    "--dropout=0",
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +55,11 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.references += [value or "" for key, value in attrs if key in ("src", "href", "srcset", "data", "action")]
+        self.references += [
+            value or ""
+            for key, value in attrs
+            if key in ("src", "href", "srcset", "data", "action")
+        ]
 
     def handle_data(self, data: str) -> None:
         self.text += data
@@ -60,12 +71,20 @@ def test_a_run_on_one_page(runs: dict[str, Path], capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == f"{path}\n"
     page = Page(path)
     assert len(page.html) < 1 << 20
-    assert all(reference.startswith(("#", "data:image/svg+xml;base64,")) for reference in page.references)
+    assert all(
+        reference.startswith(("#", "data:image/svg+xml;base64,")) for reference in page.references
+    )
     assert "script" not in page.tags
     assert page.tags.count("svg") >= 6
     summary = json.loads((runs["two"] / "summary.json").read_text())
     assert f"{summary['val_loss']:.4f}" in page.text
-    for told in ("8 of 8", "2 x cpu, gloo", "Where the time went", "exposed communication", "comm_trace"):
+    for told in (
+        "8 of 8",
+        "2 x cpu, gloo",
+        "Where the time went",
+        "exposed communication",
+        "comm_trace",
+    ):
         assert told in page.text
     assert "Timeline of the newest traced steps" in page.html
     assert "var(--rule)" in page.html
@@ -108,7 +127,11 @@ def test_layers_and_memory_of_a_run_that_looked(
     assert "Nothing was exploding, vanishing or dead." in page.text
     assert "attention's largest logit" in page.text
     assert "Number formats" in page.text
-    for title in ("loss scale of fp16", "steps that fp16 skipped", "steps since fp16's scale last changed"):
+    for title in (
+        "loss scale of fp16",
+        "steps that fp16 skipped",
+        "steps since fp16's scale last changed",
+    ):
         assert f'aria-label="{title}"' in page.html
     for title in ("gradients that are subnormal (%)", "weights that an update did not change (%)"):
         assert f'aria-label="{title}"' in page.html
@@ -119,10 +142,14 @@ def test_layers_and_memory_of_a_run_that_looked(
     assert inspect.main([str(folder), "--html"]) == 0
     model = Page(tmp_path / "inspect.html")
     assert "memory of step 3, rank 0 on cpu: " in model.text
-    assert model.html.count('aria-label="memory of rank 0 over step 3"') == 1, "drawn on the model's page, too"
+    assert model.html.count('aria-label="memory of rank 0 over step 3"') == 1, (
+        "drawn on the model's page, too"
+    )
     records = [json.loads(line) for line in (folder / "statistics.jsonl").read_text().splitlines()]
     records[1]["layers"]["blocks.1"] |= {"dead": 70.0, "grad_rms": None}
-    (folder / "statistics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "statistics.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
+    )
     assert main([str(folder)]) == 0
     page = Page(folder / "report.html")
     assert "exploding at step 4: the gradient of blocks.1 is not finite" in page.text
@@ -139,7 +166,10 @@ def test_a_killed_run_and_a_hostile_one_have_a_page(runs: dict[str, Path], tmp_p
     assert main([str(folder)]) == 0
     assert "not ended" in Page(folder / "report.html").text
     shutil.copy(runs["two"] / "summary.json", folder)
-    summary = json.loads((folder / "summary.json").read_text()) | {"sample": HOSTILE, "exit_reason": HOSTILE}
+    summary = json.loads((folder / "summary.json").read_text()) | {
+        "sample": HOSTILE,
+        "exit_reason": HOSTILE,
+    }
     (folder / "summary.json").write_text(json.dumps(summary))
     assert main([str(folder)]) == 0
     page = Page(folder / "report.html")
@@ -148,14 +178,18 @@ def test_a_killed_run_and_a_hostile_one_have_a_page(runs: dict[str, Path], tmp_p
     assert all(reference.startswith(("#", "data:")) for reference in page.references)
 
 
-def test_no_run_is_refused_with_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_run_is_refused_with_the_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(tmp_path)]) == 2
     assert "is not the folder of a run (no run.json)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["one", "two"])
 def test_the_ledger_of_a_real_run_adds_up(runs: dict[str, Path], name: str) -> None:
-    """Each second from the command to its end, on each rank; the ranks' clock is the one of the summary."""
+    """Each second from the command to its end, on each rank; the ranks' clock is the one of the
+    summary.
+    """
     found, summary = accounts_of(runs[name]), json.loads((runs[name] / "summary.json").read_text())
     assert found.slots == summary["world_size"]
     assert -0.001 < found.wall_s - summary["total_s"] < 20, "it lasts until the last rank has ended"
@@ -175,14 +209,19 @@ def test_a_thinned_curve_keeps_its_peaks() -> None:
     values[1234], values[8765] = 9.0, -9.0
     some, kept = thinned(steps, values)
     assert len(some) <= POINTS
-    assert (dict(zip(some, kept, strict=True))[1234], dict(zip(some, kept, strict=True))[8765]) == (9.0, -9.0)
+    assert (dict(zip(some, kept, strict=True))[1234], dict(zip(some, kept, strict=True))[8765]) == (
+        9.0,
+        -9.0,
+    )
     assert some == sorted(some)
     assert thinned([1, 2], [3.0, 4.0]) == ([1, 2], [3.0, 4.0])
 
 
 @in_chromium
 @pytest.mark.parametrize("width", [1280, 400])
-def test_a_browser_shows_it_without_overflow(runs: dict[str, Path], tmp_path: Path, width: int) -> None:
+def test_a_browser_shows_it_without_overflow(
+    runs: dict[str, Path], tmp_path: Path, width: int
+) -> None:
     page = tmp_path / "page.html"
     assert main([str(runs["two"]), "--output", str(page)]) == 0
     require_width(page, width)

@@ -1,4 +1,6 @@
-"""Sequence parallelism: equal to one process and to tensor parallelism without it; dropout, pipelines, experts."""
+"""Sequence parallelism: equal to one process and to tensor parallelism without it; dropout,
+pipelines, experts.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,21 @@ DEEP = {"n_layer": 4}
 
 
 @pytest.mark.parametrize("bias", [True, pytest.param(False, marks=pytest.mark.full)])
-@pytest.mark.parametrize("settings", [SGD, pytest.param(ADAMW, marks=pytest.mark.full)], ids=["sgd", "adamw"])
+@pytest.mark.parametrize(
+    "settings", [SGD, pytest.param(ADAMW, marks=pytest.mark.full)], ids=["sgd", "adamw"]
+)
 def test_it_trains_as_one_process_does(pools: Pools, settings: dict[str, Any], bias: bool) -> None:
-    """tp 2, tp 4, dp 2 × tp 2 in every mode, tp 2 × pp 2: losses, weights, norms; replicated weights stay equal."""
+    """tp 2, tp 4, dp 2 × tp 2 in every mode, tp 2 × pp 2: losses, weights, norms; replicated
+    weights stay equal.
+    """
     case = {"accum": 2, "settings": settings | {"bias": bias}}
-    arms: dict[str, Any] = {"tp 4": CUT | {"tp": 4}} | {mode: CUT | {"dp_mode": mode} for mode in MODES}
+    arms: dict[str, Any] = {"tp 4": CUT | {"tp": 4}} | {
+        mode: CUT | {"dp_mode": mode} for mode in MODES
+    }
     arms |= {kind: CUT | DEEP | {"pp": 2, "pp_schedule": kind} for kind in ("1f1b", "interleaved")}
-    found = run(pools, 4, arms, [case], alone=True) + run(pools, 2, {"tp 2": CUT}, [case], alone=True)
+    found = run(pools, 4, arms, [case], alone=True) + run(
+        pools, 2, {"tp 2": CUT}, [case], alone=True
+    )
     assert len(found) == len(arms) + 1
     require_one_process(found, settings)
     digests = {each["arm"]: each["ranks"][0]["digest"] for each in found}
@@ -44,8 +54,14 @@ def test_it_trains_as_one_process_does(pools: Pools, settings: dict[str, Any], b
     ],
 )
 def test_experts_under_sequence_parallelism(pools: Pools, more: dict[str, Any]) -> None:
-    """The router's weight has the gradient of own positions; capacity and balance are those of the whole sequence."""
-    arms = {"ep": CUT | {"ep": 2, "dp_mode": "zero1"}, "pp": CUT | DEEP | {"pp": 2}, "tp 4": CUT | {"tp": 4}}
+    """The router's weight has the gradient of own positions; capacity and balance are those of the
+    whole sequence.
+    """
+    arms = {
+        "ep": CUT | {"ep": 2, "dp_mode": "zero1"},
+        "pp": CUT | DEEP | {"pp": 2},
+        "tp 4": CUT | {"tp": 4},
+    }
     found = run(pools, 4, arms, [{"accum": 2, "settings": SGD | EXPERTS | more}], alone=True)
     require_one_process(found, SGD)
 
@@ -62,14 +78,19 @@ def test_a_planted_bug_makes_the_matrix_red(bug: str, planted: Callable[..., Wro
 def test_activation_checkpointing_changes_no_bit(pools: Pools, mode: str) -> None:
     hows = ("none", "selective", "block")
     settings = [ADAMW | {"dropout": 0.3, "activation_checkpointing": how} for how in hows]
-    found = run(pools, 4, {"cut": CUT | {"dp_mode": mode}}, [{"accum": 2, "settings": s} for s in settings])
+    found = run(
+        pools, 4, {"cut": CUT | {"dp_mode": mode}}, [{"accum": 2, "settings": s} for s in settings]
+    )
     assert len({rank["digest"] for each in found for rank in each["ranks"]}) == 1
 
 
 def test_dropout_has_the_masks_of_tensor_parallelism(pools: Pools) -> None:
-    """Each rank's masks are its own part of those that all ranks draw without it; so are losses and weights."""
+    """Each rank's masks are its own part of those that all ranks draw without it; so are losses and
+    weights.
+    """
     runs: list[list[Any]] = [
-        [*pools(4).run("tests.harness.tensor:dropout_masks", {"sequence": cut})] for cut in (False, True)
+        [*pools(4).run("tests.harness.tensor:dropout_masks", {"sequence": cut})]
+        for cut in (False, True)
     ]
     ranks = [events[0] for events in runs]
     for whole, own in zip(*ranks, strict=True):
@@ -77,7 +98,9 @@ def test_dropout_has_the_masks_of_tensor_parallelism(pools: Pools) -> None:
     for d in (0, 1):
         parts = [rank["stream_masks"] for rank in ranks[1][2 * d : 2 * d + 2]]
         for whole, *cut in zip(ranks[0][2 * d]["stream_masks"], *parts, strict=True):
-            assert [a + b for a, b in zip(*cut, strict=True)] == whole, "by sequence, position by position"
+            assert [a + b for a, b in zip(*cut, strict=True)] == whole, (
+                "by sequence, position by position"
+            )
     settings = SGD | {"dropout": 0.3}
     found = run(pools, 2, {"tp": {"tp": 2}, "cut": CUT}, [{"accum": 2, "settings": settings}])
     one, other = (each["ranks"][0] for each in found)
@@ -87,7 +110,13 @@ def test_dropout_has_the_masks_of_tensor_parallelism(pools: Pools) -> None:
 
 # The whole program.
 
-RECIPE: dict[str, Any] = {"n_head": 4, "max_steps": 6, "global_batch_size": 24, "precision": "fp32", "bias": True}
+RECIPE: dict[str, Any] = {
+    "n_head": 4,
+    "max_steps": 6,
+    "global_batch_size": 24,
+    "precision": "fp32",
+    "bias": True,
+}
 
 
 @pytest.fixture
@@ -106,17 +135,31 @@ def test_a_run_resumes_to_the_bit_and_goes_on_without(runs: Runs) -> None:
 
 
 def test_tracing_comparing_and_evaluating_work(runs: Runs) -> None:
-    settings = {"comm_trace": "always", "hash_every": 2, "eval_every": 3, "eval_samples": 5, "sample_tokens": 4}
+    settings = {
+        "comm_trace": "always",
+        "hash_every": 2,
+        "eval_every": 3,
+        "eval_samples": 5,
+        "sample_tokens": 4,
+    }
     spec, outcomes = runs.finished("cut", 4, **settings, **CUT, dp_mode="ddp")
     assert 0 < len(outcomes[0]["sample"]) <= 4, "several bytes may be one character"
     alone = runs.trained("alone", 1, eval_every=3, eval_samples=5)
     assert series(spec, "val/loss") == pytest.approx(series(alone, "val/loss"), abs=2e-5)
-    assert series(spec, "train/grad_norm") == pytest.approx(series(alone, "train/grad_norm"), rel=1e-4)
-    steps = [json.loads(line) for line in (spec.folder / "comm" / "steps.jsonl").read_text().splitlines()]
+    assert series(spec, "train/grad_norm") == pytest.approx(
+        series(alone, "train/grad_norm"), rel=1e-4
+    )
+    steps = [
+        json.loads(line) for line in (spec.folder / "comm" / "steps.jsonl").read_text().splitlines()
+    ]
     found = [c for c in steps[2]["collectives"] if c["group"] == "tp"]
     stream = 4 * 12 * 16 * 32  # bytes of (B, T, C)
     phases = {
-        phase: [(c["op"], c["bytes"]) for c in found if c["phase"] == phase and c["what"] == "activations"]
+        phase: [
+            (c["op"], c["bytes"])
+            for c in found
+            if c["phase"] == phase and c["what"] == "activations"
+        ]
         for phase in ("forward", "backward")
     }
     pair = [("all_gather", stream), ("reduce_scatter", stream)]
@@ -135,7 +178,9 @@ def test_low_precision_stays_near_one_process(runs: Runs, precision: str, far: f
 
 
 @pytest.mark.full
-@pytest.mark.skipif(any(map(str.isspace, sys.prefix)), reason="torch passes this environment's path to g++ unquoted")
+@pytest.mark.skipif(
+    any(map(str.isspace, sys.prefix)), reason="torch passes this environment's path to g++ unquoted"
+)
 def test_compiled_blocks_train_alike(runs: Runs) -> None:
     """Collectives run eagerly between what is compiled, also those of a router's ratings."""
     settings: dict[str, Any] = CUT | {"experts": 4, "expert_hidden": 32, "max_steps": 3}

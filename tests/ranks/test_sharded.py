@@ -1,4 +1,6 @@
-"""DDP by hand and ZeRO: equal to each other bit for bit, and to one process; at odd numbers of ranks, too."""
+"""DDP by hand and ZeRO: equal to each other bit for bit, and to one process; at odd numbers of
+ranks, too.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ BY_HAND = ["ddp_by_hand", "zero1", "zero2"]
 ALL = [*BY_HAND, "fsdp"]
 
 
-def run(pools: Pools, ranks: int, modes: list[str], cases: list[dict[str, Any]], alone: bool = False) -> list[Any]:
+def run(
+    pools: Pools, ranks: int, modes: list[str], cases: list[dict[str, Any]], alone: bool = False
+) -> list[Any]:
     arms = {mode: {"dp_mode": mode} for mode in modes}
     return [*pools(ranks).run(ENTRY, {"arms": arms, "cases": cases, "alone": alone})]
 
@@ -32,7 +36,13 @@ def run(pools: Pools, ranks: int, modes: list[str], cases: list[dict[str, Any]],
     [
         {"dp_mode": "zero1", "bias": True, "n_embd": 36},
         {"dp_mode": "ddp_by_hand", "bias": True, "n_embd": 36},
-        {"dp_mode": "ddp_by_hand", "bias": True, "grad_compress": "int8", "n_embd": 36, "grad_clip": 0.0},
+        {
+            "dp_mode": "ddp_by_hand",
+            "bias": True,
+            "grad_compress": "int8",
+            "n_embd": 36,
+            "grad_clip": 0.0,
+        },
     ],
     ids=["zero1", "ddp_by_hand", "int8"],
 )
@@ -45,25 +55,41 @@ def test_a_step_that_is_left_out_leaves_nothing_between_the_parameters(
     assert records(spec)[-1]["fault/skipped_steps"] == 1
 
 
-@pytest.mark.parametrize("ranks", [2, 3, *(pytest.param(n, marks=pytest.mark.full) for n in (5, 7))])
+@pytest.mark.parametrize(
+    "ranks", [2, 3, *(pytest.param(n, marks=pytest.mark.full) for n in (5, 7))]
+)
 def test_modes_by_hand_agree_bit_for_bit(pools: Pools, ranks: int) -> None:
-    cases = [{"accum": 1, "settings": SGD}, {"accum": 1, "settings": ADAMW}, {"accum": 2, "settings": ADAMW}]
+    cases = [
+        {"accum": 1, "settings": SGD},
+        {"accum": 1, "settings": ADAMW},
+        {"accum": 2, "settings": ADAMW},
+    ]
     for case in cases:
-        modes = BY_HAND if case["accum"] == 1 else BY_HAND[:2]  # zero2 sums micro batches in another order
-        modes = ALL if case["settings"] == SGD else modes  # AdamW rounds the last elements of a tensor otherwise
+        # zero2 sums micro batches in another order
+        modes = BY_HAND if case["accum"] == 1 else BY_HAND[:2]
+        # AdamW rounds the last elements of a tensor otherwise
+        modes = ALL if case["settings"] == SGD else modes
         found = run(pools, ranks, modes, [case])
         digests = {rank["digest"] for each in found for rank in each["ranks"]}
         assert len(digests) == 1, f"{ranks} ranks, {case}"
-        assert len({(*rank["losses"], *rank["norms"]) for each in found for rank in each["ranks"]}) == 1
+        assert (
+            len({(*rank["losses"], *rank["norms"]) for each in found for rank in each["ranks"]})
+            == 1
+        )
 
 
 @pytest.mark.parametrize(
-    ("ranks", "accum"), [(2, 1), (3, 2), *(pytest.param(*case, marks=pytest.mark.full) for case in ((3, 1), (2, 2)))]
+    ("ranks", "accum"),
+    [(2, 1), (3, 2), *(pytest.param(*case, marks=pytest.mark.full) for case in ((3, 1), (2, 2)))],
 )
 def test_every_mode_trains_as_one_process_does(pools: Pools, ranks: int, accum: int) -> None:
-    """Plain SGD without clipping shows a wrong factor; one process takes the whole batch in one micro batch."""
+    """Plain SGD without clipping shows a wrong factor; one process takes the whole batch in one
+    micro batch.
+    """
     for settings in (SGD, ADAMW):
-        found = run(pools, ranks, ["ddp", *ALL], [{"accum": accum, "settings": settings}], alone=True)
+        found = run(
+            pools, ranks, ["ddp", *ALL], [{"accum": accum, "settings": settings}], alone=True
+        )
         require_one_process(found, settings)
 
 
@@ -74,8 +100,13 @@ def test_by_hand_has_the_bits_of_torchs_ddp_at_two_ranks(pools: Pools) -> None:
 
 
 def test_fsdp_has_the_bits_of_zero2_where_slices_are_aligned(pools: Pools) -> None:
-    """Two ranks and a width of 32: each rank's rows are a multiple of 16 elements, also those of a norm's weight."""
-    cases = [{"accum": 1, "settings": ADAMW | {"n_embd": 32, "fsdp_reshard": r}} for r in ("full", "grad_op")]
+    """Two ranks and a width of 32: each rank's rows are a multiple of 16 elements, also those of a
+    norm's weight.
+    """
+    cases = [
+        {"accum": 1, "settings": ADAMW | {"n_embd": 32, "fsdp_reshard": r}}
+        for r in ("full", "grad_op")
+    ]
     found = run(pools, 2, ["fsdp"], cases) + run(
         pools, 2, ["zero2"], [{"accum": 1, "settings": ADAMW | {"n_embd": 32}}]
     )
@@ -87,8 +118,13 @@ def test_activation_checkpointing_changes_no_bit(pools: Pools, ranks: int) -> No
     """In every mode, with dropout, and over accumulated micro batches."""
     settings = ADAMW | {"dropout": 0.2}
     for mode in ["ddp", *ALL]:
-        cases = [{"accum": 2, "settings": settings | {"activation_checkpointing": how}} for how in ("none", *HOW)]
-        digests = {rank["digest"] for each in run(pools, ranks, [mode], cases) for rank in each["ranks"]}
+        cases = [
+            {"accum": 2, "settings": settings | {"activation_checkpointing": how}}
+            for how in ("none", *HOW)
+        ]
+        digests = {
+            rank["digest"] for each in run(pools, ranks, [mode], cases) for rank in each["ranks"]
+        }
         assert len(digests) == 1, mode
 
 
@@ -99,19 +135,28 @@ def test_the_size_of_buckets_changes_no_bit(pools: Pools) -> None:
 
 
 def test_each_rank_keeps_its_share_only(pools: Pools) -> None:
-    found = {each["arm"]: each["ranks"] for each in run(pools, 3, ALL, [{"accum": 1, "settings": ADAMW}])}
+    found = {
+        each["arm"]: each["ranks"] for each in run(pools, 3, ALL, [{"accum": 1, "settings": ADAMW}])
+    }
     total = found["zero1"][0]["elements"]
     padding = 0.05 * total
     assert {rank["state_elements"] for rank in found["ddp_by_hand"]} == {2 * total}, "two moments"
     for mode in ("zero1", "zero2", "fsdp"):
-        assert sum(rank["state_elements"] for rank in found[mode]) == 2 * total, "each element has one owner"
+        assert sum(rank["state_elements"] for rank in found[mode]) == 2 * total, (
+            "each element has one owner"
+        )
         assert max(rank["state_elements"] for rank in found[mode]) < 2 * total / 3 + padding
         assert max(rank["gradient_elements"] for rank in found[mode]) < total / 3 + padding
 
 
 # The whole program: the loop, checkpoints, resume.
 
-RECIPE: dict[str, Any] = {"dropout": 0.1, "max_steps": 9, "global_batch_size": 24, "precision": "fp32"}
+RECIPE: dict[str, Any] = {
+    "dropout": 0.1,
+    "max_steps": 9,
+    "global_batch_size": 24,
+    "precision": "fp32",
+}
 
 
 def trained(text: Path, folder: Path, world: int, **settings: Any) -> RunSpec:
@@ -122,7 +167,9 @@ def trained(text: Path, folder: Path, world: int, **settings: Any) -> RunSpec:
 
 
 @pytest.mark.parametrize("mode", [pytest.param("zero1", marks=pytest.mark.full), "zero2", "fsdp"])
-def test_a_sharded_run_is_the_run_by_hand_and_resumes_to_the_bit(text: Path, tmp_path: Path, mode: str) -> None:
+def test_a_sharded_run_is_the_run_by_hand_and_resumes_to_the_bit(
+    text: Path, tmp_path: Path, mode: str
+) -> None:
     """Checkpoints are written beside training; the run is cut after the first of them."""
     world = 2 if mode == "fsdp" else 3
     whole = trained(text, tmp_path / "hand", world, dp_mode="ddp_by_hand")
@@ -138,20 +185,28 @@ def test_a_sharded_run_is_the_run_by_hand_and_resumes_to_the_bit(text: Path, tmp
 
 
 def test_a_run_goes_on_with_another_mode_and_other_ranks(text: Path, tmp_path: Path) -> None:
-    """From zero1 at 3 ranks to torch's DDP at 2, to fsdp at 4, to zero2 at 3: the losses stay those of one process."""
+    """From zero1 at 3 ranks to torch's DDP at 2, to fsdp at 4, to zero2 at 3: the losses stay those
+    of one process.
+    """
     alone = trained(text, tmp_path / "alone", 1, dropout=0.0)
     for mode, world, stop in (("zero1", 3, 2), ("ddp", 2, 4), ("fsdp", 4, 6), ("zero2", 3, 0)):
-        spec = trained(text, tmp_path / "run", world, dp_mode=mode, stop_at=stop, resume="auto", dropout=0.0)
+        spec = trained(
+            text, tmp_path / "run", world, dp_mode=mode, stop_at=stop, resume="auto", dropout=0.0
+        )
     assert series(spec) == pytest.approx(series(alone), abs=2e-5)
     assert len([*spec.folder.parent.iterdir()]) == 1, "all in one run"
 
 
-def test_a_run_with_activation_checkpointing_has_the_losses_of_one_without(text: Path, tmp_path: Path) -> None:
+def test_a_run_with_activation_checkpointing_has_the_losses_of_one_without(
+    text: Path, tmp_path: Path
+) -> None:
     """The whole program, with dropout and accumulation; a resume may change it."""
     settings = {"dp_mode": "zero1", "grad_accum_steps": 2, "max_steps": 6}
     whole = trained(text, tmp_path / "none", 2, **settings)
     trained(text, tmp_path / "kept", 2, **settings, activation_checkpointing="block", stop_at=3)
-    rest = trained(text, tmp_path / "kept", 2, **settings, activation_checkpointing="selective", resume="auto")
+    rest = trained(
+        text, tmp_path / "kept", 2, **settings, activation_checkpointing="selective", resume="auto"
+    )
     assert series(rest) == series(whole)
     assert equal(final(rest), final(whole))
 
@@ -168,15 +223,22 @@ def test_fp16_skips_the_same_steps_on_all_ranks(text: Path, tmp_path: Path) -> N
 
 def test_what_cannot_be_is_refused() -> None:
     values = {"micro_batch_size": 1, "allreduce": "ring", "dp_mode": "zero1"}
-    with pytest.raises(ConfigError, match=r"allreduce = ring would be ignored: dp_mode = zero1 sums by its own exchan"):
+    with pytest.raises(
+        ConfigError,
+        match=r"allreduce = ring would be ignored: dp_mode = zero1 sums by its own exchan",
+    ):
         make_config(values)
 
 
 @pytest.mark.parametrize(
-    "mode", ["ddp_by_hand", *(pytest.param(m, marks=pytest.mark.full) for m in ("zero1", "zero2")), "fsdp"]
+    "mode",
+    ["ddp_by_hand", *(pytest.param(m, marks=pytest.mark.full) for m in ("zero1", "zero2")), "fsdp"],
 )
-def test_tracing_comparing_evaluating_and_sampling_work_in_every_mode(text: Path, tmp_path: Path, mode: str) -> None:
-    same = {"max_steps": 6, "eval_every": 3, "eval_samples": 5, "tokenizer": "char"}  # a token, a character
+def test_tracing_comparing_evaluating_and_sampling_work_in_every_mode(
+    text: Path, tmp_path: Path, mode: str
+) -> None:
+    # A token, a character
+    same = {"max_steps": 6, "eval_every": 3, "eval_samples": 5, "tokenizer": "char"}
     settings = same | {"comm_trace": "always", "hash_every": 2, "sample_tokens": 8, "dp_mode": mode}
     spec = make_spec(text, tmp_path, **RECIPE | settings)
     outcomes = run_ranks(spec, 2)
@@ -184,18 +246,28 @@ def test_tracing_comparing_evaluating_and_sampling_work_in_every_mode(text: Path
     assert len(outcomes[0]["sample"]) == 8
     plain = trained(text, tmp_path / "plain", 2, dp_mode="ddp", **same)
     assert series(spec, "val/loss") == pytest.approx(series(plain, "val/loss"), abs=2e-5)
-    steps = [json.loads(line) for line in (spec.folder / "comm" / "steps.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line) for line in (spec.folder / "comm" / "steps.jsonl").read_text().splitlines()
+    ]
     found = {(c["op"], c["what"]) for step in steps for c in step["collectives"]}
-    weights = {("all_gather", "weights")} if mode != "ddp_by_hand" else {("all_gather", "gradients")}
+    weights = (
+        {("all_gather", "weights")} if mode != "ddp_by_hand" else {("all_gather", "gradients")}
+    )
     assert found >= {("reduce_scatter", "gradients"), *weights}
     assert outcomes[0]["comm"]["traced_steps"] == 6
     gradients = sum(c["bytes"] for c in steps[2]["collectives"] if c["op"] == "reduce_scatter")
     parameters = sum(t.numel() for name, t in final(spec).model.items() if name != "lm_head.weight")
-    assert 4 * parameters <= gradients <= 4.2 * parameters, "each gradient travels once, plus padding"
+    assert 4 * parameters <= gradients <= 4.2 * parameters, (
+        "each gradient travels once, plus padding"
+    )
 
 
-@pytest.mark.parametrize("mode", [*(pytest.param(m, marks=pytest.mark.full) for m in BY_HAND[:2]), "zero2", "fsdp"])
-def test_a_step_that_is_not_finite_is_named_in_every_mode(text: Path, tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize(
+    "mode", [*(pytest.param(m, marks=pytest.mark.full) for m in BY_HAND[:2]), "zero2", "fsdp"]
+)
+def test_a_step_that_is_not_finite_is_named_in_every_mode(
+    text: Path, tmp_path: Path, mode: str
+) -> None:
     spec = make_spec(text, tmp_path, **RECIPE | {"dp_mode": mode, "faults": "nan@rank=1,step=4"})
     outcomes = run_ranks(spec, 2)
     assert {outcome["error"] for outcome in outcomes} == {"TrainingDiverged"}
@@ -203,10 +275,15 @@ def test_a_step_that_is_not_finite_is_named_in_every_mode(text: Path, tmp_path: 
     assert "Not finite on rank 1" in outcomes[0]["message"]
 
 
-@pytest.mark.parametrize("settings", [{}, {"experts": 4}, {"experts": 4, "precision": "bf16"}], ids=str)
-def test_weights_that_are_gathered_in_bf16_train(text: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "settings", [{}, {"experts": 4}, {"experts": 4, "precision": "bf16"}], ids=str
+)
+def test_weights_that_are_gathered_in_bf16_train(
+    text: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
     found = [
-        trained(text, tmp_path / kind, 2, dp_mode="fsdp", fsdp_gather=kind, **settings) for kind in ("bf16", "fp32")
+        trained(text, tmp_path / kind, 2, dp_mode="fsdp", fsdp_gather=kind, **settings)
+        for kind in ("bf16", "fp32")
     ]
     assert series(found[0]) == pytest.approx(series(found[1]), rel=3e-2)
 
@@ -214,7 +291,12 @@ def test_weights_that_are_gathered_in_bf16_train(text: Path, tmp_path: Path, set
 @pytest.mark.parametrize("mode", ["zero1", pytest.param("fsdp", marks=pytest.mark.full)])
 def test_a_rollback_loads_every_ranks_shard(text: Path, tmp_path: Path, mode: str) -> None:
     """The bad step is left out, as in a run on one process: its samples are skipped."""
-    settings = {"on_nan": "rollback", "checkpoint_every": 3, "faults": "nan@rank=0,step=5", "dropout": 0.0}
+    settings = {
+        "on_nan": "rollback",
+        "checkpoint_every": 3,
+        "faults": "nan@rank=0,step=5",
+        "dropout": 0.0,
+    }
     spec = trained(text, tmp_path / mode, 2, dp_mode=mode, **settings)
     alone = trained(text, tmp_path / "alone", 1, **settings)
     assert series(spec) == pytest.approx(series(alone), abs=2e-5)

@@ -1,4 +1,6 @@
-"""A script's loader with a state: each rank's is saved with a checkpoint, and read on from exactly there."""
+"""A script's loader with a state: each rank's is saved with a checkpoint, and read on from exactly
+there.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ EPOCH = 7  # batches of a rank, so 8 steps end in the second epoch
 
 
 class Stream:
-    """Batches in an order of this rank's own, another one in each epoch. It notes which ones it reads."""
+    """Batches in an order of this rank's own, another one in each epoch. It notes which ones it
+    reads.
+    """
 
     def __init__(self, size: int, rank: int, notes: Path | None = None) -> None:
         self.size, self.rank, self.notes = size, rank, notes
@@ -46,7 +50,9 @@ class Stream:
             if self.notes:
                 with (self.notes / f"rank{self.rank}").open("a") as stream:
                     stream.write(f"{os.getpid()} {self.epoch} {k}\n")
-            x = torch.randn(self.size, 3, generator=torch.Generator().manual_seed(100 * self.rank + k))
+            x = torch.randn(
+                self.size, 3, generator=torch.Generator().manual_seed(100 * self.rank + k)
+            )
             yield x, x.sum(1, keepdim=True).sin()
         self.epoch, self.at, self.before = self.epoch + 1, 0, self.source.get_state()
 
@@ -77,7 +83,9 @@ def read(notes: Path, rank: int) -> list[list[str]]:
 @pytest.mark.parametrize("accum", [1, 2])
 @pytest.mark.parametrize("stop", [3, 7])
 def test_a_resume_reads_exactly_the_next_batches(tmp_path: Path, accum: int, stop: int) -> None:
-    """In the middle of an epoch, and (7 steps of one batch) at its end; a batch that was read ahead is read again."""
+    """In the middle of an epoch, and (7 steps of one batch) at its end; a batch that was read ahead
+    is read again.
+    """
     settings = {"grad_accum_steps": accum, "eval_every": 0}
     clean, parts = (partial(streamed, notes=tmp_path / name) for name in ("clean", "parts"))
     whole = trained(tmp_path / "whole", 2, clean, **settings)
@@ -90,18 +98,25 @@ def test_a_resume_reads_exactly_the_next_batches(tmp_path: Path, accum: int, sto
         (everything,) = read(tmp_path / "clean", rank)
         before, after = read(tmp_path / "parts", rank)
         assert before == everything[: len(before)]
-        assert after == everything[stop * accum :], "it skips nothing and reads nothing that was used"
+        assert after == everything[stop * accum :], (
+            "it skips nothing and reads nothing that was used"
+        )
 
 
 def test_another_number_of_ranks_is_refused_with_both_numbers(tmp_path: Path) -> None:
     main = partial(streamed, notes=tmp_path / "notes")
     trained(tmp_path / "run", 2, main, stop_at=3, eval_every=0)
-    outcomes = run_ranks(open_own(tmp_path / "run", resume="auto", eval_every=0), 3, train=Program(main, frozenset()))
+    outcomes = run_ranks(
+        open_own(tmp_path / "run", resume="auto", eval_every=0), 3, train=Program(main, frozenset())
+    )
     assert [o["error"] for o in outcomes] == ["CheckpointError"] * 3, outcomes
     assert outcomes[0]["message"].startswith(
-        "the checkpoint has the states of 2 loaders, one of each rank, but now there are 3 ranks; resume with 2 ranks"
+        "the checkpoint has the states of 2 loaders, one of each rank, but now there are 3 ranks; "
+        "resume with 2 ranks"
     )
-    shrinking = run_ranks(open_own(tmp_path / "other", recovery="shrink"), 2, train=Program(main, frozenset()))
+    shrinking = run_ranks(
+        open_own(tmp_path / "other", recovery="shrink"), 2, train=Program(main, frozenset())
+    )
     assert shrinking[0]["message"].startswith(
         "recovery = shrink changes the number of ranks and the micro batch, but the train"
     )
@@ -117,28 +132,49 @@ def with_a_dataset(run: Run) -> None:
 
 def test_a_checkpoint_without_the_loaders_state_is_said(tmp_path: Path) -> None:
     trained(tmp_path / "run", 1, with_a_dataset, stop_at=3, eval_every=0)
-    rest = trained(tmp_path / "run", 1, partial(streamed, notes=tmp_path / "notes"), resume="auto", eval_every=0)
-    assert "has no state of the loader: it begins anew and skips what was used" in (rest.log(0).read_text())
+    rest = trained(
+        tmp_path / "run",
+        1,
+        partial(streamed, notes=tmp_path / "notes"),
+        resume="auto",
+        eval_every=0,
+    )
+    assert "has no state of the loader: it begins anew and skips what was used" in (
+        rest.log(0).read_text()
+    )
     (after,) = read(tmp_path / "notes", 0)
     assert len(after) == 3 + 5 + 1, "3 skipped, 5 used, one read ahead"
 
 
 def streamed_beside(spec: RunSpec, rendezvous: Rendezvous, **how: Any) -> dict[str, Any]:
     """Train as a rank whose script reads a stream, and notes what beside the runs."""
-    return Program(partial(streamed, notes=spec.folder.parent.parent / "notes"), frozenset())(spec, rendezvous, **how)
+    return Program(partial(streamed, notes=spec.folder.parent.parent / "notes"), frozenset())(
+        spec, rendezvous, **how
+    )
 
 
 @pytest.mark.parametrize(("mode", "every"), [("ddp", 2), ("zero1", 2), ("ddp", 0)])
-def test_a_lost_rank_is_replaced_and_its_loader_goes_on(tmp_path: Path, mode: str, every: int) -> None:
-    """From the newest checkpoint's state, and what was read after it is skipped; without one, from the start."""
-    settings: dict[str, Any] = {"dp_mode": mode, "eval_every": 0, "checkpoint_every": every, "grad_accum_steps": 2}
+def test_a_lost_rank_is_replaced_and_its_loader_goes_on(
+    tmp_path: Path, mode: str, every: int
+) -> None:
+    """From the newest checkpoint's state, and what was read after it is skipped; without one, from
+    the start.
+    """
+    settings: dict[str, Any] = {
+        "dp_mode": mode,
+        "eval_every": 0,
+        "checkpoint_every": every,
+        "grad_accum_steps": 2,
+    }
     settings |= {"max_steps": 8, "checkpoint_mode": "sync"}
     whole = trained(tmp_path / "whole", 2, partial(streamed, notes=tmp_path / "clean"), **settings)
     spec = open_own(tmp_path / "run", faults="kill@rank=1,step=6,phase=backward", **settings)
     outcome = elastic.run_elastic(spec, 2, train=streamed_beside)
     assert [of.get("exit_reason") for of in outcome.ranks.values()] == ["finished"] * 2, outcome
     assert len(outcome.left) == 1, "one recovery"
-    assert {r["step"]: r["train/loss"] for r in records(spec)} == series(whole), "no step is repeated, to the bit"
+    assert {r["step"]: r["train/loss"] for r in records(spec)} == series(whole), (
+        "no step is repeated, to the bit"
+    )
     (everything,) = read(tmp_path / "clean", 1)
     _, replacement = read(tmp_path / "notes", 1)
     assert replacement == everything[2 * 4 if every else 0 :]
@@ -149,7 +185,9 @@ def test_a_lost_rank_is_replaced_and_its_loader_goes_on(tmp_path: Path, mode: st
 
 
 def test_a_checkpoint_has_the_state_of_every_rank(tmp_path: Path) -> None:
-    spec = trained(tmp_path / "run", 2, partial(streamed, notes=tmp_path / "notes"), stop_at=3, eval_every=0)
+    spec = trained(
+        tmp_path / "run", 2, partial(streamed, notes=tmp_path / "notes"), stop_at=3, eval_every=0
+    )
     from nanoray.checkpoint.find import newest_rank_states
 
     states, samples = newest_rank_states(spec.checkpoints, "")
@@ -170,8 +208,13 @@ def test_older_batches_are_kept_or_read_again_from_an_older_state() -> None:
     assert torch.equal(batches.batch(2)[0], firsts[2])
     other = Stateful(Stream(4, 0))
     other.load(saved, 2)
-    assert [torch.equal(other.batch(2 + i)[0], x) for i, x in enumerate([firsts[2], *later])] == [True] * (KEPT + 7)
-    with pytest.raises(DataError, match="batch 1 of the train data is needed again, but the oldest known state of the"):
+    assert [torch.equal(other.batch(2 + i)[0], x) for i, x in enumerate([firsts[2], *later])] == [
+        True
+    ] * (KEPT + 7)
+    with pytest.raises(
+        DataError,
+        match="batch 1 of the train data is needed again, but the oldest known state of the",
+    ):
         other.batch(1)
 
 
@@ -196,9 +239,13 @@ def test_a_state_is_what_it_was() -> None:
     assert found["array"].tobytes() == state["array"].tobytes()
     for key in ("numbers", "text", "pair", 3, "generator"):
         assert found[key] == state[key]
-    with pytest.raises(DataError, match=r"has a Generator at state\.rng\[0\], which a checkpoint cannot hold; let"):
+    with pytest.raises(
+        DataError, match=r"has a Generator at state\.rng\[0\], which a checkpoint cannot hold; let"
+    ):
         pack({"rng": [torch.Generator()]})
-    with pytest.raises(DataError, match=r"has a ndarray at state\.a, which a checkpoint cannot hold"):
+    with pytest.raises(
+        DataError, match=r"has a ndarray at state\.a, which a checkpoint cannot hold"
+    ):
         pack({"a": np.array([object()])})
 
 
@@ -208,9 +255,13 @@ class Empty(Stream):
 
 
 def test_loaders_that_cannot_be_read_are_told_why() -> None:
-    with pytest.raises(DataError, match="the loader of the train data yields no batch in a whole epoch; give it"):
+    with pytest.raises(
+        DataError, match="the loader of the train data yields no batch in a whole epoch; give it"
+    ):
         OwnData(Empty(4, 0), None, 0, 4, CPU).train_batch(0, 4)
-    with pytest.raises(DataError, match=r"batch 0 of the train data has 4 samples, but micro_batch_size = 5; make"):
+    with pytest.raises(
+        DataError, match=r"batch 0 of the train data has 4 samples, but micro_batch_size = 5; make"
+    ):
         OwnData(Stream(4, 0), None, 0, 5, CPU).train_batch(0, 5)
     assert is_stateful(Stream(4, 0))
     assert not is_stateful([1, 2])

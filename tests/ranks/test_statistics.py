@@ -1,4 +1,6 @@
-"""Statistics of layers: by hand, on real ranks without a changed bit, and one warning for each danger."""
+"""Statistics of layers: by hand, on real ranks without a changed bit, and one warning for each
+danger.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,20 @@ from nanoray.errors import ConfigError
 from nanoray.inspect.__main__ import main
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.run import RunSpec
-from nanoray.train import dangers as told
-from nanoray.train import statistics
-from nanoray.train.dangers import dangers
-from nanoray.train.statistics import Statistics, attention_of, dead_share
+from nanoray.train.watch import dangers as told
+from nanoray.train.watch import statistics
+from nanoray.train.watch.dangers import dangers
+from nanoray.train.watch.statistics import Statistics, attention_of, dead_share
 from tests.harness.axes import equal, final
 from tests.harness.ranks import make_spec, run_ranks, series
 
-RECIPE: dict[str, Any] = {"max_steps": 6, "global_batch_size": 12, "log_every": 1, "dropout": 0.1, "eval_every": 3}
+RECIPE: dict[str, Any] = {
+    "max_steps": 6,
+    "global_batch_size": 12,
+    "log_every": 1,
+    "dropout": 0.1,
+    "eval_every": 3,
+}
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -49,7 +57,9 @@ def test_no_bit_of_the_training_changes_and_inspect_shows_them(
     for record in found:
         assert {*record["layers"]} == {"tok_emb", "pos_emb", "blocks.0", "blocks.1", "norm"}
         assert {*record["layers"]["blocks.1"]} == {*told.COLUMNS}
-        assert all(value > 0 for key, value in record["layers"]["blocks.1"].items() if key != "dead")
+        assert all(
+            value > 0 for key, value in record["layers"]["blocks.1"].items() if key != "dead"
+        )
         assert record["cost_ms"] > 0
     # The norm of all gradients, which the run records, is that of the layers together.
     model = GPT(ModelShape.of(looked.config, looked.dataset.vocab_size))
@@ -59,7 +69,9 @@ def test_no_bit_of_the_training_changes_and_inspect_shows_them(
         counts[layer] = counts.get(layer, 0) + p.numel()
     for record in found:
         squares = sum(n * record["layers"][layer]["grad_rms"] ** 2 for layer, n in counts.items())
-        assert math.sqrt(squares) == pytest.approx(series(looked, "train/grad_norm")[record["step"]], rel=1e-4)
+        assert math.sqrt(squares) == pytest.approx(
+            series(looked, "train/grad_norm")[record["step"]], rel=1e-4
+        )
     assert main([str(looked.folder)]) == 0
     shown = capsys.readouterr().out
     assert "statistics of step 6" in shown
@@ -69,7 +81,8 @@ def test_no_bit_of_the_training_changes_and_inspect_shows_them(
 def test_an_audited_step_is_told_of_this_rank_s_own_samples(text: Path, tmp_path: Path) -> None:
     """There another rank's micro batch is computed first."""
     plain, audited = (
-        lines(trained(text, tmp_path / str(every), statistics_every=2, audit_every=every).folder) for every in (0, 2)
+        lines(trained(text, tmp_path / str(every), statistics_every=2, audit_every=every).folder)
+        for every in (0, 2)
     )
     assert [record["layers"] for record in audited] == [record["layers"] for record in plain]
 
@@ -91,17 +104,28 @@ def test_attention_and_dead_units_by_hand() -> None:
 
 
 def test_dangers_are_named() -> None:
-    fine: dict[str, float | None] = {"grad_rms": 1e-3, "update_ratio": 1e-3, "activation_rms": 1.0, "dead": 1.0}
+    fine: dict[str, float | None] = {
+        "grad_rms": 1e-3,
+        "update_ratio": 1e-3,
+        "activation_rms": 1.0,
+        "dead": 1.0,
+    }
     assert dangers({"blocks.0": fine, "blocks.1": fine}) == {}
     assert [*dangers({"blocks.0": fine | {"max_logit": 200.0}})] == ["exploding"]
-    assert dangers({"blocks.0": fine | {"grad_rms": None}}) == {"exploding": "the gradient of blocks.0 is not finite"}
-    found = dangers({"blocks.0": fine | {"grad_rms": 1e-7, "dead": 70.0}, "blocks.1": fine, "blocks.2": fine})
+    assert dangers({"blocks.0": fine | {"grad_rms": None}}) == {
+        "exploding": "the gradient of blocks.0 is not finite"
+    }
+    found = dangers(
+        {"blocks.0": fine | {"grad_rms": 1e-7, "dead": 70.0}, "blocks.1": fine, "blocks.2": fine}
+    )
     assert found["vanishing"].startswith("grad_rms of blocks.0 is 1e-07")
     assert found["dead"].startswith("70 % of the hidden units of blocks.0")
 
 
 def test_a_danger_is_told_once(text: Path, tmp_path: Path) -> None:
-    """A step that is done again replaces its record, and one whose gradient is not finite has a null."""
+    """A step that is done again replaces its record, and one whose gradient is not finite has a
+    null.
+    """
     config, said = make_config({"micro_batch_size": 1, "statistics_every": 1}), list[str]()
     model = GPT(ModelShape(2, 2, 8, 4, True, 16))
     looker = Statistics(config, model, lambda one: 4 * one, said.append)
@@ -129,5 +153,7 @@ def test_a_danger_is_told_once(text: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("settings", [{"dp_mode": "zero2"}, {"tp": 2}, {"pp": 2}])
 def test_what_rank_0_does_not_have_is_refused(settings: dict[str, Any]) -> None:
     (key,) = settings
-    with pytest.raises(ConfigError, match=rf"statistics_every = 5 with {key} = {settings[key]}: .*; use {key} "):
+    with pytest.raises(
+        ConfigError, match=rf"statistics_every = 5 with {key} = {settings[key]}: .*; use {key} "
+    ):
         make_config({"micro_batch_size": 1, "statistics_every": 5} | settings)

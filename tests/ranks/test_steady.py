@@ -1,4 +1,6 @@
-"""A step in the steady state: it takes no new memory from the system, and reads few numbers of tensors."""
+"""A step in the steady state: it takes no new memory from the system, and reads few numbers of
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -48,21 +50,33 @@ def reads_of(spec: Any) -> int:
 def test_a_step_that_is_not_logged_waits_for_no_more_than_it_must(
     text: Path, tmp_path: Path, settings: dict[str, Any], each: int
 ) -> None:
-    """The outcome of the vote, which is on the host. On a CPU also whether the step is bad, and whether to clip."""
+    """The outcome of the vote, which is on the host. On a CPU also whether the step is bad, and
+    whether to clip.
+    """
     recipe = {"precision": "fp32", "eval_every": 0, "log_every": 100, "hash_every": 0} | settings
-    few, many = (reads_of(make_spec(text, tmp_path / str(n), max_steps=n, **recipe)) for n in (3, 13))
+    few, many = (
+        reads_of(make_spec(text, tmp_path / str(n), max_steps=n, **recipe)) for n in (3, 13)
+    )
     assert many - few == 10 * each
 
 
 def test_a_step_takes_no_new_memory_from_the_system(text: Path, tmp_path: Path) -> None:
     """Its tensors, of up to 1.5 MB, lie where those of the step before it were."""
-    flags = ("--preset=shakespeare-cpu", f"--dataset={text}", f"--data_dir={tmp_path}", f"--out_dir={tmp_path}")
+    flags = (
+        "--preset=shakespeare-cpu",
+        f"--dataset={text}",
+        f"--data_dir={tmp_path}",
+        f"--out_dir={tmp_path}",
+    )
     flags += ("--eval_every=0", "--log_every=100", "--tensorboard=false", "--precision=fp32")
     faults = []
     for steps in (10, 60):
         before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
-        command = [sys.executable, "-m", "nanoray.train", *flags, f"--max_steps={steps}"]  # a child of this process
+        # A child of this process
+        command = [sys.executable, "-m", "nanoray.train", *flags, f"--max_steps={steps}"]
         subprocess.run(command, check=True, capture_output=True)
         faults.append(resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt - before)
     assert faults[0] > 0
-    assert (faults[1] - faults[0]) / 50 < 200, "pages a step: without what keeps freed memory they are over 1000"
+    assert (faults[1] - faults[0]) / 50 < 200, (
+        "pages a step: without what keeps freed memory they are over 1000"
+    )

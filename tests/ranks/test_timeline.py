@@ -1,4 +1,6 @@
-"""All ranks' notes together: hand-worked steps, a planted straggler, files that Perfetto and people can read."""
+"""All ranks' notes together: hand-worked steps, a planted straggler, files that Perfetto and people
+can read.
+"""
 
 from __future__ import annotations
 
@@ -28,27 +30,56 @@ def notes(shift: float, ready: float, **more: Any) -> dict[str, Any]:
     def at(ms: float) -> float:
         return 100.0 + (shift + ms) / 1e3
 
-    bucket = {"op": "all_reduce", "what": "gradients", "group": "default", "phase": "backward", "dtype": "float32"}
+    bucket = {
+        "op": "all_reduce",
+        "what": "gradients",
+        "group": "default",
+        "phase": "backward",
+        "dtype": "float32",
+    }
     bucket |= {"size_bytes": 3_000_000, "timing": "queue", "bucket": 0, "last": True}
     bucket |= {"enqueue": at(ready), "start": at(ready), "end": at(20)}
-    loss = bucket | {"what": "loss", "phase": "log", "size_bytes": 4, "bucket": None, "last": False, "timing": "call"}
+    loss = bucket | {
+        "what": "loss",
+        "phase": "log",
+        "size_bytes": 4,
+        "bucket": None,
+        "last": False,
+        "timing": "call",
+    }
     loss |= {"enqueue": at(22), "start": at(22), "end": at(23)}
-    marks = [("forward", 0.0, 10.0), ("backward", 10.0, 20.0), ("optimizer", 20.0, 22.0), ("log", 22.0, 24.0)]
+    marks = [
+        ("forward", 0.0, 10.0),
+        ("backward", 10.0, 20.0),
+        ("optimizer", 20.0, 22.0),
+        ("log", 22.0, 24.0),
+    ]
     phases = [[name, at(start), at(end)] for name, start, end in marks]
-    return {"step": 7, "phases": phases, "collectives": [bucket, loss], "no_sync_s": None, "profiled": False} | more
+    return {
+        "step": 7,
+        "phases": phases,
+        "collectives": [bucket, loss],
+        "no_sync_s": None,
+        "profiled": False,
+    } | more
 
 
 def test_a_step_worked_out_by_hand() -> None:
-    """Rank 0 has its bucket ready at 12 ms, rank 1 at 16; both end at 20. Rank 1's clock is 5 s ahead."""
+    """Rank 0 has its bucket ready at 12 ms, rank 1 at 16; both end at 20. Rank 1's clock is 5 s
+    ahead.
+    """
     late = notes(5000.0, 16.0, no_sync_s=0.015)
-    step = merge([notes(0.0, 12.0, no_sync_s=0.017), late], [ClockOffset(0, 0), ClockOffset(5.0, 1e-5)])
+    step = merge(
+        [notes(0.0, 12.0, no_sync_s=0.017), late], [ClockOffset(0, 0), ClockOffset(5.0, 1e-5)]
+    )
     bucket, loss = step["collectives"]
     assert bucket["enqueue_ms"] == pytest.approx([12, 16])
     assert bucket["skew_us"] == pytest.approx(4000)
     assert bucket["late_rank"] == 1
     assert bucket["latency_us"] == pytest.approx(8000)
     assert bucket["time_us"] == pytest.approx(4000)  # from the moment when rank 1 had begun, too
-    assert bucket["algbw_gbps"] == bucket["busbw_gbps"] == pytest.approx(0.75)  # n = 2: the factor is 1
+    # N = 2: the factor is 1
+    assert bucket["algbw_gbps"] == bucket["busbw_gbps"] == pytest.approx(0.75)
     assert loss["bytes"] == 4
     figures = step["figures"]
     assert figures["step_ms"] == pytest.approx(24)
@@ -62,14 +93,19 @@ def test_a_step_worked_out_by_hand() -> None:
 def test_pauses_are_no_part_of_a_step() -> None:
     ours = notes(0.0, 12.0)
     ours["phases"].append(["eval", 100.024, 100.124])
-    ours["collectives"].append(ours["collectives"][1] | {"what": "eval", "phase": "eval", "end": 100.1})
+    ours["collectives"].append(
+        ours["collectives"][1] | {"what": "eval", "phase": "eval", "end": 100.1}
+    )
     figures = merge([ours, ours], [ClockOffset(0, 0)] * 2)["figures"]
     assert figures["step_ms"] == pytest.approx(24)
     assert figures["exposed_ms"] == pytest.approx(9)
 
 
 def test_means_of_steps() -> None:
-    steps = [merge([notes(0.0, r), notes(0.0, 16.0)], [ClockOffset(0, 0)] * 2)["figures"] for r in (12.0, 14.0, 18.0)]
+    steps = [
+        merge([notes(0.0, r), notes(0.0, 16.0)], [ClockOffset(0, 0)] * 2)["figures"]
+        for r in (12.0, 14.0, 18.0)
+    ]
     total = Totals()
     for step in steps:
         total.add(step)
@@ -95,7 +131,9 @@ def test_a_call_before_the_first_phase_is_drawn(tmp_path: Path) -> None:
         ours["collectives"][1] | {"what": "vote", "enqueue": 99.99, "start": 99.99, "end": 99.995}
     )
     step = merge([ours, ours], [ClockOffset(0, 0)] * 2)
-    assert [e["ts"] for e in chrome_trace([step])["traceEvents"] if e["name"] == "vote"] == [pytest.approx(-10_000)] * 2
+    assert [e["ts"] for e in chrome_trace([step])["traceEvents"] if e["name"] == "vote"] == [
+        pytest.approx(-10_000)
+    ] * 2
     draw([step], tmp_path / "t.svg")
 
 
@@ -117,7 +155,10 @@ def test_a_straggler_is_named_once_and_again_when_it_relapses(tmp_path: Path) ->
         for line in lines:
             said[step] = line
     assert list(said) == [LATE_TIMES, 16, 46]
-    assert "rank 1: 8.0 ms a step behind the others (15.0 ms of own work), most of it in backward" in said[LATE_TIMES]
+    assert (
+        "rank 1: 8.0 ms a step behind the others (15.0 ms of own work), most of it in backward"
+        in said[LATE_TIMES]
+    )
     assert "rank 1 keeps up again" in said[16]
     summary = log.finish([ClockOffset(0, 0)] * 2, print)
     assert (summary["straggler"]["since"], summary["straggler"]["until"]) == (46, None)
@@ -130,7 +171,9 @@ def test_equal_ranks_have_no_straggler(tmp_path: Path) -> None:
     assert log.finish([ClockOffset(0, 0)] * 2, print)["straggler"] is None
 
 
-def test_what_cannot_be_written_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_written_costs_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A full disk: /dev/full takes no byte. Then a picture that cannot be drawn."""
     log, said = CommLog(tmp_path, 0, 0), list[str]()
     log._file.close()
@@ -169,7 +212,11 @@ def test_the_newest_window_holds_neighbours_only() -> None:
     assert [s["step"] for s in newest_window(steps)] == [19, 20]
     assert [s["step"] for s in newest_window([{"step": s} for s in range(1, 9)])] == [5, 6, 7, 8]
     for other in ({"started": 7.0, "attempt": 1}, {"started": 9.0, "attempt": 0}):
-        steps = [{"step": 7, "started": 7.0, "attempt": 0}, {"step": 8, **other}, {"step": 9, **other}]
+        steps = [
+            {"step": 7, "started": 7.0, "attempt": 0},
+            {"step": 8, **other},
+            {"step": 9, **other},
+        ]
         assert [s["step"] for s in newest_window(steps)] == [8, 9], "of one group of ranks"
 
 
@@ -189,7 +236,9 @@ def two_hosts_rank(mesh: Mesh, order: dict[str, Any], emit: Any) -> None:
     import nanoray.trace.log
     import nanoray.trace.recorder
 
-    nanoray.trace.recorder.clock_domain = nanoray.trace.log.clock_domain = lambda: f"host{mesh.rank}"
+    nanoray.trace.recorder.clock_domain = nanoray.trace.log.clock_domain = lambda: (
+        f"host{mesh.rank}"
+    )
     recorder = CommRecorder(mesh, every=1, profile=False)
     log = CommLog(Path(order["folder"]) / "comm", 0, 0) if mesh.rank == 0 else None
     trace = CommTrace(mesh, recorder, dict, log)
@@ -205,7 +254,9 @@ def two_hosts_rank(mesh: Mesh, order: dict[str, Any], emit: Any) -> None:
 
 
 def test_ranks_on_two_hosts(tmp_path: Path) -> None:
-    """Their clocks are compared while steps are read; that, and the reading, is no part of what is read."""
+    """Their clocks are compared while steps are read; that, and the reading, is no part of what is
+    read.
+    """
     with RankPool(Where(workers=2, device="cpu")) as pool:
         (event,) = pool.run("tests.ranks.test_timeline:two_hosts_rank", {"folder": str(tmp_path)})
     assert event["comm"]["clock"].startswith("hosts compared to ±")
@@ -220,16 +271,30 @@ def test_ranks_on_two_hosts(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def spec(text: Path, tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
-    """Rank 1 sleeps 700 ms in the forward pass of steps 3 to 10; the first part of a run that is resumed."""
+    """Rank 1 sleeps 700 ms in the forward pass of steps 3 to 10; the first part of a run that is
+    resumed.
+    """
     plan = ";".join(f"slow@rank=1,step={s},phase=forward,seconds=0.7" for s in range(3, 11))
     folder = tmp_path_factory.mktemp("slow")
-    spec = make_spec(text, folder, comm_trace="always", max_steps=14, faults=plan, bucket_mb=0.03, checkpoint_every=12)
+    spec = make_spec(
+        text,
+        folder,
+        comm_trace="always",
+        max_steps=14,
+        faults=plan,
+        bucket_mb=0.03,
+        checkpoint_every=12,
+    )
     assert all("error" not in r for r in run_ranks(spec, 2))
     return spec
 
 
 def test_a_straggler_is_named_with_its_phase(spec: RunSpec) -> None:
-    lines = [line for line in (spec.folder / "logs" / "rank0.log").read_text().splitlines() if "straggler" in line]
+    lines = [
+        line
+        for line in (spec.folder / "logs" / "rank0.log").read_text().splitlines()
+        if "straggler" in line
+    ]
     assert len(lines) == 1
     found = re.search(r"rank 1: ([\d.]+) ms a step behind the others", lines[0])
     assert found, lines
@@ -242,7 +307,9 @@ def test_a_straggler_is_named_with_its_phase(spec: RunSpec) -> None:
 
 
 def test_a_trace_for_perfetto(spec: RunSpec) -> None:
-    """Complete events with a length, named rows, and no two slices of a row that overlap: it would drop them."""
+    """Complete events with a length, named rows, and no two slices of a row that overlap: it would
+    drop them.
+    """
     trace = json.loads((spec.folder / "comm" / "timeline.json").read_text())
     slices = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
@@ -265,18 +332,27 @@ def test_the_picture_names_ranks_and_numbers(spec: RunSpec) -> None:
     assert len(picture) > 10_000
 
 
-def test_another_window_can_be_drawn(spec: RunSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_window_can_be_drawn(
+    spec: RunSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(spec.folder), "--step", "6", "--figure", str(tmp_path / "t.png")]) == 0
     assert (tmp_path / "t.png").read_bytes()[:4] == b"\x89PNG"
     drawn = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    assert {e["args"]["step"] for e in drawn if e["ph"] == "X" and e["cat"] == "phase"} == {3, 4, 5, 6}
+    assert {e["args"]["step"] for e in drawn if e["ph"] == "X" and e["cat"] == "phase"} == {
+        3,
+        4,
+        5,
+        6,
+    }
     assert main([str(spec.folder), "--step", "99"]) == 2
     assert "step = 99 was not traced; the last traced ones are 7, 8" in capsys.readouterr().err
     assert main([str(spec.folder), "--figure", str(tmp_path / "t.png" / "t.svg")]) == 2
     assert "t.svg (Not a directory); give another --figure" in capsys.readouterr().err
 
 
-def test_a_run_without_traces_says_how_to_get_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_traces_says_how_to_get_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(tmp_path)]) == 2
     assert "has no traced steps; start a run with --comm_trace every=50" in capsys.readouterr().err
 

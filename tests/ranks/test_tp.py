@@ -1,4 +1,6 @@
-"""Tensor parallelism: equal to one process, alone and under data parallelism; dropout, checkpoints, refusals."""
+"""Tensor parallelism: equal to one process, alone and under data parallelism; dropout, checkpoints,
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,21 @@ MODES = ("ddp", "ddp_by_hand", "zero1", "zero2", "fsdp")
 
 
 @pytest.mark.parametrize("bias", [True, pytest.param(False, marks=pytest.mark.full)])
-@pytest.mark.parametrize("settings", [SGD, pytest.param(ADAMW, marks=pytest.mark.full)], ids=["sgd", "adamw"])
-def test_two_and_four_ranks_train_as_one_process_does(pools: Pools, settings: dict[str, Any], bias: bool) -> None:
-    """tp 2, tp 4, and dp 2 × tp 2 in every mode: losses, weights, norms. A vocabulary of 65 leaves tp 4's last rank
-    with padding alone. The digests also say that what several ranks hold is equal to the bit on all of them."""
+@pytest.mark.parametrize(
+    "settings", [SGD, pytest.param(ADAMW, marks=pytest.mark.full)], ids=["sgd", "adamw"]
+)
+def test_two_and_four_ranks_train_as_one_process_does(
+    pools: Pools, settings: dict[str, Any], bias: bool
+) -> None:
+    """tp 2, tp 4, and dp 2 × tp 2 in every mode: losses, weights, norms. A vocabulary of 65 leaves
+    tp 4's last rank with padding alone. The digests also say that what several ranks hold is equal
+    to the bit on all of them.
+    """
     case = {"accum": 2, "settings": settings | {"bias": bias}}
     arms = {"tp 4": {"tp": 4}} | {f"tp 2 × {mode}": {"tp": 2, "dp_mode": mode} for mode in MODES}
-    found = run(pools, 4, arms, [case], alone=True) + run(pools, 2, {"tp 2": {"tp": 2}}, [case], alone=True)
+    found = run(pools, 4, arms, [case], alone=True) + run(
+        pools, 2, {"tp 2": {"tp": 2}}, [case], alone=True
+    )
     assert len(found) == len(arms) + 1
     require_one_process(found, settings)
 
@@ -38,7 +48,9 @@ def test_by_hand_and_zero_agree_bit_for_bit_under_tp(pools: Pools) -> None:
 
 
 def test_every_rank_keeps_its_share_only(pools: Pools) -> None:
-    """Weights and optimizer state of what is cut are divided by tp, and by dp with zero1; the rest is small."""
+    """Weights and optimizer state of what is cut are divided by tp, and by dp with zero1; the rest
+    is small.
+    """
     settings = ADAMW | {"n_embd": 64}
     arms = {"tp 4": {"tp": 4}, "tp 2 × zero1": {"tp": 2, "dp_mode": "zero1"}}
     for each in run(pools, 4, arms, [{"accum": 1, "settings": settings}]):
@@ -48,10 +60,17 @@ def test_every_rank_keeps_its_share_only(pools: Pools) -> None:
 
 @pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.full), "fsdp"])
 def test_activation_checkpointing_changes_no_bit_under_tp(pools: Pools, mode: str) -> None:
-    """With dropout: what is computed twice draws the same masks again, the rank's own and those of all."""
+    """With dropout: what is computed twice draws the same masks again, the rank's own and those of
+    all.
+    """
     hows = ("none", "selective", "block")
     settings = [ADAMW | {"dropout": 0.3, "activation_checkpointing": how} for how in hows]
-    found = run(pools, 4, {"tp 2": {"tp": 2, "dp_mode": mode}}, [{"accum": 2, "settings": s} for s in settings])
+    found = run(
+        pools,
+        4,
+        {"tp 2": {"tp": 2, "dp_mode": mode}},
+        [{"accum": 2, "settings": s} for s in settings],
+    )
     assert len({rank["digest"] for each in found for rank in each["ranks"]}) == 1
 
 
@@ -67,12 +86,20 @@ def test_dropout_is_equal_where_it_must_be_and_differs_where_it_must(pools: Pool
     assert not set(found[0]["stream"]) & set(found[2]["stream"])
     assert not set(found[0]["attention"]) & set(found[2]["attention"])
     everything = [mask for rank in found[::2] for kind in rank.values() for mask in kind]
-    assert len(set(everything)) == len(everything) == 2 * (1 + 3 * 2), "no mask twice, in two blocks"
+    assert len(set(everything)) == len(everything) == 2 * (1 + 3 * 2), (
+        "no mask twice, in two blocks"
+    )
 
 
 # The whole program: the loop, checkpoints, resume.
 
-RECIPE: dict[str, Any] = {"n_head": 4, "max_steps": 8, "global_batch_size": 24, "precision": "fp32", "bias": True}
+RECIPE: dict[str, Any] = {
+    "n_head": 4,
+    "max_steps": 8,
+    "global_batch_size": 24,
+    "precision": "fp32",
+    "bias": True,
+}
 
 
 @pytest.fixture
@@ -80,13 +107,17 @@ def runs(text: Path, tmp_path: Path) -> Runs:
     return Runs(text, tmp_path, RECIPE)
 
 
-@pytest.mark.parametrize(("tp", "mode", "world"), [(2, "zero1", 4), pytest.param(2, "ddp", 2, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("tp", "mode", "world"), [(2, "zero1", 4), pytest.param(2, "ddp", 2, marks=pytest.mark.full)]
+)
 def test_a_run_resumes_to_the_bit(runs: Runs, tp: int, mode: str, world: int) -> None:
     runs.resumed(world, 5, tp=tp, dp_mode=mode, dropout=0.1)
 
 
 def test_any_mesh_goes_on_with_what_any_other_saved(runs: Runs) -> None:
-    """Weights and optimizer state are cut anew each time: by heads, by slices, by rows, and not at all."""
+    """Weights and optimizer state are cut anew each time: by heads, by slices, by rows, and not at
+    all.
+    """
     meshes = [
         (2, 2, "ddp"),
         (1, 1, "ddp"),
@@ -100,14 +131,26 @@ def test_any_mesh_goes_on_with_what_any_other_saved(runs: Runs) -> None:
     runs.gone_on([(world, {"tp": tp, "dp_mode": mode}) for tp, world, mode in meshes], far=2e-4)
 
 
-def test_tracing_comparing_evaluating_and_sampling_work(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = {"comm_trace": "always", "hash_every": 2, "eval_every": 3, "eval_samples": 5, "sample_tokens": 8}
+def test_tracing_comparing_evaluating_and_sampling_work(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {
+        "comm_trace": "always",
+        "hash_every": 2,
+        "eval_every": 3,
+        "eval_samples": 5,
+        "sample_tokens": 8,
+    }
     spec, outcomes = runs.finished("cut", 4, **settings, max_steps=6, tp=2, dp_mode="ddp")
     assert 0 < len(outcomes[0]["sample"]) <= 8, "several bytes may be one character"
     alone = runs.trained("alone", 1, max_steps=6, eval_every=3, eval_samples=5)
     assert series(spec, "val/loss") == pytest.approx(series(alone, "val/loss"), abs=2e-5)
-    assert series(spec, "train/grad_norm") == pytest.approx(series(alone, "train/grad_norm"), rel=1e-4)
-    steps = [json.loads(line) for line in (spec.folder / "comm" / "steps.jsonl").read_text().splitlines()]
+    assert series(spec, "train/grad_norm") == pytest.approx(
+        series(alone, "train/grad_norm"), rel=1e-4
+    )
+    steps = [
+        json.loads(line) for line in (spec.folder / "comm" / "steps.jsonl").read_text().splitlines()
+    ]
     sums = [c for c in steps[2]["collectives"] if c["group"] == "tp"]
     stream = 4 * 12 * 16 * 32  # bytes of (B, T, C)
     forward = [(c["what"], c["bytes"]) for c in sums if c["phase"] == "forward"]

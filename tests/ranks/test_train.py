@@ -1,4 +1,6 @@
-"""The recipe on real ranks over gloo: the same training at every world size, and a resume that changes no bit."""
+"""The recipe on real ranks over gloo: the same training at every world size, and a resume that
+changes no bit.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from nanoray.errors import CheckpointError
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.run import RunSpec
 from nanoray.sample import main as sample
-from nanoray.train.recipe import find_checkpoint
+from nanoray.train.agree import find_checkpoint
 from tests.harness.commands import Command, run
 from tests.harness.ports import free_port
 from tests.harness.ranks import TINY, make_spec, records, run_ranks, series
@@ -42,7 +44,9 @@ def train(spec: RunSpec, world: int) -> list[dict[str, Any]]:
 
 
 def reference_losses(spec: RunSpec, steps: int) -> list[float]:
-    """One process, one big batch, a bare PyTorch loop: what every arrangement of ranks must reproduce."""
+    """One process, one big batch, a bare PyTorch loop: what every arrangement of ranks must
+    reproduce.
+    """
     cfg, total = spec.config, spec.config.global_batch_size
     torch.manual_seed(cfg.seed)
     gpt = GPT(ModelShape.of(cfg, spec.dataset.vocab_size))
@@ -64,7 +68,9 @@ def reference_losses(spec: RunSpec, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize(("world", "accum"), [(1, 1), (1, 4), (2, 1), (2, 3), (3, 2)])
-def test_every_arrangement_trains_like_the_reference(text: Path, tmp_path: Path, world: int, accum: int) -> None:
+def test_every_arrangement_trains_like_the_reference(
+    text: Path, tmp_path: Path, world: int, accum: int
+) -> None:
     spec = make_spec(text, tmp_path, grad_accum_steps=accum, **PLAIN)
     train(spec, world)
     losses = series(spec)
@@ -77,7 +83,11 @@ def test_every_arrangement_trains_like_the_reference(text: Path, tmp_path: Path,
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_resume_is_bit_identical(text: Path, tmp_path: Path, world: int) -> None:
     """With AdamW, clipping, accumulation and dropout, and stopped between two logged steps."""
-    recipe = {"dropout": 0.1, "max_steps": 9, "micro_batch_size": 12 // world // (1 if world == 4 else 2) or 1}
+    recipe = {
+        "dropout": 0.1,
+        "max_steps": 9,
+        "micro_batch_size": 12 // world // (1 if world == 4 else 2) or 1,
+    }
     recipe |= {"global_batch_size": 24, "eval_every": 3}
     whole = make_spec(text, tmp_path / "whole", **recipe)
     train(whole, world)
@@ -91,8 +101,12 @@ def test_resume_is_bit_identical(text: Path, tmp_path: Path, world: int) -> None
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_target_loss_ends_the_run_with_a_checkpoint_that_goes_on(text: Path, tmp_path: Path, world: int) -> None:
-    """At the first evaluation that reaches it, on all ranks alike; and the losses are those of a run without."""
+def test_a_target_loss_ends_the_run_with_a_checkpoint_that_goes_on(
+    text: Path, tmp_path: Path, world: int
+) -> None:
+    """At the first evaluation that reaches it, on all ranks alike; and the losses are those of a
+    run without.
+    """
     whole = make_spec(text, tmp_path / "whole", eval_every=2)
     train(whole, world)
     evaluations = series(whole, "val/loss")
@@ -102,7 +116,9 @@ def test_a_target_loss_ends_the_run_with_a_checkpoint_that_goes_on(text: Path, t
     for _ in range(2):  # the second command finds it reached, and does no step
         spec = make_spec(text, tmp_path / "parts", **parts, target_loss=evaluations[4])
         outcomes = train(spec, world)
-        assert {(o["exit_reason"], o["step"], o["val_loss"]) for o in outcomes} == {("target_loss", 4, evaluations[4])}
+        assert {(o["exit_reason"], o["step"], o["val_loss"]) for o in outcomes} == {
+            ("target_loss", 4, evaluations[4])
+        }
         assert newest_valid(spec.checkpoints)[0].path.name == "step_00000004"  # type: ignore[union-attr]
     later = {"target_loss": evaluations[8] - 1, **parts}
     (outcome, *_) = train(make_spec(text, tmp_path / "parts", **later), world)
@@ -119,8 +135,14 @@ def another_day() -> None:
 
 def test_clocks_that_differ_by_days_change_nothing(text: Path, tmp_path: Path) -> None:
     """A planned fault has fired, too, whatever the time of its record."""
-    plan = {"checkpoint_every": 4, "faults": "slow@rank=0,step=3,seconds=0;slow@rank=1,step=3,seconds=0"}
-    spec, clean = make_spec(text, tmp_path / "skewed", **plan), make_spec(text, tmp_path / "clean", **plan)
+    plan = {
+        "checkpoint_every": 4,
+        "faults": "slow@rank=0,step=3,seconds=0;slow@rank=1,step=3,seconds=0",
+    }
+    spec, clean = (
+        make_spec(text, tmp_path / "skewed", **plan),
+        make_spec(text, tmp_path / "clean", **plan),
+    )
     for outcome in run_ranks(clean, 2) + run_ranks(spec, 2, first=another_day):
         assert outcome["exit_reason"] == "finished"
     assert series(spec) == series(clean)
@@ -143,12 +165,18 @@ def test_ranks_on_different_hardware_are_named(text: Path, tmp_path: Path) -> No
         spec = make_spec(text, tmp_path / name)
         for outcome in run_ranks(spec, 2, first=first):
             assert outcome["exit_reason"] == "finished"
-        told = re.findall(r"different hardware: rank 0 CPU \d+; rank 1 CPU \d+\.", spec.log(0).read_text())
+        told = re.findall(
+            r"different hardware: rank 0 CPU \d+; rank 1 CPU \d+\.", spec.log(0).read_text()
+        )
         assert len(told) == (first is not None)
 
 
-def test_a_resumed_run_continues_its_average_its_clock_and_its_summary(text: Path, tmp_path: Path) -> None:
-    """Stopped between two logged steps, which adds records; the parts add up to one run all the same."""
+def test_a_resumed_run_continues_its_average_its_clock_and_its_summary(
+    text: Path, tmp_path: Path
+) -> None:
+    """Stopped between two logged steps, which adds records; the parts add up to one run all the
+    same.
+    """
     recipe: dict[str, Any] = {"max_steps": 12, "log_every": 4, "precision": "fp32"}
     whole = make_spec(text, tmp_path / "whole", **recipe)
     train(whole, 2)
@@ -163,7 +191,9 @@ def test_a_resumed_run_continues_its_average_its_clock_and_its_summary(text: Pat
     assert 0 < before["train_s"] < after["train_s"], "the clock goes on"
     clock = [value for _, value in sorted(series(first, "time/train_s").items())]
     assert clock == sorted(clock)
-    assert after["step_ms"] * 10 == pytest.approx(1e3 * after["train_s"]), "all steps but the first of each part"
+    assert after["step_ms"] * 10 == pytest.approx(1e3 * after["train_s"]), (
+        "all steps but the first of each part"
+    )
     tokens = 12 * TINY["global_batch_size"] * TINY["block_size"]
     assert series(first, "train/tokens")[12] == tokens
 
@@ -180,7 +210,9 @@ def test_resume_at_another_world_size_agrees_closely(text: Path, tmp_path: Path)
 
 
 def test_validation_loss_is_the_same_at_every_world_size(text: Path, tmp_path: Path) -> None:
-    specs = [make_spec(text, tmp_path / str(w), eval_every=4, eval_samples=23, **PLAIN) for w in (1, 3)]
+    specs = [
+        make_spec(text, tmp_path / str(w), eval_every=4, eval_samples=23, **PLAIN) for w in (1, 3)
+    ]
     for spec, world in zip(specs, (1, 3), strict=True):
         train(spec, world)
     one, three = (series(s, "val/loss") for s in specs)
@@ -210,7 +242,10 @@ def test_fp16_skips_the_same_steps_on_every_rank(text: Path, tmp_path: Path) -> 
 
 
 def test_bf16_stays_near_fp32(text: Path, tmp_path: Path) -> None:
-    spec, fp32 = make_spec(text, tmp_path / "a", precision="bf16"), make_spec(text, tmp_path / "b", precision="fp32")
+    spec, fp32 = (
+        make_spec(text, tmp_path / "a", precision="bf16"),
+        make_spec(text, tmp_path / "b", precision="fp32"),
+    )
     train(spec, 2)
     train(fp32, 2)
     ours, theirs = list(series(spec).values()), list(series(fp32).values())
@@ -218,9 +253,15 @@ def test_bf16_stays_near_fp32(text: Path, tmp_path: Path) -> None:
     assert ours != theirs, "bf16 did not take effect"
 
 
-def test_divergence_stops_all_ranks_and_no_bad_checkpoint_is_written(text: Path, tmp_path: Path) -> None:
-    """The loss of step 1 is finite, the weights after it are not: the checkpoint of step 1 must not exist."""
-    spec = make_spec(text, tmp_path, optimizer="sgd", grad_clip=0, lr=1e30, warmup_steps=0, checkpoint_every=1)
+def test_divergence_stops_all_ranks_and_no_bad_checkpoint_is_written(
+    text: Path, tmp_path: Path
+) -> None:
+    """The loss of step 1 is finite, the weights after it are not: the checkpoint of step 1 must not
+    exist.
+    """
+    spec = make_spec(
+        text, tmp_path, optimizer="sgd", grad_clip=0, lr=1e30, warmup_steps=0, checkpoint_every=1
+    )
     outcomes = run_ranks(spec, 2)
     assert [o["error"] for o in outcomes] == ["TrainingDiverged"] * 2
     assert "after step 1 the weights are not finite; lower lr" in outcomes[1]["message"]
@@ -236,18 +277,29 @@ def test_a_loss_that_is_not_finite_names_the_samples(text: Path, tmp_path: Path)
 
 
 def test_a_slow_disk_is_no_failed_collective(text: Path, tmp_path: Path) -> None:
-    """Rank 0 takes longer than the collectives' timeout to write: the others wait where patience is long."""
+    """Rank 0 takes longer than the collectives' timeout to write: the others wait where patience is
+    long.
+    """
     plan = "slow@rank=0,step=4,phase=checkpoint,seconds=9"
     spec = make_spec(text, tmp_path, checkpoint_every=4, timeout_s=6, faults=plan)
     train(spec, 2)
-    assert json.loads((spec.folder / "faults.jsonl").read_text())["kind"] == "slow", "the fault did not fire"
+    assert json.loads((spec.folder / "faults.jsonl").read_text())["kind"] == "slow", (
+        "the fault did not fire"
+    )
     assert len(records(spec)) == TINY["max_steps"]
 
 
-def test_a_checkpoint_knows_only_the_validation_loss_of_its_own_step(text: Path, tmp_path: Path) -> None:
-    spec = make_spec(text, tmp_path, eval_every=4, checkpoint_every=3, max_steps=7, keep_checkpoints=9)
+def test_a_checkpoint_knows_only_the_validation_loss_of_its_own_step(
+    text: Path, tmp_path: Path
+) -> None:
+    spec = make_spec(
+        text, tmp_path, eval_every=4, checkpoint_every=3, max_steps=7, keep_checkpoints=9
+    )
     train(spec, 1)
-    steps = {p.name: json.loads((p / "state.json").read_text())["meta"] for p in spec.checkpoints.iterdir()}
+    steps = {
+        p.name: json.loads((p / "state.json").read_text())["meta"]
+        for p in spec.checkpoints.iterdir()
+    }
     assert [steps[f"step_0000000{s}"]["val_loss"] is None for s in (3, 6, 7)] == [True, True, False]
 
 
@@ -282,7 +334,10 @@ def test_only_damaged_checkpoints_are_not_a_fresh_start(text: Path, tmp_path: Pa
     spec = make_spec(text, tmp_path)
     train(spec, 1)
     (spec.checkpoints / "step_00000008" / "model.safetensors").write_bytes(b"damaged")
-    with pytest.raises(CheckpointError, match=r"every checkpoint of .* is damaged: .*start again with --resume none"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"every checkpoint of .* is damaged: .*start again with --resume none",
+    ):
         find_checkpoint(spec.next_attempt())
     assert find_checkpoint(spec) == ("", 0, ()), "a fresh first attempt does not look"
 
@@ -290,7 +345,9 @@ def test_only_damaged_checkpoints_are_not_a_fresh_start(text: Path, tmp_path: Pa
 def test_a_sample_that_fails_does_not_fail_the_training(tmp_path: Path) -> None:
     path = tmp_path / "no newline.txt"
     path.write_text("abcdefgh " * 500)
-    spec = make_spec(path, tmp_path / "out", tokenizer="char", sample_tokens=5, max_steps=2, warmup_steps=1)
+    spec = make_spec(
+        path, tmp_path / "out", tokenizer="char", sample_tokens=5, max_steps=2, warmup_steps=1
+    )
     (outcome,) = train(spec, 1)
     assert outcome["exit_reason"] == "finished"
     assert outcome.get("sample") is None
@@ -308,14 +365,20 @@ def test_a_sample_without_a_prompt_where_no_newline_is_known(
     for name in ("train.bin", "val.bin"):
         (ids / name).write_bytes(b"\1\0\2\0" * 500)
     for path, start, tokenizer in ((text, " ", "char"), (ids, "0 ", "auto")):
-        spec = make_spec(path, tmp_path / tokenizer, tokenizer=tokenizer, max_steps=2, warmup_steps=1)
+        spec = make_spec(
+            path, tmp_path / tokenizer, tokenizer=tokenizer, max_steps=2, warmup_steps=1
+        )
         train(spec, 1)
         assert sample([str(spec.folder), "--max_new_tokens", "5"]) == 0
         assert capsys.readouterr().out.startswith(start)
 
 
-def test_a_gpu_without_memory_says_what_to_do_and_is_not_retried(text: Path, tmp_path: Path) -> None:
-    """torch raises as it does on a full GPU; the run ends with the remedy, and not as a failure to try again."""
+def test_a_gpu_without_memory_says_what_to_do_and_is_not_retried(
+    text: Path, tmp_path: Path
+) -> None:
+    """torch raises as it does on a full GPU; the run ends with the remedy, and not as a failure to
+    try again.
+    """
     full = """
 import sys, torch
 def no_memory(*args, **kwargs):
@@ -323,17 +386,30 @@ def no_memory(*args, **kwargs):
 torch.nn.functional.cross_entropy = no_memory
 from nanoray.train.__main__ import main
 sys.exit(main(sys.argv[1:]))"""
-    flags = ["--preset", "tiny", "--dataset", str(text), "--data_dir", str(tmp_path / "c"), "--out_dir", str(tmp_path)]
+    flags = [
+        "--preset",
+        "tiny",
+        "--dataset",
+        str(text),
+        "--data_dir",
+        str(tmp_path / "c"),
+        "--out_dir",
+        str(tmp_path),
+    ]
     (tmp_path / "full.py").write_text(full)
     done = run(str(tmp_path / "full.py"), *flags)
     assert done.returncode == 2, done.stderr
     assert (
-        "error: out of GPU memory (CUDA out of memory. Tried to allocate 2.00 GiB.); halve --micro_batch" in done.stderr
+        "error: out of GPU memory (CUDA out of memory. Tried to allocate 2.00 GiB.); halve "
+        "--micro_batch" in done.stderr
     )
 
 
 def test_ranks_that_disagree_are_refused(text: Path, tmp_path: Path) -> None:
-    a, b = (make_spec(text, tmp_path / str(lr), lr=lr, timeout_s=3, init_timeout_s=30) for lr in (1e-3, 2e-3))
+    a, b = (
+        make_spec(text, tmp_path / str(lr), lr=lr, timeout_s=3, init_timeout_s=30)
+        for lr in (1e-3, 2e-3)
+    )
     outcomes = run_ranks([a, b], 2)
     assert [outcome["error"] for outcome in outcomes] == ["RendezvousError", "RankDiffers"]
     assert "rank 1 has configuration (sha256) = " in outcomes[1]["message"]
@@ -372,10 +448,24 @@ def test_a_rank_with_other_code_is_refused(text: Path, tmp_path: Path) -> None:
     shutil.copytree(Path(nanoray.__file__).parent, other / "nanoray", ignore=ignore)
     source = other / "nanoray" / "data" / "tokens.py"
     source.write_text(source.read_text().replace("0x9E3779B97F4A7C15", "0x9E3779B97F4A7C17"))
-    flags = ["--preset", "tiny", "--dataset", str(text), "--data_dir", str(tmp_path / "c"), "--out_dir", str(tmp_path)]
+    flags = [
+        "--preset",
+        "tiny",
+        "--dataset",
+        str(text),
+        "--data_dir",
+        str(tmp_path / "c"),
+        "--out_dir",
+        str(tmp_path),
+    ]
     port, ranks = free_port(), []
     for rank in (0, 1):
-        env = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+        env = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": "2",
+        }
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         ranks.append(os.environ | env)
     command = [sys.executable, "-m", "nanoray.train", *flags]
@@ -399,7 +489,13 @@ def test_resume_names_the_other_shape(text: Path, tmp_path: Path) -> None:
 
 def test_run_folder_holds_what_it_should(text: Path, tmp_path: Path) -> None:
     spec = make_spec(
-        text, tmp_path, max_steps=3, warmup_steps=1, tensorboard=True, checkpoint_every=1, keep_checkpoints=1
+        text,
+        tmp_path,
+        max_steps=3,
+        warmup_steps=1,
+        tensorboard=True,
+        checkpoint_every=1,
+        keep_checkpoints=1,
     )
     train(spec, 1)
     assert json.loads((spec.folder / "config.json").read_text())["max_steps"] == 3
@@ -410,8 +506,17 @@ def test_run_folder_holds_what_it_should(text: Path, tmp_path: Path) -> None:
 
 
 def test_learns_shakespeare(shakespeare: Path, tmp_path: Path) -> None:
-    """200 steps of the main recipe, shrunk: far below the 4.17 of a uniform guess and the 3.3 of letter frequencies."""
-    recipe = {"n_embd": 64, "block_size": 32, "max_steps": 200, "eval_every": 200, "lr": 3e-3, "log_every": 50}
+    """200 steps of the main recipe, shrunk: far below the 4.17 of a uniform guess and the 3.3 of
+    letter frequencies.
+    """
+    recipe = {
+        "n_embd": 64,
+        "block_size": 32,
+        "max_steps": 200,
+        "eval_every": 200,
+        "lr": 3e-3,
+        "log_every": 50,
+    }
     spec = make_spec(shakespeare, tmp_path, **recipe, eval_samples=240, tokenizer="char")
     (outcome, _) = train(spec, 2)
     assert outcome["val_loss"] < 2.75

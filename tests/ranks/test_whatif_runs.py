@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoray.trace import whatif
+from nanoray.forecast import whatif
 from tests.harness.cluster import only_run
 from tests.harness.commands import torchrun
 
@@ -17,9 +17,22 @@ from tests.harness.commands import torchrun
 def test_a_sharded_run_is_predicted_beside_its_measurement(
     mode: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The error is a machine's; that the run's own ranks change nothing, and one rank waits for nobody, is not."""
-    flags = ["--preset=tiny", "--device=cpu", f"--dataset={text}", f"--data_dir={tmp_path}/data", "--comm_trace=always"]
-    flags += [f"--out_dir={tmp_path}/runs", "--max_steps=24", "--eval_every=10", f"--dp_mode={mode}"]
+    """The error is a machine's; that the run's own ranks change nothing, and one rank waits for
+    nobody, is not.
+    """
+    flags = [
+        "--preset=tiny",
+        "--device=cpu",
+        f"--dataset={text}",
+        f"--data_dir={tmp_path}/data",
+        "--comm_trace=always",
+    ]
+    flags += [
+        f"--out_dir={tmp_path}/runs",
+        "--max_steps=24",
+        "--eval_every=10",
+        f"--dp_mode={mode}",
+    ]
     for done in torchrun(2, "nanoray.train", *flags):
         assert done.returncode == 0, done.stdout + done.stderr
     assert whatif.main([str(only_run(tmp_path / "runs")), "--ranks", "1,2,4"]) == 0

@@ -1,4 +1,6 @@
-"""Checkpoints that are written beside training: the step they claim, none lost, failures heard by all ranks."""
+"""Checkpoints that are written beside training: the step they claim, none lost, failures heard by
+all ranks.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Piece
 from nanoray.run import RunSpec, write_attempt
 from nanoray.state import StateDict
-from nanoray.train.recipe import find_checkpoint
+from nanoray.train.agree import find_checkpoint
 from tests.harness.alone import engine_of
 from tests.harness.cluster import wait_for as until
 from tests.harness.commands import Command, forkserver, killed_saves
@@ -51,7 +53,9 @@ def slow_disk(seconds: float = 0.1) -> None:
 
 
 def step_4_after_step_7() -> None:
-    """A slow disk, which takes the checkpoint of step 4 only when this run has recorded seven steps."""
+    """A slow disk, which takes the checkpoint of step 4 only when this run has recorded seven
+    steps.
+    """
     slow_disk()
     fsync = os.fsync
 
@@ -110,12 +114,16 @@ def test_resume_from_one_that_was_written_beside_training_is_bit_identical(
 ) -> None:
     """With AdamW, accumulation and dropout. Step 4 gets on disk when training is steps further."""
     recipe = {"dropout": 0.1, "max_steps": 9, "global_batch_size": 24, "grad_accum_steps": 2}
-    whole = make_spec(text, tmp_path / "whole", **recipe, checkpoint_every=4, checkpoint_mode="sync")
+    whole = make_spec(
+        text, tmp_path / "whole", **recipe, checkpoint_every=4, checkpoint_mode="sync"
+    )
     spec = make_spec(text, tmp_path / "parts", **recipe, checkpoint_every=4, keep_checkpoints=9)
     for outcome in run_ranks(whole, world) + run_ranks(spec, world, first=step_4_after_step_7):
         assert "error" not in outcome, outcome
     four = spec.checkpoints / "step_00000004"
-    assert four.stat().st_mtime > records(spec)[6]["time"], "the disk was not slow enough to show anything"
+    assert four.stat().st_mtime > records(spec)[6]["time"], (
+        "the disk was not slow enough to show anything"
+    )
     for name in checkpoint.TENSOR_FILES:
         other = whole.checkpoints / "step_00000009" / name
         assert (spec.checkpoints / "step_00000009" / name).read_bytes() == other.read_bytes(), name
@@ -133,7 +141,9 @@ def test_resume_from_one_that_was_written_beside_training_is_bit_identical(
 
 
 @pytest.mark.parametrize("how", ["a flipped bit", "no manifest", "a lost tail"])
-def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(text: Path, tmp_path: Path, how: str) -> None:
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
+    text: Path, tmp_path: Path, how: str
+) -> None:
     whole = make_spec(text, tmp_path / "whole")
     spec = make_spec(text, tmp_path / "parts", checkpoint_every=3, stop_at=6)
     for each in (whole, spec):
@@ -144,23 +154,37 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(text: P
         (six / "manifest.json").unlink()
     else:
         data[-1] ^= 16
-        (six / "optimizer.safetensors").write_bytes(data if how == "a flipped bit" else data[:-4096])
+        (six / "optimizer.safetensors").write_bytes(
+            data if how == "a flipped bit" else data[:-4096]
+        )
     rest = make_spec(text, tmp_path / "parts", resume="auto")
     (outcome,) = run_ranks(rest, 1)
     assert outcome["resumed_from"].endswith("step_00000003")
     assert re.search(
-        r"resume  checkpoint step_00000006 is damaged \(\w+\.\w+: [^)]+\); using step_00000003", rest.log(0).read_text()
+        r"resume  checkpoint step_00000006 is damaged \(\w+\.\w+: [^)]+\); using step_00000003",
+        rest.log(0).read_text(),
     )
     assert series(rest) == series(whole)
 
 
 def test_a_copy_holds_every_bit_of_every_kind_of_tensor(text: Path, tmp_path: Path) -> None:
-    """Tied, transposed, empty, of one element, of 1 to 8 bytes; the same memory serves the next step."""
+    """Tied, transposed, empty, of one element, of 1 to 8 bytes; the same memory serves the next
+    step.
+    """
     spec = make_spec(text, tmp_path)
     raw = torch.randint(0, 256, (240,), dtype=torch.uint8)  # any bits, so NaNs too
     w = torch.randn(7, 3)
-    model = {"wte": w, "lm_head": w, "t": w.t(), "none": w[:0], "bf16": raw.view(torch.bfloat16), "u8": raw[1:5]}
-    state = StateDict(model, {"step.w": torch.tensor(3.0), "big": raw.view(torch.float64)}, [], {}, {"step": 1})
+    model = {
+        "wte": w,
+        "lm_head": w,
+        "t": w.t(),
+        "none": w[:0],
+        "bf16": raw.view(torch.bfloat16),
+        "u8": raw[1:5],
+    }
+    state = StateDict(
+        model, {"step.w": torch.tensor(3.0), "big": raw.view(torch.float64)}, [], {}, {"step": 1}
+    )
     saver = saver_of(spec)
     for step in (1, 2):
         w += 1
@@ -174,7 +198,9 @@ def test_a_copy_holds_every_bit_of_every_kind_of_tensor(text: Path, tmp_path: Pa
         for name, tensor in (back.model | back.optimizer).items():
             assert torch.equal(_bits(tensor), _bits(expected[name])), name
     assert saver._snapshot
-    assert saver._snapshot._memory.numel() < 3 * 128 + 2 * 256 + 4 * 64, "tied weights are copied once"
+    assert saver._snapshot._memory.numel() < 3 * 128 + 2 * 256 + 4 * 64, (
+        "tied weights are copied once"
+    )
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -239,10 +265,13 @@ def test_training_waits_for_the_copy_and_the_next_checkpoint_for_the_disk(
 def test_a_run_on_a_slow_disk(text: Path, tmp_path: Path) -> None:
     """A checkpoint a step: every pause is the one before's write, and no part of a step."""
     spec = make_spec(text, tmp_path, checkpoint_every=1, keep_checkpoints=9, max_steps=5)
-    (_, outcome) = run_ranks(spec, 2, first=partial(slow_disk, 0.25))  # a write takes 1.75 s or more
+    # A write takes 1.75 s or more
+    (_, outcome) = run_ranks(spec, 2, first=partial(slow_disk, 0.25))
     assert "error" not in outcome, outcome
     assert steps(spec) == list(range(1, 6))
-    waits = re.findall(r"waited ([\d.]+) s for the checkpoint of step (\d), still being", spec.log(0).read_text())
+    waits = re.findall(
+        r"waited ([\d.]+) s for the checkpoint of step (\d), still being", spec.log(0).read_text()
+    )
     assert [int(step) for _, step in waits] == list(range(1, 6))
     late = [r for r in records(spec) if r["step"] >= 3]
     assert all(r["time/checkpoint_s"] > 0.5 and r["time/checkpoint_write_s"] > 0.5 for r in late)
@@ -257,7 +286,9 @@ def test_sync_waits_for_the_disk(text: Path, tmp_path: Path, slow: None) -> None
     assert saver._snapshot is None, "no copy is needed"
 
 
-def test_an_exception_does_not_lose_the_checkpoint_that_is_being_written(text: Path, tmp_path: Path) -> None:
+def test_an_exception_does_not_lose_the_checkpoint_that_is_being_written(
+    text: Path, tmp_path: Path
+) -> None:
     plan = "raise@rank=0,step=5,phase=forward"
     spec = make_spec(text, tmp_path, checkpoint_every=4, faults=plan)
     (outcome,) = run_ranks(spec, 1, first=slow_disk)
@@ -266,8 +297,12 @@ def test_an_exception_does_not_lose_the_checkpoint_that_is_being_written(text: P
     load(spec.checkpoints / "step_00000004")
 
 
-def test_a_rollback_waits_for_the_checkpoint_that_is_being_written(text: Path, tmp_path: Path) -> None:
-    """Training is a step further when it must go back: to step 4, which is not on disk yet, and not to the start."""
+def test_a_rollback_waits_for_the_checkpoint_that_is_being_written(
+    text: Path, tmp_path: Path
+) -> None:
+    """Training is a step further when it must go back: to step 4, which is not on disk yet, and not
+    to the start.
+    """
     keys = {"on_nan": "rollback", "checkpoint_every": 4, "faults": "nan@rank=0,step=5"}
     spec = make_spec(text, tmp_path, **keys)
     for outcome in run_ranks(spec, 2, first=slow_disk):
@@ -277,14 +312,17 @@ def test_a_rollback_waits_for_the_checkpoint_that_is_being_written(text: Path, t
 
 
 def test_the_last_checkpoint_is_one_that_is_on_disk(text: Path, tmp_path: Path, slow: None) -> None:
-    """A rank 0 that took over the run knows which step was taken, but its predecessor died before it was on disk."""
+    """A rank 0 that took over the run knows which step was taken, but its predecessor died before
+    it was on disk.
+    """
     spec = make_spec(text, tmp_path, checkpoint_every=TINY["max_steps"], precision="fp32")
     engine = engine_of(spec)
     engine.fit()
     last = spec.checkpoints / f"step_0000000{TINY['max_steps']}"
     assert last.exists(), "the end waits for it"
     shutil.rmtree(last)
-    engine.writer = saver_of(spec)  # a newcomer's; the session that it took over says that the step was saved
+    # A newcomer's; the session that it took over says that the step was saved
+    engine.writer = saver_of(spec)
     assert engine.state.session.saved == engine.state.step
     engine.fit()
     assert last.exists()
@@ -304,7 +342,9 @@ def test_a_failed_write_is_reported_and_training_goes_on(text: Path, tmp_path: P
     assert notes == []
     assert "time/checkpoint_write_s" in saver.news(), "of step 1"
     (note,) = notes
-    assert note.startswith("warning  checkpoint of step 2 skipped, training goes on: cannot write checkpoint step_0000")
+    assert note.startswith(
+        "warning  checkpoint of step 2 skipped, training goes on: cannot write checkpoint step_0000"
+    )
     spec.checkpoints.unlink()  # vanished altogether: the next one makes it anew
     saver.save(ALONE, make(2), final=True)
     assert (saver.committed, steps(spec), len(notes)) == (2, [2], 1)
@@ -312,15 +352,21 @@ def test_a_failed_write_is_reported_and_training_goes_on(text: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
-def test_the_third_failure_in_a_row_ends_all_ranks_alike(text: Path, tmp_path: Path, mode: str) -> None:
-    spec = make_spec(text, tmp_path, checkpoint_every=2, max_steps=40, checkpoint_mode=mode, keep_checkpoints=9)
+def test_the_third_failure_in_a_row_ends_all_ranks_alike(
+    text: Path, tmp_path: Path, mode: str
+) -> None:
+    spec = make_spec(
+        text, tmp_path, checkpoint_every=2, max_steps=40, checkpoint_mode=mode, keep_checkpoints=9
+    )
     spec.checkpoints.rmdir()
     spec.checkpoints.write_text("not a folder")
     outcomes = run_ranks(spec, 2)
     assert [o["error"] for o in outcomes] == ["CheckpointError"] * 2, outcomes
     assert outcomes[0]["message"] == outcomes[1]["message"]
     assert "cannot write checkpoint step_00000006" in outcomes[0]["message"]
-    assert len(records(spec)) == (6 if mode == "sync" else 8), "async hears of it at the next checkpoint"
+    assert len(records(spec)) == (6 if mode == "sync" else 8), (
+        "async hears of it at the next checkpoint"
+    )
     log = spec.log(0).read_text()
     assert log.count("skipped, training goes on") == 2
     assert "checkpoint of step 6 skipped, which ends the run" in log
@@ -337,26 +383,38 @@ def test_failures_that_are_not_in_a_row_end_nothing(text: Path, tmp_path: Path) 
         wait_for(saver)
     saver.close()
     assert len(notes) == 6
-    assert all(load(spec.checkpoints / f"step_0000000{step}").meta["step"] == step for step in (3, 6, 9))
+    assert all(
+        load(spec.checkpoints / f"step_0000000{step}").meta["step"] == step for step in (3, 6, 9)
+    )
 
 
 def test_a_full_disk_costs_a_checkpoint_and_no_step(text: Path, tmp_path: Path) -> None:
-    plan = "slow@rank=0,step=4,phase=forward,seconds=2;"  # until the checkpoint of step 2 is written
+    # Until the checkpoint of step 2 is written
+    plan = "slow@rank=0,step=4,phase=forward,seconds=2;"
     plan += "disk-full@rank=0,step=4,phase=checkpoint,seconds=3;slow@rank=0,step=6,phase=forward,seconds=5"
-    spec = make_spec(text, tmp_path, checkpoint_every=2, keep_checkpoints=9, max_steps=8, faults=plan)
+    spec = make_spec(
+        text, tmp_path, checkpoint_every=2, keep_checkpoints=9, max_steps=8, faults=plan
+    )
     outcomes = run_ranks(spec, 2)
     assert not [o for o in outcomes if "error" in o], outcomes
     assert (steps(spec), hidden(spec)) == ([2, 6, 8], [])
-    assert re.search(r"checkpoint of step 4 skipped, training goes on: .*File too large", spec.log(0).read_text())
+    assert re.search(
+        r"checkpoint of step 4 skipped, training goes on: .*File too large", spec.log(0).read_text()
+    )
     clean = make_spec(text, tmp_path / "clean", max_steps=8)
     run_ranks(clean, 2)
     assert series(spec) == series(clean)
 
 
 def test_a_read_only_file_system_leaves_what_is_there(text: Path, tmp_path: Path) -> None:
-    """A bind mount that this command alone sees. Training ends, and then says that its last checkpoint failed."""
+    """A bind mount that this command alone sees. Training ends, and then says that its last
+    checkpoint failed.
+    """
     unshare = ["unshare", "--map-root-user", "--mount"]
-    if shutil.which("unshare") is None or subprocess.run([*unshare, "true"], capture_output=True).returncode:
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*unshare, "true"], capture_output=True).returncode
+    ):
         pytest.skip("needs mount namespaces")
     spec = make_spec(text, tmp_path / "runs", stop_at=4)
     run_ranks(spec, 1)
@@ -364,10 +422,21 @@ def test_a_read_only_file_system_leaves_what_is_there(text: Path, tmp_path: Path
     folder = spec.checkpoints
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     script = 'mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" && shift && exec "$@"'
-    train = [sys.executable, "-m", "nanoray.train", "--resume", str(spec.folder), "--checkpoint_every", "2"]
+    train = [
+        sys.executable,
+        "-m",
+        "nanoray.train",
+        "--resume",
+        str(spec.folder),
+        "--checkpoint_every",
+        "2",
+    ]
     train += ["--out_dir", str(tmp_path / "runs")]
     done = subprocess.run(
-        [*unshare, "sh", "-c", script, "sh", str(folder), *train], capture_output=True, text=True, timeout=300
+        [*unshare, "sh", "-c", script, "sh", str(folder), *train],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 4, done.stdout + done.stderr
     assert "error: cannot write checkpoint step_00000008" in done.stderr
@@ -383,7 +452,9 @@ def test_too_little_memory_for_a_copy_says_what_to_do(text: Path, tmp_path: Path
     vast = torch.zeros(1).expand(1 << 45)  # 2^47 bytes of address space, none of memory
     saver.save(ALONE, StateDict({"w": vast}, {}, [], {}, {"step": 1}))
     (note,) = notes
-    assert note.startswith("warning  checkpoint of step 1 skipped, training goes on: no host memory for a copy of wei")
+    assert note.startswith(
+        "warning  checkpoint of step 1 skipped, training goes on: no host memory for a copy of wei"
+    )
     assert note.endswith("; use --checkpoint_mode sync, which writes while training waits")
     saver.save(ALONE, make(2), final=True)
     assert steps(spec) == [2]
@@ -420,7 +491,11 @@ def test_sigkill_at_any_time_loses_nothing(text: Path, tmp_path: Path) -> None:
 
 def test_sigterm_leaves_a_complete_last_checkpoint(text: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "words.yaml"
-    values = TINY | {"dataset": str(text), "data_dir": str(tmp_path / "cache"), "checkpoint_every": 3}
+    values = TINY | {
+        "dataset": str(text),
+        "data_dir": str(tmp_path / "cache"),
+        "checkpoint_every": 3,
+    }
     recipe.write_text("".join(f"{key}: {value}\n" for key, value in values.items()))
     flags = ("--config", str(recipe), "--out_dir", str(tmp_path / "runs"), "--max_steps", "100000")
     with Command("nanoray.train", *flags) as process:
@@ -442,21 +517,33 @@ def test_an_attempt_that_is_over_writes_nothing(text: Path, tmp_path: Path) -> N
     theirs = spec.checkpoints / ".tmp-step_00000009-2-77"
     theirs.mkdir()
     saver = saver_of(spec)
-    with pytest.raises(CheckpointError, match=r"^attempt 1 is over: attempt 2 runs now; nothing written$"):
+    with pytest.raises(
+        CheckpointError, match=r"^attempt 1 is over: attempt 2 runs now; nothing written$"
+    ):
         saver.save(ALONE, make(8), final=True)
-    assert (steps(spec), hidden(spec)) == ([], [theirs.name]), "what the other attempt is writing stays"
+    assert (steps(spec), hidden(spec)) == ([], [theirs.name]), (
+        "what the other attempt is writing stays"
+    )
 
 
 def freeze_before_the_rename(spec: dict[str, Any]) -> None:
-    """Save step 20, and freeze once everything is written and the attempt was found to be the present one."""
+    """Save step 20, and freeze once everything is written and the attempt was found to be the
+    present one.
+    """
     run, calls = RunSpec.from_dict(spec), iter(range(2))
     checkpoint.save(
-        run.checkpoints, make(20), 9, "0", lambda: os.kill(os.getpid(), signal.SIGSTOP) if next(calls) else None
+        run.checkpoints,
+        make(20),
+        9,
+        "0",
+        lambda: os.kill(os.getpid(), signal.SIGSTOP) if next(calls) else None,
     )
 
 
 @pytest.mark.parametrize("saves", [False, True])
-def test_a_process_that_was_frozen_before_its_rename_commits_nothing(text: Path, tmp_path: Path, saves: bool) -> None:
+def test_a_process_that_was_frozen_before_its_rename_commits_nothing(
+    text: Path, tmp_path: Path, saves: bool
+) -> None:
     """The next attempt starts meanwhile. If it saves the same step, with other content, that stays."""
     spec = make_spec(text, tmp_path)
     saver_of(spec).save(ALONE, make(3), final=True)
@@ -496,9 +583,13 @@ def test_an_attempt_that_ends_in_mid_write_does_not_commit(
     over.set()
     wait_for(saver)
     assert (steps(spec), hidden(spec)) == ([1], [theirs.name])
-    with pytest.raises(CheckpointError, match=r"^attempt 0 is over: attempt 1 runs now; nothing written$"):
+    with pytest.raises(
+        CheckpointError, match=r"^attempt 0 is over: attempt 1 runs now; nothing written$"
+    ):
         saver.save(ALONE, make(3))
-    assert notes == ["warning  checkpoint of step 2 skipped, which ends the run: " + str(saver._outcome)]
+    assert notes == [
+        "warning  checkpoint of step 2 skipped, which ends the run: " + str(saver._outcome)
+    ]
     assert isinstance(saver._outcome, AttemptOver)
 
 
@@ -519,7 +610,9 @@ def test_a_survivor_that_is_writing_commits_as_a_member_of_the_next_attempt(
 
 
 def seat(rank: int, ranks: int, *said: str) -> Any:
-    """A rank's place in a group whose other ranks the test plays; `said` is what rank 0 broadcasts, one by one."""
+    """A rank's place in a group whose other ranks the test plays; `said` is what rank 0 broadcasts,
+    one by one.
+    """
     words = iter(said)
 
     def gather(value: Any) -> list[Any] | None:
@@ -536,7 +629,9 @@ def part(step: int) -> StateDict:
     return replace(state, pieces={"w": Piece.whole("w", (64,), (64,))}, aliases={})
 
 
-def test_a_part_is_no_checkpoint_of_the_rank_that_becomes_the_first(text: Path, tmp_path: Path) -> None:
+def test_a_part_is_no_checkpoint_of_the_rank_that_becomes_the_first(
+    text: Path, tmp_path: Path
+) -> None:
     """Rank 0 was lost before it committed, and the ranks that are left save the same step at once."""
     spec = make_spec(text, tmp_path)
     saver = saver_of(spec)
@@ -551,7 +646,9 @@ def test_a_part_is_no_checkpoint_of_the_rank_that_becomes_the_first(text: Path, 
     assert steps(spec) == [4]
 
 
-def test_a_part_that_was_lost_with_its_rank_is_not_waited_for(text: Path, tmp_path: Path, slow: None) -> None:
+def test_a_part_that_was_lost_with_its_rank_is_not_waited_for(
+    text: Path, tmp_path: Path, slow: None
+) -> None:
     """Rank 0 still writes its own when its group breaks, and when the next one saves."""
     spec, notes = make_spec(text, tmp_path), list[str]()
     saver = saver_of(spec, notes)
@@ -567,15 +664,21 @@ def test_a_part_that_was_lost_with_its_rank_is_not_waited_for(text: Path, tmp_pa
 
 
 def test_ranks_of_an_earlier_command_write_nothing(text: Path, tmp_path: Path) -> None:
-    """They may outlive their driver for a while, and another command has gone on with the run meanwhile."""
+    """They may outlive their driver for a while, and another command has gone on with the run
+    meanwhile.
+    """
     spec = make_spec(text, tmp_path)
     write_attempt(replace(spec, started=spec.started + 1))
-    with pytest.raises(CheckpointError, match=r"^this command is over: another one continues the run; nothing wr"):
+    with pytest.raises(
+        CheckpointError, match=r"^this command is over: another one continues the run; nothing wr"
+    ):
         saver_of(spec).save(ALONE, make(8), final=True)
     assert steps(spec) == []
 
 
-def test_a_survivor_that_nobody_wants_back_does_not_commit(text: Path, tmp_path: Path, slow: None) -> None:
+def test_a_survivor_that_nobody_wants_back_does_not_commit(
+    text: Path, tmp_path: Path, slow: None
+) -> None:
     spec = make_spec(text, tmp_path)
     saver = saver_of(spec)
     saver.save(ALONE, make(1))

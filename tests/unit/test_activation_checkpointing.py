@@ -1,4 +1,6 @@
-"""Activation checkpointing: the same bits with less memory, with dropout and without, eager and compiled."""
+"""Activation checkpointing: the same bits with less memory, with dropout and without, eager and
+compiled.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,15 @@ SHAPE = ModelShape(n_layer=3, n_head=4, n_embd=64, block_size=32, bias=False, vo
 
 def batch(rows: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return tuple(torch.randint(SHAPE.vocab_size, (rows, SHAPE.block_size), generator=generator) for _ in range(2))  # type: ignore[return-value]
+    return tuple(
+        torch.randint(SHAPE.vocab_size, (rows, SHAPE.block_size), generator=generator)
+        for _ in range(2)
+    )  # type: ignore[return-value]
 
 
-def trained(how: str, dropout: float, prepare: Callable[[GPT], Any] = lambda gpt: None) -> tuple[Tensor, list[Tensor]]:
+def trained(
+    how: str, dropout: float, prepare: Callable[[GPT], Any] = lambda gpt: None
+) -> tuple[Tensor, list[Tensor]]:
     """Return the loss and the gradients of one batch."""
     torch.manual_seed(0)
     gpt = GPT(SHAPE, dropout, how)
@@ -45,7 +52,9 @@ def test_loss_and_gradients_have_the_same_bits(dropout: float, bf16: bool) -> No
         for how in HOW[1:]:
             own_loss, own_gradients = trained(how, dropout)
             assert torch.equal(own_loss, loss), how
-            assert all(torch.equal(a, b) for a, b in zip(own_gradients, gradients, strict=True)), how
+            assert all(torch.equal(a, b) for a, b in zip(own_gradients, gradients, strict=True)), (
+                how
+            )
 
 
 def test_lost_masks_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +62,10 @@ def test_lost_masks_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     original = activation_checkpointing.checkpoint
     forgetful = lambda *args, **flags: original(*args, **flags | {"preserve_rng_state": False})  # noqa: E731
     monkeypatch.setattr(activation_checkpointing, "checkpoint", forgetful)
-    same = [torch.equal(a, b) for a, b in zip(trained("none", 0.2)[1], trained("block", 0.2)[1], strict=True)]
+    same = [
+        torch.equal(a, b)
+        for a, b in zip(trained("none", 0.2)[1], trained("block", 0.2)[1], strict=True)
+    ]
     assert not all(same)
 
 
@@ -90,7 +102,9 @@ def test_what_is_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Living(TorchDispatchMode):
-    """Counts the bytes of all tensors that operations have made and that are still alive, and their peak."""
+    """Counts the bytes of all tensors that operations have made and that are still alive, and their
+    peak.
+    """
 
     def __init__(self, gpt: GPT) -> None:
         super().__init__()
@@ -119,7 +133,9 @@ class Living(TorchDispatchMode):
 
 
 def test_memory_is_what_the_formula_says() -> None:
-    """The peak of a step above weights and gradients: what lives between operations, against the sum of the parts."""
+    """The peak of a step above weights and gradients: what lives between operations, against the
+    sum of the parts.
+    """
     found = {}
     for how in HOW:
         gpt, (x, y) = GPT(SHAPE, 0.0, how), batch(16)
@@ -130,12 +146,21 @@ def test_memory_is_what_the_formula_says() -> None:
         estimate = activation_memory(SHAPE, 16, "fp32", how)
         again = activation_memory(SHAPE, 16, "fp32", "none")
         found[how] = kept
-        # After the forward nothing is computed again yet, and of the logits the log-softmax is left.
+        # After the forward nothing is computed again yet, and of the logits the log-softmax is
+        # left.
         tokens, C = 16 * SHAPE.block_size, SHAPE.n_embd
-        rest = {"none": 0, "selective": tokens * (28 * C + 16), "block": tokens * (60 * C + 16 + 16)}[how]
-        assert kept == pytest.approx(estimate["activations"] - rest + estimate["logits"] / 2, rel=0.01), how
+        rest = {
+            "none": 0,
+            "selective": tokens * (28 * C + 16),
+            "block": tokens * (60 * C + 16 + 16),
+        }[how]
+        assert kept == pytest.approx(
+            estimate["activations"] - rest + estimate["logits"] / 2, rel=0.01
+        ), how
         # Gradients of activations come to it while backward runs.
-        assert living.peak == pytest.approx(estimate["activations"] + 2 * estimate["logits"], rel=0.35), how
+        assert living.peak == pytest.approx(
+            estimate["activations"] + 2 * estimate["logits"], rel=0.35
+        ), how
         assert estimate["logits"] == again["logits"]
     assert found["block"] < 0.45 * found["none"]
     assert found["block"] < found["selective"] < 0.85 * found["none"]

@@ -1,4 +1,6 @@
-"""The alerts for Prometheus: of metrics that exist, the same in every form, and with made-up series each fires."""
+"""The alerts for Prometheus: of metrics that exist, the same in every form, and with made-up series
+each fires.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from nanoray.alerts import MANIFEST, main, rule_file
+from nanoray.kube.alerts import MANIFEST, main, rule_file
 from nanoray.metrics import METRICS
 
 RULES: list[dict[str, Any]] = yaml.safe_load(rule_file())["groups"][0]["rules"]
@@ -29,13 +31,17 @@ def test_the_command_prints_what_the_manifest_has(capsys: pytest.CaptureFixture[
 
 def test_a_word_too_many_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["now"]) == 2
-    assert capsys.readouterr().err == "error: unrecognized arguments: now; see nanoray alerts --help\n"
+    assert (
+        capsys.readouterr().err == "error: unrecognized arguments: now; see nanoray alerts --help\n"
+    )
 
 
 def test_every_query_is_of_metrics_that_exist() -> None:
     """Those of Ray that its own dashboard shows, or its agent measures."""
     panels = json.loads((MANIFEST.parent / "dashboard.json").read_text())["panels"]
-    queries = [rule["expr"] for rule in RULES] + [t["expr"] for panel in panels for t in panel["targets"]]
+    queries = [rule["expr"] for rule in RULES] + [
+        t["expr"] for panel in panels for t in panel["targets"]
+    ]
     package = find_spec("ray")
     assert package is not None
     assert package.submodule_search_locations is not None
@@ -43,15 +49,21 @@ def test_every_query_is_of_metrics_that_exist() -> None:
     panels_of_ray = (of_ray / "metrics/dashboards/default_dashboard_panels.py").read_text()
     agent = (of_ray / "reporter/reporter_agent.py").read_text()
     known = {f"ray_nanoray_{name.replace('/', '_')}" for name in METRICS}
-    known |= {*re.findall(r"\bray_\w+", panels_of_ray)} | {f"ray_{name}" for name in re.findall(r'"(node_\w+)"', agent)}
+    known |= {*re.findall(r"\bray_\w+", panels_of_ray)} | {
+        f"ray_{name}" for name in re.findall(r'"(node_\w+)"', agent)
+    }
     asked = {name for query in queries for name in re.findall(r"\bray_\w+", query)}
     assert asked <= known
     assert len(asked) > 15
 
 
 def test_every_alert_is_explained() -> None:
-    assert re.findall(r"^\| `(Nanoray\w+)` \|", DOCS.read_text(), re.M) == [rule["alert"] for rule in RULES]
-    assert all(rule["annotations"]["summary"].startswith("run {{ $labels.run }}: ") for rule in RULES)
+    assert re.findall(r"^\| `(Nanoray\w+)` \|", DOCS.read_text(), re.M) == [
+        rule["alert"] for rule in RULES
+    ]
+    assert all(
+        rule["annotations"]["summary"].startswith("run {{ $labels.run }}: ") for rule in RULES
+    )
 
 
 def series(name: str, values: str, rank: str = "0") -> dict[str, str]:
@@ -60,7 +72,8 @@ def series(name: str, values: str, rank: str = "0") -> dict[str, str]:
 
 STEPS = series("train_tokens", "0+100x120")
 RATE = series("train_lr", "1x120")
-# Of each alert: series, one value a minute, with which it is quiet, and with which it fires; at which minute to look.
+# Of each alert: series, one value a minute, with which it is quiet, and with which it fires; at
+# which minute to look.
 CASES: dict[str, tuple[list[dict[str, str]], list[dict[str, str]], int]] = {
     "NanorayLossNotFinite": (
         [series("fault_skipped_steps", "3x30")],
@@ -73,7 +86,11 @@ CASES: dict[str, tuple[list[dict[str, str]], list[dict[str, str]], int]] = {
         [series("comm_late_ms", "30x30"), series("comm_step_ms", "100x30")],
         10,
     ),
-    "NanorayGoodputLow": ([series("time_train_s", "0+50x90")], [series("time_train_s", "0+20x90")], 60),
+    "NanorayGoodputLow": (
+        [series("time_train_s", "0+50x90")],
+        [series("time_train_s", "0+20x90")],
+        60,
+    ),
     "NanorayCheckpointOld": (
         [RATE, series("time_checkpoint_write_s", "_x50 1x40 2x30")],
         [RATE, series("time_checkpoint_write_s", "1x20 2x100")],
@@ -102,9 +119,16 @@ def test_each_alert_fires_and_is_quiet(tmp_path: Path) -> None:
             }
             asked["exp_samples"] = [{"labels": "{}", "value": 1}] * count  # type: ignore[assignment]
             tests.append(
-                {"interval": "1m", "name": f"{name} {count}", "input_series": given, "promql_expr_test": [asked]}
+                {
+                    "interval": "1m",
+                    "name": f"{name} {count}",
+                    "input_series": given,
+                    "promql_expr_test": [asked],
+                }
             )
-    (tmp_path / "tests.yaml").write_text(yaml.safe_dump({"rule_files": ["rules.yaml"], "tests": tests}))
+    (tmp_path / "tests.yaml").write_text(
+        yaml.safe_dump({"rule_files": ["rules.yaml"], "tests": tests})
+    )
     for command in (["check", "rules", "rules.yaml"], ["test", "rules", "tests.yaml"]):
         done = subprocess.run([promtool, *command], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -13,11 +13,21 @@ from nanoray.errors import ConfigError
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"tp": 2}, "audit_every = 4 with tp = 2: a rank has a part of the model, so no other rank can compute its"),
+        (
+            {"tp": 2},
+            "audit_every = 4 with tp = 2: a rank has a part of the model, so no other rank can "
+            "compute its",
+        ),
         ({"pp": 2, "dp_mode": "ddp_by_hand"}, "with pp = 2: a rank has a part of the model"),
-        ({"ep": 2, "experts": 4, "dp_mode": "ddp_by_hand"}, "with ep = 2: .* use audit_every 0, or drop the other"),
+        (
+            {"ep": 2, "experts": 4, "dp_mode": "ddp_by_hand"},
+            "with ep = 2: .* use audit_every 0, or drop the other",
+        ),
         ({"dp_mode": "fsdp"}, "with dp_mode = fsdp: a rank has a part of the weights"),
-        ({"model": "resnet", "sync_batchnorm": True}, "sync_batchnorm = True: a rank's gradient needs all ranks'"),
+        (
+            {"model": "resnet", "sync_batchnorm": True},
+            "sync_batchnorm = True: a rank's gradient needs all ranks'",
+        ),
         ({"model": "own"}, "with model = own: only a rank itself has its batches and draws"),
         ({"workers": 1}, "with workers = 1: there is no other rank"),
         ({"audit_every": -1}, "audit_every = -1"),

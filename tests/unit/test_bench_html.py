@@ -1,4 +1,6 @@
-"""The benchmarks' page: what it says, that it needs nothing else, and how a browser shows it; and `bench all`."""
+"""The benchmarks' page: what it says, that it needs nothing else, and how a browser shows it; and
+`bench all`.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,17 @@ SVG = (
 
 
 def report_of(name: str = "train", hostile: str = HOSTILE) -> Report:
-    ring = Row("ring", "1 KiB", "us", (8.0, 10.0, 9.0, 12.0, 30.0), hostile, wrong=0, extra={"bytes": 1024})
-    rows = [ring, Row("tree", "1 KiB", "us", (2.0,)), Row("flat", "9 GiB", "us", (), skipped="needs 9 GiB, 4 free")]
-    return Report(name, conditions(name, ["--quick"]), rows, [Target("ring in time", ring, "<=", 11.0)])
+    ring = Row(
+        "ring", "1 KiB", "us", (8.0, 10.0, 9.0, 12.0, 30.0), hostile, wrong=0, extra={"bytes": 1024}
+    )
+    rows = [
+        ring,
+        Row("tree", "1 KiB", "us", (2.0,)),
+        Row("flat", "9 GiB", "us", (), skipped="needs 9 GiB, 4 free"),
+    ]
+    return Report(
+        name, conditions(name, ["--quick"]), rows, [Target("ring in time", ring, "<=", 11.0)]
+    )
 
 
 @pytest.fixture
@@ -51,7 +61,11 @@ class References(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.scripts += tag == "script"
-        self.references += [value or "" for key, value in attrs if key in ("src", "href", "srcset", "data", "action")]
+        self.references += [
+            value or ""
+            for key, value in attrs
+            if key in ("src", "href", "srcset", "data", "action")
+        ]
 
     def handle_data(self, data: str) -> None:
         self.text += data
@@ -76,7 +90,14 @@ def test_the_page_needs_nothing_else_and_escapes_what_it_is_told(page: Path) -> 
 def test_numbers_verdicts_and_reasons_are_on_the_page(page: Path) -> None:
     found = References()
     found.feed(page.read_text())
-    for text in ("✓ OK", "what it measures", "python -m nanoray.bench train --quick", "≤ 11", "10.000", "8.00 – 30.0"):
+    for text in (
+        "✓ OK",
+        "what it measures",
+        "python -m nanoray.bench train --quick",
+        "≤ 11",
+        "10.000",
+        "8.00 – 30.0",
+    ):
         assert text in found.text, text
     for text in ("9.00 – 12.0", "skipped", "needs 9 GiB, 4 free", "wrong"):
         assert text in found.text, text
@@ -91,7 +112,8 @@ def test_a_failed_report_says_so_first(tmp_path: Path) -> None:
     found.feed(html := (tmp_path / "all.html").read_text())
     assert [r for r in found.references if r] == ["#overlap", "#scaling"]
     assert "2 benchmarks, failed: scaling" in found.text
-    assert found.text.index("✕ FAILED") < found.text.index("✓ OK")  # the verdict on all stands on top
+    # The verdict on all stands on top
+    assert found.text.index("✕ FAILED") < found.text.index("✓ OK")
     assert "the last line of its log" in found.text
     assert "tree, 2 KiB: 7 wrong" in found.text
     assert html.count("<dt>versions</dt>") == 1, "what all share is told once"
@@ -100,7 +122,14 @@ def test_a_failed_report_says_so_first(tmp_path: Path) -> None:
 
 def test_a_benchmarks_own_words_and_what_its_wrong_counts(tmp_path: Path) -> None:
     own, path = [f"fastest: {HOSTILE}", "  a table of its own"], tmp_path / "own.html"
-    write(path, [Section(report_of("overlap", ""), "", own, "gradients that differ"), Section(report_of("ring"))], {})
+    write(
+        path,
+        [
+            Section(report_of("overlap", ""), "", own, "gradients that differ"),
+            Section(report_of("ring")),
+        ],
+        {},
+    )
     found = References()
     found.feed(path.read_text())
     assert "\n".join(own) in found.text
@@ -111,9 +140,13 @@ def test_a_benchmarks_own_words_and_what_its_wrong_counts(tmp_path: Path) -> Non
     assert "Wrong: elements that differ from the exact result." in found.text
 
 
-def test_what_cannot_be_written_leaves_no_other_file(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_written_leaves_no_other_file(
+    page: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old = page.read_text()
-    monkeypatch.setattr("nanoray.atomic.os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full")))
+    monkeypatch.setattr(
+        "nanoray.atomic.os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full"))
+    )
     with pytest.raises(OSError, match="disk full"):
         write(page, [Section(report_of())], {})
     assert [p.name for p in page.parent.iterdir()] == ["page.html"]
@@ -124,18 +157,27 @@ def test_the_marks_of_the_spread() -> None:
     """Median 10: 5 is the left end of the strip, 15 the right end, and what lies beyond is cut off."""
     assert line(Row("a", "m", "s", (5.0, 7.5, 10.0, 12.5, 15.0))).marks == (0, 25, 75, 100)
     assert line(Row("a", "m", "s", (1.0, 10.0, 90.0))).marks == (0, 5, 100, 100)
-    assert line(Row("a", "m", "s", (3.0,))).marks == line(Row("a", "m", "s", (0.0, 0.0))).marks == ()
+    assert (
+        line(Row("a", "m", "s", (3.0,))).marks == line(Row("a", "m", "s", (0.0, 0.0))).marks == ()
+    )
 
 
 # How a browser shows it
 
 
 @in_chromium
-@pytest.mark.parametrize(("scheme", "size"), [("1", "1200,1000"), ("0", "500,1000")], ids=["light", "dark, narrow"])
+@pytest.mark.parametrize(
+    ("scheme", "size"), [("1", "1200,1000"), ("0", "500,1000")], ids=["light", "dark, narrow"]
+)
 def test_a_browser_paints_it(page: Path, scheme: str, size: str) -> None:
     """The verdict is green, the figure is there, and paper is light or dark as the reader wants it."""
     shot = page.parent / "shot.png"
-    chromium(page, f"--window-size={size}", f"--blink-settings=preferredColorScheme={scheme}", f"--screenshot={shot}")
+    chromium(
+        page,
+        f"--window-size={size}",
+        f"--blink-settings=preferredColorScheme={scheme}",
+        f"--screenshot={shot}",
+    )
     image = Image.open(shot).convert("RGB")
     colours: list[Any] = [rgb for _, rgb in image.getcolors(image.width * image.height) or []]
     assert len(colours) > 50
@@ -158,7 +200,9 @@ def test_a_browser_runs_the_pages_own_script_and_no_other(page: Path) -> None:
     assert re.findall(r"<td>(ring|tree|flat)</td>", dom) == ["flat", "tree", "ring"]
     smuggled = html.replace("<footer>", "<script>document.title = 'taken'</script><footer>")
     page.write_text(smuggled)
-    assert "<title>nanoray bench train: OK</title>" in chromium(page, "--dump-dom"), "the page's policy forbids it"
+    assert "<title>nanoray bench train: OK</title>" in chromium(page, "--dump-dom"), (
+        "the page's policy forbids it"
+    )
 
 
 # bench all, with benchmarks that take no time
@@ -196,7 +240,8 @@ ENDINGS = {
     "    if args.workers > 3: raise ConfigError(f'workers = {args.workers}; use 3 or less')",
     "refused": "raise ConfigError('no such device')",
     "waiting": "import subprocess; p = subprocess.Popen(['sleep', '60'])\n"
-    "    try:\n        print('pid', p.pid, flush=True); p.wait()\n    finally:\n        p.kill(); p.wait()",
+    "    try:\n        print('pid', p.pid, flush=True); p.wait()\n    finally:\n        p.kill(); "
+    "p.wait()",
 }
 
 
@@ -220,12 +265,22 @@ def test_all_goes_on_after_what_breaks(
     choose(monkeypatch, "broken", "refused", "missing", "fine")
     pictures = tmp_path / "pictures"
     pictures.mkdir()
-    files = ["--json", str(tmp_path / "all.json"), "--html", str(tmp_path / "all.html"), "--figure", str(pictures)]
+    files = [
+        "--json",
+        str(tmp_path / "all.json"),
+        "--html",
+        str(tmp_path / "all.html"),
+        "--figure",
+        str(pictures),
+    ]
     assert bench.main(["all", "--quick", "--workers", "5", *files]) == 1
     out = capsys.readouterr().out
     assert out.splitlines()[-1] == "FAILED  broken, refused, missing"
     table = [line.split(maxsplit=3) for line in out.splitlines()[-5:-1]]
-    assert [(words[0], words[1]) for words in table[:2]] == [("broken", "FAILED"), ("refused", "FAILED")]
+    assert [(words[0], words[1]) for words in table[:2]] == [
+        ("broken", "FAILED"),
+        ("refused", "FAILED"),
+    ]
     assert table[0][3] == "ZeroDivisionError: by nothing"
     assert "no such device" in " ".join(table[1])
     assert "ModuleNotFoundError: No module named 'fake_missing'" in " ".join(table[2])
@@ -233,9 +288,13 @@ def test_all_goes_on_after_what_breaks(
     written = json.loads((tmp_path / "all.json").read_text())
     assert (written["bench"], written["ok"]) == ("all", False)
     assert [report["ok"] for report in written["reports"]] == [False, False, False, True]
-    assert [r["values"] for r in written["reports"][0]["rows"]] == [[5, 3]], "what was measured before it broke"
+    assert [r["values"] for r in written["reports"][0]["rows"]] == [[5, 3]], (
+        "what was measured before it broke"
+    )
     assert written["reports"][3]["rows"][0]["note"] == "quick True"
-    assert [r["values"] for r in written["reports"][1]["rows"]] == [[5, 3]], "what was measured before it gave up"
+    assert [r["values"] for r in written["reports"][1]["rows"]] == [[5, 3]], (
+        "what was measured before it gave up"
+    )
     assert sorted(p.name for p in pictures.iterdir()) == ["broken.png", "fine.png", "refused.png"]
     assert (tmp_path / "all.html").read_text().count("data:image/svg+xml;base64,") == 3
 
@@ -261,7 +320,10 @@ def test_one_that_refuses_so_many_ranks_is_skipped(
     assert "skipped  workers = 4; use 3 or less" in out
     written = json.loads((tmp_path / "all.json").read_text())
     assert written["ok"]
-    assert [report.get("skipped") for report in written["reports"]] == ["workers = 4; use 3 or less", None]
+    assert [report.get("skipped") for report in written["reports"]] == [
+        "workers = 4; use 3 or less",
+        None,
+    ]
     found = References()
     found.feed((tmp_path / "all.html").read_text())
     assert "Not run: workers = 4; use 3 or less" in found.text
@@ -274,15 +336,25 @@ def test_one_that_refuses_so_many_ranks_is_skipped(
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--workers", "abc"], "argument --workers: invalid int value: 'abc'; see python -m nanoray.bench all --help"),
+        (
+            ["--workers", "abc"],
+            "argument --workers: invalid int value: 'abc'; see python -m nanoray.bench all --help",
+        ),
         (["--workers", "0"], "workers = 0; give 1 or more, or leave it out for each one's default"),
         (["--json", "."], "json = . is a folder; name a file in it: report.json"),
         (["--html", "."], "html = . is a folder; name a file in it: report.html"),
-        (["--figure", "report.png"], "figure = report.png: bench all draws several; name a folder that is there"),
+        (
+            ["--figure", "report.png"],
+            "figure = report.png: bench all draws several; name a folder that is there",
+        ),
     ],
 )
 def test_what_all_refuses(
-    fakes: Path, flags: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fakes: Path,
+    flags: list[str],
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     choose(monkeypatch, "fine")
     assert bench.main(["all", *flags]) == 2
@@ -291,19 +363,28 @@ def test_what_all_refuses(
 
 @pytest.mark.parametrize("flag", ["json", "html", "figure"])
 def test_a_folder_is_no_file(
-    fakes: Path, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fakes: Path,
+    flag: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     choose(monkeypatch, "fine")
     (folder := tmp_path / "folder.png").mkdir()
     assert bench.main(["fine", f"--{flag}", str(folder)]) == 2
-    assert f"{flag} = {folder} is a folder; name a file in it: {folder}/report." in capsys.readouterr().err
+    assert (
+        f"{flag} = {folder} is a folder; name a file in it: {folder}/report."
+        in capsys.readouterr().err
+    )
 
 
 def test_the_summary_is_said_before_files_are_written(
     fakes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     choose(monkeypatch, "fine")
-    monkeypatch.setattr(bench, "write_json", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full")))
+    monkeypatch.setattr(
+        bench, "write_json", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full"))
+    )
     with pytest.raises(OSError, match="disk full"):
         bench.main(["all", "--json", str(tmp_path / "all.json")])
     assert capsys.readouterr().out.splitlines()[-1] == "OK  1 benches"
@@ -313,7 +394,12 @@ def test_a_benchmark_that_breaks_keeps_what_it_measured(
     fakes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     choose(monkeypatch, "broken")
-    assert bench.main(["broken", "--json", str(tmp_path / "b.json"), "--html", str(tmp_path / "b.html")]) == 1
+    assert (
+        bench.main(
+            ["broken", "--json", str(tmp_path / "b.json"), "--html", str(tmp_path / "b.html")]
+        )
+        == 1
+    )
     out = capsys.readouterr().out
     assert out.startswith("to paste\n")
     assert out.splitlines()[-1] == "FAILED  ZeroDivisionError: by nothing"
@@ -326,7 +412,9 @@ def test_a_figure_that_cannot_be_drawn_is_a_failure(
     fakes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     choose(monkeypatch, "undrawn")
-    (fakes / "fake_undrawn.py").write_text(FAKE.replace("ENDING", "").replace("axes.plot", "axes.no_such_plot"))
+    (fakes / "fake_undrawn.py").write_text(
+        FAKE.replace("ENDING", "").replace("axes.plot", "axes.no_such_plot")
+    )
     assert bench.main(["undrawn", "--html", str(tmp_path / "u.html")]) == 1
     assert capsys.readouterr().out.splitlines()[-1].startswith("FAILED  figure: AttributeError: ")
     assert "figure: AttributeError: " in (tmp_path / "u.html").read_text()
@@ -337,16 +425,24 @@ def test_one_rank_of_torchrun_speaks(
 ) -> None:
     choose(monkeypatch, "fine")
     monkeypatch.setenv("RANK", "1")
-    assert bench.main(["fine", "--json", str(tmp_path / "r.json"), "--html", "on/another/host.html"]) == 0
+    assert (
+        bench.main(["fine", "--json", str(tmp_path / "r.json"), "--html", "on/another/host.html"])
+        == 0
+    )
     assert capsys.readouterr() == ("", "")
     assert not (tmp_path / "r.json").exists()
     choose(monkeypatch, "told")
-    (fakes / "fake_told.py").write_text(FAKE.replace("ENDING", "report.failures.append('it broke\\nhere')"))
+    (fakes / "fake_told.py").write_text(
+        FAKE.replace("ENDING", "report.failures.append('it broke\\nhere')")
+    )
     assert bench.main(["told"]) == 1
     assert capsys.readouterr() == ("", "rank 1: it broke\nrank 1: here\n")
     choose(monkeypatch, "fine")
     assert bench.main(["all"]) == 2
-    assert "bench all starts its own ranks, but RANK is set; run it without torchrun" in capsys.readouterr().err
+    assert (
+        "bench all starts its own ranks, but RANK is set; run it without torchrun"
+        in capsys.readouterr().err
+    )
     monkeypatch.setenv("RANK", "0")
     assert bench.main(["fine", "--json", str(tmp_path / "r.json")]) == 0
     assert capsys.readouterr().out.endswith("OK  1 rows, 0 target(s)\n")
@@ -355,7 +451,9 @@ def test_one_rank_of_torchrun_speaks(
 
 def test_ctrl_c_ends_all_of_them(fakes: Path, tmp_path: Path) -> None:
     chosen = {name: (f"fake_{name}", "") for name in ("waiting", "fine")}
-    code = f"from nanoray.bench import __main__ as b; b.BENCHES = {chosen}; raise SystemExit(b.main())"
+    code = (
+        f"from nanoray.bench import __main__ as b; b.BENCHES = {chosen}; raise SystemExit(b.main())"
+    )
     env = os.environ | {"PYTHONPATH": f"{fakes}{os.pathsep}{Path(bench.__file__).parents[2]}"}
     argv = [sys.executable, "-c", code, "all", "--json", str(tmp_path / "all.json")]
     run = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -1,4 +1,6 @@
-"""`python -m nanoray.bench precision`: each claim of docs/precision.md at small size, and a real quick run."""
+"""`python -m nanoray.bench precision`: each claim of docs/precision.md at small size, and a real
+quick run.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,10 @@ def test_more_gradients_underflow_late_in_training_and_most_in_the_blocks(lab: L
     run, batch = Training(lab, precision="fp32"), lab.batch(1000)
     shares = []
     for _ in range(2):
-        exact, half = gradients(run.model, batch, "fp32"), gradients(run.model, batch, "fp16", 2.0**-4)
+        exact, half = (
+            gradients(run.model, batch, "fp32"),
+            gradients(run.model, batch, "fp16", 2.0**-4),
+        )
         shares.append(lost(half, exact))
         while len(run.losses) < 40:
             run.step()
@@ -68,8 +73,14 @@ def test_more_gradients_underflow_late_in_training_and_most_in_the_blocks(lab: L
     layers = {layer: lost(half, exact, layer) for layer in pieces_of(run.model)}
     assert layers["blocks.0"] > 10 > layers["norm"] == layers["pos_emb"] == 0.0
     assert subnormal(half, "blocks.0") > 10 * subnormal(half, "norm")
-    assert subnormal({"norm.weight": torch.tensor([0.0, 2.0**-15, -(2.0**-20), 2.0**-14])}, "norm") == 50.0
-    there = {layer: sum(int((g != 0).sum()) for n, g in exact.items() if n.startswith(layer)) for layer in layers}
+    assert (
+        subnormal({"norm.weight": torch.tensor([0.0, 2.0**-15, -(2.0**-20), 2.0**-14])}, "norm")
+        == 50.0
+    )
+    there = {
+        layer: sum(int((g != 0).sum()) for n, g in exact.items() if n.startswith(layer))
+        for layer in layers
+    }
     whole = sum(layers[layer] * there[layer] for layer in layers) / sum(there.values())
     assert whole == pytest.approx(lost(half, exact))
 
@@ -87,9 +98,13 @@ def test_no_scale_cures_a_lost_update_but_masters_and_random_rounding_do(lab: La
 
 
 def test_masters_go_the_whole_way_although_their_weights_show_less(lab: Lab) -> None:
-    """The 16-bit weights are the masters rounded: after many updates the masters have moved, and then so do they."""
+    """The 16-bit weights are the masters rounded: after many updates the masters have moved, and
+    then so do they.
+    """
     weights = {name: p.detach() for name, p in lab.model().named_parameters()}
-    few, many = (move(lab, weights, 1e-5, n, precision="bf16_pure", master_weights="fp32") for n in (1, 40))
+    few, many = (
+        move(lab, weights, 1e-5, n, precision="bf16_pure", master_weights="fp32") for n in (1, 40)
+    )
     assert many[0] < few[0]
     assert many[1] == pytest.approx(100, abs=10)
 
@@ -148,7 +163,9 @@ def test_eight_bits_in_the_stream_and_in_the_loss(lab: Lab) -> None:
     assert deeper["bf16_pure"] > 1.5 * errors["bf16_pure"], "each block's sum is rounded"
     assert deeper["fp16_pure"] > 1.5 * errors["fp16_pure"]
     types = (torch.bfloat16, torch.float16, torch.float32)
-    by_type = [max(loss_error(lab.model(), lab.batch(i), dtype) for i in range(4)) for dtype in types]
+    by_type = [
+        max(loss_error(lab.model(), lab.batch(i), dtype) for i in range(4)) for dtype in types
+    ]
     assert by_type == sorted(by_type, reverse=True)
     assert by_type[0] > 1e-3
 
@@ -165,25 +182,34 @@ def test_every_mode_learns_and_holds_what_the_formula_says(lab: Lab, mode: str) 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--workers", "2"], "workers = 2, but this bench studies arithmetic in one process; drop --workers"),
+        (
+            ["--workers", "2"],
+            "workers = 2, but this bench studies arithmetic in one process; drop --workers",
+        ),
         (["--rounds", "0"], "steps = 100, rounds = 0; at least one step a round"),
         (["--steps", "1", "--rounds", "2"], "steps = 1, rounds = 2; at least one step a round"),
     ],
 )
-def test_wrong_flags_are_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags_are_refused(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert bench.main(["precision", *flags]) == 2
     assert re.search(re.escape(message), capsys.readouterr().err)
 
 
 @pytest.mark.slow
 def test_a_real_quick_run(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = [f"--{flag}={tmp_path / f'r.{end}'}" for flag, end in (("json", "json"), ("figure", "svg"))]
+    files = [
+        f"--{flag}={tmp_path / f'r.{end}'}" for flag, end in (("json", "json"), ("figure", "svg"))
+    ]
     assert bench.main(["precision", "--quick", "--dataset", str(text), *files]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[-1].startswith("OK  ")
     written: dict[str, Any] = json.loads((tmp_path / "r.json").read_text())
     rows = {(r["arm"], r["metric"]) for r in written["rows"] if r["values"]}
-    assert {(mode, metric) for mode in precision.MODES for metric in (precision.STEP, precision.STATE)} <= rows
+    assert {
+        (mode, metric) for mode in precision.MODES for metric in (precision.STEP, precision.STATE)
+    } <= rows
     assert len(written["targets"]) == len(precision.MODES)
     assert "FAILED" not in out
     assert (tmp_path / "r.svg").read_text().startswith("<?xml")

@@ -20,7 +20,9 @@ from nanoray.bench.killed import Goodput, Outage, Run, arrivals, goodput, outage
 from nanoray.bench.recovery import GOODPUT, PEER, REPEATED, STANDSTILL, lines, paste
 
 
-def steps(attempt: int, first: int, last: int, start: float, each: float = 1.0) -> dict[tuple[int, int], float]:
+def steps(
+    attempt: int, first: int, last: int, start: float, each: float = 1.0
+) -> dict[tuple[int, int], float]:
     """Records of steps `first` to `last` of an attempt, the first one done at `start`."""
     return {(attempt, step): start + each * (step - first) for step in range(first, last + 1)}
 
@@ -29,17 +31,24 @@ def steps(attempt: int, first: int, last: int, start: float, each: float = 1.0) 
 
 
 def test_a_restart_repeats_what_came_after_its_checkpoint() -> None:
-    done = steps(0, 1, 27, start=101) | steps(1, 21, 40, start=135)  # step 27 at 127, step 28 at 142
+    # Step 27 at 127, step 28 at 142
+    done = steps(0, 1, 27, start=101) | steps(1, 21, 40, start=135)
     assert outage(done, killed=127.4) == Outage(pytest.approx(14.6), step=27, repeated=7)
-    assert outage(steps(0, 1, 27, start=101) | steps(1, 21, 27, start=135), 127.4) is None, "nothing new yet"
+    assert outage(steps(0, 1, 27, start=101) | steps(1, 21, 27, start=135), 127.4) is None, (
+        "nothing new yet"
+    )
     assert outage(steps(0, 1, 27, start=101), 127.4) is None
 
 
 def test_a_step_that_survivors_complete_is_no_recovery() -> None:
-    """The dead rank's gradients for step 28 had arrived: its record comes after the kill, and then nothing does."""
+    """The dead rank's gradients for step 28 had arrived: its record comes after the kill, and then
+    nothing does.
+    """
     done = steps(0, 1, 28, start=101)
     assert outage(done, killed=127.9) is None
-    assert outage(done | steps(1, 29, 40, start=131), killed=127.9) == Outage(pytest.approx(3.1), 28, 0)
+    assert outage(done | steps(1, 29, 40, start=131), killed=127.9) == Outage(
+        pytest.approx(3.1), 28, 0
+    )
 
 
 def test_growing_back_is_another_attempt() -> None:
@@ -48,13 +57,19 @@ def test_growing_back_is_another_attempt() -> None:
 
 
 def test_goodput_counts_the_first_time_only() -> None:
-    """10 steps/s without kills; then 40 new steps in 8 s, 10 old ones again (5 of them from before), one too late."""
+    """10 steps/s without kills; then 40 new steps in 8 s, 10 old ones again (5 of them from
+    before), one too late.
+    """
     done = steps(0, 1, 20, start=100.05, each=0.1)  # until 102
     done |= steps(0, 21, 25, start=102.05, each=0.1) | steps(1, 16, 60, start=105, each=0.1)
     done |= steps(1, 61, 61, start=110.5)
     found = goodput(done, start=100, begin=102, end=110)
-    assert found == Goodput(pytest.approx(50.0), useful=40, repeated=10, clean_per_s=pytest.approx(10.0))
-    assert goodput(steps(0, 1, 5, start=103), 100, 102, 110) is None, "no step without kills: no yardstick"
+    assert found == Goodput(
+        pytest.approx(50.0), useful=40, repeated=10, clean_per_s=pytest.approx(10.0)
+    )
+    assert goodput(steps(0, 1, 5, start=103), 100, 102, 110) is None, (
+        "no step without kills: no yardstick"
+    )
 
 
 def test_losses_are_compared_bit_for_bit_or_nearly() -> None:
@@ -62,14 +77,18 @@ def test_losses_are_compared_bit_for_bit_or_nearly() -> None:
     assert wrong_losses(reference, reference, 0.0) == 0
     near = reference | {2: 3.0000000001}
     assert (wrong_losses(near, reference, 0.0), wrong_losses(near, reference, 0.02)) == (1, 0)
-    assert wrong_losses({1: 4.0, 2: 3.2, 4: 1.0}, reference, 0.02) == 3, "one off, one missing, one too many"
+    assert wrong_losses({1: 4.0, 2: 3.2, 4: 1.0}, reference, 0.02) == 3, (
+        "one off, one missing, one too many"
+    )
 
 
 def test_a_plan_of_kills_follows_from_its_seed() -> None:
     plan = arrivals(7, mean_s=10, window_s=10_000, ranks=3)
     assert plan == arrivals(7, 10, 10_000, 3)
     assert plan != arrivals(8, 10, 10_000, 3)
-    assert plan[:50] == arrivals(7, 10, plan[50][0], 3), "a longer time has the same kills, and more"
+    assert plan[:50] == arrivals(7, 10, plan[50][0], 3), (
+        "a longer time has the same kills, and more"
+    )
     gaps = [b - a for (a, _), (b, _) in itertools.pairwise(plan)]
     assert len(plan) == pytest.approx(1000, abs=130), "4 standard deviations of a Poisson process"
     assert sum(gap < 10 for gap in gaps) / len(gaps) == pytest.approx(0.632, abs=0.06), "1 - 1/e"
@@ -83,16 +102,23 @@ def test_a_plan_of_kills_follows_from_its_seed() -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
     """A run whose command does nothing; the tests write its files."""
-    with Run([sys.executable, "-c", "import time; time.sleep(60)"], os.environ, tmp_path / "out", None) as idle:
+    with Run(
+        [sys.executable, "-c", "import time; time.sleep(60)"], os.environ, tmp_path / "out", None
+    ) as idle:
         (idle.folder / "r" / "logs").mkdir(parents=True)
         yield idle
 
 
 def test_records_are_followed_over_a_rewrite(run: Run) -> None:
-    """A restart drops the records after its checkpoint by replacing the file: they were seen, and stay known."""
+    """A restart drops the records after its checkpoint by replacing the file: they were seen, and
+    stay known.
+    """
 
     def line(attempt: int, step: int) -> str:
-        return json.dumps({"attempt": attempt, "step": step, "time": 100.0 + 10 * attempt + step}) + "\n"
+        return (
+            json.dumps({"attempt": attempt, "step": step, "time": 100.0 + 10 * attempt + step})
+            + "\n"
+        )
 
     path = run.folder / "r" / "metrics.jsonl"
     run.read()
@@ -111,12 +137,16 @@ def test_records_are_followed_over_a_rewrite(run: Run) -> None:
 
 
 def test_only_processes_of_the_run_are_killed(run: Run) -> None:
-    """A log that names a stranger, here the one that runs this test, kills nobody; the run's own process it does."""
+    """A log that names a stranger, here the one that runs this test, kills nobody; the run's own
+    process it does.
+    """
     log = run.folder / "r" / "logs" / "rank0.log"
     assert run.kill(0) is None
     log.write_text(f"INFO attempt 0, pid {os.getpid()}, nice 0\n")
     assert run.kill(0) is None
-    log.write_text(f"INFO attempt 0, pid {os.getpid()}\nINFO attempt 1, pid {run.child.process.pid}, nice 0\n")
+    log.write_text(
+        f"INFO attempt 0, pid {os.getpid()}\nINFO attempt 1, pid {run.child.process.pid}, nice 0\n"
+    )
     assert run.kill(0) == pytest.approx(time.time(), abs=5)
     assert run.child.process.wait(5) == -signal.SIGKILL
     assert run.kill(0) is None, "it is dead already"
@@ -124,7 +154,9 @@ def test_only_processes_of_the_run_are_killed(run: Run) -> None:
 
 def test_when_a_launcher_noticed(run: Run) -> None:
     killed = time.mktime((2026, 11, 21, 19, 44, 34, 0, 0, -1)) + 0.25
-    assert [run.noticed_s(arm, killed) for arm in ("in_place", "torchtrainer", "torchrun")] == [None] * 3
+    assert [run.noticed_s(arm, killed) for arm in ("in_place", "torchtrainer", "torchrun")] == [
+        None
+    ] * 3
     year = time.localtime(killed).tm_year
     assert year == 2026
     run.child.log.write_text(
@@ -161,15 +193,24 @@ def test_a_run_that_ends_too_soon_is_no_measurement(run: Run) -> None:
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--arms", "in_place,horovod"], "unknown arm horovod; known: in_place, spare, shrink, restart, "),
+        (
+            ["--arms", "in_place,horovod"],
+            "unknown arm horovod; known: in_place, spare, shrink, restart, ",
+        ),
         (["--between", "5"], "between = 5: not two steps; write A,B like 800,950"),
         (["--between", "9,1100"], "between = 9,1100, steps = 1100; 1 <= A <= B < steps is needed"),
         (["--between", "0,9"], "between = 0,9, steps = 1100; 1 <= A <= B < steps is needed"),
         (["--kills", "0", "--goodput_s", "0"], "kills = 0, goodput_s = 0: nothing to measure"),
         (["--checkpoint_every", "0"], "checkpoint_every = 0, mean_s = 10; both must be above 0"),
         (["--mean_s", "-1"], "checkpoint_every = 50, mean_s = -1; both must be above 0"),
-        (["--workers", "1"], "workers = 1: no rank would be left after a kill; use --workers 2 or more"),
-        (["--goodput_s", "0.001"], "no kill within goodput_s = 0.001 at mean_s = 10; take another --seed"),
+        (
+            ["--workers", "1"],
+            "workers = 1: no rank would be left after a kill; use --workers 2 or more",
+        ),
+        (
+            ["--goodput_s", "0.001"],
+            "no kill within goodput_s = 0.001 at mean_s = 10; take another --seed",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(
@@ -180,10 +221,15 @@ def test_what_makes_no_sense_is_refused(
     assert text in capsys.readouterr().err
 
 
-def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_torchrun_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("RANK", "0")
     assert bench.main(["recovery"]) == 2
-    assert "bench recovery starts its own ranks, but RANK is set; run it without torchrun" in capsys.readouterr().err
+    assert (
+        "bench recovery starts its own ranks, but RANK is set; run it without torchrun"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_default_plan_of_kills_has_some() -> None:
@@ -191,7 +237,10 @@ def test_the_default_plan_of_kills_has_some() -> None:
 
 
 def report_of(*, wrong: int = 0) -> Report:
-    rows = [Row("in_place", STANDSTILL, "s", (2.0, 3.0, 2.5), wrong=wrong), Row("in_place", REPEATED, "steps", (0.0,))]
+    rows = [
+        Row("in_place", STANDSTILL, "s", (2.0, 3.0, 2.5), wrong=wrong),
+        Row("in_place", REPEATED, "steps", (0.0,)),
+    ]
     rows += [Row(PEER, STANDSTILL, "s", (10.0, 30.0, 12.5), wrong=0)]
     rows += [Row("torchrun", STANDSTILL, "s", (), error="exit code 3")]
     report = Report("recovery", {"command": "c", "recipe": "r"}, rows)
@@ -207,7 +256,9 @@ def test_a_line_per_arm() -> None:
         [PEER, "12.5", "(11.2–21.2)", "3", "0"],
         ["torchrun", "FAILED", "FAILED", "0"],
     ]
-    assert "| in_place | 2.50 (2.25–2.75) |  | 0 | 5.00 (5.00–7.50) | 3 | 0 | 81.0 |" in paste(report)
+    assert "| in_place | 2.50 (2.25–2.75) |  | 0 | 5.00 (5.00–7.50) | 3 | 0 | 81.0 |" in paste(
+        report
+    )
     assert [t.verdict for t in report.targets] == [
         "ok, not judged: n = 3 < 5",
     ]

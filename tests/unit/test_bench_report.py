@@ -1,4 +1,6 @@
-"""What all benchmarks share: statistics against closed forms, verdicts, flags, processes, and the files of runs."""
+"""What all benchmarks share: statistics against closed forms, verdicts, flags, processes, and the
+files of runs.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,17 @@ from nanoray.bench import __main__ as bench
 from nanoray.bench.harness.launchers import LAUNCHERS, CpuTime, Moments, command, moments
 from nanoray.bench.harness.plan import chosen, rotated
 from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, session_members
-from nanoray.bench.harness.report import MIN_JUDGED, Report, Row, Target, conditions, markdown, number, ratio, table
+from nanoray.bench.harness.report import (
+    MIN_JUDGED,
+    Report,
+    Row,
+    Target,
+    conditions,
+    markdown,
+    number,
+    ratio,
+    table,
+)
 from nanoray.environment import environment
 from nanoray.errors import ConfigError
 
@@ -65,13 +77,26 @@ def test_a_ratio_of_a_failed_arm_is_failed() -> None:
 
 
 def test_a_skipped_row_is_no_failure_and_says_why() -> None:
-    skipped = Row("ring", "64 GiB", "us", (), skipped="needs 128 GiB, 4 free", extra={"bytes": 2**36})
+    skipped = Row(
+        "ring", "64 GiB", "us", (), skipped="needs 128 GiB, 4 free", extra={"bytes": 2**36}
+    )
     report = Report("x", {}, [skipped, row(1.0)])
     assert not report.failed
     assert report.lines()[-1] == "OK  2 rows, 0 target(s), 1 skipped"
-    assert table(report.rows)[1].split(maxsplit=5) == ["ring", "64", "GiB", "us", "skipped", "0  needs 128 GiB, 4 free"]
+    assert table(report.rows)[1].split(maxsplit=5) == [
+        "ring",
+        "64",
+        "GiB",
+        "us",
+        "skipped",
+        "0  needs 128 GiB, 4 free",
+    ]
     written = skipped.to_dict()
-    assert (written["bytes"], written["skipped"], written["median"]) == (2**36, "needs 128 GiB, 4 free", None)
+    assert (written["bytes"], written["skipped"], written["median"]) == (
+        2**36,
+        "needs 128 GiB, 4 free",
+        None,
+    )
     assert not {"error", "wrong", "extra"} & written.keys()
     paired = ratio("u / l", "m", row(1.0), skipped)
     assert (paired.skipped, paired.problem) == ("needs 128 GiB, 4 free", "")
@@ -90,7 +115,9 @@ def test_wrong_elements_fail_the_report_and_have_a_column() -> None:
     assert "wrong" not in table([row(1.0)])[0]
 
 
-@pytest.mark.parametrize(("rows", "last"), [([row(error="gone\nlog")], "a, m: gone"), ([row()], "a, m: no value")])
+@pytest.mark.parametrize(
+    ("rows", "last"), [([row(error="gone\nlog")], "a, m: gone"), ([row()], "a, m: no value")]
+)
 def test_a_row_without_a_value_fails_the_report(rows: list[Row], last: str) -> None:
     report = Report("x", {}, rows)
     assert report.lines()[-1] == f"FAILED  {last}"
@@ -129,16 +156,45 @@ def report_of(*rows: Row) -> Report:
 
 
 def test_the_table_is_aligned_and_a_failed_row_says_failed() -> None:
-    lines = table([row(1.5, 2.5), row(arm="longer name", error="exit code 3\nsecond line"), row(250.4)])
-    assert lines[0].split() == ["arm", "metric", "unit", "median", "quartiles", "min", "..", "max", "n"]
-    assert lines[1].split() == ["a", "m", "s", "2.00", "1.75", "..", "2.25", "1.50", "..", "2.50", "2"]
+    lines = table(
+        [row(1.5, 2.5), row(arm="longer name", error="exit code 3\nsecond line"), row(250.4)]
+    )
+    assert lines[0].split() == [
+        "arm",
+        "metric",
+        "unit",
+        "median",
+        "quartiles",
+        "min",
+        "..",
+        "max",
+        "n",
+    ]
+    assert lines[1].split() == [
+        "a",
+        "m",
+        "s",
+        "2.00",
+        "1.75",
+        "..",
+        "2.25",
+        "1.50",
+        "..",
+        "2.50",
+        "2",
+    ]
     assert lines[2].split(maxsplit=5) == ["longer", "name", "m", "s", "FAILED", "0  exit code 3"]
     assert lines[3].split()[3:] == ["250", "250", "..", "250", "250", "..", "250", "1"]
     assert len({line.index(" m ") for line in lines[1:]}) == 1
 
 
 def test_numbers_keep_three_digits() -> None:
-    assert [number(v) for v in (1234.5, 12.345, -1.2345, 0.12345)] == ["1234", "12.3", "-1.23", "0.123"]
+    assert [number(v) for v in (1234.5, 12.345, -1.2345, 0.12345)] == [
+        "1234",
+        "12.3",
+        "-1.23",
+        "0.123",
+    ]
     assert [number(v) for v in (0.00123456, 0.0, 1e-30)] == ["0.00123", "0", "0.000000000000"]
 
 
@@ -189,11 +245,23 @@ def test_help_lists_the_benches(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--rounds", "x"], "argument --rounds: invalid int value: 'x'"),
         (["train", "--arms", "plain,horovod"], "unknown arm horovod; known: plain, torchrun, "),
         (["train", "--steps", "1"], "at least 1 round of 2 steps is needed"),
-        (["train", "--figure", "f.docx"], "figure = f.docx: unknown kind of file; end it in .png, .svg, .pdf"),
-        (["train", "--html", "nowhere/f.html"], "cannot write nowhere/f.html: its folder is missing or read-only"),
-        (["all", "--figure", "f.png"], "figure = f.png: bench all draws several; name a folder that is there"),
+        (
+            ["train", "--figure", "f.docx"],
+            "figure = f.docx: unknown kind of file; end it in .png, .svg, .pdf",
+        ),
+        (
+            ["train", "--html", "nowhere/f.html"],
+            "cannot write nowhere/f.html: its folder is missing or read-only",
+        ),
+        (
+            ["all", "--figure", "f.png"],
+            "figure = f.png: bench all draws several; name a folder that is there",
+        ),
         (["all", "--rounds", "3"], "unknown flag --rounds; known: "),
-        (["train", "--json", "nowhere/f.json"], "cannot write nowhere/f.json: its folder is missing or read-only"),
+        (
+            ["train", "--json", "nowhere/f.json"],
+            "cannot write nowhere/f.json: its folder is missing or read-only",
+        ),
     ],
 )
 def test_wrong_flags_are_refused_before_anything_starts(
@@ -216,7 +284,12 @@ def test_every_launcher_gets_the_same_recipe() -> None:
 
 def test_arms_keep_their_own_order_and_rotate() -> None:
     arms = ["a", "b", "c"]
-    assert [rotated(arms, turn) for turn in range(4)] == [arms, ["b", "c", "a"], ["c", "a", "b"], arms]
+    assert [rotated(arms, turn) for turn in range(4)] == [
+        arms,
+        ["b", "c", "a"],
+        ["c", "a", "b"],
+        arms,
+    ]
     assert rotated([], 1) == []
     assert chosen("c, a", arms) == ["a", "c"]
     assert chosen("all", arms) == arms
@@ -264,11 +337,14 @@ def test_a_failed_child_shows_its_last_lines(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="sessions are read from /proc")
 def test_ending_a_child_ends_what_it_started(tmp_path: Path) -> None:
-    """The grandchild ignores SIGTERM, has its own process group, and its parent is gone: as Ray's daemons can be."""
+    """The grandchild ignores SIGTERM, has its own process group, and its parent is gone: as Ray's
+    daemons can be.
+    """
     code = (
         "import os, signal, time\n"
         "if os.fork() == 0:\n"
-        "    os.setpgid(0, 0); signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)\n"
+        "    os.setpgid(0, 0); signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', "
+        "flush=True); time.sleep(60)\n"
     )
     with child(code, tmp_path / "log") as parent:
         parent.wait(20)
@@ -315,7 +391,9 @@ def write_run(folder: Path, steps: list[int], started: float) -> None:
     stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started + 4)) + ",250"
     (run / "logs" / "rank0.log").write_text(f"{stamp} INFO attempt 0\n")
     times = {"time/step_ms": 20.0}
-    records: list[dict[str, Any]] = [{"step": s, "time": started + 6 + s, "train/loss": 4.0 - s} for s in steps]
+    records: list[dict[str, Any]] = [
+        {"step": s, "time": started + 6 + s, "train/loss": 4.0 - s} for s in steps
+    ]
     for i, record in enumerate(records[1:]):
         record |= {"time/step_ms": times["time/step_ms"] + 10 * i}
     (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
@@ -328,13 +406,25 @@ def test_the_moments_of_a_run_add_up(tmp_path: Path) -> None:
     assert found == Moments(7.0, 12.0, 30.0, 1.5, 2.75, 2.75, 2.0, 0.0)
     assert found.imports_s + found.until_rank_s + found.until_step_s == found.first_step_s
     log = tmp_path / "run" / "logs" / "rank0.log"
-    stamps = {"met the group": 0.5, "built the model": 1.5, "note    of two": 1.6, "warmed up": 2.25}
+    stamps = {
+        "met the group": 0.5,
+        "built the model": 1.5,
+        "note    of two": 1.6,
+        "warmed up": 2.25,
+    }
     for text, after in [*stamps.items(), ("met the group", 5.0)]:  # once more, after a fault
         at = started + 4.25 + after
-        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) + f",{round(at % 1 * 1000):03d}"
+        stamp = (
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) + f",{round(at % 1 * 1000):03d}"
+        )
         log.write_text(log.read_text() + f"{stamp} INFO {text}\n")
     found = moments(tmp_path, started, whole_s=12.0, steps=4)
-    assert (found.group_s, found.model_s, found.warm_up_s, found.one_step_s) == (0.5, 1.0, 0.75, 0.5)
+    assert (found.group_s, found.model_s, found.warm_up_s, found.one_step_s) == (
+        0.5,
+        1.0,
+        0.75,
+        0.5,
+    )
 
 
 def test_a_run_with_other_steps_is_no_measurement(tmp_path: Path) -> None:
@@ -344,7 +434,9 @@ def test_a_run_with_other_steps_is_no_measurement(tmp_path: Path) -> None:
 
 
 def test_cpu_time_is_that_of_the_steps_between_the_records(tmp_path: Path) -> None:
-    """10 steps a second from second 100 on; ranks use 1.5 s of CPU a second then, and more before and after."""
+    """10 steps a second from second 100 on; ranks use 1.5 s of CPU a second then, and more before
+    and after.
+    """
     used = CpuTime(tmp_path, set())
     used.samples = [
         (99.0, 5.0, 9.0),
@@ -359,16 +451,23 @@ def test_cpu_time_is_that_of_the_steps_between_the_records(tmp_path: Path) -> No
 
 
 def test_cpu_time_is_that_of_ranks_and_of_sessions(tmp_path: Path) -> None:
-    """A rank in a session of its own, as torchrun's, and a busy launcher; the test's own processes do not count."""
+    """A rank in a session of its own, as torchrun's, and a busy launcher; the test's own processes
+    do not count.
+    """
     busy = "import time\nwhile time.process_time() < 0.3: pass\ntime.sleep(60)"
     with child(busy, tmp_path / "1") as launcher, child(busy, tmp_path / "2") as rank:
         (tmp_path / "run" / "logs").mkdir(parents=True)
         used = CpuTime(tmp_path, {launcher.process.pid})
         used.look()
         assert used.samples == [], "no rank has begun its log"
-        (tmp_path / "run" / "logs" / "rank0.log").write_text(f"INFO attempt 0, pid {rank.process.pid}, nice 0\n")
+        (tmp_path / "run" / "logs" / "rank0.log").write_text(
+            f"INFO attempt 0, pid {rank.process.pid}, nice 0\n"
+        )
         deadline = time.monotonic() + 60
-        while not used.samples or min(used.samples[-1][1], used.samples[-1][2] - used.samples[-1][1]) < 0.27:
+        while (
+            not used.samples
+            or min(used.samples[-1][1], used.samples[-1][2] - used.samples[-1][1]) < 0.27
+        ):
             assert time.monotonic() < deadline
             time.sleep(0.05)
             used.look()
@@ -376,4 +475,6 @@ def test_cpu_time_is_that_of_ranks_and_of_sessions(tmp_path: Path) -> None:
         assert 0.25 <= of_rank <= 0.5  # /proc counts in ticks of 10 ms
         assert of_all <= 1.0
     used.look()
-    assert used.samples[-1][2] == pytest.approx(of_all, abs=0.1), "what has ended keeps what it had used"
+    assert used.samples[-1][2] == pytest.approx(of_all, abs=0.1), (
+        "what has ended keeps what it had used"
+    )

@@ -34,7 +34,9 @@ def test_a_base_that_is_not_known_yet_says_nothing_of_repeated_steps() -> None:
     assert recovery.base == 39
 
 
-def failure(rank: int, cause: str = "killed", step: int = 7, phase: str = "backward", **more: object) -> Failure:
+def failure(
+    rank: int, cause: str = "killed", step: int = 7, phase: str = "backward", **more: object
+) -> Failure:
     return Failure(rank, cause, f"rank {rank} {cause}", step, phase, **more)  # type: ignore[arg-type]
 
 
@@ -86,7 +88,9 @@ def test_a_rank_that_does_not_follow_when_the_group_breaks_is_silent() -> None:
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_in_a_hurry_survivors_have_less_time_to_notice(waits: bool) -> None:
-    """While the ranks save, and without a head: those that wait hold the state, so they are never given up."""
+    """While the ranks save, and without a head: those that wait hold the state, so they are never
+    given up.
+    """
     collector = FailureCollector(range(2), True, 120.0, 1.5)
     collector.hurry(5.0, 9.0)
     assert not collector.complete(20.0), "nothing has happened yet"
@@ -127,7 +131,9 @@ def test_without_recovery_in_place_only_consequences_are_awaited() -> None:
 
 
 def test_a_consequence_is_not_named_before_its_root_can_be_known() -> None:
-    """A rank that lost its peer says so at once; Ray, on a busy machine, tells seconds later which one died."""
+    """A rank that lost its peer says so at once; Ray, on a busy machine, tells seconds later which
+    one died.
+    """
     collector = FailureCollector(range(3), False, 30.0, 1.5)
     collector.ended(0, failure(0, "peer_lost"), 10.0)
     assert not collector.complete(14.9)
@@ -172,7 +178,9 @@ def test_a_failure_that_repeats_is_deterministic() -> None:
     assert reason_to_give_up(killed[1], killed[:2], 9) == "", "two kills at one place may be chance"
     assert "3 times" in reason_to_give_up(killed[2], killed, 9)
     unknown = [failure(1, "node_lost")] * 5
-    assert reason_to_give_up(unknown[-1], unknown, 9) == "", "a lost node says nothing about the program"
+    assert reason_to_give_up(unknown[-1], unknown, 9) == "", (
+        "a lost node says nothing about the program"
+    )
 
 
 def test_other_reasons_to_give_up() -> None:
@@ -183,7 +191,9 @@ def test_other_reasons_to_give_up() -> None:
 
 
 def test_the_budget_counts_failures_without_progress() -> None:
-    """Four kills in 3,000 steps, each overcome, are no reason to end a run; four within ten steps are."""
+    """Four kills in 3,000 steps, each overcome, are no reason to end a run; four within ten steps
+    are.
+    """
     far = [failure(0, step=step, phase="backward") for step in (100, 700, 1500, 2900)]
     assert without_progress(far) == 1
     assert reason_to_give_up(far[-1], far, 3) == ""
@@ -201,7 +211,9 @@ def test_too_many_failures_in_an_hour_are_too_many() -> None:
     for n, one in enumerate(every_minute):
         one.at = 59.0 * n
     assert reason_to_give_up(every_minute[59], every_minute[:60], 3) == ""
-    assert "more than 60 failures within an hour" in reason_to_give_up(every_minute[60], every_minute[:61], 3)
+    assert "more than 60 failures within an hour" in reason_to_give_up(
+        every_minute[60], every_minute[:61], 3
+    )
     every_minute[60].at += 3600.0
     assert reason_to_give_up(every_minute[60], every_minute[:61], 3) == ""
 
@@ -215,14 +227,28 @@ def test_back_off_grows_until_there_is_progress() -> None:
 def test_a_report_is_a_line_and_a_story(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.json").write_text("{}")
     cause = failure(
-        1, facts={"pid": 42, "node": "n1", "ip": "10.0.0.1", "devices": []}, exit_record={"signal": "SIGKILL"}
+        1,
+        facts={"pid": 42, "node": "n1", "ip": "10.0.0.1", "devices": []},
+        exit_record={"signal": "SIGKILL"},
     )
     report = FaultReport.of(cause, [failure(0, "peer_lost")], attempt=0, world_size=2)
-    report.recovery, report.detect_s, report.recover_s, report.steps_repeated = "in_place", 0.02, 1.5, 0
+    report.recovery, report.detect_s, report.recover_s, report.steps_repeated = (
+        "in_place",
+        0.02,
+        1.5,
+        0,
+    )
     report.write(tmp_path)
     (event,) = read_reports(tmp_path)
     assert event["event"] == "fault"
-    wanted = {"rank": 1, "step": 7, "phase": "backward", "cause": "killed", "signal": "SIGKILL", "device": "cpu"}
+    wanted = {
+        "rank": 1,
+        "step": 7,
+        "phase": "backward",
+        "cause": "killed",
+        "signal": "SIGKILL",
+        "device": "cpu",
+    }
     assert {key: event[key] for key in wanted} == wanted
     assert event["consequences"] == ["rank 0 peer_lost"]
     assert main([str(tmp_path)]) == 0
@@ -254,12 +280,17 @@ def test_every_cause_has_its_rank() -> None:
 def test_thousands_of_consequences_are_counted() -> None:
     others = [failure(rank, "peer_lost") for rank in range(1, 4000)]
     lines = FaultReport.of(failure(0), others, attempt=0, world_size=4000).consequences
-    assert lines == [*(f"rank {rank} peer_lost" for rank in range(1, MAX_CONSEQUENCES + 1)), "and 3,991 more ranks"]
+    assert lines == [
+        *(f"rank {rank} peer_lost" for rank in range(1, MAX_CONSEQUENCES + 1)),
+        "and 3,991 more ranks",
+    ]
     assert consequences_of(others[:MAX_CONSEQUENCES]) == lines[:MAX_CONSEQUENCES]
 
 
 def test_a_drain_is_not_charged() -> None:
-    """Nodes may be taken away as often as they like: neither the budget nor the pause between restarts knows of it."""
+    """Nodes may be taken away as often as they like: neither the budget nor the pause between
+    restarts knows of it.
+    """
     drains = [failure(1, "drained", signature="same") for _ in range(70)]
     assert without_progress(drains) == 0
     assert reason_to_give_up(drains[-1], drains, max_failures=0) == ""

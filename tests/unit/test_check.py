@@ -1,4 +1,6 @@
-"""check.py against made-up machines: each problem alone, its remedy, the exit code; and nothing heavy is imported."""
+"""check.py against made-up machines: each problem alone, its remedy, the exit code; and nothing
+heavy is imported.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ import pytest
 from nanoray import check
 from nanoray.config import load_config
 from nanoray.data import cifar10
-from nanoray.mesh import devices
-from nanoray.mesh.devices import Device
+from nanoray.devices import host
+from nanoray.devices.device import Device
 from tests.harness.permissions import closed
 
 GOOD = {"nanoray": "0", "python": "3.11.7", "torch": "2.13.0+cpu", "ray": "2.60.0"}
@@ -27,13 +29,25 @@ NVML = SimpleNamespace(nvmlInit=int, nvmlShutdown=int, nvmlSystemGetCudaDriverVe
 
 
 def gpu(letter: str, **changes: Any) -> Device:
-    values = {"name": "NVIDIA H200", "memory_bytes": 143771 << 20, "bf16": True, "parent_uuid": f"GPU-{letter}"}
+    values = {
+        "name": "NVIDIA H200",
+        "memory_bytes": 143771 << 20,
+        "bf16": True,
+        "parent_uuid": f"GPU-{letter}",
+    }
     return Device(**{"kind": "cuda", "index": 0, "uuid": f"GPU-{letter}"} | values | changes)
 
 
 def cut(letter: str, *profiles: str) -> list[Device]:
     parts = [
-        gpu(letter, kind="mig", index=i, uuid=f"MIG-{letter}{i}", profile=p, name=f"NVIDIA H200 MIG {p}")
+        gpu(
+            letter,
+            kind="mig",
+            index=i,
+            uuid=f"MIG-{letter}{i}",
+            profile=p,
+            name=f"NVIDIA H200 MIG {p}",
+        )
         for i, p in enumerate(profiles)
     ]
     return [gpu(letter, mig_mode=True), *parts]
@@ -46,16 +60,22 @@ class Machine:
         self.patch = monkeypatch
         self.set(check, versions=dict(GOOD), torch_cuda_build=None, nccl_version=None, shm_gib=8.0)
         monkeypatch.setattr(check.sys, "prefix", "/home/me/nanoray/.venv")
-        self.set(devices, available_cpus=2.0, available_memory_bytes=16 << 30, cpu_features=frozenset())
+        self.set(
+            host, available_cpus=2.0, available_memory_bytes=16 << 30, cpu_features=frozenset()
+        )
         self.gpus()
-        monkeypatch.setattr(check.shutil, "disk_usage", lambda _: SimpleNamespace(free=50 << 30, total=90 << 30))
+        monkeypatch.setattr(
+            check.shutil, "disk_usage", lambda _: SimpleNamespace(free=50 << 30, total=90 << 30)
+        )
 
     def set(self, module: Any, **answers: Any) -> Machine:
         for name, answer in answers.items():
             self.patch.setattr(module, name, lambda *_, answer=answer: answer)
         return self
 
-    def gpus(self, *found: Device, build: str | None = None, nccl: tuple[int, int, int] | None = None) -> Machine:
+    def gpus(
+        self, *found: Device, build: str | None = None, nccl: tuple[int, int, int] | None = None
+    ) -> Machine:
         return self.set(check, discover_gpus=list(found), torch_cuda_build=build, nccl_version=nccl)
 
 
@@ -86,10 +106,13 @@ def problem(report: dict[str, Any]) -> tuple[str, str, bool]:
 
 def test_the_command_is_quick_to_import_and_ready_here(tmp_path: Path) -> None:
     code = (
-        "import os, sys, nanoray.check as c; os.environ.pop('RAY_ADDRESS', 0); rc = c.main(['--device', 'cpu']); "
+        "import os, sys, nanoray.check as c; os.environ.pop('RAY_ADDRESS', 0); rc = "
+        "c.main(['--device', 'cpu']); "
         "print([m for m in ('torch', 'ray', 'nanoray.bench') if m in sys.modules], rc)"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, cwd=tmp_path
+    )
     assert out.stdout.splitlines()[-1] == "[] 0", out.stdout + out.stderr
 
 
@@ -104,15 +127,26 @@ def test_a_ready_machine(machine: Machine, capsys: pytest.CaptureFixture[str]) -
     assert len({re.match(r"\S+ +", line).end() for line in lines[:-1]}) == 1  # type: ignore[union-attr]
 
 
-def test_json_says_the_same_as_the_text(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
-    machine.gpus(*cut("a", "1g.18gb", "1g.18gb"), build="13.0", nccl=(2, 29, 7)).set(check, driver_cuda="13.0")
+def test_json_says_the_same_as_the_text(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine.gpus(*cut("a", "1g.18gb", "1g.18gb"), build="13.0", nccl=(2, 29, 7)).set(
+        check, driver_cuda="13.0"
+    )
     assert check.main(["--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report == look()
     assert check.main([]) == 0
     text = capsys.readouterr().out
     assert text == check.render(report) + "\n"
-    for part in ("MIG-a0", "NVIDIA H200 MIG 1g.18gb", "140.4 GiB", "MIG mode", "NCCL 2.29.7", "CUDA 13.0"):
+    for part in (
+        "MIG-a0",
+        "NVIDIA H200 MIG 1g.18gb",
+        "140.4 GiB",
+        "MIG mode",
+        "NCCL 2.29.7",
+        "CUDA 13.0",
+    ):
         assert part in text
     assert list(report)[-2:] == ["problems", "can_train"]
 
@@ -121,11 +155,19 @@ def test_json_says_the_same_as_the_text(machine: Machine, capsys: pytest.Capture
     ("argv", "text"),
     [
         (["--devise", "cpu"], "error: unknown flag --devise; did you mean --device?"),
-        (["--dry_run"], "error: dry_run cannot take effect: the check never starts anything; drop --dry_run"),
-        (["--quiet"], "error: quiet cannot take effect: the check never starts anything; drop --quiet"),
+        (
+            ["--dry_run"],
+            "error: dry_run cannot take effect: the check never starts anything; drop --dry_run",
+        ),
+        (
+            ["--quiet"],
+            "error: quiet cannot take effect: the check never starts anything; drop --quiet",
+        ),
     ],
 )
-def test_wrong_flags(argv: list[str], text: str, machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags(
+    argv: list[str], text: str, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert check.main(argv) == 2
     assert capsys.readouterr().err.strip() == text
 
@@ -141,7 +183,9 @@ def test_two_gpus(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(("nccl", "backend"), [((2, 29, 7), "gloo"), ((2, 31, 2), "nccl")])
-def test_slices_of_one_gpu_need_a_new_nccl(nccl: tuple[int, int, int], backend: str, machine: Machine) -> None:
+def test_slices_of_one_gpu_need_a_new_nccl(
+    nccl: tuple[int, int, int], backend: str, machine: Machine
+) -> None:
     report = machine.gpus(*cut("a", "1g.35gb", "1g.35gb"), build="13.0", nccl=nccl) and look()
     assert chosen(report) == ("2 × mig", "bf16", backend)
     assert ".".join(map(str, nccl)) in report["backend"]["reason"]
@@ -153,7 +197,7 @@ def test_an_old_gpu_trains_in_fp16(machine: Machine) -> None:
 
 
 def test_width_decides_on_a_cpu_with_amx(machine: Machine) -> None:
-    machine.set(devices, cpu_features=frozenset({"amx_bf16"}))
+    machine.set(host, cpu_features=frozenset({"amx_bf16"}))
     assert look(n_embd=128)["precision"]["choice"] == "bf16"
     assert look(n_embd=64)["precision"]["choice"] == "fp32"
 
@@ -194,7 +238,11 @@ def test_gpus_with_a_cpu_build_of_torch(device: str, fatal: bool, machine: Machi
 def test_a_driver_older_than_torch(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.gpus(gpu("a"), build="13.0", nccl=(2, 29, 7))
     monkeypatch.setattr(NVML, "nvmlSystemGetCudaDriverVersion", lambda: 12040)
-    assert problem(look()) == ("torch wants CUDA 13.0, the driver ends at 12.4", "update the driver", True)
+    assert problem(look()) == (
+        "torch wants CUDA 13.0, the driver ends at 12.4",
+        "update the driver",
+        True,
+    )
 
 
 def test_mig_mode_without_slices(machine: Machine) -> None:
@@ -205,7 +253,9 @@ def test_mig_mode_without_slices(machine: Machine) -> None:
     assert not fatal
 
 
-def test_small_shared_memory_matters_to_nccl_only(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_small_shared_memory_matters_to_nccl_only(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
     machine.set(check, shm_gib=0.06)
     assert look()["problems"] == []
     machine.gpus(gpu("a"), gpu("b"), build="13.0", nccl=(2, 29, 7))
@@ -216,7 +266,9 @@ def test_small_shared_memory_matters_to_nccl_only(machine: Machine, capsys: pyte
     assert capsys.readouterr().out.endswith("\n1 problem, but it can train\n")
 
 
-def test_a_space_in_the_path_of_the_environment(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_space_in_the_path_of_the_environment(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
     machine.patch.setattr(check.sys, "prefix", "/home/me/my project/.venv")
     what, remedy, fatal = problem(look())
     assert what.startswith("the path of this environment has a space: /home/me/my project/.venv;")
@@ -230,10 +282,16 @@ def test_a_space_in_the_path_of_the_environment(machine: Machine, capsys: pytest
 def test_disk(machine: Machine, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     what, remedy, fatal = problem(look(out_dir="file/runs"))
-    assert (what, remedy, fatal) == ("out_dir = file/runs cannot be written", "give another --out_dir", True)
+    assert (what, remedy, fatal) == (
+        "out_dir = file/runs cannot be written",
+        "give another --out_dir",
+        True,
+    )
     assert look(out_dir="not/yet/there")["problems"] == []
     assert not (tmp_path / "not").exists()  # looking makes nothing
-    machine.patch.setattr(check.shutil, "disk_usage", lambda _: SimpleNamespace(free=check.GIB // 2, total=1))
+    machine.patch.setattr(
+        check.shutil, "disk_usage", lambda _: SimpleNamespace(free=check.GIB // 2, total=1)
+    )
     assert problem(look()) == ("out_dir = runs has 0.5 GiB free, less than 1", "free some", False)
 
 
@@ -242,13 +300,35 @@ def test_disk(machine: Machine, tmp_path: Path) -> None:
     [
         ({"torch": None}, "torch is not installed", "pip install torch==9.1.0", True),
         ({"ray": None}, "ray is not installed", "pip install ray==8.2", True),
-        ({"torch": "9.0.0+cpu"}, "torch 9.0.0+cpu is not the tested version 9.1.0", "pip install torch==9.1.0", False),
-        ({"ray": "8.2.1"}, "ray 8.2.1 is not the tested version 8.2", "pip install ray==8.2", False),
-        ({"python": "3.9.1"}, "Python 3.9.1 is outside >=3.10,<3.14", "make the environment with another", True),
-        ({"python": "3.14.0"}, "Python 3.14.0 is outside >=3.10,<3.14", "make the environment with another", True),
+        (
+            {"torch": "9.0.0+cpu"},
+            "torch 9.0.0+cpu is not the tested version 9.1.0",
+            "pip install torch==9.1.0",
+            False,
+        ),
+        (
+            {"ray": "8.2.1"},
+            "ray 8.2.1 is not the tested version 8.2",
+            "pip install ray==8.2",
+            False,
+        ),
+        (
+            {"python": "3.9.1"},
+            "Python 3.9.1 is outside >=3.10,<3.14",
+            "make the environment with another",
+            True,
+        ),
+        (
+            {"python": "3.14.0"},
+            "Python 3.14.0 is outside >=3.10,<3.14",
+            "make the environment with another",
+            True,
+        ),
     ],
 )
-def test_versions(found: dict[str, Any], what: str, remedy: str, fatal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions(
+    found: dict[str, Any], what: str, remedy: str, fatal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     about = Message()
     about["Requires-Python"] = ">=3.10,<3.14"
     pins = ["torch==9.1.0", "ray[default]==8.2", 'ray[train]==8.2; extra == "bench"', "numpy"]
@@ -271,7 +351,10 @@ def test_without_an_installed_nanoray_nothing_is_pinned(monkeypatch: pytest.Monk
 
 
 def test_dataset(machine: Machine, tmp_path: Path) -> None:
-    assert "not cached: the first run downloads 1.1 MB, or offline" in look(dataset="auto")["dataset"]["note"]
+    assert (
+        "not cached: the first run downloads 1.1 MB, or offline"
+        in look(dataset="auto")["dataset"]["note"]
+    )
     assert look(dataset="shakespeare")["dataset"]["note"].endswith("downloads 1.1 MB")
     assert "needs no network" in look(dataset="stdlib")["dataset"]["note"]
     (tmp_path / "cache/nanoray/tokens/shakespeare-char-0").mkdir(parents=True)
@@ -280,7 +363,10 @@ def test_dataset(machine: Machine, tmp_path: Path) -> None:
     )
     (tmp_path / "cache/nanoray/shakespeare.txt").touch()
     assert look(dataset="auto")["dataset"]["note"] == "Shakespeare is cached"
-    assert "not cached" in look(dataset="auto", data_dir=str(tmp_path / "elsewhere"))["dataset"]["note"]
+    assert (
+        "not cached"
+        in look(dataset="auto", data_dir=str(tmp_path / "elsewhere"))["dataset"]["note"]
+    )
     assert problem(look(dataset="gone.txt")) == (
         "dataset = gone.txt is not there, or closed to this user",
         "correct the path",
@@ -312,9 +398,13 @@ def test_dataset_of_images_and_of_a_script(machine: Machine, tmp_path: Path) -> 
 def test_below_a_folder_that_is_closed_to_this_user(machine: Machine, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     with closed(tmp_path / "other") as folder:
-        told = look(dataset=str(folder / "x"), data_dir=str(folder / "y"), out_dir=str(folder / "z"))
+        told = look(
+            dataset=str(folder / "x"), data_dir=str(folder / "y"), out_dir=str(folder / "z")
+        )
         assert "not cached" in look(dataset="shakespeare", data_dir=str(folder))["dataset"]["note"]
-    assert told["problems"][0]["what"] == f"dataset = {folder}/x is not there, or closed to this user"
+    assert (
+        told["problems"][0]["what"] == f"dataset = {folder}/x is not there, or closed to this user"
+    )
 
 
 def test_a_ray_cluster_is_asked_whether_it_answers(machine: Machine) -> None:
@@ -326,14 +416,28 @@ def test_a_ray_cluster_is_asked_whether_it_answers(machine: Machine) -> None:
         assert look()["ray"] == {"address": address, "answers": True}
         assert look(ray_address="local")["ray"]["answers"] is None
         assert look(ray_address=f"ray://{address}")["ray"]["answers"] is True
-    assert problem(look()) == (f"no Ray answers at {address}", "start it, or use --ray_address local", True)
+    assert problem(look()) == (
+        f"no Ray answers at {address}",
+        "start it, or use --ray_address local",
+        True,
+    )
 
 
-def test_the_cuda_build_of_torch_is_read_from_its_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(check, "find_spec", lambda _: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+def test_the_cuda_build_of_torch_is_read_from_its_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(
+        check, "find_spec", lambda _: SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    )
     assert check.torch_cuda_build() is None
-    for line, build in (("cuda: Optional[str] = '13.0'", "13.0"), ("cuda = '12.8'", "12.8"), ("cuda = None", None)):
-        (tmp_path / "version.py").write_text(f"__version__ = '2.13.0'\ndebug = False\n{line}\nhip = None\n")
+    for line, build in (
+        ("cuda: Optional[str] = '13.0'", "13.0"),
+        ("cuda = '12.8'", "12.8"),
+        ("cuda = None", None),
+    ):
+        (tmp_path / "version.py").write_text(
+            f"__version__ = '2.13.0'\ndebug = False\n{line}\nhip = None\n"
+        )
         assert check.torch_cuda_build() == build
     monkeypatch.setattr(check, "find_spec", lambda _: None)
     assert check.torch_cuda_build() is None

@@ -1,4 +1,6 @@
-"""Checkpoints: bit-exact, verified, and never lost; with real files, real kills and real full disks."""
+"""Checkpoints: bit-exact, verified, and never lost; with real files, real kills and real full
+disks.
+"""
 
 import hashlib
 import json
@@ -24,12 +26,20 @@ from tests.harness.commands import forkserver, killed_saves
 from tests.harness.permissions import closed
 
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 8, "block_size": 16, "bias": False, "vocab_size": 65}
-FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"]
+FILES = [
+    "manifest.json",
+    "model.safetensors",
+    "optimizer.safetensors",
+    "rng.safetensors",
+    "state.json",
+]
 DTYPES = [*tensorfile.DTYPES.values()]
 
 
 def fork(target, *args):
-    """Start a process from one that has imported torch once: real processes to kill, without 3 s each."""
+    """Start a process from one that has imported torch once: real processes to kill, without 3 s
+    each.
+    """
     process = forkserver.Process(target=target, args=args, daemon=True)
     process.start()
     return process
@@ -49,12 +59,18 @@ def make(step, numel=64, **meta):
 
 
 def bits(tensor):
-    return tensor.dtype, tuple(tensor.shape), tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
+    return (
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.contiguous().reshape(-1).view(torch.uint8).tolist(),
+    )
 
 
 def same(a, b):
     def flat(state):
-        return [{k: bits(v) for k, v in d.items()} for d in (state.model, state.optimizer, *state.rng)]
+        return [
+            {k: bits(v) for k, v in d.items()} for d in (state.model, state.optimizer, *state.rng)
+        ]
 
     return flat(a) == flat(b) and a.scaler == b.scaler and a.meta == b.meta
 
@@ -74,7 +90,8 @@ def flip(path, at=-1, bit=1):
 
 def test_roundtrip_is_bit_exact(tmp_path):
     generator = torch.Generator().manual_seed(1)
-    raw = torch.randint(0, 256, (3 * 5 * 8,), dtype=torch.uint8, generator=generator)  # any bits, so NaNs too
+    # Any bits, so NaNs too
+    raw = torch.randint(0, 256, (3 * 5 * 8,), dtype=torch.uint8, generator=generator)
     tensors = {}
     for dtype in DTYPES:
         values = (raw % 2).bool() if dtype == torch.bool else raw.view(dtype)
@@ -83,13 +100,29 @@ def test_roundtrip_is_bit_exact(tmp_path):
             f"scalar.{dtype}": values[0],
             f"none.{dtype}": values[:0],
         }
-        tensors |= {f"transposed.{dtype}": values[:12].reshape(3, 4).t(), f"strided.{dtype}": values[1:12:3]}
+        tensors |= {
+            f"transposed.{dtype}": values[:12].reshape(3, 4).t(),
+            f"strided.{dtype}": values[1:12:3],
+        }
     tied = torch.randn(7, 3, generator=generator, requires_grad=True)
-    tensors |= {"wte": tied, "lm_head": tied, "expanded": tied[0].expand(4, 3), "no.rows": torch.empty(0, 3)}
+    tensors |= {
+        "wte": tied,
+        "lm_head": tied,
+        "expanded": tied[0].expand(4, 3),
+        "no.rows": torch.empty(0, 3),
+    }
     rng = [{"torch": torch.get_rng_state(), "numpy.mt": raw}, {}, {"torch": raw[:1]}]
     floats = [0.1, 1 / 3, 5e-324, 1.7976931348623157e308, -0.0, 2.0**0.5]
-    state = StateDict(tensors, {"step.x": torch.tensor(7.0)}, rng, {"scale": 2.0**16, "growth": 0.1}, {})
-    state.meta = {"step": 3, "floats": floats, "text": 'ü"\n\x00', "nested": {"a": [None, True, 2**70]}, "best": None}
+    state = StateDict(
+        tensors, {"step.x": torch.tensor(7.0)}, rng, {"scale": 2.0**16, "growth": 0.1}, {}
+    )
+    state.meta = {
+        "step": 3,
+        "floats": floats,
+        "text": 'ü"\n\x00',
+        "nested": {"a": [None, True, 2**70]},
+        "best": None,
+    }
 
     path = save(tmp_path / "new" / "checkpoints", state, keep=1)
 
@@ -97,7 +130,9 @@ def test_roundtrip_is_bit_exact(tmp_path):
     assert names(path) == FILES
     back = load(path)
     assert same(back, state)
-    assert [math.copysign(1, x) for x in back.meta["floats"]] == [math.copysign(1, x) for x in floats]
+    assert [math.copysign(1, x) for x in back.meta["floats"]] == [
+        math.copysign(1, x) for x in floats
+    ]
     theirs = load_file(path / "model.safetensors")
     assert {k: bits(v) for k, v in theirs.items()} == {k: bits(v) for k, v in tensors.items()}
     assert len(load_file(path / "rng.safetensors")) == 3
@@ -123,7 +158,10 @@ def test_manifest_sums_are_those_of_the_files(tmp_path):
     assert manifest["format"] == 1
     for name in FILES[1:]:
         data = (path / name).read_bytes()
-        assert manifest["files"][name] == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        assert manifest["files"][name] == {
+            "bytes": len(data),
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
 
 
 def test_not_finite_numbers(tmp_path):
@@ -132,15 +170,24 @@ def test_not_finite_numbers(tmp_path):
     assert (meta["val_loss"], meta["best_val_loss"], meta["list"]) == (None, None, [1, None])
     assert math.isnan(state.meta["val_loss"])  # the caller's own is not touched
     state.scaler["scale"] = math.inf
-    with pytest.raises(CheckpointError, match=r"^the loss scaler is not finite \(scale = inf\); resume from an older"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"^the loss scaler is not finite \(scale = inf\); resume from an older",
+    ):
         save(tmp_path, state, keep=1)
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"lr": {"a": [1, torch.tensor(1.0)]}}, r"^meta\['lr'\]\['a'\]\[1\] is a Tensor, which JSON cannot hold; use"),
-        ({"by_step": {1: 2}}, r"^meta\['by_step'\] is a dict, which JSON cannot hold; use str keys"),
+        (
+            {"lr": {"a": [1, torch.tensor(1.0)]}},
+            r"^meta\['lr'\]\['a'\]\[1\] is a Tensor, which JSON cannot hold; use",
+        ),
+        (
+            {"by_step": {1: 2}},
+            r"^meta\['by_step'\] is a dict, which JSON cannot hold; use str keys",
+        ),
     ],
 )
 def test_meta_that_would_come_back_changed(tmp_path, change, text):
@@ -151,10 +198,14 @@ def test_meta_that_would_come_back_changed(tmp_path, change, text):
 
 def test_tensors_that_cannot_be_stored(tmp_path):
     state = make(1)
-    for name, tensor in {"z": torch.zeros(2, dtype=torch.complex64), "__metadata__": torch.zeros(2)}.items():
+    for name, tensor in {
+        "z": torch.zeros(2, dtype=torch.complex64),
+        "__metadata__": torch.zeros(2),
+    }.items():
         state.model = {name: tensor}
         with pytest.raises(
-            CheckpointError, match=f"^cannot store tensor {name} of dtype {tensor.dtype}; rename it, or"
+            CheckpointError,
+            match=f"^cannot store tensor {name} of dtype {tensor.dtype}; rename it, or",
         ):
             save(tmp_path / "c", state, keep=1)
     assert not (tmp_path / "c").exists()
@@ -175,8 +226,14 @@ def detected(path):
 def test_every_flipped_bit_is_detected(tmp_path):
     path = save(tmp_path, make(1), keep=1)
     rng = random.Random(0)
-    places = [(name, rng.randrange((path / name).stat().st_size), 1 << rng.randrange(8)) for name in FILES * 20]
-    places += [("manifest.json", at, 1 << rng.randrange(8)) for at in range((path / "manifest.json").stat().st_size)]
+    places = [
+        (name, rng.randrange((path / name).stat().st_size), 1 << rng.randrange(8))
+        for name in FILES * 20
+    ]
+    places += [
+        ("manifest.json", at, 1 << rng.randrange(8))
+        for at in range((path / "manifest.json").stat().st_size)
+    ]
     texts = {}
     for name, at, bit in places:
         good = (path / name).read_bytes()
@@ -292,9 +349,11 @@ def test_garbage_beside_checkpoints(tmp_path):
     ]
     assert names(tmp_path) == before  # a scan changes nothing
     save(tmp_path, make(101), keep=1)
-    assert set(before) - set(names(tmp_path)) == {"step_00000100"}  # nor does a save touch what is not its own
+    # Nor does a save touch what is not its own
+    assert set(before) - set(names(tmp_path)) == {"step_00000100"}
     with pytest.raises(
-        CheckpointError, match=r"^cannot write checkpoint step_00000400 .*: Not a directory \(.*check the"
+        CheckpointError,
+        match=r"^cannot write checkpoint step_00000400 .*: Not a directory \(.*check the",
     ):
         save(tmp_path, make(400), keep=1)
     assert newest_valid(tmp_path / "nowhere") == (None, [])
@@ -302,7 +361,9 @@ def test_garbage_beside_checkpoints(tmp_path):
 
 
 def test_unreadable_files_and_folders(tmp_path, monkeypatch):
-    """Permissions do not stop root, who runs tests in containers; so the system call is made to refuse."""
+    """Permissions do not stop root, who runs tests in containers; so the system call is made to
+    refuse.
+    """
     save(tmp_path, make(100), keep=3)
     bad = save(tmp_path, make(200), keep=3)
     real = open
@@ -316,7 +377,8 @@ def test_unreadable_files_and_folders(tmp_path, monkeypatch):
         patch.setattr("builtins.open", refuse)
         found, notes = newest_valid(tmp_path)
     assert notes == [
-        "checkpoint step_00000200 is damaged (optimizer.safetensors: Permission denied); using step_00000100"
+        "checkpoint step_00000200 is damaged (optimizer.safetensors: Permission denied); using "
+        "step_00000100"
     ]
     assert same(found.state, make(100))
 
@@ -324,9 +386,13 @@ def test_unreadable_files_and_folders(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied", str(folder))
 
     monkeypatch.setattr(os, "listdir", refuse_list)
-    assert newest_valid(tmp_path) == (None, [f"cannot read {tmp_path}: Permission denied; no older one is valid"])
+    assert newest_valid(tmp_path) == (
+        None,
+        [f"cannot read {tmp_path}: Permission denied; no older one is valid"],
+    )
     with pytest.raises(
-        CheckpointError, match=rf"^no valid checkpoint in {tmp_path}: cannot read {tmp_path}: Perm.*none$"
+        CheckpointError,
+        match=rf"^no valid checkpoint in {tmp_path}: cannot read {tmp_path}: Perm.*none$",
     ):
         find_run(tmp_path, "auto", SHAPE)
 
@@ -350,7 +416,9 @@ def test_a_planted_pickle_is_never_executed(tmp_path):
         (copy / name).write_bytes(bomb)
         if name != "manifest.json":
             reseal(copy, name)
-        with pytest.raises(CheckpointError, match=f"is damaged \\({name}: not as nanoray writes it"):
+        with pytest.raises(
+            CheckpointError, match=f"is damaged \\({name}: not as nanoray writes it"
+        ):
             load(copy)
     assert not (tmp_path / "executed").exists()
     pickle.loads(bomb)
@@ -366,7 +434,15 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path):
     for step, loss in losses.items():
         save(tmp_path, make(step, val_loss=loss), keep=2)
         kept[step] = [int(name[5:]) for name in names(tmp_path)]
-    assert kept == {10: [10], 20: [10, 20], 30: [20, 30], 40: [30, 40], 50: [40, 50], 60: [50, 60], 70: [50, 60, 70]}
+    assert kept == {
+        10: [10],
+        20: [10, 20],
+        30: [20, 30],
+        40: [30, 40],
+        50: [40, 50],
+        60: [50, 60],
+        70: [50, 60, 70],
+    }
 
 
 def test_pruning_counts_only_sound_checkpoints(tmp_path):
@@ -380,12 +456,18 @@ def test_pruning_counts_only_sound_checkpoints(tmp_path):
 
 def test_leftovers_of_dead_attempts_are_removed_before_space_is_measured(tmp_path, monkeypatch):
     save(tmp_path, make(10), keep=1)
-    for name in (".tmp-step_00000020-2-4711", ".del-step_00000010--7", ".old-step_00000010-a.b_c-1"):
+    for name in (
+        ".tmp-step_00000020-2-4711",
+        ".del-step_00000010--7",
+        ".old-step_00000010-a.b_c-1",
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(b"x" * 99)
     seen = []
     statvfs = os.statvfs
-    monkeypatch.setattr(os, "statvfs", lambda path: (seen.extend(names(tmp_path)), statvfs(path))[1])
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: (seen.extend(names(tmp_path)), statvfs(path))[1]
+    )
     save(tmp_path, make(20), keep=2, attempt="3/é")
     assert seen == ["step_00000010"]
     assert names(tmp_path) == ["step_00000010", "step_00000020"]
@@ -405,7 +487,8 @@ def test_disk_full_is_seen_before_writing(tmp_path, monkeypatch):
     with pytest.raises(
         CheckpointError,
         match=r"^cannot write checkpoint step_00000020 in .*: disk full: need 0\.80 MB, have 0\.20 MB \(.*\); free "
-        r"space, raise the limit or lower keep_checkpoints, or set another out_dir; older checkpoints are untouched$",
+        r"space, raise the limit or lower keep_checkpoints, or set another out_dir; older "
+        r"checkpoints are untouched$",
     ):
         save(tmp_path, make(20, numel=100_000), keep=1)
     assert names(tmp_path) == ["step_00000010"]
@@ -425,14 +508,18 @@ def test_disk_full_in_mid_write(tmp_path):
     save(tmp_path, make(10), keep=1)
     fork(save_under_limit, tmp_path).join()
     assert (tmp_path / "said").read_text() == (
-        f"cannot write checkpoint step_00000020 in {tmp_path}: File too large (model.safetensors); free space, raise "
-        "the limit or lower keep_checkpoints, or set another out_dir; older checkpoints are untouched"
+        f"cannot write checkpoint step_00000020 in {tmp_path}: File too large (model.safetensors); "
+        "free space, raise "
+        "the limit or lower keep_checkpoints, or set another out_dir; older checkpoints are "
+        "untouched"
     )
     assert names(tmp_path) == ["said", "step_00000010"]
     assert same(load(tmp_path / "step_00000010"), make(10))
 
 
-@pytest.mark.parametrize(("call", "times"), [("write", 10), ("fsync", 7), ("rename", 2), ("mkdir", 2)])
+@pytest.mark.parametrize(
+    ("call", "times"), [("write", 10), ("fsync", 7), ("rename", 2), ("mkdir", 2)]
+)
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error", "disk"), KeyboardInterrupt()])
 def test_every_failing_system_call_leaves_the_old_set(tmp_path, monkeypatch, call, times, error):
     """The n-th call fails, for every n; the same step is there already, so renames set it aside."""
@@ -489,7 +576,10 @@ def test_death_before_any_system_call_loses_nothing(tmp_path):
         save(folder, make(10), keep=1)
         process = fork(die_at, folder, 10, n)
         process.join()
-        aside += any(name.startswith(".old") for name in names(folder)) and not (folder / "step_00000010").exists()
+        aside += (
+            any(name.startswith(".old") for name in names(folder))
+            and not (folder / "step_00000010").exists()
+        )
         found, notes = newest_valid(folder)
         assert same(found.state, make(10)), n
         assert notes == []
@@ -544,19 +634,25 @@ def test_find_run_auto(tmp_path):
     (tmp_path / "2026-09-09_000000_empty").mkdir()
     (tmp_path / "2026-09-09_000001_file").write_text("")
     found = find_run(tmp_path, "auto", SHAPE)
-    assert (found.run_dir, found.path, found.notes) == (second, second / "checkpoints" / "step_00000010", [])
+    assert (found.run_dir, found.path, found.notes) == (
+        second,
+        second / "checkpoints" / "step_00000010",
+        [],
+    )
     assert same(found.state, make(10))
     tenth = run(tmp_path, "2026-01-02_030405_gpt-10", 1)
     assert find_run(tmp_path, "auto", SHAPE).run_dir == tenth
 
-    # A newer run of another shape, and one whose every checkpoint is damaged, are skipped and named.
+    # A newer run of another shape, and one whose every checkpoint is damaged, are skipped and
+    # named.
     run(tmp_path, "2026-02-01_000000_wide", 50, model_shape=OTHER)
     broken = run(tmp_path, "2026-03-01_000000_broken", 50)
     flip(broken / "checkpoints" / "step_00000050" / "model.safetensors")
     found = find_run(tmp_path, "auto", SHAPE)
     assert found.run_dir == tenth
     assert found.notes == [
-        "run 2026-03-01_000000_broken: checkpoint step_00000050 is damaged (model.safetensors: sha256 differs); "
+        "run 2026-03-01_000000_broken: checkpoint step_00000050 is damaged (model.safetensors: "
+        "sha256 differs); "
         "no older one is valid",
         "run 2026-02-01_000000_wide is of another model (n_layer is 6 there and 2 here); skipped",
     ]
@@ -574,20 +670,28 @@ def described(run_dir, started=None, tokens="t", **config):
 def test_find_run_auto_takes_no_other_experiment(tmp_path):
     """Two runs of one shape. The newest is of another learning rate, and one is of another text."""
     mine = {"name": "lr1", "lr": 1e-3, "tokens_sha256": "t"}
-    first = described(run(tmp_path, "2026-01-02_030405_lr1", 5), 100.0, name="lr1", lr=1e-3, log_every=7)
+    first = described(
+        run(tmp_path, "2026-01-02_030405_lr1", 5), 100.0, name="lr1", lr=1e-3, log_every=7
+    )
     second = described(run(tmp_path, "2026-01-02_030406_lr2", 9), 200.0, name="lr2", lr=2e-3)
     described(run(tmp_path, "2026-01-02_030407_lr1", 9), 300.0, tokens="u", name="lr1", lr=1e-3)
     found = find_run(tmp_path, "auto", SHAPE, mine)
     assert found.run_dir == first
     assert found.notes == [
         "run 2026-01-02_030407_lr1 is another experiment (its dataset has other tokens); skipped",
-        "run 2026-01-02_030406_lr2 is another experiment (name is lr2 there and lr1 here, lr is 0.002 there and 0.001 "
+        "run 2026-01-02_030406_lr2 is another experiment (name is lr2 there and lr1 here, lr is "
+        "0.002 there and 0.001 "
         "here); skipped",
     ]
-    assert find_run(tmp_path, "auto", SHAPE, {"name": "lr2", "lr": 2e-3, "tokens_sha256": "t"}).run_dir == second
+    assert (
+        find_run(tmp_path, "auto", SHAPE, {"name": "lr2", "lr": 2e-3, "tokens_sha256": "t"}).run_dir
+        == second
+    )
     assert find_run(tmp_path, "auto", SHAPE, mine | {"lr": 3e-3}) is None
     flip(second / "checkpoints" / "step_00000009" / "model.safetensors")
-    assert find_run(tmp_path, "auto", SHAPE, mine).run_dir == first, "damage to another experiment is no loss of this"
+    assert find_run(tmp_path, "auto", SHAPE, mine).run_dir == first, (
+        "damage to another experiment is no loss of this"
+    )
 
 
 def test_find_run_auto_goes_by_utc(tmp_path):
@@ -597,7 +701,9 @@ def test_find_run_auto_goes_by_utc(tmp_path):
     described(run(tmp_path, "2026-01-02_020000_even", 4), 2000.0)
     assert find_run(tmp_path, "auto", SHAPE).run_dir == newer
     (tmp_path / "2026-01-02_230000_west" / "run.json").unlink()
-    assert find_run(tmp_path, "auto", SHAPE).run_dir.name == "2026-01-02_230000_west", "an old run goes by its name"
+    assert find_run(tmp_path, "auto", SHAPE).run_dir.name == "2026-01-02_230000_west", (
+        "an old run goes by its name"
+    )
 
 
 def test_find_run_auto_refuses_to_start_afresh_over_damage(tmp_path):
@@ -610,7 +716,9 @@ def test_find_run_auto_refuses_to_start_afresh_over_damage(tmp_path):
 
 @pytest.mark.parametrize("what", ["", "checkpoints", "config.json", "run.json"])
 def test_find_run_auto_passes_over_what_is_closed_to_this_user(tmp_path, what):
-    """Run folders are private: in an out_dir of several users, another one's run is neither damage nor one's own."""
+    """Run folders are private: in an out_dir of several users, another one's run is neither damage
+    nor one's own.
+    """
     mine = {"name": "a", "tokens_sha256": "t"}
     other = described(run(tmp_path, "2026-03-01_000000_other", 50), 300.0, name="a")
     with closed(other / what) as path:
@@ -628,7 +736,12 @@ def test_find_run_path(tmp_path, monkeypatch):
     folder = run(tmp_path, "2026-01-02_030405_gpt", 10, 20)
     checkpoints = folder / "checkpoints"
     monkeypatch.chdir(folder)
-    for resume, step in {folder: 20, checkpoints: 20, checkpoints / "step_00000010": 10, ".": 20}.items():
+    for resume, step in {
+        folder: 20,
+        checkpoints: 20,
+        checkpoints / "step_00000010": 10,
+        ".": 20,
+    }.items():
         found = find_run(tmp_path / "elsewhere", str(resume), SHAPE)
         assert (found.run_dir, found.state.meta["step"]) == (folder, step)
         assert found.path == checkpoints / f"step_000000{step}"
@@ -639,11 +752,14 @@ def test_find_run_path(tmp_path, monkeypatch):
     (checkpoints / "step_00000020" / "state.json").unlink()
     note = "checkpoint step_00000020 is damaged (state.json: missing); using step_00000010"
     assert find_run(tmp_path, str(folder), SHAPE).notes == [note]
-    with pytest.raises(CheckpointError, match=r"^checkpoint .*step_00000020 is damaged \(state\.json: missing\)"):
+    with pytest.raises(
+        CheckpointError, match=r"^checkpoint .*step_00000020 is damaged \(state\.json: missing\)"
+    ):
         find_run(tmp_path, str(checkpoints / "step_00000020"), SHAPE)
     (checkpoints / "step_00000010" / "rng.safetensors").unlink()
     with pytest.raises(
-        CheckpointError, match=r"; checkpoint step_00000010 is damaged .*; no older one is valid; give --res"
+        CheckpointError,
+        match=r"; checkpoint step_00000010 is damaged .*; no older one is valid; give --res",
     ):
         find_run(tmp_path, str(folder), SHAPE)
     for missing in (tmp_path / "nowhere", checkpoints / "step_00000777"):
@@ -651,7 +767,8 @@ def test_find_run_path(tmp_path, monkeypatch):
             find_run(tmp_path, str(missing), SHAPE)
         assert str(error.value) == (
             f"no valid checkpoint in {missing}: looked for manifest.json, step_*/manifest.json and "
-            "checkpoints/step_*/manifest.json; give --resume a run folder or one of its step_* folders"
+            "checkpoints/step_*/manifest.json; give --resume a run folder or one of its step_* "
+            "folders"
         )
 
 
@@ -659,7 +776,8 @@ def test_shape_that_differs(tmp_path):
     folder = run(tmp_path, "2026-01-02_030405_gpt", 10)
     here = SHAPE | {"n_layer": 6, "vocab_size": 50304}
     text = (
-        f"checkpoint {folder}/checkpoints/step_00000010 is of another model: n_layer is 2 there and 6 here, "
+        f"checkpoint {folder}/checkpoints/step_00000010 is of another model: n_layer is 2 there "
+        "and 6 here, "
         "vocab_size is 65 there and 50304 here; give that run's values, or --resume none"
     )
     with pytest.raises(CheckpointError) as error:
@@ -668,7 +786,8 @@ def test_shape_that_differs(tmp_path):
     check_shape(make(1), SHAPE)
     check_shape(make(1, model_shape={"vocab_size": 65}), SHAPE)  # the rest is in the config
     with pytest.raises(
-        CheckpointError, match=r"^the checkpoint is of another model: n_head is unknown there and 2 here"
+        CheckpointError,
+        match=r"^the checkpoint is of another model: n_head is unknown there and 2 here",
     ):
         check_shape(StateDict({}, {}, [], {}, {"step": 1}), {"n_head": 2})
 

@@ -40,7 +40,9 @@ def test_list_and_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "step_00000008  ok\nstep_00000004  ok\n"
 
 
-def test_a_flipped_bit_is_found_and_passed_over(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_flipped_bit_is_found_and_passed_over(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flip(run / "checkpoints" / "step_00000008" / "model.safetensors")
     assert main(["list", str(run)]) == 0, "sizes agree, and list reads no more"
     capsys.readouterr()
@@ -94,7 +96,10 @@ def test_export_is_one_file_that_makes_the_model_again(
     [
         (["list", "absent"], "no checkpoint in absent; give a run folder"),
         (["burn"], "unknown command burn; one of list, verify, show, export"),
-        (["verify", "step_00000001"], "DAMAGED: checkpoint step_00000001 is damaged (manifest.json: missing)"),
+        (
+            ["verify", "step_00000001"],
+            "DAMAGED: checkpoint step_00000001 is damaged (manifest.json: missing)",
+        ),
     ],
 )
 def test_refusals(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,4 +112,7 @@ def test_nothing_whole_is_said(run: Path, capsys: pytest.CaptureFixture[str]) ->
     for step in (4, 8):
         flip(run / "checkpoints" / f"step_0000000{step}" / "state.json")
     assert main(["show", str(run)]) != 0
-    assert f"no checkpoint of {run} is valid: checkpoint step_00000008 is damaged" in capsys.readouterr().err
+    assert (
+        f"no checkpoint of {run} is valid: checkpoint step_00000008 is damaged"
+        in capsys.readouterr().err
+    )

@@ -1,4 +1,6 @@
-"""The command lines as a user types them: train, torchrun, a StatefulSet's variables, sample, the console script."""
+"""The command lines as a user types them: train, torchrun, a StatefulSet's variables, sample, the
+console script.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,16 @@ from tests.harness.ranks import TINY
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     folder = tmp_path_factory.mktemp("recipe with a space")
-    values = TINY | {"dataset": str(text), "data_dir": str(folder / "cache"), "max_steps": 20, "eval_every": 10}
+    values = TINY | {
+        "dataset": str(text),
+        "data_dir": str(folder / "cache"),
+        "max_steps": 20,
+        "eval_every": 10,
+    }
     path = folder / "words.yaml"
-    path.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in values.items() if key != "name"))
+    path.write_text(
+        "".join(f"{key}: {json.dumps(value)}\n" for key, value in values.items() if key != "name")
+    )
     return path
 
 
@@ -47,7 +56,9 @@ def losses(out: Path) -> dict[int, float]:
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory, recipe: Path) -> tuple[Path, str]:
     out = tmp_path_factory.mktemp("one process")
-    done = python("nanoray.train", "--config", str(recipe), "--out_dir", str(out), "--sample_tokens", "30")
+    done = python(
+        "nanoray.train", "--config", str(recipe), "--out_dir", str(out), "--sample_tokens", "30"
+    )
     assert done.returncode == 0, done.stderr
     return out, done.stdout
 
@@ -68,13 +79,23 @@ def test_torchrun_is_the_same_recipe(
     recipe: Path, tmp_path: Path, one_process: tuple[Path, str], forked: dict[str, str]
 ) -> None:
     done = python(
-        *("torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d"),
+        *(
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            "--master-port",
+            "0",
+            "--rdzv-backend",
+            "c10d",
+        ),
         *("--rdzv-endpoint", "127.0.0.1:0", "-m", "nanoray.train", "--config", str(recipe)),
         *("--out_dir", str(tmp_path), "--workers", "2"),
         **forked,
     )
     assert done.returncode == 0, done.stderr
-    assert list(losses(tmp_path).values()) == pytest.approx(list(losses(one_process[0]).values()), abs=1e-3)
+    assert list(losses(tmp_path).values()) == pytest.approx(
+        list(losses(one_process[0]).values()), abs=1e-3
+    )
     assert "2 rank(s) = dp 2 · backend gloo" in done.stdout
     assert done.stdout.count("step 20/20") == 1, "only rank 0 prints"
     assert (only_run(tmp_path) / "logs" / "rank1.log").exists()
@@ -87,7 +108,16 @@ def test_a_restart_of_torchrun_goes_on_in_the_same_run(
 ) -> None:
     done = python(
         *("torch.distributed.run", "--nproc-per-node", str(world), "--rdzv-backend", "c10d"),
-        *("--rdzv-endpoint", "127.0.0.1:0", "--max-restarts", "1", "-m", "nanoray.train", "--config", str(recipe)),
+        *(
+            "--rdzv-endpoint",
+            "127.0.0.1:0",
+            "--max-restarts",
+            "1",
+            "-m",
+            "nanoray.train",
+            "--config",
+            str(recipe),
+        ),
         *("--out_dir", str(tmp_path), "--checkpoint_every", "5", "--checkpoint_mode", "sync"),
         *("--faults", f"kill@rank={world - 1},step=13"),
         **forked,
@@ -106,7 +136,11 @@ def test_a_restart_of_torchrun_goes_on_in_the_same_run(
 def test_the_variables_of_a_statefulset(recipe: Path, tmp_path: Path) -> None:
     """RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and nothing else, as a pod would set them."""
     flags = ("nanoray.train", "--config", str(recipe), "--out_dir", str(tmp_path))
-    env = dict(os.environ) | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    env = dict(os.environ) | {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     for rank in [Command(*flags, env=env | {"RANK": str(r)}) for r in (1, 0)]:
         output, _ = rank.communicate(timeout=200)
         assert rank.returncode == 0, output
@@ -116,16 +150,33 @@ def test_the_variables_of_a_statefulset(recipe: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "env", "code", "message"),
     [
-        (["--workers", "2"], {}, 2, "workers = 2, but this is 1 process(es); start `torchrun --nproc-per-node 2"),
-        (["--device", "cuda"], {"CUDA_VISIBLE_DEVICES": ""}, 2, "device = cuda, but torch sees no GPU here"),
-        ([], {"RANK": "0"}, 2, "the environment sets RANK but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        (
+            ["--workers", "2"],
+            {},
+            2,
+            "workers = 2, but this is 1 process(es); start `torchrun --nproc-per-node 2",
+        ),
+        (
+            ["--device", "cuda"],
+            {"CUDA_VISIBLE_DEVICES": ""},
+            2,
+            "device = cuda, but torch sees no GPU here",
+        ),
+        (
+            [],
+            {"RANK": "0"},
+            2,
+            "the environment sets RANK but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT",
+        ),
         (["--dataset", "/nowhere.txt"], {}, 2, "/nowhere.txt"),
         (["--resume", "/nowhere"], {}, 4, "/nowhere"),
         (["--out_dir", "/proc/none"], {}, 2, "cannot make a run folder in out_dir = /proc/none"),
         (["--faults", "kill"], {}, 2, "is not KIND@rank=R,step=S"),
     ],
 )
-def test_refusals(recipe: Path, tmp_path: Path, flags: list[str], env: dict[str, str], code: int, message: str) -> None:
+def test_refusals(
+    recipe: Path, tmp_path: Path, flags: list[str], env: dict[str, str], code: int, message: str
+) -> None:
     out = [] if "--out_dir" in flags else ["--out_dir", str(tmp_path)]
     done = python("nanoray.train", "--config", str(recipe), *out, *flags, **env)
     assert (done.returncode, done.stdout) == (code, "")
@@ -136,10 +187,14 @@ def test_refusals(recipe: Path, tmp_path: Path, flags: list[str], env: dict[str,
 
 def test_resume_of_a_path_needs_no_other_flag(recipe: Path, tmp_path: Path) -> None:
     """As the last lines of every run suggest: the run's own configuration, and more steps."""
-    done = python("nanoray.train", "--config", str(recipe), "--out_dir", str(tmp_path), "--stop_at", "5")
+    done = python(
+        "nanoray.train", "--config", str(recipe), "--out_dir", str(tmp_path), "--stop_at", "5"
+    )
     assert done.returncode == 0, done.stderr
     run = only_run(tmp_path)
-    done = python("nanoray.train", "--resume", str(run), "--out_dir", str(tmp_path), "--max_steps", "8")
+    done = python(
+        "nanoray.train", "--resume", str(run), "--out_dir", str(tmp_path), "--max_steps", "8"
+    )
     assert done.returncode == 0, done.stderr
     assert list(losses(tmp_path)) == list(range(1, 9))
     assert json.loads((run / "config.json").read_text())["n_embd"] == TINY["n_embd"]
@@ -157,7 +212,9 @@ def test_a_refused_run_says_so_in_its_summary(recipe: Path, tmp_path: Path) -> N
 def test_sigterm_checkpoints_and_exits_143(recipe: Path, tmp_path: Path) -> None:
     flags = ("--config", str(recipe), "--out_dir", str(tmp_path), "--max_steps", "100000")
     with Command("nanoray.train", *flags) as process:
-        wait_for(lambda: list(tmp_path.glob("*/metrics.jsonl")) and losses(tmp_path), process=process)
+        wait_for(
+            lambda: list(tmp_path.glob("*/metrics.jsonl")) and losses(tmp_path), process=process
+        )
         process.terminate()
         assert process.wait(200) == 143
     steps = json.loads((only_run(tmp_path) / "summary.json").read_text())["steps"]
@@ -183,12 +240,20 @@ def test_sample_continues_a_prompt(one_process: tuple[Path, str]) -> None:
         (["RUN", "--prompt", ""], 2, "the prompt is empty"),
         (["RUN", "--temperature", "-1"], 2, "temperature"),
         (["RUN", "--top_k", "0"], 2, "top_k"),
-        (["RUN", "--device", "abacus"], 2, "error: device = abacus cannot be used here; give --device cuda or cpu"),
+        (
+            ["RUN", "--device", "abacus"],
+            2,
+            "error: device = abacus cannot be used here; give --device cuda or cpu",
+        ),
         (["RUN", "--device", "cuda:99"], 2, "error: device = cuda:99 cannot be used here"),
     ],
 )
-def test_sample_refuses(one_process: tuple[Path, str], args: list[str], code: int, message: str) -> None:
-    process = python("nanoray.sample", *[str(only_run(one_process[0])) if a == "RUN" else a for a in args])
+def test_sample_refuses(
+    one_process: tuple[Path, str], args: list[str], code: int, message: str
+) -> None:
+    process = python(
+        "nanoray.sample", *[str(only_run(one_process[0])) if a == "RUN" else a for a in args]
+    )
     assert process.returncode == code
     assert message in process.stderr
 
@@ -196,7 +261,11 @@ def test_sample_refuses(one_process: tuple[Path, str], args: list[str], code: in
 @pytest.mark.parametrize("lost", ["stdout", "stderr"])
 @pytest.mark.parametrize("how", ["closed", "a full disk", "a pipe that nobody reads"])
 def test_a_lost_stream_ends_no_command(
-    one_process: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, lost: str
+    one_process: tuple[Path, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+    lost: str,
 ) -> None:
     run, page = str(only_run(one_process[0])), str(tmp_path / "page.html")
     commands = [["check"], ["faults", run], ["ledger", run], ["report", run, "--output", page]]
@@ -204,7 +273,12 @@ def test_a_lost_stream_ends_no_command(
     os.close(reader)
     with open(writer if "pipe" in how else "/dev/full", "w", buffering=1) as stream:
         monkeypatch.setattr(sys, lost, None if how == "closed" else stream)
-        for argv in [*commands, ["checkpoint", "list", run], ["checkpoint", "show", run], ["checkpoint"]]:
+        for argv in [
+            *commands,
+            ["checkpoint", "list", run],
+            ["checkpoint", "show", run],
+            ["checkpoint"],
+        ]:
             assert main(argv) == 2 * (argv == ["checkpoint"])
             assert main(["faults", "/nowhere"]) == 2
     assert Path(page).exists()
@@ -213,27 +287,52 @@ def test_a_lost_stream_ends_no_command(
 @pytest.mark.parametrize("redirect", [">&-", "2>&-", ">&- 2>&-"])
 def test_training_needs_no_open_stream(recipe: Path, tmp_path: Path, redirect: str) -> None:
     flags = f"--config '{recipe}' --out_dir '{tmp_path}/runs' --max_steps 1"
-    assert subprocess.run(f"'{sys.executable}' -m nanoray.train {flags} {redirect}", shell=True).returncode == 0
+    assert (
+        subprocess.run(
+            f"'{sys.executable}' -m nanoray.train {flags} {redirect}", shell=True
+        ).returncode
+        == 0
+    )
     assert (only_run(tmp_path / "runs") / "summary.json").exists()
 
 
 @pytest.mark.parametrize(
     "command",
     [
-        *("report RUN", "faults RUN", "ledger RUN", "timeline RUN", "inspect RUN", "inspect RUN --live", "sample RUN"),
-        *("checkpoint list RUN", "checkpoint show RUN", "replay RUN --step 3", "bisect RUN", "experts RUN"),
+        *(
+            "report RUN",
+            "faults RUN",
+            "ledger RUN",
+            "timeline RUN",
+            "inspect RUN",
+            "inspect RUN --live",
+            "sample RUN",
+        ),
+        *(
+            "checkpoint list RUN",
+            "checkpoint show RUN",
+            "replay RUN --step 3",
+            "bisect RUN",
+            "experts RUN",
+        ),
         *("train --resume RUN --out_dir OUT", "train --data_dir RUN --out_dir OUT --dataset TEXT"),
     ],
 )
 def test_a_run_that_is_closed_to_this_user(
-    one_process: tuple[Path, str], text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+    one_process: tuple[Path, str],
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
 ) -> None:
     """Each command names the file and the reason in one line."""
     with closed(only_run(one_process[0])) as run:
         words = {"RUN": str(run), "OUT": str(tmp_path), "TEXT": str(text)}
         assert main([words.get(word, word) for word in command.split()]) in (1, 2)
     (said,) = capsys.readouterr().err.splitlines()
-    assert re.match(rf"error: (cannot write )?{re.escape(str(run))}/?\S*: Permission denied; ", said), said
+    assert re.match(
+        rf"error: (cannot write )?{re.escape(str(run))}/?\S*: Permission denied; ", said
+    ), said
 
 
 @pytest.mark.slow
@@ -245,13 +344,17 @@ def test_the_console_script_knows_its_commands(capsys: pytest.CaptureFixture[str
     assert main(["lunch"]) == 2
     assert "unknown command lunch; did you mean launch?" in capsys.readouterr().err
     script = Path(sys.executable).parent / "nanoray"
-    done = subprocess.run([str(script), "train", "--n_layr", "1"], capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [str(script), "train", "--n_layr", "1"], capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 2
     assert "did you mean --n_layer?" in done.stderr
 
 
 @pytest.mark.slow
-def test_example_kill_a_worker_recovers(recipe: Path, tmp_path: Path, forked_ray: dict[str, str]) -> None:
+def test_example_kill_a_worker_recovers(
+    recipe: Path, tmp_path: Path, forked_ray: dict[str, str]
+) -> None:
     """On a Ray of its own, as a user would run it."""
     flags = ("--config", str(recipe), "--out_dir", str(tmp_path), "--max_steps", "40")
     done = python("examples/kill_a_worker.py", *flags, **forked_ray)

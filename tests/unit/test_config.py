@@ -11,10 +11,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoray.cli import parse_args
-from nanoray.config import PRESET_DIR, Batch, Config, batch_for, load_config, make_config, resolve_batch
+from nanoray.config import (
+    PRESET_DIR,
+    Batch,
+    Config,
+    batch_for,
+    load_config,
+    make_config,
+    resolve_batch,
+)
 from nanoray.errors import ConfigError
 
-PRESETS = ["gpt2-124m", "moe-tiny", "nanochat-d12", "shakespeare-char", "shakespeare-cpu", "shakespeare-fast", "tiny"]
+PRESETS = [
+    "gpt2-124m",
+    "moe-tiny",
+    "nanochat-d12",
+    "shakespeare-char",
+    "shakespeare-cpu",
+    "shakespeare-fast",
+    "tiny",
+]
 
 
 def parse(*argv: str) -> Config:
@@ -30,15 +46,36 @@ def test_presets_are_these_and_load() -> None:
 def test_shakespeare_cpu_is_nanogpts_cpu_recipe() -> None:
     c = load_config(preset="shakespeare-cpu")
     assert (c.n_layer, c.n_head, c.n_embd, c.block_size, c.global_batch_size) == (4, 4, 128, 64, 12)
-    assert (c.max_steps, c.dropout, c.lr, c.min_lr, c.warmup_steps, c.beta2) == (2000, 0.0, 3e-3, 1e-4, 100, 0.99)
+    assert (c.max_steps, c.dropout, c.lr, c.min_lr, c.warmup_steps, c.beta2) == (
+        2000,
+        0.0,
+        3e-3,
+        1e-4,
+        100,
+        0.99,
+    )
     assert c.expected_val_loss["shakespeare"] == 1.88
 
 
 def test_shakespeare_fast_is_the_same_model_and_batch() -> None:
     fast, slow = load_config(preset="shakespeare-fast"), load_config(preset="shakespeare-cpu")
-    same = ("n_layer", "n_head", "n_embd", "block_size", "global_batch_size", "dropout", "bias", "eval_samples")
+    same = (
+        "n_layer",
+        "n_head",
+        "n_embd",
+        "block_size",
+        "global_batch_size",
+        "dropout",
+        "bias",
+        "eval_samples",
+    )
     assert [getattr(fast, key) for key in same] == [getattr(slow, key) for key in same]
-    assert (fast.optimizer, fast.positions, fast.schedule, fast.decay_fraction) == ("muon", "rotary", "wsd", 1.0)
+    assert (fast.optimizer, fast.positions, fast.schedule, fast.decay_fraction) == (
+        "muon",
+        "rotary",
+        "wsd",
+        1.0,
+    )
     assert fast.max_steps <= slow.max_steps / 2
     assert fast.expected_val_loss["shakespeare"] < slow.expected_val_loss["shakespeare"]
 
@@ -60,14 +97,18 @@ def test_every_key_but_the_hidden_ones_is_a_flag(capsys: pytest.CaptureFixture[s
         parse("--help")
     assert stopped.value.code == 0
     text = capsys.readouterr().out
-    assert [k for k in Config.model_fields if f"--{k} " not in text] == ["expected_val_loss", "kube"]
+    assert [k for k in Config.model_fields if f"--{k} " not in text] == [
+        "expected_val_loss",
+        "kube",
+    ]
     assert "Out of memory?" in text
 
 
 def test_names_that_scripts_rely_on() -> None:
     text = "config preset dataset data_url out_dir workers device backend max_steps stop_at eval_every log_every "
     text += (
-        "resume seed dropout lr n_layer n_head n_embd block_size micro_batch_size grad_accum_steps global_batch_size "
+        "resume seed dropout lr n_layer n_head n_embd block_size micro_batch_size grad_accum_steps "
+        "global_batch_size "
     )
     text += "precision compile max_failures dry_run"
     assert set(text.split()) <= set(Config.model_fields) | {"config", "preset", "dry_run"}
@@ -89,18 +130,38 @@ def test_config_json_reads_back(tmp_path: Path) -> None:
 
 
 def test_resuming_a_path_takes_that_runs_configuration(tmp_path: Path) -> None:
-    """What the run is comes from its config.json; what the earlier command asked for (stop_at, fault) does not."""
+    """What the run is comes from its config.json; what the earlier command asked for (stop_at,
+    fault) does not.
+    """
     run = tmp_path / "run"
     (run / "checkpoints" / "step_00000012").mkdir(parents=True)
     first = parse(
-        "--preset", "tiny", "--lr", "2e-3", "--stop_at", "12", "--target_loss", "2", "--faults", "kill@rank=0,step=1"
+        "--preset",
+        "tiny",
+        "--lr",
+        "2e-3",
+        "--stop_at",
+        "12",
+        "--target_loss",
+        "2",
+        "--faults",
+        "kill@rank=0,step=1",
     )
     (run / "config.json").write_text(first.to_json())
     for path in (run, run / "checkpoints", run / "checkpoints" / "step_00000012"):
         c = parse("--resume", str(path), "--max_steps", "99")
-        assert (c.n_layer, c.lr, c.max_steps, c.stop_at, c.faults, c.resume) == (2, 2e-3, 99, 0, "", str(path))
+        assert (c.n_layer, c.lr, c.max_steps, c.stop_at, c.faults, c.resume) == (
+            2,
+            2e-3,
+            99,
+            0,
+            "",
+            str(path),
+        )
         assert c.target_loss == 0
-    assert parse("--resume", str(run), "--preset", "shakespeare-cpu").n_layer == 4, "a preset that is given wins"
+    assert parse("--resume", str(run), "--preset", "shakespeare-cpu").n_layer == 4, (
+        "a preset that is given wins"
+    )
 
 
 def test_another_recipe_loses_the_expected_loss() -> None:
@@ -118,22 +179,46 @@ ERRORS = [
     (["--lr", "nan"], "lr = 'nan': Input should be a finite number"),
     (["--n_layer", "0"], "n_layer = '0': Input should be greater than 0"),
     (["--n_head", "3"], "n_embd = 128 is not a multiple of n_head = 3; try n_embd 126"),
-    (["--stop_at", "3000"], "stop_at = 3000 is beyond max_steps = 2000; lower stop_at or raise max_steps"),
-    (["--target_loss", "1.9", "--eval_every", "0"], "target_loss = 1.9 would be ignored: eval_every = 0 evaluates"),
+    (
+        ["--stop_at", "3000"],
+        "stop_at = 3000 is beyond max_steps = 2000; lower stop_at or raise max_steps",
+    ),
+    (
+        ["--target_loss", "1.9", "--eval_every", "0"],
+        "target_loss = 1.9 would be ignored: eval_every = 0 evaluates",
+    ),
     (["--target_loss=-1"], "target_loss = '-1': Input should be greater than or equal to 0"),
     (["--min_lr", "1"], "min_lr = 1.0 is above lr = 0.003; lower min_lr or raise lr"),
-    (["--backend", "nccl", "--device", "cpu"], "backend = nccl needs GPUs, but device = cpu; use backend gloo or auto"),
-    (["--dataset", "stdlib", "--data_url", "file:///x"], "data_url would be ignored: dataset = stdlib"),
+    (
+        ["--backend", "nccl", "--device", "cpu"],
+        "backend = nccl needs GPUs, but device = cpu; use backend gloo or auto",
+    ),
+    (
+        ["--dataset", "stdlib", "--data_url", "file:///x"],
+        "data_url would be ignored: dataset = stdlib",
+    ),
     (["--preset", "tinny"], "did you mean tiny?"),
-    (["--config", "/nowhere.yaml"], "cannot read config file /nowhere.yaml: No such file or directory; check the path"),
+    (
+        ["--config", "/nowhere.yaml"],
+        "cannot read config file /nowhere.yaml: No such file or directory; check the path",
+    ),
     (["--dropout", "1"], "dropout = '1': Input should be less than 1"),
     (
         ["--precision", "fp7"],
         "precision = 'fp7': Input should be 'auto', 'fp32', 'tf32', 'bf16', 'fp16', 'bf16_pure', ",
     ),
-    (["--global_batch_size", "0"], "no batch size: give micro_batch_size (per rank) or global_batch_size (all ranks)"),
-    (["--beta1", "0.8", "--optimizer", "sgd"], "beta1 = 0.8 would be ignored: optimizer = sgd; drop --beta1"),
-    (["--decay_fraction", "0.5"], "decay_fraction = 0.5 would be ignored: schedule = cosine; drop --decay_fraction"),
+    (
+        ["--global_batch_size", "0"],
+        "no batch size: give micro_batch_size (per rank) or global_batch_size (all ranks)",
+    ),
+    (
+        ["--beta1", "0.8", "--optimizer", "sgd"],
+        "beta1 = 0.8 would be ignored: optimizer = sgd; drop --beta1",
+    ),
+    (
+        ["--decay_fraction", "0.5"],
+        "decay_fraction = 0.5 would be ignored: schedule = cosine; drop --decay_fraction",
+    ),
     (["--name", "a/b"], "name = 'a/b': String should match pattern"),
 ]
 
@@ -164,9 +249,11 @@ def test_bad_files_say_what_and_how(tmp_path: Path, content: str, text: str) -> 
 
 def test_batch_given_per_rank_or_in_total() -> None:
     assert resolve_batch(parse(), 2) == (6, 1, 2)
-    assert resolve_batch(parse("--micro_batch_size", "2"), 2) == (2, 3, 2)  # accumulation follows from the total
+    # Accumulation follows from the total
+    assert resolve_batch(parse("--micro_batch_size", "2"), 2) == (2, 3, 2)
     assert resolve_batch(parse("--grad_accum_steps", "3"), 2) == (2, 3, 2)
-    per_rank = parse("--micro_batch_size", "5", "--grad_accum_steps", "3")  # replaces the preset's total
+    # Replaces the preset's total
+    per_rank = parse("--micro_batch_size", "5", "--grad_accum_steps", "3")
     assert resolve_batch(per_rank, 7) == (5, 3, 7)
     assert resolve_batch(per_rank, 7).global_size == 105
 
@@ -177,7 +264,8 @@ def test_batch_given_per_rank_or_in_total() -> None:
         (
             [],
             5,
-            "global_batch_size = 12 is not a multiple of grad_accum_steps*ranks = 1*5 = 5; try global_batch_size 10",
+            "global_batch_size = 12 is not a multiple of grad_accum_steps*ranks = 1*5 = 5; try "
+            "global_batch_size 10",
         ),
         (
             ["--micro_batch_size", "5"],
@@ -187,7 +275,8 @@ def test_batch_given_per_rank_or_in_total() -> None:
         (
             ["--micro_batch_size", "2", "--grad_accum_steps", "2", "--global_batch_size", "12"],
             2,
-            "micro_batch_size*grad_accum_steps*ranks = 2*2*2 = 8, but global_batch_size = 12; drop one of the three",
+            "micro_batch_size*grad_accum_steps*ranks = 2*2*2 = 8, but global_batch_size = 12; drop "
+            "one of the three",
         ),
     ],
 )
@@ -201,13 +290,17 @@ def test_batch_that_does_not_divide(argv: list[str], dp: int, text: str) -> None
 def test_batch_arithmetic_never_lies(micro: int, accum: int, total: int, dp: int) -> None:
     if not micro and not total:
         return
-    config = make_config({"micro_batch_size": micro, "grad_accum_steps": accum, "global_batch_size": total})
+    config = make_config(
+        {"micro_batch_size": micro, "grad_accum_steps": accum, "global_batch_size": total}
+    )
     try:
         batch = resolve_batch(config, dp)
     except ConfigError:
         assert total
         return
-    assert batch.micro * batch.accum * dp == batch.global_size == (total or micro * (accum or 1) * dp)
+    assert (
+        batch.micro * batch.accum * dp == batch.global_size == (total or micro * (accum or 1) * dp)
+    )
     assert not micro or batch.micro == micro
     assert not accum or batch.accum == accum
 
@@ -251,13 +344,25 @@ def test_any_file_is_read_or_refused(text: str) -> None:
 
 def test_fewer_ranks_get_micro_batches_that_an_interleaved_pipeline_can_take() -> None:
     """Three micro batches are no groups of two."""
-    of = {"n_layer": 4, "pp": 2, "micro_batch_size": 2, "grad_accum_steps": 2, "global_batch_size": 12}
-    plain, interleaved = (make_config(of | {"pp_schedule": kind}) for kind in ("1f1b", "interleaved"))
+    of = {
+        "n_layer": 4,
+        "pp": 2,
+        "micro_batch_size": 2,
+        "grad_accum_steps": 2,
+        "global_batch_size": 12,
+    }
+    plain, interleaved = (
+        make_config(of | {"pp_schedule": kind}) for kind in ("1f1b", "interleaved")
+    )
     assert batch_for(plain, 3, 2) == Batch(2, 3, 2)
     assert batch_for(interleaved, 3, 2) == Batch(1, 6, 2)
 
 
-@pytest.mark.parametrize("key", [{"precision": "fp16"}, {"model": "resnet", "dataset": "cifar10-generated"}])
-def test_weights_gathered_in_bf16_are_refused_where_a_layer_cannot_take_them(key: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "key", [{"precision": "fp16"}, {"model": "resnet", "dataset": "cifar10-generated"}]
+)
+def test_weights_gathered_in_bf16_are_refused_where_a_layer_cannot_take_them(
+    key: dict[str, str],
+) -> None:
     with pytest.raises(ConfigError, match=r"fsdp_gather = bf16 with .*; use fsdp_gather fp32"):
         make_config({"micro_batch_size": 1, "dp_mode": "fsdp", "fsdp_gather": "bf16", **key})

@@ -15,8 +15,8 @@ from nanoray.cli import parse_args
 from nanoray.errors import ConfigError
 from nanoray.kube import __main__ as kube
 from nanoray.output import StatusLine
-from nanoray.train.console import QuietConsole, choose_console
-from nanoray.train.observers import Console
+from nanoray.train.watch.console import QuietConsole, choose_console
+from nanoray.train.watch.observers import Console
 from tests.harness.commands import run
 from tests.harness.ranks import TINY
 from tests.harness.terminal import ERASE, Terminal
@@ -27,10 +27,17 @@ STEP = re.compile(r"^step +\d+/24 \| loss ", re.M)
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     folder = tmp_path_factory.mktemp("console")
-    values = TINY | {"dataset": str(text), "data_dir": str(folder / "cache"), "max_steps": 24, "eval_every": 12}
+    values = TINY | {
+        "dataset": str(text),
+        "data_dir": str(folder / "cache"),
+        "max_steps": 24,
+        "eval_every": 12,
+    }
     values |= {"sample_tokens": 20, "out_dir": str(folder / "runs")}
     path = folder / "words.yaml"
-    path.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in values.items() if key != "name"))
+    path.write_text(
+        "".join(f"{key}: {json.dumps(value)}\n" for key, value in values.items() if key != "name")
+    )
     return path
 
 
@@ -42,23 +49,40 @@ def environment(**more: str) -> dict[str, str]:
 def test_a_terminal_shows_a_bar_and_keeps_the_evaluations(recipe: Path) -> None:
     terminal = Terminal()
     flags = ("--comm_trace", "off", "--name", "bar")
-    assert terminal.run("nanoray.train", "--config", str(recipe), *flags, env=environment()) == 0, terminal.written
+    assert terminal.run("nanoray.train", "--config", str(recipe), *flags, env=environment()) == 0, (
+        terminal.written
+    )
     screen = "\n".join(terminal.screen)
     assert screen.startswith("nanoray ")
-    assert re.findall(r"^step +(\d+)/24 \| loss [\d.]+ \| val [\d.]+ ", screen, re.M) == ["12", "24"]
+    assert re.findall(r"^step +(\d+)/24 \| loss [\d.]+ \| val [\d.]+ ", screen, re.M) == [
+        "12",
+        "24",
+    ]
     assert "finished 24 steps" in screen
     assert "sample\n" in screen
     assert "  loss" not in screen, "no bar is left"
     assert len(terminal.bars) >= 24
-    assert re.fullmatch(r"step 24/24  ━+  loss \d\.\d{4} · [\d.]+k? tok/s · eta 0:00 *", terminal.bars[-1])
+    assert re.fullmatch(
+        r"step 24/24  ━+  loss \d\.\d{4} · [\d.]+k? tok/s · eta 0:00 *", terminal.bars[-1]
+    )
     assert "\x1b[38;5;" in terminal.written, "colours"
-    assert "\x1b[?25l" not in terminal.written, "the cursor is never hidden, so a killed run leaves it as it was"
+    assert "\x1b[?25l" not in terminal.written, (
+        "the cursor is never hidden, so a killed run leaves it as it was"
+    )
 
 
 def test_no_color_and_a_narrow_terminal(recipe: Path) -> None:
     terminal = Terminal(columns=34)
     assert (
-        terminal.run("nanoray.train", "--config", str(recipe), "--name", "narrow", env=environment(NO_COLOR="1")) == 0
+        terminal.run(
+            "nanoray.train",
+            "--config",
+            str(recipe),
+            "--name",
+            "narrow",
+            env=environment(NO_COLOR="1"),
+        )
+        == 0
     )
     assert terminal.bars
     assert max(map(len, terminal.bars)) < 34
@@ -69,7 +93,12 @@ def test_no_color_and_a_narrow_terminal(recipe: Path) -> None:
 
 def test_a_terminal_that_cannot_erase_gets_lines(recipe: Path) -> None:
     terminal = Terminal()
-    assert terminal.run("nanoray.train", "--config", str(recipe), "--name", "dumb", env=environment(TERM="dumb")) == 0
+    assert (
+        terminal.run(
+            "nanoray.train", "--config", str(recipe), "--name", "dumb", env=environment(TERM="dumb")
+        )
+        == 0
+    )
     assert "\x1b" not in terminal.written
     assert len(STEP.findall(terminal.written)) == 24
 
@@ -80,11 +109,16 @@ def test_the_driver_draws_the_same_bar(recipe: Path) -> None:
     terminal = Terminal()
     flags = ("--workers", "2", "--cpus_per_worker", "0.5", "--spares", "0", "--name", "driver")
     env = {key: value for key, value in environment().items() if not key.startswith("RAY_")}
-    assert terminal.run("nanoray.launch", "--config", str(recipe), *flags, env=env) == 0, terminal.written
+    assert terminal.run("nanoray.launch", "--config", str(recipe), *flags, env=env) == 0, (
+        terminal.written
+    )
     assert "step 24/24  ━" in terminal.bars[-1]
     screen = "\n".join(terminal.screen)
     assert screen.startswith("ray    local")
-    assert re.findall(r"^step +(\d+)/24 \| loss [\d.]+ \| val [\d.]+ ", screen, re.M) == ["12", "24"]
+    assert re.findall(r"^step +(\d+)/24 \| loss [\d.]+ \| val [\d.]+ ", screen, re.M) == [
+        "12",
+        "24",
+    ]
     assert "finished 24 steps" in screen
 
 
@@ -105,7 +139,9 @@ def test_elsewhere_the_lines_are_as_ever_and_quiet_leaves_them_out(recipe: Path)
     assert len(STEP.findall(lines.stdout)) == 24
     quiet = run(*train, "--name", "quiet", "--quiet", env=environment())
     assert (quiet.returncode, quiet.stderr) == (0, "")
-    assert re.fullmatch(r"finished 24 steps in 0:\d\d · val loss .*\nfiles  .*quiet\n", quiet.stdout)
+    assert re.fullmatch(
+        r"finished 24 steps in 0:\d\d · val loss .*\nfiles  .*quiet\n", quiet.stdout
+    )
 
 
 def test_quiet_prints_warnings(capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +155,12 @@ def test_quiet_prints_warnings(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [(["--quiet", "--dry_run"], "quiet would be ignored: a dry run prints its plan and nothing else; drop --quiet")],
+    [
+        (
+            ["--quiet", "--dry_run"],
+            "quiet would be ignored: a dry run prints its plan and nothing else; drop --quiet",
+        )
+    ],
 )
 def test_quiet_that_cannot_take_effect_is_refused(flags: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}$"):
@@ -129,12 +170,16 @@ def test_quiet_that_cannot_take_effect_is_refused(flags: list[str], message: str
 
 def test_kube_refuses_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     assert kube.main(["render", "--quiet"]) == 2
-    refused = "error: quiet would be ignored: `nanoray kube` shows a job's log as it is; drop --quiet\n"
+    refused = (
+        "error: quiet would be ignored: `nanoray kube` shows a job's log as it is; drop --quiet\n"
+    )
     assert capsys.readouterr().err == refused
 
 
 def test_other_output_stands_above_the_status_line() -> None:
-    """Whole lines, parts of a line that are flushed early, and a status that changes in the middle of one."""
+    """Whole lines, parts of a line that are flushed early, and a status that changes in the middle
+    of one.
+    """
     status, terminal = StatusLine(), io.StringIO()
 
     def write(output: str, text: str | None = None) -> None:
@@ -154,7 +199,7 @@ def test_other_output_stands_above_the_status_line() -> None:
 
 def test_the_bar_keeps_what_a_record_lacks() -> None:
     """Speed comes after the first step, and exposed communication from traced steps only."""
-    from nanoray.train.console import TerminalConsole
+    from nanoray.train.watch.console import TerminalConsole
 
     class Shown(io.StringIO):
         def show(self, text: str) -> None:
@@ -166,8 +211,12 @@ def test_the_bar_keeps_what_a_record_lacks() -> None:
     console._screen.width = 120
     first = {"step": 1, "time": 0.0, "train/loss": 4.0, "train/lr": 1e-3}
     console.on_record(first)
-    console.on_record(first | {"step": 10, "time": 9.0, "perf/tok_per_sec": 1e4, "comm/exposed_share": 12.4})
-    console.on_record(first | {"step": 20, "time": 19.0, "perf/tok_per_sec": 2e4, "train/loss": 3.0})
+    console.on_record(
+        first | {"step": 10, "time": 9.0, "perf/tok_per_sec": 1e4, "comm/exposed_share": 12.4}
+    )
+    console.on_record(
+        first | {"step": 20, "time": 19.0, "perf/tok_per_sec": 2e4, "train/loss": 3.0}
+    )
     console.close()
     assert [re.sub("[━╺╸]+", "━", bar).strip() for bar in shown] == [
         "step   1/100  ━  loss 4.0000",

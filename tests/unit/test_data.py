@@ -29,14 +29,23 @@ from nanoray.data import dataset as dataset_file
 from nanoray.data import download, tokenizer
 from nanoray.data import prepare as data
 from nanoray.data.prepare import DatasetInfo, cache_dir, prepare
-from nanoray.data.tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, IdTokenizer, tokenizer_from_json
+from nanoray.data.tokenizer import (
+    ByteTokenizer,
+    CharTokenizer,
+    GPT2Tokenizer,
+    IdTokenizer,
+    tokenizer_from_json,
+)
 from nanoray.data.tokens import TokenData
 from nanoray.data.verify import sampled_hash, verify
 from nanoray.errors import DataError
 from tests.harness.ports import closed_port
 
 TEXT = b"".join(b"%d bottles of beer on the wall, take one down\n" % i for i in range(99))
-quick = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+quick = settings(
+    max_examples=25,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 
 
 def config(dataset: object = "auto", **keys: object) -> Any:
@@ -71,8 +80,12 @@ def sample_file(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def serve(*answers: tuple[int, bytes], cut: int = 0, wait: threading.Event | None = None) -> Iterator[tuple[str, list]]:
-    """Serve `answers` in turn, the last one for ever; yields the URL and the list of requested paths."""
+def serve(
+    *answers: tuple[int, bytes], cut: int = 0, wait: threading.Event | None = None
+) -> Iterator[tuple[str, list]]:
+    """Serve `answers` in turn, the last one for ever; yields the URL and the list of requested
+    paths.
+    """
     asked: list[str] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -219,7 +232,9 @@ def test_gpt2_speaks_tiktoken(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- a text file ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "vocab"), [("auto", 256), ("byte", 256), ("char", len(set(TEXT)))])
+@pytest.mark.parametrize(
+    ("kind", "vocab"), [("auto", 256), ("byte", 256), ("char", len(set(TEXT)))]
+)
 def test_text_file(sample_file: Path, kind: str, vocab: int) -> None:
     info = prepare(config(sample_file, tokenizer=kind, val_fraction=0.2))
     made = tokenizer_from_json(info.tokenizer)
@@ -239,7 +254,9 @@ def test_line_ends_and_multibyte_characters_survive(tmp_path: Path) -> None:
     text = "naïve\r\ncafé\r" * 30
     (tmp_path / "t.txt").write_bytes(text.encode())
     info = prepare(config(tmp_path / "t.txt"))
-    both = np.concatenate([np.fromfile(info.path / f"{s}.bin", np.uint16) for s in ("train", "val")])
+    both = np.concatenate(
+        [np.fromfile(info.path / f"{s}.bin", np.uint16) for s in ("train", "val")]
+    )
     assert bytes(both.astype(np.uint8)) == text.encode()
     assert info.train_tokens == len(text[: int(len(text) * 0.9)].encode())  # cut between characters
 
@@ -252,7 +269,9 @@ def test_a_file_named_like_a_known_text_gets_another_name(tmp_path: Path) -> Non
 def test_missing(sample_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(sample_file.parent)
     text = refused(lambda: prepare(config("shakespear")))
-    assert text.startswith("no dataset shakespear: neither one of auto, shakespeare, stdlib nor a file or folder")
+    assert text.startswith(
+        "no dataset shakespear: neither one of auto, shakespeare, stdlib nor a file or folder"
+    )
     assert text.endswith("did you mean shakespeare?")
     assert refused(lambda: prepare(config("bear.txt"))).endswith(f"did you mean {sample_file}?")
     for odd in ("/nowhere/at/all", "x" * 5000, "a\0b"):
@@ -260,7 +279,9 @@ def test_missing(sample_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_neither_file_nor_folder() -> None:
-    assert "/dev/null is neither a text file nor a folder" in refused(lambda: prepare(config("/dev/null")))
+    assert "/dev/null is neither a text file nor a folder" in refused(
+        lambda: prepare(config("/dev/null"))
+    )
 
 
 def test_unreadable(sample_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,10 +298,19 @@ def test_unreadable(sample_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (b"", "is empty; name a UTF-8 text file with --dataset PATH"),
         (b"abc\0def", "is binary (NUL byte at offset 3)"),
-        (b"caf\xe9 au lait", "is not UTF-8: byte 0xe9 at offset 3 (invalid continuation byte); convert it"),
+        (
+            b"caf\xe9 au lait",
+            "is not UTF-8: byte 0xe9 at offset 3 (invalid continuation byte); convert it",
+        ),
         ("text".encode("utf-16"), "is binary (NUL byte at offset 3)"),
-        (b"0123456789" * 8, "the val split has 8 tokens, but block_size + 1 = 9 are needed; use a longer text, or "),
-        (b"a", "the train split has 0 tokens, but block_size + 1 = 9 are needed; use a longer text"),
+        (
+            b"0123456789" * 8,
+            "the val split has 8 tokens, but block_size + 1 = 9 are needed; use a longer text, or ",
+        ),
+        (
+            b"a",
+            "the train split has 0 tokens, but block_size + 1 = 9 are needed; use a longer text",
+        ),
     ],
 )
 def test_bad_text(tmp_path: Path, content: bytes, message: str) -> None:
@@ -305,7 +335,9 @@ def test_any_bytes_prepare_or_raise_dataerror(tmp_path: Path, content: bytes, ki
     except DataError:
         return
     TokenData(info, 2, 0).train_batch(0, 2)
-    assert tokenizer_from_json(info.tokenizer).decode(np.fromfile(info.path / "val.bin", info.dtype))
+    assert tokenizer_from_json(info.tokenizer).decode(
+        np.fromfile(info.path / "val.bin", info.dtype)
+    )
 
 
 # ---- the token cache ------------------------------------------------------------------------------------------------
@@ -320,7 +352,10 @@ def test_cache_is_reused_and_keyed(sample_file: Path) -> None:
     before = stamps(info)
     assert prepare(config(sample_file)) == info
     assert stamps(info) == before
-    others = [prepare(config(sample_file, tokenizer="char")), prepare(config(sample_file, val_fraction=0.3))]
+    others = [
+        prepare(config(sample_file, tokenizer="char")),
+        prepare(config(sample_file, val_fraction=0.3)),
+    ]
     sample_file.write_bytes(TEXT + b"!")
     assert len({i.path for i in (info, *others, prepare(config(sample_file)))}) == 4
 
@@ -333,13 +368,17 @@ def test_damaged_cache_is_rebuilt(sample_file: Path, victim: str, content: bytes
     (info.path / victim).unlink() if content is None else (info.path / victim).write_bytes(content)
     again = prepare(config(sample_file))
     assert replace(again, note=info.note) == info
-    assert ("damaged token cache was rebuilt" in again.note) == ((victim, content) != ("meta.json", None))
+    assert ("damaged token cache was rebuilt" in again.note) == (
+        (victim, content) != ("meta.json", None)
+    )
     for name in ("train.bin", "val.bin"):
         assert (info.path / name).read_bytes() == good[name]
     assert prepare(config(sample_file)).note == info.note
 
 
-@pytest.mark.parametrize("change", [{"dtype": "int3"}, {"dtype": None}, {"tokenizer": {}}, {"train_tokens": "9"}])
+@pytest.mark.parametrize(
+    "change", [{"dtype": "int3"}, {"dtype": None}, {"tokenizer": {}}, {"train_tokens": "9"}]
+)
 def test_a_lying_meta_is_rebuilt(sample_file: Path, change: dict[str, Any]) -> None:
     info = prepare(config(sample_file))
     (info.path / "meta.json").write_text(json.dumps(info.to_dict() | change))
@@ -360,7 +399,9 @@ def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_dir(config()) == tmp_path / ".cache" / "nanoray"
     monkeypatch.setattr(os.path, "expanduser", lambda p: p)
-    assert refused(lambda: cache_dir(config())).startswith("no home folder for the cache ~/.cache/nanoray")
+    assert refused(lambda: cache_dir(config())).startswith(
+        "no home folder for the cache ~/.cache/nanoray"
+    )
 
 
 def test_unwritable_cache(sample_file: Path, tmp_path: Path) -> None:
@@ -384,7 +425,9 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(
     assert (tmp_path / "f").read_bytes() == b"old"
 
 
-def test_an_interrupted_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_write_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
@@ -402,17 +445,25 @@ def test_download(play: bytes) -> None:
         info = prepare(config("shakespeare", data_url=url))
         again = prepare(config("shakespeare", data_url=url))
     assert asked == ["/input.txt"]  # the second time came from the cache
-    assert (info.name, info.tokenizer["kind"], info.vocab_size) == ("shakespeare", "char", len(set(play)))
+    assert (info.name, info.tokenizer["kind"], info.vocab_size) == (
+        "shakespeare",
+        "char",
+        len(set(play)),
+    )
     assert url in info.note
     assert again.note.endswith("cached")
     assert files(cache_dir(config()))[0] == "shakespeare.txt"
 
 
 @pytest.mark.parametrize("form", ["file://{}", "{}", "../{name}"])
-def test_local_copies(play: bytes, sample_file: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+def test_local_copies(
+    play: bytes, sample_file: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
     (sample_file.parent / "in").mkdir()
     monkeypatch.chdir(sample_file.parent / "in")
-    spaced = sample_file.rename(sample_file.with_name("be er.txt")) if "://" not in form else sample_file
+    spaced = (
+        sample_file.rename(sample_file.with_name("be er.txt")) if "://" not in form else sample_file
+    )
     info = prepare(config("auto", data_url=form.format(spaced, name=spaced.name)))
     assert info.name == "shakespeare"
     assert info.sha256 == hashlib.sha256(play).hexdigest()
@@ -431,10 +482,13 @@ def test_through_a_proxy(play: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == ["http://far.invalid/input.txt"]
 
 
-REMEDY = "give a copy with --data_url file:///path/input.txt, or use --dataset auto without --data_url"
+REMEDY = (
+    "give a copy with --data_url file:///path/input.txt, or use --dataset auto without --data_url"
+)
 
 
-@pytest.mark.parametrize("dataset", ["shakespeare", "auto"])  # a URL that was given is never replaced by stdlib
+# A URL that was given is never replaced by stdlib
+@pytest.mark.parametrize("dataset", ["shakespeare", "auto"])
 @pytest.mark.parametrize(
     ("answers", "cut", "reason", "tries"),
     [
@@ -478,7 +532,9 @@ def test_unreachable(url: str, reason: str, refusing: int, monkeypatch: pytest.M
 
 
 def test_the_default_url_is_named_and_never_replaced_by_stdlib() -> None:
-    assert f"cannot get Shakespeare from {data.SHAKESPEARE_URL}: " in refused(lambda: prepare(config("shakespeare")))
+    assert f"cannot get Shakespeare from {data.SHAKESPEARE_URL}: " in refused(
+        lambda: prepare(config("shakespeare"))
+    )
 
 
 def test_a_silent_server_costs_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -514,7 +570,9 @@ def test_auto_falls_back_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Connection refused" in info.note
 
 
-def test_auto_prefers_what_is_cached_or_can_be_had(play: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_prefers_what_is_cached_or_can_be_had(
+    play: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with serve((200, play)) as (url, asked):
         monkeypatch.setattr(data, "SHAKESPEARE_URL", url)
         assert prepare(config("auto")).name == "shakespeare"
@@ -530,12 +588,21 @@ def test_stdlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert b"\0" not in text
     assert prepare(config("stdlib", block_size=64)) == info
     monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "none")})
-    assert f"there are no source files in {tmp_path}/none" in refused(lambda: prepare(config("stdlib")))
+    assert f"there are no source files in {tmp_path}/none" in refused(
+        lambda: prepare(config("stdlib"))
+    )
 
 
 def test_stdlib_skips_other_peoples_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     root = tmp_path / "lib"
-    for name in ("a.py", "json/b.py", "site-packages/c.py", "test/d.py", "json/tests/e.py", "f.txt"):
+    for name in (
+        "a.py",
+        "json/b.py",
+        "site-packages/c.py",
+        "test/d.py",
+        "json/tests/e.py",
+        "f.txt",
+    ):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(f"# {name}\n" * 40)
     (root / "latin.py").write_bytes(b"# \xe9\n")
@@ -555,7 +622,9 @@ def test_real_shakespeare(shakespeare: Path) -> None:
 # ---- a folder of token files ----------------------------------------------------------------------------------------
 
 
-def folder(path: Path, train: Any, val: Any = range(20), dtype: str = "uint16", **meta: Any) -> Path:
+def folder(
+    path: Path, train: Any, val: Any = range(20), dtype: str = "uint16", **meta: Any
+) -> Path:
     path.mkdir(exist_ok=True)
     np.array(train, dtype).tofile(path / "train.bin")
     np.array(val, dtype).tofile(path / "val.bin")
@@ -585,7 +654,9 @@ def test_folder_with_meta(tmp_path: Path, sample_file: Path) -> None:
     assert replace(copy, name=ours.name, note=ours.note) == ours
 
 
-@pytest.mark.parametrize(("train", "val", "file"), [([3, 300, 4], [1] * 9, "train"), ([1] * 9, [7] * 5 + [256], "val")])
+@pytest.mark.parametrize(
+    ("train", "val", "file"), [([3, 300, 4], [1] * 9, "train"), ([1] * 9, [7] * 5 + [256], "val")]
+)
 def test_id_outside_the_vocabulary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: list[int], val: list[int], file: str
 ) -> None:
@@ -593,14 +664,18 @@ def test_id_outside_the_vocabulary(
     where = folder(tmp_path / "d", train, val, vocab_size=256)
     text = refused(lambda: prepare(config(where)))
     at, wrong = (1, 300) if file == "train" else (5, 256)
-    assert text.startswith(f"{where}/{file}.bin: token {at} is {wrong}, but vocab_size is 256; correct vocab_size")
+    assert text.startswith(
+        f"{where}/{file}.bin: token {at} is {wrong}, but vocab_size is 256; correct vocab_size"
+    )
 
 
 def test_bad_folders(tmp_path: Path) -> None:
     assert "has no train.bin and no val.bin" in refused(lambda: prepare(config(tmp_path)))
     where = folder(tmp_path / "d", range(20))
     assert "tokenizer = char, but" in refused(lambda: prepare(config(where, tokenizer="char")))
-    assert "val_fraction would be ignored" in refused(lambda: prepare(config(where, val_fraction=0.2)))
+    assert "val_fraction would be ignored" in refused(
+        lambda: prepare(config(where, val_fraction=0.2))
+    )
     (where / "train.bin").write_bytes(b"123")
     assert "train.bin has 3 bytes, not a multiple of 2 (uint16); copy it again" in refused(
         lambda: prepare(config(where))
@@ -636,7 +711,9 @@ def test_not_a_record() -> None:
 # ---- samples --------------------------------------------------------------------------------------------------------
 
 
-def tokens(path: Path, n: int = 1000, n_val: int = 100, block_size: int = 8, seed: int = 1337) -> TokenData:
+def tokens(
+    path: Path, n: int = 1000, n_val: int = 100, block_size: int = 8, seed: int = 1337
+) -> TokenData:
     where = folder(path / "tokens", np.arange(n), np.arange(n_val), vocab_size=65536)
     return TokenData(prepare(config(where, block_size=block_size)), block_size, seed)
 
@@ -654,7 +731,11 @@ def splitmix64(seed: int, index: int) -> int:
 
 
 def test_splitmix64_is_the_published_one() -> None:
-    assert [splitmix64(0, i) for i in range(3)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert [splitmix64(0, i) for i in range(3)] == [
+        0xE220A8397B1DCDAF,
+        0x6E789E6AA1B965F4,
+        0x06C45D188009454F,
+    ]
 
 
 @quick
@@ -666,12 +747,18 @@ def test_order_is_splitmix64(tmp_path: Path, seed: int, first: int, count: int) 
 
 
 @quick
-@given(micro=st.integers(1, 4), dp=st.integers(1, 5), accum=st.integers(1, 3), step=st.integers(0, 99))
-def test_order_does_not_depend_on_the_ranks(tmp_path: Path, micro: int, dp: int, accum: int, step: int) -> None:
+@given(
+    micro=st.integers(1, 4), dp=st.integers(1, 5), accum=st.integers(1, 3), step=st.integers(0, 99)
+)
+def test_order_does_not_depend_on_the_ranks(
+    tmp_path: Path, micro: int, dp: int, accum: int, step: int
+) -> None:
     source, total = tokens(tmp_path), micro * dp * accum
     whole, _ = source.train_batch(step * total, total)
     parts = [
-        source.train_batch(step * total + (m * dp + rank) * micro, micro)[0] for m in range(accum) for rank in range(dp)
+        source.train_batch(step * total + (m * dp + rank) * micro, micro)[0]
+        for m in range(accum)
+        for rank in range(dp)
     ]
     assert torch.equal(torch.cat(parts), whole)
 
@@ -745,7 +832,10 @@ def test_dataset_changed(tmp_path: Path) -> None:
     info = prepare(config(tmp_path / "tokens"))
     np.arange(90, dtype=np.uint16).tofile(info.path / "val.bin")
     text = refused(lambda: TokenData(info, 8, 0))
-    assert text == f"dataset changed: {info.path}/val.bin has 180 bytes, but 200 were prepared; prepare it again"
+    assert (
+        text
+        == f"dataset changed: {info.path}/val.bin has 180 bytes, but 200 were prepared; prepare it again"
+    )
     (info.path / "val.bin").unlink()
     text = refused(lambda: TokenData(info, 8, 0))
     assert f"dataset changed: cannot open {info.path}/val.bin: No such file or directory" in text
@@ -769,10 +859,16 @@ def test_prepare_needs_no_torch(sample_file: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_shakespeare_is_recognised_by_its_content(shakespeare: Path, tmp_path: Path) -> None:
-    """A copy under another name is the same dataset: the same tokenizer, and the same loss to expect."""
+    """A copy under another name is the same dataset: the same tokenizer, and the same loss to
+    expect.
+    """
     copy = tmp_path / "input.txt"
     copy.write_bytes(shakespeare.read_bytes())
-    info = prepare(make_config({"global_batch_size": 12, "dataset": str(copy), "data_dir": str(tmp_path / "cache")}))
+    info = prepare(
+        make_config(
+            {"global_batch_size": 12, "dataset": str(copy), "data_dir": str(tmp_path / "cache")}
+        )
+    )
     assert (info.name, info.tokenizer["kind"], info.vocab_size) == ("shakespeare", "char", 65)
 
 
@@ -780,7 +876,9 @@ def test_shakespeare_is_recognised_by_its_content(shakespeare: Path, tmp_path: P
 
 
 def overwrite_half(path: Path, when: float | None = None) -> None:
-    """Put zeros in place of the second half of a file, at the same size; with `when` its time of change is that."""
+    """Put zeros in place of the second half of a file, at the same size; with `when` its time of
+    change is that.
+    """
     with path.open("r+b") as file:
         half = path.stat().st_size // 2
         file.seek(half)
@@ -790,19 +888,26 @@ def overwrite_half(path: Path, when: float | None = None) -> None:
 
 
 def test_half_of_a_cached_file_overwritten_is_noticed(sample_file: Path) -> None:
-    """The size is right. What made the cache is there, so it is made again; a rank that finds it so refuses."""
+    """The size is right. What made the cache is there, so it is made again; a rank that finds it so
+    refuses.
+    """
     info = prepare(config(sample_file))
     verify(info.path, info.tokens_sha256)
     good = (info.path / "train.bin").read_bytes()
     overwrite_half(info.path / "train.bin")
-    with pytest.raises(DataError, match=rf"dataset changed: train.bin and val.bin of {info.path} have sha256 \w{{16}}"):
+    with pytest.raises(
+        DataError,
+        match=rf"dataset changed: train.bin and val.bin of {info.path} have sha256 \w{{16}}",
+    ):
         verify(info.path, info.tokens_sha256)
     assert "its damaged token cache was rebuilt" in prepare(config(sample_file)).note
     assert (info.path / "train.bin").read_bytes() == good
     verify(info.path, info.tokens_sha256)
 
 
-def test_a_verified_file_is_not_read_again_until_it_changes(sample_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verified_file_is_not_read_again_until_it_changes(
+    sample_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     info, read = prepare(config(sample_file)), list[int]()
     real = hashlib.sha256
     monkeypatch.setattr(hashlib, "sha256", lambda *args: read.append(1) or real(*args))
@@ -830,5 +935,7 @@ def test_a_file_that_shrinks_during_training_is_an_error_and_no_signal(sample_fi
     data = TokenData(info, 8, 1)
     data.train_batch(0, 4)
     os.truncate(info.path / "train.bin", 10)
-    with pytest.raises(DataError, match=r"dataset changed: .*train.bin has 10 bytes, but \d+ were prepared"):
+    with pytest.raises(
+        DataError, match=r"dataset changed: .*train.bin has 10 bytes, but \d+ were prepared"
+    ):
         data.train_batch(4, 4)

@@ -1,4 +1,6 @@
-"""devices.py against a made-up NVML, a made-up /proc and /sys, closed forms and brute force. No GPU is needed."""
+"""devices.py against a made-up NVML, a made-up /proc and /sys, closed forms and brute force. No GPU
+is needed.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +20,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoray.config import make_config
+from nanoray.devices import host, mig, peaks
+from nanoray.devices.choose import choose_precision, require_compiler
+from nanoray.devices.device import Device
+from nanoray.devices.gpus import discover_gpus, gpu_loads, take_own_slice
+from nanoray.devices.mig import mig_profile
+from nanoray.devices.slots import Slots, cpu_share, local_slots
 from nanoray.errors import ConfigError, PlacementError
-from nanoray.mesh import devices
-from nanoray.mesh.devices import (
-    Device,
-    Slots,
-    choose_precision,
-    cpu_share,
-    discover_gpus,
-    gpu_loads,
-    local_slots,
-    mig_profile,
-    require_compiler,
-)
 
 H200_MIB = 143771
-H200_SLICES = {  # profile -> (compute slices, memory slices, MiB as NVML reports them, how many fit)
+# Profile -> (compute slices, memory slices, MiB as NVML reports them, how many fit)
+H200_SLICES = {
     "1g.18gb": (1, 1, 16384, 7),
     "1g.35gb": (1, 2, 33280, 4),
     "2g.35gb": (2, 2, 33280, 3),
@@ -83,7 +80,9 @@ class FakeNvml:
         return self._ask(handle, "name")
 
     def nvmlDeviceGetMemoryInfo(self, handle: dict[str, Any]) -> Any:
-        return SimpleNamespace(total=self._ask(handle, "mib") << 20, used=handle.get("used_mib", 0) << 20)
+        return SimpleNamespace(
+            total=self._ask(handle, "mib") << 20, used=handle.get("used_mib", 0) << 20
+        )
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> dict[str, Any]:
         every = [gpu for gpu in self.gpus if not gpu.get("lost")]
@@ -117,7 +116,9 @@ class FakeNvml:
         return SimpleNamespace(memorySizeMB=handle["mib"], gpuInstanceSliceCount=handle["slices"])
 
 
-def h200(letter: str, *profiles: str | None, mig: bool | None = None, named: bool = True) -> dict[str, Any]:
+def h200(
+    letter: str, *profiles: str | None, mig: bool | None = None, named: bool = True
+) -> dict[str, Any]:
     """A made-up H200 cut into `profiles` (None leaves a place empty)."""
     slices = [
         p
@@ -156,8 +157,13 @@ def test_loads_of_a_whole_gpu_and_of_slices() -> None:
     """A slice has memory and processes of its own; its kernels and its power NVML does not tell."""
     cut = h200("b", "3g.71gb", "3g.71gb") | {"milliwatts": 310_500}
     cut["slices"][1] |= {"used_mib": 2048, "pids": [7, 8]}
-    nvml = FakeNvml(h200("a") | {"busy": 87, "used_mib": 1024, "milliwatts": 612_000, "pids": []}, cut)
-    found = [(load.device.uuid[:6], load.busy, load.used_bytes, load.watts, load.pids) for load in gpu_loads(nvml)]
+    nvml = FakeNvml(
+        h200("a") | {"busy": 87, "used_mib": 1024, "milliwatts": 612_000, "pids": []}, cut
+    )
+    found = [
+        (load.device.uuid[:6], load.busy, load.used_bytes, load.watts, load.pids)
+        for load in gpu_loads(nvml)
+    ]
     assert found == [
         ("GPU-a0", 87, 1 << 30, 612.0, ()),
         ("GPU-b0", None, 0, 310.5, None),
@@ -172,8 +178,10 @@ def test_loads_of_a_whole_gpu_and_of_slices() -> None:
 
 
 def test_importing_devices_loads_neither_torch_nor_ray_nor_pynvml() -> None:
-    code = "import sys, nanoray.mesh.devices; print([m for m in ('torch', 'ray', 'pynvml') if m in sys.modules])"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
+    code = "import sys, nanoray.devices.gpus; print([m for m in ('torch', 'ray', 'pynvml') if m in sys.modules])"
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True
+    )
     assert out.stdout.strip() == "[]"
 
 
@@ -193,7 +201,17 @@ def test_no_driver_no_library_and_a_lost_gpu_are_no_errors(monkeypatch: pytest.M
 def test_whole_gpu() -> None:
     (gpu,) = gpus(h200("a"))
     assert gpu == Device(
-        "cuda", 0, "GPU-a000-1111", "NVIDIA H200", H200_MIB << 20, "GPU-a000-1111", "", 1.0, 1.0, False, True
+        "cuda",
+        0,
+        "GPU-a000-1111",
+        "NVIDIA H200",
+        H200_MIB << 20,
+        "GPU-a000-1111",
+        "",
+        1.0,
+        1.0,
+        False,
+        True,
     )
     old = h200("t") | {"name": "Tesla T4", "capability": (7, 5), "mig": None}
     (t4,) = gpus(old)
@@ -208,7 +226,12 @@ def test_every_h200_profile_from_the_name_or_from_the_attributes(profile: str, n
     assert whole.mig_mode
     assert len(slices) == count
     for i, d in enumerate(slices):
-        assert (d.kind, d.index, d.profile, d.name) == ("mig", i, profile, f"NVIDIA H200 MIG {profile}")
+        assert (d.kind, d.index, d.profile, d.name) == (
+            "mig",
+            i,
+            profile,
+            f"NVIDIA H200 MIG {profile}",
+        )
         assert (d.uuid, d.parent_uuid) == (f"MIG-a{i}00-5555", "GPU-a000-1111")
         assert d.memory_bytes == mib * 2**20
         assert (d.compute_fraction, d.bandwidth_fraction) == (compute / 7, memory / 8)
@@ -232,7 +255,9 @@ def test_a_container_may_hide_the_gpus_memory_but_not_its_slices() -> None:
     whole, part = gpus(h200("a", "1g.18gb") | {"mib": None})
     assert whole.memory_bytes == 0
     assert part.profile == "1g.18gb"
-    assert gpus(h200("a", "1g.18gb", named=False) | {"mib": None})[1].name == "NVIDIA H200 MIG unknown"
+    assert (
+        gpus(h200("a", "1g.18gb", named=False) | {"mib": None})[1].name == "NVIDIA H200 MIG unknown"
+    )
 
 
 def test_an_unknown_profile_has_no_peak() -> None:
@@ -240,9 +265,9 @@ def test_an_unknown_profile_has_no_peak() -> None:
     made["slices"][0]["name"] = "NVIDIA H200 MIG 5g.99gb"
     part = gpus(made)[1]
     assert part.profile == "5g.99gb"
-    assert devices.peak_flops(part, "bf16") is None
-    assert devices.peak_bandwidth(part) is None
-    assert devices.peak_flops("NVIDIA H200 MIG 5g.99gb", "bf16") is None
+    assert peaks.peak_flops(part, "bf16") is None
+    assert peaks.peak_bandwidth(part) is None
+    assert peaks.peak_flops("NVIDIA H200 MIG 5g.99gb", "bf16") is None
 
 
 @pytest.mark.parametrize(
@@ -263,13 +288,17 @@ def test_an_unknown_profile_has_no_peak() -> None:
         ("MIG-gone", []),
     ],
 )
-def test_cuda_visible_devices(value: str, uuids: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_visible_devices(
+    value: str, uuids: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     found = gpus(h200("a"), h200("b", "3g.71gb", "3g.71gb"), h200("c"))
     assert [d.uuid for d in found] == uuids
 
 
-def test_an_exact_uuid_wins_over_a_longer_one_that_begins_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exact_uuid_wins_over_a_longer_one_that_begins_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made = h200("a", "1g.18gb", "1g.18gb")
     made["slices"][0]["uuid"], made["slices"][1]["uuid"] = "MIG-GPU-a/1/1", "MIG-GPU-a/1/10"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-GPU-a/1/1")
@@ -316,12 +345,14 @@ def test_mig_profile(name: str, slices: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("name", ["5g.99gb", "NVIDIA H200", ""])
 def test_an_unknown_mig_profile_is_refused(name: str) -> None:
-    with pytest.raises(PlacementError, match=r"is no MIG profile known here; known: 1g\.10gb, .*7g\.94gb"):
+    with pytest.raises(
+        PlacementError, match=r"is no MIG profile known here; known: 1g\.10gb, .*7g\.94gb"
+    ):
         mig_profile(name)
 
 
 def test_slices_of_one_gpu_never_add_up_to_more_than_the_gpu() -> None:
-    for (compute, memory), count in devices.MIG_SHAPES.items():
+    for (compute, memory), count in mig.MIG_SHAPES.items():
         assert count * compute <= 7
         assert count * memory <= 8
         assert (count + 1) * compute > 7 or (count + 1) * memory > 8  # and not one more would fit
@@ -356,19 +387,19 @@ def test_slices_of_one_gpu_never_add_up_to_more_than_the_gpu() -> None:
     ],
 )
 def test_peak_flops(name: str, dtype: str, tflops: float | None) -> None:
-    assert devices.peak_flops(name, dtype) == (tflops and pytest.approx(tflops * 1e12))
+    assert peaks.peak_flops(name, dtype) == (tflops and pytest.approx(tflops * 1e12))
 
 
 def test_peaks_scale_with_the_slice() -> None:
     whole, *_ = gpus(h200("a"))
-    assert devices.peak_bandwidth(whole) == 4.8e12
-    assert devices.peak_bandwidth("NVIDIA A100") is None  # 40 and 80 GB boards differ
-    assert devices.peak_bandwidth("nothing known") is None
+    assert peaks.peak_bandwidth(whole) == 4.8e12
+    assert peaks.peak_bandwidth("NVIDIA A100") is None  # 40 and 80 GB boards differ
+    assert peaks.peak_bandwidth("nothing known") is None
     for profile, (compute, memory, *_) in H200_SLICES.items():
         part = gpus(h200("a", profile))[1]
         for device in (part, f"NVIDIA H200 MIG {profile}"):
-            assert devices.peak_flops(device, "bf16") == pytest.approx(989.4e12 * compute / 7)
-            assert devices.peak_bandwidth(device) == pytest.approx(4.8e12 * memory / 8)
+            assert peaks.peak_flops(device, "bf16") == pytest.approx(989.4e12 * compute / 7)
+            assert peaks.peak_bandwidth(device) == pytest.approx(4.8e12 * memory / 8)
 
 
 # --- CPU and memory ---
@@ -392,7 +423,8 @@ V2, V1 = "0::/pod/box\n", "9:memory:/pod/box\n5:cpu,cpuacct:/pod/box\n1:name=sys
         ({"proc/self/cgroup": V2, "sys/fs/cgroup/pod/box/cpu.max": "250000 100000"}, 2.5),
         ({"proc/self/cgroup": V2, "sys/fs/cgroup/pod/box/cpu.max": "50000 100000"}, 1.0),
         ({"proc/self/cgroup": V2, "sys/fs/cgroup/pod/box/cpu.max": "9900000 100000"}, 8.0),
-        # a limit of the parent holds for the child; a path of the host's that is not mounted reads as empty
+        # a limit of the parent holds for the child; a path of the host's that is not mounted reads
+        # as empty
         ({"proc/self/cgroup": V2, "sys/fs/cgroup/pod/cpu.max": "300000 100000"}, 3.0),
         ({"proc/self/cgroup": "0::/host/only", "sys/fs/cgroup/cpu.max": "200000 100000"}, 2.0),
         (
@@ -413,9 +445,11 @@ V2, V1 = "0::/pod/box\n", "9:memory:/pod/box\n5:cpu,cpuacct:/pod/box\n1:name=sys
         ),
     ],
 )
-def test_available_cpus(files: dict[str, str], cpus: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_cpus(
+    files: dict[str, str], cpus: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    assert devices.available_cpus(write(tmp_path, files)) == cpus
+    assert host.available_cpus(write(tmp_path, files)) == cpus
 
 
 MEMINFO = {"proc/meminfo": "MemTotal:       9000000 kB\nMemAvailable:   8000000 kB\n"}
@@ -455,20 +489,22 @@ MEMINFO = {"proc/meminfo": "MemTotal:       9000000 kB\nMemAvailable:   8000000 
     ],
 )
 def test_available_memory(files: dict[str, str], expected: int, tmp_path: Path) -> None:
-    assert devices.available_memory_bytes(write(tmp_path, MEMINFO | files)) == expected
+    assert host.available_memory_bytes(write(tmp_path, MEMINFO | files)) == expected
 
 
 def test_cpu_name_and_features(tmp_path: Path) -> None:
     root = write(
         tmp_path,
-        {"proc/cpuinfo": "model name\t: Made-up Xeon\nflags\t: fpu avx2 avx512f amx_bf16\n\nflags\t: avx512_bf16\n"},
+        {
+            "proc/cpuinfo": "model name\t: Made-up Xeon\nflags\t: fpu avx2 avx512f amx_bf16\n\nflags\t: avx512_bf16\n"
+        },
     )
-    assert devices.cpu_name(root) == "Made-up Xeon"
-    assert devices.cpu_features(root) == {"avx2", "avx512f", "amx_bf16"}  # the first core's
-    assert devices.cpu_features(str(tmp_path / "nowhere")) == frozenset()
-    assert devices.cpu_name()
-    assert devices.available_memory_bytes() > 0
-    assert 1 <= devices.available_cpus() <= (os.cpu_count() or 1)
+    assert host.cpu_name(root) == "Made-up Xeon"
+    assert host.cpu_features(root) == {"avx2", "avx512f", "amx_bf16"}  # the first core's
+    assert host.cpu_features(str(tmp_path / "nowhere")) == frozenset()
+    assert host.cpu_name()
+    assert host.available_memory_bytes() > 0
+    assert 1 <= host.available_cpus() <= (os.cpu_count() or 1)
 
 
 # --- decisions ---
@@ -482,8 +518,22 @@ PAYS = "with {} attention {} pays from width {} on, and n_embd = {}".format
     [
         ("cpu", {"n_embd": 128}, {"amx_bf16"}, None, "bf16", PAYS("plain", "amx_bf16", 128, 128)),
         ("cpu", {"n_embd": 127}, {"amx_bf16"}, None, "fp32", PAYS("plain", "amx_bf16", 128, 127)),
-        ("cpu", {"n_embd": 128, "attention": "flash"}, {"amx_bf16"}, None, "fp32", PAYS("flash", "amx_bf16", 256, 128)),
-        ("cpu", {"n_embd": 255, "block_size": 512}, {"amx_bf16"}, None, "fp32", PAYS("flash", "amx_bf16", 256, 255)),
+        (
+            "cpu",
+            {"n_embd": 128, "attention": "flash"},
+            {"amx_bf16"},
+            None,
+            "fp32",
+            PAYS("flash", "amx_bf16", 256, 128),
+        ),
+        (
+            "cpu",
+            {"n_embd": 255, "block_size": 512},
+            {"amx_bf16"},
+            None,
+            "fp32",
+            PAYS("flash", "amx_bf16", 256, 255),
+        ),
         (
             "cpu",
             {"n_embd": 256, "block_size": 512},
@@ -492,7 +542,14 @@ PAYS = "with {} attention {} pays from width {} on, and n_embd = {}".format
             "bf16",
             PAYS("flash", "avx512_bf16", 256, 256),
         ),
-        ("cpu", {"n_embd": 384}, {"avx512f"}, None, "fp32", "this CPU has neither amx_bf16 nor avx512_bf16"),
+        (
+            "cpu",
+            {"n_embd": 384},
+            {"avx512f"},
+            None,
+            "fp32",
+            "this CPU has neither amx_bf16 nor avx512_bf16",
+        ),
         (
             "cpu",
             {"model": "resnet"},
@@ -501,16 +558,46 @@ PAYS = "with {} attention {} pays from width {} on, and n_embd = {}".format
             "fp32",
             "the gain of bf16 on a CPU was measured for GPTs only",
         ),
-        ("cuda", {"n_embd": 128}, set(), True, "bf16", "every GPU multiplies bf16, which needs no loss scaler"),
-        ("mig", {"n_embd": 128}, set(), None, "bf16", "every GPU multiplies bf16, which needs no loss scaler"),
-        ("cuda", {"n_embd": 384}, {"amx_bf16"}, False, "fp16", "a GPU older than compute capability 8 lacks bf16"),
+        (
+            "cuda",
+            {"n_embd": 128},
+            set(),
+            True,
+            "bf16",
+            "every GPU multiplies bf16, which needs no loss scaler",
+        ),
+        (
+            "mig",
+            {"n_embd": 128},
+            set(),
+            None,
+            "bf16",
+            "every GPU multiplies bf16, which needs no loss scaler",
+        ),
+        (
+            "cuda",
+            {"n_embd": 384},
+            {"amx_bf16"},
+            False,
+            "fp16",
+            "a GPU older than compute capability 8 lacks bf16",
+        ),
         ("cuda", {"n_embd": 384}, set(), None, "fp16", "no GPU is known to multiply bf16"),
     ],
 )
 def test_choose_precision(
-    kind: str, settings: dict[str, Any], features: set[str], bf16_gpu: bool | None, precision: str, reason: str
+    kind: str,
+    settings: dict[str, Any],
+    features: set[str],
+    bf16_gpu: bool | None,
+    precision: str,
+    reason: str,
 ) -> None:
-    settings = {"micro_batch_size": 1, **({"n_head": 1} if "n_embd" in settings else {}), **settings}
+    settings = {
+        "micro_batch_size": 1,
+        **({"n_head": 1} if "n_embd" in settings else {}),
+        **settings,
+    }
     chosen, why = choose_precision(make_config(settings), kind, frozenset(features), bf16_gpu)
     assert chosen == precision
     assert why.startswith(reason)
@@ -519,31 +606,43 @@ def test_choose_precision(
         assert choose_precision(config, kind, frozenset(features), bf16_gpu) == (asked, "asked for")
 
 
-def test_a_cpu_without_a_compiler_or_with_a_space_in_its_path_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_without_a_compiler_or_with_a_space_in_its_path_compiles_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = make_config({"micro_batch_size": 1, "compile": True})
     monkeypatch.setattr(sys, "prefix", "/opt/an environment")
     monkeypatch.setenv("CXX", "/bin/sh")
-    with pytest.raises(ConfigError, match=r"cannot work on a CPU from /opt/an environment: torch passes this path"):
+    with pytest.raises(
+        ConfigError, match=r"cannot work on a CPU from /opt/an environment: torch passes this path"
+    ):
         require_compiler(config, "cpu")
     monkeypatch.setenv("CXX", "no-such-c++")
-    with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler for a CPU, and no-such-c\+\+ is not on the PATH"):
+    with pytest.raises(
+        ConfigError, match=r"needs a C\+\+ compiler for a CPU, and no-such-c\+\+ is not on the PATH"
+    ):
         require_compiler(config, "cpu")
     require_compiler(config.model_copy(update={"compile": False}), "cpu")
     with pytest.raises(ConfigError, match="compile = cuda_graphs, but the device is a CPU"):
         require_compiler(config.model_copy(update={"compile": "cuda_graphs"}), "cpu")
 
 
-def test_a_gpu_without_a_c_compiler_compiles_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_gpu_without_a_c_compiler_compiles_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Where Triton looks for one: CC, else gcc or clang on the PATH."""
     config = make_config({"micro_batch_size": 1, "compile": True})
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="true needs a C compiler for a GPU, and gcc or clang is not on the PATH"):
+    with pytest.raises(
+        ConfigError, match="true needs a C compiler for a GPU, and gcc or clang is not on the PATH"
+    ):
         require_compiler(config, "cuda:0")
     (tmp_path / "clang").touch(mode=0o755)
     require_compiler(config, "cuda:0")
     monkeypatch.setenv("CC", "no-such-cc")
-    with pytest.raises(ConfigError, match="no-such-cc is not on the PATH; install gcc, name another one in CC, or"):
+    with pytest.raises(
+        ConfigError, match="no-such-cc is not on the PATH; install gcc, name another one in CC, or"
+    ):
         require_compiler(config, "cuda:0")
     monkeypatch.setenv("CC", "/bin/sh")
     require_compiler(config, "cuda:0")
@@ -561,10 +660,37 @@ SLICED, BARE = [h200("a", "1g.35gb", "1g.35gb", "1g.35gb")], [h200("a", mig=True
         ("cuda", 1, WHOLE, 2, "cuda", ["GPU-a"], 1, "asked for: 1 of 2 whole GPU(s)"),
         ("auto", None, MIXED, 2, "cuda", ["GPU-a"], 1, "auto: 1 of 1 whole GPU(s)"),
         ("mig", None, MIXED, 2, "mig", ["MIG-b0", "MIG-b1"], 2, "asked for: 2 of 2 MIG slice(s)"),
-        ("auto", None, SLICED, 2, "mig", ["MIG-a0", "MIG-a1", "MIG-a2"], 3, "auto: 3 of 3 MIG slice(s)"),
+        (
+            "auto",
+            None,
+            SLICED,
+            2,
+            "mig",
+            ["MIG-a0", "MIG-a1", "MIG-a2"],
+            3,
+            "auto: 3 of 3 MIG slice(s)",
+        ),
         ("auto", 2, SLICED, 2, "mig", ["MIG-a0", "MIG-a1"], 2, "auto: 2 of 3 MIG slice(s)"),
-        ("auto", None, BARE, 2, "cpu", [], 2, "auto: 1 GPU in MIG mode without slices; 2 of at most 8 ranks on 2 CPUs"),
-        ("auto", None, [], 16, "cpu", [], 2, "auto: no GPU found; 2 of at most 64 ranks on 16 CPUs"),
+        (
+            "auto",
+            None,
+            BARE,
+            2,
+            "cpu",
+            [],
+            2,
+            "auto: 1 GPU in MIG mode without slices; 2 of at most 8 ranks on 2 CPUs",
+        ),
+        (
+            "auto",
+            None,
+            [],
+            16,
+            "cpu",
+            [],
+            2,
+            "auto: no GPU found; 2 of at most 64 ranks on 16 CPUs",
+        ),
         ("auto", None, [], 1, "cpu", [], 1, "auto: no GPU found; 1 of at most 4 ranks on 1 CPUs"),
         ("cpu", 8, WHOLE, 2, "cpu", [], 8, "asked for; 8 of at most 8 ranks on 2 CPUs"),
     ],
@@ -586,7 +712,10 @@ def test_local_slots(
 
 
 def test_mixed_slices_are_named_as_such() -> None:
-    assert "the slowest sets the pace" in local_slots("mig", None, gpus(h200("a", "3g.71gb", "1g.18gb")), 2).reason
+    assert (
+        "the slowest sets the pace"
+        in local_slots("mig", None, gpus(h200("a", "3g.71gb", "1g.18gb")), 2).reason
+    )
 
 
 RUN_1G = "run: sudo nvidia-smi mig -i 0 -cgi " + ",".join(["1g.18gb"] * 7) + " -C"
@@ -599,13 +728,29 @@ RUN_1G = "run: sudo nvidia-smi mig -i 0 -cgi " + ",".join(["1g.18gb"] * 7) + " -
             "cuda",
             2,
             [],
-            "device = cuda (asked: 2, available: 0): no GPU is visible; use --device cpu, or see nvidia-smi -L",
+            "device = cuda (asked: 2, available: 0): no GPU is visible; use --device cpu, or see "
+            "nvidia-smi -L",
         ),
-        ("mig", None, [], "device = mig (asked: all, available: 0): no GPU is visible; use --device cpu"),
-        ("cuda", None, SLICED, "available: 0 whole GPUs): all GPUs are in MIG mode; use --device mig"),
+        (
+            "mig",
+            None,
+            [],
+            "device = mig (asked: all, available: 0): no GPU is visible; use --device cpu",
+        ),
+        (
+            "cuda",
+            None,
+            SLICED,
+            "available: 0 whole GPUs): all GPUs are in MIG mode; use --device mig",
+        ),
         ("cuda", None, BARE, f"all GPUs are in MIG mode; use --device mig; {RUN_1G}"),
         ("mig", None, BARE, f"device = mig (asked: all, available: 0 MIG slices); {RUN_1G}"),
-        ("mig", 2, WHOLE, "run: sudo nvidia-smi -i 0 -mig 1 && sudo nvidia-smi mig -i 0 -cgi 3g.71gb,3g.71gb -C"),
+        (
+            "mig",
+            2,
+            WHOLE,
+            "run: sudo nvidia-smi -i 0 -mig 1 && sudo nvidia-smi mig -i 0 -cgi 3g.71gb,3g.71gb -C",
+        ),
         ("mig", 1, BARE, "run: sudo nvidia-smi mig -i 0 -cgi 7g.141gb -C"),
         ("mig", 4, BARE, "-cgi 1g.35gb,1g.35gb,1g.35gb,1g.35gb -C"),
         ("mig", 9, BARE, RUN_1G),
@@ -615,12 +760,29 @@ RUN_1G = "run: sudo nvidia-smi mig -i 0 -cgi " + ",".join(["1g.18gb"] * 7) + " -
             [h200("t") | {"name": "Tesla T4", "mib": 15360}],
             "use a GPU that has MIG (Tesla T4 is not known to)",
         ),
-        ("auto", 3, WHOLE, "asked: 3 workers, available: 2 whole GPU(s); lower workers to 2, or use --device cpu"),
-        ("mig", 4, SLICED, "asked: 4 workers, available: 3 MIG slice(s); lower workers to 3, or use --device cpu"),
-        ("cpu", 9, [], "asked: 9 ranks on CPU, available per node: 2 CPUs, which hold 8 at 4 ranks per CPU; "),
+        (
+            "auto",
+            3,
+            WHOLE,
+            "asked: 3 workers, available: 2 whole GPU(s); lower workers to 2, or use --device cpu",
+        ),
+        (
+            "mig",
+            4,
+            SLICED,
+            "asked: 4 workers, available: 3 MIG slice(s); lower workers to 3, or use --device cpu",
+        ),
+        (
+            "cpu",
+            9,
+            [],
+            "asked: 9 ranks on CPU, available per node: 2 CPUs, which hold 8 at 4 ranks per CPU; ",
+        ),
     ],
 )
-def test_local_slots_refuses(device: str, workers: int | None, made: list[dict[str, Any]], text: str) -> None:
+def test_local_slots_refuses(
+    device: str, workers: int | None, made: list[dict[str, Any]], text: str
+) -> None:
     with pytest.raises(PlacementError) as error:
         local_slots(device, workers, gpus(*made), 2.0)
     assert text in str(error.value)
@@ -634,7 +796,11 @@ def test_a_process_that_sees_only_slices_is_told_so(monkeypatch: pytest.MonkeyPa
 
 def brute_share(nodes: list[Fraction], workers: int) -> Fraction | None:
     """Deal ranks out one by one for every allowed share, largest first."""
-    shares = [Fraction(n) for n in range(20, 0, -1)] + [Fraction(1, 2), Fraction(1, 3), Fraction(1, 4)]
+    shares = [Fraction(n) for n in range(20, 0, -1)] + [
+        Fraction(1, 2),
+        Fraction(1, 3),
+        Fraction(1, 4),
+    ]
     for share in shares:
         left, placed = list(nodes), 0
         for i, _ in itertools.product(range(len(left)), range(workers)):
@@ -659,7 +825,15 @@ def test_cpu_share_against_brute_force(nodes: list[Fraction], workers: int) -> N
 
 @pytest.mark.parametrize(
     ("nodes", "workers", "share"),
-    [([2], 2, 1), ([2], 1, 2), ([8, 8], 4, 4), ([7, 3], 3, 3), ([2], 4, 1 / 2), ([1], 3, 1 / 3), ([2, 2], 16, 1 / 4)],
+    [
+        ([2], 2, 1),
+        ([2], 1, 2),
+        ([8, 8], 4, 4),
+        ([7, 3], 3, 3),
+        ([2], 4, 1 / 2),
+        ([1], 3, 1 / 3),
+        ([2, 2], 16, 1 / 4),
+    ],
 )
 def test_cpu_share(nodes: list[float], workers: int, share: float) -> None:
     assert cpu_share(nodes, workers) == share
@@ -669,7 +843,8 @@ def test_cpu_share_refuses_with_what_each_node_has() -> None:
     with pytest.raises(PlacementError) as error:
         cpu_share([2.0, 1.5], 99)
     assert str(error.value) == (
-        "asked: 99 ranks on CPU, available per node: 2, 1.5 CPUs, which hold 14 at 4 ranks per CPU; "
+        "asked: 99 ranks on CPU, available per node: 2, 1.5 CPUs, which hold 14 at 4 ranks per "
+        "CPU; "
         "lower workers to 14, or add nodes"
     )
     with pytest.raises(PlacementError, match="available per node: none CPUs"):
@@ -689,5 +864,5 @@ def test_a_process_keeps_one_slice(
     visible: str, local_rank: int, left: str, own: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert devices.take_own_slice(local_rank) == own
+    assert take_own_slice(local_rank) == own
     assert os.environ["CUDA_VISIBLE_DEVICES"] == left

@@ -1,6 +1,8 @@
-"""The driver's decisions on a scripted Ray: which failure is the cause, what is ordered, what faults.jsonl says.
+"""The driver's decisions on a scripted Ray: which failure is the cause, what is ordered, what
+faults.jsonl says.
 
-No process is started and no time passes: see tests/harness/scripted_ray.py. Every order of two faults is tried.
+No process is started and no time passes: see tests/harness/scripted_ray.py. Every order of two
+faults is tried.
 """
 
 from __future__ import annotations
@@ -17,8 +19,15 @@ from nanoray.launch.cluster_watch import LEAVE_S
 from nanoray.launch.driver import SAVE_S
 from tests.harness.scripted_ray import RUN_S, Actor, Ref, Run, node_id
 
-IN_PLACE_OF_1 = ["start 1", "go_on 0 as 0/3 attempt 1", "run 1 as 1/3 attempt 1", "go_on 2 as 2/3 attempt 1"]
-RESTART = [f"start {slot}" for slot in range(3)] + [f"run {slot} as {slot}/3 attempt 1" for slot in range(3)]
+IN_PLACE_OF_1 = [
+    "start 1",
+    "go_on 0 as 0/3 attempt 1",
+    "run 1 as 1/3 attempt 1",
+    "go_on 2 as 2/3 attempt 1",
+]
+RESTART = [f"start {slot}" for slot in range(3)] + [
+    f"run {slot} as {slot}/3 attempt 1" for slot in range(3)
+]
 WHAT = ("rank", "cause", "recovery", "steps_repeated")
 
 
@@ -27,7 +36,11 @@ def what(run: Run) -> list[tuple[Any, ...]]:
 
 
 def ended_well(outcome: dict[str, Any], reason: str = "finished", world_size: int = 3) -> bool:
-    return (outcome["ok"], outcome["exit_reason"], outcome["world_size"]) == (True, reason, world_size)
+    return (outcome["ok"], outcome["exit_reason"], outcome["world_size"]) == (
+        True,
+        reason,
+        world_size,
+    )
 
 
 # One fault.
@@ -41,7 +54,9 @@ def test_a_run_without_faults(tmp_path: Path) -> None:
     assert (run.causes, run.reports, run.orders) == ([], [], [])
 
 
-def test_a_killed_rank_is_replaced_and_the_others_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_rank_is_replaced_and_the_others_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = Run(tmp_path)
     run.ray.at(10.3, run.ray.die, 1)
     assert ended_well(run())
@@ -53,7 +68,10 @@ def test_a_killed_rank_is_replaced_and_the_others_go_on(tmp_path: Path, capsys: 
     assert report["detect_s"] == pytest.approx(0.01, abs=0.001)
     assert report["consequences"] == []
     output = capsys.readouterr().out
-    assert "failure  rank 1 (pid 1001, node 10.0.0.1) died in backward of step 11: killed by SIGKILL\n" in output
+    assert (
+        "failure  rank 1 (pid 1001, node 10.0.0.1) died in backward of step 11: killed by SIGKILL\n"
+        in output
+    )
     assert "replace  1/3 rank 1 (pid 1003) joins in 2.0 s; no step is repeated\n" in output
     assert "recover  detected in 0.01 s, training again after" in output
 
@@ -91,7 +109,8 @@ def test_a_hung_rank_is_ended_and_replaced(tmp_path: Path, frozen: bool, why: st
     assert what(run) == [(1, "hung", "in_place", 0)]
     (report,) = run.reports
     assert (
-        f"made no progress for 60 s in forward of step 11 and {why} (rank 0 in backward of step 11" in report["title"]
+        f"made no progress for 60 s in forward of step 11 and {why} (rank 0 in backward of step 11"
+        in report["title"]
     )
     assert report["detect_s"] == pytest.approx(60, abs=1.5)
 
@@ -101,9 +120,16 @@ def test_refused_is_not_tried_again_and_keeps_its_exit_code(tmp_path: Path) -> N
     run.ray.at(10.3, run.ray.fail, 1, "refused", "TrainingDiverged: the loss is nan")
     outcome = run()
     assert (outcome["ok"], outcome["exit_code"]) == (False, 5)
-    assert "Gave up: restarting cannot cure this. Saved at step 11." in outcome["message"], "by the other ranks"
+    assert "Gave up: restarting cannot cure this. Saved at step 11." in outcome["message"], (
+        "by the other ranks"
+    )
     assert what(run) == [(1, "refused", "none", None)]
-    assert run.orders[-4:] == ["stop 0", "stop 2", "go_on 0 as 0/2 attempt 1", "go_on 2 as 1/2 attempt 1"]
+    assert run.orders[-4:] == [
+        "stop 0",
+        "stop 2",
+        "go_on 0 as 0/2 attempt 1",
+        "go_on 2 as 1/2 attempt 1",
+    ]
 
 
 def test_a_run_that_cannot_start_ends_at_once(tmp_path: Path) -> None:
@@ -142,7 +168,9 @@ def saved(run: Run) -> bool:
 
 
 @pytest.mark.parametrize("gap_s", [0.5, 30.0, 59.0])
-def test_without_a_replacement_the_others_save_before_all_start_again(tmp_path: Path, gap_s: float) -> None:
+def test_without_a_replacement_the_others_save_before_all_start_again(
+    tmp_path: Path, gap_s: float
+) -> None:
     """No capacity: nothing is repeated at the restart, or lost at a stop that comes meanwhile."""
     for stopped in (False, True):
         run = Run(tmp_path / str(stopped))
@@ -161,7 +189,9 @@ def test_without_a_replacement_the_others_save_before_all_start_again(tmp_path: 
             assert what(run)[0][2:] == ("restart", 0)
 
 
-def test_a_newcomer_that_cannot_work_is_tried_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_newcomer_that_cannot_work_is_tried_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its node has no shared folder: that says nothing about the run. The second node has one."""
     run = Run(tmp_path)
     run.ray.refusing_starts[1] = 1
@@ -176,7 +206,9 @@ def test_a_newcomer_that_cannot_work_is_tried_elsewhere(tmp_path: Path, capsys: 
 
 @pytest.mark.parametrize("recovery", ["in_place", "shrink"])
 def test_a_newcomer_that_cannot_work_anywhere(tmp_path: Path, recovery: str) -> None:
-    """After three nodes the others go on without it, or save and end with the newcomer's error and exit code."""
+    """After three nodes the others go on without it, or save and end with the newcomer's error and
+    exit code.
+    """
     run = Run(tmp_path, recovery=recovery, max_failures=9)
     run.ray.refusing_starts[1] = 9
     run.ray.at(10.3, run.ray.die, 1)
@@ -187,7 +219,10 @@ def test_a_newcomer_that_cannot_work_anywhere(tmp_path: Path, recovery: str) -> 
         return
     assert saved(run)
     assert (outcome["ok"], outcome["exit_code"]) == (False, 5)
-    assert "no shared folder. Gave up: its replacement could not work on three nodes." in outcome["message"]
+    assert (
+        "no shared folder. Gave up: its replacement could not work on three nodes."
+        in outcome["message"]
+    )
     assert f"Saved at step {run.ray.saved}." in outcome["message"]
 
 
@@ -199,7 +234,10 @@ def test_no_other_node_has_room_for_a_newcomer_that_cannot_work(tmp_path: Path) 
     outcome = run()
     assert saved(run)
     assert outcome["exit_code"] == 5
-    assert "its replacement cannot work where it was started, and no other node has room" in outcome["message"]
+    assert (
+        "its replacement cannot work where it was started, and no other node has room"
+        in outcome["message"]
+    )
 
 
 @pytest.mark.parametrize("victim", range(3))
@@ -243,7 +281,9 @@ PAIRS = list(itertools.permutations(range(3), 2))
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)
-@pytest.mark.parametrize("gap_s", [0.0, 0.005, 0.015], ids=["at once", "before the report", "after the report"])
+@pytest.mark.parametrize(
+    "gap_s", [0.0, 0.005, 0.015], ids=["at once", "before the report", "after the report"]
+)
 def test_two_ranks_die_together(tmp_path: Path, first: int, second: int, gap_s: float) -> None:
     """The first one reported is named, the second is a consequence, and one meeting takes in both."""
     run = Run(tmp_path)
@@ -255,7 +295,9 @@ def test_two_ranks_die_together(tmp_path: Path, first: int, second: int, gap_s: 
     (consequence,) = run.reports[0]["consequences"]
     assert consequence.startswith(f"rank {second} (pid ")
     assert sorted(run.orders[:2]) == sorted([f"start {first}", f"start {second}"])
-    assert run.orders[2:] == [f"{'go_on' if slot == left else 'run'} {slot} as {slot}/3 attempt 1" for slot in range(3)]
+    assert run.orders[2:] == [
+        f"{'go_on' if slot == left else 'run'} {slot} as {slot}/3 attempt 1" for slot in range(3)
+    ]
 
 
 @pytest.mark.parametrize("recovery", ["in_place", "restart"])
@@ -279,7 +321,10 @@ def test_a_lost_peer_is_never_the_cause(
 @pytest.mark.parametrize("order", [("die", "fail"), ("fail", "die")])
 def test_a_death_outranks_an_exception(tmp_path: Path, order: tuple[str, str]) -> None:
     run = Run(tmp_path)
-    events = {"die": lambda: run.ray.die(2, None), "fail": lambda: run.ray.fail(1, "exception", "ValueError: x")}
+    events = {
+        "die": lambda: run.ray.die(2, None),
+        "fail": lambda: run.ray.fail(1, "exception", "ValueError: x"),
+    }
     for i, name in enumerate(order):
         run.ray.at(10.3 + 0.005 * i, events[name])
     assert ended_well(run())
@@ -298,8 +343,12 @@ def test_a_rank_dies_after_the_group_has_recovered(tmp_path: Path, first: int, s
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)
-def test_a_rank_dies_before_a_step_is_completed_again(tmp_path: Path, first: int, second: int) -> None:
-    """Both are reported; the first one's recovery has no end, because the second fault came before it."""
+def test_a_rank_dies_before_a_step_is_completed_again(
+    tmp_path: Path, first: int, second: int
+) -> None:
+    """Both are reported; the first one's recovery has no end, because the second fault came before
+    it.
+    """
     run = Run(tmp_path)
     run.ray.at(10.3, run.ray.die, first)
     run.ray.at(12.8, run.ray.die, second)
@@ -310,7 +359,9 @@ def test_a_rank_dies_before_a_step_is_completed_again(tmp_path: Path, first: int
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_a_newcomer_dies_while_it_is_awaited(tmp_path: Path, first: int, second: int) -> None:
-    """Two ranks are lost; one new actor dies twice while it starts. It is started again, and nothing is lost."""
+    """Two ranks are lost; one new actor dies twice while it starts. It is started again, and
+    nothing is lost.
+    """
     run = Run(tmp_path)
     run.ray.failing_starts[second] = 2
     run.ray.at(10.3, run.ray.die, first)
@@ -322,7 +373,9 @@ def test_a_newcomer_dies_while_it_is_awaited(tmp_path: Path, first: int, second:
 
 
 @pytest.mark.parametrize("recovery", ["in_place", "shrink"])
-def test_a_newcomer_that_always_dies(tmp_path: Path, recovery: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_newcomer_that_always_dies(
+    tmp_path: Path, recovery: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The three tries are used up: a restart, or a smaller group."""
     run = Run(tmp_path, recovery=recovery)
     run.ray.failing_starts[1] = 6
@@ -343,7 +396,9 @@ def test_a_newcomer_that_always_dies(tmp_path: Path, recovery: str, capsys: pyte
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)
-def test_a_survivor_dies_while_a_replacement_is_awaited(tmp_path: Path, first: int, second: int) -> None:
+def test_a_survivor_dies_while_a_replacement_is_awaited(
+    tmp_path: Path, first: int, second: int
+) -> None:
     """The third rank still holds the state: nothing is repeated, and both deaths are reported."""
     run = Run(tmp_path)
     run.ray.at(10.3, run.ray.die, first)
@@ -355,7 +410,9 @@ def test_a_survivor_dies_while_a_replacement_is_awaited(tmp_path: Path, first: i
 
 @pytest.mark.parametrize(("hangs", "dies"), PAIRS)
 def test_a_rank_dies_as_the_hung_one_is_ended(tmp_path: Path, hangs: int, dies: int) -> None:
-    """Until all survivors wait, a death belongs to the same fault. The hung rank came first, so it is the cause."""
+    """Until all survivors wait, a death belongs to the same fault. The hung rank came first, so it
+    is the cause.
+    """
     run = Run(tmp_path)
     run.ray.at(10.3, run.ray.hang, hangs)
     run.ray.reactions[f"kill {hangs}"] = lambda: run.ray.die(dies)
@@ -367,7 +424,9 @@ def test_a_rank_dies_as_the_hung_one_is_ended(tmp_path: Path, hangs: int, dies: 
 
 @pytest.mark.parametrize(("hangs", "dies"), PAIRS)
 def test_a_rank_dies_while_another_hangs(tmp_path: Path, hangs: int, dies: int) -> None:
-    """The hung rank does not notice: after the survivors' patience it is ended, and the third one has the state."""
+    """The hung rank does not notice: after the survivors' patience it is ended, and the third one
+    has the state.
+    """
     run = Run(tmp_path)
     run.ray.at(10.3, run.ray.hang, hangs)
     run.ray.at(30.3, run.ray.die, dies)
@@ -389,7 +448,9 @@ def test_the_rank_that_is_ahead_counts(tmp_path: Path) -> None:
 def test_a_rank_dies_after_another_had_finished(tmp_path: Path) -> None:
     """One rank has ended, so the others cannot form a group of three: all start again."""
     run = Run(tmp_path)
-    run.ray.at(10.3, lambda: run.ray.actors[2].runs[-1].set({"ok": True, "exit_reason": "finished"}))
+    run.ray.at(
+        10.3, lambda: run.ray.actors[2].runs[-1].set({"ok": True, "exit_reason": "finished"})
+    )
     run.ray.at(10.4, run.ray.die, 1)
     assert ended_well(run())
     assert [report["recovery"] for report in run.reports] == ["restart"]
@@ -418,8 +479,12 @@ def test_thousands_of_consequences_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("victim", range(3))
-def test_ranks_that_see_no_error_are_ordered_to_leave_their_group(tmp_path: Path, victim: int) -> None:
-    """A node that is cut off: the others wait for the lost rank for ever, and would be ended as silent."""
+def test_ranks_that_see_no_error_are_ordered_to_leave_their_group(
+    tmp_path: Path, victim: int
+) -> None:
+    """A node that is cut off: the others wait for the lost rank for ever, and would be ended as
+    silent.
+    """
     run = Run(tmp_path)
     run.ray.at(10.3, run.ray.die, victim, None)
     assert ended_well(run())
@@ -438,7 +503,9 @@ def test_ranks_that_leave_by_themselves_get_no_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)
-@pytest.mark.parametrize("gap_s", [0.0, 0.2, 8.0], ids=["at once", "after the order", "in the next group"])
+@pytest.mark.parametrize(
+    "gap_s", [0.0, 0.2, 8.0], ids=["at once", "after the order", "in the next group"]
+)
 def test_two_ranks_are_cut_off(tmp_path: Path, first: int, second: int, gap_s: float) -> None:
     run = Run(tmp_path)
     run.ray.at(10.3, run.ray.die, first, None)
@@ -447,7 +514,9 @@ def test_two_ranks_are_cut_off(tmp_path: Path, first: int, second: int, gap_s: f
     left = ({0, 1, 2} - {first, second}).pop()
     assert (left, 0) in run.ray.aborts
     assert [report["recovery"] for report in run.reports][-1] == "in_place"
-    assert [order for order in run.orders if order.startswith("run")].count(f"run {left} as {left}/3 attempt 1") == 0
+    assert [order for order in run.orders if order.startswith("run")].count(
+        f"run {left} as {left}/3 attempt 1"
+    ) == 0
 
 
 def test_a_late_order_does_not_break_the_next_group(tmp_path: Path) -> None:
@@ -504,7 +573,9 @@ def test_a_stop_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("victim", range(3))
-def test_during_a_stop_no_rank_is_replaced(tmp_path: Path, victim: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_during_a_stop_no_rank_is_replaced(
+    tmp_path: Path, victim: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The ranks that are left form a group of their own and save."""
     run = Run(tmp_path)
     run.ray.at(10.3, run.sigterm)
@@ -536,7 +607,9 @@ def test_a_stop_while_a_replacement_is_awaited(tmp_path: Path) -> None:
     outcome = run()
     assert ended_well(outcome, "stopped", world_size=2)
     assert outcome["exit_code"] == 143
-    assert run.orders[:3] == ["start 1", "stop 0", "stop 2"], "at once: the new actor is not waited for"
+    assert run.orders[:3] == ["start 1", "stop 0", "stop 2"], (
+        "at once: the new actor is not waited for"
+    )
 
 
 def test_a_stop_while_a_replacement_never_comes(tmp_path: Path) -> None:
@@ -553,8 +626,12 @@ def test_a_stop_while_a_replacement_never_comes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("victim", range(3))
 @pytest.mark.parametrize("gap_s", [-0.05, 0.05], ids=["drained, then lost", "lost, then drained"])
-def test_the_drivers_drained_node_and_a_lost_rank(tmp_path: Path, victim: int, gap_s: float) -> None:
-    """A drain of the driver's own node is a stop with a reason, also while a lost rank's replacement is awaited."""
+def test_the_drivers_drained_node_and_a_lost_rank(
+    tmp_path: Path, victim: int, gap_s: float
+) -> None:
+    """A drain of the driver's own node is a stop with a reason, also while a lost rank's
+    replacement is awaited.
+    """
     run = Run(tmp_path)
     run.ray.at(10.3, run.ray.drain, run.driver, None)
     run.ray.at(10.3 - gap_s, run.ray.die, victim)
@@ -577,7 +654,9 @@ def in_place_of(slot: int, *before: str, attempt: int = 1) -> list[str]:
 def test_a_drained_rank_moves_where_there_is_room(
     tmp_path: Path, slot: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At once: all complete the step, and its replacement goes to another node, without a fault's costs."""
+    """At once: all complete the step, and its replacement goes to another node, without a fault's
+    costs.
+    """
     run = Run(tmp_path, max_failures=0)
     run.ray.room = 1
     run.ray.at(10.3, run.ray.drain, run.driver, slot)
@@ -586,7 +665,9 @@ def test_a_drained_rank_moves_where_there_is_room(
     assert what(run) == [(slot, "drained", "in_place", 0)]
     assert run.ray.actors[slot].avoids == [node_id(slot)]
     output = capsys.readouterr().out
-    assert f"drain    node 0000000{slot} (10.0.0.{slot}) with rank {slot} is being drained\n" in output
+    assert (
+        f"drain    node 0000000{slot} (10.0.0.{slot}) with rank {slot} is being drained\n" in output
+    )
     assert f"drain    rank {slot} (pid {1000 + slot}, node 10.0.0.{slot}) left after step" in output
     assert "training again after" in output
     assert ", no steps repeated" in output
@@ -598,11 +679,15 @@ def test_without_room_a_drained_rank_stays_until_its_node_is_almost_gone(tmp_pat
     run.ray.at(10.3, run.ray.drain, run.driver, 1, 25.0)
     moments: dict[str, float] = {}
     for order in ("pause 1", "run 1 as 1/3 attempt 1"):
-        run.ray.reactions[order] = lambda order=order: moments.update({order: run.ray.time.now - run.ray.time.began})  # type: ignore[misc]
+        run.ray.reactions[order] = lambda order=order: moments.update(
+            {order: run.ray.time.now - run.ray.time.began}
+        )  # type: ignore[misc]
     assert ended_well(run())
     assert run.orders == in_place_of(1)
     assert 10.3 + 25.0 - LEAVE_S <= moments["pause 1"] < 10.3 + 25.0 - LEAVE_S + 2.0
-    assert moments["run 1 as 1/3 attempt 1"] > 10.3 + 25.0, "in its bundle, which Ray moves when the node is gone"
+    assert moments["run 1 as 1/3 attempt 1"] > 10.3 + 25.0, (
+        "in its bundle, which Ray moves when the node is gone"
+    )
     assert run.ray.actors[1].avoids == []
     assert what(run) == [(1, "drained", "in_place", 0)]
 
@@ -627,7 +712,9 @@ def test_a_spare_takes_a_drained_ranks_slot_unless_its_own_node_is_drained(tmp_p
         assert what(run)[0][1:] == ("drained", "spare" if slot else "in_place", 0)
 
 
-def test_with_shrink_the_others_train_until_a_drained_ranks_node_is_replaced(tmp_path: Path) -> None:
+def test_with_shrink_the_others_train_until_a_drained_ranks_node_is_replaced(
+    tmp_path: Path,
+) -> None:
     run = Run(tmp_path, recovery="shrink", replace_timeout=0)
     run.ray.at(10.3, run.ray.drain, run.driver, 0, 15.0)
     assert ended_well(run())
@@ -641,7 +728,9 @@ def test_with_shrink_the_others_train_until_a_drained_ranks_node_is_replaced(tmp
 
 
 @pytest.mark.parametrize("recovery", ["in_place", "restart"])
-def test_where_no_rank_can_go_on_from_memory_all_save_and_start_again(tmp_path: Path, recovery: str) -> None:
+def test_where_no_rank_can_go_on_from_memory_all_save_and_start_again(
+    tmp_path: Path, recovery: str
+) -> None:
     """All ranks are on drained nodes, or a lost rank would restart all: a notice is time to save."""
     run = Run(tmp_path, recovery=recovery, max_failures=0)
     run.ray.room = 3
@@ -651,7 +740,11 @@ def test_where_no_rank_can_go_on_from_memory_all_save_and_start_again(tmp_path: 
     orders = [order for order in run.orders if not order.startswith("kill")]
     assert orders == [*(f"stop {slot}" for slot in range(3)), *RESTART]
     (report,) = run.reports
-    assert (report["cause"], report["recovery"], report["steps_repeated"]) == ("drained", "restart", 0)
+    assert (report["cause"], report["recovery"], report["steps_repeated"]) == (
+        "drained",
+        "restart",
+        0,
+    )
     assert run.ray.saved > 10
 
 
@@ -666,11 +759,16 @@ def test_a_rank_is_lost_while_all_save_before_their_nodes_are_gone(
         run.ray.at(10.3, run.ray.drain, run.driver, slot)
     run.ray.at(10.8, run.ray.die, 1)  # the driver looks four times a second
     assert ended_well(run())
-    assert [report[:3] for report in what(run)] == [(0, "drained", "restart"), (1, "killed", "restart")]
+    assert [report[:3] for report in what(run)] == [
+        (0, "drained", "restart"),
+        (1, "killed", "restart"),
+    ]
     assert what(run)[-1][3] == repeated
 
 
-def test_the_actors_of_a_restart_wait_for_the_node_that_replaces_a_drained_one(tmp_path: Path) -> None:
+def test_the_actors_of_a_restart_wait_for_the_node_that_replaces_a_drained_one(
+    tmp_path: Path,
+) -> None:
     run = Run(tmp_path, recovery="restart")
     run.ray.at(10.3, run.ray.drain, run.driver, 1, 30.0)
     assert ended_well(run())
@@ -679,7 +777,9 @@ def test_the_actors_of_a_restart_wait_for_the_node_that_replaces_a_drained_one(t
 
 
 @pytest.mark.parametrize("victim", range(3))
-@pytest.mark.parametrize("gap_s", [-0.05, 0.05, 1.3], ids=["lost, then drained", "drained, then lost", "all wait"])
+@pytest.mark.parametrize(
+    "gap_s", [-0.05, 0.05, 1.3], ids=["lost, then drained", "drained, then lost", "all wait"]
+)
 def test_a_drained_node_and_a_lost_rank(tmp_path: Path, victim: int, gap_s: float) -> None:
     """Both are replaced; no step is repeated while one rank holds the state."""
     run = Run(tmp_path)
@@ -688,7 +788,9 @@ def test_a_drained_node_and_a_lost_rank(tmp_path: Path, victim: int, gap_s: floa
     run.ray.at(10.3 + gap_s, run.ray.die, victim)
     assert ended_well(run())
     assert run.reports[-1]["steps_repeated"] == 0
-    assert {report["steps_repeated"] for report in run.reports} <= {0, None}, "None: not overcome before the second"
+    assert {report["steps_repeated"] for report in run.reports} <= {0, None}, (
+        "None: not overcome before the second"
+    )
     assert run.ray.actors[2].facts["node"] != node_id(2)
 
 
@@ -719,17 +821,38 @@ def test_the_group_shrinks_at_once_and_grows_when_the_new_actor_is_ready(
     assert "grow     2 -> 3 ranks; no step is repeated" in capsys.readouterr().out
 
 
-REPLICAS: dict[str, Any] = {"recovery": "shrink", "replace_timeout": 0, "tp": 2, "n_head": 2, "n_embd": 32}
+REPLICAS: dict[str, Any] = {
+    "recovery": "shrink",
+    "replace_timeout": 0,
+    "tp": 2,
+    "n_head": 2,
+    "n_embd": 32,
+}
 
 
 def test_whole_replicas_shrink_and_grow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """dp 2 x tp 2: rank 1 is lost. Ranks 0 and 3 hold all; rank 2 is no replica and makes room for a new process."""
+    """dp 2 x tp 2: rank 1 is lost. Ranks 0 and 3 hold all; rank 2 is no replica and makes room for
+    a new process.
+    """
     run = Run(tmp_path, 4, **REPLICAS)
     run.ray.at(10.3, run.ray.die, 1)
     assert ended_well(run(), world_size=4)
     assert run.orders == [
-        *("start 1", "go_on 0 as 0/2 attempt 1", "go_on 3 as 1/2 attempt 1", "kill 2", "start 2", "pause 0", "pause 3"),
-        *("go_on 0 as 0/4 attempt 2", "run 1 as 1/4 attempt 2", "run 2 as 2/4 attempt 2", "go_on 3 as 3/4 attempt 2"),
+        *(
+            "start 1",
+            "go_on 0 as 0/2 attempt 1",
+            "go_on 3 as 1/2 attempt 1",
+            "kill 2",
+            "start 2",
+            "pause 0",
+            "pause 3",
+        ),
+        *(
+            "go_on 0 as 0/4 attempt 2",
+            "run 1 as 1/4 attempt 2",
+            "run 2 as 2/4 attempt 2",
+            "go_on 3 as 3/4 attempt 2",
+        ),
     ]
     assert what(run) == [(1, "killed", "shrink", 0)]
     output = capsys.readouterr().out
@@ -740,15 +863,21 @@ def test_whole_replicas_shrink_and_grow(tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize(("first", "second"), [(0, 3), (3, 0), (1, 3), (3, 1), (5, 2), (2, 1)])
 @pytest.mark.parametrize("mode", ["ddp", "zero1"])
-def test_two_losses_shrink_by_a_replica_each(tmp_path: Path, mode: str, first: int, second: int) -> None:
-    """dp 3 x tp 2, and no process can be started: 6, 4 and 2 ranks. Ranks of either part, in either order."""
+def test_two_losses_shrink_by_a_replica_each(
+    tmp_path: Path, mode: str, first: int, second: int
+) -> None:
+    """dp 3 x tp 2, and no process can be started: 6, 4 and 2 ranks. Ranks of either part, in either
+    order.
+    """
     run = Run(tmp_path, 6, **REPLICAS, dp_mode=mode)
     run.ray.at(0.0, lambda: setattr(run.ray, "start_s", 1000.0))
     run.ray.at(10.3, run.ray.die, first)
     run.ray.at(14.3, run.ray.die, second)
     assert ended_well(run(), world_size=2)
     assert run.causes == [(first, "killed"), (second, "killed")]
-    assert {(report["recovery"], report["steps_repeated"]) for report in run.reports} == {("shrink", 0)}
+    assert {(report["recovery"], report["steps_repeated"]) for report in run.reports} == {
+        ("shrink", 0)
+    }
     assert [order.split()[3] for order in run.orders if order.startswith("go_on")] == [
         *("0/4", "1/4", "2/4", "3/4"),
         *("0/2", "1/2"),
@@ -756,13 +885,17 @@ def test_two_losses_shrink_by_a_replica_each(tmp_path: Path, mode: str, first: i
 
 
 def test_the_last_replica_is_not_divided(tmp_path: Path) -> None:
-    """When one of its ranks is lost, too, its part is gone, and all start again from the newest checkpoint."""
+    """When one of its ranks is lost, too, its part is gone, and all start again from the newest
+    checkpoint.
+    """
     run = Run(tmp_path, 4, **REPLICAS)
     run.ray.at(10.3, run.ray.die, 1)
     run.ray.at(11.3, run.ray.die, 3)
     assert ended_well(run(), world_size=4)
     assert [report["recovery"] for report in run.reports] == ["shrink", "restart"]
-    assert run.reports[1]["consequences"] == ["shares of the state are lost with all that held them: rank 3"]
+    assert run.reports[1]["consequences"] == [
+        "shares of the state are lost with all that held them: rank 3"
+    ]
 
 
 def test_a_newcomer_that_dies_after_the_others_were_paused_is_the_cause(tmp_path: Path) -> None:
@@ -776,7 +909,9 @@ def test_a_newcomer_that_dies_after_the_others_were_paused_is_the_cause(tmp_path
 
 
 def test_a_pause_that_leads_to_no_larger_group_is_no_failure(tmp_path: Path) -> None:
-    """The ranks left their group by order, and the reason for it is gone: they meet again as they are."""
+    """The ranks left their group by order, and the reason for it is gone: they meet again as they
+    are.
+    """
     run = Run(tmp_path, recovery="shrink")
     run.ray.at(10.3, lambda: run.driver.group and run.driver.group.pause())
     assert ended_well(run())
@@ -799,7 +934,9 @@ def test_a_rank_dies_while_the_group_is_smaller(tmp_path: Path, first: int, seco
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)
-def test_a_spare_takes_the_first_slot_and_a_new_actor_the_second(tmp_path: Path, first: int, second: int) -> None:
+def test_a_spare_takes_the_first_slot_and_a_new_actor_the_second(
+    tmp_path: Path, first: int, second: int
+) -> None:
     run = Run(tmp_path, spares=1)
     run.ray.at(10.3, run.ray.die, first)
     run.ray.at(10.305, run.ray.die, second)
@@ -843,7 +980,9 @@ def test_the_budget_of_failures(tmp_path: Path, gap_s: float) -> None:
 
 @pytest.mark.parametrize("event", ["hang", "group broke"])
 def test_waiting_ranks_without_a_failure(tmp_path: Path, event: str) -> None:
-    """Some ranks leave their group: one that does not follow is ended; if all do, they meet again as they are."""
+    """Some ranks leave their group: one that does not follow is ended; if all do, they meet again
+    as they are.
+    """
     run = Run(tmp_path, hang_timeout=0)
     if event == "hang":
         run.ray.at(10.3, run.ray.hang, 1)
@@ -874,7 +1013,9 @@ def test_a_fault_after_the_last_checkpoint_changes_nothing(tmp_path: Path) -> No
 def test_actors_that_do_not_start(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.ray.on_describe = lambda actor, ref: None  # type: ignore[method-assign]
-    with pytest.raises(PlacementError, match="the actors did not start within 90 s; look at `ray logs`"):
+    with pytest.raises(
+        PlacementError, match="the actors did not start within 90 s; look at `ray logs`"
+    ):
         run()
 
 
@@ -905,7 +1046,10 @@ def test_actors_that_do_not_start_again_are_tried_again(tmp_path: Path, tries: i
 
 def test_spares_that_could_never_be_used_are_refused(tmp_path: Path) -> None:
     run = Run(tmp_path, allreduce="ring", spares=1)
-    with pytest.raises(ConfigError, match=r"spares = 1 would be ignored: .* a fault restarts all ranks; drop spares"):
+    with pytest.raises(
+        ConfigError,
+        match=r"spares = 1 would be ignored: .* a fault restarts all ranks; drop spares",
+    ):
         run()
 
 
@@ -914,7 +1058,9 @@ def test_spares_that_could_never_be_used_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("also", "recovery"), [(0, "restart"), (2, "restart"), (3, "in_place")])
 def test_a_share_is_lost_with_its_mirror_only(tmp_path: Path, also: int, recovery: str) -> None:
-    """Of four ranks 1 and another one are lost together; where nobody holds a share any more, nobody waits."""
+    """Of four ranks 1 and another one are lost together; where nobody holds a share any more,
+    nobody waits.
+    """
     run = Run(tmp_path, workers=4, dp_mode="zero1")
     for slot in (1, also):
         run.ray.at(10.3, run.ray.die, slot)

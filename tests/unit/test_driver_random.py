@@ -1,6 +1,8 @@
-"""The protocol of driver and survivors under random faults: thousands of interleavings, shrunk to a minimal one.
+"""The protocol of driver and survivors under random faults: thousands of interleavings, shrunk to a
+minimal one.
 
-No process runs: the driver is the real one, on a scripted Ray and in scripted time (tests/harness/scripted_ray.py).
+No process runs: the driver is the real one, on a scripted Ray and in scripted time
+(tests/harness/scripted_ray.py).
 """
 
 from __future__ import annotations
@@ -18,7 +20,18 @@ from nanoray.launch import driver
 from nanoray.launch.driver import SAVE_S
 from tests.harness.scripted_ray import Run
 
-KINDS = ("die", "node", "memory", "exception", "refused", "peer_lost", "hang", "freeze", "sigterm", "head")
+KINDS = (
+    "die",
+    "node",
+    "memory",
+    "exception",
+    "refused",
+    "peer_lost",
+    "hang",
+    "freeze",
+    "sigterm",
+    "head",
+)
 KINDS += ("drain", "drain", "drain_driver")
 BOUND_S = 3 * SAVE_S  # from a stop until the run is over, whatever else happens
 
@@ -74,7 +87,9 @@ def fire(run: Run, event: Event, stops: list[float]) -> None:
     elif event.kind == "drain_driver":
         stops.append(run.ray.time.now)
         run.ray.drain(run.driver, None)
-    elif event.kind == "drain" and actor is not None and actor.facts["node"] not in run.ray.draining:
+    elif (
+        event.kind == "drain" and actor is not None and actor.facts["node"] not in run.ray.draining
+    ):
         run.ray.drain(run.driver, event.slot, event.drain_s)
     elif event.kind in ("die", "node", "memory") and actor is not None and actor.alive:
         run.ray.die(event.slot, event.notice_s, event.report_s, event.kind)
@@ -87,7 +102,10 @@ def fire(run: Run, event: Event, stops: list[float]) -> None:
 def play(folder: Path, config: dict[str, Any], starts: dict[str, Any], plan: list[Event]) -> None:
     """Run the driver through a plan and check what must hold in every case."""
     run = Run(folder / "run", **config)
-    run.ray.failing_starts, run.ray.refusing_starts = dict(starts["failing"]), dict(starts["refusing"])
+    run.ray.failing_starts, run.ray.refusing_starts = (
+        dict(starts["failing"]),
+        dict(starts["refusing"]),
+    )
     run.ray.room = starts.get("room", 0)
     stops: list[float] = []
     run.ray.at(0.0, lambda: setattr(run.ray, "start_s", starts["start_s"]))
@@ -105,7 +123,9 @@ def play(folder: Path, config: dict[str, Any], starts: dict[str, Any], plan: lis
 @pytest.mark.slow
 @settings(max_examples=150, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(config=CONFIGS, starts=STARTS, plan=st.lists(EVENTS, min_size=1, max_size=4))
-def test_no_interleaving_loses_a_state(config: dict[str, Any], starts: dict[str, Any], plan: list[Event]) -> None:
+def test_no_interleaving_loses_a_state(
+    config: dict[str, Any], starts: dict[str, Any], plan: list[Event]
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         play(Path(folder), config, starts, plan)
 
@@ -114,6 +134,14 @@ def test_a_planted_bug_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """The driver of before: whoever is left is ended without saving when no replacement comes."""
     monkeypatch.setattr(driver.Driver, "_form_group", lambda self, group, reason: False)
     plan = [Event(10.3, "die", 1, 0.02, 0.01)]
-    config = {"workers": 2, "recovery": "in_place", "spares": 0, "replace_timeout": 5.0, "max_failures": 3}
-    with pytest.raises(AssertionError, match="a state in memory that no checkpoint and no other rank has"):
+    config = {
+        "workers": 2,
+        "recovery": "in_place",
+        "spares": 0,
+        "replace_timeout": 5.0,
+        "max_failures": 3,
+    }
+    with pytest.raises(
+        AssertionError, match="a state in memory that no checkpoint and no other rank has"
+    ):
         play(tmp_path, config, {"start_s": 1000.0, "failing": {}, "refusing": {}}, plan)

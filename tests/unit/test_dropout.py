@@ -19,7 +19,9 @@ def kept(x: Tensor, p: float, seed: int = 1) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("p", [0.1, 0.2, 0.5, 0.9])
 def test_the_share_and_the_scale(dtype: torch.dtype, p: float) -> None:
-    """A share of 100,000 numbers is within five standard deviations; what stays is scaled, and so is its gradient."""
+    """A share of 100,000 numbers is within five standard deviations; what stays is scaled, and so
+    is its gradient.
+    """
     x = torch.ones(250, 400, dtype=dtype, requires_grad=True)
     seed_generators(1, CPU)
     y = dropout(x, p)
@@ -50,7 +52,9 @@ def test_a_mask_depends_on_the_seed_and_not_on_type_or_layout() -> None:
 
 
 def test_the_ends() -> None:
-    """All numbers of p are rounded to 1/65536, and never to 0 or 1: then nothing, or infinities, would be left."""
+    """All numbers of p are rounded to 1/65536, and never to 0 or 1: then nothing, or infinities,
+    would be left.
+    """
     x = torch.randn(1001)
     assert kept(x, 1e-9).all()
     assert dropout(x, 1 - 1e-9).isfinite().all()

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import nanoray
-from nanoray.parallel.memory import held_bytes
-from nanoray.train.dry_run import kept_per_element
+from nanoray.forecast.memory import held_bytes
+from nanoray.forecast.own_models import kept_per_element
+from nanoray.forecast.trial import trial_on_fakes
 from nanoray.train.runtime import Run, RuntimeEngine
-from nanoray.train.trial import trial_on_fakes
 
 
 class Tower(nn.Module):
@@ -47,13 +47,17 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def parts(out: str) -> dict[str, float]:
-    line = next(line for line in out.splitlines() if line.startswith("memory ") and " per rank, " in line)
+    line = next(
+        line for line in out.splitlines() if line.startswith("memory ") and " per rank, " in line
+    )
     told = line.partition("MiB per rank")[2].partition(": ")[2]
     found = re.findall(r"([a-z][a-z ]+?) ([\d.,]+)(?: \+|$)", told)
     return {name: float(size.replace(",", "")) for name, size in found}
 
 
-def dry(tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: str = "adamw", **settings: Any) -> str:
+def dry(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: str = "adamw", **settings: Any
+) -> str:
     ended = []
 
     def main(run: Run) -> None:
@@ -61,12 +65,19 @@ def dry(tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: str = "ad
         x = torch.randint(512, (5000,), generator=torch.Generator().manual_seed(1))
         updated = OPTIMIZERS[optimizer]([p for p in model.parameters() if p.requires_grad])
         try:
-            RuntimeEngine(model, updated, run, nn.functional.cross_entropy).fit(TensorDataset(x, x), steps=9)
+            RuntimeEngine(model, updated, run, nn.functional.cross_entropy).fit(
+                TensorDataset(x, x), steps=9
+            )
         except Exception:
             pytest.fail("a dry run is no error of fit")
         ended.append("after fit")
 
-    config = {"workers": 4, "micro_batch_size": 1000, "device": "cpu", "out_dir": str(tmp_path / "runs")} | settings
+    config = {
+        "workers": 4,
+        "micro_batch_size": 1000,
+        "device": "cpu",
+        "out_dir": str(tmp_path / "runs"),
+    } | settings
     assert nanoray.launch(main, config | {"dry_run": True}) == 0  # type: ignore[operator]
     assert not ended, "the script ends at fit"
     assert not (tmp_path / "runs").exists()
@@ -74,14 +85,18 @@ def dry(tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: str = "ad
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_one_rank_holds_what_was_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: str) -> None:
+def test_one_rank_holds_what_was_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: str
+) -> None:
     """State by the storages of a real step, activations by what a real forward saved."""
     out = dry(tmp_path, capsys, optimizer, workers=1)
     told, model = parts(out), Tower()
     real = OPTIMIZERS[optimizer]([p for p in model.parameters() if p.requires_grad])
     saved: dict[int, Tensor] = {}
     x = torch.randint(512, (1000,))
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t
+    ):
         loss = nn.functional.cross_entropy(model(x), x)
     own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
     kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved.values()}
@@ -95,13 +110,21 @@ def test_one_rank_holds_what_was_said(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "of them frozen, " in out
 
 
-def test_modes_differ_as_their_table_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_modes_differ_as_their_table_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ddp, zero1, zero2, fsdp = (
-        parts(dry(tmp_path, capsys, dp_mode=mode, bucket_mb=0.01)) for mode in ("ddp", "zero1", "zero2", "fsdp")
+        parts(dry(tmp_path, capsys, dp_mode=mode, bucket_mb=0.01))
+        for mode in ("ddp", "zero1", "zero2", "fsdp")
     )
     assert "in flight" not in ddp
     assert zero1["in flight"] > 0
-    assert zero1["optimizer"] == zero2["optimizer"] == fsdp["optimizer"] == pytest.approx(ddp["optimizer"] / 4, abs=0.1)
+    assert (
+        zero1["optimizer"]
+        == zero2["optimizer"]
+        == fsdp["optimizer"]
+        == pytest.approx(ddp["optimizer"] / 4, abs=0.1)
+    )
     assert zero1["gradients"] == ddp["gradients"]
     assert zero2["gradients"] == fsdp["gradients"] == pytest.approx(ddp["gradients"] / 4, abs=0.1)
     assert fsdp["parameters"] == pytest.approx(ddp["parameters"] / 4, abs=0.1)
@@ -113,7 +136,10 @@ def test_modes_differ_as_their_table_says(tmp_path: Path, capsys: pytest.Capture
 def test_lines_of_mesh_and_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = dry(tmp_path, capsys).splitlines()
     assert lines[0] == "mesh       4 rank(s) = dp 4"
-    assert lines[3] == "batch      1000 samples × 1 accum × 4 dp = 4,000 samples/step, 9 steps = 36,000 samples"
+    assert (
+        lines[3]
+        == "batch      1000 samples × 1 accum × 4 dp = 4,000 samples/step, 9 steps = 36,000 samples"
+    )
     assert lines[4] == "model      Tower, 82,304 parameters, 32,768 of them frozen, AdamW"
     assert lines[-1] == "dry run: nothing was started"
 
@@ -132,34 +158,47 @@ class Looks(nn.Module):
 def test_what_cannot_be_tried_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def main(run: Run) -> None:
         model, x = Looks(), torch.randn(8, 3)
-        RuntimeEngine(model, torch.optim.LBFGS(model.parameters()), run, nn.functional.mse_loss).fit(
-            TensorDataset(x, x)
-        )
+        RuntimeEngine(
+            model, torch.optim.LBFGS(model.parameters()), run, nn.functional.mse_loss
+        ).fit(TensorDataset(x, x))
 
     config = {"micro_batch_size": 2, "device": "cpu", "dry_run": True}
     assert nanoray.launch(main, config, ray=False) == 0  # type: ignore[operator]
     out = capsys.readouterr().out
-    assert "memory     without activations: a forward on fake tensors failed (DataDependentOutputException" in out
+    assert (
+        "memory     without activations: a forward on fake tensors failed "
+        "(DataDependentOutputException" in out
+    )
     assert "memory     without the state of LBFGS, which could not be tried alone" in out
     assert parts(out).keys() == {"parameters", "gradients"}
 
 
-def test_a_script_that_does_not_train_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_that_does_not_train_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def main(run: Run) -> None:
         pass
 
     assert nanoray.launch(main, {"dry_run": True, "device": "cpu"}, ray=False) == 2  # type: ignore[operator]
-    assert "main returned without training; call RuntimeEngine(model, optimizer, run).fit" in capsys.readouterr().err
+    assert (
+        "main returned without training; call RuntimeEngine(model, optimizer, run).fit"
+        in capsys.readouterr().err
+    )
 
 
 def test_bf16_keeps_smaller_activations_and_nothing_is_changed() -> None:
-    model, x = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64)), torch.randn(1000, 64)
+    model, x = (
+        nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64)),
+        torch.randn(1000, 64),
+    )
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return nn.functional.mse_loss(model(x), y)
 
-    fp32, bf16 = (trial_on_fakes(model, loss, x, x, precision).kept for precision in ("fp32", "bf16"))
+    fp32, bf16 = (
+        trial_on_fakes(model, loss, x, x, precision).kept for precision in ("fp32", "bf16")
+    )
     assert bf16 < fp32
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert kept_per_element(OPTIMIZERS["amsgrad"](model.parameters())) == 3

@@ -14,13 +14,13 @@ from nanoray.config import Batch, make_config
 from nanoray.errors import ConfigError, RendezvousError, TrainingDiverged
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.rendezvous import Rendezvous
+from nanoray.models.precision import LossScaler
 from nanoray.run import RunSpec
 from nanoray.state import TrainState
 from nanoray.train.elastic import Group, furthest, train_in_groups
 from nanoray.train.engine import Regroup
-from nanoray.train.guards import Guards
-from nanoray.train.observers import Observers
-from nanoray.train.precision import LossScaler
+from nanoray.train.guard.guards import Guards
+from nanoray.train.watch.observers import Observers
 from tests.harness.ranks import make_spec
 
 CPU = torch.device("cpu")
@@ -48,7 +48,9 @@ class Groups:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         self.state = TrainState(model, optimizer, LossScaler(CPU, False), guards)
 
-    def __call__(self, whole: bool = True, rejoin: Callable[[str], Any] | None = None) -> dict[str, Any]:
+    def __call__(
+        self, whole: bool = True, rejoin: Callable[[str], Any] | None = None
+    ) -> dict[str, Any]:
         self.state.whole = whole
         self._now = next(self._script)
         first = Group(self.spec, self._mesh())
@@ -117,7 +119,14 @@ def test_without_a_fault_there_is_one_group(spec: RunSpec) -> None:
     assert run.events == ["build", "fit", "barrier", "close"]
 
 
-PLACES = [("fit", PEER), ("build", PEER), ("barrier", PEER), ("meet", PEER), ("meet", ABSENT), ("fit", Regroup())]
+PLACES = [
+    ("fit", PEER),
+    ("build", PEER),
+    ("barrier", PEER),
+    ("meet", PEER),
+    ("meet", ABSENT),
+    ("fit", Regroup()),
+]
 
 
 def first_place() -> Iterator[tuple[str, BaseException]]:
@@ -125,14 +134,20 @@ def first_place() -> Iterator[tuple[str, BaseException]]:
 
 
 @pytest.mark.parametrize(("one", "two"), list(product(first_place(), PLACES)), ids=str)
-def test_every_order_of_two_faults(spec: RunSpec, one: tuple[str, Any], two: tuple[str, Any]) -> None:
+def test_every_order_of_two_faults(
+    spec: RunSpec, one: tuple[str, Any], two: tuple[str, Any]
+) -> None:
     """A rank is lost, and another one while the group meets, is built, trains, or ends."""
     run = Groups(spec, dict([one]), dict([two]), {})
-    assert run() == {"attempt": 1, "source": 0}, "it goes on in the third group, from its own memory"
+    assert run() == {"attempt": 1, "source": 0}, (
+        "it goes on in the third group, from its own memory"
+    )
     assert [event.split(":")[0] for event in run.events].count("rejoin") == 2
     assert run.events.count("leave") == 2
     built = [i for i, event in enumerate(run.events) if event == "hold"]
-    assert len(built) == sum(where in ("fit", "barrier") for where, _ in (one, two)), "commits wait for the new attempt"
+    assert len(built) == sum(where in ("fit", "barrier") for where, _ in (one, two)), (
+        "commits wait for the new attempt"
+    )
     assert run.events[-4:] == ["build", "fit", "barrier", "close"]
     told = [event for event in run.events if event.startswith("rejoin")]
     for event, (_, error) in zip(told, (one, two), strict=True):
@@ -140,7 +155,9 @@ def test_every_order_of_two_faults(spec: RunSpec, one: tuple[str, Any], two: tup
         assert isinstance(error, Regroup) or f"{type(error).__name__}: {error}" in event
 
 
-@pytest.mark.parametrize("error", [TrainingDiverged("nan"), ValueError("bug"), ConfigError("no"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error", [TrainingDiverged("nan"), ValueError("bug"), ConfigError("no"), KeyboardInterrupt()]
+)
 def test_what_is_no_lost_peer_ends_the_run(spec: RunSpec, error: BaseException) -> None:
     run = Groups(spec, {"fit": error})
     with pytest.raises(type(error)) as raised:
@@ -160,7 +177,9 @@ def test_without_a_driver_a_lost_peer_is_the_end(spec: RunSpec) -> None:
     run = Groups(spec, {"fit": PEER})
     run.state.whole = True
     with pytest.raises(RuntimeError, match="Connection closed"):
-        train_in_groups(Group(spec, run._mesh()), run.state, lambda group: _broken(), run.meet, None)
+        train_in_groups(
+            Group(spec, run._mesh()), run.state, lambda group: _broken(), run.meet, None
+        )
 
 
 def _broken() -> Any:
@@ -174,14 +193,20 @@ def test_a_driver_that_gives_no_orders_ends_the_wait(spec: RunSpec) -> None:
         raise RuntimeError(f"no rank took its place: {lost}")
 
     run = Groups(spec, {"fit": PEER})
-    with pytest.raises(RuntimeError, match=r"took its place: RuntimeError: \[gloo\] Connection closed"):
+    with pytest.raises(
+        RuntimeError, match=r"took its place: RuntimeError: \[gloo\] Connection closed"
+    ):
         run(rejoin=rejoin)
     assert run.events == ["build", "fit", "hold", "leave"]
 
 
 def test_out_of_gpu_memory_comes_with_the_remedy(spec: RunSpec) -> None:
-    run = Groups(spec, {"fit": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")})
-    with pytest.raises(ConfigError, match=r"out of GPU memory \(CUDA .* 2 GiB\); halve --micro_batch_size"):
+    run = Groups(
+        spec, {"fit": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")}
+    )
+    with pytest.raises(
+        ConfigError, match=r"out of GPU memory \(CUDA .* 2 GiB\); halve --micro_batch_size"
+    ):
         run()
 
 
@@ -191,14 +216,22 @@ class Standing(Mesh):
         self._standing = standing
 
     def all_gather(self, value: Any) -> list[Any]:
-        return [value, *(self._standing[1:] if isinstance(value, tuple) else [None] * (self.world_size - 1))]
+        return [
+            value,
+            *(self._standing[1:] if isinstance(value, tuple) else [None] * (self.world_size - 1)),
+        ]
 
 
 def test_the_furthest_rank_serves_the_others(spec: RunSpec) -> None:
     state = Groups(spec).state
     state.whole = True
     state.scalars.step = 7
-    assert furthest(Standing([(0, ""), (8, "fp32"), (-1, "")]), state, "fp32", False) == (1, "fp32", 8, ())
+    assert furthest(Standing([(0, ""), (8, "fp32"), (-1, "")]), state, "fp32", False) == (
+        1,
+        "fp32",
+        8,
+        (),
+    )
     first = furthest(Standing([(0, ""), (7, "fp32"), (-1, "")]), state, "fp32", False)
     assert first == (0, "fp32", 7, ()), "the first of equals"
     newcomer = furthest(Standing([(0, ""), (5, "bf16")]), None, "", False)
@@ -211,11 +244,15 @@ def test_the_furthest_rank_serves_the_others(spec: RunSpec) -> None:
 # What a new rank 0 writes down first.
 
 
-@pytest.mark.parametrize(("newest", "reported", "expected"), [(5, 5, [3, 4, 5]), (5, 4, [3, 4]), (4, 4, [3, 4])])
+@pytest.mark.parametrize(
+    ("newest", "reported", "expected"), [(5, 5, [3, 4, 5]), (5, 4, [3, 4]), (4, 4, [3, 4])]
+)
 def test_the_record_that_a_lost_rank_0_did_not_write(
     spec: RunSpec, newest: int, reported: int, expected: list[int]
 ) -> None:
-    """Also where rank 0 lives, but broke off before it wrote what another rank says has been reported."""
+    """Also where rank 0 lives, but broke off before it wrote what another rank says has been
+    reported.
+    """
     observers = Observers(spec, ())
     observers.open(0, 10)
     for step in (3, 4):

@@ -41,12 +41,18 @@ held = bytearray(os.urandom(1 << 20) * 64)  # a rank has memory that the kernel 
         ("sys.exit(0)", {"exit_code": 0}),
     ],
 )
-def test_the_end_of_a_process_is_recorded(tmp_path: Path, how: str, says: dict[str, object]) -> None:
+def test_the_end_of_a_process_is_recorded(
+    tmp_path: Path, how: str, says: dict[str, object]
+) -> None:
     record = tmp_path / "rank0.exit.json"
     began = time.monotonic()
-    died = subprocess.run([sys.executable, "-c", DYING.format(how=how), str(record)], check=False, timeout=200)
+    died = subprocess.run(
+        [sys.executable, "-c", DYING.format(how=how), str(record)], check=False, timeout=200
+    )
     ended = time.monotonic()
-    assert died.returncode == (says.get("exit_code") if "exit_code" in says else -signal.Signals[str(says["signal"])])
+    assert died.returncode == (
+        says.get("exit_code") if "exit_code" in says else -signal.Signals[str(says["signal"])]
+    )
     while not record.exists() and time.monotonic() < ended + 5:
         time.sleep(0.01)
     found = exit_record.read(record)
@@ -59,10 +65,14 @@ def test_the_end_of_a_process_is_recorded(tmp_path: Path, how: str, says: dict[s
 
 
 def test_a_parent_that_is_quicker_than_the_watcher(tmp_path: Path) -> None:
-    """On a busy machine the parent may reap the process before its watcher runs; a pidfd still has the status."""
+    """On a busy machine the parent may reap the process before its watcher runs; a pidfd still has
+    the status.
+    """
     record = tmp_path / "rank0.exit.json"
     script = DYING.format(how="print('ready', flush=True); time.sleep(60)")
-    with subprocess.Popen([sys.executable, "-c", script, str(record)], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(record)], stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout
         process.stdout.readline()
         [watcher] = watchers_of(record)
@@ -85,7 +95,9 @@ def test_a_parent_that_is_quicker_than_the_watcher(tmp_path: Path) -> None:
         ("4:memory:/docker/c1\n3:cpu:/x", "sys/fs/cgroup/memory/docker/c1/memory.oom_control"),
     ],
 )
-def test_ooms_are_counted_in_the_cgroup_of_the_process(tmp_path: Path, cgroup: str, events: str) -> None:
+def test_ooms_are_counted_in_the_cgroup_of_the_process(
+    tmp_path: Path, cgroup: str, events: str
+) -> None:
     """A host's own count, at the top, is of all its processes."""
     for name, kills in (("sys/fs/cgroup/memory.events", 9), (events, 3)):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -96,8 +108,12 @@ def test_ooms_are_counted_in_the_cgroup_of_the_process(tmp_path: Path, cgroup: s
     assert exit_record._oom_kills(8, tmp_path / "nothing") == 0
 
 
-@pytest.mark.parametrize(("looks_since", "oom"), [(0, True), (1, True), (exit_record.OOM_LOOKS + 1, False)])
-def test_an_old_oom_kill_is_not_this_death(monkeypatch: pytest.MonkeyPatch, looks_since: int, oom: bool) -> None:
+@pytest.mark.parametrize(
+    ("looks_since", "oom"), [(0, True), (1, True), (exit_record.OOM_LOOKS + 1, False)]
+)
+def test_an_old_oom_kill_is_not_this_death(
+    monkeypatch: pytest.MonkeyPatch, looks_since: int, oom: bool
+) -> None:
     """The count goes up once, and the process dies so many looks later."""
     seen = iter([0, *[1] * looks_since])
     last = 1

@@ -26,21 +26,30 @@ from nanoray.faults.plan import DRIVER, Fault, InjectedFault, Injector, append_e
 from nanoray.faults.progress import UNKNOWN, ProgressFile
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.points import reached, watch
-from nanoray.train import certificate
+from nanoray.train.guard import certificate
 
 
 def a_gpt() -> GPT:
-    return GPT(ModelShape(n_layer=1, n_head=1, n_embd=4, block_size=4, vocab_size=8, bias=False), dropout=0.0)
+    return GPT(
+        ModelShape(n_layer=1, n_head=1, n_embd=4, block_size=4, vocab_size=8, bias=False),
+        dropout=0.0,
+    )
 
 
 def test_a_plan_is_data() -> None:
-    plan = parse_plan("kill@rank=1,step=30,phase=backward; slow@rank=0,step=5,seconds=0.2,attempt=2")
+    plan = parse_plan(
+        "kill@rank=1,step=30,phase=backward; slow@rank=0,step=5,seconds=0.2,attempt=2"
+    )
     assert plan == (Fault("kill", 1, 30, "backward"), Fault("slow", 0, 5, "forward", 2, 0.2))
     assert parse_plan("") == ()
 
 
 def fired(record: Path) -> list[str]:
-    return [json.loads(line)["phase"] for line in record.read_text().splitlines()] if record.exists() else []
+    return (
+        [json.loads(line)["phase"] for line in record.read_text().splitlines()]
+        if record.exists()
+        else []
+    )
 
 
 def test_a_fault_at_a_point_fires_once_from_its_step_on(tmp_path: Path) -> None:
@@ -68,14 +77,19 @@ def test_a_fault_at_a_point_fires_once_from_its_step_on(tmp_path: Path) -> None:
 
 
 def test_the_driver_is_no_rank() -> None:
-    assert parse_plan("kill@rank=driver,step=0,phase=orders") == (Fault("kill", DRIVER, 0, "orders"),)
+    assert parse_plan("kill@rank=driver,step=0,phase=orders") == (
+        Fault("kill", DRIVER, 0, "orders"),
+    )
 
 
 def test_in_yaml_a_plan_may_be_a_list() -> None:
     listed = make_config(
         {
             "micro_batch_size": 1,
-            "faults": ["kill@rank=1,step=30", {"kind": "slow", "rank": 0, "step": 5, "seconds": 0.2}],
+            "faults": [
+                "kill@rank=1,step=30",
+                {"kind": "slow", "rank": 0, "step": 5, "seconds": 0.2},
+            ],
         }
     )
     assert listed.faults == "kill@rank=1,step=30;slow@rank=0,step=5,seconds=0.2"
@@ -99,7 +113,9 @@ def test_a_full_disk_gets_space_again(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @contextmanager
 def room_for(nbytes: int) -> Iterator[None]:
-    """No file of this process grows beyond so many bytes: a write that crosses them is cut short, as on a full disk."""
+    """No file of this process grows beyond so many bytes: a write that crosses them is cut short,
+    as on a full disk.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
     try:
@@ -112,11 +128,15 @@ def append_fault(folder: Path, values: dict[str, Any]) -> None:
     append_event(folder / "faults.jsonl", "fault", values)
 
 
-@pytest.mark.parametrize(("append", "name"), [(append_fault, "faults.jsonl"), (certificate.append, certificate.NAME)])
+@pytest.mark.parametrize(
+    ("append", "name"), [(append_fault, "faults.jsonl"), (certificate.append, certificate.NAME)]
+)
 def test_a_torn_line_swallows_no_other(
     append: Callable[[Path, dict[str, Any]], None], name: str, tmp_path: Path
 ) -> None:
-    """Neither one of a full disk, of which no part stays, nor one of a process that was killed in it."""
+    """Neither one of a full disk, of which no part stays, nor one of a process that was killed in
+    it.
+    """
     path = tmp_path / name
     append(tmp_path, {"step": 1})
     whole = path.read_bytes()
@@ -151,7 +171,9 @@ def test_a_flipped_bit_is_one_bit_of_one_weight(tmp_path: Path, bit: int) -> Non
     before = [p.detach().clone().view(torch.int32) for p in gpt.parameters()]
     fault = Fault("bitflip", 0, 1, "forward", bit=bit)
     fault.fire(tmp_path / "faults.jsonl", gpt)
-    changed = [a ^ p.detach().view(torch.int32) for a, p in zip(before, gpt.parameters(), strict=True)]
+    changed = [
+        a ^ p.detach().view(torch.int32) for a, p in zip(before, gpt.parameters(), strict=True)
+    ]
     flips = [value % 2**32 for tensor in changed for value in tensor.flatten().tolist() if value]
     assert flips == [1 << bit]
 
@@ -159,7 +181,10 @@ def test_a_flipped_bit_is_one_bit_of_one_weight(tmp_path: Path, bit: int) -> Non
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("explode@rank=0,step=1", "one of kill, stop, exit, raise, hang, slow, oom, disk-full, nan, bitflip, gradflip"),
+        (
+            "explode@rank=0,step=1",
+            "one of kill, stop, exit, raise, hang, slow, oom, disk-full, nan, bitflip, gradflip",
+        ),
         ("kill@rank=0", "is not KIND@rank=R,step=S"),
         ("kill@rank=x,step=1", "is not KIND@rank=R,step=S"),
         ("kill@rank=0,step=1,phase=lunch", "phase one of init, data, forward"),
@@ -187,7 +212,9 @@ def test_a_fault_is_recorded_before_it_fires(tmp_path: Path) -> None:
 def test_a_progress_file_tells_where_a_rank_was(tmp_path: Path) -> None:
     path = tmp_path / "rank0.progress"
     ProgressFile(path)
-    assert ProgressFile.read_all(path) == (0, "init", UNKNOWN, 0.0), "its group has not been built yet"
+    assert ProgressFile.read_all(path) == (0, "init", UNKNOWN, 0.0), (
+        "its group has not been built yet"
+    )
     ProgressFile(path).set(812, "backward")
     assert ProgressFile.read(path) == (812, "backward")
     assert ProgressFile.read(tmp_path / "none") is None
@@ -230,8 +257,12 @@ thread.join()
 
 @pytest.mark.skipif(sys.platform != "linux", reason="SCHED_IDLE is Linux's")
 def test_a_rank_that_stops_goes_no_further(tmp_path: Path) -> None:
-    """Its thread is not the process's first one, which would be slow to hear a signal to the process here."""
-    with subprocess.Popen([sys.executable, "-c", STOPS, str(tmp_path / "f")], stdout=subprocess.PIPE) as process:
+    """Its thread is not the process's first one, which would be slow to hear a signal to the
+    process here.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPS, str(tmp_path / "f")], stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout
         _, status = os.waitpid(process.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status)

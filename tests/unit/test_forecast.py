@@ -1,4 +1,6 @@
-"""`--dry_run --world_size N`: flags that it takes and refuses, and what it prints, beside the numbers it is made of."""
+"""`--dry_run --world_size N`: flags that it takes and refuses, and what it prints, beside the
+numbers it is made of.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,14 @@ import pytest
 from nanoray.cli import Loaded, Scale, parse_args
 from nanoray.config import load_config
 from nanoray.errors import ConfigError
+from nanoray.forecast import scale as forecast
+from nanoray.forecast.layouts import factorizations, search
+from nanoray.forecast.links import load_topology
+from nanoray.forecast.predict import OnTopology, Speed, predict
+from nanoray.forecast.scale import forecast_lines, job_of
 from nanoray.kube.__main__ import _with
 from nanoray.mesh.layout import Layout
-from nanoray.mesh.links import load_topology
 from nanoray.models.costs import flops_per_token
-from nanoray.parallel.layouts import factorizations, search
-from nanoray.parallel.predict import OnTopology, Speed, predict
-from nanoray.train import forecast
-from nanoray.train.forecast import forecast_lines, job_of
 
 LARGE = ["--preset", "gpt2-124m", "--dry_run", "--world_size", "4096", "--tp", "4"]
 
@@ -45,14 +47,29 @@ def _no_data(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--world_size", "8"], "world_size = 8 would be ignored without --dry_run; add it, or drop --world_size"),
-        (["--topology", "x", "--dry_run"], "topology = x would be ignored without --world_size; add it"),
+        (
+            ["--world_size", "8"],
+            "world_size = 8 would be ignored without --dry_run; add it, or drop --world_size",
+        ),
+        (
+            ["--topology", "x", "--dry_run"],
+            "topology = x would be ignored without --world_size; add it",
+        ),
         (["--memory_gb", "80"], "memory_gb = 80 would be ignored without --dry_run"),
         (["--dry_run", "--world_size", "0"], "world_size = 0 is not a whole number above 0"),
         (["--dry_run", "--world_size", "2.5"], "world_size = 2.5 is not a whole number above 0"),
-        (["--dry_run", "--world_size", "8", "--memory_gb", "inf"], "memory_gb = inf is not a number above 0"),
-        (["--dry_run", "--world_size", "8", "--workers", "8"], "workers = 8 and world_size = 8 both say how many"),
-        (["--dry_run", "--world-size", "8"], r"unknown flag --world-size; did you mean --world_size\?"),
+        (
+            ["--dry_run", "--world_size", "8", "--memory_gb", "inf"],
+            "memory_gb = inf is not a number above 0",
+        ),
+        (
+            ["--dry_run", "--world_size", "8", "--workers", "8"],
+            "workers = 8 and world_size = 8 both say how many",
+        ),
+        (
+            ["--dry_run", "--world-size", "8"],
+            r"unknown flag --world-size; did you mean --world_size\?",
+        ),
     ],
 )
 def test_flags_that_cannot_take_effect_are_refused(argv: list[str], message: str) -> None:
@@ -69,8 +86,14 @@ def test_without_its_flags_nothing_changes() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--world_size", "4097", "--tp", "4"], r"world_size = 4097 = 17\*241: ranks = dp\*tp, but tp = 4 does not"),
-        (["--world_size", "8", "--topology", "nvlink"], r"unknown topology nvlink; did you mean nvlink-400g\?"),
+        (
+            ["--world_size", "4097", "--tp", "4"],
+            r"world_size = 4097 = 17\*241: ranks = dp\*tp, but tp = 4 does not",
+        ),
+        (
+            ["--world_size", "8", "--topology", "nvlink"],
+            r"unknown topology nvlink; did you mean nvlink-400g\?",
+        ),
         (
             ["--world_size", "8", "--topology", "this-machine"],
             "this-machine has intra and inter = fit, .*bench layouts",
@@ -83,14 +106,18 @@ def test_without_its_flags_nothing_changes() -> None:
             ["--world_size", "8", "--precision", "fp8"],
             "no prediction for precision = fp8; use precision bf16, or --dry_",
         ),
-        (["--world_size", "8", "--model", "resnet"], "world_size predicts the layers of a gpt, but model = resnet"),
+        (
+            ["--world_size", "8", "--model", "resnet"],
+            "world_size predicts the layers of a gpt, but model = resnet",
+        ),
         (
             ["--world_size", "8", "--global_batch_size", "12"],
             r"world_size = 8 = 2\*2\*2: global_batch_size = 12 is not a multiple",
         ),
         (
             ["--world_size", "8", "--topology", "nvlink-400g", "--memory_gb", "0.0001"],
-            r"no layout fits world_size = 8 = 2\*2\*2: dp\*tp\*pp = .*does not fit: needs 0\.\d+ GB of 0.0001",
+            r"no layout fits world_size = 8 = 2\*2\*2: dp\*tp\*pp = .*does not fit: needs 0\.\d+ "
+            r"GB of 0.0001",
         ),
     ],
 )
@@ -104,13 +131,16 @@ def test_a_topology_without_a_peak_is_refused(tmp_path: Path) -> None:
     link = "{alpha_us: 1, bandwidth_gb_per_s: 10}"
     path.write_text(f"ranks_per_node: 2\nintra: {link}\ninter: {link}\n")
     with pytest.raises(
-        ConfigError, match=r"mine.yaml has no peak_tflops; write numbers .*use ethernet-25g, mig-slices"
+        ConfigError,
+        match=r"mine.yaml has no peak_tflops; write numbers .*use ethernet-25g, mig-slices",
     ):
         lines("--dry_run", "--world_size", "8", "--topology", str(path))
 
 
 def test_kubes_commands_refuse_it() -> None:
-    with pytest.raises(ConfigError, match="world_size = 8 would be ignored: `nanoray kube` predicts nothing"):
+    with pytest.raises(
+        ConfigError, match="world_size = 8 would be ignored: `nanoray kube` predicts nothing"
+    ):
         _with(Loaded(load_config(), frozenset(), True, Scale(8)), {})
 
 
@@ -119,10 +149,17 @@ def test_kubes_commands_refuse_it() -> None:
 
 def test_mesh_and_links() -> None:
     found = lines(*LARGE, "--topology", "nvlink-400g")
-    assert line(found, "mesh") == "mesh       4,096 ranks = dp 1024 × tp 4; 512 node(s) of 8 (nvlink-400g)"
+    assert (
+        line(found, "mesh")
+        == "mesh       4,096 ranks = dp 1024 × tp 4; 512 node(s) of 8 (nvlink-400g)"
+    )
     at = found.index(line(found, "axes"))
-    assert re.search(r"tp  1,024 group\(s\) of 4 +ranks 0 1 \.\. 3 +inside a node: 266 GB/s", found[at])
-    assert re.search(r"dp  4 group\(s\) of 1,024 +ranks 0 4 \.\. 4092 +between nodes, 2 on each", found[at + 1])
+    assert re.search(
+        r"tp  1,024 group\(s\) of 4 +ranks 0 1 \.\. 3 +inside a node: 266 GB/s", found[at]
+    )
+    assert re.search(
+        r"dp  4 group\(s\) of 1,024 +ranks 0 4 \.\. 4092 +between nodes, 2 on each", found[at + 1]
+    )
     assert "grown from 480 sequences to 12288" in line(found, "batch")
     assert found[-1] == "dry run: nothing was started"
 
@@ -137,7 +174,9 @@ def test_the_numbers_are_the_predictors() -> None:
     tokens = 12288 * 1024 / step.step_s
     mfu = 100 * flops_per_token(job.shape) * tokens / (989.4e12 * 4096)
     assert f"{tokens:,.0f} tok/s, MFU {mfu:.1f} %" in line(found, "speed")
-    assert f"{sum(step.memory.values()) / 1e9:.2f} GB per rank of 80: parameters" in line(found, "memory")
+    assert f"{sum(step.memory.values()) / 1e9:.2f} GB per rank of 80: parameters" in line(
+        found, "memory"
+    )
     best = search(job, 4096, 12, OnTopology(topology), Speed.of(topology), 80.0)
     assert f"{len(list(factorizations(4096)))} layouts of 4,096 ranks" in line(found, "layouts")
     at = found.index(line(found, "layouts"))
@@ -148,19 +187,31 @@ def test_the_numbers_are_the_predictors() -> None:
 
 def test_why_not_tp_16() -> None:
     wide = ["--n_head", "32", "--n_embd", "4096", "--n_layer", "32", "--micro_batch_size", "2"]
-    text = "\n".join(lines(*LARGE, "--topology", "nvlink-400g", *wide, "--global_batch_size", "4096"))
+    text = "\n".join(
+        lines(*LARGE, "--topology", "nvlink-400g", *wide, "--global_batch_size", "4096")
+    )
     assert re.search(r"tp 16 .*: \d+\.\d\d × the step: tp [\d,.]+ ms against", text)
     assert re.search(r"tp 64, 128, \.\.\. 4096 +tp does not divide n_head = 32", text)
     assert re.search(r"pp 64, 128, \.\.\. 4096 +pp does not divide n_layer = 32", text)
 
 
 def test_memory_of_devices_refuses_layouts() -> None:
-    large = ["--preset", "gpt2-124m", "--dry_run", "--world_size", "64", "--topology", "nvlink-400g"]
+    large = [
+        "--preset",
+        "gpt2-124m",
+        "--dry_run",
+        "--world_size",
+        "64",
+        "--topology",
+        "nvlink-400g",
+    ]
     sizes = ["--n_layer", "64", "--n_head", "64", "--n_embd", "8192", "--global_batch_size", "64"]
     sizes += ["--micro_batch_size", "1"]
     found = lines(*large, *sizes, "--tp", "8", "--memory_gb", "100")
     assert re.search(r"memory +125.21 GB per rank of 100: DOES NOT FIT", line(found, "memory"))
-    assert line(found, "asked").startswith("asked      dp 8 × tp 8: needs 125 GB of 100 (optimizer 52, parameters 26)")
+    assert line(found, "asked").startswith(
+        "asked      dp 8 × tp 8: needs 125 GB of 100 (optimizer 52, parameters 26)"
+    )
     assert re.search(r"dp 64 +does not fit: needs [\d.]+ GB of 100 \(optimizer", "\n".join(found))
     assert re.search(r"0 break a rule, \d+ do not fit; the best of \d+$", line(found, "layouts"))
 
@@ -177,21 +228,30 @@ def test_without_device_memory_nothing_is_left_out(tmp_path: Path) -> None:
 def test_without_a_topology_it_prints_bytes_and_memory() -> None:
     found = lines(*LARGE)
     assert "ms" not in "\n".join(found)
-    assert re.search(r"tp  all-reduce  activations +24 × 18\.9 MB +a rank sends 679\.5 MB$", line(found, "talk"))
-    assert line(found, "step") == "step       give --topology NAME or FILE for seconds and the best layouts"
+    assert re.search(
+        r"tp  all-reduce  activations +24 × 18\.9 MB +a rank sends 679\.5 MB$", line(found, "talk")
+    )
+    assert (
+        line(found, "step")
+        == "step       give --topology NAME or FILE for seconds and the best layouts"
+    )
     assert found[-1] == "dry run: nothing was started"
     alone = lines("--dry_run", "--world_size", "1")
     assert "talk       nothing: one rank" in alone
 
 
 @pytest.mark.parametrize("module", ["nanoray.launch.__main__", "nanoray.train.__main__"])
-def test_both_commands_print_it_and_start_nothing(module: str, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_commands_print_it_and_start_nothing(
+    module: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import importlib
 
     command = importlib.import_module(module)
     for name in ("local_slots", "_local_rendezvous", "connected"):
         if hasattr(command, name):
-            monkeypatch.setattr(command, name, lambda *args, **more: pytest.fail("it looked for devices"))
+            monkeypatch.setattr(
+                command, name, lambda *args, **more: pytest.fail("it looked for devices")
+            )
     loaded = parse_args(["--dry_run", "--world_size", "64", "--topology", "ethernet-25g"], "x", "y")
     run = command.launch if hasattr(command, "launch") else command.run_here
     assert run(loaded, 0.0) == 0
@@ -199,16 +259,26 @@ def test_both_commands_print_it_and_start_nothing(module: str, capsys: Any, monk
 
 
 def test_nanochats_rules_at_eight_ranks() -> None:
-    """8 x 32 x 2048 = 524,288 tokens a step; rates as given; decay and steps follow from the larger vocabulary."""
-    found = lines("--preset", "nanochat-d12", "--dry_run", "--world_size", "8", "--topology", "nvlink-400g")
+    """8 x 32 x 2048 = 524,288 tokens a step; rates as given; decay and steps follow from the larger
+    vocabulary.
+    """
+    found = lines(
+        "--preset", "nanochat-d12", "--dry_run", "--world_size", "8", "--topology", "nvlink-400g"
+    )
     assert line(found, "batch").endswith("32 seq × 1 accum × 8 dp × 2,048 tok = 524,288 tok/step")
     scale = 12 * 12 * 768**2 + 50304 * 768  # padded: 50,257 tokens
     more = scale / (12 * 12 * 768**2 + 32768 * 768)
     assert line(found, "scale  global_batch_size = 256: 2^19 tok")
-    assert line(found, f"scale  max_steps = {round(12 * scale / 2**19)}: D = 12 tok × S = {scale:,} parameters")
+    assert line(
+        found,
+        f"scale  max_steps = {round(12 * scale / 2**19)}: D = 12 tok × S = {scale:,} parameters",
+    )
     assert line(found, "scale  lr = 0.0006: 0.0006 × √(B/B_ref = 1)")
     assert line(found, "scale  muon_lr = 0.02: 0.02 × √(B/B_ref = 1)")
-    assert line(found, f"scale  weight_decay = {0.1 / more:.4g}: 0.1 × √(B/B_ref = 1) × D_ref/D = {1 / more:.3g}")
+    assert line(
+        found,
+        f"scale  weight_decay = {0.1 / more:.4g}: 0.1 × √(B/B_ref = 1) × D_ref/D = {1 / more:.3g}",
+    )
     assert " ms predicted = " in line(found, "step")
     assert re.search(r"memory     \d+\.\d+ GB per rank of 80: ", line(found, "memory"))
     assert "muon needs whole matrices" in "\n".join(found)

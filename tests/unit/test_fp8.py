@@ -1,4 +1,6 @@
-"""Products of 8-bit floats against float64: the rounding of operands, the sums, the gradients, and what is refused."""
+"""Products of 8-bit floats against float64: the rounding of operands, the sums, the gradients, and
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ from torch import Tensor, nn
 
 from nanoray.config import make_config
 from nanoray.errors import ConfigError
-from nanoray.models.fp8 import BACKWARD, FORWARD, Fp8Linear, product_of, quantize, scaled_product, use_fp8
+from nanoray.models.fp8 import (
+    BACKWARD,
+    FORWARD,
+    Fp8Linear,
+    product_of,
+    quantize,
+    scaled_product,
+    use_fp8,
+)
 from nanoray.models.gpt import GPT, ModelShape
 
 SCALINGS = (False, True)
@@ -38,7 +48,9 @@ def rounded(x: Tensor, dtype: torch.dtype, per_row: bool) -> Tensor:
 @pytest.mark.parametrize("per_row", SCALINGS)
 @pytest.mark.parametrize("dtypes", [(FORWARD, FORWARD), (BACKWARD, FORWARD)])
 def test_a_product_is_that_of_the_rounded_operands(dtypes: tuple[Any, Any], per_row: bool) -> None:
-    """Ties between two numbers of a format do not occur in these; the sum is float32's, the result bf16's."""
+    """Ties between two numbers of a format do not occur in these; the sum is float32's, the result
+    bf16's.
+    """
     a, b = drawn(24, 40, spread=2.0), drawn(16, 40, seed=1, spread=2.0)
     exact = rounded(a, dtypes[0], per_row) @ rounded(b, dtypes[1], per_row).t()
     found = scaled_product(a, b, dtypes, per_row)
@@ -51,7 +63,10 @@ def test_a_product_is_that_of_the_rounded_operands(dtypes: tuple[Any, Any], per_
 @pytest.mark.parametrize("kind", [FORWARD, BACKWARD])
 def test_the_emulation_is_torch_s_own_product(kind: Any, per_row: bool) -> None:
     """torch has the call that GPUs get also on CPUs."""
-    operands = quantize(drawn(32, 48, spread=2.0), kind, per_row), quantize(drawn(16, 48, seed=1), FORWARD, per_row)
+    operands = (
+        quantize(drawn(32, 48, spread=2.0), kind, per_row),
+        quantize(drawn(16, 48, seed=1), FORWARD, per_row),
+    )
     emulated, own = (product_of(*operands, hardware=hardware) for hardware in (False, True))
     assert (emulated.double() - own.double()).abs().max() <= 2.0**-8 * own.double().abs().max()
 
@@ -117,7 +132,10 @@ def test_only_linear_layers_of_blocks_change_and_names_stay() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"fp8_scaling": "row"}, "fp8_scaling = row would be ignored: precision = auto; use precision fp8, or drop"),
+        (
+            {"fp8_scaling": "row"},
+            "fp8_scaling = row would be ignored: precision = auto; use precision fp8, or drop",
+        ),
         ({"precision": "fp8", "model": "resnet"}, "fp8 .* model = resnet; use precision bf16"),
         ({"precision": "fp8", "experts": 4}, "but experts = 4; use precision bf16"),
         ({"precision": "fp8", "tp": 2}, "precision = fp8 with tp = 2"),
@@ -126,7 +144,8 @@ def test_only_linear_layers_of_blocks_change_and_names_stay() -> None:
         ({"precision": "fp8", "compile": True}, "precision = fp8 with compile = True"),
         (
             {"precision": "fp8", "activation_checkpointing": "block"},
-            "precision = fp8 with activation_checkpointing = block.*; drop activation_checkpointing, or use precis",
+            "precision = fp8 with activation_checkpointing = block.*; drop "
+            "activation_checkpointing, or use precis",
         ),
     ],
 )

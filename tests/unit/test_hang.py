@@ -1,4 +1,6 @@
-"""The watchdog: which rank is behind, and since when no rank has moved. Time is a number that the test sets."""
+"""The watchdog: which rank is behind, and since when no rank has moved. Time is a number that the
+test sets.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,18 @@ class Time:
         ([(5, "backward"), (5, "backward")], {}, [0, 1]),
         ([(5, "optimizer"), (6, "forward")], {}, [0]),
         ([(5, "data"), (5, "forward")], {}, [0]),
-        ([(5, "backward"), (5, "backward"), (5, "backward")], {0: 813, 1: 812, 2: 813}, [1]),  # it left one out
+        # It left one out
+        ([(5, "backward"), (5, "backward"), (5, "backward")], {0: 813, 1: 812, 2: 813}, [1]),
         ([(5, "backward"), (5, "forward")], {0: 812, 1: 813}, [1]),
     ],
 )
-def test_which_ranks_are_behind(positions: list[tuple[int, str]], collectives: dict[int, int], late: list[int]) -> None:
-    assert behind({rank: Position(*position) for rank, position in enumerate(positions)}, collectives) == late
+def test_which_ranks_are_behind(
+    positions: list[tuple[int, str]], collectives: dict[int, int], late: list[int]
+) -> None:
+    assert (
+        behind({rank: Position(*position) for rank, position in enumerate(positions)}, collectives)
+        == late
+    )
 
 
 def update(watchdog: Watchdog, *positions: tuple[int, str], written_at: float = 0.0) -> None:
@@ -45,7 +53,8 @@ def test_silence_is_counted_from_the_last_change() -> None:
     update(watchdog, (7, "backward"), (7, "forward"))
     assert not watchdog.hangs()
     time.now += 20
-    update(watchdog, (7, "backward"), (7, "forward"), written_at=1.0)  # same position, written again: progress
+    # Same position, written again: progress
+    update(watchdog, (7, "backward"), (7, "forward"), written_at=1.0)
     time.now += 20
     update(watchdog, (7, "backward"), (7, "forward"), written_at=1.0)
     assert not watchdog.hangs(), "20 s since the last change"
@@ -60,7 +69,9 @@ def test_silence_is_counted_from_the_last_change() -> None:
 
 @pytest.mark.parametrize("phases", [("init", "forward"), ("done", "done"), ("checkpoint", "log")])
 def test_phases_that_may_take_longer(phases: tuple[str, str]) -> None:
-    """Start-up has its own timeout, a finished rank does not move, and a checkpoint may take ten times as long."""
+    """Start-up has its own timeout, a finished rank does not move, and a checkpoint may take ten
+    times as long.
+    """
     time = Time()
     watchdog = Watchdog(range(2), 5.0, time)
     for _ in range(3):
@@ -80,7 +91,9 @@ def test_even_those_may_not_take_for_ever(phase: str) -> None:
 
 
 def test_an_honest_forward_may_be_longer_than_the_timeout() -> None:
-    """Nobody waits for anybody where all are in one forward; and the backward that follows takes twice as long."""
+    """Nobody waits for anybody where all are in one forward; and the backward that follows takes
+    twice as long.
+    """
     time = Time()
     watchdog = Watchdog(range(2), 5.0, time)
     for position in ((1, "forward"), (1, "backward"), (1, "backward"), (1, "backward")):

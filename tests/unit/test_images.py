@@ -24,7 +24,9 @@ PER_BATCH = 20
 
 
 def archive(**changed: bytes | None) -> bytes:
-    """Return a small archive in the format of the real one; `changed` replaces or leaves out members by their stem."""
+    """Return a small archive in the format of the real one; `changed` replaces or leaves out
+    members by their stem.
+    """
     members = {f"data_batch_{n}": generate((n - 1) * PER_BATCH, PER_BATCH) for n in range(1, 6)}
     members |= {"test_batch": generate(5 * PER_BATCH, PER_BATCH)}
     out = io.BytesIO()
@@ -73,8 +75,14 @@ def test_the_archive_gives_the_records_of_its_six_batches_in_order() -> None:
     [
         (archive(data_batch_3=None), "has no cifar-10-batches-bin/data_batch_3.bin"),
         (archive(test_batch=b""), "test_batch.bin has 0 bytes, not a multiple of 3073"),
-        (archive(data_batch_1=generate(0, 2)[:-1]), "data_batch_1.bin has 6145 bytes, not a multiple of 3073"),
-        (archive(data_batch_2=b"\x0a" + bytes(RECORD - 1)), "data_batch_2.bin: image 0 has class 10, above 9"),
+        (
+            archive(data_batch_1=generate(0, 2)[:-1]),
+            "data_batch_1.bin has 6145 bytes, not a multiple of 3073",
+        ),
+        (
+            archive(data_batch_2=b"\x0a" + bytes(RECORD - 1)),
+            "data_batch_2.bin: image 0 has class 10, above 9",
+        ),
         (archive()[:5000], "not CIFAR-10's binary archive"),
         (b"no archive", "not CIFAR-10's binary archive"),
     ],
@@ -84,12 +92,19 @@ def test_a_strange_archive_is_refused(broken: bytes, message: str) -> None:
         read_archive(broken)
 
 
-def test_cifar10_comes_from_a_url_and_then_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cifar10_comes_from_a_url_and_then_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, small = tmp_path / "cifar-10-binary.tar.gz", archive()
     path.write_bytes(small)
     monkeypatch.setattr(cifar10, "SHA256", hashlib.sha256(small).hexdigest())
     first = prepare_any(config(data_url=path.as_uri()))
-    assert (first.name, first.kind, first.train_tokens, first.val_tokens) == ("cifar10", "images", 100, 20)
+    assert (first.name, first.kind, first.train_tokens, first.val_tokens) == (
+        "cifar10",
+        "images",
+        100,
+        20,
+    )
     assert first.vocab_size == len(CLASSES)
     path.unlink()
     again = prepare_any(config("auto", data_url=path.as_uri()))
@@ -99,7 +114,9 @@ def test_cifar10_comes_from_a_url_and_then_from_the_cache(tmp_path: Path, monkey
     raw = np.frombuffer(generate(5 * PER_BATCH, PER_BATCH), np.uint8).reshape(20, RECORD)
     assert y.tolist() == raw[:, 0].tolist()
     pixels = x * torch.tensor(STD).view(3, 1, 1) + torch.tensor(MEAN).view(3, 1, 1)
-    assert torch.allclose(pixels.flatten(1), torch.from_numpy(raw[:, 1:].astype(np.float32)), atol=1e-3)
+    assert torch.allclose(
+        pixels.flatten(1), torch.from_numpy(raw[:, 1:].astype(np.float32)), atol=1e-3
+    )
 
 
 def test_a_damaged_cache_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +149,9 @@ def test_cifar10_by_name_is_never_replaced(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("no_network")
-def test_without_internet_images_are_generated_and_the_note_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_internet_images_are_generated_and_the_note_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(cifar10, "TRAIN_IMAGES", 60)
     monkeypatch.setattr(cifar10, "VAL_IMAGES", 20)
     info = prepare(config("auto"))
@@ -199,7 +218,9 @@ def test_any_number_of_ranks_cuts_the_same_samples(data: ImageData, dp: int) -> 
 
 
 def test_each_sample_is_a_crop_of_its_padded_image_perhaps_mirrored(data: ImageData) -> None:
-    """Found by trying all 162 ways; every place and both sides occur, and a repeated draw is the same."""
+    """Found by trying all 162 ways; every place and both sides occur, and a repeated draw is the
+    same.
+    """
     x, y = data.train_batch(0, TRAIN)
     raw = np.frombuffer(generate(0, TRAIN), np.uint8).reshape(TRAIN, RECORD)
     mean, std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)

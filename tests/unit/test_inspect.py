@@ -1,4 +1,6 @@
-"""The dump of a model: its figures against formulas, a real batch and a real run's pieces; each check with its bug."""
+"""The dump of a model: its figures against formulas, a real batch and a real run's pieces; each
+check with its bug.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ from nanoray.checkpoint.files import load, open_checkpoint, save
 from nanoray.cli import parse_args
 from nanoray.config import make_config
 from nanoray.errors import ConfigError
+from nanoray.forecast.owners import MOST_RANKS
 from nanoray.inspect.__main__ import main
 from nanoray.inspect.layers import layers_of, totals
 from nanoray.inspect.subject import Subject, find_subject
@@ -27,12 +30,20 @@ from nanoray.models.costs import activation_memory, count_parameters, flops_per_
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.resnet_costs import activation_memory as resnet_memory
 from nanoray.models.resnet_costs import flops_per_image
-from nanoray.parallel.owners import MOST_RANKS
 from tests.harness.browser import in_chromium, require_width
 from tests.harness.ranks import make_spec, run_ranks
 
 OWN = "examples/own_model.py"
-RESNET = ["--model", "resnet", "--resnet_depth", "8", "--micro_batch_size", "2", "--global_batch_size", "2"]
+RESNET = [
+    "--model",
+    "resnet",
+    "--resnet_depth",
+    "8",
+    "--micro_batch_size",
+    "2",
+    "--global_batch_size",
+    "2",
+]
 
 
 def subject_of(*flags: str, target: str = "tiny", ranks: int | None = None) -> Subject:
@@ -60,24 +71,38 @@ def check(found: dict[str, Any], name: str) -> dict[str, Any]:
     ],
 )
 def test_layers_add_up_to_the_whole_formulas(flags: tuple[str, ...]) -> None:
-    """The FLOPs are MFU's, the bytes those that a dry run prints, with the part of the logits that waits."""
+    """The FLOPs are MFU's, the bytes those that a dry run prints, with the part of the logits that
+    waits.
+    """
     subject = subject_of(*flags)
     shape, config, micro = subject.shape, subject.config, subject.batch.micro
     assert isinstance(shape, ModelShape)
     layers = layers_of(subject, [])
-    assert [layer.name for layer in layers] == ["embedding", "blocks.0", "blocks.1", "norm, head, loss"]
+    assert [layer.name for layer in layers] == [
+        "embedding",
+        "blocks.0",
+        "blocks.1",
+        "norm, head, loss",
+    ]
     sums = totals(layers)
     tokens, how = micro * shape.block_size, config.activation_checkpointing
     assert sums["parameters"] == count_parameters(shape)
     again = layers[1].forward_flops if how == "block" else 0
-    assert sums["forward_flops"] + sums["backward_flops"] == tokens * flops_per_token(shape) + 2 * again  # type: ignore[operator]
+    assert (
+        sums["forward_flops"] + sums["backward_flops"]
+        == tokens * flops_per_token(shape) + 2 * again
+    )  # type: ignore[operator]
     parts = activation_memory(shape, micro, config.precision, how)
     kept = parts["activations"] + parts["copies"] + 4 * tokens * shape.logit_columns
-    if how == "block":  # a block that is computed again is there for a moment, and waits for nothing
+    # A block that is computed again is there for a moment, and waits for nothing
+    if how == "block":
         assert sums["kept"] < kept  # type: ignore[operator]
     else:
         assert sums["kept"] == kept
-    assert (sums["weights"], sums["optimizer"]) == (4 * count_parameters(shape), 8 * count_parameters(shape))
+    assert (sums["weights"], sums["optimizer"]) == (
+        4 * count_parameters(shape),
+        8 * count_parameters(shape),
+    )
 
 
 def test_layers_of_a_resnet_add_up() -> None:
@@ -91,21 +116,35 @@ def test_the_tree_of_a_gpt() -> None:
     told = dump(subject_of())
     rows = modules(told)
     qkv, norm2 = rows["blocks.1.attn.qkv"], rows["blocks.1.norm2"]
-    assert (qkv["inputs"], qkv["outputs"]) == ([((12, 32, 32), "float32")], [((12, 32, 96), "float32")])
+    assert (qkv["inputs"], qkv["outputs"]) == (
+        [((12, 32, 32), "float32")],
+        [((12, 32, 96), "float32")],
+    )
     tokens = 12 * 32
-    assert (qkv["forward_flops"], qkv["backward_flops"]) == (2 * 32 * 96 * tokens, 4 * 32 * 96 * tokens)
-    assert norm2["reads"] == ["blocks.0", "blocks.1.attn"], "the residual stream, and what attention adds"
-    assert rows["blocks.1.attn.proj"]["reads"] == ["blocks.1.attn.qkv"], "through attention, which is no module"
+    assert (qkv["forward_flops"], qkv["backward_flops"]) == (
+        2 * 32 * 96 * tokens,
+        4 * 32 * 96 * tokens,
+    )
+    assert norm2["reads"] == ["blocks.0", "blocks.1.attn"], (
+        "the residual stream, and what attention adds"
+    )
+    assert rows["blocks.1.attn.proj"]["reads"] == ["blocks.1.attn.qkv"], (
+        "through attention, which is no module"
+    )
     assert rows["dropout"]["reads"] == ["tok_emb", "pos_emb"]
     assert (told["loss_reads"], told["unused"]) == (["lm_head"], [])
     tied = next(row for row in told["tensors"] if row["name"] == "lm_head.weight")
     assert tied["tied_to"] == "tok_emb.weight"
     block = 2 * 12 * 32**2 + 4 * 32 * 32  # its matrices, and attention to 32 positions
-    assert sum(row["forward_flops"] for row in told["modules"]) == tokens * (2 * block + 2 * 32 * 65)
+    assert sum(row["forward_flops"] for row in told["modules"]) == tokens * (
+        2 * block + 2 * 32 * 65
+    )
 
 
 def test_owners_by_axis() -> None:
-    """Rank = (p·dp + d)·tp + t; with tp the middle dimension of (3, C, C) is cut, and a stage has one block."""
+    """Rank = (p·dp + d)·tp + t; with tp the middle dimension of (3, C, C) is cut, and a stage has
+    one block.
+    """
     told = dump(subject_of("--tp=2", "--pp=2", "--dp_mode=zero2", "--grad_accum_steps=2", ranks=8))
     rows = {row["name"]: row for row in told["tensors"]}
     qkv, emb = rows["blocks.1.attn.qkv.weight"], rows["tok_emb.weight"]
@@ -125,14 +164,22 @@ def test_ranks_as_text() -> None:
 # One batch.
 
 
-def verified(subject: Subject, model: nn.Module, told: dict[str, Any] | None = None) -> dict[str, Any]:
+def verified(
+    subject: Subject, model: nn.Module, told: dict[str, Any] | None = None
+) -> dict[str, Any]:
     x, _ = subject.example or (None, None)
     assert isinstance(x, Tensor)
     source = torch.Generator().manual_seed(1)
     if x.is_floating_point():
-        batch = torch.randn(x.shape, generator=source), torch.randint(10, x.shape[:1], generator=source)
+        batch = (
+            torch.randn(x.shape, generator=source),
+            torch.randint(10, x.shape[:1], generator=source),
+        )
     else:
-        batch = torch.randint(65, x.shape, generator=source), torch.randint(65, x.shape, generator=source)
+        batch = (
+            torch.randint(65, x.shape, generator=source),
+            torch.randint(65, x.shape, generator=source),
+        )
     return verify_model(subject, told or dump(subject), model, *batch)
 
 
@@ -157,7 +204,9 @@ def test_a_batch_keeps_what_was_predicted(flags: tuple[str, ...], tolerance: flo
     found = verified(subject, new_model(subject))
     assert found["ok"], found["checks"]
     for row in found["layers"]:
-        assert row["kept_measured"] == pytest.approx(row["kept"], rel=tolerance, abs=2048), row["name"]
+        assert row["kept_measured"] == pytest.approx(row["kept"], rel=tolerance, abs=2048), row[
+            "name"
+        ]
         assert row["optimizer_measured"] == row["optimizer"], row["name"]
 
 
@@ -178,7 +227,10 @@ def test_an_untied_weight_is_found() -> None:
     assert check(found, "tied")["found"] == (
         "lm_head.weight is not tok_emb.weight: they are two tensors, and would drift apart"
     )
-    want, have = f"{count_parameters(subject.shape):,}", f"{count_parameters(subject.shape) + 128 * 32:,}"  # type: ignore[arg-type]
+    want, have = (
+        f"{count_parameters(subject.shape):,}",
+        f"{count_parameters(subject.shape) + 128 * 32:,}",
+    )  # type: ignore[arg-type]
     assert check(found, "parameters")["found"] == f"{have} parameters, by the formula {want}"
 
 
@@ -197,7 +249,12 @@ class Bypassed(nn.Module):
 
     def __init__(self, block: nn.Module, computed: bool) -> None:
         super().__init__()
-        self.norm1, self.attn, self.norm2, self.mlp = block.norm1, block.attn, block.norm2, block.mlp
+        self.norm1, self.attn, self.norm2, self.mlp = (
+            block.norm1,
+            block.attn,
+            block.norm2,
+            block.mlp,
+        )
         self.computed = computed
 
     def forward(self, x: Tensor, cache: Any = None) -> Tensor:
@@ -216,9 +273,15 @@ def test_a_dead_branch_is_found(computed: bool) -> None:
     found = verified(subject, model)
     problems = check(found, "called")["problems"]
     if computed:
-        assert problems == [f"the loss does not depend on the result of blocks.0.{name}" for name in ("norm2", "mlp")]
+        assert problems == [
+            f"the loss does not depend on the result of blocks.0.{name}"
+            for name in ("norm2", "mlp")
+        ]
     else:
-        assert problems == ["blocks.0.norm2 (LayerNorm) is never called", "blocks.0.mlp (MLP) is never called"]
+        assert problems == [
+            "blocks.0.norm2 (LayerNorm) is never called",
+            "blocks.0.mlp (MLP) is never called",
+        ]
         assert "blocks.0.norm2 inputs nothing, in the tree (" in check(found, "shapes")["found"]
     assert len(check(found, "gradients")["problems"]) == 3
     assert not found["ok"]
@@ -238,7 +301,9 @@ def test_another_connection_is_found() -> None:
 # Runs and checkpoints.
 
 
-def told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, Any], str]:
+def told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], *argv: str
+) -> tuple[int, dict[str, Any], str]:
     """Run the command, and return its exit code, its JSON, which is strict, and its text."""
     code = main([*argv, "--json", str(tmp_path / "dump.json")])
     told = json.loads((tmp_path / "dump.json").read_text(), parse_constant=no_json)
@@ -256,20 +321,29 @@ def no_json(constant: str) -> None:
         {"tp": 2},
         pytest.param({"dp_mode": "fsdp"}, marks=pytest.mark.full),
         pytest.param({"pp": 2, "grad_accum_steps": 2}, marks=pytest.mark.full),
-        pytest.param({"experts": 4, "experts_per_token": 2, "ep": 2, "dp_mode": "zero2"}, marks=pytest.mark.full),
+        pytest.param(
+            {"experts": 4, "experts_per_token": 2, "ep": 2, "dp_mode": "zero2"},
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_owners_are_those_that_wrote_a_checkpoint(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, Any]
 ) -> None:
-    """Each rank's part of a real run's checkpoint has the boxes that the dump says, and no rank wrote another piece."""
+    """Each rank's part of a real run's checkpoint has the boxes that the dump says, and no rank
+    wrote another piece.
+    """
     spec = make_spec(text, tmp_path / "runs", **settings)
     assert all("error" not in outcome for outcome in run_ranks(spec, 2))
     code, told, out = told_of(tmp_path, capsys, str(spec.folder), "--verify")
     assert code == 0, out
     assert (told["ranks"], told["step"]) == (2, 8)
     content = open_checkpoint(Path(told["checkpoint"]))[1]
-    wrote = {(n, rank): piece["boxes"] for rank, of in enumerate(content["pieces"]) for n, piece in of.items()}
+    wrote = {
+        (n, rank): piece["boxes"]
+        for rank, of in enumerate(content["pieces"])
+        for n, piece in of.items()
+    }
     said = {
         (row["name"], rank): piece["boxes"]
         for row in told["tensors"]
@@ -282,7 +356,9 @@ def test_owners_are_those_that_wrote_a_checkpoint(
     assert {name for name, _ in said} == {name for name, _ in wrote}
 
 
-def test_a_run_and_two_of_its_checkpoints(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_and_two_of_its_checkpoints(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     spec = make_spec(text, tmp_path / "runs", checkpoint_every=4)
     assert "error" not in run_ranks(spec, 1)[0]
     old, new = (spec.checkpoints / f"step_{step:08d}" for step in (4, 8))
@@ -299,8 +375,13 @@ def test_a_run_and_two_of_its_checkpoints(text: Path, tmp_path: Path, capsys: py
     assert all(row["equal"] for row in told["against"]["tensors"]), "the run's newest is this one"
     assert main([str(new), "--n_embd=64", "--verify"]) != 0
     assert "drop the flags that change the model" in capsys.readouterr().err
-    assert main([str(spec.folder), f"--resume={old}"]) == ConfigError.exit_code, "one checkpoint, not the last named"
-    assert f"resume = {old} would be ignored: {spec.folder} names the configuration" in capsys.readouterr().err
+    assert main([str(spec.folder), f"--resume={old}"]) == ConfigError.exit_code, (
+        "one checkpoint, not the last named"
+    )
+    assert (
+        f"resume = {old} would be ignored: {spec.folder} names the configuration"
+        in capsys.readouterr().err
+    )
     state = load(new)
     state.model["blocks.0.mlp.up.weight"][0, 0] = torch.nan
     state.model["norm.weight"][0] = torch.inf
@@ -312,7 +393,11 @@ def test_a_run_and_two_of_its_checkpoints(text: Path, tmp_path: Path, capsys: py
     assert told["verify"]["loss"] is None
     rows = {row["name"]: row for row in told["against"]["tensors"]}
     for name in ("blocks.0.mlp.up.weight", "norm.weight"):
-        assert (rows[name]["rms"], rows[name]["difference"], rows[name]["relative"]) == (None, None, None)
+        assert (rows[name]["rms"], rows[name]["difference"], rows[name]["relative"]) == (
+            None,
+            None,
+            None,
+        )
     assert rows["blocks.1.mlp.up.weight"]["rms"] > 0
 
 
@@ -381,7 +466,9 @@ def test_a_script_with_its_own_model(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_script_has_its_folder_and_no_arguments(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `python SCRIPT.py`: modules beside it are found, also in main, and inspect's arguments are not its own."""
+    """As `python SCRIPT.py`: modules beside it are found, also in main, and inspect's arguments are
+    not its own.
+    """
     before, after = SCRIPT.replace("EXTRA", "x = self.extra(x)").split("def main(run):\n")
     path = tmp_path / "own.py"
     (tmp_path / "net_beside.py").write_text(before)
@@ -405,10 +492,18 @@ def test_a_script_has_its_folder_and_no_arguments(
 @pytest.mark.parametrize(
     ("own", "beside", "said"),
     [
-        ("import broken_beside", "x = 1\n1 / 0", "broken_beside.py:2: ZeroDivisionError: division by zero;"),
+        (
+            "import broken_beside",
+            "x = 1\n1 / 0",
+            "broken_beside.py:2: ZeroDivisionError: division by zero;",
+        ),
         ("x = 1\nimport broken_beside", "x = (", "broken_beside.py:1: SyntaxError: "),
         ("x = 1\nx +", "", "own.py:2: SyntaxError: "),
-        ("import nowhere_at_all", "", "own.py:1: ModuleNotFoundError: No module named 'nowhere_at_all';"),
+        (
+            "import nowhere_at_all",
+            "",
+            "own.py:1: ModuleNotFoundError: No module named 'nowhere_at_all';",
+        ),
         ("import json\njson.loads('{')", "", "own.py:2: JSONDecodeError: "),
         ("\nraise SystemExit(3)", "", "own.py:2: SystemExit: 3;"),
     ],
@@ -425,7 +520,9 @@ def test_a_script_that_fails_is_told_with_its_line(
         sys.modules.pop("broken_beside", None)
     error = capsys.readouterr().err
     assert error.startswith(f"error: {tmp_path}/{said}")
-    assert error.endswith('without arguments: mend it, or move what fails below if __name__ == "__main__":\n')
+    assert error.endswith(
+        'without arguments: mend it, or move what fails below if __name__ == "__main__":\n'
+    )
     assert (sys.argv, sys.path) == (argv, folders)
 
 
@@ -436,7 +533,9 @@ def test_a_run_of_a_scripts_model(tmp_path: Path, capsys: pytest.CaptureFixture[
 
     path = tmp_path / "own.py"
     path.write_text(
-        SCRIPT.replace("EXTRA", "x = self.extra(x)").replace('"device"', f'"out_dir": "{tmp_path}/runs", "device"')
+        SCRIPT.replace("EXTRA", "x = self.extra(x)").replace(
+            '"device"', f'"out_dir": "{tmp_path}/runs", "device"'
+        )
     )
     done = run(str(path))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -455,7 +554,13 @@ def test_a_run_of_a_scripts_model(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.fixture
 def page(tmp_path: Path, text: Path) -> Path:
     path = tmp_path / "page.html"
-    flags = [f"--dataset={text}", f"--data_dir={text.parent}/cache", "--tp=2", "--world_size=4", "--dp_mode=zero1"]
+    flags = [
+        f"--dataset={text}",
+        f"--data_dir={text.parent}/cache",
+        "--tp=2",
+        "--world_size=4",
+        "--dp_mode=zero1",
+    ]
     assert main(["tiny", *flags, "--verify", "--html", str(path)]) == 0
     return path
 
@@ -470,7 +575,10 @@ def test_a_batch_of_the_data_that_is_here(
     assert (code, told["verify"]["ok"]) == (0, True)
     subject = subject_of()
     assert subject.dataset.vocab_size == 65
-    with pytest.raises(ConfigError, match=r"its data is not here, and stdlib: .* has another vocabulary; verify where"):
+    with pytest.raises(
+        ConfigError,
+        match=r"its data is not here, and stdlib: .* has another vocabulary; verify where",
+    ):
         verify(subject, dump(subject))
 
 
@@ -495,7 +603,11 @@ def test_a_browser_shows_it_without_overflow(page: Path, width: int) -> None:
 def test_names_are_escaped(tmp_path: Path) -> None:
     from nanoray.inspect.page import page as page_of
 
-    told = dump(subject_of()) | {"verify": None, "against": None, "subject": "</title><script>x</script>"}
+    told = dump(subject_of()) | {
+        "verify": None,
+        "against": None,
+        "subject": "</title><script>x</script>",
+    }
     assert "<script" not in page_of(told)
 
 
@@ -510,9 +622,18 @@ def test_names_are_escaped(tmp_path: Path) -> None:
         ([OWN, "--function=mein"], "has no function mein, which nanoray.launch would call"),
         (["tiny", "--against=runs/none"], "there are no weights to compare with"),
         (["tiny", "--json=/nowhere/x.json"], "cannot write /nowhere/x.json"),
-        (["tiny", "--preset", "gpt2-124m"], "preset = gpt2-124m would be ignored: tiny names the configuration; drop"),
-        (["tiny", "--config=x.yaml"], "config = x.yaml would be ignored: tiny names the configuration; drop --config"),
-        (["tiny", "--resume=runs/R"], "resume = runs/R would be ignored: tiny names the configuration; drop --resume"),
+        (
+            ["tiny", "--preset", "gpt2-124m"],
+            "preset = gpt2-124m would be ignored: tiny names the configuration; drop",
+        ),
+        (
+            ["tiny", "--config=x.yaml"],
+            "config = x.yaml would be ignored: tiny names the configuration; drop --config",
+        ),
+        (
+            ["tiny", "--resume=runs/R"],
+            "resume = runs/R would be ignored: tiny names the configuration; drop --resume",
+        ),
         (
             ["tiny", "--quiet"],
             "quiet would be ignored: inspect starts nothing and predicts no step; drop --quiet",
@@ -521,17 +642,40 @@ def test_names_are_escaped(tmp_path: Path) -> None:
             ["tiny", "--dry_run"],
             "dry_run would be ignored: inspect starts nothing and predicts no step; drop --dry_run",
         ),
-        (["tiny", "--topology=x", "--world_size=2"], "topology = x would be ignored: inspect starts nothing and"),
-        (["tiny", "--memory_gb", "8"], "memory_gb = 8 would be ignored: inspect starts nothing and predicts no step"),
-        (["tiny", "--config"], "argument --config: expected one argument; see nanoray inspect --help"),
-        ([OWN, "--config=/nowhere.yaml"], "config = /nowhere.yaml would be ignored: a script's configuration is flags"),
-        ([OWN, "--preset=tiny"], "preset = tiny would be ignored: a script's configuration is flags; drop --preset"),
-        ([OWN, "--resume", "runs/R"], "resume = runs/R would be ignored: a script's configuration is flags; drop"),
-        ([OWN, "--dry_run"], "dry_run would be ignored: inspect starts nothing and predicts no step; drop --dry_run"),
+        (
+            ["tiny", "--topology=x", "--world_size=2"],
+            "topology = x would be ignored: inspect starts nothing and",
+        ),
+        (
+            ["tiny", "--memory_gb", "8"],
+            "memory_gb = 8 would be ignored: inspect starts nothing and predicts no step",
+        ),
+        (
+            ["tiny", "--config"],
+            "argument --config: expected one argument; see nanoray inspect --help",
+        ),
+        (
+            [OWN, "--config=/nowhere.yaml"],
+            "config = /nowhere.yaml would be ignored: a script's configuration is flags",
+        ),
+        (
+            [OWN, "--preset=tiny"],
+            "preset = tiny would be ignored: a script's configuration is flags; drop --preset",
+        ),
+        (
+            [OWN, "--resume", "runs/R"],
+            "resume = runs/R would be ignored: a script's configuration is flags; drop",
+        ),
+        (
+            [OWN, "--dry_run"],
+            "dry_run would be ignored: inspect starts nothing and predicts no step; drop --dry_run",
+        ),
         ([OWN, "--model=gpt"], f"model = gpt would be ignored: {OWN} brings its own; drop --model"),
     ],
 )
-def test_errors_tell_the_remedy(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_tell_the_remedy(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(argv) == ConfigError.exit_code or said.startswith("there are no weights")
     assert said in capsys.readouterr().err
 
@@ -542,15 +686,21 @@ def test_a_script_may_be_told_that_the_model_is_its_own() -> None:
 
 @pytest.mark.parametrize("key", ["config", "preset"])
 def test_values_in_the_place_of_a_preset_leave_no_room_for_one(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{key} = .* would be ignored: .* from flags alone; drop --{key}$"):
-        parse_args([f"--{key}=tiny"], "nanoray inspect", "", base={"model": "own", "micro_batch_size": 4})
+    with pytest.raises(
+        ConfigError, match=f"^{key} = .* would be ignored: .* from flags alone; drop --{key}$"
+    ):
+        parse_args(
+            [f"--{key}=tiny"], "nanoray inspect", "", base={"model": "own", "micro_batch_size": 4}
+        )
 
 
 def test_too_many_ranks_have_a_tree_without_owners() -> None:
     subject = subject_of("--global_batch_size=256", ranks=MOST_RANKS * 2)
     assert subject.layout == Layout(dp=256)
     told = dump(subject)
-    assert any(f"at most {MOST_RANKS} ranks are laid out one by one" in note for note in told["notes"])
+    assert any(
+        f"at most {MOST_RANKS} ranks are laid out one by one" in note for note in told["notes"]
+    )
     assert "held" not in told["tensors"][0]
 
 

@@ -1,4 +1,6 @@
-"""What a driver writes onto its Ray job: never over a state that Ray wrote, and never at the cost of the run."""
+"""What a driver writes onto its Ray job: never over a state that Ray wrote, and never at the cost
+of the run.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ class Store:
     """The part of Ray's key-value store that the jobs API uses."""
 
     def __init__(self, status: str = "RUNNING") -> None:
-        self.values = {KEY: json.dumps({"status": status, "message": "by Ray", "metadata": {"owner": "me"}}).encode()}
+        self.values = {
+            KEY: json.dumps(
+                {"status": status, "message": "by Ray", "metadata": {"owner": "me"}}
+            ).encode()
+        }
         self.answers = threading.Event()
         self.answers.set()
 
@@ -32,7 +38,9 @@ class Store:
             raise TimeoutError
         return self.values[key]
 
-    def internal_kv_put(self, key: bytes, value: bytes, overwrite: bool, namespace: bytes, timeout: float) -> None:
+    def internal_kv_put(
+        self, key: bytes, value: bytes, overwrite: bool, namespace: bytes, timeout: float
+    ) -> None:
         assert (overwrite, namespace) == (True, b"job")
         self.values[key] = value
 
@@ -74,14 +82,23 @@ def test_it_follows_the_run_and_keeps_the_metadata_of_others(spec: RunSpec, stor
     folder = str(spec.folder)
     with JobReport(spec) as report:
         until(lambda: "nanoray_state" in store.info["metadata"])
-        assert store.info["metadata"] == {"owner": "me", "nanoray_state": "starting", "nanoray_folder": folder}
+        assert store.info["metadata"] == {
+            "owner": "me",
+            "nanoray_state": "starting",
+            "nanoray_folder": folder,
+        }
         log_step(spec, 10)
         until(lambda: store.info["metadata"].get("nanoray_step") == "10/40")
-        assert store.info["message"] == f"training · folder {folder} · step 10/40 · loss 2.5000 · eta 0:30"
+        assert (
+            store.info["message"]
+            == f"training · folder {folder} · step 10/40 · loss 2.5000 · eta 0:30"
+        )
         log_step(spec, 40)
         report.state = "finished"
     assert store.info["metadata"]["nanoray_state"] == "finished"
-    assert store.info["metadata"]["nanoray_step"] == "40/40", "the last step is there when the driver ends"
+    assert store.info["metadata"]["nanoray_step"] == "40/40", (
+        "the last step is there when the driver ends"
+    )
 
 
 def test_a_state_that_ray_wrote_is_never_overwritten(spec: RunSpec, store: Store) -> None:
@@ -114,7 +131,9 @@ def test_a_head_that_does_not_answer_costs_seconds_at_the_end_and_nothing_else(
     assert not report._thread.is_alive()
 
 
-@pytest.mark.parametrize("value", [None, "", "no json", "[]", "{}", '{"metadata": null}', '{"metadata": {}}'])
+@pytest.mark.parametrize(
+    "value", [None, "", "no json", "[]", "{}", '{"metadata": null}', '{"metadata": {}}']
+)
 def test_a_driver_outside_of_a_job_reports_nothing(
     spec: RunSpec, store: Store, monkeypatch: pytest.MonkeyPatch, value: str | None
 ) -> None:

@@ -1,4 +1,6 @@
-"""Attention, loss and positions computed in other ways: equal to the first way, in forward and backward."""
+"""Attention, loss and positions computed in other ways: equal to the first way, in forward and
+backward.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +13,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoray.config import load_config, make_config, recipe_of
+from nanoray.devices.choose import choose_attention
 from nanoray.errors import ConfigError
-from nanoray.mesh.devices import choose_attention
 from nanoray.models.build import gpt_of, kernels_of
 from nanoray.models.costs import activation_memory, count_parameters, flops_per_token, with_kernels
 from nanoray.models.gpt import GPT, KVCache, ModelShape
 from nanoray.models.kernels import Kernels, chunked_cross_entropy, plain_attention, rotate
 from nanoray.models.moe import RouterTraining
 from nanoray.models.sampling import generate
-from nanoray.train.recipe import compile_layers
+from nanoray.parallel.compile import compile_layers
 
 PLAIN, CHUNKED = Kernels("plain"), Kernels(loss_chunk=7)
 
 
-def made(kernels: Kernels = Kernels(), vocab_size: int = 65, rotary: bool = False, dropout: float = 0.0) -> GPT:  # noqa: B008
-    """A float64 model with large weights everywhere; equal arguments but for the kernels give equal weights."""
+def made(
+    kernels: Kernels = Kernels(),  # noqa: B008
+    vocab_size: int = 65,
+    rotary: bool = False,
+    dropout: float = 0.0,
+) -> GPT:
+    """A float64 model with large weights everywhere; equal arguments but for the kernels give equal
+    weights.
+    """
     torch.manual_seed(0)
     shape = ModelShape(2, 4, 32, 8, True, vocab_size, rotary=rotary)
     model = GPT(shape, dropout, "none", RouterTraining(), kernels).double()
@@ -64,17 +73,25 @@ def test_plain_attention_is_attention(T: int, S: int) -> None:
 @pytest.mark.parametrize("kernels", [PLAIN, CHUNKED], ids=["plain", "chunked"])
 @pytest.mark.parametrize("vocab_size", [65, 60])
 def test_a_model_learns_the_same(kernels: Kernels, vocab_size: int) -> None:
-    """65 tokens: lm_head cuts the padding away. 60: it masks 4 rows. 24 tokens are chunks of 7, 7, 7 and 3."""
-    (loss, grads), (other, others) = learned(made(vocab_size=vocab_size)), learned(made(kernels, vocab_size))
+    """65 tokens: lm_head cuts the padding away. 60: it masks 4 rows. 24 tokens are chunks of 7, 7,
+    7 and 3.
+    """
+    (loss, grads), (other, others) = (
+        learned(made(vocab_size=vocab_size)),
+        learned(made(kernels, vocab_size)),
+    )
     torch.testing.assert_close(other, loss, rtol=1e-6, atol=0)
     for mine, its in zip(others, grads, strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-4, atol=2e-6)  # the whole loss passes through a float32 softmax
+        # The whole loss passes through a float32 softmax
+        torch.testing.assert_close(mine, its, rtol=1e-4, atol=2e-6)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 24, 1000])
 def test_the_chunked_loss_at_every_size(chunk: int) -> None:
     source = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(*size, generator=source, dtype=torch.float64) for size in ((24, 16), (64, 16)))
+    x, w = (
+        torch.randn(*size, generator=source, dtype=torch.float64) for size in ((24, 16), (64, 16))
+    )
     targets, found = tokens(60).flatten(), []
     for how in ("chunked", "whole"):
         inputs = [x.clone().requires_grad_(), w.clone().requires_grad_()]
@@ -86,12 +103,16 @@ def test_the_chunked_loss_at_every_size(chunk: int) -> None:
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
     with torch.no_grad():
-        assert chunked_cross_entropy(x, w, targets, 60, chunk).item() == pytest.approx(found[1][0].item(), rel=1e-6)
+        assert chunked_cross_entropy(x, w, targets, 60, chunk).item() == pytest.approx(
+            found[1][0].item(), rel=1e-6
+        )
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 def test_the_chunked_loss_in_16_bits_and_under_a_loss_scale(kind: torch.dtype) -> None:
-    """fp16's gradients of single tokens are above its smallest numbers: 1/N and the scale come in afterwards."""
+    """fp16's gradients of single tokens are above its smallest numbers: 1/N and the scale come in
+    afterwards.
+    """
     source = torch.Generator().manual_seed(0)
     x, w = torch.randn(512, 64, generator=source), torch.randn(128, 64, generator=source) / 8
     targets = torch.randint(100, (512,), generator=source)
@@ -116,11 +137,20 @@ def test_no_logits_of_all_tokens_exist() -> None:
     largest = 0
 
     class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             nonlocal largest
             out = func(*args, **(kwargs or {}))
             largest = max(
-                [largest, *(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, Tensor))]
+                [
+                    largest,
+                    *(
+                        t.numel()
+                        for t in torch.utils._pytree.tree_leaves(out)
+                        if isinstance(t, Tensor)
+                    ),
+                ]
             )
             return out
 
@@ -137,7 +167,9 @@ def test_plain_attention_drops_weights_while_training_only() -> None:
     assert torch.equal(model.eval()(idx, targets), sober(idx, targets))
     torch.manual_seed(0)
     ones = torch.ones(1, 1, 64, 1)
-    shares = plain_attention(torch.zeros(1, 1, 64, 16), torch.zeros(1, 1, 64, 16), ones.expand(1, 1, 64, 16), 0.5)
+    shares = plain_attention(
+        torch.zeros(1, 1, 64, 16), torch.zeros(1, 1, 64, 16), ones.expand(1, 1, 64, 16), 0.5
+    )
     assert shares[0, 0, 0, 0].item() in (0.0, 2.0), "one weight, dropped or doubled"
     assert shares[0, 0, 32:].mean().item() == pytest.approx(1.0, abs=0.2)
 
@@ -152,7 +184,9 @@ def test_a_cache_may_be_filled_in_pieces_of_any_length(kernels: Kernels, rotary:
     for start, end in [(0, 1), (1, 4), (4, 5), (5, 8)]:
         logits = model(idx[:, start:end], kv_cache=cache)
         torch.testing.assert_close(logits, model(idx[:, :end]), rtol=1e-6, atol=1e-6)
-    sampled = [generate(made(how, rotary=rotary), idx, 20, temperature=0) for how in (Kernels(), PLAIN)]
+    sampled = [
+        generate(made(how, rotary=rotary), idx, 20, temperature=0) for how in (Kernels(), PLAIN)
+    ]
     assert torch.equal(*sampled)
 
 
@@ -163,14 +197,18 @@ def test_rotate_is_a_turn_in_the_complex_plane() -> None:
     x = torch.randn(2, 3, 5, 8, generator=torch.Generator().manual_seed(0))
     pairs = torch.complex(x[..., :4].double(), x[..., 4:].double())
     for start in (0, 7):
-        angle = torch.arange(start, start + 5).double()[:, None] * 10000.0 ** (-torch.arange(4).double() / 4)
+        angle = torch.arange(start, start + 5).double()[:, None] * 10000.0 ** (
+            -torch.arange(4).double() / 4
+        )
         turned = pairs * torch.polar(torch.ones_like(angle), angle)
         expected = torch.cat([turned.real, turned.imag], -1)
         torch.testing.assert_close(rotate(x, start).double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_only_distances_count() -> None:
-    """A rotary model's logits do not change when all positions move: a cache that begins later gives the same."""
+    """A rotary model's logits do not change when all positions move: a cache that begins later
+    gives the same.
+    """
     q, k = (torch.randn(1, 1, 6, 16, generator=torch.Generator().manual_seed(n)) for n in (0, 1))
     here, there = (rotate(q, start) @ rotate(k, start).mT for start in (0, 40))
     torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-4)
@@ -207,15 +245,24 @@ def test_cudnn_takes_no_other_kernel_but_with_a_cache() -> None:
     """On a CPU there is none of cuDNN: training fails, and a sample is drawn as without."""
     with pytest.raises(RuntimeError, match="No viable backend"):
         learned(made(Kernels("cudnn")))
-    samples = [generate(made(kernels), tokens(), 20, temperature=0) for kernels in (Kernels("cudnn"), Kernels())]
+    samples = [
+        generate(made(kernels), tokens(), 20, temperature=0)
+        for kernels in (Kernels("cudnn"), Kernels())
+    ]
     assert torch.equal(*samples)
 
 
-def test_graphs_reuse_memory_when_nobody_needs_the_gradients_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not between the micro batches of a step: there the gradients of the first wait in the memory of its graphs."""
+def test_graphs_reuse_memory_when_nobody_needs_the_gradients_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not between the micro batches of a step: there the gradients of the first wait in the memory
+    of its graphs.
+    """
     begun, modes = list[int](), list[Any]()
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(1))
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **settings: modes.append(settings["mode"]))
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, **settings: modes.append(settings["mode"])
+    )
     model = made()
     compile_layers(model, make_config({"global_batch_size": 12, "compile": "cuda_graphs"}))
     assert modes == ["reduce-overhead"] * 2
@@ -243,12 +290,17 @@ def test_auto_is_plain_only_where_it_was_measured_to_win() -> None:
 
     def chosen(kind: str, precision: str, features: frozenset[str], **settings: Any) -> str:
         return choose_attention(
-            make_config({"micro_batch_size": 1, "block_size": 64} | settings), kind, precision, features
+            make_config({"micro_batch_size": 1, "block_size": 64} | settings),
+            kind,
+            precision,
+            features,
         )
 
     assert chosen("cpu", "bf16", units, block_size=256) == "plain"
     assert chosen("cpu", "bf16", frozenset({"avx512_bf16", "avx2"})) == "plain"
-    assert chosen("cpu", "fp32", frozenset(), dropout=0.1) == "plain", "torch has no fused attention with dropout there"
+    assert chosen("cpu", "fp32", frozenset(), dropout=0.1) == "plain", (
+        "torch has no fused attention with dropout there"
+    )
     for kind, precision, features, settings in (
         ("cpu", "bf16", frozenset({"avx512f"}), {}),
         ("cpu", "fp32", units, {}),
@@ -260,24 +312,36 @@ def test_auto_is_plain_only_where_it_was_measured_to_win() -> None:
     assert chosen("cpu", "bf16", units, attention="flash") == "flash"
     assert chosen("cuda", "bf16", units, attention="cudnn") == "cudnn"
     audits = {"audit_every": 5, "global_batch_size": 12, "micro_batch_size": 0}
-    assert chosen("cuda", "bf16", units, **audits) == "plain", "its gradients have the same bits each time"
+    assert chosen("cuda", "bf16", units, **audits) == "plain", (
+        "its gradients have the same bits each time"
+    )
     assert chosen("cpu", "fp32", units, attention="flash", **audits) == "flash"
     repeats = "attention = flash on a GPU gives gradients whose last bits differ each time"
     with pytest.raises(ConfigError, match=repeats):
         chosen("cuda", "bf16", units, attention="flash", **audits)
     with pytest.raises(ConfigError, match=repeats):
         make_config({"device": "cuda", "attention": "flash", "workers": 2, **audits})
-    assert kernels_of(make_config({"device": "cuda", "workers": 2, **audits})).attention == "plain", "for a dry run"
+    assert (
+        kernels_of(make_config({"device": "cuda", "workers": 2, **audits})).attention == "plain"
+    ), "for a dry run"
     for kind, precision in (("cpu", "bf16"), ("cuda", "fp32")):
-        with pytest.raises(ConfigError, match=f"needs a GPU and 16 bits, but this is {kind} with {precision}"):
+        with pytest.raises(
+            ConfigError, match=f"needs a GPU and 16 bits, but this is {kind} with {precision}"
+        ):
             chosen(kind, precision, units, attention="cudnn")
 
 
 def test_options_reach_the_model() -> None:
-    config = load_config(preset="tiny", overrides={"attention": "plain", "loss_chunk": 5, "positions": "rotary"})
+    config = load_config(
+        preset="tiny", overrides={"attention": "plain", "loss_chunk": 5, "positions": "rotary"}
+    )
     model = gpt_of(ModelShape.of(config, 65), config)
     assert kernels_of(config) == Kernels("plain", 5)
-    assert (model.blocks[0].attn.kernel, model.lm_head.loss_chunk, model.shape.rotary) == ("plain", 5, True)
+    assert (model.blocks[0].attn.kernel, model.lm_head.loss_chunk, model.shape.rotary) == (
+        "plain",
+        5,
+        True,
+    )
     other = load_config(preset="tiny", overrides={"attention": "flash"})
     assert recipe_of(other) == recipe_of(load_config(preset="tiny")), "the same experiment"
     assert recipe_of(config) != recipe_of(other), "other positions make another one"
@@ -287,29 +351,74 @@ def test_options_reach_the_model() -> None:
     ("values", "message"),
     [
         ({"loss_chunk": 8, "tp": 2}, "loss_chunk = 8 would be ignored: tp = 2 cuts the logits"),
-        ({"loss_chunk": 8, "precision": "fp16"}, "loss_chunk = 8 with precision = fp16: its gradients are computed"),
-        ({"loss_chunk": 8, "precision": "bf16_pure"}, "loss_chunk = 8 with precision = bf16_pure: its gradients"),
-        ({"attention": "cudnn", "device": "cpu"}, "attention = cudnn computes in 16 bits on a GPU, but device = cpu"),
-        ({"attention": "cudnn", "precision": "tf32"}, "cudnn computes in 16 bits on a GPU, but precision = tf32"),
-        ({"compile": "cuda_graphs", "device": "cpu"}, "compile = cuda_graphs with device = cpu: a CPU has no kernels"),
-        ({"compile": "cuda_graphs", "dp_mode": "zero1"}, "compile = cuda_graphs with dp_mode = zero1: it keeps"),
-        ({"compile": "cuda_graphs", "tp": 2}, "compile = cuda_graphs with tp = 2: its ranks exchange activations"),
-        ({"compile": "cuda_graphs", "pp": 2}, "compile = cuda_graphs with pp = 2: several micro batches"),
-        ({"compile": "cuda_graphs", "experts": 4}, "compile = cuda_graphs with experts = 4: how many tokens"),
+        (
+            {"loss_chunk": 8, "precision": "fp16"},
+            "loss_chunk = 8 with precision = fp16: its gradients are computed",
+        ),
+        (
+            {"loss_chunk": 8, "precision": "bf16_pure"},
+            "loss_chunk = 8 with precision = bf16_pure: its gradients",
+        ),
+        (
+            {"attention": "cudnn", "device": "cpu"},
+            "attention = cudnn computes in 16 bits on a GPU, but device = cpu",
+        ),
+        (
+            {"attention": "cudnn", "precision": "tf32"},
+            "cudnn computes in 16 bits on a GPU, but precision = tf32",
+        ),
+        (
+            {"compile": "cuda_graphs", "device": "cpu"},
+            "compile = cuda_graphs with device = cpu: a CPU has no kernels",
+        ),
+        (
+            {"compile": "cuda_graphs", "dp_mode": "zero1"},
+            "compile = cuda_graphs with dp_mode = zero1: it keeps",
+        ),
+        (
+            {"compile": "cuda_graphs", "tp": 2},
+            "compile = cuda_graphs with tp = 2: its ranks exchange activations",
+        ),
+        (
+            {"compile": "cuda_graphs", "pp": 2},
+            "compile = cuda_graphs with pp = 2: several micro batches",
+        ),
+        (
+            {"compile": "cuda_graphs", "experts": 4},
+            "compile = cuda_graphs with experts = 4: how many tokens",
+        ),
         (
             {"compile": "cuda_graphs", "model": "resnet", "sync_batchnorm": True},
             "compile = cuda_graphs with sync_batchnorm = True: its ranks exchange statistics",
         ),
-        ({"compile": "cuda_graphs", "audit_every": 5}, "compile = cuda_graphs with audit_every = 5: gradients of"),
+        (
+            {"compile": "cuda_graphs", "audit_every": 5},
+            "compile = cuda_graphs with audit_every = 5: gradients of",
+        ),
         ({"muon_lr": 0.1}, "muon_lr = 0.1 would be ignored: optimizer = adamw; use optimizer muon"),
         ({"optimizer": "muon", "tp": 2}, "optimizer = muon needs whole matrices, but tp = 2"),
         ({"optimizer": "muon", "pp": 2}, "optimizer = muon needs whole matrices, but pp = 2"),
-        ({"optimizer": "muon", "dp_mode": "zero1"}, "and dp_mode = zero1 shards them; use dp_mode ddp or"),
+        (
+            {"optimizer": "muon", "dp_mode": "zero1"},
+            "and dp_mode = zero1 shards them; use dp_mode ddp or",
+        ),
         ({"optimizer": "muon", "dp_mode": "fsdp"}, "and dp_mode = fsdp shards them"),
-        ({"optimizer": "muon", "experts": 4}, "optimizer = muon knows models without experts, but experts = 4"),
-        ({"optimizer": "muon", "model": "resnet"}, "knows the matrices of a gpt, but model = resnet"),
-        ({"model": "resnet", "attention": "plain"}, "attention = plain would be ignored: model = resnet"),
-        ({"model": "resnet", "positions": "rotary"}, "positions = rotary would be ignored: model = resnet"),
+        (
+            {"optimizer": "muon", "experts": 4},
+            "optimizer = muon knows models without experts, but experts = 4",
+        ),
+        (
+            {"optimizer": "muon", "model": "resnet"},
+            "knows the matrices of a gpt, but model = resnet",
+        ),
+        (
+            {"model": "resnet", "attention": "plain"},
+            "attention = plain would be ignored: model = resnet",
+        ),
+        (
+            {"model": "resnet", "positions": "rotary"},
+            "positions = rotary would be ignored: model = resnet",
+        ),
         ({"model": "resnet", "loss_chunk": 9}, "loss_chunk = 9 would be ignored: model = resnet"),
     ],
 )
@@ -319,13 +428,17 @@ def test_what_does_not_go_together_is_refused(values: dict[str, Any], message: s
 
 
 def test_a_head_of_odd_size_does_not_turn() -> None:
-    with pytest.raises(ConfigError, match=re.escape("a head has n_embd/n_head = 12/4 = 3; use another n_head")):
+    with pytest.raises(
+        ConfigError, match=re.escape("a head has n_embd/n_head = 12/4 = 3; use another n_head")
+    ):
         ModelShape(1, 4, 12, 8, False, 65, rotary=True)
 
 
 @pytest.mark.parametrize("kernels", [PLAIN, Kernels(loss_chunk=64)], ids=["plain", "chunked"])
 def test_the_formula_of_memory_is_what_a_forward_keeps(kernels: Kernels) -> None:
-    """Tensors that wait for backward, against the formula; what is there for a moment only is left out of both."""
+    """Tensors that wait for backward, against the formula; what is there for a moment only is left
+    out of both.
+    """
     shape, micro = ModelShape(3, 4, 64, 32, False, 512), 8
     kept: dict[int, int] = {}
 
@@ -346,7 +459,8 @@ def test_the_formula_of_memory_is_what_a_forward_keeps(kernels: Kernels) -> None
     formula = with_kernels(parts, shape, micro, "fp32", kernels, "none", 1)
     if kernels.attention == "plain":
         fleeting = 2 * micro * 32 * 4 * 32 * 4
-        expected = formula["activations"] - fleeting + parts["logits"] // 2  # log-softmax waits, the logits do not
+        # Log-softmax waits, the logits do not
+        expected = formula["activations"] - fleeting + parts["logits"] // 2
     else:
         expected = formula["activations"] + 4 * 512 * 64  # the gradient of lm_head
         assert formula["logits"] == 4 * 64 * 512 + 2 * 4 * 512 * 64

@@ -1,4 +1,6 @@
-"""kuberay/ and `nanoray kube render`: built, checked against the schemas and KubeRay's rules, and against kustomize."""
+"""kuberay/ and `nanoray kube render`: built, checked against the schemas and KubeRay's rules, and
+against kustomize.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,14 @@ from nanoray.kube.rules import DRAIN, cluster_spec, groups, problems, quantity, 
 ROOT = KUBE_DIR.parent
 OVERLAYS = sorted(path.name for path in (KUBE_DIR / "overlays").iterdir())
 FOLDERS = [f"overlays/{name}/{form}" for name in OVERLAYS for form in ("cluster", "job")]
-WITHOUT_RAY = ["statefulset", "statefulset-gpu", "statefulset-mig", "statefulset-rdma", "torchrun", "torchrun-gpu"]
+WITHOUT_RAY = [
+    "statefulset",
+    "statefulset-gpu",
+    "statefulset-mig",
+    "statefulset-rdma",
+    "torchrun",
+    "torchrun-gpu",
+]
 FOLDERS += WITHOUT_RAY
 OPTIONS = ["storageclass", "monitoring"]  # components that no folder uses
 Object = dict[str, Any]
@@ -61,10 +70,18 @@ def test_every_folder_builds_and_keeps_the_rules(folder: str) -> None:
     assert problems(build(KUBE_DIR / folder)) == []
 
 
-@pytest.mark.parametrize("path", sorted(KUBE_DIR.rglob("kustomization.yaml")), ids=lambda p: str(p.parent.name))
+@pytest.mark.parametrize(
+    "path", sorted(KUBE_DIR.rglob("kustomization.yaml")), ids=lambda p: str(p.parent.name)
+)
 def test_five_lines_on_top(path: Path) -> None:
     head = path.read_text().splitlines()[:5]
-    assert [line.split(":")[0] for line in head] == ["# Makes", "# Command", "# Expect", "# Takes", "# Delete"]
+    assert [line.split(":")[0] for line in head] == [
+        "# Makes",
+        "# Command",
+        "# Expect",
+        "# Takes",
+        "# Delete",
+    ]
     own = str(path.parent.relative_to(ROOT))
     if "overlays" in own or path.parent.name in WITHOUT_RAY:
         assert f"kubectl apply --server-side -k {own}" in head[1]
@@ -74,14 +91,18 @@ def test_five_lines_on_top(path: Path) -> None:
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_the_job_holds_the_very_cluster(name: str) -> None:
     cluster, job = (build(KUBE_DIR / "overlays" / name / form) for form in ("cluster", "job"))
-    assert of_kind(job, "RayJob")["spec"]["rayClusterSpec"] == of_kind(cluster, "RayCluster")["spec"]
+    assert (
+        of_kind(job, "RayJob")["spec"]["rayClusterSpec"] == of_kind(cluster, "RayCluster")["spec"]
+    )
     assert not [thing for thing in job if thing["kind"] == "RayCluster"]
 
 
 def test_what_each_overlay_asks_for() -> None:
     asked = {}
     for name in OVERLAYS:
-        (group,) = of_kind(build(KUBE_DIR / "overlays" / name / "cluster"), "RayCluster")["spec"]["workerGroupSpecs"]
+        (group,) = of_kind(build(KUBE_DIR / "overlays" / name / "cluster"), "RayCluster")["spec"][
+            "workerGroupSpecs"
+        ]
         limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
         devices = {k.rpartition("/")[2]: v for k, v in limits.items() if k not in ("cpu", "memory")}
         asked[name] = (
@@ -104,10 +125,14 @@ def test_what_each_overlay_asks_for() -> None:
 
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_a_pod_that_ends_leaves_its_ranks_the_time_to_save(name: str) -> None:
-    """Ray ends them when its drain is over, which by default is after 30 s, long before the grace period is."""
+    """Ray ends them when its drain is over, which by default is after 30 s, long before the grace
+    period is.
+    """
     from nanoray.launch.driver import SAVE_S
 
-    for group in groups(of_kind(build(KUBE_DIR / "overlays" / name / "cluster"), "RayCluster")["spec"]):
+    for group in groups(
+        of_kind(build(KUBE_DIR / "overlays" / name / "cluster"), "RayCluster")["spec"]
+    ):
         pod = group["template"]["spec"]
         env = {item["name"]: item.get("value") for item in pod["containers"][0]["env"]}
         assert SAVE_S < float(env[DRAIN]) < pod["terminationGracePeriodSeconds"]
@@ -115,7 +140,9 @@ def test_a_pod_that_ends_leaves_its_ranks_the_time_to_save(name: str) -> None:
 
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_entrypoints_are_commands_of_nanoray_and_fit_the_pods(name: str) -> None:
-    """The driver's flags parse, its batch divides, and it asks for exactly the ranks that the pods have."""
+    """The driver's flags parse, its batch divides, and it asks for exactly the ranks that the pods
+    have.
+    """
     from nanoray.cli import parse_args
     from nanoray.config import resolve_batch
 
@@ -136,7 +163,13 @@ def test_entrypoints_are_commands_of_nanoray_and_fit_the_pods(name: str) -> None
         ("statefulset", 3, 1, {}, "cpu"),
         ("statefulset-gpu", 3, 1, {"nvidia.com/gpu": "1"}, "cuda"),
         ("statefulset-mig", 3, 1, {"nvidia.com/mig-1g.18gb": "1"}, "cuda"),
-        ("statefulset-rdma", 3, 1, {"nvidia.com/gpu": "1", "rdma/rdma_shared_device_a": "1"}, "cuda"),
+        (
+            "statefulset-rdma",
+            3,
+            1,
+            {"nvidia.com/gpu": "1", "rdma/rdma_shared_device_a": "1"},
+            "cuda",
+        ),
         ("torchrun", 1, 3, {}, "cpu"),
         ("torchrun-gpu", 1, 3, {"nvidia.com/gpu": "3"}, "cuda"),
     ],
@@ -144,13 +177,19 @@ def test_entrypoints_are_commands_of_nanoray_and_fit_the_pods(name: str) -> None
 def test_without_ray_the_ranks_fit_their_devices_and_their_batch(
     folder: str, pods: int, per_pod: int, devices: Object, image: str
 ) -> None:
-    """As many ranks as devices, flags that nanoray.train takes, a batch that divides; on a node with GPUs."""
+    """As many ranks as devices, flags that nanoray.train takes, a batch that divides; on a node
+    with GPUs.
+    """
     from nanoray.cli import parse_args
     from nanoray.config import resolve_batch
 
     objects = build(KUBE_DIR / folder)
     assert not [o for o in objects if o["kind"] in ("RayCluster", "RayJob")]
-    (thing,) = [o for o in objects if o["kind"] == "StatefulSet" or o["metadata"]["name"] == "nanoray-torchrun"]
+    (thing,) = [
+        o
+        for o in objects
+        if o["kind"] == "StatefulSet" or o["metadata"]["name"] == "nanoray-torchrun"
+    ]
     ((template, count),) = templates(thing)
     pod, (container,) = template["spec"], template["spec"]["containers"]
     env = {item["name"]: item.get("value") for item in container["env"]}
@@ -168,14 +207,19 @@ def test_without_ray_the_ranks_fit_their_devices_and_their_batch(
     assert (count, container["image"].rpartition("-")[2]) == (pods, image)
     assert {k: v for k, v in container["resources"]["limits"].items() if "/" in k} == devices
     assert config.out_dir == f"/data/runs/{re.sub('mig|rdma', 'gpu', folder)}"
-    assert (config.device == "cuda") == bool(devices) == ("affinity" in pod) == ("tolerations" in pod)
+    assert (
+        (config.device == "cuda") == bool(devices) == ("affinity" in pod) == ("tolerations" in pod)
+    )
 
 
 def test_rdma_is_an_option_of_the_statefulset() -> None:
     objects = build(KUBE_DIR / "statefulset-rdma")
     container = of_kind(objects, "StatefulSet")["spec"]["template"]["spec"]["containers"][0]
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
-    assert of_kind(objects, "Namespace")["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "privileged"
+    assert (
+        of_kind(objects, "Namespace")["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
+        == "privileged"
+    )
     (values,) = [o["data"] for o in objects if o["metadata"]["name"] == "nanoray-nccl"]
     assert values["NCCL_IB_DISABLE"] == "0"
 
@@ -196,7 +240,9 @@ def test_versions_are_the_same_everywhere() -> None:
     own = re.search(r'^version = "([\d.]+)"', pyproject, re.M)[1]  # type: ignore[index]
     assert f"ray=={ray}\n" in (ROOT / "constraints.txt").read_text()
     for device in ("cpu", "cuda"):
-        assert f"\nray=={ray} " in (ROOT / "docker" / f"requirements-{device}.txt").read_text().replace("[default]", "")
+        assert f"\nray=={ray} " in (
+            ROOT / "docker" / f"requirements-{device}.txt"
+        ).read_text().replace("[default]", "")
     dockerfile = (ROOT / "docker" / "Dockerfile").read_text()
     assert f"nanoray:{own}-ray{ray}-cpu" in dockerfile
     assert f'image.version="{own}"' in dockerfile
@@ -204,7 +250,9 @@ def test_versions_are_the_same_everywhere() -> None:
     for folder in FOLDERS:
         for thing in build(KUBE_DIR / folder):
             for container in containers(thing):
-                assert re.fullmatch(rf"nanoray:{own}-ray{ray}-(cpu|cuda)", container["image"]), folder
+                assert re.fullmatch(rf"nanoray:{own}-ray{ray}-(cpu|cuda)", container["image"]), (
+                    folder
+                )
             if spec := cluster_spec(thing):
                 assert spec["rayVersion"] == ray
 
@@ -224,7 +272,9 @@ def test_the_dashboard_shows_metrics_that_exist() -> None:
 
 @pytest.fixture(scope="module")
 def crds() -> dict[str, Object]:
-    """KubeRay's schemas, where NANORAY_TEST_KUBERAY_CRDS names their folder, made strict as the API server is."""
+    """KubeRay's schemas, where NANORAY_TEST_KUBERAY_CRDS names their folder, made strict as the API
+    server is.
+    """
     folder = os.environ.get("NANORAY_TEST_KUBERAY_CRDS", "")
     if not folder or not Path(folder).is_dir():
         pytest.skip("NANORAY_TEST_KUBERAY_CRDS does not name a folder with KubeRay's CRDs")
@@ -239,7 +289,9 @@ def crds() -> dict[str, Object]:
 
 
 def _strict(schema: Any) -> Any:
-    """Make a structural schema JSON Schema: unknown fields refused, int-or-string, nullable, defaults not required."""
+    """Make a structural schema JSON Schema: unknown fields refused, int-or-string, nullable,
+    defaults not required.
+    """
     if isinstance(schema, list):
         return [_strict(item) for item in schema]
     if not isinstance(schema, dict):
@@ -251,7 +303,9 @@ def _strict(schema: Any) -> Any:
     if isinstance(properties, dict) and plain.get("type") == "object":
         if not schema.get("x-kubernetes-preserve-unknown-fields"):
             plain["additionalProperties"] = False
-        if required := [key for key in plain.get("required", ()) if "default" not in schema["properties"][key]]:
+        if required := [
+            key for key in plain.get("required", ()) if "default" not in schema["properties"][key]
+        ]:
             plain["required"] = required
         else:
             plain.pop("required", None)
@@ -274,8 +328,12 @@ def test_a_misspelt_field_does_not_fit(crds: dict[str, Object]) -> None:
     thing = of_kind(build(KUBE_DIR / "overlays" / "cpu" / "job"), "RayJob")
     for change in (
         lambda t: t["spec"].update(shutdownAfterFinish=True),
-        lambda t: t["spec"]["rayClusterSpec"]["headGroupSpec"]["rayStartParams"].update({"num-cpus": 0}),
-        lambda t: t["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0].update(img=1),
+        lambda t: t["spec"]["rayClusterSpec"]["headGroupSpec"]["rayStartParams"].update(
+            {"num-cpus": 0}
+        ),
+        lambda t: t["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"][
+            "containers"
+        ][0].update(img=1),
     ):
         broken = copy.deepcopy(thing)
         change(broken)
@@ -287,12 +345,23 @@ def test_a_misspelt_field_does_not_fit(crds: dict[str, Object]) -> None:
 def test_other_objects_fit_kubernetes_schemas(folder: str, tmp_path: Path) -> None:
     import kubernetes_validate
 
-    for thing in build(KUBE_DIR / folder if folder in FOLDERS else _with_component(folder, tmp_path)):
-        if thing["apiVersion"].split("/")[0] not in ("ray.io", "kueue.x-k8s.io", "monitoring.coreos.com"):
+    for thing in build(
+        KUBE_DIR / folder if folder in FOLDERS else _with_component(folder, tmp_path)
+    ):
+        if thing["apiVersion"].split("/")[0] not in (
+            "ray.io",
+            "kueue.x-k8s.io",
+            "monitoring.coreos.com",
+        ):
             kubernetes_validate.validate(thing, "1.34", strict=True)
         elif spec := cluster_spec(thing):  # the operator makes pods of these
             for group in groups(spec):
-                pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": group["template"]["spec"]}
+                pod = {
+                    "apiVersion": "v1",
+                    "kind": "Pod",
+                    "metadata": {"name": "x"},
+                    "spec": group["template"]["spec"],
+                }
                 kubernetes_validate.validate(pod, "1.34", strict=True)
 
 
@@ -356,30 +425,69 @@ BREAKS: list[tuple[Callable[[Object], Any], str]] = [
     (lambda j: j["spec"].update(entrypoint=" "), "entrypoint is empty"),
     (lambda j: j["spec"].update(entrypoint="python x.py"), "add --resume auto"),
     (lambda j: j["spec"].update(entrypoint="python x.py"), "write exec before it"),
-    (lambda j: j["spec"].update(entrypoint="python x.py --resume auto"), "add --placement_timeout_s"),
-    (lambda j: _head(j)["rayStartParams"].update({"num-cpus": "1"}), "keeps ranks away from the head"),
+    (
+        lambda j: j["spec"].update(entrypoint="python x.py --resume auto"),
+        "add --placement_timeout_s",
+    ),
+    (
+        lambda j: _head(j)["rayStartParams"].update({"num-cpus": "1"}),
+        "keeps ranks away from the head",
+    ),
     (lambda j: _worker(j)["rayStartParams"].update({"num-cpus": 1}), "must be a string"),
     (lambda j: _worker(j).update(replicas=9), "replicas 9 outside 2..2"),
-    (lambda j: _container(j)["resources"]["limits"].update({"nvidia.com/gpu": "1"}), "limits ask for [1] GPUs"),
-    (lambda j: _head(j)["rayStartParams"].pop("num-gpus"), "head: limits ask for 0 GPUs, num-gpus = None"),
-    (lambda j: _worker(j)["rayStartParams"].update({"num-gpus": "1"}), "ranks: limits ask for 0 GPUs, num-gpus = 1"),
-    (lambda j: _pod(j).update(terminationGracePeriodSeconds=100), "Seconds 100 must be longer than RAY_GRACEFUL"),
-    (lambda j: _pod(j).pop("terminationGracePeriodSeconds"), "Seconds 30 must be longer than RAY_GRACEFUL"),
-    (lambda j: _container(j)["resources"]["limits"].update(cpu="2"), "must both be set and be equal"),
+    (
+        lambda j: _container(j)["resources"]["limits"].update({"nvidia.com/gpu": "1"}),
+        "limits ask for [1] GPUs",
+    ),
+    (
+        lambda j: _head(j)["rayStartParams"].pop("num-gpus"),
+        "head: limits ask for 0 GPUs, num-gpus = None",
+    ),
+    (
+        lambda j: _worker(j)["rayStartParams"].update({"num-gpus": "1"}),
+        "ranks: limits ask for 0 GPUs, num-gpus = 1",
+    ),
+    (
+        lambda j: _pod(j).update(terminationGracePeriodSeconds=100),
+        "Seconds 100 must be longer than RAY_GRACEFUL",
+    ),
+    (
+        lambda j: _pod(j).pop("terminationGracePeriodSeconds"),
+        "Seconds 30 must be longer than RAY_GRACEFUL",
+    ),
+    (
+        lambda j: _container(j)["resources"]["limits"].update(cpu="2"),
+        "must both be set and be equal",
+    ),
     (lambda j: _container(j).update(image="nanoray:latest"), "no fixed tag"),
     (lambda j: _container(j).update(image="host:5000/nanoray"), "no fixed tag"),
     (lambda j: _container(j)["securityContext"].update(privileged=True), "may gain privileges"),
     (lambda j: _container(j)["securityContext"].pop("capabilities"), "drop ALL"),
-    (lambda j: _container(j)["securityContext"]["capabilities"].update(add=["SYS_ADMIN"]), "['SYS_ADMIN']"),
+    (
+        lambda j: _container(j)["securityContext"]["capabilities"].update(add=["SYS_ADMIN"]),
+        "['SYS_ADMIN']",
+    ),
     (lambda j: _pod(j)["securityContext"].update(runAsUser=0), "runs as root"),
     (lambda j: _pod(j)["securityContext"].pop("seccompProfile"), "without seccompProfile"),
     (lambda j: _pod(j).pop("automountServiceAccountToken"), "gets a token"),
     (lambda j: _pod(j).update(hostNetwork=True), "hostNetwork is set"),
-    (lambda j: _pod(j)["volumes"].append({"name": "h", "hostPath": {"path": "/"}}), "hostPath in a pod"),
-    (lambda j: _pod(j)["volumes"][1]["emptyDir"].update(sizeLimit="8Gi"), "counts against the memory limit"),
+    (
+        lambda j: _pod(j)["volumes"].append({"name": "h", "hostPath": {"path": "/"}}),
+        "hostPath in a pod",
+    ),
+    (
+        lambda j: _pod(j)["volumes"][1]["emptyDir"].update(sizeLimit="8Gi"),
+        "counts against the memory limit",
+    ),
     (lambda j: _pod(j).update(serviceAccountName="other"), "names ServiceAccount other"),
-    (lambda j: _container(j)["envFrom"][0]["configMapRef"].update(name="other"), "names ConfigMap other"),
-    (lambda j: _pod(j)["volumes"][0]["persistentVolumeClaim"].update(claimName="x"), "names PersistentVolumeClaim x"),
+    (
+        lambda j: _container(j)["envFrom"][0]["configMapRef"].update(name="other"),
+        "names ConfigMap other",
+    ),
+    (
+        lambda j: _pod(j)["volumes"][0]["persistentVolumeClaim"].update(claimName="x"),
+        "names PersistentVolumeClaim x",
+    ),
 ]
 
 
@@ -393,12 +501,18 @@ def test_each_rule_can_fail(change: Callable[[Object], Any], text: str) -> None:
 def test_a_selector_that_selects_nothing_is_found() -> None:
     objects = build(KUBE_DIR / "overlays" / "cpu" / "job")
     of_kind(objects, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"] = {"app": "other"}
-    assert problems(objects) == ["PodDisruptionBudget nanoray: {'app': 'other'} selects no pod of these objects"]
+    assert problems(objects) == [
+        "PodDisruptionBudget nanoray: {'app': 'other'} selects no pod of these objects"
+    ]
 
 
-@pytest.mark.parametrize("change", [{"minAvailable": 2}, {"minAvailable": "100%"}, {"maxUnavailable": 0}])
+@pytest.mark.parametrize(
+    "change", [{"minAvailable": 2}, {"minAvailable": "100%"}, {"maxUnavailable": 0}]
+)
 def test_a_budget_that_would_let_a_drain_end_a_rank_is_found(change: Object) -> None:
-    """Only a number does: the disruption controller cannot count the pods of an object without a scale subresource."""
+    """Only a number does: the disruption controller cannot count the pods of an object without a
+    scale subresource.
+    """
     objects = build(KUBE_DIR / "overlays" / "cpu" / "job")
     spec = of_kind(objects, "PodDisruptionBudget")["spec"]
     del spec["minAvailable"]
@@ -411,14 +525,21 @@ def test_the_operator_gets_in_however_it_was_installed() -> None:
     """By the labels of Helm's chart and of the kustomize installation."""
     for folder in FOLDERS:
         rules = of_kind(build(KUBE_DIR / folder), "NetworkPolicy")["spec"]["ingress"]
-        (peer,) = [peer for rule in rules for peer in rule["from"] if "matchExpressions" in peer["podSelector"]]
+        (peer,) = [
+            peer
+            for rule in rules
+            for peer in rule["from"]
+            if "matchExpressions" in peer["podSelector"]
+        ]
         assert peer["namespaceSelector"] == {}, "in any namespace"
         (match,) = peer["podSelector"]["matchExpressions"]
         assert (match["key"], match["operator"]) == ("app.kubernetes.io/name", "In")
         assert set(match["values"]) == {"kuberay-operator", "kuberay"}
 
 
-@pytest.mark.parametrize(("text", "value"), [("500m", 0.5), ("4Gi", 4 * 2**30), ("2", 2), (3, 3), ("1.5G", 1.5e9)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("500m", 0.5), ("4Gi", 4 * 2**30), ("2", 2), (3, 3), ("1.5G", 1.5e9)]
+)
 def test_quantities(text: Any, value: float) -> None:
     assert quantity(text) == pytest.approx(value)
 
@@ -438,14 +559,26 @@ def test_no_quantities(text: str) -> None:
         ({"resources": ["absent.yaml"]}, "cannot read manifest"),
         ({"resources": ["broken.yaml"]}, "is not YAML"),
         ({"namePrefix": "x-"}, "['namePrefix'], which is not supported here"),
-        ({"configMapGenerator": [{"name": "c", "literals": ["a=b"]}]}, "only with disableNameSuffixHash"),
-        ({"resources": ["one.yaml"], "patches": [{"target": {"kind": "Pod"}, "patch": "[]"}]}, "not among its objects"),
         (
-            {"resources": ["one.yaml"], "patches": [{"target": {"kind": "ConfigMap"}, "patch": "data: {a: b}"}]},
+            {"configMapGenerator": [{"name": "c", "literals": ["a=b"]}]},
+            "only with disableNameSuffixHash",
+        ),
+        (
+            {"resources": ["one.yaml"], "patches": [{"target": {"kind": "Pod"}, "patch": "[]"}]},
+            "not among its objects",
+        ),
+        (
+            {
+                "resources": ["one.yaml"],
+                "patches": [{"target": {"kind": "ConfigMap"}, "patch": "data: {a: b}"}],
+            },
             "only JSON patches and $patch: delete",
         ),
         (
-            {"resources": ["one.yaml"], "replacements": [{"source": {"kind": "Pod"}, "targets": []}]},
+            {
+                "resources": ["one.yaml"],
+                "replacements": [{"source": {"kind": "Pod"}, "targets": []}],
+            },
             "selects 0 objects",
         ),
         (
@@ -464,7 +597,9 @@ def test_no_quantities(text: str) -> None:
 )
 def test_the_renderer_refuses_what_it_does_not_do(tmp_path: Path, rules: Object, text: str) -> None:
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(rules))
-    (tmp_path / "one.yaml").write_text("{apiVersion: v1, kind: ConfigMap, metadata: {name: c}, data: {a: '1'}}")
+    (tmp_path / "one.yaml").write_text(
+        "{apiVersion: v1, kind: ConfigMap, metadata: {name: c}, data: {a: '1'}}"
+    )
     (tmp_path / "broken.yaml").write_text("a: [")
     with pytest.raises(ConfigError) as refused:
         build(tmp_path)
@@ -474,7 +609,10 @@ def test_the_renderer_refuses_what_it_does_not_do(tmp_path: Path, rules: Object,
 @pytest.mark.parametrize(
     ("operation", "text"),
     [
-        ({"op": "replace", "path": "/data/z", "value": 1}, "replace /data/z leads nowhere in ConfigMap c"),
+        (
+            {"op": "replace", "path": "/data/z", "value": 1},
+            "replace /data/z leads nowhere in ConfigMap c",
+        ),
         ({"op": "remove", "path": "/list/7"}, "leads nowhere"),
         ({"op": "move", "path": "/data/a", "from": "/x"}, "operation move is not supported"),
     ],
@@ -495,23 +633,34 @@ def kube_config(**values: Any) -> Any:
 
 
 def test_render_carries_the_configuration_along() -> None:
-    objects = render(kube_config(lr=2e-3, max_steps=7, kube={"namespace": "team", "retries": 5, "ttl_s": 9}), "s")
+    objects = render(
+        kube_config(lr=2e-3, max_steps=7, kube={"namespace": "team", "retries": 5, "ttl_s": 9}), "s"
+    )
     job = of_kind(objects, "RayJob")
     assert (job["metadata"]["name"], job["metadata"]["namespace"]) == ("my-run", "team")
     assert job["spec"]["entrypoint"] == entrypoint(2, "cpu", "/data/runs/my-run-s", 4.0)
     assert (job["spec"]["backoffLimit"], job["spec"]["ttlSecondsAfterFinished"]) == (5, 9)
     (config,) = [o for o in objects if o["metadata"]["name"] == "my-run-config"]
     carried = make_config(yaml.safe_load(config["data"]["config.yaml"]))
-    assert (carried.name, carried.lr, carried.max_steps, carried.dataset) == ("My_Run", 2e-3, 7, "shakespeare")
+    assert (carried.name, carried.lr, carried.max_steps, carried.dataset) == (
+        "My_Run",
+        2e-3,
+        7,
+        "shakespeare",
+    )
     assert carried.workers == "auto", "the entrypoint gives it"
     assert of_kind(objects, "Namespace")["metadata"]["name"] == "team"
     assert of_kind(objects, "PersistentVolume")["metadata"]["name"] == "nanoray-team"
     for pod in (group["template"]["spec"] for group in groups(job["spec"]["rayClusterSpec"])):
-        assert {"name": "config", "mountPath": "/etc/nanoray", "readOnly": True} in pod["containers"][0]["volumeMounts"]
+        assert {"name": "config", "mountPath": "/etc/nanoray", "readOnly": True} in pod[
+            "containers"
+        ][0]["volumeMounts"]
 
 
 @pytest.mark.parametrize(("asked", "waits"), [(None, "300"), (20.0, "300"), (1800.0, "1800")])
-def test_a_job_waits_for_nodes_as_long_as_it_is_told_but_long_enough_for_a_new_pod(asked: Any, waits: str) -> None:
+def test_a_job_waits_for_nodes_as_long_as_it_is_told_but_long_enough_for_a_new_pod(
+    asked: Any, waits: str
+) -> None:
     """The entrypoint's flag wins over the file, so it must not be shorter than what the file says."""
     config = kube_config(**({"placement_timeout_s": asked} if asked else {}))
     words = of_kind(render(config, "s"), "RayJob")["spec"]["entrypoint"].split()
@@ -526,35 +675,62 @@ def test_the_laptops_claim_asks_the_default_class() -> None:
     ):
         assert not [o for o in objects if o["kind"] == "PersistentVolume"]
         claim = of_kind(objects, "PersistentVolumeClaim")["spec"]
-        assert claim == {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "2Gi"}}}
+        assert claim == {
+            "accessModes": ["ReadWriteOnce"],
+            "resources": {"requests": {"storage": "2Gi"}},
+        }
     named = render(kube_config(kube={"overlay": "laptop", "storage": "nfs", "storage_gib": 7}), "s")
     claim = of_kind(named, "PersistentVolumeClaim")["spec"]
     assert (claim["storageClassName"], claim["resources"]["requests"]["storage"]) == ("nfs", "7Gi")
 
 
 def test_each_job_has_a_disruption_budget_of_its_own() -> None:
-    """Two jobs of a namespace with different numbers of pods: neither budget counts the other's pods."""
+    """Two jobs of a namespace with different numbers of pods: neither budget counts the other's
+    pods.
+    """
     budgets = {}
     for name, workers in (("one", 2), ("two", 4)):
         objects = render(kube_config(name=name, workers=workers), "s")
         budget = of_kind(objects, "PodDisruptionBudget")
-        labels = [g["template"]["metadata"]["labels"] for g in groups(cluster_spec(of_kind(objects, "RayJob")) or {})]
-        assert all(budget["spec"]["selector"]["matchLabels"].items() <= own.items() for own in labels)
-        budgets[budget["metadata"]["name"]] = budget["spec"]["minAvailable"], labels[0]["app.kubernetes.io/instance"]
+        labels = [
+            g["template"]["metadata"]["labels"]
+            for g in groups(cluster_spec(of_kind(objects, "RayJob")) or {})
+        ]
+        assert all(
+            budget["spec"]["selector"]["matchLabels"].items() <= own.items() for own in labels
+        )
+        budgets[budget["metadata"]["name"]] = (
+            budget["spec"]["minAvailable"],
+            labels[0]["app.kubernetes.io/instance"],
+        )
     assert budgets == {"one": (3, "one"), "two": (5, "two")}
     overlays = of_kind(build(KUBE_DIR / "overlays" / "cpu" / "cluster"), "PodDisruptionBudget")
-    assert not overlays["spec"]["selector"]["matchLabels"].items() <= labels[0].items(), "nor that of an overlay"
+    assert not overlays["spec"]["selector"]["matchLabels"].items() <= labels[0].items(), (
+        "nor that of an overlay"
+    )
 
 
 def test_render_shapes_pods() -> None:
-    shape = {"ranks_per_pod": 4, "cpus": 32, "memory_gib": 128, "shm_gib": 16, "image": "registry/nanoray:7"}
-    job = of_kind(render(kube_config(device="cuda", workers=8, global_batch_size=16, kube=shape), "s"), "RayJob")
+    shape = {
+        "ranks_per_pod": 4,
+        "cpus": 32,
+        "memory_gib": 128,
+        "shm_gib": 16,
+        "image": "registry/nanoray:7",
+    }
+    job = of_kind(
+        render(kube_config(device="cuda", workers=8, global_batch_size=16, kube=shape), "s"),
+        "RayJob",
+    )
     (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (2, 2, 2)
     store = {"object-store-memory": "268435456"}
     assert group["rayStartParams"] == {"num-cpus": "32", "num-gpus": "4"} | store
     limits = {"cpu": "32", "memory": "128Gi", "nvidia.com/gpu": "4"}
-    assert group["template"]["spec"]["containers"][0]["resources"] == {"requests": limits, "limits": limits}
+    assert group["template"]["spec"]["containers"][0]["resources"] == {
+        "requests": limits,
+        "limits": limits,
+    }
     assert {c["image"] for c in containers(job)} == {"registry/nanoray:7"}
 
 
@@ -563,11 +739,42 @@ def test_render_shapes_pods() -> None:
     [
         ("cpu", "cpu", {}, 4, {"cpu": "1", "memory": "4Gi"}, "1Gi", {"num-cpus": "1"}),
         ("laptop", "cpu", {}, 2, {"cpu": "0.75", "memory": "1.5Gi"}, "0.125Gi", {"num-cpus": "2"}),
-        ("laptop", "cpu", {"ranks_per_pod": 4}, 1, {"cpu": "1.5", "memory": "3Gi"}, "0.25Gi", {"num-cpus": "4"}),
-        ("laptop", "cpu", {"ranks_per_pod": 1}, 4, {"cpu": "0.75", "memory": "1.5Gi"}, "0.125Gi", {"num-cpus": "1"}),
-        ("cpu", "cpu", {"ranks_per_pod": 2, "cpus": 0.5}, 2, {"cpu": "0.5", "memory": "8Gi"}, "2Gi", {"num-cpus": "2"}),
         (
-            *("single-pod", "cuda", {}, 1, {"cpu": "16", "memory": "64Gi", "nvidia.com/gpu": "4"}, "16Gi"),
+            "laptop",
+            "cpu",
+            {"ranks_per_pod": 4},
+            1,
+            {"cpu": "1.5", "memory": "3Gi"},
+            "0.25Gi",
+            {"num-cpus": "4"},
+        ),
+        (
+            "laptop",
+            "cpu",
+            {"ranks_per_pod": 1},
+            4,
+            {"cpu": "0.75", "memory": "1.5Gi"},
+            "0.125Gi",
+            {"num-cpus": "1"},
+        ),
+        (
+            "cpu",
+            "cpu",
+            {"ranks_per_pod": 2, "cpus": 0.5},
+            2,
+            {"cpu": "0.5", "memory": "8Gi"},
+            "2Gi",
+            {"num-cpus": "2"},
+        ),
+        (
+            *(
+                "single-pod",
+                "cuda",
+                {},
+                1,
+                {"cpu": "16", "memory": "64Gi", "nvidia.com/gpu": "4"},
+                "16Gi",
+            ),
             {"num-cpus": "16", "num-gpus": "4"},
         ),
     ],
@@ -575,8 +782,12 @@ def test_render_shapes_pods() -> None:
 def test_pods_are_the_overlays_unless_their_size_is_given(
     overlay: str, device: str, flags: Object, pods: int, limits: Object, shm: str, params: Object
 ) -> None:
-    """A pod with more ranks than the overlay's gets that many times its resources; one with fewer keeps them."""
-    config = kube_config(device=device, workers=4, global_batch_size=12, kube={"overlay": overlay, **flags})
+    """A pod with more ranks than the overlay's gets that many times its resources; one with fewer
+    keeps them.
+    """
+    config = kube_config(
+        device=device, workers=4, global_batch_size=12, kube={"overlay": overlay, **flags}
+    )
     (group,) = of_kind(render(config, "s"), "RayJob")["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     assert group["replicas"] == pods
     assert group["template"]["spec"]["containers"][0]["resources"]["limits"] == limits
@@ -586,7 +797,9 @@ def test_pods_are_the_overlays_unless_their_size_is_given(
 
 
 def test_with_gcs_fault_tolerance_the_driver_is_not_on_the_head() -> None:
-    """Else it would die with the head, whatever the head's store keeps. All the other overlays are without both."""
+    """Else it would die with the head, whatever the head's store keeps. All the other overlays are
+    without both.
+    """
     for name in OVERLAYS:
         job = of_kind(build(KUBE_DIR / "overlays" / name / "job"), "RayJob")["spec"]
         head, worker = groups(job["rayClusterSpec"])
@@ -606,18 +819,25 @@ def test_with_gcs_fault_tolerance_the_driver_is_not_on_the_head() -> None:
 
 
 def test_every_overlay_has_the_documented_network_defaults() -> None:
-    """Plain Ethernet: the pod's interface by its name, no InfiniBand; in the pod of every rank, and of the driver."""
+    """Plain Ethernet: the pod's interface by its name, no InfiniBand; in the pod of every rank, and
+    of the driver.
+    """
     for folder in FOLDERS:
         objects = build(KUBE_DIR / folder)
         (values,) = [o["data"] for o in objects if o["metadata"]["name"] == "nanoray-nccl"]
         assert values["NCCL_IB_DISABLE"] == ("0" if folder == "statefulset-rdma" else "1")
         assert values["NCCL_SOCKET_IFNAME"] == values["GLOO_SOCKET_IFNAME"] == "eth0"
         trains = [
-            o for o in objects if cluster_spec(o) or o["kind"] == "StatefulSet" or "torchrun" in o["metadata"]["name"]
+            o
+            for o in objects
+            if cluster_spec(o) or o["kind"] == "StatefulSet" or "torchrun" in o["metadata"]["name"]
         ]
         assert trains
         for template in [template for thing in trains for template, _ in templates(thing)]:
-            refs = [source["configMapRef"]["name"] for source in template["spec"]["containers"][0]["envFrom"]]
+            refs = [
+                source["configMapRef"]["name"]
+                for source in template["spec"]["containers"][0]["envFrom"]
+            ]
             assert refs == ["nanoray-proxy", "nanoray-nccl"], folder
 
 
@@ -625,7 +845,10 @@ def test_render_mig_and_storage_class() -> None:
     kube = {"storage": "nfs", "storage_gib": 5, "cpus": 2, "memory_gib": 8}
     objects = render(kube_config(device="mig", workers=7, global_batch_size=14, kube=kube), "s")
     (group,) = of_kind(objects, "RayJob")["spec"]["rayClusterSpec"]["workerGroupSpecs"]
-    assert group["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/mig-1g.18gb"] == "1"
+    assert (
+        group["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/mig-1g.18gb"]
+        == "1"
+    )
     claim = of_kind(objects, "PersistentVolumeClaim")["spec"]
     assert (claim["storageClassName"], claim["resources"]["requests"]["storage"]) == ("nfs", "5Gi")
     assert not [o for o in objects if o["kind"] == "PersistentVolume"]
@@ -640,12 +863,22 @@ def test_render_mig_and_storage_class() -> None:
         ({"workers": 3, "global_batch_size": 3, "kube": {"ranks_per_pod": 2}}, "use --workers 4"),
         (
             {"device": "mig", "kube": {"ranks_per_pod": 2}},
-            "ranks_per_pod = 2, device = mig with nvidia.com/mig-1g.18gb: a process sees only one MIG slice",
+            "ranks_per_pod = 2, device = mig with nvidia.com/mig-1g.18gb: a process sees only one "
+            "MIG slice",
         ),
-        ({"device": "mig", "workers": 7, "kube": {"overlay": "single-pod"}}, "use --ranks_per_pod 1"),
-        ({"device": "cuda", "kube": {"overlay": "mig-mixed", "ranks_per_pod": 2}}, "use --ranks_per_pod 1"),
         (
-            {"device": "cuda", "kube": {"ranks_per_pod": 2, "gpu_resource": "nvidia.com/mig-3g.71gb"}},
+            {"device": "mig", "workers": 7, "kube": {"overlay": "single-pod"}},
+            "use --ranks_per_pod 1",
+        ),
+        (
+            {"device": "cuda", "kube": {"overlay": "mig-mixed", "ranks_per_pod": 2}},
+            "use --ranks_per_pod 1",
+        ),
+        (
+            {
+                "device": "cuda",
+                "kube": {"ranks_per_pod": 2, "gpu_resource": "nvidia.com/mig-3g.71gb"},
+            },
             "ranks_per_pod = 2, device = cuda with nvidia.com/mig-3g.71gb",
         ),
         ({"dataset": "/home/me/text.txt"}, "is a path of this machine"),
@@ -665,16 +898,28 @@ def test_a_typo_in_kube_is_refused() -> None:
         kube_config(kube={"imag": "x"})
 
 
-@pytest.mark.parametrize(("name", "job"), [("a.b_C", "a-b-c"), ("7up", "r-7up"), ("x" * 60, "x" * 47), ("...", "run")])
+@pytest.mark.parametrize(
+    ("name", "job"), [("a.b_C", "a-b-c"), ("7up", "r-7up"), ("x" * 60, "x" * 47), ("...", "run")]
+)
 def test_job_names(name: str, job: str) -> None:
     assert job_name(name) == job
 
 
 def test_render_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file with a `kube:` section trains locally as it is; flags win over it; the output reads back."""
+    """A file with a `kube:` section trains locally as it is; flags win over it; the output reads
+    back.
+    """
     file = tmp_path / "mine.yaml"
     recipe = json.loads(load_config(None, "tiny").to_json())
-    keep = ("n_layer", "n_head", "n_embd", "block_size", "global_batch_size", "max_steps", "eval_samples")
+    keep = (
+        "n_layer",
+        "n_head",
+        "n_embd",
+        "block_size",
+        "global_batch_size",
+        "max_steps",
+        "eval_samples",
+    )
     values = {k: recipe[k] for k in keep} | {"dataset": "stdlib", "workers": 2, "device": "cpu"}
     file.write_text(yaml.safe_dump(values | {"kube": {"namespace": "one", "cpus": 2}}))
     assert load_config(str(file)).kube.cpus == 2
@@ -702,7 +947,9 @@ SCRIPTS = sorted(path for path in (KUBE_DIR / "scripts").glob("*.sh"))
 def test_scripts_are_shellcheck_clean(path: Path) -> None:
     if not shutil.which("shellcheck"):
         pytest.skip("shellcheck is not installed")
-    done = subprocess.run(["shellcheck", "-x", "-P", str(path.parent), str(path)], capture_output=True, text=True)
+    done = subprocess.run(
+        ["shellcheck", "-x", "-P", str(path.parent), str(path)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout
 
 
@@ -715,13 +962,18 @@ DRY_RUNS = {
     "image.sh cuda 2.32.3": ["--build-arg NCCL=2.32.3", "k3s ctr images import"],
     "mig.sh node-1 all-1g.18gb": [
         "kubectl label node node-1 nvidia.com/mig.config- ",
-        "kubectl label node node-1 nvidia.com/mig.config=all-1g.18gb nvidia.com/mig.config.state=pending --overwrite",
+        "kubectl label node node-1 nvidia.com/mig.config=all-1g.18gb "
+        "nvidia.com/mig.config.state=pending --overwrite",
     ],
     "mig.sh": ["get configmap default-mig-parted-config"],
     "try.sh cpu statefulset-is-none": ["kubectl apply --server-side -k"],
     "try.sh cpu mig-mixed": ["overlays/cpu/job", "overlays/mig-mixed/job", "kubectl delete -k"],
     "bundle.sh x.tar.gz": ["kubectl describe nodes", "tar -czf x.tar.gz"],
-    "cleanup.sh everything": ["delete rayjobs\\,rayclusters --all", "helm uninstall gpu-operator", "k3s-uninstall.sh"],
+    "cleanup.sh everything": [
+        "delete rayjobs\\,rayclusters --all",
+        "helm uninstall gpu-operator",
+        "k3s-uninstall.sh",
+    ],
 }
 
 
@@ -731,7 +983,9 @@ def test_dry_runs_print_every_step_and_touch_nothing(line: str, tmp_path: Path) 
     script, *args = line.split()
     env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
     command = ["bash", str(KUBE_DIR / "scripts" / script), "--dry-run", *args]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200
+    )
     assert (done.returncode == 0) != ("is-none" in line), done.stdout + done.stderr
     for part in DRY_RUNS[line]:
         assert part in done.stdout
@@ -755,15 +1009,27 @@ esac
 def test_the_bundle_has_the_operators_log_and_no_secret(operator: bool, tmp_path: Path) -> None:
     (tmp_path / "kubectl").write_text(KUBECTL)
     (tmp_path / "kubectl").chmod(0o755)
-    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "TMPDIR": str(tmp_path), "NO_OPERATOR": "" if operator else "1"}
+    env = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "TMPDIR": str(tmp_path),
+        "NO_OPERATOR": "" if operator else "1",
+    }
     command = ["bash", str(KUBE_DIR / "scripts" / "bundle.sh"), "x.tar.gz"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200
+    )
     assert (done.returncode, done.stdout) == (0, "x.tar.gz\n"), done.stderr
     with tarfile.open(tmp_path / "x.tar.gz") as archive:
-        files = {m.name: archive.extractfile(m).read().decode() for m in archive.getmembers() if m.isfile()}  # type: ignore[union-attr]
+        files = {
+            m.name: archive.extractfile(m).read().decode()
+            for m in archive.getmembers()
+            if m.isfile()
+        }  # type: ignore[union-attr]
     assert "failed: " not in "".join(files.values())
     log = "operator says auth_token=(removed) http://(removed)@proxy\n"
-    assert files["./operator.log"] == (log if operator else "no operator pod was found, or it may not be read\n")
+    assert files["./operator.log"] == (
+        log if operator else "no operator pod was found, or it may not be read\n"
+    )
     assert files["./driver.log"] == "driver says\n"
     assert "kuberay-operator,kuberay" in files["./operator.txt"]
 
@@ -787,7 +1053,9 @@ esac
 """
 
 
-def test_mig_ends_when_the_manager_fails_and_the_same_profile_can_be_set_again(tmp_path: Path) -> None:
+def test_mig_ends_when_the_manager_fails_and_the_same_profile_can_be_set_again(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "kubectl").write_text(MIG_KUBECTL)
     (tmp_path / "kubectl").chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "YES": "1", "TIMEOUT": "5", "PAUSE": "0.1"}
@@ -797,11 +1065,17 @@ def test_mig_ends_when_the_manager_fails_and_the_same_profile_can_be_set_again(t
         ("success", 0, "s: success\n"),
         ("success", 0, "node-1 has all-1g.18gb already\n"),
     ):
-        done = subprocess.run(command, cwd=tmp_path, env=env | {"STATE": state}, capture_output=True, text=True)
-        assert (done.returncode, text in done.stdout + done.stderr) == (code, True), done.stdout + done.stderr
+        done = subprocess.run(
+            command, cwd=tmp_path, env=env | {"STATE": state}, capture_output=True, text=True
+        )
+        assert (done.returncode, text in done.stdout + done.stderr) == (code, True), (
+            done.stdout + done.stderr
+        )
 
 
-@pytest.mark.parametrize(("namespace", "volume"), [("nanoray", "nanoray"), ("team", "nanoray-team")])
+@pytest.mark.parametrize(
+    ("namespace", "volume"), [("nanoray", "nanoray"), ("team", "nanoray-team")]
+)
 def test_cleanup_deletes_the_volume_of_its_own_namespace(namespace: str, volume: str) -> None:
     """And not that of another one: the names are those that `nanoray kube` gives."""
     objects = render(kube_config(kube={"namespace": namespace}), "s")
@@ -816,19 +1090,34 @@ def test_cleanup_deletes_the_volume_of_its_own_namespace(namespace: str, volume:
 def test_a_dataset_job_without_internet_says_so_once_and_takes_a_cache_that_comes(
     shakespeare: Path, tmp_path: Path, forked: dict[str, str]
 ) -> None:
-    """The manifest's command, as a process: one remedy over several tries, pauses that grow, then the text is there."""
+    """The manifest's command, as a process: one remedy over several tries, pauses that grow, then
+    the text is there.
+    """
     (job,) = [o for o in build(KUBE_DIR / "overlays" / "cpu" / "job") if o["kind"] == "Job"]
     (container,) = job["spec"]["template"]["spec"]["containers"]
-    assert (job["spec"]["backoffLimit"], job["spec"]["template"]["spec"]["restartPolicy"]) == (0, "Never")
+    assert (job["spec"]["backoffLimit"], job["spec"]["template"]["spec"]["restartPolicy"]) == (
+        0,
+        "Never",
+    )
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\necho try >> {tmp_path}/tries\nexec "{forked["PYTHON"]}" "$@"\n')
     python.chmod(0o755)
-    env = forked | {item["name"]: item.get("value", "") for item in container["env"]} | {"FIRST_PAUSE_S": "1"}
-    env |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HOSTNAME": "dataset-pod", "https_proxy": "http://127.0.0.1:9"}
+    env = (
+        forked
+        | {item["name"]: item.get("value", "") for item in container["env"]}
+        | {"FIRST_PAUSE_S": "1"}
+    )
+    env |= {
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "HOSTNAME": "dataset-pod",
+        "https_proxy": "http://127.0.0.1:9",
+    }
     env |= {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
     log = tmp_path / "log"
     with log.open("w") as out:
-        process = subprocess.Popen([*container["command"], *container["args"]], env=env, stdout=out, stderr=out)
+        process = subprocess.Popen(
+            [*container["command"], *container["args"]], env=env, stdout=out, stderr=out
+        )
     try:
         end = time.monotonic() + 120
         (tmp_path / "tries").touch()
@@ -870,17 +1159,32 @@ def test_a_password_in_the_proxy_is_refused(tmp_path: Path) -> None:
 
 
 def test_requirements_of_the_image_are_the_pins_with_hashes() -> None:
-    pins = dict(re.findall(r"^([a-z0-9._-]+)==([^ \n]+)", (ROOT / "constraints.txt").read_text(), re.M))
-    every = {(n, v) for n, v in re.findall(r"^([a-z0-9._-]+)==([^ \n]+)", (ROOT / "constraints.txt").read_text(), re.M)}
+    pins = dict(
+        re.findall(r"^([a-z0-9._-]+)==([^ \n]+)", (ROOT / "constraints.txt").read_text(), re.M)
+    )
+    every = {
+        (n, v)
+        for n, v in re.findall(
+            r"^([a-z0-9._-]+)==([^ \n]+)", (ROOT / "constraints.txt").read_text(), re.M
+        )
+    }
     for device in ("cpu", "cuda"):
         text = (ROOT / "docker" / f"requirements-{device}.txt").read_text()
         found = re.findall(
-            r"^([a-z0-9._-]+)(?:\[\w+\])?==([^ \\\n]+)(?: ;[^\\\n]*)? \\\n((?:    --hash=sha256:[0-9a-f]{64}.*\n)+)",
+            r"^([a-z0-9._-]+)(?:\[\w+\])?==([^ \\\n]+)(?: ;[^\\\n]*)? \\\n((?:    "
+            r"--hash=sha256:[0-9a-f]{64}.*\n)+)",
             text,
             re.M,
         )
         assert len(found) == len(re.findall(r"^[a-z]", text, re.M)), "a line without a hash"
-        assert {n for n, _, _ in found} >= {"torch", "ray", "numpy", "pydantic", "safetensors", "tensorboard"}
+        assert {n for n, _, _ in found} >= {
+            "torch",
+            "ray",
+            "numpy",
+            "pydantic",
+            "safetensors",
+            "tensorboard",
+        }
         assert [(n, v) for n, v, _ in found if (n, v.removesuffix("+cpu")) not in every] == []
         assert any(n.startswith("nvidia-nccl") for n, _, _ in found) == (device == "cuda")
     assert pins["torch"]
@@ -900,19 +1204,29 @@ def test_dockerfile_is_hadolint_clean() -> None:
     hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if not hadolint:
         pytest.skip("hadolint is not installed; its package is for Linux on x86_64")
-    done = subprocess.run([hadolint, str(ROOT / "docker" / "Dockerfile")], capture_output=True, text=True)
+    done = subprocess.run(
+        [hadolint, str(ROOT / "docker" / "Dockerfile")], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout
 
 
 def test_dockerfile_keeps_our_rules() -> None:
-    """A user by number, a health check, hashes, nothing fetched but by package managers, no moving tag."""
+    """A user by number, a health check, hashes, nothing fetched but by package managers, no moving
+    tag.
+    """
     text = (ROOT / "docker" / "Dockerfile").read_text()
     last = text[text.rindex("\nFROM") :]
     assert re.search(r"^USER 1000:1000$", last, re.M)
     assert "HEALTHCHECK" in last
     assert "--require-hashes" in text
     assert ":latest" not in text
-    assert "NVIDIA_VISIBLE_DEVICES=" not in text, "a pod without a GPU of its own would see those of the node"
+    assert "NVIDIA_VISIBLE_DEVICES=" not in text, (
+        "a pod without a GPU of its own would see those of the node"
+    )
     assert not re.search(r"^ADD |curl|wget", text, re.M)
-    (packages,) = re.findall(r'"\$\{DEVICE\}" = cuda \]; then apt-get install -y \S+ ([^;]+);', last)
-    assert packages.split() == ["gcc", "libc6-dev", "python3-dev"], "what Triton compiles its driver with"
+    (packages,) = re.findall(
+        r'"\$\{DEVICE\}" = cuda \]; then apt-get install -y \S+ ([^;]+);', last
+    )
+    assert packages.split() == ["gcc", "libc6-dev", "python3-dev"], (
+        "what Triton compiles its driver with"
+    )

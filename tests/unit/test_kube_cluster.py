@@ -1,4 +1,6 @@
-"""What `nanoray kube` says when the cluster cannot do it: each error with its remedy, over real HTTP."""
+"""What `nanoray kube` says when the cluster cannot do it: each error with its remedy, over real
+HTTP.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ import pytest
 
 from nanoray.errors import ConfigError
 from nanoray.kube.__main__ import main
-from nanoray.kube.cluster import Api, ApiError, Follower, KubeError, check_operator, path_of, troubles
+from nanoray.kube.cluster import (
+    Api,
+    ApiError,
+    Follower,
+    KubeError,
+    check_operator,
+    path_of,
+    troubles,
+)
 from nanoray.kube.fetch import fetch
 from tests.harness.kube_server import ApiServer, submit_of
 from tests.harness.ports import closed_port
@@ -52,14 +62,18 @@ def pod(server: ApiServer, name: str, status: Object) -> None:
 # No cluster, no right, no KubeRay.
 
 
-def test_no_kubeconfig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, submit: list[str], capsys: Any) -> None:
+def test_no_kubeconfig(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, submit: list[str], capsys: Any
+) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
     assert main(submit) == 4
     assert "no cluster: " in (error := capsys.readouterr().err)
     assert "set KUBECONFIG" in error
 
 
-def test_nobody_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, submit: list[str], capsys: Any) -> None:
+def test_nobody_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, submit: list[str], capsys: Any
+) -> None:
     dead = ApiServer()
     with closed_port() as port:
         dead.port = port
@@ -68,7 +82,9 @@ def test_nobody_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, submit:
     assert f"no answer from the cluster at http://127.0.0.1:{port}" in capsys.readouterr().err
 
 
-def test_no_kuberay_gives_the_install_command(server: ApiServer, submit: list[str], capsys: Any) -> None:
+def test_no_kuberay_gives_the_install_command(
+    server: ApiServer, submit: list[str], capsys: Any
+) -> None:
     server.kuberay = False
     assert main(submit) == 4
     error = capsys.readouterr().err
@@ -79,9 +95,14 @@ def test_no_kuberay_gives_the_install_command(server: ApiServer, submit: list[st
 @pytest.mark.parametrize("label", ["kuberay-operator", "kuberay"], ids=["helm", "kustomize"])
 @pytest.mark.parametrize(
     ("image", "line"),
-    [("quay.io/kuberay/operator:v1.7.0", "kuberay: 1.7.0"), ("mirror/operator@sha256:0", "kuberay: version unknown")],
+    [
+        ("quay.io/kuberay/operator:v1.7.0", "kuberay: 1.7.0"),
+        ("mirror/operator@sha256:0", "kuberay: version unknown"),
+    ],
 )
-def test_the_operators_version_is_said(server: ApiServer, image: str, line: str, label: str) -> None:
+def test_the_operators_version_is_said(
+    server: ApiServer, image: str, line: str, label: str
+) -> None:
     _operator(server, image, label)
     _operator(server, "quay.io/kuberay/operator:v0.1.0", "another")
     assert check_operator(Api()) == line
@@ -90,7 +111,10 @@ def test_the_operators_version_is_said(server: ApiServer, image: str, line: str,
 def _operator(server: ApiServer, image: str, label: str = "kuberay-operator") -> None:
     labels = {"app.kubernetes.io/name": label}
     spec = {"template": {"spec": {"containers": [{"image": image}]}}}
-    server.objects["deployments", "k", label] = {"metadata": {"name": label, "labels": labels}, "spec": spec}
+    server.objects["deployments", "k", label] = {
+        "metadata": {"name": label, "labels": labels},
+        "spec": spec,
+    }
 
 
 def test_an_old_operator_is_refused(server: ApiServer, submit: list[str], capsys: Any) -> None:
@@ -108,14 +132,27 @@ def test_an_operator_that_may_not_be_read_is_no_error(server: ApiServer) -> None
 @pytest.mark.parametrize(
     ("refusal", "answer", "text"),
     [
-        ("PATCH rayjobs", (403, 'User "me" cannot patch resource'), "ask for patch on rayjobs in namespace nanoray"),
-        ("PATCH configmaps", (403, "exceeded quota: team, requested: pods=3"), "or raise the quota"),
+        (
+            "PATCH rayjobs",
+            (403, 'User "me" cannot patch resource'),
+            "ask for patch on rayjobs in namespace nanoray",
+        ),
+        (
+            "PATCH configmaps",
+            (403, "exceeded quota: team, requested: pods=3"),
+            "or raise the quota",
+        ),
         ("PATCH networkpolicies", (404, "the server could not find"), "take it out of the overlay"),
         ("PATCH jobs", (422, "field is immutable"), "Job nanoray-dataset: field is immutable"),
     ],
 )
 def test_refusals_of_the_api_server(
-    server: ApiServer, submit: list[str], capsys: Any, refusal: str, answer: tuple[int, str], text: str
+    server: ApiServer,
+    submit: list[str],
+    capsys: Any,
+    refusal: str,
+    answer: tuple[int, str],
+    text: str,
 ) -> None:
     server.refusals[refusal] = answer
     assert main(submit) == 4
@@ -154,7 +191,10 @@ PENDING = {
 NO_IMAGE = {
     "phase": "Pending",
     "containerStatuses": [
-        {"image": "nanoray:x", "state": {"waiting": {"reason": "ImagePullBackOff", "message": "not found"}}}
+        {
+            "image": "nanoray:x",
+            "state": {"waiting": {"reason": "ImagePullBackOff", "message": "not found"}},
+        }
     ],
 }
 
@@ -177,8 +217,17 @@ OOM = {
     ("status", "text", "fatal"),
     [
         (PENDING, "cannot be scheduled: 0/1 nodes: 1 Insufficient cpu", False),
-        (NO_IMAGE, "image nanoray:x not found: not found; build and import it with kuberay/scripts/image.sh", True),
-        (_waiting("CreateContainerConfigError", 'configmap "c" not found'), 'configmap "c" not found', True),
+        (
+            NO_IMAGE,
+            "image nanoray:x not found: not found; build and import it with "
+            "kuberay/scripts/image.sh",
+            True,
+        ),
+        (
+            _waiting("CreateContainerConfigError", 'configmap "c" not found'),
+            'configmap "c" not found',
+            True,
+        ),
         (OOM, "ended with 137 (OOMKilled); raise --memory_gib", False),
         ({"initContainerStatuses": NO_IMAGE["containerStatuses"]}, "not found", True),
     ],
@@ -192,7 +241,9 @@ def test_troubles_of_pods(status: Object, text: str, fatal: bool) -> None:
 def test_pods_without_trouble() -> None:
     running = {"phase": "Running", "containerStatuses": [{"state": {"running": {}}}]}
     starting = _waiting("ContainerCreating")
-    assert troubles([{"metadata": {"name": "p"}, "status": s} for s in (running, starting, {})]) == []
+    assert (
+        troubles([{"metadata": {"name": "p"}, "status": s} for s in (running, starting, {})]) == []
+    )
 
 
 def test_a_missing_image_ends_the_wait(server: ApiServer) -> None:
@@ -200,7 +251,8 @@ def test_a_missing_image_ends_the_wait(server: ApiServer) -> None:
     pod(server, "words-head", NO_IMAGE)
     said: list[str] = []
     with pytest.raises(
-        KubeError, match=r"cannot start: words-head image nanoray:x not found.*kube stop words --delete"
+        KubeError,
+        match=r"cannot start: words-head image nanoray:x not found.*kube stop words --delete",
     ):
         Follower(Api(), "nanoray", "words", said.append, poll_s=0.01).run()
     assert any(line.startswith("pod    words-head image") for line in said)
@@ -213,11 +265,15 @@ def test_an_unschedulable_pod_is_said_at_once_and_waited_for(server: ApiServer) 
     follower = Follower(Api(), "nanoray", "words", said.append, poll_s=0.01, start_timeout_s=0.3)
     with pytest.raises(KubeError, match="Insufficient cpu"):
         follower.run()
-    assert len([line for line in said if "Insufficient cpu" in line]) == 1, "once, though it was seen many times"
+    assert len([line for line in said if "Insufficient cpu" in line]) == 1, (
+        "once, though it was seen many times"
+    )
 
 
 def test_a_job_that_waits_in_a_queue_has_all_the_time(server: ApiServer) -> None:
-    """Suspended by Kueue for longer than a start may take: that time starts when the job is admitted."""
+    """Suspended by Kueue for longer than a start may take: that time starts when the job is
+    admitted.
+    """
     job = rayjob(server, jobDeploymentStatus="Suspended")
     said: list[str] = []
 
@@ -236,7 +292,9 @@ def test_a_deleted_job_ends_the_wait(server: ApiServer) -> None:
 
 
 def test_a_failed_job_gives_its_message_and_code(server: ApiServer, capsys: Any) -> None:
-    rayjob(server, jobDeploymentStatus="Failed", jobStatus="FAILED", message="exit code 1: rank 1 died")
+    rayjob(
+        server, jobDeploymentStatus="Failed", jobStatus="FAILED", message="exit code 1: rank 1 died"
+    )
     assert main(["logs", "words", "--follow"]) == 1
     assert "the job ended FAILED: exit code 1: rank 1 died" in capsys.readouterr().err
 
@@ -300,7 +358,9 @@ def test_every_kind_that_is_rendered_has_a_path() -> None:
 
 @pytest.fixture
 def logs(server: ApiServer) -> Iterator[dict[str, str]]:
-    """What Ray's jobs API answers as the log of a job, by the job's id; a head with a token is there."""
+    """What Ray's jobs API answers as the log of a job, by the job's id; a head with a token is
+    there.
+    """
     found: dict[str, str] = {}
 
     class Handler(BaseHTTPRequestHandler):
@@ -309,7 +369,9 @@ def logs(server: ApiServer) -> Iterator[dict[str, str]]:
             assert kind == "jobs"
             job, text = rest[0], found.get(rest[0], "")
             metadata = json.loads(found.get(f"{job} metadata", "null"))
-            body = json.dumps({"logs": text} if rest[1:] == ["logs"] else {"metadata": metadata}).encode()
+            body = json.dumps(
+                {"logs": text} if rest[1:] == ["logs"] else {"metadata": metadata}
+            ).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -322,18 +384,33 @@ def logs(server: ApiServer) -> Iterator[dict[str, str]]:
     threading.Thread(target=ray.serve_forever, daemon=True).start()
     for cluster in ("words-abc", "words-def"):
         server.proxies[f"{cluster}-head-svc"] = f"http://127.0.0.1:{ray.server_port}"
-        env = [{"name": "RAY_AUTH_TOKEN", "valueFrom": {"secretKeyRef": {"name": "token", "key": "auth_token"}}}]
+        env = [
+            {
+                "name": "RAY_AUTH_TOKEN",
+                "valueFrom": {"secretKeyRef": {"name": "token", "key": "auth_token"}},
+            }
+        ]
         labels = {"ray.io/cluster": cluster, "ray.io/node-type": "head"}
-        head = {"metadata": {"name": f"{cluster}-head", "labels": labels}, "spec": {"containers": [{"env": env}]}}
+        head = {
+            "metadata": {"name": f"{cluster}-head", "labels": labels},
+            "spec": {"containers": [{"env": env}]},
+        }
         server.objects["pods", "nanoray", f"{cluster}-head"] = head
-    server.objects["secrets", "nanoray", "token"] = {"metadata": {"name": "token"}, "data": {"auth_token": "eA=="}}
+    server.objects["secrets", "nanoray", "token"] = {
+        "metadata": {"name": "token"},
+        "data": {"auth_token": "eA=="},
+    }
     yield found
     ray.shutdown()
     ray.server_close()
 
 
-def test_every_attempt_is_shown_with_its_number_and_its_whole_log(server: ApiServer, logs: dict[str, str]) -> None:
-    """A retry on another cluster, then a new head of that cluster, where the same job is submitted once more."""
+def test_every_attempt_is_shown_with_its_number_and_its_whole_log(
+    server: ApiServer, logs: dict[str, str]
+) -> None:
+    """A retry on another cluster, then a new head of that cluster, where the same job is submitted
+    once more.
+    """
     running = {"jobDeploymentStatus": "Running", "jobStatus": "RUNNING"}
     job = rayjob(server, **running, rayClusterName="words-abc", jobId="words-1")
     logs["words-1"] = "start\nstep 1 of the first\nhalf a li"
@@ -342,9 +419,18 @@ def test_every_attempt_is_shown_with_its_number_and_its_whole_log(server: ApiSer
     def say(line: str) -> None:
         said.append(line)
         if line == "step 1 of the first":
-            job["status"] = {"jobDeploymentStatus": "Retrying", "jobStatus": "FAILED", "message": "exit 1", "failed": 1}
+            job["status"] = {
+                "jobDeploymentStatus": "Retrying",
+                "jobStatus": "FAILED",
+                "message": "exit 1",
+                "failed": 1,
+            }
         elif line.startswith("job    Retrying"):
-            job["status"] = running | {"rayClusterName": "words-def", "jobId": "words-2", "failed": 1}
+            job["status"] = running | {
+                "rayClusterName": "words-def",
+                "jobId": "words-2",
+                "failed": 1,
+            }
             logs["words-2"] = "start\nstep 1 of the second\nstep 2 of the second\n"
         elif line == "step 2 of the second":
             logs["words-2"] = "start\nstep 2 on a new head\n"  # shorter than what was printed
@@ -352,9 +438,13 @@ def test_every_attempt_is_shown_with_its_number_and_its_whole_log(server: ApiSer
             job["status"] |= {"jobDeploymentStatus": "Complete", "jobStatus": "SUCCEEDED"}
             logs["words-2"] += "the end, without a newline"
 
-    guard = threading.Timer(120, lambda: job.update(status={"jobDeploymentStatus": "Failed", "jobStatus": "stuck"}))
+    guard = threading.Timer(
+        120, lambda: job.update(status={"jobDeploymentStatus": "Failed", "jobStatus": "stuck"})
+    )
     guard.start()
-    assert Follower(Api(), "nanoray", "words", say, poll_s=0.01).run()["jobStatus"] == "SUCCEEDED", said
+    assert (
+        Follower(Api(), "nanoray", "words", say, poll_s=0.01).run()["jobStatus"] == "SUCCEEDED"
+    ), said
     guard.cancel()
     lines = [re.sub(r"after \d+ s", "after 0 s", line) for line in said]
     assert [line for line in lines if not re.match("job    (Running|Complete)", line)] == [
@@ -373,7 +463,9 @@ def test_every_attempt_is_shown_with_its_number_and_its_whole_log(server: ApiSer
     ]
 
 
-def test_a_late_follower_and_status_know_the_attempt(server: ApiServer, logs: dict[str, str], capsys: Any) -> None:
+def test_a_late_follower_and_status_know_the_attempt(
+    server: ApiServer, logs: dict[str, str], capsys: Any
+) -> None:
     """The operator counts the attempts that failed; after the last one, that one is among them."""
     status = {"rayClusterName": "words-def", "jobId": "words-3", "failed": 2}
     job = rayjob(server, **status, jobDeploymentStatus="Running", jobStatus="RUNNING")
@@ -387,14 +479,27 @@ def test_a_late_follower_and_status_know_the_attempt(server: ApiServer, logs: di
 def test_status_tells_step_loss_and_eta_while_the_job_runs_and_afterwards(
     server: ApiServer, logs: dict[str, str], tmp_path: Path, capsys: Any
 ) -> None:
-    """From the Ray job's metadata, which the driver keeps up to date; when the cluster is gone, from the volume."""
+    """From the Ray job's metadata, which the driver keeps up to date; when the cluster is gone,
+    from the volume.
+    """
     job = rayjob(
-        server, rayClusterName="words-abc", jobId="words-1", jobDeploymentStatus="Running", jobStatus="RUNNING"
+        server,
+        rayClusterName="words-abc",
+        jobId="words-1",
+        jobDeploymentStatus="Running",
+        jobStatus="RUNNING",
     )
     assert main(["status", "words"]) == 0
-    assert "run    nothing known of its steps: the job's entrypoint names no --out_dir" in capsys.readouterr().out
-    job["spec"]["entrypoint"] = "exec python -m nanoray.launch --out_dir /data/runs/words-1 --resume auto"
-    logs["words-1 metadata"] = json.dumps({"owner": "me", "nanoray_state": "training", "nanoray_step": "7/40"})
+    assert (
+        "run    nothing known of its steps: the job's entrypoint names no --out_dir"
+        in capsys.readouterr().out
+    )
+    job["spec"]["entrypoint"] = (
+        "exec python -m nanoray.launch --out_dir /data/runs/words-1 --resume auto"
+    )
+    logs["words-1 metadata"] = json.dumps(
+        {"owner": "me", "nanoray_state": "training", "nanoray_step": "7/40"}
+    )
     assert main(["status", "words"]) == 0
     assert "run    state training · step 7/40\n" in capsys.readouterr().out
     logs["words-1 metadata"] = json.dumps({"owner": "me"})
@@ -415,16 +520,27 @@ def test_status_tells_step_loss_and_eta_while_the_job_runs_and_afterwards(
     assert f"run    {line}\n" in capsys.readouterr().out
     (run / "metrics.jsonl").write_text("")
     assert main(["status", "words"]) == 0
-    assert "nothing known of its steps: /data/runs/words-1 has no run with a record yet" in capsys.readouterr().out
+    assert (
+        "nothing known of its steps: /data/runs/words-1 has no run with a record yet"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_follower_annotates_the_rayjob(server: ApiServer, logs: dict[str, str]) -> None:
-    """With the user's rights: the operator copies no metadata, and pods have no token. A refusal is no error."""
+    """With the user's rights: the operator copies no metadata, and pods have no token. A refusal is
+    no error.
+    """
     job = rayjob(
-        server, rayClusterName="words-abc", jobId="words-1", jobDeploymentStatus="Running", jobStatus="RUNNING"
+        server,
+        rayClusterName="words-abc",
+        jobId="words-1",
+        jobDeploymentStatus="Running",
+        jobStatus="RUNNING",
     )
     job["spec"]["entrypoint"] = "kept"
-    logs["words-1 metadata"] = json.dumps({"nanoray_step": "7/40", "nanoray_loss": "2.5", "owner": "me"})
+    logs["words-1 metadata"] = json.dumps(
+        {"nanoray_step": "7/40", "nanoray_loss": "2.5", "owner": "me"}
+    )
     logs["words-1"] = "one\n"
     server.refusals["PATCH rayjobs"] = (403, "forbidden")
     follower = Follower(Api(), "nanoray", "words", print, poll_s=0.01, annotate_s=0.0)
@@ -469,7 +585,9 @@ def test_fetch_takes_the_newest_run_and_all_of_it(server: ApiServer, tmp_path: P
     assert [p.name for p in (tmp_path / "out").iterdir()] == [path.name], "nothing else is left"
     with pytest.raises(KubeError, match="is there already; move it away"):
         fetch(Api(), "nanoray", "words", "", str(tmp_path / "out"))
-    with pytest.raises(KubeError, match="no run of none on the volume; there: words-20260101-000000/2026-01-01"):
+    with pytest.raises(
+        KubeError, match="no run of none on the volume; there: words-20260101-000000/2026-01-01"
+    ):
         fetch(Api(), "nanoray", "none", "", str(tmp_path / "out"))
 
 
@@ -492,26 +610,37 @@ def test_fetch_needs_a_pod_and_a_plain_name(server: ApiServer, tmp_path: Path) -
 
 
 def test_a_command_that_fails_in_the_pod(server: ApiServer) -> None:
-    with pytest.raises(KubeError, match=r"ls /data/absent in pod tb ended with 2: ls: cannot access"):
+    with pytest.raises(
+        KubeError, match=r"ls /data/absent in pod tb ended with 2: ls: cannot access"
+    ):
         Api().run_in("tb", "nanoray", ["ls", "/data/absent"])
 
 
-def test_a_command_may_take_long_but_not_be_silent(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_may_take_long_but_not_be_silent(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("nanoray.kube.cluster.SILENCE_S", 3.0)
     drops = ["sh", "-c", "for i in 1 2 3 4 5 6; do sleep 0.6; echo $i; done"]
     assert Api().run_in("tb", "nanoray", drops).split() == ["1", "2", "3", "4", "5", "6"]
-    with pytest.raises(KubeError, match=r"nothing came for 3 s, so its output is not complete; try again"):
+    with pytest.raises(
+        KubeError, match=r"nothing came for 3 s, so its output is not complete; try again"
+    ):
         Api().run_in("tb", "nanoray", ["sh", "-c", "echo one; sleep 9; echo two"])
 
 
-def test_an_archive_that_breaks_off_is_not_taken_for_the_run(server: ApiServer, tmp_path: Path) -> None:
+def test_an_archive_that_breaks_off_is_not_taken_for_the_run(
+    server: ApiServer, tmp_path: Path
+) -> None:
     """The connection is lost on the way: the error says so, and nothing is left."""
     _tensorboard(server)
     run = tmp_path / "volume" / "runs" / "words" / "2026-01-01_000000_words"
     run.mkdir(parents=True)
     (run / "model.bin").write_bytes(random.Random(1).randbytes(200_000))
     server.exec_limit = 60_000
-    with pytest.raises(KubeError, match=r"tar .* the connection was closed, so its output is not complete; try again"):
+    with pytest.raises(
+        KubeError,
+        match=r"tar .* the connection was closed, so its output is not complete; try again",
+    ):
         fetch(Api(), "nanoray", "words", run.name, str(tmp_path / "out"))
     server.exec_limit = None
     assert list((tmp_path / "out").iterdir()) == []

@@ -27,12 +27,23 @@ def submit(tmp_path: Path) -> list[str]:
 
 
 def node(server: ApiServer, name: str, cpu: str, memory: str, **more: Any) -> None:
-    allocatable = {"cpu": cpu, "memory": memory, "pods": "110", "ephemeral-storage": "1Ei"} | more.pop("devices", {})
+    allocatable = {
+        "cpu": cpu,
+        "memory": memory,
+        "pods": "110",
+        "ephemeral-storage": "1Ei",
+    } | more.pop("devices", {})
     metadata = {"name": name, "labels": more.pop("labels", {})}
-    server.objects["nodes", "", name] = {"metadata": metadata, "spec": more, "status": {"allocatable": allocatable}}
+    server.objects["nodes", "", name] = {
+        "metadata": metadata,
+        "spec": more,
+        "status": {"allocatable": allocatable},
+    }
 
 
-def pod(server: ApiServer, name: str, where: str, cpu: str, phase: str = "Running", **labels: str) -> None:
+def pod(
+    server: ApiServer, name: str, where: str, cpu: str, phase: str = "Running", **labels: str
+) -> None:
     containers = [{"resources": {"requests": {"cpu": cpu}}}, {"resources": {}}]
     thing = {
         "metadata": {"name": name, "labels": labels},
@@ -43,36 +54,55 @@ def pod(server: ApiServer, name: str, where: str, cpu: str, phase: str = "Runnin
 
 
 def test_pods_that_fit(server: ApiServer, submit: list[str], capsys: Any) -> None:
-    """Head and two workers of 1 CPU and 4 GiB, dataset Job and TensorBoard of half a CPU and 1 GiB each."""
+    """Head and two workers of 1 CPU and 4 GiB, dataset Job and TensorBoard of half a CPU and 1 GiB
+    each.
+    """
     node(server, "a", "2", "9Gi")
     node(server, "b", "2100m", "8Gi")
     assert main(submit) == 0
-    assert "fit    5 pods ask for 4 CPU, 14 GiB; 2 node(s) have room for them\n" in capsys.readouterr().out
+    assert (
+        "fit    5 pods ask for 4 CPU, 14 GiB; 2 node(s) have room for them\n"
+        in capsys.readouterr().out
+    )
 
 
-def test_a_pod_that_fits_on_no_node_is_named_with_the_remedy(server: ApiServer, submit: list[str], capsys: Any) -> None:
+def test_a_pod_that_fits_on_no_node_is_named_with_the_remedy(
+    server: ApiServer, submit: list[str], capsys: Any
+) -> None:
     node(server, "a", "2", "16Gi")
     node(server, "b", "1", "3Gi")
     assert main([*submit, "--cpus", "2.5", "--memory_gib", "20"]) == 4
     error = capsys.readouterr().err
-    assert "error: worker pod of RayJob words fits on no node: it asks for 2.5 CPU, and a has the most, 2 CPU" in error
     assert (
-        "it asks for 20 GiB, and a has the most, 16 GiB; lower --cpus, lower --memory_gib, or take --overlay" in error
+        "error: worker pod of RayJob words fits on no node: it asks for 2.5 CPU, and a has the "
+        "most, 2 CPU" in error
+    )
+    assert (
+        "it asks for 20 GiB, and a has the most, 16 GiB; lower --cpus, lower --memory_gib, or take "
+        "--overlay" in error
     )
     assert "would apply RayJob" not in error
     node(server, "c", "8", "2Gi")
     assert main([*submit, "--cpus", "4"]) == 4
-    assert "no single node has all of 4 CPU, 4 GiB; lower --cpus, lower --memory_gib" in capsys.readouterr().err
+    assert (
+        "no single node has all of 4 CPU, 4 GiB; lower --cpus, lower --memory_gib"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_head_that_fits_on_no_node(server: ApiServer, submit: list[str], capsys: Any) -> None:
     node(server, "a", "4", "3584Mi")
     assert main([*submit, "--memory_gib", "2"]) == 4
     error = capsys.readouterr().err
-    assert "head pod of RayJob words fits on no node: it asks for 4 GiB, and a has the most, 3.5 GiB" in error
+    assert (
+        "head pod of RayJob words fits on no node: it asks for 4 GiB, and a has the most, 3.5 GiB"
+        in error
+    )
     assert "; take --overlay laptop, or add a larger node" in error
     assert main([*submit, "--overlay", "laptop"]) == 0
-    assert "fit    3 pods ask for 1.35 CPU, 3.38 GiB; 1 node(s) have room" in capsys.readouterr().out
+    assert (
+        "fit    3 pods ask for 1.35 CPU, 3.38 GiB; 1 node(s) have room" in capsys.readouterr().out
+    )
 
 
 def test_what_other_pods_use_is_counted(server: ApiServer, submit: list[str], capsys: Any) -> None:
@@ -100,42 +130,74 @@ def test_what_other_pods_use_is_counted(server: ApiServer, submit: list[str], ca
     ("more", "reason"),
     [
         ({}, "gpu-node has no label nvidia.com/gpu.present In ['true']"),
-        ({"labels": {"nvidia.com/gpu.present": "true"}}, "it asks for 1 nvidia.com/gpu, and gpu-node has the most, 0"),
         (
-            {"labels": {"nvidia.com/gpu.present": "true"}, "taints": [{"key": "team", "effect": "NoSchedule"}]},
+            {"labels": {"nvidia.com/gpu.present": "true"}},
+            "it asks for 1 nvidia.com/gpu, and gpu-node has the most, 0",
+        ),
+        (
+            {
+                "labels": {"nvidia.com/gpu.present": "true"},
+                "taints": [{"key": "team", "effect": "NoSchedule"}],
+            },
             "gpu-node has the taint team:NoSchedule; label or untaint a node",
         ),
-        ({"unschedulable": True}, "cpu-node has no label nvidia.com/gpu.present In ['true']; label"),
+        (
+            {"unschedulable": True},
+            "cpu-node has no label nvidia.com/gpu.present In ['true']; label",
+        ),
     ],
     ids=["label", "devices", "taint", "cordoned"],
 )
-def test_gpu_nodes(server: ApiServer, submit: list[str], capsys: Any, more: Object, reason: str) -> None:
+def test_gpu_nodes(
+    server: ApiServer, submit: list[str], capsys: Any, more: Object, reason: str
+) -> None:
     node(server, "cpu-node", "64", "256Gi")
     node(server, "gpu-node", "64", "256Gi", **more)
     assert main([*submit, "--device", "cuda"]) == 4
     assert reason in capsys.readouterr().err
 
 
-def test_a_gpu_node_with_the_operators_taint_is_taken(server: ApiServer, submit: list[str], capsys: Any) -> None:
+def test_a_gpu_node_with_the_operators_taint_is_taken(
+    server: ApiServer, submit: list[str], capsys: Any
+) -> None:
     node(server, "cpu-node", "64", "256Gi")
-    labels, taint = {"nvidia.com/gpu.present": "true"}, {"key": "nvidia.com/gpu", "effect": "NoSchedule", "value": "x"}
-    node(server, "gpu-node", "64", "256Gi", labels=labels, taints=[taint], devices={"nvidia.com/gpu": "2"})
+    labels, taint = (
+        {"nvidia.com/gpu.present": "true"},
+        {"key": "nvidia.com/gpu", "effect": "NoSchedule", "value": "x"},
+    )
+    node(
+        server,
+        "gpu-node",
+        "64",
+        "256Gi",
+        labels=labels,
+        taints=[taint],
+        devices={"nvidia.com/gpu": "2"},
+    )
     assert main([*submit, "--device", "cuda"]) == 0
     assert "2 nvidia.com/gpu; 2 node(s) have room" in capsys.readouterr().out
 
 
 def test_without_a_cluster_or_the_right_to_look_nothing_is_compared(
-    server: ApiServer, submit: list[str], capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: ApiServer,
+    submit: list[str],
+    capsys: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     node(server, "a", "8", "32Gi")
     server.refusals["GET pods"] = (403, "pods is forbidden")
     assert main(submit) == 0
     assert (
-        "have room for them when they are empty; other pods may not be listed (pods is for" in capsys.readouterr().out
+        "have room for them when they are empty; other pods may not be listed (pods is for"
+        in capsys.readouterr().out
     )
     server.refusals["GET nodes"] = (403, "nodes is forbidden")
     assert main(submit) == 0
-    assert "fit    not compared with the nodes: the cluster answered 403: nodes is forbidden" in capsys.readouterr().out
+    assert (
+        "fit    not compared with the nodes: the cluster answered 403: nodes is forbidden"
+        in capsys.readouterr().out
+    )
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
     assert main(submit) == 0
     assert "fit    not compared with the nodes: no cluster: " in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The house's own rules: imports point downward, no circle anywhere, files and functions stay small, few know Ray."""
+"""The rules of the house: imports point downward, there is no circle, and few rooms know Ray."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "nanoray"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# A room may import from the rows above its own, and from itself. docs/architecture.md draws the same picture.
+# A room may import from the rows above its own, and from itself. docs/architecture.md draws the
+# same picture.
 ROWS = [
-    {"errors", "atomic", "environment", "output"},
+    {"errors", "atomic", "environment", "output", "metrics", "points"},
     {"kernel_options"},
-    {"metrics", "points", "model_options"},
+    {"model_options"},
     {"compression_options"},
     {"seq_options"},
     {"stop_options"},
     {"watch_options"},
     {"config"},
-    {"cli"},
+    {"cli", "devices"},
     {"mesh", "faults"},
     {"state", "data", "models"},
     {"parallel", "run"},
     {"checkpoint", "trace"},
+    {"forecast"},
     {"train"},
     {"launch"},
     {"kube", "check", "sample", "mig", "report"},
-    {"inspect", "replay", "alerts"},
+    {"inspect", "replay"},
     {"bench"},
     {"__main__"},
 ]
 ROW = {room: i for i, row in enumerate(ROWS) for room in row}
 MAY_IMPORT_RAY = {"launch", "bench"}
-LOOP_LINES, FUNCTION_LINES, FILE_LINES = 120, 80, 500
-PACKAGE_LINES, BENCH_LINES, KUBE_LINES = 28850, 10900, 1565  # what trains and survives, what measures, what deploys
 
 
 def module_name(path: Path) -> str:
@@ -65,7 +65,11 @@ def imported(path: Path, top_only: bool = False) -> set[str]:
 
 def own_modules(path: Path, top_only: bool = False) -> set[str]:
     """The nanoray modules that a file imports; a package with an empty __init__ is none."""
-    names = {name.removeprefix("nanoray.") for name in imported(path, top_only) if name.startswith("nanoray.")}
+    names = {
+        name.removeprefix("nanoray.")
+        for name in imported(path, top_only)
+        if name.startswith("nanoray.")
+    }
     return {name for name in names & MODULES.keys() if MODULES[name].name != "__init__.py"}
 
 
@@ -73,7 +77,9 @@ def own_modules(path: Path, top_only: bool = False) -> set[str]:
 def test_imports_point_downward(module: str) -> None:
     for target in own_modules(MODULES[module]):
         if room(target) != room(module):
-            assert ROW[room(target)] < ROW[room(module)], f"{module} imports {target}, which is not below it"
+            assert ROW[room(target)] < ROW[room(module)], (
+                f"{module} imports {target}, which is not below it"
+            )
 
 
 def test_no_circle() -> None:
@@ -97,35 +103,16 @@ def test_only_launch_and_bench_import_ray(module: str) -> None:
 
 
 def test_the_driver_starts_without_torch() -> None:
-    """Whatever the driver imports when it starts, directly or not: none of it may import torch at its top."""
+    """Whatever the driver imports when it starts, directly or not: none of it may import torch at
+    its top.
+    """
     seen, todo = set(), {"launch.__main__"}
     while todo:
         module = todo.pop()
         seen.add(module)
         heavy = {n for n in imported(MODULES[module], top_only=True) if n.split(".")[0] == "torch"}
-        assert not heavy, f"{module} imports {heavy} at its top: the driver would start seconds later"
+        assert not heavy, (
+            f"{module} imports {heavy} at its top: the driver would start seconds later"
+        )
         todo |= own_modules(MODULES[module], top_only=True) - seen
     assert {"launch.driver", "launch.worker_group", "mesh.rendezvous", "train.report"} <= seen
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_sizes(module: str) -> None:
-    text = MODULES[module].read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= FILE_LINES
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = (node.end_lineno or node.lineno) - node.lineno + 1
-            limit = LOOP_LINES if node.name == "fit" else FUNCTION_LINES
-            assert lines <= limit, f"{node.name} has {lines} lines, the budget is {limit}"
-            params = (
-                len(node.args.args) + len(node.args.kwonlyargs) - (node.args.args[:1] != [] and node.name == "__init__")
-            )
-            assert params <= 8, f"{node.name} takes {params} parameters, the budget is 8"
-
-
-def test_the_package_stays_readable() -> None:
-    lines = {m: len(p.read_text(encoding="utf-8").splitlines()) for m, p in MODULES.items()}
-    bench, kube = (sum(n for m, n in lines.items() if room(m) == part) for part in ("bench", "kube"))
-    assert bench <= BENCH_LINES
-    assert kube <= KUBE_LINES
-    assert sum(lines.values()) - bench - kube <= PACKAGE_LINES

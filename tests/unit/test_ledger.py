@@ -1,4 +1,6 @@
-"""The ledger: each second of each rank stands in one account, across killed processes, restarts and commands."""
+"""The ledger: each second of each rank stands in one account, across killed processes, restarts and
+commands.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Clock:
 class Rank:
     """A process that walks through phases."""
 
-    def __init__(self, folder: Path, slot: int, at: float, takes_over: bool = False, command: float = 0.0) -> None:
+    def __init__(
+        self, folder: Path, slot: int, at: float, takes_over: bool = False, command: float = 0.0
+    ) -> None:
         self.clock = Clock(at)
         (folder / "logs").mkdir(exist_ok=True)
         path = folder / "logs" / f"rank{slot}.{command}-{at}.ledger"
@@ -52,7 +56,12 @@ def ended(folder: Path, total_s: float) -> None:
 
 
 def fault(folder: Path, **values: Any) -> None:
-    event = {"event": "fault", "time": COMMAND + 10, "recovery": "in_place", "steps_repeated": 0} | values
+    event = {
+        "event": "fault",
+        "time": COMMAND + 10,
+        "recovery": "in_place",
+        "steps_repeated": 0,
+    } | values
     with (folder / "faults.jsonl").open("a") as file:
         file.write(json.dumps(event) + "\n")
 
@@ -68,16 +77,24 @@ def require(folder: Path, **expected: float) -> ledger.Accounts:
 
 
 def test_each_phase_goes_to_its_account(tmp_path: Path) -> None:
-    rank = Rank(tmp_path, 0, 4).walk(("init", 5), *STEP, ("log", 2), ("eval", 3), ("eval", 3), ("checkpoint", 1))
+    rank = Rank(tmp_path, 0, 4).walk(
+        ("init", 5), *STEP, ("log", 2), ("eval", 3), ("eval", 3), ("checkpoint", 1)
+    )
     rank.walk(*STEP, ("log", 2), ("done", 2)).ledger.close()
     ended(tmp_path, 40.0)  # the command ends 1 s after its rank
-    found = require(tmp_path, start=9, data=2, compute=12, log=4, evaluation=6, checkpoint=1, closing=6)
+    found = require(
+        tmp_path, start=9, data=2, compute=12, log=4, evaluation=6, checkpoint=1, closing=6
+    )
     assert found.goodput == pytest.approx(14 / 40)
 
 
 def test_a_killed_process_and_its_successor(tmp_path: Path) -> None:
-    """Rank 1 is killed in a backward that its peer waits for; nothing but the mapped file is left of it."""
-    survivor = Rank(tmp_path, 0, 0).walk(("init", 4), *STEP, ("data", 1), ("forward", 2), ("backward", 5))
+    """Rank 1 is killed in a backward that its peer waits for; nothing but the mapped file is left
+    of it.
+    """
+    survivor = Rank(tmp_path, 0, 0).walk(
+        ("init", 4), *STEP, ("data", 1), ("forward", 2), ("backward", 5)
+    )
     Rank(tmp_path, 1, 0).walk(("init", 4), *STEP, ("data", 1), ("forward", 2), ("backward", 3))
     survivor.ledger.group_lost()  # at 19 s
     survivor.clock.at += 6
@@ -90,8 +107,11 @@ def test_a_killed_process_and_its_successor(tmp_path: Path) -> None:
 
 
 def test_steps_done_again_do_not_count(tmp_path: Path) -> None:
-    Rank(tmp_path, 0, 0).walk(("init", 4), *STEP, *STEP, ("data", 0))  # killed: the checkpoint is of step 1
-    Rank(tmp_path, 0, 20, takes_over=True).walk(("init", 3), *STEP, *STEP, ("done", 0)).ledger.close()
+    # Killed: the checkpoint is of step 1
+    Rank(tmp_path, 0, 0).walk(("init", 4), *STEP, *STEP, ("data", 0))
+    Rank(tmp_path, 0, 20, takes_over=True).walk(
+        ("init", 3), *STEP, *STEP, ("done", 0)
+    ).ledger.close()
     fault(tmp_path, recovery="restart", steps_repeated=1)
     ended(tmp_path, 37.0)
     found = require(tmp_path, start=4, data=3, compute=18, repeated=7, recovery=2 + 3)
@@ -99,7 +119,9 @@ def test_steps_done_again_do_not_count(tmp_path: Path) -> None:
 
 
 def test_steps_of_a_killed_command_that_the_next_one_does_again(tmp_path: Path) -> None:
-    """Everything was killed, so no driver told of it: the checkpoint is of step 1, and steps 2 and 3 were done."""
+    """Everything was killed, so no driver told of it: the checkpoint is of step 1, and steps 2 and
+    3 were done.
+    """
     killed = Rank(tmp_path, 0, 0).walk(("init", 4))
     for step in (1, 2, 3):
         killed.walk(*STEP, step=step)
@@ -136,7 +158,9 @@ def test_a_slot_without_a_process_waits_for_capacity(tmp_path: Path) -> None:
 
 def test_commands_add_up_without_the_time_between_them(tmp_path: Path) -> None:
     for command in (0.0, 500.0):
-        Rank(tmp_path, 0, command, command=command).walk(("init", 4), *STEP, ("done", 0)).ledger.close()
+        Rank(tmp_path, 0, command, command=command).walk(
+            ("init", 4), *STEP, ("done", 0)
+        ).ledger.close()
     ended(tmp_path, 11.0)
     found = require(tmp_path, start=8, data=2, compute=12)
     assert (found.commands, found.wall_s) == (2, 22)
@@ -145,7 +169,8 @@ def test_commands_add_up_without_the_time_between_them(tmp_path: Path) -> None:
 def test_a_rank_that_was_cut_off_and_its_successor_count_once(tmp_path: Path) -> None:
     """It trains on for 4 s beside the process that has its place already."""
     Rank(tmp_path, 0, 0).walk(("init", 4), *STEP, *STEP, ("data", 0))  # until 18 s
-    Rank(tmp_path, 0, 14, takes_over=True).walk(("init", 6), *STEP, ("done", 0)).ledger.close()  # until 27 s
+    # Until 27 s
+    Rank(tmp_path, 0, 14, takes_over=True).walk(("init", 6), *STEP, ("done", 0)).ledger.close()
     ended(tmp_path, 27.0)
     found = accounts_of(tmp_path)
     assert found.total == pytest.approx(27)
@@ -156,7 +181,9 @@ def test_commands_of_different_sizes(tmp_path: Path) -> None:
         Rank(tmp_path, slot, 0).walk(("init", 4), *STEP, ("done", 0)).ledger.close()
     Rank(tmp_path, 0, 500, command=500).walk(("init", 4), *STEP, ("done", 0)).ledger.close()
     ended(tmp_path, 11.0)
-    assert accounts_of(tmp_path).span() == "up to 2 rank(s), 22.0 s in 2 commands: 33.0 rank-seconds"
+    assert (
+        accounts_of(tmp_path).span() == "up to 2 rank(s), 22.0 s in 2 commands: 33.0 rank-seconds"
+    )
 
 
 def test_a_run_that_ends_in_an_error_was_not_waiting_for_a_rank(tmp_path: Path) -> None:
@@ -172,16 +199,21 @@ def test_exposed_communication_comes_out_of_compute(tmp_path: Path) -> None:
     assert "was not measured" in accounts_of(tmp_path).verdict()
     (tmp_path / "comm").mkdir()
     steps = [{"collectives": [], "figures": {"step_ms": 4, "exposed_ms": ms}} for ms in (1, 3)]
-    (tmp_path / "comm" / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    (tmp_path / "comm" / "steps.jsonl").write_text(
+        "".join(json.dumps(step) + "\n" for step in steps)
+    )
     found = require(tmp_path, data=1, compute=2.5, exposed_communication=3.5)
     assert "dominated by communication: 35.7 % compute, 50.0 % exposed" in found.verdict()
 
 
-def test_without_a_ledger_the_remedy_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_ledger_the_remedy_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ConfigError, match="has no ledger; give the folder of a run"):
         accounts_of(tmp_path)
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "rank0.1-0-9.ledger").write_bytes(bytes(8))  # its process died while it opened the file
+    # Its process died while it opened the file
+    (tmp_path / "logs" / "rank0.1-0-9.ledger").write_bytes(bytes(8))
     assert ledger.main([str(tmp_path)]) == 2
     Rank(tmp_path, 0, 0).walk(("init", 1), *STEP, ("done", 1)).ledger.close()
     assert ledger.main([str(tmp_path)]) == 0
@@ -196,5 +228,9 @@ def test_without_room_for_a_ledger_a_rank_trains_all_the_same(tmp_path: Path) ->
 
 
 def test_the_documentation_has_each_account() -> None:
-    rows = re.findall(r"^\| ([a-z ]+) \| (.+) \|$", (ROOT / "docs" / "reports.md").read_text(encoding="utf-8"), re.M)
+    rows = re.findall(
+        r"^\| ([a-z ]+) \| (.+) \|$",
+        (ROOT / "docs" / "reports.md").read_text(encoding="utf-8"),
+        re.M,
+    )
     assert [(name, what.replace("`", "")) for name, what in rows[1:]] == [*ledger.MEANINGS.items()]

@@ -1,4 +1,6 @@
-"""`nanoray inspect RUN --live` on a real run that hangs, after its end, on GPUs of a made-up NVML; what it refuses."""
+"""`nanoray inspect RUN --live` on a real run that hangs, after its end, on GPUs of a made-up NVML;
+what it refuses.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import pytest
 from nanoray.faults.progress import ProgressFile
 from nanoray.inspect import live
 from nanoray.inspect.__main__ import main
-from nanoray.train.certificate import append
+from nanoray.train.guard.certificate import append
 from tests.harness.cluster import end_session, only_run, wait_for
 from tests.harness.commands import Command
 from tests.unit.test_devices import FakeNvml, h200
@@ -23,19 +25,29 @@ def shown(run: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_a_rank_that_hangs_and_the_end(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_hangs_and_the_end(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = ("--log_every", "1", "--faults", "hang@rank=0,step=5,phase=backward")
     env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-    process = Command("nanoray.train", "--config", str(recipe), "--out_dir", str(tmp_path), *flags, env=env)
+    process = Command(
+        "nanoray.train", "--config", str(recipe), "--out_dir", str(tmp_path), *flags, env=env
+    )
     try:
         wait_for(lambda: any(tmp_path.glob("*/faults.jsonl")), process=process)
         said = shown(run := only_run(tmp_path), capsys)
         pid = process.pid
         assert re.search(rf"^run    {run.name}, running, attempt 0$", said, re.M)
-        assert re.search(r"^newest step 4/30 · loss \d\.\d{4} · eta 0:\d\d · recorded 0:\d\d ago$", said, re.M)
-        assert re.search(rf"^0     5     backward  \d+\.\d s  {pid} *  [0-9.]+ GiB  \d+ %$", said, re.M), said
+        assert re.search(
+            r"^newest step 4/30 · loss \d\.\d{4} · eta 0:\d\d · recorded 0:\d\d ago$", said, re.M
+        )
+        assert re.search(
+            rf"^0     5     backward  \d+\.\d s  {pid} *  [0-9.]+ GiB  \d+ %$", said, re.M
+        ), said
         assert float(re.findall(r"([0-9.]+) GiB", said)[0]) > 0.05
-        assert float(re.findall(r"backward  ([0-9.]+) s", said)[0]) >= 0.5, "it has slept for the sample"
+        assert float(re.findall(r"backward  ([0-9.]+) s", said)[0]) >= 0.5, (
+            "it has slept for the sample"
+        )
     finally:
         end_session(process)
     said = shown(run, capsys)
@@ -47,8 +59,12 @@ def test_a_rank_that_hangs_and_the_end(recipe: Path, tmp_path: Path, capsys: pyt
     assert f"{run.name}, ended, and its summary.json is damaged" in shown(run, capsys)
 
 
-def test_gpus_and_slices_and_what_nvml_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is rank 0, on a slice; a whole GPU is another job's. Of rank 1 there is no process here."""
+def test_gpus_and_slices_and_what_nvml_does_not_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process is rank 0, on a slice; a whole GPU is another job's. Of rank 1 there is no
+    process here.
+    """
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     (tmp_path / "config.json").write_text('{"device": "auto", "max_steps": 5}')
     (tmp_path / "logs").mkdir()
@@ -68,7 +84,9 @@ def test_gpus_and_slices_and_what_nvml_does_not_tell(tmp_path: Path, monkeypatch
     ]
     cut["slices"][1] |= {"pids": [4242]}
     hidden = live.lines(tmp_path, FakeNvml(whole | {"mib": None}, cut))
-    assert [line.split()[-1] for line in hidden[-4:]] == ["unknown"] * 4, "the host's process ids say nothing here"
+    assert [line.split()[-1] for line in hidden[-4:]] == ["unknown"] * 4, (
+        "the host's process ids say nothing here"
+    )
     assert re.search(r"^0 +NVIDIA H200 +87 % +unknown +612 W", hidden[-4])
     (tmp_path / "config.json").write_text('{"device": "cpu", "max_steps": 5}')
     assert "NVIDIA" not in "".join(live.lines(tmp_path, FakeNvml(whole)))
@@ -96,13 +114,20 @@ def test_nothing_is_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main([str(tmp_path), "--live"]) == 2
     assert f"{tmp_path} is no folder of a run (no config.json)" in capsys.readouterr().err
     assert main([str(tmp_path), "--live", "--tp", "2"]) == 2
-    assert "--live shows a run as it is, so --tp would be ignored; drop one of the two" in capsys.readouterr().err
+    assert (
+        "--live shows a run as it is, so --tp would be ignored; drop one of the two"
+        in capsys.readouterr().err
+    )
 
 
 def test_it_needs_no_torch() -> None:
     done = os.spawnv(
         os.P_WAIT,
         sys.executable,
-        [sys.executable, "-c", "import nanoray.inspect.live, sys; sys.exit('torch' in sys.modules)"],
+        [
+            sys.executable,
+            "-c",
+            "import nanoray.inspect.live, sys; sys.exit('torch' in sys.modules)",
+        ],
     )
     assert done == 0

@@ -1,4 +1,5 @@
-"""The memory formula: the table of ZeRO's paper, what is in flight, and the line that --dry_run prints.
+"""The memory formula: the table of ZeRO's paper, what is in flight, and the line that --dry_run
+prints.
 
 What a rank really holds is compared with it in tests/ranks/test_bench_strategies.py.
 """
@@ -12,10 +13,10 @@ import pytest
 import torch
 
 from nanoray.config import Batch, make_config
+from nanoray.forecast.dry_run import memory_line
+from nanoray.forecast.memory import Sizes, at_peak, moments_of, peak_memory, state_memory
 from nanoray.models.costs import activation_memory, count_parameters
 from nanoray.models.gpt import GPT, ModelShape
-from nanoray.parallel.memory import Sizes, at_peak, moments_of, peak_memory, state_memory
-from nanoray.train.report import memory_line
 
 SHAPE = ModelShape(n_layer=4, n_head=4, n_embd=64, block_size=32, bias=False, vocab_size=128)
 
@@ -25,8 +26,12 @@ def sizes() -> Sizes:
         return Sizes.of(GPT(SHAPE))
 
 
-def memory(ranks: int = 4, accum: int = 1, bucket_mb: float = 0.01, **settings: Any) -> dict[str, int]:
-    return state_memory(make_config({"micro_batch_size": 1, **settings}), sizes(), ranks, accum, bucket_mb)
+def memory(
+    ranks: int = 4, accum: int = 1, bucket_mb: float = 0.01, **settings: Any
+) -> dict[str, int]:
+    return state_memory(
+        make_config({"micro_batch_size": 1, **settings}), sizes(), ranks, accum, bucket_mb
+    )
 
 
 def test_sizes_of_a_gpt() -> None:
@@ -39,9 +44,17 @@ def test_sizes_of_a_gpt() -> None:
 
 @pytest.mark.parametrize(
     ("mode", "weights", "gradients", "moments"),
-    [("ddp", 4, 4, 8), ("ddp_by_hand", 4, 4, 8), ("zero1", 4, 4, 2), ("zero2", 4, 1, 2), ("fsdp", 1, 1, 2)],
+    [
+        ("ddp", 4, 4, 8),
+        ("ddp_by_hand", 4, 4, 8),
+        ("zero1", 4, 4, 2),
+        ("zero2", 4, 1, 2),
+        ("fsdp", 1, 1, 2),
+    ],
 )
-def test_bytes_per_parameter_at_four_ranks(mode: str, weights: int, gradients: int, moments: int) -> None:
+def test_bytes_per_parameter_at_four_ranks(
+    mode: str, weights: int, gradients: int, moments: int
+) -> None:
     found, P = memory(dp_mode=mode), sizes().params
     per_parameter = [found[part] / P for part in ("parameters", "gradients", "optimizer")]
     assert per_parameter == pytest.approx([weights, gradients, moments], rel=1e-4)
@@ -54,14 +67,22 @@ def test_what_is_in_flight() -> None:
     s = sizes()
     tensor, P = 4 * s.tensor, 4 * s.params
     assert memory(dp_mode="ddp")["in_flight"] == 0
-    assert memory(dp_mode="zero1")["in_flight"] == 3 * tensor, "a bucket holds at least its largest tensor"
+    assert memory(dp_mode="zero1")["in_flight"] == 3 * tensor, (
+        "a bucket holds at least its largest tensor"
+    )
     assert memory(dp_mode="zero2")["in_flight"] == 6 * tensor
     assert memory(dp_mode="zero1", bucket_mb=100)["in_flight"] == P, "one bucket holds all"
     full = memory(dp_mode="fsdp")["in_flight"]
     assert full == 4 * (s.outside + 2 * s.layer) + 4 * (s.outside + s.layer + 2 * s.layer)
-    assert memory(dp_mode="fsdp", fsdp_reshard="grad_op")["in_flight"] == full + P - 4 * (s.outside + 3 * s.layer)
-    assert memory(dp_mode="fsdp", accum=2)["in_flight"] == full + P - 4 * (s.outside + s.layer), "whole gradients"
-    assert memory(dp_mode="fsdp", fsdp_gather="bf16")["in_flight"] == full - 2 * (s.outside + 2 * s.layer)
+    assert memory(dp_mode="fsdp", fsdp_reshard="grad_op")["in_flight"] == full + P - 4 * (
+        s.outside + 3 * s.layer
+    )
+    assert memory(dp_mode="fsdp", accum=2)["in_flight"] == full + P - 4 * (s.outside + s.layer), (
+        "whole gradients"
+    )
+    assert memory(dp_mode="fsdp", fsdp_gather="bf16")["in_flight"] == full - 2 * (
+        s.outside + 2 * s.layer
+    )
 
 
 def test_what_compressed_gradients_take() -> None:
@@ -69,21 +90,29 @@ def test_what_compressed_gradients_take() -> None:
     for mode, plain in (("ddp", 0), ("ddp_by_hand", 3 * tensor)):
         assert memory(dp_mode=mode, grad_compress="bf16")["in_flight"] == plain + 9 * tensor
         assert "compression" not in memory(dp_mode=mode, grad_compress="bf16")
-        assert memory(dp_mode=mode, grad_compress="int8")["compression"] == 2 * P, "the memory, and the next one"
+        assert memory(dp_mode=mode, grad_compress="int8")["compression"] == 2 * P, (
+            "the memory, and the next one"
+        )
     assert "compression" not in memory(ranks=1, grad_compress="powersgd")
 
 
 def test_buckets_in_flight_are_never_more_than_all_gradients() -> None:
     P = 4 * sizes().params
     third = P / 3 / 2**20
-    assert memory(dp_mode="zero1", bucket_mb=1.5 * third)["in_flight"] == P, "of two buckets the second is half full"
+    assert memory(dp_mode="zero1", bucket_mb=1.5 * third)["in_flight"] == P, (
+        "of two buckets the second is half full"
+    )
 
 
 def test_activations_and_what_is_in_flight_are_never_there_in_full_together() -> None:
     assert at_peak(100, 40, [(0.25, 0), (1.0, 0)]) == 140, "the start of backward"
     assert at_peak(100, 40, [(0.25, 8), (1.0, 8)]) == 140
-    assert at_peak(100, 40, [(0.25, 30), (1.0, 30)]) == 160, "the first layer's activations, 10, are gone"
-    assert at_peak(100, 40, [(0.25, 60), (1.0, 60)], growing=20) == 80 + 30 + 5 + 60, "so much of fsdp's gradients"
+    assert at_peak(100, 40, [(0.25, 30), (1.0, 30)]) == 160, (
+        "the first layer's activations, 10, are gone"
+    )
+    assert at_peak(100, 40, [(0.25, 60), (1.0, 60)], growing=20) == 80 + 30 + 5 + 60, (
+        "so much of fsdp's gradients"
+    )
     assert at_peak(100, 4, [(0.25, 60), (1.0, 60)], growing=20) == 160, "the end of backward"
     assert at_peak(100, 40, [(0.5, 25)], forward_only=20) == 140, "the end of forward"
     assert at_peak(100, 40, [(0.5, 40)], forward_only=20) == 150
@@ -111,7 +140,9 @@ def test_what_is_in_flight_during_backward() -> None:
 
     assert found("ddp") == [(0.25, 0), (1.0, 0)]
     assert found("zero1") == [(0.0, 0), (0.5, P // 2), (1.0, P)]
-    assert found("zero2") == [(0.0, P // 2), (0.5, P + P // 2), (1.0, 2 * P)], "the next bucket is made at once"
+    assert found("zero2") == [(0.0, P // 2), (0.5, P + P // 2), (1.0, 2 * P)], (
+        "the next bucket is made at once"
+    )
     fifths = [at for _, at in found("zero1", half * 2 / 5)]
     assert fifths[:3] == pytest.approx([0, P / 5, 2 * P / 5], abs=1)
     assert max(fifths) <= 2 * P / 5 + 1, "two buckets at most"
@@ -119,12 +150,15 @@ def test_what_is_in_flight_during_backward() -> None:
 
 def test_dry_run_tells_the_memory_of_a_rank_by_part() -> None:
     def parts(**settings: Any) -> dict[str, float]:
-        config = make_config({"micro_batch_size": 8, "precision": "fp32", "device": "cpu"} | settings)
+        config = make_config(
+            {"micro_batch_size": 8, "precision": "fp32", "device": "cpu"} | settings
+        )
         shape = ModelShape.of(config, SHAPE.vocab_size)
         activations = activation_memory(shape, 8, "fp32", config.activation_checkpointing)
         line = memory_line(config, SHAPE.vocab_size, Batch(8, 1, 4), "fp32", activations)
         found = {
-            name: float(size) for name, size in re.findall(r"([a-z ]+?) ([\d.]+)(?: \+|$)", line.partition(": ")[2])
+            name: float(size)
+            for name, size in re.findall(r"([a-z ]+?) ([\d.]+)(?: \+|$)", line.partition(": ")[2])
         }
         total = float(re.search(r"memory +([\d.]+) MiB per rank", line)[1])  # type: ignore[index]
         assert total == pytest.approx(sum(found.values()), abs=0.3)
@@ -136,5 +170,7 @@ def test_dry_run_tells_the_memory_of_a_rank_by_part() -> None:
     assert fsdp["optimizer"] == pytest.approx(ddp["optimizer"] / 4, abs=0.1)
     assert fsdp["activations"] == ddp["activations"]
     mirror = parts(dp_mode="fsdp")["mirror"]
-    assert mirror == pytest.approx(fsdp["parameters"] + fsdp["gradients"] + fsdp["optimizer"], abs=0.1)
+    assert mirror == pytest.approx(
+        fsdp["parameters"] + fsdp["gradients"] + fsdp["optimizer"], abs=0.1
+    )
     assert parts(activation_checkpointing="block")["activations"] < 0.5 * ddp["activations"]

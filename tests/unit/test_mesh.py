@@ -45,14 +45,25 @@ def test_rendezvous_from_torchruns_environment() -> None:
 
 def test_a_torchrun_restart_reads_no_key_of_the_attempt_before() -> None:
     first, second = (
-        Rendezvous.from_env(TORCHRUN | {"TORCHELASTIC_RUN_ID": "r", "TORCHELASTIC_RESTART_COUNT": n}) for n in "01"
+        Rendezvous.from_env(
+            TORCHRUN | {"TORCHELASTIC_RUN_ID": "r", "TORCHELASTIC_RESTART_COUNT": n}
+        )
+        for n in "01"
     )
     assert first.secret != second.secret
 
 
 def test_rendezvous_as_a_statefulset_sets_it() -> None:
-    r = Rendezvous.from_env({"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "train-0", "MASTER_PORT": "29500"})
-    assert (r.rank, r.local_rank, r.local_world_size, r.node_rank, r.agent_store) == (2, 0, 1, 2, False)
+    r = Rendezvous.from_env(
+        {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "train-0", "MASTER_PORT": "29500"}
+    )
+    assert (r.rank, r.local_rank, r.local_world_size, r.node_rank, r.agent_store) == (
+        2,
+        0,
+        1,
+        2,
+        False,
+    )
 
 
 def test_no_variables_is_one_process() -> None:
@@ -62,7 +73,10 @@ def test_no_variables_is_one_process() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"MASTER_PORT": None}, "but not MASTER_PORT; set all four (torchrun does), or none for one process"),
+        (
+            {"MASTER_PORT": None},
+            "but not MASTER_PORT; set all four (torchrun does), or none for one process",
+        ),
         ({"RANK": "4"}, "RANK = 4 is outside 0..WORLD_SIZE-1 = 3; ranks count from 0"),
         ({"WORLD_SIZE": "two"}, "must be whole numbers: invalid literal"),
     ],
@@ -87,15 +101,35 @@ SLICES = [RankDevice("mig", "node", "GPU-1")] * 2
         (GPUS, "auto", (2, 29, 7), "nccl", "one rank per GPU, NCCL 2.29.7"),
         (GPUS, "gloo", (2, 29, 7), "gloo", "asked for"),
         (GPUS, "auto", None, "gloo", "this torch build has no NCCL"),
-        (SHARED, "auto", (2, 29, 7), "gloo", "ranks that share a GPU: NCCL 2.29.7 refuses that (from 2.30.3"),
+        (
+            SHARED,
+            "auto",
+            (2, 29, 7),
+            "gloo",
+            "ranks that share a GPU: NCCL 2.29.7 refuses that (from 2.30.3",
+        ),
         (SHARED, "auto", (2, 30, 3), "nccl", "NCCL_MULTI_RANK_GPU_ENABLE=1"),
-        (SLICES, "auto", (2, 30, 7), "gloo", "slices of one GPU: NCCL 2.30.7 refuses that (from 2.31.0"),
+        (
+            SLICES,
+            "auto",
+            (2, 30, 7),
+            "gloo",
+            "slices of one GPU: NCCL 2.30.7 refuses that (from 2.31.0",
+        ),
         (SLICES, "auto", (2, 31, 2), "nccl", "NCCL_MULTI_RANK_GPU_ENABLE=1"),
         # The same GPU index on two nodes is two GPUs.
-        ([RankDevice("cuda", "a", "0"), RankDevice("cuda", "b", "0")], "auto", (2, 29, 7), "nccl", "one rank per GPU"),
+        (
+            [RankDevice("cuda", "a", "0"), RankDevice("cuda", "b", "0")],
+            "auto",
+            (2, 29, 7),
+            "nccl",
+            "one rank per GPU",
+        ),
     ],
 )
-def test_choice_of_a_backend(ranks: Any, requested: str, nccl: Any, backend: str, reason: str) -> None:
+def test_choice_of_a_backend(
+    ranks: Any, requested: str, nccl: Any, backend: str, reason: str
+) -> None:
     choice = choose_backend(ranks, requested, nccl)
     assert choice.backend == backend
     assert reason in choice.reason
@@ -107,9 +141,17 @@ def test_choice_of_a_backend(ranks: Any, requested: str, nccl: Any, backend: str
 @pytest.mark.parametrize(
     ("ranks", "nccl", "text"),
     [
-        ([CPU], None, "backend = nccl, but ranks run on CPU; use backend gloo or auto, or device cuda"),
+        (
+            [CPU],
+            None,
+            "backend = nccl, but ranks run on CPU; use backend gloo or auto, or device cuda",
+        ),
         (GPUS, None, "this torch build has no NCCL; use backend gloo"),
-        (SLICES, (2, 29, 7), "NCCL 2.29.7 refuses slices of one GPU; use backend gloo or auto, or install"),
+        (
+            SLICES,
+            (2, 29, 7),
+            "NCCL 2.29.7 refuses slices of one GPU; use backend gloo or auto, or install",
+        ),
     ],
 )
 def test_nccl_that_cannot_work_is_refused(ranks: Any, nccl: Any, text: str) -> None:
@@ -123,21 +165,33 @@ def test_backend_choice_is_a_tuple_with_names() -> None:
 
 
 def test_network_variables_are_passed_through_and_never_invented() -> None:
-    env = {"NCCL_SOCKET_IFNAME": "eth1", "GLOO_SOCKET_IFNAME": "eth2", "HOME": "/x", "MY_NCCL_": "no"}
+    env = {
+        "NCCL_SOCKET_IFNAME": "eth1",
+        "GLOO_SOCKET_IFNAME": "eth2",
+        "HOME": "/x",
+        "MY_NCCL_": "no",
+    }
     assert network_env(env) == {"NCCL_SOCKET_IFNAME": "eth1", "GLOO_SOCKET_IFNAME": "eth2"}
     assert network_env({}) == {}
 
 
 def rendezvous(rank: int, world: int, port: int, secret: str = "s") -> Rendezvous:
     return Rendezvous(
-        rank=rank, world_size=world, master_addr="127.0.0.1", master_port=port, secret=secret, agent_store=True
+        rank=rank,
+        world_size=world,
+        master_addr="127.0.0.1",
+        master_port=port,
+        secret=secret,
+        agent_store=True,
     )
 
 
 def test_absent_ranks_are_named_within_the_timeout() -> None:
     store = open_store("127.0.0.1", 3, 10)
     start = time.monotonic()
-    with pytest.raises(RendezvousError, match="rank 0 timed out waiting for rank 1, 2 of 3; look at their logs"):
+    with pytest.raises(
+        RendezvousError, match="rank 0 timed out waiting for rank 1, 2 of 3; look at their logs"
+    ):
         join(rendezvous(0, 3, store.port), {}, timeout_s=5, init_timeout_s=1, store=store)
     assert time.monotonic() - start < 60, "a guard against a hang"
 
@@ -163,13 +217,17 @@ def test_a_fact_that_differs_is_named_with_both_values(reference: int, unfit: in
 
     in_threads(meet, 0, 1)
     assert str(seen[0]) == str(seen[1])
-    assert str(seen[0]).startswith(f"rank {unfit} has torch = 2.12, rank {reference} has 2.13; start every rank with")
+    assert str(seen[0]).startswith(
+        f"rank {unfit} has torch = 2.12, rank {reference} has 2.13; start every rank with"
+    )
     assert isinstance(seen[unfit], RankDiffers)
     assert not isinstance(seen[reference], RankDiffers)
 
 
 def test_a_meeting_without_a_lost_rank_is_broken_at_once() -> None:
-    """Whoever serves the store knows of the loss from the driver; the others need not wait for their time to be up."""
+    """Whoever serves the store knows of the loss from the driver; the others need not wait for
+    their time to be up.
+    """
     store, seen = open_store("127.0.0.1", 3, 10), list[str]()
 
     def meet(rank: int) -> None:
@@ -188,7 +246,9 @@ def test_a_meeting_without_a_lost_rank_is_broken_at_once() -> None:
     assert time.monotonic() - start < 50, "not after init_timeout_s"
 
 
-def in_threads(meet: Callable[[int], None], *ranks: int, also: Callable[[int], None] | None = None) -> None:
+def in_threads(
+    meet: Callable[[int], None], *ranks: int, also: Callable[[int], None] | None = None
+) -> None:
     threads = [threading.Thread(target=meet, args=(rank,)) for rank in ranks]
     threads += [threading.Thread(target=also, args=(0,))] if also else []
     for thread in threads:
@@ -202,7 +262,9 @@ def test_a_listener_that_never_answers_does_not_hang_us() -> None:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         start = time.monotonic()
-        with pytest.raises(RendezvousError, match=r"rank 1 cannot reach the store at 127\.0\.0\.1:"):
+        with pytest.raises(
+            RendezvousError, match=r"rank 1 cannot reach the store at 127\.0\.0\.1:"
+        ):
             connect_store(rendezvous(1, 2, silent.getsockname()[1]), 1)
         assert time.monotonic() - start < 60, "a guard against a hang"
 
@@ -210,7 +272,9 @@ def test_a_listener_that_never_answers_does_not_hang_us() -> None:
 def test_a_store_that_is_gone_is_no_reason_to_wait() -> None:
     """A survivor served it, and died. The others need not try until their timeout."""
     began = time.monotonic()
-    refused = pytest.raises(RendezvousError, match=r"cannot reach the store at 127.0.0.1:\d+; .*refused")
+    refused = pytest.raises(
+        RendezvousError, match=r"cannot reach the store at 127.0.0.1:\d+; .*refused"
+    )
     with closed_port() as port, refused:
         connect_store(replace(rendezvous(1, 2, port), agent_store=True), 60)
     assert time.monotonic() - began < 10
@@ -220,7 +284,9 @@ def test_a_taken_port_is_said() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        master = Rendezvous(rank=0, world_size=2, master_addr="127.0.0.1", master_port=taken.getsockname()[1])
+        master = Rendezvous(
+            rank=0, world_size=2, master_addr="127.0.0.1", master_port=taken.getsockname()[1]
+        )
         with pytest.raises(RendezvousError, match="is rank 0 up, and the port free"):
             connect_store(master, 2)
 
@@ -232,8 +298,12 @@ def test_the_kernel_picks_a_different_port_each_time() -> None:
 
 
 def test_records_of_ranks_count_within_their_nodes() -> None:
-    ranks = rendezvous_of(["b", "a", "b"], BackendChoice("gloo", "asked for", {"KEY": "1"}), "secret")
+    ranks = rendezvous_of(
+        ["b", "a", "b"], BackendChoice("gloo", "asked for", {"KEY": "1"}), "secret"
+    )
     found = [(r.rank, r.world_size, r.local_rank, r.local_world_size, r.node_rank) for r in ranks]
     assert found == [(0, 3, 0, 2, 0), (1, 3, 0, 1, 1), (2, 3, 1, 2, 0)]
-    assert all((r.backend, r.backend_reason, r.secret) == ("gloo", "asked for", "secret") for r in ranks)
+    assert all(
+        (r.backend, r.backend_reason, r.secret) == ("gloo", "asked for", "secret") for r in ranks
+    )
     assert all(dict(r.env)["KEY"] == "1" for r in ranks)

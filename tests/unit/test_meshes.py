@@ -1,6 +1,8 @@
-"""Checkpoints from any mesh to any other: every rank's state is built in this process, saved, and loaded elsewhere.
+"""Checkpoints from any mesh to any other: every rank's state is built in this process, saved, and
+loaded elsewhere.
 
-The ranks are those of torch's own fake process group, which sends nothing: cutting a model needs no message.
+The ranks are those of torch's own fake process group, which sends nothing: cutting a model needs no
+message.
 """
 
 from __future__ import annotations
@@ -24,16 +26,29 @@ from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import whole_pieces, whole_shards
 from nanoray.models.build import gpt_of
 from nanoray.models.gpt import GPT, ModelShape
+from nanoray.models.precision import LossScaler
 from nanoray.parallel.plan import Plan
 from nanoray.state import Holding, TrainState
-from nanoray.train.guards import Guards
-from nanoray.train.optim import make_optimizer
-from nanoray.train.precision import LossScaler
+from nanoray.train.guard.guards import Guards
+from nanoray.train.optim.groups.groups import make_optimizer
 
 T = TypeVar("T")
 CPU, STEP = torch.device("cpu"), 7
-SMALL: dict[str, Any] = {"n_layer": 4, "n_head": 4, "n_embd": 20, "block_size": 8, "bias": True, "bucket_mb": 0.004}
-SMALL |= {"experts": 4, "expert_hidden": 24, "shared_experts": 1, "micro_batch_size": 1, "grad_accum_steps": 2}
+SMALL: dict[str, Any] = {
+    "n_layer": 4,
+    "n_head": 4,
+    "n_embd": 20,
+    "block_size": 8,
+    "bias": True,
+    "bucket_mb": 0.004,
+}
+SMALL |= {
+    "experts": 4,
+    "expert_hidden": 24,
+    "shared_experts": 1,
+    "micro_batch_size": 1,
+    "grad_accum_steps": 2,
+}
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, settings
     "zero1 3": (3, {"dp_mode": "zero1"}),
     "fsdp 3": (3, {"dp_mode": "fsdp"}),
@@ -87,7 +102,11 @@ def truth() -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     for name, p in model_of(make_config(SMALL)).named_parameters():
         numbers = torch.arange(at, at + p.numel(), dtype=torch.float32).view(p.shape)
         weights[name], at = numbers / 1024, at + p.numel()
-        state[name] = {"exp_avg": -numbers / 512, "exp_avg_sq": 1 / (1 + numbers), "step": torch.tensor(float(STEP))}
+        state[name] = {
+            "exp_avg": -numbers / 512,
+            "exp_avg_sq": 1 / (1 + numbers),
+            "step": torch.tensor(float(STEP)),
+        }
     return weights, state
 
 
@@ -100,19 +119,26 @@ def fill_in(state: TrainState) -> None:
     for shard in state.shards:
         every = moments[shard.piece.name]
         state.optimizer.state[shard.param] = {
-            key: t if key == "step" else shard.piece.take(t).view_as(shard.param).clone() for key, t in every.items()
+            key: t if key == "step" else shard.piece.take(t).view_as(shard.param).clone()
+            for key, t in every.items()
         }
 
 
 def require_truth(state: TrainState) -> int:
-    """Every element that this rank holds is the right one; return how many bytes of optimizer state it holds."""
+    """Every element that this rank holds is the right one; return how many bytes of optimizer state
+    it holds.
+    """
     weights, moments = truth()
     for shard in [*(state.weights or whole_shards(state.model)), *state.shards]:
-        assert torch.equal(shard.param.detach().reshape(-1), shard.piece.take(weights[shard.piece.name]))
+        assert torch.equal(
+            shard.param.detach().reshape(-1), shard.piece.take(weights[shard.piece.name])
+        )
     for shard in state.shards:
         for key, tensor in state.optimizer.state[shard.param].items():
             right = moments[shard.piece.name][key]
-            assert torch.equal(tensor.reshape(-1), right.view(-1) if key == "step" else shard.piece.take(right)), key
+            assert torch.equal(
+                tensor.reshape(-1), right.view(-1) if key == "step" else shard.piece.take(right)
+            ), key
     return sum(shard.param.nbytes for shard in state.shards)
 
 
@@ -156,10 +182,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [pair if pair in FEW else pytest.param(*pair, marks=pytest.mark.full) for pair in PAIRS]
+    ("before", "after"),
+    [pair if pair in FEW else pytest.param(*pair, marks=pytest.mark.full) for pair in PAIRS],
 )
-def test_any_mesh_loads_the_bits_that_any_other_saved(before: str, after: str, saved: Callable[[str], Path]) -> None:
-    """Weights and optimizer state, element by element, on every rank; all of them together hold every element."""
+def test_any_mesh_loads_the_bits_that_any_other_saved(
+    before: str, after: str, saved: Callable[[str], Path]
+) -> None:
+    """Weights and optimizer state, element by element, on every rank; all of them together hold
+    every element.
+    """
     path = saved(before)
 
     def look(rank: int, state: TrainState) -> int:
@@ -172,8 +203,12 @@ def test_any_mesh_loads_the_bits_that_any_other_saved(before: str, after: str, s
 
 
 @pytest.mark.full
-def test_a_state_survives_a_walk_over_all_meshes(tmp_path: Path, saved: Callable[[str], Path]) -> None:
-    """Each mesh saves what it has loaded from the one before; one process reads the last one's whole state."""
+def test_a_state_survives_a_walk_over_all_meshes(
+    tmp_path: Path, saved: Callable[[str], Path]
+) -> None:
+    """Each mesh saves what it has loaded from the one before; one process reads the last one's
+    whole state.
+    """
     path = saved("tp 2")
     for n, mesh in enumerate(MESHES):
         path = saved_by(mesh, tmp_path / str(n), lambda state, path=path: load_into(path, state))  # type: ignore[misc]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nanoray.mesh.devices import Device
+from nanoray.devices.device import Device
 from nanoray.mig import CARDS, main, plan_lines, show_lines
 from nanoray.models.costs import flops_per_token
 from nanoray.models.gpt import ModelShape
@@ -15,7 +15,9 @@ H200 = "NVIDIA H200"
 
 
 def test_a_plan_by_hand() -> None:
-    """An H200: 989 TFLOP/s and 4.8 TB/s, in sevenths and eighths; speed = share x peak x MFU / FLOPs of a token."""
+    """An H200: 989 TFLOP/s and 4.8 TB/s, in sevenths and eighths; speed = share x peak x MFU /
+    FLOPs of a token.
+    """
     from nanoray.config import load_config
 
     lines = plan_lines(H200, "gpt2-124m", 0.4)
@@ -26,26 +28,44 @@ def test_a_plan_by_hand() -> None:
     flops = flops_per_token(ModelShape.of(load_config(None, "gpt2-124m"), 50304))
     whole = float(rows["7g.141gb"][6].replace(",", ""))
     assert whole == pytest.approx(0.4 * 989.4e12 / flops, rel=1e-3)
-    assert float(rows["1g.18gb"][7].replace(",", "")) == pytest.approx(whole, rel=1e-3), "seven sevenths"
+    assert float(rows["1g.18gb"][7].replace(",", "")) == pytest.approx(whole, rel=1e-3), (
+        "seven sevenths"
+    )
     assert "-cgi 1g.18gb,1g.18gb,1g.18gb,1g.18gb,1g.18gb,1g.18gb,1g.18gb" in "\n".join(lines)
 
 
 @pytest.mark.parametrize(
     ("card", "first", "last"),
     [
-        ("NVIDIA H100 80GB HBM3", ["7·16/132 SMs, 7·1/8 bandwidth", "119"], ["1·132/132 SMs, 1·8/8 bandwidth", "989"]),
-        ("NVIDIA A100-SXM4-80GB", ["7·14/108 SMs, 7·1/8 bandwidth", "40"], ["1·98/108 SMs, 1·8/8 bandwidth", "283"]),
-        (H200, ["7·1/7 compute, 7·1/8 bandwidth", "141"], ["1·7/7 compute, 1·8/8 bandwidth", "989"]),
+        (
+            "NVIDIA H100 80GB HBM3",
+            ["7·16/132 SMs, 7·1/8 bandwidth", "119"],
+            ["1·132/132 SMs, 1·8/8 bandwidth", "989"],
+        ),
+        (
+            "NVIDIA A100-SXM4-80GB",
+            ["7·14/108 SMs, 7·1/8 bandwidth", "40"],
+            ["1·98/108 SMs, 1·8/8 bandwidth", "283"],
+        ),
+        (
+            H200,
+            ["7·1/7 compute, 7·1/8 bandwidth", "141"],
+            ["1·7/7 compute, 1·8/8 bandwidth", "989"],
+        ),
     ],
 )
-def test_shares_speed_and_peak_agree_with_the_sms(card: str, first: list[str], last: list[str]) -> None:
+def test_shares_speed_and_peak_agree_with_the_sms(
+    card: str, first: list[str], last: list[str]
+) -> None:
     rows = [line for line in plan_lines(card, "gpt2-124m", 0.4) if line[:1].isdigit()]
     speeds = [float(row.split()[6].replace(",", "")) for row in rows]
     peaks = [float(row.split()[5]) for row in rows]
     for i, (shares, tflops) in ((0, first), (-1, last)):
         assert rows[i].endswith(shares)
         assert peaks[i] == pytest.approx(float(tflops), abs=1)
-    assert [speed / speeds[-1] for speed in speeds] == pytest.approx([p / peaks[-1] for p in peaks], rel=0.02)
+    assert [speed / speeds[-1] for speed in speeds] == pytest.approx(
+        [p / peaks[-1] for p in peaks], rel=0.02
+    )
 
 
 @pytest.mark.parametrize("card", CARDS)
@@ -56,7 +76,10 @@ def test_every_card_has_a_plan(card: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["plan", "--card", "NVIDIA T4"], "'NVIDIA T4' is not known to have MIG; one of NVIDIA A100"),
+        (
+            ["plan", "--card", "NVIDIA T4"],
+            "'NVIDIA T4' is not known to have MIG; one of NVIDIA A100",
+        ),
         (["plan", "--card", H200, "--mfu", "40"], "mfu = 40.0 is no share"),
         (["plan", "--card", H200, "--preset", "gtp2-124m"], "did you mean gpt2-124m"),
         (["cut"], "unknown command cut; one of plan, show"),
@@ -81,7 +104,18 @@ def gpu(**values: Any) -> Device:
 
 def test_show_lists_slices_and_hands_them_over() -> None:
     parts = [
-        Device("mig", i, f"MIG-{i}", f"{H200} MIG 1g.18gb", 18 << 30, "GPU-a", "1g.18gb", 1 / 7, 1 / 8, bf16=True)
+        Device(
+            "mig",
+            i,
+            f"MIG-{i}",
+            f"{H200} MIG 1g.18gb",
+            18 << 30,
+            "GPU-a",
+            "1g.18gb",
+            1 / 7,
+            1 / 8,
+            bf16=True,
+        )
         for i in (0, 1)
     ]
     lines = "\n".join(show_lines([gpu(mig_mode=True), *parts]))
@@ -91,7 +125,9 @@ def test_show_lists_slices_and_hands_them_over() -> None:
 
 
 def test_show_prints_commands_and_runs_none() -> None:
-    assert "run: sudo nvidia-smi -i 0 -mig 1 && sudo nvidia-smi mig" in "\n".join(show_lines([gpu()]))
+    assert "run: sudo nvidia-smi -i 0 -mig 1 && sudo nvidia-smi mig" in "\n".join(
+        show_lines([gpu()])
+    )
     empty = "\n".join(show_lines([gpu(mig_mode=True)]))
     assert "no slice yet; run: sudo nvidia-smi mig -i 0 -cgi" in empty
     assert "-mig 1" not in empty

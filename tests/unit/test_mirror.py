@@ -1,4 +1,6 @@
-"""What mirrors need to know without any process: which rank mirrors which, who sends what, and when all is lost."""
+"""What mirrors need to know without any process: which rank mirrors which, who sends what, and when
+all is lost.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,16 @@ def test_a_piece_knows_where_it_begins_and_ends(size: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "distance"),
-    [("a", 0), ("aa", 1), ("ab", 1), ("aabb", 2), ("aaab", 3), ("aaabbb", 3), ("aabbcc", 2), ("abcd", 1)],
+    [
+        ("a", 0),
+        ("aa", 1),
+        ("ab", 1),
+        ("aabb", 2),
+        ("aaab", 3),
+        ("aaabbb", 3),
+        ("aabbcc", 2),
+        ("abcd", 1),
+    ],
 )
 def test_a_rank_is_mirrored_on_another_node(nodes: str, distance: int) -> None:
     found = mirror_distance([nodes[:i].count(node) for i, node in enumerate(nodes)])
@@ -41,7 +52,9 @@ def test_with_tp_and_pp_a_mirror_is_along_the_data_axis() -> None:
         return [mirrored(layout, rank, local_ranks)[1] for rank in range(layout.world_size)]
 
     assert owners(Layout(dp=2, tp=2), [0, 1, 2, 3]) == [2, 3, 0, 1]
-    assert owners(Layout(dp=4, tp=2), [0, 1, 2, 3] * 2) == [4, 5, 6, 7, 0, 1, 2, 3], "on the other node"
+    assert owners(Layout(dp=4, tp=2), [0, 1, 2, 3] * 2) == [4, 5, 6, 7, 0, 1, 2, 3], (
+        "on the other node"
+    )
     assert owners(Layout(dp=2, pp=2), [0, 1, 0, 1]) == [1, 0, 3, 2]
     assert owners(Layout(dp=1, tp=2), [0, 1]) == [0, 1], "nobody mirrors"
 
@@ -56,13 +69,21 @@ def test_with_ep_a_mirror_has_the_same_experts() -> None:
         return [mirrored(layout, rank, local_ranks) for rank in range(layout.world_size)]
 
     assert found(Layout(dp=4, ep=2), [0, 1, 2, 3]) == [(2, 2), (2, 3), (2, 0), (2, 1)]
-    assert found(Layout(dp=8, ep=2), [0, 1, 2, 3] * 2) == [(4, (rank + 4) % 8) for rank in range(8)], "the other node"
-    assert found(Layout(dp=4, ep=2, tp=2), [*range(8)]) == [(2, (rank + 4) % 8) for rank in range(8)]
+    assert found(Layout(dp=8, ep=2), [0, 1, 2, 3] * 2) == [
+        (4, (rank + 4) % 8) for rank in range(8)
+    ], "the other node"
+    assert found(Layout(dp=4, ep=2, tp=2), [*range(8)]) == [
+        (2, (rank + 4) % 8) for rank in range(8)
+    ]
     uneven = found(Layout(dp=8, ep=2), [0, 1, 2, 3, 0, 0, 1, 2])
-    assert {distance for distance, _ in uneven} == {6}, "one for all, as weights that are no expert's need"
+    assert {distance for distance, _ in uneven} == {6}, (
+        "one for all, as weights that are no expert's need"
+    )
     assert sorted(owner for _, owner in uneven) == [*range(8)]
     assert found(Layout(dp=2, ep=2), [0, 1]) == [(1, 1), (1, 0)]
-    assert found(Layout(dp=4, ep=4), [0, 1] * 2) == [(2, 2), (2, 3), (2, 0), (2, 1)], "on the other node"
+    assert found(Layout(dp=4, ep=4), [0, 1] * 2) == [(2, 2), (2, 3), (2, 0), (2, 1)], (
+        "on the other node"
+    )
 
 
 def held(ranks: int, sizes: dict[str, int], distance: int = 1) -> list[list[Span]]:
@@ -70,14 +91,18 @@ def held(ranks: int, sizes: dict[str, int], distance: int = 1) -> list[list[Span
 
     def share(rank: int) -> list[Span]:
         cuts = {name: [size * i // ranks for i in range(ranks + 1)] for name, size in sizes.items()}
-        return [(name, at[rank], at[rank + 1]) for name, at in cuts.items() if at[rank] < at[rank + 1]]
+        return [
+            (name, at[rank], at[rank + 1]) for name, at in cuts.items() if at[rank] < at[rank + 1]
+        ]
 
     return [share(rank) + share((rank - distance) % ranks) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_each_element_is_sent_once_by_a_rank_that_holds_it(seed: int) -> None:
-    """Also where ranks hold shares of different cuts, because the last recovery was not completed everywhere."""
+    """Also where ranks hold shares of different cuts, because the last recovery was not completed
+    everywhere.
+    """
     source = random.Random(seed)
     sizes = {"a": source.randrange(1, 60), "b": 1, "c": source.randrange(1, 60)}
     ranks = source.randrange(2, 7)
@@ -122,5 +147,7 @@ def test_where_a_sharded_state_recovers_in_place() -> None:
         assert not recovers_in_place(config(dp_mode=mode), "nccl", 2)
         assert not recovers_in_place(config(dp_mode=mode), "gloo", 1)
     assert recovers_in_place(config(dp_mode="ddp"), "gloo", 2)
-    with pytest.raises(ConfigError, match="mirror = off would be ignored: dp_mode = ddp mirrors nothing"):
+    with pytest.raises(
+        ConfigError, match="mirror = off would be ignored: dp_mode = ddp mirrors nothing"
+    ):
         config(dp_mode="ddp", mirror="off")

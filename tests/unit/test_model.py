@@ -1,4 +1,6 @@
-"""The GPT against an independent one in float64, its sampler against plain forward passes, its costs against torch."""
+"""The GPT against an independent one in float64, its sampler against plain forward passes, its
+costs against torch.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +16,32 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nanoray.config import Config
 from nanoray.errors import ConfigError
-from nanoray.models.costs import activation_memory, count_parameters, flops_per_token, scaling_parameters
+from nanoray.models.costs import (
+    activation_memory,
+    count_parameters,
+    flops_per_token,
+    scaling_parameters,
+)
 from nanoray.models.fp8 import use_fp8
 from nanoray.models.gpt import GPT, KVCache, ModelShape
+from nanoray.models.precision import weight_type
 from nanoray.models.sampling import _sample, generate
-from nanoray.train.precision import weight_type
 
 GPT2 = ModelShape(n_layer=12, n_head=12, n_embd=768, block_size=1024, bias=True, vocab_size=50257)
 # 65 tokens: lm_head cuts the padding away. 60: it masks 4 rows. 64: there is no padding.
 VOCABULARIES = pytest.mark.parametrize("vocab_size", [65, 60, 64])
 
 
-def shape_of(vocab_size: int = 65, *, bias: bool = True, block_size: int = 8, n_layer: int = 2) -> ModelShape:
+def shape_of(
+    vocab_size: int = 65, *, bias: bool = True, block_size: int = 8, n_layer: int = 2
+) -> ModelShape:
     return ModelShape(n_layer, 4, 32, block_size, bias, vocab_size)
 
 
 def rough(shape: ModelShape, dropout: float = 0.0) -> GPT:
-    """A float64 model with large weights everywhere, biases and norms too: nothing is small, zero or one by luck."""
+    """A float64 model with large weights everywhere, biases and norms too: nothing is small, zero
+    or one by luck.
+    """
     torch.manual_seed(0)
     model = GPT(shape, dropout).double()
     for p in model.parameters():
@@ -41,7 +52,9 @@ def rough(shape: ModelShape, dropout: float = 0.0) -> GPT:
 
 
 def tokens_of(shape: ModelShape, B: int = 3, T: int | None = None, seed: int = 1) -> Tensor:
-    return torch.randint(shape.vocab_size, (B, T or shape.block_size), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        shape.vocab_size, (B, T or shape.block_size), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def reference_logits(model: GPT, idx: Tensor) -> Tensor:
@@ -64,7 +77,10 @@ def reference_logits(model: GPT, idx: Tensor) -> Tensor:
             q, k, v = (qkv[:, :, c * shape.n_embd + h * D :][:, :, :D] for c in range(3))
             rows = []
             for t in range(x.shape[1]):
-                weights = torch.softmax((q[:, t, None] * k[:, : t + 1]).sum(-1) / math.sqrt(D), dim=-1)  # (B, t + 1)
+                # (B, t + 1)
+                weights = torch.softmax(
+                    (q[:, t, None] * k[:, : t + 1]).sum(-1) / math.sqrt(D), dim=-1
+                )
                 rows.append((weights[:, :, None] * v[:, : t + 1]).sum(1))
             heads.append(torch.stack(rows, dim=1))
         return linear(torch.cat(heads, dim=-1), name + ".proj")
@@ -96,7 +112,9 @@ def test_loss_and_every_gradient_equal_the_reference(vocab_size: int, bias: bool
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
     for (name, p), grad in zip(model.named_parameters(), wanted, strict=True):
         # The loss is float32 by design, so the gradient passes through one float32 softmax.
-        torch.testing.assert_close(p.grad, grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            p.grad, grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
     torch.testing.assert_close(model(idx), logits[:, -1], rtol=1e-10, atol=1e-10)
 
 
@@ -139,10 +157,13 @@ def test_the_padded_vocabulary_has_no_probability_and_is_never_sampled(vocab_siz
     assert model.tok_emb.weight.grad is not None
     assert torch.count_nonzero(model.tok_emb.weight.grad[vocab_size:]) == 0
     with torch.no_grad():
-        model.tok_emb.weight[vocab_size:] = 1e3 * model.tok_emb.weight[:1]  # would win every softmax
+        # Would win every softmax
+        model.tok_emb.weight[vocab_size:] = 1e3 * model.tok_emb.weight[:1]
     assert torch.equal(model(idx, targets), loss)
     assert model(idx).shape == (3, vocab_size)
-    hot = generate(model, idx.repeat(20, 1), 10, temperature=1e6, generator=torch.Generator().manual_seed(0))
+    hot = generate(
+        model, idx.repeat(20, 1), 10, temperature=1e6, generator=torch.Generator().manual_seed(0)
+    )
     assert hot.max() == vocab_size - 1
     assert generate(model, idx, 10, temperature=0).max() < vocab_size
 
@@ -181,7 +202,8 @@ def test_initial_weights_follow_gpt2() -> None:
         elif "norm" in name:
             assert torch.equal(p, torch.ones_like(p)), name
         else:
-            std = 0.02 / 4 if "attn.proj" in name or "mlp.down" in name else 0.02  # sqrt(2 * 8 layers) = 4
+            # sqrt(2 * 8 layers) = 4
+            std = 0.02 / 4 if "attn.proj" in name or "mlp.down" in name else 0.02
             assert p.std().item() == pytest.approx(std, rel=0.03), name
             assert abs(p.mean().item()) < std / 20, name
 
@@ -213,7 +235,9 @@ def test_dropout_works_in_training_and_only_there(monkeypatch: pytest.MonkeyPatc
     assert [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)] == [0.5] * (1 + 2 * 2)
     seen, attention = [], F.scaled_dot_product_attention
     monkeypatch.setattr(
-        F, "scaled_dot_product_attention", lambda q, k, v, m, p, c: seen.append(p) or attention(q, k, v, m, p, c)
+        F,
+        "scaled_dot_product_attention",
+        lambda q, k, v, m, p, c: seen.append(p) or attention(q, k, v, m, p, c),
     )
     model(idx)
     model.eval()(idx)
@@ -251,7 +275,9 @@ def test_cached_sampling_equals_uncached_sampling_also_past_the_block(
         expected = torch.cat([expected, token[:, None]], dim=1)
     got = generate(model, idx, 25, temperature, generator=torch.Generator().manual_seed(0))
     assert torch.equal(got, expected)
-    assert temperature == 0 or len(got[:, prompt:].unique()) > 20, "a constant text would hide a wrong window"
+    assert temperature == 0 or len(got[:, prompt:].unique()) > 20, (
+        "a constant text would hide a wrong window"
+    )
 
 
 def test_sampling_follows_the_softmax_at_its_temperature() -> None:
@@ -260,13 +286,17 @@ def test_sampling_follows_the_softmax_at_its_temperature() -> None:
     logits = model(idx)[0].detach()
     temperature = (logits.max() - logits.median()).item() / 2
     expected = torch.softmax(logits / temperature, dim=-1)
-    new = generate(model, idx.repeat(10_000, 1), 1, temperature, generator=torch.Generator().manual_seed(0))[:, -1]
+    new = generate(
+        model, idx.repeat(10_000, 1), 1, temperature, generator=torch.Generator().manual_seed(0)
+    )[:, -1]
     observed = torch.bincount(new, minlength=65) / len(new)
     assert (observed - expected).abs().max() < 0.02  # four standard deviations of a share of a half
 
     top = generate(model, idx.repeat(500, 1), 1, temperature, top_k=3)[:, -1]
     assert set(top.tolist()) == set(logits.topk(3).indices.tolist())
-    assert torch.equal(generate(model, idx, 5, 1.0, top_k=1), generate(model, idx, 5, temperature=0))
+    assert torch.equal(
+        generate(model, idx, 5, 1.0, top_k=1), generate(model, idx, 5, temperature=0)
+    )
     assert torch.equal(generate(model, idx, 5, 1e-300), generate(model, idx, 5, temperature=0))
     assert generate(model, idx, 2, 1.0, top_k=1000).shape == (1, 6)
 
@@ -276,7 +306,9 @@ def test_sampling_is_a_function_of_its_generator_and_leaves_the_model_as_it_was(
     idx = tokens_of(model.shape)
 
     def draw(seed: int) -> Tensor:
-        return generate(model, idx, 20, temperature=30.0, generator=torch.Generator().manual_seed(seed))
+        return generate(
+            model, idx, 20, temperature=30.0, generator=torch.Generator().manual_seed(seed)
+        )
 
     state = torch.get_rng_state()
     first = draw(1)
@@ -316,7 +348,9 @@ def test_compiled_blocks_are_not_compiled_again_for_each_length() -> None:
     model(idx, idx)
     trained = len(compilations)
     assert trained > 0
-    assert torch.equal(generate(model, idx, 12, temperature=0), generate(plain, idx, 12, temperature=0))
+    assert torch.equal(
+        generate(model, idx, 12, temperature=0), generate(plain, idx, 12, temperature=0)
+    )
     assert len(compilations) == trained
 
 
@@ -348,7 +382,11 @@ def test_gpt2_has_124_million_parameters() -> None:
     assert count_parameters(GPT2) == published + 47 * 768 == 124_475_904
     with torch.device("meta"):
         assert sum(p.numel() for p in GPT(GPT2).parameters()) == 124_475_904
-    assert flops_per_token(GPT2) == 6 * (124_475_904 - 1024 * 768) + 12 * 12 * 12 * 64 * 1024 == 855_383_040
+    assert (
+        flops_per_token(GPT2)
+        == 6 * (124_475_904 - 1024 * 768) + 12 * 12 * 12 * 64 * 1024
+        == 855_383_040
+    )
 
 
 def test_flops_are_what_torch_counts_in_the_matrix_products() -> None:
@@ -359,7 +397,8 @@ def test_flops_are_what_torch_counts_in_the_matrix_products() -> None:
         torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
     ):
         model(idx, idx).backward()
-    vectors = sum(p.numel() for p in model.parameters() if p.dim() == 1)  # norms: counted by PaLM's 6N, no product
+    # Norms: counted by PaLM's 6N, no product
+    vectors = sum(p.numel() for p in model.parameters() if p.dim() == 1)
     assert counter.get_total_flops() == idx.numel() * (flops_per_token(shape) - 6 * vectors)
 
 
@@ -386,7 +425,10 @@ def test_activations_are_what_torch_keeps_for_backward(precision: str, vocab_siz
         loss = model(idx, targets)
     estimate = activation_memory(shape, 5, precision)
     log_softmax, weight_of_loss = 4 * 5 * 32 * 128, 4
-    assert sum(kept.values()) == estimate["activations"] + estimate["copies"] + log_softmax + weight_of_loss
+    assert (
+        sum(kept.values())
+        == estimate["activations"] + estimate["copies"] + log_softmax + weight_of_loss
+    )
     copied = {"bf16": scaling_parameters(shape), "fp8": 128 * 64}  # fp8: lm_head alone
     assert estimate["copies"] == 2 * copied.get(precision, 0)
     assert estimate["logits"] == 5 * 32 * 128 * (8 if precision == "fp32" else 10)
@@ -399,7 +441,9 @@ def test_activations_are_what_torch_keeps_for_backward(precision: str, vocab_siz
 def test_a_shape_comes_from_a_config_and_goes_to_json() -> None:
     config = Config(n_layer=3, n_head=2, n_embd=8, block_size=16, bias=True, micro_batch_size=1)
     shape = ModelShape.of(config, 65)
-    assert shape == ModelShape(n_layer=3, n_head=2, n_embd=8, block_size=16, bias=True, vocab_size=65)
+    assert shape == ModelShape(
+        n_layer=3, n_head=2, n_embd=8, block_size=16, bias=True, vocab_size=65
+    )
     assert shape.padded_vocab == 128
     assert ModelShape(**shape.to_dict()) == shape
     assert {type(v) for v in shape.to_dict().values()} == {int, bool}
@@ -422,8 +466,14 @@ def test_an_impossible_shape_is_refused(values: dict[str, int], text: str) -> No
 @pytest.mark.parametrize(
     ("request_", "text"),
     [
-        ({"idx": torch.zeros(3)}, "a prompt of shape (3,); pass (sequences, tokens), at least one token each"),
-        ({"idx": torch.zeros(1, 0)}, "a prompt of shape (1, 0); pass (sequences, tokens), at least one token each"),
+        (
+            {"idx": torch.zeros(3)},
+            "a prompt of shape (3,); pass (sequences, tokens), at least one token each",
+        ),
+        (
+            {"idx": torch.zeros(1, 0)},
+            "a prompt of shape (1, 0); pass (sequences, tokens), at least one token each",
+        ),
         (
             {"idx": torch.tensor([[3, 65]])},
             "prompt tokens 3..65 are outside 0..64; encode it with this model's tokenizer",
@@ -441,12 +491,18 @@ def test_an_impossible_shape_is_refused(values: dict[str, int], text: str) -> No
             {"temperature": math.nan},
             "temperature = nan is not 0 or more; use 0 (the likeliest token) or about 0.8",
         ),
-        ({"top_k": 0}, "top_k = 0 leaves no token to choose; use 1 or more, or None to choose among all"),
+        (
+            {"top_k": 0},
+            "top_k = 0 leaves no token to choose; use 1 or more, or None to choose among all",
+        ),
     ],
 )
 def test_an_impossible_request_is_refused(request_: dict[str, object], text: str) -> None:
     model = GPT(shape_of())
-    request: dict[str, object] = {"idx": torch.zeros(1, 1, dtype=torch.long), "max_new_tokens": 1} | request_
+    request: dict[str, object] = {
+        "idx": torch.zeros(1, 1, dtype=torch.long),
+        "max_new_tokens": 1,
+    } | request_
     with pytest.raises(ConfigError) as error:
         generate(model, **request)  # type: ignore[arg-type]
     assert str(error.value) == text
@@ -456,7 +512,10 @@ def test_too_long_a_sequence_is_refused() -> None:
     model = GPT(shape_of())
     with pytest.raises(ConfigError) as error:
         model(torch.zeros(1, 9, dtype=torch.long))
-    assert str(error.value) == "9 tokens, but block_size = 8; pass fewer, or train with a larger block_size"
+    assert (
+        str(error.value)
+        == "9 tokens, but block_size = 8; pass fewer, or train with a larger block_size"
+    )
 
 
 def test_an_estimate_needs_a_resolved_precision() -> None:

@@ -13,10 +13,14 @@ from nanoray.cli import Loaded, parse_args
 from nanoray.config import Config, load_config, make_config, recipe_of, resolve_batch
 from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import ConfigError
-from nanoray.train.report import dry_run_lines, plan
+from nanoray.forecast.dry_run import dry_run_lines, plan
 
-IMAGES = DatasetInfo("cifar10", "cifar10: a note", Path("/none"), "uint8", 10, 50_000, 10_000, "", "", {}, "images")
-TEXT = replace(IMAGES, name="text", dtype="uint16", vocab_size=65, train_tokens=6_400, kind="tokens")
+IMAGES = DatasetInfo(
+    "cifar10", "cifar10: a note", Path("/none"), "uint8", 10, 50_000, 10_000, "", "", {}, "images"
+)
+TEXT = replace(
+    IMAGES, name="text", dtype="uint16", vocab_size=65, train_tokens=6_400, kind="tokens"
+)
 RESNET: dict[str, Any] = {"model": "resnet", "global_batch_size": 128}
 
 
@@ -38,9 +42,15 @@ RESNET: dict[str, Any] = {"model": "resnet", "global_batch_size": 128}
             {"model": "resnet", "dataset": "shakespeare"},
             "dataset = shakespeare is text, but model = resnet learns",
         ),
-        ({"dataset": "cifar10"}, "dataset = cifar10 has images, but model = gpt learns from text; use model resnet"),
+        (
+            {"dataset": "cifar10"},
+            "dataset = cifar10 has images, but model = gpt learns from text; use model resnet",
+        ),
         ({"dataset": "cifar10-generated"}, "dataset = cifar10-generated has images"),
-        ({"resnet_depth": 32}, "resnet_depth = 32 would be ignored: model = gpt has no such option"),
+        (
+            {"resnet_depth": 32},
+            "resnet_depth = 32 would be ignored: model = gpt has no such option",
+        ),
         ({"resnet_width": 2}, "resnet_width = 2 would be ignored"),
         ({"label_smoothing": 0.1}, "label_smoothing = 0.1 would be ignored"),
         ({"sync_batchnorm": True}, "sync_batchnorm = True would be ignored"),
@@ -48,14 +58,26 @@ RESNET: dict[str, Any] = {"model": "resnet", "global_batch_size": 128}
             {"model": "resnet", "resnet_depth": 18},
             "resnet_depth = 18 is not 6n + 2 (8, 14, 20, 32, 44, 50, ...); try",
         ),
-        ({"model": "resnet", "resnet_depth": 2}, "resnet_depth = 2 is not 6n + 2 (8, 14, 20, 32, 44, 50, ...); try 8"),
-        ({"momentum": 0.9}, "momentum = 0.9 would be ignored: optimizer = adamw has its own; use optimizer sgd"),
-        ({"optimizer": "sgd", "nesterov": True}, "nesterov needs momentum; give momentum 0.9, or drop nesterov"),
+        (
+            {"model": "resnet", "resnet_depth": 2},
+            "resnet_depth = 2 is not 6n + 2 (8, 14, 20, 32, 44, 50, ...); try 8",
+        ),
+        (
+            {"momentum": 0.9},
+            "momentum = 0.9 would be ignored: optimizer = adamw has its own; use optimizer sgd",
+        ),
+        (
+            {"optimizer": "sgd", "nesterov": True},
+            "nesterov needs momentum; give momentum 0.9, or drop nesterov",
+        ),
         (
             {"num_epochs": 2, "scaling": "nanochat"},
             "num_epochs = 2 would be ignored: scaling = nanochat derives",
         ),
-        ({"model": "resnet", "dataset": "cifar10-generated", "data_url": "file:///x"}, "data_url would be ignored"),
+        (
+            {"model": "resnet", "dataset": "cifar10-generated", "data_url": "file:///x"},
+            "data_url would be ignored",
+        ),
     ],
 )
 def test_what_has_no_effect_is_refused(values: dict[str, Any], message: str) -> None:
@@ -64,7 +86,9 @@ def test_what_has_no_effect_is_refused(values: dict[str, Any], message: str) -> 
 
 
 def test_what_a_resnet_takes() -> None:
-    config = make_config(RESNET | {"optimizer": "sgd", "momentum": 0.9, "nesterov": True, "label_smoothing": 0.1})
+    config = make_config(
+        RESNET | {"optimizer": "sgd", "momentum": 0.9, "nesterov": True, "label_smoothing": 0.1}
+    )
     assert config.resnet_depth == 20
     for depth in (8, 14, 20, 32, 44, 50):
         assert make_config(RESNET | {"resnet_depth": depth}).resnet_depth == depth
@@ -73,7 +97,9 @@ def test_what_a_resnet_takes() -> None:
 
 def test_weight_decay_is_a_flag_of_sgd_with_momentum_only() -> None:
     flags = ["--preset", "tiny", "--optimizer", "sgd", "--weight_decay", "0.01"]
-    with pytest.raises(ConfigError, match=r"weight_decay = 0\.01 would be ignored: optimizer = sgd"):
+    with pytest.raises(
+        ConfigError, match=r"weight_decay = 0\.01 would be ignored: optimizer = sgd"
+    ):
         parse_args(flags, "x", "y")
     assert parse_args([*flags, "--momentum", "0.9"], "x", "y").config.weight_decay == 0.01
 
@@ -106,11 +132,26 @@ def test_nested_keys_are_other_spellings_of_ours(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("model: {name: resnet, layers: 8}", "unknown key model.layers; known: model.name, model.num_layers"),
-        ("training: {lr: 1}", "unknown key training.lr; known: training.batch_size, training.num_epochs"),
-        ("training: {learning_rate: 1.0}\nlr: 0.5", "training.learning_rate = 1.0 and lr = 0.5 say the same thing"),
-        ("model: {name: resnet, num_layers: 18}\nmicro_batch_size: 1", "resnet_depth = 18 is not 6n + 2"),
-        ("model: {name: vgg}\nmicro_batch_size: 1", "model = 'vgg': Input should be 'gpt', 'resnet'"),
+        (
+            "model: {name: resnet, layers: 8}",
+            "unknown key model.layers; known: model.name, model.num_layers",
+        ),
+        (
+            "training: {lr: 1}",
+            "unknown key training.lr; known: training.batch_size, training.num_epochs",
+        ),
+        (
+            "training: {learning_rate: 1.0}\nlr: 0.5",
+            "training.learning_rate = 1.0 and lr = 0.5 say the same thing",
+        ),
+        (
+            "model: {name: resnet, num_layers: 18}\nmicro_batch_size: 1",
+            "resnet_depth = 18 is not 6n + 2",
+        ),
+        (
+            "model: {name: vgg}\nmicro_batch_size: 1",
+            "model = 'vgg': Input should be 'gpt', 'resnet'",
+        ),
         ("training: 3\nmicro_batch_size: 1", "unknown key training"),
     ],
 )
@@ -121,7 +162,9 @@ def test_a_wrong_nested_key_is_named(tmp_path: Path, text: str, message: str) ->
 
 def test_the_example_configurations_differ_in_how_ranks_share_the_work_only() -> None:
     folder = Path(__file__).resolve().parents[2] / "examples" / "configs"
-    ddp, fsdp = (load_config(str(folder / f"{kind}_resnet_cifar10.yaml")) for kind in ("ddp", "fsdp"))
+    ddp, fsdp = (
+        load_config(str(folder / f"{kind}_resnet_cifar10.yaml")) for kind in ("ddp", "fsdp")
+    )
     theirs = fsdp.model_dump()
     differ = {key for key, value in ddp.model_dump().items() if theirs[key] != value}
     assert {"name", "dp_mode"} <= differ <= {"name", "dp_mode", "fsdp_reshard"}
@@ -138,12 +181,18 @@ def planned(config: Config, dataset: DatasetInfo, dp: int = 2) -> tuple[Config, 
 
 def test_epochs_become_steps_of_the_batch_and_the_dataset() -> None:
     config, notes = planned(make_config(RESNET | {"num_epochs": 3}), IMAGES)
-    assert (config.max_steps, config.num_epochs) == (1172, 0), "150,000 images, the last batch is shared"
+    assert (config.max_steps, config.num_epochs) == (1172, 0), (
+        "150,000 images, the last batch is shared"
+    )
     assert notes == ["epochs max_steps = 1172: 3 epoch(s) × 50,000 images / 128 per step"]
     assert make_config(config.model_dump()) == config, "config.json says what ran"
-    per_rank, _ = planned(make_config({"model": "resnet", "micro_batch_size": 50, "num_epochs": 1}), IMAGES, dp=4)
+    per_rank, _ = planned(
+        make_config({"model": "resnet", "micro_batch_size": 50, "num_epochs": 1}), IMAGES, dp=4
+    )
     assert per_rank.max_steps == 250
-    text, notes = planned(make_config({"micro_batch_size": 5, "block_size": 64, "num_epochs": 2}), TEXT)
+    text, notes = planned(
+        make_config({"micro_batch_size": 5, "block_size": 64, "num_epochs": 2}), TEXT
+    )
     assert text.max_steps == 20
     assert "2 epoch(s) × 100 sequences / 10 per step" in notes[0]
 
@@ -153,11 +202,17 @@ def test_epochs_and_steps_replace_each_other_layer_by_layer(tmp_path: Path) -> N
     assert load(tmp_path, NESTED, max_steps="7").max_steps == 7
     assert load(tmp_path, "max_steps: 7\nmicro_batch_size: 1", num_epochs="2").num_epochs == 2
     assert load_config(preset="tiny", overrides={"num_epochs": 1}).num_epochs == 1
-    with pytest.raises(ConfigError, match=r"num_epochs = 2 and max_steps = 7 in .*run\.yaml contradict each other"):
+    with pytest.raises(
+        ConfigError, match=r"num_epochs = 2 and max_steps = 7 in .*run\.yaml contradict each other"
+    ):
         load(tmp_path, "max_steps: 7\nnum_epochs: 2\nmicro_batch_size: 1")
-    with pytest.raises(ConfigError, match="num_epochs = 2 and max_steps = 7 in the flags contradict each other"):
+    with pytest.raises(
+        ConfigError, match="num_epochs = 2 and max_steps = 7 in the flags contradict each other"
+    ):
         load(tmp_path, "micro_batch_size: 1", num_epochs="2", max_steps="7")
-    assert load(tmp_path, "max_steps: 7\nnum_epochs: 0\nmicro_batch_size: 1").max_steps == 7, "a run's config.json"
+    assert load(tmp_path, "max_steps: 7\nnum_epochs: 0\nmicro_batch_size: 1").max_steps == 7, (
+        "a run's config.json"
+    )
 
 
 def test_checks_of_steps_wait_for_the_epochs() -> None:
@@ -169,7 +224,9 @@ def test_checks_of_steps_wait_for_the_epochs() -> None:
 
 def test_epochs_are_no_part_of_the_experiment() -> None:
     assert recipe_of(make_config(RESNET | {"num_epochs": 3})) == recipe_of(make_config(RESNET))
-    assert recipe_of(make_config(RESNET)) != recipe_of(make_config(RESNET | {"momentum": 0.9, "optimizer": "sgd"}))
+    assert recipe_of(make_config(RESNET)) != recipe_of(
+        make_config(RESNET | {"momentum": 0.9, "optimizer": "sgd"})
+    )
 
 
 def test_a_dry_run_counts_images() -> None:

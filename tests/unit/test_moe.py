@@ -1,4 +1,6 @@
-"""A mixture of experts in one process: against a loop over tokens, its losses, capacity, costs, cuts, refusals."""
+"""A mixture of experts in one process: against a loop over tokens, its losses, capacity, costs,
+cuts, refusals.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +18,31 @@ from nanoray.checkpoint.find import check_shape
 from nanoray.config import load_config, make_config, resolve_batch
 from nanoray.data.prepare import prepare
 from nanoray.errors import CheckpointError, ConfigError
+from nanoray.forecast.dry_run import dry_run_lines, talk_lines
+from nanoray.forecast.memory import Sizes, model_memory
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Shard, fill, whole_pieces, whole_shards
-from nanoray.models.costs import activation_memory, active_parameters, count_parameters, flops_per_token
+from nanoray.models.costs import (
+    activation_memory,
+    active_parameters,
+    count_parameters,
+    flops_per_token,
+)
 from nanoray.models.gpt import GPT, KVCache, ModelShape
 from nanoray.models.moe import BALANCE, DROPPED, ENTROPY, LOAD, MoE, RouterTraining, Z
 from nanoray.models.sampling import generate
 from nanoray.parallel import ep, tp
-from nanoray.parallel.memory import Sizes, model_memory
 from nanoray.run import recovers_in_place
 from nanoray.state import StateDict
 from nanoray.trace import experts as picture
-from nanoray.train import routing
-from nanoray.train.report import dry_run_lines, talk_lines
+from nanoray.train.watch import routing
 from tests.unit.test_activation_checkpointing import Living
 
-SHAPE = ModelShape(2, 4, 20, 8, True, 65, experts=4, experts_per_token=2, expert_hidden=24, shared_experts=1)
+SHAPE = ModelShape(
+    2, 4, 20, 8, True, 65, experts=4, experts_per_token=2, expert_hidden=24, shared_experts=1
+)
 
 
 def moe(per_token: int = 2, capacity: float = 0.0, experts: int = 4) -> MoE:
@@ -45,7 +54,9 @@ def moe(per_token: int = 2, capacity: float = 0.0, experts: int = 4) -> MoE:
 
 
 def by_hand(layer: MoE, x: Tensor, capacity: float = 0.0) -> tuple[Tensor, float]:
-    """Each token by itself, through its experts in turn; also the share of choices that were dropped."""
+    """Each token by itself, through its experts in turn; also the share of choices that were
+    dropped.
+    """
     out, dropped = torch.zeros_like(x), 0
     experts, k = layer.router.weight.shape[0], layer.per_token
     for b, sequence in enumerate(x):
@@ -62,7 +73,9 @@ def by_hand(layer: MoE, x: Tensor, capacity: float = 0.0) -> tuple[Tensor, float
                 assert layer.up.bias is not None
                 assert layer.down.bias is not None
                 up, down = layer.up.bias.view(experts, -1)[e], layer.down.bias.view(experts, -1)[e]
-                result = F.linear(F.gelu(F.linear(token, layer.up.weight[e], up)), layer.down.weight[e], down)
+                result = F.linear(
+                    F.gelu(F.linear(token, layer.up.weight[e], up)), layer.down.weight[e], down
+                )
                 out[b, t] = out[b, t] + probabilities[e] / total * result
     return out, dropped / (x.shape[0] * x.shape[1] * k)
 
@@ -71,7 +84,10 @@ def by_hand(layer: MoE, x: Tensor, capacity: float = 0.0) -> tuple[Tensor, float
 @pytest.mark.parametrize("per_token", [1, 2, 4])
 def test_it_computes_what_a_loop_over_tokens_does(per_token: int, capacity: float) -> None:
     """Values, and the gradients of everything: the router's, too, also with one expert per token."""
-    layer, x = moe(per_token, capacity), torch.randn(3, 7, 6, generator=torch.Generator().manual_seed(1))
+    layer, x = (
+        moe(per_token, capacity),
+        torch.randn(3, 7, 6, generator=torch.Generator().manual_seed(1)),
+    )
     weight = torch.randn(3, 7, 6, generator=torch.Generator().manual_seed(2))
     expected, dropped = by_hand(layer, x, capacity)
     (expected * weight).sum().backward()
@@ -148,7 +164,11 @@ def test_the_router_computes_in_float32() -> None:
     torch.testing.assert_close(low[[BALANCE, Z]], layer(x)[1][[BALANCE, Z]])
 
 
-def gpt(how: str = "none", training: RouterTraining = RouterTraining(), shape: ModelShape = SHAPE) -> GPT:  # noqa: B008
+def gpt(
+    how: str = "none",
+    training: RouterTraining = RouterTraining(),  # noqa: B008
+    shape: ModelShape = SHAPE,
+) -> GPT:
     torch.manual_seed(0)
     return GPT(shape, 0.0, how, training)
 
@@ -165,7 +185,9 @@ def gradients(model: GPT, scale: float = 1.0) -> list[Tensor]:
 
 
 def test_a_loss_is_the_cross_entropy_and_its_gradient_is_that_of_all_losses() -> None:
-    """Training and evaluation give the same value; the factor on a loss is also on the router's losses."""
+    """Training and evaluation give the same value; the factor on a loss is also on the router's
+    losses.
+    """
     model = gpt(training=RouterTraining(0.0, 0.5, 0.1))
     found = gradients(model, 3.0)
     assert torch.equal(model.eval()(*batch()), found[0])
@@ -178,7 +200,9 @@ def test_a_loss_is_the_cross_entropy_and_its_gradient_is_that_of_all_losses() ->
     for p, gradient in zip(model.parameters(), found[1:], strict=True):
         torch.testing.assert_close(p.grad, gradient)
     plain = gradients(gpt(training=RouterTraining(0.0, 0.0, 0.0)), 3.0)[1:]
-    for (name, _), without, gradient in zip(model.named_parameters(), plain, found[1:], strict=True):
+    for (name, _), without, gradient in zip(
+        model.named_parameters(), plain, found[1:], strict=True
+    ):
         if "router" in name:
             assert not torch.allclose(without, gradient, rtol=1e-2)
 
@@ -191,7 +215,9 @@ def test_activation_checkpointing_changes_no_bit(how: str) -> None:
 
 @pytest.mark.slow
 def test_compiled_blocks_compute_the_same() -> None:
-    """Traced and differentiated by the compiler; its C++ (torch 2.13) is not made where a path has a space."""
+    """Traced and differentiated by the compiler; its C++ (torch 2.13) is not made where a path has
+    a space.
+    """
     model = gpt()
     for block in model.blocks:
         block.compile(backend="aot_eager")
@@ -212,12 +238,18 @@ def test_sampling_with_cached_keys_reads_as_without() -> None:
 def test_a_dense_model_is_as_it_was() -> None:
     assert "experts" not in ModelShape(2, 4, 20, 8, True, 65).to_dict()
     assert ModelShape(**SHAPE.to_dict()) == SHAPE  # type: ignore[arg-type]
-    assert not [name for name, _ in GPT(ModelShape(2, 4, 20, 8, True, 65)).named_parameters() if "router" in name]
+    assert not [
+        name
+        for name, _ in GPT(ModelShape(2, 4, 20, 8, True, 65)).named_parameters()
+        if "router" in name
+    ]
 
 
 def test_a_checkpoint_of_another_mixture_is_refused() -> None:
     def state(shape: ModelShape) -> StateDict:
-        return StateDict({}, {}, meta={"model_shape": shape.to_dict(), "config": {"experts": shape.experts}})
+        return StateDict(
+            {}, {}, meta={"model_shape": shape.to_dict(), "config": {"experts": shape.experts}}
+        )
 
     dense = ModelShape(2, 4, 20, 8, True, 65)
     check_shape(state(SHAPE), SHAPE.to_dict())
@@ -237,7 +269,11 @@ def test_the_number_of_parameters_is_what_torch_counts(bias: bool, shared: int) 
     shape = ModelShape(2, 4, 20, 8, bias, 65, 4, 2, 24, shared)
     model = gpt(shape=shape)
     assert count_parameters(shape) == sum(p.numel() for p in model.parameters())
-    one = sum(p.numel() // 4 for name, p in model.named_parameters() if ".mlp.up." in name or ".mlp.down." in name)
+    one = sum(
+        p.numel() // 4
+        for name, p in model.named_parameters()
+        if ".mlp.up." in name or ".mlp.down." in name
+    )
     assert active_parameters(shape) == count_parameters(shape) - 2 * one
     assert flops_per_token(shape) == 6 * (active_parameters(shape) - 8 * 20) + 12 * 2 * 20 * 8
 
@@ -268,9 +304,16 @@ MESHES = [(2, 2), (2, 4), (4, 4), (2, 6)]  # ep, dp
 def cut(rank: int, split: int, dp: int) -> tuple[GPT, Axis, Axis]:
     """One rank's model, and its axes dp and edp; nothing may be sent."""
     model = gpt()
-    mesh, layout = Mesh(rank, dp, rank, torch.device("cpu"), "none", "test"), Layout(dp=dp, ep=split)
-    groups = {axis: next(g for g in layout.groups(axis) if rank in g) for axis in ("dp", "ep", "edp")}
-    axes = {axis: Axis(axis, group, group.index(rank), None, mesh) for axis, group in groups.items()}
+    mesh, layout = (
+        Mesh(rank, dp, rank, torch.device("cpu"), "none", "test"),
+        Layout(dp=dp, ep=split),
+    )
+    groups = {
+        axis: next(g for g in layout.groups(axis) if rank in g) for axis in ("dp", "ep", "edp")
+    }
+    axes = {
+        axis: Axis(axis, group, group.index(rank), None, mesh) for axis, group in groups.items()
+    }
     ep.cut(model, axes["ep"])
     return model, axes["dp"], axes["edp"]
 
@@ -282,7 +325,9 @@ def owned(rank: int, split: int, dp: int, mode: str) -> list[Shard]:
         whole_shards(model) if parallel.shards is None else parallel.shards,
         Axis("tp", (0,), 0, None, data.mesh),
     )
-    return tp.with_owners(own, tp.names_of_cut(model), tensor, parallel.replicas, mode != "ddp_by_hand")
+    return tp.with_owners(
+        own, tp.names_of_cut(model), tensor, parallel.replicas, mode != "ddp_by_hand"
+    )
 
 
 def test_who_talks_to_whom() -> None:
@@ -295,7 +340,9 @@ def test_who_talks_to_whom() -> None:
         "ranks 0 2 | 1 3",
         "ranks 0 1 2 3",
     ]
-    assert [line.split()[1] for line in talk_lines(Layout(dp=2, ep=2))] == ["ep:", "dp:"], "nobody has the same experts"
+    assert [line.split()[1] for line in talk_lines(Layout(dp=2, ep=2))] == ["ep:", "dp:"], (
+        "nobody has the same experts"
+    )
 
 
 def test_a_rank_has_its_experts() -> None:
@@ -303,13 +350,19 @@ def test_a_rank_has_its_experts() -> None:
     mine, all_of_them = model.blocks[1].mlp, whole.blocks[1].mlp
     assert torch.equal(mine.up.weight, all_of_them.up.weight[2:])
     assert torch.equal(mine.down.bias, all_of_them.down.bias.view(4, 20)[2:].flatten())
-    assert torch.equal(mine.router.weight, all_of_them.router.weight), "every rank rates all experts"
-    assert [name for name, _ in model.named_parameters()] == [name for name, _ in whole.named_parameters()]
+    assert torch.equal(mine.router.weight, all_of_them.router.weight), (
+        "every rank rates all experts"
+    )
+    assert [name for name, _ in model.named_parameters()] == [
+        name for name, _ in whole.named_parameters()
+    ]
 
 
 @pytest.mark.parametrize("mode", ["ddp_by_hand", "zero1", "zero2"])
 @pytest.mark.parametrize(("split", "dp"), MESHES)
-def test_each_element_has_one_owner_and_is_put_together_again(split: int, dp: int, mode: str) -> None:
+def test_each_element_has_one_owner_and_is_put_together_again(
+    split: int, dp: int, mode: str
+) -> None:
     whole = {name: p.detach() for name, p in gpt().named_parameters()}
     saved: dict[str, list[Any]] = {name: [] for name in whole}
     for rank in range(dp):
@@ -329,12 +382,26 @@ def test_holders_are_the_ranks_with_the_same_piece() -> None:
 
 
 def test_memory_and_dry_run(text: Path, tmp_path: Path) -> None:
-    small = {"experts": 4, "expert_hidden": 64, "n_embd": 32, "n_layer": 2, "precision": "fp32", "device": "cpu"}
-    values = small | {"micro_batch_size": 2, "dataset": str(text), "data_dir": str(tmp_path), "bucket_mb": 0.001}
+    small = {
+        "experts": 4,
+        "expert_hidden": 64,
+        "n_embd": 32,
+        "n_layer": 2,
+        "precision": "fp32",
+        "device": "cpu",
+    }
+    values = small | {
+        "micro_batch_size": 2,
+        "dataset": str(text),
+        "data_dir": str(tmp_path),
+        "bucket_mb": 0.001,
+    }
     config = make_config(values | {"ep": 2, "dp_mode": "zero1"})
     dataset = prepare(config)
     model = GPT(ModelShape.of(config, dataset.vocab_size))
-    experts = sum(p.numel() for name, p in model.named_parameters() if name in ep.names_of_experts(model))
+    experts = sum(
+        p.numel() for name, p in model.named_parameters() if name in ep.names_of_experts(model)
+    )
     rest = Sizes.of(model).params - experts
     ep.cut(model, Axis("ep", (0, 1), 0, None, Mesh(0, 2, 0, torch.device("cpu"), "none", "test")))
     found = model_memory(config, model, 4, 1, 0.001)
@@ -342,10 +409,14 @@ def test_memory_and_dry_run(text: Path, tmp_path: Path) -> None:
     assert found["optimizer"] == pytest.approx(8 * (rest / 4 + experts / 2 / 2), abs=16)
     mirror = {n: model_memory(config, model, n, 1, 0.001, mirrored=True)["mirror"] for n in (4, 2)}
     assert mirror[4] == pytest.approx(12 * (rest / 4 + experts / 2 / 2), abs=24)
-    assert mirror[2] == pytest.approx(12 * rest / 2 + 16 * experts / 2, abs=24), "the weights of the other experts, too"
+    assert mirror[2] == pytest.approx(12 * rest / 2 + 16 * experts / 2, abs=24), (
+        "the weights of the other experts, too"
+    )
     lines = dry_run_lines(config, [], resolve_batch(config, 4), dataset, "here")
     assert lines[0] == "mesh       4 rank(s) = dp 4 (ep 2)"
-    total, active = (f(ModelShape.of(config, dataset.vocab_size)) for f in (count_parameters, active_parameters))
+    total, active = (
+        f(ModelShape.of(config, dataset.vocab_size)) for f in (count_parameters, active_parameters)
+    )
     assert f"model      {total:,} parameters, {active:,} active: 2 of 4 experts a token" in lines
     assert f"parameters {4 * (rest + experts // 2) / 2**20:.1f}" in "".join(lines)
 
@@ -360,22 +431,36 @@ def test_what_cannot_be_is_refused() -> None:
     refused(r"z_loss = 0.5 would be ignored: experts = 0", z_loss=0.5)
     refused(r"experts_per_token = 5 is above experts = 4", experts=4, experts_per_token=5)
     refused(r"ep = 3 does not divide experts = 4; use an ep of 1, 2, 4", experts=4, ep=3, **by_hand)
-    refused(r"than the rest, which dp_mode = ddp cannot; use dp_mode ddp_by_hand, zero1 or zero2", experts=4, ep=2)
+    refused(
+        r"than the rest, which dp_mode = ddp cannot; use dp_mode ddp_by_hand, zero1 or zero2",
+        experts=4,
+        ep=2,
+    )
     refused(r"than the rest, which dp_mode = fsdp cannot", experts=4, ep=2, dp_mode="fsdp")
     refused(
-        r"tp = 4 must divide n_head = 4, .*, but it does not divide expert_hidden = 6; use a tp of 1, 2",
+        r"tp = 4 must divide n_head = 4, .*, but it does not divide expert_hidden = 6; use a tp of "
+        r"1, 2",
         **{"experts": 4, "tp": 4, "n_head": 4, "n_embd": 64, "expert_hidden": 6},
     )
     refused(r"dp_mode = fsdp with pp = 2", experts=4, pp=2, dp_mode="fsdp", n_layer=4)
     refused(r"scaling = nanochat knows models without experts", experts=4, scaling="nanochat")
     refused(r"experts = 4 would be ignored: model = resnet", experts=4, model="resnet")
     config = make_config({"micro_batch_size": 1, "experts": 4, "ep": 2, **by_hand})
-    with pytest.raises(ConfigError, match=r"ep = 2 does not divide dp = 3; choose a divisor of dp for ep"):
+    with pytest.raises(
+        ConfigError, match=r"ep = 2 does not divide dp = 3; choose a divisor of dp for ep"
+    ):
         Layout.of(config, 3)
-    config = make_config({"micro_batch_size": 1, "experts": 4, "ep": 2, "tp": 2, "pp": 2, "n_layer": 4, **by_hand})
-    with pytest.raises(ConfigError, match=r"ep = 2 does not divide dp = 3 of dp\*tp\*pp = 3\*2\*2 = 12 ranks; choose"):
+    config = make_config(
+        {"micro_batch_size": 1, "experts": 4, "ep": 2, "tp": 2, "pp": 2, "n_layer": 4, **by_hand}
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"ep = 2 does not divide dp = 3 of dp\*tp\*pp = 3\*2\*2 = 12 ranks; choose",
+    ):
         Layout.of(config, 12)
-    with pytest.raises(ConfigError, match=r"ranks = dp\*tp\*pp, but tp\*pp = 2\*2 = 4 does not divide 6 rank"):
+    with pytest.raises(
+        ConfigError, match=r"ranks = dp\*tp\*pp, but tp\*pp = 2\*2 = 4 does not divide 6 rank"
+    ):
         Layout.of(config, 6)
     axis = Axis("ep", (0, 1, 2), 0, None, Mesh(0, 3, 0, torch.device("cpu"), "none", "test"))
     with pytest.raises(ConfigError, match="ep = 3 does not divide experts = 4"):
@@ -386,7 +471,9 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 def test_the_preset_takes_the_flops_of_the_dense_one() -> None:
-    shape, dense = (ModelShape.of(load_config(preset=name), 65) for name in ("moe-tiny", "shakespeare-cpu"))
+    shape, dense = (
+        ModelShape.of(load_config(preset=name), 65) for name in ("moe-tiny", "shakespeare-cpu")
+    )
     assert flops_per_token(shape) == pytest.approx(flops_per_token(dense), rel=0.01)
 
 

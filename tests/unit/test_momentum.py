@@ -1,4 +1,6 @@
-"""SGD with momentum: against its formula, under names of its own in the state, and safe when fp16 skips a step."""
+"""SGD with momentum: against its formula, under names of its own in the state, and safe when fp16
+skips a step.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,15 @@ from torch import Tensor, nn
 from nanoray.config import Config, make_config
 from nanoray.errors import CheckpointError
 from nanoray.mesh.pieces import whole_shards
+from nanoray.models.precision import LossScaler
 from nanoray.state import load_optimizer_tensors, optimizer_tensors
-from nanoray.train.optim import make_optimizer
-from nanoray.train.precision import LossScaler
+from nanoray.train.optim.groups.groups import make_optimizer
 
 
 def config(**values: Any) -> Config:
-    return make_config({"micro_batch_size": 1, "optimizer": "sgd", "lr": 0.1, "weight_decay": 0.01} | values)
+    return make_config(
+        {"micro_batch_size": 1, "optimizer": "sgd", "lr": 0.1, "weight_decay": 0.01} | values
+    )
 
 
 def model() -> nn.Module:
@@ -32,7 +36,9 @@ def gradients(step: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_it_is_the_formula(nesterov: bool) -> None:
-    """v = 0.9 v + g + decay·w on matrices; w -= lr·(g' + 0.9 v) with Nesterov, else lr·v. Vectors do not decay."""
+    """v = 0.9 v + g + decay·w on matrices; w -= lr·(g' + 0.9 v) with Nesterov, else lr·v. Vectors
+    do not decay.
+    """
     ours = model()
     optimizer = make_optimizer(ours, config(momentum=0.9, nesterov=nesterov))
     weights = [p.detach().clone().double() for p in ours.parameters()]
@@ -55,7 +61,10 @@ def test_the_state_has_names_and_loads_to_the_bit() -> None:
     weights: list[Tensor] = []
     for step in range(4):
         if step == 2:
-            saved = {name: tensor.clone() for name, tensor in optimizer_tensors(optimizer, shards).items()}
+            saved = {
+                name: tensor.clone()
+                for name, tensor in optimizer_tensors(optimizer, shards).items()
+            }
             weights = [p.detach().clone() for p in first.parameters()]
         for p, g in zip(first.parameters(), gradients(step), strict=True):
             p.grad = g
@@ -71,16 +80,22 @@ def test_the_state_has_names_and_loads_to_the_bit() -> None:
         for p, g in zip(second.parameters(), gradients(step), strict=True):
             p.grad = g
         again.step()
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)
+    )
 
 
 def test_the_state_of_another_optimizer_is_refused() -> None:
     ours = model()
     shards = whole_shards(ours)
     plain, heavy = make_optimizer(ours, config()), make_optimizer(ours, config(momentum=0.9))
-    with pytest.raises(CheckpointError, match=r"holds nothing, but SGD needs \['momentum_buffer'\]"):
+    with pytest.raises(
+        CheckpointError, match=r"holds nothing, but SGD needs \['momentum_buffer'\]"
+    ):
         load_optimizer_tensors(heavy, shards, optimizer_tensors(plain, shards))
-    with pytest.raises(CheckpointError, match=r"holds \['momentum_buffer'\], but SGD needs nothing"):
+    with pytest.raises(
+        CheckpointError, match=r"holds \['momentum_buffer'\], but SGD needs nothing"
+    ):
         load_optimizer_tensors(plain, shards, optimizer_tensors(heavy, shards))
 
 
@@ -93,4 +108,6 @@ def test_a_first_update_that_is_left_out_leaves_momentum_at_zero() -> None:
         p.grad = g * torch.inf
     scaler.step(optimizer, leave_out=torch.ones(()))
     assert all(torch.equal(p, w) for p, w in zip(ours.parameters(), before, strict=True))
-    assert all(not tensor.any() for tensor in optimizer_tensors(optimizer, whole_shards(ours)).values())
+    assert all(
+        not tensor.any() for tensor in optimizer_tensors(optimizer, whole_shards(ours)).values()
+    )

@@ -1,4 +1,6 @@
-"""Muon: orthogonal updates against known singular values, AdamW for the rest, state that resumes to the bit."""
+"""Muon: orthogonal updates against known singular values, AdamW for the rest, state that resumes to
+the bit.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +11,21 @@ import torch
 from torch import Tensor
 
 from nanoray.config import Config, load_config
+from nanoray.forecast.memory import Sizes, held_bytes, state_memory
 from nanoray.mesh.pieces import whole_shards
 from nanoray.models.gpt import GPT, ModelShape
-from nanoray.parallel.memory import Sizes, held_bytes, state_memory
+from nanoray.models.precision import step_unless
 from nanoray.state import load_optimizer_tensors, optimizer_tensors
-from nanoray.train.muon import MOMENTUM, Muon, orthogonal
-from nanoray.train.optim import make_optimizer, set_lr
-from nanoray.train.precision import step_unless
+from nanoray.train.optim.groups.groups import make_optimizer, set_lr
+from nanoray.train.optim.groups.muon import MOMENTUM, Muon, orthogonal
 
 SHAPE = ModelShape(2, 2, 16, 8, True, 65)
 
 
 def config(**values: Any) -> Config:
-    return load_config(preset="tiny", overrides={"optimizer": "muon", "lr": 0.004, "muon_lr": 0.02} | values)
+    return load_config(
+        preset="tiny", overrides={"optimizer": "muon", "lr": 0.004, "muon_lr": 0.02} | values
+    )
 
 
 def model() -> GPT:
@@ -52,7 +56,9 @@ def test_all_singular_values_come_near_one_and_no_direction_changes(size: tuple[
 
 
 def test_it_is_the_formula() -> None:
-    """Every matrix by itself, queries, keys and values apart; embeddings, norms and biases as AdamW does them."""
+    """Every matrix by itself, queries, keys and values apart; embeddings, norms and biases as AdamW
+    does them.
+    """
     ours, theirs = model(), model()
     settings = config(weight_decay=0.1)
     optimizer = make_optimizer(ours, settings)
@@ -73,9 +79,16 @@ def test_it_is_the_formula() -> None:
             sums[name] = MOMENTUM * sums.get(name, torch.zeros_like(g)) + g
             parts = (g + MOMENTUM * sums[name]).chunk(3 if "qkv" in name else 1)
             rows, columns = parts[0].shape
-            made = torch.cat([orthogonal(u[None])[0] if rows <= columns else orthogonal(u.T[None])[0].T for u in parts])
+            made = torch.cat(
+                [
+                    orthogonal(u[None])[0] if rows <= columns else orthogonal(u.T[None])[0].T
+                    for u in parts
+                ]
+            )
             lr = rate * 5  # muon_lr / lr
-            weights[name] = weights[name] * (1 - lr * 0.1) - lr * max(1.0, rows / columns) ** 0.5 * made
+            weights[name] = (
+                weights[name] * (1 - lr * 0.1) - lr * max(1.0, rows / columns) ** 0.5 * made
+            )
     others = dict(theirs.named_parameters())
     for name, p in ours.named_parameters():
         if name in sums:
@@ -109,14 +122,18 @@ def test_the_state_goes_out_and_comes_back_to_the_bit() -> None:
     for step in (2, 3):
         give_gradients(second, step)
         again.step()
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)
+    )
 
 
 def test_a_step_that_is_left_out_changes_nothing_and_others_have_the_same_bits() -> None:
     """The guards and fp16 tell by a tensor on the device, for which the host does not wait."""
     one, two = model(), model()
     first, second = (make_optimizer(gpt, config(weight_decay=0.1)) for gpt in (one, two))
-    assert all(group["fused"] for group in second.param_groups), "so step_unless does not ask the device"
+    assert all(group["fused"] for group in second.param_groups), (
+        "so step_unless does not ask the device"
+    )
     for step in range(3):
         give_gradients(one, step)
         give_gradients(two, step)
@@ -127,7 +144,9 @@ def test_a_step_that_is_left_out_changes_nothing_and_others_have_the_same_bits()
         p.grad = torch.full_like(p, float("nan"))
     step_unless(second, torch.ones(()))
     assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
-    ours, theirs = (optimizer_tensors(o, whole_shards(gpt)) for o, gpt in ((second, two), (first, one)))
+    ours, theirs = (
+        optimizer_tensors(o, whole_shards(gpt)) for o, gpt in ((second, two), (first, one))
+    )
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 

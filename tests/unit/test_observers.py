@@ -1,4 +1,6 @@
-"""What observers write: the truth in JSONL, events for TensorBoard, a line for people; and the registry behind it."""
+"""What observers write: the truth in JSONL, events for TensorBoard, a line for people; and the
+registry behind it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nanoray.metrics import METRICS, check_record, mfu_percent, to_markdown
-from nanoray.train.observers import RETRY_S, Console, JsonlWriter, Observers, TensorBoardWriter, clock, short
+from nanoray.train.watch.observers import (
+    RETRY_S,
+    Console,
+    JsonlWriter,
+    Observers,
+    TensorBoardWriter,
+    clock,
+    short,
+)
 from tests.harness.ranks import make_spec
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -70,7 +80,9 @@ def test_tensorboard_gets_config_and_scalars(tmp_path: Path) -> None:
 
 @contextmanager
 def no_room(path: Path, more: int) -> Iterator[None]:
-    """A disk with room for so many more bytes in this file: as far as the process can see, it is full then."""
+    """A disk with room for so many more bytes in this file: as far as the process can see, it is
+    full then.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + more, hard))
     try:
@@ -79,10 +91,13 @@ def no_room(path: Path, more: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's thread
+# TensorBoard's thread
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("more", [0, 100, 300])
 def test_records_wait_while_the_disk_is_full(text: Path, tmp_path: Path, more: int) -> None:
-    """Every record is in metrics.jsonl and in TensorBoard afterwards, and it was said once when it began and ended."""
+    """Every record is in metrics.jsonl and in TensorBoard afterwards, and it was said once when it
+    began and ended.
+    """
     spec, told = make_spec(text, tmp_path, tensorboard=True), Told()
     observers = Observers(spec, [told])
     observers.open(0, 0)
@@ -93,16 +108,23 @@ def test_records_wait_while_the_disk_is_full(text: Path, tmp_path: Path, more: i
         for step in range(6, 46):
             observers.record(record(step))
             with suppress(ValueError):
-                assert all(json.loads(line) for line in metrics.read_text().splitlines()), "no part of a line"
+                assert all(json.loads(line) for line in metrics.read_text().splitlines()), (
+                    "no part of a line"
+                )
     time.sleep(RETRY_S)
     for step in range(46, 70):
         observers.record(record(step))
     observers.close()
-    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [*range(1, 70)]
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [
+        *range(1, 70)
+    ]
     for file in ("metrics.jsonl", "tb/"):
         began, ended = [note for note in told.notes if file in note]
-        full = "(File too large|No space left on device)"  # a limit that is reached, or met in the middle of a line
-        assert re.fullmatch(rf"warning  {file} cannot be written \({full}\); its records wait in memory", began)
+        # A limit that is reached, or met in the middle of a line
+        full = "(File too large|No space left on device)"
+        assert re.fullmatch(
+            rf"warning  {file} cannot be written \({full}\); its records wait in memory", began
+        )
         assert ended == f"warning  {file} is written again, and complete"
     events = EventAccumulator(str(spec.folder / "tb"))
     events.Reload()
@@ -125,7 +147,13 @@ def test_a_full_disk_does_not_end_a_rewind(text: Path, tmp_path: Path) -> None:
     observers.record(record(5))
     observers.close()
     successor.close()
-    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [1, 2, 3, 4, 5]
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
 
 
 class Told:
@@ -147,12 +175,15 @@ def test_console_prints_one_line_per_record() -> None:
     console = Console(2000, out)
     console.on_note("hello")
     console.on_record(record(1))
-    console.on_record(record(200, **{"time/step_ms": 24.0, "perf/tok_per_sec": 32000.0, "val/loss": 2.5}))
+    console.on_record(
+        record(200, **{"time/step_ms": 24.0, "perf/tok_per_sec": 32000.0, "val/loss": 2.5})
+    )
     lines = out.getvalue().splitlines()
     assert lines[0] == "hello"
     assert lines[1] == "step    1/2000 | loss 0.4333 | lr 1.0e-03 | gnorm 1.00"
     assert lines[2].startswith(
-        "step  200/2000 | loss 66.7667 | val 2.5000 | lr 1.0e-03 | gnorm 1.00 | 24 ms | 32k tok/s | eta 30:00"
+        "step  200/2000 | loss 66.7667 | val 2.5000 | lr 1.0e-03 | gnorm 1.00 | 24 ms | 32k tok/s "
+        "| eta 30:00"
     )
 
 
@@ -169,4 +200,6 @@ def test_registry_is_complete_small_and_documented() -> None:
 
 
 def test_docs_metrics_is_the_registry() -> None:
-    assert (DOCS / "metrics.md").read_text(encoding="utf-8") == to_markdown() + "\n", "run: make docs"
+    assert (DOCS / "metrics.md").read_text(encoding="utf-8") == to_markdown() + "\n", (
+        "run: make docs"
+    )

@@ -1,4 +1,6 @@
-"""Learning rates against closed forms, decay groups, scaling rules, and the optimizer's state on disk."""
+"""Learning rates against closed forms, decay groups, scaling rules, and the optimizer's state on
+disk.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,19 @@ from torch import nn
 
 from nanoray.config import Config, load_config, make_config
 from nanoray.errors import CheckpointError, ConfigError
+from nanoray.forecast.scaling import derive_scaling
 from nanoray.mesh.pieces import whole_shards
 from nanoray.models.costs import scaling_parameters
 from nanoray.models.gpt import ModelShape
 from nanoray.parallel.norm import clip_to
 from nanoray.state import kept_alone, load_optimizer_tensors, optimizer_tensors
-from nanoray.train.optim import derive_scaling, lr_at, make_optimizer
+from nanoray.train.optim.groups.groups import lr_at, make_optimizer
 
 
 def config(**values: object) -> Config:
     return make_config(
-        {"global_batch_size": 12, "max_steps": 100, "warmup_steps": 10, "lr": 1.0, "min_lr": 0.1} | values
+        {"global_batch_size": 12, "max_steps": 100, "warmup_steps": 10, "lr": 1.0, "min_lr": 0.1}
+        | values
     )
 
 
@@ -36,14 +40,18 @@ def test_cosine() -> None:
 
 @pytest.mark.parametrize("norm", [0.5, 1.0, 3.0, math.inf, math.nan])
 def test_clipping_gives_torch_s_bits(norm: float) -> None:
-    ours, theirs = ([nn.Parameter(torch.zeros(7)), nn.Parameter(torch.zeros(2, 3))] for _ in range(2))
+    ours, theirs = (
+        [nn.Parameter(torch.zeros(7)), nn.Parameter(torch.zeros(2, 3))] for _ in range(2)
+    )
     for p, q in zip(ours, theirs, strict=True):
         p.grad = torch.randn(p.shape)
         q.grad = p.grad.clone()
     clip_to(1.0, [p.grad for p in ours], torch.tensor(norm))
     nn.utils.clip_grads_with_norm_(theirs, 1.0, torch.tensor(norm))
     for p, q in zip(ours, theirs, strict=True):
-        assert p.grad.isfinite().all(), "the update is left out; NaN would stay where nothing is written again"
+        assert p.grad.isfinite().all(), (
+            "the update is left out; NaN would stay where nothing is written again"
+        )
         assert torch.equal(p.grad, q.grad) or not math.isfinite(norm)
     written = 1.0 <= norm < math.inf
     assert (ours[0].grad._version > 0) == written  # on a CPU small gradients are not written again
@@ -57,13 +65,18 @@ def test_warmup_stable_decay() -> None:
 
 
 def test_constant_and_no_warmup() -> None:
-    assert {lr_at(s, config(schedule="constant", warmup_steps=0)) for s in range(0, 200, 7)} == {1.0}
+    assert {lr_at(s, config(schedule="constant", warmup_steps=0)) for s in range(0, 200, 7)} == {
+        1.0
+    }
 
 
 def test_matrices_decay_and_vectors_do_not() -> None:
     model = nn.Sequential(nn.Embedding(4, 3), nn.LayerNorm(3), nn.Linear(3, 2))
     groups = make_optimizer(model, config(weight_decay=0.2)).param_groups
-    assert [(g["weight_decay"], [p.dim() for p in g["params"]]) for g in groups] == [(0.2, [2, 2]), (0.0, [1, 1, 1])]
+    assert [(g["weight_decay"], [p.dim() for p in g["params"]]) for g in groups] == [
+        (0.2, [2, 2]),
+        (0.0, [1, 1, 1]),
+    ]
     assert all(g["fused"] for g in groups)
 
 
@@ -81,7 +94,9 @@ def test_state_goes_out_and_comes_back() -> None:
 
     step(a, first)
     tensors = optimizer_tensors(first, whole_shards(a))
-    assert sorted(tensors) == sorted(f"{k}.{n}" for k in ("exp_avg", "exp_avg_sq", "step") for n in ("weight", "bias"))
+    assert sorted(tensors) == sorted(
+        f"{k}.{n}" for k in ("exp_avg", "exp_avg_sq", "step") for n in ("weight", "bias")
+    )
     b.load_state_dict(a.state_dict())
     load_optimizer_tensors(second, whole_shards(b), tensors)
     step(a, first)
@@ -96,10 +111,16 @@ def test_moments_of_a_number_follow_it_and_groups_may_keep_different_things() ->
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.scale, self.linear = nn.Parameter(torch.tensor(2.6, dtype=torch.float64)), nn.Linear(2, 2)
+            self.scale, self.linear = (
+                nn.Parameter(torch.tensor(2.6, dtype=torch.float64)),
+                nn.Linear(2, 2),
+            )
 
     def adamw() -> torch.optim.AdamW:
-        groups = [{"params": [model.scale], "amsgrad": True}, {"params": [*model.linear.parameters()]}]
+        groups = [
+            {"params": [model.scale], "amsgrad": True},
+            {"params": [*model.linear.parameters()]},
+        ]
         return torch.optim.AdamW(groups, lr=0.1)
 
     model = Scaled()
@@ -108,7 +129,10 @@ def test_moments_of_a_number_follow_it_and_groups_may_keep_different_things() ->
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
-    saved = {name: tensor.float() for name, tensor in optimizer_tensors(optimizer, whole_shards(model)).items()}
+    saved = {
+        name: tensor.float()
+        for name, tensor in optimizer_tensors(optimizer, whole_shards(model)).items()
+    }
     load_optimizer_tensors(again, whole_shards(model), saved)
     assert again.state[model.scale]["exp_avg"].dtype == torch.float64
     assert again.state[model.scale]["step"].dtype == torch.float32
@@ -119,15 +143,21 @@ def test_foreign_state_is_refused() -> None:
     adam, sgd = make_optimizer(model, config()), make_optimizer(model, config(optimizer="sgd"))
     with pytest.raises(CheckpointError, match="optimizer state holds nothing, but AdamW needs"):
         load_optimizer_tensors(adam, whole_shards(model), {})
-    one = {f"{k}.weight": torch.zeros(2, 3) for k in ("exp_avg", "exp_avg_sq")} | {"step.weight": torch.zeros(())}
-    with pytest.raises(CheckpointError, match="but SGD needs nothing; resume with the optimizer that wrote it"):
+    one = {f"{k}.weight": torch.zeros(2, 3) for k in ("exp_avg", "exp_avg_sq")} | {
+        "step.weight": torch.zeros(())
+    }
+    with pytest.raises(
+        CheckpointError, match="but SGD needs nothing; resume with the optimizer that wrote it"
+    ):
         load_optimizer_tensors(sgd, whole_shards(model), one)
     with pytest.raises(CheckpointError, match="does not fit this model's parameters"):
         load_optimizer_tensors(adam, whole_shards(model), one | {"exp_avg.weight": torch.zeros(9)})
 
 
 def test_scaling_rules_at_their_reference_point_change_nothing() -> None:
-    """Depth 12, width 768, vocabulary 32,768, 12 tokens per parameter: batch 2^19 tokens, lr and decay as given."""
+    """Depth 12, width 768, vocabulary 32,768, 12 tokens per parameter: batch 2^19 tokens, lr and
+    decay as given.
+    """
     c = load_config(preset="gpt2-124m", overrides={"block_size": "1024", "micro_batch_size": "1"})
     params = scaling_parameters(ModelShape.of(c, 32768))
     assert params == 12 * 12 * 768**2 + 32768 * 768
@@ -146,7 +176,13 @@ def test_scaling_rules_move_as_they_say() -> None:
     ratio = batch / 2**19
     assert small.lr == pytest.approx(c.lr * math.sqrt(ratio))
     assert small.weight_decay == pytest.approx(c.weight_decay * math.sqrt(ratio) * 16, rel=1e-3)
-    assert {d.key for d in derived} == {"global_batch_size", "max_steps", "lr", "min_lr", "weight_decay"}
+    assert {d.key for d in derived} == {
+        "global_batch_size",
+        "max_steps",
+        "lr",
+        "min_lr",
+        "weight_decay",
+    }
     assert all(d.reason for d in derived)
 
 
@@ -158,6 +194,8 @@ def test_scaling_keeps_what_flags_gave() -> None:
 
 
 def test_scaling_that_contradicts_another_flag_is_a_config_error() -> None:
-    c = load_config(preset="gpt2-124m", overrides={"stop_at": "1900", "max_steps": "2000", "warmup_steps": "1"})
+    c = load_config(
+        preset="gpt2-124m", overrides={"stop_at": "1900", "max_steps": "2000", "warmup_steps": "1"}
+    )
     with pytest.raises(ConfigError, match="stop_at = 1900 is beyond max_steps = "):
         derive_scaling(c, frozenset({"stop_at"}), 10**6, dp=1)

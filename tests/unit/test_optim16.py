@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from nanoray.config import make_config
+from nanoray.devices.choose import choose_precision
 from nanoray.errors import CheckpointError, ConfigError
-from nanoray.mesh.devices import choose_precision
+from nanoray.forecast.memory import Sizes, held_bytes, state_memory
 from nanoray.mesh.pieces import whole_shards
 from nanoray.models.gpt import GPT, ModelShape
-from nanoray.parallel.memory import Sizes, held_bytes, state_memory
+from nanoray.models.precision import LossScaler, float32_products, weight_type
 from nanoray.state import load_optimizer_tensors, optimizer_tensors
-from nanoray.train.optim import make_optimizer
-from nanoray.train.optim16 import Optim16, random_bits, round_at_random
-from nanoray.train.precision import LossScaler, float32_products, weight_type
+from nanoray.train.optim.groups.groups import make_optimizer
+from nanoray.train.optim.groups.optim16 import Optim16, random_bits, round_at_random
 
 CPU = torch.device("cpu")
 BASE = {"micro_batch_size": 1, "weight_decay": 0.1, "lr": 1e-2}
@@ -48,7 +48,9 @@ def gradients(step: int, size: float = 1.0) -> list[Tensor]:
     return [size * torch.randn(shape, generator=source) for shape in ((24, 16), (16,))]
 
 
-def train(model: Two, optimizer: Optim16, steps: int, size: float = 1.0, scale: float | None = None) -> None:
+def train(
+    model: Two, optimizer: Optim16, steps: int, size: float = 1.0, scale: float | None = None
+) -> None:
     optimizer.grad_scale = None if scale is None else torch.tensor(scale)
     for step in range(steps):
         for p, grad in zip(model.parameters(), gradients(step, size), strict=True):
@@ -79,12 +81,16 @@ def test_with_masters_it_is_torchs_own_optimizer_to_the_bit(precision: str, kind
         assert torch.equal(p, expected.to(p.dtype))
 
 
-@pytest.mark.parametrize(("precision", "eps"), [("bf16_pure", 2.0**-7), ("fp16_pure", 2.0**-10)], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("precision", "eps"), [("bf16_pure", 2.0**-7), ("fp16_pure", 2.0**-10)], ids=["bf16", "fp16"]
+)
 def test_one_update_is_that_of_float64_rounded_once(precision: str, eps: float) -> None:
     model, optimizer = made(precision)
     before = [p.detach().double() for p in model.parameters()]
     train(model, optimizer, 1)
-    for p, old, grad, decay in zip(model.parameters(), before, gradients(0), (0.1, 0.0), strict=True):
+    for p, old, grad, decay in zip(
+        model.parameters(), before, gradients(0), (0.1, 0.0), strict=True
+    ):
         g = grad.to(p.dtype).double()
         expected = old * (1 - 1e-2 * decay) - 1e-2 * g / (g.abs() + 1e-8)
         assert ((p.double() - expected).abs() <= eps / 2 * expected.abs() * 1.001).all()
@@ -102,14 +108,18 @@ def test_fp16_keeps_moments_of_gradients_whose_squares_it_cannot_hold() -> None:
             p.grad = grad.double()
         reference.step()
     for p, q in zip(model.parameters(), exact, strict=True):
-        assert (p.double() - q).abs().max() < 6e-3, "weights to 4, rounded 10 times to 11 bits; updates sum to 0.05"
+        assert (p.double() - q).abs().max() < 6e-3, (
+            "weights to 4, rounded 10 times to 11 bits; updates sum to 0.05"
+        )
     assert (torch.tensor(1e-6).half() ** 2).item() == 0.0
 
 
 def test_a_small_update_is_lost_to_nearest_and_kept_on_average_at_random() -> None:
     """w = 1, lr·g = 2^-12: below 1 the next number of bf16 is 1 - 2^-8."""
     for rounding, moved in (("nearest", 0.0), ("stochastic", 256 * 2.0**-12)):
-        config = make_config(BASE | {"precision": "bf16_pure", "rounding": rounding, "optimizer": "sgd"})
+        config = make_config(
+            BASE | {"precision": "bf16_pure", "rounding": rounding, "optimizer": "sgd"}
+        )
         model = nn.Module()
         model.w = nn.Parameter(torch.ones(4000, dtype=torch.bfloat16))
         optimizer = make_optimizer(model, config)
@@ -119,16 +129,24 @@ def test_a_small_update_is_lost_to_nearest_and_kept_on_average_at_random() -> No
             model.w.grad = torch.ones_like(model.w)
             optimizer.step()
         mean = 1.0 - model.w.double().mean().item()
-        assert mean == pytest.approx(moved, abs=2e-3), rounding  # 4000 walks of 256 steps: a standard error below 3e-4
+        # 4000 walks of 256 steps: a standard error below 3e-4
+        assert mean == pytest.approx(moved, abs=2e-3), rounding
 
 
 def test_rounding_at_random_has_the_right_mean_and_leaves_what_fits() -> None:
-    values = torch.tensor([1.0, -1.5, 1.0 + 2.0**-10, -(1.0 + 3 * 2.0**-10), 3e-39, math.inf, -math.inf, math.nan])
+    values = torch.tensor(
+        [1.0, -1.5, 1.0 + 2.0**-10, -(1.0 + 3 * 2.0**-10), 3e-39, math.inf, -math.inf, math.nan]
+    )
     found = torch.stack(
-        [round_at_random(values, torch.full((8,), bits, dtype=torch.int32)) for bits in range(2**16)[::16]]
+        [
+            round_at_random(values, torch.full((8,), bits, dtype=torch.int32))
+            for bits in range(2**16)[::16]
+        ]
     )
     assert torch.equal(found[:, :2].float().unique(dim=0), values[None, :2])
-    assert found[:, 2:5].double().mean(0).numpy() == pytest.approx(values[2:5].double().numpy(), rel=1e-4)
+    assert found[:, 2:5].double().mean(0).numpy() == pytest.approx(
+        values[2:5].double().numpy(), rel=1e-4
+    )
     assert len(found[:, 2].unique()) == 2, "one of its two neighbours"
     assert found[0, 5:7].tolist() == [math.inf, -math.inf]
     assert found[:, 7].isnan().all()
@@ -136,7 +154,9 @@ def test_rounding_at_random_has_the_right_mean_and_leaves_what_fits() -> None:
 
 def test_random_bits_are_a_function_of_seed_and_element_and_look_random() -> None:
     whole = random_bits(12345, 0, 1 << 16, CPU)
-    assert torch.equal(whole[1000:3000], random_bits(12345, 1000, 2000, CPU)), "however a tensor is cut"
+    assert torch.equal(whole[1000:3000], random_bits(12345, 1000, 2000, CPU)), (
+        "however a tensor is cut"
+    )
     other = random_bits(12346, 0, 1 << 16, CPU)
     each = [((whole >> k) & 1).double() for k in range(32)]
     assert all(abs(bit.mean() - 0.5) < 0.01 for bit in each)  # 5 standard errors
@@ -187,7 +207,10 @@ def test_state_of_another_precision_is_refused_or_converted() -> None:
         p.grad = torch.ones_like(p)
     torchs.step()
     masters, other = made("bf16_pure", master_weights="fp32")
-    with pytest.raises(CheckpointError, match=r"but Optim16 needs .*'master'.*in its precision and with its master_we"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"but Optim16 needs .*'master'.*in its precision and with its master_we",
+    ):
         load_optimizer_tensors(other, whole_shards(masters), saved)
 
 
@@ -201,7 +224,9 @@ def test_state_of_another_precision_is_refused_or_converted() -> None:
         ({"precision": "fp16_pure", "optimizer": "sgd", "master_weights": "fp32"}, (2, 2, 4)),
     ],
 )
-def test_the_memory_formula_is_what_is_held(settings: dict[str, Any], each: tuple[int, ...]) -> None:
+def test_the_memory_formula_is_what_is_held(
+    settings: dict[str, Any], each: tuple[int, ...]
+) -> None:
     config = make_config(BASE | settings)
     model = GPT(ModelShape(2, 2, 32, 16, False, 64)).to(weight_type(config.precision))
     optimizer = make_optimizer(model, config)
@@ -219,22 +244,51 @@ def test_the_memory_formula_is_what_is_held(settings: dict[str, Any], each: tupl
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"precision": "tf32", "device": "cpu"}, "precision = tf32 is a format of GPUs, but device = cpu; use precis"),
-        ({"master_weights": "fp32"}, "master_weights = fp32 would be ignored: precision = auto keeps float32 weights"),
-        ({"precision": "bf16", "rounding": "stochastic"}, "rounding = stochastic would be ignored: precision = bf16"),
-        ({"precision": "fp16_pure", "rounding": "stochastic"}, "is for updates of bf16 weights .* precision = fp16_p"),
+        (
+            {"precision": "tf32", "device": "cpu"},
+            "precision = tf32 is a format of GPUs, but device = cpu; use precis",
+        ),
+        (
+            {"master_weights": "fp32"},
+            "master_weights = fp32 would be ignored: precision = auto keeps float32 weights",
+        ),
+        (
+            {"precision": "bf16", "rounding": "stochastic"},
+            "rounding = stochastic would be ignored: precision = bf16",
+        ),
+        (
+            {"precision": "fp16_pure", "rounding": "stochastic"},
+            "is for updates of bf16 weights .* precision = fp16_p",
+        ),
         (
             {"precision": "bf16_pure", "rounding": "stochastic", "master_weights": "fp32"},
-            "without a float32 copy, but .* master_weights = fp32; use precision bf16_pure with master_weights none",
+            "without a float32 copy, but .* master_weights = fp32; use precision bf16_pure with "
+            "master_weights none",
         ),
-        ({"precision": "bf16_pure", "model": "resnet"}, "a gpt without experts .*, but model = resnet; use precis.*16"),
-        ({"precision": "bf16_pure", "experts": 4}, "a gpt without experts in 16 bits, but experts = 4; use precision"),
-        ({"precision": "bf16_pure", "tp": 2}, "precision = bf16_pure with tp = 2: parts of a model have float32 weig"),
-        ({"precision": "fp16_pure", "pp": 2}, "precision = fp16_pure with pp = 2: .*drop pp, or use precision fp16"),
-        ({"precision": "bf16_pure", "dp_mode": "fsdp"}, "with dp_mode = fsdp: it shards float32 weights; use dp_mode"),
+        (
+            {"precision": "bf16_pure", "model": "resnet"},
+            "a gpt without experts .*, but model = resnet; use precis.*16",
+        ),
+        (
+            {"precision": "bf16_pure", "experts": 4},
+            "a gpt without experts in 16 bits, but experts = 4; use precision",
+        ),
+        (
+            {"precision": "bf16_pure", "tp": 2},
+            "precision = bf16_pure with tp = 2: parts of a model have float32 weig",
+        ),
+        (
+            {"precision": "fp16_pure", "pp": 2},
+            "precision = fp16_pure with pp = 2: .*drop pp, or use precision fp16",
+        ),
+        (
+            {"precision": "bf16_pure", "dp_mode": "fsdp"},
+            "with dp_mode = fsdp: it shards float32 weights; use dp_mode",
+        ),
         (
             {"precision": "bf16_pure", "optimizer": "sgd", "momentum": 0.9},
-            "with momentum = 0.9: only adamw and plain sgd round to 16 bits; use optimizer adamw, or precision bf16",
+            "with momentum = 0.9: only adamw and plain sgd round to 16 bits; use optimizer adamw, "
+            "or precision bf16",
         ),
     ],
 )
@@ -246,9 +300,13 @@ def test_what_makes_no_sense_is_refused(settings: dict[str, Any], message: str) 
 
 def test_tf32_needs_a_gpu_that_has_it() -> None:
     config = make_config({"micro_batch_size": 1, "precision": "tf32"})
-    for kind, bf16_gpu, have in (("cpu", None, "there is none"), ("cuda", False, "a GPU is older than compute capa")):
+    for kind, bf16_gpu, have in (
+        ("cpu", None, "there is none"),
+        ("cuda", False, "a GPU is older than compute capa"),
+    ):
         with pytest.raises(
-            ConfigError, match=f"precision = tf32 is a format of GPUs, but {have}.*; use precision fp32"
+            ConfigError,
+            match=f"precision = tf32 is a format of GPUs, but {have}.*; use precision fp32",
         ):
             choose_precision(config, kind, frozenset(), bf16_gpu)
     assert choose_precision(config, "cuda", frozenset(), True) == (

@@ -1,4 +1,6 @@
-"""Sharded checkpoints: several writers, any readers; verified and never lost, with real files and real kills."""
+"""Sharded checkpoints: several writers, any readers; verified and never lost, with real files and
+real kills.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ from nanoray.mesh.pieces import Piece
 from nanoray.state import StateDict
 from tests.harness.commands import killed_saves
 
-VIEWS = {"qkv": ((12, 4), (3, 4, 4)), "up": ((16, 4), None), "norm": ((4,), None), "emb": ((65, 4), None)}
+VIEWS = {
+    "qkv": ((12, 4), (3, 4, 4)),
+    "up": ((16, 4), None),
+    "norm": ((4,), None),
+    "emb": ((65, 4), None),
+}
 ALIAS = {"head": "emb"}
 
 
@@ -39,12 +46,18 @@ def full(step: int) -> dict[str, Tensor]:
 
 
 def moments(step: int) -> dict[str, Tensor]:
-    both = {f"{key}.{name}": tensor * by for name, tensor in full(step).items() for key, by in (("m", 0.1), ("v", 7.0))}
+    both = {
+        f"{key}.{name}": tensor * by
+        for name, tensor in full(step).items()
+        for key, by in (("m", 0.1), ("v", 7.0))
+    }
     return both | {f"step.{name}": torch.tensor(float(step)) for name in VIEWS}
 
 
 def cuts(mesh: str, ranks: int) -> list[dict[str, Piece]]:
-    """Which piece of each parameter each rank owns: `even` and `uneven` flat ranges, rows, or one owner each."""
+    """Which piece of each parameter each rank owns: `even` and `uneven` flat ranges, rows, or one
+    owner each.
+    """
     held: list[dict[str, Piece]] = [{} for _ in range(ranks)]
     rng = random.Random(ranks)
     for i, (name, (shape, view)) in enumerate(VIEWS.items()):
@@ -54,7 +67,11 @@ def cuts(mesh: str, ranks: int) -> list[dict[str, Piece]]:
             held[i % ranks][name] = whole
             continue
         inner = sorted(rng.randrange(n + 1) for _ in range(ranks - 1))
-        ends = [*inner, n] if mesh == "uneven" else [min(n, -(-n // unit // ranks) * unit * r) for r in range(1, ranks)]
+        ends = (
+            [*inner, n]
+            if mesh == "uneven"
+            else [min(n, -(-n // unit // ranks) * unit * r) for r in range(1, ranks)]
+        )
         ends = ends if mesh == "uneven" else [*ends, n]
         for rank, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
             if begin < end:
@@ -66,10 +83,19 @@ def state_of(rank: int, held: dict[str, Piece], step: int) -> StateDict:
     """What one rank saves."""
     weights, optimizer = full(step), moments(step)
     own = {name: piece.take(weights[name]) for name, piece in held.items()}
-    mine = {n: held[p].take(t) for n, t in optimizer.items() if (p := n.partition(".")[2]) in held and n[:4] != "step"}
+    mine = {
+        n: held[p].take(t)
+        for n, t in optimizer.items()
+        if (p := n.partition(".")[2]) in held and n[:4] != "step"
+    }
     mine |= {f"step.{name}": optimizer[f"step.{name}"] for name in held}
-    first = {"counter": torch.tensor([float(step)])} if rank == 0 else {}  # a buffer, which no rank owns
-    rng = [{"cpu": torch.full((8,), step % 251, dtype=torch.uint8)} for _ in range(3)] if rank == 0 else []
+    # A buffer, which no rank owns
+    first = {"counter": torch.tensor([float(step)])} if rank == 0 else {}
+    rng = (
+        [{"cpu": torch.full((8,), step % 251, dtype=torch.uint8)} for _ in range(3)]
+        if rank == 0
+        else []
+    )
     meta = {"step": step, "val_loss": None, "world_size": 3, "model_shape": {}}
     return StateDict(own | first, mine, rng, {"scale": 2.0}, meta, held, ALIAS)
 
@@ -97,9 +123,13 @@ def save_all(folder: Path, held: Sequence[dict[str, Piece]], step: int, keep: in
 def is_whole(state: StateDict, step: int) -> bool:
     wanted = full(step)
     wanted |= {"head": wanted["emb"], "counter": torch.tensor([float(step)])}
-    right = state.model.keys() == wanted.keys() and all(torch.equal(state.model[n], t) for n, t in wanted.items())
+    right = state.model.keys() == wanted.keys() and all(
+        torch.equal(state.model[n], t) for n, t in wanted.items()
+    )
     adam = moments(step)
-    right &= state.optimizer.keys() == adam.keys() and all(torch.equal(state.optimizer[n], t) for n, t in adam.items())
+    right &= state.optimizer.keys() == adam.keys() and all(
+        torch.equal(state.optimizer[n], t) for n, t in adam.items()
+    )
     return right and state.meta["step"] == step and len(state.rng) == 3
 
 
@@ -120,7 +150,9 @@ def test_any_mesh_loads_what_any_mesh_saved(tmp_path: Path, saved: tuple[str, in
             assert state.optimizer.keys() == wanted.keys()
             for name, tensor in wanted.items():
                 piece = held[name.partition(".")[2]]
-                assert torch.equal(state.optimizer[name], tensor if name[:4] == "step" else piece.take(tensor))
+                assert torch.equal(
+                    state.optimizer[name], tensor if name[:4] == "step" else piece.take(tensor)
+                )
 
 
 def test_format_1_loads_into_pieces_and_pieces_into_a_whole(tmp_path: Path) -> None:
@@ -137,7 +169,8 @@ def test_a_rank_reads_no_file_that_has_nothing_for_it(tmp_path: Path) -> None:
     held = cuts("owners", 3)
     path = save_all(tmp_path, held, 1)
     (path / "optimizer-00001.safetensors").write_bytes(
-        b"x" * (path / "optimizer-00001.safetensors").stat().st_size  # the size is compared, the rest not read
+        # The size is compared, the rest not read
+        b"x" * (path / "optimizer-00001.safetensors").stat().st_size
     )
     load(path, held[0])
     with pytest.raises(CheckpointError, match=r"optimizer-00001.safetensors: sha256 differs"):
@@ -187,12 +220,20 @@ def valid(path: Path) -> bool:
     ("change", "text"),
     [
         (lambda c: c["pieces"].pop(), "state.json: not as nanoray writes it"),
-        (lambda c: c["pieces"][0]["up"].update(boxes=[[[0, 1], [0, 4]]]), "state.json: not as nanoray writes it"),
-        (lambda c: c["pieces"][0]["up"].update(view=[8, 8]), "state.json: not as nanoray writes it"),
+        (
+            lambda c: c["pieces"][0]["up"].update(boxes=[[[0, 1], [0, 4]]]),
+            "state.json: not as nanoray writes it",
+        ),
+        (
+            lambda c: c["pieces"][0]["up"].update(view=[8, 8]),
+            "state.json: not as nanoray writes it",
+        ),
         (lambda c: c["aliases"].update(head="nobody"), "state.json: not as nanoray writes it"),
     ],
 )
-def test_pieces_that_do_not_fit_are_refused(tmp_path: Path, change: Callable[[dict], object], text: str) -> None:
+def test_pieces_that_do_not_fit_are_refused(
+    tmp_path: Path, change: Callable[[dict], object], text: str
+) -> None:
     """Even with the right sums: what is missing must not be filled with what was in memory."""
     path = save_all(tmp_path, cuts("even", 2), 5)
     content = json.loads((path / "state.json").read_text())
@@ -200,7 +241,10 @@ def test_pieces_that_do_not_fit_are_refused(tmp_path: Path, change: Callable[[di
     (path / "state.json").write_text(json.dumps(content))
     manifest = json.loads((path / "manifest.json").read_text())
     data = (path / "state.json").read_bytes()
-    manifest["files"]["state.json"] = {"bytes": len(data), "sha256": __import__("hashlib").sha256(data).hexdigest()}
+    manifest["files"]["state.json"] = {
+        "bytes": len(data),
+        "sha256": __import__("hashlib").sha256(data).hexdigest(),
+    }
     (path / "manifest.json").write_text(json.dumps(manifest, indent=1))
     with pytest.raises(CheckpointError, match=text):
         load(path)
@@ -214,7 +258,9 @@ def test_a_part_that_fails_leaves_the_older_checkpoint_and_names_the_rank(tmp_pa
     (draft.temp / "model-00001.safetensors").mkdir()  # rank 1 cannot write its file
     with pytest.raises(OSError, match="File exists"):
         parts.write(draft.temp, 1, state_of(1, held[1], 2))
-    with pytest.raises(CheckpointError, match=r"cannot write a part of .*: rank 1: File exists \(model-00001"):
+    with pytest.raises(
+        CheckpointError, match=r"cannot write a part of .*: rank 1: File exists \(model-00001"
+    ):
         save_shared(draft, state_of(0, held[0], 2), 2, 9, lambda: None)
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
 
@@ -237,7 +283,9 @@ def test_a_rank_that_never_writes_ends_the_wait_when_the_run_says_so(tmp_path: P
     assert is_whole(load(tmp_path / "step_00000001"), 1)
 
 
-def test_the_command_lists_verifies_and_exports_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_lists_verifies_and_exports_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = save_all(tmp_path / "checkpoints", cuts("uneven", 3), 5)
     assert main(["list", str(tmp_path)]) == 0
     assert main(["verify", str(tmp_path)]) == 0

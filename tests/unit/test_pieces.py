@@ -89,7 +89,9 @@ def test_a_gpt_cuts_queries_keys_and_values_apart() -> None:
     }
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (4, 1, 1, 2), (2, 2, 2, 1), (3, 2, 1, 1), (4, 2, 3, 2)])
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1, 1), (4, 1, 1, 2), (2, 2, 2, 1), (3, 2, 1, 1), (4, 2, 3, 2)]
+)
 def test_every_rank_has_one_place_and_one_group_per_axis(sizes: tuple[int, int, int, int]) -> None:
     layout = Layout(*sizes)
     places = [layout.coords(rank) for rank in range(layout.world_size)]
@@ -113,11 +115,15 @@ def test_neighbours_share_a_replica() -> None:
 def test_layouts_that_cannot_be() -> None:
     from nanoray.errors import ConfigError
 
-    with pytest.raises(ConfigError, match=r"ep = 2 does not divide dp = 3; choose a divisor of dp for ep"):
+    with pytest.raises(
+        ConfigError, match=r"ep = 2 does not divide dp = 3; choose a divisor of dp for ep"
+    ):
         Layout(dp=3, ep=2)
     with pytest.raises(ConfigError, match=r"tp = 0, but an axis has at least one rank; raise tp"):
         Layout(tp=0)
-    with pytest.raises(ConfigError, match=r"dp\*tp\*pp = 2\*2\*1 = 4, but there are 3 ranks; set workers to 4, or"):
+    with pytest.raises(
+        ConfigError, match=r"dp\*tp\*pp = 2\*2\*1 = 4, but there are 3 ranks; set workers to 4, or"
+    ):
         Layout(dp=2, tp=2).require(3)
 
 

@@ -1,4 +1,6 @@
-"""Placement without a cluster: what is reserved, how ranks are ordered, what is refused; the watch over the head."""
+"""Placement without a cluster: what is reserved, how ranks are ordered, what is refused; the watch
+over the head.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,21 @@ import pytest
 from ray.exceptions import GetTimeoutError
 
 from nanoray.config import load_config
+from nanoray.devices.slots import local_slots
 from nanoray.errors import ConfigError, PlacementError
 from nanoray.launch import placement
 from nanoray.launch.cluster_watch import HEAD_TIMEOUT_S, LEAVE_S, ClusterWatch
 from nanoray.launch.placement import Placement, connected
 from nanoray.launch.signals import Stop, StopRequested
-from nanoray.mesh.devices import local_slots
 from tests.harness.scripted_ray import ScriptedTime
 
 
 class Cluster:
     """The part of ray's surface that a placement uses, over nodes that do not exist."""
 
-    def __init__(self, *nodes: dict[str, float], free: bool = True, devices: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, *nodes: dict[str, float], free: bool = True, devices: tuple[str, ...] = ()
+    ) -> None:
         self.all, self.free, self.devices = nodes, free, devices
         self.bundles: list[dict[str, float]] = []
         self.removed = 0
@@ -36,19 +40,31 @@ class Cluster:
             placement_group_table=self._table,
             remove_placement_group=self._remove,
         )
-        self._private = SimpleNamespace(state=SimpleNamespace(available_resources_per_node=self._available))
+        self._private = SimpleNamespace(
+            state=SimpleNamespace(available_resources_per_node=self._available)
+        )
 
     def _available(self) -> dict[str, dict[str, float]]:
         return {f"id{i}": ({} if not self.free else node) for i, node in enumerate(self.all)}
 
     def nodes(self) -> list[dict[str, Any]]:
         alive = [
-            {"Alive": True, "NodeID": f"id{i}", "NodeManagerAddress": f"10.0.0.{i}", "Resources": node}
+            {
+                "Alive": True,
+                "NodeID": f"id{i}",
+                "NodeManagerAddress": f"10.0.0.{i}",
+                "Resources": node,
+            }
             for i, node in enumerate(self.all)
         ]
         return [
             *alive,
-            {"Alive": False, "NodeID": "gone", "NodeManagerAddress": "10.0.0.9", "Resources": {"CPU": 64.0}},
+            {
+                "Alive": False,
+                "NodeID": "gone",
+                "NodeManagerAddress": "10.0.0.9",
+                "Resources": {"CPU": 64.0},
+            },
         ]
 
     def _reserve(self, bundles: list[dict[str, float]], strategy: str) -> Any:
@@ -67,7 +83,9 @@ class Cluster:
         handle = SimpleNamespace(remote=lambda: "probe")
         return lambda function: SimpleNamespace(options=lambda scheduling_strategy: handle)
 
-    def wait(self, refs: list[Any], timeout: float, num_returns: int = 1) -> tuple[list[Any], list[Any]]:
+    def wait(
+        self, refs: list[Any], timeout: float, num_returns: int = 1
+    ) -> tuple[list[Any], list[Any]]:
         return (refs, []) if self.free else ([], refs)
 
     def get(self, refs: Any, timeout: float) -> Any:
@@ -93,7 +111,9 @@ def test_a_local_ray_that_a_busy_machine_starts_too_slowly_is_started_again(
     def init(address: str, **options: Any) -> Any:
         calls.append(options["_temp_dir"])
         if len(calls) <= failures:
-            raise Exception("The current node timed out during startup. This could happen because ...")
+            raise Exception(
+                "The current node timed out during startup. This could happen because ..."
+            )
         return SimpleNamespace(dashboard_url="")
 
     monkeypatch.setattr(placement.ray, "init", init)
@@ -105,7 +125,10 @@ def test_a_local_ray_that_a_busy_machine_starts_too_slowly_is_started_again(
         with connected("local", slots):
             pass
     else:
-        with pytest.raises(PlacementError, match="timed out during startup"), connected("local", slots):
+        with (
+            pytest.raises(PlacementError, match="timed out during startup"),
+            connected("local", slots),
+        ):
             pass
     assert calls == [str(tmp_path)] * 2
 
@@ -113,7 +136,8 @@ def test_a_local_ray_that_a_busy_machine_starts_too_slowly_is_started_again(
 def test_a_precision_of_gpus_is_refused_on_a_cluster_without_any() -> None:
     cluster = Cluster({"CPU": 4.0})
     with pytest.raises(
-        ConfigError, match="precision = tf32 is a format of GPUs, but there is none; use precision fp32"
+        ConfigError,
+        match="precision = tf32 is a format of GPUs, but there is none; use precision fp32",
     ):
         make(cluster, workers=2, precision="tf32")
     assert cluster.bundles == [], "before anything is reserved"
@@ -143,13 +167,18 @@ def test_slices_are_known_by_their_ids() -> None:
 
 def test_whole_gpus_are_not_taken_for_slices() -> None:
     cluster = Cluster({"CPU": 16.0, "GPU": 2.0}, devices=("0", "1"))
-    with pytest.raises(PlacementError, match=r"device = mig, but Ray handed out \['0000', '0001'\]; start Ray with"):
+    with pytest.raises(
+        PlacementError, match=r"device = mig, but Ray handed out \['0000', '0001'\]; start Ray with"
+    ):
         make(cluster, workers=2, device="mig")
     assert cluster.removed == 1
 
 
 def test_auto_takes_every_gpu() -> None:
-    assert make(Cluster({"CPU": 9.0, "GPU": 3.0}, devices=("0", "1", "2")), workers="auto").workers == 3
+    assert (
+        make(Cluster({"CPU": 9.0, "GPU": 3.0}, devices=("0", "1", "2")), workers="auto").workers
+        == 3
+    )
     assert make(Cluster({"CPU": 9.0}), workers="auto").workers == 2
     assert make(Cluster({"CPU": 1.0}), workers="auto").workers == 1
 
@@ -162,10 +191,26 @@ def test_auto_takes_every_gpu() -> None:
             {"workers": 3, "cpus_per_worker": 1},
             "asked for 3 × 1 CPU, but the cluster can never hold it",
         ),
-        ([{"CPU": 2.0}], {"workers": 3, "cpus_per_worker": 1}, "total per node: 10.0.0.0 has 2 CPU; lower --workers"),
-        ([{"CPU": 3.0}, {"CPU": 3.0}], {"workers": 3, "cpus_per_worker": 2}, "asked for 3 × 2 CPU, but the cluster"),
-        ([{"CPU": 4.0, "GPU": 1.0}], {"workers": 2}, "asked for 2 × 1 GPU + 1 CPU, but the cluster can never hold it"),
-        ([{"CPU": 4.0}], {"workers": 2, "device": "cuda"}, "asked for 2 × 1 GPU + 1 CPU, but the cluster"),
+        (
+            [{"CPU": 2.0}],
+            {"workers": 3, "cpus_per_worker": 1},
+            "total per node: 10.0.0.0 has 2 CPU; lower --workers",
+        ),
+        (
+            [{"CPU": 3.0}, {"CPU": 3.0}],
+            {"workers": 3, "cpus_per_worker": 2},
+            "asked for 3 × 2 CPU, but the cluster",
+        ),
+        (
+            [{"CPU": 4.0, "GPU": 1.0}],
+            {"workers": 2},
+            "asked for 2 × 1 GPU + 1 CPU, but the cluster can never hold it",
+        ),
+        (
+            [{"CPU": 4.0}],
+            {"workers": 2, "device": "cuda"},
+            "asked for 2 × 1 GPU + 1 CPU, but the cluster",
+        ),
     ],
 )
 def test_a_request_that_never_fits_is_refused_at_once(
@@ -185,7 +230,9 @@ def in_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def joining(cluster: Cluster, *later: dict[str, float], after: int = 2) -> Callable[[], None]:
-    """A check that is called while a placement waits: every `after` calls another node has joined the cluster."""
+    """A check that is called while a placement waits: every `after` calls another node has joined
+    the cluster.
+    """
     calls, nodes = itertools.count(1), list(later)
 
     def check() -> None:
@@ -199,20 +246,31 @@ def test_a_head_without_workers_waits_for_them(capsys: pytest.CaptureFixture[str
     """The operator submits the job again before the worker pods have come back."""
     cluster = Cluster({})
     place = make(
-        cluster, joining(cluster, {"CPU": 1.0}, {"CPU": 1.0}), workers=2, cpus_per_worker=1, placement_timeout_s=60
+        cluster,
+        joining(cluster, {"CPU": 1.0}, {"CPU": 1.0}),
+        workers=2,
+        cpus_per_worker=1,
+        placement_timeout_s=60,
     )
     assert place.workers == 2
     assert cluster.bundles == [{"CPU": 1.0}] * 2
     first, second = capsys.readouterr().out.splitlines()
-    assert first == "wait   at most 60 s for more nodes: no room for workers = 2; total per node: 10.0.0.0 has nothing"
+    assert (
+        first
+        == "wait   at most 60 s for more nodes: no room for workers = 2; total per node: 10.0.0.0 has nothing"
+    )
     assert second.endswith("10.0.0.0 has nothing; 10.0.0.1 has 1 CPU")
 
 
 @pytest.mark.usefixtures("in_a_pod")
-def test_in_kubernetes_fewer_pods_than_ranks_need_are_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_in_kubernetes_fewer_pods_than_ranks_need_are_waited_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Also for GPUs, while some pods are there; one line per change, not per look."""
     cluster = Cluster({}, {"CPU": 4.0, "GPU": 1.0}, devices=("0", "0"))
-    place = make(cluster, joining(cluster, {"CPU": 4.0, "GPU": 1.0}, after=4), workers=2, device="cuda")
+    place = make(
+        cluster, joining(cluster, {"CPU": 4.0, "GPU": 1.0}, after=4), workers=2, device="cuda"
+    )
     assert (place.kind, place.workers) == ("cuda", 2)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1
@@ -223,7 +281,9 @@ def test_in_kubernetes_fewer_pods_than_ranks_need_are_waited_for(capsys: pytest.
 
 @pytest.mark.usefixtures("in_a_pod")
 @pytest.mark.parametrize("second", [True, False])
-def test_ranks_share_no_cpu_while_pods_are_still_coming(second: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_no_cpu_while_pods_are_still_coming(
+    second: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two ranks would fit on the first pod, at half a CPU each; where no other one comes they do."""
     monkeypatch.setattr("nanoray.launch.placement.ASSEMBLED_S", 1.5)
     cluster = Cluster({}, {"CPU": 1.0})
@@ -262,7 +322,10 @@ def test_nodes_that_never_join_are_an_error_in_time() -> None:
     with pytest.raises(PlacementError) as caught:
         make(cluster, workers=2, device="cpu", placement_timeout_s=1)
     assert "available per node: none CPUs" in str(caught.value)
-    assert "waited 1 s for more nodes: see why they do not join, or raise --placement_timeout_s" in str(caught.value)
+    assert (
+        "waited 1 s for more nodes: see why they do not join, or raise --placement_timeout_s"
+        in str(caught.value)
+    )
     assert cluster.bundles == [{"CPU": 1.0}] * 2, "what an autoscaler hears"
     assert cluster.removed == 1
 
@@ -292,9 +355,17 @@ def test_a_busy_cluster_is_an_error_in_time() -> None:
 # The watch over the head.
 
 
-def watch(clock: ScriptedTime) -> tuple[ClusterWatch, socket.socket, dict[str, int], dict[str, float]]:
-    """A watch over a head that listens, a run on node1 and node2 with a driver on node0, and node3 without it."""
-    head, draining, free = socket.create_server(("127.0.0.1", 0)), dict[str, int](), {"node2": 5.0, "node3": 0.0}
+def watch(
+    clock: ScriptedTime,
+) -> tuple[ClusterWatch, socket.socket, dict[str, int], dict[str, float]]:
+    """A watch over a head that listens, a run on node1 and node2 with a driver on node0, and node3
+    without it.
+    """
+    head, draining, free = (
+        socket.create_server(("127.0.0.1", 0)),
+        dict[str, int](),
+        {"node2": 5.0, "node3": 0.0},
+    )
     address = f"127.0.0.1:{head.getsockname()[1]}"
     state = SimpleNamespace(
         state=SimpleNamespace(get_draining_nodes=lambda: draining),
@@ -302,10 +373,18 @@ def watch(clock: ScriptedTime) -> tuple[ClusterWatch, socket.socket, dict[str, i
     )
     gcs = SimpleNamespace(internal_kv_get=lambda *_: b"")
     api = SimpleNamespace(
-        get_runtime_context=lambda: SimpleNamespace(gcs_address=address, get_node_id=lambda: "node0"),
-        util=SimpleNamespace(placement_group_table=lambda group: {"bundles_to_node_id": {0: "node1", 1: "node2"}}),
-        nodes=lambda: [{"NodeID": n, "NodeManagerAddress": "", "Resources": {}, "Alive": True} for n in free],
-        _private=SimpleNamespace(state=state, worker=SimpleNamespace(global_worker=SimpleNamespace(gcs_client=gcs))),
+        get_runtime_context=lambda: SimpleNamespace(
+            gcs_address=address, get_node_id=lambda: "node0"
+        ),
+        util=SimpleNamespace(
+            placement_group_table=lambda group: {"bundles_to_node_id": {0: "node1", 1: "node2"}}
+        ),
+        nodes=lambda: [
+            {"NodeID": n, "NodeManagerAddress": "", "Resources": {}, "Alive": True} for n in free
+        ],
+        _private=SimpleNamespace(
+            state=state, worker=SimpleNamespace(global_worker=SimpleNamespace(gcs_client=gcs))
+        ),
     )
     place = Placement(None, "cpu", {"CPU": 1.0}, (0, 1))  # type: ignore[arg-type]
     return ClusterWatch(place, api, clock), head, draining, free
@@ -336,18 +415,25 @@ def test_another_head_in_the_place_of_the_old_one_is_asked_nothing_more() -> Non
     cluster, head, draining, _ = watch(ScriptedTime())
 
     def refuse(*_: Any) -> bytes:
-        raise RuntimeError("RPC error: WrongClusterID: Perhaps the client is accessing GCS after it has restarted.")
+        raise RuntimeError(
+            "RPC error: WrongClusterID: Perhaps the client is accessing GCS after it has restarted."
+        )
 
     with cluster, head:
         assert cluster.head_answers()
         cluster._api._private.worker.global_worker.gcs_client.internal_kv_get = refuse
-        cluster._api._private.state.state.get_draining_nodes = lambda: pytest.fail("Ray aborts here")
+        cluster._api._private.state.state.get_draining_nodes = lambda: pytest.fail(
+            "Ray aborts here"
+        )
         draining["node0"] = 0
         cluster.check()
         assert cluster.replaced
         assert cluster.head_lost
         assert not cluster.head_answers()
-        assert cluster.trouble() == "another head has taken the place of the cluster's head, and does not know this run"
+        assert (
+            cluster.trouble()
+            == "another head has taken the place of the cluster's head, and does not know this run"
+        )
         assert not cluster.draining
 
 
@@ -374,10 +460,14 @@ def test_ranks_leave_a_drained_node_when_others_have_room_or_time_is_short() -> 
 
     with cluster, head:
         notice(None)
-        assert not cluster.should_leave(["node2"], save_first=False), "its own free CPUs are no room"
+        assert not cluster.should_leave(["node2"], save_first=False), (
+            "its own free CPUs are no room"
+        )
         notice(LEAVE_S + 5)
         assert not cluster.should_leave(["node2"], save_first=False)
-        assert cluster.should_leave(["node2"], save_first=True), "a checkpoint takes longer than a step"
+        assert cluster.should_leave(["node2"], save_first=True), (
+            "a checkpoint takes longer than a step"
+        )
         assert cluster.vacated_in_s == pytest.approx(LEAVE_S + 5, abs=1.0)
         assert cluster.avoided(1) == set(), "a new actor waits in its bundle"
         notice(LEAVE_S - 1)
@@ -387,7 +477,9 @@ def test_ranks_leave_a_drained_node_when_others_have_room_or_time_is_short() -> 
         free["node3"] = 1.0
         cluster.check()
         assert cluster.should_leave(["node2"], save_first=False)
-        assert not cluster.should_leave(["node2", "node2"], save_first=False), "there is room for one"
+        assert not cluster.should_leave(["node2", "node2"], save_first=False), (
+            "there is room for one"
+        )
         assert cluster.avoided(0) == set(), "its bundle is on a node that stays"
         assert cluster.avoided(1) == {"node2"}
         assert cluster.avoided(1) == set(), "the room is taken"

@@ -1,4 +1,6 @@
-"""Pipelines without process groups: every schedule's timetable, how a model is split, ownership, memory, refusals."""
+"""Pipelines without process groups: every schedule's timetable, how a model is split, ownership,
+memory, refusals.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining.schedules import (
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nanoray.cli import Loaded
@@ -19,6 +24,8 @@ from nanoray.config import make_config, resolve_batch
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
 from nanoray.faults.hang import Position, behind
+from nanoray.forecast.dry_run import dry_run_lines, plan
+from nanoray.forecast.memory import Sizes
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
@@ -27,7 +34,6 @@ from nanoray.models.costs import Cut, activation_memory
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.parallel import tp
 from nanoray.parallel.buckets import Buckets
-from nanoray.parallel.memory import Sizes
 from nanoray.parallel.pp import TIED, Stage, split, with_tie
 from nanoray.parallel.schedules import (
     ALIKE,
@@ -46,7 +52,6 @@ from nanoray.parallel.schedules import (
 )
 from nanoray.parallel.zero_bubble import WeightGradients
 from nanoray.run import recovers_in_place
-from nanoray.train.report import dry_run_lines, plan
 
 SHAPE = ModelShape(n_layer=8, n_head=4, n_embd=24, block_size=8, bias=True, vocab_size=65)
 SHAPES = [
@@ -62,12 +67,19 @@ SHAPES = [
 def begins(kind: str, pp: int, micro: int, chunks: int, **cost: int) -> dict[tuple[int, Turn], int]:
     """Return the tick in which each turn of each stage begins."""
     table = timetable(kind, pp, micro, chunks, cost or ALIKE)
-    return {(stage, turn): tick for tick, row in enumerate(table) for stage, turn in enumerate(row) if turn}
+    return {
+        (stage, turn): tick
+        for tick, row in enumerate(table)
+        for stage, turn in enumerate(row)
+        if turn
+    }
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_no_schedule_deadlocks_and_none_leaves_out_a_turn(kind: str) -> None:
-    """All shapes up to 6 stages, 12 micro batches and 3 chunks; turns begin after what they need has ended."""
+    """All shapes up to 6 stages, 12 micro batches and 3 chunks; turns begin after what they need
+    has ended.
+    """
     for _, pp, micro, chunks in (shape for shape in SHAPES if shape[0] == kind):
         at = begins(kind, pp, micro, chunks)
         ops = "FBW" if kind == "zero_bubble" else "FB"
@@ -76,16 +88,22 @@ def test_no_schedule_deadlocks_and_none_leaves_out_a_turn(kind: str) -> None:
             assert {turn for s, turn in at if s == stage} == every, (pp, micro, chunks)
             order = turns(kind, pp, stage, micro, chunks)
             assert len(order) == len(every)
-            assert sorted(order, key=lambda turn: at[stage, turn]) == order, "in a stage's own order"
+            assert sorted(order, key=lambda turn: at[stage, turn]) == order, (
+                "in a stage's own order"
+            )
         for (stage, turn), tick in at.items():
             need = needed(turn, stage, pp, chunks)
             assert need is None or at[need] < tick
             if turn.op != "F":
                 before = "F" if turn.op == "B" else "B"
-                assert at[stage, turn._replace(op=before)] < tick, "every F before its B, every B before its W"
+                assert at[stage, turn._replace(op=before)] < tick, (
+                    "every F before its B, every B before its W"
+                )
 
 
-@pytest.mark.parametrize(("kind", "pp", "micro", "chunks"), [shape for shape in SHAPES if shape[1] > 1])
+@pytest.mark.parametrize(
+    ("kind", "pp", "micro", "chunks"), [shape for shape in SHAPES if shape[1] > 1]
+)
 def test_each_message_has_one_sender_and_one_receiver_and_comes_in_time(
     kind: str, pp: int, micro: int, chunks: int
 ) -> None:
@@ -106,7 +124,11 @@ def test_backwards_come_in_the_order_of_micro_batches() -> None:
         for stage in range(pp):
             for chunk in range(chunks):
                 for op in {"B", last_half(kind)}:
-                    order = [t.micro for t in turns(kind, pp, stage, micro, chunks) if (t.op, t.chunk) == (op, chunk)]
+                    order = [
+                        t.micro
+                        for t in turns(kind, pp, stage, micro, chunks)
+                        if (t.op, t.chunk) == (op, chunk)
+                    ]
                     assert order == list(range(micro))
 
 
@@ -126,17 +148,30 @@ def test_costs_change_no_order_and_never_deadlock(
 
 @pytest.mark.parametrize(("pp", "micro", "chunks"), [(2, 4, 2), (3, 6, 2), (4, 8, 2), (4, 8, 3)])
 def test_interleaved_is_the_order_of_torch(pp: int, micro: int, chunks: int) -> None:
-    sizes = {"n_local_stages": chunks, "microbatches_per_round": pp, "pp_group_size": pp, "_n_microbatches": micro}
+    sizes = {
+        "n_local_stages": chunks,
+        "microbatches_per_round": pp,
+        "pp_group_size": pp,
+        "_n_microbatches": micro,
+    }
     order = ScheduleInterleaved1F1B._calculate_single_rank_operations
     for stage in range(pp):
         actions = [a for a in order(SimpleNamespace(**sizes), stage) if a is not None]  # type: ignore[arg-type]
-        theirs = [Turn(a.computation_type.value[0], a.stage_index // pp, a.microbatch_index) for a in actions]
+        theirs = [
+            Turn(a.computation_type.value[0], a.stage_index // pp, a.microbatch_index)
+            for a in actions
+        ]
         assert turns("interleaved", pp, stage, micro, chunks) == theirs
 
 
 @pytest.mark.parametrize(("pp", "micro"), [(2, 4), (3, 6), (4, 4), (4, 8)])
 def test_zero_bubble_is_the_order_of_torch(pp: int, micro: int) -> None:
-    sizes = {"n_local_stages": 1, "microbatches_per_round": pp, "pp_group_size": pp, "_n_microbatches": micro}
+    sizes = {
+        "n_local_stages": 1,
+        "microbatches_per_round": pp,
+        "pp_group_size": pp,
+        "_n_microbatches": micro,
+    }
     order = ScheduleInterleavedZeroBubble._calculate_single_rank_operations
     for stage in range(pp):
         actions = [a for a in order(SimpleNamespace(**sizes), stage) if a is not None]  # type: ignore[arg-type]
@@ -149,19 +184,33 @@ def test_the_bubble_is_that_of_the_papers() -> None:
         if micro >= pp:
             work = 3 * micro if kind == "zero_bubble" else chunks * micro
             theory = (pp - 1) / (work + pp - 1)
-            assert bubble(kind, pp, micro, chunks) == pytest.approx(theory), (kind, pp, micro, chunks)
-    assert bubble("1f1b", 4, 1) == pytest.approx(3 / 4), "one micro batch: one stage works at a time"
+            assert bubble(kind, pp, micro, chunks) == pytest.approx(theory), (
+                kind,
+                pp,
+                micro,
+                chunks,
+            )
+    assert bubble("1f1b", 4, 1) == pytest.approx(3 / 4), (
+        "one micro batch: one stage works at a time"
+    )
 
 
 def test_the_forecast_of_the_bubble_is_that_of_the_timetable() -> None:
     """Also with fewer micro batches than stages, where the formula of zero_bubble does not hold."""
     for kind, pp, micro, chunks in SHAPES:
         share = bubble(kind, pp, micro, chunks)
-        assert waited(kind, pp, micro, chunks) == pytest.approx(micro * share / (1 - share)), (kind, pp, micro, chunks)
+        assert waited(kind, pp, micro, chunks) == pytest.approx(micro * share / (1 - share)), (
+            kind,
+            pp,
+            micro,
+            chunks,
+        )
 
 
 def test_gradients_that_come_with_b_and_with_w_leave_before_the_end() -> None:
-    """A bucket is sent when its last gradient comes, in whichever half, and not with all others at the end."""
+    """A bucket is sent when its last gradient comes, in whichever half, and not with all others at
+    the end.
+    """
     mesh = Mesh(0, 1, 0, torch.device("cpu"), "none", "test")
     model = torch.nn.Sequential(
         torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)
@@ -211,11 +260,16 @@ def test_activations_in_flight_are_bounded() -> None:
             elif kind == "zero_bubble":
                 assert kept == [min(micro, pp)]
             else:
-                assert sum(kept) <= min(micro * chunks, 2 * (pp - 1 - stage) + (chunks - 1) * pp + 1)
+                assert sum(kept) <= min(
+                    micro * chunks, 2 * (pp - 1 - stage) + (chunks - 1) * pp + 1
+                )
 
 
 def test_a_timetable_is_drawn() -> None:
-    assert drawing(timetable("1f1b", 2, 3)) == ["F0 F1  · B0 F2 B1  · B2", " · F0 B0 F1 B1 F2 B2  ·"]
+    assert drawing(timetable("1f1b", 2, 3)) == [
+        "F0 F1  · B0 F2 B1  · B2",
+        " · F0 B0 F1 B1 F2 B2  ·",
+    ]
     assert "F1'" in drawing(timetable("interleaved", 2, 2, 2))[0]
 
 
@@ -314,7 +368,9 @@ def saved_by(layout: Layout, chunks: int = 1) -> dict[str, list[tuple[Piece, tor
     for rank in range(layout.world_size):
         for shard in owned(rank, layout, chunks):
             if shard.owner:
-                saved.setdefault(shard.piece.name, []).append((shard.piece, shard.param.detach().clone()))
+                saved.setdefault(shard.piece.name, []).append(
+                    (shard.piece, shard.param.detach().clone())
+                )
     return saved
 
 
@@ -327,12 +383,21 @@ def test_any_mesh_fills_its_pieces_from_those_of_any_other(before: Layout, after
         assert sum(other.numel for other, _ in saved[name]) == piece.numel, name
     for rank in range(after.world_size):
         for shard in owned(rank, after):
-            assert torch.equal(fill(shard.piece, saved[shard.piece.name]), shard.param), shard.piece.place
+            assert torch.equal(fill(shard.piece, saved[shard.piece.name]), shard.param), (
+                shard.piece.place
+            )
 
 
 def test_both_holders_of_the_tied_embedding_have_the_same_slices() -> None:
-    """Under zero1 with replicas, so that the two stages can add up what each replica's slice has summed."""
-    every = [shard for rank in range(6) for shard in owned(rank, Layout(dp=3, pp=2)) if shard.piece.name == TIED]
+    """Under zero1 with replicas, so that the two stages can add up what each replica's slice has
+    summed.
+    """
+    every = [
+        shard
+        for rank in range(6)
+        for shard in owned(rank, Layout(dp=3, pp=2))
+        if shard.piece.name == TIED
+    ]
     places = [shard.piece.place for shard in every]
     assert len(set(places)) == 3
     assert all(shard.holders == places.count(shard.piece.place) == 2 for shard in every)
@@ -340,17 +405,23 @@ def test_both_holders_of_the_tied_embedding_have_the_same_slices() -> None:
 
 def test_dry_run_tells_bubble_and_memory_of_each_stage(text: Path, tmp_path: Path) -> None:
     values = {"dataset": str(text), "data_dir": str(tmp_path), "device": "cpu", "precision": "fp32"}
-    config = make_config({"micro_batch_size": 4, "grad_accum_steps": 4, "pp": 2, "dp_mode": "zero1", **values})
+    config = make_config(
+        {"micro_batch_size": 4, "grad_accum_steps": 4, "pp": 2, "dp_mode": "zero1", **values}
+    )
     dataset = prepare(config)
     config, notes = plan(Loaded(config, frozenset(), True), 4, dataset)
     batch = resolve_batch(config, 2)
     lines = dry_run_lines(config, notes, batch, dataset, "here")
     assert lines[0] == "mesh       4 rank(s) = dp 2 × pp 2"
-    assert lines[1] == "talk       pp: ranks 0 2 | 1 3: the residual stream of each micro batch, and its gradient back"
+    assert (
+        lines[1]
+        == "talk       pp: ranks 0 2 | 1 3: the residual stream of each micro batch, and its gradient back"
+    )
     assert lines[2] == "talk       dp: ranks 0 1 | 2 3: gradients, once per step"
     found = [line for line in lines if line.startswith(("pipeline", "  "))]
     assert found[0] == (
-        "pipeline   1f1b, 2 stages, 4 micro batches: a stage waits 20 % of the time; forwards kept, by stage: 2 1"
+        "pipeline   1f1b, 2 stages, 4 micro batches: a stage waits 20 % of the time; forwards "
+        "kept, by stage: 2 1"
     )
     assert found[1:] == ["           " + line for line in drawing(timetable("1f1b", 2, 4))]
     one, two = [line for line in lines if line.startswith("memory")]
@@ -370,12 +441,17 @@ def test_stages_keep_what_the_whole_model_keeps(kept: str, precision: str) -> No
     """With one micro batch in flight, stage by stage; what is computed again counts once per stage."""
     whole = activation_memory(SHAPE, 4, precision, kept)
     half = ModelShape(4, 4, 24, 8, True, 65)
-    parts = [activation_memory(half, 4, precision, kept, ends=(first, not first)) for first in (True, False)]
+    parts = [
+        activation_memory(half, 4, precision, kept, ends=(first, not first))
+        for first in (True, False)
+    ]
     assert sum(part["logits"] for part in parts) == whole["logits"]
     assert sum(part["copies"] for part in parts) == whole["copies"]
     total = sum(part["activations"] for part in parts)
     assert total == whole["activations"] if kept == "none" else total > whole["activations"]
-    twice = activation_memory(half, 4, precision, kept, batches=2, ends=(True, False))["activations"]
+    twice = activation_memory(half, 4, precision, kept, batches=2, ends=(True, False))[
+        "activations"
+    ]
     assert parts[0]["activations"] < twice <= 2 * parts[0]["activations"]
 
 
@@ -390,18 +466,33 @@ def test_what_is_really_kept_for_backward_is_what_the_formula_says() -> None:
             saved: dict[int, int] = {}
             weights = {p.untyped_storage().data_ptr() for p in stage.parameters()}
 
-            def keep(tensor: torch.Tensor, saved: dict[int, int] = saved, weights: set[int] = weights) -> torch.Tensor:
+            def keep(
+                tensor: torch.Tensor, saved: dict[int, int] = saved, weights: set[int] = weights
+            ) -> torch.Tensor:
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() not in weights:
                     saved[storage.data_ptr()] = storage.nbytes()
                 return tensor
 
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                kept = [stage(x if first else torch.randn(8, 32, 64, requires_grad=True), y) for _ in range(batches)]
+                kept = [
+                    stage(x if first else torch.randn(8, 32, 64, requires_grad=True), y)
+                    for _ in range(batches)
+                ]
             formula = activation_memory(
-                ModelShape(2, 4, 64, 32, False, 128), 8, "fp32", "none", Cut(), batches, (first, not first)
+                ModelShape(2, 4, 64, 32, False, 128),
+                8,
+                "fp32",
+                "none",
+                Cut(),
+                batches,
+                (first, not first),
             )
-            assert sum(saved.values()) == pytest.approx(sum(formula.values()), rel=0.1), (n, batches, len(kept))
+            assert sum(saved.values()) == pytest.approx(sum(formula.values()), rel=0.1), (
+                n,
+                batches,
+                len(kept),
+            )
 
 
 def test_what_cannot_be_a_pipeline_is_refused(text: Path, tmp_path: Path) -> None:
@@ -421,29 +512,51 @@ def test_what_cannot_be_a_pipeline_is_refused(text: Path, tmp_path: Path) -> Non
     refused(r"allreduce = ring sums over all ranks, but pp = 2", pp=2, allreduce="ring")
     refused(r"dp_mode = fsdp with pp = 2: each turn", pp=2, dp_mode="fsdp")
     halves = {"pp": 2, "pp_schedule": "zero_bubble"}
-    refused(r"pp_schedule = zero_bubble with compile: a compiled block .* use pp_schedule 1f1b", compile=True, **halves)
-    refused(r"zero_bubble with activation_checkpointing block: each half", activation_checkpointing="block", **halves)
-    refused(r"zero_bubble with dp_mode zero2: it sums after each backward", dp_mode="zero2", **halves)
+    refused(
+        r"pp_schedule = zero_bubble with compile: a compiled block .* use pp_schedule 1f1b",
+        compile=True,
+        **halves,
+    )
+    refused(
+        r"zero_bubble with activation_checkpointing block: each half",
+        activation_checkpointing="block",
+        **halves,
+    )
+    refused(
+        r"zero_bubble with dp_mode zero2: it sums after each backward", dp_mode="zero2", **halves
+    )
     refused(r"pp_schedule = gpipe would be ignored: pp = 1", pp_schedule="gpipe")
     refused(r"pp_chunks = 2 would be ignored: pp_schedule = 1f1b", pp=2, pp_chunks=2)
     refused(r"pp_chunks = 1 is the schedule 1f1b", pp=2, pp_schedule="interleaved", pp_chunks=1)
     groups = r"groups of pp = 2, but a step has 3; set grad_accum_steps 4, or use pp_schedule 1f1b"
     refused(groups, pp=2, pp_schedule="interleaved", grad_accum_steps=3)
     config = make_config(
-        {"global_batch_size": 6, "micro_batch_size": 2, "pp": 2, "pp_schedule": "interleaved", "dataset": str(text)}
+        {
+            "global_batch_size": 6,
+            "micro_batch_size": 2,
+            "pp": 2,
+            "pp_schedule": "interleaved",
+            "dataset": str(text),
+        }
     )
     config = config.model_copy(update={"data_dir": str(tmp_path)})
     with pytest.raises(ConfigError, match=groups):
         plan(Loaded(config, frozenset(), False), 2, prepare(config))
     for ranks in (1, 3):
-        with pytest.raises(ConfigError, match=rf"ranks = dp\*pp, but pp = 2 does not divide {ranks} rank"):
+        with pytest.raises(
+            ConfigError, match=rf"ranks = dp\*pp, but pp = 2 does not divide {ranks} rank"
+        ):
             Layout.of(make_config({"micro_batch_size": 1, "pp": 2}), ranks)
     both = make_config({"micro_batch_size": 1, "pp": 2, "tp": 2})
     with pytest.raises(
-        ConfigError, match=r"ranks = dp\*tp\*pp, but tp\*pp = 2\*2 = 4 does not divide 6 rank\(s\); use 8"
+        ConfigError,
+        match=r"ranks = dp\*tp\*pp, but tp\*pp = 2\*2 = 4 does not divide 6 rank\(s\); use 8",
     ):
         Layout.of(both, 6)
-    with pytest.raises(ConfigError, match=r"dp_mode = ddp with pp = 2 and dp = 2: torch's DDP expects the backward of"):
+    with pytest.raises(
+        ConfigError,
+        match=r"dp_mode = ddp with pp = 2 and dp = 2: torch's DDP expects the backward of",
+    ):
         Layout.of(make_config({"micro_batch_size": 1, "pp": 2}), 4)
     assert Layout.of(both, 4) == Layout(dp=1, tp=2, pp=2)
     with pytest.raises(ConfigError, match=r"pp = 2 splits a gpt, but the model is a Linear"):
@@ -452,9 +565,16 @@ def test_what_cannot_be_a_pipeline_is_refused(text: Path, tmp_path: Path) -> Non
 
 def test_a_lost_rank_of_a_pipeline_means_a_restart() -> None:
     assert not recovers_in_place(make_config({"micro_batch_size": 1, "pp": 2}), "gloo", 2)
-    assert not recovers_in_place(make_config({"micro_batch_size": 1, "pp": 2, "dp_mode": "zero1"}), "gloo", 2)
+    assert not recovers_in_place(
+        make_config({"micro_batch_size": 1, "pp": 2, "dp_mode": "zero1"}), "gloo", 2
+    )
 
 
 def test_a_stage_that_computes_is_behind_the_stages_that_wait_for_it() -> None:
-    positions = {0: Position(5, "idle"), 1: Position(5, "forward"), 2: Position(5, "idle"), 3: Position(5, "optimizer")}
+    positions = {
+        0: Position(5, "idle"),
+        1: Position(5, "forward"),
+        2: Position(5, "idle"),
+        3: Position(5, "optimizer"),
+    }
     assert behind(positions, {}) == [1]

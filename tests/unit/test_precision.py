@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nanoray.errors import TrainingDiverged
-from nanoray.train.precision import LossScaler, autocast
+from nanoray.models.precision import LossScaler, autocast
 
 CPU = torch.device("cpu")
 
@@ -61,7 +61,8 @@ def test_an_exhausted_scale_raises_and_says_why() -> None:
     for _ in range(17):
         step(scaler, float("inf"))
     with pytest.raises(
-        TrainingDiverged, match=r"loss scale fell to 0.5 by step 17 \(17 steps skipped\).*precision bf16"
+        TrainingDiverged,
+        match=r"loss scale fell to 0.5 by step 17 \(17 steps skipped\).*precision bf16",
     ):
         scaler.read(17)
 
@@ -90,7 +91,8 @@ def test_disabled_scaler_is_transparent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+    ("precision", "dtype"),
+    [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
 )
 def test_autocast_runs_products_in_its_type(precision: str, dtype: torch.dtype) -> None:
     with autocast("cpu", precision):

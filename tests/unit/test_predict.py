@@ -1,4 +1,6 @@
-"""What a layout costs: against models that are really cut, numbers worked by hand, and rules that must hold."""
+"""What a layout costs: against models that are really cut, numbers worked by hand, and rules that
+must hold.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,27 @@ from torch import Tensor
 
 from nanoray.config import make_config
 from nanoray.errors import ConfigError
-from nanoray.mesh.axis import Axis
-from nanoray.mesh.layout import Layout
-from nanoray.mesh.links import Link, Place, Topology, all_gather, all_to_all, placed, seen_by, send
-from nanoray.mesh.mesh import Mesh
-from nanoray.models.costs import Cut, activation_memory, count_parameters, flops_per_token, scaling_parameters
-from nanoray.models.gpt import GPT, ModelShape
-from nanoray.parallel import ep
-from nanoray.parallel.layouts import divisors, factorizations, factors, look, refusal, search, why_slower
-from nanoray.parallel.memory import Sizes, state_memory
-from nanoray.parallel.predict import (
+from nanoray.forecast.layouts import (
+    divisors,
+    factorizations,
+    factors,
+    look,
+    refusal,
+    search,
+    why_slower,
+)
+from nanoray.forecast.links import (
+    Link,
+    Place,
+    Topology,
+    all_gather,
+    all_to_all,
+    placed,
+    seen_by,
+    send,
+)
+from nanoray.forecast.memory import Sizes, state_memory
+from nanoray.forecast.predict import (
     Experts,
     Job,
     OnTopology,
@@ -40,10 +53,23 @@ from nanoray.parallel.predict import (
     talks_of,
     tensors_of,
 )
+from nanoray.mesh.axis import Axis
+from nanoray.mesh.layout import Layout
+from nanoray.mesh.mesh import Mesh
+from nanoray.models.costs import (
+    Cut,
+    activation_memory,
+    count_parameters,
+    flops_per_token,
+    scaling_parameters,
+)
+from nanoray.models.gpt import GPT, ModelShape
+from nanoray.parallel import ep
 from nanoray.parallel.schedules import in_flight
 from nanoray.parallel.tp import cut, names_of_partial
 
-SHAPE = ModelShape(n_layer=4, n_head=8, n_embd=64, block_size=16, bias=True, vocab_size=250)  # 256 rows with padding
+# 256 rows with padding
+SHAPE = ModelShape(n_layer=4, n_head=8, n_embd=64, block_size=16, bias=True, vocab_size=250)
 NODES = Topology(
     ranks_per_node=4,
     intra=Link(alpha_us=1, bandwidth_gb_per_s=100),
@@ -54,10 +80,16 @@ NODES = Topology(
 SPEED = Speed(1e12, 1e12)
 
 
-def job(sequences: int = 64, precision: str = "fp32", schedule: str = "1f1b", **settings: Any) -> Job:
-    extra = {key: settings.pop(key) for key in ("chunks", "experts", "bucket_mb") if key in settings}
+def job(
+    sequences: int = 64, precision: str = "fp32", schedule: str = "1f1b", **settings: Any
+) -> Job:
+    extra = {
+        key: settings.pop(key) for key in ("chunks", "experts", "bucket_mb") if key in settings
+    }
     config = make_config({"micro_batch_size": 1, **settings})
-    return Job(SHAPE, config, sequences, precision, **{"bucket_mb": 0.05, "schedule": schedule, **extra})
+    return Job(
+        SHAPE, config, sequences, precision, **{"bucket_mb": 0.05, "schedule": schedule, **extra}
+    )
 
 
 class Counted(Axis):
@@ -67,10 +99,14 @@ class Counted(Axis):
 
     def start_all_gather(self, flat: Tensor, what: str, bucket: int | None = None) -> Any:
         self.seen.append(("all_gather", flat.nbytes))
-        flat.view(self.size, -1).copy_(flat.view(self.size, -1)[self.index].clone().expand(self.size, -1))
+        flat.view(self.size, -1).copy_(
+            flat.view(self.size, -1)[self.index].clone().expand(self.size, -1)
+        )
         return lambda: None
 
-    def start_reduce_scatter(self, flat: Tensor, what: str, bucket: int | None = None, last: bool = False) -> Any:
+    def start_reduce_scatter(
+        self, flat: Tensor, what: str, bucket: int | None = None, last: bool = False
+    ) -> Any:
         self.seen.append(("reduce_scatter", flat.nbytes))
         return lambda out: out.copy_(flat.view(self.size, -1)[self.index])
 
@@ -79,8 +115,12 @@ class Counted(Axis):
         return tensor
 
 
-def cut_model(tp: int, kept: str = "none", device: str = "meta", sequence: bool = False) -> tuple[GPT, Counted]:
-    axis = Counted("tp", tuple(range(tp)), 0, None, Mesh(0, tp, 0, torch.device(device), "none", "test"))
+def cut_model(
+    tp: int, kept: str = "none", device: str = "meta", sequence: bool = False
+) -> tuple[GPT, Counted]:
+    axis = Counted(
+        "tp", tuple(range(tp)), 0, None, Mesh(0, tp, 0, torch.device(device), "none", "test")
+    )
     axis.seen = []
     with torch.device(device):
         model = GPT(SHAPE, 0.0, kept)
@@ -102,7 +142,9 @@ def test_tensors_are_those_of_a_model_that_is_cut(tp: int) -> None:
 
 @pytest.mark.parametrize(("tp", "split"), [(1, 1), (1, 2), (2, 1), (4, 2)])
 @pytest.mark.parametrize("shared", [0, 2])
-def test_tensors_of_experts_are_those_of_a_model_that_is_cut(tp: int, split: int, shared: int) -> None:
+def test_tensors_of_experts_are_those_of_a_model_that_is_cut(
+    tp: int, split: int, shared: int
+) -> None:
     shape = replace(SHAPE, experts=4, experts_per_token=2, expert_hidden=24, shared_experts=shared)
     with torch.device("meta"):
         model = GPT(shape)
@@ -122,7 +164,9 @@ def test_tensors_of_experts_are_those_of_a_model_that_is_cut(tp: int, split: int
 @pytest.mark.parametrize("tp", [1, 2])
 def test_stages_add_up_to_the_model(tp: int, pp: int) -> None:
     """But for the embedding, of which the last stage has a second copy."""
-    stages = [sum(t.numel for t in tensors_of(job(), Layout(tp=tp, pp=pp), stage)) for stage in range(pp)]
+    stages = [
+        sum(t.numel for t in tensors_of(job(), Layout(tp=tp, pp=pp), stage)) for stage in range(pp)
+    ]
     whole = sum(t.numel for t in tensors_of(job(), Layout(tp=tp), 0))
     assert sum(stages) == whole + (pp > 1) * SHAPE.padded_vocab * SHAPE.n_embd // tp
 
@@ -133,7 +177,8 @@ def test_flops_of_all_stages_are_those_of_the_model(pp: int) -> None:
     assert sum(f + b for f, b in stages) == flops_per_token(SHAPE)
     assert sum(b for _, b in stages) == 2 * sum(f for f, _ in stages)
     again = flops_of(job(activation_checkpointing="block"), Layout(), 0)
-    layers = 4 * (2 * 12 * 64**2 + 2 * (8 + 5) * 64 + 4 * 64 * 16)  # matrices, biases and norms; attention
+    # Matrices, biases and norms; attention
+    layers = 4 * (2 * 12 * 64**2 + 2 * (8 + 5) * 64 + 4 * 64 * 16)
     assert again[1] - again[0] - flops_of(job(), Layout(), 0)[0] == pytest.approx(layers, rel=0.01)
 
 
@@ -150,14 +195,19 @@ def test_experts_by_hand() -> None:
     assert forward - dense == 4 * 2 * (chosen + 64 * 4 - mlp)  # the router: 64·4
     talks = {t.what: t for t in talks_of(some, Layout(dp=4, ep=2), 2, 0) if t.axis in ("ep", "edp")}
     there = talks["tokens to experts and back"]
-    assert (there.times, there.nbytes) == (8 * 4 * 2, 4 * 2 * 16 * 64 * 2)  # 8 micro batches; 2·16 tokens, twice each
+    # 8 micro batches; 2·16 tokens, twice each
+    assert (there.times, there.nbytes) == (8 * 4 * 2, 4 * 2 * 16 * 64 * 2)
     assert there.sent(2) == there.times * there.nbytes / 2
     assert talks["gradients"].times * talks["gradients"].nbytes == 4 * routed
     layout = Layout(dp=4, tp=2, ep=2)
     halved = sum(t.numel for t in tensors_of(some, layout, 0) if t.expert)
-    assert halved == 4 * 2 * (2 * 64 * 64 + 64 + 64), "tp cuts hidden units; down's biases are whole"
+    assert halved == 4 * 2 * (2 * 64 * 64 + 64 + 64), (
+        "tp cuts hidden units; down's biases are whole"
+    )
     talks = {t.what: t for t in talks_of(some, layout, 2, 0) if t.axis == "tp"}
-    assert talks["activations"].times == 2 * 4 * 8, "attention and experts of 4 layers, 8 micro batches"
+    assert talks["activations"].times == 2 * 4 * 8, (
+        "attention and experts of 4 layers, 8 micro batches"
+    )
     gates = talks["gradients of gates"]
     assert (gates.times, gates.nbytes) == (4 * 8, 2 * 16 * 2 * 4)
 
@@ -174,15 +224,22 @@ def test_memory_of_a_cut_model_is_the_formula_of_the_dry_run(mode: str, checkpoi
     expected |= activation_memory(SHAPE, 2, "fp32", checkpointing, Cut(2))
     assert memory_of(some, layout, 2) == expected
     rows = job(dp_mode=mode, activation_checkpointing=checkpointing, tp=2, sequence_parallel=True)
-    assert memory_of(rows, layout, 2) == expected | activation_memory(SHAPE, 2, "fp32", checkpointing, Cut(2, 1, True))
+    assert memory_of(rows, layout, 2) == expected | activation_memory(
+        SHAPE, 2, "fp32", checkpointing, Cut(2, 1, True)
+    )
     half = replace(some, precision="bf16")
-    assert memory_of(half, layout, 2)["copies"] == pytest.approx(2 * scaling_parameters(SHAPE) / 2, rel=0.01)
+    assert memory_of(half, layout, 2)["copies"] == pytest.approx(
+        2 * scaling_parameters(SHAPE) / 2, rel=0.01
+    )
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_what_is_really_kept_for_backward_is_what_the_formula_says(sequence: bool) -> None:
     model, _ = cut_model(2, "none", "cpu", sequence)
-    x, saved = torch.randint(250, (8, 16), generator=torch.Generator().manual_seed(0)), dict[int, int]()
+    x, saved = (
+        torch.randint(250, (8, 16), generator=torch.Generator().manual_seed(0)),
+        dict[int, int](),
+    )
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -194,7 +251,9 @@ def test_what_is_really_kept_for_backward_is_what_the_formula_says(sequence: boo
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = model(x, x)
     formula = activation_memory(SHAPE, 8, "fp32", "none", Cut(2, 1, sequence))
-    assert sum(saved.values()) == pytest.approx(sum(formula.values()) - 4 * 8 * 16 * 128, rel=0.03), loss
+    assert sum(saved.values()) == pytest.approx(
+        sum(formula.values()) - 4 * 8 * 16 * 128, rel=0.03
+    ), loss
 
 
 def test_what_stages_keep_in_flight() -> None:
@@ -206,14 +265,22 @@ def test_what_stages_keep_in_flight() -> None:
     some = job(64)
     first, last = (stage_memory(some, Layout(dp=2, pp=4), 1, stage) for stage in (0, 3))
     one = activation_memory(replace(SHAPE, n_layer=1), 1, "fp32")
-    layer = activation_memory(replace(SHAPE, n_layer=2), 1, "fp32")["activations"] - one["activations"]
-    assert first["activations"] - last["activations"] == 3 * layer  # a layer each; 4 against 1 in flight
+    layer = (
+        activation_memory(replace(SHAPE, n_layer=2), 1, "fp32")["activations"] - one["activations"]
+    )
+    # A layer each; 4 against 1 in flight
+    assert first["activations"] - last["activations"] == 3 * layer
     assert "logits" not in first
     assert last["logits"] == one["logits"]
-    assert memory_of(replace(some, schedule="gpipe"), Layout(dp=2, pp=4), 1)["activations"] > first["activations"]
+    assert (
+        memory_of(replace(some, schedule="gpipe"), Layout(dp=2, pp=4), 1)["activations"]
+        > first["activations"]
+    )
 
 
-@pytest.mark.parametrize(("kind", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)])
+@pytest.mark.parametrize(
+    ("kind", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]
+)
 def test_what_a_stage_keeps_is_what_the_timetable_says(kind: str, chunks: int) -> None:
     for pp, micro in ((2, 2), (2, 8), (4, 4), (4, 12)):
         for stage in range(pp):
@@ -221,7 +288,12 @@ def test_what_a_stage_keeps_is_what_the_timetable_says(kind: str, chunks: int) -
             assert kept(kind, pp, stage, micro, chunks) == said, (pp, micro, stage)
 
 
-LAYOUTS = st.builds(Layout, dp=st.sampled_from([1, 2, 4, 8]), tp=st.sampled_from([1, 2, 4]), pp=st.sampled_from([1, 2]))
+LAYOUTS = st.builds(
+    Layout,
+    dp=st.sampled_from([1, 2, 4, 8]),
+    tp=st.sampled_from([1, 2, 4]),
+    pp=st.sampled_from([1, 2]),
+)
 MODES = st.sampled_from(["ddp", "ddp_by_hand", "zero1", "zero2", "fsdp"])
 
 
@@ -231,10 +303,15 @@ def test_memory_falls_with_each_axis(layout: Layout, mode: str, checkpointing: s
     some = job(dp_mode=mode, activation_checkpointing=checkpointing)
     parts = memory_of(some, layout, 1)
     state = sum(parts[name] for name in ("parameters", "gradients", "optimizer"))
-    assert parts["parameters"] >= memory_of(some, replace(layout, tp=2 * layout.tp), 1)["parameters"]
-    assert parts["activations"] > memory_of(some, replace(layout, tp=2 * layout.tp), 1)["activations"]
+    assert (
+        parts["parameters"] >= memory_of(some, replace(layout, tp=2 * layout.tp), 1)["parameters"]
+    )
+    assert (
+        parts["activations"] > memory_of(some, replace(layout, tp=2 * layout.tp), 1)["activations"]
+    )
     deeper = memory_of(some, replace(layout, pp=2 * layout.pp), 1)
-    assert parts["parameters"] > deeper["parameters"] or mode == "fsdp" or layout.pp == 1  # then a second embedding
+    # Then a second embedding
+    assert parts["parameters"] > deeper["parameters"] or mode == "fsdp" or layout.pp == 1
     wider = memory_of(some, replace(layout, dp=2 * layout.dp), 1)
     less = sum(wider[name] for name in ("parameters", "gradients", "optimizer"))
     assert less < state if mode in ("zero1", "zero2", "fsdp") else less == state
@@ -260,26 +337,42 @@ def test_tp_sends_what_a_cut_model_sends(checkpointing: str, precision: str) -> 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "block"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_sequence_parallelism_sends_what_a_cut_model_sends(checkpointing: str, precision: str) -> None:
-    """Each kind of collective, and its bytes; by hand too: an all-gather and a reduce-scatter for each sum."""
+def test_sequence_parallelism_sends_what_a_cut_model_sends(
+    checkpointing: str, precision: str
+) -> None:
+    """Each kind of collective, and its bytes; by hand too: an all-gather and a reduce-scatter for
+    each sum.
+    """
     model, axis = cut_model(2, checkpointing, "cpu", sequence=True)
     x = torch.randint(250, (2, 16), generator=torch.Generator().manual_seed(0))
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
         loss = model(x, x)
     loss.backward()
     some = job(2, precision, activation_checkpointing=checkpointing, sequence_parallel=True, tp=2)
-    talks = [t for t in talks_of(some, Layout(tp=2), 2, 0) if t.axis == "tp" and t.what != "loss" and t.when != "once"]
+    talks = [
+        t
+        for t in talks_of(some, Layout(tp=2), 2, 0)
+        if t.axis == "tp" and t.what != "loss" and t.when != "once"
+    ]
     for op in ("all_gather", "reduce_scatter"):
         found = [size for what, size in axis.seen if what == op]
         said = [t for t in talks if t.op == op]
         assert sum(t.times for t in said) == len(found), op
         assert sum(t.times * t.nbytes for t in said) == sum(found), op
     if checkpointing == "none":
-        plain = [t for t in talks_of(job(2, precision), Layout(tp=2), 2, 0) if t.axis == "tp" and t.what != "loss"]
-        assert sum(t.sent(2) for t in talks) == sum(t.sent(2) for t in plain), "an all-reduce is one of each"
+        plain = [
+            t
+            for t in talks_of(job(2, precision), Layout(tp=2), 2, 0)
+            if t.axis == "tp" and t.what != "loss"
+        ]
+        assert sum(t.sent(2) for t in talks) == sum(t.sent(2) for t in plain), (
+            "an all-reduce is one of each"
+        )
     (once,) = (t for t in talks_of(some, Layout(tp=2), 2, 0) if t.when == "once")
     names = names_of_partial(model)
-    assert once.nbytes == 4 * sum(p.numel() for name, p in model.named_parameters() if name in names)
+    assert once.nbytes == 4 * sum(
+        p.numel() for name, p in model.named_parameters() if name in names
+    )
 
 
 @pytest.mark.parametrize("shared", [0, 2])
@@ -287,18 +380,31 @@ def test_what_the_sequence_leaves_to_sum_of_experts(shared: int) -> None:
     shape = replace(SHAPE, experts=4, experts_per_token=2, expert_hidden=24, shared_experts=shared)
     with torch.device("meta"):
         model = GPT(shape)
-        cut(model, Axis("tp", (0, 1), 0, None, Mesh(0, 2, 0, torch.device("meta"), "none", "test")), sequence=True)
-    some = replace(job(experts=Experts(4, 2, 24, shared), sequence_parallel=True, tp=2), shape=shape)
+        cut(
+            model,
+            Axis("tp", (0, 1), 0, None, Mesh(0, 2, 0, torch.device("meta"), "none", "test")),
+            sequence=True,
+        )
+    some = replace(
+        job(experts=Experts(4, 2, 24, shared), sequence_parallel=True, tp=2), shape=shape
+    )
     (once,) = (t for t in talks_of(some, Layout(tp=2), 2, 0) if t.when == "once")
     names = names_of_partial(model)
-    assert once.nbytes == 4 * sum(p.numel() for name, p in model.named_parameters() if name in names)
+    assert once.nbytes == 4 * sum(
+        p.numel() for name, p in model.named_parameters() if name in names
+    )
 
 
 def test_tp_by_hand() -> None:
-    """Per block 2 sums of B·T·C forward and 2 backward; a rank of two sends as many bytes as a tensor has."""
+    """Per block 2 sums of B·T·C forward and 2 backward; a rank of two sends as many bytes as a
+    tensor has.
+    """
     talks = {t.what: t for t in talks_of(job(64), Layout(dp=8, tp=2), 4, 0) if t.axis == "tp"}
     assert (talks["activations"].times, talks["activations"].nbytes) == (2 * 4 * 2, 4 * 4 * 16 * 64)
-    assert (talks["their gradients"].times, talks["their gradients"].nbytes) == (2 * (4 * 2 + 1), 4 * 4 * 16 * 64)
+    assert (talks["their gradients"].times, talks["their gradients"].nbytes) == (
+        2 * (4 * 2 + 1),
+        4 * 4 * 16 * 64,
+    )
     assert talks["activations"].sent(2) == 16 * 4 * 4 * 16 * 64
     assert talks["activations"].sent(4) == 1.5 * 16 * 4 * 4 * 16 * 64
 
@@ -310,17 +416,21 @@ def test_tp_by_hand() -> None:
 def test_data_parallel_bytes_are_the_table_of_the_page(mode: str, accum: int, passes: int) -> None:
     """8P·(n-1)/n, and up to 12P with fsdp full; zero2 and fsdp send more with accumulation."""
     talks = talks_of(job(4 * accum, dp_mode=mode), Layout(dp=4), 1, 0)
-    assert sum(t.sent(4) for t in talks) == pytest.approx(4 * passes * count_parameters(SHAPE) * 3 / 4)
-    assert sum(t.sent(4) for t in talks_of(job(4, dp_mode=mode), Layout(dp=4), 1, 0)) == pytest.approx(
+    assert sum(t.sent(4) for t in talks) == pytest.approx(
         4 * passes * count_parameters(SHAPE) * 3 / 4
     )
+    assert sum(
+        t.sent(4) for t in talks_of(job(4, dp_mode=mode), Layout(dp=4), 1, 0)
+    ) == pytest.approx(4 * passes * count_parameters(SHAPE) * 3 / 4)
     twice = sum(t.sent(4) for t in talks_of(job(8, dp_mode=mode), Layout(dp=4), 1, 0))
     more = {"zero2": 1, "fsdp": 2}.get(mode, 0)
     assert twice == pytest.approx(4 * (passes + more) * count_parameters(SHAPE) * 3 / 4)
 
 
 def test_pipeline_messages_by_hand() -> None:
-    """Each micro batch crosses a boundary as (B, T, C) in float32, and back; with chunks as often as there are."""
+    """Each micro batch crosses a boundary as (B, T, C) in float32, and back; with chunks as often
+    as there are.
+    """
     some = job(64, schedule="interleaved", chunks=2, dp_mode="ddp_by_hand")
     talks = {t.what: t for t in talks_of(some, Layout(dp=2, pp=2), 4, 0) if t.axis == "pp"}
     for what in ("residual stream", "its gradient"):
@@ -328,7 +438,9 @@ def test_pipeline_messages_by_hand() -> None:
     assert talks["gradient of the embedding"].nbytes == 4 * 256 * 64
     rows = job(64, dp_mode="ddp_by_hand", tp=2, sequence_parallel=True)
     talks = {t.what: t for t in talks_of(rows, Layout(tp=2, pp=2), 4, 0) if t.axis == "pp"}
-    assert talks["residual stream"].nbytes == 4 * 4 * 16 * 64 / 2, "each tensor rank sends its positions"
+    assert talks["residual stream"].nbytes == 4 * 4 * 16 * 64 / 2, (
+        "each tensor rank sends its positions"
+    )
 
 
 # Links
@@ -337,10 +449,14 @@ def test_pipeline_messages_by_hand() -> None:
 def test_collectives_on_two_levels_by_hand() -> None:
     """8 ranks on 2 nodes of 4, 1 MB: inside 0.01 us a kB, between nodes 0.05 us a kB."""
     size = 1_000_000
-    assert all_to_all(NODES, 8, size) == pytest.approx((3e-6 + 4 * 10e-6, 4 * 4 * size / 8 / 20e9, 0))
+    assert all_to_all(NODES, 8, size) == pytest.approx(
+        (3e-6 + 4 * 10e-6, 4 * 4 * size / 8 / 20e9, 0)
+    )
     assert all_to_all(NODES, 4, size) == pytest.approx((3e-6, 3 * size / 4 / 100e9, 0))
     assert all_gather(NODES, 4, size) == pytest.approx((3e-6, 3 / 4 * size / 100e9, 0))
-    assert all_gather(NODES, 8, size) == pytest.approx((3e-6 + 10e-6, 3 / 4 * size / 100e9 + size / 2 / 20e9, 0))
+    assert all_gather(NODES, 8, size) == pytest.approx(
+        (3e-6 + 10e-6, 3 / 4 * size / 100e9 + size / 2 / 20e9, 0)
+    )
     assert send(NODES, 4, size) == pytest.approx((1e-6, size / 100e9, 0))
     assert send(NODES, 5, size) == pytest.approx((10e-6, size / 20e9, 0))
     for form in (all_gather, all_to_all, send):
@@ -360,13 +476,20 @@ def test_groups_on_nodes_by_hand() -> None:
 
 
 @settings(max_examples=200)
-@given(*(st.integers(1, 6) for _ in range(3)), st.integers(1, 12), st.sampled_from(["dp", "tp", "pp", "ep"]), st.data())
+@given(
+    *(st.integers(1, 6) for _ in range(3)),
+    st.integers(1, 12),
+    st.sampled_from(["dp", "tp", "pp", "ep"]),
+    st.data(),
+)
 def test_a_group_is_inside_a_node_exactly_when_no_group_leaves_one(
     dp: int, tp: int, pp: int, per_node: int, axis: str, data: Any
 ) -> None:
     layout = Layout(dp, tp, pp, data.draw(st.sampled_from(divisors(dp))))
     groups = layout.groups(axis)
-    assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size)), "each rank once"
+    assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size)), (
+        "each rank once"
+    )
     assert {len(group) for group in groups} == {getattr(layout, axis)}
     place = placed(layout, axis, per_node)
     nodes = [len({rank // per_node for rank in group}) for group in groups]
@@ -378,17 +501,23 @@ def test_a_group_is_inside_a_node_exactly_when_no_group_leaves_one(
 @given(LAYOUTS, st.sampled_from(["dp", "tp", "pp"]), st.integers(1, 10**9), st.integers(1, 10**9))
 def test_seconds_grow_with_bytes(layout: Layout, axis: str, small: int, more: int) -> None:
     for op in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send"):
-        costs = [OnTopology(NODES).cost(layout, axis, op, size).seconds for size in (small, small + more)]
+        costs = [
+            OnTopology(NODES).cost(layout, axis, op, size).seconds for size in (small, small + more)
+        ]
         assert costs == [0, 0] if getattr(layout, axis) == 1 else 0 < costs[0] < costs[1]
 
 
 # A step
 
-FREE = NODES.model_copy(update={key: Link(alpha_us=0, bandwidth_gb_per_s=1e12) for key in ("intra", "inter")})
+FREE = NODES.model_copy(
+    update={key: Link(alpha_us=0, bandwidth_gb_per_s=1e12) for key in ("intra", "inter")}
+)
 
 
 def test_free_links_leave_compute_and_bubble() -> None:
-    """64 sequences, dp 2, pp 4, one sequence a micro batch: 32 of them; the last stage has the head as well."""
+    """64 sequences, dp 2, pp 4, one sequence a micro batch: 32 of them; the last stage has the head
+    as well.
+    """
     step = predict(job(64, dp_mode="zero1"), Layout(dp=2, pp=4), 1, OnTopology(FREE), SPEED)
     forward, backward = flops_of(job(), Layout(pp=4), 3)
     slot = (forward + backward) * 16 / 1e12
@@ -405,7 +534,9 @@ def test_free_links_leave_compute_and_bubble() -> None:
 def test_bubbles_by_hand(schedule: str, chunks: int, share: float) -> None:
     """Four stages, eight micro batches: (p-1)/(m+p-1), (p-1)/(v·m+p-1)."""
     some = job(8, schedule=schedule, chunks=chunks)
-    assert predict(some, Layout(pp=4), 1, OnTopology(NODES), SPEED).bubble == pytest.approx(share, rel=1e-4)
+    assert predict(some, Layout(pp=4), 1, OnTopology(NODES), SPEED).bubble == pytest.approx(
+        share, rel=1e-4
+    )
 
 
 def test_a_step_of_tp_by_hand() -> None:
@@ -420,15 +551,21 @@ def test_a_step_of_tp_by_hand() -> None:
     assert half.parts["compute"] == pytest.approx(0.75 * alone.parts["compute"])
 
 
-@pytest.mark.parametrize(("mode", "share"), [("ddp", 1), ("ddp_by_hand", 1), ("zero1", 4), ("zero2", 4), ("fsdp", 4)])
+@pytest.mark.parametrize(
+    ("mode", "share"), [("ddp", 1), ("ddp_by_hand", 1), ("zero1", 4), ("zero2", 4), ("fsdp", 4)]
+)
 def test_each_rank_updates_its_share(mode: str, share: int) -> None:
     speeds = [replace(SPEED, optimizer_s=seconds) for seconds in (0, 1e-6)]
-    without, update = (predict(job(8, dp_mode=mode), Layout(dp=4), 2, OnTopology(FREE), s).step_s for s in speeds)
+    without, update = (
+        predict(job(8, dp_mode=mode), Layout(dp=4), 2, OnTopology(FREE), s).step_s for s in speeds
+    )
     assert update - without == pytest.approx(1e-6 * count_parameters(SHAPE) / share, rel=1e-5)
 
 
 def test_gradients_that_nothing_hides_by_hand() -> None:
-    """Compute takes no time: buckets go one after the other, each with two messages in a ring of two."""
+    """Compute takes no time: buckets go one after the other, each with two messages in a ring of
+    two.
+    """
     step = predict(job(8), Layout(dp=2), 4, OnTopology(NODES), Speed(1e30, 1e30))
     (talk,) = step.talks
     assert step.step_s == pytest.approx(talk.times * (2e-6 + talk.nbytes / 100e9))
@@ -436,7 +573,8 @@ def test_gradients_that_nothing_hides_by_hand() -> None:
 
 def test_more_ranks_than_cores_stretch_a_step() -> None:
     fast, slow = (
-        predict(job(8), Layout(dp=2), 4, OnTopology(FREE), replace(SPEED, cores=cores)).step_s for cores in (1, 0.25)
+        predict(job(8), Layout(dp=2), 4, OnTopology(FREE), replace(SPEED, cores=cores)).step_s
+        for cores in (1, 0.25)
     )
     assert slow == pytest.approx(4 * fast)
 
@@ -473,9 +611,14 @@ def test_every_factorization_once(ranks: int) -> None:
 @pytest.mark.slow
 @settings(max_examples=25)
 @given(st.sampled_from([1, 2, 4, 6, 8, 16, 32]), MODES, st.sampled_from([None, 0.003, 0.01]))
-def test_the_best_is_never_slower_than_what_it_lists(ranks: int, mode: str, memory_gb: float | None) -> None:
+def test_the_best_is_never_slower_than_what_it_lists(
+    ranks: int, mode: str, memory_gb: float | None
+) -> None:
     some = job(192, dp_mode=mode)
-    found = [look(some, layout, 16, OnTopology(NODES), SPEED, memory_gb) for layout in factorizations(ranks)]
+    found = [
+        look(some, layout, 16, OnTopology(NODES), SPEED, memory_gb)
+        for layout in factorizations(ranks)
+    ]
     if all(one.best is None for one in found):
         with pytest.raises(ConfigError, match="does not fit"):
             search(some, ranks, 16, OnTopology(NODES), SPEED, memory_gb)
@@ -509,8 +652,14 @@ def test_the_best_is_never_slower_than_what_it_lists(ranks: int, mode: str, memo
 def test_rules_refuse_with_numbers(layout: Layout, why: str) -> None:
     assert refusal(job(), layout) == why
     assert refusal(job(chunks=4), Layout(pp=4)) == "pp*chunks = pp*4 does not divide n_layer = 4"
-    assert refusal(job(experts=Experts(6, 2, 64)), Layout(dp=4, ep=4)) == "ep does not divide experts = 6"
-    assert refusal(job(experts=Experts(6, 2, 63)), Layout(tp=2)) == "tp does not divide expert_hidden = 63"
+    assert (
+        refusal(job(experts=Experts(6, 2, 64)), Layout(dp=4, ep=4))
+        == "ep does not divide experts = 6"
+    )
+    assert (
+        refusal(job(experts=Experts(6, 2, 63)), Layout(tp=2))
+        == "tp does not divide expert_hidden = 63"
+    )
     assert not refusal(job(experts=Experts(6, 2, 64)), Layout(dp=4, ep=2, tp=2, pp=2))
     some = job(sequence_parallel=True, tp=2, block_size=30)
     some = replace(some, shape=replace(SHAPE, block_size=30))
@@ -528,21 +677,31 @@ def test_rules_refuse_with_numbers(layout: Layout, why: str) -> None:
         ({"compile": "cuda_graphs"}, "compile cuda_graphs"),
     ],
 )
-def test_no_layout_is_found_that_the_configuration_would_refuse(settings: dict[str, Any], what: str) -> None:
+def test_no_layout_is_found_that_the_configuration_would_refuse(
+    settings: dict[str, Any], what: str
+) -> None:
     some = job(**settings)
     assert refusal(some, Layout(dp=2)) == ""
     if "allreduce" in settings:
-        assert refusal(replace(some, experts=Experts(4, 2, 64)), Layout(dp=2, ep=2)) == f"{what} needs whole models"
+        assert (
+            refusal(replace(some, experts=Experts(4, 2, 64)), Layout(dp=2, ep=2))
+            == f"{what} needs whole models"
+        )
     for layout in (Layout(tp=2), Layout(pp=2), Layout(dp=2, tp=2)):
         assert refusal(some, layout) == f"{what} needs whole models"
         with pytest.raises(ConfigError):
-            make_config(some.config.model_dump() | {"tp": layout.tp, "pp": layout.pp, "dp_mode": some.mode(layout)})
+            make_config(
+                some.config.model_dump()
+                | {"tp": layout.tp, "pp": layout.pp, "dp_mode": some.mode(layout)}
+            )
 
 
 def test_ep_has_a_mode_that_sums_by_hand() -> None:
     some = job(experts=Experts(4, 2, 64))
     assert some.mode(Layout(dp=2, ep=2)) == "ddp_by_hand"
-    assert "ep gives experts to some" in refusal(job(experts=Experts(4, 2, 64), dp_mode="fsdp"), Layout(dp=2, ep=2))
+    assert "ep gives experts to some" in refusal(
+        job(experts=Experts(4, 2, 64), dp_mode="fsdp"), Layout(dp=2, ep=2)
+    )
 
 
 def test_a_number_of_ranks_that_nothing_fits_is_refused_with_its_factors() -> None:
@@ -552,9 +711,17 @@ def test_a_number_of_ranks_that_nothing_fits_is_refused_with_its_factors() -> No
     assert text.startswith("no layout fits world_size = 291 = 3*97: ")
     assert "dp*tp*pp = 291*1*1: dp does not divide the step's 64 sequences" in text
     assert "dp*tp*pp = 97*3*1: tp does not divide n_head = 8" in text
-    with pytest.raises(ConfigError, match=r"dp\*tp\*pp = 8\*1\*1: does not fit: needs 0.00\d+ GB of 1e-06 \(\w+ 0"):
+    with pytest.raises(
+        ConfigError, match=r"dp\*tp\*pp = 8\*1\*1: does not fit: needs 0.00\d+ GB of 1e-06 \(\w+ 0"
+    ):
         search(job(), 8, 8, OnTopology(NODES), SPEED, 1e-6)
-    assert [factors(n) for n in (1, 2, 12, 97, 4096)] == ["1", "2", "12 = 2*2*3", "97", "4096 = " + "*".join("2" * 12)]
+    assert [factors(n) for n in (1, 2, 12, 97, 4096)] == [
+        "1",
+        "2",
+        "12 = 2*2*3",
+        "97",
+        "4096 = " + "*".join("2" * 12),
+    ]
 
 
 def test_why_not_is_answered_by_numbers() -> None:

@@ -12,7 +12,9 @@ import pytest
 from nanoray.bench.harness import processes
 
 
-def test_a_head_is_started_by_a_path_without_a_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_is_started_by_a_path_without_a_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As in a checkout whose path has one: Ray starts jobs through an unquoted shell line."""
     spaced = tmp_path / "a folder" / "venv"
     spaced.parent.mkdir()
@@ -23,7 +25,9 @@ def test_a_head_is_started_by_a_path_without_a_space(tmp_path: Path, monkeypatch
     assert command[-1] == "--num-cpus=2"
     code = "import sys, torch; print(sys.executable, sys.prefix, torch.__file__, sep='\\n')"
     done = subprocess.run([command[0], "-c", code], capture_output=True, text=True, check=True)
-    assert all(line.startswith(f"{tmp_path}/ray/venv") for line in done.stdout.splitlines()), done.stdout
+    assert all(line.startswith(f"{tmp_path}/ray/venv") for line in done.stdout.splitlines()), (
+        done.stdout
+    )
 
 
 def test_a_head_has_no_fixed_port(tmp_path: Path) -> None:

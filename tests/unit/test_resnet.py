@@ -1,4 +1,6 @@
-"""The ResNet: its sizes in closed form, its layers against torch's own, its running statistics, and that it learns."""
+"""The ResNet: its sizes in closed form, its layers against torch's own, its running statistics, and
+that it learns.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from nanoray.models.batch_norm import BatchNorm
 from nanoray.models.resnet import ResNet, ResNetShape, loss_and_accuracy
 from nanoray.models.resnet_costs import activation_memory, count_parameters, flops_per_image
 from nanoray.parallel.statistics import RunningStatistics
-from nanoray.train.optim import make_optimizer
+from nanoray.train.optim.groups.groups import make_optimizer
 from tests.harness.images import TINY, make_state, small_dataset
 
 ALONE = data_axis(Mesh(0, 1, 0, torch.device("cpu"), "none", "alone"))
@@ -26,10 +28,15 @@ ALONE = data_axis(Mesh(0, 1, 0, torch.device("cpu"), "none", "alone"))
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("depth", [8, 14, 20, 32, 44, 50])
 def test_parameters_in_closed_form(depth: int, width: int) -> None:
-    """Per stage of c channels: one convolution from the stage before, 2n - 1 within, two numbers per normed channel."""
+    """Per stage of c channels: one convolution from the stage before, 2n - 1 within, two numbers
+    per normed channel.
+    """
     shape, n = ResNetShape(depth, width, 10), (depth - 2) // 6
     c = [16 * width, 16 * width, 32 * width, 64 * width]
-    stages = sum(9 * c[i] * c[i + 1] + (2 * n - 1) * 9 * c[i + 1] ** 2 + 2 * n * 2 * c[i + 1] for i in range(3))
+    stages = sum(
+        9 * c[i] * c[i + 1] + (2 * n - 1) * 9 * c[i + 1] ** 2 + 2 * n * 2 * c[i + 1]
+        for i in range(3)
+    )
     expected = 27 * c[0] + 2 * c[0] + stages + 64 * width * 10 + 10
     model = ResNet(shape)
     assert sum(p.numel() for p in model.parameters()) == expected == count_parameters(shape)
@@ -55,7 +62,9 @@ class Reference(nn.Module):
             for _ in range(n):
                 one = nn.Conv2d(a, c, 3, stride=c // a, padding=1, bias=False)
                 two = nn.Conv2d(c, c, 3, padding=1, bias=False)
-                self.pairs.append(nn.Sequential(one, nn.BatchNorm2d(c), nn.ReLU(), two, nn.BatchNorm2d(c)))
+                self.pairs.append(
+                    nn.Sequential(one, nn.BatchNorm2d(c), nn.ReLU(), two, nn.BatchNorm2d(c))
+                )
                 a = c
         self.last = nn.Linear(a, 10)
 
@@ -91,7 +100,9 @@ def test_it_computes_what_torchs_layers_compute() -> None:
         assert a.grad is not None
         assert torch.allclose(a.grad, b.grad, atol=5e-5), name
     norms = [m for m in theirs.modules() if isinstance(m, nn.BatchNorm2d)]
-    for norm, torchs in zip((m for m in ours.modules() if isinstance(m, BatchNorm)), norms, strict=True):
+    for norm, torchs in zip(
+        (m for m in ours.modules() if isinstance(m, BatchNorm)), norms, strict=True
+    ):
         assert torch.allclose(norm.running_mean, torchs.running_mean, atol=1e-6)
         assert torch.allclose(norm.running_var, torchs.running_var, atol=1e-6)
     ours.eval(), theirs.eval()
@@ -100,7 +111,9 @@ def test_it_computes_what_torchs_layers_compute() -> None:
 
 
 def test_a_forward_changes_no_running_statistic() -> None:
-    """A warm-up, a replay or a step that breaks goes forward, too; only the update after a step counts, once."""
+    """A warm-up, a replay or a step that breaks goes forward, too; only the update after a step
+    counts, once.
+    """
     model = ResNet(ResNetShape(8, 1, 10))
     statistics = RunningStatistics(model, ALONE, False)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -134,7 +147,11 @@ def test_statistics_that_are_not_finite_change_nothing() -> None:
 
 def test_the_state_that_ranks_compare_holds_running_statistics_and_momentum() -> None:
     names = make_state().tensors().keys()
-    assert {"stem_norm.running_mean", "blocks.2.norm2.running_var", "momentum_buffer.head.weight"} <= names
+    assert {
+        "stem_norm.running_mean",
+        "blocks.2.norm2.running_var",
+        "momentum_buffer.head.weight",
+    } <= names
     assert not [name for name in names if "pending" in name]
 
 
@@ -143,7 +160,9 @@ def test_smoothed_labels_count_in_training_only() -> None:
     x, y = torch.randn(4, 3, 32, 32), torch.arange(4)
     logits = model(x)
     target = torch.full((4, 10), 0.02) + 0.8 * F.one_hot(y, 10)
-    assert model(x, y).item() == pytest.approx(-(target * logits.log_softmax(1)).sum(1).mean().item(), abs=1e-5)
+    assert model(x, y).item() == pytest.approx(
+        -(target * logits.log_softmax(1)).sum(1).mean().item(), abs=1e-5
+    )
     model.eval()
     assert model(x, y).item() == F.cross_entropy(model(x), y).item()
 

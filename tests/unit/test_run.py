@@ -20,7 +20,15 @@ from typing import Any
 import pytest
 
 from nanoray.errors import CheckpointError, ConfigError
-from nanoray.run import RunSpec, disk_used, lock_run, new_folder, read_attempt, write_attempt, write_summary
+from nanoray.run import (
+    RunSpec,
+    disk_used,
+    lock_run,
+    new_folder,
+    read_attempt,
+    write_attempt,
+    write_summary,
+)
 from tests.harness.cluster import wait_for
 from tests.harness.commands import Command, run
 from tests.harness.ranks import TINY, make_spec, run_ranks
@@ -32,7 +40,9 @@ HOLD += "lock = lock_run(Path(sys.argv[1])); print('held', flush=True); time.sle
 @contextmanager
 def held(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that holds the lock of a folder."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert process.stdout
         assert process.stdout.readline() == "held\n"
@@ -53,8 +63,10 @@ def test_a_run_in_use_is_refused_and_left_alone(text: Path, tmp_path: Path) -> N
         with pytest.raises(ConfigError) as error:
             make_spec(text, tmp_path, resume="auto")
         assert re.match(
-            rf"run {folder} is in use by pid {process.pid} on {platform.node()}; wait until it ends, or start a new "
-            rf"run from one of its checkpoints \(--resume {folder}/checkpoints/step_\.\.\.\)\. If that process and "
+            rf"run {folder} is in use by pid {process.pid} on {platform.node()}; wait until it "
+            r"ends, or start a new "
+            rf"run from one of its checkpoints \(--resume {folder}/checkpoints/step_\.\.\.\)\. If "
+            r"that process and "
             rf"its host are gone, remove {folder}/lock$",
             str(error.value),
         )
@@ -70,7 +82,11 @@ def test_a_run_in_use_is_refused_and_left_alone(text: Path, tmp_path: Path) -> N
 
 def test_a_second_command_on_a_live_run_is_refused(text: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "words.yaml"
-    values = TINY | {"dataset": str(text), "data_dir": str(tmp_path / "cache"), "checkpoint_every": 5}
+    values = TINY | {
+        "dataset": str(text),
+        "data_dir": str(tmp_path / "cache"),
+        "checkpoint_every": 5,
+    }
     recipe.write_text("".join(f"{key}: {value}\n" for key, value in values.items()))
     flags = ("nanoray.train", "--config", str(recipe), "--out_dir", str(tmp_path / "runs"))
     with Command(*flags, "--max_steps", "100000") as first:
@@ -83,7 +99,9 @@ def test_a_second_command_on_a_live_run_is_refused(text: Path, tmp_path: Path) -
     assert third.returncode == 0, third.stderr
 
 
-def test_a_process_of_the_same_number_on_a_host_of_the_same_name_is_another(text: Path, tmp_path: Path) -> None:
+def test_a_process_of_the_same_number_on_a_host_of_the_same_name_is_another(
+    text: Path, tmp_path: Path
+) -> None:
     """As in two containers: the text in the lock file says nothing about who holds it."""
     folder = make_spec(text, tmp_path).folder
     with held(folder):
@@ -98,13 +116,18 @@ def test_resume_never_writes_into_a_folder_of_another_name(text: Path, tmp_path:
     run_ranks(first, 1)
     auto = make_spec(text, tmp_path, name="lr2", lr=2e-3, resume="auto")
     assert (auto.folder != first.folder, auto.resume) == (True, "")
-    assert any("another experiment (name is lr1 there and lr2 here, lr is 0.001" in note for note in auto.notes)
+    assert any(
+        "another experiment (name is lr1 there and lr2 here, lr is 0.001" in note
+        for note in auto.notes
+    )
     by_path = make_spec(text, tmp_path, name="lr2", lr=2e-3, resume=str(first.folder))
     assert "_lr2" in by_path.folder.name
     assert by_path.resume.startswith(str(first.folder))
     assert any("not the recipe of" in note for note in by_path.notes)
     del first
-    longer = make_spec(text, tmp_path, name="lr1", lr=1e-3, max_steps=99, log_every=3, resume="auto")
+    longer = make_spec(
+        text, tmp_path, name="lr1", lr=1e-3, max_steps=99, log_every=3, resume="auto"
+    )
     assert longer.folder.name.endswith("_lr1")
     assert longer.resume == str(longer.folder)
 
@@ -133,14 +156,19 @@ def test_the_lock_lives_as_long_as_the_spec(text: Path, tmp_path: Path) -> None:
         pass
 
 
-def test_a_file_system_without_locks_is_said_once(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_said_once(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     spec = make_spec(text, tmp_path)
     assert spec.lock is None
-    assert spec.notes == (f"warning  {spec.folder} cannot be locked (No locks available): let only one command use it",)
+    assert spec.notes == (
+        f"warning  {spec.folder} cannot be locked (No locks available): let only one command use "
+        "it",
+    )
 
 
 def test_which_attempt_may_write(text: Path, tmp_path: Path) -> None:
@@ -152,7 +180,8 @@ def test_which_attempt_may_write(text: Path, tmp_path: Path) -> None:
     assert not list(spec.folder.glob(".attempt*"))
     (spec.folder / "attempt").write_text("twelve")
     with pytest.raises(
-        CheckpointError, match=rf"^cannot tell from {spec.folder}/attempt which attempt may write .*; r"
+        CheckpointError,
+        match=rf"^cannot tell from {spec.folder}/attempt which attempt may write .*; r",
     ):
         read_attempt(spec.folder)
     write_attempt(spec)
@@ -163,8 +192,12 @@ def test_which_attempt_may_write(text: Path, tmp_path: Path) -> None:
 
 
 def test_the_disk_is_as_full_as_df_says(tmp_path: Path) -> None:
-    said = subprocess.run(["df", "--output=pcent", tmp_path], capture_output=True, text=True, check=True).stdout
-    assert disk_used(tmp_path)["disk/used"] == pytest.approx(int(said.split()[-1].rstrip("%")), abs=2)
+    said = subprocess.run(
+        ["df", "--output=pcent", tmp_path], capture_output=True, text=True, check=True
+    ).stdout
+    assert disk_used(tmp_path)["disk/used"] == pytest.approx(
+        int(said.split()[-1].rstrip("%")), abs=2
+    )
     assert disk_used(tmp_path / "gone") == {}, "a file system that does not answer ends no run"
 
 

@@ -24,7 +24,15 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [*sorted((ROOT / "nanoray").rglob("*.py")), *sorted((ROOT / "examples").glob("*.py"))]
 DANGEROUS = {
     *("pickle", "marshal", "shelve", "dill", "cloudpickle"),
-    *("torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "yaml.load_all", "os.system", "numpy.load"),
+    *(
+        "torch.load",
+        "yaml.load",
+        "yaml.unsafe_load",
+        "yaml.full_load",
+        "yaml.load_all",
+        "os.system",
+        "numpy.load",
+    ),
 }
 
 
@@ -38,9 +46,13 @@ def test_nothing_is_read_that_could_run(path: Path) -> None:
             assert node.module not in DANGEROUS
         elif isinstance(node, ast.Call):
             name = ast.unparse(node.func)
-            if name == "torch.load" and any(ast.unparse(k) == "weights_only=True" for k in node.keywords):
+            if name == "torch.load" and any(
+                ast.unparse(k) == "weights_only=True" for k in node.keywords
+            ):
                 continue
-            assert name not in DANGEROUS | {"eval", "exec", "compile"}, f"{name} in line {node.lineno}"
+            assert name not in DANGEROUS | {"eval", "exec", "compile"}, (
+                f"{name} in line {node.lineno}"
+            )
             shell = [k for k in node.keywords if k.arg == "shell"]
             assert not shell, f"a shell in line {node.lineno}"
 
@@ -64,23 +76,49 @@ def test_a_password_in_data_url_is_refused_and_not_repeated(url: str) -> None:
     assert "token" not in str(refused.value)
 
 
-@pytest.mark.parametrize("key", ["X-Amz-Signature", "X-Amz-Security-Token", "sig", "token", "X-Goog-Credential"])
+@pytest.mark.parametrize(
+    "key", ["X-Amz-Signature", "X-Amz-Security-Token", "sig", "token", "X-Goog-Credential"]
+)
 def test_a_presigned_url_is_refused_and_its_secret_not_repeated(key: str) -> None:
     url = f"https://store.example/input.txt?version=3&{key}=hushhush"
     with pytest.raises(ConfigError) as refused:
         load_config(None, "tiny", {"dataset": "shakespeare", "data_url": url})
     assert f"data_url carries a secret ({key}=...)" in str(refused.value)
     assert "hushhush" not in str(refused.value)
-    load_config(None, "tiny", {"dataset": "shakespeare", "data_url": "https://store.example/input.txt?version=3"})
+    load_config(
+        None,
+        "tiny",
+        {"dataset": "shakespeare", "data_url": "https://store.example/input.txt?version=3"},
+    )
 
 
-def test_secrets_of_the_environment_and_of_the_rendezvous_stay_out_of_files(text: Path, tmp_path: Path) -> None:
-    """A proxy's password, Ray's token, and what keeps strangers out of the store: in no log, dump or metric."""
+def test_secrets_of_the_environment_and_of_the_rendezvous_stay_out_of_files(
+    text: Path, tmp_path: Path
+) -> None:
+    """A proxy's password, Ray's token, and what keeps strangers out of the store: in no log, dump
+    or metric.
+    """
     env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-    env |= {"HTTPS_PROXY": "http://me:proxypassword@127.0.0.1:1", "RAY_AUTH_TOKEN": "raytokenraytokenraytoken"}
-    env |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "NO_PROXY": "127.0.0.1"}
+    env |= {
+        "HTTPS_PROXY": "http://me:proxypassword@127.0.0.1:1",
+        "RAY_AUTH_TOKEN": "raytokenraytokenraytoken",
+    }
+    env |= {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+        "NO_PROXY": "127.0.0.1",
+    }
     command = ["nanoray.train", "--preset", "tiny", "--max_steps", "2", "--warmup_steps", "1"]
-    command += ["--dataset", str(text), "--data_dir", str(tmp_path / "cache"), "--out_dir", str(tmp_path / "runs")]
+    command += [
+        "--dataset",
+        str(text),
+        "--data_dir",
+        str(tmp_path / "cache"),
+        "--out_dir",
+        str(tmp_path / "runs"),
+    ]
     done = run(*command, env=env)
     assert done.returncode == 0, done.stderr
     told = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()}
@@ -88,7 +126,9 @@ def test_secrets_of_the_environment_and_of_the_rendezvous_stay_out_of_files(text
     assert any(b"attempt 0, pid" in content for content in told.values()), "the logs are among them"
     for secret in (b"proxypassword", b"raytokenraytoken"):
         assert not [path for path, content in told.items() if secret in content]
-    assert "storesecret" not in repr(Rendezvous(secret="storesecret")), "the logs say how ranks meet"
+    assert "storesecret" not in repr(Rendezvous(secret="storesecret")), (
+        "the logs say how ranks meet"
+    )
 
 
 @pytest.fixture
@@ -114,9 +154,13 @@ def endless() -> Iterator[str]:
     server.shutdown()
 
 
-def test_a_download_has_an_end(endless: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_has_an_end(
+    endless: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(download, "MAX_BYTES", 1 << 20)
-    config = load_config(None, "tiny", {"dataset": "shakespeare", "data_url": endless, "data_dir": str(tmp_path)})
+    config = load_config(
+        None, "tiny", {"dataset": "shakespeare", "data_url": endless, "data_dir": str(tmp_path)}
+    )
     with pytest.raises(DataError, match="more than 1 MiB"):
         prepare(config)
     assert not list(tmp_path.rglob("*.txt"))

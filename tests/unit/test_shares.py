@@ -32,8 +32,12 @@ AXES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("axes", AXES, ids=str)
 @pytest.mark.parametrize("dp", [2, 3, 4])
-def test_after_any_two_losses_what_is_left_goes_on_or_says_what_is_lost(dp: int, axes: dict[str, Any]) -> None:
-    """One loss never costs a share. Two, in either order, do so only where they had all copies of one."""
+def test_after_any_two_losses_what_is_left_goes_on_or_says_what_is_lost(
+    dp: int, axes: dict[str, Any]
+) -> None:
+    """One loss never costs a share. Two, in either order, do so only where they had all copies of
+    one.
+    """
     cfg = config(**axes)
     size = cfg.tp * cfg.pp * cfg.ep
     workers = dp * size
@@ -48,7 +52,9 @@ def test_after_any_two_losses_what_is_left_goes_on_or_says_what_is_lost(dp: int,
             assert len(slots) == len(left) // size * size
             assert slots or len(members) == size, "only one replica had been left"
             if not slots:  # but of experts each may be in two places
-                assert bool(shares.lost([lost])) == (cfg.ep == 1 or cfg.dp_mode == "ddp_by_hand" or size == 1)
+                assert bool(shares.lost([lost])) == (
+                    cfg.ep == 1 or cfg.dp_mode == "ddp_by_hand" or size == 1
+                )
                 break
             assert not shares.lost({*members} - {*slots})
             members = slots
@@ -56,7 +62,9 @@ def test_after_any_two_losses_what_is_left_goes_on_or_says_what_is_lost(dp: int,
 
 @pytest.mark.parametrize("axes", AXES[5:], ids=str)
 def test_two_ranks_that_are_lost_together(axes: dict[str, Any]) -> None:
-    """With mirrors a share is lost with both of its holders, and those are neighbours along the data axis."""
+    """With mirrors a share is lost with both of its holders, and those are neighbours along the
+    data axis.
+    """
     cfg = config(**axes)
     size = cfg.tp * cfg.pp * cfg.ep
     workers = 4 * size
@@ -81,11 +89,16 @@ def test_how_many_ranks_go_on(workers: int, batch: int, sizes: dict[int, int]) -
     cfg = config(tp=2, global_batch_size=batch)
     shares = Shares.of(cfg, "gloo", range(workers), range(workers))
     for left, size in sizes.items():
-        assert len(shares.whole_replicas(cfg, workers, range(left), dict.fromkeys(range(left), 0))) == size
+        assert (
+            len(shares.whole_replicas(cfg, workers, range(left), dict.fromkeys(range(left), 0)))
+            == size
+        )
 
 
 def test_ranks_that_only_save_need_not_share_the_batch() -> None:
-    """Two of three cannot share 9 samples in micro batches of one size; they hold all, and can write it."""
+    """Two of three cannot share 9 samples in micro batches of one size; they hold all, and can
+    write it.
+    """
     cfg = config(dp_mode="zero1", global_batch_size=9)
     shares, done = Shares.of(cfg, "gloo", range(3), range(3)), {0: 5, 2: 5}
     assert shares.whole_replicas(cfg, 3, [0, 2], done) == [] != shares.held
@@ -93,7 +106,9 @@ def test_ranks_that_only_save_need_not_share_the_batch() -> None:
 
 
 def test_what_a_new_process_in_a_lost_slot_does_not_hold() -> None:
-    """Slot 1 is lost and has a new process, slot 2 has none: 0 and 3 hold all, and the newcomer would hold nothing."""
+    """Slot 1 is lost and has a new process, slot 2 has none: 0 and 3 hold all, and the newcomer
+    would hold nothing.
+    """
     cfg = config(tp=2)
     shares = Shares.of(cfg, "gloo", range(4), range(4))
     assert shares.whole_replicas(cfg, 4, [0, 1, 3], {0: 5, 3: 5}) == [0, 3]
@@ -102,7 +117,9 @@ def test_what_a_new_process_in_a_lost_slot_does_not_hold() -> None:
 def test_slots_that_hold_what_no_other_does_are_kept() -> None:
     ring = [(0, 1), (1, 2), (2, 3), (3, 0)]
     assert keep([0, 1, 2, 3], 2, ring) == [0, 2]
-    assert keep([1, 2, 3], 2, ring) == [1, 3], "0 is gone: its neighbours have copies of what it had"
+    assert keep([1, 2, 3], 2, ring) == [1, 3], (
+        "0 is gone: its neighbours have copies of what it had"
+    )
     assert keep([0, 1, 2, 3], 1, ring) == []
 
 
@@ -110,6 +127,14 @@ def test_what_is_said() -> None:
     cut = config(tp=2, pp=2, dp_mode="ddp_by_hand")
     told = "12 -> 8 rank(s) = dp 2 × tp 2 × pp 2 with the same global batch, until rank 0, 9, 10, 11 is back"
     assert smaller(cut, 12, range(1, 9), [], 12) == told
-    assert smaller(cut, 12, range(1, 9), [9, 10], 12) == f"{told}; rank 9, 10 has no part in that and ends"
-    assert smaller(config(), 3, [1, 2], [], 3) == "3 -> 2 rank(s) with the same global batch, until rank 0 is back"
-    assert no_replica(cut, [0, 5]).startswith("of the 2 rank(s) 0, 5 no whole number of replicas of 2*2*1 = tp*pp*ep")
+    assert (
+        smaller(cut, 12, range(1, 9), [9, 10], 12)
+        == f"{told}; rank 9, 10 has no part in that and ends"
+    )
+    assert (
+        smaller(config(), 3, [1, 2], [], 3)
+        == "3 -> 2 rank(s) with the same global batch, until rank 0 is back"
+    )
+    assert no_replica(cut, [0, 5]).startswith(
+        "of the 2 rank(s) 0, 5 no whole number of replicas of 2*2*1 = tp*pp*ep"
+    )

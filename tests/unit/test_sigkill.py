@@ -1,4 +1,6 @@
-"""A process that is ended for certain: the one that is meant, also if it is frozen, and no other one."""
+"""A process that is ended for certain: the one that is meant, also if it is frozen, and no other
+one.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def test_a_frozen_process_ends(sleeper: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.mark.parametrize("start", ["", "1"], ids=["unknown", "of an earlier process"])
-def test_another_process_under_the_same_pid_lives_on(sleeper: subprocess.Popen[bytes], start: str) -> None:
+def test_another_process_under_the_same_pid_lives_on(
+    sleeper: subprocess.Popen[bytes], start: str
+) -> None:
     end_process(sleeper.pid, start)
     with pytest.raises(subprocess.TimeoutExpired):
         sleeper.wait(0.2)

@@ -12,14 +12,19 @@ from tests.harness.scripted_ray import ScriptedTime
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_the_first_signal_asks_for_a_stop(signum: signal.Signals, code: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_first_signal_asks_for_a_stop(
+    signum: signal.Signals, code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     before = signal.getsignal(signum)
     with catch_signals() as stop:
         assert (stop.requested, stop.exit_code) == (False, 0)
         os.kill(os.getpid(), signum)
         assert (stop.requested, stop.exit_code) == (True, code)
     assert signal.getsignal(signum) is before
-    assert "stopping after this step, with a checkpoint (Ctrl-C once more: stop now)" in capfd.readouterr().err
+    assert (
+        "stopping after this step, with a checkpoint (Ctrl-C once more: stop now)"
+        in capfd.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
@@ -49,4 +54,7 @@ def test_a_pause_ends_with_a_stop(capsys: pytest.CaptureFixture[str]) -> None:
     stop.wait(30.0, time)
     assert time.now - time.began == pytest.approx(33.0, abs=0.2)
     assert (stop.exit_code, stop.reason) == (143, "node 1 is being drained")
-    assert "stop     node 1 is being drained: stopping after this step, with a checkpoint" in capsys.readouterr().out
+    assert (
+        "stop     node 1 is being drained: stopping after this step, with a checkpoint"
+        in capsys.readouterr().out
+    )

@@ -1,4 +1,6 @@
-"""Link models against closed forms, topologies, and simulated steps against schedules worked by hand."""
+"""Link models against closed forms, topologies, and simulated steps against schedules worked by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,20 @@ import pytest
 
 from nanoray.bench.simulate import Work, scaling
 from nanoray.errors import ConfigError
+from nanoray.forecast.fit import fit
+from nanoray.forecast.links import (
+    FLAT,
+    MODELS,
+    TOPOLOGY_DIR,
+    Cost,
+    Link,
+    Topology,
+    all_reduce,
+    best,
+    load_topology,
+)
+from nanoray.forecast.simulate import Bucket, Event, Schedule, Step, simulate
 from nanoray.mesh.algorithms import ALGORITHMS
-from nanoray.mesh.fit import fit
-from nanoray.mesh.links import FLAT, MODELS, TOPOLOGY_DIR, Cost, Link, Topology, all_reduce, best, load_topology
-from nanoray.parallel.simulate import Bucket, Event, Schedule, Step, simulate
 
 MB = 1_000_000
 ALPHA_S, BETA = 50e-6, 1 / 2e9
@@ -36,7 +48,9 @@ def test_a_fit_finds_the_constants_that_made_the_times(algorithm: str, ranks: in
     made = fit([(1, 2 * (ranks - 1) * ALPHA_S), (MB, MB * BETA)], algorithm, ranks)
     points = [(n, made.seconds(ranks, n)) for n in (1000, 30_000, MB, 64 * MB)]
     found = fit(points, algorithm, ranks)
-    assert (found.alpha_s, found.beta_s_per_byte) == pytest.approx((made.alpha_s, made.beta_s_per_byte), rel=1e-6)
+    assert (found.alpha_s, found.beta_s_per_byte) == pytest.approx(
+        (made.alpha_s, made.beta_s_per_byte), rel=1e-6
+    )
     assert found.median_error < 1e-9
 
 
@@ -52,12 +66,16 @@ def test_the_backend_is_fitted_as_a_ring() -> None:
 
 
 def test_relative_errors_are_what_is_minimised() -> None:
-    """A latency that is 10 % too long counts as much as a transfer that is: residuals balance, not seconds."""
+    """A latency that is 10 % too long counts as much as a transfer that is: residuals balance, not
+    seconds.
+    """
     points = [(1000, 1e-3), (1000, 1.2e-3), (100 * MB, 1.0), (100 * MB, 1.2)]
     found = fit(points, "ring", 2)
     assert found.residuals[0] == pytest.approx(found.residuals[2], rel=1e-3)
     weights = [1 / s for _, s in points[:2]]
-    assert found.seconds(2, 1000) == pytest.approx(sum(weights) / sum(w * w for w in weights), rel=1e-3)
+    assert found.seconds(2, 1000) == pytest.approx(
+        sum(weights) / sum(w * w for w in weights), rel=1e-3
+    )
 
 
 def test_no_constant_is_negative() -> None:
@@ -68,7 +86,9 @@ def test_no_constant_is_negative() -> None:
     assert falling.link.bandwidth_gb_per_s > 0
 
 
-@pytest.mark.parametrize(("points", "ranks"), [([(1000, 1e-3), (1000, 1e-3)], 2), ([(1, 1.0), (2, 2.0)], 1)])
+@pytest.mark.parametrize(
+    ("points", "ranks"), [([(1000, 1e-3), (1000, 1e-3)], 2), ([(1, 1.0), (2, 2.0)], 1)]
+)
 def test_too_little_is_no_fit(points: list[tuple[int, float]], ranks: int) -> None:
     with pytest.raises(ConfigError, match="measure 2 sizes or more at 2 ranks"):
         fit(points, "ring", ranks)
@@ -87,7 +107,9 @@ def test_flat_algorithms_on_two_levels_by_hand() -> None:
 
 
 def test_two_levels_by_hand() -> None:
-    """12 ranks on 3 nodes: ring in the node of 4; among 3 nodes ring has 4 messages, and so has the double tree."""
+    """12 ranks on 3 nodes: ring in the node of 4; among 3 nodes ring has 4 messages, and so has the
+    double tree.
+    """
     found = all_reduce(NODES, "two_level", 12, MB)
     assert found == pytest.approx((6e-6 + 4 * 10e-6, 1.5 * MB / 100e9 + 4 / 3 * MB / 25e9, 0))
     assert all_reduce(NODES, "two_level", 4, MB) == all_reduce(NODES, "ring", 4, MB)
@@ -111,12 +133,20 @@ def test_best_is_the_minimum_and_one_rank_is_free(ranks: int) -> None:
     assert (min(times) == 0) == (ranks == 1)
 
 
-@pytest.mark.parametrize(("ranks", "ring_us", "tree_us"), [(8, 173, 242), (256, 899, 306), (4096, 10212, 374)])
-def test_the_nvlink_preset_comes_near_nccls_own_model(ranks: int, ring_us: float, tree_us: float) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "ring_us", "tree_us"), [(8, 173, 242), (256, 899, 306), (4096, 10212, 374)]
+)
+def test_the_nvlink_preset_comes_near_nccls_own_model(
+    ranks: int, ring_us: float, tree_us: float
+) -> None:
     """A 25 MB bucket by the constants of NCCL's tuner for Hopper; its tree is a double binary one."""
     preset = load_topology("nvlink-400g")
-    assert 1e6 * all_reduce(preset, "ring", ranks, 25 * MB).seconds == pytest.approx(ring_us, rel=0.25)
-    assert 1e6 * all_reduce(preset, "double_tree", ranks, 25 * MB).seconds == pytest.approx(tree_us, rel=0.25)
+    assert 1e6 * all_reduce(preset, "ring", ranks, 25 * MB).seconds == pytest.approx(
+        ring_us, rel=0.25
+    )
+    assert 1e6 * all_reduce(preset, "double_tree", ranks, 25 * MB).seconds == pytest.approx(
+        tree_us, rel=0.25
+    )
 
 
 @pytest.mark.parametrize("path", sorted(TOPOLOGY_DIR.glob("*.yaml")), ids=lambda p: p.stem)
@@ -138,9 +168,18 @@ GOOD = "ranks_per_node: 2\nintra: fit\ninter: {alpha_us: 1, bandwidth_gb_per_s: 
         (GOOD.replace("alpha_us", "alfa_us"), "unknown key inter.alfa_us; did you mean alpha_us?"),
         (GOOD.replace("alpha_us: 1, ", ""), "inter.alpha_us is missing; add it"),
         (GOOD.replace("ranks_per_node: 2\n", ""), "ranks_per_node is missing; add it"),
-        (GOOD.replace("ranks_per_node: 2", "ranks_per_node: 0"), "ranks_per_node = 0: Input should be greater"),
-        (GOOD.replace("gb_per_s: 2", "gb_per_s: 0"), "inter.bandwidth_gb_per_s = 0: Input should be greater"),
-        (GOOD.replace("gb_per_s: 2", "gb_per_s: fast"), "inter.bandwidth_gb_per_s = 'fast': Input should be"),
+        (
+            GOOD.replace("ranks_per_node: 2", "ranks_per_node: 0"),
+            "ranks_per_node = 0: Input should be greater",
+        ),
+        (
+            GOOD.replace("gb_per_s: 2", "gb_per_s: 0"),
+            "inter.bandwidth_gb_per_s = 0: Input should be greater",
+        ),
+        (
+            GOOD.replace("gb_per_s: 2", "gb_per_s: fast"),
+            "inter.bandwidth_gb_per_s = 'fast': Input should be",
+        ),
         (GOOD + "mfu: 1.5", "mfu = 1.5: Input should be less"),
         ("- a\n- b", "it must hold `key: value` lines"),
         ("a: [", "cannot read topology"),
@@ -155,15 +194,19 @@ def test_a_wrong_file_is_refused_by_key_and_value(tmp_path: Path, text: str, mes
 
 
 def test_an_unknown_preset_or_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"unknown topology nvlink-400; did you mean nvlink-400g\?"):
+    with pytest.raises(
+        ConfigError, match=r"unknown topology nvlink-400; did you mean nvlink-400g\?"
+    ):
         load_topology("nvlink-400")
     with pytest.raises(ConfigError, match=r"cannot read topology .*No such file"):
         load_topology(str(tmp_path / "absent.yaml"))
 
 
-# Steps, worked by hand. Seconds are small whole numbers; `price` makes a collective of that many seconds.
+# Steps, worked by hand. Seconds are small whole numbers; `price` makes a collective of that many
+# seconds.
 
-STEP = Step(2, 6, 1, (Bucket(2, 3), Bucket(4, 3), Bucket(6, 1)))  # buckets ready at 4, 6 and 8; "bytes" are seconds
+# Buckets ready at 4, 6 and 8; "bytes" are seconds
+STEP = Step(2, 6, 1, (Bucket(2, 3), Bucket(4, 3), Bucket(6, 1)))
 
 
 def price(nbytes: int) -> Cost:
@@ -180,45 +223,69 @@ def test_one_lane_queues_in_order() -> None:
     lane 0   . . . . 0 0 0 1 1 1 2      the third is ready at 8 and waits until 10
     """
     plan = simulate(STEP, price)
-    assert comm(plan) == [("lane 0", "bucket 0", 4, 7), ("lane 0", "bucket 1", 7, 10), ("lane 0", "bucket 2", 10, 11)]
+    assert comm(plan) == [
+        ("lane 0", "bucket 0", 4, 7),
+        ("lane 0", "bucket 1", 7, 10),
+        ("lane 0", "bucket 2", 10, 11),
+    ]
     assert (plan.step_s, plan.busy_s, plan.exposed_s, plan.hidden_s) == (12, 7, 3, 4)
     assert plan.events[-1] == Event("compute", "optimizer", 11, 12)
 
 
 def test_fast_collectives_leave_only_the_last_exposed() -> None:
     plan = simulate(STEP, lambda nbytes: Cost(0.5, 0.5))
-    assert comm(plan) == [("lane 0", "bucket 0", 4, 5), ("lane 0", "bucket 1", 6, 7), ("lane 0", "bucket 2", 8, 9)]
+    assert comm(plan) == [
+        ("lane 0", "bucket 0", 4, 5),
+        ("lane 0", "bucket 1", 6, 7),
+        ("lane 0", "bucket 2", 8, 9),
+    ]
     assert (plan.step_s, plan.busy_s, plan.exposed_s) == (10, 3, 1)
 
 
 def test_two_lanes_share_the_link() -> None:
-    """Bucket 0 has the link from 4 to 6 (2 of 3 done); then 0 and 1 at half speed: 0 ends at 8, 1 has 2 left.
+    """Bucket 0 has the link from 4 to 6 (2 of 3 done); then 0 and 1 at half speed: 0 ends at 8, 1
+    has 2 left.
 
-    At 8 bucket 2 (1 second) joins: 1 and 2 at half speed, 2 ends at 10, 1 has 1 left and ends at 11.
+    At 8 bucket 2 (1 second) joins: 1 and 2 at half speed, 2 ends at 10, 1 has 1 left and ends at
+    11.
     """
     plan = simulate(STEP, price, lanes=2)
-    assert comm(plan) == [("lane 0", "bucket 0", 4, 8), ("lane 0", "bucket 2", 8, 10), ("lane 1", "bucket 1", 6, 11)]
+    assert comm(plan) == [
+        ("lane 0", "bucket 0", 4, 8),
+        ("lane 0", "bucket 2", 8, 10),
+        ("lane 1", "bucket 1", 6, 11),
+    ]
     assert (plan.step_s, plan.busy_s, plan.exposed_s) == (12, 7, 3)
 
 
 def test_latencies_of_two_lanes_overlap() -> None:
     """Pure latency: 0 runs 4 to 7, 1 runs 6 to 9 beside it, 2 takes lane 0 at 8."""
     plan = simulate(STEP, lambda nbytes: Cost(nbytes, 0.0), lanes=2)
-    assert comm(plan) == [("lane 0", "bucket 0", 4, 7), ("lane 1", "bucket 1", 6, 9), ("lane 0", "bucket 2", 8, 9)]
+    assert comm(plan) == [
+        ("lane 0", "bucket 0", 4, 7),
+        ("lane 1", "bucket 1", 6, 9),
+        ("lane 0", "bucket 2", 8, 9),
+    ]
     assert (plan.step_s, plan.busy_s, plan.exposed_s) == (10, 5, 1)
 
 
 def test_communication_takes_cores_from_compute() -> None:
     """One core, and a collective that wants all of it: from 4 on both run at half speed.
 
-    At 8 backward has done 2 more seconds (bucket 1 is ready), bucket 0 has 1 left, done at 10 with backward 3 ahead of
-    the mark; bucket 1 takes 10 to 16 (backward ends at 16: 3 seconds at half speed); bucket 2 runs alone, 16 to 17.
+    At 8 backward has done 2 more seconds (bucket 1 is ready), bucket 0 has 1 left, done at 10 with
+    backward 3 ahead of the mark; bucket 1 takes 10 to 16 (backward ends at 16: 3 seconds at half
+    speed); bucket 2 runs alone, 16 to 17.
     """
     step = Step(2, 8, 1, (Bucket(2, 3), Bucket(4, 3), Bucket(8, 1)))
     plan = simulate(step, lambda nbytes: Cost(0.0, nbytes, cpu=1.0), cores=1)
-    assert comm(plan) == [("lane 0", "bucket 0", 4, 10), ("lane 0", "bucket 1", 10, 16), ("lane 0", "bucket 2", 16, 17)]
+    assert comm(plan) == [
+        ("lane 0", "bucket 0", 4, 10),
+        ("lane 0", "bucket 1", 10, 16),
+        ("lane 0", "bucket 2", 16, 17),
+    ]
     assert (plan.step_s, plan.exposed_s) == (18, 1)
-    assert plan.step_s == step.compute_s + 7  # processor sharing hides nothing: the step is its CPU work
+    # Processor sharing hides nothing: the step is its CPU work
+    assert plan.step_s == step.compute_s + 7
 
 
 def test_too_few_cores_stretch_compute() -> None:
@@ -229,12 +296,17 @@ def test_too_few_cores_stretch_compute() -> None:
 
 
 def test_empty_phases_and_free_collectives_end() -> None:
-    assert simulate(Step(0, 0, 0, (Bucket(0, 1), Bucket(0, 1))), lambda nbytes: Cost(0.0, 0.0)).step_s == 0
+    assert (
+        simulate(Step(0, 0, 0, (Bucket(0, 1), Bucket(0, 1))), lambda nbytes: Cost(0.0, 0.0)).step_s
+        == 0
+    )
     assert simulate(Step(0, 0, 0, (Bucket(0, 2), Bucket(0, 1))), price).step_s == 3
 
 
 def test_invariants_of_random_steps() -> None:
-    """Every bucket once, in order, none before it is ready; exposed + hidden = busy; no step beats its CPU work."""
+    """Every bucket once, in order, none before it is ready; exposed + hidden = busy; no step beats
+    its CPU work.
+    """
     source = random.Random(1)
     for _ in range(200):
         backward = source.uniform(0, 5)
@@ -243,10 +315,15 @@ def test_invariants_of_random_steps() -> None:
         step = Step(source.uniform(0, 3), backward, source.uniform(0, 1), buckets)
         cpu, cores, lanes = source.uniform(0, 2), source.uniform(0.3, 3), source.randrange(1, 4)
         plan = simulate(step, lambda n, cpu=cpu: Cost(0.3 * n, 0.2 * n, cpu), lanes, cores)  # type: ignore[misc]
-        runs = sorted((e for e in plan.events if e.track != "compute"), key=lambda e: int(e.name.split()[1]))
+        runs = sorted(
+            (e for e in plan.events if e.track != "compute"), key=lambda e: int(e.name.split()[1])
+        )
         assert [e.name for e in runs] == [f"bucket {i}" for i in range(len(buckets))]
         assert [e.start_s for e in runs] == sorted(e.start_s for e in runs)
-        assert all(e.start_s >= step.forward_s + b.ready_s - 1e-9 for e, b in zip(runs, buckets, strict=True))
+        assert all(
+            e.start_s >= step.forward_s + b.ready_s - 1e-9
+            for e, b in zip(runs, buckets, strict=True)
+        )
         assert 0 <= plan.exposed_s <= plan.busy_s + 1e-9
         assert plan.step_s >= step.compute_s - 1e-9
         cpu_s = step.compute_s + sum(0.3 * n + 0.2 * n for _, n in buckets) * cpu
@@ -274,7 +351,9 @@ def test_weak_scaling_by_hand() -> None:
         intra=Link(alpha_us=0, bandwidth_gb_per_s=1e9),
         inter=Link(alpha_us=0, bandwidth_gb_per_s=1e9),
     )
-    assert [p.efficiency for p in scaling(free, WORK, [1, 64, 16384], "ring")] == pytest.approx([1, 1, 1])
+    assert [p.efficiency for p in scaling(free, WORK, [1, 64, 16384], "ring")] == pytest.approx(
+        [1, 1, 1]
+    )
     slow = free.model_copy(update={"inter": Link(alpha_us=0, bandwidth_gb_per_s=0.1)})
     alone, two = scaling(slow, WORK, [1, 2], "ring")
     assert (alone.step_s, alone.exposed_share) == (12.5, 0)
@@ -283,7 +362,9 @@ def test_weak_scaling_by_hand() -> None:
 
 
 def test_strong_scaling_by_hand() -> None:
-    """16 sequences: 48.5 s alone; on 4 ranks 12.5 s and 0.75 s exposed; it ends where ranks would have none."""
+    """16 sequences: 48.5 s alone; on 4 ranks 12.5 s and 0.75 s exposed; it ends where ranks would
+    have none.
+    """
     slow = Topology(
         ranks_per_node=1,
         intra=Link(alpha_us=0, bandwidth_gb_per_s=0.1),
@@ -312,19 +393,26 @@ def test_waits_lie_between_compute_and_before_the_bucket_that_follows() -> None:
     step = Step(2, 3, 1, (Bucket(3, 2),), (Cost(0.5, 0.5), Cost(0.0, 3.0)))
     plan = simulate(step, price)
     assert comm(plan)[-1] == ("lane 0", "bucket 0", 9, 11)
-    assert [e for e in plan.events if e.track == "waits"] == [("waits", "forward", 2, 3), ("waits", "backward", 6, 9)]
+    assert [e for e in plan.events if e.track == "waits"] == [
+        ("waits", "forward", 2, 3),
+        ("waits", "backward", 6, 9),
+    ]
     assert (plan.step_s, plan.exposed_s) == (12, 2)
 
 
 def test_waits_are_spread_over_backward() -> None:
-    """Half of backward's 4 seconds of waiting comes before the bucket at half of it: forward 0, ready at 2 + 2."""
+    """Half of backward's 4 seconds of waiting comes before the bucket at half of it: forward 0,
+    ready at 2 + 2.
+    """
     step = Step(0, 4, 0, (Bucket(2, 1),), (Cost(0, 0), Cost(4.0, 0.0)))
     (bucket,) = [event for event in simulate(step, price).events if event.name == "bucket 0"]
     assert (bucket.start_s, bucket.end_s) == (4, 5)
 
 
 def test_waits_share_a_link_or_have_their_own() -> None:
-    """A bucket of 3 seconds is ready at 5; one of them passes beside compute, the others beside a wait from 6 on."""
+    """A bucket of 3 seconds is ready at 5; one of them passes beside compute, the others beside a
+    wait from 6 on.
+    """
     step = Step(0, 2, 0, (Bucket(1, 3),), (Cost(0, 0), Cost(0.0, 8.0)))
     own, shared = (simulate(replace(step, one_link=one_link), price) for one_link in (False, True))
     buckets = [next(e for e in plan.events if e.name == "bucket 0") for plan in (own, shared)]

@@ -1,4 +1,6 @@
-"""The state of a run: packed, loaded and rewound by one serialiser; its clock and its averages go on after a resume."""
+"""The state of a run: packed, loaded and rewound by one serialiser; its clock and its averages go
+on after a resume.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,10 @@ from torch import Tensor, nn
 from nanoray.config import Batch, make_config
 from nanoray.errors import StateDiverged
 from nanoray.mesh.mesh import Mesh
+from nanoray.models.precision import LossScaler
 from nanoray.state import EMA_DECAY, StateDict, TrainState, share
-from nanoray.train import replicas
-from nanoray.train.guards import Guards
-from nanoray.train.precision import LossScaler
+from nanoray.train.guard import replicas
+from nanoray.train.guard.guards import Guards
 
 CPU = torch.device("cpu")
 
@@ -66,7 +68,10 @@ def without_optimizer(state: TrainState) -> TrainState:
 def through_json(saved: StateDict) -> StateDict:
     """What a file keeps of it."""
     saved = copy.deepcopy(saved)
-    saved.meta, saved.scaler = json.loads(json.dumps(saved.meta)), json.loads(json.dumps(saved.scaler))
+    saved.meta, saved.scaler = (
+        json.loads(json.dumps(saved.meta)),
+        json.loads(json.dumps(saved.scaler)),
+    )
     return saved
 
 
@@ -77,8 +82,12 @@ def test_what_is_packed_is_what_is_loaded() -> None:
     assert same(first, second)
     assert second.scalars == first.scalars
     assert second.guards.values() == first.guards.values()
-    assert second.model.norm.running_mean.tolist() == first.model.norm.running_mean.tolist(), "buffers, too"
-    assert (second.session.begun, second.session.reported, second.session.saved) == (5, 5, 5), "step 5 is over"
+    assert second.model.norm.running_mean.tolist() == first.model.norm.running_mean.tolist(), (
+        "buffers, too"
+    )
+    assert (second.session.begun, second.session.reported, second.session.saved) == (5, 5, 5), (
+        "step 5 is over"
+    )
     assert not second.whole, "the caller says when"
 
 
@@ -93,7 +102,12 @@ def test_a_checkpoint_of_an_older_nanoray_has_step_cursor_and_losses_only() -> N
     saved.meta = {"step": 3, "samples_seen": 6, "val_loss": 2.5, "best_val_loss": 2.25}
     second.load(saved)
     assert same(first, second)
-    assert (second.step, second.samples, second.scalars.val_loss, second.scalars.best_val_loss) == (3, 6, 2.5, 2.25)
+    assert (second.step, second.samples, second.scalars.val_loss, second.scalars.best_val_loss) == (
+        3,
+        6,
+        2.5,
+        2.25,
+    )
     assert second.scalars.loss_ema is None
 
 
@@ -105,7 +119,12 @@ def test_a_rewind_keeps_clock_and_guards_and_takes_the_new_cursor() -> None:
     later.guards.rolled_back("step_3", "why")
     later.rewind(saved, samples=14)
     assert same(state, later)
-    assert (later.step, later.samples, later.scalars.train_s, later.scalars.timed_steps) == (3, 14, 9.0, 5)
+    assert (later.step, later.samples, later.scalars.train_s, later.scalars.timed_steps) == (
+        3,
+        14,
+        9.0,
+        5,
+    )
     assert later.guards.metrics()["fault/rollbacks"] == 1
     assert later.session.first_step_s == 1.5
 
@@ -138,7 +157,9 @@ def test_the_moving_average_is_that_of_a_run_without_the_resume(every: int) -> N
 
 
 class ScriptedMesh(Mesh):
-    """Rank `rank` of three; the others hold the digests that are given. Broadcasts fail, as when a peer is lost."""
+    """Rank `rank` of three; the others hold the digests that are given. Broadcasts fail, as when a
+    peer is lost.
+    """
 
     def __init__(self, rank: int, digests: dict[int, Any]) -> None:
         super().__init__(rank, 3, rank, CPU, "gloo", "")
@@ -153,7 +174,9 @@ class ScriptedMesh(Mesh):
 
 @pytest.mark.parametrize(("rank", "whole"), [(0, True), (1, False)])
 def test_a_stray_must_not_serve_others_until_it_is_healed(rank: int, whole: bool) -> None:
-    """A rank is lost in the middle of a heal: the state must not be taken over from the stray's memory."""
+    """A rank is lost in the middle of a heal: the state must not be taken over from the stray's
+    memory.
+    """
     good, bad = a_state(1, steps=2), a_state(3, steps=2)
     state = good if rank == 0 else bad
     state.whole = True
@@ -183,8 +206,13 @@ def test_without_a_majority_nothing_is_healed() -> None:
         _, hashes = replicas.hash_tensors(state.tensors())
         digests[rank] = (replicas.combine(hashes), state.samples)
     mesh = ScriptedMesh(0, digests)
-    hashes_of = {rank: (len(h), h) for rank, h in enumerate(replicas.hash_tensors(s.tensors())[1] for s in states)}
-    answers = iter([[digests[r] for r in range(3)], [(0, [], {})] * 3, [hashes_of[r] for r in range(3)]])
+    hashes_of = {
+        rank: (len(h), h)
+        for rank, h in enumerate(replicas.hash_tensors(s.tensors())[1] for s in states)
+    }
+    answers = iter(
+        [[digests[r] for r in range(3)], [(0, [], {})] * 3, [hashes_of[r] for r in range(3)]]
+    )
     mesh.all_gather = lambda value: next(answers)  # type: ignore[method-assign]
     with pytest.raises(StateDiverged, match=r"no majority agrees: rank 1 in .*; rank 2 in "):
         replicas.compare(states[0], mesh)
@@ -221,7 +249,9 @@ def test_a_newcomer_gets_everything_and_a_tied_weight_once(steps: int) -> None:
     first, second, wire = a_state(1, steps), a_state(2), Wire()
     first.session.record, first.session.current = {"step": steps}, steps + 1
     share(first, WireMesh(0, wire), 0)
-    assert len(wire.tensors) == len({p.data_ptr() for p in first.pack().model.values()}) + 3 * 3 * bool(steps)
+    assert len(wire.tensors) == len(
+        {p.data_ptr() for p in first.pack().model.values()}
+    ) + 3 * 3 * bool(steps)
     share(second, WireMesh(1, wire), 0)
     assert same(first, second)
     assert second.model.head.weight is second.model.emb.weight

@@ -49,27 +49,41 @@ def hits(text: str, path: str) -> list[str]:
         if any(path.endswith(end) and allowed in line for end, allowed in ALLOWED):
             continue
         for match in PATTERN.finditer(line):
-            better = next(new for old, new in RETIRED.items() if re.fullmatch(old, match[0], re.IGNORECASE))
+            better = next(
+                new for old, new in RETIRED.items() if re.fullmatch(old, match[0], re.IGNORECASE)
+            )
             found.append(f"{path}:{number}: {match[0]!r}; write {better}")
     return found
 
 
 @pytest.mark.parametrize(
     ("line", "word"),
-    [("# a lost Seat", "Seat"), ("the gang restarts", "gang"), ("waited in vain", "in vain"), ("run.stamp", "stamp")],
+    [
+        ("# a lost Seat", "Seat"),
+        ("the gang restarts", "gang"),
+        ("waited in vain", "in vain"),
+        ("run.stamp", "stamp"),
+    ],
 )
 def test_a_retired_word_is_found(line: str, word: str) -> None:
     (found,) = hits(f"first\n{line}\n", "nanoray/x.py")
     assert found.startswith(f"nanoray/x.py:2: {word!r}; write ")
 
 
-@pytest.mark.parametrize("line", ["timestamp = 1", "a seatbelt", "gangway", "wishbone", "os.stat(path)"])
+@pytest.mark.parametrize(
+    "line", ["timestamp = 1", "a seatbelt", "gangway", "wishbone", "os.stat(path)"]
+)
 def test_other_words_are_not(line: str) -> None:
     assert hits(line, "nanoray/x.py") == []
 
 
 def test_sources_and_documents_use_none() -> None:
     names = {path.relative_to(ROOT).as_posix(): path for path in FILES}
-    assert {"README.md", "docs/architecture.md", "nanoray/config.py", "kuberay/base/cluster.yaml"} <= names.keys()
+    assert {
+        "README.md",
+        "docs/architecture.md",
+        "nanoray/config.py",
+        "kuberay/base/cluster.yaml",
+    } <= names.keys()
     found = [hit for name, path in names.items() for hit in hits(path.read_text("utf-8"), name)]
     assert found == [], "\n" + "\n".join(found)

@@ -1,4 +1,6 @@
-"""Tensor parallelism without process groups: how a model is cut, who owns what, memory, and what is refused."""
+"""Tensor parallelism without process groups: how a model is cut, who owns what, memory, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,8 @@ from nanoray.cli import Loaded
 from nanoray.config import make_config, resolve_batch
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
+from nanoray.forecast.dry_run import dry_run_lines, plan, talk_lines
+from nanoray.forecast.memory import Sizes
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
@@ -22,8 +26,6 @@ from nanoray.models.costs import Cut, activation_memory, count_parameters
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.parallel import tp
 from nanoray.parallel.buckets import Buckets
-from nanoray.parallel.memory import Sizes
-from nanoray.train.report import dry_run_lines, plan, talk_lines
 
 SHAPE = ModelShape(n_layer=2, n_head=4, n_embd=24, block_size=8, bias=True, vocab_size=65)
 MESHES = [(1, 1), (1, 3), (2, 1), (2, 2), (4, 1), (4, 3)]  # tp, dp
@@ -34,7 +36,9 @@ def axes(rank: int, split: int, dp: int) -> tuple[Axis, Axis]:
     mesh = Mesh(rank, split * dp, rank, torch.device("cpu"), "none", "test")
     layout, place = Layout(dp=dp, tp=split), Layout(dp=dp, tp=split).coords(rank)
     mine = {axis: next(g for g in layout.groups(axis) if rank in g) for axis in ("tp", "dp")}
-    return Axis("tp", mine["tp"], place.tp, None, mesh), Axis("dp", mine["dp"], place.dp, None, mesh)
+    return Axis("tp", mine["tp"], place.tp, None, mesh), Axis(
+        "dp", mine["dp"], place.dp, None, mesh
+    )
 
 
 def cut(rank: int, split: int, dp: int, shape: ModelShape = SHAPE) -> tuple[GPT, Axis, Axis]:
@@ -49,7 +53,9 @@ def cut(rank: int, split: int, dp: int, shape: ModelShape = SHAPE) -> tuple[GPT,
 def owned(rank: int, split: int, dp: int, mode: str) -> list[Shard]:
     model, tensor, data = cut(rank, split, dp)
     if mode == "ddp":
-        return tp.with_owners(whole_shards(model), tp.names_of_cut(model), tensor, lambda name: data, False)
+        return tp.with_owners(
+            whole_shards(model), tp.names_of_cut(model), tensor, lambda name: data, False
+        )
     shards = Buckets(model, data, mode, 0.001).shards
     assert shards is not None
     return tp.with_owners(shards, tp.names_of_cut(model), tensor, lambda name: data, True)
@@ -67,12 +73,16 @@ def test_a_rank_has_its_heads_of_queries_keys_and_values() -> None:
     assert model.blocks[1].mlp.up.bias.shape == (24,)
     assert model.lm_head.weight is model.tok_emb.weight
     assert torch.equal(model.tok_emb.weight, whole.tok_emb.weight[96:])
-    assert [name for name, _ in model.named_parameters()] == [name for name, _ in whole.named_parameters()]
+    assert [name for name, _ in model.named_parameters()] == [
+        name for name, _ in whole.named_parameters()
+    ]
 
 
 @pytest.mark.parametrize("mode", ["ddp", "zero1", "zero2"])
 @pytest.mark.parametrize(("split", "dp"), MESHES)
-def test_each_element_has_one_owner_and_is_put_together_again(split: int, dp: int, mode: str) -> None:
+def test_each_element_has_one_owner_and_is_put_together_again(
+    split: int, dp: int, mode: str
+) -> None:
     """`fill` finds each element exactly once among the owners' pieces, and nothing of it changes."""
     torch.manual_seed(1)
     whole = {name: p.detach() for name, p in GPT(SHAPE).named_parameters()}
@@ -86,16 +96,24 @@ def test_each_element_has_one_owner_and_is_put_together_again(split: int, dp: in
         assert torch.equal(fill(piece, saved[name]).view(piece.shape), whole[name]), name
 
 
-@pytest.mark.parametrize(("before", "after"), [*itertools.permutations([(1, 3), (2, 1), (2, 2), (4, 1)], 2)])
-def test_any_mesh_fills_its_pieces_from_those_of_any_other(before: tuple[int, int], after: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("before", "after"), [*itertools.permutations([(1, 3), (2, 1), (2, 2), (4, 1)], 2)]
+)
+def test_any_mesh_fills_its_pieces_from_those_of_any_other(
+    before: tuple[int, int], after: tuple[int, int]
+) -> None:
     saved: dict[str, list[Any]] = {}
     for rank in range(before[0] * before[1]):
         for shard in owned(rank, *before, "zero1"):
             if shard.owner:
-                saved.setdefault(shard.piece.name, []).append((shard.piece, shard.param.detach().clone()))
+                saved.setdefault(shard.piece.name, []).append(
+                    (shard.piece, shard.param.detach().clone())
+                )
     for rank in range(after[0] * after[1]):
         for shard in owned(rank, *after, "zero1"):
-            assert torch.equal(fill(shard.piece, saved[shard.piece.name]), shard.param), shard.piece.place
+            assert torch.equal(fill(shard.piece, saved[shard.piece.name]), shard.param), (
+                shard.piece.place
+            )
 
 
 def test_holders_are_the_ranks_with_the_same_piece() -> None:
@@ -107,10 +125,21 @@ def test_holders_are_the_ranks_with_the_same_piece() -> None:
 
 def test_the_number_of_parameters_is_that_of_the_page() -> None:
     for shape in (SHAPE, ModelShape(3, 8, 64, 16, False, 200)):
-        L, C, T, V, b = shape.n_layer, shape.n_embd, shape.block_size, shape.padded_vocab, shape.bias
+        L, C, T, V, b = (
+            shape.n_layer,
+            shape.n_embd,
+            shape.block_size,
+            shape.padded_vocab,
+            shape.bias,
+        )
         for split in (1, 2, 4):
             model, _, _ = cut(0, split, 1, shape)
-            formula = ((12 * C * C + 7 * C * b) * L + V * C) // split + T * C + (2 + 4 * b) * C * L + (1 + b) * C
+            formula = (
+                ((12 * C * C + 7 * C * b) * L + V * C) // split
+                + T * C
+                + (2 + 4 * b) * C * L
+                + (1 + b) * C
+            )
             assert Sizes.of(model).params == formula
         assert (
             count_parameters(shape)
@@ -124,10 +153,15 @@ def test_activations_of_a_rank(kept: str) -> None:
     one, two = (activation_memory(shape, 8, "fp32", kept, Cut(split)) for split in (1, 2))
     assert two["logits"] == one["logits"] // 2
     tokens, C, L, H = 8 * 32, 64, 4, 4
-    less = {"none": L * (24 * C + 2 * H), "selective": L * (16 * C + 2 * H) + 8 * C, "block": 24 * C + 2 * H}[kept]
+    less = {
+        "none": L * (24 * C + 2 * H),
+        "selective": L * (16 * C + 2 * H) + 8 * C,
+        "block": 24 * C + 2 * H,
+    }[kept]
     assert one["activations"] - two["activations"] == tokens * less
     cut_twice = activation_memory(shape, 8, "fp32", kept, Cut(2, sequence=True))
-    norm, stream = 2 * C + 4, 2 * C  # half of a norm's input, mean and deviation; of a block's input
+    # Half of a norm's input, mean and deviation; of a block's input
+    norm, stream = 2 * C + 4, 2 * C
     less = {
         "none": (2 * L + 1) * norm,
         "selective": L * stream + norm + 4 + norm,
@@ -145,7 +179,10 @@ def test_dry_run_tells_memory_and_who_talks_to_whom(text: Path, tmp_path: Path) 
     config, notes = plan(loaded, 4, dataset)
     lines = dry_run_lines(config, notes, resolve_batch(config, 2), dataset, "here")
     assert lines[0] == "mesh       4 rank(s) = dp 2 × tp 2"
-    assert lines[1] == "talk       tp: ranks 0 1 | 2 3: 2 sums of activations per block, forward and backward each"
+    assert (
+        lines[1]
+        == "talk       tp: ranks 0 1 | 2 3: 2 sums of activations per block, forward and backward each"
+    )
     assert lines[2] == "talk       dp: ranks 0 2 | 1 3: gradients, once per step"
     (memory,) = [line for line in lines if line.startswith("memory")]
     model, _, _ = cut(0, 2, 1, ModelShape.of(config, dataset.vocab_size))
@@ -163,16 +200,28 @@ def test_what_cannot_be_cut_is_refused(text: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=match):
             make_config({"micro_batch_size": 1, "tp": 3, **values})
 
-    refused(r"tp = 3 must divide n_head = 4, 4\*n_embd = 4\*128 = 512, but it does not divide n_head = 4 and 4\*n_embd")
+    refused(
+        r"tp = 3 must divide n_head = 4, 4\*n_embd = 4\*128 = 512, but it does not divide n_head = "
+        r"4 and 4\*n_embd"
+    )
     refused(r"tp = 3 cuts a gpt, but model = resnet; drop tp", model="resnet", val_fraction=0.1)
     refused(r"tp = 3 cuts a gpt, but model = own; drop tp", model="own")
-    refused(r"allreduce = ring sums over all ranks, but tp = 3", allreduce="ring", n_head=3, n_embd=96)
-    config = make_config({"micro_batch_size": 1, "tp": 3, "n_head": 3, "n_embd": 96, "dataset": str(text)})
+    refused(
+        r"allreduce = ring sums over all ranks, but tp = 3", allreduce="ring", n_head=3, n_embd=96
+    )
+    config = make_config(
+        {"micro_batch_size": 1, "tp": 3, "n_head": 3, "n_embd": 96, "dataset": str(text)}
+    )
     config = config.model_copy(update={"data_dir": str(tmp_path)})
-    with pytest.raises(ConfigError, match=r"the padded vocabulary = \d+, but it does not divide the padded vocabulary"):
+    with pytest.raises(
+        ConfigError,
+        match=r"the padded vocabulary = \d+, but it does not divide the padded vocabulary",
+    ):
         plan(Loaded(config, frozenset(), False), 3, prepare(config))
     for ranks in (1, 2, 4):
-        with pytest.raises(ConfigError, match=rf"ranks = dp\*tp, but tp = 3 does not divide {ranks} rank"):
+        with pytest.raises(
+            ConfigError, match=rf"ranks = dp\*tp, but tp = 3 does not divide {ranks} rank"
+        ):
             Layout.of(config, ranks)
     with pytest.raises(ConfigError, match=r"tp = 2 cuts a gpt, but the model is a Linear"):
         tp.cut(nn.Linear(2, 2), axes(0, 2, 1)[0])
@@ -183,18 +232,27 @@ def test_what_cannot_be_cut_along_the_sequence_is_refused() -> None:
         with pytest.raises(ConfigError, match=match):
             make_config({"micro_batch_size": 1, "sequence_parallel": True, **values})
 
-    refused(r"sequence_parallel = True would be ignored: tp = 1, and its ranks share sequences; use tp 2, or")
     refused(
-        r"sequence_parallel cuts sequences over tp = 4 ranks, which does not divide block_size = 30; use block_size 32",
+        r"sequence_parallel = True would be ignored: tp = 1, and its ranks share sequences; use tp "
+        r"2, or"
+    )
+    refused(
+        r"sequence_parallel cuts sequences over tp = 4 ranks, which does not divide block_size = "
+        r"30; use block_size 32",
         **{"tp": 4, "block_size": 30},
     )
     model, axis, _ = cut(0, 2, 1)
     again = GPT(SHAPE)
     tp.cut(again, axis, sequence=True)
-    with pytest.raises(ConfigError, match="over tp = 2 ranks, which does not divide 7 positions; use sequences of 8"):
+    with pytest.raises(
+        ConfigError,
+        match="over tp = 2 ranks, which does not divide 7 positions; use sequences of 8",
+    ):
         again(torch.zeros(2, 7, dtype=torch.int64))
     assert tp.names_of_partial(model) == set()
-    assert tp.names_of_partial(again) == {name for name, _ in model.named_parameters()} - tp.names_of_cut(model)
+    assert tp.names_of_partial(again) == {
+        name for name, _ in model.named_parameters()
+    } - tp.names_of_cut(model)
 
 
 def test_the_loss_by_parts_is_cross_entropy() -> None:
@@ -203,7 +261,10 @@ def test_the_loss_by_parts_is_cross_entropy() -> None:
     logits[:, 60:] = -torch.inf
     targets = torch.tensor([0, 59, 3, 3, 17, 41])
     (axis, _), found = axes(0, 1, 1), []
-    for loss in (lambda x: tp._CrossEntropy.apply(x, targets, axis), lambda x: nn.functional.cross_entropy(x, targets)):
+    for loss in (
+        lambda x: tp._CrossEntropy.apply(x, targets, axis),
+        lambda x: nn.functional.cross_entropy(x, targets),
+    ):
         leaf = logits.clone().requires_grad_()
         value: Tensor = loss(leaf)
         (2 * value).backward()

@@ -33,7 +33,9 @@ Train = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunSpec]:
-    """A run of two ranks. Workers in it change CUDA_VISIBLE_DEVICES and start processes that wait for their end."""
+    """A run of two ranks. Workers in it change CUDA_VISIBLE_DEVICES and start processes that wait
+    for their end.
+    """
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     yield make_spec(tmp_path / "run", workers=2)
     for pid in watchers_of(tmp_path):
@@ -41,8 +43,12 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunSpec]:
         os.waitpid(pid, 0)
 
 
-def worker(train: Train | None = None, rank: int | None = 1, gpus: tuple[str, ...] = (), head: str = "") -> Worker:
-    context = SimpleNamespace(get_node_id=lambda: "node1", get_actor_id=lambda: "actor1", gcs_address=head)
+def worker(
+    train: Train | None = None, rank: int | None = 1, gpus: tuple[str, ...] = (), head: str = ""
+) -> Worker:
+    context = SimpleNamespace(
+        get_node_id=lambda: "node1", get_actor_id=lambda: "actor1", gcs_address=head
+    )
     api = SimpleNamespace(
         get_gpu_ids=lambda: list(gpus),
         get_runtime_context=lambda: context,
@@ -58,9 +64,13 @@ R = Rendezvous(rank=1, world_size=2, backend="gloo")
 
 
 def test_only_an_order_for_the_groups_that_stand_is_obeyed(spec: RunSpec) -> None:
-    """One that comes before the first attempt, for an older one, or when this rank waits, aborts nothing."""
+    """One that comes before the first attempt, for an older one, or when this rank waits, aborts
+    nothing.
+    """
 
-    def train(run: RunSpec, r: Rendezvous, watchers: Any, wanted: Any, store: Any, rejoin: Any) -> dict[str, Any]:
+    def train(
+        run: RunSpec, r: Rendezvous, watchers: Any, wanted: Any, store: Any, rejoin: Any
+    ) -> dict[str, Any]:
         in_group.set()
         gate.wait(30)
         rejoin("connection closed")
@@ -103,12 +113,16 @@ def test_only_an_order_for_the_groups_that_stand_is_obeyed(spec: RunSpec) -> Non
         (RendezvousError("x"), True, "peer_lost", 3),  # a new rank that did not meet the survivors
     ],
 )
-def test_an_exception_becomes_data(spec: RunSpec, error: Exception, live: bool, kind: str, exit_code: int) -> None:
+def test_an_exception_becomes_data(
+    spec: RunSpec, error: Exception, live: bool, kind: str, exit_code: int
+) -> None:
     def train(run: RunSpec, *_: Any) -> dict[str, Any]:
         ProgressFile(run.progress(1)).set(7, "backward")
         raise error
 
-    found = worker(train).run(spec.to_dict(), Rendezvous(rank=1, world_size=2, backend="gloo", live=live))
+    found = worker(train).run(
+        spec.to_dict(), Rendezvous(rank=1, world_size=2, backend="gloo", live=live)
+    )
     assert (found["ok"], found["kind"], found["exit_code"]) == (False, kind, exit_code)
     assert kind in CAUSES
     assert (found["step"], found["phase"]) == (7, "backward")
@@ -145,11 +159,20 @@ def test_an_outcome_is_returned_and_messages_wait_for_a_poll(spec: RunSpec) -> N
 
 @pytest.mark.parametrize(
     ("calls", "order"),
-    [([], Order.GO_ON), (["pause"], Order.REGROUP), (["stop"], Order.STOP), (["pause", "stop"], Order.STOP)],
+    [
+        ([], Order.GO_ON),
+        (["pause"], Order.REGROUP),
+        (["stop"], Order.STOP),
+        (["pause", "stop"], Order.STOP),
+    ],
 )
 @pytest.mark.parametrize("direction", [1, -1])
-def test_a_stop_outranks_a_pause(spec: RunSpec, calls: list[str], order: int, direction: int) -> None:
-    def train(run: RunSpec, r: Rendezvous, watchers: Any, wanted: Callable[[], int], *_: Any) -> dict[str, Any]:
+def test_a_stop_outranks_a_pause(
+    spec: RunSpec, calls: list[str], order: int, direction: int
+) -> None:
+    def train(
+        run: RunSpec, r: Rendezvous, watchers: Any, wanted: Callable[[], int], *_: Any
+    ) -> dict[str, Any]:
         for name in calls[::direction]:
             rank.stop() if name == "stop" else rank.pause(spec.attempt)
         return {"order": wanted()}
@@ -169,7 +192,12 @@ def test_a_survivor_waits_for_the_newest_attempt(spec: RunSpec) -> None:
     """The driver may have tried twice: only its last attempt counts, and an old pause is over."""
 
     def train(
-        run: RunSpec, r: Rendezvous, watchers: Any, wanted: Callable[[], int], store: Any, rejoin: Any
+        run: RunSpec,
+        r: Rendezvous,
+        watchers: Any,
+        wanted: Callable[[], int],
+        store: Any,
+        rejoin: Any,
     ) -> dict[str, Any]:
         ProgressFile(run.progress(1)).set(7, "backward")
         rank.pause(run.attempt)
@@ -190,9 +218,13 @@ def test_a_survivor_waits_for_the_newest_attempt(spec: RunSpec) -> None:
 
 
 def test_a_pause_counts_for_the_attempt_that_it_names(spec: RunSpec) -> None:
-    """It may arrive before a rank that waits has taken the orders of that attempt, or after it has left it."""
+    """It may arrive before a rank that waits has taken the orders of that attempt, or after it has
+    left it.
+    """
 
-    def train(run: RunSpec, r: Rendezvous, watchers: Any, wanted: Any, store: Any, rejoin: Any) -> dict[str, Any]:
+    def train(
+        run: RunSpec, r: Rendezvous, watchers: Any, wanted: Any, store: Any, rejoin: Any
+    ) -> dict[str, Any]:
         orders = [wanted()]
         for _ in range(2):
             rejoin("connection closed")
@@ -214,13 +246,21 @@ def test_a_pause_counts_for_the_attempt_that_it_names(spec: RunSpec) -> None:
 def test_of_the_ranks_that_wait_for_a_driver_that_is_gone_one_saves(
     spec: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It goes on alone, and only to save. Another one ends. One that the driver still calls waits for its orders."""
+    """It goes on alone, and only to save. Another one ends. One that the driver still calls waits
+    for its orders.
+    """
     monkeypatch.setattr("nanoray.launch.worker.ORPHAN_S", 3.0)
     monkeypatch.setattr("nanoray.launch.worker.DRIVER_SILENT_S", 1000.0)
 
-    def train(run: RunSpec, r: Rendezvous, watchers: Any, wanted: Any, store: Any, rejoin: Any) -> dict[str, Any]:
+    def train(
+        run: RunSpec, r: Rendezvous, watchers: Any, wanted: Any, store: Any, rejoin: Any
+    ) -> dict[str, Any]:
         run, r = rejoin("connection closed")
-        return {"attempt": run.attempt, "group": (r.rank, r.world_size, r.live, r.slot, r.slots), "order": wanted()}
+        return {
+            "attempt": run.attempt,
+            "group": (r.rank, r.world_size, r.live, r.slot, r.slots),
+            "order": wanted(),
+        }
 
     ranks = [worker(train) for _ in range(3)]
     began, waits = time.monotonic(), [in_thread(rank, spec) for rank in ranks]
@@ -240,7 +280,9 @@ def test_of_the_ranks_that_wait_for_a_driver_that_is_gone_one_saves(
 def test_a_rank_stopped_by_another_orphan_ends_too(
     spec: RunSpec, monkeypatch: pytest.MonkeyPatch, driver_calls: bool
 ) -> None:
-    """Its own patience ends a second after that of the rank which stopped the run; then nobody would end it."""
+    """Its own patience ends a second after that of the rank which stopped the run; then nobody
+    would end it.
+    """
     monkeypatch.setattr("nanoray.launch.worker.DRIVER_SILENT_S", 20.0)
     exits: list[int] = []
 
@@ -277,9 +319,15 @@ for _ in range(2):
 
 
 def test_a_rank_that_was_frozen_does_not_take_its_driver_for_silent() -> None:
-    """The first thing that it does afterwards is to look at the time: no other thread has run before."""
+    """The first thing that it does afterwards is to look at the time: no other thread has run
+    before.
+    """
     with subprocess.Popen(
-        [sys.executable, "-c", FROZEN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        [sys.executable, "-c", FROZEN],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
     ) as process:
         assert process.stdin
         assert process.stdout
@@ -318,9 +366,15 @@ print("lives")
 
 
 @pytest.mark.parametrize(("start", "ends"), [("stuck", (1, "")), ("quick", (0, "lives\n"))])
-def test_an_actor_that_hangs_in_its_start_ends_and_says_where(start: str, ends: tuple[int, str]) -> None:
-    """Nobody else can tell it from one that waits for a place: the driver does not, while the others train."""
-    done = subprocess.run([sys.executable, "-c", STARTING, start], capture_output=True, text=True, timeout=60)
+def test_an_actor_that_hangs_in_its_start_ends_and_says_where(
+    start: str, ends: tuple[int, str]
+) -> None:
+    """Nobody else can tell it from one that waits for a place: the driver does not, while the
+    others train.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", STARTING, start], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout) == ends, done.stderr
     assert ("in find_spec" in done.stderr) == (start == "stuck"), done.stderr
 
@@ -333,8 +387,12 @@ def head() -> Iterator[socket.socket]:
 
 
 @pytest.mark.parametrize("gone", [True, False], ids=["head gone", "head frozen"])
-def test_without_a_head_a_silent_driver_is_not_waited_for(spec: RunSpec, head: socket.socket, gone: bool) -> None:
-    """A rank that trains stops after seconds; where the head still listens, only after DRIVER_SILENT_S."""
+def test_without_a_head_a_silent_driver_is_not_waited_for(
+    spec: RunSpec, head: socket.socket, gone: bool
+) -> None:
+    """A rank that trains stops after seconds; where the head still listens, only after
+    DRIVER_SILENT_S.
+    """
 
     def train(run: RunSpec, r: Rendezvous, watchers: Any, wanted: Any, *_: Any) -> dict[str, Any]:
         if gone:
@@ -362,7 +420,9 @@ def test_without_a_head_a_rank_that_waits_saves_within_seconds(
     if gone:
         head.close()
 
-    def train(run: RunSpec, r: Rendezvous, watchers: Any, wanted: Any, store: Any, rejoin: Any) -> dict[str, Any]:
+    def train(
+        run: RunSpec, r: Rendezvous, watchers: Any, wanted: Any, store: Any, rejoin: Any
+    ) -> dict[str, Any]:
         _, r = rejoin("connection closed")
         saved.append((r.world_size, wanted()))
         return {}
@@ -403,7 +463,9 @@ def test_a_heartbeat_without_a_change_comes_late(spec: RunSpec) -> None:
 def test_a_heartbeat_is_answered_at_once_when_something_changes(spec: RunSpec) -> None:
     """The step that it waits for has passed; the rank begins to wait; the rank goes on."""
 
-    def train(run: RunSpec, r: Rendezvous, watchers: Any, wanted: Any, store: Any, rejoin: Any) -> dict[str, Any]:
+    def train(
+        run: RunSpec, r: Rendezvous, watchers: Any, wanted: Any, store: Any, rejoin: Any
+    ) -> dict[str, Any]:
         file = ProgressFile(run.progress(1))
         file.set(7, "backward")
         ready.set()
@@ -418,7 +480,12 @@ def test_a_heartbeat_is_answered_at_once_when_something_changes(spec: RunSpec) -
     assert rank.heartbeat(30.0, False, after=6).step == 7
     threading.Timer(0.05, gate.set).start()
     heartbeat = rank.heartbeat(30.0, False, None)
-    assert (heartbeat.waiting, heartbeat.attempt, heartbeat.step, heartbeat.phase) == (True, 0, 7, "backward")
+    assert (heartbeat.waiting, heartbeat.attempt, heartbeat.step, heartbeat.phase) == (
+        True,
+        0,
+        7,
+        "backward",
+    )
     threading.Timer(0.05, rank.go_on, (spec.next_attempt().to_dict(), R)).start()
     assert not rank.heartbeat(30.0, True, None).waiting
     over.set()
@@ -428,11 +495,18 @@ def test_a_heartbeat_is_answered_at_once_when_something_changes(spec: RunSpec) -
 # Devices.
 
 
-def test_an_actor_without_a_device_sees_none(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_actor_without_a_device_sees_none(
+    spec: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     facts = worker().ready()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
-    assert (facts["rank"], facts["pid"], facts["node"], facts["devices"]) == (1, os.getpid(), "node1", [])
+    assert (facts["rank"], facts["pid"], facts["node"], facts["devices"]) == (
+        1,
+        os.getpid(),
+        "node1",
+        [],
+    )
 
 
 def test_a_spare_takes_the_devices_of_its_slot(spec: RunSpec) -> None:

@@ -83,7 +83,9 @@ def test_actors_that_die_while_starting_are_an_error(tmp_path: Path) -> None:
 
 
 def test_ranks_follow_the_slots_that_are_taken(tmp_path: Path) -> None:
-    """Slot 0 is lost and the group is smaller: slots 1 and 2 are ranks 0 and 1, and one of them serves the store."""
+    """Slot 0 is lost and the group is smaller: slots 1 and 2 are ranks 0 and 1, and one of them
+    serves the store.
+    """
     run, group = started(tmp_path)
     group.runs.pop(0)
     group.regroup(replace(run.spec, attempt=1), [1, 2], group.open_store([1, 2]))
@@ -107,7 +109,9 @@ def test_any_rank_with_the_state_may_serve_the_store(tmp_path: Path, mute: set[i
     if len(mute) < 3:
         assert group.open_store([0, 1, 2]) == ("10.0.0.1", 4711)
     else:
-        with pytest.raises(RayError, match="none of the ranks 0, 1, 2, which hold the state, answers"):
+        with pytest.raises(
+            RayError, match="none of the ranks 0, 1, 2, which hold the state, answers"
+        ):
             group.open_store([0, 1, 2])
 
 
@@ -140,7 +144,9 @@ CUT = {"tp": 2, "n_head": 2, "n_embd": 32}
         ([1], []),
     ],
 )
-def test_a_group_of_replicas_has_every_part(tmp_path: Path, left: list[int], slots: list[int]) -> None:
+def test_a_group_of_replicas_has_every_part(
+    tmp_path: Path, left: list[int], slots: list[int]
+) -> None:
     """dp 2 x tp 2: ranks 0 and 2 have one half of each layer, 1 and 3 the other."""
     _, group = started(tmp_path, 4, **CUT)
     group.runs = dict.fromkeys(left)
@@ -160,14 +166,20 @@ def test_a_part_is_lost_with_all_its_replicas(tmp_path: Path) -> None:
     _, group = started(tmp_path, 4, **CUT)
     group.runs.pop(2)
     assert group.lost_share() == ""
-    assert group.lost_share([0]) == "shares of the state are lost with all that held them: ranks 0, 2"
+    assert (
+        group.lost_share([0]) == "shares of the state are lost with all that held them: ranks 0, 2"
+    )
     group.runs.pop(0)
     assert group.lost_share() == "shares of the state are lost with all that held them: ranks 0, 2"
 
 
 @pytest.mark.parametrize("mode", ["ddp", "zero1"])
-def test_a_slots_part_follows_from_the_group_and_not_from_its_number(tmp_path: Path, mode: str) -> None:
-    """dp 3 x tp 2 loses slot 0: the five that are left make dp 2, in which slot 2 has the part that slot 1 had."""
+def test_a_slots_part_follows_from_the_group_and_not_from_its_number(
+    tmp_path: Path, mode: str
+) -> None:
+    """dp 3 x tp 2 loses slot 0: the five that are left make dp 2, in which slot 2 has the part that
+    slot 1 had.
+    """
     run, group = started(tmp_path, 6, dp_mode=mode, recovery="shrink", **CUT)
     group.runs.pop(0)
     slots = group.divisible([1, 2, 3, 4, 5])
@@ -177,13 +189,15 @@ def test_a_slots_part_follows_from_the_group_and_not_from_its_number(tmp_path: P
     assert run.ray.orders[-2:] == ["kill 5", "start 5"], "it holds nothing that the others do not"
     assert sorted(group.runs) == slots
     assert group.lost_share([1, 2]) == group.lost_share([3, 4]) == ""
-    assert {"ddp": "all that held them: ranks 2, 4", "zero1": "that of rank 2 with rank 4"}[mode] in group.lost_share(
-        [2, 4]
-    )
+    assert {"ddp": "all that held them: ranks 2, 4", "zero1": "that of rank 2 with rank 4"}[
+        mode
+    ] in group.lost_share([2, 4])
     group.runs = dict.fromkeys([1, 2])
     assert group.divisible([1, 2]) == [1, 2]
     group.regroup(replace(run.spec, attempt=2), [1, 2], group.open_store([1, 2]))
-    assert group.lost_share([2]).endswith({"ddp": "held them: rank 2", "zero1": "its mirror: that of rank 2"}[mode])
+    assert group.lost_share([2]).endswith(
+        {"ddp": "held them: rank 2", "zero1": "its mirror: that of rank 2"}[mode]
+    )
 
 
 # New actors and spares.
@@ -192,7 +206,9 @@ def test_a_slots_part_follows_from_the_group_and_not_from_its_number(tmp_path: P
 def test_a_spare_takes_a_slot_once_it_is_ready(tmp_path: Path) -> None:
     run, group = started(tmp_path, spares=1)
     group.fill(1)
-    assert (run.ray.orders[-1], group.promoted) == ("start 1", set()), "the spare has not rehearsed yet"
+    assert (run.ray.orders[-1], group.promoted) == ("start 1", set()), (
+        "the spare has not rehearsed yet"
+    )
     run.ray.time.sleep(5.0)
     group.fill(2)
     assert (run.ray.orders[-1], group.promoted) == ("spare takes 2", {2})
@@ -242,9 +258,12 @@ def test_events_of_one_moment_come_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "hang_timeout", "seconds"), [(2, 60.0, 1.0), (500, 60.0, 1.0), (4000, 60.0, 8.0), (4000, 8.0, 2.0)]
+    ("ranks", "hang_timeout", "seconds"),
+    [(2, 60.0, 1.0), (500, 60.0, 1.0), (4000, 60.0, 8.0), (4000, 8.0, 2.0)],
 )
-def test_many_ranks_answer_less_often(tmp_path: Path, ranks: int, hang_timeout: float, seconds: float) -> None:
+def test_many_ranks_answer_less_often(
+    tmp_path: Path, ranks: int, hang_timeout: float, seconds: float
+) -> None:
     group = Run(tmp_path, hang_timeout=hang_timeout).group
     group.members = list(range(ranks))
     assert group.heartbeat_s == seconds
@@ -261,8 +280,16 @@ def test_many_ranks_answer_less_often(tmp_path: Path, ranks: int, hang_timeout: 
     [
         ({"signal": "SIGKILL", "oom": False}, "killed", "killed by SIGKILL"),
         ({"signal": "SIGSEGV", "oom": False}, "killed", "killed by SIGSEGV"),
-        ({"signal": "SIGKILL", "oom": True}, "out_of_memory", "killed by the kernel, which was out of memory"),
-        ({"exit_code": 3, "oom": False}, "killed", "exited with code 3 and without a Python exception"),
+        (
+            {"signal": "SIGKILL", "oom": True},
+            "out_of_memory",
+            "killed by the kernel, which was out of memory",
+        ),
+        (
+            {"exit_code": 3, "oom": False},
+            "killed",
+            "exited with code 3 and without a Python exception",
+        ),
         (
             {"pid": 1, "signal": "SIGSEGV"},
             "killed",
@@ -271,11 +298,17 @@ def test_many_ranks_answer_less_often(tmp_path: Path, ranks: int, hang_timeout: 
         (None, "killed", "killed, or crashed without a Python exception"),
     ],
 )
-def test_how_a_process_died(tmp_path: Path, record: dict[str, Any] | None, cause: str, how: str) -> None:
+def test_how_a_process_died(
+    tmp_path: Path, record: dict[str, Any] | None, cause: str, how: str
+) -> None:
     run, group = started(tmp_path)
     ProgressFile(run.spec.progress(1)).set(7, "optimizer")
     if record is not None:
-        record = {"pid": run.ray.actors[1].pid, "boot": exit_record.boot_id(), "monotonic": 1.0} | record
+        record = {
+            "pid": run.ray.actors[1].pid,
+            "boot": exit_record.boot_id(),
+            "monotonic": 1.0,
+        } | record
         run.spec.exit_record(1).write_text(json.dumps(record))
     group.event_at = run.ray.time.now
     result, failure = group.result(dead(ActorDiedError()), 1)
@@ -303,14 +336,30 @@ def test_the_end_of_a_long_log(tmp_path: Path) -> None:
     assert failure.detail.splitlines() == ["end of its log:", *lines]
 
 
-@pytest.mark.parametrize(("kind", "retry", "detail"), [("exception", True, "Traceback"), ("refused", False, "")])
+@pytest.mark.parametrize(
+    ("kind", "retry", "detail"), [("exception", True, "Traceback"), ("refused", False, "")]
+)
 def test_an_error_that_was_returned(tmp_path: Path, kind: str, retry: bool, detail: str) -> None:
     _, group = started(tmp_path)
-    error = {"ok": False, "kind": kind, "exit_code": 4, "error": "ValueError", "message": "x", "traceback": "Traceback"}
+    error = {
+        "ok": False,
+        "kind": kind,
+        "exit_code": 4,
+        "error": "ValueError",
+        "message": "x",
+        "traceback": "Traceback",
+    }
     _, failure = group.result(Ref(error | {"step": 3, "phase": "eval"}, True), 2)
     assert failure
-    assert (failure.cause, failure.retry, failure.exit_code, failure.detail) == (kind, retry, 4, detail)
-    assert failure.title == "rank 2 (pid 1002, node 10.0.0.2) failed in eval of step 3: ValueError: x"
+    assert (failure.cause, failure.retry, failure.exit_code, failure.detail) == (
+        kind,
+        retry,
+        4,
+        detail,
+    )
+    assert (
+        failure.title == "rank 2 (pid 1002, node 10.0.0.2) failed in eval of step 3: ValueError: x"
+    )
 
 
 @pytest.mark.parametrize(
@@ -318,13 +367,19 @@ def test_an_error_that_was_returned(tmp_path: Path, kind: str, retry: bool, deta
     [
         ([(5, "backward"), (5, "forward"), (5, "backward")], [9, 9, 9], [], [1]),
         ([(5, "backward"), (5, "backward"), (5, "backward")], [9, 9, 9], [], [2]),  # one of equals
-        ([(5, "backward"), (5, "backward"), (5, "backward")], [9, 8, 9], [], [1]),  # it left one out
-        ([(5, "forward"), (5, "backward"), (5, "backward")], [9, 9, 9], [2], [2]),  # does not answer: that is certain
+        # It left one out
+        ([(5, "backward"), (5, "backward"), (5, "backward")], [9, 8, 9], [], [1]),
+        # Does not answer: that is certain
+        ([(5, "forward"), (5, "backward"), (5, "backward")], [9, 9, 9], [2], [2]),
         ([(5, "forward"), (5, "forward"), (6, "forward")], [9, 9, 9], [], [0, 1]),
     ],
 )
 def test_which_rank_hangs(
-    tmp_path: Path, positions: list[tuple[int, str]], collectives: list[int], frozen: list[int], ended: list[int]
+    tmp_path: Path,
+    positions: list[tuple[int, str]],
+    collectives: list[int],
+    frozen: list[int],
+    ended: list[int],
 ) -> None:
     run, group = started(tmp_path)
     watchdog = Watchdog(group.members, 60.0, run.ray.time.monotonic)
@@ -332,7 +387,10 @@ def test_which_rank_hangs(
     for slot, position in enumerate(positions):
         ProgressFile(run.spec.progress(slot)).set(*position)
         watchdog.update(slot, Position(1, "init"), 0.0)  # the file is newer
-        run.ray.actors[slot].frozen, run.ray.actors[slot].collectives = slot in frozen, collectives[slot]
+        run.ray.actors[slot].frozen, run.ray.actors[slot].collectives = (
+            slot in frozen,
+            collectives[slot],
+        )
     group.end_hung(watchdog, collector)
     for failure in collector.failures:
         said = "" if failure.rank in frozen else f" after {collectives[failure.rank]} collectives"

@@ -13,9 +13,15 @@ from nanoray.bench.harness.report import Report, Row, condition
 
 @contextmanager
 def figure(
-    report: Report, path: Path, size: tuple[float, float] = (11, 3.6), grid: tuple[int, int] = (1, 2), note: str = ""
+    report: Report,
+    path: Path,
+    size: tuple[float, float] = (11, 3.6),
+    grid: tuple[int, int] = (1, 2),
+    note: str = "",
 ) -> Iterator[list[Any]]:
-    """Yield the axes of a figure of `grid` rows and columns; write it with its conditions, and `note`, at the foot."""
+    """Yield the axes of a figure of `grid` rows and columns; write it with its conditions, and
+    `note`, at the foot.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -24,7 +30,8 @@ def figure(
     drawn, axes = pyplot.subplots(*grid, figsize=size, layout="constrained", squeeze=False)
     try:
         yield list(axes.flat)
-        foot = [line for text in (note, footer(report)) for line in wrap(text, int(17 * size[0]))]  # 17 to an inch
+        # 17 to an inch
+        foot = [line for text in (note, footer(report)) for line in wrap(text, int(17 * size[0]))]
         drawn.supxlabel("\n".join(foot), fontsize=7)
         drawn.savefig(path, dpi=150)
     finally:
@@ -40,10 +47,15 @@ def footer(report: Report) -> str:
 
 
 def whiskers(rows: Sequence[Row], quartiles: bool = False) -> list[list[float]]:
-    """Return the error bars of medians: down to the lowest value and up to the highest, or the quartiles."""
+    """Return the error bars of medians: down to the lowest value and up to the highest, or the
+    quartiles.
+    """
     ends = [row.quartiles if quartiles else (min(row.values), max(row.values)) for row in rows]
     pairs = list(zip(rows, ends, strict=True))
-    return [[row.median - low for row, (low, _) in pairs], [high - row.median for row, (_, high) in pairs]]
+    return [
+        [row.median - low for row, (low, _) in pairs],
+        [high - row.median for row, (_, high) in pairs],
+    ]
 
 
 def bars(axes: Any, rows: Sequence[Row], quartiles: bool = False, **style: Any) -> None:

@@ -30,7 +30,11 @@ class Line(NamedTuple):
 def write(path: Path, sections: Sequence[Section], texts: Mapping[str, str]) -> None:
     """Write the page of these reports, whole or not at all."""
     reports = [section.report for section in sections]
-    shared = {k: v for k, v in reports[0].conditions.items() if all(r.conditions.get(k) == v for r in reports)}
+    shared = {
+        k: v
+        for k, v in reports[0].conditions.items()
+        if all(r.conditions.get(k) == v for r in reports)
+    }
     page = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     ).from_string(TEMPLATE.read_text(encoding="utf-8"))
@@ -42,7 +46,9 @@ def write(path: Path, sections: Sequence[Section], texts: Mapping[str, str]) -> 
             {
                 "report": report,
                 "text": texts.get(report.bench, ""),
-                "conditions": _told({k: v for k, v in report.conditions.items() if k not in shared}),
+                "conditions": _told(
+                    {k: v for k, v in report.conditions.items() if k not in shared}
+                ),
                 "failures": [failure.partition("\n") for failure in report.failures],
                 "lines": [line(row) for row in report.rows],
                 "compared": any(row.wrong is not None for row in report.rows),
@@ -63,7 +69,9 @@ def line(row: Row) -> Line:
     if row.n < 2 or not row.median > 0:
         return Line(cells(row), row.median if row.values else "", (), kind)
     ends = min(row.values), *row.quartiles, max(row.values)
-    marks = tuple(round(100 * min(max((v / row.median - 1) / STRIP / 2 + 0.5, 0), 1), 2) for v in ends)
+    marks = tuple(
+        round(100 * min(max((v / row.median - 1) / STRIP / 2 + 0.5, 0), 1), 2) for v in ends
+    )
     return Line(cells(row), row.median, marks, kind)
 
 

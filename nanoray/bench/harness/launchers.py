@@ -1,4 +1,6 @@
-"""The ways to start one training, and what one run took: read from its files and, for CPU time, from /proc."""
+"""The ways to start one training, and what one run took: read from its files and, for CPU time,
+from /proc.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,19 @@ class Moments:
     whole_run_s: float
     step_ms: float
     imports_s: float  # interpreter, and the imports before main()
-    until_rank_s: float  # from there to the moment when rank 0 begins to train: launcher, Ray, placement, dataset
-    until_step_s: float  # from there to the end of the first optimizer step: process group, model, warm-up, step
+    # From there to the moment when rank 0 begins to train: launcher, Ray, placement, dataset
+    until_rank_s: float
+    # From there to the end of the first optimizer step: process group, model, warm-up, step
+    until_step_s: float
     after_s: float  # from the last record to the exit of the command: checkpoint, teardown
     last_loss: float
-    rank_cpu_ms: float | None = None  # CPU time per step of all ranks together; None: too few steps to measure it
+    # CPU time per step of all ranks together; None: too few steps to measure it
+    rank_cpu_ms: float | None = None
     all_cpu_ms: float | None = None  # the same with the launcher's processes, and Ray's
-    group_s: float | None = None  # of until_step_s: until the ranks have met; None: the rank's log does not say
-    model_s: float | None = None  # until model, optimizer and data are there, and equal on all ranks
+    # Of until_step_s: until the ranks have met; None: the rank's log does not say
+    group_s: float | None = None
+    # Until model, optimizer and data are there, and equal on all ranks
+    model_s: float | None = None
     warm_up_s: float | None = None
     one_step_s: float | None = None
 
@@ -64,25 +71,46 @@ NOT_TOLD = "its rank 0 does not log it"
 TOO_SHORT = f"the steps took less than two looks at /proc, {SAMPLE_S:g} s apart"
 
 
-def command(arm: str, workers: int, recipe: list[str], address: str, python_path: str = sys.executable) -> list[str]:
+def command(
+    arm: str, workers: int, recipe: list[str], address: str, python_path: str = sys.executable
+) -> list[str]:
     """Return the command line that starts `recipe` in the way of `arm`."""
     python, ranks = [python_path, "-m"], ["--workers", str(workers)]
     if arm == "plain":
         return [*python, "nanoray.train", *recipe]
     if arm == "torchrun":
-        # Static rendezvous, its default: `--standalone` starts 0.4 s later. The port: not the one others may use.
+        # Static rendezvous, its default: `--standalone` starts 0.4 s later. The port: not the one
+        # others may use.
         port = f"--master-port={free_port()}"
-        return [*python, "torch.distributed.run", f"--nproc-per-node={workers}", port, "-m", "nanoray.train", *recipe]
-    peers = {"torchft": "nanoray.bench.torchft_peer"}
-    module = "nanoray.launch" if arm.startswith("ray") else peers.get(arm, "nanoray.bench.ray_train_peer")
+        return [
+            *python,
+            "torch.distributed.run",
+            f"--nproc-per-node={workers}",
+            port,
+            "-m",
+            "nanoray.train",
+            *recipe,
+        ]
+    peers = {"torchft": "nanoray.bench.peers.torchft_peer"}
+    module = (
+        "nanoray.launch"
+        if arm.startswith("ray")
+        else peers.get(arm, "nanoray.bench.peers.ray_train_peer")
+    )
     where = "local" if arm.endswith("-init") else address
     return [*python, module, "--ray_address", where, *ranks, *recipe]
 
 
 def run_once(
-    argv: list[str], env: Mapping[str, str], folder: Path, timeout_s: float, steps: int, head: Child | None = None
+    argv: list[str],
+    env: Mapping[str, str],
+    folder: Path,
+    timeout_s: float,
+    steps: int,
+    head: Child | None = None,
 ) -> Moments:
-    """Run one command that trains `steps` steps into `folder`; return its moments. Raises ChildFailed.
+    """Run one command that trains `steps` steps into `folder`; return its moments. Raises
+    ChildFailed.
 
     `head` is the Ray head that starts its ranks, for launchers that use one.
     """
@@ -93,24 +121,34 @@ def run_once(
         try:
             return moments(folder, child.started, whole_s, steps, used)
         except (LookupError, ValueError, OSError) as error:
-            raise ChildFailed(f"it ended well, but left no readable run ({error!r})\n{child.tail()}") from None
+            raise ChildFailed(
+                f"it ended well, but left no readable run ({error!r})\n{child.tail()}"
+            ) from None
 
 
 class CpuTime:
     """The CPU time of a run's processes, sampled from /proc while it runs."""
 
     def __init__(self, folder: Path, sessions: set[int]) -> None:
-        """`folder` holds the run, whose logs name its ranks; `sessions` are those of its launcher and of Ray."""
+        """`folder` holds the run, whose logs name its ranks; `sessions` are those of its launcher
+        and of Ray.
+        """
         self._folder, self._sessions = folder, sessions
         self._used: dict[int, float] = {}  # by pid; a process that has ended keeps what it had used
-        self.samples: list[tuple[float, float, float]] = []  # Unix seconds; CPU seconds of the ranks, and of all
+        # Unix seconds; CPU seconds of the ranks, and of all
+        self.samples: list[tuple[float, float, float]] = []
 
     def look(self) -> None:
         """Take a sample, once the ranks have begun their logs."""
-        logs = [log.read_text(encoding="utf-8", errors="replace") for log in self._folder.glob("*/logs/rank*.log")]
+        logs = [
+            log.read_text(encoding="utf-8", errors="replace")
+            for log in self._folder.glob("*/logs/rank*.log")
+        ]
         ranks = {int(pid) for log in logs for pid in RANK_PID.findall(log)}
         found = all_processes()
-        self._used |= {pid: cpu_s for pid, (of, cpu_s) in found.items() if of in self._sessions or pid in ranks}
+        self._used |= {
+            pid: cpu_s for pid, (of, cpu_s) in found.items() if of in self._sessions or pid in ranks
+        }
         if logs and len(ranks) == len(logs):
             of_ranks = sum(self._used.get(pid, 0.0) for pid in ranks)
             self.samples.append((time.time(), of_ranks, sum(self._used.values())))
@@ -118,8 +156,8 @@ class CpuTime:
     def per_step(self, done: Sequence[tuple[float, int]]) -> tuple[float, float] | None:
         """Return the milliseconds of CPU time per step, of the ranks and of all processes.
 
-        `done` holds (Unix seconds, steps done) of the records; what is sampled outside of them is not training. None
-        when fewer than two samples lie between the first record and the last.
+        `done` holds (Unix seconds, steps done) of the records; what is sampled outside of them is
+        not training. None when fewer than two samples lie between the first record and the last.
         """
         inside = [sample for sample in self.samples if done[0][0] <= sample[0] <= done[-1][0]]
         if len(inside) < 2:
@@ -136,19 +174,31 @@ def _steps_at(at: float, done: Sequence[tuple[float, int]]) -> float:
     return s0 + (s1 - s0) * (at - t0) / (t1 - t0)
 
 
-def moments(out_dir: Path, started: float, whole_s: float, steps: int, used: CpuTime | None = None) -> Moments:
-    """Read the moments of the only run in `out_dir`, in seconds after `started` (Unix seconds of the command).
+def moments(
+    out_dir: Path, started: float, whole_s: float, steps: int, used: CpuTime | None = None
+) -> Moments:
+    """Read the moments of the only run in `out_dir`, in seconds after `started` (Unix seconds of
+    the command).
 
-    All clocks are this host's wall clock. Raises LookupError or ValueError when a run has other steps than asked for.
+    All clocks are this host's wall clock. Raises LookupError or ValueError when a run has other
+    steps than asked for.
     """
     (run,) = [path.parent for path in out_dir.glob("*/run.json")]
-    records: list[dict[str, Any]] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records: list[dict[str, Any]] = [
+        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
     if records[0]["step"] != 1 or records[-1]["step"] != steps:
-        raise ValueError(f"steps {records[0]['step']} to {records[-1]['step']} instead of 1 to {steps}")
+        raise ValueError(
+            f"steps {records[0]['step']} to {records[-1]['step']} instead of 1 to {steps}"
+        )
     main_s = json.loads((run / "run.json").read_text())["started"] - started
     rank_s, *met = (at - started for at in _times(run / "logs" / "rank0.log"))
     first_s, last_s = (records[i]["time"] - started for i in (0, -1))
-    parts = [b - a for a, b in itertools.pairwise((rank_s, *met, first_s))] if met else [None] * (1 + len(MET))
+    parts = (
+        [b - a for a, b in itertools.pairwise((rank_s, *met, first_s))]
+        if met
+        else [None] * (1 + len(MET))
+    )
     cpu_ms = used.per_step([(r["time"], r["step"]) for r in records]) if used else None
     return Moments(
         first_step_s=first_s,
@@ -169,7 +219,8 @@ def moments(out_dir: Path, started: float, whole_s: float, steps: int, used: Cpu
 
 
 def _times(log: Path) -> list[float]:
-    """Return the Unix seconds at which a rank began its log, and those of MET if they are all there.
+    """Return the Unix seconds at which a rank began its log, and those of MET if they are all
+    there.
 
     A line begins with local time: "2026-11-21 10:15:00,123 INFO met the group".
     """

@@ -1,4 +1,6 @@
-"""What a run left behind: actors and placement groups, processes, files in shared memory and temporary folders."""
+"""What a run left behind: actors and placement groups, processes, files in shared memory and
+temporary folders.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 SHARED = ("/dev/shm", "/tmp")  # where every user may write
-SETTLE_S = 15.0  # Ray ends the actors of a driver that is gone within two seconds; a node that is busy takes longer
+# Ray ends the actors of a driver that is gone within two seconds; a node that is busy takes longer
+SETTLE_S = 15.0
 
 _ON_CLUSTER = """
 import json, os, ray
@@ -27,7 +30,9 @@ print(json.dumps(left))
 
 
 def on_cluster(env: Mapping[str, str]) -> list[str]:
-    """Return the actors and placement groups that live on the cluster of RAY_ADDRESS, polled until none is left."""
+    """Return the actors and placement groups that live on the cluster of RAY_ADDRESS, polled until
+    none is left.
+    """
     deadline = time.monotonic() + SETTLE_S
     while True:
         command = [sys.executable, "-c", _ON_CLUSTER]
@@ -40,7 +45,9 @@ def on_cluster(env: Mapping[str, str]) -> list[str]:
 
 
 def _newest_list(text: str) -> list[str]:
-    """Return the newest line that is a JSON list: Ray logs to stdout, too, also after the last line of the program."""
+    """Return the newest line that is a JSON list: Ray logs to stdout, too, also after the last line
+    of the program.
+    """
     for line in reversed(text.splitlines()):
         with suppress(ValueError):
             if isinstance(found := json.loads(line), list):
@@ -49,10 +56,15 @@ def _newest_list(text: str) -> list[str]:
 
 
 def processes(marker: str, wait_s: float = SETTLE_S) -> list[str]:
-    """Return the living processes, but this one, whose command line or environment holds `marker`, after a wait."""
+    """Return the living processes, but this one, whose command line or environment holds `marker`,
+    after a wait.
+    """
     deadline = time.monotonic() + wait_s
     while True:
-        left = [f"process {pid}: {' '.join(words)[:120]}" for pid, words in _naming(marker.encode()).items()]
+        left = [
+            f"process {pid}: {' '.join(words)[:120]}"
+            for pid, words in _naming(marker.encode()).items()
+        ]
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.2)
@@ -71,16 +83,25 @@ def _naming(marker: bytes) -> dict[int, list[str]]:
 
 def entries() -> set[str]:
     """Return the entries of the folders where every user may write."""
-    return {f"{folder}/{name}" for folder in SHARED if os.path.isdir(folder) for name in os.listdir(folder)}
+    return {
+        f"{folder}/{name}"
+        for folder in SHARED
+        if os.path.isdir(folder)
+        for name in os.listdir(folder)
+    }
 
 
 def abandoned(before: set[str]) -> list[str]:
     """Return our user's new entries that no living process names, opens, maps or listens at.
 
-    What others on this machine use is named, sooner or later, in the command, environment, memory map or open files of
-    one of their processes; what this program used is not, once all of its processes have ended.
+    What others on this machine use is named, sooner or later, in the command, environment, memory
+    map or open files of one of their processes; what this program used is not, once all of its
+    processes have ended.
     """
-    new, deadline = {path for path in entries() - before if _is_ours(path)}, time.monotonic() + SETTLE_S
+    new, deadline = (
+        {path for path in entries() - before if _is_ours(path)},
+        time.monotonic() + SETTLE_S,
+    )
     while new and time.monotonic() < deadline:
         time.sleep(1.0)
         text = _in_use()

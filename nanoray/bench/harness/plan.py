@@ -1,4 +1,6 @@
-"""What benchmarks that start whole trainings share: flags, arms, the recipe, the Ray head, and arms that fail."""
+"""What benchmarks that start whole trainings share: flags, arms, the recipe, the Ray head, and arms
+that fail.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, ray_head, scratch_folder
+from nanoray.bench.harness.processes import (
+    Child,
+    ChildFailed,
+    arm_environment,
+    ray_head,
+    scratch_folder,
+)
 from nanoray.bench.harness.report import Report, Row, say
 from nanoray.config import load_config, refuse_unknown
 from nanoray.data.prepare import prepare
+from nanoray.devices.slots import Slots
 from nanoray.errors import ConfigError
-from nanoray.mesh.devices import Slots
 
 SEE_FAILED = "see FAILED below"
 
@@ -52,7 +60,9 @@ def add_data_flags(parser: argparse.ArgumentParser, dataset: str = "auto") -> No
 
 def add_settings_flag(parser: argparse.ArgumentParser, what: str) -> None:
     """Add --settings, which `settings_of` reads. `what`: what the keys replace."""
-    parser.add_argument("--settings", metavar="KEY=VALUE,...", default="", help=f"keys that replace {what}")
+    parser.add_argument(
+        "--settings", metavar="KEY=VALUE,...", default="", help=f"keys that replace {what}"
+    )
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, str]:
@@ -60,14 +70,20 @@ def settings_of(args: argparse.Namespace) -> dict[str, str]:
     try:
         return dict(part.split("=", 1) for part in args.settings.split(",") if part)
     except ValueError:
-        raise ConfigError(f"settings = {args.settings}: not KEY=VALUE,...; write for example n_embd=256") from None
+        raise ConfigError(
+            f"settings = {args.settings}: not KEY=VALUE,...; write for example n_embd=256"
+        ) from None
 
 
 def add_training_flags(parser: argparse.ArgumentParser, preset: str, timeout_s: float) -> None:
     """Add the flags that say what is trained, on what, and how long a run may take."""
-    parser.add_argument("--workers", type=int, metavar="W", help="ranks [every GPU or slice, else 2 on CPU]")
+    parser.add_argument(
+        "--workers", type=int, metavar="W", help="ranks [every GPU or slice, else 2 on CPU]"
+    )
     parser.add_argument("--device", default="auto", help="as in nanoray.launch [auto]")
-    parser.add_argument("--preset", default=preset, help="the recipe of all launchers [%(default)s]")
+    parser.add_argument(
+        "--preset", default=preset, help="the recipe of all launchers [%(default)s]"
+    )
     add_data_flags(parser)
     late = "seconds after which a run has failed [%(default)g]"
     parser.add_argument("--timeout_s", type=float, default=timeout_s, help=late)
@@ -89,7 +105,12 @@ class Plan:
 
     def recipe(self, flags: Mapping[str, object]) -> list[str]:
         """Return the command line of the recipe, which is the same for all launchers."""
-        own = {"preset": self.args.preset, "eval_every": 0, "sample_tokens": 0, "device": self.args.device}
+        own = {
+            "preset": self.args.preset,
+            "eval_every": 0,
+            "sample_tokens": 0,
+            "device": self.args.device,
+        }
         return words(own | data_flags(self.args) | dict(flags))
 
     def fail(self, report: Report, arm: str, error: Exception) -> None:
@@ -101,24 +122,40 @@ class Plan:
         report.failures.append(text)
         say(f"FAILED  {text}")
 
-    def row(self, arm: str, metric: str, unit: str, values: Sequence[float], note: str = "", **more: Any) -> Row:
+    def row(
+        self, arm: str, metric: str, unit: str, values: Sequence[float], note: str = "", **more: Any
+    ) -> Row:
         """Return a row of an arm, without values if the arm has failed."""
         broken = arm in self.broken
-        return Row(arm, metric, unit, () if broken else tuple(values), note, SEE_FAILED if broken else "", **more)
+        return Row(
+            arm,
+            metric,
+            unit,
+            () if broken else tuple(values),
+            note,
+            SEE_FAILED if broken else "",
+            **more,
+        )
 
     def start_head(self, report: Report, users: Sequence[str], stack: ExitStack) -> None:
         """Start the Ray head that these arms share, if there are any; it ends with `stack`."""
         try:
             if users:
-                self.address, self.head = stack.enter_context(ray_head(self.folder / "ray", self.env, self.slots))
+                self.address, self.head = stack.enter_context(
+                    ray_head(self.folder / "ray", self.env, self.slots)
+                )
         except (ChildFailed, OSError) as error:
             for arm in users:
                 self.fail(report, arm, error)
 
 
 @contextmanager
-def planned(args: argparse.Namespace, arms: list[str], slots: Slots) -> Iterator[tuple[Plan, ExitStack]]:
-    """Yield a plan with a scratch folder and its dataset prepared, so that no arm pays for that; remove all of it."""
+def planned(
+    args: argparse.Namespace, arms: list[str], slots: Slots
+) -> Iterator[tuple[Plan, ExitStack]]:
+    """Yield a plan with a scratch folder and its dataset prepared, so that no arm pays for that;
+    remove all of it.
+    """
     with scratch_folder() as folder, ExitStack() as stack:
         note = prepare(load_config(preset=args.preset, overrides=dict(data_flags(args)))).note
         env = arm_environment() | {"TMPDIR": str(folder / "tmp")}

@@ -1,8 +1,9 @@
-"""Processes that a benchmark starts, and ends: each with a log, a time limit and nothing left behind.
+"""Processes that a benchmark starts, and ends: each with a log, a time limit and nothing left
+behind.
 
-Every child leads a session of its own, and what it starts stays in that session (Ray's daemons and workers do), so
-ending a child means SIGTERM, and then SIGKILL for what is left of its session. Nothing is found by name: `ray stop`
-would end every Ray of this host.
+Every child leads a session of its own, and what it starts stays in that session (Ray's daemons and
+workers do), so ending a child means SIGTERM, and then SIGKILL for what is left of its session.
+Nothing is found by name: `ray stop` would end every Ray of this host.
 """
 
 from __future__ import annotations
@@ -24,17 +25,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from nanoray.devices.host import available_cpus
+from nanoray.devices.slots import Slots
 from nanoray.faults.proc import cpu_seconds, stat_of
-from nanoray.mesh.devices import Slots, available_cpus
 
 TAIL_LINES = 12
 GRACE_S = 10.0  # between the request to end and the kill
 CLUSTER_START_S = 90.0
 # What a launcher sets for its ranks, or Ray for its clients, must not reach an arm from outside.
-_NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RAY_ADDRESS")
+_NOT_INHERITED = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "RAY_ADDRESS",
+)
 
 
-start_process: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen  # a caller may have a faster way
+# A caller may have a faster way
+start_process: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
 
 
 class ChildFailed(Exception):
@@ -44,7 +55,9 @@ class ChildFailed(Exception):
 class Child:
     """A child process and everything it starts. Leaving the `with` block ends all of it."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path, pipes: bool = False) -> None:
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], log: Path, pipes: bool = False
+    ) -> None:
         """Start `command`; its output goes to `log`, or with `pipes` only stderr does."""
         self.log = log
         pipe = subprocess.PIPE if pipes else None
@@ -66,8 +79,11 @@ class Child:
     def __exit__(self, *_: object) -> None:
         self.end()
 
-    def wait(self, timeout_s: float, meanwhile: Callable[[], object] | None = None, every_s: float = 60.0) -> float:
-        """Wait for a good end, calling `meanwhile` now and then; return the seconds from start to exit.
+    def wait(
+        self, timeout_s: float, meanwhile: Callable[[], object] | None = None, every_s: float = 60.0
+    ) -> float:
+        """Wait for a good end, calling `meanwhile` now and then; return the seconds from start to
+        exit.
 
         Raises ChildFailed.
         """
@@ -95,7 +111,9 @@ class Child:
             raise ChildFailed(f"it is gone\n{self.tail()}") from None
 
     def answer(self, timeout_s: float) -> dict[str, Any]:
-        """Return the JSON line that a child with pipes writes. Raises ChildFailed when none comes in time."""
+        """Return the JSON line that a child with pipes writes. Raises ChildFailed when none comes
+        in time.
+        """
         assert self.process.stdout is not None
         line, deadline = b"", time.monotonic() + timeout_s
         while not line.endswith(b"\n"):
@@ -105,18 +123,24 @@ class Child:
             part = os.read(self.process.stdout.fileno(), 65536)
             if not part:
                 self.process.wait(GRACE_S)
-                raise ChildFailed(f"exit code {self.process.returncode} before it answered\n{self.tail()}")
+                raise ChildFailed(
+                    f"exit code {self.process.returncode} before it answered\n{self.tail()}"
+                )
             line += part
         return json.loads(line)
 
     def tail(self) -> str:
         """Return the last lines of the log."""
         with contextlib.suppress(OSError):
-            return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:])
+            return "\n".join(
+                self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+            )
         return ""
 
     def end(self) -> None:
-        """End the child: SIGTERM to it and time to tidy up, then SIGKILL to whatever its session still holds."""
+        """End the child: SIGTERM to it and time to tidy up, then SIGKILL to whatever its session
+        still holds.
+        """
         for stream in (self.process.stdin, self.process.stdout):
             if stream:
                 stream.close()
@@ -137,12 +161,16 @@ class Child:
 
 
 def session_members(session: int) -> dict[int, float]:
-    """Return the living processes of a session and the CPU seconds each has used; empty where there is no /proc."""
+    """Return the living processes of a session and the CPU seconds each has used; empty where there
+    is no /proc.
+    """
     return {pid: seconds for pid, (of, seconds) in all_processes().items() if of == session}
 
 
 def all_processes() -> dict[int, tuple[int, float]]:
-    """Return the session and the CPU seconds of every living process; empty where there is no /proc."""
+    """Return the session and the CPU seconds of every living process; empty where there is no
+    /proc.
+    """
     found = {}
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if name.isdigit() and (fields := stat_of(int(name))):
@@ -152,7 +180,8 @@ def all_processes() -> dict[int, tuple[int, float]]:
 
 @contextmanager
 def scratch_folder(prefix: str = "nrb-") -> Iterator[Path]:
-    """Make a folder for the runs of a benchmark, with a tmp/ that is to be the TMPDIR of its children; remove it.
+    """Make a folder for the runs of a benchmark, with a tmp/ that is to be the TMPDIR of its
+    children; remove it.
 
     Its path is short: Ray's sockets lie below it, and a socket's path has at most 107 characters.
     """
@@ -166,14 +195,22 @@ def scratch_folder(prefix: str = "nrb-") -> Iterator[Path]:
 
 
 def arm_environment() -> dict[str, str]:
-    """Return the environment of every arm. Ray's token is set here: a cluster without one runs code for anyone."""
-    env = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED and not k.startswith("TORCHELASTIC_")}
+    """Return the environment of every arm. Ray's token is set here: a cluster without one runs code
+    for anyone.
+    """
+    env = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in _NOT_INHERITED and not k.startswith("TORCHELASTIC_")
+    }
     env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     return env | {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1"}
 
 
 def answers_only() -> Callable[[dict[str, Any]], None]:
-    """Keep stdout for JSON lines, and return the function that writes one; what else is printed goes to stderr."""
+    """Keep stdout for JSON lines, and return the function that writes one; what else is printed
+    goes to stderr.
+    """
     stream = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -185,14 +222,18 @@ def answers_only() -> Callable[[dict[str, Any]], None]:
 
 
 def free_port() -> int:
-    """Return a port that was free just now. For programs that refuse port 0: another process may take it first."""
+    """Return a port that was free just now. For programs that refuse port 0: another process may
+    take it first.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def python_in(folder: Path) -> str:
-    """Return a path of this interpreter below `folder`: Ray writes it unquoted into shell lines, so without a space."""
+    """Return a path of this interpreter below `folder`: Ray writes it unquoted into shell lines, so
+    without a space.
+    """
     python = folder / "venv" / "bin" / Path(sys.executable).name
     folder.mkdir(exist_ok=True)
     if not python.parent.parent.is_symlink():
@@ -201,7 +242,9 @@ def python_in(folder: Path) -> str:
 
 
 def current_cluster(folder: Path) -> str:
-    """Return the address of the head that keeps its files in `folder`: written a moment after Ray says that it runs."""
+    """Return the address of the head that keeps its files in `folder`: written a moment after Ray
+    says that it runs.
+    """
     file, deadline = folder / "ray_current_cluster", time.monotonic() + CLUSTER_START_S
     while not (address := file.read_text(encoding="utf-8").strip() if file.exists() else ""):
         if time.monotonic() > deadline:
@@ -211,12 +254,28 @@ def current_cluster(folder: Path) -> str:
 
 
 def head_command(folder: Path, *flags: str) -> list[str]:
-    """Return a `ray start --head` with ports and files of its own, so that other Rays of this host do not matter.
+    """Return a `ray start --head` with ports and files of its own, so that other Rays of this host
+    do not matter.
 
-    Ray keeps its files in `folder`. The path must be short: sockets lie below it, and theirs may have 107 characters.
+    Ray keeps its files in `folder`. The path must be short: sockets lie below it, and theirs may
+    have 107 characters.
     """
-    command = [python_in(folder), "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
-    ports = ("port", "dashboard-port", "dashboard-agent-listen-port", "min-worker-port", "max-worker-port")
+    command = [
+        python_in(folder),
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        "--head",
+        "--block",
+        "--disable-usage-stats",
+    ]
+    ports = (
+        "port",
+        "dashboard-port",
+        "dashboard-agent-listen-port",
+        "min-worker-port",
+        "max-worker-port",
+    )
     command += [f"--{port}=0" for port in ports]  # 0: any free one
     return [*command, "--dashboard-host=127.0.0.1", f"--temp-dir={folder}", *flags]
 
@@ -226,7 +285,8 @@ def without_client_server(params: Any, head: bool) -> None:
     params.ray_client_server_port = None
 
 
-# Of a `ray start`. The hook is called with its parameters. A drain at SIGTERM would take 30 s, and nobody waits for it.
+# Of a `ray start`. The hook is called with its parameters. A drain at SIGTERM would take 30 s, and
+# nobody waits for it.
 HEAD_ENV = {
     "RAY_START_HOOK": f"{__name__}.{without_client_server.__name__}",
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
@@ -234,14 +294,22 @@ HEAD_ENV = {
 
 
 @contextmanager
-def ray_head(folder: Path, env: Mapping[str, str], slots: Slots, cpus: int = 0) -> Iterator[tuple[str, Child]]:
-    """Run a Ray head with `cpus` CPUs (0: this machine's) and `slots.devices`; yield its address. Ends it at the end.
+def ray_head(
+    folder: Path, env: Mapping[str, str], slots: Slots, cpus: int = 0
+) -> Iterator[tuple[str, Child]]:
+    """Run a Ray head with `cpus` CPUs (0: this machine's) and `slots.devices`; yield its address.
+    Ends it at the end.
 
-    Ray listens on all interfaces even when it is given 127.0.0.1: the token in `env` keeps others out.
+    Ray listens on all interfaces even when it is given 127.0.0.1: the token in `env` keeps others
+    out.
 
-    `folder` must have a short path: Ray's sockets lie in it, and a socket's path has at most 107 characters.
+    `folder` must have a short path: Ray's sockets lie in it, and a socket's path has at most 107
+    characters.
     """
-    resources = [f"--num-cpus={cpus or max(1, int(available_cpus()))}", f"--num-gpus={len(slots.devices)}"]
+    resources = [
+        f"--num-cpus={cpus or max(1, int(available_cpus()))}",
+        f"--num-gpus={len(slots.devices)}",
+    ]
     command = head_command(folder, *resources, f"--object-store-memory={80 * 2**20}")
     env = {**env, **HEAD_ENV}
     if slots.devices:

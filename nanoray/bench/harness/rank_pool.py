@@ -1,10 +1,12 @@
-"""Ranks for benchmarks: one process group that stays alive over several calls, however its processes are started.
+"""Ranks for benchmarks: one process group that stays alive over several calls, however its
+processes are started.
 
     with RankPool(where) as pool:
         for event in pool.run("module:function", order):
             ...
 
-The function is called as function(mesh, order, emit) on every rank; what rank 0 emits arrives here, one by one.
+The function is called as function(mesh, order, emit) on every rank; what rank 0 emits arrives here,
+one by one.
 """
 
 from __future__ import annotations
@@ -20,12 +22,15 @@ from typing import Any
 from nanoray.bench.harness.processes import GRACE_S
 from nanoray.bench.harness.ranks import LAUNCHERS, START_S, Link, Where, open_link
 from nanoray.bench.harness.report import Report
+from nanoray.devices.gpus import discover_gpus
+from nanoray.devices.host import available_cpus
+from nanoray.devices.slots import local_slots
 from nanoray.errors import ConfigError, WorkerFailed
-from nanoray.mesh.devices import available_cpus, discover_gpus, local_slots
 from nanoray.mesh.rendezvous import RankDevice, Rendezvous, choose_backend, rendezvous_of
 
 POLL_S = 0.1
-DRAIN_S = 1.5  # a survivor's "connection reset" may arrive before the death that caused it is reported
+# A survivor's "connection reset" may arrive before the death that caused it is reported
+DRAIN_S = 1.5
 
 
 class RankFailed(WorkerFailed):
@@ -42,30 +47,53 @@ def add_where_flags(parser: argparse.ArgumentParser, cpu_workers: int = 2) -> No
     parser.add_argument("--workers", type=int, metavar="N", help=every)
     how = "what starts them (default: this command, or torchrun if that has started it)"
     parser.add_argument("--launcher", choices=LAUNCHERS, help=how)
-    parser.add_argument("--device", choices=("auto", "cuda", "mig", "cpu"), default="auto", help="what a rank runs on")
-    parser.add_argument("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="of the process group")
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cuda", "mig", "cpu"),
+        default="auto",
+        help="what a rank runs on",
+    )
+    parser.add_argument(
+        "--backend", choices=("auto", "nccl", "gloo"), default="auto", help="of the process group"
+    )
     share = "more ranks than GPUs or slices: they take turns on them (without torchrun and Ray)"
     parser.add_argument("--share_devices", action="store_true", help=share)
-    parser.add_argument("--ray_address", default="auto", help="HOST:PORT, or local (default: RAY_ADDRESS, else local)")
     parser.add_argument(
-        "--timeout_s", type=float, default=600.0, help="a rank that is silent for so many seconds has failed"
+        "--ray_address",
+        default="auto",
+        help="HOST:PORT, or local (default: RAY_ADDRESS, else local)",
+    )
+    parser.add_argument(
+        "--timeout_s",
+        type=float,
+        default=600.0,
+        help="a rank that is silent for so many seconds has failed",
     )
     parser.set_defaults(cpu_workers=cpu_workers)
 
 
 def where_from(args: argparse.Namespace) -> Where:
-    """Read the flags, with torchrun's environment and this machine's devices for what they leave open."""
+    """Read the flags, with torchrun's environment and this machine's devices for what they leave
+    open.
+    """
     under_torchrun = "RANK" in os.environ
     launcher = args.launcher or ("torchrun" if under_torchrun else "processes")
     if (launcher == "torchrun") != under_torchrun:
         remedy = "start it as `torchrun --nproc-per-node N -m nanoray.bench ...`, or choose another launcher"
         if under_torchrun:
             remedy = "every rank of torchrun would start ranks of its own; drop the flag, or run without torchrun"
-        raise ConfigError(f"launcher = {launcher}, RANK = {os.environ.get('RANK', 'not set')}; {remedy}")
+        raise ConfigError(
+            f"launcher = {launcher}, RANK = {os.environ.get('RANK', 'not set')}; {remedy}"
+        )
     if args.share_devices and launcher != "processes":
-        raise ConfigError(f"share_devices, but launcher = {launcher}; only ranks of this command can share devices")
+        raise ConfigError(
+            f"share_devices, but launcher = {launcher}; only ranks of this command can share "
+            "devices"
+        )
     if args.timeout_s <= 0 or (args.workers is not None and args.workers < 1):
-        raise ConfigError(f"workers = {args.workers}, timeout_s = {args.timeout_s:g}; both must be above 0")
+        raise ConfigError(
+            f"workers = {args.workers}, timeout_s = {args.timeout_s:g}; both must be above 0"
+        )
     workers = args.workers
     if under_torchrun:
         world = Rendezvous.from_env(os.environ).world_size
@@ -73,13 +101,26 @@ def where_from(args: argparse.Namespace) -> Where:
             raise ConfigError(f"workers = {workers}, but torchrun started {world}; drop --workers")
         workers = world
     elif workers is None:
-        if launcher == "ray" and args.ray_address != "local" and (args.ray_address != "auto" or _cluster()):
+        if (
+            launcher == "ray"
+            and args.ray_address != "local"
+            and (args.ray_address != "auto" or _cluster())
+        ):
             raise ConfigError(
-                "how many ranks? The size of the cluster is not known before it is used; give --workers N"
+                "how many ranks? The size of the cluster is not known before it is used; give "
+                "--workers N"
             )
         slots = local_slots(args.device, None, discover_gpus(), available_cpus())
         workers = slots.workers if slots.devices else args.cpu_workers
-    return Where(workers, launcher, args.device, args.backend, args.ray_address, args.timeout_s, args.share_devices)
+    return Where(
+        workers,
+        launcher,
+        args.device,
+        args.backend,
+        args.ray_address,
+        args.timeout_s,
+        args.share_devices,
+    )
 
 
 def _cluster() -> str:
@@ -87,12 +128,17 @@ def _cluster() -> str:
 
 
 class RankPool:
-    """Ranks that joined one process group. Leaving the `with` block ends everything that was started."""
+    """Ranks that joined one process group. Leaving the `with` block ends everything that was
+    started.
+    """
 
     def __init__(self, where: Where) -> None:
-        """Check what can be checked. Raises PlacementError or ConfigError before any device is taken."""
+        """Check what can be checked. Raises PlacementError or ConfigError before any device is
+        taken.
+        """
         self.where = where
-        self.facts: list[dict[str, Any]] = []  # per rank: rank, host, pid, device, name, uuid, threads
+        # Per rank: rank, host, pid, device, name, uuid, threads
+        self.facts: list[dict[str, Any]] = []
         self.backend, self.backend_reason = "none", ""
         self.nccl: str | None = None
         self._link: Link = open_link(where)
@@ -102,7 +148,9 @@ class RankPool:
     def __enter__(self) -> RankPool:
         try:
             self._link.start()
-            hellos = self._link.everyone(self._all("hello", dict.fromkeys(self._link.ranks, ()), START_S))
+            hellos = self._link.everyone(
+                self._all("hello", dict.fromkeys(self._link.ranks, ()), START_S)
+            )
             version = hellos[0]["nccl"]
             self.nccl = ".".join(map(str, version)) if version else None
             records = self._rendezvous(hellos)
@@ -117,15 +165,20 @@ class RankPool:
         self._link.end()
 
     def run(self, function: str, order: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Call "module:function" on every rank; yield what rank 0 emits, to its end. Begins when iterated.
+        """Call "module:function" on every rank; yield what rank 0 emits, to its end. Begins when
+        iterated.
 
         Raises RankFailed when a rank dies or raises; the pool cannot be used afterwards.
         """
         own = dict.fromkeys(self._link.ranks, (function, order))
         yield from self._events("run", own, self.where.timeout_s + GRACE_S, function)
 
-    def _all(self, method: str, arguments: dict[int, tuple[Any, ...]], silence_s: float) -> list[dict[str, Any]]:
-        for _ in self._events(method, arguments, silence_s, {"hello": "start", "meet": "join"}[method]):
+    def _all(
+        self, method: str, arguments: dict[int, tuple[Any, ...]], silence_s: float
+    ) -> list[dict[str, Any]]:
+        for _ in self._events(
+            method, arguments, silence_s, {"hello": "start", "meet": "join"}[method]
+        ):
             pass
         return [self._results[rank] for rank in self._link.ranks]
 
@@ -134,11 +187,14 @@ class RankPool:
     ) -> Iterator[dict[str, Any]]:
         """Let all ranks run `method`, yield rank 0's events, keep the results. Raises RankFailed."""
         if self._pending:
-            raise RuntimeError(f"the ranks are still busy with {self._phase}: read its events to the end first")
+            raise RuntimeError(
+                f"the ranks are still busy with {self._phase}: read its events to the end first"
+            )
         self._phase, self._results, self._pending = phase, {}, set(arguments)
         for rank, values in arguments.items():
             self._link.send(rank, method, values)
-        failures: dict[int, tuple[int, str]] = {}  # rank -> how near to the root (lower is nearer), what it is
+        # Rank -> how near to the root (lower is nearer), what it is
+        failures: dict[int, tuple[int, str]] = {}
         last_sign, give_up = time.monotonic(), float("inf")
         while self._pending and time.monotonic() < give_up:
             messages = self._link.receive(POLL_S)
@@ -158,12 +214,15 @@ class RankPool:
                 silent = ", ".join(map(str, sorted(self._pending)))
                 raise RankFailed(
                     min(self._pending),
-                    f"no sign of rank {silent} for {silence_s:g} s in {phase}; raise --timeout_s if that is too short"
+                    f"no sign of rank {silent} for {silence_s:g} s in {phase}; raise --timeout_s "
+                    "if that is too short"
                     f"\n{self._link.tail(min(self._pending))}",
                 )
         if failures:
             rank = min(failures, key=lambda r: (failures[r][0], r))
-            raise RankFailed(rank, f"rank {rank}{self._place(rank)} in {phase}: {failures[rank][1]}".rstrip())
+            raise RankFailed(
+                rank, f"rank {rank}{self._place(rank)} in {phase}: {failures[rank][1]}".rstrip()
+            )
 
     def _place(self, rank: int) -> str:
         fact = self.facts[rank] if self.facts else None
@@ -181,7 +240,14 @@ class RankPool:
         ranks = rendezvous_of([h["node"] for h in hellos], choice, hellos[0]["secret"])
         return [
             # The store is up already, on rank 0 or at torchrun's agent.
-            replace(r, master_addr=addr, master_port=port, device=h["device"], threads=h["threads"], agent_store=True)
+            replace(
+                r,
+                master_addr=addr,
+                master_port=port,
+                device=h["device"],
+                threads=h["threads"],
+                agent_store=True,
+            )
             for r, h in zip(ranks, hellos, strict=True)
         ]
 

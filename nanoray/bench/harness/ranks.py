@@ -4,8 +4,8 @@
     ray         one actor per slot of a cluster, or of a local Ray
     torchrun    this process is a rank itself
 
-An order is a method of Rank with its arguments. A message of a rank is {"event": ...} while it runs, and at the end of
-an order {"done": ...}, {"error": ..., "collective": ...} or {"died": ...}.
+An order is a method of Rank with its arguments. A message of a rank is {"event": ...} while it
+runs, and at the end of an order {"done": ...}, {"error": ..., "collective": ...} or {"died": ...}.
 """
 
 from __future__ import annotations
@@ -30,11 +30,21 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nanoray import __version__
-from nanoray.bench.harness.processes import GRACE_S, TAIL_LINES, Child, ChildFailed, answers_only, arm_environment
+from nanoray.bench.harness.processes import (
+    GRACE_S,
+    TAIL_LINES,
+    Child,
+    ChildFailed,
+    answers_only,
+    arm_environment,
+)
 from nanoray.config import make_config
+from nanoray.devices.device import Device
+from nanoray.devices.gpus import discover_gpus, take_own_slice
+from nanoray.devices.host import available_cpus, cpu_name
+from nanoray.devices.slots import local_slots
 from nanoray.errors import ConfigError
 from nanoray.faults.cause import is_collective_error
-from nanoray.mesh.devices import Device, available_cpus, cpu_name, discover_gpus, local_slots, take_own_slice
 from nanoray.mesh.mesh import Mesh, join
 from nanoray.mesh.rendezvous import RankDevice, Rendezvous, choose_backend, connect_store
 
@@ -65,7 +75,9 @@ class Rank:
         self._mesh: Mesh | None = None
 
     def answer(self, method: str, arguments: Any) -> dict[str, Any]:
-        """Call hello, meet or run; an exception becomes data, for the driver to compare with other ranks'."""
+        """Call hello, meet or run; an exception becomes data, for the driver to compare with other
+        ranks'.
+        """
         try:
             return {"done": getattr(self, method)(*arguments)}
         except Exception as error:
@@ -140,13 +152,16 @@ class Link(Protocol):
 
 
 class _Processes:
-    """Ranks as children of this process: orders go to their stdin, answers come from their stdout, line by line."""
+    """Ranks as children of this process: orders go to their stdin, answers come from their stdout,
+    line by line.
+    """
 
     def __init__(self, where: Where) -> None:
         asked = None if where.shared else where.workers
         slots = local_slots(where.device, asked, discover_gpus(), available_cpus())
         if slots.kind == "cpu":
-            local_slots("cpu", where.workers, [], available_cpus())  # refuses more ranks than the CPUs can run
+            # Refuses more ranks than the CPUs can run
+            local_slots("cpu", where.workers, [], available_cpus())
             choose_backend([RankDevice("cpu", "", "")], where.backend, None)
         self.ranks = range(where.workers)
         threads = max(1, int(available_cpus()) // where.workers)
@@ -155,13 +170,22 @@ class _Processes:
         for rank in self.ranks:
             device = devices[rank % len(devices)]
             self._slots.append(
-                {"rank": rank, "workers": where.workers, "kind": slots.kind, "node": platform.node()}
-                | {"gpu": device.parent_uuid if device else "", "uuid": device.uuid if device else ""}
+                {
+                    "rank": rank,
+                    "workers": where.workers,
+                    "kind": slots.kind,
+                    "node": platform.node(),
+                }
+                | {
+                    "gpu": device.parent_uuid if device else "",
+                    "uuid": device.uuid if device else "",
+                }
                 | {"device": "cuda:0" if device else "cpu", "addr": "127.0.0.1", "threads": threads}
                 | {"timeout_s": where.timeout_s}
             )
         self._children: list[Child] = []
-        self._open: dict[int, tuple[int, bytearray]] = {}  # file descriptor -> rank, what is no line yet
+        # File descriptor -> rank, what is no line yet
+        self._open: dict[int, tuple[int, bytearray]] = {}
         self._logs: Path | None = None
 
     def start(self) -> None:
@@ -185,7 +209,9 @@ class _Processes:
             part = os.read(fd, 1 << 16)
             if not part:
                 del self._open[fd]
-                messages.append((rank, {"died": f"{_ending(self._children[rank])}\n{self.tail(rank)}"}))
+                messages.append(
+                    (rank, {"died": f"{_ending(self._children[rank])}\n{self.tail(rank)}"})
+                )
             *lines, last = (rest + part).split(b"\n")
             rest[:] = last
             messages += [(rank, json.loads(line)) for line in lines]
@@ -207,7 +233,11 @@ class _Processes:
 def _ending(child: Child) -> str:
     """Return how a child has ended that closed its stdout."""
     code = child.process.wait(GRACE_S)
-    return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
+    return (
+        f"it was ended by {signal.Signals(-code).name}"
+        if code < 0
+        else f"it ended with exit code {code}"
+    )
 
 
 class _Actors:
@@ -218,10 +248,14 @@ class _Actors:
 
         values = {"workers": where.workers, "device": where.device, "backend": where.backend}
         # A configuration must have a batch size, although no batch is read.
-        self._config = make_config({"ray_address": where.ray_address, "micro_batch_size": 1, **values})
+        self._config = make_config(
+            {"ray_address": where.ray_address, "micro_batch_size": 1, **values}
+        )
         self._address, self._slots = ray_address(self._config), None
         if self._address == "local":
-            self._slots = local_slots(where.device, where.workers, discover_gpus(), available_cpus())
+            self._slots = local_slots(
+                where.device, where.workers, discover_gpus(), available_cpus()
+            )
         self.ranks, self._timeout_s = range(where.workers), where.timeout_s
         self._stack = ExitStack()
         self._actors: list[Any] = []
@@ -233,18 +267,26 @@ class _Actors:
 
         from nanoray.launch.placement import Placement, connected, strategy
 
-        self._stack.enter_context(redirect_stdout(sys.stderr))  # Ray prints, and stdout belongs to the report
+        # Ray prints, and stdout belongs to the report
+        self._stack.enter_context(redirect_stdout(sys.stderr))
         self._stack.enter_context(connected(self._address, self._slots))
         place = Placement.make(self._config)
         self._stack.callback(remove_placement_group, place.group)
         actor: Any = ray.remote(concurrency_groups={"control": 1})(_Actor)  # type: ignore[call-overload]
-        slot = {"workers": place.workers, "kind": place.kind, "threads": place.threads, "timeout_s": self._timeout_s}
+        slot = {
+            "workers": place.workers,
+            "kind": place.kind,
+            "threads": place.threads,
+            "timeout_s": self._timeout_s,
+        }
         for rank, index in enumerate(place.order):
             options = actor.options(
                 num_cpus=place.bundle["CPU"],
                 num_gpus=place.bundle.get("GPU", 0),
                 scheduling_strategy=strategy(place.group, index),
-                runtime_env=None if os.geteuid() == 0 else {"env_vars": {"RAY_worker_niceness": "0"}},
+                runtime_env=None
+                if os.geteuid() == 0
+                else {"env_vars": {"RAY_worker_niceness": "0"}},
                 max_restarts=0,
                 max_task_retries=0,
             )
@@ -267,7 +309,9 @@ class _Actors:
             try:
                 messages.append((rank, ray.get(ref)))
             except RayActorError as error:
-                messages.append((rank, {"died": f"its actor is gone: {' '.join(str(error).split())[:600]}"}))
+                messages.append(
+                    (rank, {"died": f"its actor is gone: {' '.join(str(error).split())[:600]}"})
+                )
             except RayError as error:
                 messages.append((rank, {"error": str(error), "collective": False}))
         return messages
@@ -300,8 +344,12 @@ class _Actor(Rank):
         devices = ",".join(bound_devices())
         slice_or_uuid = devices if devices.startswith(("MIG-", "GPU-")) else ""
         slot |= {"device": "cuda:0" if devices else "cpu", "addr": ray.util.get_node_ip_address()}
-        # Ray's ids of slices are UUIDs of slices, so slices of one node are taken for slices of one card.
-        slot |= {"node": ray.get_runtime_context().get_node_id(), "gpu": "" if slot["kind"] == "mig" else devices}
+        # Ray's ids of slices are UUIDs of slices, so slices of one node are taken for slices of one
+        # card.
+        slot |= {
+            "node": ray.get_runtime_context().get_node_id(),
+            "gpu": "" if slot["kind"] == "mig" else devices,
+        }
         self._queue: deque[dict[str, Any]] = deque()
         super().__init__(slot | {"uuid": slice_or_uuid}, self._queue.append)
 
@@ -311,7 +359,9 @@ class _Actor(Rank):
 
 
 class _Here:
-    """This process is one rank of torchrun. A call runs when it is sent; its events are read afterwards."""
+    """This process is one rank of torchrun. A call runs when it is sent; its events are read
+    afterwards.
+    """
 
     def __init__(self, rendezvous: Rendezvous, where: Where) -> None:
         import torch
@@ -319,18 +369,39 @@ class _Here:
         slices = take_own_slice(rendezvous.local_rank)
         gpus = torch.cuda.device_count() if where.device != "cpu" else 0
         if where.device in ("cuda", "mig") and not gpus:
-            raise ConfigError(f"device = {where.device}, but torch sees no GPU here; use --device cpu")
+            raise ConfigError(
+                f"device = {where.device}, but torch sees no GPU here; use --device cpu"
+            )
         device = f"cuda:{rendezvous.local_rank % gpus}" if gpus else "cpu"
         self.ranks = range(rendezvous.rank, rendezvous.rank + 1)
-        self._rendezvous, self._secret, self._round = rendezvous, f"nanoray/{rendezvous.public}/pool", 0
+        self._rendezvous, self._secret, self._round = (
+            rendezvous,
+            f"nanoray/{rendezvous.public}/pool",
+            0,
+        )
         self._messages: list[tuple[int, dict[str, Any]]] = []
-        slot = {"rank": rendezvous.rank, "workers": rendezvous.world_size, "node": platform.node(), "device": device}
-        slot |= {"kind": "cpu" if not gpus else "mig" if slices else "cuda", "uuid": "".join(slices)}
-        slot |= {"gpu": str(torch.cuda.get_device_properties(device).uuid) if gpus and not slices else ""}
+        slot = {
+            "rank": rendezvous.rank,
+            "workers": rendezvous.world_size,
+            "node": platform.node(),
+            "device": device,
+        }
+        slot |= {
+            "kind": "cpu" if not gpus else "mig" if slices else "cuda",
+            "uuid": "".join(slices),
+        }
+        slot |= {
+            "gpu": str(torch.cuda.get_device_properties(device).uuid) if gpus and not slices else ""
+        }
         slot |= {"threads": max(1, int(available_cpus()) // max(1, rendezvous.local_world_size))}
-        slot |= {"addr": rendezvous.master_addr, "timeout_s": where.timeout_s, "secret": rendezvous.secret}
+        slot |= {
+            "addr": rendezvous.master_addr,
+            "timeout_s": where.timeout_s,
+            "secret": rendezvous.secret,
+        }
         self._rank = Rank(slot, lambda event: self._messages.append((0, {"event": event})))
-        self._results: dict[str, Any] = {}  # a later pool of this process uses the same group: ranks join once
+        # A later pool of this process uses the same group: ranks join once
+        self._results: dict[str, Any] = {}
 
     def start(self) -> None:
         if self._rank.store is None and self._rendezvous.world_size > 1:
@@ -351,7 +422,9 @@ class _Here:
         if self._rank.store is None:
             return values
         self._round += 1
-        keys = [f"{self._secret}/{self._round}/{rank}" for rank in range(self._rendezvous.world_size)]
+        keys = [
+            f"{self._secret}/{self._round}/{rank}" for rank in range(self._rendezvous.world_size)
+        ]
         self._rank.store.set(keys[self.ranks[0]], json.dumps(values[0]))
         return [json.loads(self._rank.store.get(key)) for key in keys]
 
@@ -369,7 +442,11 @@ def _here(where: Where) -> _Here:
 
 def open_link(where: Where) -> Link:
     """Check what can be checked, start nothing yet. Raises PlacementError or ConfigError."""
-    links: dict[str, Callable[[Where], Link]] = {"processes": _Processes, "ray": _Actors, "torchrun": _here}
+    links: dict[str, Callable[[Where], Link]] = {
+        "processes": _Processes,
+        "ray": _Actors,
+        "torchrun": _here,
+    }
     return links[where.launcher](where)
 
 

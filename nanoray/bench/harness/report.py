@@ -1,4 +1,6 @@
-"""What a benchmark says: the conditions, rows of medians with their spread, ratios of pairs, targets and verdicts."""
+"""What a benchmark says: the conditions, rows of medians with their spread, ratios of pairs,
+targets and verdicts.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from typing import Any, NamedTuple
 
 from nanoray import __version__
 from nanoray.atomic import write_json
-from nanoray.mesh.devices import available_cpus, cpu_features, cpu_name, discover_gpus
+from nanoray.devices.gpus import discover_gpus
+from nanoray.devices.host import available_cpus, cpu_features, cpu_name
 from nanoray.mesh.rendezvous import runtime_nccl_version
 
 MIN_JUDGED = 5  # a target is judged from this many rounds on; fewer only show which way it points
@@ -69,18 +72,36 @@ class Row:
 
     @property
     def speed(self) -> str:
-        """Return what a ratio of times says of the upper one: neither, where its quartiles lie on both sides of 1."""
+        """Return what a ratio of times says of the upper one: neither, where its quartiles lie on
+        both sides of 1.
+        """
         low, high = self.quartiles
         return "faster than" if high < 1 else "slower than" if low > 1 else "as fast as"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row as it stands in the JSON file; without values it has `error` or `skipped`, and no median."""
-        row = self.extra | {"arm": self.arm, "metric": self.metric, "unit": self.unit, "note": self.note}
-        row |= {"n": self.n, "values": list(self.values), "median": self.median if self.values else None}
+        """Return the row as it stands in the JSON file; without values it has `error` or `skipped`,
+        and no median.
+        """
+        row = self.extra | {
+            "arm": self.arm,
+            "metric": self.metric,
+            "unit": self.unit,
+            "note": self.note,
+        }
+        row |= {
+            "n": self.n,
+            "values": list(self.values),
+            "median": self.median if self.values else None,
+        }
         row |= {} if self.wrong is None else {"wrong": self.wrong}
         if self.values:
             low, high = self.quartiles
-            row |= {"min": min(self.values), "max": max(self.values), "lower_quartile": low, "upper_quartile": high}
+            row |= {
+                "min": min(self.values),
+                "max": max(self.values),
+                "lower_quartile": low,
+                "upper_quartile": high,
+            }
         elif self.skipped and not self.error:
             return row | {"skipped": self.skipped}
         return row | ({} if self.values and not self.error else {"error": self.error or "no value"})
@@ -96,17 +117,29 @@ class Row:
         )
 
 
-_STATISTICS = {"n", "median", "min", "max", "lower_quartile", "upper_quartile"}  # they follow from the values
+# They follow from the values
+_STATISTICS = {"n", "median", "min", "max", "lower_quartile", "upper_quartile"}
 
 
 def ratio(name: str, metric: str, upper: Row, lower: Row, note: str = "") -> Row:
     """Return the row of `upper` / `lower`, one ratio per round.
 
-    Both sides of a ratio were measured in the same round, so a machine that is slow for a minute slows both and the
-    ratio stays. A ratio of two medians would compare one's good minute with the other's bad one.
+    Both sides of a ratio were measured in the same round, so a machine that is slow for a minute
+    slows both and the ratio stays. A ratio of two medians would compare one's good minute with the
+    other's bad one.
     """
-    values = tuple(u / v for u, v in zip(upper.values, lower.values, strict=False))  # a failed arm has fewer rounds
-    return Row(name, metric, "ratio", values, note, upper.error or lower.error, None, upper.skipped or lower.skipped)
+    # A failed arm has fewer rounds
+    values = tuple(u / v for u, v in zip(upper.values, lower.values, strict=False))
+    return Row(
+        name,
+        metric,
+        "ratio",
+        values,
+        note,
+        upper.error or lower.error,
+        None,
+        upper.skipped or lower.skipped,
+    )
 
 
 @dataclass(frozen=True)
@@ -126,7 +159,11 @@ class Target:
             return f"does not apply: {self.excuse}"
         if not self.row.values:
             return "not measured" if self.row.problem else f"does not apply: {self.row.skipped}"
-        reached = self.row.median <= self.limit if self.relation == "<=" else self.row.median >= self.limit
+        reached = (
+            self.row.median <= self.limit
+            if self.relation == "<="
+            else self.row.median >= self.limit
+        )
         if self.row.n < MIN_JUDGED:
             return f"{'ok' if reached else 'missed'}, not judged: n = {self.row.n} < {MIN_JUDGED}"
         return "ok" if reached else "MISSED"
@@ -137,7 +174,12 @@ class Target:
 
     def to_dict(self) -> dict[str, Any]:
         value = self.row.median if self.row.values else None
-        return {"target": self.text, "relation": self.relation, "limit": self.limit, "measured": value} | {
+        return {
+            "target": self.text,
+            "relation": self.relation,
+            "limit": self.limit,
+            "measured": value,
+        } | {
             "n": self.row.n,
             "verdict": self.verdict,
         }
@@ -159,7 +201,9 @@ class Report:
         return next((r for r in self.rows if (r.arm, r.metric) == (arm, metric)), None)
 
     def compare(self, upper: str, lower: str, metric: str, note: str = "") -> Row | None:
-        """Add the row of ratios `upper` / `lower` of a metric; None when one of the two was not asked for."""
+        """Add the row of ratios `upper` / `lower` of a metric; None when one of the two was not
+        asked for.
+        """
         above, below = self.row(upper, metric), self.row(lower, metric)
         if above is None or below is None:
             return None
@@ -168,9 +212,15 @@ class Report:
 
     @property
     def problems(self) -> list[str]:
-        """Return one line per failure, wrong result and missed target. Rows that a failure explains do not count."""
+        """Return one line per failure, wrong result and missed target. Rows that a failure explains
+        do not count.
+        """
         told = [failure.splitlines()[0] for failure in self.failures]
-        told += [f"{r.arm}, {r.metric}: {r.problem}" for r in self.rows if r.problem and (r.wrong or not told)]
+        told += [
+            f"{r.arm}, {r.metric}: {r.problem}"
+            for r in self.rows
+            if r.problem and (r.wrong or not told)
+        ]
         return told + [f"{t.text}: {t.verdict}" for t in self.targets if t.failed]
 
     @property
@@ -195,10 +245,13 @@ class Report:
     def read(cls, path: Path) -> Report:
         """Read conditions and rows of a written report back, to draw or to paste them again."""
         found = json.loads(path.read_text(encoding="utf-8"))
-        return cls(found["bench"], found["conditions"], [Row.from_dict(row) for row in found["rows"]])
+        return cls(
+            found["bench"], found["conditions"], [Row.from_dict(row) for row in found["rows"]]
+        )
 
     def lines(self, rows: Sequence[str] | None = None) -> list[str]:
-        """Return the conditions, the table, the failures, the targets, and OK or FAILED as the last line.
+        """Return the conditions, the table, the failures, the targets, and OK or FAILED as the last
+        line.
 
         `rows` is a benchmark's own table in place of `table`.
         """
@@ -210,13 +263,21 @@ class Report:
             lines += [f"FAILED  {first}", *("  | " + line for line in rest)]
         for target in self.targets:
             measured = f"{target.row.median:.3f}" if target.row.values else "no value"
-            lines.append(f"target  {target.text} {target.relation} {target.limit:g}: {measured}  {target.verdict}")
+            lines.append(
+                f"target  {target.text} {target.relation} {target.limit:g}: {measured}  "
+                f"{target.verdict}"
+            )
         if self.skipped:
             return [*lines, f"skipped  {self.skipped}"]
-        return [*lines, f"FAILED  {'; '.join(self.problems)}" if self.failed else f"OK  {self.counts}"]
+        return [
+            *lines,
+            f"FAILED  {'; '.join(self.problems)}" if self.failed else f"OK  {self.counts}",
+        ]
 
     def cell(self, arm: str, metric: str, spread: str = "quartiles") -> str:
-        """Return an arm's median with its `spread` (quartiles, range or none); FAILED, or "" without a value."""
+        """Return an arm's median with its `spread` (quartiles, range or none); FAILED, or ""
+        without a value.
+        """
         row = self.row(arm, metric)
         if row is None or not row.values:
             return "FAILED" if row and row.problem else ""
@@ -227,7 +288,9 @@ class Report:
 
     @property
     def summary(self) -> tuple[str, str, str, str]:
-        """Return the report's line in the table of all benchmarks: bench, verdict, seconds, first problem."""
+        """Return the report's line in the table of all benchmarks: bench, verdict, seconds, first
+        problem.
+        """
         text = self.problems[0] if self.failed else self.skipped or self.counts
         return self.bench, self.verdict, str(self.conditions.get("seconds", "")), text
 
@@ -238,7 +301,9 @@ class Report:
     @property
     def counts(self) -> str:
         skipped = sum(not r.values for r in self.rows if not r.problem)
-        return f"{len(self.rows)} rows, {len(self.targets)} target(s)" + (f", {skipped} skipped" if skipped else "")
+        return f"{len(self.rows)} rows, {len(self.targets)} target(s)" + (
+            f", {skipped} skipped" if skipped else ""
+        )
 
 
 def say(text: str) -> None:
@@ -247,7 +312,9 @@ def say(text: str) -> None:
 
 
 class Section(NamedTuple):
-    """What the page shows of one report besides itself: a figure as SVG text, a benchmark's own table and words."""
+    """What the page shows of one report besides itself: a figure as SVG text, a benchmark's own
+    table and words.
+    """
 
     report: Report
     svg: str = ""
@@ -270,16 +337,29 @@ def cells(row: Row) -> tuple[str, ...]:
     wrong = "" if row.wrong is None else str(row.wrong)
     if not row.values:
         why = row.problem or row.skipped
-        return row.arm, row.metric, row.unit, "FAILED" if row.problem else "skipped", "", "", "0", wrong, why
+        return (
+            row.arm,
+            row.metric,
+            row.unit,
+            "FAILED" if row.problem else "skipped",
+            "",
+            "",
+            "0",
+            wrong,
+            why,
+        )
     half, span = (
-        f"{number(low)} .. {number(high)}" for low, high in (row.quartiles, (min(row.values), max(row.values)))
+        f"{number(low)} .. {number(high)}"
+        for low, high in (row.quartiles, (min(row.values), max(row.values)))
     )
     note = "; ".join(filter(None, (row.error, row.note)))
     return row.arm, row.metric, row.unit, number(row.median), half, span, str(row.n), wrong, note
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Return the rows as aligned text; the column of wrong elements stands only where some row compared them."""
+    """Return the rows as aligned text; the column of wrong elements stands only where some row
+    compared them.
+    """
     lines = [HEADER, *map(cells, rows)]
     if all(row.wrong is None for row in rows):
         lines = [line[:7] + line[8:] for line in lines]
@@ -291,7 +371,8 @@ def aligned(lines: Sequence[Sequence[str]], right: set[int]) -> list[str]:
     width = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  ".join(
-            c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(line, width, strict=True))
+            c.rjust(w) if i in right else c.ljust(w)
+            for i, (c, w) in enumerate(zip(line, width, strict=True))
         ).rstrip()
         for line in lines
     ]
@@ -314,7 +395,10 @@ def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]
 
 def conditions(bench: str, argv: Sequence[str]) -> dict[str, Any]:
     """Return what the numbers depend on: versions, machine, load, date and command."""
-    installed = {name: next((d.version for d in metadata.distributions(name=name)), None) for name in ("torch", "ray")}
+    installed = {
+        name: next((d.version for d in metadata.distributions(name=name)), None)
+        for name in ("torch", "ray")
+    }
     features = cpu_features() & {"amx_bf16", "avx512_bf16", "avx512f", "avx2"}
     gpus = discover_gpus()
     if gpus:  # torch takes seconds to import, so only where it knows something
@@ -324,7 +408,11 @@ def conditions(bench: str, argv: Sequence[str]) -> dict[str, Any]:
         "command": shlex.join(["python", "-m", "nanoray.bench", bench, *argv]),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "versions": {"nanoray": __version__, "python": platform.python_version(), **installed},
-        "cpu": {"name": cpu_name(), "usable cores": available_cpus(), "features": " ".join(sorted(features))},
+        "cpu": {
+            "name": cpu_name(),
+            "usable cores": available_cpus(),
+            "features": " ".join(sorted(features)),
+        },
         "gpus": [f"{d.name} {d.profile}".strip() for d in gpus],
         "load": {"before": load_average()},
     }

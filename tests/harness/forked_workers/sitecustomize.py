@@ -1,11 +1,15 @@
-"""Python imports this at its start, in processes whose PYTHONPATH has this folder: see tests/harness/ray_workers.py."""
+"""Python imports this at its start, in processes whose PYTHONPATH has this folder: see
+tests/harness/ray_workers.py.
+"""
 
 import os
 import sys
 
 
 def hand_over(path: str, command: list[str]) -> None:
-    """Let the server at `path` fork a process that runs `command`, and live as long as that; or do nothing."""
+    """Let the server at `path` fork a process that runs `command`, and live as long as that; or do
+    nothing.
+    """
     import array
     import json
     import socket

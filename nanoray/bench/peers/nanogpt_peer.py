@@ -1,0 +1,150 @@
+"""nanoGPT's own train.py as a peer, from a folder that the user names: the same sizes, data, batch
+and threads.
+
+It runs as it is, in float32 and one process. With several ranks it cannot run without a GPU: it
+calls torch.cuda.set_device as soon as it finds RANK.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from nanoray.bench.harness.processes import Child, ChildFailed
+from nanoray.config import Config
+from nanoray.data.dataset import DatasetInfo
+
+LINE = re.compile(r"^iter (\d+): loss ([\d.]+), time ([\d.]+)ms", re.MULTILINE)
+EVALUATION = re.compile(r"^step (\d+): train loss [\d.]+, val loss ([\d.]+)", re.MULTILINE)
+LOOK_S = 0.1  # between two looks at what it has printed
+SETTLED = 5  # steps that do not count; nanoGPT leaves as many out of the MFU that it prints
+
+
+class _Reached(Exception):
+    """An evaluation has shown the loss that was wanted."""
+
+
+class NanoGPT:
+    """A folder in which nanoGPT's train.py finds what it wants, and its command line for a
+    configuration.
+    """
+
+    def __init__(self, source: Path, config: Config, data: DatasetInfo, folder: Path) -> None:
+        """Lay the folder out below `folder`: train.py's neighbours, the tokens, and meta.pkl with
+        the vocabulary.
+        """
+        self.folder = folder / "nanogpt"
+        tokens = self.folder / "data" / "bench"
+        tokens.mkdir(parents=True)
+        for file in source.glob("*.py"):
+            (self.folder / file.name).symlink_to(file.resolve())
+        for split in ("train", "val"):
+            found = np.fromfile(Path(data.path) / f"{split}.bin", dtype=data.dtype)
+            # All that it can read
+            (tokens / f"{split}.bin").write_bytes(found.astype(np.uint16).tobytes())
+        # It reads its vocabulary's size from a pickle. By hand: ( mark, d dict, V key, I number, s
+        # set, . end
+        (tokens / "meta.pkl").write_bytes(b"(dVvocab_size\nI%d\ns." % data.vocab_size)
+        self._config = config
+
+    def flags(self, **others: object) -> list[str]:
+        """Return the flags of train.py, for the recipe of the configuration."""
+        c = self._config
+        values: dict[str, object] = {
+            **{
+                "device": "cpu",
+                "compile": False,
+                "dataset": "bench",
+                "out_dir": "out",
+                "log_interval": 1,
+            },
+            # Its default, for GPUs, is a 16-bit type that it does not use on a CPU
+            **{"dtype": "float32"},
+            **{
+                "always_save_checkpoint": False,
+                "wandb_log": False,
+                "gradient_accumulation_steps": 1,
+            },
+            **{
+                "batch_size": c.global_batch_size,
+                "max_iters": c.max_steps,
+                "lr_decay_iters": c.max_steps,
+            },
+            **{
+                "learning_rate": c.lr,
+                "min_lr": c.min_lr,
+                "beta2": c.beta2,
+                "weight_decay": c.weight_decay,
+            },
+            **{
+                key: getattr(c, key)
+                for key in ("block_size", "n_layer", "n_head", "n_embd", "dropout", "bias")
+            },
+            **{"warmup_iters": c.warmup_steps},
+        }
+        return [f"--{key}={value}" for key, value in (values | others).items()]
+
+    def _command(self, **others: object) -> list[str]:
+        # It imports its neighbours, and executes one of them by a path relative to the folder that
+        # it runs in.
+        script = f"import os, runpy, sys; os.chdir({str(self.folder)!r}); sys.path.insert(0, '')"
+        return [
+            sys.executable,
+            "-c",
+            f"{script}; runpy.run_path('train.py', run_name='__main__')",
+            *self.flags(**others),
+        ]
+
+    def step_ms(self, steps: int, env: Mapping[str, str], timeout_s: float) -> float:
+        """Run `steps` steps, after some that do not count, in a process of their own; return their
+        median.
+
+        Raises ChildFailed.
+        """
+        command = self._command(max_iters=SETTLED + steps - 1, eval_interval=10**9, eval_iters=1)
+        with Child(command, env, self.folder / "output.log") as child:
+            child.wait(timeout_s)
+            lines = LINE.findall(child.log.read_text(encoding="utf-8"))
+            found = [float(ms) for step, _, ms in lines if int(step) >= SETTLED]
+            if not found:
+                raise ChildFailed(f"no line `iter N: loss L, time Tms`\n{child.tail()}")
+            return statistics.median(found)
+
+    def train(
+        self, target: float, env: Mapping[str, str], timeout_s: float
+    ) -> tuple[int, float, float]:
+        """Train until an evaluation of its own shows the loss `target`, else to the end of the
+        recipe.
+
+        Returns the last evaluation: step, seconds since the start, validation loss. The seconds are
+        those when its line was seen, at most LOOK_S after it was printed. Raises ChildFailed.
+        """
+        c, seen = self._config, dict[int, tuple[float, float]]()
+        command = self._command(
+            eval_interval=c.eval_every, eval_iters=max(1, c.eval_samples // c.global_batch_size)
+        )
+        with Child(command, env, self.folder / "output.log") as child:
+
+            def look() -> None:
+                at = time.time() - child.started
+                for step, loss in EVALUATION.findall(
+                    child.log.read_text(encoding="utf-8", errors="replace")
+                ):
+                    seen.setdefault(int(step), (at, float(loss)))
+                    if int(step) and float(loss) <= target:
+                        raise _Reached
+
+            with suppress(_Reached):
+                child.wait(timeout_s, look, LOOK_S)
+                look()
+            if not seen:
+                raise ChildFailed(f"no line `step N: train loss L, val loss L`\n{child.tail()}")
+        last = max(seen)
+        return last, *seen[last]

@@ -1,0 +1,129 @@
+"""The peer: nanoray's recipe inside Ray Train's TorchTrainer, with the flags of nanoray.launch.
+
+Ray Train places the workers, sets up the process group and watches them. Its train loop calls the
+same `train` as nanoray's own actors do: same data, model, DDP, engine and metrics files. Only the
+process group is Ray Train's: `meet` takes it over. The loop does not call `report()` on every
+logged step, as users of Ray Train do, because that waits for all ranks. Ray is found or started by
+the same function as in nanoray.launch. Ray Train may start its workers again `--max_failures`
+times; they go on from the newest of nanoray's own checkpoints.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import ray.train.torch
+
+from nanoray.checkpoint.resume import open_run
+from nanoray.cli import parse_args
+from nanoray.data.prepare import prepare
+from nanoray.devices.gpus import discover_gpus
+from nanoray.devices.host import available_cpus
+from nanoray.devices.slots import cpu_share, local_slots
+from nanoray.errors import NanorayError
+from nanoray.launch.__main__ import ray_address
+from nanoray.launch.placement import connected
+from nanoray.run import RunSpec
+
+
+def main(
+    argv: list[str] | None = None,
+    program: str = "python -m nanoray.bench.peers.ray_train_peer",
+    what: str = "Train under Ray Train's TorchTrainer: what nanoray.launch is measured against.",
+    loop: Callable[[dict[str, Any]], None] | None = None,
+    torch_config: Callable[[], Any] = lambda: None,
+) -> int:
+    """Run the peer and return its exit code. `loop` and `torch_config`: those of another peer on
+    Ray Train.
+    """
+    started = time.time()
+    try:
+        config = parse_args(sys.argv[1:] if argv is None else argv, program, what).config
+        settings = torch_config()
+        address, slots = ray_address(config), None
+        if address == "local":
+            workers = None if config.workers == "auto" else config.workers
+            slots = local_slots(config.device, workers, discover_gpus(), available_cpus())
+            config = config.model_copy(update={"workers": slots.workers})
+        dataset = prepare(config)
+        with connected(address, slots):
+            _fit(open_run(config, dataset, started), loop or train_loop, settings)
+    except NanorayError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _fit(spec: RunSpec, loop: Callable[[dict[str, Any]], None], torch_config: Any) -> None:
+    has = ray.cluster_resources()
+    use_gpu = spec.config.device != "cpu" and has.get("GPU", 0) > 0
+    workers = (
+        int(has["GPU"] if use_gpu else 2) if spec.config.workers == "auto" else spec.config.workers
+    )
+    # As nanoray.placement reserves them, on one node
+    cpus = 1.0 if use_gpu else cpu_share([has["CPU"]], workers)
+    trainer = ray.train.torch.TorchTrainer(
+        loop,
+        torch_config=torch_config,
+        train_loop_config={"spec": spec.to_dict(), "threads": max(1, int(cpus))},
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=workers,
+            use_gpu=use_gpu,
+            resources_per_worker={"CPU": cpus} | ({"GPU": 1} if use_gpu else {}),
+        ),
+        run_config=ray.train.RunConfig(
+            name="ray_train",
+            storage_path=str(spec.folder),
+            failure_config=ray.train.FailureConfig(max_failures=spec.config.max_failures),
+        ),
+    )
+    trainer.fit()
+
+
+def train_loop(args: dict[str, Any]) -> None:
+    """Train as one rank of Ray Train's process group. (all ranks)"""
+    import torch.distributed as dist
+
+    from nanoray.mesh.mesh import Mesh
+    from nanoray.mesh.rendezvous import Rendezvous
+    from nanoray.train.recipe import train
+
+    context, device = ray.train.get_context(), ray.train.torch.get_device()
+    rank, world = context.get_world_rank(), context.get_world_size()
+
+    def take_over(*_: Any) -> Mesh:
+        backend = dist.get_backend() if world > 1 else "none"
+        control = dist.new_group(backend="gloo") if world > 1 else None  # (all ranks)
+        return Mesh(
+            rank, world, context.get_local_rank(), device, backend, "Ray Train's choice", control
+        )
+
+    rendezvous = Rendezvous(
+        rank=rank, world_size=world, device=str(device), threads=args["threads"]
+    )
+    spec = RunSpec.from_dict(args["spec"])
+    attempt = [next_attempt(spec.folder) if rank == 0 else 0]
+    if world > 1:
+        dist.broadcast_object_list(attempt, src=0)  # (all ranks)
+    train(replace(spec, attempt=attempt[0]), rendezvous, meet=take_over)
+
+
+def next_attempt(folder: Path) -> int:
+    """Count this attempt of Ray Train's in the run's folder, and return its number from 0 on. (rank
+    0 only)
+    """
+    with (folder / "ray_train_attempts").open("a+", encoding="utf-8") as lines:
+        lines.write(f"{time.time():.3f}\n")
+        lines.seek(0)
+        return len(lines.readlines()) - 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

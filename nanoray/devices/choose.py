@@ -1,0 +1,112 @@
+"""Choose precision, attention and compiler for a device, each with its reason."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+
+from nanoray.config import Config
+from nanoray.errors import ConfigError
+from nanoray.kernel_options import auto_on_gpus, cannot_audit
+
+BF16_UNITS = frozenset({"amx_bf16", "avx512_bf16"})
+
+
+# --precision auto: narrower layers were not measured, or their casts cost more than bf16 gains (docs/step.md).
+BF16_MIN_WIDTH = {"flash": 256, "plain": 128}
+
+
+# --attention auto: the largest block_size at which plain attention was measured
+PLAIN_MAX_BLOCK = 256
+
+
+def choose_precision(
+    config: Config, kind: str, features: frozenset[str], bf16_gpu: bool | None = None
+) -> tuple[str, str]:
+    """Return the precision to train in, and why. `bf16_gpu`: every GPU of the run has compute
+    capability >= 8.
+
+    Raises ConfigError for one that this kind of device does not have.
+    """
+    if config.precision == "tf32" and (kind == "cpu" or bf16_gpu is False):
+        have = "there is none" if kind == "cpu" else "a GPU is older than compute capability 8"
+        raise ConfigError(f"precision = tf32 is a format of GPUs, but {have}; use precision fp32")
+    if config.precision != "auto":
+        return config.precision, "asked for"
+    if kind != "cpu":
+        if bf16_gpu or (bf16_gpu is None and kind == "mig"):
+            return "bf16", "every GPU multiplies bf16, which needs no loss scaler"
+        why = (
+            "no GPU is known to multiply"
+            if bf16_gpu is None
+            else "a GPU older than compute capability 8 lacks"
+        )
+        return "fp16", f"{why} bf16; fp16 runs with a loss scaler"
+    if config.model != "gpt":
+        return "fp32", "the gain of bf16 on a CPU was measured for GPTs only"
+    units = sorted(features & BF16_UNITS)
+    if not units:
+        return "fp32", "this CPU has neither amx_bf16 nor avx512_bf16"
+    attention = choose_attention(config, kind, "bf16", features)
+    told = f"with {attention} attention {units[0]} pays from width {BF16_MIN_WIDTH[attention]} on"
+    precision = "bf16" if config.n_embd >= BF16_MIN_WIDTH[attention] else "fp32"
+    return precision, f"{told}, and n_embd = {config.n_embd}"
+
+
+def require_compiler(config: Config, device: str) -> None:
+    """Raise ConfigError where `compile` cannot work."""
+    if config.compile == "cuda_graphs" and device == "cpu":
+        raise ConfigError(
+            "compile = cuda_graphs, but the device is a CPU, which has no kernels to launch; use "
+            "true"
+        )
+    if why := cannot_compile(device) if config.compile else "":
+        raise ConfigError(f"compile = true {why}, or use --compile false")
+
+
+def cannot_compile(device: str) -> str:
+    """Return why torch cannot compile for this device, and what helps, or "". Triton needs C on a
+    GPU.
+    """
+    if device != "cpu":
+        names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+        missing = f"needs a C compiler for a GPU, and {' or '.join(names)} is not on the PATH"
+        return (
+            ""
+            if any(map(shutil.which, names))
+            else f"{missing}; install gcc, name another one in CC"
+        )
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None:
+        return f"needs a C++ compiler for a CPU, and {compiler} is not on the PATH; install it, name another one in CXX"
+    if any(letter.isspace() for letter in sys.prefix):
+        return (
+            f"cannot work on a CPU from {sys.prefix}: torch passes this path to {compiler} "
+            "unquoted, and it has a "
+            "space; make the environment in another folder"
+        )
+    return ""
+
+
+def choose_attention(config: Config, kind: str, precision: str, features: frozenset[str]) -> str:
+    """Return flash, cudnn or plain: what was measured to be faster for `auto`. Raises ConfigError
+    if it cannot be.
+    """
+    if config.attention == "cudnn" and (kind == "cpu" or precision in ("fp32", "tf32")):
+        raise ConfigError(
+            f"attention = cudnn needs a GPU and 16 bits, but this is {kind} with {precision}; use "
+            "flash"
+        )
+    if kind != "cpu" and (why := cannot_audit(config)):
+        raise ConfigError(why)
+    if config.attention != "auto":
+        return config.attention
+    if kind != "cpu":
+        return auto_on_gpus(config)
+    # In bf16 torch's fused attention takes most of its time in its backward. With dropout torch has
+    # none on CPUs: what it does instead is plain attention with a slower dropout.
+    short = (
+        precision == "bf16" and bool(features & BF16_UNITS) and config.block_size <= PLAIN_MAX_BLOCK
+    )
+    return "plain" if short or config.dropout > 0 else "flash"

@@ -1,0 +1,147 @@
+"""Find this node's devices: GPUs and MIG slices with memory and peak speed, CPUs within their
+quota.
+
+Neither torch nor ray is imported here, so the driver starts fast. NVML is opened and closed in each
+call. MIG geometry and peaks are from NVIDIA's MIG User Guide and data sheets. A peak that is not in
+the table is None, never a guess.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from nanoray.devices.device import Device, Load
+from nanoray.devices.mig import _fractions, _profile_of
+
+T = TypeVar("T")
+
+
+def discover_gpus(nvml: Any = None) -> list[Device]:
+    """List whole GPUs, each followed by its MIG slices, filtered and ordered by
+    CUDA_VISIBLE_DEVICES.
+
+    Without a driver the list is empty. A GPU in CUDA_VISIBLE_DEVICES includes its slices. Indices
+    are NVML's (bus order), which may differ from CUDA's order by speed; ranks are bound by UUID, so
+    this does not matter.
+    """
+    devices: list[Device] = _ask(_read_gpus, [], nvml)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return devices if visible is None else _visible(devices, visible)
+
+
+def gpu_loads(nvml: Any = None) -> list[Load]:
+    """Return what each GPU and slice of `discover_gpus` does now, in its order."""
+    devices = discover_gpus(nvml)
+    return _ask(lambda nvml: [_read_load(nvml, device) for device in devices], [], nvml)
+
+
+def _read_load(nvml: Any, device: Device) -> Load:
+    def told(of: Callable[[Any], Any]) -> Any:
+        # Not supported by a slice, or not permitted in a container
+        with contextlib.suppress(nvml.NVMLError):
+            return of(nvml.nvmlDeviceGetHandleByUUID(device.uuid))
+        return None
+
+    return Load(
+        device,
+        told(lambda handle: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)),
+        told(lambda handle: int(nvml.nvmlDeviceGetMemoryInfo(handle).used)),
+        told(lambda handle: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3),
+        told(
+            lambda handle: tuple(
+                int(p.pid) for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+            )
+        ),
+    )
+
+
+def driver_version() -> str:
+    """Return the version of NVIDIA's driver, or "" without one."""
+    return _ask(lambda nvml: str(nvml.nvmlSystemGetDriverVersion()), "")
+
+
+def _ask(question: Callable[[Any], T], otherwise: T, nvml: Any = None) -> T:
+    """Return what `question` learns from NVML while it is open; `otherwise` without its module or a
+    driver.
+    """
+    try:
+        nvml = nvml or importlib.import_module("pynvml")
+    except ImportError:
+        return otherwise
+    with contextlib.suppress(nvml.NVMLError):
+        nvml.nvmlInit()
+        try:
+            return question(nvml)
+        finally:
+            nvml.nvmlShutdown()
+    return otherwise
+
+
+def take_own_slice(local_rank: int) -> list[str]:
+    """Leave one MIG slice of CUDA_VISIBLE_DEVICES to this process, and return it; empty where there
+    are none.
+
+    CUDA shows every process only the first of several. Call it before CUDA starts.
+    """
+    slices = [
+        d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d.startswith("MIG-")
+    ]
+    if len(slices) > 1:
+        slices = [slices[local_rank % len(slices)]]
+        os.environ["CUDA_VISIBLE_DEVICES"] = slices[0]
+    return slices
+
+
+def _read_gpus(nvml: Any) -> list[Device]:
+    devices: list[Device] = []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        with contextlib.suppress(nvml.NVMLError):  # a GPU that fell off the bus
+            devices += _read_gpu(nvml, index)
+    return devices
+
+
+def _read_gpu(nvml: Any, index: int) -> list[Device]:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    uuid, name = nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)
+    bf16 = nvml.nvmlDeviceGetCudaComputeCapability(handle)[0] >= 8
+    total, mig_mode = 0, False
+    with contextlib.suppress(nvml.NVMLError):  # not permitted in a container that has one slice
+        total = nvml.nvmlDeviceGetMemoryInfo(handle).total
+    with contextlib.suppress(nvml.NVMLError):  # not supported by this GPU
+        mig_mode = bool(nvml.nvmlDeviceGetMigMode(handle)[0])
+    found = [Device("cuda", index, uuid, name, total, uuid, mig_mode=mig_mode, bf16=bf16)]
+    for i in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle) if mig_mode else 0):
+        with contextlib.suppress(nvml.NVMLError):  # an empty place
+            part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, i)
+            part_uuid, attributes = (
+                nvml.nvmlDeviceGetUUID(part),
+                nvml.nvmlDeviceGetAttributes_v2(part),
+            )
+            profile = _profile_of(nvml.nvmlDeviceGetName(part), attributes, total)
+            label, memory = f"{name} MIG {profile or 'unknown'}", int(attributes.memorySizeMB) << 20
+            shares = _fractions(label)
+            found.append(
+                Device("mig", i, part_uuid, label, memory, uuid, profile, *shares, bf16=bf16)
+            )
+    return found
+
+
+def _visible(devices: list[Device], value: str) -> list[Device]:
+    """Apply CUDA's rule: the list ends at the first entry that names no device, or more than one."""
+    chosen: list[Device] = []
+    for token in (t.strip() for t in value.split(",")):
+        if token.isdecimal():
+            hits = [d.uuid for d in devices if d.kind == "cuda" and d.index == int(token)]
+        elif token.startswith(("GPU-", "MIG-")):
+            exact = [d.uuid for d in devices if d.uuid == token]
+            hits = exact or [d.uuid for d in devices if d.uuid.startswith(token)]
+        else:
+            hits = []
+        if len(hits) != 1:
+            break
+        chosen += [d for d in devices if hits[0] in (d.uuid, d.parent_uuid) and d not in chosen]
+    return chosen

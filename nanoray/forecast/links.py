@@ -1,0 +1,266 @@
+"""What a message costs on which link: topologies (YAML files of link speeds), and the seconds of
+collectives on them.
+
+    load_topology()     equal nodes of equal ranks    -> a link inside a node, one between nodes
+    all_reduce() ...    topology, ranks, bytes        -> seconds of latency and of transfer
+    placed()            layout, axis, topology        -> which link an axis uses, and its share of it
+
+Pure arithmetic, for any number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from nanoray.config import did_you_mean, refuse_unknown
+from nanoray.errors import ConfigError
+from nanoray.mesh.algorithms import cost
+from nanoray.mesh.layout import Layout
+
+TOPOLOGY_DIR = Path(__file__).resolve().parents[1] / "topologies"
+# Recursive doubling and flat send whole buffers all the time: at the size of gradient buckets they
+# never win.
+FLAT = ("ring", "tree", "double_tree", "halving_doubling")
+MODELS = (*FLAT, "two_level")
+
+
+def coefficients(algorithm: str, ranks: int, nbytes: int) -> tuple[float, float]:
+    """Return how many messages follow each other, and how many bytes pass through the busiest link.
+
+    An all-reduce takes alpha · the first + beta · the second. `backend` counts as ring: gloo has
+    nothing else, and NCCL's choice inside a node is one.
+    """
+    form = "ring" if algorithm == "backend" else algorithm
+    return cost(form, ranks, nbytes, 1.0, 0.0), cost(form, ranks, nbytes, 0.0, 1.0)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Link(_Strict):
+    """What a message costs, and how fast its bytes follow."""
+
+    alpha_us: Annotated[float, Field(ge=0)]
+    bandwidth_gb_per_s: Annotated[float, Field(gt=0)]
+
+    def costs(self) -> tuple[float, float]:
+        """Return alpha, seconds a message, and beta, seconds a byte."""
+        return 1e-6 * self.alpha_us, 1e-9 / self.bandwidth_gb_per_s
+
+
+class Topology(_Strict):
+    """Equal nodes of equal ranks. A link may be `fit`: what the sweep of this machine says."""
+
+    note: str = ""  # where the numbers come from
+    ranks_per_node: Annotated[int, Field(ge=1)]
+    intra: Link | Literal["fit"]  # between two ranks of a node, while all of them talk
+    inter: Link | Literal["fit"]  # between two nodes: all network cards of a node together
+    lanes: Annotated[int, Field(ge=1)] = 1  # collectives in flight: 1 in NCCL, 2 in gloo
+    # Of a rank; without it, what was measured here computes
+    peak_tflops: Annotated[float, Field(gt=0)] | None = None
+    mfu: Annotated[float, Field(gt=0, le=1)] = 0.4  # share of the peak that a rank alone reaches
+    memory_gb: Annotated[float, Field(gt=0)] | None = None  # of a rank's device, in 1e9 bytes
+
+    def filled(self, link: Link) -> Topology:
+        """Put the fitted link where the file says `fit`."""
+        return self.model_copy(
+            update={k: link for k in ("intra", "inter") if getattr(self, k) == "fit"}
+        )
+
+    @property
+    def levels(self) -> tuple[Link, Link]:
+        """Intra and inter link of a filled topology."""
+        assert isinstance(self.intra, Link), "fill it first"
+        assert isinstance(self.inter, Link), "fill it first"
+        return self.intra, self.inter
+
+
+def topology_names() -> list[str]:
+    """Return the names of the presets in nanoray/topologies."""
+    return sorted(path.stem for path in TOPOLOGY_DIR.glob("*.yaml"))
+
+
+def load_topology(name: str) -> Topology:
+    """Read a preset of nanoray/topologies, or a YAML file by its path. Raises ConfigError."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else TOPOLOGY_DIR / f"{name}.yaml"
+    if path.parent == TOPOLOGY_DIR and not path.is_file():
+        refuse_unknown(name, topology_names(), "topology")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return Topology.model_validate(values)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"cannot read topology {path}: {' '.join(str(error).split())}; check the file"
+        ) from None
+    except ValidationError as error:
+        raise ConfigError(f"topology {path}: {_problem(error, values)}") from None
+
+
+def _problem(error: ValidationError, values: Any) -> str:
+    """Say what is wrong with the first wrong key, with its value. A link has two readings: the one
+    meant is Link's.
+    """
+    items = [e for e in error.errors() if "Link" in e["loc"]] or error.errors()
+    # A typo also leaves its key missing
+    item = next((e for e in items if e["type"] == "extra_forbidden"), items[0])
+    loc = [str(part) for part in item["loc"] if not str(part).startswith(("Link", "literal"))]
+    if item["type"] == "extra_forbidden":
+        known = Link.model_fields if len(loc) > 1 else Topology.model_fields
+        return f"unknown key {'.'.join(loc)}; {did_you_mean(loc[-1], sorted(known))}"
+    if item["type"] == "missing":
+        return f"{'.'.join(loc)} is missing; add it"
+    text = item["msg"] if loc else "it must hold `key: value` lines"
+    return f"{'.'.join(loc) or 'its content'} = {item['input']!r}: {text}"
+
+
+class Cost(NamedTuple):
+    """What one collective takes: latencies overlap with those of another lane, transfers share the
+    link.
+    """
+
+    latency_s: float
+    transfer_s: float
+    cpu: float = 0.0  # cores that each rank's collective keeps busy while it runs: 0 on GPUs
+
+    @property
+    def seconds(self) -> float:
+        return self.latency_s + self.transfer_s
+
+
+def all_reduce(topology: Topology, algorithm: str, ranks: int, nbytes: int) -> Cost:
+    """Return the cost of an all-reduce of `nbytes` over `ranks` that fill node after node; no
+    switch blocks.
+
+    flat       Of the messages that follow each other, as many cross nodes as the algorithm needs among the nodes
+               alone; the bytes flow at the pace of the slowest link.
+    two_level  Ring reduce-scatter inside each node, the fastest flat all-reduce among the nodes (every rank its part,
+               so all network cards work), ring all-gather inside: three phases, one after the other.
+    best       The fastest of them, as a tuner would choose.
+    """
+    if ranks == 1:
+        return Cost(0.0, 0.0)
+    if algorithm == "best":
+        algorithm = best(topology, ranks, nbytes)
+    local = min(ranks, topology.ranks_per_node)
+    nodes = math.ceil(ranks / local)
+    intra, inter = (link.costs() for link in topology.levels)
+    if algorithm == "two_level":
+        inside = _flat("ring", local, nbytes, intra)
+        among = min((_flat(name, nodes, nbytes, inter) for name in FLAT), key=lambda c: c.seconds)
+        return Cost(inside.latency_s + among.latency_s, inside.transfer_s + among.transfer_s)
+    messages, moved = coefficients(algorithm, ranks, nbytes)
+    crossing = coefficients(algorithm, nodes, nbytes)[0] if nodes > 1 else 0.0
+    slowest = max(intra[1] if local > 1 else 0.0, inter[1] if nodes > 1 else 0.0)
+    return Cost(crossing * inter[0] + (messages - crossing) * intra[0], moved * slowest)
+
+
+def best(topology: Topology, ranks: int, nbytes: int) -> str:
+    """Return which algorithm is the fastest there."""
+    return min(MODELS, key=lambda name: all_reduce(topology, name, ranks, nbytes).seconds)
+
+
+def _flat(algorithm: str, ranks: int, nbytes: int, link: tuple[float, float]) -> Cost:
+    messages, moved = coefficients(algorithm, ranks, nbytes) if ranks > 1 else (0.0, 0.0)
+    return Cost(messages * link[0], moved * link[1])
+
+
+# The other collectives. `nbytes` is the whole tensor: what a rank has after an all-gather, or sends
+# in all-to-all.
+
+
+def all_gather(topology: Topology, ranks: int, nbytes: int) -> Cost:
+    """Return the cost of an all-gather: half a ring, flat or on two levels, whichever is faster
+    there.
+    """
+    if ranks == 1:
+        return Cost(0.0, 0.0)
+    local = min(ranks, topology.ranks_per_node)
+    intra, inter = (link.costs() for link in topology.levels)
+    inside, among = (
+        _flat("ring", local, nbytes, intra),
+        _flat("ring", math.ceil(ranks / local), nbytes, inter),
+    )
+    two = Cost(inside.latency_s + among.latency_s, inside.transfer_s + among.transfer_s)
+    whole = min(two, all_reduce(topology, "ring", ranks, nbytes), key=lambda c: c.seconds)
+    return Cost(whole.latency_s / 2, whole.transfer_s / 2)
+
+
+def all_to_all(topology: Topology, ranks: int, nbytes: int) -> Cost:
+    """Return the cost of sending each rank its part. Both links work at once; each message has its
+    latency.
+    """
+    if ranks == 1:
+        return Cost(0.0, 0.0)
+    local = min(ranks, topology.ranks_per_node)
+    intra, inter = (link.costs() for link in topology.levels)
+    part = nbytes / ranks
+    inside, outside = (local - 1) * part * intra[1], local * (ranks - local) * part * inter[1]
+    return Cost((local - 1) * intra[0] + (ranks - local) * inter[0], max(inside, outside))
+
+
+def send(topology: Topology, ranks: int, nbytes: int) -> Cost:
+    """Return the cost of a message to the next of `ranks`, over the slower link if any of them is
+    on another node.
+    """
+    if ranks == 1:
+        return Cost(0.0, 0.0)
+    link = topology.levels[ranks > topology.ranks_per_node]
+    return Cost(link.costs()[0], nbytes * link.costs()[1])
+
+
+# The groups of an axis on the nodes.
+
+
+class Place(NamedTuple):
+    """How a group of an axis lies on the nodes; where groups differ, the one that is worst off."""
+
+    ranks: int
+    local: int  # of them on one node
+    sharing: int  # groups whose bytes leave a node at the same time
+
+    @property
+    def inside(self) -> bool:
+        """Whether no group leaves its node."""
+        return self.local == self.ranks
+
+
+def placed(layout: Layout, axis: str, ranks_per_node: int) -> Place:
+    """Return how the groups of an axis lie. Rank r is on node r // ranks_per_node.
+
+    Besides dp, tp, pp and ep there is edp: the ranks that hold the same experts, dp/ep of them.
+    """
+    stride = {
+        "tp": 1,
+        "dp": layout.tp,
+        "ep": layout.tp,
+        "edp": layout.tp * layout.ep,
+        "pp": layout.tp * layout.dp,
+    }[axis]
+    size = layout.dp // layout.ep if axis == "edp" else getattr(layout, axis)
+    on_node = min(ranks_per_node, layout.world_size)
+    if layout.world_size <= ranks_per_node or ranks_per_node % (stride * size) == 0:
+        return Place(size, size, on_node // size)
+    per_node = max(1, ranks_per_node // stride)
+    local = (
+        per_node
+        if size > per_node
+        else math.gcd(per_node, size)
+        if ranks_per_node % stride == 0
+        else 1
+    )
+    return Place(size, local, max(1, on_node // local))
+
+
+def seen_by(topology: Topology, place: Place) -> Topology:
+    """Return the topology as one group has it: so many ranks a node, and its share of the link
+    between nodes.
+    """
+    _, inter = topology.levels
+    own = Link(alpha_us=inter.alpha_us, bandwidth_gb_per_s=inter.bandwidth_gb_per_s / place.sharing)
+    return topology.model_copy(update={"ranks_per_node": place.local, "inter": own})

@@ -1,0 +1,191 @@
+"""What the ranks of a group agree on before they exchange a gradient."""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import json
+import logging
+import platform
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanoray import __version__
+from nanoray.checkpoint.files import load, void_unfinished
+from nanoray.checkpoint.find import newest_valid
+from nanoray.config import Batch, Config
+from nanoray.data.prepare import prepare
+from nanoray.data.verify import sampled_hash
+from nanoray.devices.choose import choose_attention, choose_precision
+from nanoray.devices.device import Device
+from nanoray.devices.host import cpu_features
+from nanoray.errors import CheckpointError, ConfigError, DataError
+from nanoray.mesh.layout import Layout
+from nanoray.mesh.mesh import Mesh
+from nanoray.mesh.rendezvous import Rendezvous
+from nanoray.models.fp8 import EMULATED, in_hardware
+from nanoray.run import RunSpec
+from nanoray.train.hardware import hardware
+from nanoray.train.tasks import Task
+
+log = logging.getLogger("nanoray")
+
+
+def require_shared_folder(spec: RunSpec, rendezvous: Rendezvous) -> None:
+    """Raise when this node does not see the run's folder, or has a different dataset than the
+    driver.
+    """
+    if not (spec.folder / "run.json").exists():
+        raise ConfigError(
+            f"rank {rendezvous.rank} on {platform.node()} does not see the run's folder "
+            f"{spec.folder}; "
+            "give an --out_dir on storage that all nodes share"
+        )
+    if (
+        not spec.dataset.path.exists()
+        and prepare(spec.config).tokens_sha256 != spec.dataset.tokens_sha256
+    ):
+        raise DataError(
+            f"rank {rendezvous.rank} on {platform.node()} prepared different tokens of "
+            f"{spec.config.dataset} than "
+            "the driver did; give a --data_dir on storage that all nodes share"
+        )
+
+
+def facts(spec: RunSpec) -> dict[str, str]:
+    """Return what all ranks must agree on before they exchange a gradient: what each of them really
+    has.
+    """
+    config = json.dumps(spec.config.model_dump(), sort_keys=True)
+    return {
+        "configuration (sha256)": hashlib.sha256(config.encode()).hexdigest()[:16],
+        "nanoray": __version__,
+        "code of nanoray (sha256)": code_hash(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "dataset (sha256)": spec.dataset.tokens_sha256[:16],
+        "tokens on its disk (sampled sha256)": ""
+        if spec.dataset.kind == "own"
+        else sampled_hash(spec.dataset.path),
+        "attempt": str(spec.attempt),
+        "run folder": spec.folder.name,
+    }
+
+
+@cache
+def code_hash() -> str:
+    """Return a hash of the sources that decide what a step computes, as this process finds them."""
+    root, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
+    for room in ("mesh", "data", "devices", "models", "parallel", "checkpoint", "trace", "train"):
+        for path in sorted((root / room).rglob("*.py")):
+            digest.update(path.name.encode() + path.read_bytes())
+    digest.update((root / "state.py").read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def resolve_precision(config: Config, mesh: Mesh) -> tuple[str, str]:
+    """Return the precision that suits this rank, and the reason for it."""
+    cuda = mesh.device.type == "cuda"
+    bf16_gpu = torch.cuda.get_device_capability(mesh.device)[0] >= 8 if cuda else None
+    precision, why = choose_precision(config, mesh.device.type, cpu_features(), bf16_gpu)
+    return precision, f"{why}; {EMULATED}" if precision == "fp8" and not in_hardware(
+        mesh.device
+    ) else why
+
+
+def resolved(config: Config, mesh: Mesh, precision: str, settings: dict[str, Any]) -> Config:
+    """Return the configuration with what this rank's device decides, and what the task does."""
+    update = {"precision": precision, **settings}
+    if config.model == "gpt":
+        update["attention"] = choose_attention(config, mesh.device.type, precision, cpu_features())
+    return config.model_copy(update=update)
+
+
+def agree_on_precision(mesh: Mesh, own: tuple[str, str]) -> tuple[str, str]:
+    """Return one precision that all ranks support, and its reason. (all ranks)"""
+    proposals = mesh.gather(own)
+    choice = own
+    if proposals is not None and len({precision for precision, _ in proposals}) > 1:
+        lowest = "fp32" if any(precision == "fp32" for precision, _ in proposals) else "fp16"
+        choice = (lowest, f"ranks differ: {', '.join(precision for precision, _ in proposals)}")
+    return mesh.broadcast(choice)
+
+
+def told_of_group(spec: RunSpec, mesh: Mesh, step: int) -> dict[str, Any]:
+    """Return what a re-enactment needs to know of a group that goes on after `step`, for
+    certificate.py.
+    """
+    return {
+        "group": step,
+        "attempt": spec.attempt,
+        "resume": spec.resume,  # run.json has that of the newest command
+        "ranks": mesh.world_size,
+        "slots": mesh.slots,
+        "backend": mesh.backend,
+        "device": mesh.device.type,
+        "threads": torch.get_num_threads(),
+        "hardware": hardware(mesh),
+        "torch": str(torch.__version__),
+        "code": code_hash(),
+        "config": spec.config.model_dump(),
+    }
+
+
+def describe(
+    spec: RunSpec, batch: Batch, mesh: Mesh, device: Device | None, why_precision: str, task: Task
+) -> list[str]:
+    """Return the lines printed before training; each derived value has its reason."""
+    data, model = task.lines(batch)
+    where = f"CPU, {torch.get_num_threads()} thread(s) per rank"
+    if mesh.device.type == "cuda":
+        where = device.name if device else torch.cuda.get_device_name(mesh.device)
+    return [
+        f"nanoray {__version__} · run {spec.folder.name} · {mesh.world_size} rank(s) = "
+        f"{Layout.of(spec.config, mesh.world_size)} · backend {mesh.backend} "
+        f"({mesh.backend_reason}) · {where}",
+        data,
+        f"{model}, {spec.config.precision} ({why_precision})",
+        *spec.notes,
+    ]
+
+
+def find_checkpoint(spec: RunSpec) -> tuple[str, int, tuple[str, ...]]:
+    """Return the checkpoint to start from ("" for none), its step, and notes on damaged ones. (rank
+    0 only)
+
+    The run's own newest checkpoint takes precedence over the one that the run started from. Raises
+    CheckpointError when all are damaged, because starting from scratch would hide the loss.
+    """
+    if not spec.resume and not spec.attempt:
+        return "", 0, ()
+    void_unfinished(spec.checkpoints)
+    newest, damaged = newest_valid(spec.checkpoints)
+    if newest is None and spec.resume and Path(spec.resume) != spec.folder:
+        return (
+            spec.resume,
+            load(Path(spec.resume)).meta["step"],
+            tuple(f"resume  {note}" for note in damaged),
+        )
+    if newest is None and damaged:
+        raise CheckpointError(
+            f"every checkpoint of {spec.folder} is damaged: {'; '.join(damaged)}; start again with "
+            "--resume none"
+        )
+    notes = tuple(f"resume  {note}" for note in damaged)
+    return (str(newest.path), newest.state.meta["step"], notes) if newest else ("", 0, notes)
+
+
+def log_to(path: Path) -> None:
+    """Write this rank's log, and the stacks of a crash, to its file in the run folder."""
+    handler = logging.StreamHandler(stream := path.open("a", encoding="utf-8"))
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    for old in log.handlers[:]:
+        log.removeHandler(old)
+        old.close()
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    faulthandler.enable(file=stream, all_threads=True)

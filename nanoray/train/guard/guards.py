@@ -1,0 +1,239 @@
+"""Keep a step out of the weights when its gradient norm or loss is not finite.
+
+    gradient norm, losses ─► check() ─► Verdict: leave the update out (a tensor on the device), go on or roll back
+
+After the all-reduce every rank holds the same gradients, so all ranks reach the same decision
+without communication. On CPU the host reads the norm of each step. On a GPU it reads the norms on
+logged steps, where it waits for the device anyway. Until then the device itself leaves out a bad
+update; with `stop` and `rollback` it also leaves out later ones.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanoray.config import Batch, Config
+from nanoray.errors import TrainingDiverged
+from nanoray.models.precision import LossScaler
+
+MOST_SKIPS = 10  # updates in a row that on_nan=skip leaves out before it gives up
+MOST_ROLLBACKS = 3  # times that on_nan=rollback returns to one checkpoint
+# Updates left out by the loss scaler, between two looks, that are worth a warning
+MANY_OVERFLOWS = 5
+# Factor over the median; norms in it; norms before the first
+SPIKE, SPIKE_WINDOW, SPIKE_LEAST = 10.0, 100, 20
+
+
+class BadStep(NamedTuple):
+    """A step that was not finite, as this rank saw it."""
+
+    step: int
+    loss: float  # this rank's own
+    norm: float
+
+
+class Verdict(NamedTuple):
+    """What to do with a step."""
+
+    # On the device, 1: leave the update out; None: the host knows that it is good
+    leave_out: Tensor | None = None
+    roll_back: str = ""  # why the run returns to its newest checkpoint; empty: no rollback
+    warning: str = ""  # what the user should know
+
+
+class Guards:
+    """Decides on each step from values: this rank's loss, the mean loss, the gradient norm. A part
+    of the state.
+    """
+
+    def __init__(
+        self, config: Config, batch: Batch, device: torch.device, scaler: LossScaler | None = None
+    ) -> None:
+        """Watch steps on `device`. With a `scaler` (fp16) norms that are not finite are its affair;
+        losses are not.
+        """
+        self.on_nan, self._global_size, self._scaler = config.on_nan, batch.global_size, scaler
+        self.reads_each_step = device.type == "cpu"  # no device to wait for
+        # A replay is exact while the weights are those of the bad step
+        self._sticky = config.on_nan != "skip"
+        self._stuck = torch.zeros((), device=device)
+        # Left out (0 or 1), own loss, gradient norm
+        self._ring = torch.zeros(3, config.log_every + 1, device=device)
+        self._steps: list[int] = []  # the steps in the ring's columns: those since the last read
+        self._norms: deque[float] = deque(maxlen=SPIKE_WINDOW)
+        self._counts = dict.fromkeys(("skipped", "rollbacks", "healed", "spikes"), 0)
+        self._in_spike = False
+        self._overflows = 0  # updates that the loss scaler had left out at the last look
+        self._row = 0  # updates left out in a row
+        # The checkpoint of the last rollback, and how often it was used
+        self._place, self._returns = "", 0
+
+    def metrics(self) -> dict[str, int]:
+        """Return the counts since the run began, for a record."""
+        names = {
+            "skipped": "skipped_steps",
+            "rollbacks": "rollbacks",
+            "healed": "healed",
+            "spikes": "grad_spikes",
+        }
+        return {f"fault/{names[key]}": count for key, count in self._counts.items()}
+
+    def values(self) -> dict[str, Any]:
+        """Return what another rank needs to make the same decisions from here on."""
+        columns = len(self._steps)
+        return {
+            "steps": self._steps[:],
+            "ring": self._ring[:, :columns].tolist(),
+            "stuck": self._stuck.item(),
+            "norms": list(self._norms),
+            "counts": dict(self._counts),
+            "in_spike": self._in_spike,
+            "row": self._row,
+            "place": self._place,
+            "returns": self._returns,
+            "overflows": self._overflows,
+        }
+
+    def load_values(self, values: dict[str, Any]) -> None:
+        """Restore what `values` returned; an empty dict (an older checkpoint) changes nothing."""
+        if not values:
+            return
+        self._steps = list(values["steps"])
+        # JSON has no NaN: a value that a checkpoint holds as null was not finite
+        ring = [[math.nan if v is None else v for v in row] for row in values["ring"]]
+        self._ring[:, : len(self._steps)] = torch.tensor(ring, device=self._ring.device)
+        self._stuck.fill_(values["stuck"])
+        self._norms = deque(values["norms"], maxlen=SPIKE_WINDOW)
+        self._counts = dict(values["counts"])
+        self._in_spike, self._row = values["in_spike"], values["row"]
+        self._place, self._returns = values["place"], values["returns"]
+        self._overflows = values.get("overflows", 0)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return nothing: the ring holds this rank's own losses, which differ between replicas."""
+        return {}
+
+    def count_healed(self, ranks: int) -> None:
+        """Count replicas that took over the majority's state."""
+        self._counts["healed"] += ranks
+
+    def check(
+        self,
+        step: int,
+        norm: Tensor,
+        own_loss: Tensor,
+        mean_loss: Tensor | None,
+        look: bool,
+        explain: Callable[[BadStep], str],
+        samples: int,
+    ) -> Verdict:
+        """Note a step whose gradients are known, and decide on it. (all ranks)
+
+        `own_loss` is this rank's loss; `mean_loss` is that of all ranks, or None. Only values that
+        are equal on all ranks decide. The other arguments are those of `decide`. Waits for a GPU
+        only with `look`.
+        """
+        leave_out = self._take_down(step, norm, own_loss, mean_loss)
+        return self.decide(look, explain, samples)._replace(leave_out=leave_out)
+
+    def _take_down(
+        self, step: int, norm: Tensor, own_loss: Tensor, mean_loss: Tensor | None
+    ) -> Tensor | None:
+        while self._steps and self._steps[-1] >= step:  # an interrupted step, which is repeated
+            self._steps.pop()
+        if self._scaler:
+            bad = self._scaler.bad_loss
+        else:
+            watched = [norm] if mean_loss is None else [norm, mean_loss]
+            bad = (~torch.isfinite(torch.stack(watched)).all()).to(self._stuck.dtype)
+        if self._sticky:
+            self._stuck = bad = torch.maximum(self._stuck, bad)
+        self._ring[:, len(self._steps)] = torch.stack([bad, own_loss.float(), norm.float()])
+        self._steps.append(step)
+        return None if self.reads_each_step and not bad else bad
+
+    def decide(self, look: bool, explain: Callable[[BadStep], str], samples: int) -> Verdict:
+        """Decide on the updates left out since the last look. (all ranks: `explain` communicates)
+
+        On a GPU it reads nothing without `look`. `explain` repeats a bad step and describes what
+        all ranks found. `samples` is the number of samples before the newest step. Raises
+        TrainingDiverged with on_nan=stop, and with on_nan=skip after too many updates left out in a
+        row.
+        """
+        if not (look or self.reads_each_step) or not self._steps:
+            return Verdict()
+        seen = list(zip(self._steps, *self._ring[:, : len(self._steps)].tolist(), strict=True))
+        self._steps = []
+        longest = 0
+        for _, flag, _, _ in seen:
+            self._row = self._row + 1 if flag else 0
+            longest = max(longest, self._row)
+        bad = [BadStep(step, loss, norm) for step, flag, loss, norm in seen if flag]
+        if not bad:
+            newest, _, _, norm = seen[-1]
+            return Verdict(warning=self._watch(newest, norm, samples))
+        self._stuck.zero_()
+        why = explain(bad[0])
+        if self.on_nan == "rollback":
+            return Verdict(roll_back=why)
+        if self.on_nan == "stop":
+            raise TrainingDiverged(
+                f"{why}. The update was left out: weights and checkpoints are good"
+            )
+        if longest > MOST_SKIPS:
+            raise TrainingDiverged(
+                f"{why}. More than {MOST_SKIPS} updates in a row were left out with on_nan skip"
+            )
+        self._counts["skipped"] += len(bad)
+        more = f", and {len(bad) - 1} more after it" if len(bad) > 1 else ""
+        return Verdict(warning=f"{why}. The update was left out{more}; training goes on")
+
+    def rolled_back(self, path: str, why: str) -> None:
+        """Count a rollback to the checkpoint at `path`, which is empty if there is none.
+
+        Raises TrainingDiverged without a checkpoint, or after too many rollbacks to the same one.
+        """
+        self._returns = self._returns + 1 if path == self._place else 1
+        self._place = path
+        if not path:
+            raise TrainingDiverged(
+                f"{why}. There is no checkpoint to roll back to; lower checkpoint_every"
+            )
+        if self._returns > MOST_ROLLBACKS:
+            raise TrainingDiverged(
+                f"{why}. {MOST_ROLLBACKS} rollbacks to {path} did not get past it"
+            )
+        self._counts["rollbacks"] += 1
+        self._row = 0
+
+    def watch_overflows(self, step: int, skipped: int) -> str:
+        """Return a warning when the loss scaler left out many updates since the last look.
+        `skipped`: all so far.
+        """
+        new, self._overflows = skipped - self._overflows, skipped
+        if new < MANY_OVERFLOWS:
+            return ""
+        return f"{new} updates up to step {step} were left out because fp16 gradients overflowed, {skipped} in all"
+
+    def _watch(self, step: int, norm: float, samples: int) -> str:
+        """Return a warning when the gradient norm far exceeds its running median, once per spike."""
+        median = statistics.median(self._norms) if len(self._norms) >= SPIKE_LEAST else math.inf
+        spike = 0 < SPIKE * median < norm < math.inf
+        began, self._in_spike = spike and not self._in_spike, spike
+        self._counts["spikes"] += spike
+        if math.isfinite(norm):  # with fp16 it may be infinite
+            self._norms.append(norm)
+        if not began:
+            return ""
+        return (
+            f"gradient norm {norm:.3g} at step {step} is {norm / median:.0f} times its median "
+            f"{median:.3g} "
+            f"(samples {samples} to {samples + self._global_size - 1})"
+        )

@@ -1,0 +1,136 @@
+"""Muon by hand: the matrices of the blocks get orthogonal updates, all other parameters AdamW's.
+
+    v ← 0.95·v + g                      momentum of a matrix's gradient
+    u = g + 0.95·v                      Nesterov: look ahead
+    O = orthogonal(u)                   ≈ U·Vᵀ of u = U·S·Vᵀ: all singular values near 1
+    w ← w·(1 - lr·decay) - lr·√max(1, rows/columns)·O
+
+A gradient's few large singular values drown the rest of its directions; here all directions move
+alike. Queries, keys and values are three matrices. Matrices of one shape are orthogonalised
+together, in float32 on a CPU and in bf16 on a GPU. Source: Jordan et al. 2024, Muon: An optimizer
+for hidden layers in neural networks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanoray.config import Config
+from nanoray.mesh.pieces import Shard
+
+MOMENTUM = 0.95
+# The quintic a·X + b·(X·Xᵀ)·X + c·(X·Xᵀ)²·X, of which 5 rounds bring singular values of 0.01 to 1
+# between 0.65 and 1.2.
+QUINTIC = (3.4445, -4.7750, 2.0315)
+ROUNDS = 5
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for one group of matrices, and AdamW, torch's fused one, for the others. State by
+    torch's names.
+    """
+
+    state_keys = {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}  # noqa: RUF012
+
+    def __init__(
+        self, groups: list[dict[str, Any]], views: Sequence[tuple[int, ...]], config: Config
+    ) -> None:
+        """Take the matrices as the first group, with the `views` in which each is one matrix or
+        several.
+        """
+        super().__init__(groups, {"lr": config.lr})
+        matrices, *others = self.param_groups
+        self._adamw = torch.optim.AdamW(others, betas=(config.beta1, config.beta2), fused=True)
+        self._adamw.state = self.state
+        # As torch's optimizers mean it: `step` itself leaves out an update
+        matrices["fused"] = True
+        self.param_groups = [matrices, *self._adamw.param_groups]
+        self._views = dict(zip(matrices["params"], views, strict=True))
+        # All state begins as zeros, AdamW's too: it is whole before the first step, when ranks
+        # share it.
+        for p in matrices["params"]:
+            self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        for p in (p for group in self._adamw.param_groups for p in group["params"]):
+            step = torch.zeros((), dtype=torch.float32, device=p.device)
+            self.state[p].update(
+                step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p)
+            )
+
+    @classmethod
+    def of(cls, shards: Sequence[Shard], config: Config) -> Muon:
+        """Return the optimizer of a GPT's parameters, each of them whole."""
+        matrices = [s for s in shards if s.piece.name.startswith("blocks.") and s.decays]
+        others = [s for s in shards if not (s.piece.name.startswith("blocks.") and s.decays)]
+        decay = {"weight_decay": config.weight_decay}
+        groups: list[dict[str, Any]] = [
+            decay | {"params": [s.param for s in matrices], "lr": config.muon_lr},
+            decay | {"params": [s.param for s in others if s.decays]},
+            {"params": [s.param for s in others if not s.decays], "weight_decay": 0.0},
+        ]
+        groups[0]["lr_factor"] = config.muon_lr / config.lr
+        return cls(groups, [s.piece.view for s in matrices], config)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Update all parameters. `closure` is torch's signature; there must be none."""
+        assert closure is None
+        left_out: Tensor | None = getattr(self, "found_inf", None)
+        self._step_matrices(left_out)
+        self._adamw.found_inf = left_out  # type: ignore[attr-defined]
+        self._adamw.step()
+
+    def _step_matrices(self, left_out: Tensor | None) -> None:
+        """Update the matrices, unless `left_out`, a scalar on the device, is 1: then all stays, and
+        nobody waits.
+        """
+        group = self.param_groups[0]
+        params = [p for p in group["params"] if p.grad is not None]
+        if not params:
+            return
+        grads, sums = [p.grad for p in params], [self.state[p]["momentum_buffer"] for p in params]
+        momentum: Any = MOMENTUM
+        decay: Any = 1 - group["lr"] * group["weight_decay"]
+        on = None
+        if left_out is not None:
+            on = left_out == 0
+            grads = [torch.where(on, grad, 0.0) for grad in grads]
+            momentum, decay = torch.where(on, momentum, 1.0), torch.where(on, decay, 1.0)
+        torch._foreach_mul_(sums, momentum)
+        torch._foreach_add_(sums, grads)
+        ahead = torch._foreach_add(grads, sums, alpha=MOMENTUM)
+        # One batch (n, rows, columns) per shape, with at most as many rows as columns: the products
+        # are cheaper so.
+        batches: dict[tuple[int, ...], list[tuple[Tensor, Tensor, float]]] = {}
+        for p, u in zip(params, ahead, strict=True):
+            rows, columns = self._views[p][-2:]
+            factor = max(1.0, rows / columns) ** 0.5
+            for w, each in zip(p.view(-1, rows, columns), u.view(-1, rows, columns), strict=True):
+                w, each = (w.T, each.T) if rows > columns else (w, each)
+                batches.setdefault(each.shape, []).append((w, each, factor))
+        torch._foreach_mul_(params, decay)
+        for together in batches.values():
+            made = orthogonal(torch.stack([u for _, u, _ in together]))
+            for (w, _, factor), o in zip(together, made, strict=True):
+                o = o.to(w.dtype) if on is None else torch.where(on, o, 0.0).to(w.dtype)
+                w.add_(o, alpha=-group["lr"] * factor)
+
+
+def orthogonal(u: Tensor) -> Tensor:
+    """Return about U·Vᵀ of each matrix U·S·Vᵀ in u (n, rows, columns), rows ≤ columns, by Newton
+    and Schulz's rounds.
+
+    Singular values from 0.01 to 1 times the largest come out between 0.65 and 1.2; the directions
+    are kept.
+    """
+    a, b, c = QUINTIC
+    x = u.to(torch.bfloat16) if u.is_cuda else u
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp_min(1e-7)
+    for _ in range(ROUNDS):
+        gram = x @ x.mT  # (n, rows, rows)
+        poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, poly, x, beta=a)
+    return x

@@ -1,0 +1,86 @@
+"""What a command shows of its run: lines, on a terminal a bar below them, or with --quiet only
+warnings.
+"""
+
+from __future__ import annotations
+
+import sys
+from math import nan
+from typing import IO, Any, cast
+
+from nanoray.output import LastingStream
+from nanoray.train.watch.observers import Console, short
+
+
+def choose_console(max_steps: int, quiet: bool) -> Console:
+    """Return the console for what stdout is: a terminal that can erase a line, or anything else."""
+    if quiet:
+        return QuietConsole(max_steps)
+    if isinstance(sys.stdout, LastingStream) and sys.stdout.has_status:
+        return TerminalConsole(max_steps, sys.stdout)
+    return Console(max_steps)
+
+
+class QuietConsole(Console):
+    """Prints warnings, and nothing else."""
+
+    def on_note(self, text: str) -> None:
+        """Print a warning."""
+        if text.startswith("warning"):
+            super().on_note(text)
+
+    def on_record(self, record: dict[str, Any]) -> None:
+        """Print nothing."""
+
+
+class TerminalConsole(Console):
+    """Keeps the newest record in a bar at the bottom of the terminal, and prints the line of each
+    evaluation above it.
+
+    Drawn when a record comes, by no thread; nothing is left on the terminal if the process is
+    killed.
+    """
+
+    def __init__(self, max_steps: int, terminal: LastingStream) -> None:
+        """`terminal` has a status line. NO_COLOR in the environment leaves colours out."""
+        super().__init__(max_steps)
+        from rich.console import Console as Screen  # imported only on a terminal
+
+        self._terminal, self._news = terminal, dict[str, str]()
+        self._screen = Screen(file=cast(IO[str], terminal), force_terminal=True, highlight=False)
+
+    def on_record(self, record: dict[str, Any]) -> None:
+        """Draw the bar anew; print the line of an evaluation."""
+        if "val/loss" in record:
+            super().on_record(record)
+        known = {"loss": f"loss {record.get('train/loss', nan):.4f}"}
+        for key, unit in (("perf/tok_per_sec", "tok/s"), ("perf/samples_per_sec", "samples/s")):
+            if key in record:
+                known["speed"] = f"{short(record[key])} {unit}"
+        if "comm/exposed_share" in record:  # of traced steps; the others keep it
+            known["comm"] = f"comm exposed {record['comm/exposed_share']:.0f} %"
+        self._news |= known
+        order = [self._news[key] for key in ("loss", "speed", "comm") if key in self._news]
+        self._terminal.show(self._bar(record["step"], " · ".join([*order, *self.eta(record)])))
+
+    def _bar(self, step: int, news: str) -> str:
+        """Return one line of at most the terminal's width, with escape codes for colours."""
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        count = f"step {step:>{len(str(self._max_steps))}}/{self._max_steps}"
+        width = self._screen.width - 1  # a full line would wrap
+        room = min(40, width - len(count) - len(news) - 4)
+        row: list[Any] = [Text(count, "bold"), Text(news, no_wrap=True, overflow="ellipsis")]
+        if room >= 5:
+            row.insert(1, ProgressBar(self._max_steps, step, width=room))
+        grid = Table.grid(padding=(0, 2))
+        grid.add_row(*row)
+        with self._screen.capture() as drawn:
+            self._screen.print(grid, width=width, end="")
+        return (drawn.get().splitlines() or [""])[0]
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self._terminal.show("")

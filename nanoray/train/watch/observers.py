@@ -1,0 +1,408 @@
+"""Observers of a run: they receive notes and metric records and change nothing. Only rank 0 has
+any.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from math import isnan, nan
+from pathlib import Path
+from typing import Any, Protocol, TextIO, runtime_checkable
+
+from nanoray.atomic import replace_bytes, write_whole
+from nanoray.metrics import METRICS, check_record
+from nanoray.run import RunSpec
+
+log = logging.getLogger("nanoray")
+MOST_WAITING = 100_000  # records that wait for room on the disk
+# Between two tries to write events; TensorBoard reads files in the order of the seconds in their
+# names
+RETRY_S = 2.0
+FLUSH_RECORDS = 20  # TensorBoard's file is known to be good after so many records
+
+
+class Callback(Protocol):
+    """What the engine calls. It must be quick, because the step waits for it."""
+
+    def on_note(self, text: str) -> None:
+        """Receive one line of text for the user."""
+
+    def on_record(self, record: dict[str, Any]) -> None:
+        """Receive the metrics of one logged step; `step` is the number of completed optimizer
+        steps.
+        """
+
+    def close(self) -> None:
+        """Flush what is still in memory."""
+
+
+@runtime_checkable
+class Rewindable(Protocol):
+    """A callback that keeps records, and must drop some when training goes back to an older step."""
+
+    def rewind(self, step: int) -> None:
+        """Drop the records after `step`; those steps will be repeated."""
+
+
+@runtime_checkable
+class Saves(Protocol):
+    """A callback that wants to know of checkpoints."""
+
+    def on_saved(self, step: int) -> None:
+        """Hear that the checkpoint of a step is on disk."""
+
+
+class JsonlWriter:
+    """metrics.jsonl: one line per logged step, written before the step's checkpoint.
+
+    Opening it at `resume_step` drops the records after that step, which the resumed run writes
+    again. While the disk is full, records wait in memory.
+    """
+
+    def __init__(self, path: Path, resume_step: int) -> None:
+        self._path = path
+        self._waiting: deque[tuple[int, bytes]] = deque(maxlen=MOST_WAITING)  # step, line
+        self._fd = self._open(resume_step)
+
+    def _open(self, step: int) -> int:
+        self._path.touch(mode=0o600)
+        lines = self._path.read_bytes().splitlines(keepends=True)
+        kept = next((i for i, line in enumerate(lines) if _step_of(line) > step), len(lines))
+        if kept < len(lines):
+            before = b"".join(lines[:kept])
+            try:
+                # Another file, so that its readers know
+                replace_bytes(self._path, before, sync=False)
+            except OSError:  # on a full disk: to cut a file needs no room
+                os.truncate(self._path, len(before))
+        self.last_step = int(_step_of(lines[kept - 1])) if kept else -1
+        return os.open(self._path, os.O_RDWR | os.O_APPEND)
+
+    def rewind(self, step: int) -> None:
+        """Drop the records after `step`. Raises OSError."""
+        os.close(self._fd)
+        self._fd = self._open(step)
+        self._waiting = deque(
+            (item for item in self._waiting if item[0] <= step), maxlen=MOST_WAITING
+        )
+        self.last_step = max([self.last_step, *(waiting for waiting, _ in self._waiting)])
+
+    def on_note(self, text: str) -> None:
+        """Notes are not metrics."""
+
+    def on_record(self, record: dict[str, Any]) -> None:
+        """Append one line; json writes floats so that they read back to the same bits.
+
+        Raises OSError if it cannot be written; it waits then, and the next call tries again.
+        """
+        check_record(record)
+        self._waiting.append(
+            (record["step"], (json.dumps(record, allow_nan=False) + "\n").encode())
+        )
+        self.last_step = record["step"]
+        self._write()
+
+    def _write(self) -> None:
+        while self._waiting:
+            write_whole(self._fd, self._waiting[0][1])
+            self._waiting.popleft()
+
+    def close(self) -> None:
+        """Write what waits, and close the file. Raises OSError."""
+        try:
+            self._write()
+        finally:
+            os.close(self._fd)
+
+
+def _step_of(line: bytes) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")  # a torn last line of a killed run
+
+
+class TensorBoardWriter:
+    """TensorBoard events under tb/: the configuration as text, and every metric as a scalar over
+    steps.
+    """
+
+    def __init__(self, folder: Path, config_json: str, resume_step: int) -> None:
+        self._folder, self._config_json = folder, config_json
+        # Records since it was last known to work
+        self._unsure: deque[dict[str, Any]] = deque(maxlen=MOST_WAITING)
+        self._writer: Any = None
+        self._retry_at = 0.0  # monotonic seconds
+        with suppress(OSError):  # a full disk: the first record tries again
+            self._open(resume_step + 1)
+
+    def _open(self, first_step: int) -> None:
+        """Make a writer; scalars from `first_step` on in older files are void."""
+        from torch.utils.tensorboard import SummaryWriter  # imported only by runs that write events
+
+        self._writer = SummaryWriter(str(self._folder), purge_step=first_step, flush_secs=5)
+        self._writer.add_text("config", "```json\n" + self._config_json + "\n```")
+
+    def rewind(self, step: int) -> None:
+        """Drop the scalars after `step` from TensorBoard. Raises OSError."""
+        self._unsure = deque((r for r in self._unsure if r["step"] <= step), maxlen=MOST_WAITING)
+        self._drop()
+        self._open(step + 1)
+
+    def on_note(self, text: str) -> None:
+        """Notes are not metrics."""
+
+    def on_record(self, record: dict[str, Any]) -> None:
+        """Add each metric; a thread of the writer does the I/O, and ends for good at its first
+        error.
+
+        Raises OSError then; the next call makes a new writer and gives it the records that are not
+        on disk.
+        """
+        self._unsure.append(record)
+        if self._writer is None:
+            if time.monotonic() < self._retry_at:
+                raise OSError(errno.EAGAIN, "it is tried again every other second")
+            self._begin_anew()
+            return
+        try:
+            self._add(record)
+            if len(self._unsure) >= FLUSH_RECORDS:
+                self._writer.flush()
+                self._unsure.clear()
+        except (OSError, ValueError):  # ValueError: its file is closed
+            self._drop()
+            raise
+
+    def _begin_anew(self) -> None:
+        before = {*self._folder.glob("*")}
+        try:
+            self._open(self._unsure[0]["step"])
+            for record in self._unsure:
+                self._add(record)
+            self._writer.flush()  # its thread meets a full disk only when it writes
+        except (OSError, ValueError):
+            self._drop()
+            for file in {*self._folder.glob("*")} - before:
+                file.unlink(missing_ok=True)
+            raise
+
+    def _add(self, record: dict[str, Any]) -> None:
+        for name in METRICS.keys() & record.keys():
+            self._writer.add_scalar(name, record[name], record["step"])
+
+    def _drop(self) -> None:
+        writer, self._writer = self._writer, None
+        self._retry_at = time.monotonic() + RETRY_S
+        with suppress(OSError, ValueError):
+            if writer:
+                writer.close()
+
+    def close(self) -> None:
+        """Flush and close the event file. Raises OSError."""
+        if self._writer is None and self._unsure:
+            self._begin_anew()
+        if self._writer:
+            self._writer.close()
+
+
+class Console:
+    """Prints one line per logged step. train/watch/console.py has others: for terminals, and for
+    --quiet.
+    """
+
+    def __init__(self, max_steps: int, stream: TextIO | None = None) -> None:
+        self._max_steps = max_steps
+        self._stream = stream or sys.stdout
+        self._first: tuple[float, int] | None = None
+
+    def on_note(self, text: str) -> None:
+        """Print the line at once."""
+        print(text, file=self._stream, flush=True)
+
+    def on_record(self, record: dict[str, Any]) -> None:
+        """Print one aligned line."""
+        self.on_note(self.line(record))
+
+    def line(self, record: dict[str, Any]) -> str:
+        """Return the line of a record, which must not be older than the one before but for a
+        restart.
+        """
+        step = record["step"]
+        parts = [
+            f"step {step:>{len(str(self._max_steps))}}/{self._max_steps}",
+            f"loss {record.get('train/loss', nan):.4f}",
+        ]
+        if "val/loss" in record:
+            parts.append(f"val {record['val/loss']:.4f}")
+        if "val/accuracy" in record:
+            parts.append(f"accuracy {100 * record['val/accuracy']:.1f} %")
+        parts += [f"lr {record['train/lr']:.1e}", f"gnorm {record.get('train/grad_norm', nan):.2f}"]
+        if "time/step_ms" in record:
+            parts.append(f"{record['time/step_ms']:.3g} ms")
+        for key, unit in (("perf/tok_per_sec", "tok/s"), ("perf/samples_per_sec", "samples/s")):
+            if key in record:
+                parts.append(f"{short(record[key])} {unit}")
+        if "perf/mfu" in record:
+            parts.append(f"mfu {record['perf/mfu']:.1f} %")
+        if "comm/exposed_share" in record:
+            parts.append(f"comm exposed {record['comm/exposed_share']:.0f} %")
+        return " | ".join([*parts, *self.eta(record)])
+
+    def eta(self, record: dict[str, Any]) -> list[str]:
+        """Return `eta` and the time that is left, by the mean since the first record; nothing at
+        the first one.
+        """
+        step = record["step"]
+        # A restart may begin before the first line
+        if self._first is None or step < self._first[1]:
+            self._first = (record["time"], step)
+        seconds, steps = record["time"] - self._first[0], step - self._first[1]
+        return [f"eta {clock(seconds / steps * (self._max_steps - step))}"] if steps else []
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Observers:
+    """The callbacks of this process. Only rank 0 has any; after a loss another process may become
+    rank 0.
+    """
+
+    def __init__(self, spec: RunSpec, watchers: Sequence[Callback]) -> None:
+        """`watchers` receive on rank 0 what its files receive."""
+        self._spec, self._watchers = spec, watchers
+        self.callbacks: list[Callback] = []
+        self._metrics: JsonlWriter | None = None
+        self._failing: set[str] = set()  # files that could not be written at the last record
+
+    def open(self, rank: int, resume_step: int) -> None:
+        """Open the callbacks on rank 0, close them elsewhere. Records after `resume_step` will be
+        written again.
+        """
+        if rank == 0 and not self.callbacks:
+            config, folder = self._spec.config, self._spec.folder
+            self._metrics = JsonlWriter(folder / "metrics.jsonl", resume_step)
+            self.callbacks = [*self._watchers, self._metrics]
+            if config.tensorboard:
+                self.callbacks.append(
+                    TensorBoardWriter(folder / "tb", config.to_json(), resume_step)
+                )
+        while rank and self.callbacks:
+            self.callbacks.pop().close()
+
+    def catch_up(self, newest: dict[str, Any], reported_step: int) -> None:
+        """Report the newest record if an interruption or a lost rank kept it from being reported."""
+        if (
+            self.callbacks
+            and self._metrics
+            and self._metrics.last_step < newest.get("step", -1) <= reported_step
+        ):
+            self.record(newest)
+
+    def note(self, text: str) -> None:
+        """Show one line to the user on rank 0; the other ranks only log it."""
+        log.info(text)
+        for callback in self.callbacks:
+            callback.on_note(text)
+
+    def record(self, record: dict[str, Any]) -> None:
+        """Report the record of a step. What cannot be written (a full disk) waits; the run
+        continues.
+        """
+        for callback in self.callbacks:
+            name = _target(callback)
+            try:
+                callback.on_record(record)
+            except (OSError, ValueError) as error:
+                if name not in self._failing:
+                    self._failing.add(name)
+                    self.note(
+                        f"warning  {name} cannot be written ({_reason(error)}); its records wait "
+                        "in memory"
+                    )
+            else:
+                if name in self._failing:
+                    self._failing.discard(name)
+                    self.note(f"warning  {name} is written again, and complete")
+
+    def saved(self, step: int) -> None:
+        """Tell those who want to know that the checkpoint of a step is on disk."""
+        for callback in self.callbacks:
+            if isinstance(callback, Saves):
+                callback.on_saved(step)
+
+    def rewind(self, step: int) -> None:
+        """Drop the records after `step` where a callback keeps records."""
+        for callback in self.callbacks:
+            if isinstance(callback, Rewindable):
+                try:
+                    callback.rewind(step)
+                except OSError as error:
+                    where = _target(callback)
+                    self.note(
+                        f"warning  records after step {step} could not be dropped from {where}: "
+                        f"{_reason(error)}"
+                    )
+
+    def close(self) -> None:
+        """Close all callbacks; a failed write gives a warning."""
+        for callback in self.callbacks:
+            try:
+                callback.close()
+            except (OSError, ValueError) as error:
+                self.note(f"warning  some records are not in {_target(callback)}: {_reason(error)}")
+
+
+FILES: dict[type, str] = {JsonlWriter: "metrics.jsonl", TensorBoardWriter: "tb/"}
+
+
+def _target(callback: Callback) -> str:
+    """Return what a callback writes, for messages."""
+    return FILES.get(type(callback), type(callback).__name__)
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
+def progress(record: dict[str, Any], max_steps: int) -> dict[str, str]:
+    """Return how far a run is, as text, from its newest record: step, loss, val_loss where it is in
+    it, and ETA.
+    """
+    left_s = record.get("time/step_ms", nan) / 1e3 * (max_steps - record["step"])
+    found = {
+        "step": f"{record['step']}/{max_steps}",
+        "loss": f"{record.get('train/loss', nan):.4f}",
+    }
+    if "val/loss" in record:
+        found["val_loss"] = f"{record['val/loss']:.4f}"
+    return found if isnan(left_s) else found | {"eta": clock(left_s)}
+
+
+def short(value: float) -> str:
+    """Write 32100 as 32.1k."""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def clock(seconds: float) -> str:
+    """Write 61.2 seconds as 1:01, and 3,700 as 1:01:40."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def now() -> float:
+    """Return Unix seconds, for display only: nothing is ordered by it."""
+    return round(time.time(), 3)

@@ -1,0 +1,114 @@
+"""What each operation of some steps cost on each rank: `--profile 5:8` writes
+profile/rank0.json.gz.
+
+torch.profiler notes operations, kernels and collectives. The loop's phases stand above them as
+spans of their own. `python -m nanoray.trace RUN --profile` puts the files of all ranks on one
+clock: see trace/profiles.py.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from nanoray.config import Config
+from nanoray.faults.progress import OUTSIDE
+from nanoray.mesh.mesh import Mesh
+from nanoray.run import RunSpec
+from nanoray.trace.profiles import FOLDER, KEY, name_of
+from nanoray.trace.recorder import measure_offsets, quieten_profiler
+
+
+class Profile:
+    """Called with (step, phase) when a phase begins, on each rank. It profiles some steps, and
+    writes their file.
+    """
+
+    def __init__(self, config: Config, note: Callable[[str], None]) -> None:
+        self._steps, self._note = config.profiled, note
+        self._profiler: Any = None  # while steps are profiled
+        self._span: AbstractContextManager[Any] | None = None  # the present phase
+
+    def begin(self, spec: RunSpec, mesh: Mesh, step: int) -> list[Profile]:
+        """Begin in a group of ranks; what is not finished of another one is dropped. (all ranks)
+
+        step: completed so far. Returns the listener, or none where no step of this command is
+        wanted.
+        """
+        self._drop()
+        if not self._steps:
+            return []
+        if step >= self._steps[-1]:
+            self._note(
+                f"note    profile = {spec.config.profile} records nothing: step {step} is done"
+            )
+            return []
+        self._folder, self._mesh = spec.folder / FOLDER, mesh
+        clocks = [[clock.offset, clock.uncertainty] for clock in measure_offsets(mesh, time.time)]
+        ahead_s, uncertainty_s = mesh.broadcast(clocks)[mesh.rank]
+        self._told: dict[str, Any] = {
+            "rank": mesh.rank,
+            "ahead_s": ahead_s,
+            "uncertainty_s": uncertainty_s,
+        }
+        return [self]
+
+    def __call__(self, step: int, phase: str) -> None:
+        """Profile the steps where they are due."""
+        over = (
+            step not in self._steps
+            or (step == self._steps[-1] and phase in OUTSIDE)
+            or phase == "done"
+        )
+        if over:
+            if self._profiler is not None:
+                self._finish()
+            return
+        if self._profiler is None:
+            self._start(step)
+        self._end_span()
+        self._told["steps"][1] = step
+        self._span = torch.profiler.record_function(f"step {step}: {phase}")
+        self._span.__enter__()
+
+    def _start(self, step: int) -> None:
+        quieten_profiler()
+        activities = [
+            ProfilerActivity.CPU,
+            *[ProfilerActivity.CUDA] * (self._mesh.device.type == "cuda"),
+        ]
+        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+        self._profiler.start()
+        self._told["steps"] = [step, step]
+
+    def _end_span(self) -> None:
+        if self._span is not None:
+            self._span.__exit__(None, None, None)
+        self._span = None
+
+    def _drop(self) -> None:
+        self._end_span()
+        if self._profiler is not None:
+            self._profiler.stop()
+        self._profiler = None
+
+    def _finish(self) -> None:
+        profiler, path = self._profiler, self._folder / name_of(self._mesh.rank)
+        profiler.add_metadata_json(KEY, json.dumps(self._told))
+        self._drop()
+        # Torch compresses what it writes to a name that ends in .gz
+        partial = path.with_name(f".{path.name}")
+        try:
+            self._folder.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(partial))
+            partial.replace(path)
+        except (OSError, RuntimeError) as error:
+            self._note(
+                f"warning  the profile of rank {self._mesh.rank} cannot be written ({error})"
+            )
