@@ -118,7 +118,7 @@ class Arm:
         from nanoray.parallel.plan import Plan
         from nanoray.trace.recorder import CommRecorder
         from nanoray.train.agree import agree_on_precision, resolve_precision, resolved
-        from nanoray.train.optim.groups.groups import make_optimizer
+        from nanoray.train.optim.groups import make_optimizer
         from nanoray.train.recipe import mean_loss
 
         config = config.model_copy(update={"dropout": 0.0})

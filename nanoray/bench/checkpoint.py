@@ -404,7 +404,7 @@ def make_step(device: Any) -> Callable[..., float]:
 
     from nanoray.models.gpt import GPT, ModelShape
     from nanoray.trace.recorder import wait_for
-    from nanoray.train.optim.groups.groups import make_optimizer
+    from nanoray.train.optim.groups import make_optimizer
 
     cfg = load_config(preset=STEP_PRESET)
     gpt = GPT(ModelShape.of(cfg, _vocabulary(STEP_PRESET)), 0.0).to(device)
@@ -439,7 +439,7 @@ def make_arms(
     from nanoray.mesh.pieces import whole_shards
     from nanoray.models.gpt import GPT, ModelShape
     from nanoray.state import optimizer_tensors
-    from nanoray.train.optim.groups.groups import make_optimizer
+    from nanoray.train.optim.groups import make_optimizer
 
     cfg = load_config(
         preset=preset,

@@ -90,7 +90,7 @@ def plain_loop(cfg: Config, data: DatasetInfo, threads: int) -> Iterator[nn.Modu
     import torch
 
     from nanoray.models.gpt import GPT, ModelShape
-    from nanoray.train.optim.groups.groups import lr_at
+    from nanoray.train.optim.groups import lr_at
 
     torch.set_num_threads(threads)
     torch.manual_seed(cfg.seed)

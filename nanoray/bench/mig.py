@@ -141,7 +141,7 @@ def step_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]]
     from nanoray.models.gpt import GPT, ModelShape
     from nanoray.models.precision import autocast
     from nanoray.parallel.ddp import apply_ddp
-    from nanoray.train.optim.groups.groups import make_optimizer
+    from nanoray.train.optim.groups import make_optimizer
 
     config, device = Config(**order["config"]), mesh.device
     torch.manual_seed(config.seed)

@@ -267,7 +267,7 @@ def _recipe(mesh: Any, preset: str) -> tuple[Any, Any, Callable[[Any], Any], dic
     from nanoray.models.gpt import GPT, ModelShape
     from nanoray.models.precision import autocast
     from nanoray.train.agree import agree_on_precision, resolve_precision
-    from nanoray.train.optim.groups.groups import make_optimizer
+    from nanoray.train.optim.groups import make_optimizer
 
     cfg = load_config(preset=preset)
     precision, why = agree_on_precision(mesh, resolve_precision(cfg, mesh))

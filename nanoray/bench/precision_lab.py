@@ -30,8 +30,8 @@ from nanoray.models.precision import (
     step_unless,
     weight_type,
 )
-from nanoray.train.optim.groups.groups import lr_at, make_optimizer, set_lr
-from nanoray.train.optim.groups.optim16 import EPS, FP16_FACTOR
+from nanoray.train.optim.groups import lr_at, make_optimizer, set_lr
+from nanoray.train.optim.optim16 import EPS, FP16_FACTOR
 from nanoray.train.watch.precision_stats import SMALLEST, layer_of
 
 CPU = torch.device("cpu")

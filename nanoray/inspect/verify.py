@@ -34,7 +34,7 @@ from nanoray.models.build import OwnShape, build_model
 from nanoray.models.gpt import ModelShape
 from nanoray.models.precision import autocast, step_unless, weight_type
 from nanoray.state import optimizer_tensors
-from nanoray.train.optim.groups.groups import make_optimizer
+from nanoray.train.optim.groups import make_optimizer
 
 TIED = ("lm_head.weight", "tok_emb.weight")  # of a GPT
 SHOWN = 8  # names in a line

@@ -32,7 +32,7 @@ from nanoray.run import RunSpec
 from nanoray.state import TrainState
 from nanoray.train.engine import Engine, Regroup
 from nanoray.train.guard.replicas import agreed, digest
-from nanoray.train.optim.groups.groups import make_optimizer
+from nanoray.train.optim.groups import make_optimizer
 from nanoray.train.tasks import task_of
 
 log = logging.getLogger("nanoray")

@@ -39,7 +39,7 @@ from nanoray.train.guard.bad_step import Finding, describe, replay
 from nanoray.train.guard.certificate import append
 from nanoray.train.guard.guards import BadStep, Guards
 from nanoray.train.mirror import copy_to_mirror
-from nanoray.train.optim.groups.groups import lr_at, set_lr
+from nanoray.train.optim.groups import lr_at, set_lr
 from nanoray.train.record import _peak_resident_bytes
 from nanoray.train.saving import read_checkpoint
 from nanoray.train.watch import routing

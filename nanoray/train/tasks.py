@@ -23,7 +23,7 @@ from nanoray.models.resnet import ResNetShape, loss_and_accuracy
 from nanoray.models.sampling import generate
 from nanoray.run import RunSpec
 from nanoray.seq_options import told_lengths
-from nanoray.train.optim.groups.groups import make_optimizer
+from nanoray.train.optim.groups import make_optimizer
 from nanoray.train.watch.observers import short
 from nanoray.train.workload import Workload
 

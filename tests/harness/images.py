@@ -25,7 +25,7 @@ from nanoray.run import RunSpec
 from nanoray.state import TrainState, share
 from nanoray.train.guard import replicas
 from nanoray.train.guard.guards import Guards
-from nanoray.train.optim.groups.groups import make_optimizer
+from nanoray.train.optim.groups import make_optimizer
 
 TRAIN, VAL = 100, 40  # images: an epoch is no multiple of a batch
 TINY = {

@@ -32,7 +32,7 @@ from nanoray.train.guard.guards import (
     Verdict,
 )
 from nanoray.train.guard.replicas import combine, hash_tensors
-from nanoray.train.optim.groups.groups import lr_at
+from nanoray.train.optim.groups import lr_at
 from tests.harness.alone import engine_of
 from tests.harness.ranks import TINY, make_spec, records, run_ranks, series
 

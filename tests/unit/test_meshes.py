@@ -30,7 +30,7 @@ from nanoray.models.precision import LossScaler
 from nanoray.parallel.plan import Plan
 from nanoray.state import Holding, TrainState
 from nanoray.train.guard.guards import Guards
-from nanoray.train.optim.groups.groups import make_optimizer
+from nanoray.train.optim.groups import make_optimizer
 
 T = TypeVar("T")
 CPU, STEP = torch.device("cpu"), 7

@@ -15,7 +15,7 @@ from nanoray.errors import CheckpointError
 from nanoray.mesh.pieces import whole_shards
 from nanoray.models.precision import LossScaler
 from nanoray.state import load_optimizer_tensors, optimizer_tensors
-from nanoray.train.optim.groups.groups import make_optimizer
+from nanoray.train.optim.groups import make_optimizer
 
 
 def config(**values: Any) -> Config:

@@ -16,8 +16,8 @@ from nanoray.mesh.pieces import whole_shards
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.precision import step_unless
 from nanoray.state import load_optimizer_tensors, optimizer_tensors
-from nanoray.train.optim.groups.groups import make_optimizer, set_lr
-from nanoray.train.optim.groups.muon import MOMENTUM, Muon, orthogonal
+from nanoray.train.optim.groups import make_optimizer, set_lr
+from nanoray.train.optim.muon import MOMENTUM, Muon, orthogonal
 
 SHAPE = ModelShape(2, 2, 16, 8, True, 65)
 

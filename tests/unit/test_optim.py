@@ -18,7 +18,7 @@ from nanoray.models.costs import scaling_parameters
 from nanoray.models.gpt import ModelShape
 from nanoray.parallel.norm import clip_to
 from nanoray.state import kept_alone, load_optimizer_tensors, optimizer_tensors
-from nanoray.train.optim.groups.groups import lr_at, make_optimizer
+from nanoray.train.optim.groups import lr_at, make_optimizer
 
 
 def config(**values: object) -> Config:

@@ -18,8 +18,8 @@ from nanoray.mesh.pieces import whole_shards
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.precision import LossScaler, float32_products, weight_type
 from nanoray.state import load_optimizer_tensors, optimizer_tensors
-from nanoray.train.optim.groups.groups import make_optimizer
-from nanoray.train.optim.groups.optim16 import Optim16, random_bits, round_at_random
+from nanoray.train.optim.groups import make_optimizer
+from nanoray.train.optim.optim16 import Optim16, random_bits, round_at_random
 
 CPU = torch.device("cpu")
 BASE = {"micro_batch_size": 1, "weight_decay": 0.1, "lr": 1e-2}

@@ -19,7 +19,7 @@ from nanoray.models.batch_norm import BatchNorm
 from nanoray.models.resnet import ResNet, ResNetShape, loss_and_accuracy
 from nanoray.models.resnet_costs import activation_memory, count_parameters, flops_per_image
 from nanoray.parallel.statistics import RunningStatistics
-from nanoray.train.optim.groups.groups import make_optimizer
+from nanoray.train.optim.groups import make_optimizer
 from tests.harness.images import TINY, make_state, small_dataset
 
 ALONE = data_axis(Mesh(0, 1, 0, torch.device("cpu"), "none", "alone"))

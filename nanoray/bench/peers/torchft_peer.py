@@ -133,7 +133,7 @@ class Replica:
 
         from nanoray.config import batch_for, resolve_batch
         from nanoray.data.tokens import MicroBatches
-        from nanoray.train.optim.groups.groups import lr_at, set_lr
+        from nanoray.train.optim.groups import lr_at, set_lr
         from nanoray.train.recipe import mean_loss
 
         cfg, manager = self.spec.config, self.manager

@@ -12,8 +12,8 @@ from torch import nn
 
 from nanoray.config import Config
 from nanoray.mesh.pieces import Shard, whole_shards
-from nanoray.train.optim.groups.muon import Muon
-from nanoray.train.optim.groups.optim16 import Optim16
+from nanoray.train.optim.muon import Muon
+from nanoray.train.optim.optim16 import Optim16
 
 
 def make_optimizer(
