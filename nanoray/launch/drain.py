@@ -1,21 +1,32 @@
-"""Ranks on nodes that will be taken away: whether they leave their group, when, and what the others
-do then.
+"""Orders to ranks to leave their group: because a node will be taken away, or because a peer is lost.
+
+A node that is drained:
 
     notice ─► room elsewhere, or little time left ─► all finish the step ─► those ranks end, new ones take their slots
                                                                         └─► or all save, and start again
 
-They train on as long as they can: where a new node comes only when the old one is gone, as on
-Kubernetes, the others would only wait. A node that is gone before its ranks have left is a lost
-node, which costs the step in progress.
+The ranks on it train on as long as they can. Where a new node comes only when the old one is gone,
+as on Kubernetes, the others would only wait. A node that is gone before its ranks have left is a
+lost node, which costs the step in progress.
+
+A peer that is lost:
+
+    most ranks see a closed connection ─► the others are ordered to abort ─► and again, until all wait
+
+A frozen process, a node that is cut off, and NCCL close no connection. Without an order the ranks
+that wait for such a peer would find out when the timeout of their collective is over.
 """
 
 from __future__ import annotations
 
 from enum import Enum
+from typing import Any
 
 from nanoray.faults.cause import FailureCollector
 from nanoray.launch.cluster_watch import ClusterWatch
 from nanoray.launch.worker_group import WorkerGroup
+
+NOTICE_S = 0.1  # a closed connection is noticed within a few hundredths of a second
 
 
 class Leave(Enum):
@@ -23,51 +34,56 @@ class Leave(Enum):
 
     STAY = "train on"
     IN_PLACE = "leave after this step, while the others keep the run's state in memory"
-    SAVE = "save with all others, which then start again: nobody elsewhere could go on from memory"
+    SAVE = "save with all others, which then start again: none elsewhere can go on from memory"
 
 
 class Drains:
-    """Decides when ranks leave nodes that are drained, and announces each such node once."""
+    """Decides when ranks leave nodes that are drained, and prints each such node once."""
 
     def __init__(self, cluster: ClusterWatch) -> None:
-        self._cluster, self._announced = cluster, set[str]()
+        self._cluster = cluster
+        self._announced: set[str] = set()
 
     def decide(self, group: WorkerGroup) -> Leave:
         """Return what the members on drained nodes should do now; STAY if there are none."""
         slots = group.drained
         if not slots:
             return Leave.STAY
-        in_place = (
-            group.in_place and len(slots) < len(group.members) and not group.lost_share(slots)
-        )
+
+        # The others can keep the state if there are others, and every share of it is among them.
+        others_remain = len(slots) < len(group.members)
+        in_place = group.in_place and others_remain and not group.lost_share(slots)
+
         nodes = [group.facts[slot]["node"] for slot in slots]
         if not self._cluster.should_leave(nodes, save_first=not in_place):
             return Leave.STAY
         return Leave.IN_PLACE if in_place else Leave.SAVE
 
     def announce(self, group: WorkerGroup) -> None:
-        """Print a line for each drained node that has members and is new."""
-        for slot in group.drained:
-            node, ip = group.facts[slot]["node"], group.facts[slot]["ip"]
-            if node not in self._announced:
-                self._announced.add(node)
-                ranks = ", ".join(
-                    str(other) for other in group.drained if group.facts[other]["node"] == node
-                )
-                notice = self._cluster.notice(node)
-                print(
-                    f"\ndrain    node {node[:8]} ({ip}) with rank {ranks} is being drained{notice}",
-                    flush=True,
-                )
+        """Print a line for each newly drained node that has members."""
+        drained = group.drained
+        for slot in drained:
+            node = group.facts[slot]["node"]
+            if node in self._announced:
+                continue
+            self._announced.add(node)
+            on_this_node = [other for other in drained if group.facts[other]["node"] == node]
+            ranks = ", ".join(str(other) for other in on_this_node)
+            print(
+                f"\ndrain    node {node[:8]} ({group.facts[slot]['ip']}) with rank {ranks} "
+                f"is being drained{self._cluster.notice(node)}",
+                flush=True,
+            )
 
     def end(self, group: WorkerGroup, collector: FailureCollector) -> bool:
-        """End the members on drained nodes, if all members wait for orders and these should leave
-        the others.
+        """End the members on drained nodes if all members wait and these should leave the others.
 
         Returns whether any was ended.
         """
-        waits = collector.all_waiting and not collector.failures
-        leaving = group.drained if waits and self.decide(group) is Leave.IN_PLACE else []
+        all_wait = collector.all_waiting and not collector.failures
+        if not all_wait or self.decide(group) is not Leave.IN_PLACE:
+            return False
+        leaving = group.drained
         for slot in leaving:
             group.end_drained(slot, collector)
         return bool(leaving)
@@ -78,3 +94,23 @@ class Drains:
         for slot in group.drained:
             collector.ended(slot, group.drain_of(slot), group.clock.monotonic())
         return collector
+
+
+class AbortOrders:
+    """Decides when members are ordered to abort their process groups."""
+
+    def __init__(self, clock: Any) -> None:
+        self._clock = clock
+        self._due_at = 0.0  # monotonic seconds: not before then
+
+    def send_due(self, group: WorkerGroup, collector: FailureCollector) -> None:
+        """Order members to abort that have neither failed nor left the group, once one is lost."""
+        if not collector.failures:
+            self._due_at = 0.0
+            return
+        now = self._clock.monotonic()
+        noticed_at = collector.first_failure_at + NOTICE_S
+        if collector.in_place and now >= max(self._due_at, noticed_at):
+            self._due_at = now + group.heartbeat_s
+            for slot in collector.silent:
+                group.actors[slot].abort.remote(group.spec.attempt)

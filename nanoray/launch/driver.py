@@ -26,9 +26,8 @@ from nanoray.faults.cause import (
     without_progress,
 )
 from nanoray.faults.hang import Position, Watchdog
-from nanoray.launch.abort_orders import AbortOrders
 from nanoray.launch.cluster_watch import ANOTHER_HEAD, ClusterWatch
-from nanoray.launch.drain import Drains, Leave
+from nanoray.launch.drain import AbortOrders, Drains, Leave
 from nanoray.launch.fault_log import FaultLog
 from nanoray.launch.placement import Placement
 from nanoray.launch.shares import no_replica, smaller
@@ -219,7 +218,7 @@ class Driver:
             group.request_heartbeat(slot, after=self.faults.target)
         while not collector.complete(self._clock.monotonic()) and not self._too_late:
             self._obey_stop(group, collector)
-            self.aborts.look(group, collector)
+            self.aborts.send_due(group, collector)
             for kind, slot, value in group.events(POLL_S):
                 if kind == "ended":
                     watchdog.ended(slot)

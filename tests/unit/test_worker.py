@@ -20,7 +20,8 @@ from torch.distributed import HashStore
 from nanoray.errors import CheckpointError, ConfigError, RendezvousError, StateDiverged
 from nanoray.faults.cause import CAUSES
 from nanoray.faults.progress import ProgressFile
-from nanoray.launch.worker import DRIVER_SILENT_S, HEADLESS_S, LostPeer, Worker
+from nanoray.launch.silence import HEADLESS_S
+from nanoray.launch.worker import DRIVER_SILENT_S, LostPeer, Worker
 from nanoray.mesh.mesh import _MEETINGS
 from nanoray.mesh.rendezvous import Order, Rendezvous
 from nanoray.mesh.wire import SealedStore
@@ -293,7 +294,7 @@ def test_a_rank_stopped_by_another_orphan_ends_too(
     monkeypatch.setattr(os, "_exit", leave)
 
     def train(*_: Any) -> dict[str, Any]:
-        one._called_at = one._own_time.now() - (12.0 if driver_calls else 19.5)
+        one._silence.note_call(next_within_s=-12.0 if driver_calls else -19.5)
         if driver_calls:
             threading.Timer(0.1, lambda: one.heartbeat(0.0, False, None)).start()
         return {"exit_reason": "stopped"}
@@ -309,9 +310,9 @@ def test_a_rank_stopped_by_another_orphan_ends_too(
 
 FROZEN = """
 import time
-from nanoray.launch import worker
-worker.FROZEN_S = 0.4
-own = worker.OwnTime()
+from nanoray.launch import silence
+silence.FROZEN_S = 0.4
+own = silence.OwnTime()
 for _ in range(2):
     print(own.now(), time.monotonic(), flush=True)
     input()
@@ -399,9 +400,9 @@ def test_without_a_head_a_silent_driver_is_not_waited_for(
             head.close()
         orders = []
         for silent_s in (HEADLESS_S - 1, HEADLESS_S + 1, DRIVER_SILENT_S + 1):
-            rank._called_at = rank._own_time.now() - silent_s
+            rank._silence.note_call(next_within_s=-silent_s)
             orders.append(wanted())
-        rank._called_at = rank._own_time.now()
+        rank._silence.note_call()
         return {"orders": orders}
 
     rank = worker(train, head=f"127.0.0.1:{head.getsockname()[1]}")
@@ -414,7 +415,7 @@ def test_without_a_head_a_silent_driver_is_not_waited_for(
 def test_without_a_head_a_rank_that_waits_saves_within_seconds(
     spec: RunSpec, head: socket.socket, gone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanoray.launch.worker.HEADLESS_S", 1.0)
+    monkeypatch.setattr("nanoray.launch.silence.HEADLESS_S", 1.0)
     monkeypatch.setattr(os, "_exit", lambda code: sys.exit())  # the process would be gone
     address = f"127.0.0.1:{head.getsockname()[1]}"
     if gone:

@@ -1,0 +1,114 @@
+"""How long a rank has not been called by its driver, and how long it waits for the next call.
+
+    driver calls ─► called_at ─► seconds of silence, less those in which this process was frozen
+                                       └─► longer than the patience: stop, save, or end (worker.py)
+
+A rank must end by itself when its driver is gone: Ray ends actors only once the cluster's head has
+noticed that their driver is dead, and the head may be gone, too.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+# The patience where the cluster's head is gone: the driver ran on its node, or gives up, too.
+HEADLESS_S = 5.0
+DIAL_S = 1.0  # a living head accepts a connection in milliseconds, even if it is frozen
+FROZEN_S = 2.0  # a process that is not frozen reads its clock more often than this
+
+
+class OwnTime:
+    """The monotonic clock without the time in which this process was frozen.
+
+    A paused container or machine freezes a process. Calls that the driver made in that time could
+    not arrive, so it must not count as the driver's silence.
+    """
+
+    def __init__(self) -> None:
+        # When the clock was last read, and the seconds frozen until then.
+        self._last_reading = (time.monotonic(), 0.0)
+        threading.Thread(target=self._read_until_exit, daemon=True).start()
+
+    def _read_until_exit(self) -> None:
+        while True:
+            time.sleep(FROZEN_S / 4)
+            now = time.monotonic()
+            # One assignment of a tuple: another thread never sees half of it.
+            self._last_reading = (now, self._frozen_s(now))
+
+    def _frozen_s(self, now: float) -> float:
+        """Return how many seconds this process has been frozen until `now`."""
+        read_at, frozen_s = self._last_reading
+        # A longer gap between two readings than FROZEN_S is time in which no thread ran.
+        return frozen_s + max(0.0, now - read_at - FROZEN_S)
+
+    def now(self) -> float:
+        """Return seconds since some fixed moment: only differences are meaningful."""
+        now = time.monotonic()
+        return now - self._frozen_s(now)
+
+
+class Head:
+    """The cluster's head as seen from this process: whether anything listens at its address."""
+
+    def __init__(self, api: Any) -> None:
+        """Look the head's address up, once: on Kubernetes a new head may get the same name."""
+        host, _, port = api.get_runtime_context().gcs_address.rpartition(":")
+        self._address: Any = None
+        with suppress(OSError, ValueError):
+            addresses = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+            socket_address = addresses[0][4]
+            self._address = socket_address[:2]
+        self._gone = False
+        self._dialled_at = -math.inf
+
+    @property
+    def gone(self) -> bool:
+        """Return whether it cannot be reached; checked once a second. A frozen head is not gone."""
+        if self._address and time.monotonic() - self._dialled_at > DIAL_S:
+            try:
+                socket.create_connection(self._address, timeout=DIAL_S).close()
+                self._gone = False
+            except OSError:
+                self._gone = True
+            self._dialled_at = time.monotonic()
+        return self._gone
+
+
+class DriverSilence:
+    """Measures the driver's silence and compares it with a rank's patience."""
+
+    def __init__(self, api: Any) -> None:
+        self._own_time = OwnTime()
+        self._head = Head(api)
+        self._called_at = 0.0
+        self.note_call()
+
+    def note_call(self, next_within_s: float = 0.0) -> None:
+        """Note that the driver called; it will call again once `next_within_s` are over."""
+        self._called_at = self.now() + next_within_s
+
+    def now(self) -> float:
+        """Return this process's own time in seconds, without the time in which it was frozen."""
+        return self._own_time.now()
+
+    @property
+    def seconds(self) -> float:
+        """Return for how many seconds a call of the driver has been overdue."""
+        return self.now() - self._called_at
+
+    def patience_s(self, usual_s: float) -> float:
+        """Return how long the driver may be silent: HEADLESS_S if the cluster's head is gone."""
+        # The head is dialled only when that could matter.
+        if self.seconds > HEADLESS_S / 2 and self._head.gone:
+            return min(usual_s, HEADLESS_S)
+        return usual_s
+
+    def exceeds(self, usual_s: float) -> bool:
+        """Return whether the driver has been silent for longer than this rank waits."""
+        return self.seconds > self.patience_s(usual_s)
