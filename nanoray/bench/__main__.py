@@ -1,120 +1,33 @@
 """`python -m nanoray.bench NAME`: measure, print a table and verdicts, write JSON, a figure and an
 HTML report.
 
-Every benchmark is a module with `add_flags(parser)`, `measure(args, report)`, `draw(report, path)`
-and `paste(report)`, the lines for a README; one with a table or findings of its own has
-`lines(report)` too, and one that counts something else than wrong elements says so in WRONG. Exit
-code 0: every arm ran, nothing was wrong and every target was met; 1: not; 2: wrong flags. `all`
-runs one after the other and skips those that refuse its --workers.
+registry.py lists the benchmarks, harness/benchmark.py says what each implements. Exit code 0: every
+arm ran, nothing was wrong and every target was met; 1: not; 2: wrong flags. `all` runs one after
+the other and skips those that refuse its --workers.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from nanoray.atomic import write_json
+from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.report import Report, Section, aligned, conditions, load_average
+from nanoray.bench.registry import BENCHMARKS, Entry
 from nanoray.cli import Parser
 from nanoray.config import refuse_unknown
 from nanoray.errors import ConfigError, NanorayError, PlacementError
 
-BENCHES = {
-    "train": (
-        "nanoray.bench.train",
-        "the same recipe under python, torchrun, nanoray on Ray, and Ray's TorchTrainer",
-    ),
-    "collectives": (
-        "nanoray.bench.collectives",
-        "latency, algbw and busbw of every collective, and its wrong elements",
-    ),
-    "algorithms": (
-        "nanoray.bench.algorithms",
-        "hand-written ring, tree, ... all-reduces against the backend's own",
-    ),
-    "overlap": (
-        "nanoray.bench.overlap",
-        "bucket sizes of DDP: how much communication hides behind the backward pass",
-    ),
-    "strategies": (
-        "nanoray.bench.strategies",
-        "DDP, ZeRO and FSDP, with and without activation checkpointing: step time against memory",
-    ),
-    "pipeline": (
-        "nanoray.bench.pipeline",
-        "how long the stages of a pipeline wait under each schedule, and in theory",
-    ),
-    "compression": (
-        "nanoray.bench.compression",
-        "gradients in bf16, fp16, int8 and PowerSGD: bytes, step time and loss beside float32",
-    ),
-    "equivalence": (
-        "nanoray.bench.equivalence",
-        "every data-parallel mode against one process: losses, weights, bits",
-    ),
-    "scaling": (
-        "nanoray.bench.scaling",
-        "step time from 1 to 4096 ranks: a fitted model, checked at 3 and 4",
-    ),
-    "layouts": (
-        "nanoray.bench.layouts",
-        "steps that a dry run predicts for dp x tp, beside real ones at 2, 4 and 8 ranks",
-    ),
-    "step": (
-        "nanoray.bench.step",
-        "attention, optimizer, precision, compile, ...: what each gains a step on this CPU",
-    ),
-    "gpu": (
-        "nanoray.bench.gpu",
-        "the ladder of a step on a GPU: precision, attention, optimizer, compile, batch; MFU",
-    ),
-    "speedrun": (
-        "nanoray.bench.speedrun",
-        "seconds from a command to a validation loss on two CPU cores; all may join",
-    ),
-    "recovery": (
-        "nanoray.bench.recovery",
-        "how long training stands still when a rank is killed; goodput under kills",
-    ),
-    "precision": (
-        "nanoray.bench.precision",
-        "what 16 bits lose in training, by cause, what cures it, and time and memory of each mode",
-    ),
-    "mig": (
-        "nanoray.bench.mig",
-        "MIG slices: what is there, what would run where, and what it gains",
-    ),
-    "checkpoint": (
-        "nanoray.bench.checkpoint",
-        "what a checkpoint costs training: nanoray's two modes, torch.save and DCP, against the "
-        "raw disk",
-    ),
-    "control": (
-        "nanoray.bench.control",
-        "the driver at 64 to 4000 ranks: heartbeats, CPU, memory, time to name a culprit",
-    ),
-    "soak": (
-        "nanoray.bench.soak",
-        "half an hour under random faults: the weights of a run without, nothing left behind",
-    ),
-}
-# They take long, prove one thing each, and are asked for by name
-NOT_IN_ALL = {"gpu", "soak", "speedrun"}
-QUICK_IN_ALL = {
-    "train": ["--arms", "plain,torchrun"],
-    "recovery": ["--arms", "torchrun"],
-    "step": ["--presets", "shakespeare-cpu"],
-}  # its other arms start clusters, which takes minutes
 FIGURES = (".png", ".svg", ".pdf")
 # Flag -> a name to propose
 FILES = {"json": "report.json", "figure": "report.png", "html": "report.html"}
@@ -133,17 +46,20 @@ python -m nanoray.bench NAME --help shows the flags of one"""
 
 def main(argv: list[str] | None = None) -> int:
     """Run one benchmark, or all, and return the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        argv = sys.argv[1:]
     if not argv or argv[0] in ("-h", "--help"):
-        benches = "\n".join(f"  {name:<12}{text}" for name, (_, text) in BENCHES.items())
+        benches = "\n".join(f"  {name:<12}{entry.summary}" for name, entry in BENCHMARKS.items())
         print(USAGE.format(benches=benches, all="all", figures=", ".join(FIGURES)))
         return 0 if argv else 2
+    name, *flags = argv
+    return exit_code_of(lambda: _run_all(flags) if name == "all" else _run_named(name, flags))
+
+
+def exit_code_of(run: Callable[[], int]) -> int:
+    """Call `run` and return its exit code; print an error of nanoray and return that one's code."""
     try:
-        if argv[0] == "all":
-            return _run_all(argv[1:])
-        if argv[0] not in BENCHES:
-            refuse_unknown(argv[0], [*BENCHES, "all"], "bench")
-        return _run(argv[0], argv[1:])
+        return run()
     except NanorayError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -152,33 +68,79 @@ def main(argv: list[str] | None = None) -> int:
             "interrupted: everything that was started is ended, no report was written",
             file=sys.stderr,
         )
-        return 128 + (stop.args[0] if stop.args else signal.SIGINT)
+        # `interruptible` raises it with the number of the signal, Python itself without
+        signum = stop.args[0] if stop.args else signal.SIGINT
+        return 128 + signum
 
 
-def _run(name: str, argv: list[str]) -> int:
-    module, args = _load(name, argv)
+def _run_named(name: str, argv: list[str]) -> int:
+    if name not in BENCHMARKS:
+        refuse_unknown(name, [*BENCHMARKS, "all"], "bench")
+    return run_one(name, BENCHMARKS[name], argv)
+
+
+def run_one(name: str, entry: Entry, argv: list[str]) -> int:
+    """Run one benchmark, print and write its report, and return the exit code."""
+    benchmark, args = _load(name, entry, argv)
     with interruptible():
-        report = _measure(module, args, name, argv)
-    if _speaks():
-        section = _section(module, report, args.figure, bool(args.html))
-        print(
-            "\n".join([*module.paste(report), "", *report.lines(section.lines or None)]), flush=True
-        )
-        if args.json:
-            report.write(args.json)
-        _write_html(args.html, [section])
-    else:  # rank 0 writes the report, and may know of its own broken collective only
-        for line in (line for failure in report.failures for line in failure.splitlines()):
-            print(f"rank {os.environ['RANK']}: {line}", file=sys.stderr, flush=True)
+        report = _new_report(name, entry, argv, args)
+        _measure(benchmark, args, report)
+
+    # Under torchrun rank 0 writes the report. The others log their own failures, which rank 0 may
+    # not have seen.
+    if not _writes_report():
+        for failure in report.failures:
+            for line in failure.splitlines():
+                print(f"rank {os.environ['RANK']}: {line}", file=sys.stderr, flush=True)
+        return int(report.failed)
+
+    section = _section(benchmark, report, args.figure, bool(args.html))
+    lines = [*benchmark.format_markdown(report), "", *report.lines(section.lines or None)]
+    print("\n".join(lines), flush=True)
+    if args.json:
+        report.write(args.json)
+    _write_html(args.html, [section], {name: entry.summary})
     return int(report.failed)
 
 
 def _run_all(argv: list[str]) -> int:
+    """Run every benchmark that is in `all`, print a table of their verdicts, and write one page."""
+    args = _flags_of_all(argv)
+    sections: list[Section] = []
+    with interruptible():
+        for name, entry in BENCHMARKS.items():
+            if not entry.in_all:
+                continue
+            flags = [f"--workers={args.workers}"] if args.workers else []
+            if args.quick:
+                flags += ["--quick", *entry.quick_flags]
+            print(f"== {name}", file=sys.stderr, flush=True)
+            section = _attempt(name, entry, flags, args)
+            lines = [f"== {name}", "", *section.report.lines(section.lines or None), ""]
+            print("\n".join(lines), flush=True)
+            sections.append(section)
+
+    reports = [section.report for section in sections]
+    rows = [("bench", "verdict", "seconds", ""), *(report.summary for report in reports)]
+    print("\n".join(aligned(rows, right={2})))
+    ok, verdict = _verdict_of_all(reports, args.workers)
+    # Before files are written: a full disk must not take the result away
+    print(verdict, flush=True)
+
+    if args.json:
+        dicts = [report.to_dict() for report in reports]
+        write_json(args.json, {"bench": "all", "reports": dicts, "ok": ok})
+    _write_html(args.html, sections, {name: entry.summary for name, entry in BENCHMARKS.items()})
+    return 0 if ok else 1
+
+
+def _flags_of_all(argv: list[str]) -> argparse.Namespace:
     if "RANK" in os.environ:
         raise ConfigError(
             "bench all starts its own ranks, but RANK is set; run it without torchrun"
         )
-    parser = _parser("all", "every benchmark in turn, each with its defaults")
+    program = "python -m nanoray.bench all"
+    parser = _parser(program, "every benchmark in turn, each with its defaults")
     parser.add_argument(
         "--workers", type=int, metavar="N", help="ranks of each [each one's default]"
     )
@@ -191,126 +153,114 @@ def _run_all(argv: list[str]) -> int:
         raise ConfigError(
             f"figure = {args.figure}: bench all draws several; name a folder that is there"
         )
-    found: list[Section] = []
-    with interruptible():
-        for name in (name for name in BENCHES if name not in NOT_IN_ALL):
-            flags = [f"--workers={args.workers}"] if args.workers else []
-            flags += ["--quick", *QUICK_IN_ALL.get(name, [])] if args.quick else []
-            print(f"== {name}", file=sys.stderr, flush=True)
-            found.append(_attempt(name, flags, args))
-            print(
-                "\n".join([f"== {name}", "", *found[-1].report.lines(found[-1].lines or None), ""]),
-                flush=True,
-            )
-    reports = [section.report for section in found]
+    return args
+
+
+def _verdict_of_all(reports: list[Report], workers: int | None) -> tuple[bool, str]:
+    """Return whether `bench all` succeeded, and its last line."""
     failed = [report.bench for report in reports if report.failed]
     skipped = [report.bench for report in reports if report.skipped]
-    print(
-        "\n".join(
-            aligned([("bench", "verdict", "seconds", ""), *(r.summary for r in reports)], right={2})
-        )
-    )
-    words = f"OK  {len(reports) - len(skipped)} benches" + (
-        f", skipped: {', '.join(skipped)}" if skipped else ""
-    )
+    # A number of ranks that no benchmark accepts is a mistake; one that some refuse is not
     if len(skipped) == len(reports):
-        failed, words = skipped, f"FAILED  every bench refuses workers = {args.workers}"
-    elif failed:
-        words = f"FAILED  {', '.join(failed)}"
-    print(words, flush=True)  # before files are written: a full disk takes no result away
-    if args.json:
-        write_json(
-            args.json, {"bench": "all", "reports": [r.to_dict() for r in reports], "ok": not failed}
-        )
-    _write_html(args.html, found)
-    return int(bool(failed))
+        return False, f"FAILED  every bench refuses workers = {workers}"
+    if failed:
+        return False, f"FAILED  {', '.join(failed)}"
+    verdict = f"OK  {len(reports) - len(skipped)} benches"
+    if skipped:
+        verdict += f", skipped: {', '.join(skipped)}"
+    return True, verdict
 
 
-def _attempt(name: str, flags: list[str], args: argparse.Namespace) -> Section:
-    """Run one of all benchmarks; whatever it raises is its failure, and the next ones go on.
+def _attempt(name: str, entry: Entry, flags: list[str], args: argparse.Namespace) -> Section:
+    """Run one of all benchmarks; turn what it raises into a failure of its report.
 
-    One that refuses the number of ranks, which others can use, is skipped.
+    A benchmark that refuses the number of ranks is skipped: others can use it.
     """
     try:
-        module, own = _load(name, flags)
-        report = _measure(module, own, name, flags)
-        path = args.figure / f"{name}.png" if args.figure else None
-        return _section(module, report, path, bool(args.html))
+        benchmark, own_args = _load(name, entry, flags)
+        report = _new_report(name, entry, flags, own_args)
+        _measure(benchmark, own_args, report)
+        figure = args.figure / f"{name}.png" if args.figure else None
+        return _section(benchmark, report, figure, bool(args.html))
     except Exception as error:
-        report = Report(name, conditions(name, flags))
+        report = Report(name, conditions(name, flags, entry.command))
         if args.workers and isinstance(error, ConfigError | PlacementError):
             report.skipped = str(error)
         else:
-            report.failures.append(_story(error))
+            report.failures.append(_describe_error(error))
         return Section(report)
 
 
-def _measure(module: Any, args: argparse.Namespace, name: str, argv: list[str]) -> Report:
-    """Measure, and keep what was measured before something broke."""
-    report, start = Report(name, conditions(name, argv)), time.monotonic()
+def _new_report(name: str, entry: Entry, argv: list[str], args: argparse.Namespace) -> Report:
+    report = Report(name, conditions(name, argv, entry.command))
     if args.quick:
         report.conditions["quick"] = (
             "few, short rounds: shows that it runs and which way it points, no more"
         )
-    try:
-        module.measure(args, report)
-    except Exception as error:
-        refused = isinstance(error, NanorayError) and not report.rows  # before anything ran
-        if refused or not _speaks():  # for another rank the only way to be heard
-            raise
-        report.failures.append(_story(error))
-    report.conditions["seconds"] = round(time.monotonic() - start, 1)
-    report.conditions["load"]["after"] = load_average()
     return report
 
 
-def _story(error: Exception) -> str:
+def _measure(benchmark: Benchmark, args: argparse.Namespace, report: Report) -> None:
+    """Measure, and keep what was measured before something broke."""
+    start = time.monotonic()
+    try:
+        benchmark.measure(args, report)
+    except Exception as error:
+        refused = isinstance(error, NanorayError) and not report.rows  # before anything ran
+        # A rank that writes no report must raise: its log is the only place for the error
+        if refused or not _writes_report():
+            raise
+        report.failures.append(_describe_error(error))
+    report.conditions["seconds"] = round(time.monotonic() - start, 1)
+    report.conditions["load"]["after"] = load_average()
+
+
+def _describe_error(error: Exception) -> str:
     if isinstance(error, NanorayError):
         return str(error)
     return f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error))}"
 
 
-def _speaks() -> bool:
-    """Return whether this process prints and writes: under torchrun every rank runs this program,
-    and one may.
-    """
+def _writes_report() -> bool:
+    """Return whether this process prints and writes: under torchrun every rank runs this program."""
     return os.environ.get("RANK", "0") == "0"
 
 
-def _section(module: Any, report: Report, figure: Path | None, svg: bool) -> Section:
-    """Draw the figures, and let the benchmark say what it found in its own words, if it has any."""
-    drawn, own = _picture(module, report, figure, svg), getattr(module, "lines", None)
-    return Section(report, drawn, own(report) if own else (), getattr(module, "WRONG", ""))
+def _section(benchmark: Benchmark, report: Report, figure: Path | None, svg: bool) -> Section:
+    """Draw the figures, and collect what a page shows of this report."""
+    picture = _draw(benchmark, report, figure, svg)
+    return Section(report, picture, benchmark.format_text(report), benchmark.wrong)
 
 
-def _picture(module: Any, report: Report, figure: Path | None, svg: bool) -> str:
-    """Draw the figure file, and the SVG text for the page. A figure that fails is a failure of the
-    report.
+def _draw(benchmark: Benchmark, report: Report, figure: Path | None, svg: bool) -> str:
+    """Draw the figure file, and return the SVG text for the page if `svg`.
+
+    An error while drawing is a failure of the report: what was measured must still be printed.
     """
     if not any(row.values for row in report.rows):
         return ""
     try:
         if figure:
-            module.draw(report, figure)
+            benchmark.draw(report, figure)
         if svg:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder, "figure.svg")
-                module.draw(report, path)
+                benchmark.draw(report, path)
                 return path.read_text(encoding="utf-8")
     except Exception as error:
-        report.failures.append(f"figure: {_story(error)}")
+        report.failures.append(f"figure: {_describe_error(error)}")
     return ""
 
 
-def _write_html(path: Path | None, sections: list[Section]) -> None:
+def _write_html(path: Path | None, sections: list[Section], summaries: dict[str, str]) -> None:
     if path:
         from nanoray.bench.harness.html import write
 
-        write(path, sections, {name: text for name, (_, text) in BENCHES.items()})
+        write(path, sections, summaries)
 
 
-def _parser(name: str, text: str) -> Parser:
-    parser = Parser(prog=f"python -m nanoray.bench {name}", description=text, allow_abbrev=False)
+def _parser(program: str, text: str) -> Parser:
+    parser = Parser(prog=program, description=text, allow_abbrev=False)
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write conditions, rows and verdicts"
     )
@@ -329,16 +279,17 @@ def _parser(name: str, text: str) -> Parser:
     return parser
 
 
-def _load(name: str, argv: list[str]) -> tuple[Any, argparse.Namespace]:
-    module: Any = importlib.import_module(BENCHES[name][0])
-    parser = _parser(name, BENCHES[name][1])
-    module.add_flags(parser)
+def _load(name: str, entry: Entry, argv: list[str]) -> tuple[Benchmark, argparse.Namespace]:
+    """Import a benchmark and read its flags."""
+    benchmark = entry.load()
+    parser = _parser(entry.command or f"python -m nanoray.bench {name}", entry.summary)
+    benchmark.add_flags(parser)
     args = _flags(parser, argv)
     if args.figure and args.figure.suffix not in FIGURES:
         raise ConfigError(
             f"figure = {args.figure}: unknown kind of file; end it in {', '.join(FIGURES)}"
         )
-    return module, args
+    return benchmark, args
 
 
 def _flags(parser: Parser, argv: list[str], folders: tuple[str, ...] = ()) -> argparse.Namespace:
@@ -347,7 +298,11 @@ def _flags(parser: Parser, argv: list[str], folders: tuple[str, ...] = ()) -> ar
     if unknown:
         flags = [flag for action in parser._actions for flag in action.option_strings]
         refuse_unknown(unknown[0].split("=")[0], flags, "flag")
-    for flag in FILES if _speaks() else ():  # now, and not after minutes
+    if not _writes_report():
+        return args
+
+    # Check the files now, and not after minutes of measuring
+    for flag in FILES:
         path = getattr(args, flag)
         if path is None:
             continue

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from nanoray.bench.collectives import exact_period, wrong_elements
+from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure
 from nanoray.bench.harness.plan import rotated
 from nanoray.bench.harness.rank_pool import (
@@ -236,34 +237,130 @@ def _nccl_tells() -> Iterator[None]:
             yield
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's flags."""
-    add_where_flags(parser, cpu_workers=STATED_FOR[0])
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="[float32]"
-    )
+class AlgorithmsBenchmark(Benchmark):
+    """Time the hand-written all-reduces beside the backend's own."""
 
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        """Add this benchmark's flags."""
+        add_where_flags(parser, cpu_workers=STATED_FOR[0])
+        parser.add_argument(
+            "--dtype",
+            choices=("float32", "bfloat16", "float16"),
+            default="float32",
+            help="[float32]",
+        )
 
-def measure(args: argparse.Namespace, report: Report) -> None:
-    """Sweep sizes and algorithms. A rank that dies leaves the rows that were there, and a failure."""
-    where = where_from(args)
-    try:
-        with _nccl_tells(), RankPool(where) as pool:
-            describe(report, pool)
-            arms = [BACKEND, *BY_HAND, *(FORCED if pool.backend == "nccl" else ())]
-            order = {
-                "algorithms": arms,
-                "sizes": QUICK_SIZES if args.quick else SIZES,
-                "dtype": args.dtype,
-            }
-            for event in pool.run(ENTRY, order | {"iters": 4 if args.quick else 25}):
-                report.rows.append(row_of(event, args.dtype))
-                told = report.rows[-1]
-                result = told.problem or told.skipped or f"{number(told.median)} us"
-                say(f"{told.arm:<20}{told.metric:>8}  {result}")
-            _judge(report, len(pool.facts), pool.backend)
-    except RankFailed as failed:
-        report.failures.append(str(failed))
+    def measure(self, args: argparse.Namespace, report: Report) -> None:
+        """Sweep sizes and algorithms. A rank that dies leaves the rows that were there, and a failure."""
+        where = where_from(args)
+        try:
+            with _nccl_tells(), RankPool(where) as pool:
+                describe(report, pool)
+                arms = [BACKEND, *BY_HAND, *(FORCED if pool.backend == "nccl" else ())]
+                order = {
+                    "algorithms": arms,
+                    "sizes": QUICK_SIZES if args.quick else SIZES,
+                    "dtype": args.dtype,
+                }
+                for event in pool.run(ENTRY, order | {"iters": 4 if args.quick else 25}):
+                    report.rows.append(row_of(event, args.dtype))
+                    told = report.rows[-1]
+                    result = told.problem or told.skipped or f"{number(told.median)} us"
+                    say(f"{told.arm:<20}{told.metric:>8}  {result}")
+                _judge(report, len(pool.facts), pool.backend)
+        except RankFailed as failed:
+            report.failures.append(str(failed))
+
+    def format_text(self, report: Report) -> list[str]:
+        """Return a table of medians, sizes down and algorithms across, with the wrong elements of all
+        of a size.
+        """
+        timed = [row for row in report.rows if row.unit == "us"]
+        arms, sizes = (
+            list(dict.fromkeys(r.arm for r in timed)),
+            list(dict.fromkeys(r.metric for r in timed)),
+        )
+
+        def cell(arm: str, size: str) -> str:
+            row = report.row(arm, size)
+            return (
+                ""
+                if row is None
+                else "FAILED"
+                if row.error
+                else number(row.median)
+                if row.values
+                else "skipped"
+            )
+
+        table = [("us, median", *arms, "wrong", "")]
+        for size in sizes:
+            wrong = sum(r.wrong or 0 for r in timed if r.metric == size)
+            table.append((size, *(cell(arm, size) for arm in arms), str(wrong), ""))
+        text = aligned(table, right=set(range(1, len(arms) + 2)))
+        text += sorted(
+            {f"skipped {r.arm}: {r.skipped}" for r in timed if r.skipped and not r.values}
+        )
+        text += [
+            f"{r.arm}, {r.metric}: {r.note or 'no log of NCCL'}"
+            for r in timed
+            if r.arm in FORCED and r.values
+        ]
+        return [*text, *crossovers(report)]
+
+    def format_markdown(self, report: Report) -> list[str]:
+        """Return the medians for a README, and where the winner changes."""
+        timed = _timed(report)
+        if not timed:
+            return []
+        rows = [
+            (
+                _label(size),
+                *(number(timed[arm][size].median) if size in timed[arm] else "–" for arm in timed),
+            )
+            for size, _ in winners(report)
+        ]
+        return [*markdown(("all_reduce, us", *timed), rows), "", "; ".join(crossovers(report))]
+
+    def draw(self, report: Report, path: Path) -> None:
+        """Draw time over bytes, both logarithmic: medians with quartiles; a vertical line where the
+        winner changes.
+        """
+        with figure(report, path, (7.5, 4.6), (1, 1)) as (axes,):
+            for arm, rows in _timed(report).items():
+                sizes, medians = sorted(rows), [rows[size].median for size in sorted(rows)]
+                bold = (
+                    {"color": "black", "linewidth": 2.2} if arm == BACKEND else {"linewidth": 1.2}
+                )
+                (line,) = axes.plot(sizes, medians, marker="o", markersize=3, label=arm, **bold)
+                low, high = zip(*(rows[size].quartiles for size in sizes), strict=True)
+                axes.fill_between(sizes, low, high, alpha=0.12, color=line.get_color(), linewidth=0)
+            axes.set(
+                xscale="log",
+                yscale="log",
+                xlabel="bytes",
+                ylabel="us, one blocking call, slowest rank",
+            )
+            won = winners(report)
+            for (before, loser), (size, winner) in pairwise(won):
+                if winner != loser:
+                    middle, at = math.sqrt(before * size), axes.get_xaxis_transform()
+                    axes.axvline(middle, color="0.4", linestyle=":", linewidth=1)
+                    axes.text(
+                        middle,
+                        0.02,
+                        f"{loser} | {winner}",
+                        transform=at,
+                        rotation=90,
+                        ha="right",
+                        fontsize=7,
+                    )
+            ranks = report.conditions.get("ranks", {}).get("world size", 0)
+            axes.set_title(
+                f"all_reduce, {ranks} ranks, {report.conditions.get('backend', '')}", fontsize=9
+            )
+            axes.grid(alpha=0.25)
+            axes.legend(fontsize=8)
 
 
 def row_of(event: dict[str, Any], dtype: str) -> Row:
@@ -338,90 +435,3 @@ def crossovers(report: Report) -> list[str]:
         first, *rest = (_label(size) for size, _ in won)
         said.append(f"fastest, or within 10 %, {first}{f' to {rest[-1]}' if rest else ''}: {arm}")
     return said
-
-
-def lines(report: Report) -> list[str]:
-    """Return a table of medians, sizes down and algorithms across, with the wrong elements of all
-    of a size.
-    """
-    timed = [row for row in report.rows if row.unit == "us"]
-    arms, sizes = (
-        list(dict.fromkeys(r.arm for r in timed)),
-        list(dict.fromkeys(r.metric for r in timed)),
-    )
-
-    def cell(arm: str, size: str) -> str:
-        row = report.row(arm, size)
-        return (
-            ""
-            if row is None
-            else "FAILED"
-            if row.error
-            else number(row.median)
-            if row.values
-            else "skipped"
-        )
-
-    table = [("us, median", *arms, "wrong", "")]
-    for size in sizes:
-        wrong = sum(r.wrong or 0 for r in timed if r.metric == size)
-        table.append((size, *(cell(arm, size) for arm in arms), str(wrong), ""))
-    text = aligned(table, right=set(range(1, len(arms) + 2)))
-    text += sorted({f"skipped {r.arm}: {r.skipped}" for r in timed if r.skipped and not r.values})
-    text += [
-        f"{r.arm}, {r.metric}: {r.note or 'no log of NCCL'}"
-        for r in timed
-        if r.arm in FORCED and r.values
-    ]
-    return [*text, *crossovers(report)]
-
-
-def paste(report: Report) -> list[str]:
-    """Return the medians for a README, and where the winner changes."""
-    timed = _timed(report)
-    if not timed:
-        return []
-    rows = [
-        (
-            _label(size),
-            *(number(timed[arm][size].median) if size in timed[arm] else "–" for arm in timed),
-        )
-        for size, _ in winners(report)
-    ]
-    return [*markdown(("all_reduce, us", *timed), rows), "", "; ".join(crossovers(report))]
-
-
-def draw(report: Report, path: Path) -> None:
-    """Draw time over bytes, both logarithmic: medians with quartiles; a vertical line where the
-    winner changes.
-    """
-    with figure(report, path, (7.5, 4.6), (1, 1)) as (axes,):
-        for arm, rows in _timed(report).items():
-            sizes, medians = sorted(rows), [rows[size].median for size in sorted(rows)]
-            bold = {"color": "black", "linewidth": 2.2} if arm == BACKEND else {"linewidth": 1.2}
-            (line,) = axes.plot(sizes, medians, marker="o", markersize=3, label=arm, **bold)
-            low, high = zip(*(rows[size].quartiles for size in sizes), strict=True)
-            axes.fill_between(sizes, low, high, alpha=0.12, color=line.get_color(), linewidth=0)
-        axes.set(
-            xscale="log", yscale="log", xlabel="bytes", ylabel="us, one blocking call, slowest rank"
-        )
-        won = winners(report)
-        for (before, loser), (size, winner) in pairwise(won):
-            if winner != loser:
-                middle, at = math.sqrt(before * size), axes.get_xaxis_transform()
-                axes.axvline(middle, color="0.4", linestyle=":", linewidth=1)
-                axes.text(
-                    middle,
-                    0.02,
-                    f"{loser} | {winner}",
-                    transform=at,
-                    rotation=90,
-                    ha="right",
-                    fontsize=7,
-                )
-        ranks = report.conditions.get("ranks", {}).get("world size", 0)
-        axes.set_title(
-            f"all_reduce, {ranks} ranks, {report.conditions.get('backend', '')}", fontsize=9
-        )
-        axes.grid(alpha=0.25)
-        axes.legend(fontsize=8)

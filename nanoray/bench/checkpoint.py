@@ -29,6 +29,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure, measured, whiskers
 from nanoray.bench.harness.plan import rotated
 from nanoray.bench.harness.rank_pool import RankFailed, RankPool, describe
@@ -49,7 +50,6 @@ RAW, SYNC, ASYNC, TORCH, DCP, DCP_ASYNC, STAGER, PROCESS = ARMS = (
 )
 STALL, DONE, LOST, RATE = "stall", "on disk after", "training time lost", "written"
 OF_STALL, OF_LOST, OF_DISK = "stall, of nanoray sync", "lost, of nanoray sync", "of raw disk"
-WRONG = "tensors that read back with other bits than training had when they were saved"
 STALL_LIMIT, LOST_LIMIT = 6.0, 12.0  # % of a synchronous save
 # What is trained: many small operations, so that a writer that holds Python's lock shows
 STEP_PRESET = "tiny"
@@ -57,98 +57,157 @@ TAIL_STEPS = 5  # steps after a save that still count to it
 CHUNK = 8 << 20
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's flags."""
-    parser.add_argument("--workers", type=int, metavar="N", help="1: one rank writes")
-    parser.add_argument(
-        "--device",
-        choices=("auto", "cuda", "mig", "cpu"),
-        default="auto",
-        help="where the state is",
-    )
-    parser.add_argument(
-        "--preset", help="whose weights and Adam state [gpt2-124m; with --quick shakespeare-char]"
-    )
-    parser.add_argument(
-        "--rounds", type=int, metavar="N", help="rounds of all arms [7; 3 with --quick]"
-    )
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        metavar="DIR",
-        help="write on this disk [the system's temporary folder]",
-    )
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=1,
-        metavar="N",
-        help="of training; the other cores are free to write [1]",
-    )
-    parser.add_argument(
-        "--timeout_s", type=float, default=600.0, help="a rank silent for longer has failed [600]"
-    )
+class CheckpointBenchmark(Benchmark):
+    """Measure what a checkpoint costs training."""
 
+    wrong = "tensors that read back with other bits than training had when they were saved"
 
-def measure(args: argparse.Namespace, report: Report) -> None:
-    """Measure every arm in turns and fill the report. Everything that is written is removed again."""
-    rounds = (3 if args.quick else 7) if args.rounds is None else args.rounds
-    if "RANK" in os.environ:
-        raise ConfigError(
-            "bench checkpoint starts its own process, but RANK is set; run it without torchrun"
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        """Add this benchmark's flags."""
+        parser.add_argument("--workers", type=int, metavar="N", help="1: one rank writes")
+        parser.add_argument(
+            "--device",
+            choices=("auto", "cuda", "mig", "cpu"),
+            default="auto",
+            help="where the state is",
         )
-    if args.workers not in (None, 1):
-        raise ConfigError(
-            f"workers = {args.workers}: one rank writes and others would only wait; use --workers 1"
+        parser.add_argument(
+            "--preset",
+            help="whose weights and Adam state [gpt2-124m; with --quick shakespeare-char]",
         )
-    if min(rounds, args.threads) < 1 or args.timeout_s <= 0:
-        raise ConfigError(
-            f"rounds = {rounds}, threads = {args.threads}, timeout_s = {args.timeout_s:g}; all "
-            "must be above 0"
+        parser.add_argument(
+            "--rounds", type=int, metavar="N", help="rounds of all arms [7; 3 with --quick]"
         )
-    preset = args.preset or ("shakespeare-char" if args.quick else "gpt2-124m")
-    need, disk = _bytes_of(preset), args.folder or Path(tempfile.gettempdir())
-    if not disk.is_dir() or not os.access(disk, os.W_OK):
-        raise ConfigError(f"folder = {disk}: missing or read-only; make it first")
-    if (free := shutil.disk_usage(disk).free) < 1.5 * need:
-        raise ConfigError(
-            f"folder = {disk} has {free / 1e9:.2f} GB free, and a checkpoint of preset {preset} "
-            "takes "
-            f"{need / 1e9:.2f}; give a --folder with room for 1.5 of them, or a smaller --preset"
+        parser.add_argument(
+            "--folder",
+            type=Path,
+            metavar="DIR",
+            help="write on this disk [the system's temporary folder]",
         )
-    recipe = f"preset {preset}, {rounds} rounds after one to warm up, with training on {args.threads} thread(s)"
-    report.conditions |= {
-        "recipe": recipe,
-        "disk": f"{file_system(disk)}, {free / 1e9:.0f} GB free",
-    }
-    order = {
-        "preset": preset,
-        "rounds": rounds,
-        "window_s": 0.2 if args.quick else 1.0,
-        "threads": args.threads,
-    }
-    found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
-    wrong: dict[str, int | None] = {}
-    with (
-        tempfile.TemporaryDirectory(prefix="nanoray-checkpoint-", dir=disk) as folder,
-        RankPool(Where(1, "processes", args.device, timeout_s=args.timeout_s)) as pool,
-    ):
-        describe(report, pool)
-        try:
-            for event in pool.run(
-                "nanoray.bench.checkpoint:measure_rank", order | {"folder": folder}
-            ):
-                if "state" in event:
-                    report.conditions["state"] = event["state"]
-                elif "wrong" in event:
-                    wrong[event["arm"]] = event["wrong"]
-                else:
-                    found[event["arm"]].append(event)
-                    told = f"stall {event['stall_s']:.3f} s, on disk after {event['done_s']:.3f} s"
-                    say(f"round {event['round']}  {event['arm']:<14} {told}")
-        except RankFailed as error:
-            report.failures.append(str(error))
-    add_rows(report, found, wrong)
+        parser.add_argument(
+            "--threads",
+            type=int,
+            default=1,
+            metavar="N",
+            help="of training; the other cores are free to write [1]",
+        )
+        parser.add_argument(
+            "--timeout_s",
+            type=float,
+            default=600.0,
+            help="a rank silent for longer has failed [600]",
+        )
+
+    def measure(self, args: argparse.Namespace, report: Report) -> None:
+        """Measure every arm in turns and fill the report. Everything that is written is removed again."""
+        rounds = (3 if args.quick else 7) if args.rounds is None else args.rounds
+        if "RANK" in os.environ:
+            raise ConfigError(
+                "bench checkpoint starts its own process, but RANK is set; run it without torchrun"
+            )
+        if args.workers not in (None, 1):
+            raise ConfigError(
+                f"workers = {args.workers}: one rank writes and others would only wait; use --workers 1"
+            )
+        if min(rounds, args.threads) < 1 or args.timeout_s <= 0:
+            raise ConfigError(
+                f"rounds = {rounds}, threads = {args.threads}, timeout_s = {args.timeout_s:g}; all "
+                "must be above 0"
+            )
+        preset = args.preset or ("shakespeare-char" if args.quick else "gpt2-124m")
+        need, disk = _bytes_of(preset), args.folder or Path(tempfile.gettempdir())
+        if not disk.is_dir() or not os.access(disk, os.W_OK):
+            raise ConfigError(f"folder = {disk}: missing or read-only; make it first")
+        if (free := shutil.disk_usage(disk).free) < 1.5 * need:
+            raise ConfigError(
+                f"folder = {disk} has {free / 1e9:.2f} GB free, and a checkpoint of preset {preset} "
+                "takes "
+                f"{need / 1e9:.2f}; give a --folder with room for 1.5 of them, or a smaller --preset"
+            )
+        recipe = f"preset {preset}, {rounds} rounds after one to warm up, with training on {args.threads} thread(s)"
+        report.conditions |= {
+            "recipe": recipe,
+            "disk": f"{file_system(disk)}, {free / 1e9:.0f} GB free",
+        }
+        order = {
+            "preset": preset,
+            "rounds": rounds,
+            "window_s": 0.2 if args.quick else 1.0,
+            "threads": args.threads,
+        }
+        found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
+        wrong: dict[str, int | None] = {}
+        with (
+            tempfile.TemporaryDirectory(prefix="nanoray-checkpoint-", dir=disk) as folder,
+            RankPool(Where(1, "processes", args.device, timeout_s=args.timeout_s)) as pool,
+        ):
+            describe(report, pool)
+            try:
+                for event in pool.run(
+                    "nanoray.bench.checkpoint:measure_rank", order | {"folder": folder}
+                ):
+                    if "state" in event:
+                        report.conditions["state"] = event["state"]
+                    elif "wrong" in event:
+                        wrong[event["arm"]] = event["wrong"]
+                    else:
+                        found[event["arm"]].append(event)
+                        told = (
+                            f"stall {event['stall_s']:.3f} s, on disk after {event['done_s']:.3f} s"
+                        )
+                        say(f"round {event['round']}  {event['arm']:<14} {told}")
+            except RankFailed as error:
+                report.failures.append(str(error))
+        add_rows(report, found, wrong)
+
+    def format_text(self, report: Report) -> list[str]:
+        """Return a table with a line per arm: medians with their quartiles."""
+
+        table = [("", *COLUMNS.values(), "n", "wrong", "")]
+        for row in (r for r in report.rows if r.metric == DONE):
+            wrong = "" if row.wrong is None else str(row.wrong)
+            numbers = (report.cell(row.arm, metric) for metric in COLUMNS)
+            table.append((row.arm, *numbers, str(row.n), wrong, row.problem or row.note))
+        return aligned(table, right=set(range(1, len(COLUMNS) + 3)))
+
+    def format_markdown(self, report: Report) -> list[str]:
+        """Return a table for a README: medians, with the range of the seconds."""
+        seconds = (STALL, LOST, DONE)
+        cells = [
+            (
+                row.arm,
+                *(
+                    report.cell(row.arm, metric, "range" if metric in seconds else "none")
+                    for metric in COLUMNS
+                ),
+            )
+            for row in measured(report, ARMS, DONE)
+        ]
+        return markdown(("arm", *COLUMNS.values()), cells)
+
+    def draw(self, report: Report, path: Path) -> None:
+        """Draw what a save costs training, and how fast it gets on disk; lines are min to max."""
+
+        def bars(axes: Any, arms: tuple[str, ...], metric: str, offset: float, label: str) -> None:
+            rows = measured(report, arms, metric)
+            at, medians = [arms.index(r.arm) + offset for r in rows], [r.median for r in rows]
+            axes.barh(at, medians, xerr=whiskers(rows), height=0.36, label=label, capsize=2)
+
+        told = report.conditions
+        with figure(
+            report, path, note=f"{told.get('state', '')} · {told['recipe']} · {told['disk']}"
+        ) as (left, right):
+            savers = tuple(arm for arm in ARMS if arm != RAW)
+            bars(left, savers, STALL, -0.19, "stall")
+            bars(left, savers, LOST, 0.19, "all training time lost")
+            left.set_yticks(range(len(savers)), savers)
+            left.set(title="what one checkpoint costs training", xlabel="s, median")
+            left.legend(fontsize=8)
+            bars(right, ARMS, RATE, 0, "")
+            right.set_yticks(range(len(ARMS)), ARMS)
+            right.set(title="from the call until it is on disk", xlabel="GB/s, median")
+            for axes in (left, right):
+                axes.invert_yaxis()
 
 
 def _bytes_of(preset: str) -> int:
@@ -238,58 +297,6 @@ def add_rows(
 
 COLUMNS = {STALL: "stall, s", OF_STALL: "of sync, %", LOST: "lost, s", OF_LOST: "of sync, %"}
 COLUMNS |= {DONE: "on disk after, s", RATE: "GB/s", OF_DISK: "of raw disk, %"}
-
-
-def lines(report: Report) -> list[str]:
-    """Return a table with a line per arm: medians with their quartiles."""
-
-    table = [("", *COLUMNS.values(), "n", "wrong", "")]
-    for row in (r for r in report.rows if r.metric == DONE):
-        wrong = "" if row.wrong is None else str(row.wrong)
-        numbers = (report.cell(row.arm, metric) for metric in COLUMNS)
-        table.append((row.arm, *numbers, str(row.n), wrong, row.problem or row.note))
-    return aligned(table, right=set(range(1, len(COLUMNS) + 3)))
-
-
-def paste(report: Report) -> list[str]:
-    """Return a table for a README: medians, with the range of the seconds."""
-    seconds = (STALL, LOST, DONE)
-    cells = [
-        (
-            row.arm,
-            *(
-                report.cell(row.arm, metric, "range" if metric in seconds else "none")
-                for metric in COLUMNS
-            ),
-        )
-        for row in measured(report, ARMS, DONE)
-    ]
-    return markdown(("arm", *COLUMNS.values()), cells)
-
-
-def draw(report: Report, path: Path) -> None:
-    """Draw what a save costs training, and how fast it gets on disk; lines are min to max."""
-
-    def bars(axes: Any, arms: tuple[str, ...], metric: str, offset: float, label: str) -> None:
-        rows = measured(report, arms, metric)
-        at, medians = [arms.index(r.arm) + offset for r in rows], [r.median for r in rows]
-        axes.barh(at, medians, xerr=whiskers(rows), height=0.36, label=label, capsize=2)
-
-    told = report.conditions
-    with figure(
-        report, path, note=f"{told.get('state', '')} · {told['recipe']} · {told['disk']}"
-    ) as (left, right):
-        savers = tuple(arm for arm in ARMS if arm != RAW)
-        bars(left, savers, STALL, -0.19, "stall")
-        bars(left, savers, LOST, 0.19, "all training time lost")
-        left.set_yticks(range(len(savers)), savers)
-        left.set(title="what one checkpoint costs training", xlabel="s, median")
-        left.legend(fontsize=8)
-        bars(right, ARMS, RATE, 0, "")
-        right.set_yticks(range(len(ARMS)), ARMS)
-        right.set(title="from the call until it is on disk", xlabel="GB/s, median")
-        for axes in (left, right):
-            axes.invert_yaxis()
 
 
 # On the rank.

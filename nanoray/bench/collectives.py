@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure
 from nanoray.bench.harness.plan import chosen
 from nanoray.bench.harness.rank_pool import (
@@ -362,49 +363,157 @@ class _Bench:
 # The driver's side.
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_where_flags(parser)
-    parser.add_argument(
-        "--ops", default=",".join(PLACEMENTS), help="which, with commas between [%(default)s]"
-    )
-    parser.add_argument(
-        "--dtypes", help=f"some of {','.join(DTYPES)} [the first three; with --quick the first]"
-    )
-    largest = "the largest size in bytes, from 1 KB in steps of 4 [64 MB on CPU, 1 GiB on GPUs; with --quick 1 MB]"
-    parser.add_argument("--max_bytes", type=int, help=largest)
+class CollectivesBenchmark(Benchmark):
+    """Time every collective over sizes and dtypes, and count its wrong elements."""
 
-
-def measure(args: argparse.Namespace, report: Report) -> None:
-    """Measure what is asked for. A rank that dies leaves the rows that were there, and a failure."""
-    where = where_from(args)
-    ops = chosen(args.ops, list(PLACEMENTS), "op")
-    dtypes = chosen(
-        args.dtypes or ",".join([*DTYPES][: 1 if args.quick else 3]), list(DTYPES), "dtype"
-    )
-    if args.max_bytes is not None and args.max_bytes < KB:
-        raise ConfigError(
-            f"max_bytes = {args.max_bytes} is below the smallest size, {KB}; raise it"
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        add_where_flags(parser)
+        parser.add_argument(
+            "--ops", default=",".join(PLACEMENTS), help="which, with commas between [%(default)s]"
         )
-    try:
-        with RankPool(where) as pool:
-            describe(report, pool)
-            cuda = pool.facts[0]["device"] != "cpu"
-            largest = args.max_bytes or (1024 * KB if args.quick else GIB if cuda else 64 * KB * KB)
-            # Ranks on one host, or on one GPU of it
-            shares = [(f["host"], f["uuid"]) for f in pool.facts]
-            order = {
-                "ops": ops,
-                "dtypes": dtypes,
-                "sizes": sizes(largest, args.quick),
-                "sharing": [Counter(shares)[share] for share in shares],
-                "budget_s": 0.03 if args.quick else 0.25,
-                "rounds": 3 if args.quick else 7,
-                "timeout_s": where.timeout_s,
-            }
-            for event in pool.run(ENTRY, order):
-                _add(report, event, len(pool.facts), pool.backend)
-    except RankFailed as failed:
-        report.failures.append(str(failed))
+        parser.add_argument(
+            "--dtypes", help=f"some of {','.join(DTYPES)} [the first three; with --quick the first]"
+        )
+        largest = "the largest size in bytes, from 1 KB in steps of 4 [64 MB on CPU, 1 GiB on GPUs; with --quick 1 MB]"
+        parser.add_argument("--max_bytes", type=int, help=largest)
+
+    def measure(self, args: argparse.Namespace, report: Report) -> None:
+        """Measure what is asked for. A rank that dies leaves the rows that were there, and a failure."""
+        where = where_from(args)
+        ops = chosen(args.ops, list(PLACEMENTS), "op")
+        dtypes = chosen(
+            args.dtypes or ",".join([*DTYPES][: 1 if args.quick else 3]), list(DTYPES), "dtype"
+        )
+        if args.max_bytes is not None and args.max_bytes < KB:
+            raise ConfigError(
+                f"max_bytes = {args.max_bytes} is below the smallest size, {KB}; raise it"
+            )
+        try:
+            with RankPool(where) as pool:
+                describe(report, pool)
+                cuda = pool.facts[0]["device"] != "cpu"
+                largest = args.max_bytes or (
+                    1024 * KB if args.quick else GIB if cuda else 64 * KB * KB
+                )
+                # Ranks on one host, or on one GPU of it
+                shares = [(f["host"], f["uuid"]) for f in pool.facts]
+                order = {
+                    "ops": ops,
+                    "dtypes": dtypes,
+                    "sizes": sizes(largest, args.quick),
+                    "sharing": [Counter(shares)[share] for share in shares],
+                    "budget_s": 0.03 if args.quick else 0.25,
+                    "rounds": 3 if args.quick else 7,
+                    "timeout_s": where.timeout_s,
+                }
+                for event in pool.run(ENTRY, order):
+                    _add(report, event, len(pool.facts), pool.backend)
+        except RankFailed as failed:
+            report.failures.append(str(failed))
+
+    def format_text(self, report: Report) -> list[str]:
+        """Return one table per operation with nccl-tests' columns; to their right what nccl-tests has
+        not.
+        """
+        copy, found = report.row(COPY, "copied"), _lines_of(report)
+        text = [f"{COPY}  {number(copy.median)} GB/s  ({copy.note})"] if copy else []
+        text += [
+            "B, elements, us, GB/s. First out of place, then in place. time: pipelined. p50, p99: n "
+            "blocking calls,"
+        ]
+        text += [
+            "out of place where torch has that; fewer than 100 calls have no 99th percentile: max is "
+            "their slowest."
+        ]
+        half = ("time", "algbw", "busbw", "#wrong")
+        head = (
+            "size",
+            "count",
+            "type",
+            "redop",
+            "root",
+            *half,
+            *half,
+            "p50",
+            "p99",
+            "n",
+            "of copy",
+            "",
+        )
+        for op in dict.fromkeys(op for op, _, _ in found):
+            mine = {key: rows for key, rows in found.items() if key[0] == op}
+            notes = [row.note for rows in mine.values() for row in rows.values()]
+            why = (
+                f" ({GLOO_REDUCE_SCATTER})"
+                if any(note.startswith(GLOO_REDUCE_SCATTER) for note in notes)
+                else ""
+            )
+            table = [head, *(_line(op, rows) for rows in mine.values())]
+            text += ["", f"# {op}{why}", *aligned(table, right={0, 1, 4, *range(5, 17)})]
+        return text
+
+    def format_markdown(self, report: Report) -> list[str]:
+        """Return a table for a README: latency of the smallest size, bandwidth of the largest."""
+        curves = _curves(report)
+        if not curves:
+            return []
+        small, large = (next(iter(curves.values()))[i] for i in (0, -1))
+        header = (
+            small["dtype"],
+            f"{small['bytes']} B: p50, us",
+            "p99, us",
+            f"{large['bytes']} B: algbw, GB/s",
+            "busbw",
+        )
+        table = []
+        for op, points in curves.items():
+            latency, rates = (number(points[0][key]) for key in ("time_us", "p99_us")), points[-1]
+            busbw = "" if rates["busbw_gbps"] is None else number(rates["busbw_gbps"])
+            table.append(
+                (op, *latency, number(rates["algbw_gbps"]), busbw, _percent(rates["share_of_copy"]))
+            )
+        return markdown((*header, "of a copy's"), table)
+
+    def draw(self, report: Report, path: Path) -> None:
+        """Draw busbw (of one rank algbw) over the size with the copy limit, and the latency of one
+        blocking call.
+        """
+        ranks, curves = report.conditions.get("ranks", {}).get("world size", 0), _curves(report)
+        note = f"{ranks} ranks, {report.conditions.get('backend', 'no backend')}"
+        with figure(report, path, (11, 4.2), note=note) as (left, right):
+            for op, points in curves.items():
+                size = [p["bytes"] for p in points]
+                left.plot(
+                    size,
+                    [p["busbw_gbps"] or p["algbw_gbps"] for p in points],
+                    marker="o",
+                    markersize=3,
+                    label=op,
+                )
+                (line,) = right.plot(size, [p["time_us"] for p in points], marker="o", markersize=3)
+                right.plot(
+                    size,
+                    [p["p99_us"] for p in points],
+                    color=line.get_color(),
+                    linestyle=":",
+                    linewidth=1,
+                )
+            if copy := report.row(COPY, "copied"):
+                left.axhline(
+                    copy.median, color="0.3", linestyle="--", linewidth=1, label="memory copy"
+                )
+            dtype = next(iter(curves.values()))[0]["dtype"] if curves else "nothing was measured"
+            left.set(title=f"busbw, {dtype}", xlabel="bytes", ylabel="GB/s")
+            right.set(
+                title="blocking calls: p50; dotted p99, of fewer than 100 the slowest",
+                xlabel="bytes",
+                ylabel="us",
+            )
+            for axes in (left, right):
+                axes.set(xscale="log", yscale="log")
+                axes.grid(alpha=0.25)
+            if curves:
+                left.legend(fontsize=8)
 
 
 def sizes(largest: int, quick: bool = False) -> list[int]:
@@ -471,48 +580,6 @@ def _lines_of(report: Report) -> dict[tuple[str, str, int], dict[bool, Row]]:
     return found
 
 
-def lines(report: Report) -> list[str]:
-    """Return one table per operation with nccl-tests' columns; to their right what nccl-tests has
-    not.
-    """
-    copy, found = report.row(COPY, "copied"), _lines_of(report)
-    text = [f"{COPY}  {number(copy.median)} GB/s  ({copy.note})"] if copy else []
-    text += [
-        "B, elements, us, GB/s. First out of place, then in place. time: pipelined. p50, p99: n "
-        "blocking calls,"
-    ]
-    text += [
-        "out of place where torch has that; fewer than 100 calls have no 99th percentile: max is "
-        "their slowest."
-    ]
-    half = ("time", "algbw", "busbw", "#wrong")
-    head = (
-        "size",
-        "count",
-        "type",
-        "redop",
-        "root",
-        *half,
-        *half,
-        "p50",
-        "p99",
-        "n",
-        "of copy",
-        "",
-    )
-    for op in dict.fromkeys(op for op, _, _ in found):
-        mine = {key: rows for key, rows in found.items() if key[0] == op}
-        notes = [row.note for rows in mine.values() for row in rows.values()]
-        why = (
-            f" ({GLOO_REDUCE_SCATTER})"
-            if any(note.startswith(GLOO_REDUCE_SCATTER) for note in notes)
-            else ""
-        )
-        table = [head, *(_line(op, rows) for rows in mine.values())]
-        text += ["", f"# {op}{why}", *aligned(table, right={0, 1, 4, *range(5, 17)})]
-    return text
-
-
 def _line(op: str, rows: dict[bool, Row]) -> tuple[str, ...]:
     keys = next(iter(rows.values())).extra
     line = [str(keys["bytes"]), str(keys["count"]), DTYPES[keys["dtype"]][0]]
@@ -563,66 +630,3 @@ def _curves(report: Report) -> dict[str, list[dict[str, Any]]]:
 
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.0f}%"
-
-
-def paste(report: Report) -> list[str]:
-    """Return a table for a README: latency of the smallest size, bandwidth of the largest."""
-    curves = _curves(report)
-    if not curves:
-        return []
-    small, large = (next(iter(curves.values()))[i] for i in (0, -1))
-    header = (
-        small["dtype"],
-        f"{small['bytes']} B: p50, us",
-        "p99, us",
-        f"{large['bytes']} B: algbw, GB/s",
-        "busbw",
-    )
-    table = []
-    for op, points in curves.items():
-        latency, rates = (number(points[0][key]) for key in ("time_us", "p99_us")), points[-1]
-        busbw = "" if rates["busbw_gbps"] is None else number(rates["busbw_gbps"])
-        table.append(
-            (op, *latency, number(rates["algbw_gbps"]), busbw, _percent(rates["share_of_copy"]))
-        )
-    return markdown((*header, "of a copy's"), table)
-
-
-def draw(report: Report, path: Path) -> None:
-    """Draw busbw (of one rank algbw) over the size with the copy limit, and the latency of one
-    blocking call.
-    """
-    ranks, curves = report.conditions.get("ranks", {}).get("world size", 0), _curves(report)
-    note = f"{ranks} ranks, {report.conditions.get('backend', 'no backend')}"
-    with figure(report, path, (11, 4.2), note=note) as (left, right):
-        for op, points in curves.items():
-            size = [p["bytes"] for p in points]
-            left.plot(
-                size,
-                [p["busbw_gbps"] or p["algbw_gbps"] for p in points],
-                marker="o",
-                markersize=3,
-                label=op,
-            )
-            (line,) = right.plot(size, [p["time_us"] for p in points], marker="o", markersize=3)
-            right.plot(
-                size,
-                [p["p99_us"] for p in points],
-                color=line.get_color(),
-                linestyle=":",
-                linewidth=1,
-            )
-        if copy := report.row(COPY, "copied"):
-            left.axhline(copy.median, color="0.3", linestyle="--", linewidth=1, label="memory copy")
-        dtype = next(iter(curves.values()))[0]["dtype"] if curves else "nothing was measured"
-        left.set(title=f"busbw, {dtype}", xlabel="bytes", ylabel="GB/s")
-        right.set(
-            title="blocking calls: p50; dotted p99, of fewer than 100 the slowest",
-            xlabel="bytes",
-            ylabel="us",
-        )
-        for axes in (left, right):
-            axes.set(xscale="log", yscale="log")
-            axes.grid(alpha=0.25)
-        if curves:
-            left.legend(fontsize=8)

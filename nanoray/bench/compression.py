@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure, whiskers
 from nanoray.bench.harness.plan import chosen, rotated
 from nanoray.bench.harness.rank_pool import (
@@ -51,78 +52,131 @@ STEP, EXPOSED, BUSY, WIRE, KEPT = (
     "memory",
 )
 LOSS, OFF, PAYS = "loss", "loss, off", "pays below"
-WRONG = "ranks whose weights differ from those of rank 0"
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's flags."""
-    add_where_flags(parser)
-    parser.add_argument(
-        "--preset", help="whose model, batch and optimizer [shakespeare-cpu; on GPU gpt2-124m]"
-    )
-    parser.add_argument(
-        "--dataset", default="stdlib", help="text to learn, as of nanoray.train [%(default)s]"
-    )
-    parser.add_argument(
-        "--precision", default="auto", help="of the products, as of nanoray.train [%(default)s]"
-    )
-    parser.add_argument(
-        "--dp_mode", choices=("ddp", "ddp_by_hand"), default="ddp", help="of all arms [%(default)s]"
-    )
-    parser.add_argument("--arms", default="all", help=f"some of {', '.join(ARMS)} [%(default)s]")
-    parser.add_argument(
-        "--rounds", type=int, metavar="N", help="rounds of all arms [10; 2 with --quick]"
-    )
-    parser.add_argument(
-        "--steps", type=int, metavar="N", help="steps of an arm per round [30; 4 with --quick]"
-    )
+class CompressionBenchmark(Benchmark):
+    """Compare bytes, step time and loss of compressed gradients with float32."""
 
+    wrong = "ranks whose weights differ from those of rank 0"
 
-def measure(args: argparse.Namespace, report: Report) -> None:
-    """Train all arms in turn on the same ranks, and fill the report."""
-    where = where_from(args)
-    rounds = (2 if args.quick else 10) if args.rounds is None else args.rounds
-    steps = (4 if args.quick else 30) if args.steps is None else args.steps
-    if where.workers < 2 or min(rounds, steps) < 1:
-        raise ConfigError(
-            f"workers = {where.workers}, rounds = {rounds}, steps = {steps}; 2, 1 and 1 are the "
-            "least"
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        """Add this benchmark's flags."""
+        add_where_flags(parser)
+        parser.add_argument(
+            "--preset", help="whose model, batch and optimizer [shakespeare-cpu; on GPU gpt2-124m]"
         )
-    names = [PLAIN, *(name for name in chosen(args.arms, list(ARMS)) if name != PLAIN)]
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    with RankPool(where) as pool:
-        describe(report, pool)
-        on_gpu = pool.facts[0]["device"] != "cpu"
-        own = {
-            "dataset": args.dataset,
-            "precision": args.precision,
-            "dp_mode": args.dp_mode,
-            "tokenizer": "byte",
-        }
-        order = {
-            "preset": args.preset or ("gpt2-124m" if on_gpu else "shakespeare-cpu"),
-            "overrides": own,
-        }
-        note = prepare(configuration(order)).note  # once, before the ranks ask for it
-        order |= {"arms": names, "rounds": rounds, "steps": steps}
-        try:
-            for event in pool.run("nanoray.bench.compression:train_rank", order):
-                if "recipe" in event:
-                    report.conditions["recipe"] = (
-                        f"{event['recipe']}, {rounds} rounds of {steps} + 1 steps, {args.dp_mode}, "
-                        f"{note}"
+        parser.add_argument(
+            "--dataset", default="stdlib", help="text to learn, as of nanoray.train [%(default)s]"
+        )
+        parser.add_argument(
+            "--precision", default="auto", help="of the products, as of nanoray.train [%(default)s]"
+        )
+        parser.add_argument(
+            "--dp_mode",
+            choices=("ddp", "ddp_by_hand"),
+            default="ddp",
+            help="of all arms [%(default)s]",
+        )
+        parser.add_argument(
+            "--arms", default="all", help=f"some of {', '.join(ARMS)} [%(default)s]"
+        )
+        parser.add_argument(
+            "--rounds", type=int, metavar="N", help="rounds of all arms [10; 2 with --quick]"
+        )
+        parser.add_argument(
+            "--steps", type=int, metavar="N", help="steps of an arm per round [30; 4 with --quick]"
+        )
+
+    def measure(self, args: argparse.Namespace, report: Report) -> None:
+        """Train all arms in turn on the same ranks, and fill the report."""
+        where = where_from(args)
+        rounds = (2 if args.quick else 10) if args.rounds is None else args.rounds
+        steps = (4 if args.quick else 30) if args.steps is None else args.steps
+        if where.workers < 2 or min(rounds, steps) < 1:
+            raise ConfigError(
+                f"workers = {where.workers}, rounds = {rounds}, steps = {steps}; 2, 1 and 1 are the "
+                "least"
+            )
+        names = [PLAIN, *(name for name in chosen(args.arms, list(ARMS)) if name != PLAIN)]
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+        with RankPool(where) as pool:
+            describe(report, pool)
+            on_gpu = pool.facts[0]["device"] != "cpu"
+            own = {
+                "dataset": args.dataset,
+                "precision": args.precision,
+                "dp_mode": args.dp_mode,
+                "tokenizer": "byte",
+            }
+            order = {
+                "preset": args.preset or ("gpt2-124m" if on_gpu else "shakespeare-cpu"),
+                "overrides": own,
+            }
+            note = prepare(configuration(order)).note  # once, before the ranks ask for it
+            order |= {"arms": names, "rounds": rounds, "steps": steps}
+            try:
+                for event in pool.run("nanoray.bench.compression:train_rank", order):
+                    if "recipe" in event:
+                        report.conditions["recipe"] = (
+                            f"{event['recipe']}, {rounds} rounds of {steps} + 1 steps, {args.dp_mode}, "
+                            f"{note}"
+                        )
+                        continue
+                    found[event["arm"]].append(event)
+                    say(
+                        f"round {event['round']}  {event['arm']:<12} {event['step_ms']:.1f} ms, loss "
+                        f"{event['loss']:.3f}"
                     )
-                    continue
-                found[event["arm"]].append(event)
-                say(
-                    f"round {event['round']}  {event['arm']:<12} {event['step_ms']:.1f} ms, loss "
-                    f"{event['loss']:.3f}"
+            except RankFailed as error:
+                report.failures.append(str(error))
+        ranks = where.workers
+        for name, events in found.items():
+            _rows(report, name, events, ranks)
+
+    def format_text(self, report: Report) -> list[str]:
+        """Return a line per arm, medians with their quartiles, the bytes of each collective, and the
+        finding.
+        """
+        rows = [row for row in report.rows if row.metric == WIRE and row.values]
+        table = aligned(
+            [(*line, "") for line in _table(report, "quartiles")], right=set(range(1, 9))
+        )
+        return [*table, "", *(f"{row.arm}: {row.note}" for row in rows), *finding(report)]
+
+    def format_markdown(self, report: Report) -> list[str]:
+        """Return the table for a page, and the finding."""
+        head, *body = _table(report, "range")
+        return [*markdown(head, body), "", *finding(report)]
+
+    def draw(self, report: Report, path: Path) -> None:
+        """Draw step time over bytes, and how the loss of each arm goes away from that of float32."""
+        note = f"{report.conditions.get('recipe', '')} · {report.conditions.get('backend', '')}"
+        with figure(report, path, (11, 4.6), note=note) as (left, right):
+            for i, row in enumerate(
+                r for r in report.rows if r.metric == STEP and r.unit == "ms" and r.values
+            ):
+                wire, off = report.row(row.arm, WIRE), report.row(row.arm, OFF)
+                assert wire
+                spread = whiskers([row], quartiles=True)
+                left.errorbar(
+                    wire.median,
+                    row.median,
+                    yerr=spread,
+                    fmt="o",
+                    capsize=2,
+                    color=f"C{i}",
+                    label=row.arm,
                 )
-        except RankFailed as error:
-            report.failures.append(str(error))
-    ranks = where.workers
-    for name, events in found.items():
-        _rows(report, name, events, ranks)
+                if off:
+                    right.plot(off.extra["by_round"], color=f"C{i}", label=row.arm)
+            left.set(
+                xlabel="MB on the wire per step",
+                ylabel="step, ms, median and quartiles",
+                xlim=(0, None),
+            )
+            left.legend(fontsize=7)
+            right.axhline(0.0, color="0.6", lw=0.8)
+            right.set(xlabel="round", ylabel=f"loss - loss of {PLAIN}, nat", title="same batches")
 
 
 def configuration(order: dict[str, Any], **more: Any) -> Config:
@@ -223,52 +277,6 @@ def _table(report: Report, spread: str) -> list[tuple[str, ...]]:
         cells[3] = f"{last.values[-1]:.4f}" if last and last.values else cells[3]
         table.append((name, report.cell(f"{name} / {PLAIN}", STEP, spread), *cells))
     return table
-
-
-def lines(report: Report) -> list[str]:
-    """Return a line per arm, medians with their quartiles, the bytes of each collective, and the
-    finding.
-    """
-    rows = [row for row in report.rows if row.metric == WIRE and row.values]
-    table = aligned([(*line, "") for line in _table(report, "quartiles")], right=set(range(1, 9)))
-    return [*table, "", *(f"{row.arm}: {row.note}" for row in rows), *finding(report)]
-
-
-def paste(report: Report) -> list[str]:
-    """Return the table for a page, and the finding."""
-    head, *body = _table(report, "range")
-    return [*markdown(head, body), "", *finding(report)]
-
-
-def draw(report: Report, path: Path) -> None:
-    """Draw step time over bytes, and how the loss of each arm goes away from that of float32."""
-    note = f"{report.conditions.get('recipe', '')} · {report.conditions.get('backend', '')}"
-    with figure(report, path, (11, 4.6), note=note) as (left, right):
-        for i, row in enumerate(
-            r for r in report.rows if r.metric == STEP and r.unit == "ms" and r.values
-        ):
-            wire, off = report.row(row.arm, WIRE), report.row(row.arm, OFF)
-            assert wire
-            spread = whiskers([row], quartiles=True)
-            left.errorbar(
-                wire.median,
-                row.median,
-                yerr=spread,
-                fmt="o",
-                capsize=2,
-                color=f"C{i}",
-                label=row.arm,
-            )
-            if off:
-                right.plot(off.extra["by_round"], color=f"C{i}", label=row.arm)
-        left.set(
-            xlabel="MB on the wire per step",
-            ylabel="step, ms, median and quartiles",
-            xlim=(0, None),
-        )
-        left.legend(fontsize=7)
-        right.axhline(0.0, color="0.6", lw=0.8)
-        right.set(xlabel="round", ylabel=f"loss - loss of {PLAIN}, nat", title="same batches")
 
 
 # On every rank.

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoray.bench.arm import Arm, Case
+from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure
 from nanoray.bench.harness.rank_pool import (
     RankFailed,
@@ -61,42 +62,76 @@ EXPERTS = {
     "z_loss": 0.1,
 }
 STEPS = 3
-WRONG = "ranks above the limit, or modes that must be equal to the bit and are not"
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's flags."""
-    add_where_flags(parser)
+class EquivalenceBenchmark(Benchmark):
+    """Compare losses and weights of every data-parallel mode with one process."""
 
+    wrong = "ranks above the limit, or modes that must be equal to the bit and are not"
 
-def measure(args: argparse.Namespace, report: Report) -> None:
-    """Train every arm in every case and fill the report."""
-    where = where_from(args)
-    samples = samples_for(where.workers)
-    if where.workers < 2 or samples % (2 * where.workers):
-        raise ConfigError(
-            f"workers = {where.workers}: one rank shares nothing, and {samples} samples in 2 micro "
-            "batches must divide "
-            "by the ranks; use --workers 2 to 7"
-        )
-    arms = arms_for(where.workers, checkpointing=not args.quick)
-    with RankPool(where) as pool:
-        describe(report, pool)
-        report.conditions["recipe"] = (
-            f"2 blocks of width 20, {samples} samples a step, {STEPS} steps, fp32, dropout 0"
-        )
-        for case, how in CASES.items():
-            found: dict[str, list[dict[str, Any]]] = {}
-            run = {arm: own for arm, own in arms.items() if fits(own, how["accum"])}
-            try:
-                for event in pool.run(ENTRY, {"arms": run, "cases": [how], "alone": True}):
-                    found[event["arm"]] = event["ranks"]
-                    say(f"{case:<32} {event['arm']}")
-            except RankFailed as error:
-                report.failures.append(f"{case}: {error}")
-                return
-            for arm, ranks in found.items():
-                report.rows += _rows(case, how, arm, ranks, found)
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        """Add this benchmark's flags."""
+        add_where_flags(parser)
+
+    def measure(self, args: argparse.Namespace, report: Report) -> None:
+        """Train every arm in every case and fill the report."""
+        where = where_from(args)
+        samples = samples_for(where.workers)
+        if where.workers < 2 or samples % (2 * where.workers):
+            raise ConfigError(
+                f"workers = {where.workers}: one rank shares nothing, and {samples} samples in 2 micro "
+                "batches must divide "
+                "by the ranks; use --workers 2 to 7"
+            )
+        arms = arms_for(where.workers, checkpointing=not args.quick)
+        with RankPool(where) as pool:
+            describe(report, pool)
+            report.conditions["recipe"] = (
+                f"2 blocks of width 20, {samples} samples a step, {STEPS} steps, fp32, dropout 0"
+            )
+            for case, how in CASES.items():
+                found: dict[str, list[dict[str, Any]]] = {}
+                run = {arm: own for arm, own in arms.items() if fits(own, how["accum"])}
+                try:
+                    for event in pool.run(ENTRY, {"arms": run, "cases": [how], "alone": True}):
+                        found[event["arm"]] = event["ranks"]
+                        say(f"{case:<32} {event['arm']}")
+                except RankFailed as error:
+                    report.failures.append(f"{case}: {error}")
+                    return
+                for arm, ranks in found.items():
+                    report.rows += _rows(case, how, arm, ranks, found)
+
+    def format_text(self, report: Report) -> list[str]:
+        """Return the table: largest differences from one process, and the modes with the same bits."""
+        return aligned([(*line, "") for line in _table(report)], right=set(range(1, 7)))
+
+    def format_markdown(self, report: Report) -> list[str]:
+        """Return the table for a page, without the arms that only repeat a mode with activation
+        checkpointing.
+        """
+        head, *body = _table(report)
+        return markdown(head, [line for line in body if " + " not in line[0]])
+
+    def draw(self, report: Report, path: Path) -> None:
+        """Draw each mode's distance from the weights of one process, against the limits."""
+        arms = {row.arm for row in report.rows}
+        with figure(report, path, (8, 0.28 * len(arms) + 1.6), (1, 1)) as (axes,):
+            for case in CASES:
+                rows = [
+                    row for row in report.rows if row.metric == f"{case}: {WEIGHT}" and row.values
+                ]
+                axes.plot(
+                    [max(*row.values, 1e-9) for row in rows],
+                    [row.arm for row in rows],
+                    "o",
+                    label=case,
+                    alpha=0.7,
+                )
+            for optimizer, limit in WEIGHT_LIMIT.items():
+                axes.axvline(limit, ls=":", color="0.4", label=f"limit with {optimizer}")
+            axes.set(xscale="log", xlabel="largest difference of a weight from that of one process")
+            axes.legend(fontsize=7)
 
 
 def samples_for(ranks: int) -> int:
@@ -259,38 +294,6 @@ def _table(report: Report) -> list[tuple[str, ...]]:
         bits = [names or ("" if of is None else "–") for names, of in zip(bits, alike, strict=True)]
         table.append((arm, *far, *bits, str(sum(r.wrong or 0 for r in own))))
     return table
-
-
-def lines(report: Report) -> list[str]:
-    """Return the table: largest differences from one process, and the modes with the same bits."""
-    return aligned([(*line, "") for line in _table(report)], right=set(range(1, 7)))
-
-
-def paste(report: Report) -> list[str]:
-    """Return the table for a page, without the arms that only repeat a mode with activation
-    checkpointing.
-    """
-    head, *body = _table(report)
-    return markdown(head, [line for line in body if " + " not in line[0]])
-
-
-def draw(report: Report, path: Path) -> None:
-    """Draw each mode's distance from the weights of one process, against the limits."""
-    arms = {row.arm for row in report.rows}
-    with figure(report, path, (8, 0.28 * len(arms) + 1.6), (1, 1)) as (axes,):
-        for case in CASES:
-            rows = [row for row in report.rows if row.metric == f"{case}: {WEIGHT}" and row.values]
-            axes.plot(
-                [max(*row.values, 1e-9) for row in rows],
-                [row.arm for row in rows],
-                "o",
-                label=case,
-                alpha=0.7,
-            )
-        for optimizer, limit in WEIGHT_LIMIT.items():
-            axes.axvline(limit, ls=":", color="0.4", label=f"limit with {optimizer}")
-        axes.set(xscale="log", xlabel="largest difference of a weight from that of one process")
-        axes.legend(fontsize=7)
 
 
 # On every rank.

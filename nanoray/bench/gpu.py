@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.atomic import read_json_lines
+from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure, whiskers
 from nanoray.bench.harness.plan import (
     add_data_flags,
@@ -106,30 +107,126 @@ TOKENS, MFU, PEAK, MEMORY, READY, LOSS, SECONDS = (
 PRODUCTS, SIZES = "products", {"cuda": 8192, "cpu": 512}
 # Relative, to that of the base, at the same batch
 SAME_LOSS = {"fp32": 1e-3, "tf32": 5e-3, "bf16": 2e-2}
-WRONG = "rungs whose loss is not the base's, to 0.1 % in float32, 0.5 % in tf32 and 2 % in bf16"
 BLOCK_MS = 2000.0  # of steps whose times are averaged
 MFU_AIM = 50.0  # percent, of gpt2-124m's fastest rung
 AIMED_AT = ("H100", "H200")  # both aims
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's flags."""
-    parser.add_argument(
-        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="[a GPU if there is one]"
-    )
-    parser.add_argument(
-        "--presets", default="all", metavar="A,B", help=f"which of {', '.join(LADDERS)} [all]"
-    )
-    parser.add_argument(
-        "--arms", default="all", metavar="A,B", help=f"which of {', '.join([*RUNGS, BABY])} [all]"
-    )
-    parser.add_argument(
-        "--rounds", type=int, metavar="N", help="blocks of steps of a rung [5; 2 with --quick]"
-    )
-    add_settings_flag(parser, "each preset's")
-    add_data_flags(parser)
-    late = "seconds after which a rung that says nothing has failed [%(default)g]"
-    parser.add_argument("--timeout_s", type=float, default=300, help=late)
+class GPUBenchmark(Benchmark):
+    """Measure what each option gains a step on one GPU."""
+
+    wrong = "rungs whose loss is not the base's, to 0.1 % in float32, 0.5 % in tf32 and 2 % in bf16"
+
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        """Add this benchmark's flags."""
+        parser.add_argument(
+            "--device",
+            choices=("auto", "cuda", "cpu"),
+            default="auto",
+            help="[a GPU if there is one]",
+        )
+        parser.add_argument(
+            "--presets", default="all", metavar="A,B", help=f"which of {', '.join(LADDERS)} [all]"
+        )
+        parser.add_argument(
+            "--arms",
+            default="all",
+            metavar="A,B",
+            help=f"which of {', '.join([*RUNGS, BABY])} [all]",
+        )
+        parser.add_argument(
+            "--rounds", type=int, metavar="N", help="blocks of steps of a rung [5; 2 with --quick]"
+        )
+        add_settings_flag(parser, "each preset's")
+        add_data_flags(parser)
+        late = "seconds after which a rung that says nothing has failed [%(default)g]"
+        parser.add_argument("--timeout_s", type=float, default=300, help=late)
+
+    def measure(self, args: argparse.Namespace, report: Report) -> None:
+        """Climb the ladder of every preset, then train to the loss. Nothing that it starts outlives it."""
+        args.rounds = args.rounds or (2 if args.quick else 5)
+        arms, presets = (
+            chosen(args.arms, [*RUNGS, BABY]),
+            chosen(args.presets, list(LADDERS), "preset"),
+        )
+        gpus, overrides = discover_gpus(), settings_of(args)
+        if args.rounds < 1 or (BASE not in arms and arms != [BABY]):
+            raise ConfigError(
+                f"rounds = {args.rounds}, arms = {args.arms}; at least 1 round, and {BASE}, are needed"
+            )
+        if args.device == "cuda" and not gpus:
+            raise ConfigError(
+                "device = cuda, but NVIDIA's driver shows no GPU here; use --device cpu to try it out"
+            )
+        kind = "cpu" if args.device == "cpu" else "auto"  # a whole GPU, else a slice
+        gpu = next(iter(local_slots(kind, 1, gpus, available_cpus()).devices), None)
+        if args.device == "cuda" and gpu is None:
+            # Says what to do about a GPU in MIG mode without slices
+            local_slots("cuda", 1, gpus, available_cpus())
+        report.conditions["device"] = f"{gpu.name} {gpu.profile}".strip() if gpu else "cpu"
+        with scratch_folder() as folder:
+            for name in presets if arms != [BABY] else []:
+                values = {
+                    **LADDERS[name],
+                    "out_dir": str(folder),
+                    "max_steps": 10**6,
+                    "eval_every": 0,
+                    "log_every": 5,
+                }
+                values |= {"checkpoint_every": 0, "tensorboard": False, **data_flags(args)}
+                values["device"] = "cuda" if gpu else "cpu"
+                if name == GPT2:
+                    values["dataset"] = str(random_tokens(folder / "random-tokens", GPT2_TOKENS))
+                config = load_config(preset=name, overrides=values | overrides)
+                ladder = Ladder(args, name, config, prepare(config), folder, gpu)
+                _climb(ladder, [arm for arm in RUNGS if arm in arms], report)
+            if BABY in arms and CHAR in presets:
+                _train_baby(args, gpu, overrides, folder, report)
+        _judge(report, presets)
+
+    def format_text(self, report: Report) -> list[str]:
+        """Return a line per rung, the products, the seconds to the loss, and what was left out."""
+        found = aligned(
+            [(*line, "") for line in _table(report, "quartiles")], right=set(range(1, 8))
+        )
+        products = [row for row in report.rows if row.metric == PRODUCTS]
+        found += [
+            "",
+            *(
+                f"{row.arm}: {report.cell(row.arm, PRODUCTS)} TFLOP/s, {row.note}"
+                for row in products
+            ),
+        ]
+        if baby := report.row(BABY, SECONDS):
+            found.append(f"{BABY}: {report.cell(BABY, SECONDS, 'range')} s, {baby.note}")
+        return found + [f"skipped  {row.arm}: {row.skipped}" for row in report.rows if row.skipped]
+
+    def format_markdown(self, report: Report) -> list[str]:
+        """Return the table for a page."""
+        head, *body = _table(report, "range")
+        return markdown(head, body)
+
+    def draw(self, report: Report, path: Path) -> None:
+        """Draw each ladder: tokens per second of its rungs, medians with their quartiles."""
+        ladders = [name for name in LADDERS if report.row(f"{name}: {BASE}", TOKENS)]
+        with figure(report, path, (11, 3.6), (1, max(1, len(ladders)))) as every:
+            for axes, name in zip(every, ladders, strict=False):
+                rows = [
+                    row
+                    for rung in RUNGS
+                    if (row := report.row(f"{name}: {rung}", TOKENS)) and row.values
+                ]
+                names, medians = (
+                    [row.arm.partition(": ")[2] for row in rows],
+                    [row.median for row in rows],
+                )
+                if rows:
+                    axes.barh(
+                        names, medians, xerr=whiskers(rows, quartiles=True), capsize=3, color="0.6"
+                    )
+                axes.set(title=name, xlabel="tokens/s")
+                axes.tick_params(labelsize=7)
+                axes.invert_yaxis()
 
 
 @dataclass
@@ -150,46 +247,6 @@ class Ladder:
 
     def say(self, text: str) -> None:
         say(f"{self.name}: {text}")
-
-
-def measure(args: argparse.Namespace, report: Report) -> None:
-    """Climb the ladder of every preset, then train to the loss. Nothing that it starts outlives it."""
-    args.rounds = args.rounds or (2 if args.quick else 5)
-    arms, presets = chosen(args.arms, [*RUNGS, BABY]), chosen(args.presets, list(LADDERS), "preset")
-    gpus, overrides = discover_gpus(), settings_of(args)
-    if args.rounds < 1 or (BASE not in arms and arms != [BABY]):
-        raise ConfigError(
-            f"rounds = {args.rounds}, arms = {args.arms}; at least 1 round, and {BASE}, are needed"
-        )
-    if args.device == "cuda" and not gpus:
-        raise ConfigError(
-            "device = cuda, but NVIDIA's driver shows no GPU here; use --device cpu to try it out"
-        )
-    kind = "cpu" if args.device == "cpu" else "auto"  # a whole GPU, else a slice
-    gpu = next(iter(local_slots(kind, 1, gpus, available_cpus()).devices), None)
-    if args.device == "cuda" and gpu is None:
-        # Says what to do about a GPU in MIG mode without slices
-        local_slots("cuda", 1, gpus, available_cpus())
-    report.conditions["device"] = f"{gpu.name} {gpu.profile}".strip() if gpu else "cpu"
-    with scratch_folder() as folder:
-        for name in presets if arms != [BABY] else []:
-            values = {
-                **LADDERS[name],
-                "out_dir": str(folder),
-                "max_steps": 10**6,
-                "eval_every": 0,
-                "log_every": 5,
-            }
-            values |= {"checkpoint_every": 0, "tensorboard": False, **data_flags(args)}
-            values["device"] = "cuda" if gpu else "cpu"
-            if name == GPT2:
-                values["dataset"] = str(random_tokens(folder / "random-tokens", GPT2_TOKENS))
-            config = load_config(preset=name, overrides=values | overrides)
-            ladder = Ladder(args, name, config, prepare(config), folder, gpu)
-            _climb(ladder, [arm for arm in RUNGS if arm in arms], report)
-        if BABY in arms and CHAR in presets:
-            _train_baby(args, gpu, overrides, folder, report)
-    _judge(report, presets)
 
 
 def settings_at(rung: str) -> dict[str, Any]:
@@ -474,45 +531,3 @@ def _table(report: Report, spread: str) -> list[tuple[str, ...]]:
         ratio = report.cell(ratios[0], TOKENS, spread) if ratios else ""
         table.append((row.arm, report.cell(row.arm, TOKENS, spread), ratio, *cells))
     return table
-
-
-def lines(report: Report) -> list[str]:
-    """Return a line per rung, the products, the seconds to the loss, and what was left out."""
-    found = aligned([(*line, "") for line in _table(report, "quartiles")], right=set(range(1, 8)))
-    products = [row for row in report.rows if row.metric == PRODUCTS]
-    found += [
-        "",
-        *(f"{row.arm}: {report.cell(row.arm, PRODUCTS)} TFLOP/s, {row.note}" for row in products),
-    ]
-    if baby := report.row(BABY, SECONDS):
-        found.append(f"{BABY}: {report.cell(BABY, SECONDS, 'range')} s, {baby.note}")
-    return found + [f"skipped  {row.arm}: {row.skipped}" for row in report.rows if row.skipped]
-
-
-def paste(report: Report) -> list[str]:
-    """Return the table for a page."""
-    head, *body = _table(report, "range")
-    return markdown(head, body)
-
-
-def draw(report: Report, path: Path) -> None:
-    """Draw each ladder: tokens per second of its rungs, medians with their quartiles."""
-    ladders = [name for name in LADDERS if report.row(f"{name}: {BASE}", TOKENS)]
-    with figure(report, path, (11, 3.6), (1, max(1, len(ladders)))) as every:
-        for axes, name in zip(every, ladders, strict=False):
-            rows = [
-                row
-                for rung in RUNGS
-                if (row := report.row(f"{name}: {rung}", TOKENS)) and row.values
-            ]
-            names, medians = (
-                [row.arm.partition(": ")[2] for row in rows],
-                [row.median for row in rows],
-            )
-            if rows:
-                axes.barh(
-                    names, medians, xerr=whiskers(rows, quartiles=True), capsize=3, color="0.6"
-                )
-            axes.set(title=name, xlabel="tokens/s")
-            axes.tick_params(labelsize=7)
-            axes.invert_yaxis()

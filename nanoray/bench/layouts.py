@@ -28,6 +28,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure, whiskers
 from nanoray.bench.harness.plan import rotated
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
@@ -49,83 +50,120 @@ OPS = ("all_reduce", "reduce_scatter", "all_gather")
 LANES = 2  # collectives in flight: gloo's threads
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's flags."""
-    add_where_flags(parser)
-    parser.add_argument("--preset", default="shakespeare-cpu", help="a gpt's sizes [%(default)s]")
-    parser.add_argument(
-        "--ranks", metavar="N,M", default="2,4,8", help="numbers of ranks to check [%(default)s]"
-    )
-    parser.add_argument(
-        "--rounds", type=int, metavar="N", help="rounds of all arms [7; 1 with --quick]"
-    )
-    parser.add_argument(
-        "--turns", type=int, metavar="N", help="turns of an arm in a round [4; 1 with --quick]"
-    )
-    parser.add_argument(
-        "--steps", type=int, metavar="N", help="steps of a turn [4; 2 with --quick]"
-    )
+class LayoutsBenchmark(Benchmark):
+    """Compare predicted with measured steps of dp × tp layouts."""
 
-
-def measure(args: argparse.Namespace, report: Report) -> None:
-    """Fit links and compute at 2 ranks, and measure and predict every layout, in each round."""
-    where = replace(where_from(args), workers=BASE)
-    quick, ranks = args.quick, _ranks(args.ranks)
-    given = ((args.rounds, 1, 7), (args.turns, 1, 4), (args.steps, 2, 4))
-    rounds, turns, steps = (
-        (small if quick else usual) if own is None else own for own, small, usual in given
-    )
-    if (
-        args.workers not in (None, BASE)
-        or where.launcher == "torchrun"
-        or min(rounds, turns, steps) < 1
-    ):
-        raise ConfigError(
-            f"workers = {args.workers}, launcher = {where.launcher}, rounds = {rounds}, turns = "
-            f"{turns}, steps = "
-            f"{steps}: links are fitted at {BASE} ranks and more are started, without torchrun; 1 "
-            "is the least"
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        """Add this benchmark's flags."""
+        add_where_flags(parser)
+        parser.add_argument(
+            "--preset", default="shakespeare-cpu", help="a gpt's sizes [%(default)s]"
         )
-    config = load_config(preset=args.preset, overrides={"precision": "fp32", "device": "cpu"})
-    arms = {n: arms_of(config, n) for n in ranks}
-    size = [1 << 10, 1 << 16, 1 << 20] if quick else [4**i << 10 for i in range(7)]
-    order = {
-        "preset": args.preset,
-        "turns": turns,
-        "steps": steps,
-        "sizes": size,
-        "calls": 5 * steps,
-    }
-    # (predicted, measured) of each round
-    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    with ExitStack() as stack:
-        pools = {
-            n: stack.enter_context(RankPool(replace(where, workers=n)))
-            for n in sorted({BASE, *ranks})
-        }
-        describe(report, pools[max(ranks)])
-        if pools[BASE].facts[0]["device"] != "cpu":
+        parser.add_argument(
+            "--ranks",
+            metavar="N,M",
+            default="2,4,8",
+            help="numbers of ranks to check [%(default)s]",
+        )
+        parser.add_argument(
+            "--rounds", type=int, metavar="N", help="rounds of all arms [7; 1 with --quick]"
+        )
+        parser.add_argument(
+            "--turns", type=int, metavar="N", help="turns of an arm in a round [4; 1 with --quick]"
+        )
+        parser.add_argument(
+            "--steps", type=int, metavar="N", help="steps of a turn [4; 2 with --quick]"
+        )
+
+    def measure(self, args: argparse.Namespace, report: Report) -> None:
+        """Fit links and compute at 2 ranks, and measure and predict every layout, in each round."""
+        where = replace(where_from(args), workers=BASE)
+        quick, ranks = args.quick, _ranks(args.ranks)
+        given = ((args.rounds, 1, 7), (args.turns, 1, 4), (args.steps, 2, 4))
+        rounds, turns, steps = (
+            (small if quick else usual) if own is None else own for own, small, usual in given
+        )
+        if (
+            args.workers not in (None, BASE)
+            or where.launcher == "torchrun"
+            or min(rounds, turns, steps) < 1
+        ):
             raise ConfigError(
-                "layouts are checked on CPUs, where ranks share cores; add --device cpu"
+                f"workers = {args.workers}, launcher = {where.launcher}, rounds = {rounds}, turns = "
+                f"{turns}, steps = "
+                f"{steps}: links are fitted at {BASE} ranks and more are started, without torchrun; 1 "
+                "is the least"
             )
-        for turn in range(rounds):
-            here = _fitted(list(pools[BASE].run("nanoray.bench.layouts:fit_rank", order)), config)
-            for n in ranks[turn % len(ranks) :] + ranks[: turn % len(ranks)]:
-                for event in pools[n].run(
-                    "nanoray.bench.layouts:time_rank", order | {"arms": arms[n]}
-                ):
-                    layout = Layout(dp=n // event["tp"], tp=event["tp"])
-                    found[event["arm"]].append(
-                        (here.predict(config, layout, event["mode"]), event["step_s"])
+        config = load_config(preset=args.preset, overrides={"precision": "fp32", "device": "cpu"})
+        arms = {n: arms_of(config, n) for n in ranks}
+        size = [1 << 10, 1 << 16, 1 << 20] if quick else [4**i << 10 for i in range(7)]
+        order = {
+            "preset": args.preset,
+            "turns": turns,
+            "steps": steps,
+            "sizes": size,
+            "calls": 5 * steps,
+        }
+        # (predicted, measured) of each round
+        found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        with ExitStack() as stack:
+            pools = {
+                n: stack.enter_context(RankPool(replace(where, workers=n)))
+                for n in sorted({BASE, *ranks})
+            }
+            describe(report, pools[max(ranks)])
+            if pools[BASE].facts[0]["device"] != "cpu":
+                raise ConfigError(
+                    "layouts are checked on CPUs, where ranks share cores; add --device cpu"
+                )
+            for turn in range(rounds):
+                here = _fitted(
+                    list(pools[BASE].run("nanoray.bench.layouts:fit_rank", order)), config
+                )
+                for n in ranks[turn % len(ranks) :] + ranks[: turn % len(ranks)]:
+                    for event in pools[n].run(
+                        "nanoray.bench.layouts:time_rank", order | {"arms": arms[n]}
+                    ):
+                        layout = Layout(dp=n // event["tp"], tp=event["tp"])
+                        found[event["arm"]].append(
+                            (here.predict(config, layout, event["mode"]), event["step_s"])
+                        )
+                        predicted, measured = (1e3 * s for s in found[event["arm"]][-1])
+                        say(
+                            f"round {turn}  {event['arm']:<30} {measured:.1f} ms, predicted "
+                            f"{predicted:.1f}"
+                        )
+                if not turn:
+                    report.conditions["fit"] = here.told()
+        _rows(report, found)
+
+    def format_text(self, report: Report) -> list[str]:
+        """Return a line per layout: measured step with its quartiles, predicted step, error."""
+        return aligned([(*line, "") for line in _table(report)], right={1, 2, 3, 4})
+
+    def format_markdown(self, report: Report) -> list[str]:
+        """Return the table for a page."""
+        head, *body = _table(report)
+        return markdown(head, body)
+
+    def draw(self, report: Report, path: Path) -> None:
+        """Draw measured against predicted steps."""
+        with figure(report, path, (9, 4.5), (1, 1)) as (axes,):
+            for metric, marker in ((MEASURED, "o"), (PREDICTED, "x")):
+                rows = [row for row in report.rows if row.metric == metric and row.values]
+                if rows:
+                    medians = [row.median for row in rows]
+                    spread = whiskers(rows, quartiles=True)
+                    axes.errorbar(
+                        medians,
+                        [row.arm for row in rows],
+                        xerr=spread,
+                        fmt=marker,
+                        capsize=3,
+                        label=metric,
                     )
-                    predicted, measured = (1e3 * s for s in found[event["arm"]][-1])
-                    say(
-                        f"round {turn}  {event['arm']:<30} {measured:.1f} ms, predicted "
-                        f"{predicted:.1f}"
-                    )
-            if not turn:
-                report.conditions["fit"] = here.told()
-    _rows(report, found)
+            axes.set(xlabel="ms, median and middle half of the rounds", xlim=(0, None))
+            axes.legend(fontsize=8)
 
 
 def _ranks(text: str) -> list[int]:
@@ -274,37 +312,6 @@ def _table(report: Report) -> list[tuple[str, ...]]:
             )
             rows.append((row.arm, *cells, str(row.n)))
     return [("layout", "step, ms", "predicted", "error", "n"), *rows]
-
-
-def lines(report: Report) -> list[str]:
-    """Return a line per layout: measured step with its quartiles, predicted step, error."""
-    return aligned([(*line, "") for line in _table(report)], right={1, 2, 3, 4})
-
-
-def paste(report: Report) -> list[str]:
-    """Return the table for a page."""
-    head, *body = _table(report)
-    return markdown(head, body)
-
-
-def draw(report: Report, path: Path) -> None:
-    """Draw measured against predicted steps."""
-    with figure(report, path, (9, 4.5), (1, 1)) as (axes,):
-        for metric, marker in ((MEASURED, "o"), (PREDICTED, "x")):
-            rows = [row for row in report.rows if row.metric == metric and row.values]
-            if rows:
-                medians = [row.median for row in rows]
-                spread = whiskers(rows, quartiles=True)
-                axes.errorbar(
-                    medians,
-                    [row.arm for row in rows],
-                    xerr=spread,
-                    fmt=marker,
-                    capsize=3,
-                    label=metric,
-                )
-        axes.set(xlabel="ms, median and middle half of the rounds", xlim=(0, None))
-        axes.legend(fontsize=8)
 
 
 # The ranks' side.

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.bench import collectives
+from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure, whiskers
 from nanoray.bench.harness.rank_pool import RankFailed, RankPool, Where
 from nanoray.bench.harness.report import Report, Row, markdown, say
@@ -42,9 +43,6 @@ from nanoray.metrics import algbw_gbps, busbw_factor
 from nanoray.mig import CARDS, compute_share, peak_text, peaks, plan
 
 ENTRY = "nanoray.bench.mig:step_rank"
-WRONG = (
-    "ranks whose weights are not finite or not rank 0's; of all_reduce, elements that are not exact"
-)
 # Shakespeare's characters; the tokens are random, because their values cost no time
 VOCAB_SIZE = 65
 MAX_SLICES = 7
@@ -185,86 +183,149 @@ def step_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]]
 # The driver's side.
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's flags."""
-    parser.add_argument(
-        "--workers",
-        type=int,
-        metavar="N",
-        help="at most N ranks [7; on CPU 4 to 7; with --quick 2]",
-    )
-    parser.add_argument(
-        "--device",
-        default="auto",
-        choices=("auto", "mig", "cuda", "cpu"),
-        help="what to run on [auto]",
-    )
-    parser.add_argument(
-        "--card", metavar="NAME", help='which one to plan for [the one found, else "NVIDIA H200"]'
-    )
-    parser.add_argument(
-        "--preset",
-        help="whose GPT to train, global_batch_size per rank [shakespeare-char; CPU: tiny]",
-    )
-    parser.add_argument(
-        "--timeout_s", type=float, default=600.0, help="ranks silent for longer have failed [600]"
-    )
+class MIGBenchmark(Benchmark):
+    """Show the MIG slices of this machine, and what they gain."""
 
+    wrong = "ranks whose weights are not finite or not rank 0's; of all_reduce, elements that are not exact"
 
-def measure(args: argparse.Namespace, report: Report) -> None:
-    """Report the plan, run what this machine can run, and say why the rest is not run."""
-    if "RANK" in os.environ:
-        raise ConfigError(
-            "bench mig starts its own ranks, but RANK is set; run it without torchrun"
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        """Add this benchmark's flags."""
+        parser.add_argument(
+            "--workers",
+            type=int,
+            metavar="N",
+            help="at most N ranks [7; on CPU 4 to 7; with --quick 2]",
         )
-    if args.timeout_s <= 0 or (args.workers is not None and args.workers < 1):
-        raise ConfigError(
-            f"workers = {args.workers}, timeout_s = {args.timeout_s:g}; both must be above 0"
+        parser.add_argument(
+            "--device",
+            default="auto",
+            choices=("auto", "mig", "cuda", "cpu"),
+            help="what to run on [auto]",
         )
-    found, cpus = discover_gpus(), available_cpus()
-    slots = local_slots(args.device, None, found, cpus)  # refuses a device that is not there
-    slices = [d for d in found if d.kind == "mig"] if args.device in ("auto", "mig") else []
-    card = _card(args.card, slices, found)
-    shared = () if slices else slots.devices[:1]
-    on_cpu = not (slices or shared)
-    most = args.workers or (
-        2 if args.quick else min(MAX_SLICES, max(4, int(cpus))) if on_cpu else MAX_SLICES
-    )
-    if on_cpu:
-        local_slots("cpu", most, [], cpus)  # refuses more ranks than the CPUs can run
-    preset = args.preset or ("tiny" if on_cpu else "shakespeare-char")
-    bf16 = not on_cpu and all(d.bf16 for d in (*slices, *shared))
-    config = load_config(preset=preset, overrides={"precision": "bf16" if bf16 else "fp32"})
-    report.conditions["recipe"] = (
-        f"preset {preset}, {config.precision}, {config.global_batch_size} sequences per rank"
-    )
-    nccl = runtime_nccl_version()
-    _say_plan(report, card, found, nccl)
-    arms = matrix(card, found if slices else [], most if slices else MAX_SLICES, nccl)
-    if not slices:
-        what = shared[0].name if shared else f"{cpus:g} CPU cores"
-        report.conditions["stand-in"] = (
-            f"1 to {most} ranks share {what}, which MIG would keep apart"
+        parser.add_argument(
+            "--card",
+            metavar="NAME",
+            help='which one to plan for [the one found, else "NVIDIA H200"]',
         )
-        arms += [
-            Arm("stand-in", f"stand-in: {n} rank(s) share {what}", n, shared)
-            for n in range(1, most + 1)
+        parser.add_argument(
+            "--preset",
+            help="whose GPT to train, global_batch_size per rank [shakespeare-char; CPU: tiny]",
+        )
+        parser.add_argument(
+            "--timeout_s",
+            type=float,
+            default=600.0,
+            help="ranks silent for longer have failed [600]",
+        )
+
+    def measure(self, args: argparse.Namespace, report: Report) -> None:
+        """Report the plan, run what this machine can run, and say why the rest is not run."""
+        if "RANK" in os.environ:
+            raise ConfigError(
+                "bench mig starts its own ranks, but RANK is set; run it without torchrun"
+            )
+        if args.timeout_s <= 0 or (args.workers is not None and args.workers < 1):
+            raise ConfigError(
+                f"workers = {args.workers}, timeout_s = {args.timeout_s:g}; both must be above 0"
+            )
+        found, cpus = discover_gpus(), available_cpus()
+        slots = local_slots(args.device, None, found, cpus)  # refuses a device that is not there
+        slices = [d for d in found if d.kind == "mig"] if args.device in ("auto", "mig") else []
+        card = _card(args.card, slices, found)
+        shared = () if slices else slots.devices[:1]
+        on_cpu = not (slices or shared)
+        most = args.workers or (
+            2 if args.quick else min(MAX_SLICES, max(4, int(cpus))) if on_cpu else MAX_SLICES
+        )
+        if on_cpu:
+            local_slots("cpu", most, [], cpus)  # refuses more ranks than the CPUs can run
+        preset = args.preset or ("tiny" if on_cpu else "shakespeare-char")
+        bf16 = not on_cpu and all(d.bf16 for d in (*slices, *shared))
+        config = load_config(preset=preset, overrides={"precision": "bf16" if bf16 else "fp32"})
+        report.conditions["recipe"] = (
+            f"preset {preset}, {config.precision}, {config.global_batch_size} sequences per rank"
+        )
+        nccl = runtime_nccl_version()
+        _say_plan(report, card, found, nccl)
+        arms = matrix(card, found if slices else [], most if slices else MAX_SLICES, nccl)
+        if not slices:
+            what = shared[0].name if shared else f"{cpus:g} CPU cores"
+            report.conditions["stand-in"] = (
+                f"1 to {most} ranks share {what}, which MIG would keep apart"
+            )
+            arms += [
+                Arm("stand-in", f"stand-in: {n} rank(s) share {what}", n, shared)
+                for n in range(1, most + 1)
+            ]
+        for arm in arms:
+            if arm.skipped:
+                report.rows.append(
+                    Row(arm.name, THROUGHPUT, "tok/s", (), skipped=arm.skipped, extra=arm.extra)
+                )
+                continue
+            try:
+                _run(arm, args, report, config)
+            except RankFailed as error:
+                report.failures.append(f"{arm.name}: {error}")
+                report.rows.append(
+                    Row(
+                        arm.name, THROUGHPUT, "tok/s", (), error="see FAILED below", extra=arm.extra
+                    )
+                )
+            say(f"{arm.name}  {report.cell(arm.name, THROUGHPUT, 'none')} tok/s")
+        _compare(report)
+
+    def format_markdown(self, report: Report) -> list[str]:
+        """Return what was measured as a table for a README; the plan stands in the rows."""
+        metrics = {
+            THROUGHPUT: "tok/s",
+            STEP: "step, ms",
+            OF_FLOPS: "% of peak FLOP/s",
+            collectives.COPY: "copy, GB/s",
+        }
+        arms = [
+            r.arm
+            for r in report.rows
+            if r.metric == THROUGHPUT and r.unit == "tok/s" and not r.skipped
         ]
-    for arm in arms:
-        if arm.skipped:
-            report.rows.append(
-                Row(arm.name, THROUGHPUT, "tok/s", (), skipped=arm.skipped, extra=arm.extra)
-            )
-            continue
-        try:
-            _run(arm, args, report, config)
-        except RankFailed as error:
-            report.failures.append(f"{arm.name}: {error}")
-            report.rows.append(
-                Row(arm.name, THROUGHPUT, "tok/s", (), error="see FAILED below", extra=arm.extra)
-            )
-        say(f"{arm.name}  {report.cell(arm.name, THROUGHPUT, 'none')} tok/s")
-    _compare(report)
+        return markdown(
+            ("ranks", *metrics.values()),
+            [(arm, *(report.cell(arm, m, "none") or "–" for m in metrics)) for arm in arms],
+        )
+
+    def draw(self, report: Report, path: Path) -> None:
+        """Draw what the slices of the card promise, and throughput over ranks against the ideal; lines
+        are min to max.
+        """
+        with figure(report, path, (11, 4)) as (left, right):
+            _draw_plan(left, report.conditions["card"])
+            if series := _series(report):
+                ranks, first = [r.extra["ranks"] for r in series], series[0]
+                medians = [r.median for r in series]
+                right.errorbar(
+                    ranks,
+                    medians,
+                    yerr=whiskers(series),
+                    marker="o",
+                    capsize=3,
+                    label="measured, median",
+                )
+                best = [first.median * ideal(r) / ideal(first) for r in series]
+                right.plot(ranks, best, "--", color="0.5", label="ideal, from the first")
+                shared, card = report.conditions.get("stand-in"), report.conditions["card"]
+                title = (
+                    f"stand-in:\n{shared}"
+                    if shared
+                    else f"slices {first.extra['profile']} of one {card}"
+                )
+                right.set_title(title, fontsize=9)
+                right.set(
+                    xlabel=f"ranks (a device: {peak_text(first.extra)})",
+                    ylabel="tok/s of all ranks",
+                    xticks=ranks,
+                )
+                right.set_ylim(bottom=0)
+                right.legend(fontsize=8)
 
 
 def _card(asked: str | None, slices: list[Device], found: list[Device]) -> str:
@@ -460,58 +521,6 @@ def _compare(report: Report) -> None:
     for upper, lower, metric, note in pairs:
         if all((row := report.row(arm, metric)) and row.values for arm in (upper, lower)):
             report.compare(upper, lower, metric, note)
-
-
-def paste(report: Report) -> list[str]:
-    """Return what was measured as a table for a README; the plan stands in the rows."""
-    metrics = {
-        THROUGHPUT: "tok/s",
-        STEP: "step, ms",
-        OF_FLOPS: "% of peak FLOP/s",
-        collectives.COPY: "copy, GB/s",
-    }
-    arms = [
-        r.arm for r in report.rows if r.metric == THROUGHPUT and r.unit == "tok/s" and not r.skipped
-    ]
-    return markdown(
-        ("ranks", *metrics.values()),
-        [(arm, *(report.cell(arm, m, "none") or "–" for m in metrics)) for arm in arms],
-    )
-
-
-def draw(report: Report, path: Path) -> None:
-    """Draw what the slices of the card promise, and throughput over ranks against the ideal; lines
-    are min to max.
-    """
-    with figure(report, path, (11, 4)) as (left, right):
-        _draw_plan(left, report.conditions["card"])
-        if series := _series(report):
-            ranks, first = [r.extra["ranks"] for r in series], series[0]
-            medians = [r.median for r in series]
-            right.errorbar(
-                ranks,
-                medians,
-                yerr=whiskers(series),
-                marker="o",
-                capsize=3,
-                label="measured, median",
-            )
-            best = [first.median * ideal(r) / ideal(first) for r in series]
-            right.plot(ranks, best, "--", color="0.5", label="ideal, from the first")
-            shared, card = report.conditions.get("stand-in"), report.conditions["card"]
-            title = (
-                f"stand-in:\n{shared}"
-                if shared
-                else f"slices {first.extra['profile']} of one {card}"
-            )
-            right.set_title(title, fontsize=9)
-            right.set(
-                xlabel=f"ranks (a device: {peak_text(first.extra)})",
-                ylabel="tok/s of all ranks",
-                xticks=ranks,
-            )
-            right.set_ylim(bottom=0)
-            right.legend(fontsize=8)
 
 
 def _draw_plan(axes: Any, card: str) -> None:

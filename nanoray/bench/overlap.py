@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure, whiskers
 from nanoray.bench.harness.plan import rotated
 from nanoray.bench.harness.rank_pool import (
@@ -36,71 +37,147 @@ NO_SYNC = "no_sync"
 # Relative: buckets of another size sum in another order, no more; in 16 bits attention's backward
 # has an order as well.
 SAME_GRADIENT = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
-WRONG = "parameters whose gradient is not that of the first bucket size"
 CPU_BUCKETS, GPU_BUCKETS = "0.1,0.25,0.5,1,2,4", "1,5,12.5,25,50,100,500"
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's flags."""
-    add_where_flags(parser)
-    sizes = f"bucket sizes in MB [{CPU_BUCKETS} on CPU, {GPU_BUCKETS} on GPU]"
-    parser.add_argument("--buckets", metavar="MB,MB", help=sizes)
-    parser.add_argument(
-        "--preset", help="whose model and batch [shakespeare-cpu; on GPU gpt2-124m]"
-    )
-    parser.add_argument(
-        "--rounds", type=int, metavar="N", help="rounds of all sizes [20; 3 with --quick]"
-    )
-    parser.add_argument(
-        "--steps", type=int, metavar="N", help="steps of one size per round [10; 4 with --quick]"
-    )
+class OverlapBenchmark(Benchmark):
+    """Time a DDP step for several bucket sizes, and the communication that it does not hide."""
 
+    wrong = "parameters whose gradient is not that of the first bucket size"
 
-def measure(args: argparse.Namespace, report: Report) -> None:
-    """Sweep the bucket sizes and fill the report."""
-    where = where_from(args)
-    if where.workers < 2:
-        raise ConfigError(
-            f"workers = {where.workers}: one rank has nothing to hide; use --workers 2 or more"
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        """Add this benchmark's flags."""
+        add_where_flags(parser)
+        sizes = f"bucket sizes in MB [{CPU_BUCKETS} on CPU, {GPU_BUCKETS} on GPU]"
+        parser.add_argument("--buckets", metavar="MB,MB", help=sizes)
+        parser.add_argument(
+            "--preset", help="whose model and batch [shakespeare-cpu; on GPU gpt2-124m]"
         )
-    rounds = (3 if args.quick else 20) if args.rounds is None else args.rounds
-    steps = (4 if args.quick else 10) if args.steps is None else args.steps
-    if min(rounds, steps) < 1:
-        raise ConfigError(
-            f"rounds = {rounds}, steps = {steps}; both must be above 0: leave them out for 20 of 10"
+        parser.add_argument(
+            "--rounds", type=int, metavar="N", help="rounds of all sizes [20; 3 with --quick]"
         )
-    asked = None if args.buckets is None else _sizes(args.buckets)
-    if args.preset:
-        load_config(preset=args.preset)  # refuses one that is not known
-    with RankPool(where) as pool:
-        describe(report, pool)
-        on_cpu = pool.facts[0]["device"] == "cpu"
-        sizes = asked or _sizes(CPU_BUCKETS if on_cpu else GPU_BUCKETS)
-        preset = args.preset or ("shakespeare-cpu" if on_cpu else "gpt2-124m")
-        recipe = f"preset {preset}, {rounds} rounds of {steps} steps, random tokens"
-        report.conditions["recipe"] = recipe
-        order = {"preset": preset, "sizes": sizes, "rounds": rounds, "steps": steps}
-        found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in (NO_SYNC, *map(_arm, sizes))}
-        facts: dict[str, dict[str, Any]] = {}
-        try:
-            for event in pool.run("nanoray.bench.overlap:measure_rank", order):
-                if "facts" in event:
-                    facts = event["facts"]
-                    known = "{precision} ({why}), {parameters:,} parameters, vocabulary of {vocabulary:,}".format(
-                        **event
-                    )
-                    report.conditions["recipe"] = f"{recipe}, {known}"
-                    continue
-                found[event["arm"]].append(event)
-                say(f"round {event['round']}  {event['arm']:<8} {event['step_ms']:.1f} ms")
-        except RankFailed as error:
-            report.failures.append(str(error))
-    for arm, events in found.items():
-        fact = facts.get(arm, {})
-        note = (
-            f"{fact['buckets']} bucket(s) of at most {fact['largest'] / 1e6:.3g} MB" if fact else ""
+        parser.add_argument(
+            "--steps",
+            type=int,
+            metavar="N",
+            help="steps of one size per round [10; 4 with --quick]",
         )
-        _rows(report, arm, events, note, fact.get("wrong"))
+
+    def measure(self, args: argparse.Namespace, report: Report) -> None:
+        """Sweep the bucket sizes and fill the report."""
+        where = where_from(args)
+        if where.workers < 2:
+            raise ConfigError(
+                f"workers = {where.workers}: one rank has nothing to hide; use --workers 2 or more"
+            )
+        rounds = (3 if args.quick else 20) if args.rounds is None else args.rounds
+        steps = (4 if args.quick else 10) if args.steps is None else args.steps
+        if min(rounds, steps) < 1:
+            raise ConfigError(
+                f"rounds = {rounds}, steps = {steps}; both must be above 0: leave them out for 20 of 10"
+            )
+        asked = None if args.buckets is None else _sizes(args.buckets)
+        if args.preset:
+            load_config(preset=args.preset)  # refuses one that is not known
+        with RankPool(where) as pool:
+            describe(report, pool)
+            on_cpu = pool.facts[0]["device"] == "cpu"
+            sizes = asked or _sizes(CPU_BUCKETS if on_cpu else GPU_BUCKETS)
+            preset = args.preset or ("shakespeare-cpu" if on_cpu else "gpt2-124m")
+            recipe = f"preset {preset}, {rounds} rounds of {steps} steps, random tokens"
+            report.conditions["recipe"] = recipe
+            order = {"preset": preset, "sizes": sizes, "rounds": rounds, "steps": steps}
+            found: dict[str, list[dict[str, Any]]] = {
+                arm: [] for arm in (NO_SYNC, *map(_arm, sizes))
+            }
+            facts: dict[str, dict[str, Any]] = {}
+            try:
+                for event in pool.run("nanoray.bench.overlap:measure_rank", order):
+                    if "facts" in event:
+                        facts = event["facts"]
+                        known = "{precision} ({why}), {parameters:,} parameters, vocabulary of {vocabulary:,}".format(
+                            **event
+                        )
+                        report.conditions["recipe"] = f"{recipe}, {known}"
+                        continue
+                    found[event["arm"]].append(event)
+                    say(f"round {event['round']}  {event['arm']:<8} {event['step_ms']:.1f} ms")
+            except RankFailed as error:
+                report.failures.append(str(error))
+        for arm, events in found.items():
+            fact = facts.get(arm, {})
+            note = (
+                f"{fact['buckets']} bucket(s) of at most {fact['largest'] / 1e6:.3g} MB"
+                if fact
+                else ""
+            )
+            _rows(report, arm, events, note, fact.get("wrong"))
+
+    def format_text(self, report: Report) -> list[str]:
+        """Return a table with a line per bucket size, medians with their quartiles, and the finding."""
+
+        heads = (
+            "buckets",
+            "step, ms",
+            "/ no_sync",
+            "busy, ms",
+            "exposed, ms",
+            "A/B cost, ms",
+            "n",
+            "wrong",
+            "",
+        )
+        found: list[tuple[str, ...]] = [heads]
+        for row in (r for r in report.rows if r.metric == STEP and r.unit == "ms"):
+            numbers = [report.cell(row.arm, STEP), report.cell(f"{row.arm} / {NO_SYNC}", STEP)]
+            numbers += [report.cell(row.arm, metric) for metric in (BUSY, EXPOSED, COST)]
+            wrong = "" if row.wrong is None else str(row.wrong)
+            found.append(
+                (row.arm, *numbers, str(row.n), wrong, row.problem if not row.values else row.note)
+            )
+        return [*aligned(found, right=set(range(1, 8))), "", *finding(report)]
+
+    def format_markdown(self, report: Report) -> list[str]:
+        """Return a table for a README, and the finding."""
+        arms = [r.arm for r in report.rows if r.metric == STEP and r.unit == "ms" and r.values]
+        header = ("buckets", "step, ms", "busy, ms", "exposed, ms", "A/B cost, ms")
+        cells = [
+            (arm, *(report.cell(arm, metric, "range") for metric in (STEP, BUSY, EXPOSED, COST)))
+            for arm in arms
+        ]
+        return [*markdown(header, cells), "", *finding(report)]
+
+    def draw(self, report: Report, path: Path) -> None:
+        """Draw step, hidden and exposed time over the bucket size."""
+        arms = [
+            r
+            for r in report.rows
+            if r.metric == STEP and r.unit == "ms" and r.arm != NO_SYNC and r.values
+        ]
+        bare, names = report.row(NO_SYNC, STEP), [r.arm for r in arms]
+        ranks = report.conditions.get("ranks", {}).get("world size", "?")
+        note = f"{ranks} ranks, {report.conditions['backend']} · {report.conditions['recipe']}"
+        with figure(report, path, note=note) as (left, right):
+            spread = whiskers(arms, quartiles=True)
+            left.errorbar(
+                names, [r.median for r in arms], yerr=spread, marker="o", capsize=3, label="step"
+            )
+            if bare and bare.values:
+                left.axhline(
+                    bare.median, color="0.5", ls="--", label="step without communication (no_sync)"
+                )
+            left.set(
+                title="optimizer step over DDP's bucket size", ylabel="ms, median and quartiles"
+            )
+            left.legend(fontsize=8)
+            exposed = [_median(report, arm, EXPOSED) for arm in names]
+            hidden = [_median(report, arm, BUSY) - e for arm, e in zip(names, exposed, strict=True)]
+            right.bar(names, hidden, color="#f0b27a", label="hidden behind backward")
+            right.bar(names, exposed, bottom=hidden, color="#c0392b", label="exposed")
+            costs = [_median(report, arm, COST) for arm in names]
+            right.plot(names, costs, "k_", ms=18, label="A/B: step - step under no_sync")
+            right.set(title="communication of a step", ylabel="ms, medians")
+            right.legend(fontsize=8)
 
 
 def _sizes(text: str) -> list[float]:
@@ -184,73 +261,6 @@ def _median(report: Report, arm: str, metric: str) -> float:
     row = report.row(arm, metric)
     assert row is not None
     return row.median
-
-
-def lines(report: Report) -> list[str]:
-    """Return a table with a line per bucket size, medians with their quartiles, and the finding."""
-
-    heads = (
-        "buckets",
-        "step, ms",
-        "/ no_sync",
-        "busy, ms",
-        "exposed, ms",
-        "A/B cost, ms",
-        "n",
-        "wrong",
-        "",
-    )
-    found: list[tuple[str, ...]] = [heads]
-    for row in (r for r in report.rows if r.metric == STEP and r.unit == "ms"):
-        numbers = [report.cell(row.arm, STEP), report.cell(f"{row.arm} / {NO_SYNC}", STEP)]
-        numbers += [report.cell(row.arm, metric) for metric in (BUSY, EXPOSED, COST)]
-        wrong = "" if row.wrong is None else str(row.wrong)
-        found.append(
-            (row.arm, *numbers, str(row.n), wrong, row.problem if not row.values else row.note)
-        )
-    return [*aligned(found, right=set(range(1, 8))), "", *finding(report)]
-
-
-def paste(report: Report) -> list[str]:
-    """Return a table for a README, and the finding."""
-    arms = [r.arm for r in report.rows if r.metric == STEP and r.unit == "ms" and r.values]
-    header = ("buckets", "step, ms", "busy, ms", "exposed, ms", "A/B cost, ms")
-    cells = [
-        (arm, *(report.cell(arm, metric, "range") for metric in (STEP, BUSY, EXPOSED, COST)))
-        for arm in arms
-    ]
-    return [*markdown(header, cells), "", *finding(report)]
-
-
-def draw(report: Report, path: Path) -> None:
-    """Draw step, hidden and exposed time over the bucket size."""
-    arms = [
-        r
-        for r in report.rows
-        if r.metric == STEP and r.unit == "ms" and r.arm != NO_SYNC and r.values
-    ]
-    bare, names = report.row(NO_SYNC, STEP), [r.arm for r in arms]
-    ranks = report.conditions.get("ranks", {}).get("world size", "?")
-    note = f"{ranks} ranks, {report.conditions['backend']} · {report.conditions['recipe']}"
-    with figure(report, path, note=note) as (left, right):
-        spread = whiskers(arms, quartiles=True)
-        left.errorbar(
-            names, [r.median for r in arms], yerr=spread, marker="o", capsize=3, label="step"
-        )
-        if bare and bare.values:
-            left.axhline(
-                bare.median, color="0.5", ls="--", label="step without communication (no_sync)"
-            )
-        left.set(title="optimizer step over DDP's bucket size", ylabel="ms, median and quartiles")
-        left.legend(fontsize=8)
-        exposed = [_median(report, arm, EXPOSED) for arm in names]
-        hidden = [_median(report, arm, BUSY) - e for arm, e in zip(names, exposed, strict=True)]
-        right.bar(names, hidden, color="#f0b27a", label="hidden behind backward")
-        right.bar(names, exposed, bottom=hidden, color="#c0392b", label="exposed")
-        costs = [_median(report, arm, COST) for arm in names]
-        right.plot(names, costs, "k_", ms=18, label="A/B: step - step under no_sync")
-        right.set(title="communication of a step", ylabel="ms, medians")
-        right.legend(fontsize=8)
 
 
 # On every rank.

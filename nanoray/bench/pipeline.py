@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure, whiskers
 from nanoray.bench.harness.plan import rotated
 from nanoray.bench.harness.rank_pool import (
@@ -39,67 +40,127 @@ STEP, WAIT, THEORY, LOSS, BITS = "step", "waiting", "waiting, theory", "loss", "
 # Of losses: in other chunks the norm is summed in another order, and AdamW makes more of it each
 # step
 FAR = 1e-3
-WRONG = "ranks whose weights are not those under 1f1b, or whose loss is far from it"
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's flags."""
-    add_where_flags(parser)
-    parser.add_argument(
-        "--preset", default="shakespeare-cpu", help="whose model and batch [%(default)s]"
-    )
-    parser.add_argument(
-        "--micro", default="2,4,8", help="micro batches of a step, one after another [%(default)s]"
-    )
-    parser.add_argument(
-        "--micro_batch_size",
-        type=int,
-        default=4,
-        metavar="N",
-        help="sequences in one [%(default)s]",
-    )
-    parser.add_argument(
-        "--rounds", type=int, metavar="N", help="rounds of all arms [10; 2 with --quick]"
-    )
-    parser.add_argument(
-        "--steps", type=int, metavar="N", help="steps of an arm per round [8; 2 with --quick]"
-    )
+class PipelineBenchmark(Benchmark):
+    """Measure how long the stages of a pipeline wait under each schedule."""
 
+    wrong = "ranks whose weights are not those under 1f1b, or whose loss is far from it"
 
-def measure(args: argparse.Namespace, report: Report) -> None:
-    """Train all arms in turn on the same ranks, and fill the report."""
-    where = where_from(args)
-    rounds = (2 if args.quick else 10) if args.rounds is None else args.rounds
-    steps = (2 if args.quick else 8) if args.steps is None else args.steps
-    counts = [int(text) for text in args.micro.split(",") if text.strip().isdigit()]
-    if where.workers < 2 or min(rounds, steps, *counts, len(counts)) < 1:
-        raise ConfigError(
-            f"workers = {where.workers}, micro = {args.micro}, rounds = {rounds}, steps = {steps}; "
-            "a pipeline needs 2 "
-            "ranks, and each of the others at least 1"
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        """Add this benchmark's flags."""
+        add_where_flags(parser)
+        parser.add_argument(
+            "--preset", default="shakespeare-cpu", help="whose model and batch [%(default)s]"
         )
-    order: dict[str, Any] = {"preset": args.preset, "rounds": rounds, "steps": steps}
-    order |= {"micro_batch_size": args.micro_batch_size}
-    order["arms"] = arms_of(where.workers, counts, configuration(order, {}).n_layer)
-    for own in order["arms"].values():
-        configuration(order, own)  # what cannot be is known before a rank is started
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in order["arms"]}
-    with RankPool(where) as pool:
-        describe(report, pool)
-        try:
-            for event in pool.run("nanoray.bench.pipeline:train_rank", order):
-                if "recipe" in event:
-                    report.conditions["recipe"] = (
-                        f"{event['recipe']}, {rounds} rounds of {steps} steps"
-                    )
-                    continue
-                found[event["arm"]].append(event)
-                told = f"{event['step_ms']:.1f} ms, waits {event['wait']:.1f} %"
-                say(f"round {event['round']}  {event['arm']:<22} {told}")
-        except RankFailed as error:
-            report.failures.append(str(error))
-    for name, events in found.items():
-        _rows(report, name, order["arms"][name], events, found)
+        parser.add_argument(
+            "--micro",
+            default="2,4,8",
+            help="micro batches of a step, one after another [%(default)s]",
+        )
+        parser.add_argument(
+            "--micro_batch_size",
+            type=int,
+            default=4,
+            metavar="N",
+            help="sequences in one [%(default)s]",
+        )
+        parser.add_argument(
+            "--rounds", type=int, metavar="N", help="rounds of all arms [10; 2 with --quick]"
+        )
+        parser.add_argument(
+            "--steps", type=int, metavar="N", help="steps of an arm per round [8; 2 with --quick]"
+        )
+
+    def measure(self, args: argparse.Namespace, report: Report) -> None:
+        """Train all arms in turn on the same ranks, and fill the report."""
+        where = where_from(args)
+        rounds = (2 if args.quick else 10) if args.rounds is None else args.rounds
+        steps = (2 if args.quick else 8) if args.steps is None else args.steps
+        counts = [int(text) for text in args.micro.split(",") if text.strip().isdigit()]
+        if where.workers < 2 or min(rounds, steps, *counts, len(counts)) < 1:
+            raise ConfigError(
+                f"workers = {where.workers}, micro = {args.micro}, rounds = {rounds}, steps = {steps}; "
+                "a pipeline needs 2 "
+                "ranks, and each of the others at least 1"
+            )
+        order: dict[str, Any] = {"preset": args.preset, "rounds": rounds, "steps": steps}
+        order |= {"micro_batch_size": args.micro_batch_size}
+        order["arms"] = arms_of(where.workers, counts, configuration(order, {}).n_layer)
+        for own in order["arms"].values():
+            configuration(order, own)  # what cannot be is known before a rank is started
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in order["arms"]}
+        with RankPool(where) as pool:
+            describe(report, pool)
+            try:
+                for event in pool.run("nanoray.bench.pipeline:train_rank", order):
+                    if "recipe" in event:
+                        report.conditions["recipe"] = (
+                            f"{event['recipe']}, {rounds} rounds of {steps} steps"
+                        )
+                        continue
+                    found[event["arm"]].append(event)
+                    told = f"{event['step_ms']:.1f} ms, waits {event['wait']:.1f} %"
+                    say(f"round {event['round']}  {event['arm']:<22} {told}")
+            except RankFailed as error:
+                report.failures.append(str(error))
+        for name, events in found.items():
+            _rows(report, name, order["arms"][name], events, found)
+
+    def format_text(self, report: Report) -> list[str]:
+        """Return a line per arm, medians with their quartiles, and the finding."""
+        table = aligned(
+            [(*line, "") for line in _table(report, "quartiles")], right=set(range(1, 5))
+        )
+        return [*table, "", *finding(report)]
+
+    def format_markdown(self, report: Report) -> list[str]:
+        """Return the table for a page, and the finding."""
+        head, *body = _table(report, "range")
+        return [*markdown(head, body), "", *finding(report)]
+
+    def draw(self, report: Report, path: Path) -> None:
+        """Draw what was measured over what the theory says, and the steps of each schedule over those
+        of 1f1b.
+        """
+        note = f"{report.conditions.get('recipe', '')} · {report.conditions.get('backend', '')}"
+        with figure(report, path, (11, 4.4), note=note) as (left, right):
+            for i, kind in enumerate(SCHEDULES):
+                own = [
+                    r
+                    for r in report.rows
+                    if r.metric == WAIT and r.arm.startswith(f"{kind},") and r.values
+                ]
+                theory = [report.row(row.arm, THEORY) for row in own]
+                points = [(t.median, row.median) for t, row in zip(theory, own, strict=True) if t]
+                left.plot(
+                    *zip(*points, strict=True), "o", color=f"C{i}", label=kind
+                ) if points else None
+                ratios = [
+                    r
+                    for r in report.rows
+                    if r.metric == STEP and r.arm.startswith(f"{kind},") and " / " in r.arm
+                ]
+                ratios = [r for r in ratios if r.values]
+                beside = [
+                    k + i / 10 for k in range(len(ratios))
+                ]  # so that no whisker hides another
+                spread = whiskers(ratios, quartiles=True)
+                right.errorbar(
+                    beside,
+                    [r.median for r in ratios],
+                    yerr=spread,
+                    fmt="o",
+                    capsize=2,
+                    color=f"C{i}",
+                )
+                if ratios:
+                    right.set_xticks(beside, [r.arm.split()[1] for r in ratios])
+            left.axline((0, 0), slope=1, color="0.6", lw=0.8)
+            left.set(xlabel="a stage waits by the theory, %", ylabel="a stage waits, measured, %")
+            left.legend(fontsize=7)
+            right.axhline(1.0, color="0.6", lw=0.8)
+            right.set(xlabel="micro batches", ylabel="step over that of 1f1b, median and quartiles")
 
 
 def arms_of(stages: int, counts: list[int], layers: int) -> dict[str, dict[str, Any]]:
@@ -182,55 +243,6 @@ def _table(report: Report, spread: str) -> list[tuple[str, ...]]:
             )
         )
     return table
-
-
-def lines(report: Report) -> list[str]:
-    """Return a line per arm, medians with their quartiles, and the finding."""
-    table = aligned([(*line, "") for line in _table(report, "quartiles")], right=set(range(1, 5)))
-    return [*table, "", *finding(report)]
-
-
-def paste(report: Report) -> list[str]:
-    """Return the table for a page, and the finding."""
-    head, *body = _table(report, "range")
-    return [*markdown(head, body), "", *finding(report)]
-
-
-def draw(report: Report, path: Path) -> None:
-    """Draw what was measured over what the theory says, and the steps of each schedule over those
-    of 1f1b.
-    """
-    note = f"{report.conditions.get('recipe', '')} · {report.conditions.get('backend', '')}"
-    with figure(report, path, (11, 4.4), note=note) as (left, right):
-        for i, kind in enumerate(SCHEDULES):
-            own = [
-                r
-                for r in report.rows
-                if r.metric == WAIT and r.arm.startswith(f"{kind},") and r.values
-            ]
-            theory = [report.row(row.arm, THEORY) for row in own]
-            points = [(t.median, row.median) for t, row in zip(theory, own, strict=True) if t]
-            left.plot(
-                *zip(*points, strict=True), "o", color=f"C{i}", label=kind
-            ) if points else None
-            ratios = [
-                r
-                for r in report.rows
-                if r.metric == STEP and r.arm.startswith(f"{kind},") and " / " in r.arm
-            ]
-            ratios = [r for r in ratios if r.values]
-            beside = [k + i / 10 for k in range(len(ratios))]  # so that no whisker hides another
-            spread = whiskers(ratios, quartiles=True)
-            right.errorbar(
-                beside, [r.median for r in ratios], yerr=spread, fmt="o", capsize=2, color=f"C{i}"
-            )
-            if ratios:
-                right.set_xticks(beside, [r.arm.split()[1] for r in ratios])
-        left.axline((0, 0), slope=1, color="0.6", lw=0.8)
-        left.set(xlabel="a stage waits by the theory, %", ylabel="a stage waits, measured, %")
-        left.legend(fontsize=7)
-        right.axhline(1.0, color="0.6", lw=0.8)
-        right.set(xlabel="micro batches", ylabel="step over that of 1f1b, median and quartiles")
 
 
 # On every rank.

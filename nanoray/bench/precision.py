@@ -14,6 +14,7 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure
 from nanoray.bench.harness.plan import add_settings_flag, settings_of
 from nanoray.bench.harness.report import Report, Row, Target, markdown, say
@@ -84,69 +85,231 @@ KINDS = ("bf16", "bf16_pure", "fp16_pure")
 Axes = Any
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's flags."""
-    parser.add_argument(
-        "--dataset", default="stdlib", help="text to learn, as of nanoray.train [%(default)s]"
-    )
-    parser.add_argument(
-        "--steps", type=int, metavar="N", help="steps of each mode [100; 24 with --quick]"
-    )
-    parser.add_argument(
-        "--rounds", type=int, metavar="N", help="rounds of all modes in turn [10; 2 with --quick]"
-    )
-    parser.add_argument(
-        "--workers", type=int, metavar="N", default=1, help="1: this bench is one process"
-    )
-    gpu = "cuda: what each mode costs on a GPU, without the studies, whose numbers no device changes [%(default)s]"
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=gpu)
-    add_settings_flag(parser, "those of the small model")
+class PrecisionBenchmark(Benchmark):
+    """Measure what 16 bits lose in training, and what each mode costs."""
 
-
-def measure(args: argparse.Namespace, report: Report) -> None:
-    """Run all experiments and fill the report."""
-    steps = (24 if args.quick else 100) if args.steps is None else args.steps
-    rounds = (2 if args.quick else 10) if args.rounds is None else args.rounds
-    if args.workers != 1:
-        raise ConfigError(
-            f"workers = {args.workers}, but this bench studies arithmetic in one process; drop "
-            "--workers"
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        """Add this benchmark's flags."""
+        parser.add_argument(
+            "--dataset", default="stdlib", help="text to learn, as of nanoray.train [%(default)s]"
         )
-    if rounds < 1 or steps < rounds:
-        raise ConfigError(
-            f"steps = {steps}, rounds = {rounds}; at least one step a round, and one round"
+        parser.add_argument(
+            "--steps", type=int, metavar="N", help="steps of each mode [100; 24 with --quick]"
         )
-    import torch
+        parser.add_argument(
+            "--rounds",
+            type=int,
+            metavar="N",
+            help="rounds of all modes in turn [10; 2 with --quick]",
+        )
+        parser.add_argument(
+            "--workers", type=int, metavar="N", default=1, help="1: this bench is one process"
+        )
+        gpu = "cuda: what each mode costs on a GPU, without the studies, whose numbers no device changes [%(default)s]"
+        parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=gpu)
+        add_settings_flag(parser, "those of the small model")
 
-    from nanoray.bench.precision_lab import Lab
-    from nanoray.data.tokens import TokenData
+    def measure(self, args: argparse.Namespace, report: Report) -> None:
+        """Run all experiments and fill the report."""
+        steps = (24 if args.quick else 100) if args.steps is None else args.steps
+        rounds = (2 if args.quick else 10) if args.rounds is None else args.rounds
+        if args.workers != 1:
+            raise ConfigError(
+                f"workers = {args.workers}, but this bench studies arithmetic in one process; drop "
+                "--workers"
+            )
+        if rounds < 1 or steps < rounds:
+            raise ConfigError(
+                f"steps = {steps}, rounds = {rounds}; at least one step a round, and one round"
+            )
+        import torch
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        settings = (TINY if args.quick else SETTINGS) | settings_of(args)
-        own = {
-            "dataset": args.dataset,
-            "tokenizer": "byte",
-            "max_steps": steps,
-            "lr": 3e-3,
-            "min_lr": 1e-5,
+        from nanoray.bench.precision_lab import Lab
+        from nanoray.data.tokens import TokenData
+
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            settings = (TINY if args.quick else SETTINGS) | settings_of(args)
+            own = {
+                "dataset": args.dataset,
+                "tokenizer": "byte",
+                "max_steps": steps,
+                "lr": 3e-3,
+                "min_lr": 1e-5,
+            }
+            own["warmup_steps"] = min(20, steps // 4)
+            config = load_config(preset="shakespeare-cpu", overrides=settings | own)
+            info = prepare(config)
+            device = torch.device(args.device)
+            lab = Lab(
+                config,
+                TokenData(info, config.block_size, config.seed, device),
+                info.vocab_size,
+                device,
+            )
+            told = ", ".join(f"{key} {value}" for key, value in settings.items())
+            where = "1 thread" if args.device == "cpu" else torch.cuda.get_device_name()
+            report.conditions["recipe"] = (
+                f"{told}, {steps} steps, lr 3e-3 to 1e-5, {info.note}, {where}"
+            )
+            study(lab, report, steps, rounds, args.quick)
+        finally:
+            torch.set_num_threads(threads)
+
+    def format_markdown(self, report: Report) -> list[str]:
+        """Return the tables of docs/precision.md."""
+
+        def of(arms: list[str], metrics: dict[str, str], first: str) -> list[str]:
+            if not any(report.row(arm, metric) for arm in arms for metric in metrics):
+                return []  # a GPU's report has the modes alone
+            lines = [[arm, *(value(report, arm, metric) for metric in metrics)] for arm in arms]
+            return [*markdown([first, *metrics.values()], lines), ""]
+
+        costs = {
+            STEP: "step, ms",
+            STATE: "state, MiB",
+            STATE_FORMULA: "by formula",
+            KEPT: "kept for backward, MiB",
         }
-        own["warmup_steps"] = min(20, steps // 4)
-        config = load_config(preset="shakespeare-cpu", overrides=settings | own)
-        info = prepare(config)
-        device = torch.device(args.device)
-        lab = Lab(
-            config, TokenData(info, config.block_size, config.seed, device), info.vocab_size, device
+        costs |= {KEPT_FORMULA: "with logits, by formula", LOSS: "final loss", SKIPPED: "skipped"}
+        sums = {
+            f"{what}, {how}": f"{what}: {how}" for how in MEANS for what in ("overflow", "zero")
+        }
+        attention = (
+            "fp16, scaled after",
+            "fp16, scaled before",
+            "fp16, torch's kernel",
+            "bf16, scaled after",
         )
-        told = ", ".join(f"{key} {value}" for key, value in settings.items())
-        where = "1 thread" if args.device == "cpu" else torch.cuda.get_device_name()
-        report.conditions["recipe"] = (
-            f"{told}, {steps} steps, lr 3e-3 to 1e-5, {info.note}, {where}"
-        )
-        study(lab, report, steps, rounds, args.quick)
-    finally:
-        torch.set_num_threads(threads)
+        sections = [
+            of(modes_of(report), costs, "mode"),
+            of(
+                [f"loss × 2^-{k}" for k in WEIGHTS],
+                {k: k for k in (NO_SCALE, SCALED, LATE, LATE_SCALED)},
+                "lost, %",
+            ),
+            of(
+                _layers(report),
+                {LATE: "zero", SMALL: "subnormal"},
+                "gradients of loss × 2^-8, trained, no scale, %",
+            ),
+            of(
+                [f"lr {lr:.0e}" for lr in RATES],
+                {f"{STUCK}, {n}": n for n in UPDATES},
+                "weights that never moved, %",
+            ),
+            of(
+                [f"lr {lr:.0e}" for lr in RATES],
+                {f"{WENT}, {n}": n for n in UPDATES},
+                "distance, % of float64's",
+            ),
+            of(
+                [f"gradients of 1e{e}" for e in EXPONENTS],
+                {PLAIN: "m and v in fp16", ROOT: "2^12·m, 2^12·√v"},
+                "wrong, %",
+            ),
+            of(
+                [f"q and k of {h:g}" for h in HEADS],
+                {f"not finite, {h}": h for h in attention},
+                "not finite, %",
+            ),
+            of([f"{n} ranks" for n in RANKS], sums, "mean in fp16, %"),
+            of(
+                [f"{n} overflows" for n in OVERFLOWS],
+                {"lowest scale": "lowest scale", LATE: "lost, %"},
+                "in a row",
+            ),
+            of(
+                [f"{n} layers" for n in DEPTHS],
+                {f"error, {kind}": kind for kind in KINDS},
+                "residual stream, % off",
+            ),
+            of(
+                [f"loss in {kind}" for kind in ("bf16", "fp16", "fp32")],
+                {"error": "error, nat"},
+                "mean loss",
+            ),
+        ]
+        return [line for section in sections for line in section]
+
+    def draw(self, report: Report, path: Path) -> None:
+        """Draw one picture per claim."""
+        with figure(report, path, (16, 11), (3, 3)) as axes:
+            _lines(
+                axes[0],
+                report,
+                [f"loss × 2^-{k}" for k in WEIGHTS],
+                WEIGHTS,
+                (NO_SCALE, SCALED, LATE, LATE_SCALED),
+            )
+            axes[0].set(
+                title="gradients that fp16 makes zero", xlabel="k of a loss × 2^-k", ylabel="%"
+            )
+            layers, bottom = _layers(report), [0.0] * len(_layers(report))
+            for metric, label in ((LATE, "zero"), (SMALL, "subnormal")):
+                shares = [
+                    row.median if (row := report.row(layer, metric)) else 0.0 for layer in layers
+                ]
+                axes[1].bar(
+                    [layer.removeprefix("layer ") for layer in layers],
+                    shares,
+                    bottom=bottom,
+                    label=label,
+                )
+                bottom = [a + b for a, b in zip(bottom, shares, strict=True)]
+            axes[1].tick_params(axis="x", rotation=30)
+            axes[1].set(title="the same by layer, loss × 2^-8, no scale", ylabel="%")
+            rates = [f"lr {lr:.0e}" for lr in RATES]
+            _lines(axes[2], report, rates, RATES, [f"{WENT}, {name}" for name in UPDATES])
+            axes[2].set(
+                title="distance of repeated small updates",
+                xlabel="lr",
+                ylabel="% of float64's",
+                xscale="log",
+            )
+            arms = [f"gradients of 1e{e}" for e in EXPONENTS]
+            _lines(axes[3], report, arms, EXPONENTS, (PLAIN, ROOT))
+            axes[3].set(
+                title="AdamW's state in fp16: wrong updates",
+                xlabel="log10 of the gradient",
+                ylabel="%",
+            )
+            how = [r.metric for r in report.rows if r.arm == f"q and k of {HEADS[0]:g}"]
+            _lines(axes[4], report, [f"q and k of {h:g}" for h in HEADS], HEADS, how)
+            axes[4].set(title="attention that is not finite", xlabel="size of q and k", ylabel="%")
+            sums = [f"{what}, {how}" for how in MEANS for what in ("overflow", "zero")]
+            _lines(axes[5], report, [f"{n} ranks" for n in RANKS], RANKS, sums)
+            axes[5].set(title="mean over ranks in fp16", xlabel="ranks", ylabel="%", xscale="log")
+            for count in OVERFLOWS:
+                if row := report.row(f"{count} overflows", "scale"):
+                    axes[6].plot(row.values, label=row.arm)
+            axes[6].set(
+                title="life of a loss scale (growth interval 20)",
+                xlabel="step",
+                ylabel="scale",
+                yscale="log",
+            )
+            _lines(
+                axes[7],
+                report,
+                [f"{n} layers" for n in DEPTHS],
+                DEPTHS,
+                [f"error, {kind}" for kind in KINDS],
+            )
+            axes[7].set(
+                title="error of the residual stream", xlabel="layers", ylabel="%", xscale="log"
+            )
+            for name in modes_of(report):
+                if row := report.row(name, CURVE):
+                    axes[8].plot(row.values, label=name, linewidth=1)
+            axes[8].set(
+                title="loss of each mode, same batches",
+                xlabel="60ths of the run",
+                ylabel="nat/token",
+            )
+            for each in axes:
+                each.legend(fontsize=6)
 
 
 def study(lab: Lab, report: Report, steps: int, rounds: int, quick: bool) -> None:
@@ -379,150 +542,6 @@ def modes_of(report: Report) -> list[str]:
 
 def value(report: Report, arm: str, metric: str) -> str:
     return report.cell(arm, metric, "none") or "·"
-
-
-def paste(report: Report) -> list[str]:
-    """Return the tables of docs/precision.md."""
-
-    def of(arms: list[str], metrics: dict[str, str], first: str) -> list[str]:
-        if not any(report.row(arm, metric) for arm in arms for metric in metrics):
-            return []  # a GPU's report has the modes alone
-        lines = [[arm, *(value(report, arm, metric) for metric in metrics)] for arm in arms]
-        return [*markdown([first, *metrics.values()], lines), ""]
-
-    costs = {
-        STEP: "step, ms",
-        STATE: "state, MiB",
-        STATE_FORMULA: "by formula",
-        KEPT: "kept for backward, MiB",
-    }
-    costs |= {KEPT_FORMULA: "with logits, by formula", LOSS: "final loss", SKIPPED: "skipped"}
-    sums = {f"{what}, {how}": f"{what}: {how}" for how in MEANS for what in ("overflow", "zero")}
-    attention = (
-        "fp16, scaled after",
-        "fp16, scaled before",
-        "fp16, torch's kernel",
-        "bf16, scaled after",
-    )
-    sections = [
-        of(modes_of(report), costs, "mode"),
-        of(
-            [f"loss × 2^-{k}" for k in WEIGHTS],
-            {k: k for k in (NO_SCALE, SCALED, LATE, LATE_SCALED)},
-            "lost, %",
-        ),
-        of(
-            _layers(report),
-            {LATE: "zero", SMALL: "subnormal"},
-            "gradients of loss × 2^-8, trained, no scale, %",
-        ),
-        of(
-            [f"lr {lr:.0e}" for lr in RATES],
-            {f"{STUCK}, {n}": n for n in UPDATES},
-            "weights that never moved, %",
-        ),
-        of(
-            [f"lr {lr:.0e}" for lr in RATES],
-            {f"{WENT}, {n}": n for n in UPDATES},
-            "distance, % of float64's",
-        ),
-        of(
-            [f"gradients of 1e{e}" for e in EXPONENTS],
-            {PLAIN: "m and v in fp16", ROOT: "2^12·m, 2^12·√v"},
-            "wrong, %",
-        ),
-        of(
-            [f"q and k of {h:g}" for h in HEADS],
-            {f"not finite, {h}": h for h in attention},
-            "not finite, %",
-        ),
-        of([f"{n} ranks" for n in RANKS], sums, "mean in fp16, %"),
-        of(
-            [f"{n} overflows" for n in OVERFLOWS],
-            {"lowest scale": "lowest scale", LATE: "lost, %"},
-            "in a row",
-        ),
-        of(
-            [f"{n} layers" for n in DEPTHS],
-            {f"error, {kind}": kind for kind in KINDS},
-            "residual stream, % off",
-        ),
-        of(
-            [f"loss in {kind}" for kind in ("bf16", "fp16", "fp32")],
-            {"error": "error, nat"},
-            "mean loss",
-        ),
-    ]
-    return [line for section in sections for line in section]
-
-
-def draw(report: Report, path: Path) -> None:
-    """Draw one picture per claim."""
-    with figure(report, path, (16, 11), (3, 3)) as axes:
-        _lines(
-            axes[0],
-            report,
-            [f"loss × 2^-{k}" for k in WEIGHTS],
-            WEIGHTS,
-            (NO_SCALE, SCALED, LATE, LATE_SCALED),
-        )
-        axes[0].set(title="gradients that fp16 makes zero", xlabel="k of a loss × 2^-k", ylabel="%")
-        layers, bottom = _layers(report), [0.0] * len(_layers(report))
-        for metric, label in ((LATE, "zero"), (SMALL, "subnormal")):
-            shares = [row.median if (row := report.row(layer, metric)) else 0.0 for layer in layers]
-            axes[1].bar(
-                [layer.removeprefix("layer ") for layer in layers],
-                shares,
-                bottom=bottom,
-                label=label,
-            )
-            bottom = [a + b for a, b in zip(bottom, shares, strict=True)]
-        axes[1].tick_params(axis="x", rotation=30)
-        axes[1].set(title="the same by layer, loss × 2^-8, no scale", ylabel="%")
-        rates = [f"lr {lr:.0e}" for lr in RATES]
-        _lines(axes[2], report, rates, RATES, [f"{WENT}, {name}" for name in UPDATES])
-        axes[2].set(
-            title="distance of repeated small updates",
-            xlabel="lr",
-            ylabel="% of float64's",
-            xscale="log",
-        )
-        arms = [f"gradients of 1e{e}" for e in EXPONENTS]
-        _lines(axes[3], report, arms, EXPONENTS, (PLAIN, ROOT))
-        axes[3].set(
-            title="AdamW's state in fp16: wrong updates", xlabel="log10 of the gradient", ylabel="%"
-        )
-        how = [r.metric for r in report.rows if r.arm == f"q and k of {HEADS[0]:g}"]
-        _lines(axes[4], report, [f"q and k of {h:g}" for h in HEADS], HEADS, how)
-        axes[4].set(title="attention that is not finite", xlabel="size of q and k", ylabel="%")
-        sums = [f"{what}, {how}" for how in MEANS for what in ("overflow", "zero")]
-        _lines(axes[5], report, [f"{n} ranks" for n in RANKS], RANKS, sums)
-        axes[5].set(title="mean over ranks in fp16", xlabel="ranks", ylabel="%", xscale="log")
-        for count in OVERFLOWS:
-            if row := report.row(f"{count} overflows", "scale"):
-                axes[6].plot(row.values, label=row.arm)
-        axes[6].set(
-            title="life of a loss scale (growth interval 20)",
-            xlabel="step",
-            ylabel="scale",
-            yscale="log",
-        )
-        _lines(
-            axes[7],
-            report,
-            [f"{n} layers" for n in DEPTHS],
-            DEPTHS,
-            [f"error, {kind}" for kind in KINDS],
-        )
-        axes[7].set(title="error of the residual stream", xlabel="layers", ylabel="%", xscale="log")
-        for name in modes_of(report):
-            if row := report.row(name, CURVE):
-                axes[8].plot(row.values, label=name, linewidth=1)
-        axes[8].set(
-            title="loss of each mode, same batches", xlabel="60ths of the run", ylabel="nat/token"
-        )
-        for each in axes:
-            each.legend(fontsize=6)
 
 
 def _layers(report: Report) -> list[str]:

@@ -25,6 +25,7 @@ import shutil
 import time
 from pathlib import Path
 
+from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import bars, figure, measured
 from nanoray.bench.harness.launchers import SAME_LOSS, command
 from nanoray.bench.harness.plan import (
@@ -38,7 +39,7 @@ from nanoray.bench.harness.plan import (
 from nanoray.bench.harness.processes import ChildFailed, python_in
 from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, say
 from nanoray.bench.killed import Goodput, Kill, Run, arrivals, goodput, outage, wrong_losses
-from nanoray.bench.peers.torchft_peer import missing
+from nanoray.bench.peers.torchft import missing
 from nanoray.devices.gpus import discover_gpus
 from nanoray.devices.host import available_cpus
 from nanoray.devices.slots import local_slots
@@ -54,7 +55,6 @@ PEER, TORCHFT, TORCHRUN = "torchtrainer", "torchft", "torchrun"
 ARMS = (*ON_NANORAY, PEER, TORCHFT, TORCHRUN)
 STANDSTILL, NOTICED, REPEATED = "standstill", "of it: until noticed", "steps repeated"
 GOODPUT, HITS, REDONE = "goodput", "kills that hit", "steps repeated, all kills"
-WRONG = "steps whose loss is not that of a run without a kill"
 # The target: a kill costs TorchTrainer this many times as much as recovery in place
 TIMES_FASTER = 5.0
 MAX_FAILURES = 1000
@@ -82,101 +82,158 @@ def start(plan: Plan, arm: str, steps: int, name: str) -> Run:
     return Run(argv, plan.env, plan.folder / name, plan.head)
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's flags."""
-    parser.add_argument(
-        "--arms", default="all", metavar="A,B", help=f"which of {', '.join(ARMS)} [all]"
-    )
-    parser.add_argument(
-        "--kills",
-        type=int,
-        metavar="N",
-        help="rounds, with one kill per arm in each [5; 1 --quick]",
-    )
-    parser.add_argument(
-        "--between", default="800,950", metavar="A,B", help="kill between these steps [800,950]"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=1100, metavar="N", help="optimizer steps of such a run [1100]"
-    )
-    parser.add_argument(
-        "--goodput_s",
-        type=float,
-        metavar="S",
-        help="seconds of each arm under a plan of kills, 0 = off [45; 0 --quick]",
-    )
-    parser.add_argument(
-        "--mean_s",
-        type=float,
-        default=10.0,
-        metavar="S",
-        help="mean seconds from kill to kill [10]",
-    )
-    parser.add_argument("--checkpoint_every", type=int, default=50, metavar="N", help="steps [50]")
-    parser.add_argument(
-        "--seed", type=int, default=1337, metavar="N", help="of all moments and ranks [1337]"
-    )
-    add_training_flags(parser, preset="tiny", timeout_s=120)
+class RecoveryBenchmark(Benchmark):
+    """Measure how long training stands still when a rank is killed."""
 
+    wrong = "steps whose loss is not that of a run without a kill"
 
-def measure(args: argparse.Namespace, report: Report) -> None:
-    """Run every arm that was asked for and fill the report. Nothing that it starts outlives it."""
-    if "RANK" in os.environ:
-        raise ConfigError(
-            "bench recovery starts its own ranks, but RANK is set; run it without torchrun"
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        """Add this benchmark's flags."""
+        parser.add_argument(
+            "--arms", default="all", metavar="A,B", help=f"which of {', '.join(ARMS)} [all]"
         )
-    arms = chosen(args.arms, ARMS)
-    kills = (1 if args.quick else 5) if args.kills is None else args.kills
-    window_s = (0.0 if args.quick else 45.0) if args.goodput_s is None else args.goodput_s
-    first, last = _between(args)
-    if kills < 0 or window_s < 0 or not (kills or window_s):
-        raise ConfigError(
-            f"kills = {kills}, goodput_s = {window_s:g}: nothing to measure; leave them out for 5 "
-            "and 45"
+        parser.add_argument(
+            "--kills",
+            type=int,
+            metavar="N",
+            help="rounds, with one kill per arm in each [5; 1 --quick]",
         )
-    if args.checkpoint_every < 1 or args.mean_s <= 0:
-        raise ConfigError(
-            f"checkpoint_every = {args.checkpoint_every}, mean_s = {args.mean_s:g}; both must be "
-            "above 0"
+        parser.add_argument(
+            "--between", default="800,950", metavar="A,B", help="kill between these steps [800,950]"
         )
-    slots = local_slots(args.device, args.workers, discover_gpus(), available_cpus())
-    if slots.workers < 2:
-        raise ConfigError(
-            f"workers = {slots.workers}: no rank would be left after a kill; use --workers 2 or "
-            "more"
+        parser.add_argument(
+            "--steps",
+            type=int,
+            default=1100,
+            metavar="N",
+            help="optimizer steps of such a run [1100]",
         )
-    plan_of_kills = arrivals(args.seed, args.mean_s, window_s, slots.workers)
-    if window_s and not plan_of_kills:
-        raise ConfigError(
-            f"no kill within goodput_s = {window_s:g} at mean_s = {args.mean_s:g}; take another "
-            "--seed"
+        parser.add_argument(
+            "--goodput_s",
+            type=float,
+            metavar="S",
+            help="seconds of each arm under a plan of kills, 0 = off [45; 0 --quick]",
         )
-    args.kills = kills
-    if TORCHFT in arms and (why := missing()):
-        arms.remove(TORCHFT)
-        report.rows.append(Row(TORCHFT, STANDSTILL, "s", (), skipped=why))
-        say(f"skipped  {TORCHFT}: {why}")
-        if not arms:
-            return
-    with planned(args, arms, slots) as (plan, stack):
-        report.conditions["recipe"] = (
-            f"preset {args.preset}, {slots.workers} ranks on {slots.kind}, a record every step, a "
-            "checkpoint every "
-            f"{args.checkpoint_every}, {plan.note}"
+        parser.add_argument(
+            "--mean_s",
+            type=float,
+            default=10.0,
+            metavar="S",
+            help="mean seconds from kill to kill [10]",
         )
-        if kills:
-            between = f"one SIGKILL between steps {first} and {last}, seed {args.seed}"
-            report.conditions["kills"] = f"{kills} round(s) of {args.steps} steps, {between}"
-        plan.start_head(report, [arm for arm in arms if arm != TORCHRUN], stack)
-        if kills:
-            _standstills(plan, report, (first, last))
-        if window_s:
-            report.conditions["plan of kills"] = (
-                f"{len(plan_of_kills)} in {window_s:g} s, "
-                + ", ".join(f"rank {rank} at {at:.1f} s" for at, rank in plan_of_kills)
+        parser.add_argument(
+            "--checkpoint_every", type=int, default=50, metavar="N", help="steps [50]"
+        )
+        parser.add_argument(
+            "--seed", type=int, default=1337, metavar="N", help="of all moments and ranks [1337]"
+        )
+        add_training_flags(parser, preset="tiny", timeout_s=120)
+
+    def measure(self, args: argparse.Namespace, report: Report) -> None:
+        """Run every arm that was asked for and fill the report. Nothing that it starts outlives it."""
+        if "RANK" in os.environ:
+            raise ConfigError(
+                "bench recovery starts its own ranks, but RANK is set; run it without torchrun"
             )
-            _goodputs(plan, report, plan_of_kills, window_s)
-    _judge(report)
+        arms = chosen(args.arms, ARMS)
+        kills = (1 if args.quick else 5) if args.kills is None else args.kills
+        window_s = (0.0 if args.quick else 45.0) if args.goodput_s is None else args.goodput_s
+        first, last = _between(args)
+        if kills < 0 or window_s < 0 or not (kills or window_s):
+            raise ConfigError(
+                f"kills = {kills}, goodput_s = {window_s:g}: nothing to measure; leave them out for 5 "
+                "and 45"
+            )
+        if args.checkpoint_every < 1 or args.mean_s <= 0:
+            raise ConfigError(
+                f"checkpoint_every = {args.checkpoint_every}, mean_s = {args.mean_s:g}; both must be "
+                "above 0"
+            )
+        slots = local_slots(args.device, args.workers, discover_gpus(), available_cpus())
+        if slots.workers < 2:
+            raise ConfigError(
+                f"workers = {slots.workers}: no rank would be left after a kill; use --workers 2 or "
+                "more"
+            )
+        plan_of_kills = arrivals(args.seed, args.mean_s, window_s, slots.workers)
+        if window_s and not plan_of_kills:
+            raise ConfigError(
+                f"no kill within goodput_s = {window_s:g} at mean_s = {args.mean_s:g}; take another "
+                "--seed"
+            )
+        args.kills = kills
+        if TORCHFT in arms and (why := missing()):
+            arms.remove(TORCHFT)
+            report.rows.append(Row(TORCHFT, STANDSTILL, "s", (), skipped=why))
+            say(f"skipped  {TORCHFT}: {why}")
+            if not arms:
+                return
+        with planned(args, arms, slots) as (plan, stack):
+            report.conditions["recipe"] = (
+                f"preset {args.preset}, {slots.workers} ranks on {slots.kind}, a record every step, a "
+                "checkpoint every "
+                f"{args.checkpoint_every}, {plan.note}"
+            )
+            if kills:
+                between = f"one SIGKILL between steps {first} and {last}, seed {args.seed}"
+                report.conditions["kills"] = f"{kills} round(s) of {args.steps} steps, {between}"
+            plan.start_head(report, [arm for arm in arms if arm != TORCHRUN], stack)
+            if kills:
+                _standstills(plan, report, (first, last))
+            if window_s:
+                report.conditions["plan of kills"] = (
+                    f"{len(plan_of_kills)} in {window_s:g} s, "
+                    + ", ".join(f"rank {rank} at {at:.1f} s" for at, rank in plan_of_kills)
+                )
+                _goodputs(plan, report, plan_of_kills, window_s)
+        _judge(report)
+
+    def format_text(self, report: Report) -> list[str]:
+        """Return a table with a line per arm: medians with their quartiles."""
+        found = [line for arm in ARMS if (line := _line(report, arm))]
+        return aligned([HEADER, *found], right=set(range(1, 8)))
+
+    def format_markdown(self, report: Report) -> list[str]:
+        """Return a table for a README: medians with their quartiles."""
+        return markdown(HEADER, [line for arm in ARMS if (line := _line(report, arm))])
+
+    def draw(self, report: Report, path: Path) -> None:
+        """Draw the standstills with their quartiles and every kill, and the goodputs."""
+        told = [
+            report.conditions[key]
+            for key in ("recipe", "kills", "plan of kills")
+            if key in report.conditions
+        ]
+        with figure(report, path, note="\n".join(told)) as (left, right):
+            rows, whole = measured(report, ARMS, STANDSTILL), measured(report, ARMS, GOODPUT)
+            bars(left, rows, quartiles=True, color=[_colour(r.arm) for r in rows])
+            for row in rows:
+                left.plot(row.values, [row.arm] * row.n, "k.", ms=4, alpha=0.5)
+            noticed = measured(report, [row.arm for row in rows], NOTICED)
+            if noticed:
+                left.plot(
+                    [r.median for r in noticed],
+                    [r.arm for r in noticed],
+                    "w|",
+                    ms=14,
+                    mew=2,
+                    label="noticed",
+                )
+                left.legend(fontsize=8, facecolor="0.6")
+            left.set(
+                title="training stands still after one SIGKILL",
+                xlabel="seconds: median, quartiles, every kill",
+            )
+            bars(right, whole, xerr=None, color=[_colour(r.arm) for r in whole])
+            for container in right.containers:
+                right.bar_label(container, fmt="%.0f", padding=3)
+            right.set(
+                title="goodput under a plan of kills",
+                xlabel="new steps, % of those without kills",
+                xlim=(0, None),
+            )
+            for axes in (left, right):
+                axes.invert_yaxis()
 
 
 def _between(args: argparse.Namespace) -> tuple[int, int]:
@@ -375,56 +432,6 @@ def _line(report: Report, arm: str) -> tuple[str, ...] | None:
         [str(single.n), "" if single.wrong is None else str(single.wrong)] if single else ["", ""]
     )
     return (arm, *texts, report.cell(arm, GOODPUT))
-
-
-def lines(report: Report) -> list[str]:
-    """Return a table with a line per arm: medians with their quartiles."""
-    found = [line for arm in ARMS if (line := _line(report, arm))]
-    return aligned([HEADER, *found], right=set(range(1, 8)))
-
-
-def paste(report: Report) -> list[str]:
-    """Return a table for a README: medians with their quartiles."""
-    return markdown(HEADER, [line for arm in ARMS if (line := _line(report, arm))])
-
-
-def draw(report: Report, path: Path) -> None:
-    """Draw the standstills with their quartiles and every kill, and the goodputs."""
-    told = [
-        report.conditions[key]
-        for key in ("recipe", "kills", "plan of kills")
-        if key in report.conditions
-    ]
-    with figure(report, path, note="\n".join(told)) as (left, right):
-        rows, whole = measured(report, ARMS, STANDSTILL), measured(report, ARMS, GOODPUT)
-        bars(left, rows, quartiles=True, color=[_colour(r.arm) for r in rows])
-        for row in rows:
-            left.plot(row.values, [row.arm] * row.n, "k.", ms=4, alpha=0.5)
-        noticed = measured(report, [row.arm for row in rows], NOTICED)
-        if noticed:
-            left.plot(
-                [r.median for r in noticed],
-                [r.arm for r in noticed],
-                "w|",
-                ms=14,
-                mew=2,
-                label="noticed",
-            )
-            left.legend(fontsize=8, facecolor="0.6")
-        left.set(
-            title="training stands still after one SIGKILL",
-            xlabel="seconds: median, quartiles, every kill",
-        )
-        bars(right, whole, xerr=None, color=[_colour(r.arm) for r in whole])
-        for container in right.containers:
-            right.bar_label(container, fmt="%.0f", padding=3)
-        right.set(
-            title="goodput under a plan of kills",
-            xlabel="new steps, % of those without kills",
-            xlim=(0, None),
-        )
-        for axes in (left, right):
-            axes.invert_yaxis()
 
 
 def _colour(arm: str) -> str:

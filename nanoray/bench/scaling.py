@@ -27,6 +27,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure, whiskers
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
 from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, number, say, table
@@ -58,72 +59,121 @@ LANES = {"gloo": 2, "nccl": 1}  # collectives in flight: gloo's threads, NCCL's 
 PREDICTED, MEASURED, ERROR = "step, predicted", "step, measured", "|predicted / measured - 1|"
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's flags."""
-    add_where_flags(parser)
-    parser.add_argument(
-        "--check", metavar="N,M", help="ranks at which the model is checked [one and two more: 3,4]"
-    )
-    parser.add_argument(
-        "--rounds", type=int, metavar="N", help="rounds of all steps [7; 2 with --quick]"
-    )
-    parser.add_argument("--steps", type=int, metavar="N", help="steps of a turn [4]")
-    parser.add_argument(
-        "--topology",
-        default="all",
-        metavar="NAME|FILE",
-        help="a preset of nanoray/topologies or a YAML file [all]",
-    )
-    parser.add_argument(
-        "--model",
-        default="gpt2-124m",
-        help="preset whose size topologies with a peak run [gpt2-124m]",
-    )
-    parser.add_argument(
-        "--compute_ms",
-        type=float,
-        help="forward and backward of its micro batch [from peak and MFU]",
-    )
-    parser.add_argument(
-        "--global_batch", type=int, default=4096, help="sequences of strong scaling [4096]"
-    )
+class ScalingBenchmark(Benchmark):
+    """Fit a model of the step time, check it at 3 and 4 ranks, and predict up to 4096."""
 
-
-def measure(args: argparse.Namespace, report: Report) -> None:
-    """Sweep, fit, predict and measure; then predict the topologies."""
-    where = where_from(args)
-    if where.launcher == "torchrun":
-        raise ConfigError(
-            "torchrun starts one number of ranks, this bench needs several; run it without torchrun"
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        """Add this benchmark's flags."""
+        add_where_flags(parser)
+        parser.add_argument(
+            "--check",
+            metavar="N,M",
+            help="ranks at which the model is checked [one and two more: 3,4]",
         )
-    where = where if args.workers else replace(where, workers=2)
-    rounds = (2 if args.quick else 7) if args.rounds is None else args.rounds
-    steps = 4 if args.steps is None else args.steps
-    checks = _checks(args.check, where.workers)
-    if min(rounds, steps, args.global_batch) < 1 or (
-        args.compute_ms is not None and args.compute_ms <= 0
-    ):
-        raise ConfigError(
-            f"rounds = {rounds}, steps = {steps}, global_batch = {args.global_batch}, compute_ms = "
-            f"{args.compute_ms}; "
-            "all must be above 0"
+        parser.add_argument(
+            "--rounds", type=int, metavar="N", help="rounds of all steps [7; 2 with --quick]"
         )
-    names = topology_names() if args.topology == "all" else [args.topology]
-    topologies = {Path(name).stem: load_topology(name) for name in names}
-    model = load_config(preset=args.model)
+        parser.add_argument("--steps", type=int, metavar="N", help="steps of a turn [4]")
+        parser.add_argument(
+            "--topology",
+            default="all",
+            metavar="NAME|FILE",
+            help="a preset of nanoray/topologies or a YAML file [all]",
+        )
+        parser.add_argument(
+            "--model",
+            default="gpt2-124m",
+            help="preset whose size topologies with a peak run [gpt2-124m]",
+        )
+        parser.add_argument(
+            "--compute_ms",
+            type=float,
+            help="forward and backward of its micro batch [from peak and MFU]",
+        )
+        parser.add_argument(
+            "--global_batch", type=int, default=4096, help="sequences of strong scaling [4096]"
+        )
 
-    with RankPool(where) as pool:
-        describe(report, pool)
-        fits = _sweep(pool, report, args.quick)
-    try:
-        most = RankPool(replace(where, workers=max(where.workers, *checks)))
-    except PlacementError as error:
-        report.rows += [Row(f"{n} ranks", MEASURED, "ms", (), skipped=str(error)) for n in checks]
-        most, checks = RankPool(where), []
-    with most as pool:
-        here = _steps(pool, where.workers, checks, (rounds, 1 if args.quick else TURNS, steps))
-    _compare(report, here, fits["backend"])
-    _predict(args, report, topologies, fits["backend"], model, here)
+    def measure(self, args: argparse.Namespace, report: Report) -> None:
+        """Sweep, fit, predict and measure; then predict the topologies."""
+        where = where_from(args)
+        if where.launcher == "torchrun":
+            raise ConfigError(
+                "torchrun starts one number of ranks, this bench needs several; run it without torchrun"
+            )
+        where = where if args.workers else replace(where, workers=2)
+        rounds = (2 if args.quick else 7) if args.rounds is None else args.rounds
+        steps = 4 if args.steps is None else args.steps
+        checks = _checks(args.check, where.workers)
+        if min(rounds, steps, args.global_batch) < 1 or (
+            args.compute_ms is not None and args.compute_ms <= 0
+        ):
+            raise ConfigError(
+                f"rounds = {rounds}, steps = {steps}, global_batch = {args.global_batch}, compute_ms = "
+                f"{args.compute_ms}; "
+                "all must be above 0"
+            )
+        names = topology_names() if args.topology == "all" else [args.topology]
+        topologies = {Path(name).stem: load_topology(name) for name in names}
+        model = load_config(preset=args.model)
+
+        with RankPool(where) as pool:
+            describe(report, pool)
+            fits = _sweep(pool, report, args.quick)
+        try:
+            most = RankPool(replace(where, workers=max(where.workers, *checks)))
+        except PlacementError as error:
+            report.rows += [
+                Row(f"{n} ranks", MEASURED, "ms", (), skipped=str(error)) for n in checks
+            ]
+            most, checks = RankPool(where), []
+        with most as pool:
+            here = _steps(pool, where.workers, checks, (rounds, 1 if args.quick else TURNS, steps))
+        _compare(report, here, fits["backend"])
+        _predict(args, report, topologies, fits["backend"], model, here)
+
+    def format_text(self, report: Report) -> list[str]:
+        """Return the measured rows, then a line per topology, mode and algorithm with step and
+        efficiency over ranks.
+        """
+        measured = [row for row in report.rows if "topology" not in row.extra]
+        return [
+            *table(measured),
+            "",
+            *aligned(_overview(report), right=set(range(1, len(SHOWN) + 1))),
+        ]
+
+    def format_markdown(self, report: Report) -> list[str]:
+        """Return tables for a README: the check against reality, and the prediction."""
+        body = []
+        for row in report.rows:
+            if row.metric == MEASURED and row.values:
+                predicted, error = report.row(row.arm, PREDICTED), report.row(row.arm, ERROR)
+                pair = (
+                    number(predicted.median) if predicted else "",
+                    f"{100 * error.median:.0f} %" if error else "",
+                )
+                body.append((f"{row.arm} ranks", number(row.median), *pair))
+        overview = [line[:-1] for line in _overview(report)]
+        return [
+            *markdown(("step, ms", "measured", "predicted", "error"), body),
+            "",
+            *markdown(overview[0], overview[1:]),
+        ]
+
+    def draw(self, report: Report, path: Path) -> None:
+        """Draw measured against predicted steps, a predicted schedule, and step time and efficiency
+        over ranks.
+        """
+        with figure(report, path, (11, 7.4), (2, 2)) as (check, plan, step, efficiency):
+            predicted = [row for row in report.rows if row.metric == PREDICTED]
+            _draw_check(
+                check,
+                [row for row in report.rows if row.metric == MEASURED and row.values],
+                predicted,
+            )
+            _draw_schedule(plan, predicted[-1] if predicted else None)
+            _draw_curves(step, efficiency, report)
 
 
 def _checks(text: str | None, base: int) -> list[int]:
@@ -388,14 +438,6 @@ def _predict(
 # What it says.
 
 
-def lines(report: Report) -> list[str]:
-    """Return the measured rows, then a line per topology, mode and algorithm with step and
-    efficiency over ranks.
-    """
-    measured = [row for row in report.rows if "topology" not in row.extra]
-    return [*table(measured), "", *aligned(_overview(report), right=set(range(1, len(SHOWN) + 1)))]
-
-
 def _overview(report: Report) -> list[tuple[str, ...]]:
     found = {
         (row.extra["topology"], row.extra["mode"], row.extra["ranks"]): row.extra["step_ms"]
@@ -417,38 +459,6 @@ def _overview(report: Report) -> list[tuple[str, ...]]:
                 )
             rows.append((f"{name}, {mode}, {algorithm}", *cells, ""))
     return rows
-
-
-def paste(report: Report) -> list[str]:
-    """Return tables for a README: the check against reality, and the prediction."""
-    body = []
-    for row in report.rows:
-        if row.metric == MEASURED and row.values:
-            predicted, error = report.row(row.arm, PREDICTED), report.row(row.arm, ERROR)
-            pair = (
-                number(predicted.median) if predicted else "",
-                f"{100 * error.median:.0f} %" if error else "",
-            )
-            body.append((f"{row.arm} ranks", number(row.median), *pair))
-    overview = [line[:-1] for line in _overview(report)]
-    return [
-        *markdown(("step, ms", "measured", "predicted", "error"), body),
-        "",
-        *markdown(overview[0], overview[1:]),
-    ]
-
-
-def draw(report: Report, path: Path) -> None:
-    """Draw measured against predicted steps, a predicted schedule, and step time and efficiency
-    over ranks.
-    """
-    with figure(report, path, (11, 7.4), (2, 2)) as (check, plan, step, efficiency):
-        predicted = [row for row in report.rows if row.metric == PREDICTED]
-        _draw_check(
-            check, [row for row in report.rows if row.metric == MEASURED and row.values], predicted
-        )
-        _draw_schedule(plan, predicted[-1] if predicted else None)
-        _draw_curves(step, efficiency, report)
 
 
 def _draw_check(axes: Any, measured: list[Row], predicted: list[Row]) -> None:

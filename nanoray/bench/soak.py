@@ -35,6 +35,7 @@ from nanoray.bench.chaos import (
     survive,
 )
 from nanoray.bench.harness import leaks
+from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure
 from nanoray.bench.harness.plan import add_data_flags, data_flags, words
 from nanoray.bench.harness.processes import arm_environment, scratch_folder
@@ -47,7 +48,6 @@ from nanoray.devices.slots import local_slots
 from nanoray.errors import ConfigError
 from nanoray.faults.cause import read_reports
 
-WRONG = "tensors and logged values that differ from the clean run's; what was left behind"
 CLEAN, FAULTY = "clean", "faulty"
 RATE, WHOLE, LOST, AGAIN = (
     "rate while training",
@@ -92,75 +92,137 @@ RECIPE = {
 }
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's flags."""
-    parser.add_argument(
-        "--minutes", type=float, help="of the whole, more or less [30; 2 with --quick]"
-    )
-    parser.add_argument(
-        "--share", type=float, default=0.4, help="of these minutes for the clean run [0.4]"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=7, help="of kinds, moments and targets of the faults [7]"
-    )
-    parser.add_argument(
-        "--every", type=float, default=20.0, metavar="S", help="mean seconds between faults [20]"
-    )
-    parser.add_argument("--most", type=int, default=10**6, metavar="N", help="N faults at most")
-    parser.add_argument(
-        "--nodes", type=int, choices=(1, 2), default=2, help="nodes; of two, one can be lost [2]"
-    )
-    parser.add_argument(
-        "--workers", type=int, default=2, metavar="W", help="ranks; of two nodes, one has W - 1 [2]"
-    )
-    parser.add_argument(
-        "--device", default="cpu", help="as in nanoray.launch; GPUs may not give equal bits [cpu]"
-    )
-    add_data_flags(parser, "stdlib")
-    parser.add_argument(
-        "--shared",
-        action="store_true",
-        help="others use this machine: new files in /tmp may be theirs",
-    )
-    parser.add_argument(
-        "--keep", type=Path, metavar="DIR", help="an empty folder that keeps runs and logs"
-    )
+class SoakBenchmark(Benchmark):
+    """Train under random faults, and compare the weights with a run without."""
 
+    wrong = "tensors and logged values that differ from the clean run's; what was left behind"
 
-def measure(args: argparse.Namespace, report: Report) -> None:
-    """Run it, and fill the report. Nothing that it starts outlives it."""
-    minutes = args.minutes or (2.0 if args.quick else 30.0)
-    if (
-        minutes <= 0
-        or not 0 < args.share < 1
-        or args.every <= 0
-        or args.most < 1
-        or args.workers < args.nodes
-    ):
-        raise ConfigError(
-            f"minutes = {minutes:g}, share = {args.share:g}, every = {args.every:g}, most = "
-            f"{args.most}, "
-            f"workers = {args.workers}; minutes, every and most must be above 0, share between 0 "
-            "and 1, and each of "
-            f"{args.nodes} node(s) needs a rank"
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        """Add this benchmark's flags."""
+        parser.add_argument(
+            "--minutes", type=float, help="of the whole, more or less [30; 2 with --quick]"
         )
-    if args.keep and (not args.keep.is_dir() or any(args.keep.iterdir())):
-        raise ConfigError(f"keep = {args.keep} is no empty folder; make one")
-    if sys.platform != "linux":
-        raise ConfigError(
-            f"soak finds its ranks in /proc, which {sys.platform} has not; run it on Linux"
+        parser.add_argument(
+            "--share", type=float, default=0.4, help="of these minutes for the clean run [0.4]"
         )
-    before = leaks.entries()
-    with scratch_folder("nrs-") as folder:
-        try:
-            _soak(args, report, folder, minutes)
-            _leftovers(report, "after the cluster's end", [*leaks.processes(str(folder))])
-        finally:
-            if args.keep:
-                for part in ("calibration", CLEAN, FAULTY):
-                    if (folder / part).exists():
-                        shutil.copytree(folder / part, args.keep / part, symlinks=True)
-    _leftovers(report, "in /tmp and /dev/shm", leaks.abandoned(before), judged=not args.shared)
+        parser.add_argument(
+            "--seed", type=int, default=7, help="of kinds, moments and targets of the faults [7]"
+        )
+        parser.add_argument(
+            "--every",
+            type=float,
+            default=20.0,
+            metavar="S",
+            help="mean seconds between faults [20]",
+        )
+        parser.add_argument("--most", type=int, default=10**6, metavar="N", help="N faults at most")
+        parser.add_argument(
+            "--nodes",
+            type=int,
+            choices=(1, 2),
+            default=2,
+            help="nodes; of two, one can be lost [2]",
+        )
+        parser.add_argument(
+            "--workers",
+            type=int,
+            default=2,
+            metavar="W",
+            help="ranks; of two nodes, one has W - 1 [2]",
+        )
+        parser.add_argument(
+            "--device",
+            default="cpu",
+            help="as in nanoray.launch; GPUs may not give equal bits [cpu]",
+        )
+        add_data_flags(parser, "stdlib")
+        parser.add_argument(
+            "--shared",
+            action="store_true",
+            help="others use this machine: new files in /tmp may be theirs",
+        )
+        parser.add_argument(
+            "--keep", type=Path, metavar="DIR", help="an empty folder that keeps runs and logs"
+        )
+
+    def measure(self, args: argparse.Namespace, report: Report) -> None:
+        """Run it, and fill the report. Nothing that it starts outlives it."""
+        minutes = args.minutes or (2.0 if args.quick else 30.0)
+        if (
+            minutes <= 0
+            or not 0 < args.share < 1
+            or args.every <= 0
+            or args.most < 1
+            or args.workers < args.nodes
+        ):
+            raise ConfigError(
+                f"minutes = {minutes:g}, share = {args.share:g}, every = {args.every:g}, most = "
+                f"{args.most}, "
+                f"workers = {args.workers}; minutes, every and most must be above 0, share between 0 "
+                "and 1, and each of "
+                f"{args.nodes} node(s) needs a rank"
+            )
+        if args.keep and (not args.keep.is_dir() or any(args.keep.iterdir())):
+            raise ConfigError(f"keep = {args.keep} is no empty folder; make one")
+        if sys.platform != "linux":
+            raise ConfigError(
+                f"soak finds its ranks in /proc, which {sys.platform} has not; run it on Linux"
+            )
+        before = leaks.entries()
+        with scratch_folder("nrs-") as folder:
+            try:
+                _soak(args, report, folder, minutes)
+                _leftovers(report, "after the cluster's end", [*leaks.processes(str(folder))])
+            finally:
+                if args.keep:
+                    for part in ("calibration", CLEAN, FAULTY):
+                        if (folder / part).exists():
+                            shutil.copytree(folder / part, args.keep / part, symlinks=True)
+        _leftovers(report, "in /tmp and /dev/shm", leaks.abandoned(before), judged=not args.shared)
+
+    def format_text(self, report: Report) -> list[str]:
+        """Return the faults one by one, then the table of all rows."""
+        told = [("seconds", "step", "fault", "again after, s", "whom")]
+        for fault in report_faults(report):
+            again = "-" if fault["again_s"] is None else f"{fault['again_s']:.1f}"
+            told.append(
+                (f"{fault['at_s']:.1f}", str(fault["step"]), fault["kind"], again, fault["target"])
+            )
+        return [*aligned(told, right={0, 1, 3}), "", *table(report.rows)]
+
+    def format_markdown(self, report: Report) -> list[str]:
+        """Return, per kind of fault, how many there were and how long until the run trained again."""
+        counts = Counter(fault["kind"] for fault in report_faults(report))
+        cells = []
+        for kind in (kind for kind in WEIGHTS if counts[kind]):
+            row = report.row(kind, AGAIN)
+            values = (number(row.median), number(max(row.values))) if row else ("-", "-")
+            cells.append((kind, str(counts[kind]), *values))
+        return markdown(("fault", "n", "training again after, s (median)", "longest"), cells)
+
+    def draw(self, report: Report, path: Path) -> None:
+        """Draw steps over time of both runs, with a mark at each fault."""
+        with figure(report, path, (11, 4), (1, 1)) as (axes,):
+            for arm, color in ((CLEAN, "0.6"), (FAULTY, "C0")):
+                if row := report.row(arm, WHOLE):
+                    points = row.extra["steps_over_time"]
+                    axes.plot(
+                        [at for at, _ in points],
+                        [step for _, step in points],
+                        color=color,
+                        label=f"{arm} run",
+                    )
+            for kind, mark in zip(WEIGHTS, "vs*^XP", strict=True):
+                hit = [fault for fault in report_faults(report) if fault["kind"] == kind]
+                if hit:
+                    axes.plot(
+                        [f["at_s"] for f in hit],
+                        [f["step"] for f in hit],
+                        mark,
+                        label=f"{len(hit)} x {kind}",
+                    )
+            axes.set(xlabel="seconds since the command", ylabel="optimizer steps done")
+            axes.legend(fontsize=8)
 
 
 def _soak(args: argparse.Namespace, report: Report, folder: Path, minutes: float) -> None:
@@ -423,50 +485,3 @@ def _judge(report: Report) -> None:
 
 
 # What it says.
-
-
-def lines(report: Report) -> list[str]:
-    """Return the faults one by one, then the table of all rows."""
-    told = [("seconds", "step", "fault", "again after, s", "whom")]
-    for fault in report_faults(report):
-        again = "-" if fault["again_s"] is None else f"{fault['again_s']:.1f}"
-        told.append(
-            (f"{fault['at_s']:.1f}", str(fault["step"]), fault["kind"], again, fault["target"])
-        )
-    return [*aligned(told, right={0, 1, 3}), "", *table(report.rows)]
-
-
-def paste(report: Report) -> list[str]:
-    """Return, per kind of fault, how many there were and how long until the run trained again."""
-    counts = Counter(fault["kind"] for fault in report_faults(report))
-    cells = []
-    for kind in (kind for kind in WEIGHTS if counts[kind]):
-        row = report.row(kind, AGAIN)
-        values = (number(row.median), number(max(row.values))) if row else ("-", "-")
-        cells.append((kind, str(counts[kind]), *values))
-    return markdown(("fault", "n", "training again after, s (median)", "longest"), cells)
-
-
-def draw(report: Report, path: Path) -> None:
-    """Draw steps over time of both runs, with a mark at each fault."""
-    with figure(report, path, (11, 4), (1, 1)) as (axes,):
-        for arm, color in ((CLEAN, "0.6"), (FAULTY, "C0")):
-            if row := report.row(arm, WHOLE):
-                points = row.extra["steps_over_time"]
-                axes.plot(
-                    [at for at, _ in points],
-                    [step for _, step in points],
-                    color=color,
-                    label=f"{arm} run",
-                )
-        for kind, mark in zip(WEIGHTS, "vs*^XP", strict=True):
-            hit = [fault for fault in report_faults(report) if fault["kind"] == kind]
-            if hit:
-                axes.plot(
-                    [f["at_s"] for f in hit],
-                    [f["step"] for f in hit],
-                    mark,
-                    label=f"{len(hit)} x {kind}",
-                )
-        axes.set(xlabel="seconds since the command", ylabel="optimizer steps done")
-        axes.legend(fontsize=8)

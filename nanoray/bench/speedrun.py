@@ -20,6 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from nanoray.atomic import read_json_lines
+from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import bars, figure, measured
 from nanoray.bench.harness.plan import (
     add_data_flags,
@@ -32,7 +33,7 @@ from nanoray.bench.harness.plan import (
 )
 from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, scratch_folder
 from nanoray.bench.harness.report import Report, Row, Target, markdown, say
-from nanoray.bench.peers.nanogpt_peer import NanoGPT
+from nanoray.bench.peers.nanogpt import NanoGPT
 from nanoray.config import load_config
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
@@ -71,7 +72,7 @@ ARMS = {
         CPU_PRESET,
         {"lr": 1e-3},
         "nanoGPT's CPU recipe in the loop that people write first, an evaluation every 250 steps",
-        "nanoray.bench.peers.speedrun_peer",
+        "nanoray.bench.peers.speedrun",
     ),
     OWN: Record(
         1.88,
@@ -125,23 +126,124 @@ class Found:
     loss: float
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's flags."""
-    which = f"all, or which of {', '.join(ARMS)} [%(default)s]"
-    parser.add_argument("--arms", default=DEFAULT_ARMS, metavar="A,B", help=which)
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        metavar="N",
-        help="rounds of all arms, a seed each [5; 1 with --quick]",
-    )
-    add_settings_flag(parser, "those of all arms")
-    add_data_flags(parser, "shakespeare")
-    parser.add_argument(
-        "--nanogpt", type=Path, metavar="PATH", help=f"folder of nanoGPT, which the arm {OWN} needs"
-    )
-    late = "seconds after which a run has failed [%(default)g]"
-    parser.add_argument("--timeout_s", type=float, default=600, help=late)
+class SpeedrunBenchmark(Benchmark):
+    """Measure the seconds from a command to a validation loss."""
+
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        """Add this benchmark's flags."""
+        which = f"all, or which of {', '.join(ARMS)} [%(default)s]"
+        parser.add_argument("--arms", default=DEFAULT_ARMS, metavar="A,B", help=which)
+        parser.add_argument(
+            "--rounds",
+            type=int,
+            metavar="N",
+            help="rounds of all arms, a seed each [5; 1 with --quick]",
+        )
+        add_settings_flag(parser, "those of all arms")
+        add_data_flags(parser, "shakespeare")
+        parser.add_argument(
+            "--nanogpt",
+            type=Path,
+            metavar="PATH",
+            help=f"folder of nanoGPT, which the arm {OWN} needs",
+        )
+        late = "seconds after which a run has failed [%(default)g]"
+        parser.add_argument("--timeout_s", type=float, default=600, help=late)
+
+    def measure(self, args: argparse.Namespace, report: Report) -> None:
+        """Run every record's command in each round, and fill the report. Nothing that it starts
+        outlives it.
+        """
+        args.rounds = args.rounds or (1 if args.quick else 5)
+        overrides = settings_of(args)
+        arms = chosen(args.arms, list(ARMS))
+        if args.nanogpt and not (args.nanogpt / "train.py").is_file():
+            raise ConfigError(
+                f"nanogpt = {args.nanogpt} has no train.py; give the folder of a clone of nanoGPT"
+            )
+        if args.rounds < 1:
+            raise ConfigError(f"rounds = {args.rounds}; at least 1 round is needed")
+        if OWN in arms and args.nanogpt is None:
+            arms.remove(OWN)
+            report.rows.append(Row(OWN, SECONDS, "s", (), skipped="--nanogpt names no folder"))
+        found: dict[str, list[Found]] = {arm: [] for arm in arms}
+        failed: dict[str, str] = {}
+        with two_cores(), scratch_folder() as folder:
+            # Before any clock
+            info = prepare(load_config(preset=CPU_PRESET, overrides=dict(data_flags(args))))
+            report.conditions["data"] = info.note
+            env = arm_environment() | {"TMPDIR": str(folder / "tmp"), "CUDA_VISIBLE_DEVICES": ""}
+            for turn in range(args.rounds):
+                for arm in (arm for arm in rotated(arms, turn) if arm not in failed):
+                    record = ARMS[arm]
+                    flags = {
+                        **RULES,
+                        **DEFAULTS,
+                        **data_flags(args),
+                        "target_loss": record.target,
+                        "seed": turn,
+                    }
+                    flags |= {**record.flags, **overrides}
+                    own = folder / f"{arm}-{turn}".replace(" ", "-")
+                    try:
+                        if arm == OWN:
+                            run = run_nanogpt(args.nanogpt, flags, env, own, args.timeout_s)
+                        else:
+                            run = run_once(record, flags, env, own, args.timeout_s)
+                    except ChildFailed as error:
+                        failed[arm] = f"{arm}: {error}"
+                        report.failures.append(failed[arm])
+                        continue
+                    found[arm].append(run)
+                    say(
+                        f"round {turn + 1}/{args.rounds}  {arm:<24}  {run.seconds:.1f} s, "
+                        f"{run.cpu_s:.1f} s of CPU  "
+                        f"{run.steps} steps  loss {run.loss:.4f}"
+                    )
+        for arm in arms:
+            target = float(overrides.get("target_loss", ARMS[arm].target))
+            report.rows += _rows(arm, found[arm], target, report, failed.get(arm, ""))
+        _judge(report, arms)
+
+    def format_markdown(self, report: Report) -> list[str]:
+        """Return the table of records for a page: medians with their range; of steps and losses the
+        highest of a round.
+        """
+        shown = [arm for arm in ARMS if (row := report.row(arm, SECONDS)) and not row.skipped]
+        peers = [arm for arm in (PEER, OWN) if arm in shown]
+        ends = ("CPU seconds", "most steps", "highest loss")
+        others = [arm for arm in shown if arm not in peers]
+        ahead = {arm: before for before, arm in pairwise(others)}
+        columns = [*(f"/ {peer}" for peer in peers), *(["/ the one before"] if ahead else [])]
+        head, lines = ("record", "loss", "seconds", *columns, *ends), []
+        for arm in shown:
+            against = [
+                report.cell(f"{arm} / {other}", SECONDS, "range")
+                for other in (*peers, ahead.get(arm, ""))
+            ]
+            against = against[: len(columns)]
+            cells = [report.cell(arm, metric, "range") for metric in (SECONDS, CPU_TIME)]
+            loss, steps = report.row(arm, LOSS), report.row(arm, STEPS)
+            bound = "≥ " if loss and loss.extra.get("missed") else ""
+            last = (
+                (f"{max(steps.values):.0f}", f"{max(loss.values):.4f}")
+                if steps and loss and loss.values
+                else ("", "")
+            )
+            lines.append(
+                (arm, f"{ARMS[arm].target:.2f}", bound + cells[0], *against, cells[1], *last)
+            )
+        return markdown(head, lines)
+
+    def draw(self, report: Report, path: Path) -> None:
+        """Draw seconds and CPU seconds to each record's loss; bars are medians, lines the lowest and
+        highest.
+        """
+        with figure(report, path) as (left, right):
+            for axes, metric in ((left, SECONDS), (right, CPU_TIME)):
+                bars(axes, measured(report, list(ARMS), metric), color="0.6")
+                axes.set(title=f"{metric}, seconds", xlabel="medians and range")
+                axes.invert_yaxis()
 
 
 @contextmanager
@@ -213,62 +315,6 @@ def _children_cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def measure(args: argparse.Namespace, report: Report) -> None:
-    """Run every record's command in each round, and fill the report. Nothing that it starts
-    outlives it.
-    """
-    args.rounds = args.rounds or (1 if args.quick else 5)
-    overrides = settings_of(args)
-    arms = chosen(args.arms, list(ARMS))
-    if args.nanogpt and not (args.nanogpt / "train.py").is_file():
-        raise ConfigError(
-            f"nanogpt = {args.nanogpt} has no train.py; give the folder of a clone of nanoGPT"
-        )
-    if args.rounds < 1:
-        raise ConfigError(f"rounds = {args.rounds}; at least 1 round is needed")
-    if OWN in arms and args.nanogpt is None:
-        arms.remove(OWN)
-        report.rows.append(Row(OWN, SECONDS, "s", (), skipped="--nanogpt names no folder"))
-    found: dict[str, list[Found]] = {arm: [] for arm in arms}
-    failed: dict[str, str] = {}
-    with two_cores(), scratch_folder() as folder:
-        # Before any clock
-        info = prepare(load_config(preset=CPU_PRESET, overrides=dict(data_flags(args))))
-        report.conditions["data"] = info.note
-        env = arm_environment() | {"TMPDIR": str(folder / "tmp"), "CUDA_VISIBLE_DEVICES": ""}
-        for turn in range(args.rounds):
-            for arm in (arm for arm in rotated(arms, turn) if arm not in failed):
-                record = ARMS[arm]
-                flags = {
-                    **RULES,
-                    **DEFAULTS,
-                    **data_flags(args),
-                    "target_loss": record.target,
-                    "seed": turn,
-                }
-                flags |= {**record.flags, **overrides}
-                own = folder / f"{arm}-{turn}".replace(" ", "-")
-                try:
-                    if arm == OWN:
-                        run = run_nanogpt(args.nanogpt, flags, env, own, args.timeout_s)
-                    else:
-                        run = run_once(record, flags, env, own, args.timeout_s)
-                except ChildFailed as error:
-                    failed[arm] = f"{arm}: {error}"
-                    report.failures.append(failed[arm])
-                    continue
-                found[arm].append(run)
-                say(
-                    f"round {turn + 1}/{args.rounds}  {arm:<24}  {run.seconds:.1f} s, "
-                    f"{run.cpu_s:.1f} s of CPU  "
-                    f"{run.steps} steps  loss {run.loss:.4f}"
-                )
-    for arm in arms:
-        target = float(overrides.get("target_loss", ARMS[arm].target))
-        report.rows += _rows(arm, found[arm], target, report, failed.get(arm, ""))
-    _judge(report, arms)
-
-
 def _rows(arm: str, found: list[Found], target: float, report: Report, failed: str) -> list[Row]:
     """Return an arm's rows, a value per round. Where a round has not reached the loss, its seconds
     are those of all.
@@ -308,43 +354,3 @@ def _judge(report: Report, arms: list[str]) -> None:
                 report.targets.append(Target(f"{SECONDS}, {row.arm}", row, "<=", 1 / 3))
     for before, arm in pairwise(own):
         report.compare(arm, before, SECONDS)
-
-
-def paste(report: Report) -> list[str]:
-    """Return the table of records for a page: medians with their range; of steps and losses the
-    highest of a round.
-    """
-    shown = [arm for arm in ARMS if (row := report.row(arm, SECONDS)) and not row.skipped]
-    peers = [arm for arm in (PEER, OWN) if arm in shown]
-    ends = ("CPU seconds", "most steps", "highest loss")
-    others = [arm for arm in shown if arm not in peers]
-    ahead = {arm: before for before, arm in pairwise(others)}
-    columns = [*(f"/ {peer}" for peer in peers), *(["/ the one before"] if ahead else [])]
-    head, lines = ("record", "loss", "seconds", *columns, *ends), []
-    for arm in shown:
-        against = [
-            report.cell(f"{arm} / {other}", SECONDS, "range")
-            for other in (*peers, ahead.get(arm, ""))
-        ]
-        against = against[: len(columns)]
-        cells = [report.cell(arm, metric, "range") for metric in (SECONDS, CPU_TIME)]
-        loss, steps = report.row(arm, LOSS), report.row(arm, STEPS)
-        bound = "≥ " if loss and loss.extra.get("missed") else ""
-        last = (
-            (f"{max(steps.values):.0f}", f"{max(loss.values):.4f}")
-            if steps and loss and loss.values
-            else ("", "")
-        )
-        lines.append((arm, f"{ARMS[arm].target:.2f}", bound + cells[0], *against, cells[1], *last))
-    return markdown(head, lines)
-
-
-def draw(report: Report, path: Path) -> None:
-    """Draw seconds and CPU seconds to each record's loss; bars are medians, lines the lowest and
-    highest.
-    """
-    with figure(report, path) as (left, right):
-        for axes, metric in ((left, SECONDS), (right, CPU_TIME)):
-            bars(axes, measured(report, list(ARMS), metric), color="0.6")
-            axes.set(title=f"{metric}, seconds", xlabel="medians and range")
-            axes.invert_yaxis()

@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.atomic import read_json_lines
+from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure, whiskers
 from nanoray.bench.harness.plan import (
     add_data_flags,
@@ -52,7 +53,7 @@ from nanoray.bench.harness.plan import (
 )
 from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, scratch_folder
 from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, say
-from nanoray.bench.peers.nanogpt_peer import NanoGPT
+from nanoray.bench.peers.nanogpt import NanoGPT
 from nanoray.checkpoint.resume import open_run
 from nanoray.config import Config, load_config, make_config
 from nanoray.data.dataset import DatasetInfo
@@ -100,7 +101,6 @@ TOKENS, PEAK, MEMORY, READY, LOSS, PRODUCTS = (
 SIZE = 1024  # rows and columns of the matrices of a product
 LOSS_STEP = 20  # at most: later, roundings of another order have grown into another run
 SAME_LOSS = {"fp32": 1e-3, "bf16": 2e-2}  # relative, to that of the base
-WRONG = "arms whose loss is not the base's, to 0.1 % in float32 and 2 % in bf16"
 GIB_PER_ARM = 2.8  # of the largest ladder
 BLOCK_MS = 3000.0  # of the base; all arms do as many steps
 PRODUCTS_PER_BLOCK = 50
@@ -138,51 +138,112 @@ LADDERS = {
 }
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's flags."""
-    parser.add_argument(
-        "--presets", default="all", metavar="A,B", help=f"which of {', '.join(LADDERS)} [all]"
-    )
-    parser.add_argument(
-        "--arms", default="all", metavar="A,B", help=f"which of {', '.join(ARMS)} [all]"
-    )
-    parser.add_argument(
-        "--rounds", type=int, metavar="N", help="rounds of all arms [5; 2 with --quick]"
-    )
-    add_settings_flag(parser, "each preset's")
-    add_data_flags(parser)
-    parser.add_argument(
-        "--nanogpt",
-        type=Path,
-        metavar="PATH",
-        help="folder of nanoGPT, to run its train.py as a peer",
-    )
-    late = "seconds after which an arm that says nothing has failed [%(default)g]"
-    parser.add_argument("--timeout_s", type=float, default=300, help=late)
+class StepBenchmark(Benchmark):
+    """Measure what each option gains a step on this CPU."""
 
+    wrong = "arms whose loss is not the base's, to 0.1 % in float32 and 2 % in bf16"
 
-def measure(args: argparse.Namespace, report: Report) -> None:
-    """Climb the ladder of every preset and fill the report. Nothing that it starts outlives it."""
-    args.rounds = args.rounds or (2 if args.quick else 5)
-    overrides = settings_of(args)
-    arms, presets = chosen(args.arms, ARMS), chosen(args.presets, list(LADDERS), "preset")
-    if args.rounds < 1 or BASE not in arms:
-        raise ConfigError(
-            f"rounds = {args.rounds}, arms = {args.arms}; at least 1 round, and the base, are "
-            "needed"
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        """Add this benchmark's flags."""
+        parser.add_argument(
+            "--presets", default="all", metavar="A,B", help=f"which of {', '.join(LADDERS)} [all]"
         )
-    if args.nanogpt and not (args.nanogpt / "train.py").is_file():
-        raise ConfigError(
-            f"nanogpt = {args.nanogpt} has no train.py; give the folder of a clone of nanoGPT"
+        parser.add_argument(
+            "--arms", default="all", metavar="A,B", help=f"which of {', '.join(ARMS)} [all]"
         )
-    for name in presets:
-        with scratch_folder() as folder, ExitStack() as stack:
-            climb = _prepared(args, name, overrides, folder)
-            wanted = [arm for arm in LADDERS[name].rungs if arm in arms]
-            _start_all(climb, wanted, report, stack)
-            _run_rounds(climb, report)
-            _rows(climb, report)
-    judge(report, presets)
+        parser.add_argument(
+            "--rounds", type=int, metavar="N", help="rounds of all arms [5; 2 with --quick]"
+        )
+        add_settings_flag(parser, "each preset's")
+        add_data_flags(parser)
+        parser.add_argument(
+            "--nanogpt",
+            type=Path,
+            metavar="PATH",
+            help="folder of nanoGPT, to run its train.py as a peer",
+        )
+        late = "seconds after which an arm that says nothing has failed [%(default)g]"
+        parser.add_argument("--timeout_s", type=float, default=300, help=late)
+
+    def measure(self, args: argparse.Namespace, report: Report) -> None:
+        """Climb the ladder of every preset and fill the report. Nothing that it starts outlives it."""
+        args.rounds = args.rounds or (2 if args.quick else 5)
+        overrides = settings_of(args)
+        arms, presets = chosen(args.arms, ARMS), chosen(args.presets, list(LADDERS), "preset")
+        if args.rounds < 1 or BASE not in arms:
+            raise ConfigError(
+                f"rounds = {args.rounds}, arms = {args.arms}; at least 1 round, and the base, are "
+                "needed"
+            )
+        if args.nanogpt and not (args.nanogpt / "train.py").is_file():
+            raise ConfigError(
+                f"nanogpt = {args.nanogpt} has no train.py; give the folder of a clone of nanoGPT"
+            )
+        for name in presets:
+            with scratch_folder() as folder, ExitStack() as stack:
+                climb = _prepared(args, name, overrides, folder)
+                wanted = [arm for arm in LADDERS[name].rungs if arm in arms]
+                _start_all(climb, wanted, report, stack)
+                _run_rounds(climb, report)
+                _rows(climb, report)
+        judge(report, presets)
+
+    def format_text(self, report: Report) -> list[str]:
+        """Return a line per arm, medians with their quartiles, then the products, and what was left
+        out.
+        """
+        found = aligned(
+            [(*line, "") for line in _table(report, "quartiles")], right=set(range(1, 9))
+        )
+        products = [row for row in report.rows if row.metric == PRODUCTS]
+        found += [
+            "",
+            *(
+                f"{row.arm}: {report.cell(row.arm, PRODUCTS)} GFLOP/s, {row.note}"
+                for row in products
+            ),
+        ]
+        beside_two = [
+            row.arm for row in report.rows if row.unit == "ratio" and row.arm.endswith(f": {TWO}")
+        ]
+        found += [f"{arm}: {report.cell(arm, TOKENS, 'quartiles')}" for arm in beside_two]
+        return found + [
+            f"skipped  {row.arm}: {row.skipped}"
+            for row in report.rows
+            if row.skipped and row.unit == "1/s"
+        ]
+
+    def format_markdown(self, report: Report) -> list[str]:
+        """Return the table for a page."""
+        head, *body = _table(report, "range")
+        return markdown(head, body)
+
+    def draw(self, report: Report, path: Path) -> None:
+        """Draw each ladder: tokens per second beside the base's, medians with their quartiles."""
+        ladders = [name for name in LADDERS if report.row(_named(name, BASE), TOKENS)]
+        with figure(report, path, (11, 3.8), (1, max(1, len(ladders)))) as every:
+            for axes, name in zip(every, ladders, strict=False):
+                rows = [
+                    r for r in report.rows if r.metric == TOKENS and r.unit == "ratio" and r.values
+                ]
+                rows = [
+                    r
+                    for r in rows
+                    if r.arm.startswith(f"{name}: ") and r.arm.endswith(f" / {_named(name, BASE)}")
+                ]
+                shown = [row.arm.partition(": ")[2].partition(" / ")[0] for row in rows]
+                if rows:
+                    axes.barh(
+                        shown,
+                        [r.median for r in rows],
+                        xerr=whiskers(rows, quartiles=True),
+                        capsize=3,
+                        color="0.6",
+                    )
+                axes.axvline(1.0, color="C3", linewidth=1)
+                axes.set(title=name, xlabel=f"tokens/s beside {BASE}")
+                axes.tick_params(labelsize=7)
+                axes.invert_yaxis()
 
 
 @dataclass
@@ -550,56 +611,3 @@ def _table(report: Report, spread: str) -> list[tuple[str, ...]]:
             cells += [report.cell(row.arm, LOSS, spread)]
             table.append((row.arm, report.cell(row.arm, TOKENS, spread), *ratios, *cells))
     return table
-
-
-def lines(report: Report) -> list[str]:
-    """Return a line per arm, medians with their quartiles, then the products, and what was left
-    out.
-    """
-    found = aligned([(*line, "") for line in _table(report, "quartiles")], right=set(range(1, 9)))
-    products = [row for row in report.rows if row.metric == PRODUCTS]
-    found += [
-        "",
-        *(f"{row.arm}: {report.cell(row.arm, PRODUCTS)} GFLOP/s, {row.note}" for row in products),
-    ]
-    beside_two = [
-        row.arm for row in report.rows if row.unit == "ratio" and row.arm.endswith(f": {TWO}")
-    ]
-    found += [f"{arm}: {report.cell(arm, TOKENS, 'quartiles')}" for arm in beside_two]
-    return found + [
-        f"skipped  {row.arm}: {row.skipped}"
-        for row in report.rows
-        if row.skipped and row.unit == "1/s"
-    ]
-
-
-def paste(report: Report) -> list[str]:
-    """Return the table for a page."""
-    head, *body = _table(report, "range")
-    return markdown(head, body)
-
-
-def draw(report: Report, path: Path) -> None:
-    """Draw each ladder: tokens per second beside the base's, medians with their quartiles."""
-    ladders = [name for name in LADDERS if report.row(_named(name, BASE), TOKENS)]
-    with figure(report, path, (11, 3.8), (1, max(1, len(ladders)))) as every:
-        for axes, name in zip(every, ladders, strict=False):
-            rows = [r for r in report.rows if r.metric == TOKENS and r.unit == "ratio" and r.values]
-            rows = [
-                r
-                for r in rows
-                if r.arm.startswith(f"{name}: ") and r.arm.endswith(f" / {_named(name, BASE)}")
-            ]
-            shown = [row.arm.partition(": ")[2].partition(" / ")[0] for row in rows]
-            if rows:
-                axes.barh(
-                    shown,
-                    [r.median for r in rows],
-                    xerr=whiskers(rows, quartiles=True),
-                    capsize=3,
-                    color="0.6",
-                )
-            axes.axvline(1.0, color="C3", linewidth=1)
-            axes.set(title=name, xlabel=f"tokens/s beside {BASE}")
-            axes.tick_params(labelsize=7)
-            axes.invert_yaxis()

@@ -22,6 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure, whiskers
 from nanoray.bench.harness.plan import add_settings_flag, chosen, rotated, settings_of
 from nanoray.bench.harness.rank_pool import (
@@ -74,101 +75,166 @@ KEPT = ("parameters", "gradients", "optimizer", "mirror")  # between two steps
 MEMORY_STEPS = 5
 LARGE_MIB = 16  # of state: what resident memory is judged from
 SAME_LOSS = 1e-3  # relative: all arms learn from the same batches
-WRONG = "arms whose final loss is not that of the first with the same model, to 0.1 %"
 WORST = "worst arm"
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's flags."""
-    add_where_flags(parser)
-    parser.add_argument(
-        "--model", choices=("gpt", "resnet"), default="gpt", help="what is trained [%(default)s]"
-    )
-    parser.add_argument(
-        "--preset", help="a gpt's sizes, batch and optimizer [shakespeare-cpu; on GPU gpt2-124m]"
-    )
-    add_settings_flag(parser, "the preset's")
-    parser.add_argument("--arms", default="all", help=f"some of {', '.join(ARMS)} [%(default)s]")
-    how = "activation checkpointing of every arm's second run, of a gpt [%(default)s; none: no second runs]"
-    parser.add_argument(
-        "--checkpointing", choices=("block", "selective", "none"), default="block", help=how
-    )
-    parser.add_argument(
-        "--rounds", type=int, metavar="N", help="rounds of all arms [10; 2 with --quick]"
-    )
-    parser.add_argument(
-        "--steps", type=int, metavar="N", help="steps of an arm per round [4; 2 with --quick]"
-    )
+class StrategiesBenchmark(Benchmark):
+    """Compare step time and memory of DDP, ZeRO and FSDP."""
 
+    wrong = "arms whose final loss is not that of the first with the same model, to 0.1 %"
 
-def measure(args: argparse.Namespace, report: Report) -> None:
-    """Time all arms on the same ranks, measure each one's memory on fresh ones, and fill the
-    report.
-    """
-    where = where_from(args)
-    rounds = (2 if args.quick else 10) if args.rounds is None else args.rounds
-    steps = (2 if args.quick else 4) if args.steps is None else args.steps
-    if where.workers < 2 or min(rounds, steps) < 1:
-        raise ConfigError(
-            f"workers = {where.workers}, rounds = {rounds}, steps = {steps}; 2, 1 and 1 are the "
-            "least"
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        """Add this benchmark's flags."""
+        add_where_flags(parser)
+        parser.add_argument(
+            "--model",
+            choices=("gpt", "resnet"),
+            default="gpt",
+            help="what is trained [%(default)s]",
         )
-    modes = chosen(args.arms, list(ARMS))
-    if args.arms == "all":
-        modes = [mode for mode in modes if _fits(mode, args.model, where.workers)]
-        if left_out := [mode for mode in ARMS if mode not in modes]:
-            what = (
-                "they split a gpt"
-                if args.model != "gpt"
-                else f"they do not divide {where.workers} ranks"
+        parser.add_argument(
+            "--preset",
+            help="a gpt's sizes, batch and optimizer [shakespeare-cpu; on GPU gpt2-124m]",
+        )
+        add_settings_flag(parser, "the preset's")
+        parser.add_argument(
+            "--arms", default="all", help=f"some of {', '.join(ARMS)} [%(default)s]"
+        )
+        how = "activation checkpointing of every arm's second run, of a gpt [%(default)s; none: no second runs]"
+        parser.add_argument(
+            "--checkpointing", choices=("block", "selective", "none"), default="block", help=how
+        )
+        parser.add_argument(
+            "--rounds", type=int, metavar="N", help="rounds of all arms [10; 2 with --quick]"
+        )
+        parser.add_argument(
+            "--steps", type=int, metavar="N", help="steps of an arm per round [4; 2 with --quick]"
+        )
+
+    def measure(self, args: argparse.Namespace, report: Report) -> None:
+        """Time all arms on the same ranks, measure each one's memory on fresh ones, and fill the
+        report.
+        """
+        where = where_from(args)
+        rounds = (2 if args.quick else 10) if args.rounds is None else args.rounds
+        steps = (2 if args.quick else 4) if args.steps is None else args.steps
+        if where.workers < 2 or min(rounds, steps) < 1:
+            raise ConfigError(
+                f"workers = {where.workers}, rounds = {rounds}, steps = {steps}; 2, 1 and 1 are the "
+                "least"
             )
-            report.conditions["left out"] = f"{', '.join(left_out)}: {what}"
-    arms = {mode: ARMS[mode] for mode in modes}
-    if args.checkpointing != "none" and args.model == "gpt":
-        extra = {"activation_checkpointing": args.checkpointing}
-        arms |= {
-            f"{mode} + {args.checkpointing}": MODES[mode] | extra for mode in modes if mode in MODES
+        modes = chosen(args.arms, list(ARMS))
+        if args.arms == "all":
+            modes = [mode for mode in modes if _fits(mode, args.model, where.workers)]
+            if left_out := [mode for mode in ARMS if mode not in modes]:
+                what = (
+                    "they split a gpt"
+                    if args.model != "gpt"
+                    else f"they do not divide {where.workers} ranks"
+                )
+                report.conditions["left out"] = f"{', '.join(left_out)}: {what}"
+        arms = {mode: ARMS[mode] for mode in modes}
+        if args.checkpointing != "none" and args.model == "gpt":
+            extra = {"activation_checkpointing": args.checkpointing}
+            arms |= {
+                f"{mode} + {args.checkpointing}": MODES[mode] | extra
+                for mode in modes
+                if mode in MODES
+            }
+        overrides = settings_of(args)
+        if args.preset and args.model != "gpt":
+            raise ConfigError(
+                f"preset = {args.preset} is a gpt's, but model = {args.model}; use --settings"
+            )
+        if args.model != "gpt" and (axes := [mode for mode in modes if mode in AXES]):
+            raise ConfigError(
+                f"arms = {', '.join(axes)} split a gpt, but model = {args.model}; leave them out"
+            )
+        order = {
+            "model": args.model,
+            "overrides": overrides,
+            "arms": arms,
+            "rounds": rounds,
+            "steps": steps,
         }
-    overrides = settings_of(args)
-    if args.preset and args.model != "gpt":
-        raise ConfigError(
-            f"preset = {args.preset} is a gpt's, but model = {args.model}; use --settings"
+        for own in arms.values():  # what cannot be is known before a rank is started
+            configuration(order | {"preset": args.preset or "shakespeare-cpu"}, own, where.workers)
+        found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
+        try:
+            with RankPool(where) as pool:
+                describe(report, pool)
+                on_gpu = pool.facts[0]["device"] != "cpu"
+                order["preset"] = args.preset or ("gpt2-124m" if on_gpu else "shakespeare-cpu")
+                for event in pool.run("nanoray.bench.strategies:time_rank", order):
+                    if "recipe" in event:
+                        report.conditions["recipe"] = (
+                            f"{event['recipe']}, {rounds} rounds of {steps} steps, random data"
+                        )
+                        continue
+                    found[event["arm"]].append(event)
+                    say(f"round {event['round']}  {event['arm']:<24} {event['step_ms']:.1f} ms")
+        except RankFailed as error:
+            report.failures.append(str(error))
+        for arm, events in found.items():
+            alike = next(other for other in arms if (EXPERTS in other) == (EXPERTS in arm))
+            report.rows += _time_rows(arm, events, report.row(alike, LOSS))
+        for arm in arms:
+            report.rows += _memory_rows(where, order | {"arms": {arm: arms[arm]}}, arm)
+        _judge(report, list(arms))
+
+    def format_text(self, report: Report) -> list[str]:
+        """Return a line per arm, medians with their quartiles, and the bytes of each collective."""
+        table = aligned(
+            [(*line, "") for line in _table(report, "quartiles")], right=set(range(1, 12))
         )
-    if args.model != "gpt" and (axes := [mode for mode in modes if mode in AXES]):
-        raise ConfigError(
-            f"arms = {', '.join(axes)} split a gpt, but model = {args.model}; leave them out"
-        )
-    order = {
-        "model": args.model,
-        "overrides": overrides,
-        "arms": arms,
-        "rounds": rounds,
-        "steps": steps,
-    }
-    for own in arms.values():  # what cannot be is known before a rank is started
-        configuration(order | {"preset": args.preset or "shakespeare-cpu"}, own, where.workers)
-    found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
-    try:
-        with RankPool(where) as pool:
-            describe(report, pool)
-            on_gpu = pool.facts[0]["device"] != "cpu"
-            order["preset"] = args.preset or ("gpt2-124m" if on_gpu else "shakespeare-cpu")
-            for event in pool.run("nanoray.bench.strategies:time_rank", order):
-                if "recipe" in event:
-                    report.conditions["recipe"] = (
-                        f"{event['recipe']}, {rounds} rounds of {steps} steps, random data"
-                    )
-                    continue
-                found[event["arm"]].append(event)
-                say(f"round {event['round']}  {event['arm']:<24} {event['step_ms']:.1f} ms")
-    except RankFailed as error:
-        report.failures.append(str(error))
-    for arm, events in found.items():
-        alike = next(other for other in arms if (EXPERTS in other) == (EXPERTS in arm))
-        report.rows += _time_rows(arm, events, report.row(alike, LOSS))
-    for arm in arms:
-        report.rows += _memory_rows(where, order | {"arms": {arm: arms[arm]}}, arm)
-    _judge(report, list(arms))
+        rows = [
+            row
+            for row in report.rows
+            if row.metric == BYTES and row.values and " + " not in row.arm
+        ]
+        return [*table, "", *(f"{row.arm}: {row.note}" for row in rows)]
+
+    def format_markdown(self, report: Report) -> list[str]:
+        """Return the table for a page."""
+        head, *body = _table(report, "range")
+        return markdown(head, body)
+
+    def draw(self, report: Report, path: Path) -> None:
+        """Draw step time over memory: what stays between steps, and the peak; hollow with activation
+        checkpointing.
+        """
+        note = f"{report.conditions.get('recipe', '')} · {report.conditions.get('backend', '')}"
+        with figure(report, path, (11, 4.6), note=note) as both:
+            for axes, metric in zip(both, (STATE, PEAK), strict=True):
+                for row in (r for r in report.rows if r.metric == metric and r.values):
+                    step, mode = report.row(row.arm, STEP), row.arm.partition(" + ")[0]
+                    if step and step.values:
+                        look = {
+                            "color": f"C{list(ARMS).index(mode)}",
+                            "marker": "s" if mode in AXES else "o",
+                        }
+                        look["mfc"] = look["color"] if row.arm == mode else "white"
+                        spread = whiskers([step], quartiles=True)
+                        axes.errorbar(
+                            row.median,
+                            step.median,
+                            yerr=spread,
+                            ls="",
+                            capsize=2,
+                            label=row.arm,
+                            **look,
+                        )
+                axes.set(
+                    xlabel="MiB per rank",
+                    ylabel="step, ms, median and quartiles",
+                    xlim=(0, None),
+                    ylim=(0, None),
+                )
+                axes.set_title(
+                    "weights + gradients + optimizer" if metric == STATE else "peak of a step"
+                )
+                axes.grid(alpha=0.25)
+            both[0].legend(fontsize=6, ncols=2)
 
 
 def _time_rows(arm: str, events: list[dict[str, Any]], first: Row | None) -> list[Row]:
@@ -308,59 +374,6 @@ def _base(arm: str) -> str:
 def _fits(mode: str, model: str, workers: int) -> bool:
     ranks = math.prod(ARMS[mode].get(axis, 1) for axis in ("tp", "pp", "ep"))
     return workers % ranks == 0 and (model == "gpt" or mode in DATA_ARMS)
-
-
-def lines(report: Report) -> list[str]:
-    """Return a line per arm, medians with their quartiles, and the bytes of each collective."""
-    table = aligned([(*line, "") for line in _table(report, "quartiles")], right=set(range(1, 12)))
-    rows = [
-        row for row in report.rows if row.metric == BYTES and row.values and " + " not in row.arm
-    ]
-    return [*table, "", *(f"{row.arm}: {row.note}" for row in rows)]
-
-
-def paste(report: Report) -> list[str]:
-    """Return the table for a page."""
-    head, *body = _table(report, "range")
-    return markdown(head, body)
-
-
-def draw(report: Report, path: Path) -> None:
-    """Draw step time over memory: what stays between steps, and the peak; hollow with activation
-    checkpointing.
-    """
-    note = f"{report.conditions.get('recipe', '')} · {report.conditions.get('backend', '')}"
-    with figure(report, path, (11, 4.6), note=note) as both:
-        for axes, metric in zip(both, (STATE, PEAK), strict=True):
-            for row in (r for r in report.rows if r.metric == metric and r.values):
-                step, mode = report.row(row.arm, STEP), row.arm.partition(" + ")[0]
-                if step and step.values:
-                    look = {
-                        "color": f"C{list(ARMS).index(mode)}",
-                        "marker": "s" if mode in AXES else "o",
-                    }
-                    look["mfc"] = look["color"] if row.arm == mode else "white"
-                    spread = whiskers([step], quartiles=True)
-                    axes.errorbar(
-                        row.median,
-                        step.median,
-                        yerr=spread,
-                        ls="",
-                        capsize=2,
-                        label=row.arm,
-                        **look,
-                    )
-            axes.set(
-                xlabel="MiB per rank",
-                ylabel="step, ms, median and quartiles",
-                xlim=(0, None),
-                ylim=(0, None),
-            )
-            axes.set_title(
-                "weights + gradients + optimizer" if metric == STATE else "peak of a step"
-            )
-            axes.grid(alpha=0.25)
-        both[0].legend(fontsize=6, ncols=2)
 
 
 # On every rank.

@@ -7,7 +7,7 @@ Launchers, each running the same recipe with the same seed, round by round in ro
     torchrun           torchrun --nproc-per-node W -m nanoray.train
     ray                python -m nanoray.launch                       on a running cluster
     ray-init           python -m nanoray.launch --ray_address local   with its own Ray
-    torchtrainer       Ray Train's TorchTrainer around nanoray's recipe (ray_train_peer.py), on the same cluster
+    torchtrainer       Ray Train's TorchTrainer around nanoray's recipe (peers/ray_train.py), on the same cluster
     torchtrainer-init  the same with its own Ray
 
 The cluster is a Ray head of the benchmark's own, which idles beside every arm. The ranks of `ray`
@@ -30,6 +30,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import bars, figure, measured
 from nanoray.bench.harness.launchers import (
     LAUNCHERS,
@@ -82,47 +83,126 @@ COMM = {  # metric of a traced run -> (row, unit)
 }
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's flags."""
-    parser.add_argument(
-        "--arms", default="all", metavar="A,B", help=f"which of {', '.join(ARMS)} [all]"
-    )
-    parser.add_argument(
-        "--rounds", type=int, metavar="N", help="rounds of all launchers [5; 1 with --quick]"
-    )
-    parser.add_argument(
-        "--steps", type=int, metavar="N", help="optimizer steps of a launch [300; 30 with --quick]"
-    )
-    add_training_flags(parser, preset="shakespeare-cpu", timeout_s=600)
-    loops = (
-        "recipe of the arms that run on CPU always: baseline, engine, untraced, ... [%(default)s]"
-    )
-    parser.add_argument("--loop_preset", default="shakespeare-cpu", metavar="NAME", help=loops)
+class TrainBenchmark(Benchmark):
+    """Start the same recipe in every way, and compare start, step time and CPU time."""
 
-
-def measure(args: argparse.Namespace, report: Report) -> None:
-    """Run every arm that was asked for and fill the report. Nothing that it starts outlives it."""
-    arms = chosen(args.arms, ARMS)
-    args.rounds, args.steps = (
-        args.rounds or (1 if args.quick else 5),
-        args.steps or (30 if args.quick else 300),
-    )
-    if args.rounds < 1 or args.steps < 2:
-        raise ConfigError(
-            f"rounds = {args.rounds}, steps = {args.steps}; at least 1 round of 2 steps is needed"
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        """Add this benchmark's flags."""
+        parser.add_argument(
+            "--arms", default="all", metavar="A,B", help=f"which of {', '.join(ARMS)} [all]"
         )
-    slots = local_slots(args.device, args.workers, discover_gpus(), available_cpus())
-    with planned(args, arms, slots) as (plan, stack):
-        recipe = f"preset {args.preset}, {args.steps} steps, {slots.workers} rank(s), {plan.note}"
-        report.conditions["recipe"] = recipe
-        plan.start_head(report, [arm for arm in arms if arm in ON_CLUSTER], stack)
-        _idle_head(plan, report)
-        _launch(plan, report)
-        _compute(plan, report, NARROW, {})
-        _compute(plan, report, WIDE, WIDTH_384)
-        _compute(plan, report, tuple(TRACED), {})
-        _communication(plan, report)
-    _judge(report)
+        parser.add_argument(
+            "--rounds", type=int, metavar="N", help="rounds of all launchers [5; 1 with --quick]"
+        )
+        parser.add_argument(
+            "--steps",
+            type=int,
+            metavar="N",
+            help="optimizer steps of a launch [300; 30 with --quick]",
+        )
+        add_training_flags(parser, preset="shakespeare-cpu", timeout_s=600)
+        loops = "recipe of the arms that run on CPU always: baseline, engine, untraced, ... [%(default)s]"
+        parser.add_argument("--loop_preset", default="shakespeare-cpu", metavar="NAME", help=loops)
+
+    def measure(self, args: argparse.Namespace, report: Report) -> None:
+        """Run every arm that was asked for and fill the report. Nothing that it starts outlives it."""
+        arms = chosen(args.arms, ARMS)
+        args.rounds, args.steps = (
+            args.rounds or (1 if args.quick else 5),
+            args.steps or (30 if args.quick else 300),
+        )
+        if args.rounds < 1 or args.steps < 2:
+            raise ConfigError(
+                f"rounds = {args.rounds}, steps = {args.steps}; at least 1 round of 2 steps is needed"
+            )
+        slots = local_slots(args.device, args.workers, discover_gpus(), available_cpus())
+        with planned(args, arms, slots) as (plan, stack):
+            recipe = (
+                f"preset {args.preset}, {args.steps} steps, {slots.workers} rank(s), {plan.note}"
+            )
+            report.conditions["recipe"] = recipe
+            plan.start_head(report, [arm for arm in arms if arm in ON_CLUSTER], stack)
+            _idle_head(plan, report)
+            _launch(plan, report)
+            _compute(plan, report, NARROW, {})
+            _compute(plan, report, WIDE, WIDTH_384)
+            _compute(plan, report, tuple(TRACED), {})
+            _communication(plan, report)
+        _judge(report)
+
+    def format_markdown(self, report: Report) -> list[str]:
+        """Return tables for a README: medians with their range."""
+
+        def cell(arm: str, metric: str) -> str:
+            return report.cell(arm, metric, "range")
+
+        launched = [arm for arm in LAUNCHERS if report.row(arm, FIRST)]
+        lines: list[str] = []
+        if launched:
+            timed = [
+                metric
+                for metric in (RANKS_CPU, ALL_CPU)
+                if any(report.row(arm, metric) for arm in launched)
+            ]
+            header = (
+                "started by",
+                "command to first step, s",
+                "whole run, s",
+                "step, ms",
+                *(f"{m}, ms" for m in timed),
+            )
+            lines += markdown(
+                header,
+                [(arm, *(cell(arm, m) for m in (FIRST, WHOLE, STEP, *timed))) for arm in launched],
+            )
+            parts = [METRICS[name][0] for name in ("imports_s", "until_rank_s", "until_step_s")]
+            names = ["of it, s", *(part.removeprefix("of it: ") for part in parts)]
+            lines += [
+                "",
+                *markdown(names, [(arm, *(cell(arm, part) for part in parts)) for arm in launched]),
+            ]
+            last = [METRICS[name][0] for name in LAST]
+            if any((row := report.row(arm, last[0])) and row.values for arm in launched):
+                of_last = [(arm, *(cell(arm, part) for part in last)) for arm in launched]
+                lines += ["", *markdown(("of the last, s", *last), of_last)]
+        computed = [arm for arm in (*NARROW, *WIDE, *TRACED) if report.row(arm, "compute: step")]
+        if computed:
+            shown = [
+                name for name, _ in COMM.values() if any(report.row(arm, name) for arm in computed)
+            ]
+            names = [
+                "loop, on CPU",
+                "step, ms",
+                *(f"{n}, {u}" for n, u in COMM.values() if n in shown),
+            ]
+            cells = [[a, *(cell(a, m) for m in ("compute: step", *shown))] for a in computed]
+            lines += ["", *markdown(names, cells)]
+        return lines
+
+    def draw(self, report: Report, path: Path) -> None:
+        """Draw the way to the first step, split into its parts, and the step times; bars are medians,
+        lines min to max.
+        """
+        with figure(report, path) as (left, right):
+            started = [row.arm for row in measured(report, LAUNCHERS, FIRST)]
+            begin = dict.fromkeys(started, 0.0)
+            for name in ("imports_s", "until_rank_s", "until_step_s"):
+                rows, label = (
+                    measured(report, started, METRICS[name][0]),
+                    METRICS[name][0].removeprefix("of it: "),
+                )
+                bars(left, rows, left=[begin[r.arm] for r in rows], xerr=None, label=label)
+                begin |= {row.arm: begin[row.arm] + row.median for row in rows}
+            left.set(title="command to first optimizer step", xlabel="seconds, medians")
+            if started:
+                left.legend(fontsize=8)
+            timed = measured(report, LAUNCHERS, STEP) + measured(
+                report, (*NARROW, *TRACED), "compute: step"
+            )
+            bars(right, timed, color="0.6")  # without WIDE, which needs another scale
+            right.set(title="optimizer step", xlabel="ms, median and range")
+            for axes in (left, right):
+                axes.invert_yaxis()
 
 
 def _idle_head(plan: Plan, report: Report) -> None:
@@ -319,75 +399,3 @@ def _judge(report: Report) -> None:
         row = report.compare(upper, lower, metric)
         if row and relation:
             report.targets.append(Target(f"{metric}, {row.arm}", row, relation, limit, excuse))
-
-
-def paste(report: Report) -> list[str]:
-    """Return tables for a README: medians with their range."""
-
-    def cell(arm: str, metric: str) -> str:
-        return report.cell(arm, metric, "range")
-
-    launched = [arm for arm in LAUNCHERS if report.row(arm, FIRST)]
-    lines: list[str] = []
-    if launched:
-        timed = [
-            metric
-            for metric in (RANKS_CPU, ALL_CPU)
-            if any(report.row(arm, metric) for arm in launched)
-        ]
-        header = (
-            "started by",
-            "command to first step, s",
-            "whole run, s",
-            "step, ms",
-            *(f"{m}, ms" for m in timed),
-        )
-        lines += markdown(
-            header,
-            [(arm, *(cell(arm, m) for m in (FIRST, WHOLE, STEP, *timed))) for arm in launched],
-        )
-        parts = [METRICS[name][0] for name in ("imports_s", "until_rank_s", "until_step_s")]
-        names = ["of it, s", *(part.removeprefix("of it: ") for part in parts)]
-        lines += [
-            "",
-            *markdown(names, [(arm, *(cell(arm, part) for part in parts)) for arm in launched]),
-        ]
-        last = [METRICS[name][0] for name in LAST]
-        if any((row := report.row(arm, last[0])) and row.values for arm in launched):
-            of_last = [(arm, *(cell(arm, part) for part in last)) for arm in launched]
-            lines += ["", *markdown(("of the last, s", *last), of_last)]
-    computed = [arm for arm in (*NARROW, *WIDE, *TRACED) if report.row(arm, "compute: step")]
-    if computed:
-        shown = [
-            name for name, _ in COMM.values() if any(report.row(arm, name) for arm in computed)
-        ]
-        names = ["loop, on CPU", "step, ms", *(f"{n}, {u}" for n, u in COMM.values() if n in shown)]
-        cells = [[a, *(cell(a, m) for m in ("compute: step", *shown))] for a in computed]
-        lines += ["", *markdown(names, cells)]
-    return lines
-
-
-def draw(report: Report, path: Path) -> None:
-    """Draw the way to the first step, split into its parts, and the step times; bars are medians,
-    lines min to max.
-    """
-    with figure(report, path) as (left, right):
-        started = [row.arm for row in measured(report, LAUNCHERS, FIRST)]
-        begin = dict.fromkeys(started, 0.0)
-        for name in ("imports_s", "until_rank_s", "until_step_s"):
-            rows, label = (
-                measured(report, started, METRICS[name][0]),
-                METRICS[name][0].removeprefix("of it: "),
-            )
-            bars(left, rows, left=[begin[r.arm] for r in rows], xerr=None, label=label)
-            begin |= {row.arm: begin[row.arm] + row.median for row in rows}
-        left.set(title="command to first optimizer step", xlabel="seconds, medians")
-        if started:
-            left.legend(fontsize=8)
-        timed = measured(report, LAUNCHERS, STEP) + measured(
-            report, (*NARROW, *TRACED), "compute: step"
-        )
-        bars(right, timed, color="0.6")  # without WIDE, which needs another scale
-        right.set(title="optimizer step", xlabel="ms, median and range")
-        for axes in (left, right):
-            axes.invert_yaxis()

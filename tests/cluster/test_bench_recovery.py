@@ -17,7 +17,7 @@ import nanoray.bench.__main__ as bench
 from nanoray.bench import recovery
 from nanoray.bench.harness.launchers import RANK_PID
 from nanoray.bench.harness.processes import session_members
-from nanoray.bench.peers.torchft_peer import missing
+from nanoray.bench.peers.torchft import missing
 from nanoray.bench.recovery import ARMS, GOODPUT, PEER, REPEATED, STANDSTILL, TORCHFT, TORCHRUN
 
 SHORT = [

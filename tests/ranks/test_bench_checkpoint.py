@@ -31,10 +31,9 @@ from nanoray.bench.checkpoint import (
     STAGER,
     STALL,
     SYNC,
+    CheckpointBenchmark,
     add_rows,
     file_system,
-    lines,
-    paste,
 )
 from nanoray.bench.harness.report import Report
 from nanoray.mesh.mesh import Mesh
@@ -68,7 +67,7 @@ def test_a_real_measurement_reads_back_every_bit_and_leaves_nothing(
         for stall, done in zip(rows[arm, STALL]["values"], rows[arm, DONE]["values"], strict=True):
             assert stall < done, f"{arm}: it is on disk after training went on"
     assert (tmp_path / "c.png").read_bytes()[:4] == b"\x89PNG"
-    assert checkpoint.WRONG in (tmp_path / "c.html").read_text()
+    assert CheckpointBenchmark.wrong in (tmp_path / "c.html").read_text()
 
 
 def until(done: Callable[[], bool]) -> None:
@@ -201,18 +200,18 @@ def test_shares_are_of_the_same_round(tmp_path: Path) -> None:
     assert [t.verdict for t in report.targets] == ["ok", "ok"]
     missed = measured(nanoray_async={"stall_s": 0.16, "lost_s": 0.31})
     assert [t.verdict for t in missed.targets] == ["MISSED", "MISSED"]
-    head, raw, sync, own, torch_save, *_ = lines(report)
+    head, raw, sync, own, torch_save, *_ = CheckpointBenchmark().format_text(report)
     assert head.split()[:2] == ["stall,", "s"]
     assert raw.split()[:3] == ["raw", "disk", "1.00"]
     assert sync.split()[2:4] == ["2.50", "(2.50–2.50)"]
     assert "100" in sync
     assert own.split()[-3:] == ["0", "2", "GB"]
     assert torch_save.split()[1] == "FAILED"
-    assert paste(report)[4] == (
+    assert CheckpointBenchmark().format_markdown(report)[4] == (
         "| nanoray async | 0.100 (0.100–0.100) | 4.00 | 0.250 (0.250–0.250) | 10.0 | 4.00 "
         "(4.00–4.00) | 0.500 | 25.0 |"
     )
-    checkpoint.draw(report, tmp_path / "c.png")
+    CheckpointBenchmark().draw(report, tmp_path / "c.png")
     assert (tmp_path / "c.png").read_bytes()[:4] == b"\x89PNG"
 
 

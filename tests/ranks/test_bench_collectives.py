@@ -321,7 +321,7 @@ def test_a_percentile_needs_a_hundred_calls(calls: int, cell: str, words: str) -
         collectives._add(
             report, event | {"blocking_us": times, "pipelined_us": [1024.0]}, 2, "gloo"
         )
-    row, text = report.rows[-1], collectives.lines(report)
+    row, text = report.rows[-1], collectives.CollectivesBenchmark().format_text(report)
     assert (row.extra["p99_us"], row.extra["latencies"]) == (99.0, calls)
     assert (
         row.note

@@ -305,7 +305,7 @@ def test_slices_against_a_whole_card_and_the_figure(tmp_path: Path) -> None:
     row = report.row(f"7 × 1g.18gb / whole {H200}", "throughput")
     assert row is not None
     assert row.median == pytest.approx(7)
-    mig.draw(report, tmp_path / "figure.svg")
+    mig.MIGBenchmark().draw(report, tmp_path / "figure.svg")
     drawn = (tmp_path / "figure.svg").read_text()
     for text in (
         "slices 1g.18gb of one NVIDIA H200",
@@ -314,7 +314,7 @@ def test_slices_against_a_whole_card_and_the_figure(tmp_path: Path) -> None:
         "not measured",
     ):
         assert text in drawn
-    assert "7 × 1g.18gb" in "\n".join(mig.paste(report))
+    assert "7 × 1g.18gb" in "\n".join(mig.MIGBenchmark().format_markdown(report))
 
 
 # Real ranks

@@ -12,7 +12,7 @@ import torch
 import nanoray.bench.__main__ as bench
 from nanoray.bench import overlap
 from nanoray.bench.harness.report import Report, Row, ratio
-from nanoray.bench.overlap import BUSY, COST, EXPOSED, NO_SYNC, STEP, finding, lines, paste
+from nanoray.bench.overlap import BUSY, COST, EXPOSED, NO_SYNC, STEP, OverlapBenchmark, finding
 from nanoray.config import load_config
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.costs import count_parameters
@@ -139,7 +139,7 @@ def test_the_finding_is_one_line_when_the_most_hidden_is_the_fastest() -> None:
 def test_a_line_per_size_and_the_finding() -> None:
     report = swept({"1 MB": (50.0, 10.0, 1.0)})
     report.rows.append(Row("25 MB", STEP, "ms", (), error="rank 1 died"))
-    _, bare, first, second, empty, found = lines(report)
+    _, bare, first, second, empty, found = OverlapBenchmark().format_text(report)
     assert bare.split() == ["no_sync", "40.0", "(40.0–40.0)", "3"]
     values = (
         "50.0 (50.0–50.0)  1.25 (1.25–1.25)  10.0 (10.0–10.0)  1.00 (1.00–1.00)  10.0 (10.0–10.0)"
@@ -151,7 +151,7 @@ def test_a_line_per_size_and_the_finding() -> None:
 
 
 def test_a_table_for_the_readme() -> None:
-    table = paste(swept({"1 MB": (50.0, 10.0, 1.0)}))
+    table = OverlapBenchmark().format_markdown(swept({"1 MB": (50.0, 10.0, 1.0)}))
     assert (
         table[3]
         == "| 1 MB | 50.0 (50.0–50.0) | 10.0 (10.0–10.0) | 1.00 (1.00–1.00) | 10.0 (10.0–10.0) |"

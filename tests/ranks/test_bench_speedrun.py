@@ -25,9 +25,9 @@ from nanoray.bench.speedrun import (
     SECONDS,
     STEPS,
     Found,
+    SpeedrunBenchmark,
     _judge,
     _rows,
-    paste,
 )
 from nanoray.config import load_config
 from nanoray.errors import ConfigError
@@ -93,7 +93,9 @@ def test_every_record_runs_and_stops_at_its_loss(
         rows[FAST, SECONDS]["median"] / rows[PEER, SECONDS]["median"]
     )
     assert figure.read_bytes()[:4] == b"\x89PNG"
-    assert len(paste(Report.read(tmp_path / "s.json"))) == 2 + len(arms)
+    assert len(SpeedrunBenchmark().format_markdown(Report.read(tmp_path / "s.json"))) == 2 + len(
+        arms
+    )
 
 
 @pytest.mark.full
@@ -121,7 +123,7 @@ def test_the_seconds_of_a_peer_that_misses_it_are_a_lower_bound() -> None:
     row = report.row(PEER, SECONDS)
     assert row
     assert "round 2 ended at 1.8900: seconds are a lower bound" in row.note
-    peer, fast = paste(report)[2:]
+    peer, fast = SpeedrunBenchmark().format_markdown(report)[2:]
     assert peer.startswith(f"| {PEER} | 1.88 | ≥ 93.0 (90.0–96.0) |  | ")
     assert fast.startswith(
         f"| {FAST} | 1.88 | 27.0 (24.0–30.0) | 0.292 (0.250–0.333) | 54.0 (48.0–60.0) | "

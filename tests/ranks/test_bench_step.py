@@ -26,9 +26,8 @@ from nanoray.bench.step import (
     PRODUCTS,
     READY,
     TOKENS,
-    WRONG,
+    StepBenchmark,
     judge,
-    paste,
 )
 from nanoray.errors import ConfigError
 from tests.harness.nanogpt import nanogpt
@@ -103,11 +102,10 @@ def test_every_rung_and_every_peer(
     assert len(set(losses)) > 1, "bf16 rounds"
     assert all(r["wrong"] == 0 for (_, metric, _), r in rows.items() if metric == LOSS)
     assert figure.read_bytes()[:4] == b"\x89PNG"
-    assert WRONG.replace("'", "&#39;")[:20] in page.read_text()
+    assert StepBenchmark.wrong.replace("'", "&#39;")[:20] in page.read_text()
     report = Report.read(tmp_path / "s.json")
-    assert len([line for line in paste(report) if line.startswith("| shakespeare-cpu: ")]) == len(
-        arms
-    )
+    markdown = StepBenchmark().format_markdown(report)
+    assert len([line for line in markdown if line.startswith("| shakespeare-cpu: ")]) == len(arms)
 
 
 def test_without_nanogpt_the_loop_that_is_nearest_to_it_is_the_measure() -> None:

@@ -27,8 +27,7 @@ from nanoray.bench.strategies import (
     STATE_ERROR,
     STATE_FORMULA,
     STEP,
-    lines,
-    paste,
+    StrategiesBenchmark,
 )
 from tests.ranks.conftest import Pools
 
@@ -180,10 +179,11 @@ def test_each_arm_can_be_named() -> None:
 
 def test_a_line_per_arm() -> None:
     report = report_of(ddp=(100.0, 99.0), ddp__block=(130.0, 99.0), zero1__block=(143.0, 99.0))
-    assert paste(report)[4].startswith("| zero1 + block | 1.10 (1.10–1.10) | 143 (143–143) |"), (
+    line = StrategiesBenchmark().format_markdown(report)[4]
+    assert line.startswith("| zero1 + block | 1.10 (1.10–1.10) | 143 (143–143) |"), (
         "against DDP with it"
     )
-    assert lines(report)[1].split()[:3] == ["ddp", "100", "(100–100)"]
+    assert StrategiesBenchmark().format_text(report)[1].split()[:3] == ["ddp", "100", "(100–100)"]
 
 
 @pytest.mark.parametrize(

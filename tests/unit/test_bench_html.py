@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from PIL import Image
 from nanoray.bench import __main__ as bench
 from nanoray.bench.harness.html import line, write
 from nanoray.bench.harness.report import Report, Row, Section, Target, conditions
+from nanoray.bench.registry import Entry
 from tests.harness.browser import chromium, in_chromium
 
 HOSTILE = "</td><script>document.title = 'taken'</script><img src=http://example.org/x.png onerror=alert(1)> & \"'"
@@ -209,38 +211,43 @@ def test_a_browser_runs_the_pages_own_script_and_no_other(page: Path) -> None:
 
 FAKE = """
 import os, sys
+from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.processes import Child
 from nanoray.bench.harness.report import Row
 from nanoray.errors import ConfigError
 
-def add_flags(parser):
-    parser.add_argument("--workers", type=int, default=2)
+class Fake(Benchmark):
+    def add_flags(self, parser):
+        parser.add_argument("--workers", type=int, default=2)
 
-def measure(args, report):
-    report.rows.append(Row("ring", "1 KiB", "us", (float(args.workers), 3.0), f"quick {args.quick}", wrong=0))
-    ENDING
+    def measure(self, args, report):
+        report.rows.append(
+            Row("ring", "1 KiB", "us", (float(args.workers), 3.0), f"quick {args.quick}", wrong=0)
+        )
+        ENDING
 
-def draw(report, path):
-    from matplotlib import pyplot
-    figure, axes = pyplot.subplots()
-    axes.plot(report.rows[0].values)
-    figure.savefig(path)
-    pyplot.close(figure)
+    def draw(self, report, path):
+        from matplotlib import pyplot
+        figure, axes = pyplot.subplots()
+        axes.plot(report.rows[0].values)
+        figure.savefig(path)
+        pyplot.close(figure)
 
-def paste(report):
-    return ["to paste"]
+    def format_markdown(self, report):
+        return ["to paste"]
 
-def lines(report):
-    return ["a table of its own"]
+    def format_text(self, report):
+        return ["a table of its own"]
 """
 ENDINGS = {
     "fine": "",
     "broken": "raise ZeroDivisionError('by nothing')",
     "picky": "report.rows.clear()\n"
-    "    if args.workers > 3: raise ConfigError(f'workers = {args.workers}; use 3 or less')",
+    "        if args.workers > 3: raise ConfigError(f'workers = {args.workers}; use 3 or less')",
     "refused": "raise ConfigError('no such device')",
     "waiting": "import subprocess; p = subprocess.Popen(['sleep', '60'])\n"
-    "    try:\n        print('pid', p.pid, flush=True); p.wait()\n    finally:\n        p.kill(); "
+    "        try:\n            print('pid', p.pid, flush=True); p.wait()\n"
+    "        finally:\n            p.kill(); "
     "p.wait()",
 }
 
@@ -256,7 +263,11 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    monkeypatch.setattr(bench, "BENCHES", {name: (f"fake_{name}", f"is {name}") for name in names})
+    monkeypatch.setattr(bench, "BENCHMARKS", {name: entry_of(name) for name in names})
+
+
+def entry_of(name: str) -> Entry:
+    return Entry(f"is {name}", lambda: importlib.import_module(f"fake_{name}").Fake())
 
 
 def test_all_goes_on_after_what_breaks(
@@ -450,9 +461,14 @@ def test_one_rank_of_torchrun_speaks(
 
 
 def test_ctrl_c_ends_all_of_them(fakes: Path, tmp_path: Path) -> None:
-    chosen = {name: (f"fake_{name}", "") for name in ("waiting", "fine")}
     code = (
-        f"from nanoray.bench import __main__ as b; b.BENCHES = {chosen}; raise SystemExit(b.main())"
+        "import fake_waiting, fake_fine\n"
+        "from nanoray.bench import __main__ as bench\n"
+        "entry = bench.Entry\n"
+        "bench.BENCHMARKS = {\n"
+        "    'waiting': entry('', fake_waiting.Fake), 'fine': entry('', fake_fine.Fake)\n"
+        "}\n"
+        "raise SystemExit(bench.main())\n"
     )
     env = os.environ | {"PYTHONPATH": f"{fakes}{os.pathsep}{Path(bench.__file__).parents[2]}"}
     argv = [sys.executable, "-c", code, "all", "--json", str(tmp_path / "all.json")]

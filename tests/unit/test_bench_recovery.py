@@ -17,7 +17,7 @@ import nanoray.bench.__main__ as bench
 from nanoray.bench import recovery
 from nanoray.bench.harness.report import Report, Row
 from nanoray.bench.killed import Goodput, Outage, Run, arrivals, goodput, outage, wrong_losses
-from nanoray.bench.recovery import GOODPUT, PEER, REPEATED, STANDSTILL, lines, paste
+from nanoray.bench.recovery import GOODPUT, PEER, REPEATED, STANDSTILL, RecoveryBenchmark
 
 
 def steps(
@@ -251,14 +251,13 @@ def report_of(*, wrong: int = 0) -> Report:
 
 def test_a_line_per_arm() -> None:
     report = report_of()
-    assert [line.split() for line in lines(report)[1:]] == [
+    assert [line.split() for line in RecoveryBenchmark().format_text(report)[1:]] == [
         ["in_place", "2.50", "(2.25–2.75)", "0", "5.00", "(5.00–7.50)", "3", "0", "81.0"],
         [PEER, "12.5", "(11.2–21.2)", "3", "0"],
         ["torchrun", "FAILED", "FAILED", "0"],
     ]
-    assert "| in_place | 2.50 (2.25–2.75) |  | 0 | 5.00 (5.00–7.50) | 3 | 0 | 81.0 |" in paste(
-        report
-    )
+    markdown = RecoveryBenchmark().format_markdown(report)
+    assert "| in_place | 2.50 (2.25–2.75) |  | 0 | 5.00 (5.00–7.50) | 3 | 0 | 81.0 |" in markdown
     assert [t.verdict for t in report.targets] == [
         "ok, not judged: n = 3 < 5",
     ]

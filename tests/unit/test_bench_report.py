@@ -232,7 +232,7 @@ def test_the_last_line_says_ok_or_failed_and_why() -> None:
 def test_help_lists_the_benches(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["--help"]) == 0
     out = capsys.readouterr().out
-    assert all(f"  {name:<12}{text}" in out for name, (_, text) in bench.BENCHES.items())
+    assert all(f"  {name:<12}{entry.summary}" in out for name, entry in bench.BENCHMARKS.items())
     assert bench.main([]) == 2
 
 

@@ -15,9 +15,12 @@ from pathlib import Path
 import pytest
 
 from nanoray.__main__ import COMMANDS
+from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.report import Report, number
+from nanoray.bench.registry import BENCHMARKS
 from nanoray.cli import parse_args
 from tests.harness.commands import run
+from tests.stress.control import ControlBenchmark
 from tests.unit.test_layers import ROWS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,14 +175,20 @@ PAGES = {
 
 def test_the_parts_of_the_way_to_the_first_step_are_those_that_were_measured() -> None:
     page = (ROOT / "docs" / "playbook.md").read_text(encoding="utf-8")
-    pasted = importlib.import_module("nanoray.bench.train").paste(
-        Report.read(ROOT / "docs/results/train-start-cpu.json")
+    pasted = (
+        BENCHMARKS["train"]
+        .load()
+        .format_markdown(Report.read(ROOT / "docs/results/train-start-cpu.json"))
     )
     last = pasted[
         next(i for i, line in enumerate(pasted) if line.startswith("| of the last, s |")) :
     ]
     assert len(last) == 5
     assert "\n".join(last) in page
+
+
+def benchmark_of(report: Report) -> Benchmark:
+    return ControlBenchmark() if report.bench == "control" else BENCHMARKS[report.bench].load()
 
 
 @pytest.mark.parametrize(
@@ -191,7 +200,7 @@ def test_tables_are_pasted_from_results(name: str, bench: str) -> None:
     """
     page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
     report = Report.read(ROOT / "docs" / "results" / f"{bench}-cpu.json")
-    pasted = importlib.import_module(f"nanoray.bench.{bench.partition('-')[0]}").paste(report)
+    pasted = benchmark_of(report).format_markdown(report)
     missing = [line for line in pasted if line.startswith("|") and line not in page]
     assert missing == []
     assert f"results/{bench}-cpu.json" in page

@@ -91,11 +91,11 @@ def command(
             "nanoray.train",
             *recipe,
         ]
-    peers = {"torchft": "nanoray.bench.peers.torchft_peer"}
+    peers = {"torchft": "nanoray.bench.peers.torchft"}
     module = (
         "nanoray.launch"
         if arm.startswith("ray")
-        else peers.get(arm, "nanoray.bench.peers.ray_train_peer")
+        else peers.get(arm, "nanoray.bench.peers.ray_train")
     )
     where = "local" if arm.endswith("-init") else address
     return [*python, module, "--ray_address", where, *ranks, *recipe]

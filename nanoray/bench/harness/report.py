@@ -393,8 +393,12 @@ def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]
     return ["| " + " | ".join(cells) + " |" for cells in (header, rule, *lines)]
 
 
-def conditions(bench: str, argv: Sequence[str]) -> dict[str, Any]:
-    """Return what the numbers depend on: versions, machine, load, date and command."""
+def conditions(bench: str, argv: Sequence[str], command: str = "") -> dict[str, Any]:
+    """Return what the numbers depend on: versions, machine, load, date and command.
+
+    `command` starts the benchmark; without it, `python -m nanoray.bench NAME` does.
+    """
+    program = command or f"python -m nanoray.bench {bench}"
     installed = {
         name: next((d.version for d in metadata.distributions(name=name)), None)
         for name in ("torch", "ray")
@@ -405,7 +409,7 @@ def conditions(bench: str, argv: Sequence[str]) -> dict[str, Any]:
         version = runtime_nccl_version()
         installed["nccl"] = ".".join(map(str, version)) if version else None
     return {
-        "command": shlex.join(["python", "-m", "nanoray.bench", bench, *argv]),
+        "command": shlex.join([*program.split(), *argv]),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "versions": {"nanoray": __version__, "python": platform.python_version(), **installed},
         "cpu": {

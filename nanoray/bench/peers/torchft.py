@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from nanoray.bench.peers import ray_train_peer
+from nanoray.bench.peers import ray_train
 from nanoray.errors import ConfigError
 from nanoray.run import RunSpec
 
@@ -45,8 +45,8 @@ def main(argv: list[str] | None = None) -> int:
     what = (
         "Train under Ray Train with torchft: what recovery in nanoray.launch is measured against."
     )
-    return ray_train_peer.main(
-        argv, "python -m nanoray.bench.peers.torchft_peer", what, train_loop, torchft_config
+    return ray_train.main(
+        argv, "python -m nanoray.bench.peers.torchft", what, train_loop, torchft_config
     )
 
 

@@ -1,4 +1,4 @@
-"""bench control: it runs at small sizes, finds planted quadratic code, and fails if the wrong rank
+"""The stress test of the driver: it runs at small sizes, finds planted quadratic code, and fails if the wrong rank
 is named.
 """
 
@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-import nanoray.bench.__main__ as bench
-from nanoray.bench import control
-from nanoray.bench.control import (
+from nanoray.bench.harness.report import Report
+from nanoray.faults.cause import CAUSES, Failure, FailureCollector
+from tests.stress import control
+from tests.stress.control import (
     CPU,
     EVENTS,
     HEARTBEATS,
@@ -25,13 +26,11 @@ from nanoray.bench.control import (
     RSS,
     START,
     WAITS,
+    ControlBenchmark,
     finding,
-    paste,
 )
-from nanoray.bench.harness.report import Report
-from nanoray.faults.cause import CAUSES, Failure, FailureCollector
 
-DECISION = ["control", "--part", "decision"]
+DECISION = ["--part", "decision"]
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +46,7 @@ def _own_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def run(tmp_path: Path, *flags: str) -> tuple[int, Report, dict[str, Any]]:
     """Run the benchmark; return its exit code, its report, and its JSON."""
-    code = bench.main([*flags, "--json", str(tmp_path / "c.json")])
+    code = control.main([*flags, "--json", str(tmp_path / "c.json")])
     return code, Report.read(tmp_path / "c.json"), json.loads((tmp_path / "c.json").read_text())
 
 
@@ -101,7 +100,7 @@ def test_the_drivers_loop_on_a_real_ray(
         monkeypatch.setenv(key, value)
     files = [f"--figure={tmp_path / 'c.png'}", f"--html={tmp_path / 'c.html'}"]
     flags = ["--part", "driver", "--workers", "2,6", "--rounds", "1", "--window_s", "1.5"]
-    code, report, found = run(tmp_path, "control", *flags, *files)
+    code, report, found = run(tmp_path, *flags, *files)
     out = capsys.readouterr().out
     assert code == 0, out
     rows = {(r.arm, r.metric): r for r in report.rows}
@@ -116,9 +115,9 @@ def test_the_drivers_loop_on_a_real_ray(
     assert len(found["targets"]) == 4
     assert all("not judged: n =" in t["verdict"] for t in found["targets"])
     assert finding(report)[0].startswith("6 ranks: ")
-    assert paste(report)[0] == "|  | 2 ranks | 6 ranks | exponent |"
+    assert ControlBenchmark().format_markdown(report)[0] == "|  | 2 ranks | 6 ranks | exponent |"
     assert out.startswith("|  | 2 ranks"), "stdout is the report's"
-    assert control.WRONG[1:] in (tmp_path / "c.html").read_text()
+    assert ControlBenchmark.wrong[1:] in (tmp_path / "c.html").read_text()
     assert (tmp_path / "c.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -135,5 +134,5 @@ def test_the_drivers_loop_on_a_real_ray(
 def test_impossible_flags_are_refused(
     flags: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert bench.main(["control", *flags]) == 2
+    assert control.main(flags) == 2
     assert text in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`python -m nanoray.bench control`: what thousands of ranks cost the driver, and how soon it names
+"""`python -m tests.stress.control`: what thousands of ranks cost the driver, and how soon it names
 a failed one.
 
     decision    faults/cause.py and faults/hang.py alone, in this process, given made-up events of n ranks
@@ -27,14 +27,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from nanoray.bench.crowd import Crowd, Stage, end_hung
+from nanoray.bench.__main__ import exit_code_of, run_one
+from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, number
+from nanoray.bench.registry import Entry
 from nanoray.devices.slots import local_slots
 from nanoray.errors import ConfigError
 from nanoray.faults.cause import Failure, FailureCollector, FaultReport
 from nanoray.faults.hang import Position, Watchdog, behind
 from nanoray.launch.placement import connected
 from nanoray.launch.worker_group import SETTLE_S
+from tests.stress.crowd import Crowd, Stage, end_hung
 
 # The largest exponent that counts as linear: a constant part lowers it, cold caches raise it
 LINEAR = 1.3
@@ -44,50 +47,144 @@ ROUNDS = 20  # heartbeats of every rank in the decision's steady state
 EVENTS, MEMORY = "events per second", "peak memory"
 HEARTBEATS, CPU, RSS, START = "heartbeats", "driver CPU", "driver RSS", "start"
 KILLED, WAITS, HUNG = "killed, others fail", "killed, others wait", "hung"
-WRONG = "reports that name another rank than the one that failed"
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's flags."""
-    parser.add_argument(
-        "--workers", metavar="N,N", help=f"numbers of ranks [{SIZES}; {QUICK_SIZES} with --quick]"
-    )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        metavar="N",
-        help="faults of each kind, and windows [5; 2 with --quick]",
-    )
-    parser.add_argument(
-        "--window_s",
-        type=float,
-        metavar="S",
-        help="a window of steady state [each rank heartbeats once, or more]",
-    )
-    parser.add_argument("--part", choices=("decision", "driver"), help="only one of the two [both]")
+ENTRY = Entry(
+    "the driver at 64 to 4000 ranks: heartbeats, CPU, memory, time to name a culprit",
+    lambda: ControlBenchmark(),
+    command="python -m tests.stress.control",
+)
 
 
-def measure(args: argparse.Namespace, report: Report) -> None:
-    """Measure both parts at every size and fill the report."""
-    sizes = _sizes(args.workers or (QUICK_SIZES if args.quick else SIZES))
-    rounds = (2 if args.quick else 5) if args.rounds is None else args.rounds
-    if rounds < 1 or (args.window_s is not None and not 0 < args.window_s < math.inf):
-        raise ConfigError(
-            f"rounds = {rounds}, window_s = {args.window_s}; both must be above 0: leave them out"
+class ControlBenchmark(Benchmark):
+    """Measure what thousands of ranks cost the driver."""
+
+    wrong = "reports that name another rank than the one that failed"
+
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        """Add this benchmark's flags."""
+        parser.add_argument(
+            "--workers",
+            metavar="N,N",
+            help=f"numbers of ranks [{SIZES}; {QUICK_SIZES} with --quick]",
         )
-    report.conditions["recipe"] = (
-        f"{', '.join(map(str, sizes))} ranks, {rounds} rounds, nothing is trained"
-    )
-    with tempfile.TemporaryDirectory(prefix="nanoray-control-") as folder:
-        if args.part != "driver":
-            for n in sizes:
-                _decide(report, n, rounds, Path(folder))
-        if args.part != "decision":
-            _drive(report, sizes, rounds, args.window_s, Path(folder))
-    if len(sizes) > 1:
-        for arm, metric in dict.fromkeys((row.extra["part"], row.metric) for row in report.rows):
-            if metric in (KILLED, WAITS, HUNG, START, MEMORY):
-                _exponent(report, arm, metric, *sizes[-2:])
+        parser.add_argument(
+            "--rounds",
+            type=int,
+            metavar="N",
+            help="faults of each kind, and windows [5; 2 with --quick]",
+        )
+        parser.add_argument(
+            "--window_s",
+            type=float,
+            metavar="S",
+            help="a window of steady state [each rank heartbeats once, or more]",
+        )
+        parser.add_argument(
+            "--part", choices=("decision", "driver"), help="only one of the two [both]"
+        )
+
+    def measure(self, args: argparse.Namespace, report: Report) -> None:
+        """Measure both parts at every size and fill the report."""
+        sizes = _sizes(args.workers or (QUICK_SIZES if args.quick else SIZES))
+        rounds = (2 if args.quick else 5) if args.rounds is None else args.rounds
+        if rounds < 1 or (args.window_s is not None and not 0 < args.window_s < math.inf):
+            raise ConfigError(
+                f"rounds = {rounds}, window_s = {args.window_s}; both must be above 0: leave them out"
+            )
+        report.conditions["recipe"] = (
+            f"{', '.join(map(str, sizes))} ranks, {rounds} rounds, nothing is trained"
+        )
+        with tempfile.TemporaryDirectory(prefix="nanoray-control-") as folder:
+            if args.part != "driver":
+                for n in sizes:
+                    _decide(report, n, rounds, Path(folder))
+            if args.part != "decision":
+                _drive(report, sizes, rounds, args.window_s, Path(folder))
+        if len(sizes) > 1:
+            for arm, metric in dict.fromkeys(
+                (row.extra["part"], row.metric) for row in report.rows
+            ):
+                if metric in (KILLED, WAITS, HUNG, START, MEMORY):
+                    _exponent(report, arm, metric, *sizes[-2:])
+
+    def format_text(self, report: Report) -> list[str]:
+        """Return a table with a column per size, the notes of the rows, and the finding."""
+        header, found = _table(report, spread=False)
+        wrong = [
+            f"{row.arm}, {row.metric}: {row.wrong} of {row.n} name the wrong rank"
+            for row in report.rows
+            if row.wrong
+        ]
+        notes = dict.fromkeys(
+            f"{row.metric}: {row.note}"
+            for row in report.rows
+            if row.note and "exponent" not in row.arm
+        )
+        table = aligned(
+            [(*header, ""), *((*line, "") for line in found)], right=set(range(1, len(header)))
+        )
+        return [*table, "", *wrong, *notes, "", *finding(report)]
+
+    def format_markdown(self, report: Report) -> list[str]:
+        """Return a table for a page, and the finding."""
+        header, found = _table(report, spread=True)
+        return [*markdown(header, found), "", *finding(report)]
+
+    def draw(self, report: Report, path: Path) -> None:
+        """Draw the time to name the failed rank, and the driver's CPU share, over the number of ranks."""
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        def series(part: str, metric: str) -> list[Row]:
+            found = [
+                r
+                for r in report.rows
+                if r.extra.get("part") == part and r.metric == metric and r.values
+            ]
+            return [r for r in found if "ranks" in r.extra]
+
+        figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
+        for part, style in (("decision", "--"), ("driver", "-")):
+            for metric in (KILLED, WAITS, HUNG):
+                if rows := series(part, metric):
+                    spread = [
+                        [r.median - r.quartiles[0] for r in rows],
+                        [r.quartiles[1] - r.median for r in rows],
+                    ]
+                    ranks = [r.extra["ranks"] for r in rows]
+                    left.errorbar(
+                        ranks,
+                        [r.median for r in rows],
+                        spread,
+                        ls=style,
+                        marker="o",
+                        label=f"{part}: {metric}",
+                    )
+        left.set(
+            title="time until the failed rank is named",
+            xlabel="ranks",
+            ylabel="ms, median and quartiles",
+        )
+        left.set(xscale="log", yscale="log")
+        left.legend(fontsize=7)
+        for metric, colour in ((CPU, "#c0392b"), (RSS, "#2980b9")):
+            if rows := series("driver", metric):
+                label = f"{metric}, {rows[0].unit}"
+                right.plot(
+                    [r.extra["ranks"] for r in rows],
+                    [r.median for r in rows],
+                    "o-",
+                    color=colour,
+                    label=label,
+                )
+                right.legend(fontsize=8)
+        right.set(title="the driver in steady state", xlabel="ranks", xscale="log")
+        figure.supxlabel(report.conditions.get("recipe", ""), fontsize=7)
+        figure.savefig(path, dpi=150)
+        pyplot.close(figure)
 
 
 def _sizes(text: str) -> list[int]:
@@ -437,80 +534,11 @@ def _table(report: Report, spread: bool) -> tuple[tuple[str, ...], list[tuple[st
     return ("", *(f"{n:,} ranks" for n in sizes), "exponent"), lines
 
 
-def lines(report: Report) -> list[str]:
-    """Return a table with a column per size, the notes of the rows, and the finding."""
-    header, found = _table(report, spread=False)
-    wrong = [
-        f"{row.arm}, {row.metric}: {row.wrong} of {row.n} name the wrong rank"
-        for row in report.rows
-        if row.wrong
-    ]
-    notes = dict.fromkeys(
-        f"{row.metric}: {row.note}" for row in report.rows if row.note and "exponent" not in row.arm
-    )
-    table = aligned(
-        [(*header, ""), *((*line, "") for line in found)], right=set(range(1, len(header)))
-    )
-    return [*table, "", *wrong, *notes, "", *finding(report)]
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark and return its exit code, as `python -m nanoray.bench NAME` does."""
+    flags = sys.argv[1:] if argv is None else argv
+    return exit_code_of(lambda: run_one("control", ENTRY, flags))
 
 
-def paste(report: Report) -> list[str]:
-    """Return a table for a page, and the finding."""
-    header, found = _table(report, spread=True)
-    return [*markdown(header, found), "", *finding(report)]
-
-
-def draw(report: Report, path: Path) -> None:
-    """Draw the time to name the failed rank, and the driver's CPU share, over the number of ranks."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    def series(part: str, metric: str) -> list[Row]:
-        found = [
-            r
-            for r in report.rows
-            if r.extra.get("part") == part and r.metric == metric and r.values
-        ]
-        return [r for r in found if "ranks" in r.extra]
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
-    for part, style in (("decision", "--"), ("driver", "-")):
-        for metric in (KILLED, WAITS, HUNG):
-            if rows := series(part, metric):
-                spread = [
-                    [r.median - r.quartiles[0] for r in rows],
-                    [r.quartiles[1] - r.median for r in rows],
-                ]
-                ranks = [r.extra["ranks"] for r in rows]
-                left.errorbar(
-                    ranks,
-                    [r.median for r in rows],
-                    spread,
-                    ls=style,
-                    marker="o",
-                    label=f"{part}: {metric}",
-                )
-    left.set(
-        title="time until the failed rank is named",
-        xlabel="ranks",
-        ylabel="ms, median and quartiles",
-    )
-    left.set(xscale="log", yscale="log")
-    left.legend(fontsize=7)
-    for metric, colour in ((CPU, "#c0392b"), (RSS, "#2980b9")):
-        if rows := series("driver", metric):
-            label = f"{metric}, {rows[0].unit}"
-            right.plot(
-                [r.extra["ranks"] for r in rows],
-                [r.median for r in rows],
-                "o-",
-                color=colour,
-                label=label,
-            )
-            right.legend(fontsize=8)
-    right.set(title="the driver in steady state", xlabel="ranks", xscale="log")
-    figure.supxlabel(report.conditions.get("recipe", ""), fontsize=7)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+if __name__ == "__main__":
+    raise SystemExit(main())

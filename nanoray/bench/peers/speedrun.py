@@ -37,7 +37,7 @@ def validation_loss(model: nn.Module, data: TokenData, config: Config) -> float:
 
 def main(argv: list[str]) -> int:
     """Train until an evaluation reaches target_loss, or max_steps."""
-    config = parse_args(argv, "python -m nanoray.bench.peers.speedrun_peer", "A plain loop.").config
+    config = parse_args(argv, "python -m nanoray.bench.peers.speedrun", "A plain loop.").config
     info = prepare(config)
     data, records = (
         TokenData(info, config.block_size, config.seed),

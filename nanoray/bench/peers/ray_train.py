@@ -35,7 +35,7 @@ from nanoray.run import RunSpec
 
 def main(
     argv: list[str] | None = None,
-    program: str = "python -m nanoray.bench.peers.ray_train_peer",
+    program: str = "python -m nanoray.bench.peers.ray_train",
     what: str = "Train under Ray Train's TorchTrainer: what nanoray.launch is measured against.",
     loop: Callable[[dict[str, Any]], None] | None = None,
     torch_config: Callable[[], Any] = lambda: None,

@@ -1,0 +1,47 @@
+"""Every committed result of a benchmark can still be printed, pasted and drawn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nanoray.bench.harness.benchmark import Benchmark
+from nanoray.bench.harness.report import Report
+from nanoray.bench.registry import BENCHMARKS
+from tests.stress.control import ControlBenchmark
+
+RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
+
+
+def results() -> dict[str, str]:
+    """Return the benchmark of each committed file that one wrote, by the file's name."""
+    found = {}
+    for path in sorted(RESULTS.glob("*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(content, dict) and "bench" in content:
+            found[path.name] = content["bench"]
+    return found
+
+
+def benchmark_named(name: str) -> Benchmark:
+    return ControlBenchmark() if name == "control" else BENCHMARKS[name].load()
+
+
+@pytest.mark.parametrize(("name", "bench"), results().items())
+def test_a_committed_result_is_printed_pasted_and_drawn(
+    name: str, bench: str, tmp_path: Path
+) -> None:
+    benchmark, report = benchmark_named(bench), Report.read(RESULTS / name)
+    text = report.lines(benchmark.format_text(report) or None)
+    assert text[-1].startswith("OK  "), "what is committed has no failure"
+    markdown = benchmark.format_markdown(report)
+    assert any(line.startswith("| ---") for line in markdown), "a table"
+    benchmark.draw(report, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_in_the_list_loads(name: str) -> None:
+    assert isinstance(BENCHMARKS[name].load(), Benchmark)
