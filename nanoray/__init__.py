@@ -8,10 +8,11 @@ _EXPORTED = {"RuntimeEngine", "Callback", "Run"}  # of nanoray.train.runtime, wh
 
 
 def __getattr__(name: str) -> Any:
+    """Import the public names on first use: `import nanoray` alone imports neither torch nor ray."""
     from importlib import import_module
 
     if name in _EXPORTED:
         return getattr(import_module("nanoray.train.runtime"), name)
-    if name == "launch":  # the package, which is a function, too
+    if name == "launch":  # a package that is also callable: nanoray.launch(...)
         return import_module("nanoray.launch")
     raise AttributeError(f"module nanoray has no attribute {name}")

@@ -6,6 +6,8 @@ import difflib
 import importlib
 import sys
 
+# Command -> (module whose `main` runs it, line of the help). A module is imported only when its
+# command runs, because most of them import torch.
 COMMANDS = {
     "train": ("nanoray.train.__main__", "train in this process, or as one rank of a torchrun"),
     "launch": (
@@ -55,17 +57,25 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run one of the commands and return its exit code."""
-    argv = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        argv = sys.argv[1:]
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: nanoray COMMAND [--help | flags]\n")
-        print("\n".join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items()))
-        return 0 if argv else 2
-    if argv[0] not in COMMANDS:
-        close = difflib.get_close_matches(argv[0], COMMANDS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(COMMANDS)}"
-        print(f"error: unknown command {argv[0]}; {hint}", file=sys.stderr)
+        for name, (_, description) in COMMANDS.items():
+            print(f"  {name:<10} {description}")
+        return 0 if argv else 2  # no command at all is an error
+
+    command = argv[0]
+    if command not in COMMANDS:
+        hint = f"known: {', '.join(COMMANDS)}"
+        similar = difflib.get_close_matches(command, COMMANDS, n=1)
+        if similar:
+            hint = f"did you mean {similar[0]}?"
+        print(f"error: unknown command {command}; {hint}", file=sys.stderr)
         return 2
-    module = importlib.import_module(COMMANDS[argv[0]][0])
+
+    module_name, _ = COMMANDS[command]
+    module = importlib.import_module(module_name)
     return module.main(argv[1:])
 
 

@@ -1,9 +1,10 @@
-"""`python -m nanoray.check`: check that this machine is ready, and show what would run where. It
-starts nothing.
+"""Check that this machine is ready to train, and show what would run where. Starts nothing.
 
-Neither torch nor ray is imported: versions come from package metadata, NCCL's from the library that
-torch would load. Exit code 0: training works, perhaps with problems that are not fatal; 1: it does
-not; 2: the flags are wrong.
+Neither torch nor ray is imported, so the answer comes within a second: versions come from package
+metadata, NCCL's from the library that torch would load.
+
+Exit codes of `python -m nanoray.check`: 0, training works, perhaps with problems that are not
+fatal; 1, training does not work; 2, the flags are wrong.
 """
 
 from __future__ import annotations
@@ -39,6 +40,12 @@ from nanoray.mesh.layout import Layout
 from nanoray.mesh.rendezvous import RankDevice, choose_backend
 
 GIB = 2**30
+NO_NETWORK = {
+    "stdlib": "made from Python's standard library, needs no network",
+    "cifar10-generated": "generated, needs no network",
+}
+RAY_PORT = 6379  # of a Ray head whose address names none
+RAY_TIMEOUT_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -51,12 +58,24 @@ class Problem:
 
 
 def survey(config: Config, nvml: Any = None) -> dict[str, Any]:
-    """Inspect this machine and decide what `config` would run here. Return plain data, `problems`
-    near the end.
+    """Inspect this machine and decide what `config` would run here.
+
+    Returns plain data that json.dumps accepts; `problems` and `can_train` are its last keys.
     """
-    gpus, cpus, features = discover_gpus(nvml), host.available_cpus(), host.cpu_features()
-    cuda = {"torch_build": torch_cuda_build(), "driver": driver_cuda(nvml) if gpus else None}
-    nccl = nccl_version() if cuda["torch_build"] else None
+    gpus = discover_gpus(nvml)
+    cpus = host.available_cpus()
+    features = host.cpu_features()
+
+    cuda: dict[str, str | None] = {"torch_build": torch_cuda_build(), "driver": None, "nccl": None}
+    nccl = None
+    if gpus:
+        cuda["driver"] = driver_cuda(nvml)
+    # A CPU build of torch loads no NCCL, whatever the system has installed.
+    if cuda["torch_build"]:
+        nccl = nccl_version()
+    if nccl:
+        cuda["nccl"] = ".".join(str(part) for part in nccl)
+
     report: dict[str, Any] = {
         "versions": versions(),
         "cpu": {"name": host.cpu_name(), "usable_cores": cpus, "features": sorted(features)},
@@ -64,84 +83,119 @@ def survey(config: Config, nvml: Any = None) -> dict[str, Any]:
             "available_gib": round(host.available_memory_bytes() / GIB, 1),
             "shm_gib": shm_gib(),
         },
-        "cuda": cuda | {"nccl": ".".join(map(str, nccl)) if nccl else None},
+        "cuda": cuda,
         "gpus": [gpu.to_dict() for gpu in gpus],
         "dataset": dataset_state(config),
         "out_dir": out_dir_state(config),
         "environment": sys.prefix,
         "ray": ray_state(config),
     }
-    problems, slots = [*version_problems(report["versions"])], None
+    problems = list(version_problems(report["versions"]))
+
+    # The choices of a launch, by the functions that a launch calls. A choice that is refused becomes
+    # a problem, and the report keeps the choices before it.
+    slots = None
     try:
-        slots = local_slots(
-            config.device, None if config.workers == "auto" else config.workers, gpus, cpus
-        )
-        bf16_gpu = all(d.bf16 for d in slots.devices) if slots.devices else None
-        precision, why = choose.choose_precision(config, slots.kind, features, bf16_gpu)
-        cards = [RankDevice(d.kind, "this node", d.parent_uuid) for d in slots.devices]
-        cards = cards or [RankDevice("cpu", "this node", "")] * slots.workers
-        mesh = (
-            f" = {Layout.of(config, slots.workers)}"
-            if config.tp * config.pp * config.ep > 1
-            else ""
-        )
-        report["placement"] = {
-            "choice": f"{slots.workers} × {slots.kind}{mesh}",
-            "reason": slots.reason,
-        }
-        report["precision"] = {"choice": precision, "reason": why}
-        backend = choose_backend(cards, config.backend, nccl)
+        workers = None if config.workers == "auto" else config.workers
+        slots = local_slots(config.device, workers, gpus, cpus)
+
+        # One GPU without bf16 decides for all ranks, because they train one model.
+        bf16_gpu = None
+        if slots.devices:
+            bf16_gpu = all(device.bf16 for device in slots.devices)
+        precision, reason = choose.choose_precision(config, slots.kind, features, bf16_gpu)
+        report["placement"] = {"choice": _placement(config, slots), "reason": slots.reason}
+        report["precision"] = {"choice": precision, "reason": reason}
+
+        # After the placement, because the backend depends on which ranks share a GPU.
+        backend = choose_backend(_rank_devices(slots), config.backend, nccl)
         report["backend"] = {"choice": backend.backend, "reason": backend.reason}
     except NanorayError as error:
-        problems.append(Problem(*str(error).partition("; ")[::2], True))
-    problems += [*gpu_problems(gpus, slots, cuda), *host_problems(report)]
+        what, _, remedy = str(error).partition("; ")
+        problems.append(Problem(what, remedy, fatal=True))
+
+    problems += gpu_problems(gpus, slots, cuda)
+    problems += host_problems(report)
     report["problems"] = [asdict(problem) for problem in problems]
     report["can_train"] = not any(problem.fatal for problem in problems)
     return report
 
 
+def _placement(config: Config, slots: Slots) -> str:
+    """Describe the number and kind of slots, and the mesh where it has more than one axis."""
+    choice = f"{slots.workers} × {slots.kind}"
+    if config.tp * config.pp * config.ep > 1:
+        choice += f" = {Layout.of(config, slots.workers)}"
+    return choice
+
+
+def _rank_devices(slots: Slots) -> list[RankDevice]:
+    """Return the device of each rank, as the choice of a backend needs it."""
+    if not slots.devices:
+        return [RankDevice("cpu", "this node", "")] * slots.workers
+    return [RankDevice(device.kind, "this node", device.parent_uuid) for device in slots.devices]
+
+
+# What is installed.
+
+
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python and the packages that training needs, None for one that is not
-    installed.
-    """
-    installed = {
-        name: next((d.version for d in metadata.distributions(name=name)), None)
-        for name in ("torch", "ray")
+    """Return the versions of nanoray, Python, torch and ray, None for one that is not installed."""
+    return {
+        "nanoray": __version__,
+        "python": platform.python_version(),
+        "torch": _installed_version("torch"),
+        "ray": _installed_version("ray"),
     }
-    return {"nanoray": __version__, "python": platform.python_version(), **installed}
+
+
+def _installed_version(name: str) -> str | None:
+    # metadata.version raises where a package is missing; this loop does not.
+    for distribution in metadata.distributions(name=name):
+        return distribution.version
+    return None
 
 
 def _torch_folder() -> Path:
     spec = find_spec("torch")
-    return Path(spec.origin if spec and spec.origin else "torch/__init__.py").parent
+    if spec is None or not spec.origin:
+        return Path("torch")
+    return Path(spec.origin).parent
 
 
 def torch_cuda_build() -> str | None:
-    """Return the CUDA version that torch was built for, None for a CPU build, without the seconds
-    of an import.
+    """Return the CUDA version that torch was built for, None for a CPU build.
+
+    Reads torch's version.py, because importing torch takes seconds.
     """
     path = _torch_folder() / "version.py"
-    match = re.search(
-        r"^cuda\b[^=\n]*= '([\d.]+)'",
-        path.read_text("utf-8") if path.exists() else "",
-        re.MULTILINE,
-    )
-    return match[1] if match else None
+    if not path.exists():
+        return None
+    # The line is "cuda: Optional[str] = '13.0'", with None instead of the text in a CPU build.
+    match = re.search(r"^cuda\b[^=\n]*= '([\d.]+)'", path.read_text("utf-8"), re.MULTILINE)
+    if match is None:
+        return None
+    return match[1]
 
 
 def nccl_version() -> tuple[int, int, int] | None:
-    """Return the version of the NCCL library that would be loaded: a preloaded one, torch's own, or
-    the system's.
+    """Return the version of the NCCL library that training would load, None without one.
+
+    Tries them in the order of the dynamic loader: preloaded, torch's own, the system's.
     """
-    preloaded = [p for p in re.split(r"[ :]", os.environ.get("LD_PRELOAD", "")) if "nccl" in p]
-    for path in (
-        *preloaded,
-        str(_torch_folder().parent / "nvidia/nccl/lib/libnccl.so.2"),
-        "libnccl.so.2",
-    ):
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(path).ncclGetVersion(ctypes.byref(number := ctypes.c_int()))
-            return number.value // 10000, number.value // 100 % 100, number.value % 100
+    preloaded = re.split(r"[ :]", os.environ.get("LD_PRELOAD", ""))
+    paths = [path for path in preloaded if "nccl" in path]
+    paths.append(str(_torch_folder().parent / "nvidia/nccl/lib/libnccl.so.2"))
+    paths.append("libnccl.so.2")
+
+    number = ctypes.c_int()
+    for path in paths:
+        try:
+            ctypes.CDLL(path).ncclGetVersion(ctypes.byref(number))
+        except (OSError, AttributeError):  # no such library, or not NCCL
+            continue
+        # NCCL encodes 2.29.7 as 22907.
+        return number.value // 10000, number.value // 100 % 100, number.value % 100
     return None
 
 
@@ -152,234 +206,314 @@ def driver_cuda(nvml: Any = None) -> str | None:
         nvml.nvmlInit()
         number = nvml.nvmlSystemGetCudaDriverVersion()
         nvml.nvmlShutdown()
-        return f"{number // 1000}.{number % 1000 // 10}"
+        return f"{number // 1000}.{number % 1000 // 10}"  # CUDA encodes 12.8 as 12080
     return None
 
 
 def shm_gib() -> float | None:
     """Return the size of /dev/shm in GiB, None on systems without it."""
-    return (
-        round(shutil.disk_usage("/dev/shm").total / GIB, 2) if os.path.isdir("/dev/shm") else None
-    )
+    if not os.path.isdir("/dev/shm"):
+        return None
+    return round(shutil.disk_usage("/dev/shm").total / GIB, 2)
+
+
+# What a run reads and writes.
 
 
 def dataset_state(config: Config) -> dict[str, Any]:
-    """Say whether the run's data are on this machine."""
-    made = {"stdlib": "made from Python's standard library, needs no network"}
-    made |= {"cifar10-generated": "generated, needs no network"}
-    name, size, otherwise = "Shakespeare", "1.1 MB", "Python's standard library"
-    file = cache_dir(config) / "shakespeare.txt"
-    if config.model == "resnet":
-        name, size, otherwise = "CIFAR-10", "170 MB", "generated images"
-        file = cifar10.folder_of(config) / "meta.json"
-    there = True
+    """Return the dataset's name, whether it is missing, and a note on where it comes from."""
+    missing = False
     if config.model == "own":
         note = "data of the script"
-    elif config.dataset in made:
-        note = made[config.dataset]
-    elif config.dataset not in ("auto", "shakespeare", "cifar10"):
-        there = os.path.exists(os.path.expanduser(config.dataset))
-        note = "there" if there else "not there, or closed to this user"
-    elif os.path.exists(file):
-        note = f"{name} is cached"
+    elif config.dataset in NO_NETWORK:
+        note = NO_NETWORK[config.dataset]
+    elif config.dataset in ("auto", "shakespeare", "cifar10"):
+        note = _download_note(config)
     else:
-        offline = f", or offline takes {otherwise}" if config.dataset == "auto" else ""
-        note = f"{name} is not cached: the first run downloads {size}{offline}"
-    return {"name": config.dataset, "missing": not there, "note": note}
+        missing = not os.path.exists(os.path.expanduser(config.dataset))
+        note = "there"
+        if missing:
+            note = "not there, or closed to this user"
+    return {"name": config.dataset, "missing": missing, "note": note}
+
+
+def _download_note(config: Config) -> str:
+    """Return whether the dataset that the first run downloads is in the cache."""
+    if config.model == "resnet":
+        name = "CIFAR-10"
+        size = "170 MB"
+        substitute = "generated images"
+        cached = cifar10.folder_of(config) / "meta.json"
+    else:
+        name = "Shakespeare"
+        size = "1.1 MB"
+        substitute = "Python's standard library"
+        cached = cache_dir(config) / "shakespeare.txt"
+
+    # os.path.exists returns False below a folder that is closed to this user; Path.exists raises.
+    if os.path.exists(cached):
+        return f"{name} is cached"
+    note = f"{name} is not cached: the first run downloads {size}"
+    if config.dataset == "auto":
+        note += f", or offline takes {substitute}"
+    return note
 
 
 def out_dir_state(config: Config) -> dict[str, Any]:
-    """Say whether runs can be written, and how much space is free."""
+    """Return whether runs can be written, and the free space. Creates nothing."""
     path = Path(config.out_dir).expanduser().absolute()
-    there = next(folder for folder in (path, *path.parents) if os.path.exists(folder))
-    writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    # A run creates the missing folders, so the nearest existing one decides.
+    existing = next(folder for folder in (path, *path.parents) if os.path.exists(folder))
     return {
         "path": config.out_dir,
-        "writable": writable,
-        "free_gib": round(shutil.disk_usage(there).free / GIB, 1),
+        "writable": existing.is_dir() and os.access(existing, os.W_OK | os.X_OK),
+        "free_gib": round(shutil.disk_usage(existing).free / GIB, 1),
     }
 
 
 def ray_state(config: Config) -> dict[str, Any]:
-    """Return the Ray cluster that a run would join and whether its port answers; None for a new
-    local one.
+    """Return the address of the Ray cluster that a run would join, and whether its port answers.
+
+    Both are None where a run starts a local cluster, or where Ray searches for one itself.
     """
-    address = (
-        os.environ.get("RAY_ADDRESS", "") if config.ray_address == "auto" else config.ray_address
-    )
-    answers = None if address in ("", "local", "auto") else False
-    with contextlib.suppress(OSError, ValueError):
-        if answers is False:
-            parts = urlsplit(address if "://" in address else f"//{address}")
-            socket.create_connection(
-                (parts.hostname or "", parts.port or 6379), timeout=0.5
-            ).close()
-            answers = True
-    return {"address": address or None, "answers": answers}
+    address = config.ray_address
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS", "")
+    if address in ("", "local", "auto"):
+        return {"address": address or None, "answers": None}
+    return {"address": address, "answers": _port_answers(address)}
 
 
-def version_problems(found: dict[str, str | None]) -> Iterator[Problem]:
-    """Compare the installed versions with the pins of pyproject.toml, read from the package's
-    metadata.
-    """
+def _port_answers(address: str) -> bool:
+    # Without a scheme, urlsplit takes the host for a path unless two slashes precede it.
+    if "://" not in address:
+        address = f"//{address}"
     try:
-        pins, python = (
-            metadata.requires("nanoray") or [],
-            str(metadata.metadata("nanoray")["Requires-Python"]),
-        )
+        parts = urlsplit(address)
+        target = (parts.hostname or "", parts.port or RAY_PORT)
+        socket.create_connection(target, timeout=RAY_TIMEOUT_S).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+# Problems and remedies.
+
+
+def version_problems(installed: dict[str, str | None]) -> Iterator[Problem]:
+    """Compare the installed versions with the pins in the metadata of the nanoray package."""
+    try:
+        requirements = metadata.requires("nanoray") or []
+        python_range = str(metadata.metadata("nanoray")["Requires-Python"])
     except metadata.PackageNotFoundError:  # nanoray is on the path but not installed
-        pins, python = [], ""
+        requirements = []
+        python_range = ""
+
     for name in ("torch", "ray"):
-        pin = next(
-            (m[1] for p in pins if (m := re.match(rf"{name}(?:\[\w+\])?==([\w.]+)", p))), None
-        )
-        have, install = found[name], f"pip install {name}" + (f"=={pin}" if pin else "")
-        if have is None:
+        pin = _pinned_version(name, requirements)
+        version = installed[name]
+        install = f"pip install {name}"
+        if pin:
+            install += f"=={pin}"
+        if version is None:
             yield Problem(f"{name} is not installed", install, fatal=True)
-        elif pin and have.partition("+")[0] != pin:
-            yield Problem(f"{name} {have} is not the tested version {pin}", install, fatal=False)
-    bounds = dict(re.findall(r"(>=|<)3\.(\d+)", python))
-    if (
-        not int(bounds.get(">=", 0))
-        <= int(str(found["python"]).split(".")[1])
-        < int(bounds.get("<", 99))
-    ):
+        elif pin and version.partition("+")[0] != pin:  # without the build: 2.13.0+cpu
+            yield Problem(f"{name} {version} is not the tested version {pin}", install, fatal=False)
+
+    # Only the minor version of Python is compared: ">=3.10,<3.14" becomes 10 <= minor < 14.
+    bounds = dict(re.findall(r"(>=|<)3\.(\d+)", python_range))
+    lowest = int(bounds.get(">=", 0))
+    end = int(bounds.get("<", 99))
+    minor = int(str(installed["python"]).split(".")[1])
+    if not lowest <= minor < end:
         yield Problem(
-            f"Python {found['python']} is outside {python}",
+            f"Python {installed['python']} is outside {python_range}",
             "make the environment with another",
             fatal=True,
         )
 
 
+def _pinned_version(name: str, requirements: list[str]) -> str | None:
+    """Return the version that a requirement such as `ray[default]==2.60.0` pins."""
+    for requirement in requirements:
+        match = re.match(rf"{name}(?:\[\w+\])?==([\w.]+)", requirement)
+        if match:
+            return match[1]
+    return None
+
+
 def gpu_problems(
     gpus: list[Device], slots: Slots | None, cuda: dict[str, str | None]
 ) -> Iterator[Problem]:
-    """Yield what prevents the use of the GPUs found."""
-    wanted = slots is not None and slots.kind != "cpu"
-    build, driver = cuda["torch_build"], cuda["driver"]
+    """Yield what prevents the use of the GPUs of this machine."""
+    # With --device cpu a broken CUDA installation does not prevent training.
+    gpus_needed = slots is not None and slots.kind != "cpu"
+    build = cuda["torch_build"]
+    driver = cuda["driver"]
+
     if gpus and not build:
         yield Problem(
             "this torch has no CUDA, but there are GPUs",
             "install its CUDA build, or --device cpu",
-            wanted,
+            fatal=gpus_needed,
         )
+    # A driver supports every minor version of its CUDA major version.
     elif build and driver and int(driver.split(".")[0]) < int(build.split(".")[0]):
         yield Problem(
-            f"torch wants CUDA {build}, the driver ends at {driver}", "update the driver", wanted
+            f"torch wants CUDA {build}, the driver ends at {driver}",
+            "update the driver",
+            fatal=gpus_needed,
         )
+
+    cards_with_slices = {device.parent_uuid for device in gpus if device.kind == "mig"}
     for gpu in gpus:
-        if gpu.mig_mode and not any(d.kind == "mig" and d.parent_uuid == gpu.uuid for d in gpus):
-            yield Problem(
-                f"GPU {gpu.index} is in MIG mode but has no slices",
-                mig.mig_commands(gpu),
-                fatal=False,
-            )
+        if gpu.mig_mode and gpu.uuid not in cards_with_slices:
+            what = f"GPU {gpu.index} is in MIG mode but has no slices"
+            yield Problem(what, mig.mig_commands(gpu), fatal=False)
 
 
 def host_problems(report: dict[str, Any]) -> Iterator[Problem]:
     """Yield problems of shared memory, data, disk, environment and cluster."""
-    shm, out, ray = report["memory"]["shm_gib"], report["out_dir"], report["ray"]
-    if shm is not None and shm < 1 and report.get("backend", {}).get("choice") == "nccl":
+    # NCCL's ranks on one host exchange data through /dev/shm; gloo does not use it.
+    shm = report["memory"]["shm_gib"]
+    backend = report.get("backend", {}).get("choice")
+    if backend == "nccl" and shm is not None and shm < 1:
         yield Problem(
             f"/dev/shm has {shm} GiB, NCCL wants 1",
             "docker run --shm-size=8g, or a larger emptyDir",
-            False,
-        )
-    if report["dataset"]["missing"]:
-        yield Problem(
-            f"dataset = {report['dataset']['name']} is {report['dataset']['note']}",
-            "correct the path",
-            fatal=True,
-        )
-    if not out["writable"]:
-        yield Problem(
-            f"out_dir = {out['path']} cannot be written", "give another --out_dir", fatal=True
-        )
-    elif out["free_gib"] < 1:
-        yield Problem(
-            f"out_dir = {out['path']} has {out['free_gib']} GiB free, less than 1",
-            "free some",
             fatal=False,
         )
+
+    dataset = report["dataset"]
+    if dataset["missing"]:
+        what = f"dataset = {dataset['name']} is {dataset['note']}"
+        yield Problem(what, "correct the path", fatal=True)
+
+    out_dir = report["out_dir"]
+    if not out_dir["writable"]:
+        what = f"out_dir = {out_dir['path']} cannot be written"
+        yield Problem(what, "give another --out_dir", fatal=True)
+    elif out_dir["free_gib"] < 1:
+        what = f"out_dir = {out_dir['path']} has {out_dir['free_gib']} GiB free, less than 1"
+        yield Problem(what, "free some", fatal=False)
+
     if any(letter.isspace() for letter in report["environment"]):
         yield Problem(
             f"the path of this environment has a space: {report['environment']}; Ray passes it "
-            "unquoted to a shell, so "
-            "`ray start --head --block` ends at once and `ray job submit` hangs; --compile on a "
-            "CPU is refused",
+            "unquoted to a shell, so `ray start --head --block` ends at once and `ray job submit` "
+            "hangs; --compile on a CPU is refused",
             "make the environment in another folder; a Ray that nanoray starts itself works: "
             "--ray_address local",
             fatal=False,
         )
+
+    ray = report["ray"]
     if ray["answers"] is False:
-        yield Problem(
-            f"no Ray answers at {ray['address']}",
-            "start it, or use --ray_address local",
-            fatal=True,
-        )
+        what = f"no Ray answers at {ray['address']}"
+        yield Problem(what, "start it, or use --ray_address local", fatal=True)
+
+
+# The command.
 
 
 def render(report: dict[str, Any]) -> str:
     """Format the report as aligned lines; the last one says whether training works."""
-    found, cpu, memory, cuda, out = (
-        report[key] for key in ("versions", "cpu", "memory", "cuda", "out_dir")
+    rows = [*_machine_rows(report), *_choice_rows(report)]
+    for problem in report["problems"]:
+        rows.append(("problem", f"{problem['what']}; {problem['remedy']}"))
+
+    width = max(len(label) for label, _ in rows)
+    lines = [f"{label:<{width}}  {value}" for label, value in rows]
+    lines.append(_verdict(len(report["problems"]), report["can_train"]))
+    return "\n".join(lines)
+
+
+def _machine_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the label and the value of each line about this machine."""
+    installed = report["versions"]
+    cpu = report["cpu"]
+    memory = report["memory"]
+    cuda = report["cuda"]
+
+    build = f"CUDA {cuda['torch_build']}" if cuda["torch_build"] else "CPU"
+    yield (
+        "nanoray",
+        f"{installed['nanoray']} · python {installed['python']} · torch {installed['torch']} "
+        f"({build} build) · ray {installed['ray']}",
     )
-    torch = f"torch {found['torch']} ({'CUDA ' + cuda['torch_build'] if cuda['torch_build'] else 'CPU'} build)"
-    rows = [
-        (
-            "nanoray",
-            f"{found['nanoray']} · python {found['python']} · {torch} · ray {found['ray']}",
-        ),
-        (
-            "cpu",
-            f"{cpu['name']} · {cpu['usable_cores']:g} usable cores · "
-            f"{' '.join(cpu['features']) or 'plain'}",
-        ),
-        ("memory", f"{memory['available_gib']} GiB available · /dev/shm {memory['shm_gib']} GiB"),
-    ]
+    features = " ".join(cpu["features"]) or "plain"
+    yield "cpu", f"{cpu['name']} · {cpu['usable_cores']:g} usable cores · {features}"
+    yield "memory", f"{memory['available_gib']} GiB available · /dev/shm {memory['shm_gib']} GiB"
     if cuda["driver"] or cuda["nccl"]:
-        rows.append(("cuda", f"driver up to CUDA {cuda['driver']} · NCCL {cuda['nccl']}"))
+        yield "cuda", f"driver up to CUDA {cuda['driver']} · NCCL {cuda['nccl']}"
+
     for gpu in report["gpus"]:
-        label = f"gpu {gpu['index']}" if gpu["kind"] == "cuda" else f"  slice {gpu['index']}"
-        note = " · MIG mode" if gpu["mig_mode"] else ""
-        rows.append(
-            (label, f"{gpu['name']} · {gpu['memory_bytes'] / GIB:.1f} GiB · {gpu['uuid']}{note}")
-        )
+        # A slice follows its card, so its line is indented.
+        label = f"  slice {gpu['index']}"
+        if gpu["kind"] == "cuda":
+            label = f"gpu {gpu['index']}"
+        value = f"{gpu['name']} · {gpu['memory_bytes'] / GIB:.1f} GiB · {gpu['uuid']}"
+        if gpu["mig_mode"]:
+            value += " · MIG mode"
+        yield label, value
     if not report["gpus"]:
-        rows.append(("gpus", "none"))
+        yield "gpus", "none"
+
+
+def _choice_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the label and the value of each line about what would run."""
     for key in ("placement", "precision", "backend"):
-        if key in report:
-            rows.append((key, f"{report[key]['choice']} ({report[key]['reason']})"))
-    rows.append(("dataset", f"{report['dataset']['name']} ({report['dataset']['note']})"))
-    rows.append(("out_dir", f"{out['path']} · {out['free_gib']} GiB free"))
-    answers = {None: "", True: " (answers)", False: " (does not answer)"}[report["ray"]["answers"]]
-    rows.append(("ray", f"{report['ray']['address'] or 'a new local one'}{answers}"))
-    rows += [("problem", f"{p['what']}; {p['remedy']}") for p in report["problems"]]
-    width, count = max(len(label) for label, _ in rows), len(report["problems"])
-    verdict = f"{count} problem{'s' * (count != 1)}" + ", but it can train" * report["can_train"]
-    return "\n".join(
-        [
-            *(f"{label:<{width}}  {text}" for label, text in rows),
-            verdict if count else "ok: it can train",
-        ]
-    )
+        if key in report:  # survey adds no choice that was refused
+            yield key, f"{report[key]['choice']} ({report[key]['reason']})"
+
+    dataset = report["dataset"]
+    yield "dataset", f"{dataset['name']} ({dataset['note']})"
+
+    out_dir = report["out_dir"]
+    yield "out_dir", f"{out_dir['path']} · {out_dir['free_gib']} GiB free"
+
+    ray = report["ray"]
+    suffixes = {None: "", True: " (answers)", False: " (does not answer)"}
+    yield "ray", f"{ray['address'] or 'a new local one'}{suffixes[ray['answers']]}"
+
+
+def _verdict(problem_count: int, can_train: bool) -> str:
+    if problem_count == 0:
+        return "ok: it can train"
+    verdict = f"{problem_count} problem"
+    if problem_count > 1:
+        verdict += "s"
+    if can_train:
+        verdict += ", but it can train"
+    return verdict
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the report for the given training flags (default: none) and return the exit code."""
-    return exit_code_of(lambda: _run(sys.argv[1:] if argv is None else argv))
+    arguments = sys.argv[1:] if argv is None else argv
+    return exit_code_of(lambda: _run(arguments))
 
 
 def _run(argv: list[str]) -> int:
-    about = "Is this machine ready, and what would run where? Flags are those of a run; --json prints JSON."
-    loaded = parse_args([a for a in argv if a != "--json"], "nanoray.check", about)
+    about = (
+        "Is this machine ready, and what would run where? Flags are those of a run; --json prints "
+        "JSON."
+    )
+    as_json = "--json" in argv
+    loaded = parse_args([flag for flag in argv if flag != "--json"], "nanoray.check", about)
+
+    # Flags of a run that would be ignored here are an error, as everywhere.
     for flag in ("dry_run", "quiet"):
         if getattr(loaded, flag):
             raise ConfigError(
                 f"{flag} cannot take effect: the check never starts anything; drop --{flag}"
             )
+
     report = survey(loaded.config)
-    print(json.dumps(report, indent=2) if "--json" in argv else render(report))
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        print(render(report))
     return 0 if report["can_train"] else 1
 
 

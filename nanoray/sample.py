@@ -1,6 +1,4 @@
-"""Generate text from a checkpoint: `python -m nanoray.sample runs/2026-... --prompt 'To be'
---max_new_tokens 200`.
-"""
+"""Generate text from a checkpoint: `python -m nanoray.sample runs/2026-... --prompt 'To be'`."""
 
 from __future__ import annotations
 
@@ -45,62 +43,76 @@ def main(argv: list[str] | None = None) -> int:
         "--top_k", type=int, default=200, help="sample among the k most likely tokens [200]"
     )
     parser.add_argument("--seed", type=int, default=1337, help="seed of the sampling [1337]")
-    parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu"
-    )
+    default_device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default_device, help="cuda or cpu")
     args = parser.parse_args(argv)
     return exit_code_of(lambda: print("\n---\n".join(samples(args)), flush=True))
 
 
 def samples(args: argparse.Namespace) -> list[str]:
     """Return the samples for these arguments. Raises CheckpointError or ConfigError."""
+    # The sampling's own generator. Making it first refuses a bad device before anything is read.
     try:
-        source = torch.Generator(device=args.device)
+        generator = torch.Generator(device=args.device)
     except (RuntimeError, AssertionError):
         raise ConfigError(
             f"device = {args.device} cannot be used here; give --device cuda or cpu"
         ) from None
-    state, where = load_state(Path(args.path))
+    generator.manual_seed(args.seed)
+
+    state, folder = load_state(Path(args.path))
     gpt, dataset = rebuild(state, torch.device(args.device))
+
+    # An empty prompt is an error: the model needs one token to predict the next.
     tokenizer = tokenizer_from_json(dataset.tokenizer)
-    tokens = tokenizer.start() if args.prompt is None else tokenizer.encode(args.prompt).tolist()
+    if args.prompt is None:
+        tokens = tokenizer.start()
+    else:
+        tokens = tokenizer.encode(args.prompt).tolist()
     if not tokens:
         raise ConfigError("the prompt is empty; give --prompt at least one character")
-    prompt = torch.tensor([tokens] * max(1, args.num_samples), device=args.device)  # (B, T)
-    source.manual_seed(args.seed)
-    out = generate(gpt, prompt, args.max_new_tokens, args.temperature, args.top_k, source)
-    print(
-        f"{where} · step {state.meta['step']} · val loss {state.meta['val_loss']}", file=sys.stderr
-    )
-    return [tokenizer.decode(row) for row in out.tolist()]
+
+    # All samples are one batch of the same prompt.
+    num_samples = max(1, args.num_samples)
+    prompt = torch.tensor([tokens] * num_samples, device=args.device)  # (B, T)
+    rows = generate(gpt, prompt, args.max_new_tokens, args.temperature, args.top_k, generator)
+
+    # To stderr, so that stdout has only the text.
+    meta = state.meta
+    print(f"{folder} · step {meta['step']} · val loss {meta['val_loss']}", file=sys.stderr)
+    return [tokenizer.decode(row) for row in rows.tolist()]
 
 
 def load_state(path: Path) -> tuple[StateDict, Path]:
-    """Load the newest valid checkpoint of a run folder, a step folder, or of the newest run in an
-    out_dir.
+    """Load the newest valid checkpoint below `path`, and return its folder with it.
+
+    `path` is a step folder, a run folder, or an out_dir, of which the newest run is taken. Raises
+    CheckpointError if there is none.
     """
     if not path.exists():
         raise CheckpointError(f"{path} does not exist; give a run folder, such as runs/2026-...")
-    is_run = (
-        any((path / name).exists() for name in ("state.json", "checkpoints"))
-        or path.name == "checkpoints"
-    )
+    # state.json marks a step folder. Anything else is taken for an out_dir, and "auto" searches it.
+    is_step = (path / "state.json").exists()
+    is_run = (path / "checkpoints").exists() or path.name == "checkpoints"
+    resume = str(path) if is_step or is_run else "auto"
+
     passed_over: list[str] = []
-    found = find_run(path, str(path) if is_run else "auto", {}, passed_over=passed_over)
-    if found is None:
-        why = "".join(f"; {note}" for note in passed_over)
+    checkpoint = find_run(path, resume, {}, passed_over=passed_over)
+    if checkpoint is None:
+        reasons = "".join(f"; {note}" for note in passed_over)
         raise CheckpointError(
-            f"{path} holds no run with a valid checkpoint{why}; train first, or give another folder"
+            f"{path} holds no run with a valid checkpoint{reasons}; train first, or give another "
+            "folder"
         )
-    for note in found.notes:
+    for note in checkpoint.notes:
         print(f"warning: {note}", file=sys.stderr)
-    return found.state, found.path
+    return checkpoint.state, checkpoint.path
 
 
 def rebuild(state: StateDict, device: torch.device) -> tuple[GPT, DatasetInfo]:
     """Return the checkpoint's model, in evaluation mode, and the dataset that it was trained on.
 
-    Raises CheckpointError for a model that makes no text.
+    Raises CheckpointError for a model that generates no text.
     """
     kind = state.meta["dataset"].get("kind")
     if kind == "images":
