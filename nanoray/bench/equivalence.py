@@ -31,8 +31,8 @@ from nanoray.bench.harness.rank_pool import (
 from nanoray.bench.harness.report import Report, Row, aligned, markdown, say
 from nanoray.bench.strategies import MODES
 from nanoray.config import Config, make_config
+from nanoray.config.mesh import BY_HAND
 from nanoray.errors import ConfigError
-from nanoray.model_options import BY_HAND
 from nanoray.parallel.schedules import SCHEDULES
 
 if TYPE_CHECKING:

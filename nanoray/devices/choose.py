@@ -7,8 +7,8 @@ import shutil
 import sys
 
 from nanoray.config import Config
+from nanoray.config.conflicts import auto_on_gpus, refuse
 from nanoray.errors import ConfigError
-from nanoray.kernel_options import auto_on_gpus, cannot_audit
 
 BF16_UNITS = frozenset({"amx_bf16", "avx512_bf16"})
 
@@ -29,9 +29,12 @@ def choose_precision(
 
     Raises ConfigError for one that this kind of device does not have.
     """
-    if config.precision == "tf32" and (kind == "cpu" or bf16_gpu is False):
-        have = "there is none" if kind == "cpu" else "a GPU is older than compute capability 8"
-        raise ConfigError(f"precision = tf32 is a format of GPUs, but {have}; use precision fp32")
+    refuse(config, device=kind, about=["precision"])
+    if config.precision == "tf32" and bf16_gpu is False:
+        raise ConfigError(
+            "precision = tf32 is a format of newer GPUs, but a GPU is older than compute "
+            "capability 8; use precision fp32"
+        )
     if config.precision != "auto":
         return config.precision, "asked for"
     if kind != "cpu":
@@ -56,11 +59,7 @@ def choose_precision(
 
 def require_compiler(config: Config, device: str) -> None:
     """Raise ConfigError where `compile` cannot work."""
-    if config.compile == "cuda_graphs" and device == "cpu":
-        raise ConfigError(
-            "compile = cuda_graphs, but the device is a CPU, which has no kernels to launch; use "
-            "true"
-        )
+    refuse(config, device=device.partition(":")[0], about=["compile"])
     if why := cannot_compile(device) if config.compile else "":
         raise ConfigError(f"compile = true {why}, or use --compile false")
 
@@ -93,13 +92,7 @@ def choose_attention(config: Config, kind: str, precision: str, features: frozen
     """Return flash, cudnn or plain: what was measured to be faster for `auto`. Raises ConfigError
     if it cannot be.
     """
-    if config.attention == "cudnn" and (kind == "cpu" or precision in ("fp32", "tf32")):
-        raise ConfigError(
-            f"attention = cudnn needs a GPU and 16 bits, but this is {kind} with {precision}; use "
-            "flash"
-        )
-    if kind != "cpu" and (why := cannot_audit(config)):
-        raise ConfigError(why)
+    refuse(config, device=kind, precision=precision, about=["attention"])
     if config.attention != "auto":
         return config.attention
     if kind != "cpu":

@@ -8,13 +8,13 @@ from typing import Any
 
 from nanoray.cli import Loaded
 from nanoray.config import VOCAB_MULTIPLE, Batch, Config, make_config, resolve_batch
+from nanoray.config.conflicts import refuse, require_divisible, require_groups
+from nanoray.data.lengths import format_lengths
 from nanoray.data.prepare import DatasetInfo
 from nanoray.devices.gpus import discover_gpus
 from nanoray.errors import ConfigError
 from nanoray.faults.plan import parse_plan
 from nanoray.mesh.layout import Layout
-from nanoray.model_options import require_divisible, require_groups
-from nanoray.seq_options import told_lengths
 
 WIDEST = 16  # turns of a kind that a timetable is drawn with
 
@@ -43,13 +43,8 @@ def plan(loaded: Loaded, ranks: int, dataset: DatasetInfo) -> tuple[Config, list
     if config.num_epochs:
         config, note = _count_steps(config, dataset, global_size)
         notes.append(note)
-    for key, idle in (("comm_trace", "off"), ("allreduce", "backend")):
-        if ranks == 1 and getattr(config, key) != idle:
-            raise ConfigError(
-                f"{key} = {getattr(config, key)} would be ignored: there is only one rank; start "
-                "more ranks "
-                f"(--workers 2, or torchrun), or use --{key} {idle}"
-            )
+    # What needs other ranks is refused here, where their number is known
+    refuse(config, ranks=ranks)
     for fault in parse_plan(config.faults):
         if fault.rank >= ranks:
             raise ConfigError(
@@ -102,7 +97,9 @@ def dry_run_lines(
             batch.global_size * config.block_size,
         )
         what = f"{batch.micro} seq × {batch.accum} accum × {batch.dp} dp × {config.block_size} tok"
-        notes = [*notes, f"sequences  {told_lengths(config)}"] if config.seq_warmup_steps else notes
+        notes = (
+            [*notes, f"sequences  {format_lengths(config)}"] if config.seq_warmup_steps else notes
+        )
     layout = Layout(dp=batch.dp, tp=config.tp, pp=config.pp, ep=config.ep)
     return [
         f"mesh       {layout.world_size} rank(s) = {layout}",

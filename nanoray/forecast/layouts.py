@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from nanoray.config.conflicts import excluded_layout
 from nanoray.errors import ConfigError
 from nanoray.forecast.predict import Job, Network, Prediction, Speed, memory_of, predict
 from nanoray.mesh.layout import Layout
@@ -68,23 +69,11 @@ def refusal(job: Job, layout: Layout) -> str:
     if shape.n_layer % (pp * job.chunks if pp > 1 else 1):
         chunks = f"*chunks = pp*{job.chunks}" if job.chunks > 1 else ""
         return f"pp{chunks} does not divide n_layer = {shape.n_layer}"
-    if job.config.optimizer == "muon" and tp * pp > 1:
-        return "muon needs whole matrices, so neither tp nor pp"
-    if job.config.loss_chunk and tp > 1:
-        return "tp cuts the logits, so no loss_chunk"
-    if pp > 1 and job.mode(layout) == "fsdp":
-        return "fsdp would gather a stage's weights for every turn of a pipeline"
-    if layout.ep > 1 and job.mode(layout) == "fsdp":
-        return "fsdp cuts every layer over all data ranks, and ep gives experts to some"
-    for what, alone, cut in (
-        ("audit_every", job.config.audit_every > 0, tp * pp * layout.ep),
-        ("statistics_every", job.config.statistics_every > 0, tp * pp * layout.ep),
-        ("seq_warmup_steps", job.config.seq_warmup_steps > 0, tp * pp),
-        ("an allreduce by hand", job.config.allreduce != "backend", tp * pp * layout.ep),
-        ("compile cuda_graphs", job.config.compile == "cuda_graphs", tp * pp),
-    ):
-        if alone and cut > 1:
-            return f"{what} needs whole models"
+    # What a start would refuse, a search does not offer
+    experts = job.experts.count if job.experts else 0
+    excluded = excluded_layout(job.config, job.mode(layout), tp, pp, layout.ep, experts)
+    if excluded:
+        return excluded
     if job.experts and job.experts.hidden % tp:
         return f"tp does not divide expert_hidden = {job.experts.hidden}"
     if job.experts and job.experts.count % layout.ep:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nanoray.config import Config
-from nanoray.kernel_options import auto_on_gpus
+from nanoray.config.conflicts import auto_on_gpus
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.kernels import Kernels
 from nanoray.models.moe import RouterTraining

@@ -41,10 +41,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from nanoray.config.conflicts import require_stages
 from nanoray.errors import ConfigError
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.pieces import Shard, whole_pieces
-from nanoray.model_options import require_stages
 from nanoray.models.dropout import derive_seed, seed_generators
 from nanoray.models.gpt import GPT
 from nanoray.parallel.schedules import Turn, last_half, messages, straight, timetable

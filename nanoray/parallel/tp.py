@@ -46,10 +46,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoray.config.conflicts import require_divisible
 from nanoray.errors import ConfigError
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.pieces import Piece, Shard, whole_pieces
-from nanoray.model_options import require_divisible
 from nanoray.models.dropout import derive_seed, seed_generators
 from nanoray.models.gpt import GPT, Attention, KVCache, LMHead, Positions
 from nanoray.models.moe import MoE

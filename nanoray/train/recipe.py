@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from nanoray.checkpoint.find import newest_rank_states, newest_valid
 from nanoray.checkpoint.writer import CheckpointWriter
 from nanoray.config import Batch, batch_for, resolve_batch
+from nanoray.data.lengths import length_at
 from nanoray.data.tokens import MicroBatches
 from nanoray.data.verify import verify
 from nanoray.devices.host import keep_freed_memory
@@ -38,7 +39,6 @@ from nanoray.parallel.compile import compile_layers
 from nanoray.parallel.plan import Loss, Plan
 from nanoray.points import reached
 from nanoray.run import RunSpec
-from nanoray.seq_options import length_at
 from nanoray.state import Holding, TrainState, share
 from nanoray.trace.ledger import Ledger
 from nanoray.trace.log import CommLog, CommTrace

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from nanoray.config import Batch
 from nanoray.data.images import ImageData
+from nanoray.data.lengths import format_lengths
 from nanoray.data.tokenizer import tokenizer_from_json
 from nanoray.data.tokens import Samples, TokenData
 from nanoray.mesh.pieces import Shard
@@ -22,7 +23,6 @@ from nanoray.models.precision import autocast
 from nanoray.models.resnet import ResNetShape, loss_and_accuracy
 from nanoray.models.sampling import generate
 from nanoray.run import RunSpec
-from nanoray.seq_options import told_lengths
 from nanoray.train.optim.groups import make_optimizer
 from nanoray.train.watch.observers import short
 from nanoray.train.workload import Workload
@@ -123,7 +123,7 @@ class TextTask(ConfiguredTask):
     def lines(self, batch: Batch) -> list[str]:
         data, length = self.spec.dataset, self.spec.config.block_size
         millions, config = costs.count_parameters(self.shape) / 1e6, self.spec.config
-        cut = f", {told_lengths(config)}" if config.seq_warmup_steps else ""
+        cut = f", {format_lengths(config)}" if config.seq_warmup_steps else ""
         return [
             f"data   {data.note} · {short(data.train_tokens)} train + {short(data.val_tokens)} val "
             f"tokens, vocabulary {data.vocab_size}",

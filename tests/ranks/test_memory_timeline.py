@@ -204,6 +204,6 @@ def test_what_would_record_nothing_is_refused() -> None:
     ):
         make_config(small | {"memory_at": 6, "stop_at": 5})
     with pytest.raises(
-        ConfigError, match="memory_at = 6 with compile = True: compiled layers allocate where"
+        ConfigError, match="memory_at = 6 with compile = True: allocations of compiled layers"
     ):
         make_config(small | {"memory_at": 6, "compile": True})

@@ -125,5 +125,5 @@ def test_tf32_is_refused_by_each_rank_without_a_gpu(text: Path, tmp_path: Path) 
     assert outcomes[0]["error"] == "ConfigError"
     assert (
         outcomes[0]["message"]
-        == "precision = tf32 is a format of GPUs, but there is none; use precision fp32"
+        == "precision = tf32 with device = cpu: tf32 is a format of GPUs; use precision fp32"
     )

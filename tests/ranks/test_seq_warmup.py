@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from nanoray.config import Batch, load_config, resolve_batch
+from nanoray.data.lengths import length_at
 from nanoray.data.prepare import prepare
 from nanoray.data.tokens import MicroBatches, TokenData
 from nanoray.errors import ConfigError
 from nanoray.forecast.dry_run import dry_run_lines
-from nanoray.seq_options import length_at
 from tests.harness.axes import Runs
 from tests.harness.ranks import records, series
 

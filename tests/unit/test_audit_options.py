@@ -21,7 +21,7 @@ from nanoray.errors import ConfigError
         ({"pp": 2, "dp_mode": "ddp_by_hand"}, "with pp = 2: a rank has a part of the model"),
         (
             {"ep": 2, "experts": 4, "dp_mode": "ddp_by_hand"},
-            "with ep = 2: .* use audit_every 0, or drop the other",
+            "with ep = 2: .* use audit_every 0, or drop ep",
         ),
         ({"dp_mode": "fsdp"}, "with dp_mode = fsdp: a rank has a part of the weights"),
         (
@@ -29,7 +29,10 @@ from nanoray.errors import ConfigError
             "sync_batchnorm = True: a rank's gradient needs all ranks'",
         ),
         ({"model": "own"}, "with model = own: only a rank itself has its batches and draws"),
-        ({"workers": 1}, "with workers = 1: there is no other rank"),
+        (
+            {"workers": 1},
+            "audit_every = 4 would be ignored: there is only one rank; .* --audit_every 0",
+        ),
         ({"audit_every": -1}, "audit_every = -1"),
     ],
 )

@@ -191,11 +191,11 @@ ERRORS = [
     (["--min_lr", "1"], "min_lr = 1.0 is above lr = 0.003; lower min_lr or raise lr"),
     (
         ["--backend", "nccl", "--device", "cpu"],
-        "backend = nccl needs GPUs, but device = cpu; use backend gloo or auto",
+        "backend = nccl with device = cpu: NCCL needs GPUs; use backend gloo or auto",
     ),
     (
         ["--dataset", "stdlib", "--data_url", "file:///x"],
-        "data_url would be ignored: dataset = stdlib",
+        "data_url = file:///x would be ignored: dataset = stdlib",
     ),
     (["--preset", "tinny"], "did you mean tiny?"),
     (

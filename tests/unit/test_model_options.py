@@ -40,13 +40,13 @@ RESNET: dict[str, Any] = {"model": "resnet", "global_batch_size": 128}
         ({"model": "resnet", "scaling": "nanochat"}, "scaling = nanochat would be ignored"),
         (
             {"model": "resnet", "dataset": "shakespeare"},
-            "dataset = shakespeare is text, but model = resnet learns",
+            "dataset = shakespeare with model = resnet: the dataset is text",
         ),
         (
             {"dataset": "cifar10"},
-            "dataset = cifar10 has images, but model = gpt learns from text; use model resnet",
+            "dataset = cifar10 with model = gpt: the dataset has images, and a gpt learns from text",
         ),
-        ({"dataset": "cifar10-generated"}, "dataset = cifar10-generated has images"),
+        ({"dataset": "cifar10-generated"}, "dataset = cifar10-generated with model = gpt"),
         (
             {"resnet_depth": 32},
             "resnet_depth = 32 would be ignored: model = gpt has no such option",
@@ -68,7 +68,7 @@ RESNET: dict[str, Any] = {"model": "resnet", "global_batch_size": 128}
         ),
         (
             {"optimizer": "sgd", "nesterov": True},
-            "nesterov needs momentum; give momentum 0.9, or drop nesterov",
+            "nesterov = True would be ignored: momentum = 0.0; give momentum 0.9, or drop nesterov",
         ),
         (
             {"num_epochs": 2, "scaling": "nanochat"},
@@ -76,7 +76,7 @@ RESNET: dict[str, Any] = {"model": "resnet", "global_batch_size": 128}
         ),
         (
             {"model": "resnet", "dataset": "cifar10-generated", "data_url": "file:///x"},
-            "data_url would be ignored",
+            "data_url = file:///x would be ignored",
         ),
     ],
 )

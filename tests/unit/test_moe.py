@@ -432,18 +432,22 @@ def test_what_cannot_be_is_refused() -> None:
     refused(r"experts_per_token = 5 is above experts = 4", experts=4, experts_per_token=5)
     refused(r"ep = 3 does not divide experts = 4; use an ep of 1, 2, 4", experts=4, ep=3, **by_hand)
     refused(
-        r"than the rest, which dp_mode = ddp cannot; use dp_mode ddp_by_hand, zero1 or zero2",
+        r"ep = 2 with dp_mode = ddp: .* use dp_mode ddp_by_hand, zero1 or zero2",
         experts=4,
         ep=2,
     )
-    refused(r"than the rest, which dp_mode = fsdp cannot", experts=4, ep=2, dp_mode="fsdp")
+    refused(r"ep = 2 with dp_mode = fsdp", experts=4, ep=2, dp_mode="fsdp")
     refused(
         r"tp = 4 must divide n_head = 4, .*, but it does not divide expert_hidden = 6; use a tp of "
         r"1, 2",
         **{"experts": 4, "tp": 4, "n_head": 4, "n_embd": 64, "expert_hidden": 6},
     )
     refused(r"dp_mode = fsdp with pp = 2", experts=4, pp=2, dp_mode="fsdp", n_layer=4)
-    refused(r"scaling = nanochat knows models without experts", experts=4, scaling="nanochat")
+    refused(
+        r"scaling = nanochat with experts = 4: its rules are for models without experts",
+        experts=4,
+        scaling="nanochat",
+    )
     refused(r"experts = 4 would be ignored: model = resnet", experts=4, model="resnet")
     config = make_config({"micro_batch_size": 1, "experts": 4, "ep": 2, **by_hand})
     with pytest.raises(

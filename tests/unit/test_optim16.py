@@ -246,7 +246,7 @@ def test_the_memory_formula_is_what_is_held(
     [
         (
             {"precision": "tf32", "device": "cpu"},
-            "precision = tf32 is a format of GPUs, but device = cpu; use precis",
+            "precision = tf32 with device = cpu: tf32 is a format of GPUs; use precis",
         ),
         (
             {"master_weights": "fp32"},
@@ -258,20 +258,20 @@ def test_the_memory_formula_is_what_is_held(
         ),
         (
             {"precision": "fp16_pure", "rounding": "stochastic"},
-            "is for updates of bf16 weights .* precision = fp16_p",
+            "with precision = fp16_pure: it is for updates of bf16 weights",
         ),
         (
             {"precision": "bf16_pure", "rounding": "stochastic", "master_weights": "fp32"},
-            "without a float32 copy, but .* master_weights = fp32; use precision bf16_pure with "
+            "with master_weights = fp32: it is for weights without a float32 copy; use "
             "master_weights none",
         ),
         (
             {"precision": "bf16_pure", "model": "resnet"},
-            "a gpt without experts .*, but model = resnet; use precis.*16",
+            "with model = resnet: it stores the weights of a gpt in 16 bits; use precis.*16",
         ),
         (
             {"precision": "bf16_pure", "experts": 4},
-            "a gpt without experts in 16 bits, but experts = 4; use precision",
+            "with experts = 4: it is for a gpt without experts; use precision",
         ),
         (
             {"precision": "bf16_pure", "tp": 2},
@@ -279,7 +279,7 @@ def test_the_memory_formula_is_what_is_held(
         ),
         (
             {"precision": "fp16_pure", "pp": 2},
-            "precision = fp16_pure with pp = 2: .*drop pp, or use precision fp16",
+            "precision = fp16_pure with pp = 2: .*drop pp, or use precision bf16 or fp16",
         ),
         (
             {"precision": "bf16_pure", "dp_mode": "fsdp"},
@@ -301,12 +301,12 @@ def test_what_makes_no_sense_is_refused(settings: dict[str, Any], message: str) 
 def test_tf32_needs_a_gpu_that_has_it() -> None:
     config = make_config({"micro_batch_size": 1, "precision": "tf32"})
     for kind, bf16_gpu, have in (
-        ("cpu", None, "there is none"),
+        ("cpu", None, "device = cpu"),
         ("cuda", False, "a GPU is older than compute capa"),
     ):
         with pytest.raises(
             ConfigError,
-            match=f"precision = tf32 is a format of GPUs, but {have}.*; use precision fp32",
+            match=f"precision = tf32 .*{have}.*; use precision fp32",
         ):
             choose_precision(config, kind, frozenset(), bf16_gpu)
     assert choose_precision(config, "cuda", frozenset(), True) == (

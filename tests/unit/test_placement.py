@@ -137,7 +137,7 @@ def test_a_precision_of_gpus_is_refused_on_a_cluster_without_any() -> None:
     cluster = Cluster({"CPU": 4.0})
     with pytest.raises(
         ConfigError,
-        match="precision = tf32 is a format of GPUs, but there is none; use precision fp32",
+        match=r"precision = tf32 with device = cpu: .* use precision fp32",
     ):
         make(cluster, workers=2, precision="tf32")
     assert cluster.bundles == [], "before anything is reserved"

@@ -81,7 +81,7 @@ def test_sources_and_documents_use_none() -> None:
     assert {
         "README.md",
         "docs/architecture.md",
-        "nanoray/config.py",
+        "nanoray/config/schema.py",
         "kuberay/base/cluster.yaml",
     } <= names.keys()
     found = [hit for name, path in names.items() for hit in hits(path.read_text("utf-8"), name)]

@@ -40,7 +40,7 @@ class Audit:
     ) -> None:
         """`seed` seeds the dropout of (step before, micro batch, data rank); None: of this rank."""
         self._every = every if mesh.world_size > 1 else 0
-        # A convolution's gradient has the same bits each time; for attention see cannot_audit
+        # A convolution's gradient has the same bits each time; for attention see config/conflicts.py
         if self._every:
             torch.backends.cudnn.deterministic = True
         self._mesh, self._par, self._batches, self._seed = mesh, par, batches, seed

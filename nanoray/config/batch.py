@@ -1,0 +1,35 @@
+"""Keys of the batch: sequences per rank and per step, and how long they are at first."""
+
+from __future__ import annotations
+
+from nanoray.config.fields import Group, Natural, Positive, field
+
+
+class BatchSizes(Group):
+    """The batch of one optimizer step. arithmetic.py divides it by the number of data ranks."""
+
+    seq_warmup_steps: Natural = field(0, "batch")
+    """gpt: steps in which each sequence is cut into shorter ones, of seq_warmup_from tokens at
+    first, then of twice as many, and so on up to block_size (0 = off); a step has as many tokens as
+    without"""
+
+    seq_warmup_from: Positive = field(8, "batch")
+    """seq_warmup_steps: tokens of a sequence at first; block_size is 2, 4, 8, ... times that"""
+
+    micro_batch_size: Natural = field(0, "batch")
+    """sequences per rank per forward pass (0 = follows from the global batch). Out of memory? Halve
+    it and leave global_batch_size: accumulation doubles and the result stays the same"""
+
+    grad_accum_steps: Natural = field(0, "batch")
+    """micro steps per optimizer step (0 = follows from the global batch, else 1)"""
+
+    global_batch_size: Natural = field(0, "batch")
+    """sequences per optimizer step over all ranks (0 = micro_batch_size x grad_accum_steps x
+    ranks)"""
+
+    def check(self) -> None:
+        """Raise ValueError when no key gives the size of the batch."""
+        if not (self.micro_batch_size or self.global_batch_size):
+            raise ValueError(
+                "no batch size: give micro_batch_size (per rank) or global_batch_size (all ranks)"
+            )

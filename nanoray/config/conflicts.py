@@ -1,0 +1,1035 @@
+"""What does not go with what: one table of rows, one function that walks it.
+
+A row is data. `asked` is what the user gave, `other` is what excludes it, `why` is the reason and
+`remedy` says what to change. A new feature adds rows, not functions. Rules of arithmetic, such as a
+size that must divide another one, stand in the same table with a function of their own.
+
+A row can be decided as soon as the values that it reads are known: most of them by the keys alone,
+some by the number of ranks (key `workers`, which may be auto) or by the device (key `device`, which
+may be auto, too). `first` is given these facts by the caller who has them, and answers in the same
+words early and late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from nanoray.config.data import IMAGES
+from nanoray.config.keys import Keys
+from nanoray.config.mesh import BY_HAND, SHARDS_STATE, WHOLE_MODELS
+from nanoray.errors import ConfigError
+
+AXES = ("tp", "pp", "ep")
+PURE = ("bf16_pure", "fp16_pure")  # values of precision whose weights have 16 bits
+
+Known = Literal["keys", "ranks", "device"]
+
+
+# ---- what a row is made of -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A predicate over the value of one key, and the words for it in docs/flags.md."""
+
+    key: str
+    words: str
+    holds: Callable[[Any], bool]
+
+    def met(self, config: Keys) -> bool:
+        """Return whether the value of `config` meets the condition."""
+        return self.holds(getattr(config, self.key))
+
+    def value(self, config: Keys) -> str:
+        """Write the key and its value."""
+        return f"{self.key} = {getattr(config, self.key)}"
+
+    def brief(self, config: Keys) -> str:
+        """Write the key and its value, but an axis without its size."""
+        if self.key in AXES:
+            return self.key
+        return self.value(config)
+
+
+def one_of(key: str, *values: Any) -> Condition:
+    """The key has one of these values."""
+    words = " or ".join(str(value) for value in values)
+    return Condition(key, f"{key} {words}", lambda value: value in values)
+
+
+def none_of(key: str, *values: Any) -> Condition:
+    """The key has a value other than these."""
+    words = " and ".join(str(value) for value in values)
+    return Condition(key, f"{key} other than {words}", lambda value: value not in values)
+
+
+def above(key: str, limit: int) -> Condition:
+    """The key has a value above the limit."""
+    return Condition(key, f"{key} above {limit}", lambda value: value > limit)
+
+
+def given(key: str) -> Condition:
+    """The key has a value other than its default."""
+    default = Keys.model_fields[key].default
+    return Condition(key, key, lambda value: value != default)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Two settings that do not go together."""
+
+    asked: Condition
+    other: Condition
+    why: str
+    remedy: str
+    also: Condition | None = None  # the row applies only if this is met, too
+    ignored: bool = False  # the setting would have no effect; `why` follows the other's value
+    other_words: str = ""  # in place of the other's key and value
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys that the row reads."""
+        if self.also is None:
+            return (self.asked.key, self.other.key)
+        return (self.asked.key, self.other.key, self.also.key)
+
+    def met(self, config: Keys) -> bool:
+        """Return whether a configuration meets all conditions of the row."""
+        if self.also is not None and not self.also.met(config):
+            return False
+        return self.asked.met(config) and self.other.met(config)
+
+    def problem(self, config: Keys) -> str:
+        """Return the message for a configuration that meets the row's conditions, else ""."""
+        if not self.met(config):
+            return ""
+        asked = self.asked.value(config)
+        other = self.other_words or self.other.value(config)
+        if not self.ignored:
+            return f"{asked} with {other}: {self.why}; {self.remedy}"
+        reason = f"{other} {self.why}".rstrip()
+        return f"{asked} would be ignored: {reason}; {self.remedy}"
+
+    def brief(self, config: Keys) -> str:
+        """Return the message without sizes of axes and without the remedy."""
+        asked = self.asked.brief(config)
+        other = self.other.brief(config)
+        if self.ignored:
+            return f"{asked} would be ignored: {other} {self.why}"
+        return f"{asked} with {other}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A condition on several keys that needs arithmetic; `find` returns the message or ""."""
+
+    keys: tuple[str, ...]
+    words: str
+    find: Callable[[Keys], str]
+
+    def problem(self, config: Keys) -> str:
+        """Return the message for a configuration that breaks the rule, else ""."""
+        return self.find(config)
+
+
+def known_from(row: Row | Rule) -> Known:
+    """Return what must be known before a row can be decided."""
+    if "workers" in row.keys:
+        return "ranks"
+    if "device" in row.keys:
+        return "device"
+    return "keys"
+
+
+# ---- rules of arithmetic -------------------------------------------------------------------------
+
+
+def undivided_by_tp(
+    tp: int, n_head: int, n_embd: int, padded_vocab: int | None = None, expert_hidden: int = 0
+) -> str:
+    """Return what tensor parallelism over `tp` ranks does not divide, and what helps, else "".
+
+    `padded_vocab` is None where the vocabulary is not known yet.
+    """
+    sizes = {f"n_head = {n_head}": n_head, f"4*n_embd = 4*{n_embd} = {4 * n_embd}": 4 * n_embd}
+    if padded_vocab is not None:
+        sizes[f"the padded vocabulary = {padded_vocab}"] = padded_vocab
+    if expert_hidden:
+        sizes[f"expert_hidden = {expert_hidden}"] = expert_hidden
+
+    undivided = [name for name, size in sizes.items() if size % tp]
+    if not undivided:
+        return ""
+
+    fitting = []
+    for candidate in range(1, n_head + 1):
+        if all(size % candidate == 0 for size in sizes.values()):
+            fitting.append(str(candidate))
+    return (
+        f"tp = {tp} must divide {', '.join(sizes)}, but it does not divide "
+        f"{' and '.join(undivided)}; use a tp of {', '.join(fitting)}"
+    )
+
+
+def require_divisible(
+    tp: int, n_head: int, n_embd: int, padded_vocab: int | None = None, expert_hidden: int = 0
+) -> None:
+    """Raise ConfigError unless a GPT can be cut over `tp` ranks."""
+    problem = undivided_by_tp(tp, n_head, n_embd, padded_vocab, expert_hidden)
+    if problem:
+        raise ConfigError(problem)
+
+
+def require_stages(pp: int, chunks: int, n_layer: int) -> None:
+    """Raise ConfigError unless n_layer divides into `pp` stages of `chunks` chunks each."""
+    problem = _undivided_by_stages(pp, chunks, n_layer)
+    if problem:
+        raise ConfigError(problem)
+
+
+def require_groups(kind: str, pp: int, accum: int) -> None:
+    """Raise ConfigError unless the micro batches of a step fit the schedule."""
+    problem = _undivided_by_groups(kind, pp, accum)
+    if problem:
+        raise ConfigError(problem)
+
+
+def _undivided_by_stages(pp: int, chunks: int, n_layer: int) -> str:
+    parts = pp * chunks
+    if n_layer % parts == 0:
+        return ""
+    product = f"pp = {pp}"
+    if chunks > 1:
+        product = f"pp*pp_chunks = {pp}*{chunks} = {parts}"
+    nearest = max(parts, round(n_layer / parts) * parts)
+    return f"{product} does not divide n_layer = {n_layer}; use n_layer {nearest}, or another pp"
+
+
+def _undivided_by_groups(kind: str, pp: int, accum: int) -> str:
+    # The interleaved schedule sends pp micro batches through one chunk before it begins the next
+    if kind != "interleaved" or accum % pp == 0:
+        return ""
+    return (
+        f"pp_schedule = interleaved takes micro batches in groups of pp = {pp}, but a step has "
+        f"{accum}; set grad_accum_steps {-(-accum // pp) * pp}, or use pp_schedule 1f1b"
+    )
+
+
+def _tp_divides(config: Keys) -> str:
+    if config.tp == 1:
+        return ""
+    hidden = 0
+    if config.experts:
+        hidden = config.expert_hidden or 4 * config.n_embd
+    return undivided_by_tp(config.tp, config.n_head, config.n_embd, expert_hidden=hidden)
+
+
+def _tp_divides_sequences(config: Keys) -> str:
+    if not config.sequence_parallel or config.block_size % config.tp == 0:
+        return ""
+    nearest = -(-config.block_size // config.tp) * config.tp
+    return (
+        f"sequence_parallel cuts sequences over tp = {config.tp} ranks, which does not divide "
+        f"block_size = {config.block_size}; use block_size {nearest}, or drop sequence_parallel"
+    )
+
+
+def _stages_divide(config: Keys) -> str:
+    if config.pp == 1:
+        return ""
+    return _undivided_by_stages(config.pp, config.chunks, config.n_layer)
+
+
+def _groups_divide(config: Keys) -> str:
+    # With a global batch the micro steps follow from the number of ranks: see forecast/dry_run.py
+    if config.pp == 1 or not config.grad_accum_steps or config.global_batch_size:
+        return ""
+    return _undivided_by_groups(config.pp_schedule, config.pp, config.grad_accum_steps)
+
+
+def _ep_divides(config: Keys) -> str:
+    if config.experts % config.ep == 0:
+        return ""
+    fitting = [str(n) for n in range(1, config.experts + 1) if config.experts % n == 0]
+    return (
+        f"ep = {config.ep} does not divide experts = {config.experts}; use an ep of "
+        f"{', '.join(fitting)}"
+    )
+
+
+def _stop_is_reached(config: Keys) -> str:
+    if config.stop_at <= config.scheduled_steps:
+        return ""
+    return (
+        f"stop_at = {config.stop_at} is beyond max_steps = {config.max_steps}; lower stop_at or "
+        "raise max_steps"
+    )
+
+
+def _warmup_is_reached(config: Keys) -> str:
+    if config.seq_warmup_steps <= config.scheduled_steps:
+        return ""
+    return (
+        f"seq_warmup_steps = {config.seq_warmup_steps} is beyond max_steps = {config.max_steps}; "
+        "lower it"
+    )
+
+
+def _lengths_double(config: Keys) -> str:
+    if not config.seq_warmup_steps:
+        return ""
+    times, rest = divmod(config.block_size, config.seq_warmup_from)
+    power_of_two = times & (times - 1) == 0
+    if rest == 0 and times >= 2 and power_of_two:
+        return ""
+
+    # The largest power of two in block_size, but no more than 8, leaves the longest warm-up
+    shortest = config.block_size // min(8, config.block_size & -config.block_size)
+    remedy = "use an even block_size"
+    if shortest < config.block_size:
+        remedy = f"try seq_warmup_from {shortest}"
+    return (
+        f"block_size = {config.block_size} is not 2, 4, 8, ... times seq_warmup_from = "
+        f"{config.seq_warmup_from}; {remedy}"
+    )
+
+
+def _trace_is_reached(config: Keys) -> str:
+    first_traced = config.trace_every // 2 + 1
+    if first_traced <= config.last_step:
+        return ""
+    return (
+        f"comm_trace = {config.comm_trace} would trace nothing: its first step is {first_traced} "
+        f"and the run ends at step {config.last_step}; use a smaller K, or always"
+    )
+
+
+def _memory_is_reached(config: Keys) -> str:
+    if config.memory_at <= config.last_step:
+        return ""
+    return (
+        f"memory_at = {config.memory_at} would record nothing: the run ends at step "
+        f"{config.last_step}; use a step up to it"
+    )
+
+
+def _profile_is_reached(config: Keys) -> str:
+    if not config.profile or config.profiled[-1] <= config.last_step:
+        return ""
+    return (
+        f"profile = {config.profile}, but the run ends at step {config.last_step}; use steps up "
+        "to it"
+    )
+
+
+# ---- rows that several keys share ----------------------------------------------------------------
+
+# Keys of one kind of model, and the kinds that have them. A script brings the layers of its own
+# model, so only the keys of its text are left.
+EXPERT_KEYS = (
+    "experts_per_token",
+    "expert_hidden",
+    "shared_experts",
+    "expert_capacity",
+    "balance_loss",
+    "z_loss",
+    "ep",
+)
+_TEXT_KEYS = ("tokenizer", "val_fraction")
+_GPT_KEYS = (
+    "dropout",
+    "bias",
+    "scaling",
+    "activation_checkpointing",
+    "experts",
+    *EXPERT_KEYS,
+    "positions",
+    "attention",
+    "loss_chunk",
+)
+_RESNET_KEYS = ("resnet_depth", "resnet_width", "sync_batchnorm", "label_smoothing")
+
+
+def _keys_of_models() -> list[Row]:
+    rows = []
+    for keys, models in (
+        (_TEXT_KEYS, ("gpt", "own")),
+        (_GPT_KEYS, ("gpt",)),
+        (_RESNET_KEYS, ("resnet",)),
+    ):
+        for key in keys:
+            row = Row(
+                given(key),
+                none_of("model", *models),
+                "has no such option",
+                f"drop it, or use model {models[0]}",
+                ignored=True,
+            )
+            rows.append(row)
+    return rows
+
+
+def _keys_of_experts() -> list[Row]:
+    rows = []
+    for key in EXPERT_KEYS:
+        remedy = f"give experts 8, or drop {key}"
+        rows.append(Row(given(key), one_of("experts", 0), "", remedy, ignored=True))
+    return rows
+
+
+def _only_whole_models(asked: Condition, why: str, remedy: str) -> list[Row]:
+    """Rows of a feature that needs whole models: none of the axes may divide them."""
+    rows = []
+    for axis in AXES:
+        rows.append(Row(asked, above(axis, 1), why, remedy.format(axis=axis)))
+    return rows
+
+
+def _fixed_addresses() -> list[Row]:
+    """Rows of CUDA graphs, which repeat recorded kernels at fixed addresses and nothing else."""
+    reasons = [
+        (one_of("device", "cpu"), "a CPU has no kernels to launch"),
+        (none_of("dp_mode", "ddp"), "it keeps gradients, or weights, in buckets of its own"),
+        (above("tp", 1), "its ranks exchange activations within a layer"),
+        (above("pp", 1), "several micro batches are in flight at once"),
+        (above("experts", 0), "how many tokens an expert gets is known in the step only"),
+        (one_of("sync_batchnorm", True), "its ranks exchange statistics within a layer"),
+        (above("audit_every", 0), "gradients of another rank's micro batch need other addresses"),
+    ]
+    rows = []
+    for other, why in reasons:
+        why = f"{why}, and a graph repeats what it has recorded"
+        rows.append(Row(one_of("compile", "cuda_graphs"), other, why, "use compile true"))
+    return rows
+
+
+def _single_rank() -> list[Row]:
+    """Rows of what needs a second rank: they are decided when the number of ranks is known."""
+    rows = []
+    for key, idle in (
+        ("comm_trace", "off"),
+        ("allreduce", "backend"),
+        ("grad_compress", "none"),
+        ("audit_every", 0),
+    ):
+        row = Row(
+            given(key),
+            one_of("workers", 1),
+            "",
+            f"start more ranks (--workers 2, or torchrun), or use --{key} {idle}",
+            ignored=True,
+            other_words="there is only one rank",
+        )
+        rows.append(row)
+    return rows
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+# The first row that a configuration meets is its error, so what is most likely a mistake in typing
+# stands above what needs thought.
+TABLE: tuple[Row | Rule, ...] = (
+    # Model
+    *_keys_of_models(),
+    *_keys_of_experts(),
+    Row(
+        one_of("scaling", "nanochat"),
+        above("experts", 0),
+        "its rules are for models without experts",
+        "use scaling none",
+    ),
+    Rule(("ep", "experts"), "ep must divide experts", _ep_divides),
+    Row(
+        above("ep", 1),
+        none_of("dp_mode", *BY_HAND),
+        "it cannot sum the gradients of experts over other ranks than the rest",
+        "use dp_mode ddp_by_hand, zero1 or zero2",
+    ),
+    # Data
+    Row(
+        none_of("dataset", "auto", *IMAGES),
+        one_of("model", "resnet"),
+        "the dataset is text, and a resnet learns from images",
+        f"use dataset auto, {' or '.join(IMAGES)}",
+    ),
+    Row(
+        one_of("dataset", *IMAGES),
+        one_of("model", "gpt"),
+        "the dataset has images, and a gpt learns from text",
+        "use model resnet",
+    ),
+    Row(
+        given("data_url"),
+        none_of("dataset", "auto", "shakespeare", "cifar10"),
+        "is not downloaded",
+        "drop data_url, or use dataset shakespeare or cifar10",
+        ignored=True,
+    ),
+    # Kernels
+    Row(
+        above("loss_chunk", 0),
+        above("tp", 1),
+        "cuts the logits by tokens of the vocabulary",
+        "drop one of the two",
+        ignored=True,
+    ),
+    Row(
+        above("loss_chunk", 0),
+        one_of("precision", *PURE, "fp16"),
+        "its gradients are computed before the loss is scaled, and 16 bits would lose the small "
+        "ones",
+        "use precision bf16, or drop loss_chunk",
+    ),
+    Row(
+        one_of("attention", "cudnn"),
+        one_of("device", "cpu"),
+        "cuDNN's kernel needs a GPU",
+        "use attention flash",
+    ),
+    Row(
+        one_of("attention", "cudnn"),
+        one_of("precision", "fp32", "tf32"),
+        "cuDNN's kernel computes in 16 bits",
+        "use attention flash",
+    ),
+    *_fixed_addresses(),
+    # The backward of a fused kernel adds up in the order in which its blocks become ready, so the
+    # last bits of healthy gradients differ from one time to the next.
+    Row(
+        above("audit_every", 0),
+        one_of("attention", "flash", "cudnn"),
+        "on a GPU the last bits of its gradients differ each time, so healthy ranks would look "
+        "wrong",
+        "use attention plain, or audit_every 0",
+        also=one_of("device", "cuda", "mig"),
+    ),
+    # Optimizer
+    Row(
+        given("muon_lr"),
+        none_of("optimizer", "muon"),
+        "",
+        "use optimizer muon, or drop it",
+        ignored=True,
+    ),
+    Row(
+        one_of("optimizer", "muon"),
+        none_of("model", "gpt"),
+        "it is for the matrices of a gpt",
+        "use optimizer adamw or sgd",
+    ),
+    Row(
+        one_of("optimizer", "muon"),
+        above("experts", 0),
+        "it is for models without experts",
+        "use optimizer adamw",
+    ),
+    Row(
+        one_of("optimizer", "muon"),
+        above("tp", 1),
+        "it needs whole matrices",
+        "use optimizer adamw, or drop tp",
+    ),
+    Row(
+        one_of("optimizer", "muon"),
+        above("pp", 1),
+        "it needs whole matrices",
+        "use optimizer adamw, or drop pp",
+    ),
+    Row(
+        one_of("optimizer", "muon"),
+        none_of("dp_mode", *WHOLE_MODELS),
+        "it needs whole matrices",
+        "use dp_mode ddp or ddp_by_hand, or optimizer adamw",
+    ),
+    Row(
+        above("momentum", 0),
+        none_of("optimizer", "sgd"),
+        "has its own",
+        "use optimizer sgd, or drop it",
+        ignored=True,
+    ),
+    Row(
+        one_of("nesterov", True),
+        one_of("momentum", 0),
+        "",
+        "give momentum 0.9, or drop nesterov",
+        ignored=True,
+    ),
+    Row(
+        above("num_epochs", 0),
+        one_of("scaling", "nanochat"),
+        "derives max_steps from the model",
+        "drop one of them",
+        ignored=True,
+    ),
+    # Ends of a run
+    Rule(("stop_at", "max_steps", "num_epochs"), "stop_at at most max_steps", _stop_is_reached),
+    Row(
+        above("target_loss", 0),
+        one_of("eval_every", 0),
+        "evaluates nothing",
+        "raise eval_every, or drop target_loss",
+        ignored=True,
+    ),
+    # Short sequences
+    Row(
+        given("seq_warmup_from"),
+        one_of("seq_warmup_steps", 0),
+        "",
+        "give seq_warmup_steps, or drop it",
+        ignored=True,
+    ),
+    Rule(
+        ("seq_warmup_steps", "max_steps", "num_epochs"),
+        "seq_warmup_steps at most max_steps",
+        _warmup_is_reached,
+    ),
+    Rule(
+        ("seq_warmup_steps", "seq_warmup_from", "block_size"),
+        "seq_warmup_steps: block_size must be 2, 4, 8, ... times seq_warmup_from",
+        _lengths_double,
+    ),
+    Row(
+        above("seq_warmup_steps", 0),
+        none_of("model", "gpt"),
+        "only a gpt has sequences that can be cut",
+        "drop one of the two",
+    ),
+    Row(
+        above("seq_warmup_steps", 0),
+        above("tp", 1),
+        "its ranks pass each other sequences of block_size tokens",
+        "drop one of the two",
+    ),
+    Row(
+        above("seq_warmup_steps", 0),
+        above("pp", 1),
+        "its ranks pass each other sequences of block_size tokens",
+        "drop one of the two",
+    ),
+    Row(
+        above("seq_warmup_steps", 0),
+        none_of("compile", False),
+        "it would compile for each length, and a resumed run for other ones",
+        "drop one of the two",
+    ),
+    # Process group and how gradients are summed
+    Rule(
+        ("comm_trace", "max_steps", "num_epochs", "stop_at"),
+        "comm_trace every=K: the run must reach step K/2 + 1",
+        _trace_is_reached,
+    ),
+    Row(
+        one_of("backend", "nccl"),
+        one_of("device", "cpu"),
+        "NCCL needs GPUs",
+        "use backend gloo or auto",
+    ),
+    *_only_whole_models(given("allreduce"), "it sums over all ranks", "drop one of the two"),
+    Row(
+        given("allreduce"),
+        none_of("dp_mode", "ddp"),
+        "sums by its own exchange",
+        "drop one of the two",
+        ignored=True,
+    ),
+    Row(
+        one_of("mirror", "off"),
+        none_of("dp_mode", *SHARDS_STATE),
+        "mirrors nothing",
+        "use dp_mode zero1, zero2 or fsdp, or drop mirror",
+        ignored=True,
+    ),
+    Row(
+        given("fsdp_reshard"),
+        none_of("dp_mode", "fsdp"),
+        "",
+        "use dp_mode fsdp, or drop fsdp_reshard",
+        ignored=True,
+    ),
+    Row(
+        given("fsdp_gather"),
+        none_of("dp_mode", "fsdp"),
+        "",
+        "use dp_mode fsdp, or drop fsdp_gather",
+        ignored=True,
+    ),
+    Row(
+        one_of("fsdp_gather", "bf16"),
+        one_of("precision", "fp16"),
+        "its layers cannot take weights of bf16",
+        "use fsdp_gather fp32",
+    ),
+    Row(
+        one_of("fsdp_gather", "bf16"),
+        one_of("model", "resnet"),
+        "its layers cannot take weights of bf16",
+        "use fsdp_gather fp32",
+    ),
+    # Tensor parallelism
+    Row(above("tp", 1), none_of("model", "gpt"), "it cuts the layers of a gpt", "drop tp"),
+    Row(
+        one_of("sequence_parallel", True),
+        one_of("tp", 1),
+        "shares no sequences",
+        "use tp 2, or drop sequence_parallel",
+        ignored=True,
+    ),
+    Rule(
+        ("tp", "n_head", "n_embd", "experts", "expert_hidden"),
+        "tp must divide n_head, 4 * n_embd and expert_hidden",
+        _tp_divides,
+    ),
+    Rule(
+        ("sequence_parallel", "tp", "block_size"),
+        "sequence_parallel: tp must divide block_size",
+        _tp_divides_sequences,
+    ),
+    # Pipelines
+    Row(
+        above("pp_chunks", 0),
+        none_of("pp_schedule", "interleaved"),
+        "has one chunk per rank",
+        "use pp_schedule interleaved, or drop pp_chunks",
+        ignored=True,
+    ),
+    Row(
+        given("pp_schedule"),
+        one_of("pp", 1),
+        "is no pipeline",
+        "raise pp, or drop it",
+        ignored=True,
+    ),
+    Row(
+        one_of("pp_chunks", 1),
+        one_of("pp_schedule", "interleaved"),
+        "with one chunk it is the schedule 1f1b",
+        "use pp_schedule 1f1b, or at least 2 chunks",
+    ),
+    Row(above("pp", 1), none_of("model", "gpt"), "it splits the blocks of a gpt", "drop pp"),
+    Row(
+        one_of("dp_mode", "fsdp"),
+        above("pp", 1),
+        "each turn of a micro batch would gather a stage's weights anew",
+        "use dp_mode zero2, which shards all but the weights, or drop pp",
+    ),
+    Row(
+        one_of("pp_schedule", "zero_bubble"),
+        none_of("compile", False),
+        "a compiled block computes both halves of its backward at once",
+        "use pp_schedule 1f1b, or drop compile",
+    ),
+    Row(
+        one_of("pp_schedule", "zero_bubble"),
+        given("activation_checkpointing"),
+        "each half of a backward would compute the forward again",
+        "use pp_schedule 1f1b, or drop activation_checkpointing",
+    ),
+    Row(
+        one_of("pp_schedule", "zero_bubble"),
+        one_of("dp_mode", "zero2"),
+        "it sums after each backward, and there are two",
+        "use pp_schedule 1f1b, or drop dp_mode zero2",
+    ),
+    Rule(("pp", "pp_chunks", "n_layer"), "pp * chunks must divide n_layer", _stages_divide),
+    Rule(
+        ("pp_schedule", "pp", "grad_accum_steps", "global_batch_size"),
+        "pp_schedule interleaved: pp must divide grad_accum_steps",
+        _groups_divide,
+    ),
+    # Number formats
+    Row(
+        one_of("precision", "tf32"),
+        one_of("device", "cpu"),
+        "tf32 is a format of GPUs",
+        "use precision fp32",
+    ),
+    Row(
+        given("fp8_scaling"),
+        none_of("precision", "fp8"),
+        "",
+        "use precision fp8, or drop fp8_scaling",
+        ignored=True,
+    ),
+    Row(
+        one_of("precision", "fp8"),
+        none_of("model", "gpt"),
+        "it is for the linear layers of a gpt",
+        "use precision bf16",
+    ),
+    Row(
+        one_of("precision", "fp8"),
+        above("experts", 0),
+        "it is for a gpt without experts",
+        "use precision bf16",
+    ),
+    Row(
+        one_of("precision", "fp8"),
+        above("tp", 1),
+        "8-bit products are not written for parts of layers",
+        "drop tp, or use precision bf16",
+    ),
+    Row(
+        one_of("precision", "fp8"),
+        above("pp", 1),
+        "8-bit products are not written for stages",
+        "drop pp, or use precision bf16",
+    ),
+    Row(
+        one_of("precision", "fp8"),
+        none_of("compile", False),
+        "8-bit products are not written for compiled blocks",
+        "drop compile, or use precision bf16",
+    ),
+    Row(
+        one_of("precision", "fp8"),
+        given("activation_checkpointing"),
+        "8-bit products are not written for a second forward",
+        "drop activation_checkpointing, or use precision bf16",
+    ),
+    Row(
+        one_of("precision", "fp8"),
+        one_of("dp_mode", "fsdp"),
+        "8-bit products are not written for gathered weights",
+        "drop dp_mode fsdp, or use precision bf16",
+    ),
+    Row(
+        given("master_weights"),
+        none_of("precision", *PURE),
+        "keeps float32 weights",
+        "use precision bf16_pure, or drop master_weights",
+        ignored=True,
+    ),
+    Row(
+        given("rounding"),
+        none_of("precision", *PURE),
+        "keeps float32 weights",
+        "use precision bf16_pure, or drop rounding",
+        ignored=True,
+    ),
+    Row(
+        one_of("rounding", "stochastic"),
+        one_of("precision", "fp16_pure"),
+        "it is for updates of bf16 weights",
+        "use precision bf16_pure, or drop rounding",
+    ),
+    Row(
+        one_of("rounding", "stochastic"),
+        one_of("master_weights", "fp32"),
+        "it is for weights without a float32 copy",
+        "use master_weights none, or drop rounding",
+    ),
+    Row(
+        one_of("precision", *PURE),
+        none_of("model", "gpt"),
+        "it stores the weights of a gpt in 16 bits",
+        "use precision bf16 or fp16",
+    ),
+    Row(
+        one_of("precision", *PURE),
+        above("experts", 0),
+        "it is for a gpt without experts",
+        "use precision bf16 or fp16",
+    ),
+    Row(
+        one_of("precision", *PURE),
+        above("tp", 1),
+        "parts of a model have float32 weights",
+        "drop tp, or use precision bf16 or fp16",
+    ),
+    Row(
+        one_of("precision", *PURE),
+        above("pp", 1),
+        "parts of a model have float32 weights",
+        "drop pp, or use precision bf16 or fp16",
+    ),
+    Row(
+        one_of("precision", *PURE),
+        one_of("optimizer", "muon"),
+        "only adamw and plain sgd round to 16 bits",
+        "use optimizer adamw, or precision bf16 or fp16",
+    ),
+    Row(
+        one_of("precision", *PURE),
+        above("momentum", 0),
+        "only adamw and plain sgd round to 16 bits",
+        "use optimizer adamw, or precision bf16 or fp16",
+    ),
+    Row(
+        one_of("precision", *PURE),
+        one_of("dp_mode", "fsdp"),
+        "it shards float32 weights",
+        "use dp_mode zero2, or fsdp with fsdp_gather bf16",
+    ),
+    # Compressed gradients
+    Row(
+        given("powersgd_rank"),
+        none_of("grad_compress", "powersgd"),
+        "",
+        "use grad_compress powersgd, or drop it",
+        ignored=True,
+    ),
+    Row(
+        given("grad_compress"),
+        none_of("dp_mode", *WHOLE_MODELS),
+        "compressed sums go to all ranks, and it shards them",
+        "use dp_mode ddp or ddp_by_hand, or drop grad_compress",
+    ),
+    Row(
+        given("grad_compress"),
+        given("allreduce"),
+        "compressed gradients have exchanges of their own",
+        "drop one of the two",
+    ),
+    *_only_whole_models(
+        given("grad_compress"),
+        "only whole models have compressed gradients",
+        "drop {axis}, or grad_compress",
+    ),
+    Row(
+        given("grad_compress"),
+        one_of("precision", *PURE),
+        "gradients have 16 bits already",
+        "use precision bf16, or drop grad_compress",
+    ),
+    # Recovery
+    Row(
+        none_of("spares", "auto", 0),
+        one_of("recovery", "restart"),
+        "starts all ranks anew",
+        "use recovery in_place, or drop spares",
+        ignored=True,
+    ),
+    # Audits
+    *_only_whole_models(
+        above("audit_every", 0),
+        "a rank has a part of the model, so no other rank can compute its gradient alone",
+        "use audit_every 0, or drop {axis}",
+    ),
+    Row(
+        above("audit_every", 0),
+        one_of("dp_mode", "fsdp"),
+        "a rank has a part of the weights, so no other rank can compute its gradient alone",
+        "use audit_every 0, or another dp_mode",
+    ),
+    Row(
+        above("audit_every", 0),
+        one_of("sync_batchnorm", True),
+        "a rank's gradient needs all ranks' batches",
+        "use audit_every 0, or drop sync_batchnorm",
+    ),
+    Row(
+        above("audit_every", 0),
+        one_of("model", "own"),
+        "only a rank itself has its batches and draws",
+        "use audit_every 0",
+    ),
+    # Instruments
+    Row(
+        above("statistics_every", 0),
+        none_of("dp_mode", *WHOLE_MODELS),
+        "rank 0 has only a part of the weights or gradients",
+        "use dp_mode ddp or ddp_by_hand, or drop statistics_every",
+    ),
+    *_only_whole_models(
+        above("statistics_every", 0),
+        "rank 0 has only a part of the weights or gradients",
+        "use {axis} 1, or drop statistics_every",
+    ),
+    Rule(
+        ("memory_at", "max_steps", "num_epochs", "stop_at"),
+        "memory_at: the run must reach that step",
+        _memory_is_reached,
+    ),
+    Row(
+        above("memory_at", 0),
+        none_of("compile", False),
+        "allocations of compiled layers cannot be seen",
+        "drop one of the two",
+    ),
+    Rule(
+        ("profile", "max_steps", "num_epochs", "stop_at"),
+        "profile A:B: the run must reach step B - 1",
+        _profile_is_reached,
+    ),
+    Row(
+        given("profile"),
+        given("comm_trace"),
+        "both need torch.profiler, of which a process has one",
+        "drop one of the two",
+    ),
+    # Known with the number of ranks
+    *_single_rank(),
+)
+
+
+def auto_on_gpus(config: Keys) -> str:
+    """Return the attention that `auto` is on a GPU.
+
+    Audits need gradients that have the same bits each time, which flash attention's do not.
+    """
+    if config.audit_every:
+        return "plain"
+    return "flash"
+
+
+# ---- questions to the table ----------------------------------------------------------------------
+
+
+def first(
+    config: Keys,
+    *,
+    ranks: int | None = None,
+    device: str | None = None,
+    precision: str | None = None,
+    about: Collection[str] = (),
+) -> str:
+    """Return the message of the first row that a configuration meets, or "".
+
+    `ranks`, `device` (cuda, mig or cpu) and `precision` are what the keys workers, device and
+    precision turned out to be, where the caller knows it. `about` limits the walk to rows that read
+    one of these keys.
+    """
+    facts = {"workers": ranks, "device": device, "precision": precision}
+    facts = {key: value for key, value in facts.items() if value is not None}
+    if facts:
+        config = config.model_copy(update=facts)
+
+    for row in TABLE:
+        if about and not set(about) & set(row.keys):
+            continue
+        problem = row.problem(config)
+        if problem:
+            return problem
+    return ""
+
+
+def excluded_layout(config: Keys, dp_mode: str, tp: int, pp: int, ep: int, experts: int) -> str:
+    """Return which row excludes a layout of the ranks, in a few words without sizes; "" if none.
+
+    For the search of layouts, which tries other axes than the configuration's. Rules of arithmetic
+    are not asked.
+    """
+    axes = {"tp": tp, "pp": pp, "ep": ep}
+    config = config.model_copy(update={**axes, "dp_mode": dp_mode, "experts": experts})
+    divided = {axis for axis, size in axes.items() if size > 1}
+    for row in TABLE:
+        if isinstance(row, Row) and divided & set(row.keys) and row.met(config):
+            return row.brief(config)
+    return ""
+
+
+def refuse(
+    config: Keys,
+    *,
+    ranks: int | None = None,
+    device: str | None = None,
+    precision: str | None = None,
+    about: Collection[str] = (),
+) -> None:
+    """Raise ConfigError with the message of `first`, if there is one."""
+    problem = first(config, ranks=ranks, device=device, precision=precision, about=about)
+    if problem:
+        raise ConfigError(problem)

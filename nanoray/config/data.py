@@ -1,0 +1,50 @@
+"""Keys of the data set and its tokens."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from nanoray.config.fields import Group, field
+
+IMAGES = ("cifar10", "cifar10-generated")  # data sets of images; all others are text
+
+# Parameters of presigned URLs, such as X-Amz-Signature and sig
+_SIGNED_URL = r"(?i)[?&]([^=&]*(?:signature|token|secret|password|credential)[^=&]*|sig|key)="
+
+
+class Data(Group):
+    """The data: which set, where it comes from, and how text becomes tokens."""
+
+    dataset: str = field("auto", "data", min_length=1)
+    """auto (cached, else download, else Python's standard library) | shakespeare | stdlib | PATH of
+    a text file, or of a folder with train.bin and val.bin; for a resnet: auto (cached, else
+    download, else generated) | cifar10 | cifar10-generated (patterns of 10 classes under noise)"""
+
+    data_url: str = field("", "data")
+    """where `shakespeare` or `cifar10` comes from instead: an http(s):// or file:// URL; its sha256
+    must still match"""
+
+    data_dir: str = field("", "data")
+    """cache of downloads and tokens (default: $XDG_CACHE_HOME/nanoray or ~/.cache/nanoray)"""
+
+    tokenizer: Literal["auto", "char", "byte", "gpt2"] = field("auto", "data")
+    """auto (char for Shakespeare, else byte) | char | byte | gpt2 (needs: pip install tiktoken)"""
+
+    val_fraction: float = field(0.1, "data", gt=0, lt=0.5)
+    """share of the text, at its end, kept for validation"""
+
+    def check(self) -> None:
+        """Raise ValueError for a URL with a secret in it."""
+        # config.json and the logs repeat the URL, so nothing secret may stand in it
+        if re.search(r"://[^/]*@", self.data_url):
+            raise ValueError(
+                "data_url holds a password, which config.json and logs would repeat; host the file "
+                "where none is needed"
+            )
+        signed = re.search(_SIGNED_URL, self.data_url)
+        if signed:
+            raise ValueError(
+                f"data_url carries a secret ({signed[1]}=...), which config.json and logs would "
+                "repeat; download the file and name it with dataset PATH"
+            )

@@ -1,0 +1,204 @@
+"""From presets, YAML files and flags to a Config.
+
+Later layers win: field defaults, then `--preset`, then `--config FILE`, then flags. Values may
+arrive as text (a flag, or `3e-4`, which YAML reads as a string); pydantic converts them to the
+declared types or says why it cannot.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from nanoray.config.schema import Config, changes_recipe
+from nanoray.errors import ConfigError
+
+PRESET_DIR = Path(__file__).resolve().parents[1] / "presets"
+DEFAULT_PRESET = "shakespeare-cpu"
+
+# Nested keys that other programs' configuration files use, and ours for them. The first word is the
+# outer key.
+NESTED = {
+    "model.name": "model",
+    "model.num_layers": "",  # resnet_depth or n_layer, by the model
+    "training.batch_size": "global_batch_size",
+    "training.num_epochs": "num_epochs",
+    "training.learning_rate": "lr",
+    "training.optimizer": "optimizer",
+}
+OUTER = ("model", "training")
+LAYERS = {"resnet": "resnet_depth", "gpt": "n_layer"}  # what model.num_layers means
+
+
+# ---- names ---------------------------------------------------------------------------------------
+
+
+def did_you_mean(name: str, known: list[str]) -> str:
+    """Return a hint for an unknown name: the closest known one, or all of them."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"known: {', '.join(known)}"
+
+
+def refuse_unknown(name: str, known: list[str], kind: str) -> None:
+    """Raise ConfigError for an unknown name, with the closest known one."""
+    raise ConfigError(f"unknown {kind} {name}; {did_you_mean(name, known)}")
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return a YAML file's mapping with nested keys translated; {} for an empty file.
+
+    Raises ConfigError for a file that cannot be read or that is no mapping.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read config file {path}: {error.strerror}; check the path"
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"config file {path} is not YAML: {reason}") from None
+
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ConfigError(
+            f"config file {path} must hold `key: value` lines, not a {type(values).__name__}"
+        )
+    return flatten(values)
+
+
+def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate nested keys of a YAML file to our flat ones.
+
+    They are `model: {name, num_layers}` and `training: {batch_size, ...}`. training.batch_size is
+    that of all ranks together, so that results do not depend on their number. Raises ConfigError
+    for a nested key that is unknown, or given a second time as a flat one.
+    """
+    nested = {}
+    flat = {}
+    for key, value in values.items():
+        if key in OUTER and isinstance(value, Mapping):
+            nested[key] = value
+        else:
+            flat[key] = value
+
+    # The name of the model decides what its num_layers means
+    model = str(nested.get("model", {}).get("name", "gpt"))
+
+    for outer in OUTER:
+        for inner, value in nested.get(outer, {}).items():
+            name = f"{outer}.{inner}"
+            if name not in NESTED:
+                known = ", ".join(key for key in NESTED if key.startswith(outer))
+                raise ConfigError(
+                    f"unknown key {name}; known: {known}; write others as flat keys, e.g. "
+                    "momentum: 0.9"
+                )
+            ours = NESTED[name] or LAYERS.get(model, "n_layer")
+            if ours in flat:
+                raise ConfigError(
+                    f"{name} = {value} and {ours} = {flat[ours]} say the same thing; drop one of "
+                    "them"
+                )
+            flat[ours] = value
+    return flat
+
+
+def _read_preset(preset: str) -> dict[str, Any]:
+    path = PRESET_DIR / f"{preset}.yaml"
+    if not path.is_file():
+        names = sorted(file.stem for file in PRESET_DIR.glob("*.yaml"))
+        refuse_unknown(preset, names, f"preset (in {PRESET_DIR})")
+    return read_yaml(path)
+
+
+# ---- layers --------------------------------------------------------------------------------------
+
+
+def lay_over(lower: Mapping[str, Any], upper: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Replace values of `lower` by those of `upper`; max_steps and num_epochs replace each other.
+
+    Raises ConfigError when `upper` has both; `where` names it in the message.
+    """
+    counts_epochs = str(upper.get("num_epochs") or 0) != "0"
+    if counts_epochs and "max_steps" in upper:
+        raise ConfigError(
+            f"num_epochs = {upper['num_epochs']} and max_steps = {upper['max_steps']} in {where} "
+            "contradict each other; drop one of them"
+        )
+
+    merged = dict(lower)
+    if counts_epochs:
+        merged.pop("max_steps", None)
+    elif "max_steps" in upper:
+        merged.pop("num_epochs", None)
+    merged.update(upper)
+    return merged
+
+
+def load_config(
+    file: str | None = None, preset: str | None = None, overrides: dict[str, Any] | None = None
+) -> Config:
+    """Merge preset, file and overrides into a Config. Without file and preset: the default preset."""
+    overrides = overrides or {}
+    merged: dict[str, Any] = {}
+    if preset or not file:
+        preset = preset or DEFAULT_PRESET
+        merged = {"name": preset}
+        merged.update(_read_preset(preset))
+    if file:
+        values = {"name": Path(file).stem}
+        values.update(read_yaml(Path(file)))
+        merged = lay_over(merged, values, file)
+    _require_known(merged)
+
+    # A per-rank batch from the flags replaces a global one from the file, and with it the recipe.
+    # A global one replaces accumulation.
+    per_rank = "micro_batch_size" in overrides and "grad_accum_steps" in overrides
+    if "global_batch_size" in overrides:
+        merged.pop("grad_accum_steps", None)
+    elif per_rank:
+        merged.pop("global_batch_size", None)
+        merged.pop("expected_val_loss", None)
+
+    if any(changes_recipe(key) for key in overrides):
+        merged.pop("expected_val_loss", None)
+    return make_config(lay_over(merged, overrides, "the flags"))
+
+
+def make_config(values: dict[str, Any]) -> Config:
+    """Validate `values` into a Config.
+
+    Raises ConfigError, in one line with key and value, where pydantic reports an error.
+    """
+    _require_known(values)
+    try:
+        return Config(**values)
+    except ValidationError as error:
+        problems = []
+        for item in error.errors():
+            message = item["msg"].removeprefix("Value error, ")
+            key = str(item["loc"][0]) if item["loc"] else ""
+            value = values.get(key)
+            if key == "kube" and len(item["loc"]) > 1:
+                key = f"kube.{item['loc'][1]}"
+                value = item["input"]
+            problems.append(f"{key} = {value!r}: {message}" if key else message)
+        raise ConfigError("; ".join(dict.fromkeys(problems))) from None
+
+
+def _require_known(values: Mapping[str, Any]) -> None:
+    for key in values:
+        if key not in Config.model_fields:
+            refuse_unknown(key, list(Config.model_fields), "key")

@@ -1,0 +1,120 @@
+"""Keys of logging, evaluation, checkpoints, and of when a command ends."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import Field
+
+from nanoray.config.fields import Group, Natural, Positive, field
+
+PROFILED = 50  # the largest number of steps in one profile; each has thousands of operations
+
+
+class Log(Group):
+    """What a run records and writes, and where a command stops before the schedule ends."""
+
+    precision_stats: str = field("off", "log", pattern=r"^(off|every=[1-9]\d*)$")
+    """count in each layer the gradients that are zero or subnormal, and the weights that an update
+    leaves as they were: off | every=K (in every K-th step, which is logged)"""
+
+    stop_at: Natural = field(0, "log")
+    """write a checkpoint and exit 0 after this step (0 = run to max_steps)"""
+
+    target_loss: float = field(0.0, "log", ge=0)
+    """write a checkpoint and exit 0 after the first evaluation with a validation loss of at most
+    this (0 = run to max_steps); max_steps is still where the learning rate's schedule ends"""
+
+    statistics_every: Natural = field(0, "log")
+    """steps between statistics of each layer in statistics.jsonl: weights, gradients, updates,
+    activations, attention, dead units (0 = never); rank 0 measures them, and no bit of the training
+    changes"""
+
+    memory_at: Natural = field(0, "log")
+    """step whose memory each rank records in the run's memory/: bytes of weights, gradients,
+    optimizer, activations, buckets and the rest after each operation, beside the formula (0 =
+    none); that step takes longer, and no bit of the training changes"""
+
+    profile: str = field("", "log")
+    """steps A:B, from A up to B but without B, whose operations torch.profiler notes on each rank;
+    python -m nanoray.trace RUN --profile puts them on one clock; these steps take longer, no bit of
+    the training changes"""
+
+    comm_trace: str = field("off", "log")
+    """measure each collective: off | every=K (steps K/2 + 1 and K/2 + 2 of every K steps) |
+    always"""
+
+    log_every: Positive = field(10, "log")
+    """steps between metric records; only logging synchronises with the device"""
+
+    eval_every: Natural = field(250, "log")
+    """steps between evaluations on the validation split (0 = never)"""
+
+    eval_samples: Positive = field(240, "log")
+    """validation sequences per evaluation, evenly spaced; the same ones at every world size"""
+
+    checkpoint_every: Natural = field(250, "log")
+    """steps between checkpoints (0 = only at the end and when asked to stop)"""
+
+    checkpoint_mode: Literal["async", "sync"] = field("async", "log")
+    """async (training waits for a copy in host memory, as large as weights and optimizer state; a
+    thread of rank 0 writes it) | sync (training waits until the checkpoint is on disk)"""
+
+    keep_checkpoints: Positive = field(2, "log")
+    """newest checkpoints to keep, besides the best one"""
+
+    sample_tokens: Natural = field(300, "log")
+    """tokens of text to generate at the end (0 = none)"""
+
+    tensorboard: bool = field(True, "log")
+    """write TensorBoard events to the run's tb/ folder"""
+
+    expected_val_loss: dict[str, float] = Field(
+        {}, json_schema_extra={"group": "log", "flag": False}
+    )
+    """per dataset: the validation loss that the complete recipe should reach or beat"""
+
+    def check(self) -> None:
+        """Raise ValueError for a text that is none of its key's forms."""
+        if not re.fullmatch(r"off|always|every=[1-9]\d*", self.comm_trace):
+            raise ValueError(
+                f"comm_trace = {self.comm_trace!r} is none of off, always, every=K; try every=50"
+            )
+        if self.profile:
+            self._check_profile()
+
+    def _check_profile(self) -> None:
+        form = re.fullmatch(r"[1-9]\d*:[1-9]\d*", self.profile)
+        if not form or not self.profiled:
+            raise ValueError(
+                f"profile = {self.profile!r} is not A:B with 1 <= A < B; for steps 5, 6 and 7 "
+                "write 5:8"
+            )
+        if len(self.profiled) > PROFILED:
+            raise ValueError(
+                f"profile = {self.profile}: {len(self.profiled)} steps, each of which has "
+                f"thousands of operations; use {PROFILED} at most"
+            )
+
+    @property
+    def trace_every(self) -> int:
+        """K of comm_trace every=K; 1 for always, 0 for off. Steps K/2 + 1 and K/2 + 2 are traced."""
+        if self.comm_trace == "off":
+            return 0
+        if self.comm_trace == "always":
+            return 1
+        return int(self.comm_trace.removeprefix("every="))
+
+    @property
+    def stats_every(self) -> int:
+        """K of precision_stats every=K; 0 for off."""
+        if self.precision_stats == "off":
+            return 0
+        return int(self.precision_stats.removeprefix("every="))
+
+    @property
+    def profiled(self) -> range:
+        """The steps of `profile`."""
+        first, _, stop = self.profile.partition(":")
+        return range(int(first or 0), int(stop or 0))

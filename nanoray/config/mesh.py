@@ -1,0 +1,121 @@
+"""Keys of the mesh: devices, axes of parallelism, and the process group."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from nanoray.config.fields import Group, Natural, Positive, field
+
+# Values of dp_mode, by what a rank keeps
+WHOLE_MODELS = ("ddp", "ddp_by_hand")  # all weights, gradients and optimizer state
+SHARDS_STATE = ("zero1", "zero2", "fsdp")  # the optimizer state of its shard, or less
+BY_HAND = ("ddp_by_hand", "zero1", "zero2")  # gradients in buckets of our own
+
+
+class Mesh(Group):
+    """The ranks: how many, on which devices, how they share the work, and how long they wait."""
+
+    ep: Positive = field(1, "dist")
+    """expert parallelism: data ranks that share the experts of a layer, experts/ep each, and send
+    each other tokens; ep divides the data ranks, and dp/ep of them hold the same experts; with
+    dp_mode ddp_by_hand, zero1 or zero2, and with tp and pp or without"""
+
+    sequence_parallel: bool = field(False, "dist")
+    """tp: between layers each of its ranks works on its own part of every sequence: norms, dropouts
+    and sums, with 1/tp of their activations; the same bytes travel, in two collectives for one"""
+
+    workers: Positive | Literal["auto"] = field("auto", "dist")
+    """ranks; auto = every GPU or MIG slice, else 2 on CPU (1 on a single core)"""
+
+    device: Literal["auto", "cuda", "mig", "cpu"] = field("auto", "dist")
+    """cuda (whole GPUs) | mig (slices) | cpu | auto (the first of these that exists)"""
+
+    backend: Literal["auto", "nccl", "gloo"] = field("auto", "dist")
+    """process group: auto = NCCL on distinct GPUs, gloo on CPU and where NCCL does not support a
+    shared GPU"""
+
+    placement: Literal["pack", "spread"] = field("pack", "dist")
+    """pack ranks on few nodes, or spread them over many"""
+
+    cpus_per_worker: float = field(0.0, "dist", ge=0)
+    """CPUs reserved per rank (0 = an equal share of the node's on CPU, 1 with a GPU)"""
+
+    dp_mode: Literal["ddp", "ddp_by_hand", "zero1", "zero2", "fsdp"] = field("ddp", "dist")
+    """how ranks share the work: ddp (torch's; every rank keeps all gradients and optimizer state) |
+    ddp_by_hand (the same, with buckets in plain sight) | zero1 (each rank keeps 1/n of the
+    optimizer state) | zero2 (and of the gradients) | fsdp (and of the weights)"""
+
+    mirror: Literal["auto", "off"] = field("auto", "dist")
+    """zero1, zero2 and fsdp, on Ray with gloo: auto (another rank, on another node if there are
+    several, keeps a copy of each rank's share and does the same updates, so a lost rank is replaced
+    with no step repeated; with AdamW on n ranks 12/n bytes more per parameter, fsdp 16/n, and 4/n
+    sent per step) | off (they restart from a checkpoint)"""
+
+    fsdp_reshard: Literal["full", "grad_op"] = field("full", "dist")
+    """fsdp: full (free a block's weights after its forward and gather them again in backward: least
+    memory) | grad_op (keep them until backward is done: one all-gather less)"""
+
+    fsdp_gather: Literal["fp32", "bf16"] = field("fp32", "dist")
+    """fsdp: type in which weights are gathered and computed with; bf16 halves these bytes, and
+    rounds norms, too"""
+
+    activation_checkpointing: Literal["none", "selective", "block"] = field("none", "dist")
+    """what a forward keeps for backward: none (all of it: fastest) | selective (results of matrix
+    products and attention; about a third of the activations less, norms and GELU are computed
+    twice) | block (each block's input only: by far the least, and a step computes every block's
+    forward twice, up to a third more time); no loss changes by a bit"""
+
+    tp: Positive = field(1, "dist")
+    """tensor parallelism: ranks that share each layer of a gpt, by heads, hidden units and tokens;
+    ranks = dp x tp x pp"""
+
+    pp: Positive = field(1, "dist")
+    """pipeline parallelism: ranks that have n_layer/pp blocks of a gpt each, between which micro
+    batches pass"""
+
+    pp_schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = field("1f1b", "dist")
+    """pp: gpipe (all forwards, then all backwards) | 1f1b (in turn: the same time, and at most pp
+    micro batches' activations) | interleaved (each rank has several chunks of layers: less waiting,
+    more travels) | zero_bubble (gradients of weights fill the time in which a stage would wait)"""
+
+    pp_chunks: Natural = field(0, "dist")
+    """pp_schedule interleaved: chunks of layers per rank (0 = 2)"""
+
+    bucket_mb: float = field(0.0, "dist", ge=0)
+    """gradient bucket in MB (0 = 25 on GPU, 8 on CPU); with ddp it fixes the order of sums, so a
+    resume keeps it"""
+
+    allreduce: Literal[
+        "backend", "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", "flat"
+    ] = field("backend", "dist")
+    """how gradients are summed: backend (NCCL's or gloo's all-reduce) | one written by hand in
+    mesh/algorithms.py"""
+
+    timeout_s: float = field(120.0, "dist", gt=0)
+    """seconds after which a waiting collective fails, and the attempt with it"""
+
+    init_timeout_s: float = field(60.0, "dist", gt=0)
+    """seconds within which all ranks must have joined"""
+
+    head_timeout_s: float = field(15.0, "dist", gt=0)
+    """seconds without the cluster's head after which the ranks save and the run ends; raise it only
+    where the head's state outlives it (GCS fault tolerance) and the driver is on another node"""
+
+    ray_address: str = field("auto", "dist", min_length=1)
+    """auto (RAY_ADDRESS, else a new local Ray) | local | HOST:PORT"""
+
+    placement_timeout_s: float = field(4.0, "dist", gt=0)
+    """seconds to wait for busy resources, and for nodes that have not joined; above the default
+    also for those that an autoscaler may add, or that join later"""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether no rank has the whole state: each keeps the optimizer state of its own shard."""
+        return self.tp * self.pp * self.ep > 1 or self.dp_mode in SHARDS_STATE
+
+    @property
+    def chunks(self) -> int:
+        """The chunks of layers that each stage of a pipeline has."""
+        if self.pp_schedule != "interleaved":
+            return 1
+        return self.pp_chunks or 2

@@ -1,0 +1,128 @@
+"""Keys of the optimizer, its schedule and the number formats of a step."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from nanoray.config.fields import Group, Natural, Positive, field
+
+
+class Optim(Group):
+    """The optimizer and its schedule, the number formats, and the kernels that compute a step."""
+
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "bf16_pure", "fp16_pure", "fp8"] = (
+        field("auto", "optim")
+    )
+    """auto (the fastest one that is safe on this device, printed with its reason) | fp32 | tf32
+    (GPUs: products of float32 with 10 bits) | bf16 | fp16 (with a loss scaler); weights and
+    optimizer state are float32 in all of these | bf16_pure | fp16_pure (weights, gradients and
+    optimizer state in 16 bits, for a gpt; see docs/precision.md) | fp8 (bf16, with products of
+    8-bit floats in a gpt's blocks; an emulation where the hardware has none)"""
+
+    fp8_scaling: Literal["tensor", "row"] = field("tensor", "optim")
+    """fp8: one scale for each tensor | one for each row"""
+
+    master_weights: Literal["none", "fp32"] = field("none", "optim")
+    """bf16_pure and fp16_pure: none | fp32 (the optimizer keeps a float32 copy of each weight, and
+    its moments in float32, so that no small update is lost)"""
+
+    rounding: Literal["nearest", "stochastic"] = field("nearest", "optim")
+    """bf16_pure without master weights: how an update is rounded to bf16: nearest | stochastic (up
+    or down at random, right on average, so that small updates add up; its random bits follow from
+    seed, step and weight)"""
+
+    attention: Literal["auto", "flash", "cudnn", "plain"] = field("auto", "optim")
+    """gpt: flash (torch's fused kernel) | cudnn (cuDNN's, on GPUs and in 16 bits) | plain (two
+    products and a softmax; keeps block_size numbers per token and head for backward) | auto (plain
+    where it was measured to win, on CPUs: with dropout, or in bf16 if they multiply bf16 and
+    block_size is at most 256; on GPUs with audits; else flash)"""
+
+    loss_chunk: Natural = field(0, "optim")
+    """gpt: tokens whose logits are in memory at a time while the loss is computed (0 = all of a
+    micro batch); 1024 saves most of the logits' memory where the vocabulary is large"""
+
+    muon_lr: float = field(0.02, "optim", gt=0)
+    """optimizer muon: peak learning rate of the blocks' matrices; lr is that of all else, and both
+    follow the same schedule"""
+
+    grad_compress: Literal["none", "bf16", "fp16", "int8", "powersgd"] = field("none", "optim")
+    """dp_mode ddp and ddp_by_hand: what ranks send of their gradients: none (all, in float32) |
+    bf16 | fp16 (half the bytes) | int8 (a quarter) | powersgd (products of rank powersgd_rank: far
+    less). int8 and powersgd add what was not sent to the next gradient, and keep it, 4 bytes per
+    parameter. All change the result, and save time where a link is slow: see docs/precision.md"""
+
+    powersgd_rank: Positive = field(4, "optim")
+    """grad_compress powersgd: columns of the two matrices that stand for each matrix of
+    gradients"""
+
+    max_steps: Positive = field(2000, "optim")
+    """optimizer steps of the whole schedule"""
+
+    num_epochs: Natural = field(0, "optim")
+    """in place of max_steps: how often the schedule goes through the training data (0 = max_steps
+    counts)"""
+
+    optimizer: Literal["adamw", "sgd", "muon"] = field("adamw", "optim")
+    """adamw (fused) | sgd (plain unless given momentum: parity tests use it because AdamW hides a
+    factor on the gradient) | muon (of a gpt: orthogonal updates of the blocks' matrices, adamw for
+    all else)"""
+
+    momentum: float = field(0.0, "optim", ge=0, lt=1)
+    """sgd: decay of the sum of past gradients (0 = plain)"""
+
+    nesterov: bool = field(False, "optim")
+    """sgd with momentum: look ahead along the sum (Nesterov)"""
+
+    label_smoothing: float = field(0.0, "optim", ge=0, lt=1)
+    """resnet: share of a label that goes to all classes alike, while training"""
+
+    lr: float = field(1e-3, "optim", gt=0)
+    """peak learning rate"""
+
+    min_lr: float = field(1e-4, "optim", ge=0)
+    """learning rate at the end of the schedule"""
+
+    schedule: Literal["cosine", "wsd", "constant"] = field("cosine", "optim")
+    """cosine | wsd (warm-up, stable, linear decay) | constant, all after a linear warm-up"""
+
+    warmup_steps: Natural = field(100, "optim")
+    """steps of linear warm-up"""
+
+    decay_fraction: float = field(0.65, "optim", gt=0, le=1)
+    """wsd: the last part of the steps, over which the rate falls linearly to min_lr"""
+
+    weight_decay: float = field(0.1, "optim", ge=0)
+    """decay of matrices, convolutions and embeddings: AdamW's decoupled one, or added to the
+    gradient by sgd with momentum; plain sgd has none"""
+
+    beta1: float = field(0.9, "optim", ge=0, lt=1)
+    """AdamW: decay of the first moment"""
+
+    beta2: float = field(0.99, "optim", ge=0, lt=1)
+    """AdamW: decay of the second moment"""
+
+    grad_clip: float = field(1.0, "optim", ge=0)
+    """clip gradients to this global norm (0 = off)"""
+
+    scaling: Literal["none", "nanochat"] = field("none", "optim")
+    """nanochat: derive max_steps, global batch, lr and weight decay from the model's size and print
+    why; a value given as a flag is kept"""
+
+    tokens_per_param: float = field(12.0, "optim", gt=0)
+    """scaling=nanochat: training tokens per scaling parameter (matrices + lm_head)"""
+
+    compile: bool | Literal["cuda_graphs"] = field(False, "optim")
+    """torch.compile each block, or an own model's layers: slower start, faster steps on GPUs.
+    cuda_graphs: also launch the kernels of each at once, for small models on a GPU"""
+
+    def check(self) -> None:
+        """Raise ValueError for a schedule that would rise at its end."""
+        if self.min_lr > self.lr:
+            raise ValueError(
+                f"min_lr = {self.min_lr} is above lr = {self.lr}; lower min_lr or raise lr"
+            )
+
+    @property
+    def pure(self) -> bool:
+        """Whether weights and gradients have 16 bits."""
+        return self.precision.endswith("_pure")

@@ -1,0 +1,22 @@
+"""Keys that name a run and place it on disk."""
+
+from __future__ import annotations
+
+from nanoray.config.fields import Group, field
+
+
+class Run(Group):
+    """The run: its name, its folder, what it continues, and the seed of all its random numbers."""
+
+    name: str = field("run", "run", pattern=r"^[A-Za-z0-9._-]+$")
+    """name of the run, which ends its folder's name (default: the preset's or file's name)"""
+
+    out_dir: str = field("runs", "run", min_length=1)
+    """parent of the run folders; with several nodes it must be shared storage"""
+
+    resume: str = field("none", "run", min_length=1)
+    """none | auto (the newest run in out_dir with this name and recipe) | PATH of a run folder or
+    of one checkpoint"""
+
+    seed: int = field(1337, "run", ge=0, lt=2**63)
+    """seed of the initial weights, of the sample order and of dropout"""

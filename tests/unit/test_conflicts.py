@@ -1,0 +1,229 @@
+"""The table of conflicts: every row is reached by its smallest configuration, and says its message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nanoray.config import Config, load_config, make_config
+from nanoray.config.conflicts import TABLE, Row, Rule, first, known_from, refuse
+from nanoray.config.fields import Group
+from nanoray.config.keys import GROUPS
+from nanoray.errors import ConfigError
+
+# Values of each key, in the order in which they are tried for a condition
+VALUES: dict[str, tuple[Any, ...]] = {
+    "model": ("gpt", "resnet", "own"),
+    "experts": (0, 4),
+    "ep": (1, 2),
+    "tp": (1, 2),
+    "pp": (1, 2),
+    "pp_chunks": (0, 2, 1),
+    "pp_schedule": ("1f1b", "gpipe", "interleaved", "zero_bubble"),
+    "dp_mode": ("ddp", "ddp_by_hand", "zero1", "zero2", "fsdp"),
+    "precision": ("auto", "fp32", "tf32", "fp16", "bf16_pure", "fp16_pure", "fp8"),
+    "optimizer": ("adamw", "sgd", "muon"),
+    "attention": ("auto", "flash", "cudnn"),
+    "device": ("auto", "cpu", "cuda"),
+    "compile": (False, True, "cuda_graphs"),
+    "dataset": ("auto", "stdlib", "cifar10"),
+    "spares": ("auto", 1),
+    "workers": ("auto", 1),
+    "recovery": ("in_place", "restart"),
+    "activation_checkpointing": ("none", "block"),
+    "allreduce": ("backend", "ring"),
+    "comm_trace": ("off", "always"),
+    "grad_compress": ("none", "int8", "powersgd"),
+    "profile": ("", "5:8"),
+    "data_url": ("", "file:///x"),
+    "tokenizer": ("auto", "byte"),
+    "positions": ("learned", "rotary"),
+    "scaling": ("none", "nanochat"),
+    "mirror": ("auto", "off"),
+    "fsdp_reshard": ("full", "grad_op"),
+    "fsdp_gather": ("fp32", "bf16"),
+    "fp8_scaling": ("tensor", "row"),
+    "master_weights": ("none", "fp32"),
+    "rounding": ("nearest", "stochastic"),
+    "backend": ("auto", "nccl"),
+    "seq_warmup_from": (8, 16),
+    "resnet_depth": (20, 32),
+    "dropout": (0.0, 0.1),
+    "val_fraction": (0.1, 0.2),
+    "label_smoothing": (0.0, 0.1),
+    "momentum": (0.0, 0.9),
+    "bias": (False, True),
+    "sync_batchnorm": (False, True),
+    "nesterov": (False, True),
+    "sequence_parallel": (False, True),
+    "eval_every": (250, 0),
+    "resnet_width": (1, 2),
+    "powersgd_rank": (4, 8),
+    "muon_lr": (0.02, 0.1),
+    "experts_per_token": (2, 3),
+    "expert_capacity": (0.0, 1.5),
+    "balance_loss": (0.01, 0.5),
+    "z_loss": (0.001, 0.5),
+    "target_loss": (0.0, 2.0),
+}
+# What a key needs beside it, so that its own row is the only one
+NEEDS: dict[tuple[str, str], dict[str, Any]] = {
+    ("allreduce", "ep"): {"experts": 4, "dp_mode": "ddp_by_hand"},
+    ("grad_compress", "ep"): {"experts": 4, "dp_mode": "ddp_by_hand"},
+    ("audit_every", "ep"): {"experts": 4, "dp_mode": "ddp_by_hand"},
+    ("statistics_every", "ep"): {"experts": 4, "dp_mode": "ddp_by_hand"},
+    ("ep", "dp_mode"): {"experts": 4},
+    ("compile", "sync_batchnorm"): {"model": "resnet"},
+    ("audit_every", "sync_batchnorm"): {"model": "resnet"},
+    ("fsdp_gather", "precision"): {"dp_mode": "fsdp"},
+    ("fsdp_gather", "model"): {"dp_mode": "fsdp"},
+    ("pp_schedule", "compile"): {"pp": 2},
+    ("pp_schedule", "activation_checkpointing"): {"pp": 2},
+    ("pp_schedule", "dp_mode"): {"pp": 2},
+    ("pp_chunks", "pp_schedule"): {"pp": 2},
+    ("rounding", "master_weights"): {"precision": "bf16_pure"},
+    ("precision", "momentum"): {"optimizer": "sgd"},
+}
+# Configurations that break the rules of arithmetic, and a part of the message
+BROKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "_ep_divides": ({"experts": 4, "ep": 3, "dp_mode": "zero1"}, "ep = 3 does not divide"),
+    "_stop_is_reached": ({"stop_at": 2001}, "stop_at = 2001 is beyond max_steps = 2000"),
+    "_warmup_is_reached": ({"seq_warmup_steps": 2001}, "seq_warmup_steps = 2001 is beyond"),
+    "_lengths_double": ({"seq_warmup_steps": 9, "block_size": 24}, "block_size = 24 is not 2, 4"),
+    "_trace_is_reached": ({"comm_trace": "every=4000"}, "would trace nothing: its first step is"),
+    "_tp_divides": ({"tp": 3}, "tp = 3 must divide n_head = 4"),
+    "_tp_divides_sequences": (
+        {"tp": 2, "sequence_parallel": True, "block_size": 33},
+        "sequence_parallel cuts sequences over tp = 2 ranks",
+    ),
+    "_stages_divide": ({"pp": 3}, "pp = 3 does not divide n_layer = 4"),
+    "_groups_divide": (
+        {"pp": 2, "pp_schedule": "interleaved", "grad_accum_steps": 3},
+        "takes micro batches in groups of pp = 2",
+    ),
+    "_memory_is_reached": ({"memory_at": 2001}, "memory_at = 2001 would record nothing"),
+    "_profile_is_reached": ({"profile": "1999:2002"}, "but the run ends at step 2000"),
+}
+ROWS = [row for row in TABLE if isinstance(row, Row)]
+RULES = [row for row in TABLE if isinstance(row, Rule)]
+
+
+def smallest(row: Row) -> dict[str, Any]:
+    """Return the few keys that meet a row's conditions, and what these keys need themselves."""
+    values = {"micro_batch_size": 1, **NEEDS.get((row.asked.key, row.other.key), {})}
+    for condition in (row.asked, row.other, row.also):
+        if condition is not None:
+            candidates = VALUES.get(condition.key, (0, 2))
+            values[condition.key] = next(v for v in candidates if condition.holds(v))
+    return values
+
+
+def name_of(row: Row) -> str:
+    return f"{row.asked.words}, {row.other.words}"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
+def test_every_row_is_reached_and_says_its_message(row: Row) -> None:
+    values = smallest(row)
+    with pytest.raises(ConfigError) as error:
+        make_config(values)
+    message = str(error.value)
+    assert message.startswith(f"{row.asked.key} = {values[row.asked.key]} ")
+    assert row.other_words or f"{row.other.key} = " in message
+    assert row.why in message
+    assert message.endswith(f"; {row.remedy}")
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.words)
+def test_every_rule_of_arithmetic_is_reached(rule: Rule) -> None:
+    values, part = BROKEN[rule.find.__name__]
+    with pytest.raises(ConfigError) as error:
+        make_config({"micro_batch_size": 1, **values})
+    assert part in str(error.value)
+
+
+def test_no_row_stands_twice() -> None:
+    assert len({name_of(row) for row in ROWS}) == len(ROWS)
+
+
+# ---- groups --------------------------------------------------------------------------------------
+
+
+def test_the_check_of_every_group_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Siblings with methods of one name hide one another: a plain self.check() would run one."""
+    checked = []
+    for group in GROUPS:
+        monkeypatch.setattr(
+            group, "check", lambda self, group=group: checked.append(group), raising=True
+        )
+    make_config({"micro_batch_size": 1})
+    assert checked == list(GROUPS)
+
+
+def test_each_group_refuses_what_is_wrong_within_it() -> None:
+    for values, key in (
+        ({"data_url": "https://me:pw@host/x"}, "data_url"),
+        ({"n_head": 3}, "n_embd"),
+        ({"min_lr": 1.0}, "min_lr"),
+        ({"comm_trace": "every"}, "comm_trace"),
+        ({"profile": "8:5"}, "profile"),
+        ({"micro_batch_size": 0}, "no batch size"),
+    ):
+        with pytest.raises(ConfigError, match=key):
+            make_config({"micro_batch_size": 1, **values})
+
+
+def test_groups_are_siblings_in_the_order_of_the_help() -> None:
+    for group in GROUPS:
+        assert group.__mro__[1] is Group
+    in_order = [key for group in GROUPS for key in group.model_fields]
+    assert list(Config.model_fields) == [*in_order, "kube"]
+
+
+# ---- early and late ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("comm_trace", "always"),
+        ("allreduce", "ring"),
+        ("grad_compress", "int8"),
+        ("audit_every", 4),
+    ],
+)
+def test_one_rank_has_one_answer_early_and_late(key: str, value: Any) -> None:
+    """Whether `workers = 1` is written or follows from the machine."""
+    config = load_config(preset="tiny", overrides={key: value})
+    assert first(config, ranks=2) == ""
+    late = first(config, ranks=1)
+    assert late.startswith(f"{key} = {value} would be ignored: there is only one rank; ")
+    assert f"--{key} " in late
+    with pytest.raises(ConfigError) as early:
+        load_config(preset="tiny", overrides={key: value, "workers": 1})
+    assert str(early.value) == late
+
+
+def test_a_device_that_is_found_later_has_the_answer_of_one_that_is_asked_for() -> None:
+    values = {"attention": "flash", "audit_every": 4}
+    config = load_config(preset="tiny", overrides=values)
+    assert first(config) == ""
+    assert first(config, device="cpu") == ""
+    late = first(config, device="cuda")
+    assert "attention = flash: on a GPU" in late
+    with pytest.raises(ConfigError) as early:
+        load_config(preset="tiny", overrides={**values, "device": "cuda"})
+    assert str(early.value) == late
+
+
+def test_a_question_about_some_keys_walks_their_rows_only() -> None:
+    config = load_config(preset="tiny", overrides={"comm_trace": "always"})
+    assert first(config, ranks=1, about=["attention"]) == ""
+    with pytest.raises(ConfigError, match="only one rank"):
+        refuse(config, ranks=1, about=["comm_trace"])
+
+
+def test_a_row_says_when_it_is_known() -> None:
+    known = {known_from(row) for row in TABLE}
+    assert known == {"keys", "ranks", "device"}
