@@ -26,14 +26,16 @@ from nanoray.faults.cause import (
     without_progress,
 )
 from nanoray.faults.hang import Position, Watchdog
+from nanoray.launch.actors import POLL_S, START_TRIES, ActorPool, start_timeout_s
 from nanoray.launch.cluster_watch import ANOTHER_HEAD, ClusterWatch
 from nanoray.launch.drain import AbortOrders, Drains, Leave
 from nanoray.launch.fault_log import FaultLog
 from nanoray.launch.placement import Placement
+from nanoray.launch.rank_end import end_hung, end_silent, read_result
 from nanoray.launch.shares import no_replica, smaller
 from nanoray.launch.signals import Stop, StopRequested
 from nanoray.launch.worker import Heartbeat, Script
-from nanoray.launch.worker_group import POLL_S, SETTLE_S, START_TRIES, WorkerGroup, start_timeout_s
+from nanoray.launch.worker_group import SETTLE_S, WorkerGroup
 from nanoray.points import reached
 from nanoray.run import RunSpec, write_attempt
 from nanoray.train.watch.observers import Console
@@ -150,7 +152,7 @@ class Driver:
             if self.group is None:
                 self.stop.check()
                 self._begin_attempt()
-                self.group = WorkerGroup(
+                pool = ActorPool(
                     self.spec,
                     self.place,
                     self.stop.check,
@@ -159,6 +161,7 @@ class Driver:
                     api=self._api,
                     clock=self._clock,
                 )
+                self.group = WorkerGroup(pool)
                 self.group.create()
                 self.group.begin()
                 self._refuse_useless_spares(self.group)
@@ -263,16 +266,16 @@ class Driver:
 
     def _on_end(self, group: WorkerGroup, collector: FailureCollector, slot: int, ref: Any) -> None:
         """Note that a rank finished or failed."""
-        result, failure = group.result(ref, slot)
+        result, failure = read_result(group, ref, slot)
         if slot not in group.members:  # its actor is left over from before the group shrank
-            group.fill(slot)
+            group.pool.fill(slot)
             return
         collector.ended(slot, failure, self._clock.monotonic())
         if failure:
             reached("lost")
             group.break_meeting(slot)
             if slot in group.newcomers and not failure.retry:
-                group.unfit.setdefault(slot, set()).add(failure.facts["node"])
+                group.pool.unfit.setdefault(slot, set()).add(failure.facts["node"])
             self._start_replacements(group, collector, [failure])
             reached("replacing")
         elif slot == group.members[0]:
@@ -324,9 +327,9 @@ class Driver:
         # again.
         self._failed_starts[slot] = tries = self._failed_starts.get(slot, 0) + 1
         if tries < START_TRIES:
-            group.fill(slot)
+            group.pool.fill(slot)
         else:
-            group.vacate(slot)
+            group.pool.vacate(slot)
             self._failed_starts.pop(slot)
             print(
                 f"replace  {tries} new actors for rank {slot} died while starting; going on "
@@ -341,7 +344,7 @@ class Driver:
             for slot, (position, written_at) in group.positions().items():
                 watchdog.update_from_file(slot, position, written_at)
         if watchdog.hangs():
-            group.end_hung(watchdog, collector)
+            end_hung(group, watchdog, collector)
             self._start_replacements(group, collector, collector.failures)
 
     def _start_replacements(
@@ -354,10 +357,10 @@ class Driver:
             return
         self._headless = not self.cluster.head_answers()
         for failure in failures:
-            if self._ending or group.hopeless(failure):
-                group.vacate(failure.rank, not self._headless)
+            if self._ending or (not failure.retry and group.pool.refused_everywhere(failure.rank)):
+                group.pool.vacate(failure.rank, not self._headless)
             else:
-                group.fill(failure.rank, not self._headless)
+                group.pool.fill(failure.rank, not self._headless)
 
     def _leave_drained_nodes(self, group: WorkerGroup) -> None:
         """Tell all ranks to leave their group after this step, or to save, if ranks on drained
@@ -396,7 +399,7 @@ class Driver:
         if collector.in_place and (silent := collector.silent):
             known = len(collector.failures)
             for slot in silent:
-                group.end_silent(slot, collector)
+                end_silent(group, slot, collector)
             self._start_replacements(group, collector, collector.failures[known:])
 
     def decide(self, group: WorkerGroup, collector: FailureCollector) -> str:
@@ -417,7 +420,7 @@ class Driver:
             shrinks = self.spec.config.recovery == "shrink"
             return (
                 ""
-                if shrinks or not group.hopeless(cause)
+                if shrinks or not group.pool.refused_everywhere(cause.rank)
                 else "its replacement could not work on three nodes"
             )
         return reason_to_give_up(cause, self.faults.causes, self.spec.config.max_failures)
@@ -448,14 +451,14 @@ class Driver:
             left = [slot for slot in group.members if slot in group.runs]
             if not left or self._too_late:
                 return False
-            slots = group.divisible(group.ready)
+            slots = group.divisible(group.pool.ready)
             too_few = not slots or (len(slots) < self.place.workers and config.recovery != "shrink")
             if too_few and not reason and not self._ending:
                 print(
                     f"replace  {self._budget} no new actor within {config.replace_timeout:g} s",
                     flush=True,
                 )
-                if any(slot in group.unfit for slot in lost):
+                if any(slot in group.pool.unfit for slot in lost):
                     reason = "its replacement cannot work where it was started, and no other node has room"
             saves = self._ending or bool(reason) or too_few
             if saves:
@@ -484,7 +487,7 @@ class Driver:
                 [slot for slot in left if slot not in slots],
             )
             self._announce_group(joined, left_out, before, self._clock.monotonic() - began, saves)
-            group.promoted.clear()
+            group.pool.promoted.clear()
             return True
         return False
 
@@ -500,9 +503,9 @@ class Driver:
             timeout_s += self.cluster.vacated_in_s
         deadline = self._clock.monotonic() + timeout_s
         for slot in lost:
-            if slot not in group.actors and len(group.unfit.get(slot, ())) < START_TRIES:
-                group.fill(slot)  # the head did not answer when it was lost
-        while any(slot in group.starting for slot in lost):
+            if slot not in group.pool.actors and len(group.pool.unfit.get(slot, ())) < START_TRIES:
+                group.pool.fill(slot)  # the head did not answer when it was lost
+        while any(slot in group.pool.starting for slot in lost):
             if self.stop.requested or self._clock.monotonic() >= deadline:
                 break
             if trouble := self.cluster.trouble():
@@ -534,8 +537,8 @@ class Driver:
         assert self.group
         group, kind, size = self.group, "in_place", len(self.group.members)
         if joined:
-            kind = "spare" if set(joined) <= group.promoted else "in_place"
-            note = {slot: ", a spare" if slot in group.promoted else "" for slot in joined}
+            kind = "spare" if set(joined) <= group.pool.promoted else "in_place"
+            note = {slot: ", a spare" if slot in group.pool.promoted else "" for slot in joined}
             pids = ", ".join(
                 f"rank {slot} (pid {group.facts[slot]['pid']}{note[slot]})" for slot in joined
             )
@@ -559,7 +562,7 @@ class Driver:
     def _can_grow(self) -> bool:
         """Whether more actors are ready than train, and the global batch can be divided among them."""
         assert self.group
-        return len(self.group.divisible(self.group.ready)) > len(self.group.members)
+        return len(self.group.divisible(self.group.pool.ready)) > len(self.group.members)
 
     def _grow(self) -> None:
         """Take in the actors that have become ready since the group shrank, if they are still
@@ -567,7 +570,7 @@ class Driver:
         """
         assert self.group
         group = self.group
-        before, slots = len(group.members), group.divisible(group.ready)
+        before, slots = len(group.members), group.divisible(group.pool.ready)
         try:
             store = group.open_store(slots)
         except RayError as error:  # a rank was lost just now
