@@ -227,7 +227,7 @@ class Stage:
         thread = threading.Thread(target=ending_in_death, daemon=True)
         with driver.cluster, contextlib.redirect_stdout(io.StringIO()) as output:
             thread.start()
-            driver.decide(crowd, driver.watch(crowd))
+            driver.recoverer.decide(crowd, driver.watch(crowd))
             driver.faults.close("none")
         over = time.monotonic()
         thread.join()
