@@ -24,6 +24,7 @@ from typing import Any
 
 from nanoray.faults.cause import FailureCollector
 from nanoray.launch.cluster_watch import ClusterWatch
+from nanoray.launch.rank_end import drain_of, end_drained
 from nanoray.launch.worker_group import WorkerGroup
 
 NOTICE_S = 0.1  # a closed connection is noticed within a few hundredths of a second
@@ -85,14 +86,14 @@ class Drains:
             return False
         leaving = group.drained
         for slot in leaving:
-            group.end_drained(slot, collector)
+            end_drained(group, slot, collector)
         return bool(leaving)
 
     def failures(self, group: WorkerGroup) -> FailureCollector:
         """Return the drained members as the cause why all ranks save and start again."""
         collector = FailureCollector(group.drained, False, 0.0, 0.0)
         for slot in group.drained:
-            collector.ended(slot, group.drain_of(slot), group.clock.monotonic())
+            collector.ended(slot, drain_of(group, slot), group.clock.monotonic())
         return collector
 
 
@@ -113,4 +114,4 @@ class AbortOrders:
         if collector.in_place and now >= max(self._due_at, noticed_at):
             self._due_at = now + group.heartbeat_s
             for slot in collector.silent:
-                group.actors[slot].abort.remote(group.spec.attempt)
+                group.pool.actors[slot].abort.remote(group.spec.attempt)

@@ -400,16 +400,16 @@ MIG_DRIVER = """
 from pathlib import Path
 from nanoray.config import make_config
 from nanoray.data.prepare import DatasetInfo
-from nanoray.launch.worker_group import WorkerGroup
+from nanoray.launch.actors import ActorPool
 from nanoray.launch.placement import Placement
 from nanoray.run import RunSpec
 config = make_config({"global_batch_size": 12, "device": "DEVICE"})
 place = Placement.make(config)
 data = DatasetInfo(**{f: None for f in DatasetInfo.__dataclass_fields__})
-group = WorkerGroup(RunSpec(config, data, Path("/none/run"), 0.0), place)
-group.create()
-seen = [ray.get(a.describe.remote())["devices"] for a in group.actors.values()]
-group.end()
+pool = ActorPool(RunSpec(config, data, Path("/none/run"), 0.0), place)
+pool.create()
+seen = [ray.get(a.describe.remote())["devices"] for a in pool.actors.values()]
+pool.end()
 print(json.dumps([place.kind, place.workers, seen]))
 """
 
@@ -448,7 +448,7 @@ def test_a_local_ray_is_closed_to_others(tmp_path: Path) -> None:
     code = """
 import contextlib, io, re, socket, urllib.error, urllib.request
 from nanoray.config import load_config
-from nanoray.devices.gpus import local_slots
+from nanoray.devices.slots import local_slots
 from nanoray.launch.placement import connected
 said = io.StringIO()
 with contextlib.redirect_stdout(said), connected("local", local_slots("cpu", 1, [], 1.0)):

@@ -30,9 +30,10 @@ from nanoray.config import load_config
 from nanoray.data.prepare import DatasetInfo
 from nanoray.faults import exit_record
 from nanoray.faults.progress import UNKNOWN, ProgressFile
+from nanoray.launch.actors import ActorPool
 from nanoray.launch.driver import Driver
 from nanoray.launch.placement import Placement
-from nanoray.launch.sigkill import end_process
+from nanoray.launch.rank_end import end_process
 from nanoray.launch.signals import Stop
 from nanoray.launch.worker import Heartbeat
 from nanoray.launch.worker_group import WorkerGroup
@@ -669,7 +670,9 @@ class Run:
         self.ray = ScriptedRay(self.spec, workers, in_place)
         self.stop = Stop()
         # For tests without a driver
-        self.group = WorkerGroup(self.spec, self.place, api=self.ray, clock=self.ray.time)
+        self.group = WorkerGroup(
+            ActorPool(self.spec, self.place, api=self.ray, clock=self.ray.time)
+        )
         self.driver = Driver(self.spec, self.place, self.stop, api=self.ray, clock=self.ray.time)
 
     def __call__(self) -> dict[str, Any]:

@@ -29,8 +29,10 @@ from nanoray.faults import exit_record
 from nanoray.faults.cause import FailureCollector, read_reports
 from nanoray.faults.hang import Position, Watchdog
 from nanoray.faults.progress import ProgressFile
+from nanoray.launch.actors import ActorPool
 from nanoray.launch.driver import Driver
 from nanoray.launch.placement import Placement
+from nanoray.launch.rank_end import end_hung as end_hung_rank
 from nanoray.launch.signals import Stop
 from nanoray.launch.worker import Heartbeat
 from nanoray.launch.worker_group import WorkerGroup
@@ -135,25 +137,30 @@ def _end_all(futures: set[asyncio.Future[Any]], value: Any) -> None:
         _end(futures.pop(), value)
 
 
+class StandIns(ActorPool):
+    """Actors of which each is many ranks."""
+
+    def new_actor(self, slot: int | None, rehearse: bool, **options: Any) -> Any:
+        """Create a stand-in for one rank."""
+        record = str(self.spec.exit_record(slot or 0))
+        return ray.remote(Ranks).options(num_cpus=0, max_concurrency=10).remote(record)
+
+
 class Crowd(WorkerGroup):
     """A group of stand-ins. The victim has an actor of its own, which can be killed."""
 
     def __init__(
         self, spec: RunSpec, place: Placement, actors: list[Any], fact: dict[str, Any], victim: int
     ) -> None:
-        super().__init__(spec, place)
-        self.requests, self.victim = 0, victim
-        self.actors = {
-            slot: actors[slot % len(actors)] for slot in range(place.workers) if slot != victim
-        }
-        self.facts = dict.fromkeys(range(place.workers), fact)
-        self.actors[victim] = self.new_actor(victim, False)
-        self.facts[victim] = ray.get(self.actors[victim].describe.remote())
-
-    def new_actor(self, slot: int | None, rehearse: bool, **options: Any) -> Any:
-        """Create a stand-in for one rank."""
-        record = str(self.spec.exit_record(slot or 0))
-        return ray.remote(Ranks).options(num_cpus=0, max_concurrency=10).remote(record)
+        pool = StandIns(spec, place)
+        super().__init__(pool)
+        self.requests = 0
+        self.victim = victim
+        for slot in range(place.workers):
+            pool.actors[slot] = actors[slot % len(actors)]
+            pool.facts[slot] = fact
+        pool.actors[victim] = pool.new_actor(victim, rehearse=False)
+        pool.facts[victim] = ray.get(pool.actors[victim].describe.remote())
 
     def request_heartbeat(self, slot: int, waiting: bool = False, after: int | None = None) -> None:
         """Count the requests."""
@@ -220,7 +227,7 @@ class Stage:
         thread = threading.Thread(target=ending_in_death, daemon=True)
         with driver.cluster, contextlib.redirect_stdout(io.StringIO()) as output:
             thread.start()
-            driver.decide(crowd, driver.watch(crowd))
+            driver.recoverer.decide(crowd, driver.watch(crowd))
             driver.faults.close("none")
         over = time.monotonic()
         thread.join()
@@ -242,7 +249,7 @@ class Stage:
 
     def rest(self, crowd: Crowd) -> None:
         """End what is left of a crowd: the victim's actor, or the one that replaced it."""
-        ray.kill(crowd.actors[crowd.victim])
+        ray.kill(crowd.pool.actors[crowd.victim])
         ray.get([actor.rest.remote() for actor in self.actors])
 
     def end(self) -> None:
@@ -253,10 +260,10 @@ class Stage:
 
 
 def end_hung(crowd: Crowd) -> tuple[float, int]:
-    """Return how long `WorkerGroup.end_hung` takes to read all progress files, ask for all stacks
+    """Return how long `rank_end.end_hung` takes to read all progress files, ask for all stacks
     and end one rank.
     """
-    crowd.members = sorted(crowd.actors)
+    crowd.members = sorted(crowd.pool.actors)
     watchdog, collector = (
         Watchdog(crowd.members, 60.0),
         FailureCollector(crowd.members, False, 60.0, 0.0),
@@ -264,5 +271,5 @@ def end_hung(crowd: Crowd) -> tuple[float, int]:
     for slot in crowd.members:
         watchdog.update(slot, Position(7, "forward" if slot == crowd.victim else "backward"), 0.0)
     began = time.monotonic()
-    crowd.end_hung(watchdog, collector)
+    end_hung_rank(crowd, watchdog, collector)
     return time.monotonic() - began, collector.cause.rank

@@ -16,7 +16,7 @@ import pytest
 from nanoray.errors import ConfigError, PlacementError
 from nanoray.faults.cause import MAX_CONSEQUENCES
 from nanoray.launch.cluster_watch import LEAVE_S
-from nanoray.launch.driver import SAVE_S
+from nanoray.launch.recover import SAVE_S
 from tests.harness.scripted_ray import RUN_S, Actor, Ref, Run, node_id
 
 IN_PLACE_OF_1 = [

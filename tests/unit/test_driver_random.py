@@ -17,7 +17,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanoray.launch import driver
-from nanoray.launch.driver import SAVE_S
+from nanoray.launch.recover import SAVE_S
+from nanoray.launch.situation import (
+    AwaitReplacements,
+    Restart,
+    Save,
+    Situation,
+    Step,
+    TrainOn,
+    next_step,
+)
 from tests.harness.scripted_ray import Run
 
 KINDS = (
@@ -132,7 +141,12 @@ def test_no_interleaving_loses_a_state(
 
 def test_a_planted_bug_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver of before: whoever is left is ended without saving when no replacement comes."""
-    monkeypatch.setattr(driver.Driver, "_form_group", lambda self, group, reason: False)
+
+    def forget_survivors(situation: Situation) -> Step:
+        step = next_step(situation)
+        return Restart() if isinstance(step, AwaitReplacements | TrainOn | Save) else step
+
+    monkeypatch.setattr(driver, "next_step", forget_survivors)
     plan = [Event(10.3, "die", 1, 0.02, 0.01)]
     config = {
         "workers": 2,

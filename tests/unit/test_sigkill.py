@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from nanoray.faults.proc import start_time
-from nanoray.launch.sigkill import end_process
+from nanoray.launch.rank_end import end_process
 
 
 @pytest.fixture

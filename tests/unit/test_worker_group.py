@@ -15,7 +15,8 @@ from nanoray.faults.cause import FailureCollector
 from nanoray.faults.hang import Position, Watchdog
 from nanoray.faults.progress import ProgressFile
 from nanoray.launch.fault_log import LOG_LINES
-from nanoray.launch.worker_group import EXIT_RECORD_S, WorkerGroup
+from nanoray.launch.rank_end import EXIT_RECORD_S, end_hung, read_result
+from nanoray.launch.worker_group import WorkerGroup
 from nanoray.mesh.rendezvous import BackendChoice
 from nanoray.run import recovers_in_place
 from tests.harness.scripted_ray import Actor, Ref, Run
@@ -66,12 +67,12 @@ def test_where_a_lost_rank_is_replaced_alone(
 
 def test_every_actor_has_a_slot_and_a_name_of_its_own(tmp_path: Path) -> None:
     run, group = started(tmp_path / "run")
-    assert group.members == group.ready == [0, 1, 2]
-    group.fill(1)
-    group.fill(1)
+    assert group.members == group.pool.ready == [0, 1, 2]
+    group.pool.fill(1)
+    group.pool.fill(1)
     names = [actor.name for actor in run.ray.actors.values()]
     assert names == ["run-rank0", "run-rank1.0-2", "run-rank2"]
-    assert group.ready == [0, 2], "the new one has not answered yet"
+    assert group.pool.ready == [0, 2], "the new one has not answered yet"
     assert run.ray.orders[-4:] == ["kill 1", "start 1", "kill 1", "start 1"]
 
 
@@ -205,16 +206,16 @@ def test_a_slots_part_follows_from_the_group_and_not_from_its_number(
 
 def test_a_spare_takes_a_slot_once_it_is_ready(tmp_path: Path) -> None:
     run, group = started(tmp_path, spares=1)
-    group.fill(1)
-    assert (run.ray.orders[-1], group.promoted) == ("start 1", set()), (
+    group.pool.fill(1)
+    assert (run.ray.orders[-1], group.pool.promoted) == ("start 1", set()), (
         "the spare has not rehearsed yet"
     )
     run.ray.time.sleep(5.0)
-    group.fill(2)
-    assert (run.ray.orders[-1], group.promoted) == ("spare takes 2", {2})
-    assert group.spares == []
+    group.pool.fill(2)
+    assert (run.ray.orders[-1], group.pool.promoted) == ("spare takes 2", {2})
+    assert group.pool.spares == []
     group.add_spares()
-    assert (run.ray.orders[-1], len(group.spares)) == ("start spare", 1)
+    assert (run.ray.orders[-1], len(group.pool.spares)) == ("start spare", 1)
 
 
 def test_a_spare_that_dies_in_its_imports_costs_nothing_and_is_replaced(tmp_path: Path) -> None:
@@ -224,21 +225,21 @@ def test_a_spare_that_dies_in_its_imports_costs_nothing_and_is_replaced(tmp_path
     group.create()
     group.begin()
     run.ray.time.sleep(5.0)
-    group.fill(2)
-    assert (run.ray.orders[-1], group.spares) == ("start 2", [])
+    group.pool.fill(2)
+    assert (run.ray.orders[-1], group.pool.spares) == ("start 2", [])
     group.add_spares()
     run.ray.time.sleep(5.0)
-    group.fill(1)
-    assert (run.ray.orders[-1], group.promoted) == ("spare takes 1", {1})
+    group.pool.fill(1)
+    assert (run.ray.orders[-1], group.pool.promoted) == ("spare takes 1", {1})
 
 
 def test_a_spare_on_another_node_has_not_the_device_of_the_slot(tmp_path: Path) -> None:
     run, group = started(tmp_path, spares=1)
-    group.place = replace(run.place, kind="cuda", bundle={"GPU": 1.0, "CPU": 1.0})
+    group.pool.place = replace(run.place, kind="cuda", bundle={"GPU": 1.0, "CPU": 1.0})
     run.ray.time.sleep(5.0)
-    group.fill(2)
+    group.pool.fill(2)
     assert run.ray.orders[-1] == "start 2"
-    group.fill(0)
+    group.pool.fill(0)
     assert run.ray.orders[-1] == "spare takes 0"
 
 
@@ -311,7 +312,7 @@ def test_how_a_process_died(
         } | record
         run.spec.exit_record(1).write_text(json.dumps(record))
     group.event_at = run.ray.time.now
-    result, failure = group.result(dead(ActorDiedError()), 1)
+    result, failure = read_result(group, dead(ActorDiedError()), 1)
     assert result is None
     assert failure
     assert (failure.cause, failure.signature) == (cause, how)
@@ -323,14 +324,14 @@ def test_exit_records_are_awaited_together(tmp_path: Path) -> None:
     run, group = started(tmp_path, 12)
     group.event_at = began = run.ray.time.now
     for slot in group.members:
-        assert group.result(dead(ActorDiedError()), slot)[1]
+        assert read_result(group, dead(ActorDiedError()), slot)[1]
     assert EXIT_RECORD_S <= run.ray.time.now - began < 2 * EXIT_RECORD_S
 
 
 def test_the_end_of_a_long_log(tmp_path: Path) -> None:
     run, group = started(tmp_path)
     run.spec.log(1).write_text("".join(f"line {i}\n" for i in range(100_000)))
-    _, failure = group.result(dead(ActorDiedError()), 1)
+    _, failure = read_result(group, dead(ActorDiedError()), 1)
     assert failure
     lines = [f"line {i}" for i in range(100_000 - LOG_LINES, 100_000)]
     assert failure.detail.splitlines() == ["end of its log:", *lines]
@@ -349,7 +350,7 @@ def test_an_error_that_was_returned(tmp_path: Path, kind: str, retry: bool, deta
         "message": "x",
         "traceback": "Traceback",
     }
-    _, failure = group.result(Ref(error | {"step": 3, "phase": "eval"}, True), 2)
+    _, failure = read_result(group, Ref(error | {"step": 3, "phase": "eval"}, True), 2)
     assert failure
     assert (failure.cause, failure.retry, failure.exit_code, failure.detail) == (
         kind,
@@ -391,7 +392,7 @@ def test_which_rank_hangs(
             slot in frozen,
             collectives[slot],
         )
-    group.end_hung(watchdog, collector)
+    end_hung(group, watchdog, collector)
     for failure in collector.failures:
         said = "" if failure.rank in frozen else f" after {collectives[failure.rank]} collectives"
         assert f"in {failure.phase} of step 5{said} and " in failure.title

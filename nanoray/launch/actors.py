@@ -1,0 +1,287 @@
+"""The actors of a run on Ray: one per slot, and spares without a slot.
+
+A slot is the place of a rank: its resources, its device, its log. When a rank is lost, a spare or a
+new actor takes its slot.
+
+    create ─► slot 0, slot 1, ... ─► fill: end the actor in a slot, put a spare or a new one there
+              spares                 vacate: end the actor in a slot, leave the slot empty
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    NodeLabelSchedulingStrategy,
+    NotIn,
+)
+
+from nanoray.config import Config
+from nanoray.launch.cluster_watch import ClusterWatch
+from nanoray.launch.placement import START_TIMEOUT_S, Placement, bounded, strategy
+from nanoray.launch.worker import Script, Worker
+from nanoray.run import RunSpec
+
+POLL_S = 0.25  # how often the driver looks for a stop request while it waits for actors
+START_TRIES = 3  # how often a new actor may die before it is ready
+
+
+def _no_check() -> None:
+    """Interrupt nothing."""
+
+
+class ActorPool:
+    """The actors by slot, the spares, and what is known of their processes."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        place: Placement,
+        check: Callable[[], None] = _no_check,
+        cluster: ClusterWatch | None = None,
+        script: Script = None,
+        api: Any = ray,
+        clock: Any = time,
+    ) -> None:
+        """Take a placement; nothing is created yet.
+
+        check: called while actors start; what it raises interrupts the wait. cluster: which nodes
+        are drained, and whether there is a head to create or end an actor. script: what each rank
+        runs in place of the recipe.
+        """
+        self.spec = spec
+        self.place = place
+        self.cluster = cluster
+        self.api = api
+        self.clock = clock
+        self._check = check
+        self._script = script
+
+        # All by slot. facts: rank, pid, start, node, ip, actor, devices.
+        self.actors: dict[int, Any] = {}
+        self.facts: dict[int, dict[str, Any]] = {}
+        self.starting: dict[int, Any] = {}  # the pending `ready` of new actors
+        self.unfit: dict[int, set[str]] = {}  # nodes on which a new rank could not work
+
+        # Actors without a slot, each with its pending `ready`.
+        self.spares: list[tuple[Any, Any]] = []
+        self.promoted: set[int] = set()  # slots that a spare took since the last fault
+
+        self._former: list[Any] = []  # lost ranks' actors that could not be ended at once
+        self._created = 0  # actors so far, to give each its own name
+
+    # Create and end actors.
+
+    def create(self) -> None:
+        """Create one actor per slot, named by run and rank. Raises RayError, GetTimeoutError."""
+        for slot in range(self.place.workers):
+            # The position that an older attempt wrote means nothing now.
+            self.spec.progress(slot).unlink(missing_ok=True)
+            self.fill(slot)
+        if len(self.starting) < self.place.workers:
+            raise RayError("the cluster's head does not answer")
+
+        timeout_s = start_timeout_s(self.spec.config)
+        if self.cluster:
+            # A bundle on a drained node moves only when that node is gone.
+            timeout_s += self.cluster.vacated_in_s
+        facts = self.wait_for(list(self.starting.values()), timeout_s)
+        self.facts = dict(zip(self.starting, facts, strict=True))
+        self.starting.clear()
+
+    def wait_for(self, refs: list[Any], timeout_s: float) -> list[Any]:
+        """Return all values, calling `check` meanwhile. Raises RayError, GetTimeoutError."""
+        deadline = self.clock.monotonic() + timeout_s
+        pending = refs
+        while pending:
+            self._check()
+            remaining_s = max(0.0, deadline - self.clock.monotonic())
+            done, pending = self.api.wait(
+                pending, num_returns=len(pending), timeout=min(POLL_S, remaining_s)
+            )
+            # Raise the error of a dead actor now, not when all others have answered.
+            self.api.get(done)
+            if pending and not remaining_s:
+                raise GetTimeoutError(f"no answer within {timeout_s:g} s")
+        return list(self.api.get(refs))
+
+    def fill(self, slot: int, head_answers: bool | None = None) -> None:
+        """Put a spare or a new actor into a slot, and end the actor that is there, if any.
+
+        Without a head the slot stays empty. head_answers: None if that is not known yet.
+        """
+        if head_answers is None:
+            head_answers = self.head_answers()
+        self.vacate(slot, head_answers)
+        if not head_answers:
+            return
+
+        replaces = bool(self.facts)
+        actor = self._take_spare(slot)
+        if actor is None:
+            # With shrink the others train meanwhile, so a new actor has the time to rehearse a
+            # step; otherwise they wait for it.
+            actor = self.new_actor(
+                slot,
+                rehearse=replaces and self.spec.config.recovery == "shrink",
+                num_cpus=self.place.bundle["CPU"],
+                num_gpus=self.place.bundle.get("GPU", 0),
+                scheduling_strategy=self._strategy(slot),
+            )
+        self.actors[slot] = actor
+
+        # `ready` returns after the imports: an actor that dies in them costs another try, but no
+        # rendezvous. At the start of a run all ranks import at once, and `describe` is enough.
+        self.starting[slot] = actor.ready.remote() if replaces else actor.describe.remote()
+
+    def vacate(self, slot: int, head_answers: bool | None = None) -> None:
+        """Leave a slot empty. Without a head its actor, if it lives, ends with the run."""
+        self.starting.pop(slot, None)
+        self.promoted.discard(slot)
+        actor = self.actors.pop(slot, None)
+        if actor is None:
+            return
+        if head_answers is None:
+            head_answers = self.head_answers()
+        if head_answers:
+            self.kill(actor)
+        else:
+            self._former.append(actor)
+
+    def head_answers(self) -> bool:
+        """Return whether the head answers: without one, creating or ending an actor never ends."""
+        return self.cluster is None or self.cluster.head_answers()
+
+    def new_actor(self, slot: int | None, rehearse: bool, **options: Any) -> Any:
+        """Create a Worker on Ray for a slot, or a spare (`slot` None)."""
+        # A runtime_env costs half a second, because Ray cannot use its prestarted workers then.
+        # Root does without: it may raise its priority itself (raise_priority), and the network's
+        # variables travel in the Rendezvous.
+        runtime_env = None if os.geteuid() == 0 else {"env_vars": {"RAY_worker_niceness": "0"}}
+        remote: Any = self.api.remote(concurrency_groups={"control": 1, "heartbeat": 1})(Worker)
+        rehearsal = self.spec.to_dict() if rehearse else None
+        return remote.options(
+            name=self._next_name(slot),
+            runtime_env=runtime_env,
+            max_restarts=0,  # Ray would re-execute silently; the driver decides
+            max_task_retries=0,
+            **options,
+        ).remote(self.spec.folder.name, slot, rehearsal, self._script)
+
+    def _next_name(self, slot: int | None) -> str:
+        """Return a name that no actor of this run has had, e.g. `run-rank1.0-2`."""
+        role = "spare" if slot is None else f"rank{slot}"
+        name = f"{self.spec.folder.name}-{role}"
+        # The first actors of a run have the plain name; later ones attempt and number.
+        number = max(0, self._created - self.place.workers + 1)
+        if self.spec.attempt or number:
+            name += f".{self.spec.attempt}"
+        if number:
+            name += f"-{number}"
+        self._created += 1
+        return name
+
+    def kill(self, actor: Any) -> None:
+        """End an actor. Without a head that never returns, so a thread does it."""
+        bounded(lambda: self.api.kill(actor))
+
+    def end(self) -> None:
+        """End every actor. Their outcomes are on disk or in the driver already."""
+
+        def kill_all() -> None:
+            spares = [spare for spare, _ in self.spares]
+            for actor in list(self.actors.values()) + self._former + spares:
+                self.api.kill(actor)
+
+        bounded(kill_all)
+
+    # Where actors go.
+
+    def _strategy(self, slot: int) -> Any:
+        """Return where an actor is placed: in the slot's bundle, or off an unfit or drained node."""
+        bundle = self.place.order[slot]
+        avoided = set(self.unfit.get(slot, ()))
+        if self.cluster:
+            avoided |= self.cluster.avoided(bundle)
+        if avoided:
+            return NodeLabelSchedulingStrategy(hard={"ray.io/node-id": NotIn(*sorted(avoided))})
+        return strategy(self.place.group, bundle)
+
+    def refused_everywhere(self, slot: int) -> bool:
+        """Return whether new ranks in this slot could not work on START_TRIES nodes."""
+        return len(self.unfit.get(slot, ())) >= START_TRIES
+
+    @property
+    def drained_nodes(self) -> Collection[str]:
+        return self.cluster.draining if self.cluster else ()
+
+    # Spares.
+
+    def add_spares(self, count: int) -> None:
+        """Start the spares that are missing of `count`: processes that hold no device.
+
+        On CPUs they rehearse a step. On GPUs they must not: a backward pass would fix for the whole
+        process that it has no GPU.
+        """
+        on_cpus = self.place.kind == "cpu"
+        while len(self.spares) < count and self.head_answers():
+            node = self.facts[len(self.spares) % self.place.workers]["node"]
+            spare = self.new_actor(
+                None,
+                rehearse=on_cpus,
+                num_cpus=0,
+                num_gpus=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=on_cpus),
+            )
+            self.spares.append((spare, spare.ready.remote()))
+
+    def _take_spare(self, slot: int) -> Any:
+        """Assign a ready spare to a slot and return it; None if there is none that fits."""
+        for spare, ready in list(self.spares):
+            try:
+                done, _ = self.api.wait([ready], timeout=0)
+                lost = self.facts.get(slot)
+                if not done or lost is None:
+                    continue
+                node = self.api.get(ready)["node"]
+                if node in self.drained_nodes:
+                    continue
+                # The slot's device is on the node of the lost actor.
+                if self.place.kind != "cpu" and node != lost["node"]:
+                    continue
+                self.spares.remove((spare, ready))
+                spare.take_slot.remote(slot, lost["devices"])
+                self.promoted.add(slot)
+                return spare
+            except RayError:  # it died in its imports: `add_spares` starts another one
+                self.spares = [other for other in self.spares if other[0] is not spare]
+        return None
+
+    # What is known of actors.
+
+    def take_facts(self, slot: int) -> bool:
+        """Store the facts that a new actor returned; return False if it died."""
+        try:
+            self.facts[slot] = self.api.get(self.starting.pop(slot))
+        except RayError:
+            return False
+        return True
+
+    @property
+    def ready(self) -> list[int]:
+        """Return the slots whose actor has started, with or without the run's state in memory."""
+        return sorted(slot for slot in self.actors if slot not in self.starting)
+
+
+def start_timeout_s(config: Config) -> float:
+    """Return how long actors may take to start.
+
+    If a node is lost, a slot waits for another node: as long as at placement.
+    """
+    return max(START_TIMEOUT_S, config.placement_timeout_s)

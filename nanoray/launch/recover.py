@@ -1,0 +1,392 @@
+"""What the driver does about lost ranks, while the others keep the run's state in memory.
+
+    a rank is lost ─► a new actor starts in its slot ─► the others wait ─► the cause is named
+                                                                               │
+       train on  ◄─ form a group with the new actors ◄─ await replacements ◄───┤
+       restart   ◄─ form a group that only saves     ◄─────────────────────────┘
+       or end
+
+Which of these comes next is decided in situation.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ray.exceptions import RayError
+
+from nanoray.faults.cause import Failure, FailureCollector, reason_to_give_up, without_progress
+from nanoray.launch.actors import POLL_S, START_TRIES
+from nanoray.launch.cluster_watch import ANOTHER_HEAD, ClusterWatch
+from nanoray.launch.fault_log import FaultLog
+from nanoray.launch.placement import Placement
+from nanoray.launch.rank_end import end_silent, read_result
+from nanoray.launch.shares import no_replica, smaller
+from nanoray.launch.signals import Stop
+from nanoray.launch.worker_group import WorkerGroup
+from nanoray.points import reached
+from nanoray.run import RunSpec, write_attempt
+
+# From a failure that ends an attempt until the survivors must have saved (KubeRay grants 100 s).
+SAVE_S = 90.0
+
+
+@dataclass(frozen=True)
+class Saving:
+    """The ranks that are left only save what they hold."""
+
+    reason: str  # why the run ends then; empty: all ranks start again
+    until: float = math.inf  # monotonic seconds; set once a rank has failed
+
+
+@dataclass
+class Forming:
+    """The forming of another group after a fault: what has been tried so far."""
+
+    reason: str  # why training must not go on, as decided on the fault
+    lost: list[int]  # slots of the ranks that were lost; more are added if more are lost
+    size_before: int  # of the group that broke
+    began_at: float  # monotonic seconds
+    later_reason: str = ""  # the same as `reason`, after a fault while replacements were awaited
+    awaited: bool = False  # replacements were awaited
+    tries_left: int = START_TRIES
+    no_replica: str = ""  # why the ranks that are left make no whole replica
+
+
+@dataclass
+class Recoverer:
+    """Replaces lost ranks, names causes, and forms groups after faults."""
+
+    spec: RunSpec  # of the present attempt
+    place: Placement
+    stop: Stop
+    cluster: ClusterWatch
+    faults: FaultLog
+    clock: Any
+
+    # Rank 0's outcome, which it returns after the last checkpoint.
+    outcome: dict[str, Any] | None = None
+    saving: Saving | None = None
+    forming: Forming | None = None
+    headless: bool = False  # the head did not answer when a rank was lost
+
+    _is_first_attempt: bool = True
+    # Slot -> new actors in a row that died before they were ready.
+    _failed_starts: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def ending(self) -> bool:
+        """Return whether the ranks only save what they hold: no step follows."""
+        return self.stop.requested or self.saving is not None
+
+    @property
+    def too_late(self) -> bool:
+        """Return whether the time in which the ranks that are left may save is over."""
+        return self.saving is not None and self.clock.monotonic() > self.saving.until
+
+    @property
+    def budget(self) -> str:
+        """Return how many of the failures that are allowed have happened, e.g. `1/3`."""
+        return f"{without_progress(self.faults.causes)}/{self.spec.config.max_failures}"
+
+    def begin_attempt(self) -> None:
+        """Count attempts; from now on no rank of an older one may commit a checkpoint."""
+        if not self._is_first_attempt:
+            self.spec = self.spec.next_attempt()
+        try:
+            write_attempt(self.spec)
+        except OSError as error:
+            if self._is_first_attempt:
+                raise
+            print(f"warning  attempt {self.spec.attempt} is not noted: {error}", flush=True)
+        self._is_first_attempt = False
+
+    # Single ranks: they end, and new ones start.
+
+    def note_end(
+        self, group: WorkerGroup, collector: FailureCollector, slot: int, ref: Any
+    ) -> None:
+        """Note that a rank finished or failed; start a new actor for one that failed."""
+        result, failure = read_result(group, ref, slot)
+        if slot not in group.members:  # its actor is left over from before the group shrank
+            group.pool.fill(slot)
+            return
+        collector.ended(slot, failure, self.clock.monotonic())
+        if failure:
+            reached("lost")
+            group.break_meeting(slot)
+            if slot in group.newcomers and not failure.retry:
+                # It never trained: this node does not suit, another one may.
+                group.pool.unfit.setdefault(slot, set()).add(failure.facts["node"])
+            self.start_replacements(group, collector, [failure])
+            reached("replacing")
+        elif slot == group.members[0]:
+            self.outcome = result
+            collector.rank_0_finished(self.clock.monotonic())
+
+    def start_replacements(
+        self, group: WorkerGroup, collector: FailureCollector, failures: list[Failure]
+    ) -> None:
+        """Start new actors for lost ranks at once, while the others still find out.
+
+        While ranks save, none is replaced.
+        """
+        if not collector.in_place:
+            return
+        self.headless = not self.cluster.head_answers()
+        for failure in failures:
+            refused = not failure.retry and group.pool.refused_everywhere(failure.rank)
+            if self.ending or refused:
+                group.pool.vacate(failure.rank, not self.headless)
+            else:
+                group.pool.fill(failure.rank, not self.headless)
+
+    def note_start(self, group: WorkerGroup, slot: int, ready: bool) -> None:
+        """Note that a new actor is ready, or create one again that died before, a few times."""
+        if ready:
+            self._failed_starts.pop(slot, None)
+            return
+        # Ray notices that a process is dead before it notices that its node is, and so uses that
+        # node again.
+        tries = self._failed_starts.get(slot, 0) + 1
+        self._failed_starts[slot] = tries
+        if tries < START_TRIES:
+            group.pool.fill(slot)
+        else:
+            group.pool.vacate(slot)
+            self._failed_starts.pop(slot)
+            print(
+                f"replace  {tries} new actors for rank {slot} died while starting; going on "
+                "without it",
+                flush=True,
+            )
+
+    # The cause of a fault.
+
+    def name_cause(
+        self, group: WorkerGroup, collector: FailureCollector, group_broke: bool
+    ) -> None:
+        """Announce the cause of a fault, and prepare to form another group after it.
+
+        group_broke: it broke and all ranks left it, although none was lost.
+        """
+        if group_broke:
+            self._add_broken_group(group, collector)
+        self._end_silent_ranks(group, collector)
+        reason = self.decide(group, collector)
+        self.forming = Forming(
+            reason,
+            lost=[slot for slot in group.members if slot not in group.runs],
+            size_before=len(group.members),
+            began_at=self.clock.monotonic(),
+        )
+
+    def _add_broken_group(self, group: WorkerGroup, collector: FailureCollector) -> None:
+        """Add a failure for a group that broke although no rank was lost."""
+        slot = group.members[0]
+        step, phase = 0, "init"
+        positions = group.positions()
+        if slot in positions:
+            step, phase = positions[slot][0]
+        size = len(group.members)
+        failure = Failure(
+            slot,
+            "peer_lost",
+            f"the group of {size} rank(s) broke in {phase} of step {step}, though no rank was lost",
+            step,
+            phase,
+            signature="group broke",
+            facts=group.facts[slot],
+        )
+        failure.at = self.clock.monotonic()
+        collector.failures.append(failure)
+        collector.no_rank_lost = True
+        collector.first_failure_at = failure.at
+
+    def _end_silent_ranks(self, group: WorkerGroup, collector: FailureCollector) -> None:
+        """End ranks that did not notice that their group broke, so that the others can go on."""
+        silent = collector.silent
+        if not collector.in_place or not silent:
+            return
+        known = len(collector.failures)
+        for slot in silent:
+            end_silent(group, slot, collector)
+        self.start_replacements(group, collector, collector.failures[known:])
+
+    def decide(self, group: WorkerGroup, collector: FailureCollector) -> str:
+        """Announce which failure is the cause.
+
+        Returns why the run must not continue; empty if it may.
+        """
+        positions = [position for position, _ in group.positions().values()]
+        cause = self.faults.add(collector, positions, self.spec.attempt, len(group.members))
+        if not self.cluster.head_answers(self.cluster.head_timeout_s):
+            if self.cluster.replaced:
+                return f"{ANOTHER_HEAD}; start the run again with --resume auto"
+            return "the cluster's head is gone; start it again, and this run with --resume auto"
+        if not cause.retry and cause.rank in group.newcomers:
+            # It never trained: another node may do, or the group shrinks.
+            shrinks = self.spec.config.recovery == "shrink"
+            if shrinks or not group.pool.refused_everywhere(cause.rank):
+                return ""
+            return "its replacement could not work on three nodes"
+        return reason_to_give_up(cause, self.faults.causes, self.spec.config.max_failures)
+
+    # Form another group.
+
+    def await_replacements(self, group: WorkerGroup) -> None:
+        """Wait until the lost ranks have new actors, time is up, or a stop is requested."""
+        forming = self.forming
+        assert forming
+        forming.awaited = True
+        timeout_s = self.spec.config.replace_timeout
+        if self.spec.config.recovery != "shrink":
+            # Until then a new actor may have to wait in its bundle on a drained node.
+            timeout_s += self.cluster.vacated_in_s
+        deadline = self.clock.monotonic() + timeout_s
+
+        # The head may not have answered when a rank was lost: its slot is still empty then.
+        for slot in forming.lost:
+            if slot not in group.pool.actors and not group.pool.refused_everywhere(slot):
+                group.pool.fill(slot)
+
+        while any(slot in group.pool.starting for slot in forming.lost):
+            now = self.clock.monotonic()
+            if self.stop.requested or now >= deadline:
+                break
+            trouble = self.cluster.trouble()
+            if trouble:
+                self.stop.request(trouble)
+            remaining_s = max(0.0, deadline - self.clock.monotonic())
+            for kind, slot, value in group.events(min(POLL_S, remaining_s)):
+                if kind == "started":
+                    self.note_start(group, slot, value)
+                elif kind == "heartbeat" and slot in group.runs:
+                    # The next request shows a waiting rank that its driver lives.
+                    group.request_heartbeat(slot, value.waiting)
+                elif kind == "ended" and self._is_another_loss(group, slot, value):
+                    forming.lost.append(slot)
+                    if forming.later_reason:
+                        return
+                    deadline = self.clock.monotonic() + timeout_s
+
+    def _is_another_loss(self, group: WorkerGroup, slot: int, ref: Any) -> bool:
+        """Return whether a rank that waited has failed; announce that as a fault of its own."""
+        assert self.forming
+        collector = FailureCollector(group.runs, True, 0.0, 0.0, live=True)
+        self.note_end(group, collector, slot, ref)
+        if not collector.failures:
+            return False
+        self.forming.later_reason = self.decide(group, collector)
+        return True
+
+    def begin_saving(self, reason: str) -> None:
+        """Give the ranks that are left SAVE_S to save, unless a stop was requested anyway."""
+        if self.stop.requested:
+            return
+        saving = self.saving or Saving(reason)
+        until = min(saving.until, self.clock.monotonic() + SAVE_S)
+        self.saving = replace(saving, until=until)
+
+    def form_group(self, group: WorkerGroup, saves: bool) -> bool:
+        """Form a group of ranks that hold the run's state, and of new actors unless it only saves.
+
+        Returns False if that failed: `forming` contains what is left to try.
+        """
+        forming = self.forming
+        assert forming
+        left = [slot for slot in group.members if slot in group.runs]
+        if saves:
+            slots = group.divisible(left, saves=True)
+        else:
+            slots = group.divisible(group.pool.ready)
+        if not slots:
+            forming.no_replica = no_replica(self.spec.config, left)
+            return False
+
+        try:
+            store = group.open_store(slots)
+        except RayError as error:
+            # More ranks may be lost: await their replacements, and try again.
+            print(f"replace  {self.budget} failed: {_one_line(error)}", flush=True)
+            forming.tries_left -= 1
+            forming.awaited = False
+            return False
+        reached("store")
+        self.begin_attempt()
+        reached("attempt")
+        group.regroup(self.spec, slots, store, stop=saves)
+        reached("orders")
+
+        self._announce_group(group, forming, left, saves)
+        group.pool.promoted.clear()
+        self.forming = None
+        return True
+
+    def _announce_group(
+        self, group: WorkerGroup, forming: Forming, left: list[int], saves: bool
+    ) -> None:
+        """Print which ranks joined and which are missing, and note the kind of recovery."""
+        promoted = group.pool.promoted
+        joined = [slot for slot in forming.lost if slot in group.members]
+        size = len(group.members)
+        kind = "in_place"
+        if joined:
+            if set(joined) <= promoted:
+                kind = "spare"
+            names = []
+            for slot in joined:
+                note = ", a spare" if slot in promoted else ""
+                names.append(f"rank {slot} (pid {group.facts[slot]['pid']}{note})")
+            seconds = self.clock.monotonic() - forming.began_at
+            print(
+                f"replace  {self.budget} {', '.join(names)} joins in {seconds:.1f} s; "
+                "no step is repeated\n",
+                flush=True,
+            )
+        if saves:
+            kind = "none"
+            print(
+                f"save     {size} rank(s) are left and hold the run's state; they save it, and "
+                "end\n",
+                flush=True,
+            )
+        elif size < self.place.workers:
+            kind = "shrink"
+            left_out = [slot for slot in left if slot not in group.members]
+            shrunk = smaller(
+                self.spec.config,
+                forming.size_before,
+                group.members,
+                left_out,
+                self.place.workers,
+            )
+            print(f"shrink   {self.budget} {shrunk}\n", flush=True)
+        self.faults.set_recovery(kind)
+
+    def can_grow(self, group: WorkerGroup) -> bool:
+        """Return whether more ranks could train, with all actors that are ready, than do now."""
+        return len(group.divisible(group.pool.ready)) > len(group.members)
+
+    def grow(self, group: WorkerGroup) -> None:
+        """Take in the actors that have become ready since the group shrank, if they still live."""
+        size_before = len(group.members)
+        slots = group.divisible(group.pool.ready)
+        try:
+            store = group.open_store(slots)
+        except RayError as error:
+            # A rank was lost just now: the next watch over the group reports it.
+            print(f"grow     failed: {_one_line(error)}", flush=True)
+            return
+        self.begin_attempt()
+        group.regroup(self.spec, slots, store)
+        if len(slots) > size_before:
+            print(
+                f"grow     {size_before} -> {len(slots)} ranks; no step is repeated\n", flush=True
+            )
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
