@@ -45,7 +45,8 @@ class Ranks:
     """
 
     def __init__(self, record: str = "") -> None:
-        self._waiting, self._step = False, 0
+        self._waiting = False
+        self._step = 0
         self._asleep: set[asyncio.Future[None]] = set()
         self._runs: set[asyncio.Future[dict[str, Any]]] = set()
         if record:
@@ -142,7 +143,8 @@ class Crowd(WorkerGroup):
         self, spec: RunSpec, place: Placement, actors: list[Any], fact: dict[str, Any], victim: int
     ) -> None:
         super().__init__(spec, place)
-        self.requests, self.victim = 0, victim
+        self.requests = 0
+        self.victim = victim
         self.actors = {
             slot: actors[slot % len(actors)] for slot in range(place.workers) if slot != victim
         }
@@ -165,7 +167,8 @@ class Stage:
     """One size: its stand-ins, its run folder, and the faults injected there."""
 
     def __init__(self, n: int, folder: Path) -> None:
-        self.n, self.source = n, random.Random(n)
+        self.n = n
+        self.source = random.Random(n)
         self.died = 0.0  # monotonic seconds of the newest death
         self._late: int | None = None  # the rank whose progress file is behind
         self.place = Placement(None, "cpu", {"CPU": 1.0}, tuple(range(n)))  # type: ignore[arg-type]
@@ -257,10 +260,8 @@ def end_hung(crowd: Crowd) -> tuple[float, int]:
     and end one rank.
     """
     crowd.members = sorted(crowd.actors)
-    watchdog, collector = (
-        Watchdog(crowd.members, 60.0),
-        FailureCollector(crowd.members, False, 60.0, 0.0),
-    )
+    watchdog = Watchdog(crowd.members, 60.0)
+    collector = FailureCollector(crowd.members, False, 60.0, 0.0)
     for slot in crowd.members:
         watchdog.update(slot, Position(7, "forward" if slot == crowd.victim else "backward"), 0.0)
     began = time.monotonic()
