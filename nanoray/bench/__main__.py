@@ -319,8 +319,9 @@ def _flags(parser: Parser, argv: list[str], folders: tuple[str, ...] = ()) -> ar
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Turn the first SIGINT or SIGTERM into KeyboardInterrupt(signal); ignore more of them while
-    things are ended.
+    """Turn the first SIGINT or SIGTERM into KeyboardInterrupt(signal).
+
+    Later signals are ignored while processes are ended.
     """
 
     def interrupt(signum: int, frame: Any) -> None:

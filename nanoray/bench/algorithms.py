@@ -1,5 +1,4 @@
-"""`python -m nanoray.bench algorithms`: the hand-written all-reduces against the backend's own,
-over sizes.
+"""`python -m nanoray.bench algorithms`: hand-written all-reduces against the backend's, over sizes.
 
 Small tensors pay for messages, large ones for bytes, so the fastest algorithm changes with the
 size: this finds where. NCCL's ring and tree are also forced, each in a communicator of its own, and
@@ -51,7 +50,8 @@ BY_HAND = ("ring", "tree", "double_tree", "recursive_doubling", "halving_doublin
 FORCED = {"nccl ring": "RING", "nccl tree": "TREE"}  # arm -> what the log must say
 SIZES = tuple(4**i << 10 for i in range(9))  # 1 KB .. 64 MB
 QUICK_SIZES = (1 << 10, 1 << 16, 1 << 20)
-SMALL, LARGE = "1 KB", "64 MB"
+SMALL = "1 KB"
+LARGE = "64 MB"
 STATED_FOR = (4, "gloo")  # ranks and backend of the targets
 TIE = 1.1  # medians closer than this swap places from run to run
 
@@ -63,11 +63,10 @@ _DECISION = re.compile(r"AllReduce: *(\d+) Bytes -> Algo (\w+) proto (\w+)", re.
 
 
 def parse_tuning_log(text: str) -> list[tuple[int, str, str]]:
-    """Return (bytes, algorithm, protocol) of every all-reduce in a log of NCCL's TUNING subsystem,
-    names in capitals.
+    """Return (bytes, algorithm, protocol) of every all-reduce in a log of NCCL's TUNING subsystem.
 
-    Both forms are read: `Algo 1 proto 2 time ...` (NCCL 2.19 to 2.23) and `Algo RING proto SIMPLE
-    channel{...}`.
+    The names are in capitals. Both forms are read: `Algo 1 proto 2 time ...` (NCCL 2.19 to 2.23)
+    and `Algo RING proto SIMPLE channel{...}`.
     """
 
     def name(word: str, names: tuple[str, ...]) -> str:
@@ -84,13 +83,12 @@ def parse_tuning_log(text: str) -> list[tuple[int, str, str]]:
 
 
 def sweep_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
-    """Time every algorithm at every size, turn by turn in rotating order; emit a dict per pair.
-    (all ranks)
+    """Time every algorithm at every size and emit one event per pair. (all ranks)
 
-    order: algorithms, sizes (bytes), dtype, iters. Emitted: algorithm, bytes, ranks, and either
-    time_us (a blocking latency per turn, the slowest rank's) with wrong (elements, over all turns
-    and ranks) and ran (what NCCL's log says), or skipped. One warm-up turn is checked and not
-    timed.
+    The order of the algorithms rotates from turn to turn. order: algorithms, sizes (bytes), dtype,
+    iters. Emitted: algorithm, bytes, ranks, and either time_us (a blocking latency per turn, the
+    slowest rank's) with wrong (elements, over all turns and ranks) and ran (what NCCL's log says),
+    or skipped. One warm-up turn is checked and not timed.
     """
     import torch
     import torch.distributed as dist
@@ -108,7 +106,8 @@ def sweep_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]
         source, expected = _exact_data(mesh, size, order["dtype"])
         data = torch.empty_like(source)
         time_us: dict[str, list[float]] = {name: [] for name in names}
-        wrong, ran = dict.fromkeys(names, 0), {name: set[str]() for name in names}
+        wrong = dict.fromkeys(names, 0)
+        ran = {name: set[str]() for name in names}
         for turn in range(-1, order["iters"]):
             for name in rotated(names, turn):
                 data.copy_(source)
@@ -121,7 +120,8 @@ def sweep_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]
                         f"{algo} {proto}" for _, algo, proto in parse_tuning_log(log.read())
                     }
         for name in names:
-            slowest, bad = torch.tensor(time_us[name]), torch.tensor(wrong[name])
+            slowest = torch.tensor(time_us[name])
+            bad = torch.tensor(wrong[name])
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=mesh.control_group)
             dist.all_reduce(bad, group=mesh.control_group)
             found = {"time_us": slowest.tolist(), "wrong": int(bad), "ran": sorted(ran[name])}
@@ -140,8 +140,9 @@ def _lacks(name: str, mesh: Mesh) -> str:
 
 
 def _reductions(names: list[str], mesh: Mesh) -> dict[str, Callable[[Tensor], Any]]:
-    """Return a function per name that sums a tensor in place; forced ones get a communicator each.
-    (all ranks)
+    """Return a function per name that sums a tensor in place. (all ranks)
+
+    Each forced NCCL algorithm gets a communicator of its own.
     """
     import torch
     import torch.distributed as dist
@@ -172,12 +173,14 @@ def _reductions(names: list[str], mesh: Mesh) -> dict[str, Callable[[Tensor], An
 
 
 def _exact_data(mesh: Mesh, size: int, dtype: str) -> tuple[Tensor, Tensor]:
-    """Return this rank's data and the sum: small whole numbers, so that every order of additions
-    agrees.
+    """Return this rank's data and the expected sum.
+
+    The data are small whole numbers, so every order of additions gives the same bits.
     """
     import torch
 
-    kind, ranks = getattr(torch, dtype), mesh.world_size
+    kind = getattr(torch, dtype)
+    ranks = mesh.world_size
     count = max(1, size // kind.itemsize)
     period = exact_period(dtype, ranks)
     steps = torch.arange(period)
@@ -191,9 +194,7 @@ def _exact_data(mesh: Mesh, size: int, dtype: str) -> tuple[Tensor, Tensor]:
 
 
 def _once(mesh: Mesh, reduce: Callable[[Tensor], Any], data: Tensor) -> float:
-    """Return the microseconds of one blocking call, after a barrier that lines the ranks up. (all
-    ranks)
-    """
+    """Return the microseconds of one blocking call that starts at a barrier. (all ranks)"""
     import torch
     import torch.distributed as dist
 
@@ -225,8 +226,9 @@ def _own_log() -> TextIO | None:
 
 @contextmanager
 def _nccl_tells() -> Iterator[None]:
-    """Let NCCL write its decisions to files: it reads these variables once, when a process first
-    uses it.
+    """Make NCCL write its decisions to files.
+
+    NCCL reads these variables once, when a process first uses it.
     """
     if not discover_gpus():
         yield
@@ -272,26 +274,20 @@ class AlgorithmsBenchmark(Benchmark):
             report.failures.append(str(failed))
 
     def format_text(self, report: Report) -> list[str]:
-        """Return a table of medians, sizes down and algorithms across, with the wrong elements of all
-        of a size.
-        """
+        """Return a table of medians: one line per size, one column per algorithm."""
         timed = [row for row in report.rows if row.unit == "us"]
-        arms, sizes = (
-            list(dict.fromkeys(r.arm for r in timed)),
-            list(dict.fromkeys(r.metric for r in timed)),
-        )
+        arms = list(dict.fromkeys(r.arm for r in timed))
+        sizes = list(dict.fromkeys(r.metric for r in timed))
 
         def cell(arm: str, size: str) -> str:
             row = report.row(arm, size)
-            return (
-                ""
-                if row is None
-                else "FAILED"
-                if row.error
-                else number(row.median)
-                if row.values
-                else "skipped"
-            )
+            if row is None:
+                return ""
+            if row.error:
+                return "FAILED"
+            if row.values:
+                return number(row.median)
+            return "skipped"
 
         table = [("us, median", *arms, "wrong", "")]
         for size in sizes:
@@ -323,15 +319,18 @@ class AlgorithmsBenchmark(Benchmark):
         return [*markdown(("all_reduce, us", *timed), rows), "", "; ".join(crossovers(report))]
 
     def draw(self, report: Report, path: Path) -> None:
-        """Draw time over bytes, both logarithmic: medians with quartiles; a vertical line where the
-        winner changes.
+        """Draw time over bytes, both logarithmic: medians and quartiles.
+
+        A vertical line marks a size at which the fastest algorithm changes.
         """
         with figure(report, path, (7.5, 4.6), (1, 1)) as (axes,):
             for arm, rows in _timed(report).items():
-                sizes, medians = sorted(rows), [rows[size].median for size in sorted(rows)]
-                bold = (
-                    {"color": "black", "linewidth": 2.2} if arm == BACKEND else {"linewidth": 1.2}
-                )
+                sizes = sorted(rows)
+                medians = [rows[size].median for size in sorted(rows)]
+                if arm == BACKEND:
+                    bold = {"color": "black", "linewidth": 2.2}
+                else:
+                    bold = {"linewidth": 1.2}
                 (line,) = axes.plot(sizes, medians, marker="o", markersize=3, label=arm, **bold)
                 low, high = zip(*(rows[size].quartiles for size in sizes), strict=True)
                 axes.fill_between(sizes, low, high, alpha=0.12, color=line.get_color(), linewidth=0)
@@ -344,7 +343,8 @@ class AlgorithmsBenchmark(Benchmark):
             won = winners(report)
             for (before, loser), (size, winner) in pairwise(won):
                 if winner != loser:
-                    middle, at = math.sqrt(before * size), axes.get_xaxis_transform()
+                    middle = math.sqrt(before * size)
+                    at = axes.get_xaxis_transform()
                     axes.axvline(middle, color="0.4", linestyle=":", linewidth=1)
                     axes.text(
                         middle,
@@ -364,14 +364,19 @@ class AlgorithmsBenchmark(Benchmark):
 
 
 def row_of(event: dict[str, Any], dtype: str) -> Row:
-    """Return the row of what rank 0 emitted. A forced algorithm that the log does not prove is an
-    error.
+    """Return the row of an event of rank 0.
+
+    A forced algorithm that NCCL's log does not confirm is an error.
     """
-    name, size, ranks = event["algorithm"], event["bytes"], event["ranks"]
+    name = event["algorithm"]
+    size = event["bytes"]
+    ranks = event["ranks"]
     keys = {"op": "all_reduce", "algorithm": name, "dtype": dtype, "bytes": size, "ranks": ranks}
     if "skipped" in event:
         return Row(name, _label(size), "us", (), skipped=event["skipped"], extra=keys)
-    ran, error, times = event["ran"], "", sorted(event["time_us"])
+    ran = event["ran"]
+    error = ""
+    times = sorted(event["time_us"])
     if name in FORCED and {words.split()[0] for words in ran} != {FORCED[name]}:
         error = f"asked for {FORCED[name]}, NCCL's log says {', '.join(ran) or 'nothing'}"
     algbw = algbw_gbps(size, statistics.median(times) / 1e6)
@@ -394,9 +399,10 @@ def _label(size: int) -> str:
 
 def _judge(report: Report, ranks: int, backend: str) -> None:
     stated = "{} ranks on {}".format(*STATED_FOR)
-    excuse = (
-        "" if (ranks, backend) == STATED_FOR else f"stated for {stated}; here: {ranks} on {backend}"
-    )
+    if (ranks, backend) == STATED_FOR:
+        excuse = ""
+    else:
+        excuse = f"stated for {stated}; here: {ranks} on {backend}"
     by_hand = [row for name in BY_HAND if (row := _timed(report).get(name, {}).get(SIZES[0]))]
     best = min(by_hand, key=lambda row: row.median).arm if by_hand else BY_HAND[0]
     wanted = ((BACKEND, best, SMALL, ">=", 3.0), ("ring", BACKEND, LARGE, "<=", 1.15))
@@ -416,13 +422,16 @@ def _timed(report: Report) -> dict[str, dict[int, Row]]:
 
 
 def winners(report: Report) -> list[tuple[int, str]]:
-    """Return (bytes, fastest arm by its median) per size, in order; the leader stays until it is
-    beaten by TIE.
+    """Return (bytes, arm with the lowest median) per size, in ascending order of sizes.
+
+    The previous winner stays until another arm is faster by the factor TIE.
     """
-    timed, won = _timed(report), list[tuple[int, str]]()
+    timed = _timed(report)
+    won = list[tuple[int, str]]()
     for size in sorted({size for rows in timed.values() for size in rows}):
         medians = {arm: rows[size].median for arm, rows in timed.items() if size in rows}
-        fastest, leader = min(medians, key=lambda a: medians[a]), won[-1][1] if won else ""
+        fastest = min(medians, key=lambda a: medians[a])
+        leader = won[-1][1] if won else ""
         stays = medians.get(leader, math.inf) <= TIE * medians[fastest]
         won.append((size, leader if stays else fastest))
     return won

@@ -1,8 +1,7 @@
-"""One way to train a model on this rank: what the benchmarks of strategies, layouts, pipelines and
-equivalence time.
+"""One way to train a model on this rank.
 
-A case is a model with its batches; an arm trains it by a plan, as the loop does, without guards and
-records.
+The benchmarks strategies, layouts, pipeline and equivalence time it. A case is a model with its
+batches; an arm trains it by a plan, as the loop does, without guards and records.
 """
 
 from __future__ import annotations
@@ -45,16 +44,15 @@ def gpt(mesh: Mesh, config: Config, precision: str, micro: int) -> Case:
     from nanoray.models.costs import count_parameters
     from nanoray.models.gpt import ModelShape
 
-    shape, layout = (
-        ModelShape.of(config, VOCAB[config.tokenizer]),
-        Layout.of(config, mesh.world_size),
-    )
+    shape = ModelShape.of(config, VOCAB[config.tokenizer])
+    layout = Layout.of(config, mesh.world_size)
     at = layout.coords(mesh.rank)
     torch.manual_seed(config.seed)
     model = gpt_of(shape, config).to(mesh.device)
 
     def batch(number: int) -> tuple[Tensor, Tensor]:
-        first, source = (number * layout.dp + at.dp) * micro, torch.Generator()
+        first = (number * layout.dp + at.dp) * micro
+        source = torch.Generator()
         size = (config.block_size + 1,)
         rows = [
             torch.randint(shape.vocab_size, size, generator=source.manual_seed(first + i))
@@ -107,8 +105,9 @@ class Arm:
         traced: bool = False,
         mirrored: bool = False,
     ) -> None:
-        """Make model, plan and optimizers, and warm them up. (all ranks) `mirrored`: as with
-        --mirror on one node.
+        """Make model, plan and optimizers, and warm them up. (all ranks)
+
+        `mirrored` sizes the buffers as with --mirror on one node.
         """
         from functools import partial
 
@@ -125,20 +124,25 @@ class Arm:
         precision, _ = agree_on_precision(mesh, resolve_precision(config, mesh))
         config = resolved(config, mesh, precision, {})
         batch = resolve_batch(config, Layout.of(config, mesh.world_size).dp)
-        self.mesh, self.accum, self.clip, self.trained = mesh, batch.accum, config.grad_clip, 0
+        self.mesh = mesh
+        self.accum = batch.accum
+        self.clip = config.grad_clip
+        self.trained = 0
         self.case = make(mesh, config, precision, batch.micro)
         # Bytes of a micro batch between two stages
         stream = 4 * batch.micro * config.block_size * config.n_embd
-        self.messages = (
-            {"send_recv activations": (batch.accum, batch.accum * stream)} if config.pp > 1 else {}
-        )
+        if config.pp > 1:
+            self.messages = {"send_recv activations": (batch.accum, batch.accum * stream)}
+        else:
+            self.messages = {}
         bucket_mb = config.bucket_mb or default_bucket_mb(mesh.device)
         loss = partial(mean_loss, mesh.device.type, precision)
         self.plan = Plan(
             self.case.model, mesh, config, batch.accum, loss, lambda loss: loss, int(mirrored)
         )
         state = model_memory(config, self.case.model, batch.dp, batch.accum, bucket_mb, mirrored)
-        self.formula, self.dp = state | self.case.activations, batch.dp
+        self.formula = state | self.case.activations
+        self.dp = batch.dp
         of_model = config, self.case.model, batch.dp, state, self.case.activations
         self.at_peak = peak_memory(*of_model, bucket_mb, batch.accum)
         self.optimizer = make_optimizer(self.case.model, config, self.plan.shards)
@@ -202,7 +206,8 @@ class Arm:
         (notes,) = self.recorder.read()
         seen = [Collective(**c) for c in notes["collectives"]]
         waiting = sum(end - start for name, start, end in notes["phases"] if name == IDLE)
-        cost, sizes = account(seen), Counter[str]()
+        cost = account(seen)
+        sizes = Counter[str]()
         for c in seen:
             sizes[f"{c.op} {c.what}"] += c.size_bytes
         counts = Counter(f"{c.op} {c.what}" for c in seen)

@@ -1,5 +1,4 @@
-"""A training on a Ray cluster of its own, and faults from outside: processes that are killed or
-frozen.
+"""A training on a Ray cluster of its own, and faults: processes that are killed or frozen.
 
 Cluster    a head and, for two nodes, a second node that can be killed and is started again some seconds later
 Training   one command, started again with --resume auto whenever its driver is ended before the run is
@@ -33,8 +32,12 @@ from nanoray.faults.cause import Failure
 from nanoray.faults.proc import stat_of
 from nanoray.faults.progress import ProgressFile
 
-KILL, FREEZE, KILL_ALL = "kill rank", "freeze rank", "kill all ranks"
-STOP_DRIVER, KILL_DRIVER, KILL_NODE = "stop driver", "kill driver", "kill node"
+KILL = "kill rank"
+FREEZE = "freeze rank"
+KILL_ALL = "kill all ranks"
+STOP_DRIVER = "stop driver"
+KILL_DRIVER = "kill driver"
+KILL_NODE = "kill node"
 WEIGHTS = {KILL: 4, FREEZE: 2, KILL_ALL: 1, STOP_DRIVER: 1, KILL_DRIVER: 1, KILL_NODE: 1}
 LEAST_GAP_S = 3.0  # between two faults: a new process needs a second or two to live at all
 MEET = 3  # faults that may wait for recovery; the next is held back until a new step is done
@@ -65,18 +68,25 @@ class SoakFailed(Exception):
 
 
 class Cluster:
-    """A Ray head, and with `nodes` = 2 a second node with room for one rank. Leaving the `with`
-    block ends both.
+    """A Ray head and, with `nodes` = 2, a second node with room for one rank.
+
+    Leaving the `with` block ends both.
     """
 
     def __init__(self, folder: Path, env: Mapping[str, str], slots: Slots, nodes: int) -> None:
-        """`folder` must have a short path; `slots` are all ranks' devices, of which the second node
-        gets the last.
+        """Prepare a cluster that keeps its files in `folder`, whose path must be short.
+
+        `slots` are the devices of all ranks; the second node gets the last of them.
         """
-        self._folder, self._slots, self.nodes = folder, slots, nodes
+        self._folder = folder
+        self._slots = slots
+        self.nodes = nodes
         self.env = dict(env) | FAST_HEALTH
-        self.address, self.started = "", 0
-        self._stack, self._node, self._back_at = ExitStack(), None, 0.0  # type: ExitStack, Child | None, float
+        self.address = ""
+        self.started = 0
+        self._stack = ExitStack()
+        self._node: Child | None = None
+        self._back_at = 0.0
         self._head: Child | None = None
 
     def __enter__(self) -> Cluster:
@@ -142,13 +152,15 @@ class Cluster:
         self._node = Child(command, env, self._folder / f"node{self.started}.log")
 
     def kill_node(self, back_s: float) -> int:
-        """Kill every process of the second node; return how many. It is started again in `back_s`
-        seconds.
+        """Kill every process of the second node and return their number.
+
+        The node is started again in `back_s` seconds.
         """
         assert self._node
         killed = _kill(list(session_members(self._node.process.pid)))
         self._node.end()
-        self._node, self._back_at = None, time.monotonic() + back_s
+        self._node = None
+        self._back_at = time.monotonic() + back_s
         return len(killed)
 
 
@@ -165,10 +177,10 @@ class Seen:
     places: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def at(self, slot: int, step: int, phase: str, base: int) -> int:
-        """Note where a rank is. Returns its completed steps; 0 if it does not know yet from where
-        it goes on.
+        """Record the position of a rank and return its completed steps.
 
-        That is so before its group has been built: until then its base is unknown.
+        Returns 0 while the rank has not yet read the step from which it continues. That is so
+        before its group has been built: until then its base is unknown.
         """
         if phase in ("init", "regroup"):
             return 0
@@ -181,16 +193,22 @@ class Seen:
 
 
 class Training:
-    """A run of nanoray.launch under observation, whose driver is started again until the run is
-    done.
+    """A run of nanoray.launch that is observed.
+
+    Its driver is started again until the run is done.
     """
 
     def __init__(self, command: list[str], cluster: Cluster, folder: Path, steps: int) -> None:
         """Train `steps` steps with `command` and the runs in `folder`, which is made."""
-        self._command, self._cluster, self._folder, self._steps = command, cluster, folder, steps
+        self._command = command
+        self._cluster = cluster
+        self._folder = folder
+        self._steps = steps
         self.out = folder / "runs"
         self.out.mkdir(parents=True)
-        self.seen, self.drivers, self.ends = Seen(), 0, list[str]()
+        self.seen = Seen()
+        self.drivers = 0
+        self.ends = list[str]()
         self.driver: Child
         self._end = ""  # why the last driver ended
         self._began = time.monotonic()
@@ -209,14 +227,17 @@ class Training:
 
     @property
     def run(self) -> Path | None:
-        """The newest run folder; there are several when a driver was lost before the first
-        checkpoint.
+        """Return the newest run folder.
+
+        There are several when a driver was lost before the first checkpoint.
         """
         return max((p.parent for p in self.out.glob("*/run.json")), default=None)
 
     def _start(self) -> None:
         self.drivers += 1
-        self.asked, self.asked_at = "", 0.0  # how it was ended, if it was, and when
+        # How the driver was ended from outside, if it was, and when
+        self.asked = ""
+        self.asked_at = 0.0
         self.disturbed = False  # whether there was a fault since it started
         again = ["--resume", "auto"] if self.drivers > 1 else []
         command = [*self._command, "--out_dir", str(self.out), *again]
@@ -245,8 +266,9 @@ class Training:
                     self.seen.files.setdefault(name, []).append(len(os.listdir(f"/proc/{pid}/fd")))
 
     def done(self) -> bool:
-        """Whether the command has ended, and the run with it. Raises SoakFailed when it ended in
-        another way.
+        """Return whether the command has ended and the run is complete.
+
+        Raises SoakFailed when it ended in another way.
         """
         code = self.driver.process.poll()
         if code is None:
@@ -292,21 +314,23 @@ class Fault:
 
 
 class Chaos:
-    """Causes faults in a training. The same seed gives the same kinds, pauses and choices in the
-    same order.
+    """Cause faults in a training.
+
+    The same seed gives the same kinds, pauses and choices in the same order.
     """
 
     def __init__(self, seed: int, every_s: float, most: int, nodes: int) -> None:
-        """`every_s`: mean of the exponential pauses; at most `most` faults; a node dies only where
-        there are two.
+        """Prepare at most `most` faults with exponential pauses of `every_s` seconds on average.
+
+        Only a cluster of two nodes can lose one.
         """
-        self._moments, self._choices = (
-            random.Random(f"{seed}/moments"),
-            random.Random(f"{seed}/choices"),
-        )
-        self._every_s, self._left = every_s, most
+        self._moments = random.Random(f"{seed}/moments")
+        self._choices = random.Random(f"{seed}/choices")
+        self._every_s = every_s
+        self._left = most
         self._kinds = kinds(seed, nodes)
-        self._due, self._next = 0.0, next(self._kinds)
+        self._due = 0.0
+        self._next = next(self._kinds)
         self.thrown: list[Fault] = []
 
     def _pause(self) -> float:
@@ -328,7 +352,8 @@ class Chaos:
             return
         if self._next == KILL_NODE and not cluster.whole():
             return
-        at, target = round(training.seconds, 2), self._throw(training, cluster, sorted(ranks))
+        at = round(training.seconds, 2)
+        target = self._throw(training, cluster, sorted(ranks))
         training.disturbed = True
         self.thrown.append(Fault(at, self._next, target, points[-1][1]))
         print(
@@ -337,7 +362,8 @@ class Chaos:
             flush=True,
         )
         self._left -= 1
-        self._due, self._next = training.seconds + self._pause(), next(self._kinds)
+        self._due = training.seconds + self._pause()
+        self._next = next(self._kinds)
 
     def _throw(self, training: Training, cluster: Cluster, ranks: list[tuple[int, int]]) -> str:
         if self._next == KILL_NODE:
@@ -345,7 +371,8 @@ class Chaos:
             return f"({cluster.kill_node(back_s)} processes, back in {back_s:.1f} s)"
         if self._next in (STOP_DRIVER, KILL_DRIVER):
             pid = training.driver.process.pid
-            training.asked, training.asked_at = self._next, training.seconds
+            training.asked = self._next
+            training.asked_at = training.seconds
             os.kill(pid, signal.SIGTERM if self._next == STOP_DRIVER else signal.SIGKILL)
             return f"(pid {pid})"
         if self._next != KILL_ALL:
@@ -372,11 +399,10 @@ def kinds(seed: int, nodes: int) -> Iterator[str]:
 
 
 def survive(training: Training, cluster: Cluster, chaos: Chaos | None, limit_s: float) -> float:
-    """Watch the training to its end, with the faults of `chaos`, if given; return the seconds of
-    the whole.
+    """Watch the training to its end and return its seconds.
 
-    Raises SoakFailed when it is not done within `limit_s` seconds, or ended in a way that no fault
-    explains.
+    `chaos` causes faults meanwhile, if given. Raises SoakFailed when it is not done within
+    `limit_s` seconds, or ended in a way that no fault explains.
     """
     back_at = 0.0
     while not training.done():
@@ -397,9 +423,7 @@ def survive(training: Training, cluster: Cluster, chaos: Chaos | None, limit_s: 
 
 
 def watched_ranks(folder: Path) -> list[tuple[int, int]]:
-    """Return (slot, pid) of each rank of the runs below `folder` whose exit-record process is
-    alive.
-    """
+    """Return (slot, pid) of each rank below `folder` whose exit-record process is alive."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError, ValueError, IndexError):

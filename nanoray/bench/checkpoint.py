@@ -1,5 +1,4 @@
-"""`python -m nanoray.bench checkpoint`: what a checkpoint costs training, and how near its writing
-is to the disk.
+"""`python -m nanoray.bench checkpoint`: what a checkpoint costs, against the speed of the disk.
 
     raw disk        the same bytes in one file: write and fsync, nothing else; the limit of all others
     nanoray sync    --checkpoint_mode sync: training waits until it is on disk, hashed and renamed
@@ -48,9 +47,16 @@ RAW, SYNC, ASYNC, TORCH, DCP, DCP_ASYNC, STAGER, PROCESS = ARMS = (
     *("raw disk", "nanoray sync", "nanoray async"),
     *("torch.save", "dcp.save", "dcp.async_save", "dcp stager", "dcp process"),
 )
-STALL, DONE, LOST, RATE = "stall", "on disk after", "training time lost", "written"
-OF_STALL, OF_LOST, OF_DISK = "stall, of nanoray sync", "lost, of nanoray sync", "of raw disk"
-STALL_LIMIT, LOST_LIMIT = 6.0, 12.0  # % of a synchronous save
+STALL = "stall"
+DONE = "on disk after"
+LOST = "training time lost"
+RATE = "written"
+OF_STALL = "stall, of nanoray sync"
+OF_LOST = "lost, of nanoray sync"
+OF_DISK = "of raw disk"
+# % of a synchronous save
+STALL_LIMIT = 6.0
+LOST_LIMIT = 12.0
 # What is trained: many small operations, so that a writer that holds Python's lock shows
 STEP_PRESET = "tiny"
 TAIL_STEPS = 5  # steps after a save that still count to it
@@ -100,7 +106,10 @@ class CheckpointBenchmark(Benchmark):
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Measure every arm in turns and fill the report. Everything that is written is removed again."""
-        rounds = (3 if args.quick else 7) if args.rounds is None else args.rounds
+        if args.rounds is None:
+            rounds = 3 if args.quick else 7
+        else:
+            rounds = args.rounds
         if "RANK" in os.environ:
             raise ConfigError(
                 "bench checkpoint starts its own process, but RANK is set; run it without torchrun"
@@ -115,7 +124,8 @@ class CheckpointBenchmark(Benchmark):
                 "must be above 0"
             )
         preset = args.preset or ("shakespeare-char" if args.quick else "gpt2-124m")
-        need, disk = _bytes_of(preset), args.folder or Path(tempfile.gettempdir())
+        need = _bytes_of(preset)
+        disk = args.folder or Path(tempfile.gettempdir())
         if not disk.is_dir() or not os.access(disk, os.W_OK):
             raise ConfigError(f"folder = {disk}: missing or read-only; make it first")
         if (free := shutil.disk_usage(disk).free) < 1.5 * need:
@@ -190,7 +200,8 @@ class CheckpointBenchmark(Benchmark):
 
         def bars(axes: Any, arms: tuple[str, ...], metric: str, offset: float, label: str) -> None:
             rows = measured(report, arms, metric)
-            at, medians = [arms.index(r.arm) + offset for r in rows], [r.median for r in rows]
+            at = [arms.index(r.arm) + offset for r in rows]
+            medians = [r.median for r in rows]
             axes.barh(at, medians, xerr=whiskers(rows), height=0.36, label=label, capsize=2)
 
         told = report.conditions
@@ -211,8 +222,9 @@ class CheckpointBenchmark(Benchmark):
 
 
 def _bytes_of(preset: str) -> int:
-    """Return about how many bytes a checkpoint takes: weights, the tied head once more, and two
-    moments, in float32.
+    """Return the approximate bytes of a checkpoint.
+
+    It holds the weights, the tied head once more, and two moments, all in float32.
     """
     from nanoray.models.costs import count_parameters
     from nanoray.models.gpt import ModelShape
@@ -228,9 +240,7 @@ def _vocabulary(preset: str) -> int:
 
 
 def file_system(folder: Path) -> str:
-    """Return the kind of file system that holds `folder`, and where it is mounted, where Linux says
-    it.
-    """
+    """Return the kind and mount point of the file system of `folder`; "" where Linux gives none."""
     try:
         mounts = [
             line.split()[1:3]
@@ -248,9 +258,7 @@ def file_system(folder: Path) -> str:
 def add_rows(
     report: Report, found: dict[str, list[dict[str, Any]]], wrong: dict[str, int | None]
 ) -> None:
-    """Add each arm's rows, with shares of what nanoray's own sync save and the raw disk took in the
-    same round.
-    """
+    """Add each arm's rows, and its ratios to the sync save and the raw disk of the same round."""
 
     def row(
         arm: str, metric: str, unit: str, values: list[float], note: str = "", **more: Any
@@ -318,8 +326,10 @@ class Arm(NamedTuple):
 
 
 def measure_rank(mesh: Any, order: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
-    """Run the rounds. Emits what the state is, per arm its wrong tensors, and one event per arm and
-    round.
+    """Run the rounds.
+
+    Emits a description of the state, the number of wrong tensors of each arm, and one event per arm
+    and round.
     """
     import gc
 
@@ -333,7 +343,8 @@ def measure_rank(mesh: Any, order: dict[str, Any], emit: Callable[[dict[str, Any
     step = make_step(mesh.device)
 
     def seconds_per_step(window_s: float) -> float:
-        start, steps = time.perf_counter(), 0
+        start = time.perf_counter()
+        steps = 0
         while (elapsed := time.perf_counter() - start) < window_s or steps < TAIL_STEPS:
             step()
             steps += 1
@@ -344,7 +355,8 @@ def measure_rank(mesh: Any, order: dict[str, Any], emit: Callable[[dict[str, Any
         for arm in rotated(ARMS, turn):
             gc.collect()
             before = seconds_per_step(order["window_s"])
-            start, steps = time.perf_counter(), 0
+            start = time.perf_counter()
+            steps = 0
             done = arms[arm].begin(turn)
             stall_s = time.perf_counter() - start
             while not done():
@@ -416,10 +428,9 @@ def make_step(device: Any) -> Callable[..., float]:
     cfg = load_config(preset=STEP_PRESET)
     gpt = GPT(ModelShape.of(cfg, _vocabulary(STEP_PRESET)), 0.0).to(device)
     optimizer = make_optimizer(gpt, cfg)
-    # (B, T)
-    x, y = (
-        torch.randint(65, (cfg.global_batch_size, cfg.block_size), device=device) for _ in range(2)
-    )
+    size = (cfg.global_batch_size, cfg.block_size)
+    x = torch.randint(65, size, device=device)  # (B, T)
+    y = torch.randint(65, size, device=device)  # (B, T)
 
     def step(copied: Callable[[], object] = no_wait) -> float:
         gpt(x, y).backward()
@@ -437,9 +448,7 @@ def make_step(device: Any) -> Callable[..., float]:
 def make_arms(
     mesh: Any, preset: str, folder: Path
 ) -> tuple[dict[str, Arm], Callable[[], dict[str, Any]]]:
-    """Return the arms, which save one and the same state below `folder`, and a function that
-    returns that state.
-    """
+    """Return the arms, and a function that returns the state that all of them save to `folder`."""
     import torch
     import torch.distributed.checkpoint as dcp
 
@@ -511,8 +520,9 @@ def _staged(
     read: Callable[[int], dict[str, Any]],
     process: bool,
 ) -> Arm:
-    """Return the arm of a DefaultStager with all that the device allows: what its options need of
-    CUDA, CPU lacks.
+    """Return the arm of a DefaultStager with every option that the device supports.
+
+    Some of its options need CUDA.
     """
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -602,9 +612,7 @@ def _nanoray(cfg: Config, mesh: Any, gpt: Any, optimizer: Any, folder: Path) -> 
 
 
 def saved_state(gpt: Any, optimizer: Any, step: int) -> StateDict:
-    """Return what a run of one rank saves after `step`: weights, optimizer state and random
-    generators.
-    """
+    """Return what one rank saves after `step`: weights, optimizer state, random generators."""
     import torch
 
     from nanoray.mesh.pieces import whole_shards

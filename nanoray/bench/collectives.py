@@ -1,5 +1,4 @@
-"""Every collective of the backend: latency, algbw, busbw as nccl-tests defines them, and #wrong on
-exact data.
+"""`python -m nanoray.bench collectives`: latency, algbw, busbw and #wrong of every collective.
 
     blocking     barrier, one call, wait: its latency is what a step waits for; the slowest rank counts
     pipelined    k calls, then one wait: bytes per second, from which algbw and busbw come, as in nccl-tests
@@ -62,7 +61,9 @@ DTYPES = {
     "float16": ("half", 2, 2**11),
     "float8_e4m3fn": ("f8e4m3", 1, 2**4),
 }
-KB, GIB, COPY_BYTES = 1 << 10, 1 << 30, 64 << 20
+KB = 1 << 10
+GIB = 1 << 30
+COPY_BYTES = 64 << 20
 COPY = "memory copy"
 LACKS = (
     "not supported",
@@ -76,17 +77,18 @@ GLOO_REDUCE_SCATTER = "gloo has none of its own: torch does an all_reduce and co
 
 
 def exact_period(name: str, addends: int) -> int:
-    """Return m so that sums of `addends` whole numbers below m are exact in this dtype; 1: there is
-    none.
+    """Return m such that sums of `addends` whole numbers below m are exact in this dtype.
 
-    m is odd, so that data which landed a power of two too far is seen.
+    Returns 1 where no such m exists. m is odd, so that data which landed a power of two too far is
+    seen.
     """
     return min(251, DTYPES[name][2] // addends | 1)
 
 
 def wrong_elements(got: Tensor, expected: Tensor) -> int:
-    """Count the elements whose bits differ; every expected value is a whole number >= 0, so equal
-    means equal bits.
+    """Count the elements whose bits differ from the expected ones.
+
+    Every expected value is a whole number >= 0, so equal values have equal bits.
     """
     import torch
 
@@ -95,8 +97,9 @@ def wrong_elements(got: Tensor, expected: Tensor) -> int:
 
 
 def elements(op: str, size: int, itemsize: int, ranks: int) -> tuple[int, int]:
-    """Return (S, the count column) of a size asked for: S is a whole number of elements on every
-    rank.
+    """Return (S, the count column) of a requested size.
+
+    S is a whole number of elements on every rank.
     """
     parts = ranks if op in PER_RANK else 1
     count = max(1, size // (itemsize * parts))
@@ -141,7 +144,9 @@ class _Bench:
     def __init__(self, mesh: Mesh, order: dict[str, Any]) -> None:
         import torch.distributed as dist
 
-        self.mesh, self.order, self.n = mesh, order, mesh.world_size
+        self.mesh = mesh
+        self.order = order
+        self.n = mesh.world_size
         self.backend = mesh.backend
         if self.n == 1:
             self.backend = "nccl" if mesh.device.type == "cuda" else "gloo"
@@ -178,8 +183,9 @@ class _Bench:
             torch.cuda.synchronize()
 
     def free_bytes(self) -> int:
-        """Return what the rank with the least memory may still allocate; ranks that share memory
-        get equal parts.
+        """Return the bytes that the rank with the least memory may still allocate. (all ranks)
+
+        Ranks that share memory get equal parts of it.
         """
         import torch
 
@@ -190,9 +196,7 @@ class _Bench:
         return int(self.agree([0.9 * free / self.order["sharing"][self.mesh.rank]], "min")[0])
 
     def copy_gbps(self) -> list[float]:
-        """Return the bytes per second that each rank copies while all do so; the slowest rank, once
-        per round.
-        """
+        """Return the slowest rank's copy speed per round, while all ranks copy. (all ranks)"""
         import torch
 
         size = min(COPY_BYTES, self.free_bytes() // 4)
@@ -208,8 +212,10 @@ class _Bench:
         return rates
 
     def case(self, op: str, name: str, in_place: bool, asked: int) -> dict[str, Any]:
-        """Measure and check one case. What does not fit, or the backend lacks, returns {"skipped":
-        why}.
+        """Measure and check one case. (all ranks)
+
+        Returns {"skipped": why} for a size that does not fit, or an operation that the backend
+        lacks.
         """
         size, count = elements(op, asked, DTYPES[name][1], self.n)
         found: dict[str, Any] = {"bytes": size, "count": count}
@@ -221,12 +227,14 @@ class _Bench:
                 "lacking": True,
             }
         # In, out, expected, and a copy while the backend or the check works
-        need, free = 4 * size, self.free_bytes()
+        need = 4 * size
+        free = self.free_bytes()
         if need > free:
             return found | {
                 "skipped": f"needs {need / GIB:.2f} GiB per rank, the least free is {free / GIB:.2f} GiB"
             }
-        case, complaint = None, ""
+        case = None
+        complaint = ""
         try:
             case = self.prepare(op, name, in_place, count)
             case.fill()
@@ -247,19 +255,19 @@ class _Bench:
         return found | {"blocking_us": times, "pipelined_us": pipelined, "wrong": wrong}
 
     def time(self, case: _Case) -> tuple[list[float], list[float]]:
-        """Return the microseconds of each blocking call and, per round, of one of many pipelined
-        calls.
-        """
+        """Return the microseconds of each blocking call, and per round of a pipelined call."""
         start = self.start_together()
         self.finish(case.call())
         guess = max(1e-6, self.agree([time.perf_counter() - start], "max")[0])
-        budget_s, rounds = self.order["budget_s"], self.order["rounds"]
+        budget_s = self.order["budget_s"]
+        rounds = self.order["rounds"]
         blocking = []
         for _ in range(min(200, max(5, int(budget_s / guess)))):
             start = self.start_together()
             self.finish(case.call())
             blocking.append(1e6 * (time.perf_counter() - start))
-        pipelined, depth = [], min(50, max(2, int(budget_s / rounds / guess)))
+        pipelined = []
+        depth = min(50, max(2, int(budget_s / rounds / guess)))
         for _ in range(rounds):
             start = self.start_together()
             works = [work for _ in range(depth) for work in case.call()]
@@ -268,8 +276,9 @@ class _Bench:
         return self.agree(blocking, "max"), self.agree(pipelined, "max")
 
     def renew_group(self) -> None:
-        """Take a new group: after a call that failed on some ranks, the old one's calls no longer
-        match.
+        """Replace the process group.
+
+        After a call that failed on some ranks, later calls in the old group would not match.
         """
         import torch.distributed as dist
 
@@ -278,26 +287,29 @@ class _Bench:
         )
 
     def prepare(self, op: str, name: str, in_place: bool, count: int) -> _Case:
-        """Return the case with its buffers; a placement that torch's call has not is never asked
-        for.
+        """Return the case with its buffers.
+
+        Only placements that torch's call supports are requested.
         """
         import torch
         import torch.distributed as dist
 
-        n, rank, kind = self.n, self.mesh.rank, getattr(torch, name)
+        n = self.n
+        rank = self.mesh.rank
+        kind = getattr(torch, name)
         period = exact_period(name, n if op in SUMS else 1)
         whole = torch.empty(
             count * (n if op in PER_RANK else 1), dtype=kind, device=self.mesh.device
         )
-        part = (
-            whole[rank * count : (rank + 1) * count]
-            if in_place
-            else torch.empty_like(whole[:count])
-        )
+        if in_place:
+            part = whole[rank * count : (rank + 1) * count]
+        else:
+            part = torch.empty_like(whole[:count])
 
         def data(ranks: Iterable[int], length: int = count) -> Tensor:
-            """Return the sum over `ranks` of their data: whole numbers below the period, shifted by
-            the rank.
+            """Return the sum over `ranks` of their data.
+
+            A rank's data are whole numbers below the period, shifted by the rank.
             """
             numbers = torch.arange(period, device=self.mesh.device)
             total = sum(((numbers + 31 * r) % period for r in ranks), torch.zeros_like(numbers))
@@ -346,7 +358,8 @@ class _Bench:
                 other,
                 lambda: torch.cat([data([sender + n * rank]) for sender in range(n)]),
             )
-        to, source = (rank + 1) % n, (rank - 1) % n
+        to = (rank + 1) % n
+        source = (rank - 1) % n
         return _Case(
             [(other, None), (whole, lambda: data([rank]))],
             lambda: dist.batch_isend_irecv(
@@ -412,10 +425,9 @@ class CollectivesBenchmark(Benchmark):
             report.failures.append(str(failed))
 
     def format_text(self, report: Report) -> list[str]:
-        """Return one table per operation with nccl-tests' columns; to their right what nccl-tests has
-        not.
-        """
-        copy, found = report.row(COPY, "copied"), _lines_of(report)
+        """Return one table per operation: nccl-tests' columns, and further ones to their right."""
+        copy = report.row(COPY, "copied")
+        found = _lines_of(report)
         text = [f"{COPY}  {number(copy.median)} GB/s  ({copy.note})"] if copy else []
         text += [
             "B, elements, us, GB/s. First out of place, then in place. time: pipelined. p50, p99: n "
@@ -443,11 +455,10 @@ class CollectivesBenchmark(Benchmark):
         for op in dict.fromkeys(op for op, _, _ in found):
             mine = {key: rows for key, rows in found.items() if key[0] == op}
             notes = [row.note for rows in mine.values() for row in rows.values()]
-            why = (
-                f" ({GLOO_REDUCE_SCATTER})"
-                if any(note.startswith(GLOO_REDUCE_SCATTER) for note in notes)
-                else ""
-            )
+            if any(note.startswith(GLOO_REDUCE_SCATTER) for note in notes):
+                why = f" ({GLOO_REDUCE_SCATTER})"
+            else:
+                why = ""
             table = [head, *(_line(op, rows) for rows in mine.values())]
             text += ["", f"# {op}{why}", *aligned(table, right={0, 1, 4, *range(5, 17)})]
         return text
@@ -467,7 +478,8 @@ class CollectivesBenchmark(Benchmark):
         )
         table = []
         for op, points in curves.items():
-            latency, rates = (number(points[0][key]) for key in ("time_us", "p99_us")), points[-1]
+            latency = (number(points[0][key]) for key in ("time_us", "p99_us"))
+            rates = points[-1]
             busbw = "" if rates["busbw_gbps"] is None else number(rates["busbw_gbps"])
             table.append(
                 (op, *latency, number(rates["algbw_gbps"]), busbw, _percent(rates["share_of_copy"]))
@@ -475,10 +487,12 @@ class CollectivesBenchmark(Benchmark):
         return markdown((*header, "of a copy's"), table)
 
     def draw(self, report: Report, path: Path) -> None:
-        """Draw busbw (of one rank algbw) over the size with the copy limit, and the latency of one
-        blocking call.
+        """Draw busbw over the size beside the copy limit, and the latency of a blocking call.
+
+        One rank alone has no busbw; its algbw is drawn.
         """
-        ranks, curves = report.conditions.get("ranks", {}).get("world size", 0), _curves(report)
+        ranks = report.conditions.get("ranks", {}).get("world size", 0)
+        curves = _curves(report)
         note = f"{ranks} ranks, {report.conditions.get('backend', 'no backend')}"
         with figure(report, path, (11, 4.2), note=note) as (left, right):
             for op, points in curves.items():
@@ -517,8 +531,9 @@ class CollectivesBenchmark(Benchmark):
 
 
 def sizes(largest: int, quick: bool = False) -> list[int]:
-    """Return 1 KB, 4 KB, 16 KB, ... up to `largest`; quick: the smallest, the middle one and the
-    largest of them.
+    """Return 1 KB, 4 KB, 16 KB, ... up to `largest`.
+
+    quick: only the smallest, the middle one and the largest.
     """
     found = [KB << 2 * i for i in range(30) if KB << 2 * i <= largest]
     return sorted({found[0], found[len(found) // 2], found[-1]}) if quick else found
@@ -530,12 +545,15 @@ def _add(report: Report, event: dict[str, Any], ranks: int, backend: str) -> Non
         note = f"what each of {ranks} ranks copies per second while all copy: the limit of the machine's memory"
         report.rows.append(Row(COPY, "copied", "GB/s", tuple(event["copy_gbps"]), note))
         return
-    op, size, in_place = event["op"], event["bytes"], event["in_place"]
+    op = event["op"]
+    size = event["bytes"]
+    in_place = event["in_place"]
     placement = "in place" if in_place else "out of place"
     keys = {key: event[key] for key in ("op", "dtype", "bytes", "count", "in_place")} | {
         "ranks": ranks
     }
-    arm, note = f"{op} {event['dtype']} {size} B {placement}", ""
+    arm = f"{op} {event['dtype']} {size} B {placement}"
+    note = ""
     if op == "reduce_scatter" and backend == "gloo":
         note = GLOO_REDUCE_SCATTER
     factor = busbw_factor(op, ranks)
@@ -544,10 +562,8 @@ def _add(report: Report, event: dict[str, Any], ranks: int, backend: str) -> Non
         texts = {"error": event.get("error", ""), "skipped": event.get("skipped", "")}
         report.rows.append(Row(arm, metric, "GB/s", (), note, **texts, extra=keys))
     else:
-        blocking, pipelined_us = (
-            sorted(event["blocking_us"]),
-            statistics.median(event["pipelined_us"]),
-        )
+        blocking = sorted(event["blocking_us"])
+        pipelined_us = statistics.median(event["pipelined_us"])
         algbw = algbw_gbps(size, pipelined_us / 1e6)
         busbw = None if factor is None else factor * algbw
         copy = next(row.median for row in report.rows if row.arm == COPY)
@@ -593,13 +609,12 @@ def _line(op: str, rows: dict[bool, Row]) -> tuple[str, ...]:
             line += [number(e["pipelined_us"]), number(e["algbw_gbps"]), busbw, str(row.wrong)]
         else:
             line += ["N/A"] * 4
-            why = (
-                ""
-                if row is None
-                else f"FAILED: {row.problem}"
-                if row.problem
-                else f"skipped: {row.skipped}"
-            )
+            if row is None:
+                why = ""
+            elif row.problem:
+                why = f"FAILED: {row.problem}"
+            else:
+                why = f"skipped: {row.skipped}"
             remarks += [f"{'in' if in_place else 'out of'} place {why}"] if why else []
     timed: dict[str, Any] = next((row.extra for _, row in sorted(rows.items()) if row.values), {})
     line += (
@@ -616,8 +631,9 @@ def _tail(timed: dict[str, Any]) -> str:
 
 
 def _curves(report: Report) -> dict[str, list[dict[str, Any]]]:
-    """Return per operation what was measured in the first dtype, by size; out of place where there
-    is a choice.
+    """Return the rows of the first dtype by operation and size.
+
+    They are out of place where an operation has both placements.
     """
     curves: dict[str, list[dict[str, Any]]] = {}
     first = next((dtype for _, dtype, _ in _lines_of(report)), "")

@@ -1,5 +1,4 @@
-"""`python -m nanoray.bench compression`: what compressed gradients save on the wire, and cost in
-time and in loss.
+"""`python -m nanoray.bench compression`: bytes, time and loss of compressed gradients.
 
 Every arm trains the same model on the same batches of a text, beside one that sends float32. Each
 round trains some steps of each in turn, so a slow minute of the machine hits all arms; the exposed
@@ -44,14 +43,14 @@ ARMS: dict[str, dict[str, Any]] = {PLAIN: {}} | {
     kind: {"grad_compress": kind} for kind in ("bf16", "fp16", "int8")
 }
 ARMS |= {f"powersgd {r}": {"grad_compress": "powersgd", "powersgd_rank": r} for r in (1, 4, 16)}
-STEP, EXPOSED, BUSY, WIRE, KEPT = (
-    "step",
-    "exposed",
-    "collectives busy",
-    "bytes on the wire",
-    "memory",
-)
-LOSS, OFF, PAYS = "loss", "loss, off", "pays below"
+STEP = "step"
+EXPOSED = "exposed"
+BUSY = "collectives busy"
+WIRE = "bytes on the wire"
+KEPT = "memory"
+LOSS = "loss"
+OFF = "loss, off"
+PAYS = "pays below"
 
 
 class CompressionBenchmark(Benchmark):
@@ -90,8 +89,14 @@ class CompressionBenchmark(Benchmark):
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Train all arms in turn on the same ranks, and fill the report."""
         where = where_from(args)
-        rounds = (2 if args.quick else 10) if args.rounds is None else args.rounds
-        steps = (4 if args.quick else 30) if args.steps is None else args.steps
+        if args.rounds is None:
+            rounds = 2 if args.quick else 10
+        else:
+            rounds = args.rounds
+        if args.steps is None:
+            steps = 4 if args.quick else 30
+        else:
+            steps = args.steps
         if where.workers < 2 or min(rounds, steps) < 1:
             raise ConfigError(
                 f"workers = {where.workers}, rounds = {rounds}, steps = {steps}; 2, 1 and 1 are the "
@@ -134,9 +139,7 @@ class CompressionBenchmark(Benchmark):
             _rows(report, name, events, ranks)
 
     def format_text(self, report: Report) -> list[str]:
-        """Return a line per arm, medians with their quartiles, the bytes of each collective, and the
-        finding.
-        """
+        """Return a line per arm, the bytes of each collective, and the finding."""
         rows = [row for row in report.rows if row.metric == WIRE and row.values]
         table = aligned(
             [(*line, "") for line in _table(report, "quartiles")], right=set(range(1, 9))
@@ -155,7 +158,8 @@ class CompressionBenchmark(Benchmark):
             for i, row in enumerate(
                 r for r in report.rows if r.metric == STEP and r.unit == "ms" and r.values
             ):
-                wire, off = report.row(row.arm, WIRE), report.row(row.arm, OFF)
+                wire = report.row(row.arm, WIRE)
+                off = report.row(row.arm, OFF)
                 assert wire
                 spread = whiskers([row], quartiles=True)
                 left.errorbar(
@@ -194,7 +198,8 @@ def _rows(report: Report, name: str, events: list[dict[str, Any]], ranks: int) -
         report.rows.append(Row(name, metric, unit, tuple(values), note, **more))
         return report.rows[-1]
 
-    last, plain = events[-1], report.row(PLAIN, LOSS)
+    last = events[-1]
+    plain = report.row(PLAIN, LOSS)
     step = row(STEP, "ms", (e["step_ms"] for e in events), wrong=last["wrong"])
     row(BUSY, "ms", (e["busy_ms"] for e in events))
     row(EXPOSED, "ms", (e["exposed_ms"] for e in events))
@@ -215,7 +220,8 @@ def _rows(report: Report, name: str, events: list[dict[str, Any]], ranks: int) -
     off = [a - b for a, b in zip(loss.values, plain.values, strict=False)]
     row(OFF, "nat", off[-1:], f"of the last round, against {PLAIN}", extra={"by_round": off})
     report.compare(name, PLAIN, STEP, "paired by round")
-    whole, sent = report.row(PLAIN, STEP), report.row(PLAIN, WIRE)
+    whole = report.row(PLAIN, STEP)
+    sent = report.row(PLAIN, WIRE)
     if whole and sent:
         more = [a - b for a, b in zip(step.values, whole.values, strict=False)]
         speed = 1e3 * (sent.median - carried) / max(1e-9, statistics.median(more))
@@ -249,7 +255,8 @@ def finding(report: Report) -> list[str]:
     if not ratios:
         return []
     best = min(ratios, key=lambda name: ratios[name].median)
-    speed, off = ratios[best], report.row(best, OFF)
+    speed = ratios[best]
+    off = report.row(best, OFF)
     told = f", the loss {off.median:+.4f} nat" if off else ""
     return [
         f"the fastest compressed arm, {best}, is {speed.speed} {PLAIN} here: {speed.median:.3g} x "
@@ -321,7 +328,8 @@ def train_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -
     emit({"recipe": next(iter(arms.values())).recipe})
     for turn in range(order["rounds"]):
         for name in rotated(list(arms), turn):
-            arm, losses = arms[name], []
+            arm = arms[name]
+            losses = []
             mesh.barrier()
             start = time.perf_counter()
             for _ in range(order["steps"]):

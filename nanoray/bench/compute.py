@@ -1,5 +1,6 @@
-"""Step time of nanoray's engine against a plain loop, on CPU: processes that run blocks of steps on
-request.
+"""Step time of nanoray's engine against a plain loop, on CPU.
+
+Processes run blocks of steps on request.
 
     baseline   one process, float32, the plain loop below
     engine     nanoray.train.train with one rank: metrics files on, as in any run
@@ -34,16 +35,20 @@ Say = Callable[[dict[str, Any]], None]
 
 
 class Gate:
-    """Called by a loop before each step: at the end of a block it says how long that took and waits
-    for an order.
+    """Run a loop in blocks of steps: the loop calls it before each step.
 
-    An order is a line with a number of steps; the answer is {"step_ms": ..., "cpu_ms": ...}: wall
-    time, and CPU time of all threads of this process; with a GPU, whose steps must have ended, also
-    "peak_bytes", the most it had allocated. The end of stdin ends the process.
+    At the end of a block it reports the time of the block and waits for the next order. An order is
+    a line with a number of steps; the answer is {"step_ms": ..., "cpu_ms": ...}: wall time, and CPU
+    time of all threads of this process; with a GPU, whose steps must have ended, also "peak_bytes",
+    the most it had allocated. The end of stdin ends the process.
     """
 
     def __init__(self, say: Say, device: str = "cpu") -> None:
-        self._say, self._left, self._asked, self._start, self._cpu_start = say, 0, 0, 0.0, 0.0
+        self._say = say
+        self._left = 0
+        self._asked = 0
+        self._start = 0.0
+        self._cpu_start = 0.0
         self._cuda = device == "cuda"
 
     def __call__(self) -> Order:
@@ -55,20 +60,21 @@ class Gate:
             import torch
 
             torch.cuda.synchronize()
-        seconds, cpu_s = time.perf_counter() - self._start, time.process_time() - self._cpu_start
-        answer = (
-            {"step_ms": 1e3 * seconds / self._asked, "cpu_ms": 1e3 * cpu_s / self._asked}
-            if self._asked
-            else {}
-        )
-        answer |= {"peak_bytes": torch.cuda.max_memory_allocated()} if self._cuda and answer else {}
+        seconds = time.perf_counter() - self._start
+        cpu_s = time.process_time() - self._cpu_start
+        answer = {}
+        if self._asked:
+            answer = {"step_ms": 1e3 * seconds / self._asked, "cpu_ms": 1e3 * cpu_s / self._asked}
+            if self._cuda:
+                answer["peak_bytes"] = torch.cuda.max_memory_allocated()
         self._say(answer or {"ready": True})
         order = sys.stdin.readline()
         if not order.strip():
             os._exit(0)  # nothing has to be kept, and gloo's teardown can hang
         self._asked = int(order)
         self._left = self._asked - 1
-        self._start, self._cpu_start = time.perf_counter(), time.process_time()
+        self._start = time.perf_counter()
+        self._cpu_start = time.process_time()
         return Order.GO_ON
 
 
@@ -79,12 +85,12 @@ def run_baseline(spec: RunSpec, gate: Gate, threads: int) -> None:
 
 
 def plain_loop(cfg: Config, data: DatasetInfo, threads: int) -> Iterator[nn.Module]:
-    """Train nanoray's GPT with the loop people write first: nanoGPT's step, without what nanoray
-    adds or leaves out.
+    """Train nanoray's GPT with the loop that people write first.
 
-    Random offsets from a fresh memmap, AdamW as torch makes it by default (not fused),
-    clip_grad_norm_, and the loss fetched on every step. The model is the same class as in the other
-    arms: only the loop is compared. Yields the model before each step, without end.
+    It is nanoGPT's step, without nanoray's additions and omissions. Random offsets from a fresh
+    memmap, AdamW as torch makes it by default (not fused), clip_grad_norm_, and the loss fetched on
+    every step. The model is the same class as in the other arms: only the loop is compared. Yields
+    the model before each step, without end.
     """
     import numpy as np
     import torch
@@ -112,7 +118,8 @@ def plain_loop(cfg: Config, data: DatasetInfo, threads: int) -> Iterator[nn.Modu
         block = torch.stack(windows)  # (B, T + 1)
         return block[:, :-1].contiguous(), block[:, 1:].contiguous()
 
-    step, (x, y) = 0, batch()
+    step = 0
+    (x, y) = batch()
     while True:
         yield model
         for group in optimizer.param_groups:
@@ -134,15 +141,18 @@ def run_engine(
     say: Say,
     task: Callable[..., Any] | None = None,
 ) -> None:
-    """Train with nanoray as rank `order["rank"]` of `order["world"]`; rank 0 first says at which
-    port it serves.
+    """Train with nanoray as rank `order["rank"]` of `order["world"]`.
 
-    `task` is what makes model and optimizer, if not the recipe's own.
+    Rank 0 first reports the port at which it serves the store. `task` is what makes model and
+    optimizer, if not the recipe's own.
     """
     from nanoray.train.recipe import train
     from nanoray.train.tasks import task_of
 
-    rank, world, store, port = order["rank"], order["world"], None, order.get("port", 0)
+    rank = order["rank"]
+    world = order["world"]
+    store = None
+    port = order.get("port", 0)
     if world > 1 and rank == 0:
         store = open_store("127.0.0.1", world, 60)
         port = store.port

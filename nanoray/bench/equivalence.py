@@ -1,5 +1,4 @@
-"""`python -m nanoray.bench equivalence`: does every way to share a batch train what one process
-trains?
+"""`python -m nanoray.bench equivalence`: does every way to share a batch train the same model?
 
 A small GPT, of sizes that divide badly, learns for three steps: in one process, and on all ranks in
 every data-parallel mode, with and without activation checkpointing, and with tensor and pipeline
@@ -49,7 +48,10 @@ CASES: dict[str, dict[str, Any]] = {
     "AdamW, clipped": {"accum": 1, "settings": ADAMW},
     "AdamW, clipped, 2 micro batches": {"accum": 2, "settings": ADAMW},
 }
-LOSS, WEIGHT, NORM, BITS = "Δ loss", "Δ weight", "Δ norm / norm", "bits"
+LOSS = "Δ loss"
+WEIGHT = "Δ weight"
+NORM = "Δ norm / norm"
+BITS = "bits"
 # Sums in another order, on CPUs with other vector units; a wrong factor or a lost part is a
 # thousand times as much.
 LIMITS = {LOSS: 4e-6, NORM: 1e-4}
@@ -107,8 +109,9 @@ class EquivalenceBenchmark(Benchmark):
         return aligned([(*line, "") for line in _table(report)], right=set(range(1, 7)))
 
     def format_markdown(self, report: Report) -> list[str]:
-        """Return the table for a page, without the arms that only repeat a mode with activation
-        checkpointing.
+        """Return the table for a page.
+
+        It leaves out the arms that only repeat a mode with activation checkpointing.
         """
         head, *body = _table(report)
         return markdown(head, [line for line in body if " + " not in line[0]])
@@ -140,9 +143,7 @@ def samples_for(ranks: int) -> int:
 
 
 def arms_for(workers: int, checkpointing: bool = True) -> dict[str, dict[str, Any]]:
-    """Return the settings of every arm on so many ranks: all modes, those with tp or pp, those with
-    experts.
-    """
+    """Return the settings of every arm on `ranks` ranks: all modes, tp, pp, and experts."""
     arms = dict(MODES)
     for pp in (2, 3, 4):
         piped = {"pp": pp, "n_layer": 2 * pp}  # two chunks of a block each, where there are chunks
@@ -264,9 +265,7 @@ def must_equal(arm: str, how: dict[str, Any]) -> list[str]:
 
 
 def _table(report: Report) -> list[tuple[str, ...]]:
-    """Return a line per arm: its largest differences over all cases, and the modes with its bits in
-    each case.
-    """
+    """Return a line per arm: its largest differences, and the modes with the same bits per case."""
     cases = list(dict.fromkeys(row.metric.partition(":")[0] for row in report.rows))
     kinds = [(metric, kind) for metric in (LOSS, WEIGHT, NORM) for kind in ("SGD", "AdamW")]
     table = [("mode", *map(" ".join, kinds), *(f"bits of, {case}" for case in cases), "wrong")]
@@ -300,9 +299,7 @@ def _table(report: Report) -> list[tuple[str, ...]]:
 
 
 def small_gpt(mesh: Mesh, config: Config, precision: str, micro: int) -> Case:
-    """Return a small GPT with samples that any number of ranks and micro batches cuts from the same
-    ones of a step.
-    """
+    """Return a small GPT whose samples of a step do not depend on ranks and micro batches."""
     import torch
 
     from nanoray.mesh.layout import Layout
@@ -310,7 +307,8 @@ def small_gpt(mesh: Mesh, config: Config, precision: str, micro: int) -> Case:
     from nanoray.models.gpt import ModelShape
 
     layout = Layout.of(config, mesh.world_size)
-    d, samples = layout.coords(mesh.rank).dp, micro * config.grad_accum_steps * layout.dp
+    d = layout.coords(mesh.rank).dp
+    samples = micro * config.grad_accum_steps * layout.dp
     torch.manual_seed(0)
     model = gpt_of(ModelShape.of(config, 65), config).to(mesh.device)
 
@@ -324,8 +322,7 @@ def small_gpt(mesh: Mesh, config: Config, precision: str, micro: int) -> Case:
 
 
 def train(mesh: Mesh, accum: int, samples: int, **settings: Any) -> dict[str, Any]:
-    """Train on this rank with the others; return losses, norms, weights, and what this rank keeps.
-    (all ranks)
+    """Train on this rank; return losses, norms, weights and what this rank keeps. (all ranks)
 
     samples: of a step, of all ranks together.
     """
@@ -348,7 +345,8 @@ def train(mesh: Mesh, accum: int, samples: int, **settings: Any) -> dict[str, An
     config = make_config(small | size | settings)
     size = {"micro_batch_size": samples // accum // Layout.of(config, mesh.world_size).dp}
     arm = Arm(mesh, config.model_copy(update=size), small_gpt)
-    losses, norms = [], []
+    losses = []
+    norms = []
     for _ in range(STEPS):
         arm.step()
         losses.append(mesh.all_reduce_mean(arm.loss.clone()).item())
@@ -405,18 +403,21 @@ def measure_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None])
     """
     from nanoray.mesh.mesh import Mesh
 
-    single, samples = Mesh(0, 1, 0, mesh.device, "none", "alone"), samples_for(mesh.world_size)
+    single = Mesh(0, 1, 0, mesh.device, "none", "alone")
+    samples = samples_for(mesh.world_size)
     for case in order["cases"]:
-        settings, alone_of = case["settings"], dict[str, Any]()
+        settings = case["settings"]
+        alone_of = dict[str, Any]()
         for arm, own in order["arms"].items():
             found = train(mesh, case["accum"], samples, **settings | own)
             weights = found.pop("weights")
             if order["alone"]:
                 model = {key: own[key] for key in (*EXPERTS, "n_layer") if key in own}
                 if str(model) not in alone_of:  # the same model, in one process
-                    of_one = (
-                        train(single, 1, samples, **settings | model) if mesh.rank == 0 else None
-                    )
+                    if mesh.rank == 0:
+                        of_one = train(single, 1, samples, **settings | model)
+                    else:
+                        of_one = None
                     alone_of[str(model)] = mesh.broadcast(of_one)
                 alone = alone_of[str(model)]
                 far = [

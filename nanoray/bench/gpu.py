@@ -1,7 +1,7 @@
-"""`python -m nanoray.bench gpu`: what each change gains a step on a GPU, and the seconds to a loss;
-ten minutes.
+"""`python -m nanoray.bench gpu`: what each change gains a step on a GPU, in ten minutes.
 
-A ladder per preset. Each rung keeps what the ones before it have, but for those in brackets:
+It also measures the seconds to a loss. A ladder per preset. Each rung keeps what the ones before it
+have, but for those in brackets:
 
     float32              plain attention, torch's default AdamW, eager
     + tf32               --precision tf32: the tensor cores' products of float32, with 10 bits of each factor
@@ -61,7 +61,10 @@ from nanoray.devices.peaks import peak_flops
 from nanoray.devices.slots import local_slots
 from nanoray.errors import ConfigError, NanorayError
 
-BASE, TF32, CHAR, GPT2 = "float32", "+ tf32", "shakespeare-char", "gpt2-124m"
+BASE = "float32"
+TF32 = "+ tf32"
+CHAR = "shakespeare-char"
+GPT2 = "gpt2-124m"
 RUNGS: dict[str, dict[str, Any]] = {  # what each adds; keys with "_" are not the configuration's
     BASE: {
         "precision": "fp32",
@@ -87,7 +90,9 @@ LADDERS: dict[str, dict[str, Any]] = {
     GPT2: {"tokenizer": "auto", "micro_batch_size": 12, "global_batch_size": 12},
 }
 GPT2_TOKENS = 50257
-BABY, BABY_LOSS, BABY_S = "seconds to 1.47", 1.47, 60.0
+BABY = "seconds to 1.47"
+BABY_LOSS = 1.47
+BABY_S = 60.0
 BABY_FLAGS: dict[str, Any] = {
     "compile": "true",
     "eval_every": 250,
@@ -95,16 +100,15 @@ BABY_FLAGS: dict[str, Any] = {
     "tensorboard": "false",
 }
 BABY_RECORD = Record(BABY_LOSS, CHAR, {}, "nanoGPT's baby GPT")
-TOKENS, MFU, PEAK, MEMORY, READY, LOSS, SECONDS = (
-    "tokens",
-    "MFU",
-    "of products",
-    "memory",
-    "ready",
-    "loss",
-    "seconds",
-)
-PRODUCTS, SIZES = "products", {"cuda": 8192, "cpu": 512}
+TOKENS = "tokens"
+MFU = "MFU"
+PEAK = "of products"
+MEMORY = "memory"
+READY = "ready"
+LOSS = "loss"
+SECONDS = "seconds"
+PRODUCTS = "products"
+SIZES = {"cuda": 8192, "cpu": 512}
 # Relative, to that of the base, at the same batch
 SAME_LOSS = {"fp32": 1e-3, "tf32": 5e-3, "bf16": 2e-2}
 BLOCK_MS = 2000.0  # of steps whose times are averaged
@@ -145,11 +149,10 @@ class GPUBenchmark(Benchmark):
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Climb the ladder of every preset, then train to the loss. Nothing that it starts outlives it."""
         args.rounds = args.rounds or (2 if args.quick else 5)
-        arms, presets = (
-            chosen(args.arms, [*RUNGS, BABY]),
-            chosen(args.presets, list(LADDERS), "preset"),
-        )
-        gpus, overrides = discover_gpus(), settings_of(args)
+        arms = chosen(args.arms, [*RUNGS, BABY])
+        presets = chosen(args.presets, list(LADDERS), "preset")
+        gpus = discover_gpus()
+        overrides = settings_of(args)
         if args.rounds < 1 or (BASE not in arms and arms != [BABY]):
             raise ConfigError(
                 f"rounds = {args.rounds}, arms = {args.arms}; at least 1 round, and {BASE}, are needed"
@@ -216,10 +219,8 @@ class GPUBenchmark(Benchmark):
                     for rung in RUNGS
                     if (row := report.row(f"{name}: {rung}", TOKENS)) and row.values
                 ]
-                names, medians = (
-                    [row.arm.partition(": ")[2] for row in rows],
-                    [row.median for row in rows],
-                )
+                names = [row.arm.partition(": ")[2] for row in rows]
+                medians = [row.median for row in rows]
                 if rows:
                     axes.barh(
                         names, medians, xerr=whiskers(rows, quartiles=True), capsize=3, color="0.6"
@@ -266,8 +267,9 @@ def _aside(rung: str) -> bool:
 
 
 def before(rungs: list[str]) -> dict[str, str]:
-    """Return for each of these rungs but the first the one that it is compared with: the newest
-    that it keeps.
+    """Return for each rung but the first the rung that it is compared with.
+
+    That is the newest rung whose change it keeps.
     """
     kept = [[r for r in rungs[:n] if not _aside(r)] for n in range(len(rungs))]
     return {rung: of[-1] for rung, of in zip(rungs, kept, strict=True) if of}
@@ -286,7 +288,8 @@ def _climb(ladder: Ladder, rungs: list[str], report: Report) -> None:
             "tf32": precision == "tf32",
             "steps": 20,
         }
-        arm, values = f"{ladder.name}: {PRODUCTS} {precision}", []
+        arm = f"{ladder.name}: {PRODUCTS} {precision}"
+        values = []
         try:
             values = [2 * size**3 / ms * 1e3 for ms in _run(ladder, order, arm)["step_ms"]]
             ladder.peaks[precision] = sorted(values)[len(values) // 2]
@@ -329,7 +332,8 @@ def _rung(
     from nanoray.models.costs import flops_per_token
     from nanoray.models.gpt import ModelShape
 
-    times, larger = settings.get("_batch", 1), settings.get("_larger", 1)
+    times = settings.get("_batch", 1)
+    larger = settings.get("_larger", 1)
     own = {key: value for key, value in settings.items() if not key.startswith("_")}
     sizes = {
         key: times * getattr(ladder.config, key)
@@ -394,20 +398,19 @@ def _rung(
 
 
 def _run(ladder: Ladder, order: dict[str, Any], arm: str) -> dict[str, Any]:
-    """Run one process to its end: milliseconds per step of each block, peak memory, seconds until
-    it was ready.
-    """
+    """Run one process; return ms per step of each block, peak memory and start seconds."""
     order |= {"device": ladder.device, "threads": max(1, int(available_cpus()))}
     name = re.sub("[^a-zA-Z0-9+]+", "-", arm)
     env = _environment(ladder.gpu, ladder.folder, name)
-    log, begin = ladder.folder / f"{name}.log", time.monotonic()
-    argv, timeout_s = (
-        [sys.executable, "-m", "nanoray.bench.step_rank", json.dumps(order)],
-        ladder.args.timeout_s,
-    )
+    log = ladder.folder / f"{name}.log"
+    begin = time.monotonic()
+    argv = [sys.executable, "-m", "nanoray.bench.step_rank", json.dumps(order)]
+    timeout_s = ladder.args.timeout_s
     with Child(argv, env, log, pipes=True) as child:
         child.answer(timeout_s)
-        ready_s, steps, answers = time.monotonic() - begin, order.get("steps", 3), []
+        ready_s = time.monotonic() - begin
+        steps = order.get("steps", 3)
+        answers = []
         # The first one does not count: caches fill, clocks rise
         for turn in range(-1, ladder.args.rounds):
             child.ask(str(steps))
@@ -434,8 +437,9 @@ def _train_baby(
     folder: Path,
     report: Report,
 ) -> None:
-    """Train the baby GPT by the command, with a seed of its own each time, until an evaluation
-    reaches the loss.
+    """Train the baby GPT by its command until an evaluation reaches the loss.
+
+    Each run has a seed of its own.
     """
     target = float(overrides.get("target_loss", BABY_LOSS))
     info = prepare(load_config(preset=CHAR, overrides=dict(data_flags(args))))  # before any clock
@@ -444,7 +448,8 @@ def _train_baby(
     flags |= data_flags(args) | dict(overrides)
     if info.name == "shakespeare":
         flags["dataset"] = info.name  # which `auto` would look for again
-    runs, error = list[Found](), ""
+    runs = list[Found]()
+    error = ""
     for seed in range(1 if args.quick else 3):
         own = folder / f"baby-{seed}"
         try:
@@ -461,11 +466,10 @@ def _train_baby(
         [] if error else [getattr(run, key) for run in runs] for key in ("seconds", "loss")
     )
     missed = sum(loss > target for loss in losses)
-    note = (
-        f"from the command; {missed} of {len(losses)} ended above the loss"
-        if missed
-        else "from the command"
-    )
+    if missed:
+        note = f"from the command; {missed} of {len(losses)} ended above the loss"
+    else:
+        note = "from the command"
     report.rows.append(
         Row(
             BABY,
@@ -485,9 +489,7 @@ def _named(ladder: Ladder, rung: str) -> str:
 
 
 def _judge(report: Report, presets: list[str]) -> None:
-    """Add each rung's ratio to the one before it, and what GPT-2 and the baby GPT should come to on
-    an H100 or H200.
-    """
+    """Add each rung's ratio to the rung before it, and the targets of an H100 or H200."""
     for preset in presets:
         rungs = [
             rung
@@ -496,11 +498,10 @@ def _judge(report: Report, presets: list[str]) -> None:
         ]
         for rung, other in before(rungs).items():
             report.compare(f"{preset}: {rung}", f"{preset}: {other}", TOKENS)
-    other = (
-        ""
-        if any(name in report.conditions["device"] for name in AIMED_AT)
-        else "the aim is for an H100 or H200"
-    )
+    if any(name in report.conditions["device"] for name in AIMED_AT):
+        other = ""
+    else:
+        other = "the aim is for an H100 or H200"
     # By tokens, because each precision's MFU is a share of another peak.
     rows = [row for rung in RUNGS if (row := report.row(f"{GPT2}: {rung}", TOKENS)) and row.values]
     fastest = max(rows, key=lambda row: row.median, default=None)

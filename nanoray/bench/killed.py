@@ -80,10 +80,10 @@ def outage(done: Mapping[tuple[int, int], float], killed: float) -> Outage | Non
 def goodput(
     done: Mapping[tuple[int, int], float], start: float, begin: float, end: float
 ) -> Goodput | None:
-    """Return the goodput from `begin` to `end`, measured by the speed from `start` to `begin`,
-    without kills.
+    """Return the goodput from `begin` to `end`.
 
-    Only the first time that a step is done counts. None when no step was done without kills.
+    It is measured by the speed from `start` to `begin`, without kills. Only the first time that a
+    step is done counts. None when no step was done without kills.
     """
     first: dict[int, float] = {}
     for (_, step), at in done.items():
@@ -91,14 +91,15 @@ def goodput(
     clean = sum(start < at <= begin for at in first.values()) / (begin - start)
     useful = sum(begin < at <= end for at in first.values())
     repeated = sum(begin < at <= end for at in done.values()) - useful
-    return (
-        Goodput(100 * useful / (clean * (end - begin)), useful, repeated, clean) if clean else None
-    )
+    if clean:
+        return Goodput(100 * useful / (clean * (end - begin)), useful, repeated, clean)
+    return None
 
 
 def arrivals(seed: int, mean_s: float, window_s: float, ranks: int) -> list[tuple[float, int]]:
-    """Return when which rank is killed: a Poisson process over `window_s` seconds, the same for the
-    same seed.
+    """Return (second, rank) of each kill: a Poisson process over `window_s` seconds.
+
+    The same seed gives the same kills.
     """
     source = random.Random(seed)
     moments = itertools.accumulate(source.expovariate(1 / mean_s) for _ in itertools.count())
@@ -111,8 +112,9 @@ def arrivals(seed: int, mean_s: float, window_s: float, ranks: int) -> list[tupl
 def wrong_losses(
     losses: Mapping[int, float], reference: Mapping[int, float], tolerance: float
 ) -> int:
-    """Return how many steps are missing or have another loss; `tolerance` is relative, 0 asks for
-    equality of bits.
+    """Return the number of steps that are missing or have another loss.
+
+    `tolerance` is relative; 0 requires the same bits.
     """
     return sum(
         step not in losses or abs(losses[step] - loss) > tolerance * abs(loss)
@@ -121,17 +123,21 @@ def wrong_losses(
 
 
 class Run:
-    """One training as a child process. Leaving the `with` block ends it and its ranks, wherever
-    they were started.
+    """One training as a child process.
+
+    Leaving the `with` block ends it and its ranks, also those of a Ray head.
     """
 
     def __init__(
         self, command: Sequence[str], env: Mapping[str, str], folder: Path, head: Child | None
     ) -> None:
-        """Start `command` with an --out_dir in `folder`. `head`: the Ray head that may start its
-        ranks.
+        """Start `command` with an --out_dir in `folder`.
+
+        `head` is the Ray head that may start its ranks.
         """
-        self.folder, self.head, self.done = folder, head, Done()
+        self.folder = folder
+        self.head = head
+        self.done = Done()
         folder.mkdir(parents=True)
         self.child = Child([*command, "--out_dir", str(folder)], env, folder / "output.log")
         # Pid of a rank -> when it was started, by the kernel's clock
@@ -161,15 +167,14 @@ class Run:
     def step_s(self) -> float:
         """Seconds from step to step, the median."""
         moments = sorted(self.done.values())
-        return (
-            statistics.median(b - a for a, b in itertools.pairwise(moments))
-            if len(moments) > 1
-            else 0.0
-        )
+        if len(moments) > 1:
+            return statistics.median(b - a for a, b in itertools.pairwise(moments))
+        return 0.0
 
     def read(self) -> None:
-        """Take in the records that are new. A restart replaces the file: what the old one held
-        stays known.
+        """Read the new records.
+
+        A restart replaces the file; the records of the old file are kept.
         """
         path = next(self.folder.glob("*/metrics.jsonl"), None)
         if path is None:
@@ -180,7 +185,8 @@ class Run:
         self._take_in(self._file)
         if replaced:
             self._file.close()
-            self._file, self._rest = path.open(encoding="utf-8"), ""
+            self._file = path.open(encoding="utf-8")
+            self._rest = ""
             self._take_in(self._file)
 
     def _take_in(self, file: TextIO) -> None:
@@ -189,8 +195,9 @@ class Run:
             self.done.setdefault((record["attempt"], record["step"]), record["time"])
 
     def until(self, reached: Callable[[], Any], timeout_s: float, what: str) -> None:
-        """Read records until `reached()`. Raises ChildFailed when the run ends before, or takes too
-        long.
+        """Read records until `reached()`.
+
+        Raises ChildFailed when the run ends before, or takes too long.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -224,9 +231,7 @@ class Run:
         self.read()
 
     def kill(self, rank: int) -> float | None:
-        """Send SIGKILL to the process of a rank; return the moment, or None when the rank has none
-        just now.
-        """
+        """Send SIGKILL to a rank and return the moment; None when it has no process now."""
         pid = self._process(rank)
         if pid is None:
             return None
@@ -244,9 +249,7 @@ class Run:
         return {record["step"]: record["train/loss"] for record in records}
 
     def noticed_s(self, arm: str, killed: float) -> float | None:
-        """Return how long after the kill the arm's launcher noticed it, by its own log; None when
-        that does not say.
-        """
+        """Return the seconds until the launcher logged the kill; None without such a line."""
         if arm == "torchrun":
             year = datetime.fromtimestamp(killed).year
             lines = self.child.log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -281,7 +284,9 @@ class Run:
         stat = stat_of(int(found[-1])) if found else []
         if not stat:
             return None
-        pid, (_, parent, _, session, *_), starter = int(found[-1]), stat, self.child.process.pid
+        pid = int(found[-1])
+        (_, parent, _, session, *_) = stat
+        starter = self.child.process.pid
         roots = {str(starter)} | ({str(self.head.process.pid)} if self.head else set())
         if session not in roots and parent != str(starter):  # torchrun gives each rank a session
             return None

@@ -1,5 +1,4 @@
-"""`python -m nanoray.bench layouts`: the steps that a dry run predicts for layouts of dp × tp,
-beside real ones.
+"""`python -m nanoray.bench layouts`: predicted steps of dp × tp layouts, beside real ones.
 
     links      all-reduce, reduce-scatter and all-gather of Axis at 2 ranks   -> alpha, beta and CPU seconds of each
     compute    forward, backward, update at 2 ranks, whole and cut for tp 2   -> seconds; what tp does not divide
@@ -42,9 +41,14 @@ from nanoray.forecast.links import Cost, coefficients
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 
-BASE, RANKS, TPS, MODES = 2, (2, 4, 8), (1, 2, 4), ("ddp_by_hand", "zero1")
+BASE = 2
+RANKS = (2, 4, 8)
+TPS = (1, 2, 4)
+MODES = ("ddp_by_hand", "zero1")
 MICRO = 6  # sequences of a replica and step
-MEASURED, PREDICTED, ERROR = "step, measured", "step, predicted", "|predicted / measured - 1|"
+MEASURED = "step, measured"
+PREDICTED = "step, predicted"
+ERROR = "|predicted / measured - 1|"
 ERROR_LIMIT = 0.15
 OPS = ("all_reduce", "reduce_scatter", "all_gather")
 LANES = 2  # collectives in flight: gloo's threads
@@ -78,7 +82,8 @@ class LayoutsBenchmark(Benchmark):
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Fit links and compute at 2 ranks, and measure and predict every layout, in each round."""
         where = replace(where_from(args), workers=BASE)
-        quick, ranks = args.quick, _ranks(args.ranks)
+        quick = args.quick
+        ranks = _ranks(args.ranks)
         given = ((args.rounds, 1, 7), (args.turns, 1, 4), (args.steps, 2, 4))
         rounds, turns, steps = (
             (small if quick else usual) if own is None else own for own, small, usual in given
@@ -201,10 +206,8 @@ class Here:
         """Return the cost of a collective, and the cores that it keeps busy."""
         ranks = getattr(layout, axis)
         messages, moved = coefficients("backend", ranks, round(nbytes)) if ranks > 1 else (0.0, 0.0)
-        latency_s, transfer_s = (
-            messages * self.links[op].alpha_s,
-            moved * self.links[op].beta_s_per_byte,
-        )
+        latency_s = messages * self.links[op].alpha_s
+        transfer_s = moved * self.links[op].beta_s_per_byte
         busy = self.cpu[op].seconds(ranks, round(nbytes)) if ranks > 1 else 0.0
         return Cost(
             latency_s,
@@ -225,15 +228,14 @@ class Here:
         from nanoray.parallel.ddp import default_bucket_mb
 
         own = config.model_copy(update={"dp_mode": mode, "tp": layout.tp})
-        shape, cap = (
-            ModelShape.of(config, VOCAB[config.tokenizer]),
-            default_bucket_mb(torch.device("cpu")),
-        )
+        shape = ModelShape.of(config, VOCAB[config.tokenizer])
+        cap = default_bucket_mb(torch.device("cpu"))
         job = Job(shape, own, MICRO * layout.dp, "fp32", config.bucket_mb or cap)
         forward, backward = (
             flops * MICRO * shape.block_size for flops in flops_of(job, Layout(), 0)
         )
-        whole, split = self.compute[1], self.compute[2]
+        whole = self.compute[1]
+        split = self.compute[2]
         ratio = (split["forward_s"] + split["backward_s"]) / (
             whole["forward_s"] + whole["backward_s"]
         )
@@ -261,8 +263,9 @@ class Here:
 
 
 def _fitted(events: list[dict[str, Any]], config: Config) -> Here:
-    """Fit the first round's events of `fit_rank`; a reduce-scatter or all-gather is fitted as a
-    ring of its own.
+    """Fit links and compute to the events of `fit_rank`.
+
+    A reduce-scatter or all-gather is fitted as a ring of its own.
     """
     points = {
         key: {op: [(e["nbytes"], e[key]) for e in events if e.get("op") == op] for op in OPS}
@@ -303,7 +306,8 @@ def _rows(report: Report, found: dict[str, list[tuple[float, float]]]) -> None:
 def _table(report: Report) -> list[tuple[str, ...]]:
     rows = []
     for row in (row for row in report.rows if row.metric == MEASURED and row.values):
-        predicted, error = report.row(row.arm, PREDICTED), report.row(row.arm, ERROR)
+        predicted = report.row(row.arm, PREDICTED)
+        error = report.row(row.arm, ERROR)
         if predicted and error:
             cells = (
                 report.cell(row.arm, MEASURED),
@@ -318,9 +322,7 @@ def _table(report: Report) -> list[tuple[str, ...]]:
 
 
 def fit_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
-    """Emit what each collective takes, in seconds and CPU seconds, and compute without any. (all
-    ranks)
-    """
+    """Emit the seconds and CPU seconds of each collective, and of compute alone. (all ranks)"""
     import torch
 
     from nanoray.devices.host import keep_freed_memory
@@ -328,9 +330,12 @@ def fit_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]],
 
     torch.set_num_threads(1)
     keep_freed_memory()
-    axis, n, work = data_axis(mesh), mesh.world_size, _work(order)
+    axis = data_axis(mesh)
+    n = mesh.world_size
+    work = _work(order)
     for nbytes in order["sizes"]:
-        flat, own = torch.zeros(nbytes // 4), torch.zeros(nbytes // 4 // n)
+        flat = torch.zeros(nbytes // 4)
+        own = torch.zeros(nbytes // 4 // n)
         calls: dict[str, Callable[[], Any]] = {
             "all_reduce": lambda flat=flat: axis.sum(flat, "gradients"),  # type: ignore[misc]
             "reduce_scatter": lambda flat=flat, own=own: axis.start_reduce_scatter(
@@ -339,18 +344,18 @@ def fit_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]],
             "all_gather": lambda flat=flat: axis.start_all_gather(flat, "weights")(),  # type: ignore[misc]
         }
         for op, call in calls.items():
-            times, spent = [], []
+            times = []
+            spent = []
             for _ in range(order["turns"]):
                 mesh.barrier()
                 seconds = cpu_s = 0.0
                 for _ in range(order["calls"]):
                     work()
-                    start, cpu = time.perf_counter(), time.process_time()
+                    start = time.perf_counter()
+                    cpu = time.process_time()
                     call()
-                    seconds, cpu_s = (
-                        seconds + time.perf_counter() - start,
-                        cpu_s + time.process_time() - cpu,
-                    )
+                    seconds = seconds + time.perf_counter() - start
+                    cpu_s = cpu_s + time.process_time() - cpu
                 times.append(seconds / order["calls"])
                 spent.append(cpu_s / order["calls"])
             worst = mesh.gather((min(times), min(spent)))
@@ -380,9 +385,7 @@ def _work(order: dict[str, Any]) -> Callable[[], Any]:
 
 
 def _compute(mesh: Mesh, order: dict[str, Any], tp: int) -> dict[str, float]:
-    """Return the median seconds of a rank's forward, backward and update, of a model that exchanges
-    nothing.
-    """
+    """Return the median seconds of forward, backward and update of a model without collectives."""
     import torch
     from torch.nn.utils import get_total_norm
 
@@ -424,8 +427,9 @@ def _compute(mesh: Mesh, order: dict[str, Any], tp: int) -> dict[str, float]:
 
 
 def time_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
-    """Run the arms of the order in turns; emit the fastest turn's median step of the slowest rank.
-    (all ranks)
+    """Run the arms in turns and emit the fastest turn's median step. (all ranks)
+
+    A step takes as long as on its slowest rank.
     """
     import torch
 
@@ -445,7 +449,8 @@ def time_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]]
     fastest = dict.fromkeys(arms, math.inf)
     for turn in range(order["turns"]):
         for name in rotated(list(arms), turn):
-            arm, times = arms[name], []
+            arm = arms[name]
+            times = []
             for _ in range(order["steps"]):
                 mesh.barrier()
                 start = time.perf_counter()

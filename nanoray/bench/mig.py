@@ -46,12 +46,10 @@ ENTRY = "nanoray.bench.mig:step_rank"
 # Shakespeare's characters; the tokens are random, because their values cost no time
 VOCAB_SIZE = 65
 MAX_SLICES = 7
-STEP, THROUGHPUT, OF_FLOPS, OF_BANDWIDTH = (
-    "step",
-    "throughput",
-    "of peak FLOP/s",
-    "of peak bandwidth",
-)
+STEP = "step"
+THROUGHPUT = "throughput"
+OF_FLOPS = "of peak FLOP/s"
+OF_BANDWIDTH = "of peak bandwidth"
 
 
 @dataclass(frozen=True)
@@ -81,8 +79,7 @@ class Arm:
 def matrix(
     card: str, found: list[Device], most: int, nccl: tuple[int, int, int] | None
 ) -> list[Arm]:
-    """Return the experiments with up to `most` ranks on slices of `card`; what `found` cannot run
-    has the reason.
+    """Return the experiments with up to `most` ranks on slices of `card`.
 
     The slices of one arm lie on one card. The series of slices takes the profile of which one card
     has the most.
@@ -99,11 +96,10 @@ def matrix(
         for backend in ("gloo", "nccl")
     ]
     whole = tuple(d for d in found if (d.kind, d.name, d.mig_mode) == ("cuda", card, False))[:1]
-    needs = (
-        ""
-        if whole and slices
-        else f"needs a whole {card}, out of MIG mode, beside the slices of another"
-    )
+    if whole and slices:
+        needs = ""
+    else:
+        needs = f"needs a whole {card}, out of MIG mode, beside the slices of another"
     return [arm for arm in arms if arm.ranks <= most] + [
         Arm("whole", f"whole {card}", 1, whole, skipped=needs)
     ]
@@ -141,13 +137,17 @@ def step_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]]
     from nanoray.parallel.ddp import apply_ddp
     from nanoray.train.optim.groups import make_optimizer
 
-    config, device = Config(**order["config"]), mesh.device
+    config = Config(**order["config"])
+    device = mesh.device
     torch.manual_seed(config.seed)
     gpt = GPT(ModelShape.of(config, VOCAB_SIZE), config.dropout).to(device)
-    model, optimizer = apply_ddp(gpt, mesh, config.bucket_mb), make_optimizer(gpt, config)
+    model = apply_ddp(gpt, mesh, config.bucket_mb)
+    optimizer = make_optimizer(gpt, config)
     torch.manual_seed(config.seed + 1 + mesh.rank)
     tokens = torch.randint(VOCAB_SIZE, (config.global_batch_size, config.block_size + 1)).to(device)
-    x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()  # (B, T)
+    # (B, T)
+    x = tokens[:, :-1].contiguous()
+    y = tokens[:, 1:].contiguous()
 
     def seconds(steps: int) -> float:
         """Return the seconds of the slowest rank, on rank 0."""
@@ -171,11 +171,10 @@ def step_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]]
         (hashlib.sha256(weights.numpy().tobytes()).hexdigest(), bool(weights.isfinite().all()))
     )
     if held is not None:
-        sms = (
-            torch.cuda.get_device_properties(device).multi_processor_count
-            if device.type == "cuda"
-            else None
-        )
+        if device.type == "cuda":
+            sms = torch.cuda.get_device_properties(device).multi_processor_count
+        else:
+            sms = None
         wrong = sum(not finite or digest != held[0][0] for digest, finite in held)
         emit({"step_ms": step_ms, "sms": sms, "wrong": wrong})
 
@@ -228,7 +227,8 @@ class MIGBenchmark(Benchmark):
             raise ConfigError(
                 f"workers = {args.workers}, timeout_s = {args.timeout_s:g}; both must be above 0"
             )
-        found, cpus = discover_gpus(), available_cpus()
+        found = discover_gpus()
+        cpus = available_cpus()
         slots = local_slots(args.device, None, found, cpus)  # refuses a device that is not there
         slices = [d for d in found if d.kind == "mig"] if args.device in ("auto", "mig") else []
         card = _card(args.card, slices, found)
@@ -294,13 +294,15 @@ class MIGBenchmark(Benchmark):
         )
 
     def draw(self, report: Report, path: Path) -> None:
-        """Draw what the slices of the card promise, and throughput over ranks against the ideal; lines
-        are min to max.
+        """Draw the promise of the slices, and throughput over ranks beside the ideal.
+
+        Lines are min to max.
         """
         with figure(report, path, (11, 4)) as (left, right):
             _draw_plan(left, report.conditions["card"])
             if series := _series(report):
-                ranks, first = [r.extra["ranks"] for r in series], series[0]
+                ranks = [r.extra["ranks"] for r in series]
+                first = series[0]
                 medians = [r.median for r in series]
                 right.errorbar(
                     ranks,
@@ -312,12 +314,12 @@ class MIGBenchmark(Benchmark):
                 )
                 best = [first.median * ideal(r) / ideal(first) for r in series]
                 right.plot(ranks, best, "--", color="0.5", label="ideal, from the first")
-                shared, card = report.conditions.get("stand-in"), report.conditions["card"]
-                title = (
-                    f"stand-in:\n{shared}"
-                    if shared
-                    else f"slices {first.extra['profile']} of one {card}"
-                )
+                shared = report.conditions.get("stand-in")
+                card = report.conditions["card"]
+                if shared:
+                    title = f"stand-in:\n{shared}"
+                else:
+                    title = f"slices {first.extra['profile']} of one {card}"
                 right.set_title(title, fontsize=9)
                 right.set(
                     xlabel=f"ranks (a device: {peak_text(first.extra)})",
@@ -381,7 +383,8 @@ def _say_plan(
             ("bandwidth", part.bandwidth_fraction),
         ):
             extra = known | {"experiment": "plan", "fraction": share}
-            arm, metric = f"plan: {fit} × {part.profile}", f"speed, {bound}-bound"
+            arm = f"plan: {fit} × {part.profile}"
+            metric = f"speed, {bound}-bound"
             report.rows.append(Row(arm, metric, "of the card", (fit * share,), note, extra=extra))
 
 
@@ -424,8 +427,9 @@ def _run(arm: Arm, args: argparse.Namespace, report: Report, config: Config) -> 
 def add_rows(
     report: Report, arm: Arm, config: Config, events: list[dict[str, Any]], backend: dict[str, str]
 ) -> None:
-    """Add what one arm measured: steps, then copies, then all-reduces; shares of the peak are of
-    its slices' peak.
+    """Add the rows of one arm: steps, copies, all-reduces.
+
+    A share of the peak is one of the peak of its slices.
     """
     from nanoray.models.costs import flops_per_token
     from nanoray.models.gpt import ModelShape
@@ -460,22 +464,20 @@ def add_rows(
         "copied per rank while all copy, slowest rank",
     )
     if "peak_gbps" in extra:
-        flops, peak = (
-            flops_per_token(ModelShape.of(config, VOCAB_SIZE)),
-            1e12 * extra["peak_tflops"] * len(arm.devices),
-        )
+        flops = flops_per_token(ModelShape.of(config, VOCAB_SIZE))
+        peak = 1e12 * extra["peak_tflops"] * len(arm.devices)
         add(OF_FLOPS, "%", [100 * rate * flops / peak for rate in rates], peak_text(extra))
         sharers = arm.ranks / len(arm.devices)
         used = [100 * 2 * gbps * sharers / extra["peak_gbps"] for gbps in copied["copy_gbps"]]
         add(OF_BANDWIDTH, "%", used, "of those copies, read and written")
     for event in reduced:
-        factor, size = busbw_factor("all_reduce", arm.ranks) or 1.0, event["bytes"]
+        factor = busbw_factor("all_reduce", arm.ranks) or 1.0
+        size = event["bytes"]
         busbw = [factor * algbw_gbps(size, us / 1e6) for us in event.get("pipelined_us", [])]
-        blocking = (
-            f"busbw; one blocking call {statistics.median(event['blocking_us']):.0f} us"
-            if busbw
-            else ""
-        )
+        if busbw:
+            blocking = f"busbw; one blocking call {statistics.median(event['blocking_us']):.0f} us"
+        else:
+            blocking = ""
         told = {key: event[key] for key in ("wrong", "skipped", "error") if key in event}
         keys = {"op": "all_reduce", "dtype": event["dtype"], "bytes": size}
         add(f"all_reduce of {size >> 20} MiB", "GB/s", busbw, blocking, **told, extra=extra | keys)
@@ -494,15 +496,14 @@ def _series(report: Report) -> list[Row]:
 
 
 def ideal(row: Row) -> int:
-    """Return a row of the series over one rank's, if nothing is lost or idle: slices add up,
-    sharers do not.
-    """
+    """Return the ideal throughput relative to one rank: slices add up, sharers do not."""
     return 1 if row.extra["experiment"] == "stand-in" else row.extra["ranks"]
 
 
 def _compare(report: Report) -> None:
     """Add the ratios that the experiments are for, with what they would ideally be."""
-    series, card = _series(report), report.conditions["card"]
+    series = _series(report)
+    card = report.conditions["card"]
     single, double = (f"1 × {p.slice.profile}" for p in plan(card)[:2])
     pairs = [
         (

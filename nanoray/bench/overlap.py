@@ -1,5 +1,4 @@
-"""`python -m nanoray.bench overlap`: DDP's bucket size against what communication costs, and what
-hides it.
+"""`python -m nanoray.bench overlap`: what communication costs per bucket size, and what hides it.
 
 One model, one DDP wrapper per bucket size around it, and one that never communicates (no_sync).
 Every round runs a few steps of each in turn, so a slow minute of the machine hits all. Step times
@@ -32,12 +31,16 @@ from nanoray.bench.harness.report import Report, Row, aligned, markdown, ratio, 
 from nanoray.config import load_config
 from nanoray.errors import ConfigError
 
-STEP, BUSY, EXPOSED, COST = "step", "collectives busy", "exposed", "A/B cost"
+STEP = "step"
+BUSY = "collectives busy"
+EXPOSED = "exposed"
+COST = "A/B cost"
 NO_SYNC = "no_sync"
 # Relative: buckets of another size sum in another order, no more; in 16 bits attention's backward
 # has an order as well.
 SAME_GRADIENT = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
-CPU_BUCKETS, GPU_BUCKETS = "0.1,0.25,0.5,1,2,4", "1,5,12.5,25,50,100,500"
+CPU_BUCKETS = "0.1,0.25,0.5,1,2,4"
+GPU_BUCKETS = "1,5,12.5,25,50,100,500"
 
 
 class OverlapBenchmark(Benchmark):
@@ -70,8 +73,14 @@ class OverlapBenchmark(Benchmark):
             raise ConfigError(
                 f"workers = {where.workers}: one rank has nothing to hide; use --workers 2 or more"
             )
-        rounds = (3 if args.quick else 20) if args.rounds is None else args.rounds
-        steps = (4 if args.quick else 10) if args.steps is None else args.steps
+        if args.rounds is None:
+            rounds = 3 if args.quick else 20
+        else:
+            rounds = args.rounds
+        if args.steps is None:
+            steps = 4 if args.quick else 10
+        else:
+            steps = args.steps
         if min(rounds, steps) < 1:
             raise ConfigError(
                 f"rounds = {rounds}, steps = {steps}; both must be above 0: leave them out for 20 of 10"
@@ -106,11 +115,10 @@ class OverlapBenchmark(Benchmark):
                 report.failures.append(str(error))
         for arm, events in found.items():
             fact = facts.get(arm, {})
-            note = (
-                f"{fact['buckets']} bucket(s) of at most {fact['largest'] / 1e6:.3g} MB"
-                if fact
-                else ""
-            )
+            if fact:
+                note = f"{fact['buckets']} bucket(s) of at most {fact['largest'] / 1e6:.3g} MB"
+            else:
+                note = ""
             _rows(report, arm, events, note, fact.get("wrong"))
 
     def format_text(self, report: Report) -> list[str]:
@@ -154,7 +162,8 @@ class OverlapBenchmark(Benchmark):
             for r in report.rows
             if r.metric == STEP and r.unit == "ms" and r.arm != NO_SYNC and r.values
         ]
-        bare, names = report.row(NO_SYNC, STEP), [r.arm for r in arms]
+        bare = report.row(NO_SYNC, STEP)
+        names = [r.arm for r in arms]
         ranks = report.conditions.get("ranks", {}).get("world size", "?")
         note = f"{ranks} ranks, {report.conditions['backend']} · {report.conditions['recipe']}"
         with figure(report, path, note=note) as (left, right):
@@ -225,9 +234,7 @@ def _rows(
 
 
 def finding(report: Report) -> list[str]:
-    """Return what the sweep says, by its numbers: the fastest size, and whether hiding more made
-    steps faster.
-    """
+    """Return the fastest bucket size, and whether hiding more made steps faster."""
     arms = [
         r
         for r in report.rows
@@ -241,7 +248,8 @@ def finding(report: Report) -> list[str]:
         r.arm: 100 * (1 - _median(report, r.arm, EXPOSED) / _median(report, r.arm, BUSY))
         for r in arms
     }
-    best, most = min(slowdown, key=lambda a: slowdown[a]), max(hidden, key=lambda a: hidden[a])
+    best = min(slowdown, key=lambda a: slowdown[a])
+    most = max(hidden, key=lambda a: hidden[a])
     lines = [
         f"fastest: {best} buckets, a step takes {slowdown[best]:.3f} x one that does not "
         "communicate, "
@@ -267,9 +275,7 @@ def _median(report: Report, arm: str, metric: str) -> float:
 
 
 def _recipe(mesh: Any, preset: str) -> tuple[Any, Any, Callable[[Any], Any], dict[str, Any]]:
-    """Return a preset's model, its optimizer, a forward through any wrapper of it, and what is run.
-    (all ranks)
-    """
+    """Return a preset's model, optimizer, forward function and description. (all ranks)"""
     import torch
 
     from nanoray.bench.simulate import VOCAB

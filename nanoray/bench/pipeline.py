@@ -1,5 +1,4 @@
-"""`python -m nanoray.bench pipeline`: how long the stages of a pipeline wait, under every schedule,
-beside the theory.
+"""`python -m nanoray.bench pipeline`: how long pipeline stages wait, measured and in theory.
 
 One rank is one stage. All arms train the same GPT on the same batches, so the schedules must end
 with the same loss, and all but `interleaved`, which computes in other chunks, with the same bits as
@@ -36,7 +35,11 @@ if TYPE_CHECKING:
     from nanoray.mesh.mesh import Mesh
 
 BASE = "1f1b"
-STEP, WAIT, THEORY, LOSS, BITS = "step", "waiting", "waiting, theory", "loss", "bits"
+STEP = "step"
+WAIT = "waiting"
+THEORY = "waiting, theory"
+LOSS = "loss"
+BITS = "bits"
 # Of losses: in other chunks the norm is summed in another order, and AdamW makes more of it each
 # step
 FAR = 1e-3
@@ -75,8 +78,14 @@ class PipelineBenchmark(Benchmark):
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Train all arms in turn on the same ranks, and fill the report."""
         where = where_from(args)
-        rounds = (2 if args.quick else 10) if args.rounds is None else args.rounds
-        steps = (2 if args.quick else 8) if args.steps is None else args.steps
+        if args.rounds is None:
+            rounds = 2 if args.quick else 10
+        else:
+            rounds = args.rounds
+        if args.steps is None:
+            steps = 2 if args.quick else 8
+        else:
+            steps = args.steps
         counts = [int(text) for text in args.micro.split(",") if text.strip().isdigit()]
         if where.workers < 2 or min(rounds, steps, *counts, len(counts)) < 1:
             raise ConfigError(
@@ -120,9 +129,7 @@ class PipelineBenchmark(Benchmark):
         return [*markdown(head, body), "", *finding(report)]
 
     def draw(self, report: Report, path: Path) -> None:
-        """Draw what was measured over what the theory says, and the steps of each schedule over those
-        of 1f1b.
-        """
+        """Draw measured over theoretical waiting, and the steps of each schedule over 1f1b's."""
         note = f"{report.conditions.get('recipe', '')} · {report.conditions.get('backend', '')}"
         with figure(report, path, (11, 4.4), note=note) as (left, right):
             for i, kind in enumerate(SCHEDULES):
@@ -164,9 +171,7 @@ class PipelineBenchmark(Benchmark):
 
 
 def arms_of(stages: int, counts: list[int], layers: int) -> dict[str, dict[str, Any]]:
-    """Return the settings of every schedule with every number of micro batches, and of layers, that
-    it takes.
-    """
+    """Return the settings of every schedule with each number of micro batches and layers."""
     return {
         f"{kind}, {m} micro": {"pp": stages, "pp_schedule": kind, "grad_accum_steps": m}
         for m in counts
@@ -188,10 +193,9 @@ def _rows(
     events: list[dict[str, Any]],
     found: dict[str, list[dict[str, Any]]],
 ) -> None:
-    """Add an arm's rows, and the ratio of its step to that of 1f1b with as many micro batches,
-    round by round.
-    """
-    kind, base = own["pp_schedule"], f"{BASE}, {own['grad_accum_steps']} micro"
+    """Add an arm's rows, and its ratio to 1f1b with the same number of micro batches."""
+    kind = own["pp_schedule"]
+    base = f"{BASE}, {own['grad_accum_steps']} micro"
     if not events:
         report.rows.append(Row(name, STEP, "ms", ()))
         return
@@ -212,9 +216,7 @@ def _rows(
 
 
 def finding(report: Report) -> list[str]:
-    """Return what was found, by its numbers: which schedule gains most on 1f1b with as many micro
-    batches.
-    """
+    """Return which schedule gains most on 1f1b with the same number of micro batches."""
     ratios = [r for r in report.rows if r.metric == STEP and " / " in r.arm and r.values]
     if not ratios:
         return []
@@ -249,8 +251,9 @@ def _table(report: Report, spread: str) -> list[tuple[str, ...]]:
 
 
 def train_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> None:
-    """Run the rounds; emit one event per arm and round: times of the slowest stage, waiting of all.
-    (all ranks)
+    """Run the rounds and emit one event per arm and round. (all ranks)
+
+    It holds the times of the slowest stage and the waiting of all.
     """
     import torch
 

@@ -1,5 +1,4 @@
-"""`python -m nanoray.bench precision`: what 16 bits lose in training, what cures it, and what each
-mode costs.
+"""`python -m nanoray.bench precision`: what 16 bits lose, what cures it, what each mode costs.
 
 One process trains a small GPT in every precision, on the same batches, and measures apart:
 gradients that underflow, updates that are lost, Adam's moments, overflow in attention and in
@@ -52,30 +51,30 @@ TINY: dict[str, Any] = SETTINGS | {
     "block_size": 16,
     "global_batch_size": 4,
 }
-STEP, STATE, STATE_FORMULA, KEPT, KEPT_FORMULA = (
-    "step",
-    "state",
-    "state, formula",
-    "batch",
-    "batch, formula",
-)
-LOSS, CURVE, SKIPPED = "final loss", "loss curve", "skipped steps"
+STEP = "step"
+STATE = "state"
+STATE_FORMULA = "state, formula"
+KEPT = "batch"
+KEPT_FORMULA = "batch, formula"
+LOSS = "final loss"
+CURVE = "loss curve"
+SKIPPED = "skipped steps"
 WEIGHTS = (0, 4, 8, 12, 16, 20, 24)  # k of a loss weight of 2^-k
-NO_SCALE, SCALED, LATE, LATE_SCALED = (
-    "lost",
-    "lost, scaled",
-    "lost, trained",
-    "lost, trained, scaled",
-)
+NO_SCALE = "lost"
+SCALED = "lost, scaled"
+LATE = "lost, trained"
+LATE_SCALED = "lost, trained, scaled"
 SMALL = "subnormal, trained"
 RATES = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 UPDATES: dict[str, dict[str, Any]] = {
     name: of for name, of in MODES.items() if name.endswith("_pure")
 }
 UPDATES |= {name: of for name, of in MODES.items() if name.startswith("bf16_pure, ")}
-STUCK, WENT = "never moved", "went"
+STUCK = "never moved"
+WENT = "went"
 EXPONENTS = (-1, -2, -3, -4, -5, -6, -7)
-PLAIN, ROOT = "wrong, m and v", "wrong, scaled m and √v"
+PLAIN = "wrong, m and v"
+ROOT = "wrong, scaled m and √v"
 HEADS = (8.0, 16.0, 32.0, 64.0, 128.0)
 RANKS = (2, 8, 64, 512, 4096)
 MEANS = ("sum, then divide", "divide, then sum", "by √n, twice")
@@ -111,8 +110,14 @@ class PrecisionBenchmark(Benchmark):
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Run all experiments and fill the report."""
-        steps = (24 if args.quick else 100) if args.steps is None else args.steps
-        rounds = (2 if args.quick else 10) if args.rounds is None else args.rounds
+        if args.steps is None:
+            steps = 24 if args.quick else 100
+        else:
+            steps = args.steps
+        if args.rounds is None:
+            rounds = 2 if args.quick else 10
+        else:
+            rounds = args.rounds
         if args.workers != 1:
             raise ConfigError(
                 f"workers = {args.workers}, but this bench studies arithmetic in one process; drop "
@@ -246,7 +251,8 @@ class PrecisionBenchmark(Benchmark):
             axes[0].set(
                 title="gradients that fp16 makes zero", xlabel="k of a loss × 2^-k", ylabel="%"
             )
-            layers, bottom = _layers(report), [0.0] * len(_layers(report))
+            layers = _layers(report)
+            bottom = [0.0] * len(_layers(report))
             for metric, label in ((LATE, "zero"), (SMALL, "subnormal")):
                 shares = [
                     row.median if (row := report.row(layer, metric)) else 0.0 for layer in layers
@@ -345,7 +351,8 @@ def train_modes(lab: Lab, report: Report, steps: int, rounds: int) -> dict[str, 
         times[name].append(statistics.median(ms))
     for name, run in runs.items():
         say(f"{name:<24} {statistics.median(times[name]):.1f} ms, loss {run.losses[-1]:.3f}")
-        held, formula = sum(run.held.values()), run.formula
+        held = sum(run.held.values())
+        formula = run.formula
         report.rows += [
             Row(name, STEP, "ms", tuple(times[name])),
             Row(name, STATE, "MiB", (held / 2**20,), extra={"held": run.held}),
@@ -375,12 +382,11 @@ def train_modes(lab: Lab, report: Report, steps: int, rounds: int) -> dict[str, 
 
 
 def underflow(lab: Lab, report: Report, trained: dict[str, Any], batches: int) -> None:
-    """Count gradients that fp16 makes zero: by the weight of the loss, before and after training,
-    and by layer.
-    """
+    """Count gradients that fp16 makes zero: by loss scale, before and after training, by layer."""
     from nanoray.bench.precision_lab import gradients, largest_scale, lost, pieces_of, subnormal
 
-    first, late = lab.model(), lab.model()
+    first = lab.model()
+    late = lab.model()
     late.load_state_dict(trained, strict=False)
     layers: dict[str, tuple[list[float], list[float]]] = {
         name: ([], []) for name in pieces_of(late)
@@ -415,9 +421,7 @@ def underflow(lab: Lab, report: Report, trained: dict[str, Any], batches: int) -
 
 
 def updates(lab: Lab, report: Report, trained: dict[str, Any], steps: int) -> None:
-    """Repeat one update of trained weights: how many weights do not move, and how far the rest
-    goes.
-    """
+    """Repeat one update of trained weights; count those that do not move."""
     from nanoray.bench.precision_lab import move
 
     for lr in RATES:
@@ -432,9 +436,7 @@ def updates(lab: Lab, report: Report, trained: dict[str, Any], steps: int) -> No
 
 
 def moments(report: Report) -> None:
-    """Compare first updates of AdamW whose state is in fp16 with exact ones, by the size of the
-    gradient.
-    """
+    """Compare AdamW's first updates with fp16 state with exact ones, by size of the gradient."""
     from nanoray.bench.precision_lab import adam_in_fp16
 
     for exponent in EXPONENTS:
@@ -461,7 +463,8 @@ def overflow(lab: Lab, report: Report, trained: dict[str, Any]) -> None:
     for size in HEADS:
         for how, bad in attention_overflow(size).items():
             report.rows.append(Row(f"q and k of {size:g}", f"not finite, {how}", "%", (bad,)))
-    model, batch = lab.model(), lab.batch(2000)
+    model = lab.model()
+    batch = lab.batch(2000)
     model.load_state_dict(trained, strict=False)
     exact = gradients(model, batch, "fp32")
     flat = torch.cat([g.flatten() for g in exact.values()])
@@ -527,7 +530,8 @@ def eight_bits(lab: Lab, report: Report, trained: dict[str, Any], batches: int) 
 def judge(report: Report) -> None:
     """Say what must hold on any machine."""
     for mode in modes_of(report):
-        held, formula = report.row(mode, STATE), report.row(mode, STATE_FORMULA)
+        held = report.row(mode, STATE)
+        formula = report.row(mode, STATE_FORMULA)
         assert held
         assert formula
         off = abs(held.median / formula.median - 1)

@@ -1,5 +1,4 @@
-"""The experiments of `bench precision`: a small GPT, one process, and the parts of nanoray that a
-run uses, too.
+"""The experiments of `bench precision`: a small GPT in one process, with nanoray's own parts.
 
 Each function measures one claim and returns numbers; bench/precision.py makes rows of them.
 """
@@ -71,7 +70,8 @@ class Training:
     """A run of one mode, step by step: the loop's own parts, in its order, without ranks."""
 
     def __init__(self, lab: Lab, **settings: Any) -> None:
-        self.lab, self.config = lab, lab.with_settings(**settings)
+        self.lab = lab
+        self.config = lab.with_settings(**settings)
         precision = self.config.precision
         self.model = lab.model(precision)
         if precision == "fp8":
@@ -117,10 +117,8 @@ class Training:
 
     def kept_for_backward(self) -> int:
         """Count the bytes that a forward keeps for backward, and the logits, as torch holds them."""
-        own, kept = (
-            {p.untyped_storage().data_ptr() for p in self.model.parameters()},
-            dict[int, int](),
-        )
+        own = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
+        kept = dict[int, int]()
 
         def keep(tensor: Tensor) -> Tensor:
             if (storage := tensor.untyped_storage()).data_ptr() not in own:
@@ -148,8 +146,9 @@ def gradients(
 
 
 def largest_scale(model: nn.Module, batch: tuple[Tensor, Tensor], weight: float) -> float:
-    """Return the loss scale that dynamic scaling comes to: the largest one, up to its cap, without
-    an overflow.
+    """Return the largest loss scale, up to its cap, without an overflow.
+
+    Dynamic scaling ends there.
     """
     scale = LossScaler.LARGEST
     while scale > 1 and not all(
@@ -160,8 +159,9 @@ def largest_scale(model: nn.Module, batch: tuple[Tensor, Tensor], weight: float)
 
 
 def lost(found: dict[str, Tensor], exact: dict[str, Tensor], layer: str = "") -> float:
-    """Return the percentage of gradients that are zero, of those that are not in float32; of one
-    layer, or of all.
+    """Return the percentage of non-zero float32 gradients that become zero.
+
+    Of one layer, or of all.
     """
     names = [name for name in exact if not layer or layer_of(name) == layer]
     there = sum(int((exact[name] != 0).sum()) for name in names)
@@ -185,15 +185,15 @@ def subnormal(found: dict[str, Tensor], layer: str) -> float:
 def move(
     lab: Lab, weights: dict[str, Tensor], lr: float, steps: int, **settings: Any
 ) -> tuple[float, float]:
-    """Do the same AdamW update some times; return how many weights never moved, and how far all
-    went, in percent.
+    """Repeat an AdamW update; return the % of weights that never moved, and the % of the way.
 
     Far is 100 where they went as far as float64's along its direction: sum(d·d64)/sum(d64·d64).
     """
     config = lab.with_settings(weight_decay=0.0, **settings)
     source = torch.Generator().manual_seed(lab.config.seed)
     grads = {name: 1e-3 * torch.randn(w.shape, generator=source) for name, w in weights.items()}
-    model, exact = lab.model(config.precision), lab.model().double()
+    model = lab.model(config.precision)
+    exact = lab.model().double()
     for m in (model, exact):
         m.load_state_dict(weights, strict=False)
     start = {name: p.detach().double() for name, p in model.named_parameters()}
@@ -214,7 +214,8 @@ def move(
                 optimizer.step()
     same = along = square = 0.0
     for (name, p), q in zip(model.named_parameters(), exact.parameters(), strict=True):
-        went, should = p.detach().double() - start[name], q.detach() - start[name]
+        went = p.detach().double() - start[name]
+        should = q.detach() - start[name]
         same += float((went == 0).sum())
         along += float((went * should).sum())
         square += float(should.square().sum())
@@ -222,18 +223,19 @@ def move(
 
 
 def adam_in_fp16(size: float, elements: int = 4096) -> tuple[float, float]:
-    """Return the percentage of first updates that are off by over a tenth, for gradients of about
-    `size`.
+    """Return the percentage of first updates that are off by over a tenth.
 
-    First where m and v are kept in fp16 as they are and eps is added in fp16, then as fp16_pure
-    keeps them.
+    The gradients are of about `size`. First where m and v are kept in fp16 as they are and eps is
+    added in fp16, then as fp16_pure keeps them.
     """
     source = torch.Generator().manual_seed(0)
     grad = size * torch.randn(elements, generator=source, dtype=torch.float64).abs().add(0.1)
     exact = grad / (grad + EPS)
-    m, v = (0.1 * grad).half(), (0.01 * grad.square()).half()
+    m = (0.1 * grad).half()
+    v = (0.01 * grad.square()).half()
     plain = (m / 0.1) / ((v / 0.01).sqrt() + torch.tensor(EPS).half())
-    m, root = (FP16_FACTOR * 0.1 * grad).half(), (FP16_FACTOR * 0.1 * grad).half()
+    m = (FP16_FACTOR * 0.1 * grad).half()
+    root = (FP16_FACTOR * 0.1 * grad).half()
     scaled = (m.double() / FP16_FACTOR / 0.1) / (root.double() / FP16_FACTOR / 0.1 + EPS)
 
     def wrong(found: Tensor) -> float:
@@ -246,13 +248,15 @@ def adam_in_fp16(size: float, elements: int = 4096) -> tuple[float, float]:
 
 
 def attention_overflow(size: float, head_dim: int = 64, T: int = 64) -> dict[str, float]:
-    """Return the percentage of attention's outputs that are not finite, for aligned q and k of norm
-    size·√head_dim.
+    """Return the percentage of attention outputs that are not finite.
+
+    q and k are aligned, with a norm of size·√head_dim.
     """
     source = torch.Generator().manual_seed(0)
     base = torch.randn(1, 1, 1, head_dim, generator=source)
     q = size * (base + 0.1 * torch.randn(1, 1, T, head_dim, generator=source))
-    k, v = q.clone(), torch.randn(1, 1, T, head_dim, generator=source)
+    k = q.clone()
+    v = torch.randn(1, 1, T, head_dim, generator=source)
 
     def bad(y: Tensor) -> float:
         return 100.0 * float((~y.isfinite()).double().mean())
@@ -271,8 +275,7 @@ def attention_overflow(size: float, head_dim: int = 64, T: int = 64) -> dict[str
 
 
 def compressed_mean(scaled: Tensor, ranks: int, how: str) -> tuple[float, float]:
-    """Sum equal gradients of so many ranks in fp16; return the percentages that overflow, and that
-    become zero.
+    """Sum equal gradients of `ranks` ranks in fp16; return the % that overflow or become zero.
 
     `how`: sum, then divide | divide, then sum | half of it (by √n before and by √n after). `scaled` (N,) float32.
     """
@@ -284,9 +287,11 @@ def compressed_mean(scaled: Tensor, ranks: int, how: str) -> tuple[float, float]
     own = (scaled * before).half()
     # The sum of n equal numbers, in a tree as a ring's and a tree's partial sums come in every size
     # up to n.
-    total, count = own, 1
+    total = own
+    count = 1
     while count < ranks:
-        total, count = (total + total).half(), 2 * count
+        total = (total + total).half()
+        count = 2 * count
     mean = (total.float() * (1.0 / ranks / before)).half()
     there = scaled != 0
     over = (~mean.isfinite() & there).double().sum() / there.sum()
@@ -294,10 +299,9 @@ def compressed_mean(scaled: Tensor, ranks: int, how: str) -> tuple[float, float]
 
 
 def life_of_a_scale(overflows: int, steps: int, interval: int) -> list[float]:
-    """Return the loss scale after each step of a run whose gradients overflow in so many steps from
-    step 10 on.
-    """
-    scaler, found = LossScaler(CPU, enabled=True), []
+    """Return the loss scale after each step of a run with overflows from step 10 on."""
+    scaler = LossScaler(CPU, enabled=True)
+    found = []
     scaler.GROWTH_INTERVAL = interval
     weight = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=0.0, fused=True)
@@ -314,8 +318,9 @@ def life_of_a_scale(overflows: int, steps: int, interval: int) -> list[float]:
 
 @torch.no_grad()
 def stream_error(lab: Lab, layers: int, precision: str) -> float:
-    """Return the relative error, in percent, of the last residual stream of an untrained GPT
-    against float64's.
+    """Return the relative error, in percent, of an untrained GPT's last residual stream.
+
+    The reference is float64.
     """
     torch.manual_seed(lab.config.seed)
     model = GPT(ModelShape.of(lab.with_settings(n_layer=layers), lab.vocab_size))

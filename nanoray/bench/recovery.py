@@ -1,5 +1,4 @@
-"""`python -m nanoray.bench recovery`: how long training stands still when a rank is killed, and
-goodput under kills.
+"""`python -m nanoray.bench recovery`: how long a killed rank stops training, and goodput.
 
     in_place      nanoray.launch --recovery in_place --spares 0             only the lost rank is replaced
     spare         the same with --spares 1                                  by an actor that is warm already
@@ -51,10 +50,16 @@ ON_NANORAY = {  # arm -> flags of nanoray.launch
     "shrink": ["--recovery", "shrink", "--replace_timeout", "0", "--spares", "0"],
     "restart": ["--recovery", "restart"],
 }
-PEER, TORCHFT, TORCHRUN = "torchtrainer", "torchft", "torchrun"
+PEER = "torchtrainer"
+TORCHFT = "torchft"
+TORCHRUN = "torchrun"
 ARMS = (*ON_NANORAY, PEER, TORCHFT, TORCHRUN)
-STANDSTILL, NOTICED, REPEATED = "standstill", "of it: until noticed", "steps repeated"
-GOODPUT, HITS, REDONE = "goodput", "kills that hit", "steps repeated, all kills"
+STANDSTILL = "standstill"
+NOTICED = "of it: until noticed"
+REPEATED = "steps repeated"
+GOODPUT = "goodput"
+HITS = "kills that hit"
+REDONE = "steps repeated, all kills"
 # The target: a kill costs TorchTrainer this many times as much as recovery in place
 TIMES_FASTER = 5.0
 MAX_FAILURES = 1000
@@ -72,10 +77,8 @@ def start(plan: Plan, arm: str, steps: int, name: str) -> Run:
         "max_failures": MAX_FAILURES,
     }
     flags |= {"checkpoint_every": plan.args.checkpoint_every, "placement_timeout_s": 30}
-    starter, recipe = (
-        "ray" if arm in ON_NANORAY else arm,
-        plan.recipe(flags) + ON_NANORAY.get(arm, []),
-    )
+    starter = "ray" if arm in ON_NANORAY else arm
+    recipe = plan.recipe(flags) + ON_NANORAY.get(arm, [])
     argv = command(starter, plan.slots.workers, recipe, plan.address, python_in(plan.folder))
     if arm == TORCHRUN:
         argv[3:3] = [f"--max-restarts={MAX_FAILURES}"]
@@ -136,8 +139,14 @@ class RecoveryBenchmark(Benchmark):
                 "bench recovery starts its own ranks, but RANK is set; run it without torchrun"
             )
         arms = chosen(args.arms, ARMS)
-        kills = (1 if args.quick else 5) if args.kills is None else args.kills
-        window_s = (0.0 if args.quick else 45.0) if args.goodput_s is None else args.goodput_s
+        if args.kills is None:
+            kills = 1 if args.quick else 5
+        else:
+            kills = args.kills
+        if args.goodput_s is None:
+            window_s = 0.0 if args.quick else 45.0
+        else:
+            window_s = args.goodput_s
         first, last = _between(args)
         if kills < 0 or window_s < 0 or not (kills or window_s):
             raise ConfigError(
@@ -205,7 +214,8 @@ class RecoveryBenchmark(Benchmark):
             if key in report.conditions
         ]
         with figure(report, path, note="\n".join(told)) as (left, right):
-            rows, whole = measured(report, ARMS, STANDSTILL), measured(report, ARMS, GOODPUT)
+            rows = measured(report, ARMS, STANDSTILL)
+            whole = measured(report, ARMS, GOODPUT)
             bars(left, rows, quartiles=True, color=[_colour(r.arm) for r in rows])
             for row in rows:
                 left.plot(row.values, [row.arm] * row.n, "k.", ms=4, alpha=0.5)
@@ -259,7 +269,8 @@ def _standstills(plan: Plan, report: Report, between: tuple[int, int]) -> None:
     found: dict[str, list[Kill]] = {arm: [] for arm in plan.arms}
     for turn in range(plan.args.kills):
         source = random.Random(f"{plan.args.seed}/{turn}")  # the same for all arms
-        moment, rank = source.uniform(*between), turn % plan.slots.workers
+        moment = source.uniform(*between)
+        rank = turn % plan.slots.workers
         for arm in rotated(plan.arms, turn):
             if arm in plan.broken:
                 continue
@@ -297,10 +308,12 @@ def _reference(plan: Plan, report: Report) -> dict[int, float]:
 def _kill_once(
     plan: Plan, arm: str, turn: int, whom: tuple[float, int], reference: dict[int, float]
 ) -> Kill:
-    """Run an arm, kill a rank at a moment (a step and a part of it), and see it through. Raises
-    ChildFailed.
+    """Run an arm, kill a rank at a moment, and watch it to the end.
+
+    A moment is a step and a part of it. Raises ChildFailed.
     """
-    (moment, rank), timeout_s = whom, plan.args.timeout_s
+    (moment, rank) = whom
+    timeout_s = plan.args.timeout_s
     with start(plan, arm, plan.args.steps, f"{arm}-{turn}") as run:
         run.until(lambda: run.step >= int(moment), timeout_s, f"step {int(moment)}")
         time.sleep(moment % 1 * run.step_s)
@@ -373,14 +386,16 @@ def _goodputs(plan: Plan, report: Report, kills: list[tuple[float, int]], window
 def _under_kills(
     plan: Plan, arm: str, kills: list[tuple[float, int]], window_s: float
 ) -> tuple[Goodput, list[bool]]:
-    """Let an arm run without and then with kills; return what it came to, and which kills hit.
+    """Run an arm without and then with kills; return its goodput and the kills that hit.
+
     Raises ChildFailed.
     """
     with start(plan, arm, ENDLESS, f"{arm}-goodput") as run:
         run.until(lambda: run.step >= WARM_STEPS, plan.args.timeout_s, f"step {WARM_STEPS}")
         clean = time.time()
         run.follow(clean + window_s / CLEAN_SHARE)
-        begin, hits = time.time(), []
+        begin = time.time()
+        hits = []
         for at, rank in kills:
             run.follow(begin + at)
             hits.append(run.kill(rank) is not None)
@@ -396,11 +411,10 @@ def _under_kills(
 def _judge(report: Report) -> None:
     """Add the ratios to TorchTrainer, paired by round, and the target."""
     for arm in ARMS:
-        row = (
-            None
-            if arm == PEER
-            else report.compare(PEER, arm, STANDSTILL, f"how many times faster {arm} is")
-        )
+        if arm == PEER:
+            row = None
+        else:
+            row = report.compare(PEER, arm, STANDSTILL, f"how many times faster {arm} is")
         if row and arm in ("in_place", "spare"):
             report.targets.append(Target(f"{STANDSTILL}, {row.arm}", row, ">=", TIMES_FASTER))
 
@@ -421,7 +435,8 @@ HEADER = (
 
 def _line(report: Report, arm: str) -> tuple[str, ...] | None:
     """Return an arm's texts under HEADER; None when it was not asked for."""
-    single, whole = report.row(arm, STANDSTILL), report.row(arm, GOODPUT)
+    single = report.row(arm, STANDSTILL)
+    whole = report.row(arm, GOODPUT)
     if single is None and whole is None:
         return None
     texts = [report.cell(arm, metric) for metric in (STANDSTILL, NOTICED, REPEATED)]

@@ -1,5 +1,4 @@
-"""`python -m nanoray.bench scaling`: fit what communication costs here, predict the step at more
-ranks, and check it.
+"""`python -m nanoray.bench scaling`: fit what communication costs, predict steps, check them.
 
     sweep      all-reduces of every algorithm at --workers ranks (2)     -> alpha and beta of each
     parts      forward, backward up to each bucket, optimizer, there     -> compute without waiting
@@ -56,7 +55,9 @@ SHOWN = (1, 8, 64, 512, 4096, 16384)
 ERROR_LIMIT = 0.15
 TURNS = 6  # of all arms in a round
 LANES = {"gloo": 2, "nccl": 1}  # collectives in flight: gloo's threads, NCCL's stream
-PREDICTED, MEASURED, ERROR = "step, predicted", "step, measured", "|predicted / measured - 1|"
+PREDICTED = "step, predicted"
+MEASURED = "step, measured"
+ERROR = "|predicted / measured - 1|"
 
 
 class ScalingBenchmark(Benchmark):
@@ -102,7 +103,10 @@ class ScalingBenchmark(Benchmark):
                 "torchrun starts one number of ranks, this bench needs several; run it without torchrun"
             )
         where = where if args.workers else replace(where, workers=2)
-        rounds = (2 if args.quick else 7) if args.rounds is None else args.rounds
+        if args.rounds is None:
+            rounds = 2 if args.quick else 7
+        else:
+            rounds = args.rounds
         steps = 4 if args.steps is None else args.steps
         checks = _checks(args.check, where.workers)
         if min(rounds, steps, args.global_batch) < 1 or (
@@ -126,16 +130,15 @@ class ScalingBenchmark(Benchmark):
             report.rows += [
                 Row(f"{n} ranks", MEASURED, "ms", (), skipped=str(error)) for n in checks
             ]
-            most, checks = RankPool(where), []
+            most = RankPool(where)
+            checks = []
         with most as pool:
             here = _steps(pool, where.workers, checks, (rounds, 1 if args.quick else TURNS, steps))
         _compare(report, here, fits["backend"])
         _predict(args, report, topologies, fits["backend"], model, here)
 
     def format_text(self, report: Report) -> list[str]:
-        """Return the measured rows, then a line per topology, mode and algorithm with step and
-        efficiency over ranks.
-        """
+        """Return the measured rows, then a line per topology, mode and algorithm."""
         measured = [row for row in report.rows if "topology" not in row.extra]
         return [
             *table(measured),
@@ -148,7 +151,8 @@ class ScalingBenchmark(Benchmark):
         body = []
         for row in report.rows:
             if row.metric == MEASURED and row.values:
-                predicted, error = report.row(row.arm, PREDICTED), report.row(row.arm, ERROR)
+                predicted = report.row(row.arm, PREDICTED)
+                error = report.row(row.arm, ERROR)
                 pair = (
                     number(predicted.median) if predicted else "",
                     f"{100 * error.median:.0f} %" if error else "",
@@ -162,9 +166,7 @@ class ScalingBenchmark(Benchmark):
         ]
 
     def draw(self, report: Report, path: Path) -> None:
-        """Draw measured against predicted steps, a predicted schedule, and step time and efficiency
-        over ranks.
-        """
+        """Draw measured and predicted steps, a schedule, and efficiency over ranks."""
         with figure(report, path, (11, 7.4), (2, 2)) as (check, plan, step, efficiency):
             predicted = [row for row in report.rows if row.metric == PREDICTED]
             _draw_check(
@@ -259,14 +261,13 @@ class _Here:
         return self.total // self.base
 
     def predict(self, ranks: int, batch: int, turn: int, link: Fit) -> Schedule:
-        """Simulate the step of that many ranks from the parts that the base ranks showed in the
-        same round.
-        """
+        """Simulate a step of `ranks` ranks from the parts measured in the same round."""
         parts = self.steps[self.base, batch, True][turn]
 
         def collective(nbytes: int) -> Cost:
             messages, moved = coefficients("backend", ranks, nbytes)
-            latency_s, transfer_s = messages * link.alpha_s, moved * link.beta_s_per_byte
+            latency_s = messages * link.alpha_s
+            transfer_s = moved * link.beta_s_per_byte
             cpu_s = self.cpu.seconds(ranks, nbytes) if self.cpu else 0.0
             return Cost(latency_s, transfer_s, cpu_s / (latency_s + transfer_s))
 
@@ -292,13 +293,15 @@ def _step(parts: dict[str, Any]) -> Step:
 
 
 def _steps(pool: RankPool, base: int, checks: list[int], counts: tuple[int, int, int]) -> _Here:
-    """Measure the parts at the base ranks, and whole steps at all of them. `counts`: rounds, turns
-    of each, steps.
+    """Measure the parts at the base ranks, and whole steps at every number of ranks.
+
+    `counts`: rounds, turns of each, steps.
     """
     from nanoray.models.gpt import ModelShape
 
     config = load_config(preset=PRESET)
-    total, on_cpu = config.global_batch_size, pool.facts[0]["device"] == "cpu"
+    total = config.global_batch_size
+    on_cpu = pool.facts[0]["device"] == "cpu"
     cores = available_cpus() * len({f["host"] for f in pool.facts})
     threads = max(1, int(cores) // len(pool.facts)) if on_cpu else 1
     here = _Here(
@@ -342,8 +345,9 @@ def _steps(pool: RankPool, base: int, checks: list[int], counts: tuple[int, int,
 
 
 def _compare(report: Report, here: _Here, link: Fit) -> None:
-    """Add predicted and measured steps with their error; judge those at more ranks than the model
-    was fitted at.
+    """Add predicted and measured steps with their error.
+
+    Targets apply to more ranks than the model was fitted at.
     """
     if here.cpu:
         values = tuple(100 * abs(r) for r in here.cpu.residuals)
@@ -353,7 +357,8 @@ def _compare(report: Report, here: _Here, link: Fit) -> None:
         if silent:
             continue
         mode = "weak" if batch == here.batch else "strong"
-        arm, measured = f"{mode} {ranks}", [e["step_s"] for e in events]
+        arm = f"{mode} {ranks}"
+        measured = [e["step_s"] for e in events]
         plans = [here.predict(ranks, batch, turn, link) for turn in range(len(events))]
         extra: dict[str, Any] = {"mode": mode, "ranks": ranks, "sequences": batch}
         middle = sorted(plans, key=lambda plan: plan.step_s)[len(plans) // 2]
@@ -400,8 +405,9 @@ def _predict(
     model: Config,
     here: _Here,
 ) -> None:
-    """Add a row of efficiency per topology, mode and number of ranks, with the steps of every
-    algorithm.
+    """Add a row of efficiency per topology, mode and number of ranks.
+
+    Its extra keys hold the steps of every algorithm.
     """
     for name, given in topologies.items():
         topology = given.filled(link.link)
@@ -428,7 +434,8 @@ def _predict(
                 extra["step_ms"] = {
                     algorithm: 1e3 * each[i].step_s for algorithm, each in points.items()
                 }
-                arm, share = f"{name} {mode} {point.ranks}", (100 * point.efficiency,)
+                arm = f"{name} {mode} {point.ranks}"
+                share = (100 * point.efficiency,)
                 report.rows.append(
                     Row(arm, "efficiency", "%", share, f"best: {chosen}", extra=extra)
                 )
@@ -450,9 +457,10 @@ def _overview(report: Report) -> list[tuple[str, ...]]:
             alone_ms = found[name, mode, 1][algorithm]
             cells = []
             for ranks in SHOWN:
-                step_ms = (
-                    found[name, mode, ranks][algorithm] if (name, mode, ranks) in found else None
-                )
+                if (name, mode, ranks) in found:
+                    step_ms = found[name, mode, ranks][algorithm]
+                else:
+                    step_ms = None
                 ideal_ms = alone_ms / (ranks if mode == "strong" else 1)
                 cells.append(
                     f"{number(step_ms)} ({100 * ideal_ms / step_ms:.0f})" if step_ms else "-"
@@ -464,7 +472,8 @@ def _overview(report: Report) -> list[tuple[str, ...]]:
 def _draw_check(axes: Any, measured: list[Row], predicted: list[Row]) -> None:
     for rows, marker, label in ((measured, "o", "measured"), (predicted, "x", "predicted")):
         if rows:  # there are none when a rank died first
-            arms, medians = [r.arm for r in rows], [r.median for r in rows]
+            arms = [r.arm for r in rows]
+            medians = [r.median for r in rows]
             axes.errorbar(
                 arms,
                 medians,
@@ -538,11 +547,10 @@ def _draw_curves(step: Any, efficiency: Any, report: Report) -> None:
 
 
 def step_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
-    """Run rounds of the arms [ranks, batch, silent]; emit what communication costs in CPU, then
-    each arm's times.
+    """Run rounds of the arms [ranks, batch, silent]. (all ranks)
 
-    A round is several turns of all arms, and the fastest turn of each counts: other load on the
-    machine only adds time.
+    Emits the CPU time of communication, then the times of each arm. A round is several turns of all
+    arms, and the fastest turn of each counts: other load on the machine only adds time.
 
     The first `ranks` ranks run an arm in a group of their own while the others wait. A silent arm
     is DDP with a hook that exchanges nothing: it shows compute, and when each bucket is ready. (all
@@ -602,8 +610,9 @@ def _across(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class _Arm:
-    """A model under DDP that runs steps and times their parts. Losses mean nothing here: tokens are
-    random.
+    """A model under DDP that runs steps and times their parts.
+
+    Losses mean nothing here: the tokens are random.
     """
 
     def __init__(
@@ -616,7 +625,8 @@ class _Arm:
         from nanoray.parallel.ddp import default_bucket_mb
 
         torch.manual_seed(0)
-        self.device, self.ready = mesh.device, list[tuple[Any, int]]()
+        self.device = mesh.device
+        self.ready = list[tuple[Any, int]]()
         size = ModelShape(**shape)
         self.model = DistributedDataParallel(
             GPT(size).to(mesh.device),
@@ -657,15 +667,17 @@ class _Arm:
         return event
 
     def run(self, steps: int) -> dict[str, Any]:
-        """Run steps; return the median step and the medians of its parts; buckets' moments count
-        from forward's end.
+        """Run steps; return the median step and the medians of its parts.
+
+        The moments of buckets count from the end of forward.
         """
         import torch
 
         # Per step: start, end of forward, each bucket ready, end of backward, end
         moments: list[list[Any]] = []
         for _ in range(steps):
-            self.ready, start = [], self._mark()
+            self.ready = []
+            start = self._mark()
             loss = self.model(self.tokens, self.tokens)
             forward = self._mark()
             loss.backward()

@@ -25,8 +25,9 @@ from nanoray.parallel.ddp import default_bucket_mb
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank computes, in proportion to its sequences; `buckets` as for one sequence of
-    backward.
+    """The compute of a rank, in proportion to its sequences.
+
+    `buckets` are those of the backward pass of one sequence.
     """
 
     forward_s: float  # one sequence
@@ -70,8 +71,7 @@ def model_work(config: Config, topology: Topology, compute_ms: float | None = No
 
 
 def gradient_buckets(shape: ModelShape, cap_mb: float) -> list[tuple[float, int]]:
-    """Return DDP's buckets of a GPT: the share of backward after which each is ready, and its
-    float32 bytes.
+    """Return (share of backward after which it is ready, float32 bytes) of DDP's buckets.
 
     Backward runs from the last layer to the first, in proportion to parameters, each of which
     multiplies every token. lm_head's product comes first, but its gradient is the embedding's too,
@@ -80,7 +80,9 @@ def gradient_buckets(shape: ModelShape, cap_mb: float) -> list[tuple[float, int]
     with torch.device("meta"):
         sizes = {name: p.numel() for name, p in GPT(shape).named_parameters()}
     embedding = next(iter(sizes))
-    done, total, held = sizes[embedding], sum(sizes.values()), 0
+    done = sizes[embedding]
+    total = sum(sizes.values())
+    held = 0
     buckets = []
     for name, count in reversed(sizes.items()):
         done += count if name != embedding else 0

@@ -48,16 +48,16 @@ from nanoray.devices.slots import local_slots
 from nanoray.errors import ConfigError
 from nanoray.faults.cause import read_reports
 
-CLEAN, FAULTY = "clean", "faulty"
-RATE, WHOLE, LOST, AGAIN = (
-    "rate while training",
-    "whole run",
-    "without training",
-    "fault to training again",
-)
+CLEAN = "clean"
+FAULTY = "faulty"
+RATE = "rate while training"
+WHOLE = "whole run"
+LOST = "without training"
+AGAIN = "fault to training again"
 GAP_S = 0.5  # no step for so long: the run stands still
 PARTS = 5  # of the run, each with its own rate
-LEAST_STEPS, CALIBRATION_STEPS = 200, 400
+LEAST_STEPS = 200
+CALIBRATION_STEPS = 400
 SAVE_S = 3.0  # between checkpoints, more or less: between two faults there is time for one
 # More than early in its life; a survivor that serves the store holds 16 more, however often it does
 MOST_FDS = 32
@@ -292,10 +292,9 @@ def increments(seen: Seen) -> Iterable[tuple[float, float, int, int]]:
 
 
 def rates(seen: Seen, steps: int, parts: int) -> list[float]:
-    """Return steps per second in each part of the steps, without the gaps in which the run stood
-    still.
-    """
-    done, seconds = [0] * parts, [0.0] * parts
+    """Return steps per second in each part of the run, without the gaps of its faults."""
+    done = [0] * parts
+    seconds = [0.0] * parts
     for since, until, before, after in increments(seen):
         if until - since <= GAP_S:
             part = min(parts - 1, before * parts // steps)
@@ -310,14 +309,14 @@ def gaps(seen: Seen) -> list[tuple[float, float]]:
 
 
 def _progress(report: Report, arm: str, training: Training, seconds: float) -> None:
-    still, seen = gaps(training.seen), training.seen
+    still = gaps(training.seen)
+    seen = training.seen
     every = max(1, len(seen.points) // 1000)
     line = {"steps_over_time": seen.points[::every] + seen.points[-1:]}
-    note = (
-        f"the command and {training.drivers - 1} more with --resume auto"
-        if training.drivers > 1
-        else "the command"
-    )
+    if training.drivers > 1:
+        note = f"the command and {training.drivers - 1} more with --resume auto"
+    else:
+        note = "the command"
     report.rows += [
         Row(arm, WHOLE, "s", (round(seconds, 2),), note, extra=line),
         Row(
@@ -354,7 +353,8 @@ def _compare(report: Report, clean: Path | None, faulty: Path | None, steps: int
         )
         return
     for name in ("model", "optimizer"):
-        one, other = getattr(theirs, name), getattr(ours, name)
+        one = getattr(theirs, name)
+        other = getattr(ours, name)
         wrong = [key for key in one.keys() | other.keys() if key not in one or key not in other]
         wrong += [key for key in one.keys() & other.keys() if not torch.equal(one[key], other[key])]
         report.rows.append(
@@ -371,11 +371,10 @@ def _compare(report: Report, clean: Path | None, faulty: Path | None, steps: int
     # A resumed run logs its first step, too: such a record has no counterpart, the clean run's all
     # must have one.
     differ = sorted(place for place, value in logged[0].items() if logged[1].get(place) != value)
-    first = (
-        f"first: {differ[0][1]} of step {differ[0][0]}"
-        if differ
-        else "losses, gradient norms, learning rates, tokens"
-    )
+    if differ:
+        first = f"first: {differ[0][1]} of step {differ[0][0]}"
+    else:
+        first = "losses, gradient norms, learning rates, tokens"
     report.rows.append(
         Row(FAULTY, "logged values", "", (float(len(logged[0])),), first, wrong=len(differ))
     )
@@ -450,8 +449,9 @@ def _leftovers(report: Report, where: str, found: list[str], judged: bool = True
 
 
 def _open_files(report: Report, training: Training) -> None:
-    """Report how many files the longest-lived driver and rank held open over time; they must not
-    pile up.
+    """Add the open files of the longest-lived driver and rank over time.
+
+    Their number must not grow.
     """
     for who in ("driver", "rank"):
         lives = {

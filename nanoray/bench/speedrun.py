@@ -1,10 +1,10 @@
-"""`python -m nanoray.bench speedrun`: seconds from a command to a validation loss of tiny
-Shakespeare on two CPU cores.
+"""`python -m nanoray.bench speedrun`: seconds from a command to a validation loss.
 
-docs/speedrun.md has the rules and the records. Arms run one after the other, in rotating order;
-each round has a seed of its own, the same one in all arms. The clock starts with the process and
-ends when an evaluation has shown the loss. CPU time is that of the whole process, its end included:
-other work on the machine changes it less than the clock.
+The data is tiny Shakespeare, the machine two CPU cores. docs/speedrun.md has the rules and the
+records. Arms run one after the other, in rotating order; each round has a seed of its own, the same
+one in all arms. The clock starts with the process and ends when an evaluation has shown the loss.
+CPU time is that of the whole process, its end included: other work on the machine changes it less
+than the clock.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
 
 CORES = 2
-SECONDS, CPU_TIME, STEPS, LOSS = "to the loss", "CPU time", "steps", "validation loss"
+SECONDS = "to the loss"
+CPU_TIME = "CPU time"
+STEPS = "steps"
+LOSS = "validation loss"
 UNITS = {SECONDS: "s", CPU_TIME: "s", STEPS: "steps", LOSS: "nat/token"}
 # Which no record may change
 RULES = {"device": "cpu", "workers": 1, "eval_samples": 240, "block_size": 64}
@@ -59,11 +62,17 @@ class Record:
     module: str = "nanoray.train"
 
 
-CPU_PRESET, FAST = "shakespeare-cpu", "shakespeare-fast"
+CPU_PRESET = "shakespeare-cpu"
+FAST = "shakespeare-fast"
 # Its recipe in a loop of this repository, and its own script
-PEER, OWN = "nanogpt", "nanogpt train.py"
-BASE, FITTED, ROTARY, LOWER = CPU_PRESET, "+ schedule", "+ rotary", f"{FAST} to 1.70"
-SHORT, BF16 = "+ short sequences", "+ bf16"
+PEER = "nanogpt"
+OWN = "nanogpt train.py"
+BASE = CPU_PRESET
+FITTED = "+ schedule"
+ROTARY = "+ rotary"
+LOWER = f"{FAST} to 1.70"
+SHORT = "+ short sequences"
+BF16 = "+ bf16"
 _SHORT = {"max_steps": 260, "eval_every": 260, "seq_warmup_steps": 150}
 _LINE = {"schedule": "wsd", "decay_fraction": 1.0, "lr": 6e-3, "min_lr": 0, "warmup_steps": 20}
 ARMS = {
@@ -151,8 +160,9 @@ class SpeedrunBenchmark(Benchmark):
         parser.add_argument("--timeout_s", type=float, default=600, help=late)
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
-        """Run every record's command in each round, and fill the report. Nothing that it starts
-        outlives it.
+        """Run every record's command in each round, and fill the report.
+
+        Nothing that it starts outlives it.
         """
         args.rounds = args.rounds or (1 if args.quick else 5)
         overrides = settings_of(args)
@@ -206,8 +216,9 @@ class SpeedrunBenchmark(Benchmark):
         _judge(report, arms)
 
     def format_markdown(self, report: Report) -> list[str]:
-        """Return the table of records for a page: medians with their range; of steps and losses the
-        highest of a round.
+        """Return the table of records for a page: medians with their range.
+
+        Steps and losses are the highest of a round.
         """
         shown = [arm for arm in ARMS if (row := report.row(arm, SECONDS)) and not row.skipped]
         peers = [arm for arm in (PEER, OWN) if arm in shown]
@@ -215,7 +226,8 @@ class SpeedrunBenchmark(Benchmark):
         others = [arm for arm in shown if arm not in peers]
         ahead = {arm: before for before, arm in pairwise(others)}
         columns = [*(f"/ {peer}" for peer in peers), *(["/ the one before"] if ahead else [])]
-        head, lines = ("record", "loss", "seconds", *columns, *ends), []
+        head = ("record", "loss", "seconds", *columns, *ends)
+        lines = []
         for arm in shown:
             against = [
                 report.cell(f"{arm} / {other}", SECONDS, "range")
@@ -223,21 +235,22 @@ class SpeedrunBenchmark(Benchmark):
             ]
             against = against[: len(columns)]
             cells = [report.cell(arm, metric, "range") for metric in (SECONDS, CPU_TIME)]
-            loss, steps = report.row(arm, LOSS), report.row(arm, STEPS)
+            loss = report.row(arm, LOSS)
+            steps = report.row(arm, STEPS)
             bound = "≥ " if loss and loss.extra.get("missed") else ""
-            last = (
-                (f"{max(steps.values):.0f}", f"{max(loss.values):.4f}")
-                if steps and loss and loss.values
-                else ("", "")
-            )
+            if steps and loss and loss.values:
+                last = (f"{max(steps.values):.0f}", f"{max(loss.values):.4f}")
+            else:
+                last = ("", "")
             lines.append(
                 (arm, f"{ARMS[arm].target:.2f}", bound + cells[0], *against, cells[1], *last)
             )
         return markdown(head, lines)
 
     def draw(self, report: Report, path: Path) -> None:
-        """Draw seconds and CPU seconds to each record's loss; bars are medians, lines the lowest and
-        highest.
+        """Draw seconds and CPU seconds to each record's loss.
+
+        Bars are medians, lines the lowest and highest value.
         """
         with figure(report, path) as (left, right):
             for axes, metric in ((left, SECONDS), (right, CPU_TIME)):
@@ -248,9 +261,7 @@ class SpeedrunBenchmark(Benchmark):
 
 @contextmanager
 def two_cores() -> Iterator[None]:
-    """Let this process, and so all that it starts, use two cores, where the system can bind it to
-    them.
-    """
+    """Bind this process and its children to two cores, where the system supports that."""
     before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     if len(before) > CORES:
         os.sched_setaffinity(0, sorted(before)[:CORES])
@@ -268,8 +279,9 @@ def run_once(
     folder: Path,
     timeout_s: float,
 ) -> Found:
-    """Run one record's command; return what it came to. Raises ChildFailed, also where no
-    evaluation was made.
+    """Run one record's command and return its result.
+
+    Raises ChildFailed, also when no evaluation was made.
     """
     folder.mkdir(parents=True)
     command = [
@@ -300,12 +312,14 @@ def run_nanogpt(
     folder: Path,
     timeout_s: float,
 ) -> Found:
-    """Run nanoGPT's train.py until its own evaluation shows the loss; return what it came to.
+    """Run nanoGPT's train.py until its own evaluation shows the loss; return the result.
+
     Raises ChildFailed.
     """
     folder.mkdir(parents=True)
     config = load_config(preset=CPU_PRESET, overrides=dict(flags))
-    peer, before = NanoGPT(source, config, prepare(config), folder), _children_cpu_s()
+    peer = NanoGPT(source, config, prepare(config), folder)
+    before = _children_cpu_s()
     step, seconds, loss = peer.train(config.target_loss, env, timeout_s)
     return Found(seconds, _children_cpu_s() - before, step, loss)
 
@@ -316,8 +330,9 @@ def _children_cpu_s() -> float:
 
 
 def _rows(arm: str, found: list[Found], target: float, report: Report, failed: str) -> list[Row]:
-    """Return an arm's rows, a value per round. Where a round has not reached the loss, its seconds
-    are those of all.
+    """Return an arm's rows, a value per round.
+
+    Where a round has not reached the loss, its seconds are those of the whole run.
     """
     missed = [
         f"round {turn} ended at {run.loss:.4f}"
@@ -343,9 +358,7 @@ def _rows(arm: str, found: list[Found], target: float, report: Report, failed: s
 
 
 def _judge(report: Report, arms: list[str]) -> None:
-    """Add the ratios of all records to nanoGPT and to the one before, and what the fastest should
-    reach.
-    """
+    """Add each record's ratios to nanoGPT and to the record before, and the targets."""
     own = [arm for arm in arms if arm not in (PEER, OWN) and ARMS[arm].target == ARMS[PEER].target]
     for first in (peer for peer in (PEER, OWN) if peer in arms):
         for arm in own:

@@ -1,5 +1,4 @@
-"""`python -m nanoray.bench step`: what each way to compute a step gains, on CPU, against this
-machine's own ceiling.
+"""`python -m nanoray.bench step`: what each option gains a step on CPU, and the ceiling.
 
 A ladder per preset: each rung is the `base` with one thing changed.
 
@@ -62,14 +61,13 @@ from nanoray.devices.choose import BF16_UNITS, cannot_compile
 from nanoray.devices.host import available_cpus, available_memory_bytes, cpu_features
 from nanoray.errors import ConfigError
 
-BASE, EAGER, PEER, TWO, BEST = (
-    "base",
-    "eager loop",
-    "nanogpt",
-    "two ranks",
-    "bf16 + plain attention",
-)
-PLAIN, FUSED = "plain attention", "fused attention"
+BASE = "base"
+EAGER = "eager loop"
+PEER = "nanogpt"
+TWO = "two ranks"
+BEST = "bf16 + plain attention"
+PLAIN = "plain attention"
+FUSED = "fused attention"
 # Settings of the run; those with "_" are not the configuration's
 RUNGS: dict[str, dict[str, Any]] = {
     BASE: {},
@@ -90,14 +88,12 @@ RUNGS: dict[str, dict[str, Any]] = {
     "eager loop + kept memory": {"_eager": True, "_keep": True},
 }
 ARMS = (*RUNGS, PEER)
-TOKENS, PEAK, MEMORY, READY, LOSS, PRODUCTS = (
-    "tokens",
-    "of peak",
-    "memory",
-    "until ready",
-    "loss",
-    "products",
-)
+TOKENS = "tokens"
+PEAK = "of peak"
+MEMORY = "memory"
+READY = "until ready"
+LOSS = "loss"
+PRODUCTS = "products"
 SIZE = 1024  # rows and columns of the matrices of a product
 LOSS_STEP = 20  # at most: later, roundings of another order have grown into another run
 SAME_LOSS = {"fp32": 1e-3, "bf16": 2e-2}  # relative, to that of the base
@@ -169,7 +165,8 @@ class StepBenchmark(Benchmark):
         """Climb the ladder of every preset and fill the report. Nothing that it starts outlives it."""
         args.rounds = args.rounds or (2 if args.quick else 5)
         overrides = settings_of(args)
-        arms, presets = chosen(args.arms, ARMS), chosen(args.presets, list(LADDERS), "preset")
+        arms = chosen(args.arms, ARMS)
+        presets = chosen(args.presets, list(LADDERS), "preset")
         if args.rounds < 1 or BASE not in arms:
             raise ConfigError(
                 f"rounds = {args.rounds}, arms = {args.arms}; at least 1 round, and the base, are "
@@ -189,9 +186,7 @@ class StepBenchmark(Benchmark):
         judge(report, presets)
 
     def format_text(self, report: Report) -> list[str]:
-        """Return a line per arm, medians with their quartiles, then the products, and what was left
-        out.
-        """
+        """Return a line per arm, then the products, and the arms that were left out."""
         found = aligned(
             [(*line, "") for line in _table(report, "quartiles")], right=set(range(1, 9))
         )
@@ -298,8 +293,9 @@ def _prepared(
 
 
 def random_tokens(folder: Path, vocab_size: int) -> Path:
-    """Write a data set of random tokens in nanoGPT's format: a step takes as long on them as on a
-    text.
+    """Write a data set of random tokens in nanoGPT's format.
+
+    A step takes as long on them as on a text.
     """
     import numpy as np
 
@@ -373,10 +369,10 @@ def orders_of(climb: Climb, arm: str) -> list[dict[str, Any]]:
 def _start(
     climb: Climb, report: Report, stack: ExitStack, arm: str, orders: list[dict[str, Any]]
 ) -> None:
-    """Start the processes of an arm, and note the seconds until they are ready for their first
-    step.
-    """
-    begin, ranks, port = time.monotonic(), climb.ranks.setdefault(arm, []), 0
+    """Start the processes of an arm; record the seconds until they are ready for a step."""
+    begin = time.monotonic()
+    ranks = climb.ranks.setdefault(arm, [])
+    port = 0
     try:
         for rank, order in enumerate(orders):
             if rank:
@@ -395,17 +391,17 @@ def _start(
 
 def _run_rounds(climb: Climb, report: Report) -> None:
     """Let all arms run one block after the other, round by round in rotating order."""
-    peer = (
-        NanoGPT(climb.args.nanogpt, climb.config, climb.data, climb.folder)
-        if climb.args.nanogpt
-        else None
-    )
+    if climb.args.nanogpt:
+        peer = NanoGPT(climb.args.nanogpt, climb.config, climb.data, climb.folder)
+    else:
+        peer = None
     wants_peer = (
         peer is not None
         and PEER in LADDERS[climb.name].rungs
         and PEER in chosen(climb.args.arms, ARMS)
     )
-    arms, settled = [*climb.ranks, *([PEER] if wants_peer else [])], 0.0
+    arms = [*climb.ranks, *([PEER] if wants_peer else [])]
+    settled = 0.0
     # The first one does not count: memory and caches settle
     for turn in range(-1, climb.args.rounds):
         for arm in rotated(arms, max(turn, 0)):
@@ -437,7 +433,8 @@ def _block(climb: Climb, arm: str) -> float:
     A step before the block does not count: while the arm slept, others had the caches, and idle
     memory may be gone.
     """
-    ms, steps = 0.0, PRODUCTS_PER_BLOCK if arm.startswith(PRODUCTS) else climb.steps
+    ms = 0.0
+    steps = PRODUCTS_PER_BLOCK if arm.startswith(PRODUCTS) else climb.steps
     for count in (1, steps):
         for child in climb.ranks[arm]:
             child.ask(str(count))
@@ -459,7 +456,8 @@ def _rows(climb: Climb, report: Report) -> None:
     from nanoray.models.gpt import ModelShape
 
     shape = ModelShape.of(climb.config, climb.data.vocab_size)
-    tokens, flops = climb.config.global_batch_size * climb.config.block_size, flops_per_token(shape)
+    tokens = climb.config.global_batch_size * climb.config.block_size
+    flops = flops_per_token(shape)
     peaks: dict[str, list[float]] = {}
     for precision, dtype in (("fp32", "float32"), ("bf16", "bfloat16")):
         arm = f"{PRODUCTS} {dtype}"
@@ -498,7 +496,8 @@ def _rows(climb: Climb, report: Report) -> None:
                 )
             )
         if last and arm in losses and last in losses[arm]:
-            loss, base = losses[arm][last], losses[BASE][last]
+            loss = losses[arm][last]
+            base = losses[BASE][last]
             near = math.isclose(loss, base, rel_tol=SAME_LOSS[climb.precision(arm)])
             # Other kernels draw other masks
             wrong = None if climb.config.dropout else int(not near)
@@ -545,9 +544,7 @@ def _losses(run: Path) -> dict[int, float]:
 
 
 def judge(report: Report, presets: list[str]) -> None:
-    """Add the ratios of all arms to the base, and of the base to the peers, with what they should
-    come to.
-    """
+    """Add the ratios of all arms to the base and of the base to the peers, with their targets."""
     units = bool(cpu_features() & BF16_UNITS)
     excuse = "" if units else "this CPU has neither amx_bf16 nor avx512_bf16"
     for name in presets:
@@ -570,7 +567,8 @@ def judge(report: Report, presets: list[str]) -> None:
             (TWO, BASE, 0.95, ""),
         )
         for arm, peer, limit, why in aims:
-            upper, lower = _named(name, arm), _named(name, peer)
+            upper = _named(name, arm)
+            lower = _named(name, peer)
             if row := report.row(f"{upper} / {lower}", TOKENS) or report.compare(
                 upper, lower, TOKENS
             ):
@@ -578,10 +576,9 @@ def judge(report: Report, presets: list[str]) -> None:
 
 
 def _compiling(report: Report, arm: str, base: str) -> str:
-    """Return by how many seconds an arm was ready later than the base, cold and from a cache; ""
-    for most arms.
-    """
-    row, other = report.row(arm, READY), report.row(base, READY)
+    """Return the extra start seconds of a compiled arm, cold and from a cache; "" for others."""
+    row = report.row(arm, READY)
+    other = report.row(base, READY)
     if not (row and other and row.values and other.values and "cached_s" in row.extra):
         return ""
     return f"{row.median - other.median:.1f}, then {row.extra['cached_s'] - other.median:.1f}"
@@ -590,11 +587,10 @@ def _compiling(report: Report, arm: str, base: str) -> str:
 def _table(report: Report, spread: str) -> list[tuple[str, ...]]:
     asked = any(r.unit == "ratio" and r.values and r.arm.endswith(f": {PEER}") for r in report.rows)
     against = (BASE, PEER) if asked else (BASE,)
-    compiled = (
-        ["compiling, s"]
-        if any(r.metric == READY and "cached_s" in r.extra for r in report.rows)
-        else []
-    )
+    if any(r.metric == READY and "cached_s" in r.extra for r in report.rows):
+        compiled = ["compiling, s"]
+    else:
+        compiled = []
     ends = ("of peak, %", "memory, MiB", "until ready, s", *compiled, "loss")
     table: list[tuple[str, ...]] = [
         ("arm", "tokens/s", *(f"/ {other}" for other in against), *ends)

@@ -1,9 +1,9 @@
-"""One rank of an arm of `bench step`: a process that runs blocks of steps on request
-(compute.Gate).
+"""One rank of an arm of `bench step`.
 
-products   a step is one product of two square matrices: what this machine can do at most
-eager      the plain loop of compute.py, with torch's allocator as it is, or kept as nanoray does
-engine     nanoray.train.train, or with torch's default AdamW in place of the fused one
+The process runs blocks of steps on request (compute.Gate). products a step is one product of two
+square matrices: what this machine can do at most eager the plain loop of compute.py, with torch's
+allocator as it is, or kept as nanoray does engine nanoray.train.train, or with torch's default
+AdamW in place of the fused one
 """
 
 from __future__ import annotations

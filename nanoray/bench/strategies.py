@@ -1,5 +1,4 @@
-"""`python -m nanoray.bench strategies`: what each way to share a batch costs in time, memory and
-communication.
+"""`python -m nanoray.bench strategies`: time, memory and communication of each mode.
 
 DDP, DDP by hand, ZeRO-1, ZeRO-2 and FSDP, each with and without activation checkpointing, tensor
 and pipeline parallelism, train one model on the same batches; the same model with experts in place
@@ -59,10 +58,20 @@ AXES: dict[str, dict[str, Any]] = {
     f"{EXPERTS} ep 2": _EXPERTS | {"ep": 2},
 }
 ARMS = DATA_ARMS | AXES
-STEP, P95, SAMPLES, TOKENS = "step", "p95 step", "samples", "tokens"
-BUSY, EXPOSED, BYTES, LOSS = "collectives busy", "exposed", "bytes a step", "final loss"
-STATE, STATE_FORMULA, STATE_ERROR = "state", "state, formula", "state, error"
-PEAK, PEAK_FORMULA, PEAK_ERROR = "peak", "peak, formula", "peak, error"
+STEP = "step"
+P95 = "p95 step"
+SAMPLES = "samples"
+TOKENS = "tokens"
+BUSY = "collectives busy"
+EXPOSED = "exposed"
+BYTES = "bytes a step"
+LOSS = "final loss"
+STATE = "state"
+STATE_FORMULA = "state, formula"
+STATE_ERROR = "state, error"
+PEAK = "peak"
+PEAK_FORMULA = "peak, formula"
+PEAK_ERROR = "peak, error"
 RESNET = {
     "model": "resnet",
     "optimizer": "sgd",
@@ -112,12 +121,16 @@ class StrategiesBenchmark(Benchmark):
         )
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
-        """Time all arms on the same ranks, measure each one's memory on fresh ones, and fill the
-        report.
-        """
+        """Time all arms on the same ranks, measure memory on fresh ones, and fill the report."""
         where = where_from(args)
-        rounds = (2 if args.quick else 10) if args.rounds is None else args.rounds
-        steps = (2 if args.quick else 4) if args.steps is None else args.steps
+        if args.rounds is None:
+            rounds = 2 if args.quick else 10
+        else:
+            rounds = args.rounds
+        if args.steps is None:
+            steps = 2 if args.quick else 4
+        else:
+            steps = args.steps
         if where.workers < 2 or min(rounds, steps) < 1:
             raise ConfigError(
                 f"workers = {where.workers}, rounds = {rounds}, steps = {steps}; 2, 1 and 1 are the "
@@ -127,11 +140,10 @@ class StrategiesBenchmark(Benchmark):
         if args.arms == "all":
             modes = [mode for mode in modes if _fits(mode, args.model, where.workers)]
             if left_out := [mode for mode in ARMS if mode not in modes]:
-                what = (
-                    "they split a gpt"
-                    if args.model != "gpt"
-                    else f"they do not divide {where.workers} ranks"
-                )
+                if args.model != "gpt":
+                    what = "they split a gpt"
+                else:
+                    what = f"they do not divide {where.workers} ranks"
                 report.conditions["left out"] = f"{', '.join(left_out)}: {what}"
         arms = {mode: ARMS[mode] for mode in modes}
         if args.checkpointing != "none" and args.model == "gpt":
@@ -200,14 +212,16 @@ class StrategiesBenchmark(Benchmark):
         return markdown(head, body)
 
     def draw(self, report: Report, path: Path) -> None:
-        """Draw step time over memory: what stays between steps, and the peak; hollow with activation
-        checkpointing.
+        """Draw step time over memory between steps and at the peak.
+
+        Hollow points use activation checkpointing.
         """
         note = f"{report.conditions.get('recipe', '')} · {report.conditions.get('backend', '')}"
         with figure(report, path, (11, 4.6), note=note) as both:
             for axes, metric in zip(both, (STATE, PEAK), strict=True):
                 for row in (r for r in report.rows if r.metric == metric and r.values):
-                    step, mode = report.row(row.arm, STEP), row.arm.partition(" + ")[0]
+                    step = report.row(row.arm, STEP)
+                    mode = row.arm.partition(" + ")[0]
                     if step and step.values:
                         look = {
                             "color": f"C{list(ARMS).index(mode)}",
@@ -238,8 +252,9 @@ class StrategiesBenchmark(Benchmark):
 
 
 def _time_rows(arm: str, events: list[dict[str, Any]], first: Row | None) -> list[Row]:
-    """Return an arm's rows; `first` is the final loss of the first arm with this model, whose
-    batches were the same.
+    """Return an arm's rows.
+
+    `first` is the final loss of the first arm with this model, which has seen the same batches.
     """
 
     def row(metric: str, unit: str, key: str) -> Row:
@@ -284,11 +299,13 @@ def _memory_rows(where: Any, order: dict[str, Any], arm: str) -> list[Row]:
             Row(arm, STATE, "MiB", (), error=str(error)),
             Row(arm, PEAK, "MiB", (), error=str(error)),
         ]
-    parts, held = found["formula"], found["held"]
+    parts = found["formula"]
+    held = found["held"]
     told = " + ".join(
         f"{name.replace('_', ' ')} {size / 2**20:.3g}" for name, size in parts.items() if size
     )
-    kept, total = sum(parts.get(name, 0) for name in KEPT), found["at_peak"]
+    kept = sum(parts.get(name, 0) for name in KEPT)
+    total = found["at_peak"]
     state = [sum(each.values()) for each in held]
     measured = " + ".join(f"{name} {size / 2**20:.3g}" for name, size in held[-1].items())
     extra = {"formula_bytes": parts, "held_bytes": held[-1]}
@@ -310,9 +327,10 @@ def _judge(report: Report, arms: list[str]) -> None:
     """
     limits = {"ddp_by_hand": 1.05, "zero1": 1.10}
     for arm in arms:
-        row = (
-            report.compare(arm, _base(arm), STEP, "paired by round") if arm != _base(arm) else None
-        )
+        if arm != _base(arm):
+            row = report.compare(arm, _base(arm), STEP, "paired by round")
+        else:
+            row = None
         if row and arm in limits:
             report.targets.append(Target(f"{row.arm}, step", row, "<=", limits[arm]))
     gpu = "(cuda)" in str(report.conditions.get("devices"))
@@ -329,11 +347,10 @@ def _judge(report: Report, arms: list[str]) -> None:
             )
             kept = [row.median for arm in arms if (row := report.row(arm, STATE)) and row.values]
             small = metric == PEAK_ERROR and not gpu and max(kept, default=0.0) < LARGE_MIB
-            rss = (
-                f"with less than {LARGE_MIB} MiB of state, buffers of libraries are the larger part"
-                if small
-                else ""
-            )
+            if small:
+                rss = f"with less than {LARGE_MIB} MiB of state, buffers of libraries are the larger part"
+            else:
+                rss = ""
             text = f"{metric.partition(',')[0]} memory, measured against the formula, {WORST}, %"
             report.targets.append(Target(text, report.rows[-1], "<=", 10.0, rss))
 
@@ -392,20 +409,19 @@ def _arm(mesh: Mesh, order: dict[str, Any], own: dict[str, Any], traced: bool) -
 
 
 def configuration(order: dict[str, Any], own: dict[str, Any], workers: int) -> Config:
-    """Return what an arm trains. Raises ConfigError for a key or value that cannot be, on so many
-    ranks.
+    """Return the configuration of an arm on `ranks` ranks.
 
-    A pipeline gets two micro batches for each stage, where the batch per rank is not given.
+    Raises ConfigError for a key or value that is impossible there. A pipeline gets two micro
+    batches for each stage, where the batch per rank is not given.
     """
     settings = order["overrides"] | {key: value for key, value in own.items() if key != "mirrored"}
 
     def load(**more: int) -> tuple[Config, int]:
         values = settings | more
-        config = (
-            load_config(preset=order["preset"], overrides=values)
-            if order["model"] == "gpt"
-            else make_config(RESNET | values)
-        )
+        if order["model"] == "gpt":
+            config = load_config(preset=order["preset"], overrides=values)
+        else:
+            config = make_config(RESNET | values)
         return config, resolve_batch(config, Layout.of(config, workers).dp).accum
 
     config, accum = load()
@@ -434,7 +450,8 @@ def time_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) ->
         for name in rotated(list(arms), turn):
             arm = arms[name]
             mesh.barrier()
-            start, marks = time.perf_counter(), [clock.now()]
+            start = time.perf_counter()
+            marks = [clock.now()]
             for _ in range(order["steps"]):
                 arm.step()
                 arm.plan.zero_grad()
@@ -462,8 +479,9 @@ def time_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) ->
 
 
 def memory_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> None:
-    """Train a few steps of the only arm; emit the formula, and what the rank with the most memory
-    held. (all ranks)
+    """Train a few steps of one arm; emit predicted and measured memory. (all ranks)
+
+    The measured memory is that of the rank that held the most.
     """
     import torch
 
@@ -504,11 +522,10 @@ def memory_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) 
     everyone = mesh.gather(own_found)
     if everyone is not None:
         most = max(everyone, key=lambda rank: rank["peak"][-1])
-        what = (
-            "device memory"
-            if on_gpu
-            else f"resident memory above that before the model was made; {libraries}"
-        )
+        if on_gpu:
+            what = "device memory"
+        else:
+            what = f"resident memory above that before the model was made; {libraries}"
         emit(most | {"what": what})
 
 

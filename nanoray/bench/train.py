@@ -1,5 +1,4 @@
-"""`python -m nanoray.bench train`: what starting, running and watching a training costs, against
-its peers.
+"""`python -m nanoray.bench train`: what starting, running and watching a training costs.
 
 Launchers, each running the same recipe with the same seed, round by round in rotating order:
 
@@ -35,7 +34,7 @@ from nanoray.bench.harness.figure import bars, figure, measured
 from nanoray.bench.harness.launchers import (
     LAUNCHERS,
     METRICS,
-    NOT_TOLD,
+    NOT_LOGGED,
     SAME_LOSS,
     TOO_SHORT,
     Moments,
@@ -60,7 +59,8 @@ from nanoray.devices.host import available_cpus
 from nanoray.devices.slots import local_slots
 from nanoray.errors import ConfigError
 
-NARROW, WIDE = ("baseline", "engine", "engine-2"), ("baseline-384", "engine-384")
+NARROW = ("baseline", "engine", "engine-2")
+WIDE = ("baseline-384", "engine-384")
 # Arm -> --comm_trace, at two ranks
 TRACED = {"untraced": "off", "every-50": "every=50", "always": "always"}
 ARMS = (*LAUNCHERS, *NARROW, *WIDE, *TRACED)
@@ -107,10 +107,8 @@ class TrainBenchmark(Benchmark):
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Run every arm that was asked for and fill the report. Nothing that it starts outlives it."""
         arms = chosen(args.arms, ARMS)
-        args.rounds, args.steps = (
-            args.rounds or (1 if args.quick else 5),
-            args.steps or (30 if args.quick else 300),
-        )
+        args.rounds = args.rounds or (1 if args.quick else 5)
+        args.steps = args.steps or (30 if args.quick else 300)
         if args.rounds < 1 or args.steps < 2:
             raise ConfigError(
                 f"rounds = {args.rounds}, steps = {args.steps}; at least 1 round of 2 steps is needed"
@@ -180,17 +178,16 @@ class TrainBenchmark(Benchmark):
         return lines
 
     def draw(self, report: Report, path: Path) -> None:
-        """Draw the way to the first step, split into its parts, and the step times; bars are medians,
-        lines min to max.
+        """Draw the time to the first step by its parts, and the step times.
+
+        Bars are medians, lines min to max.
         """
         with figure(report, path) as (left, right):
             started = [row.arm for row in measured(report, LAUNCHERS, FIRST)]
             begin = dict.fromkeys(started, 0.0)
             for name in ("imports_s", "until_rank_s", "until_step_s"):
-                rows, label = (
-                    measured(report, started, METRICS[name][0]),
-                    METRICS[name][0].removeprefix("of it: "),
-                )
+                rows = measured(report, started, METRICS[name][0])
+                label = METRICS[name][0].removeprefix("of it: ")
                 bars(left, rows, left=[begin[r.arm] for r in rows], xerr=None, label=label)
                 begin |= {row.arm: begin[row.arm] + row.median for row in rows}
             left.set(title="command to first optimizer step", xlabel="seconds, medians")
@@ -211,9 +208,11 @@ def _idle_head(plan: Plan, report: Report) -> None:
         return
     wait_s = 0.5 if plan.args.quick else 5.0
     time.sleep(wait_s)  # its workers start
-    before, start = session_members(plan.head.process.pid), time.monotonic()
+    before = session_members(plan.head.process.pid)
+    start = time.monotonic()
     time.sleep(wait_s)
-    after, seconds = session_members(plan.head.process.pid), time.monotonic() - start
+    after = session_members(plan.head.process.pid)
+    seconds = time.monotonic() - start
     if after:
         busy = 100 * sum(after[pid] - before.get(pid, 0.0) for pid in after) / seconds
         report.rows.append(
@@ -223,17 +222,16 @@ def _idle_head(plan: Plan, report: Report) -> None:
 
 def _launch(plan: Plan, report: Report) -> None:
     """Run the launchers, round by round, and add their rows."""
-    arms, steps = [arm for arm in plan.arms if arm in LAUNCHERS], plan.args.steps
+    arms = [arm for arm in plan.arms if arm in LAUNCHERS]
+    steps = plan.args.steps
     found: dict[str, list[Moments]] = {arm: [] for arm in arms}
     recipe = plan.recipe({"max_steps": steps, "checkpoint_every": 0, "log_every": 10})
     for turn in range(plan.args.rounds):
         for arm in rotated(arms, turn):
             if arm in plan.broken:
                 continue
-            argv, head = (
-                command(arm, plan.slots.workers, recipe, plan.address, python_in(plan.folder)),
-                plan.head,
-            )
+            argv = command(arm, plan.slots.workers, recipe, plan.address, python_in(plan.folder))
+            head = plan.head
             try:
                 head = head if arm in ON_CLUSTER else None
                 run = run_once(
@@ -254,7 +252,10 @@ def _launch(plan: Plan, report: Report) -> None:
             if arm not in plan.broken or metric in (FIRST, WHOLE, STEP):
                 values = [value for run in found[arm] if (value := getattr(run, name)) is not None]
                 short = len(values) < len(found[arm])  # rounds would no longer pair up
-                why = (TOO_SHORT if unit == "ms" else NOT_TOLD) if short else ""
+                if short:
+                    why = TOO_SHORT if unit == "ms" else NOT_LOGGED
+                else:
+                    why = ""
                 report.rows.append(
                     plan.row(arm, metric, unit, () if short else values, skipped=why)
                 )
@@ -274,7 +275,8 @@ def _compute(plan: Plan, report: Report, group: tuple[str, ...], shape: dict[str
     arms = [arm for arm in plan.arms if arm in group]
     if not arms:
         return
-    traced, timeout_s = group == tuple(TRACED), plan.args.timeout_s
+    traced = group == tuple(TRACED)
+    timeout_s = plan.args.timeout_s
     blocks = 1 if plan.args.quick else (2 if traced else BLOCKS_PER_ROUND) * plan.args.rounds
     found: dict[str, list[tuple[float, float]]] = {arm: [] for arm in arms}
     with ExitStack() as stack:
@@ -332,13 +334,12 @@ def _communication(plan: Plan, report: Report) -> None:
 def _start_arm(
     plan: Plan, arm: str, shape: dict[str, int], ranks: list[Child], stack: ExitStack
 ) -> None:
-    """Start the processes of an arm, add them to `ranks`, and wait until they are ready for their
-    first step.
+    """Start the processes of an arm, and wait until they are ready for their first step.
+
+    They are added to `ranks`.
     """
-    kind, world = (
-        "baseline" if arm.startswith("baseline") else "engine",
-        2 if arm in ("engine-2", *TRACED) else 1,
-    )
+    kind = "baseline" if arm.startswith("baseline") else "engine"
+    world = 2 if arm in ("engine-2", *TRACED) else 1
     values = {
         "name": arm,
         "out_dir": str(plan.folder),
@@ -367,8 +368,9 @@ def _start_arm(
 
 
 def _block(ranks: list[Child], steps: int, timeout_s: float) -> tuple[float, float]:
-    """Let an arm run `steps` steps; return milliseconds per step: wall time, and CPU time of all
-    ranks together.
+    """Run `steps` steps of an arm; return wall and CPU milliseconds per step.
+
+    The CPU time is that of all ranks together.
     """
     for child in ranks:
         child.ask(str(steps))

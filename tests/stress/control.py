@@ -41,12 +41,19 @@ from tests.stress.crowd import Crowd, Stage, end_hung
 
 # The largest exponent that counts as linear: a constant part lowers it, cold caches raise it
 LINEAR = 1.3
-SIZES, QUICK_SIZES = "64,1000,4000", "16,64"
+SIZES = "64,1000,4000"
+QUICK_SIZES = "16,64"
 MIN_WINDOW_S = 3.0  # answers come in bursts
 ROUNDS = 20  # heartbeats of every rank in the decision's steady state
-EVENTS, MEMORY = "events per second", "peak memory"
-HEARTBEATS, CPU, RSS, START = "heartbeats", "driver CPU", "driver RSS", "start"
-KILLED, WAITS, HUNG = "killed, others fail", "killed, others wait", "hung"
+EVENTS = "events per second"
+MEMORY = "peak memory"
+HEARTBEATS = "heartbeats"
+CPU = "driver CPU"
+RSS = "driver RSS"
+START = "start"
+KILLED = "killed, others fail"
+WAITS = "killed, others wait"
+HUNG = "hung"
 
 
 ENTRY = Entry(
@@ -87,7 +94,10 @@ class ControlBenchmark(Benchmark):
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Measure both parts at every size and fill the report."""
         sizes = _sizes(args.workers or (QUICK_SIZES if args.quick else SIZES))
-        rounds = (2 if args.quick else 5) if args.rounds is None else args.rounds
+        if args.rounds is None:
+            rounds = 2 if args.quick else 5
+        else:
+            rounds = args.rounds
         if rounds < 1 or (args.window_s is not None and not 0 < args.window_s < math.inf):
             raise ConfigError(
                 f"rounds = {rounds}, window_s = {args.window_s}; both must be above 0: leave them out"
@@ -212,7 +222,8 @@ def _add(
 
 def _exponent(report: Report, part: str, metric: str, few: int, many: int) -> None:
     """Add log(cost at many / cost at few) / log(many / few), by rounds, and its target."""
-    low, high = report.row(_arm(part, few), metric), report.row(_arm(part, many), metric)
+    low = report.row(_arm(part, few), metric)
+    high = report.row(_arm(part, many), metric)
     if not (low and high and low.values and high.values):
         return
     values = [
@@ -234,30 +245,29 @@ def _decide(report: Report, n: int, rounds: int, folder: Path) -> None:
     """Measure collector and watchdog with n ranks: in steady state, and with one failure of each
     kind per round.
     """
-    source, rates, peaks = random.Random(n), [], []
+    source = random.Random(n)
+    rates = []
+    peaks = []
     took: dict[str, list[float]] = {KILLED: [], WAITS: [], HUNG: []}
     wrong = dict.fromkeys(took, 0)
     for _ in range(rounds):
-        collector, watchdog = (
-            FailureCollector(range(n), True, 60.0, SETTLE_S),
-            Watchdog(range(n), 60.0),
-        )
+        collector = FailureCollector(range(n), True, 60.0, SETTLE_S)
+        watchdog = Watchdog(range(n), 60.0)
         began = time.thread_time()
         for step in range(ROUNDS):
             _heartbeats(collector, watchdog, n, step)
         rates.append(ROUNDS * n / (time.thread_time() - began))
         for kind in took:
             victim = source.randrange(n)
-            seconds, named = (
-                _hang(n, victim, folder) if kind == HUNG else _kill(n, victim, source, kind, folder)
-            )
+            if kind == HUNG:
+                seconds, named = _hang(n, victim, folder)
+            else:
+                seconds, named = _kill(n, victim, source, kind, folder)
             took[kind].append(1e3 * seconds)
             wrong[kind] += named != victim
         tracemalloc.start()
-        collector, watchdog = (
-            FailureCollector(range(n), True, 60.0, SETTLE_S),
-            Watchdog(range(n), 60.0),
-        )
+        collector = FailureCollector(range(n), True, 60.0, SETTLE_S)
+        watchdog = Watchdog(range(n), 60.0)
         _heartbeats(collector, watchdog, n, 1)
         _kill(n, 0, source, KILLED, folder)
         peaks.append(tracemalloc.get_traced_memory()[1] / 2**20)
@@ -321,7 +331,8 @@ def _hang(n: int, victim: int, folder: Path) -> tuple[float, int]:
     """Let one rank stay a phase behind; return the CPU seconds from alarm to report, and the rank
     it names.
     """
-    watchdog, collector = Watchdog(range(n), 1e-9), FailureCollector(range(n), False, 60.0, 0.0)
+    watchdog = Watchdog(range(n), 1e-9)
+    collector = FailureCollector(range(n), False, 60.0, 0.0)
     for rank in range(n):
         watchdog.update(rank, Position(7, "forward" if rank == victim else "backward"), 0.0)
     time.sleep(0.001)
@@ -494,7 +505,8 @@ def finding(report: Report) -> list[str]:
     driven = [row for row in report.rows if row.metric == CPU and row.values]
     if not driven:
         return []
-    arm, n = driven[-1].arm, driven[-1].extra["ranks"]
+    arm = driven[-1].arm
+    n = driven[-1].extra["ranks"]
     found = {
         metric: report.row(arm, metric) for metric in (HEARTBEATS, CPU, RSS, KILLED, WAITS, HUNG)
     }
@@ -524,10 +536,8 @@ def _table(report: Report, spread: bool) -> tuple[tuple[str, ...], list[tuple[st
 
     lines = []
     for part, metric in dict.fromkeys((row.extra["part"], row.metric) for row in report.rows):
-        row, growth = (
-            report.row(_arm(part, sizes[0]), metric),
-            report.row(f"{part}, exponent", metric),
-        )
+        row = report.row(_arm(part, sizes[0]), metric)
+        growth = report.row(f"{part}, exponent", metric)
         unit = f", {row.unit}" if row and row.unit else ""
         tail = number(growth.median) if growth and growth.values else ""
         lines.append((f"{part}: {metric}{unit}", *(cell(part, metric, n) for n in sizes), tail))

@@ -47,7 +47,8 @@ class Ranks:
     """
 
     def __init__(self, record: str = "") -> None:
-        self._waiting, self._step = False, 0
+        self._waiting = False
+        self._step = 0
         self._asleep: set[asyncio.Future[None]] = set()
         self._runs: set[asyncio.Future[dict[str, Any]]] = set()
         if record:
@@ -172,7 +173,8 @@ class Stage:
     """One size: its stand-ins, its run folder, and the faults injected there."""
 
     def __init__(self, n: int, folder: Path) -> None:
-        self.n, self.source = n, random.Random(n)
+        self.n = n
+        self.source = random.Random(n)
         self.died = 0.0  # monotonic seconds of the newest death
         self._late: int | None = None  # the rank whose progress file is behind
         self.place = Placement(None, "cpu", {"CPU": 1.0}, tuple(range(n)))  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import argparse
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-from nanoray.bench.harness.report import Report
+from nanoray.bench.harness.report import WRONG_ELEMENTS, Report
 
 
 class Benchmark(ABC):
@@ -17,7 +17,7 @@ class Benchmark(ABC):
     """
 
     # What the column of wrong elements counts
-    wrong = "elements that differ from the exact result"
+    wrong = WRONG_ELEMENTS
 
     @abstractmethod
     def add_flags(self, parser: argparse.ArgumentParser) -> None:

@@ -19,8 +19,9 @@ def figure(
     grid: tuple[int, int] = (1, 2),
     note: str = "",
 ) -> Iterator[list[Any]]:
-    """Yield the axes of a figure of `grid` rows and columns; write it with its conditions, and
-    `note`, at the foot.
+    """Yield the axes of a figure of `grid` rows and columns, and write the figure to `path`.
+
+    Its conditions, and `note`, stand at the foot.
     """
     import matplotlib
 
@@ -30,8 +31,8 @@ def figure(
     drawn, axes = pyplot.subplots(*grid, figsize=size, layout="constrained", squeeze=False)
     try:
         yield list(axes.flat)
-        # 17 to an inch
-        foot = [line for text in (note, footer(report)) for line in wrap(text, int(17 * size[0]))]
+        width = int(17 * size[0])  # characters of the foot: 17 to an inch
+        foot = wrap(note, width) + wrap(footer(report), width)
         drawn.supxlabel("\n".join(foot), fontsize=7)
         drawn.savefig(path, dpi=150)
     finally:
@@ -40,30 +41,32 @@ def figure(
 
 def footer(report: Report) -> str:
     """Return how the numbers were obtained, in one text: command, date, machine and versions."""
-    told = report.conditions
-    machine = told.get("gpus") or [told.get("cpu", {}).get("name", "")]
-    parts = (told.get("command"), told.get("date"), machine[0], condition(told.get("versions", {})))
+    known = report.conditions
+    machine = known.get("gpus") or [known.get("cpu", {}).get("name", "")]
+    versions = condition(known.get("versions", {}))
+    parts = (known.get("command"), known.get("date"), machine[0], versions)
     return "  ·  ".join(part for part in parts if part and part != "none")
 
 
 def whiskers(rows: Sequence[Row], quartiles: bool = False) -> list[list[float]]:
-    """Return the error bars of medians: down to the lowest value and up to the highest, or the
-    quartiles.
-    """
-    ends = [row.quartiles if quartiles else (min(row.values), max(row.values)) for row in rows]
-    pairs = list(zip(rows, ends, strict=True))
-    return [
-        [row.median - low for row, (low, _) in pairs],
-        [high - row.median for row, (_, high) in pairs],
-    ]
+    """Return the error bars of medians: to the lowest and highest value, or to the quartiles."""
+    down = []
+    up = []
+    for row in rows:
+        low, high = row.quartiles if quartiles else (min(row.values), max(row.values))
+        down.append(row.median - low)
+        up.append(high - row.median)
+    return [down, up]
 
 
 def bars(axes: Any, rows: Sequence[Row], quartiles: bool = False, **style: Any) -> None:
     """Draw a horizontal bar per row: its median with whiskers, named by its arm."""
-    arms, medians = [row.arm for row in rows], [row.median for row in rows]
+    arms = [row.arm for row in rows]
+    medians = [row.median for row in rows]
     axes.barh(arms, medians, **{"xerr": whiskers(rows, quartiles), "capsize": 3} | style)
 
 
 def measured(report: Report, arms: Sequence[str], metric: str) -> list[Row]:
     """Return the rows of a metric that have values, in the order of `arms`."""
-    return [row for arm in arms if (row := report.row(arm, metric)) and row.values]
+    rows = [report.row(arm, metric) for arm in arms]
+    return [row for row in rows if row and row.values]

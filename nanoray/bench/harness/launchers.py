@@ -1,5 +1,6 @@
-"""The ways to start one training, and what one run took: read from its files and, for CPU time,
-from /proc.
+"""The ways to start one training, and the measurements of one run.
+
+They are read from the run's files and, for CPU time, from /proc.
 """
 
 from __future__ import annotations
@@ -33,18 +34,19 @@ class Moments:
     whole_run_s: float
     step_ms: float
     imports_s: float  # interpreter, and the imports before main()
-    # From there to the moment when rank 0 begins to train: launcher, Ray, placement, dataset
+    # From main() to the moment when rank 0 begins to train: launcher, Ray, placement, dataset
     until_rank_s: float
-    # From there to the end of the first optimizer step: process group, model, warm-up, step
+    # From that moment to the end of the first optimizer step: process group, model, warm-up, step
     until_step_s: float
     after_s: float  # from the last record to the exit of the command: checkpoint, teardown
     last_loss: float
     # CPU time per step of all ranks together; None: too few steps to measure it
     rank_cpu_ms: float | None = None
     all_cpu_ms: float | None = None  # the same with the launcher's processes, and Ray's
-    # Of until_step_s: until the ranks have met; None: the rank's log does not say
+    # The parts of until_step_s; None where the rank's log does not contain them.
+    # Until the ranks have met
     group_s: float | None = None
-    # Until model, optimizer and data are there, and equal on all ranks
+    # From there until model, optimizer and data are ready, and equal on all ranks
     model_s: float | None = None
     warm_up_s: float | None = None
     one_step_s: float | None = None
@@ -67,38 +69,33 @@ METRICS = {
     "all_cpu_ms": ("CPU time of a step, all processes", "ms"),
 }
 MET = ("met the group", "built the model", "warmed up")  # lines of a rank's log, in their order
-NOT_TOLD = "its rank 0 does not log it"
+NOT_LOGGED = "its rank 0 does not log it"
 TOO_SHORT = f"the steps took less than two looks at /proc, {SAMPLE_S:g} s apart"
 
 
 def command(
     arm: str, workers: int, recipe: list[str], address: str, python_path: str = sys.executable
 ) -> list[str]:
-    """Return the command line that starts `recipe` in the way of `arm`."""
-    python, ranks = [python_path, "-m"], ["--workers", str(workers)]
+    """Return the command line that starts `recipe` as `arm` does."""
+    python = [python_path, "-m"]
     if arm == "plain":
         return [*python, "nanoray.train", *recipe]
     if arm == "torchrun":
-        # Static rendezvous, its default: `--standalone` starts 0.4 s later. The port: not the one
-        # others may use.
-        port = f"--master-port={free_port()}"
-        return [
-            *python,
-            "torch.distributed.run",
-            f"--nproc-per-node={workers}",
-            port,
-            "-m",
-            "nanoray.train",
-            *recipe,
-        ]
-    peers = {"torchft": "nanoray.bench.peers.torchft"}
-    module = (
-        "nanoray.launch"
-        if arm.startswith("ray")
-        else peers.get(arm, "nanoray.bench.peers.ray_train")
-    )
+        # Torchrun's default, the static rendezvous, because `--standalone` starts 0.4 s later. A
+        # free port, because another program may use the default one.
+        launcher = ["torch.distributed.run", f"--nproc-per-node={workers}"]
+        launcher += [f"--master-port={free_port()}", "-m"]
+        return [*python, *launcher, "nanoray.train", *recipe]
+
+    if arm.startswith("ray"):
+        module = "nanoray.launch"
+    elif arm == "torchft":
+        module = "nanoray.bench.peers.torchft"
+    else:
+        module = "nanoray.bench.peers.ray_train"
+    # "-init": the command starts a Ray of its own and does not use the one that runs
     where = "local" if arm.endswith("-init") else address
-    return [*python, module, "--ray_address", where, *ranks, *recipe]
+    return [*python, module, "--ray_address", where, "--workers", str(workers), *recipe]
 
 
 def run_once(
@@ -109,14 +106,16 @@ def run_once(
     steps: int,
     head: Child | None = None,
 ) -> Moments:
-    """Run one command that trains `steps` steps into `folder`; return its moments. Raises
-    ChildFailed.
+    """Run one command that trains `steps` steps into `folder`, and return its moments.
 
-    `head` is the Ray head that starts its ranks, for launchers that use one.
+    Raises ChildFailed. `head` is the Ray head that starts its ranks, for launchers that use one.
     """
     folder.mkdir(parents=True)
     with Child([*argv, "--out_dir", str(folder)], env, folder / "output.log") as child:
-        used = CpuTime(folder, {child.process.pid} | ({head.process.pid} if head else set()))
+        sessions = {child.process.pid}
+        if head:
+            sessions.add(head.process.pid)
+        used = CpuTime(folder, sessions)
         whole_s = child.wait(timeout_s, used.look, SAMPLE_S)
         try:
             return moments(folder, child.started, whole_s, steps, used)
@@ -130,12 +129,14 @@ class CpuTime:
     """The CPU time of a run's processes, sampled from /proc while it runs."""
 
     def __init__(self, folder: Path, sessions: set[int]) -> None:
-        """`folder` holds the run, whose logs name its ranks; `sessions` are those of its launcher
-        and of Ray.
+        """Sample the ranks of the run in `folder` and every process of `sessions`.
+
+        The run's logs name its ranks; the sessions are those of its launcher and of Ray.
         """
-        self._folder, self._sessions = folder, sessions
-        self._used: dict[int, float] = {}  # by pid; a process that has ended keeps what it had used
-        # Unix seconds; CPU seconds of the ranks, and of all
+        self._folder = folder
+        self._sessions = sessions
+        self._used: dict[int, float] = {}  # CPU seconds by pid, also of processes that have ended
+        # (Unix seconds, CPU seconds of the ranks, CPU seconds of all)
         self.samples: list[tuple[float, float, float]] = []
 
     def look(self) -> None:
@@ -145,10 +146,11 @@ class CpuTime:
             for log in self._folder.glob("*/logs/rank*.log")
         ]
         ranks = {int(pid) for log in logs for pid in RANK_PID.findall(log)}
-        found = all_processes()
-        self._used |= {
-            pid: cpu_s for pid, (of, cpu_s) in found.items() if of in self._sessions or pid in ranks
-        }
+        for pid, (session, cpu_s) in all_processes().items():
+            if session in self._sessions or pid in ranks:
+                self._used[pid] = cpu_s
+
+        # Before every rank has begun its log, some of their CPU time is unknown
         if logs and len(ranks) == len(logs):
             of_ranks = sum(self._used.get(pid, 0.0) for pid in ranks)
             self.samples.append((time.time(), of_ranks, sum(self._used.values())))
@@ -162,7 +164,8 @@ class CpuTime:
         inside = [sample for sample in self.samples if done[0][0] <= sample[0] <= done[-1][0]]
         if len(inside) < 2:
             return None
-        first, last = inside[0], inside[-1]
+        first = inside[0]
+        last = inside[-1]
         steps = _steps_at(last[0], done) - _steps_at(first[0], done)
         return 1e3 * (last[1] - first[1]) / steps, 1e3 * (last[2] - first[2]) / steps
 
@@ -170,19 +173,20 @@ class CpuTime:
 def _steps_at(at: float, done: Sequence[tuple[float, int]]) -> float:
     """Return how many steps were done at a moment, which lies between two records."""
     after = max(1, bisect.bisect_left(done, (at, 0)))
-    (t0, s0), (t1, s1) = done[after - 1], done[after]
+    (t0, s0) = done[after - 1]
+    (t1, s1) = done[after]
     return s0 + (s1 - s0) * (at - t0) / (t1 - t0)
 
 
 def moments(
     out_dir: Path, started: float, whole_s: float, steps: int, used: CpuTime | None = None
 ) -> Moments:
-    """Read the moments of the only run in `out_dir`, in seconds after `started` (Unix seconds of
-    the command).
+    """Read the moments of the only run in `out_dir`, in seconds after `started` (Unix seconds).
 
     All clocks are this host's wall clock. Raises LookupError or ValueError when a run has other
     steps than asked for.
     """
+    # A second run folder would be a restart, and its times those of a recovery
     (run,) = [path.parent for path in out_dir.glob("*/run.json")]
     records: list[dict[str, Any]] = [
         json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
@@ -191,15 +195,22 @@ def moments(
         raise ValueError(
             f"steps {records[0]['step']} to {records[-1]['step']} instead of 1 to {steps}"
         )
+
+    # The moments, in their order: main(), rank 0 begins, (MET,) the first and the last step
     main_s = json.loads((run / "run.json").read_text())["started"] - started
     rank_s, *met = (at - started for at in _times(run / "logs" / "rank0.log"))
-    first_s, last_s = (records[i]["time"] - started for i in (0, -1))
-    parts = (
-        [b - a for a, b in itertools.pairwise((rank_s, *met, first_s))]
-        if met
-        else [None] * (1 + len(MET))
-    )
-    cpu_ms = used.per_step([(r["time"], r["step"]) for r in records]) if used else None
+    first_s = records[0]["time"] - started
+    last_s = records[-1]["time"] - started
+
+    # The parts between rank 0's begin and the first step, if its log contains them
+    if met:
+        parts = [end - begin for begin, end in itertools.pairwise((rank_s, *met, first_s))]
+    else:
+        parts = [None] * (1 + len(MET))
+
+    cpu_ms = None
+    if used:
+        cpu_ms = used.per_step([(record["time"], record["step"]) for record in records])
     return Moments(
         first_step_s=first_s,
         whole_run_s=whole_s,
@@ -219,12 +230,14 @@ def moments(
 
 
 def _times(log: Path) -> list[float]:
-    """Return the Unix seconds at which a rank began its log, and those of MET if they are all
-    there.
+    """Return the Unix seconds of the first line of a rank's log, and of MET if all are there.
 
     A line begins with local time: "2026-11-21 10:15:00,123 INFO met the group".
     """
     first, *others = log.read_text(encoding="utf-8").splitlines()
-    found = {line[29:]: line for line in reversed(others)}  # the first of each
-    lines = [first, *(found[text] for text in MET)] if found.keys() >= {*MET} else [first]
+    # By their text; reversed, so that of equal lines the first one stays
+    by_text = {line[29:]: line for line in reversed(others)}
+    lines = [first]
+    if all(text in by_text for text in MET):
+        lines += [by_text[text] for text in MET]
     return [datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp() for line in lines]

@@ -1,6 +1,4 @@
-"""What a run left behind: actors and placement groups, processes, files in shared memory and
-temporary folders.
-"""
+"""What a run left behind: actors, placement groups, processes, shared memory, temporary folders."""
 
 from __future__ import annotations
 
@@ -30,8 +28,9 @@ print(json.dumps(left))
 
 
 def on_cluster(env: Mapping[str, str]) -> list[str]:
-    """Return the actors and placement groups that live on the cluster of RAY_ADDRESS, polled until
-    none is left.
+    """Return the actors and placement groups on the cluster of RAY_ADDRESS.
+
+    Polls until none is left, for at most SETTLE_S seconds.
     """
     deadline = time.monotonic() + SETTLE_S
     while True:
@@ -45,19 +44,22 @@ def on_cluster(env: Mapping[str, str]) -> list[str]:
 
 
 def _newest_list(text: str) -> list[str]:
-    """Return the newest line that is a JSON list: Ray logs to stdout, too, also after the last line
-    of the program.
+    """Return the newest line that is a JSON list.
+
+    Ray also logs to stdout, even after the last line of the program.
     """
     for line in reversed(text.splitlines()):
         with suppress(ValueError):
-            if isinstance(found := json.loads(line), list):
-                return [str(item) for item in found]
+            content = json.loads(line)
+            if isinstance(content, list):
+                return [str(item) for item in content]
     raise RuntimeError(f"no list of what is left in {text[-300:]!r}")
 
 
 def processes(marker: str, wait_s: float = SETTLE_S) -> list[str]:
-    """Return the living processes, but this one, whose command line or environment holds `marker`,
-    after a wait.
+    """Return the other living processes whose command line or environment holds `marker`.
+
+    Polls until none is left, for at most `wait_s` seconds.
     """
     deadline = time.monotonic() + wait_s
     while True:
@@ -98,10 +100,8 @@ def abandoned(before: set[str]) -> list[str]:
     map or open files of one of their processes; what this program used is not, once all of its
     processes have ended.
     """
-    new, deadline = (
-        {path for path in entries() - before if _is_ours(path)},
-        time.monotonic() + SETTLE_S,
-    )
+    new = {path for path in entries() - before if _is_ours(path)}
+    deadline = time.monotonic() + SETTLE_S
     while new and time.monotonic() < deadline:
         time.sleep(1.0)
         text = _in_use()

@@ -1,6 +1,4 @@
-"""What benchmarks that start whole trainings share: flags, arms, the recipe, the Ray head, and arms
-that fail.
-"""
+"""What benchmarks that start trainings share: flags, arms, recipe, Ray head, failed arms."""
 
 from __future__ import annotations
 
@@ -49,7 +47,10 @@ def words(flags: Mapping[str, object]) -> list[str]:
 
 def data_flags(args: argparse.Namespace) -> dict[str, str]:
     """Return the configuration keys of --dataset and --data_dir."""
-    return {"dataset": args.dataset} | ({"data_dir": args.data_dir} if args.data_dir else {})
+    flags = {"dataset": args.dataset}
+    if args.data_dir:
+        flags["data_dir"] = args.data_dir
+    return flags
 
 
 def add_data_flags(parser: argparse.ArgumentParser, dataset: str = "auto") -> None:
@@ -114,7 +115,7 @@ class Plan:
         return words(own | data_flags(self.args) | dict(flags))
 
     def fail(self, report: Report, arm: str, error: Exception) -> None:
-        """Note that an arm has failed; the others go on."""
+        """Record that an arm has failed, and print it; the other arms continue."""
         self.broken.add(arm)
         text = f"{arm}: {error}"
         if self.head and self.head.process.poll() is not None:
@@ -126,24 +127,17 @@ class Plan:
         self, arm: str, metric: str, unit: str, values: Sequence[float], note: str = "", **more: Any
     ) -> Row:
         """Return a row of an arm, without values if the arm has failed."""
-        broken = arm in self.broken
-        return Row(
-            arm,
-            metric,
-            unit,
-            () if broken else tuple(values),
-            note,
-            SEE_FAILED if broken else "",
-            **more,
-        )
+        if arm in self.broken:
+            return Row(arm, metric, unit, (), note, SEE_FAILED, **more)
+        return Row(arm, metric, unit, tuple(values), note, **more)
 
     def start_head(self, report: Report, users: Sequence[str], stack: ExitStack) -> None:
-        """Start the Ray head that these arms share, if there are any; it ends with `stack`."""
+        """Start the Ray head that the arms `users` share, if there are any; it ends with `stack`."""
+        if not users:
+            return
         try:
-            if users:
-                self.address, self.head = stack.enter_context(
-                    ray_head(self.folder / "ray", self.env, self.slots)
-                )
+            head = ray_head(self.folder / "ray", self.env, self.slots)
+            self.address, self.head = stack.enter_context(head)
         except (ChildFailed, OSError) as error:
             for arm in users:
                 self.fail(report, arm, error)
@@ -153,8 +147,9 @@ class Plan:
 def planned(
     args: argparse.Namespace, arms: list[str], slots: Slots
 ) -> Iterator[tuple[Plan, ExitStack]]:
-    """Yield a plan with a scratch folder and its dataset prepared, so that no arm pays for that;
-    remove all of it.
+    """Yield a plan with a scratch folder and a prepared dataset; remove the folder at the end.
+
+    The dataset is prepared here so that no arm pays for that.
     """
     with scratch_folder() as folder, ExitStack() as stack:
         note = prepare(load_config(preset=args.preset, overrides=dict(data_flags(args)))).note

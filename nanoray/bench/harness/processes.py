@@ -1,5 +1,4 @@
-"""Processes that a benchmark starts, and ends: each with a log, a time limit and nothing left
-behind.
+"""Processes that a benchmark starts and ends, each with a log and a time limit.
 
 Every child leads a session of its own, and what it starts stays in that session (Ray's daemons and
 workers do), so ending a child means SIGTERM, and then SIGKILL for what is left of its session.
@@ -44,7 +43,7 @@ _NOT_INHERITED = (
 )
 
 
-# A caller may have a faster way
+# Tests replace it with a faster way to start Python
 start_process: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
 
 
@@ -82,12 +81,12 @@ class Child:
     def wait(
         self, timeout_s: float, meanwhile: Callable[[], object] | None = None, every_s: float = 60.0
     ) -> float:
-        """Wait for a good end, calling `meanwhile` now and then; return the seconds from start to
-        exit.
+        """Wait for exit code 0, calling `meanwhile` every `every_s` seconds.
 
-        Raises ChildFailed.
+        Return the seconds from start to exit. Raises ChildFailed.
         """
-        code, deadline = None, time.monotonic() + timeout_s
+        code = None
+        deadline = time.monotonic() + timeout_s
         while code is None:
             left = max(0.0, deadline - time.monotonic())
             try:
@@ -111,11 +110,13 @@ class Child:
             raise ChildFailed(f"it is gone\n{self.tail()}") from None
 
     def answer(self, timeout_s: float) -> dict[str, Any]:
-        """Return the JSON line that a child with pipes writes. Raises ChildFailed when none comes
-        in time.
+        """Return the next JSON line of a child with pipes.
+
+        Raises ChildFailed when none comes in time.
         """
         assert self.process.stdout is not None
-        line, deadline = b"", time.monotonic() + timeout_s
+        line = b""
+        deadline = time.monotonic() + timeout_s
         while not line.endswith(b"\n"):
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([self.process.stdout], [], [], left)[0]:
@@ -132,28 +133,32 @@ class Child:
     def tail(self) -> str:
         """Return the last lines of the log."""
         with contextlib.suppress(OSError):
-            return "\n".join(
-                self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
-            )
+            lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+            return "\n".join(lines[-TAIL_LINES:])
         return ""
 
     def end(self) -> None:
-        """End the child: SIGTERM to it and time to tidy up, then SIGKILL to whatever its session
-        still holds.
-        """
+        """End the child with SIGTERM, and after GRACE_S kill what is left of its session."""
         for stream in (self.process.stdin, self.process.stdout):
             if stream:
                 stream.close()
+        # The child itself may tidy up
         if self.process.poll() is None:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(GRACE_S)
+
+        # What it has started may still live. A process that is killed may just have started another
+        # one: repeat until the session is empty.
         deadline = time.monotonic() + GRACE_S
-        while (left := session_members(self.process.pid)) and time.monotonic() < deadline:
+        left = session_members(self.process.pid)
+        while left and time.monotonic() < deadline:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.02)
+            left = session_members(self.process.pid)
+
         if self.process.poll() is None:  # where there is no /proc
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -161,29 +166,34 @@ class Child:
 
 
 def session_members(session: int) -> dict[int, float]:
-    """Return the living processes of a session and the CPU seconds each has used; empty where there
-    is no /proc.
-    """
-    return {pid: seconds for pid, (of, seconds) in all_processes().items() if of == session}
+    """Return the CPU seconds of each living process of a session; empty without /proc."""
+    members = {}
+    for pid, (its_session, cpu_s) in all_processes().items():
+        if its_session == session:
+            members[pid] = cpu_s
+    return members
 
 
 def all_processes() -> dict[int, tuple[int, float]]:
-    """Return the session and the CPU seconds of every living process; empty where there is no
-    /proc.
-    """
-    found = {}
-    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        if name.isdigit() and (fields := stat_of(int(name))):
-            found[int(name)] = int(fields[3]), cpu_seconds(fields)
-    return found
+    """Return the session and CPU seconds of every living process; empty without /proc."""
+    if not os.path.isdir("/proc"):
+        return {}
+    processes = {}
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        fields = stat_of(int(name))
+        if fields:  # else it has ended meanwhile
+            processes[int(name)] = (int(fields[3]), cpu_seconds(fields))
+    return processes
 
 
 @contextmanager
 def scratch_folder(prefix: str = "nrb-") -> Iterator[Path]:
-    """Make a folder for the runs of a benchmark, with a tmp/ that is to be the TMPDIR of its
-    children; remove it.
+    """Yield a folder for the runs of a benchmark, and remove it.
 
-    Its path is short: Ray's sockets lie below it, and a socket's path has at most 107 characters.
+    Its tmp/ is meant as the TMPDIR of the children. Its path is short: Ray's sockets lie below it,
+    and a socket's path has at most 107 characters.
     """
     long = len(tempfile.gettempdir()) > 30
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp" if long else None))
@@ -195,21 +205,25 @@ def scratch_folder(prefix: str = "nrb-") -> Iterator[Path]:
 
 
 def arm_environment() -> dict[str, str]:
-    """Return the environment of every arm. Ray's token is set here: a cluster without one runs code
-    for anyone.
+    """Return the environment of every arm.
+
+    It holds a token for Ray: a cluster without one runs code for anyone.
     """
-    env = {
-        k: v
-        for k, v in os.environ.items()
-        if k not in _NOT_INHERITED and not k.startswith("TORCHELASTIC_")
-    }
-    env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    return env | {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1"}
+    env = {}
+    for key, value in os.environ.items():
+        if key not in _NOT_INHERITED and not key.startswith("TORCHELASTIC_"):
+            env[key] = value
+    env["RAY_AUTH_MODE"] = "token"
+    env["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    env["RAY_USAGE_STATS_ENABLED"] = "0"
+    env["PYTHONUNBUFFERED"] = "1"
+    return env
 
 
 def answers_only() -> Callable[[dict[str, Any]], None]:
-    """Keep stdout for JSON lines, and return the function that writes one; what else is printed
-    goes to stderr.
+    """Keep stdout for JSON lines, and return the function that writes one.
+
+    Everything else that is printed goes to stderr.
     """
     stream = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -222,8 +236,9 @@ def answers_only() -> Callable[[dict[str, Any]], None]:
 
 
 def free_port() -> int:
-    """Return a port that was free just now. For programs that refuse port 0: another process may
-    take it first.
+    """Return a port that is free now, for programs that refuse port 0.
+
+    Another process may take it first.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -231,8 +246,9 @@ def free_port() -> int:
 
 
 def python_in(folder: Path) -> str:
-    """Return a path of this interpreter below `folder`: Ray writes it unquoted into shell lines, so
-    without a space.
+    """Return a path of this interpreter below `folder`.
+
+    Ray writes the path unquoted into shell lines, so it must not contain a space.
     """
     python = folder / "venv" / "bin" / Path(sys.executable).name
     folder.mkdir(exist_ok=True)
@@ -242,33 +258,29 @@ def python_in(folder: Path) -> str:
 
 
 def current_cluster(folder: Path) -> str:
-    """Return the address of the head that keeps its files in `folder`: written a moment after Ray
-    says that it runs.
+    """Return the address of the head that keeps its files in `folder`.
+
+    The head writes it a moment after it reports that it runs.
     """
-    file, deadline = folder / "ray_current_cluster", time.monotonic() + CLUSTER_START_S
-    while not (address := file.read_text(encoding="utf-8").strip() if file.exists() else ""):
+    file = folder / "ray_current_cluster"
+    deadline = time.monotonic() + CLUSTER_START_S
+    while True:
+        address = file.read_text(encoding="utf-8").strip() if file.exists() else ""
+        if address:
+            return address
         if time.monotonic() > deadline:
             raise ChildFailed(f"`ray start --head` runs, but did not write {file}")
         time.sleep(0.05)
-    return address
 
 
 def head_command(folder: Path, *flags: str) -> list[str]:
-    """Return a `ray start --head` with ports and files of its own, so that other Rays of this host
-    do not matter.
+    """Return a `ray start --head` with ports and files of its own, apart from other Rays here.
 
     Ray keeps its files in `folder`. The path must be short: sockets lie below it, and theirs may
     have 107 characters.
     """
-    command = [
-        python_in(folder),
-        "-m",
-        "ray.scripts.scripts",
-        "start",
-        "--head",
-        "--block",
-        "--disable-usage-stats",
-    ]
+    command = [python_in(folder), "-m", "ray.scripts.scripts", "start"]
+    command += ["--head", "--block", "--disable-usage-stats"]
     ports = (
         "port",
         "dashboard-port",
@@ -285,8 +297,8 @@ def without_client_server(params: Any, head: bool) -> None:
     params.ray_client_server_port = None
 
 
-# Of a `ray start`. The hook is called with its parameters. A drain at SIGTERM would take 30 s, and
-# nobody waits for it.
+# The environment of a `ray start`. Ray calls the hook with its parameters. A drain at SIGTERM would
+# take 30 s, and no benchmark needs it.
 HEAD_ENV = {
     "RAY_START_HOOK": f"{__name__}.{without_client_server.__name__}",
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
@@ -297,11 +309,10 @@ HEAD_ENV = {
 def ray_head(
     folder: Path, env: Mapping[str, str], slots: Slots, cpus: int = 0
 ) -> Iterator[tuple[str, Child]]:
-    """Run a Ray head with `cpus` CPUs (0: this machine's) and `slots.devices`; yield its address.
-    Ends it at the end.
+    """Run a Ray head with `cpus` CPUs and `slots.devices`; yield its address and process.
 
-    Ray listens on all interfaces even when it is given 127.0.0.1: the token in `env` keeps others
-    out.
+    `cpus` = 0 takes all CPUs of this machine. Ray listens on all interfaces even when it is given
+    127.0.0.1: the token in `env` keeps others out.
 
     `folder` must have a short path: Ray's sockets lie in it, and a socket's path has at most 107
     characters.

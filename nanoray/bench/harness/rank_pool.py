@@ -1,5 +1,4 @@
-"""Ranks for benchmarks: one process group that stays alive over several calls, however its
-processes are started.
+"""Ranks for benchmarks: one process group that stays alive over several calls.
 
     with RankPool(where) as pool:
         for event in pool.run("module:function", order):
@@ -31,6 +30,7 @@ from nanoray.mesh.rendezvous import RankDevice, Rendezvous, choose_backend, rend
 POLL_S = 0.1
 # A survivor's "connection reset" may arrive before the death that caused it is reported
 DRAIN_S = 1.5
+CONSEQUENCE = 2  # the distance from the root cause of an error in a collective
 
 
 class RankFailed(WorkerFailed):
@@ -67,17 +67,21 @@ def add_where_flags(parser: argparse.ArgumentParser, cpu_workers: int = 2) -> No
         "--timeout_s",
         type=float,
         default=600.0,
-        help="a rank that is silent for so many seconds has failed",
+        help="seconds of silence after which a rank has failed",
     )
     parser.set_defaults(cpu_workers=cpu_workers)
 
 
 def where_from(args: argparse.Namespace) -> Where:
-    """Read the flags, with torchrun's environment and this machine's devices for what they leave
-    open.
+    """Return the ranks that the flags ask for.
+
+    Torchrun's environment and this machine's devices fill in what the flags leave open.
     """
     under_torchrun = "RANK" in os.environ
-    launcher = args.launcher or ("torchrun" if under_torchrun else "processes")
+    default = "torchrun" if under_torchrun else "processes"
+    launcher = args.launcher or default
+
+    # Refuse what contradicts itself, before any device is taken
     if (launcher == "torchrun") != under_torchrun:
         remedy = "start it as `torchrun --nproc-per-node N -m nanoray.bench ...`, or choose another launcher"
         if under_torchrun:
@@ -94,6 +98,7 @@ def where_from(args: argparse.Namespace) -> Where:
         raise ConfigError(
             f"workers = {args.workers}, timeout_s = {args.timeout_s:g}; both must be above 0"
         )
+    # The number of ranks: from the flag, from torchrun, or one per device
     workers = args.workers
     if under_torchrun:
         world = Rendezvous.from_env(os.environ).world_size
@@ -101,11 +106,8 @@ def where_from(args: argparse.Namespace) -> Where:
             raise ConfigError(f"workers = {workers}, but torchrun started {world}; drop --workers")
         workers = world
     elif workers is None:
-        if (
-            launcher == "ray"
-            and args.ray_address != "local"
-            and (args.ray_address != "auto" or _cluster())
-        ):
+        uses_cluster = args.ray_address != "local" and (args.ray_address != "auto" or _cluster())
+        if launcher == "ray" and uses_cluster:
             raise ConfigError(
                 "how many ranks? The size of the cluster is not known before it is used; give "
                 "--workers N"
@@ -124,38 +126,45 @@ def where_from(args: argparse.Namespace) -> Where:
 
 
 def _cluster() -> str:
+    """Return the cluster that the environment names; "" if it names none."""
     return os.environ.get("RAY_ADDRESS", "").removeprefix("local")
 
 
 class RankPool:
-    """Ranks that joined one process group. Leaving the `with` block ends everything that was
-    started.
+    """Ranks that joined one process group.
+
+    Leaving the `with` block ends everything that was started.
     """
 
     def __init__(self, where: Where) -> None:
-        """Check what can be checked. Raises PlacementError or ConfigError before any device is
-        taken.
+        """Check the request before any device is taken.
+
+        Raises PlacementError or ConfigError.
         """
         self.where = where
         # Per rank: rank, host, pid, device, name, uuid, threads
         self.facts: list[dict[str, Any]] = []
-        self.backend, self.backend_reason = "none", ""
+        self.backend = "none"
+        self.backend_reason = ""
         self.nccl: str | None = None
         self._link: Link = open_link(where)
-        self._phase, self._results = "start", dict[int, Any]()
+        self._phase = "start"
+        self._results = dict[int, Any]()
         self._pending: set[int] = set()
 
     def __enter__(self) -> RankPool:
         try:
             self._link.start()
-            hellos = self._link.everyone(
-                self._all("hello", dict.fromkeys(self._link.ranks, ()), START_S)
-            )
+            # Each rank reports where it is: the devices decide the backend
+            no_arguments = dict.fromkeys(self._link.ranks, ())
+            hellos = self._link.everyone(self._all("hello", no_arguments, START_S))
             version = hellos[0]["nccl"]
             self.nccl = ".".join(map(str, version)) if version else None
+
+            # All ranks join the process group
             records = self._rendezvous(hellos)
-            own = {r: (asdict(records[r]),) for r in self._link.ranks}
-            self.facts = self._link.everyone(self._all("meet", own, START_S))
+            arguments = {rank: (asdict(records[rank]),) for rank in self._link.ranks}
+            self.facts = self._link.everyone(self._all("meet", arguments, START_S))
         except BaseException:
             self._link.end()
             raise
@@ -165,10 +174,10 @@ class RankPool:
         self._link.end()
 
     def run(self, function: str, order: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Call "module:function" on every rank; yield what rank 0 emits, to its end. Begins when
-        iterated.
+        """Call "module:function" on every rank and yield the events of rank 0.
 
-        Raises RankFailed when a rank dies or raises; the pool cannot be used afterwards.
+        The call begins when the iterator is read. Raises RankFailed when a rank dies or raises; the
+        pool cannot be used afterwards.
         """
         own = dict.fromkeys(self._link.ranks, (function, order))
         yield from self._events("run", own, self.where.timeout_s + GRACE_S, function)
@@ -176,26 +185,31 @@ class RankPool:
     def _all(
         self, method: str, arguments: dict[int, tuple[Any, ...]], silence_s: float
     ) -> list[dict[str, Any]]:
-        for _ in self._events(
-            method, arguments, silence_s, {"hello": "start", "meet": "join"}[method]
-        ):
+        """Run `method` on all ranks, and return the result of each."""
+        phase = {"hello": "start", "meet": "join"}[method]
+        for _ in self._events(method, arguments, silence_s, phase):
             pass
         return [self._results[rank] for rank in self._link.ranks]
 
     def _events(
         self, method: str, arguments: dict[int, tuple[Any, ...]], silence_s: float, phase: str
     ) -> Iterator[dict[str, Any]]:
-        """Let all ranks run `method`, yield rank 0's events, keep the results. Raises RankFailed."""
+        """Run `method` on all ranks, yield rank 0's events, keep the results. Raises RankFailed."""
         if self._pending:
             raise RuntimeError(
                 f"the ranks are still busy with {self._phase}: read its events to the end first"
             )
-        self._phase, self._results, self._pending = phase, {}, set(arguments)
+        self._phase = phase
+        self._results = {}
+        self._pending = set(arguments)
         for rank, values in arguments.items():
             self._link.send(rank, method, values)
-        # Rank -> how near to the root (lower is nearer), what it is
+
+        # Rank -> distance from the root cause, and the text of the failure. When one rank fails the
+        # others fail too, in a collective: such an error is the consequence of another one.
         failures: dict[int, tuple[int, str]] = {}
-        last_sign, give_up = time.monotonic(), float("inf")
+        last_sign = time.monotonic()
+        give_up = float("inf")
         while self._pending and time.monotonic() < give_up:
             messages = self._link.receive(POLL_S)
             for rank, message in messages:
@@ -205,38 +219,49 @@ class RankPool:
                 self._pending.discard(rank)
                 if "done" in message:
                     self._results[rank] = message["done"]
-                else:
-                    near = 0 if "died" in message else 2 if message["collective"] else 1
-                    failures[rank] = (near, message.get("died") or message["error"])
-                    give_up = min(give_up, time.monotonic() + (DRAIN_S if near == 2 else 0))
-            last_sign = time.monotonic() if messages else last_sign
+                    continue
+
+                # Wait a moment for the cause of a failed collective, and for nothing else
+                distance = _distance_from_cause(message)
+                failures[rank] = (distance, message.get("died") or message["error"])
+                patience_s = DRAIN_S if distance == CONSEQUENCE else 0.0
+                give_up = min(give_up, time.monotonic() + patience_s)
+
+            if messages:
+                last_sign = time.monotonic()
             if time.monotonic() - last_sign > silence_s:
                 silent = ", ".join(map(str, sorted(self._pending)))
+                first = min(self._pending)
                 raise RankFailed(
-                    min(self._pending),
+                    first,
                     f"no sign of rank {silent} for {silence_s:g} s in {phase}; raise --timeout_s "
-                    "if that is too short"
-                    f"\n{self._link.tail(min(self._pending))}",
+                    f"if that is too short\n{self._link.tail(first)}",
                 )
+
         if failures:
-            rank = min(failures, key=lambda r: (failures[r][0], r))
-            raise RankFailed(
-                rank, f"rank {rank}{self._place(rank)} in {phase}: {failures[rank][1]}".rstrip()
-            )
+            rank = min(failures, key=lambda rank: (failures[rank][0], rank))
+            text = f"rank {rank}{self._place(rank)} in {phase}: {failures[rank][1]}"
+            raise RankFailed(rank, text.rstrip())
 
     def _place(self, rank: int) -> str:
-        fact = self.facts[rank] if self.facts else None
-        return f" (pid {fact['pid']}, {fact['device']})" if fact else ""
+        """Return where a rank runs, for a message; "" before it has joined."""
+        if not self.facts:
+            return ""
+        fact = self.facts[rank]
+        return f" (pid {fact['pid']}, {fact['device']})"
 
     def _rendezvous(self, hellos: list[dict[str, Any]]) -> list[Rendezvous]:
         """Choose the backend, and make the record of each rank."""
         cards = [RankDevice(h["kind"], h["node"], h["gpu"]) for h in hellos]
         version = hellos[0]["nccl"]
         choice = choose_backend(cards, self.where.backend, tuple(version) if version else None)
-        self.backend, self.backend_reason = choice.backend, choice.reason
+        self.backend = choice.backend
+        self.backend_reason = choice.reason
         if len(hellos) == 1:
-            self.backend, self.backend_reason = "none", "one rank: no process group"
-        addr, port = hellos[0]["addr"], hellos[0]["port"]
+            self.backend = "none"
+            self.backend_reason = "one rank: no process group"
+        addr = hellos[0]["addr"]
+        port = hellos[0]["port"]
         ranks = rendezvous_of([h["node"] for h in hellos], choice, hellos[0]["secret"])
         return [
             # The store is up already, on rank 0 or at torchrun's agent.
@@ -252,6 +277,13 @@ class RankPool:
         ]
 
 
+def _distance_from_cause(message: dict[str, Any]) -> int:
+    """Return how far a failure is from the root cause: a death, an exception, a failed collective."""
+    if "died" in message:
+        return 0
+    return CONSEQUENCE if message["collective"] else 1
+
+
 def describe(report: Report, pool: RankPool) -> None:
     """Put ranks, devices, UUIDs, backend and NCCL at run time into the report's conditions."""
     facts = pool.facts
@@ -264,7 +296,8 @@ def describe(report: Report, pool: RankPool) -> None:
     }
     names = Counter(f"{f['name']} ({f['device'].partition(':')[0]})" for f in facts)
     report.conditions["devices"] = [f"{count} × {name}" for name, count in names.items()]
-    if uuids := [f["uuid"] for f in facts if f["uuid"]]:
+    uuids = [fact["uuid"] for fact in facts if fact["uuid"]]
+    if uuids:
         report.conditions["UUIDs"] = uuids
     report.conditions["backend"] = f"{pool.backend} ({pool.backend_reason})"
     report.conditions["NCCL"] = pool.nccl or "none in use"

@@ -1,4 +1,4 @@
-"""One rank of a benchmark, and the three ways to start ranks and talk to them.
+"""One rank of a benchmark, and the three ways to start ranks and to exchange messages with them.
 
     processes   children of this process: orders to their stdin, answers from their stdout, as JSON lines
     ray         one actor per slot of a cluster, or of a local Ray
@@ -70,13 +70,15 @@ class Rank:
 
     def __init__(self, slot: dict[str, Any], emit: Callable[[dict[str, Any]], Any]) -> None:
         """`slot`: rank, workers, kind, node, gpu, device, uuid, addr, threads, timeout_s."""
-        self.slot, self._emit = slot, emit if slot["rank"] == 0 else _drop
+        self.slot = slot
+        self._emit = emit if slot["rank"] == 0 else _drop
         self.store: Any = None
         self._mesh: Mesh | None = None
 
     def answer(self, method: str, arguments: Any) -> dict[str, Any]:
-        """Call hello, meet or run; an exception becomes data, for the driver to compare with other
-        ranks'.
+        """Call hello, meet or run, and return {"done": ...} or {"error": ...}.
+
+        The parent compares the errors of several ranks, so an exception becomes data.
         """
         try:
             return {"done": getattr(self, method)(*arguments)}
@@ -89,12 +91,13 @@ class Rank:
         """Return the slot, the NCCL in force, and on rank 0 the port of the store that it serves."""
         from nanoray.mesh.rendezvous import open_store, runtime_nccl_version
 
-        s = self.slot
-        if s["workers"] > 1 and s["rank"] == 0 and self.store is None:
-            self.store = open_store(s["addr"], s["workers"], START_S)
-        nccl = None if s["kind"] == "cpu" else runtime_nccl_version()
-        port = self.store.port if self.store else 0
-        return {"secret": secrets.token_hex(16), **s, "nccl": nccl, "port": port}
+        slot = self.slot
+        if slot["workers"] > 1 and slot["rank"] == 0 and self.store is None:
+            self.store = open_store(slot["addr"], slot["workers"], START_S)
+        answer = {"secret": secrets.token_hex(16)} | slot
+        answer["nccl"] = None if slot["kind"] == "cpu" else runtime_nccl_version()
+        answer["port"] = self.store.port if self.store else 0
+        return answer
 
     def meet(self, record: dict[str, Any]) -> dict[str, Any]:
         """Join the others; return this rank's facts. (all ranks)"""
@@ -105,12 +108,21 @@ class Rank:
         torch.set_num_threads(r.threads)
         versions = {"torch": torch.__version__, "nanoray": __version__}
         self._mesh = join(r, versions, self.slot["timeout_s"], START_S, self.store)
-        name, uuid = cpu_name(), ""
+        name = cpu_name()
+        uuid = ""
         if self._mesh.device.type == "cuda":
             properties = torch.cuda.get_device_properties(self._mesh.device)
-            name, uuid = properties.name, self.slot["uuid"] or f"GPU-{properties.uuid}"
-        where = {"rank": r.rank, "host": self.slot["node"], "pid": os.getpid(), "device": r.device}
-        return where | {"name": name, "uuid": uuid, "threads": r.threads}
+            name = properties.name
+            uuid = self.slot["uuid"] or f"GPU-{properties.uuid}"
+        return {
+            "rank": r.rank,
+            "host": self.slot["node"],
+            "pid": os.getpid(),
+            "device": r.device,
+            "name": name,
+            "uuid": uuid,
+            "threads": r.threads,
+        }
 
     def run(self, function: str, order: dict[str, Any]) -> None:
         """Call "module:function". (all ranks)"""
@@ -152,8 +164,9 @@ class Link(Protocol):
 
 
 class _Processes:
-    """Ranks as children of this process: orders go to their stdin, answers come from their stdout,
-    line by line.
+    """Ranks as children of this process.
+
+    Orders go to their stdin, answers come from their stdout, one JSON line each.
     """
 
     def __init__(self, where: Where) -> None:
@@ -169,22 +182,24 @@ class _Processes:
         self._slots: list[dict[str, Any]] = []
         for rank in self.ranks:
             device = devices[rank % len(devices)]
-            self._slots.append(
-                {
-                    "rank": rank,
-                    "workers": where.workers,
-                    "kind": slots.kind,
-                    "node": platform.node(),
-                }
-                | {
-                    "gpu": device.parent_uuid if device else "",
-                    "uuid": device.uuid if device else "",
-                }
-                | {"device": "cuda:0" if device else "cpu", "addr": "127.0.0.1", "threads": threads}
-                | {"timeout_s": where.timeout_s}
-            )
+            slot = {
+                "rank": rank,
+                "workers": where.workers,
+                "kind": slots.kind,
+                "node": platform.node(),
+                "gpu": "",
+                "uuid": "",
+                "device": "cpu",
+                "addr": "127.0.0.1",
+                "threads": threads,
+                "timeout_s": where.timeout_s,
+            }
+            if device:
+                # The rank sees only its own device, which is therefore the first
+                slot |= {"gpu": device.parent_uuid, "uuid": device.uuid, "device": "cuda:0"}
+            self._slots.append(slot)
         self._children: list[Child] = []
-        # File descriptor -> rank, what is no line yet
+        # File descriptor -> rank, and the bytes after the last complete line
         self._open: dict[int, tuple[int, bytearray]] = {}
         self._logs: Path | None = None
 
@@ -207,11 +222,10 @@ class _Processes:
         for fd in select.select(list(self._open), [], [], timeout_s)[0]:
             rank, rest = self._open[fd]
             part = os.read(fd, 1 << 16)
-            if not part:
+            if not part:  # the child has closed its stdout
                 del self._open[fd]
-                messages.append(
-                    (rank, {"died": f"{_ending(self._children[rank])}\n{self.tail(rank)}"})
-                )
+                ending = _ending(self._children[rank])
+                messages.append((rank, {"died": f"{ending}\n{self.tail(rank)}"}))
             *lines, last = (rest + part).split(b"\n")
             rest[:] = last
             messages += [(rank, json.loads(line)) for line in lines]
@@ -233,11 +247,9 @@ class _Processes:
 def _ending(child: Child) -> str:
     """Return how a child has ended that closed its stdout."""
     code = child.process.wait(GRACE_S)
-    return (
-        f"it was ended by {signal.Signals(-code).name}"
-        if code < 0
-        else f"it ended with exit code {code}"
-    )
+    if code < 0:
+        return f"it was ended by {signal.Signals(-code).name}"
+    return f"it ended with exit code {code}"
 
 
 class _Actors:
@@ -251,12 +263,14 @@ class _Actors:
         self._config = make_config(
             {"ray_address": where.ray_address, "micro_batch_size": 1, **values}
         )
-        self._address, self._slots = ray_address(self._config), None
+        self._address = ray_address(self._config)
+        self._slots = None
         if self._address == "local":
             self._slots = local_slots(
                 where.device, where.workers, discover_gpus(), available_cpus()
             )
-        self.ranks, self._timeout_s = range(where.workers), where.timeout_s
+        self.ranks = range(where.workers)
+        self._timeout_s = where.timeout_s
         self._stack = ExitStack()
         self._actors: list[Any] = []
         self._pending: dict[Any, int] = {}
@@ -273,6 +287,11 @@ class _Actors:
         place = Placement.make(self._config)
         self._stack.callback(remove_placement_group, place.group)
         actor: Any = ray.remote(concurrency_groups={"control": 1})(_Actor)  # type: ignore[call-overload]
+
+        # Root raises the priority of its actors itself; others keep Ray from lowering it
+        runtime_env = None
+        if os.geteuid() != 0:
+            runtime_env = {"env_vars": {"RAY_worker_niceness": "0"}}
         slot = {
             "workers": place.workers,
             "kind": place.kind,
@@ -284,9 +303,7 @@ class _Actors:
                 num_cpus=place.bundle["CPU"],
                 num_gpus=place.bundle.get("GPU", 0),
                 scheduling_strategy=strategy(place.group, index),
-                runtime_env=None
-                if os.geteuid() == 0
-                else {"env_vars": {"RAY_worker_niceness": "0"}},
+                runtime_env=runtime_env,
                 max_restarts=0,
                 max_task_retries=0,
             )
@@ -309,9 +326,8 @@ class _Actors:
             try:
                 messages.append((rank, ray.get(ref)))
             except RayActorError as error:
-                messages.append(
-                    (rank, {"died": f"its actor is gone: {' '.join(str(error).split())[:600]}"})
-                )
+                reason = " ".join(str(error).split())[:600]
+                messages.append((rank, {"died": f"its actor is gone: {reason}"}))
             except RayError as error:
                 messages.append((rank, {"error": str(error), "collective": False}))
         return messages
@@ -343,15 +359,17 @@ class _Actor(Rank):
         raise_priority()
         devices = ",".join(bound_devices())
         slice_or_uuid = devices if devices.startswith(("MIG-", "GPU-")) else ""
-        slot |= {"device": "cuda:0" if devices else "cpu", "addr": ray.util.get_node_ip_address()}
-        # Ray's ids of slices are UUIDs of slices, so slices of one node are taken for slices of one
-        # card.
         slot |= {
+            "device": "cuda:0" if devices else "cpu",
+            "addr": ray.util.get_node_ip_address(),
             "node": ray.get_runtime_context().get_node_id(),
+            # Ray identifies slices by their UUIDs and not by their card: the slices of a node count
+            # as slices of one card
             "gpu": "" if slot["kind"] == "mig" else devices,
+            "uuid": slice_or_uuid,
         }
         self._queue: deque[dict[str, Any]] = deque()
-        super().__init__(slot | {"uuid": slice_or_uuid}, self._queue.append)
+        super().__init__(slot, self._queue.append)
 
     def poll(self) -> list[dict[str, Any]]:
         """Return what this rank emitted since the last call."""
@@ -359,8 +377,9 @@ class _Actor(Rank):
 
 
 class _Here:
-    """This process is one rank of torchrun. A call runs when it is sent; its events are read
-    afterwards.
+    """This process is one rank of torchrun.
+
+    A call runs when it is sent; its events are read afterwards.
     """
 
     def __init__(self, rendezvous: Rendezvous, where: Where) -> None:
@@ -374,28 +393,27 @@ class _Here:
             )
         device = f"cuda:{rendezvous.local_rank % gpus}" if gpus else "cpu"
         self.ranks = range(rendezvous.rank, rendezvous.rank + 1)
-        self._rendezvous, self._secret, self._round = (
-            rendezvous,
-            f"nanoray/{rendezvous.public}/pool",
-            0,
-        )
+        self._rendezvous = rendezvous
+        self._secret = f"nanoray/{rendezvous.public}/pool"
+        self._round = 0
         self._messages: list[tuple[int, dict[str, Any]]] = []
+        kind = "cpu"
+        card_uuid = ""
+        if gpus and slices:
+            kind = "mig"
+        elif gpus:
+            kind = "cuda"
+            card_uuid = str(torch.cuda.get_device_properties(device).uuid)
         slot = {
             "rank": rendezvous.rank,
             "workers": rendezvous.world_size,
+            "kind": kind,
             "node": platform.node(),
-            "device": device,
-        }
-        slot |= {
-            "kind": "cpu" if not gpus else "mig" if slices else "cuda",
+            "gpu": card_uuid,
             "uuid": "".join(slices),
-        }
-        slot |= {
-            "gpu": str(torch.cuda.get_device_properties(device).uuid) if gpus and not slices else ""
-        }
-        slot |= {"threads": max(1, int(available_cpus()) // max(1, rendezvous.local_world_size))}
-        slot |= {
+            "device": device,
             "addr": rendezvous.master_addr,
+            "threads": max(1, int(available_cpus()) // max(1, rendezvous.local_world_size)),
             "timeout_s": where.timeout_s,
             "secret": rendezvous.secret,
         }
@@ -414,7 +432,8 @@ class _Here:
         self._messages.append((rank, answer))
 
     def receive(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
-        messages, self._messages = self._messages, []
+        messages = self._messages
+        self._messages = []
         return messages
 
     def everyone(self, values: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,6 +1,4 @@
-"""What a benchmark says: the conditions, rows of medians with their spread, ratios of pairs,
-targets and verdicts.
-"""
+"""The report of a benchmark: conditions, rows of medians, ratios of pairs, targets, verdicts."""
 
 from __future__ import annotations
 
@@ -24,6 +22,8 @@ from nanoray.devices.gpus import discover_gpus
 from nanoray.devices.host import available_cpus, cpu_features, cpu_name
 from nanoray.mesh.rendezvous import runtime_nccl_version
 
+# What a column of wrong elements counts, where a benchmark does not count something else
+WRONG_ELEMENTS = "elements that differ from the exact result"
 MIN_JUDGED = 5  # a target is judged from this many rounds on; fewer only show which way it points
 
 
@@ -72,52 +72,60 @@ class Row:
 
     @property
     def speed(self) -> str:
-        """Return what a ratio of times says of the upper one: neither, where its quartiles lie on
-        both sides of 1.
+        """Return "faster than" or "slower than" for a ratio of times, by its quartiles.
+
+        Where the quartiles lie on both sides of 1 it is "as fast as".
         """
         low, high = self.quartiles
-        return "faster than" if high < 1 else "slower than" if low > 1 else "as fast as"
+        if high < 1:
+            return "faster than"
+        if low > 1:
+            return "slower than"
+        return "as fast as"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row as it stands in the JSON file; without values it has `error` or `skipped`,
-        and no median.
+        """Return the row as it is written in the JSON file.
+
+        Without values it has `error` or `skipped`, and the median is null.
         """
         row = self.extra | {
             "arm": self.arm,
             "metric": self.metric,
             "unit": self.unit,
             "note": self.note,
-        }
-        row |= {
             "n": self.n,
             "values": list(self.values),
             "median": self.median if self.values else None,
         }
-        row |= {} if self.wrong is None else {"wrong": self.wrong}
+        if self.wrong is not None:
+            row["wrong"] = self.wrong
+
+        # A row may have values and an error: those of the rounds before the arm failed
         if self.values:
             low, high = self.quartiles
-            row |= {
-                "min": min(self.values),
-                "max": max(self.values),
-                "lower_quartile": low,
-                "upper_quartile": high,
-            }
+            row["min"] = min(self.values)
+            row["max"] = max(self.values)
+            row["lower_quartile"] = low
+            row["upper_quartile"] = high
+            if self.error:
+                row["error"] = self.error
         elif self.skipped and not self.error:
-            return row | {"skipped": self.skipped}
-        return row | ({} if self.values and not self.error else {"error": self.error or "no value"})
+            row["skipped"] = self.skipped
+        else:
+            row["error"] = self.error or "no value"
+        return row
 
     @classmethod
     def from_dict(cls, row: dict[str, Any]) -> Row:
         """Read `to_dict` back; keys that are no field's are `extra`."""
-        own = {f.name for f in fields(cls)}
-        extra = {key: value for key, value in row.items() if key not in own | _STATISTICS}
-        return cls(
-            **{key: value for key, value in row.items() if key in own}
-            | {"extra": extra, "values": tuple(row["values"])}
-        )
+        names = {f.name for f in fields(cls)}
+        own = {key: value for key, value in row.items() if key in names}
+        own["values"] = tuple(row["values"])
+        own["extra"] = {key: value for key, value in row.items() if key not in names | _STATISTICS}
+        return cls(**own)
 
 
-# They follow from the values
+# Keys of the JSON file that follow from the values
 _STATISTICS = {"n", "median", "min", "max", "lower_quartile", "upper_quartile"}
 
 
@@ -128,17 +136,16 @@ def ratio(name: str, metric: str, upper: Row, lower: Row, note: str = "") -> Row
     slows both and the ratio stays. A ratio of two medians would compare one's good minute with the
     other's bad one.
     """
-    # A failed arm has fewer rounds
-    values = tuple(u / v for u, v in zip(upper.values, lower.values, strict=False))
+    # Not strict: a failed arm has fewer rounds
+    values = tuple(above / below for above, below in zip(upper.values, lower.values, strict=False))
     return Row(
         name,
         metric,
         "ratio",
         values,
         note,
-        upper.error or lower.error,
-        None,
-        upper.skipped or lower.skipped,
+        error=upper.error or lower.error,
+        skipped=upper.skipped or lower.skipped,
     )
 
 
@@ -154,16 +161,15 @@ class Target:
 
     @property
     def verdict(self) -> str:
-        """ok | MISSED | not measured | does not apply: WHY | ok or missed, not judged."""
+        """Return ok, MISSED, not measured, "does not apply: WHY", or "ok|missed, not judged"."""
         if self.excuse:
             return f"does not apply: {self.excuse}"
         if not self.row.values:
             return "not measured" if self.row.problem else f"does not apply: {self.row.skipped}"
-        reached = (
-            self.row.median <= self.limit
-            if self.relation == "<="
-            else self.row.median >= self.limit
-        )
+        if self.relation == "<=":
+            reached = self.row.median <= self.limit
+        else:
+            reached = self.row.median >= self.limit
         if self.row.n < MIN_JUDGED:
             return f"{'ok' if reached else 'missed'}, not judged: n = {self.row.n} < {MIN_JUDGED}"
         return "ok" if reached else "MISSED"
@@ -173,13 +179,11 @@ class Target:
         return self.verdict in ("MISSED", "not measured")
 
     def to_dict(self) -> dict[str, Any]:
-        value = self.row.median if self.row.values else None
         return {
             "target": self.text,
             "relation": self.relation,
             "limit": self.limit,
-            "measured": value,
-        } | {
+            "measured": self.row.median if self.row.values else None,
             "n": self.row.n,
             "verdict": self.verdict,
         }
@@ -201,10 +205,12 @@ class Report:
         return next((r for r in self.rows if (r.arm, r.metric) == (arm, metric)), None)
 
     def compare(self, upper: str, lower: str, metric: str, note: str = "") -> Row | None:
-        """Add the row of ratios `upper` / `lower` of a metric; None when one of the two was not
-        asked for.
+        """Add the row of ratios `upper` / `lower` of a metric, and return it.
+
+        Returns None when one of the two arms was not measured.
         """
-        above, below = self.row(upper, metric), self.row(lower, metric)
+        above = self.row(upper, metric)
+        below = self.row(lower, metric)
         if above is None or below is None:
             return None
         self.rows.append(ratio(f"{upper} / {lower}", metric, above, below, note))
@@ -212,30 +218,36 @@ class Report:
 
     @property
     def problems(self) -> list[str]:
-        """Return one line per failure, wrong result and missed target. Rows that a failure explains
-        do not count.
+        """Return one line per failure, wrong result and missed target.
+
+        Rows without values do not count when a failure explains them.
         """
-        told = [failure.splitlines()[0] for failure in self.failures]
-        told += [
-            f"{r.arm}, {r.metric}: {r.problem}"
-            for r in self.rows
-            if r.problem and (r.wrong or not told)
-        ]
-        return told + [f"{t.text}: {t.verdict}" for t in self.targets if t.failed]
+        problems = [failure.splitlines()[0] for failure in self.failures]
+        for row in self.rows:
+            # A failed arm has rows without values: its failure is in the list already
+            if row.problem and (row.wrong or not self.failures):
+                problems.append(f"{row.arm}, {row.metric}: {row.problem}")
+        for target in self.targets:
+            if target.failed:
+                problems.append(f"{target.text}: {target.verdict}")
+        return problems
 
     @property
     def failed(self) -> bool:
         return bool(self.problems)
 
     def to_dict(self) -> dict[str, Any]:
-        return {
+        report = {
             "bench": self.bench,
             "conditions": self.conditions,
-            "rows": [r.to_dict() for r in self.rows],
-            "targets": [t.to_dict() for t in self.targets],
+            "rows": [row.to_dict() for row in self.rows],
+            "targets": [target.to_dict() for target in self.targets],
             "failures": self.failures,
             "ok": not self.failed,
-        } | ({"skipped": self.skipped} if self.skipped else {})
+        }
+        if self.skipped:
+            report["skipped"] = self.skipped
+        return report
 
     def write(self, path: Path) -> None:
         """Write the JSON file; a reader never sees half of it."""
@@ -244,39 +256,47 @@ class Report:
     @classmethod
     def read(cls, path: Path) -> Report:
         """Read conditions and rows of a written report back, to draw or to paste them again."""
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return cls(
-            found["bench"], found["conditions"], [Row.from_dict(row) for row in found["rows"]]
-        )
+        content = json.loads(path.read_text(encoding="utf-8"))
+        rows = [Row.from_dict(row) for row in content["rows"]]
+        return cls(content["bench"], content["conditions"], rows)
 
     def lines(self, rows: Sequence[str] | None = None) -> list[str]:
-        """Return the conditions, the table, the failures, the targets, and OK or FAILED as the last
-        line.
+        """Return the conditions, the table, the failures, the targets, and OK or FAILED.
 
         `rows` is a benchmark's own table in place of `table`.
         """
-        width = max(10, *map(len, self.conditions)) + 2 if self.conditions else 0
+        # The conditions, with their values in one column
+        width = max([10, *map(len, self.conditions)]) + 2
         lines = [f"{key:<{width}}{condition(value)}" for key, value in self.conditions.items()]
-        lines += ["", *(table(self.rows) if rows is None else rows), ""]
+
+        lines.append("")
+        lines += table(self.rows) if rows is None else rows
+        lines.append("")
+
+        # A failure is one line, and below it the traceback or the end of a log
         for failure in self.failures:
             first, *rest = failure.splitlines()
-            lines += [f"FAILED  {first}", *("  | " + line for line in rest)]
+            lines.append(f"FAILED  {first}")
+            lines += ["  | " + line for line in rest]
         for target in self.targets:
             measured = f"{target.row.median:.3f}" if target.row.values else "no value"
             lines.append(
                 f"target  {target.text} {target.relation} {target.limit:g}: {measured}  "
                 f"{target.verdict}"
             )
+
         if self.skipped:
-            return [*lines, f"skipped  {self.skipped}"]
-        return [
-            *lines,
-            f"FAILED  {'; '.join(self.problems)}" if self.failed else f"OK  {self.counts}",
-        ]
+            lines.append(f"skipped  {self.skipped}")
+        elif self.failed:
+            lines.append(f"FAILED  {'; '.join(self.problems)}")
+        else:
+            lines.append(f"OK  {self.counts}")
+        return lines
 
     def cell(self, arm: str, metric: str, spread: str = "quartiles") -> str:
-        """Return an arm's median with its `spread` (quartiles, range or none); FAILED, or ""
-        without a value.
+        """Return an arm's median with its `spread`: quartiles, range or none.
+
+        Without a value it is FAILED or "".
         """
         row = self.row(arm, metric)
         if row is None or not row.values:
@@ -288,45 +308,50 @@ class Report:
 
     @property
     def summary(self) -> tuple[str, str, str, str]:
-        """Return the report's line in the table of all benchmarks: bench, verdict, seconds, first
-        problem.
-        """
-        text = self.problems[0] if self.failed else self.skipped or self.counts
-        return self.bench, self.verdict, str(self.conditions.get("seconds", "")), text
+        """Return the report's line for `bench all`: bench, verdict, seconds, first problem."""
+        seconds = str(self.conditions.get("seconds", ""))
+        if self.failed:
+            return self.bench, self.verdict, seconds, self.problems[0]
+        return self.bench, self.verdict, seconds, self.skipped or self.counts
 
     @property
     def verdict(self) -> str:
-        return "FAILED" if self.failed else "skipped" if self.skipped else "OK"
+        if self.failed:
+            return "FAILED"
+        if self.skipped:
+            return "skipped"
+        return "OK"
 
     @property
     def counts(self) -> str:
-        skipped = sum(not r.values for r in self.rows if not r.problem)
-        return f"{len(self.rows)} rows, {len(self.targets)} target(s)" + (
-            f", {skipped} skipped" if skipped else ""
-        )
+        counts = f"{len(self.rows)} rows, {len(self.targets)} target(s)"
+        skipped = [row for row in self.rows if not row.values and not row.problem]
+        if skipped:
+            counts += f", {len(skipped)} skipped"
+        return counts
 
 
 def say(text: str) -> None:
-    """Tell the user how far a benchmark is: on stderr, because stdout is the report's."""
+    """Print the progress of a benchmark to stderr; stdout is for the report."""
     print(text, file=sys.stderr, flush=True)
 
 
 class Section(NamedTuple):
-    """What the page shows of one report besides itself: a figure as SVG text, a benchmark's own
-    table and words.
-    """
+    """What the page shows of one report: a figure as SVG, and the benchmark's own text."""
 
     report: Report
     svg: str = ""
     lines: Sequence[str] = ()
-    wrong: str = ""  # what its column of wrong elements counts
+    wrong: str = WRONG_ELEMENTS  # what its column of wrong elements counts
 
 
 def condition(value: Any) -> str:
     """Write a value of the conditions in one line."""
     if isinstance(value, dict):
-        return " · ".join(f"{k} {v}" for k, v in value.items())
-    return ", ".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)
+        return " · ".join(f"{key} {part}" for key, part in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value)) or "none"
+    return str(value)
 
 
 HEADER = ("arm", "metric", "unit", "median", "quartiles", "min .. max", "n", "wrong", "")
@@ -335,30 +360,22 @@ HEADER = ("arm", "metric", "unit", "median", "quartiles", "min .. max", "n", "wr
 def cells(row: Row) -> tuple[str, ...]:
     """Return a row's texts under HEADER. Without values, FAILED or skipped stands for the median."""
     wrong = "" if row.wrong is None else str(row.wrong)
+    name = (row.arm, row.metric, row.unit)
     if not row.values:
-        why = row.problem or row.skipped
-        return (
-            row.arm,
-            row.metric,
-            row.unit,
-            "FAILED" if row.problem else "skipped",
-            "",
-            "",
-            "0",
-            wrong,
-            why,
-        )
-    half, span = (
-        f"{number(low)} .. {number(high)}"
-        for low, high in (row.quartiles, (min(row.values), max(row.values)))
-    )
+        state = "FAILED" if row.problem else "skipped"
+        return (*name, state, "", "", "0", wrong, row.problem or row.skipped)
+
+    low, high = row.quartiles
+    quartiles = f"{number(low)} .. {number(high)}"
+    span = f"{number(min(row.values))} .. {number(max(row.values))}"
     note = "; ".join(filter(None, (row.error, row.note)))
-    return row.arm, row.metric, row.unit, number(row.median), half, span, str(row.n), wrong, note
+    return (*name, number(row.median), quartiles, span, str(row.n), wrong, note)
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Return the rows as aligned text; the column of wrong elements stands only where some row
-    compared them.
+    """Return the rows as aligned text.
+
+    The column of wrong elements is shown only where some row has compared them.
     """
     lines = [HEADER, *map(cells, rows)]
     if all(row.wrong is None for row in rows):
@@ -368,14 +385,14 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 def aligned(lines: Sequence[Sequence[str]], right: set[int]) -> list[str]:
     """Return a table as text; the columns in `right` are numbers, the last one is free text."""
-    width = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join(
-            c.rjust(w) if i in right else c.ljust(w)
-            for i, (c, w) in enumerate(zip(line, width, strict=True))
-        ).rstrip()
-        for line in lines
-    ]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    table = []
+    for line in lines:
+        padded = []
+        for column, (cell, width) in enumerate(zip(line, widths, strict=True)):
+            padded.append(cell.rjust(width) if column in right else cell.ljust(width))
+        table.append("  ".join(padded).rstrip())
+    return table
 
 
 def number(value: float) -> str:
@@ -389,8 +406,8 @@ def number(value: float) -> str:
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
     """Return a table that a README can paste; the first column is text, the others are numbers."""
-    rule = ["---", *["---:"] * (len(header) - 1)]
-    return ["| " + " | ".join(cells) + " |" for cells in (header, rule, *lines)]
+    rule = ["---"] + ["---:"] * (len(header) - 1)
+    return ["| " + " | ".join(line) + " |" for line in (header, rule, *lines)]
 
 
 def conditions(bench: str, argv: Sequence[str], command: str = "") -> dict[str, Any]:
@@ -399,13 +416,14 @@ def conditions(bench: str, argv: Sequence[str], command: str = "") -> dict[str, 
     `command` starts the benchmark; without it, `python -m nanoray.bench NAME` does.
     """
     program = command or f"python -m nanoray.bench {bench}"
-    installed = {
-        name: next((d.version for d in metadata.distributions(name=name)), None)
-        for name in ("torch", "ray")
-    }
+    # From the packages' metadata: importing torch and Ray takes seconds
+    installed: dict[str, str | None] = {}
+    for name in ("torch", "ray"):
+        versions = [distribution.version for distribution in metadata.distributions(name=name)]
+        installed[name] = versions[0] if versions else None
     features = cpu_features() & {"amx_bf16", "avx512_bf16", "avx512f", "avx2"}
     gpus = discover_gpus()
-    if gpus:  # torch takes seconds to import, so only where it knows something
+    if gpus:  # this imports torch
         version = runtime_nccl_version()
         installed["nccl"] = ".".join(map(str, version)) if version else None
     return {

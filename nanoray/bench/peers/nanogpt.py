@@ -1,8 +1,7 @@
-"""nanoGPT's own train.py as a peer, from a folder that the user names: the same sizes, data, batch
-and threads.
+"""nanoGPT's own train.py as a peer, with the same sizes, data, batch and threads.
 
-It runs as it is, in float32 and one process. With several ranks it cannot run without a GPU: it
-calls torch.cuda.set_device as soon as it finds RANK.
+The user names the folder that holds it. It runs as it is, in float32 and one process. With several
+ranks it cannot run without a GPU: it calls torch.cuda.set_device as soon as it finds RANK.
 """
 
 from __future__ import annotations
@@ -32,14 +31,10 @@ class _Reached(Exception):
 
 
 class NanoGPT:
-    """A folder in which nanoGPT's train.py finds what it wants, and its command line for a
-    configuration.
-    """
+    """A folder from which nanoGPT's train.py runs, and its command line for a configuration."""
 
     def __init__(self, source: Path, config: Config, data: DatasetInfo, folder: Path) -> None:
-        """Lay the folder out below `folder`: train.py's neighbours, the tokens, and meta.pkl with
-        the vocabulary.
-        """
+        """Write train.py's neighbours, the tokens, and meta.pkl with the vocabulary."""
         self.folder = folder / "nanogpt"
         tokens = self.folder / "data" / "bench"
         tokens.mkdir(parents=True)
@@ -103,8 +98,7 @@ class NanoGPT:
         ]
 
     def step_ms(self, steps: int, env: Mapping[str, str], timeout_s: float) -> float:
-        """Run `steps` steps, after some that do not count, in a process of their own; return their
-        median.
+        """Run `steps` steps, after SETTLED that do not count, and return their median in ms.
 
         Raises ChildFailed.
         """
@@ -120,13 +114,13 @@ class NanoGPT:
     def train(
         self, target: float, env: Mapping[str, str], timeout_s: float
     ) -> tuple[int, float, float]:
-        """Train until an evaluation of its own shows the loss `target`, else to the end of the
-        recipe.
+        """Train until nanoGPT's own evaluation shows the loss `target`, or to max_steps.
 
         Returns the last evaluation: step, seconds since the start, validation loss. The seconds are
         those when its line was seen, at most LOOK_S after it was printed. Raises ChildFailed.
         """
-        c, seen = self._config, dict[int, tuple[float, float]]()
+        c = self._config
+        seen = dict[int, tuple[float, float]]()
         command = self._command(
             eval_interval=c.eval_every, eval_iters=max(1, c.eval_samples // c.global_batch_size)
         )

@@ -40,14 +40,16 @@ def main(
     loop: Callable[[dict[str, Any]], None] | None = None,
     torch_config: Callable[[], Any] = lambda: None,
 ) -> int:
-    """Run the peer and return its exit code. `loop` and `torch_config`: those of another peer on
-    Ray Train.
+    """Run the peer and return its exit code.
+
+    Another peer on Ray Train passes its own `loop` and `torch_config`.
     """
     started = time.time()
     try:
         config = parse_args(sys.argv[1:] if argv is None else argv, program, what).config
         settings = torch_config()
-        address, slots = ray_address(config), None
+        address = ray_address(config)
+        slots = None
         if address == "local":
             workers = None if config.workers == "auto" else config.workers
             slots = local_slots(config.device, workers, discover_gpus(), available_cpus())
@@ -64,9 +66,10 @@ def main(
 def _fit(spec: RunSpec, loop: Callable[[dict[str, Any]], None], torch_config: Any) -> None:
     has = ray.cluster_resources()
     use_gpu = spec.config.device != "cpu" and has.get("GPU", 0) > 0
-    workers = (
-        int(has["GPU"] if use_gpu else 2) if spec.config.workers == "auto" else spec.config.workers
-    )
+    if spec.config.workers == "auto":
+        workers = int(has["GPU"] if use_gpu else 2)
+    else:
+        workers = spec.config.workers
     # As nanoray.placement reserves them, on one node
     cpus = 1.0 if use_gpu else cpu_share([has["CPU"]], workers)
     trainer = ray.train.torch.TorchTrainer(
@@ -95,8 +98,10 @@ def train_loop(args: dict[str, Any]) -> None:
     from nanoray.mesh.rendezvous import Rendezvous
     from nanoray.train.recipe import train
 
-    context, device = ray.train.get_context(), ray.train.torch.get_device()
-    rank, world = context.get_world_rank(), context.get_world_size()
+    context = ray.train.get_context()
+    device = ray.train.torch.get_device()
+    rank = context.get_world_rank()
+    world = context.get_world_size()
 
     def take_over(*_: Any) -> Mesh:
         backend = dist.get_backend() if world > 1 else "none"
@@ -116,9 +121,7 @@ def train_loop(args: dict[str, Any]) -> None:
 
 
 def next_attempt(folder: Path) -> int:
-    """Count this attempt of Ray Train's in the run's folder, and return its number from 0 on. (rank
-    0 only)
-    """
+    """Count this attempt of Ray Train and return its number, from 0 on. (rank 0 only)"""
     with (folder / "ray_train_attempts").open("a+", encoding="utf-8") as lines:
         lines.write(f"{time.time():.3f}\n")
         lines.seek(0)

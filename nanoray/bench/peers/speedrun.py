@@ -1,5 +1,4 @@
-"""The first record of `bench speedrun`: the loop that people write first (compute.py), until it has
-reached a loss.
+"""The first record of `bench speedrun`: the loop that people write first (compute.py).
 
 Flags are those of nanoray.train. Every `eval_every` steps it scores the validation windows that
 nanoray's evaluation scores, and writes a record as nanoray does: step, val/loss, the Unix seconds
@@ -27,7 +26,8 @@ from nanoray.devices.host import available_cpus
 @torch.no_grad()
 def validation_loss(model: nn.Module, data: TokenData, config: Config) -> float:
     """Return the mean loss of the validation windows, a batch of the training's size at a time."""
-    windows, size = data.val_windows(config.eval_samples), config.global_batch_size
+    windows = data.val_windows(config.eval_samples)
+    size = config.global_batch_size
     model.eval()
     parts = [windows[i : i + size] for i in range(0, len(windows), size)]
     total = sum(float(model(*data.val_batch(part))) * len(part) for part in parts)
@@ -39,10 +39,8 @@ def main(argv: list[str]) -> int:
     """Train until an evaluation reaches target_loss, or max_steps."""
     config = parse_args(argv, "python -m nanoray.bench.peers.speedrun", "A plain loop.").config
     info = prepare(config)
-    data, records = (
-        TokenData(info, config.block_size, config.seed),
-        Path(config.out_dir, "metrics.jsonl"),
-    )
+    data = TokenData(info, config.block_size, config.seed)
+    records = Path(config.out_dir, "metrics.jsonl")
     with records.open("w", encoding="utf-8") as file:
         for step, model in enumerate(plain_loop(config, info, max(1, int(available_cpus())))):
             if step and (step % config.eval_every == 0 or step == config.max_steps):

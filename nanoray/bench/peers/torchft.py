@@ -66,7 +66,8 @@ def train_loop(args: dict[str, Any]) -> None:
 
     from nanoray.train.agree import log_to
 
-    context, spec = ray.train.get_context(), RunSpec.from_dict(args["spec"])
+    context = ray.train.get_context()
+    spec = RunSpec.from_dict(args["spec"])
     rank = context.get_world_rank()
     torch.set_num_threads(args["threads"])
     log_to(spec.log(rank))
@@ -77,8 +78,9 @@ def train_loop(args: dict[str, Any]) -> None:
 
 
 class Replica:
-    """A worker's model, data and optimizer under a torchft Manager, whose steps are those that were
-    committed.
+    """A worker's model, data and optimizer under a torchft Manager.
+
+    A step counts when the manager has committed it.
     """
 
     def __init__(self, spec: RunSpec, rank: int, world: int, device: Any) -> None:
@@ -89,19 +91,23 @@ class Replica:
         from nanoray.train.agree import resolve_precision
         from nanoray.train.tasks import task_of
 
-        self.spec, self.world, self.task = spec, world, task_of(spec)
+        self.spec = spec
+        self.world = world
+        self.task = task_of(spec)
         self.precision, _ = resolve_precision(spec.config, Mesh(0, 1, 0, device, "none", ""))
         if self.precision == "fp16":
             raise ConfigError(
                 "precision = fp16 needs a scaler of losses, which this peer has not; use fp32 or "
                 "bf16"
             )
-        self.saved, self.over = spec.folder / "torchft.pt", spec.folder / "torchft.done"
+        self.saved = spec.folder / "torchft.pt"
+        self.over = spec.folder / "torchft.done"
         self.metrics = os.open(
             spec.folder / "metrics.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600
         )
         torch.manual_seed(spec.config.seed)  # the same initial weights on every rank
-        self.device, self.data = device, self.task.data(device)
+        self.device = device
+        self.data = self.task.data(device)
         self.plain = self.task.model().to(device)
         self.inner = self.task.optimizer(self.plain, None)
         group = (ProcessGroupNCCL if device.type == "cuda" else ProcessGroupGloo)(timeout=TIMEOUT)
@@ -136,19 +142,16 @@ class Replica:
         from nanoray.train.optim.groups import lr_at, set_lr
         from nanoray.train.recipe import mean_loss
 
-        cfg, manager = self.spec.config, self.manager
+        cfg = self.spec.config
+        manager = self.manager
         self.optimizer.zero_grad()  # waits for the quorum, and heals
-        step, rank, now = (
-            manager.current_step(),
-            manager.participating_rank(),
-            manager.num_participants(),
-        )
+        step = manager.current_step()
+        rank = manager.participating_rank()
+        now = manager.num_participants()
         batch = batch_for(cfg, self.world, now) or resolve_batch(cfg, now)
         set_lr([self.inner], lr := lr_at(step, cfg))
-        micro_batches, loss = (
-            MicroBatches(self.data, batch, rank or 0),
-            torch.zeros((), device=self.device),
-        )
+        micro_batches = MicroBatches(self.data, batch, rank or 0)
+        loss = torch.zeros((), device=self.device)
         for micro in range(batch.accum):
             x, y = micro_batches.get(step * batch.global_size, micro)
             part = (
@@ -185,10 +188,10 @@ class Replica:
             gradient.copy_(mean.view_as(gradient))
 
     def _record(self, step: int, loss: float, lr: float) -> None:
-        """Write what a committed step came to. All replicas do: a lost one may have committed more
-        than it wrote.
+        """Write the record of a committed step.
 
-        Quorums take the place of attempts: each has another number.
+        Every replica writes: a lost one may have committed more steps than it wrote. Quorums take
+        the place of attempts: each has another number.
         """
         record = {
             "step": step,
