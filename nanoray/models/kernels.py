@@ -47,11 +47,12 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, p: float = 0.0, cudnn: bool
     S = k.shape[2]
     # is_causal aligns query 0 with key 0, which is right for T = S. A single query attends to all
     # keys. Between the two, as when a prompt continues a cache, only a mask is right.
+    is_causal = T == S
     mask = None
     if 1 < T < S:
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)  # (T, S)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if cudnn else nullcontext():
-        return F.scaled_dot_product_attention(q, k, v, mask, p, is_causal=T == S)  # (B, H, T, D)
+        return F.scaled_dot_product_attention(q, k, v, mask, p, is_causal)  # (B, H, T, D)
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, p: float = 0.0) -> Tensor:
