@@ -30,7 +30,7 @@ class DatasetInfo:
     sha256: str  # of the source text; empty for a folder that does not say
     tokens_sha256: str  # of train.bin followed by val.bin
     tokenizer: dict[str, Any]  # for tokenizer_from_json; empty for images
-    # Tokens | images | own (data of the user's script, of which nothing is known)
+    # tokens | images | own (data of the user's script; the other fields are then empty)
     kind: str = "tokens"
 
     def to_dict(self) -> dict[str, Any]:
@@ -39,9 +39,7 @@ class DatasetInfo:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DatasetInfo:
-        """Read `to_dict` back. Raises DataError when a key is missing, unknown, or of the wrong
-        type.
-        """
+        """Read `to_dict` back. Raises DataError for a missing or unknown key, or a wrong type."""
         try:
             return cls(**(values | {"path": Path(values["path"])}))
         except (KeyError, TypeError) as error:
@@ -51,18 +49,32 @@ class DatasetInfo:
 
 
 def own_data() -> DatasetInfo:
-    """Return the record that stands for data which the user's script opens."""
-    return DatasetInfo("own", "data of the script", Path("/"), "", 0, 0, 0, "", "", {}, "own")
+    """Return the record of data that the user's script opens."""
+    return DatasetInfo(
+        name="own",
+        note="data of the script",
+        path=Path("/"),
+        dtype="",
+        vocab_size=0,
+        train_tokens=0,
+        val_tokens=0,
+        sha256="",
+        tokens_sha256="",
+        tokenizer={},
+        kind="own",
+    )
 
 
 def cache_dir(config: Config) -> Path:
-    """Return the folder of downloads and tokens: data_dir, else $XDG_CACHE_HOME/nanoray, else
-    ~/.cache/nanoray.
+    """Return the folder of downloads and tokens.
+
+    It is data_dir, else $XDG_CACHE_HOME/nanoray, else ~/.cache/nanoray.
     """
-    folder = config.data_dir or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or "~/.cache", "nanoray"
-    )
+    folder = config.data_dir
+    if not folder:
+        folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "nanoray")
     path = absolute(folder)
+    # expanduser returns "~" unchanged when there is no home.
     if folder.startswith("~/") and os.path.expanduser(folder) == folder:
         raise DataError(
             f"no home folder for the cache {folder}; name a writable folder with --data_dir"

@@ -30,10 +30,12 @@ def fetch(url: str, tries: int, total_s: float, most_bytes: int = 0) -> bytes:
     One try takes at most `total_s` seconds, and `most_bytes` (0: MAX_BYTES). Raises FetchFailed.
     """
     most_bytes = most_bytes or MAX_BYTES
-    url = url if "://" in url else Path(url).expanduser().absolute().as_uri()
+    if "://" not in url:
+        url = Path(url).expanduser().absolute().as_uri()
     if not url.startswith(("http://", "https://", "file://")):
         raise FetchFailed("not an http(s):// or file:// URL")
-    tries = 1 if url.startswith("file://") else tries
+    if url.startswith("file://"):
+        tries = 1  # a local error stays
     for pause_s in BACKOFF_S[: tries - 1]:
         try:
             return _try(url, total_s, most_bytes)
@@ -45,24 +47,31 @@ def fetch(url: str, tries: int, total_s: float, most_bytes: int = 0) -> bytes:
 
 
 def _try(url: str, total_s: float, most_bytes: int) -> bytes:
-    done: list[bytes | FetchFailed] = []
+    results: list[bytes | FetchFailed] = []
 
     def read() -> None:
         try:
             # A new opener, because urlopen's global one keeps the proxies of its first call.
             with build_opener().open(url, timeout=min(TRY_S, total_s)) as response:
                 body = response.read(most_bytes + 1)
-                # read(n) takes less
-                short = getattr(response, "length", 0) if len(body) <= most_bytes else 0
-                done.append(_explain(IncompleteRead(body, short)) if short else body)
+                # read(n) does not raise when the connection ends early.
+                missing = 0
+                if len(body) <= most_bytes:
+                    missing = getattr(response, "length", 0)
+                if missing:
+                    raise IncompleteRead(body, missing)
+                results.append(body)
         except Exception as error:
-            done.append(_explain(error))
+            results.append(_explain(error))
 
     # A thread, because no socket timeout covers a silent name server or a body that arrives byte by
     # byte.
-    (thread := threading.Thread(target=read, daemon=True)).start()
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
     thread.join(total_s)
-    result = done[0] if done else FetchFailed(f"no answer within {total_s:g} s", transient=True)
+    if not results:
+        raise FetchFailed(f"no answer within {total_s:g} s", transient=True)
+    result = results[0]
     if isinstance(result, FetchFailed):
         raise result
     if len(result) > most_bytes:
@@ -71,12 +80,11 @@ def _try(url: str, total_s: float, most_bytes: int) -> bytes:
 
 
 def _explain(error: Exception) -> FetchFailed:
+    """Return the reason of a failure, and whether another try may help."""
     if isinstance(error, HTTPError):
         error.close()
-        return FetchFailed(
-            f"HTTP {error.code} {error.reason}", error.code >= 500 or error.code in (408, 429)
-        )
+        transient = error.code >= 500 or error.code in (408, 429)
+        return FetchFailed(f"HTTP {error.code} {error.reason}", transient)
     reason = error.reason if isinstance(error, URLError) else error
-    return FetchFailed(
-        str(reason) or type(reason).__name__, isinstance(error, (OSError, HTTPException))
-    )
+    transient = isinstance(error, (OSError, HTTPException))
+    return FetchFailed(str(reason) or type(reason).__name__, transient)

@@ -16,69 +16,66 @@ from nanoray.data.dataset import DatasetInfo
 from nanoray.data.order import EpochOrder
 from nanoray.data.tokens import GOLDEN, MappedFile, evenly_spaced, mix, open_mapped
 
-# Rows and columns of an image; black pixels around it, of which the crop takes some
-SIZE, PAD = 32, 4
+SIZE = 32  # rows and columns of an image
+PAD = 4  # black pixels around it, from which a crop may take some
 # Of CIFAR-10's training pixels: red, green, blue
-MEAN, STD = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)
+MEAN = (125.3, 123.0, 113.9)
+STD = (63.0, 62.1, 66.7)
 # Two streams of hashes of one seed
-_EPOCHS, _CROPS = np.uint64(0x5851F42D4C957F2D), np.uint64(0x14057B7EF767814F)
+_EPOCHS = np.uint64(0x5851F42D4C957F2D)
+_CROPS = np.uint64(0x14057B7EF767814F)
 
 
 class ImageData:
     """The two splits, memory-mapped: all ranks of a node share the page cache."""
 
     def __init__(self, info: DatasetInfo, seed: int, device: torch.device | None = None) -> None:
-        """Open `info`. Raises DataError when the sizes of its files are not those that `prepare`
-        recorded.
-        """
+        """Open `info`. Raises DataError when its files' sizes are not the recorded ones."""
         self.count = {"train": info.train_tokens, "val": info.val_tokens}
         self._files = {
             split: open_mapped(info, split, images * RECORD) for split, images in self.count.items()
         }
         self.device = device
-        # (1,) each
-        epochs, self._crops = np.split(
-            mix(np.array([seed], np.uint64) ^ np.array([_EPOCHS, _CROPS])), 2
-        )
-        self.epochs = EpochOrder(self.count["train"], epochs)
-        self._mean, self._std = (
-            torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (MEAN, STD)
-        )
+
+        # Arrays of one element: numpy warns of overflow in scalars, not in arrays.
+        seeds = np.array([seed], np.uint64)  # (1,)
+        self.epochs = EpochOrder(self.count["train"], mix(seeds ^ _EPOCHS))
+        self._crops = mix(seeds ^ _CROPS)  # (1,)
+        self._mean = torch.tensor(MEAN, device=device).view(1, 3, 1, 1)
+        self._std = torch.tensor(STD, device=device).view(1, 3, 1, 1)
 
     def train_batch(self, first_sample: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return images (B, 3, 32, 32) float32, cropped and flipped, and classes (B,) int64, on the
-        device.
+        """Return images (B, 3, 32, 32) float32 and classes (B,) int64, on the device.
 
-        Each image is padded by 4 black pixels, cut to its size again at one of 9 x 9 places, and
+        Each image is padded by 4 black pixels, cropped to its size at one of 9 x 9 places, and
         mirrored or not.
         """
-        index = np.arange(first_sample, first_sample + count, dtype=np.uint64)
-        hashes = mix(self._crops + (index + np.uint64(1)) * GOLDEN)  # (B,)
-        places = 2 * PAD + 1
-        # (B,) each
-        top, left = hashes % np.uint64(places), (hashes >> np.uint64(16)) % np.uint64(places)
+        # Different bits of a sample's hash choose its crop and its direction.
+        samples = np.arange(first_sample, first_sample + count, dtype=np.uint64)
+        hashes = mix(self._crops + (samples + np.uint64(1)) * GOLDEN)  # (B,)
+        places = np.uint64(2 * PAD + 1)
+        top = (hashes % places).astype(np.int64)  # (B,)
+        left = ((hashes >> np.uint64(16)) % places).astype(np.int64)  # (B,)
         flipped = (hashes >> np.uint64(32)) & np.uint64(1) == 1  # (B,)
+
         images, labels = self._read("train", self.epochs.indices(first_sample, count))
         images = np.pad(images, ((0, 0), (0, 0), (PAD, PAD), (PAD, PAD)))  # (B, 3, 40, 40)
+
+        # Crop and mirror all images at once, by the rows and columns that each one keeps.
         pixel = np.arange(SIZE)
-        rows = top.astype(np.int64)[:, None] + pixel  # (B, 32)
-        # (B, 32)
-        columns = left.astype(np.int64)[:, None] + np.where(flipped[:, None], pixel[::-1], pixel)
-        sample, channel = np.arange(count)[:, None, None, None], np.arange(3)[:, None, None]
-        return self._on_device(
-            images[sample, channel, rows[:, None, :, None], columns[:, None, None, :]], labels
-        )
+        rows = top[:, None] + pixel  # (B, 32)
+        columns = left[:, None] + np.where(flipped[:, None], pixel[::-1], pixel)  # (B, 32)
+        sample = np.arange(count)[:, None, None, None]
+        channel = np.arange(3)[:, None, None]
+        cropped = images[sample, channel, rows[:, None, :, None], columns[:, None, None, :]]
+        return self._on_device(cropped, labels)
 
     def val_windows(self, limit: int) -> np.ndarray:
-        """Return the numbers of at most `limit` images of val.bin, evenly spaced from end to end,
-        int64.
-        """
+        """Return the numbers of at most `limit` images of val.bin, evenly spaced, int64."""
         return evenly_spaced(self.count["val"] - 1, min(limit, self.count["val"]))
 
     def val_batch(self, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return whole images (B, 3, 32, 32) float32 and classes (B,) int64 of these numbers, on
-        the device.
-        """
+        """Return images (B, 3, 32, 32) float32 and classes (B,) int64 of val.bin, on the device."""
         return self._on_device(*self._read("val", starts))
 
     def _read(self, split: str, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -92,15 +89,13 @@ class ImageData:
         self, images: np.ndarray, labels: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Move bytes to the device, and normalise them there."""
-        x, y = (
-            torch.from_numpy(np.ascontiguousarray(images)),
-            torch.from_numpy(labels.astype(np.int64)),
-        )
+        x = torch.from_numpy(np.ascontiguousarray(images))
+        y = torch.from_numpy(labels.astype(np.int64))
         if self.device is not None and self.device.type == "cuda":
-            x, y = (
-                x.pin_memory().to(self.device, non_blocking=True),
-                y.pin_memory().to(self.device, non_blocking=True),
-            )
+            # From pageable memory the copy would block the host.
+            x = x.pin_memory().to(self.device, non_blocking=True)
+            y = y.pin_memory().to(self.device, non_blocking=True)
         elif self.device is not None:
-            x, y = x.to(self.device), y.to(self.device)
+            x = x.to(self.device)
+            y = y.to(self.device)
         return (x.float() - self._mean) / self._std, y

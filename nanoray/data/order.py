@@ -1,6 +1,4 @@
-"""The order of samples from a dataset of N items: epoch by epoch, each a permutation that follows
-from a key.
-"""
+"""The order of samples from a dataset of N items: each epoch is a permutation, from a key."""
 
 from __future__ import annotations
 
@@ -10,29 +8,29 @@ from nanoray.data.tokens import GOLDEN, mix
 
 
 class EpochOrder:
-    """Sample i is an item of epoch i // N. There is no state: one integer resumes the order, and
-    any rank knows it.
+    """Sample i is an item of epoch i // N.
+
+    There is no state: one integer resumes the order, and any rank can compute any part of it.
     """
 
     def __init__(self, count: int, key: np.ndarray) -> None:
-        """`count` is N; `key`, (1,) uint64, follows from the seed."""
-        self.count, self._key = count, key
+        """Order `count` = N items; `key`, (1,) uint64, follows from the seed."""
+        self.count = count
+        self._key = key
         self._orders: dict[int, np.ndarray] = {}  # of the newest epochs
 
     def order(self, epoch: int) -> np.ndarray:
-        """Return the items of an epoch in their order, (N,) int64: sorted by a hash of (key, epoch,
-        item).
-        """
+        """Return an epoch's items in their order, (N,) int64: sorted by hash (key, epoch, item)."""
         if epoch not in self._orders:
             first = np.array([epoch * self.count + 1], np.uint64)
             hashes = mix(self._key + (first + np.arange(self.count, dtype=np.uint64)) * GOLDEN)
-            # A batch may hold the end of one and the start of another
+            # Keep two epochs: a batch may hold the end of one and the start of the next.
             newest = dict(sorted(self._orders.items())[-1:])
             self._orders = newest | {epoch: np.argsort(hashes, kind="stable")}
         return self._orders[epoch]
 
     def indices(self, first_sample: int, count: int) -> np.ndarray:
-        """Return which items samples first_sample ... first_sample + count - 1 are, (count,) int64."""
+        """Return the items of samples first_sample ... first_sample + count - 1, (count,) int64."""
         epochs, places = np.divmod(np.arange(first_sample, first_sample + count), self.count)
         return np.concatenate(
             [self.order(int(epoch))[places[epochs == epoch]] for epoch in np.unique(epochs)]

@@ -1,7 +1,7 @@
-"""Prepare datasets: turn a text into train.bin, val.bin and meta.json. data/tokens.py reads batches
-from them.
+"""Prepare datasets: turn a text into train.bin, val.bin and meta.json.
 
-Images come from data/cifar10.py, in the same files; data/images.py reads batches from them.
+data/tokens.py reads batches from them. Images come from data/cifar10.py, in the same files;
+data/images.py reads batches from those.
 """
 
 from __future__ import annotations
@@ -37,30 +37,34 @@ SHAKESPEARE_URL = (
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 _NAMES = ("auto", "shakespeare", "stdlib")
-_TOTAL_S, _QUICK_S = 60.0, 4.0  # for one try to download; for the only try of dataset auto
+_TOTAL_S = 60.0  # for one try to download
+_QUICK_S = 4.0  # for the only try of dataset auto, which has a fallback
 _SCAN_BYTES = 1 << 24  # a multiple of every token size
 _STDLIB_BYTES = 4_000_000
-_STDLIB_SKIP = {  # third-party code, tests, and tables (encodings, pydoc_data)
-    *(
-        "site-packages",
-        "dist-packages",
-        "test",
-        "tests",
-        "idlelib",
-        "lib2to3",
-        "ensurepip",
-        "turtledemo",
-    ),
-    *("__pycache__", "lib-dynload", "encodings", "pydoc_data"),
+_STDLIB_SKIP = {
+    # Third-party code
+    "site-packages",
+    "dist-packages",
+    "ensurepip",
+    # Tests and demos
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "turtledemo",
+    # No source text, or tables
+    "__pycache__",
+    "lib-dynload",
+    "encodings",
+    "pydoc_data",
 }
 
 
 def prepare(config: Config) -> DatasetInfo:
-    """Find or make the files of `config.dataset`. (driver or rank 0 only; the other ranks get the
-    result)
+    """Find or make the files of `config.dataset`. (driver or rank 0 only)
 
-    Raises DataError when there is no such dataset, or when a split is shorter than one window of
-    block_size + 1 tokens.
+    The other ranks receive the result. Raises DataError when there is no such dataset, or when a
+    split is shorter than one window of block_size + 1 tokens.
     """
     if config.model == "resnet":
         return cifar10.prepare(config)
@@ -78,19 +82,24 @@ def prepare(config: Config) -> DatasetInfo:
     else:
         info = _tokenize(_text_file(path, config.dataset), config)
 
-    need, shortest = config.block_size + 1, min(info.train_tokens, info.val_tokens)
-    for split, tokens in (("train", info.train_tokens), ("val", info.val_tokens)):
-        if tokens < need:
-            lower = f", or lower --block_size to {shortest - 1} or less" if shortest > 1 else ""
-            raise DataError(
-                f"{info.name}: the {split} split has {tokens} tokens, but block_size + 1 = {need} "
-                "are needed; "
-                f"use a longer text{lower}"
-            )
+    _require_a_window(info, config.block_size)
     return info
 
 
-# ---- sources of text ------------------------------------------------------------------------------------------------
+def _require_a_window(info: DatasetInfo, block_size: int) -> None:
+    shortest = min(info.train_tokens, info.val_tokens)
+    for split, tokens in (("train", info.train_tokens), ("val", info.val_tokens)):
+        if tokens < block_size + 1:
+            remedy = "use a longer text"
+            if shortest > 1:
+                remedy += f", or lower --block_size to {shortest - 1} or less"
+            raise DataError(
+                f"{info.name}: the {split} split has {tokens} tokens, but block_size + 1 = "
+                f"{block_size + 1} are needed; {remedy}"
+            )
+
+
+# Sources of text.
 
 
 @dataclass(frozen=True)
@@ -106,7 +115,7 @@ class _Source:
 
 
 def _shakespeare_or_stdlib(config: Config) -> _Source:
-    # The user named this URL: its failure is an error, not a reason to train on another text
+    # A user's URL that fails is an error, not a reason to train on another text.
     if config.data_url:
         return _shakespeare(config)
     try:
@@ -139,13 +148,13 @@ def _get_shakespeare(config: Config, tries: int, total_s: float) -> _Source:
         source = replace(source, data=cached.read_bytes())
         if source.sha256 == SHAKESPEARE_SHA256:
             return source
-    damaged = "; the damaged cached copy was replaced" if source.data else ""
+
+    # No copy in the cache, or one that is not Shakespeare.
     url = config.data_url or SHAKESPEARE_URL
-    source = replace(
-        source,
-        data=fetch(url, tries, total_s),
-        note=f"shakespeare: Karpathy's tiny Shakespeare, from {url}{damaged}",
-    )
+    note = f"shakespeare: Karpathy's tiny Shakespeare, from {url}"
+    if source.data:
+        note += "; the damaged cached copy was replaced"
+    source = replace(source, data=fetch(url, tries, total_s), note=note)
     if source.sha256 != SHAKESPEARE_SHA256:
         raise FetchFailed(f"these {len(source.data)} bytes are another text", got=source.sha256)
     write(cached, source.data)
@@ -153,15 +162,20 @@ def _get_shakespeare(config: Config, tries: int, total_s: float) -> _Source:
 
 
 def _stdlib() -> _Source:
-    """Read the source of Python's standard library, in the order of a hash so that train and val
-    are alike.
-    """
+    """Read the source text of Python's standard library."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in _STDLIB_SKIP]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
-    files.sort(key=lambda file: hashlib.sha256(file.relative_to(root).as_posix().encode()).digest())
+
+    # In the order of a hash, so that train and val hold the same kind of text.
+    def hash_of_path(file: Path) -> bytes:
+        return hashlib.sha256(file.relative_to(root).as_posix().encode()).digest()
+
+    files.sort(key=hash_of_path)
+
+    # Skip files that are not UTF-8, and those that would exceed the size.
     data = bytearray()
     for file in files:
         with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -180,6 +194,7 @@ def _stdlib() -> _Source:
 
 def _text_file(path: Path, given: str) -> _Source:
     if not os.path.exists(path):
+        # Suggest the nearest name, of our datasets or beside the missing file.
         close = difflib.get_close_matches(given, _NAMES, n=1)
         with contextlib.suppress(OSError, ValueError):
             neighbours = difflib.get_close_matches(path.name, sorted(os.listdir(path.parent)), n=1)
@@ -197,43 +212,55 @@ def _text_file(path: Path, given: str) -> _Source:
     except OSError as error:
         raise DataError(f"cannot read {given}: {error.strerror}; check its permissions") from None
     source = _Source(_name(path.stem), f"{path.name}: the text file {path}", data, given)
-    return replace(source, name="shakespeare") if source.sha256 == SHAKESPEARE_SHA256 else source
+    if source.sha256 == SHAKESPEARE_SHA256:
+        source = replace(source, name="shakespeare")
+    return source
 
 
 def _name(stem: str) -> str:
-    # The presets' expected losses hold for our own texts only
+    """Return the name of a user's dataset.
+
+    It must differ from our own names: the presets' expected losses hold for our own texts only.
+    """
     return f"{stem}-file" if stem in _NAMES else stem
 
 
-# ---- from text to token files ---------------------------------------------------------------------------------------
+# From text to token files.
 
 
 def _tokenize(source: _Source, config: Config) -> DatasetInfo:
-    """Write or reuse the token files of `source`; the first 1 - val_fraction of its characters are
-    for training.
+    """Write or reuse the token files of `source`.
+
+    The first 1 - val_fraction of its characters are the training split.
     """
-    kind = config.tokenizer
+    kind: str = config.tokenizer
     if kind == "auto":
         kind = "char" if source.name == "shakespeare" else "byte"
-    key = hashlib.sha256(f"v1 {source.sha256} {kind} {config.val_fraction!r}".encode()).hexdigest()[
-        :16
-    ]
+
+    # The folder's name follows from all that determines its content.
+    content = f"v1 {source.sha256} {kind} {config.val_fraction!r}"
+    key = hashlib.sha256(content.encode()).hexdigest()[:16]
     stem = re.sub(r"[^A-Za-z0-9._-]+", "_", source.name)[:40]
     folder = cache_dir(config) / "tokens" / f"{stem}-{kind}-{key}"
-    if cached := _reuse(folder):
+    cached = _reuse(folder)
+    if cached is not None:
         return replace(cached, name=source.name, note=source.note)
-    damaged = (
-        "; its damaged token cache was rebuilt" if os.path.exists(folder / "meta.json") else ""
-    )
+    note = source.note
+    if os.path.exists(folder / "meta.json"):
+        note += "; its damaged token cache was rebuilt"
 
+    # Tokenize.
     text = _decode(source)
-    chars = {"chars": "".join(sorted(set(text)))} if kind == "char" else {}
-    tokenizer = tokenizer_from_json({"kind": kind, **chars})
+    description = {"kind": kind}
+    if kind == "char":
+        description["chars"] = "".join(sorted(set(text)))
+    tokenizer = tokenizer_from_json(description)
     cut = int(len(text) * (1 - config.val_fraction))
-    train, val = tokenizer.encode(text[:cut]), tokenizer.encode(text[cut:])
+    train = tokenizer.encode(text[:cut])
+    val = tokenizer.encode(text[cut:])
     info = DatasetInfo(
         name=source.name,
-        note=source.note + damaged,
+        note=note,
         path=folder,
         dtype=str(train.dtype),
         vocab_size=tokenizer.vocab_size,
@@ -243,6 +270,7 @@ def _tokenize(source: _Source, config: Config) -> DatasetInfo:
         tokens_sha256=hashlib.sha256(train.tobytes() + val.tobytes()).hexdigest(),
         tokenizer=tokenizer.to_json(),
     )
+
     # Two processes that race write the same bytes, so replacing file by file never mixes two
     # datasets. meta.json comes last: a folder that has it is complete.
     write(folder / "train.bin", train.tobytes())
@@ -266,24 +294,22 @@ def _decode(source: _Source) -> str:
     except UnicodeDecodeError as error:
         raise DataError(
             f"{source.where} is not UTF-8: byte 0x{source.data[error.start]:02x} at offset "
-            f"{error.start} "
-            f"({error.reason}); convert it, e.g. iconv -f latin1 -t utf-8"
+            f"{error.start} ({error.reason}); convert it, e.g. iconv -f latin1 -t utf-8"
         ) from None
 
 
 def _reuse(folder: Path) -> DatasetInfo | None:
+    """Return the record of a complete folder; None when it is absent or damaged."""
     try:
-        info = replace(
-            DatasetInfo.from_dict(json.loads((folder / "meta.json").read_bytes())), path=folder
-        )
+        info = DatasetInfo.from_dict(json.loads((folder / "meta.json").read_bytes()))
+        info = replace(info, path=folder)  # the cache may have been moved
         tokenizer_from_json(info.tokenizer)
-        sizes = [(folder / f"{split}.bin").stat().st_size for split in ("train", "val")]
         itemsize = np.dtype(info.dtype).itemsize
-        if sizes != [info.train_tokens * itemsize, info.val_tokens * itemsize]:
-            return None
+        for split, tokens in (("train", info.train_tokens), ("val", info.val_tokens)):
+            if (folder / f"{split}.bin").stat().st_size != tokens * itemsize:
+                return None
         verify(folder, info.tokens_sha256)
     except (OSError, ValueError, TypeError, DataError):
-        # Absent or damaged: the caller tokenizes again
         return None
     return info
 
@@ -300,23 +326,26 @@ def _open_folder(folder: Path, config: Config) -> DatasetInfo:
             f"the folder {folder} has no {' and no '.join(missing)}; name a folder that has both"
         )
     meta = _read_meta(folder)
-    tokenizer, dtype = tokenizer_from_json(meta["tokenizer"]), meta["dtype"]
+    tokenizer = tokenizer_from_json(meta["tokenizer"])
+    dtype = meta["dtype"]
     if config.tokenizer not in ("auto", meta["tokenizer"]["kind"]):
         raise DataError(
             f"tokenizer = {config.tokenizer}, but {folder} has tokens of "
             f"{meta['tokenizer']['kind']}; drop --tokenizer"
         )
-    digest, counts = hashlib.sha256(), []
-    for name in ("train.bin", "val.bin"):
-        counts.append(_scan(folder / name, dtype, tokenizer.vocab_size, digest))
+    # Each file is read whole once: for its hash, and because an id outside the vocabulary would
+    # fail in the embedding, on a GPU without a readable error.
+    digest = hashlib.sha256()
+    train_tokens = _scan(folder / "train.bin", dtype, tokenizer.vocab_size, digest)
+    val_tokens = _scan(folder / "val.bin", dtype, tokenizer.vocab_size, digest)
     return DatasetInfo(
         name=_name(folder.name),
         note=f"{folder.name}: the token files in {folder}",
         path=folder,
         dtype=dtype,
         vocab_size=tokenizer.vocab_size,
-        train_tokens=counts[0],
-        val_tokens=counts[1],
+        train_tokens=train_tokens,
+        val_tokens=val_tokens,
         sha256=str(meta.get("sha256", "")),
         tokens_sha256=digest.hexdigest(),
         tokenizer=tokenizer.to_json(),
@@ -324,13 +353,13 @@ def _open_folder(folder: Path, config: Config) -> DatasetInfo:
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:
+    """Return meta.json, with `tokenizer`, `dtype` and `vocab_size`; without one, nanoGPT's values."""
     file = folder / "meta.json"
     if not file.exists():
         if (folder / "meta.pkl").exists():
             raise DataError(
                 f"{folder} has its vocabulary in meta.pkl, and unpickling can run any code; write "
-                "meta.json: "
-                '{"tokenizer": {"kind": "char", "chars": "..."}} with the sorted characters'
+                'meta.json: {"tokenizer": {"kind": "char", "chars": "..."}} with the sorted characters'
             )
         return {"tokenizer": {"kind": "gpt2"}, "dtype": "uint16"}
     try:
@@ -352,24 +381,26 @@ def _read_meta(folder: Path) -> dict[str, Any]:
 
 
 def _scan(file: Path, dtype: str, vocab_size: int, digest: hashlib._Hash) -> int:
-    """Count the tokens of `file` and feed it to `digest`. Raises DataError for an id outside the
-    vocabulary.
+    """Count the tokens of `file` and add its bytes to `digest`.
+
+    Raises DataError for an id outside the vocabulary.
     """
-    itemsize, count = np.dtype(dtype).itemsize, 0
+    itemsize = np.dtype(dtype).itemsize
     size = file.stat().st_size
     if size % itemsize:
         raise DataError(
             f"{file} has {size} bytes, not a multiple of {itemsize} ({dtype}); copy it again"
         )
+    count = 0
     with file.open("rb") as stream:
         while chunk := stream.read(_SCAN_BYTES):
             digest.update(chunk)
             ids = np.frombuffer(chunk, dtype)
             if ids.max() >= vocab_size:
-                at = int(np.argmax(ids >= vocab_size))
+                first = int(np.argmax(ids >= vocab_size))
                 raise DataError(
-                    f"{file}: token {count + at} is {ids[at]}, but vocab_size is {vocab_size}; "
-                    "correct vocab_size or dtype in meta.json"
+                    f"{file}: token {count + first} is {ids[first]}, but vocab_size is "
+                    f"{vocab_size}; correct vocab_size or dtype in meta.json"
                 )
             count += len(ids)
     return count

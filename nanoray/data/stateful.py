@@ -1,13 +1,12 @@
-"""A script's loader that knows its own place: its state is saved with each checkpoint, rank by
-rank.
+"""A script's loader with a state: each rank saves the state of its own loader with a checkpoint.
 
-    rank 0   its loader ─► batch 0 ─► batch 1 ─► batch 2 ─► ...        each rank reads a loader of its own
+    rank 0   its loader ─► batch 0 ─► batch 1 ─► batch 2 ─► ...
     rank 1   its loader ─► batch 0 ─► batch 1 ─► batch 2 ─► ...
-                        └ state 0  └ state 1  └ state 2                taken before each batch
+                        └ state 0  └ state 1  └ state 2           taken before each batch
 
-Batch k of a rank is the k-th that its loader yields, over all epochs. A rank with the state before
-an earlier batch goes on from there: that is how a resume, a repeated step and the replacement of a
-lost rank read the same batches.
+Batch k of a rank is the k-th that its loader yields, over all epochs. From the state before an
+earlier batch, a rank reads the same batches again: after a resume, in a repeated step, and as the
+replacement of a lost rank.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ KEPT = 64  # batches that a rank keeps, with the state before each, to repeat a 
 
 
 def is_stateful(data: Any) -> bool:
-    """Whether data are a loader with a state: an iterable, without an index, that can save its
-    place and load it.
-    """
+    """Whether data are an iterable without an index that can save and load its state."""
     methods = ("__iter__", "state_dict", "load_state_dict")
     return all(callable(getattr(data, name, None)) for name in methods) and not has_index(data)
 
@@ -47,7 +44,7 @@ class Stateful:
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
-        # None: not begun, or to begin again from a state
+        # None: not begun, or to be begun again from a state
         self._iterator: Iterator[Any] | None = None
         self._next = 0  # the number of the batch that the iterator yields next
         self._states: dict[int, Any] = {}  # before a batch, by its number
@@ -55,8 +52,9 @@ class Stateful:
         self._anchor = 0  # the batch before which the newest saved or loaded state was taken
 
     def batch(self, number: int) -> Any:
-        """Return batch `number`. Raises DataError when the loader has none, or can go back so far
-        no more.
+        """Return batch `number`.
+
+        Raises DataError when the loader yields none, or when the states before it were dropped.
         """
         if number not in self._kept and (self._iterator is None or number < self._next):
             self._seek(number)
@@ -72,19 +70,21 @@ class Stateful:
         return pack(self._states[number])
 
     def load(self, state: Tensor, number: int) -> None:
-        """Go on from the state before batch `number`."""
-        self._states, self._anchor, self._iterator = {number: unpack(state)}, number, None
+        """Continue from the state before batch `number`."""
+        self._states = {number: unpack(state)}
+        self._anchor = number
+        self._iterator = None
         self._kept.clear()
 
     def _seek(self, number: int) -> None:
         """Begin at the newest known state that is not after batch `number`."""
         known = [k for k in self._states if k <= number]
+        # Without any state and without an iterator, the loader begins at batch 0.
         if not known and (self._states or self._iterator):
+            oldest = min(self._states, default=self._next)
             raise DataError(
                 f"batch {number} of the train data is needed again, but the oldest known state of "
-                "the loader is that "
-                f"before batch {min(self._states, default=self._next)}; give a dataset with len() "
-                "and []"
+                f"the loader is that before batch {oldest}; give a dataset with len() and []"
             )
         if known:
             self._loader.load_state_dict(copy.deepcopy(self._states[max(known)]))
@@ -92,78 +92,95 @@ class Stateful:
         self._iterator = iter(self._loader)
 
     def _advance(self) -> None:
+        """Read the next batch, and keep the state before it."""
         assert self._iterator is not None
+        # A copy, because a loader may return the object that it goes on to change.
         self._states[self._next] = copy.deepcopy(self._loader.state_dict())
-        found = next(self._iterator, None)
-        if found is None:  # the next epoch
+        batch = next(self._iterator, None)
+        if batch is None:  # the next epoch
             self._iterator = iter(self._loader)
-            found = next(self._iterator, None)
-        if found is None:
+            batch = next(self._iterator, None)
+        if batch is None:
             raise DataError(
                 "the loader of the train data yields no batch in a whole epoch; give it at least "
                 "one"
             )
-        self._kept[self._next] = found
+        self._kept[self._next] = batch
         self._next += 1
+
+        # Drop old batches, and the states before them, but for the anchor.
         while len(self._kept) > KEPT:
-            oldest, _ = self._kept.popitem(last=False)
-            if oldest != self._anchor:
-                self._states.pop(oldest, None)
-        for number in [k for k in self._states if k < next(iter(self._kept)) and k != self._anchor]:
-            del self._states[number]
+            dropped, _ = self._kept.popitem(last=False)
+            if dropped != self._anchor:
+                self._states.pop(dropped, None)
+        oldest = next(iter(self._kept))
+        for number in list(self._states):
+            if number < oldest and number != self._anchor:
+                del self._states[number]
 
 
 def pack(state: Any) -> Tensor:
-    """Return a loader's state as bytes of JSON, (n,) uint8. Raises DataError for what is no plain
-    data.
+    """Return a loader's state as bytes of JSON, (n,) uint8.
+
+    Raises DataError for types other than numbers, text, lists, dicts, bytes, tensors and arrays.
     """
-    return torch.frombuffer(
-        bytearray(json.dumps(_plain(state, "state")).encode()), dtype=torch.uint8
-    )
+    text = json.dumps(_plain(state, "state"))
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def unpack(packed: Tensor) -> Any:
-    """Return what `pack` got."""
+    """Return the state that was given to `pack`."""
     return _restored(json.loads(packed.cpu().contiguous().numpy().tobytes()))
 
 
 def _plain(value: Any, where: str) -> Any:
-    """Return a value as JSON; what JSON has not is a dict with the key "", which names its kind."""
+    """Return a value as JSON types.
+
+    A type that JSON lacks becomes a dict with the key "", which names the type. `where` is the
+    value's place in the state, for messages.
+    """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
         items = [_plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
-        return items if isinstance(value, list) else {"": "tuple", "items": items}
+        if isinstance(value, tuple):
+            return {"": "tuple", "items": items}
+        return items
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and key for key in value):
             return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
-        pairs = [
-            [_plain(k, f"a key of {where}"), _plain(item, f"{where}[{k!r}]")]
-            for k, item in value.items()
-        ]
+        # Keys that JSON would turn into text, or that would be taken for the name of a type.
+        pairs = []
+        for key, item in value.items():
+            pairs.append([_plain(key, f"a key of {where}"), _plain(item, f"{where}[{key!r}]")])
         return {"": "dict", "items": pairs}
     if isinstance(value, bytes):
         return {"": "bytes", "data": base64.b64encode(value).decode()}
     if isinstance(value, Tensor):
+        # As bytes, because numpy lacks bfloat16.
         flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        kind, dtype = "tensor", str(value.dtype).removeprefix("torch.")
+        kind = "tensor"
+        dtype = str(value.dtype).removeprefix("torch.")
     elif isinstance(value, (np.ndarray, np.generic)) and not np.asarray(value).dtype.hasobject:
-        flat, kind, dtype = np.asarray(value), "array", np.asarray(value).dtype.str
+        flat = np.asarray(value)
+        kind = "array"
+        dtype = flat.dtype.str
     else:
         raise DataError(
             f"the state of the train data's loader has a {type(value).__name__} at {where}, which "
-            "a checkpoint cannot "
-            "hold; let state_dict() return numbers, text, lists, dicts, bytes, tensors or arrays"
+            "a checkpoint cannot hold; let state_dict() return numbers, text, lists, dicts, bytes, "
+            "tensors or arrays"
         )
     return {
         "": kind,
         "dtype": dtype,
-        "shape": [*value.shape],
+        "shape": list(value.shape),
         "data": base64.b64encode(flat.tobytes()).decode(),
     }
 
 
 def _restored(value: Any) -> Any:
+    """Return the value that `_plain` was given."""
     if isinstance(value, list):
         return [_restored(item) for item in value]
     if not isinstance(value, dict):
@@ -181,9 +198,7 @@ def _restored(value: Any) -> Any:
     if kind == "array":
         return np.frombuffer(data, value["dtype"]).reshape(value["shape"]).copy()
     dtype = getattr(torch, value["dtype"])
-    flat = (
-        torch.frombuffer(data, dtype=torch.uint8).view(dtype)
-        if data
-        else torch.empty(0, dtype=dtype)
-    )
+    flat = torch.empty(0, dtype=dtype)
+    if data:  # frombuffer refuses an empty buffer
+        flat = torch.frombuffer(data, dtype=torch.uint8).view(dtype)
     return flat.reshape(value["shape"]).clone()

@@ -15,7 +15,7 @@ import numpy as np
 from nanoray.errors import DataError
 
 GPT2_VOCAB_SIZE = 50257
-# Without a text: Shakespeare has 65 characters
+# The vocabulary's size before a text is read: Shakespeare has 65 characters
 VOCAB = {"auto": 65, "char": 65, "byte": 256, "gpt2": GPT2_VOCAB_SIZE}
 UNKNOWN = "\ufffd"
 
@@ -40,9 +40,7 @@ class Tokenizer(ABC):
         """Return the text of `ids`."""
 
     def start(self) -> list[int]:
-        """Return what text without a prompt is generated after: a newline, or the first id where
-        there is none.
-        """
+        """Return the prompt for text without one: a newline, or id 0 where there is none."""
         return [int(i) for i in self.encode("\n")]
 
     def to_json(self) -> dict[str, Any]:
@@ -51,9 +49,7 @@ class Tokenizer(ABC):
 
 
 class CharTokenizer(Tokenizer):
-    """One id per character of a given alphabet, in the order of code points, as nanoGPT numbers
-    them.
-    """
+    """One id per character of an alphabet, in the order of code points, as nanoGPT numbers them."""
 
     kind = "char"
 
@@ -65,13 +61,13 @@ class CharTokenizer(Tokenizer):
     def encode(self, text: str) -> np.ndarray:
         codes = _code_points(text)
         ids = np.searchsorted(self._codes, codes).clip(max=self.vocab_size - 1)
+        # searchsorted also returns a place for characters outside the alphabet.
         unknown = np.flatnonzero(self._codes[ids] != codes)
         if unknown.size:
-            at = int(unknown[0])
+            offset = int(unknown[0])
             raise DataError(
-                f"character {text[at]!r} at offset {at} is not among the {self.vocab_size} "
-                "characters of the training "
-                "text; leave it out, or train with --tokenizer byte"
+                f"character {text[offset]!r} at offset {offset} is not among the {self.vocab_size} "
+                "characters of the training text; leave it out, or train with --tokenizer byte"
             )
         return ids.astype(self.dtype)
 
@@ -99,8 +95,9 @@ class ByteTokenizer(Tokenizer):
 
 
 class GPT2Tokenizer(Tokenizer):
-    """GPT-2's byte pair encoding, loaded from tiktoken on first use; training on token files does
-    not need it.
+    """GPT-2's byte pair encoding, loaded from tiktoken on first use.
+
+    Training on token files does not need it.
     """
 
     kind = "gpt2"
@@ -125,8 +122,8 @@ class GPT2Tokenizer(Tokenizer):
         except Exception as error:  # its download raises requests' errors and others
             raise DataError(
                 f"GPT-2's vocabulary could not be downloaded: {type(error).__name__}: {error}; set "
-                "TIKTOKEN_CACHE_DIR "
-                "to a folder filled on a machine with internet, or use --tokenizer byte"
+                "TIKTOKEN_CACHE_DIR to a folder filled on a machine with internet, or use "
+                "--tokenizer byte"
             ) from None
 
 
@@ -139,19 +136,18 @@ class IdTokenizer(Tokenizer):
         self.vocab_size = vocab_size
 
     def encode(self, text: str) -> np.ndarray:
-        words = text.split()
-        wrong = [
-            w
-            for w in words
-            if not (w.isascii() and w.isdigit() and len(w) < 11 and int(w) < self.vocab_size)
-        ]
-        if wrong:
-            raise DataError(
-                f"{wrong[0]!r} is not a token id below {self.vocab_size}; this dataset came "
-                "without a tokenizer, so "
-                "write ids with spaces between them"
-            )
-        return np.array([int(word) for word in words], self.dtype)
+        ids = []
+        for word in text.split():
+            # The length first, because int() of a very long text is slow, and above 4300 digits an
+            # error.
+            number = word.isascii() and word.isdigit() and len(word) < 11
+            if not number or int(word) >= self.vocab_size:
+                raise DataError(
+                    f"{word!r} is not a token id below {self.vocab_size}; this dataset came "
+                    "without a tokenizer, so write ids with spaces between them"
+                )
+            ids.append(int(word))
+        return np.array(ids, self.dtype)
 
     def decode(self, ids: Iterable[int]) -> str:
         return " ".join(str(int(i)) for i in ids)
@@ -175,10 +171,11 @@ def tokenizer_from_json(values: dict[str, Any]) -> Tokenizer:
         case {"kind": "ids", "vocab_size": int(size)} if 0 < size <= 1 << 32 and size is not True:
             return IdTokenizer(size)
     shown = repr(values)
+    if len(shown) > 80:
+        shown = shown[:80] + "..."
     raise DataError(
-        f"not a tokenizer: {shown[:80]}{'...' * (len(shown) > 80)}; known: kind char (with sorted "
-        "chars), byte, gpt2, "
-        "ids (with vocab_size)"
+        f"not a tokenizer: {shown}; known: kind char (with sorted chars), byte, gpt2, ids (with "
+        "vocab_size)"
     )
 
 
@@ -187,6 +184,7 @@ def _code_points(text: str) -> np.ndarray:
 
 
 def _join(tokens: Iterable[bytes | None]) -> str:
-    return b"".join(UNKNOWN.encode() if token is None else token for token in tokens).decode(
-        "utf-8", "replace"
-    )
+    """Return the text of tokens that may end within a character; None is a token without text."""
+    unknown = UNKNOWN.encode()
+    data = b"".join(unknown if token is None else token for token in tokens)
+    return data.decode("utf-8", "replace")

@@ -28,26 +28,23 @@ class TokenData:
     def __init__(
         self, info: DatasetInfo, block_size: int, seed: int, device: torch.device | None = None
     ) -> None:
-        """Open `info`. Raises DataError when the sizes of its files are not those that `prepare`
-        recorded.
-        """
-        counts = {"train": info.train_tokens, "val": info.val_tokens}
-        size = np.dtype(info.dtype).itemsize
+        """Open `info`. Raises DataError when its files' sizes are not the recorded ones."""
+        itemsize = np.dtype(info.dtype).itemsize
         self._files = {
-            split: open_mapped(info, split, tokens * size) for split, tokens in counts.items()
+            "train": open_mapped(info, "train", info.train_tokens * itemsize),
+            "val": open_mapped(info, "val", info.val_tokens * itemsize),
         }
-        assert min(counts.values()) > block_size, "prepare refuses this"
+        assert min(info.train_tokens, info.val_tokens) > block_size, "prepare refuses this"
         self.block_size = block_size
         self.device = device
         # (1,): numpy warns of overflow in scalars, not in arrays
         self._key = mix(np.array([seed], np.uint64))
 
     def offsets(self, first_sample: int, count: int) -> np.ndarray:
-        """Return where samples first_sample ... first_sample + count - 1 start in train.bin,
-        (count,) int64.
+        """Return the starts in train.bin of `count` samples from `first_sample` on, (count,) int64.
 
-        Draw with replacement, as nanoGPT does. Sample i is output i of SplitMix64 (Steele et al.
-        2014), started at a hash of the seed. There is no state: any rank can compute any sample.
+        They are drawn with replacement, as in nanoGPT. Sample i is output i of SplitMix64 (Steele et
+        al. 2014), started at a hash of the seed. There is no state: any rank can compute any sample.
         The bias of `%` is below 2**-24.
         """
         index = np.arange(first_sample, first_sample + count, dtype=np.uint64)
@@ -59,26 +56,26 @@ class TokenData:
         return self._batch("train", self.offsets(first_sample, count))
 
     def val_windows(self, limit: int) -> np.ndarray:
-        """Return at most `limit` starts in val.bin, evenly spaced from end to end and not
-        overlapping, int64.
+        """Return at most `limit` starts in val.bin, evenly spaced and not overlapping, int64.
 
         The ranks split these windows, so the validation loss is the same at any world size.
         """
-        room = len(self._files["val"].numbers) - self.block_size - 1  # the last possible start
-        count = min(limit, room // self.block_size + 1)
-        return evenly_spaced(room, count)
+        last_start = len(self._files["val"].numbers) - self.block_size - 1
+        count = min(limit, last_start // self.block_size + 1)
+        return evenly_spaced(last_start, count)
 
     def val_batch(self, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Return inputs and targets at `starts`, both (B, T) int64 on the device."""
         return self._batch("val", starts)
 
     def _batch(self, split: str, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        file, window = self._files[split], np.arange(self.block_size + 1)
+        file = self._files[split]
         file.require_whole()
-        # (B, T + 1)
-        tokens = torch.from_numpy(file.numbers[starts[:, None] + window].astype(np.int64))
+        window = np.arange(self.block_size + 1)
+        numbers = file.numbers[starts[:, None] + window]  # (B, T + 1)
+        tokens = torch.from_numpy(numbers.astype(np.int64))
         if self.device is not None and self.device.type == "cuda":
-            # Pageable memory would block the copy
+            # From pageable memory the copy would block the host.
             tokens = tokens.pin_memory().to(self.device, non_blocking=True)
         elif self.device is not None:
             tokens = tokens.to(self.device)
@@ -94,36 +91,39 @@ class Samples(Protocol):
     """A dataset as the loop sees it: batches of inputs and targets, on the device."""
 
     def train_batch(self, first_sample: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and targets (B, ...) of `count` samples; sample i depends on the seed and i
-        only.
+        """Return inputs and targets (B, ...) of `count` samples.
+
+        Sample i depends on the seed and on i only.
         """
 
     def val_windows(self, limit: int) -> np.ndarray:
-        """Return what names at most `limit` samples of the validation split, the same ones at every
-        world size.
-        """
+        """Return the places of at most `limit` validation samples, equal at every world size."""
 
     def val_batch(self, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and targets (B, ...) of some of what `val_windows` returned."""
+        """Return inputs and targets (B, ...) at some of the places that `val_windows` returned."""
 
 
 class MicroBatches:
     """This rank's share of each step's samples, read one micro batch ahead of the loop.
 
     A step takes the next global_batch_size samples, whatever the number of ranks. Micro batch m of
-    rank r holds the samples from (m * dp + r) * micro_batch_size on. The cursor is the caller's:
-    asking for another one is a seek.
+    rank r holds the samples from (m * dp + r) * micro_batch_size on. The caller keeps the cursor,
+    and may move it at will.
     """
 
     def __init__(
         self, data: Samples, batch: Batch, rank: int, length_at: Callable[[int], int] | None = None
     ) -> None:
-        """`rank` is the one among the data ranks, of which `batch` has dp.
+        """Read for `rank` of the data ranks, of which `batch` has dp.
 
-        With `length_at`, samples (T,) of step s, counted by the samples before it, become sequences
-        (length_at(s),).
+        With `length_at`, samples (T,) of step s become sequences (length_at(s),). The step is
+        counted by the samples before it.
         """
-        self.data, self.batch, self.rank, self.length_at = data, batch, rank, length_at
+        self.data = data
+        self.batch = batch
+        self.rank = rank
+        self.length_at = length_at
+        # At most one micro batch, by (first sample of its step, its number)
         self._ahead: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.seconds = 0.0  # of host time spent on reading, so far
 
@@ -134,12 +134,17 @@ class MicroBatches:
 
     def _take(self, samples: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
         start = time.perf_counter()
-        found = self._ahead.pop((samples, micro), None) or self.get(samples, micro)
-        last = micro + 1 == self.batch.accum
-        following = (samples + self.batch.global_size, 0) if last else (samples, micro + 1)
-        self._ahead = {following: self.get(*following)}  # while a GPU still works on what it has
+        batch = self._ahead.pop((samples, micro), None)
+        if batch is None:
+            batch = self.get(samples, micro)
+
+        # Read the following one now, while a GPU still computes.
+        following = (samples, micro + 1)
+        if micro + 1 == self.batch.accum:
+            following = (samples + self.batch.global_size, 0)
+        self._ahead = {following: self.get(*following)}
         self.seconds += time.perf_counter() - start
-        return found
+        return batch
 
     def get(
         self, samples: int, micro: int, rank: int | None = None
@@ -149,35 +154,41 @@ class MicroBatches:
         It is this rank's, or that of another data rank.
         """
         size, _, dp = self.batch
-        x, y = self.data.train_batch(
-            samples + (micro * dp + (self.rank if rank is None else rank)) * size, size
-        )
+        if rank is None:
+            rank = self.rank
+        x, y = self.data.train_batch(samples + (micro * dp + rank) * size, size)
         if self.length_at is None:
             return x, y
         length = self.length_at(samples // self.batch.global_size)
         return x.view(-1, length), y.view(-1, length)  # (B * T / length, length)
 
     def describe(self, samples: int, micro: int | None) -> str:
-        """Write this rank's samples of a step, or of one of its micro batches, for a message."""
+        """Return this rank's samples of a step, or of one of its micro batches, as text."""
         size, accum, dp = self.batch
-        firsts = [samples + (m * dp + self.rank) * size for m in range(accum) if micro in (None, m)]
-        return ", ".join(f"{first} to {first + size - 1}" for first in firsts)
+        ranges = []
+        for m in range(accum):
+            if micro in (None, m):
+                first = samples + (m * dp + self.rank) * size
+                ranges.append(f"{first} to {first + size - 1}")
+        return ", ".join(ranges)
 
 
 class MappedFile:
-    """A memory-mapped file that is kept open. To read beyond the end of one that shrank would be a
-    SIGBUS.
+    """A memory-mapped file that is kept open.
+
+    Reading beyond the end of one that shrank would be a SIGBUS, so call `require_whole` before.
     """
 
     def __init__(self, path: Path, dtype: str, size: int) -> None:
-        self._path, self._size = path, size
+        self._path = path
+        self._size = size
         self._file = path.open("rb")
         self.require_whole()
-        # Numpy indexes a view faster
+        # numpy indexes a plain array faster than a memmap.
         self.numbers = np.asarray(np.memmap(self._file, dtype=dtype, mode="r"))
 
     def require_whole(self) -> None:
-        """Raise DataError when the file has not the size that was prepared."""
+        """Raise DataError when the file does not have the prepared size."""
         size = os.fstat(self._file.fileno()).st_size
         if size != self._size:
             raise DataError(
@@ -187,17 +198,14 @@ class MappedFile:
 
 
 def open_mapped(info: DatasetInfo, split: str, size: int) -> MappedFile:
-    """Open the file of a split, which has `size` bytes. Raises DataError when it is not there, or
-    has another size.
-    """
+    """Open the file of a split. Raises DataError when it is missing or does not have `size` bytes."""
     path = info.path / f"{split}.bin"
     try:
         return MappedFile(path, info.dtype, size)
     except OSError as error:
         raise DataError(
             f"dataset changed: cannot open {path}: {error.strerror}; prepare it again, and with "
-            "several nodes keep "
-            "--data_dir on shared storage"
+            "several nodes keep --data_dir on shared storage"
         ) from None
 
 

@@ -1,6 +1,4 @@
-"""Believe no token file: check its content at first use, and after that whenever size, time or
-inode have changed.
-"""
+"""Check the content of token files at first use, and again when size, time or inode have changed."""
 
 from __future__ import annotations
 
@@ -15,46 +13,48 @@ from nanoray.atomic import replace_text
 from nanoray.errors import DataError
 
 RECORD = ".verified.json"  # beside the token files, if the folder is writable
-SAMPLES, SAMPLE_BYTES = 64, 4096
+FILES = ("train.bin", "val.bin")
+SAMPLES = 64  # pages of a file in its sampled hash
+SAMPLE_BYTES = 4096
 _CHUNK = 1 << 24
 
 
 def verify(folder: Path, tokens_sha256: str) -> None:
-    """Compare the content of train.bin and val.bin with what was prepared. (each rank, before it
-    reads them)
+    """Compare the content of train.bin and val.bin with the prepared one.
 
-    Reads the files whole, unless they were read before and have not changed since. Raises DataError
-    when they differ.
+    (each rank, before it reads them) Reads the whole files, unless they were read before and have
+    not changed since. Raises DataError when they differ.
     """
-    state, record = {"tokens_sha256": tokens_sha256, **_stats(folder)}, folder / RECORD
+    # Before the files are read, so that a change during the reading is noticed next time.
+    state = {"tokens_sha256": tokens_sha256, **_stats(folder)}
+    record = folder / RECORD
     with suppress(OSError, ValueError):
         if json.loads(record.read_text(encoding="utf-8")) == state:
             return
     digest = hashlib.sha256()
-    for name in ("train.bin", "val.bin"):
+    for name in FILES:
         with _open(folder / name) as file:
             while chunk := file.read(_CHUNK):
                 digest.update(chunk)
     if digest.hexdigest() != tokens_sha256:
         raise DataError(
             f"dataset changed: train.bin and val.bin of {folder} have sha256 "
-            f"{digest.hexdigest()[:16]}..., but "
-            f"{tokens_sha256[:16]}... was prepared; prepare it again, or restore the files"
+            f"{digest.hexdigest()[:16]}..., but {tokens_sha256[:16]}... was prepared; prepare it "
+            "again, or restore the files"
         )
-    with suppress(OSError):  # a folder of somebody else: it is read again next time
+    with suppress(OSError):  # a folder that is not writable: the files are read again next time
         replace_text(record, json.dumps(state) + "\n")
 
 
 def sampled_hash(folder: Path) -> str:
-    """Return a hash of pages from end to end of both files, as this process sees them. Costs a
-    millisecond or two.
-    """
+    """Return a hash of pages from end to end of both files. Costs a millisecond or two."""
     digest = hashlib.sha256()
-    for name in ("train.bin", "val.bin"):
+    for name in FILES:
         with _open(folder / name) as file:
             size = (folder / name).stat().st_size
+            last_start = max(0, size - SAMPLE_BYTES)
             for i in range(SAMPLES):
-                file.seek(max(0, size - SAMPLE_BYTES) * i // max(1, SAMPLES - 1))
+                file.seek(last_start * i // (SAMPLES - 1))
                 digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()[:16]
 
@@ -70,9 +70,9 @@ def _open(path: Path) -> Any:
 
 def _stats(folder: Path) -> dict[str, list[int]]:
     """Return size, time of change and inode of each file."""
-    files = {}
-    for name in ("train.bin", "val.bin"):
+    stats = {}
+    for name in FILES:
         with _open(folder / name) as file:
-            found = os.fstat(file.fileno())
-        files[name] = [found.st_size, found.st_mtime_ns, found.st_ino]
-    return files
+            stat = os.fstat(file.fileno())
+        stats[name] = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+    return stats

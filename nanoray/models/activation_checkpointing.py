@@ -1,12 +1,11 @@
-"""Activation checkpointing: keep less of the forward pass, and compute what is missing again in
-backward.
+"""Activation checkpointing: keep less of the forward pass, and compute the rest again in backward.
 
     none        keep all that backward needs
     selective   keep what matrix products and attention return; compute norms, GELU and sums again
     block       keep each block's input; compute the whole block again, one block at a time
 
-The second computation is the first one over again, dropout's masks included: losses and gradients
-have the same bits. Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost;
+The second computation repeats the first one, dropout's masks included: losses and gradients have
+the same bits. Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost;
 Korthikanti et al. 2022 for selective.
 """
 
@@ -32,11 +31,11 @@ _keep_products_and_attention = partial(create_selective_checkpoint_contexts, PRO
 
 
 def run_block(block: Callable[[Tensor], Tensor], x: Tensor, how: str, drops: bool) -> Tensor:
-    """Return block(x), and keep for its backward what `how` says; `drops` tells whether the block
-    draws random masks.
+    """Return block(x); keep for its backward what `how` says: none, selective or block.
 
-    With dropout, attention is always computed again: it draws numbers itself, and if that were left
-    out, the masks of the layers after it would be drawn from another place of the sequence.
+    `drops`: the block draws random masks. Attention is then always computed again: it draws numbers
+    itself, and without them the layers after it would draw their masks from another place of the
+    generator's sequence.
     """
     if how == "none" or not torch.is_grad_enabled():
         return block(x)

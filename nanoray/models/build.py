@@ -1,4 +1,4 @@
-"""The model that a configuration names."""
+"""Build the model that a configuration names."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from nanoray.models.resnet import ResNet, ResNetShape
 
 
 class OwnShape:
-    """Stands for the shape of a model that the user's script makes: its weights' names and shapes
-    tell it.
+    """The shape of a model that the user's script makes.
+
+    It has no sizes: a checkpoint fits if the names and shapes of the weights are equal.
     """
 
     def to_dict(self) -> dict[str, int | bool]:
@@ -20,16 +21,12 @@ class OwnShape:
 
 
 def shape_of(config: Config, classes: int) -> ModelShape | ResNetShape | OwnShape:
-    """Return the model's shape for a dataset with so many tokens in its vocabulary, or classes of
-    images.
-    """
+    """Return the model's shape. `classes`: tokens of the vocabulary, or classes of images."""
     if config.model == "own":
         return OwnShape()
-    return (
-        ResNetShape.of(config, classes)
-        if config.model == "resnet"
-        else ModelShape.of(config, classes)
-    )
+    if config.model == "resnet":
+        return ResNetShape.of(config, classes)
+    return ModelShape.of(config, classes)
 
 
 def build_model(config: Config, classes: int) -> GPT | ResNet:
@@ -48,8 +45,12 @@ def gpt_of(shape: ModelShape, config: Config) -> GPT:
 
 
 def kernels_of(config: Config) -> Kernels:
-    """Return how a GPT is computed. The recipe has replaced `auto`; where nobody has, it is that of
-    GPUs.
+    """Return the kernels of a GPT.
+
+    When training, the recipe has replaced `auto` before. Elsewhere `auto` means the kernel for
+    GPUs, or flash with device cpu.
     """
-    auto = auto_on_gpus(config) if config.device != "cpu" else "flash"
-    return Kernels(auto if config.attention == "auto" else config.attention, config.loss_chunk)
+    attention: str = config.attention
+    if attention == "auto":
+        attention = "flash" if config.device == "cpu" else auto_on_gpus(config)
+    return Kernels(attention, config.loss_chunk)

@@ -1,7 +1,6 @@
-"""Dropout. The masks of a layer follow from (seed, step, micro batch, data rank, layer), and
-nothing else.
+"""Dropout whose masks follow from (seed, step, micro batch, data rank, layer) alone.
 
-So they do not depend on the process, on what it computed before, or on the order of micro batches
+So they do not depend on the process, on its earlier computations, or on the order of micro batches
 and layers.
 """
 
@@ -16,7 +15,9 @@ class Dropout(nn.Dropout):
     """torch's Dropout, with masks by `dropout`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return dropout(x, self.p) if self.training and self.p > 0 else x
+        if not self.training or self.p == 0:
+            return x
+        return dropout(x, self.p)
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
@@ -27,18 +28,20 @@ def dropout(x: Tensor, p: float) -> Tensor:
     """
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(x, p)
-    count, keep = x.numel(), min(max(round((1 - p) * 2**16), 1), 2**16 - 1)
-    draws = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None)
-    # 0 or 1
-    kept = torch.lt(
-        draws.view(torch.int16)[:count].view(x.shape), keep - 2**15, out=torch.empty_like(x)
-    )
+    # A number is kept for `keep` of the 2^16 values of its draw.
+    keep = round((1 - p) * 2**16)
+    keep = min(max(keep, 1), 2**16 - 1)
+    count = x.numel()
+    draws64 = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None)
+    draws = draws64.view(torch.int16)[:count].view(x.shape)  # from -2^15 on
+    kept = torch.lt(draws, keep - 2**15, out=torch.empty_like(x))  # 0 or 1, in the dtype of x
     return x * kept.mul_(2**16 / keep)
 
 
 def derive_seed(seed: int, *values: int) -> int:
-    """Return a seed for generators, below 2^63; seeds of nearby values are unrelated (SplitMix64's
-    finalizer).
+    """Return a seed for generators, below 2^63.
+
+    Seeds of nearby values are unrelated (SplitMix64's finalizer).
     """
     for value in values:
         seed = ((seed ^ (value + 1) * 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9) % 2**64

@@ -1,11 +1,11 @@
-"""The GPT of nanoGPT. Nothing here knows about ranks; `parallel/` splits the model by the names of
-its parts:
+"""The GPT of nanoGPT. Nothing here knows about ranks: `parallel/` splits the model by its names.
 
-    tok_emb, pos_emb                                  tokens and positions become the residual stream  (B, T, C);
-                                                      with rotary positions there is no pos_emb
-    blocks.N   norm1, attn.{qkv, proj}                x + attention of the normed x
-               norm2, mlp.{up, down}                  x + a two-layer network of the normed x, or a mixture of experts
-    norm, lm_head                                     the stream becomes logits; lm_head.weight is tok_emb.weight
+    tok_emb, pos_emb                       tokens and positions become the residual stream (B, T, C);
+                                           with rotary positions there is no pos_emb
+    blocks.N   norm1, attn.{qkv, proj}     x + attention of the normed x
+               norm2, mlp.{up, down}       x + a two-layer network, or a mixture of experts, of the
+                                           normed x
+    norm, lm_head                          the stream becomes logits; lm_head.weight is tok_emb.weight
 
 Letters: B sequences, T tokens each, S tokens attended to, C = n_embd, H heads of D = C/H, V =
 vocab_size. There are no buffers: the parameters are the whole state of the model.
@@ -14,7 +14,7 @@ vocab_size. There are no buffers: the parameters are the whole state of the mode
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -37,9 +37,7 @@ from nanoray.models.moe import MoE, RouterTraining, Routing, Stacked
 
 @dataclass(frozen=True)
 class ModelShape:
-    """All sizes that fix the parameters' shapes; a checkpoint fits a model when their ModelShapes
-    are equal.
-    """
+    """All sizes that fix the parameters' shapes; a checkpoint fits a model of an equal ModelShape."""
 
     n_layer: int
     n_head: int
@@ -47,11 +45,11 @@ class ModelShape:
     block_size: int
     bias: bool
     vocab_size: int  # tokens that exist; the embedding has padded_vocab rows
-    experts: int = 0  # in place of each MLP; 0: none, and what follows means nothing
+    experts: int = 0  # in place of each MLP; 0: none, and the sizes of experts have no effect
     experts_per_token: int = 0
     expert_hidden: int = 0  # hidden units of one expert
     shared_experts: int = 0
-    # Queries and keys are turned by their positions, in place of a position embedding
+    # Queries and keys are rotated by their positions, in place of a position embedding
     rotary: bool = False
 
     def __post_init__(self) -> None:
@@ -63,48 +61,61 @@ class ModelShape:
                 f"n_embd = {self.n_embd} is not a multiple of n_head = {self.n_head}; change one "
                 "of them"
             )
-        if self.rotary and self.n_embd // self.n_head % 2:
+        head_dim = self.n_embd // self.n_head
+        if self.rotary and head_dim % 2:
             raise ConfigError(
                 "positions = rotary turns pairs of numbers, but a head has n_embd/n_head = "
-                f"{self.n_embd}/{self.n_head} = {self.n_embd // self.n_head}; use another n_head, "
-                "or positions learned"
+                f"{self.n_embd}/{self.n_head} = {head_dim}; use another n_head, or positions "
+                "learned"
             )
 
     @classmethod
     def of(cls, config: Config, vocab_size: int) -> ModelShape:
         """Return the shape of `config` for a tokenizer of `vocab_size` tokens."""
-        dense = (
-            config.n_layer,
-            config.n_head,
-            config.n_embd,
-            config.block_size,
-            config.bias,
-            vocab_size,
+        dense = cls(
+            n_layer=config.n_layer,
+            n_head=config.n_head,
+            n_embd=config.n_embd,
+            block_size=config.block_size,
+            bias=config.bias,
+            vocab_size=vocab_size,
+            rotary=config.positions == "rotary",
         )
-        rotary = config.positions == "rotary"
         if not config.experts:
-            return cls(*dense, rotary=rotary)
-        hidden = config.expert_hidden or 4 * config.n_embd
-        return cls(
-            *dense, config.experts, config.experts_per_token, hidden, config.shared_experts, rotary
+            return dense
+        return replace(
+            dense,
+            experts=config.experts,
+            experts_per_token=config.experts_per_token,
+            expert_hidden=config.expert_hidden or 4 * config.n_embd,
+            shared_experts=config.shared_experts,
         )
 
     @property
     def padded_vocab(self) -> int:
+        """Rows of the embedding: vocab_size, rounded up for faster matrix products."""
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     @property
     def logit_columns(self) -> int:
-        """Columns that lm_head computes: padded unless padding is a large share (65 → 128 slows a
-        CPU step by 3 %).
+        """Columns that lm_head computes: padded, unless the padding is a large share of them.
+
+        (65 padded to 128 slows a CPU step by 3 %.)
         """
         padding = self.padded_vocab - self.vocab_size
-        return self.vocab_size if padding > self.vocab_size // 8 else self.padded_vocab
+        if padding > self.vocab_size // 8:
+            return self.vocab_size
+        return self.padded_vocab
 
     def to_dict(self) -> dict[str, int | bool]:
-        """Return the sizes as plain data; those of experts and `rotary` only where there are any."""
-        left_out = {*(() if self.experts else _OF_EXPERTS), *(() if self.rotary else ("rotary",))}
-        return {key: value for key, value in asdict(self).items() if key not in left_out}
+        """Return the sizes as plain data; those of experts and `rotary` only where they are used."""
+        sizes = asdict(self)
+        if not self.experts:
+            for key in _OF_EXPERTS:
+                del sizes[key]
+        if not self.rotary:
+            del sizes["rotary"]
+        return sizes
 
 
 _OF_EXPERTS = ("experts", "experts_per_token", "expert_hidden", "shared_experts")
@@ -124,16 +135,17 @@ class GPT(nn.Module):
         super().__init__()
         self.shape = shape
         self.routing = Routing(routers, shape.n_layer) if shape.experts else None
+
         self.tok_emb = nn.Embedding(shape.padded_vocab, shape.n_embd)
-        self.pos_emb: Any = (
-            nn.Identity() if shape.rotary else Positions(shape.block_size, shape.n_embd)
-        )
+        self.pos_emb: Any = nn.Identity()  # rotary positions act in the attention
+        if not shape.rotary:
+            self.pos_emb = Positions(shape.block_size, shape.n_embd)
         self.dropout = Dropout(dropout)
-        blocks = (
-            Block(shape, dropout, activation_checkpointing, routers, kernels)
-            for _ in range(shape.n_layer)
-        )
-        self.blocks = nn.ModuleList(blocks)
+
+        self.blocks = nn.ModuleList()
+        for _ in range(shape.n_layer):
+            self.blocks.append(Block(shape, dropout, activation_checkpointing, routers, kernels))
+
         self.norm = nn.LayerNorm(shape.n_embd, bias=shape.bias)
         self.lm_head = LMHead(shape, kernels.loss_chunk)
         self.init_weights()
@@ -141,75 +153,85 @@ class GPT(nn.Module):
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, kv_cache: list[KVCache] | None = None
     ) -> Tensor:
-        """Return the mean cross entropy (float32 scalar) given targets (B, T), else the last
-        position's logits (B, V).
+        """Return the loss given targets (B, T), else the last position's logits (B, V).
 
-        With a kv_cache, one KVCache per block, idx (B, T) continues the cached tokens.
+        The loss is the mean cross entropy, a float32 scalar. With a kv_cache, one KVCache per
+        block, idx (B, T) continues the cached tokens.
         """
+        # The masks of a layer follow from the caller's seed, say of this micro batch.
         drops = self.training and self.dropout.p > 0
-        # What the caller seeded, say for this micro batch
         seed = torch.initial_seed() if drops else 0
-        x = self.embed(idx, kv_cache[0].length if kv_cache else 0)  # (B, T, C)
-        told: dict[int, Tensor] = {}  # by the layers' routers
-        for n, block in enumerate(self.blocks):
+
+        # Tokens become the residual stream.
+        start = kv_cache[0].length if kv_cache else 0
+        x = self.embed(idx, start)  # (B, T, C)
+
+        # Each block adds to the stream.
+        routed: dict[int, Tensor] = {}  # layer -> its router's statistics
+        for layer, block in enumerate(self.blocks):
             if drops:  # outside of the block, which may be compiled
-                seed_generators(derive_seed(seed, n), x.device)
-            x = block(x, kv_cache[n] if kv_cache else None)  # (B, T, C)
+                seed_generators(derive_seed(seed, layer), x.device)
+            x = block(x, kv_cache[layer] if kv_cache else None)  # (B, T, C)
             if self.routing:
-                x, routed = x
-                told[n] = routed
+                x, routed[layer] = x
+
+        # To sample, only the last position is needed.
         if targets is None:
-            return self.lm_head(self.norm(x[:, -1]))[:, : self.shape.vocab_size]  # (B, V)
-        loss = self.lm_head.loss(self.norm(x), targets)
-        return self.routing.added_to(loss, told) if self.routing and self.training else loss
+            logits = self.lm_head(self.norm(x[:, -1]))  # (B, logit_columns)
+            return logits[:, : self.shape.vocab_size]  # (B, V)
 
-    def views(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes in which parameters are cut, where they are not their own: queries,
-        keys, values apart.
-
-        Also the experts' biases, which lie one behind the other.
-        """
-        C, E = self.shape.n_embd, self.shape.experts
-        named = {name: p for name, p in self.named_parameters() if ".qkv." in name}
-        views: dict[str, tuple[int, ...]] = {
-            name: (3, C, C) if p.dim() == 2 else (3, C) for name, p in named.items()
-        }
-        biases = {
-            f"{at}.bias": m.bias
-            for at, m in self.named_modules()
-            if isinstance(m, Stacked) and m.bias is not None
-        }
-        return views | {name: (E, bias.numel() // E) for name, bias in biases.items()}
+        loss = self.lm_head.loss(self.norm(x), targets)  # ()
+        if self.routing and self.training:
+            loss = self.routing.added_to(loss, routed)
+        return loss
 
     def embed(self, idx: Tensor, start: int = 0) -> Tensor:
-        """Return the residual stream (B, T, C) of tokens idx (B, T) at positions start, start + 1,
-        ...
-        """
-        end, limit = start + idx.shape[1], self.shape.block_size
+        """Return the residual stream (B, T, C) of tokens idx (B, T); the first is at `start`."""
+        end = start + idx.shape[1]
+        limit = self.shape.block_size
         if end > limit:
             raise ConfigError(
                 f"{end} tokens, but block_size = {limit}; pass fewer, or train with a larger "
                 "block_size"
             )
-        x = self.tok_emb(idx)
-        return self.dropout(x if self.shape.rotary else x + self.pos_emb(start, end))
+        x = self.tok_emb(idx)  # (B, T, C)
+        if not self.shape.rotary:
+            x = x + self.pos_emb(start, end)  # (T, C) is added to each sequence
+        return self.dropout(x)
 
     def init_weights(self) -> None:
-        """Draw weights as GPT-2 does: N(0, 0.02), over sqrt(2·n_layer) where a layer writes to the
-        residual stream.
+        """Draw weights as GPT-2 does: N(0, 0.02), smaller where a layer writes to the stream.
 
-        There are 2·n_layer such layers, so the stream's variance does not grow with depth. Call
-        this after `to_empty` of a meta model: it ties lm_head to the embedding again.
+        There are 2·n_layer such layers, and theirs is 0.02 / sqrt(2·n_layer), so the stream's
+        variance does not grow with depth. Call this after `to_empty` of a meta model: it ties
+        lm_head to the embedding again.
         """
         self.lm_head.weight = self.tok_emb.weight
         residual_std = 0.02 / math.sqrt(2 * self.shape.n_layer)
         for name, p in self.named_parameters():
-            if p.dim() == 1:  # a norm's weight, or a bias
+            if p.dim() == 1:  # a norm's weight is 1, a bias is 0
                 nn.init.constant_(p, float(name.endswith("weight")))
+            elif name.endswith(("proj.weight", "down.weight")):
+                nn.init.normal_(p, std=residual_std)
             else:
-                nn.init.normal_(
-                    p, std=residual_std if name.endswith(("proj.weight", "down.weight")) else 0.02
-                )
+                nn.init.normal_(p, std=0.02)
+
+    def views(self) -> dict[str, tuple[int, ...]]:
+        """Return {name: shape} of the parameters that are cut in another shape than their own.
+
+        These are qkv, where queries, keys and values are cut apart, and the experts' biases, which
+        lie one behind the other.
+        """
+        C = self.shape.n_embd
+        E = self.shape.experts
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, p in self.named_parameters():
+            if ".qkv." in name:
+                shapes[name] = (3, C, C) if p.dim() == 2 else (3, C)
+        for name, module in self.named_modules():
+            if isinstance(module, Stacked) and module.bias is not None:
+                shapes[f"{name}.bias"] = (E, module.bias.numel() // E)
+        return shapes
 
 
 class Positions(nn.Embedding):
@@ -221,9 +243,7 @@ class Positions(nn.Embedding):
 
 
 class Block(nn.Module):
-    """Attention, which moves information between positions, then an MLP, or experts, on each
-    position.
-    """
+    """Attention, which mixes positions, then an MLP, or experts, on each position."""
 
     def __init__(
         self,
@@ -234,38 +254,39 @@ class Block(nn.Module):
         kernels: Kernels = Kernels(),  # noqa: B008
     ) -> None:
         super().__init__()
-        self.activation_checkpointing, self.drops = activation_checkpointing, dropout > 0
+        self.activation_checkpointing = activation_checkpointing
+        self.drops = dropout > 0
         self.norm1 = nn.LayerNorm(shape.n_embd, bias=shape.bias)
         self.attn = Attention(shape, dropout, kernels.attention)
         self.norm2 = nn.LayerNorm(shape.n_embd, bias=shape.bias)
         self.mlp = experts_of(shape, dropout, routers) if shape.experts else MLP(shape, dropout)
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Any:
-        """Return the residual stream (B, T, C) after this block; with experts, also what their
-        router tells.
-        """
-        # Inside of the block, so that a compiled block contains it, and fsdp gathers the weights
-        # once for both.
+        """Return the stream (B, T, C) after this block; with experts, also routing statistics."""
+        # Activation checkpointing is inside of the block, so that a compiled block contains it, and
+        # fsdp gathers the weights once for both.
         if cache is None:
-            return run_block(
-                self._layers, x, self.activation_checkpointing, self.drops and self.training
-            )
+            drops = self.drops and self.training
+            return run_block(self._layers, x, self.activation_checkpointing, drops)
         return self._layers(x, cache)
 
     def _layers(self, x: Tensor, cache: KVCache | None = None) -> Any:
         x = x + self.attn(self.norm1(x), cache)  # (B, T, C)
         y = self.mlp(self.norm2(x))  # (B, T, C)
-        return (x + y[0], y[1]) if isinstance(y, tuple) else x + y
+        if isinstance(y, tuple):
+            y, statistics = y
+            return x + y, statistics
+        return x + y
 
 
 class Attention(nn.Module):
-    """Causal self-attention. qkv's rows are all queries, then all keys, then all values, each head
-    by head.
-    """
+    """Causal self-attention. qkv's rows are all queries, all keys, all values, each head by head."""
 
     def __init__(self, shape: ModelShape, dropout: float, kernel: str = "flash") -> None:
         super().__init__()
-        self.head_dim, self.rotary, self.kernel = shape.n_embd // shape.n_head, shape.rotary, kernel
+        self.head_dim = shape.n_embd // shape.n_head
+        self.rotary = shape.rotary
+        self.kernel = kernel
         self.qkv = nn.Linear(shape.n_embd, 3 * shape.n_embd, bias=shape.bias)
         self.proj = nn.Linear(shape.n_embd, shape.n_embd, bias=shape.bias)
         self.dropout = Dropout(dropout)
@@ -274,22 +295,29 @@ class Attention(nn.Module):
         return self.dropout(self.proj(self.heads(x, cache)))  # (B, T, C)
 
     def heads(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Return what the heads have found for x (B, T, C), one beside the other: (B, T, C)."""
+        """Return the heads' results for x (B, T, C), one beside the other: (B, T, C)."""
         qkv = self.qkv(x)  # (B, T, 3C)
         B, T, _ = qkv.shape
+
         # The number of heads follows from the shape: a rank that holds only some of them runs the
-        # same line. (B, H, T, D)
-        q, k, v = (y.view(B, T, -1, self.head_dim).transpose(1, 2) for y in qkv.chunk(3, -1))
+        # same line.
+        q, k, v = (
+            part.view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H, T, D)
+            for part in qkv.chunk(3, -1)
+        )
         if self.rotary:
             start = cache.length if cache is not None else 0
-            q, k = rotate(q, start), rotate(k, start)
+            q = rotate(q, start)
+            k = rotate(k, start)
         if cache is not None:
             k, v = cache.append(k, v)  # (B, H, S, D)
-        p = self.dropout.p * self.training
+
+        dropout_p = self.dropout.p if self.training else 0.0
         if self.kernel == "plain":
-            y = plain_attention(q, k, v, p)  # (B, H, T, D)
+            y = plain_attention(q, k, v, dropout_p)  # (B, H, T, D)
         else:
-            y = fused_attention(q, k, v, p, cudnn=self.kernel == "cudnn" and cache is None)
+            cudnn = self.kernel == "cudnn" and cache is None
+            y = fused_attention(q, k, v, dropout_p, cudnn=cudnn)  # (B, H, T, D)
         return y.transpose(1, 2).flatten(2)  # (B, T, C)
 
 
@@ -304,19 +332,25 @@ class MLP(nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        # (B, T, C); gelu is exact, as nanoGPT's, and works on 4C
-        return self.dropout(self.down(F.gelu(self.up(x))))
+        # GELU is exact, as nanoGPT's.
+        return self.dropout(self.down(F.gelu(self.up(x))))  # (B, T, C) -> (B, T, 4C) -> (B, T, C)
 
 
 def experts_of(shape: ModelShape, dropout: float, routers: RouterTraining) -> MoE:
     """Return a block's experts. The shared ones are one MLP with the hidden units of them all."""
-    shared = (
-        MLP(shape, 0.0, shape.shared_experts * shape.expert_hidden)
-        if shape.shared_experts
-        else None
+    shared = None
+    if shape.shared_experts:
+        shared = MLP(shape, 0.0, shape.shared_experts * shape.expert_hidden)
+    return MoE(
+        width=shape.n_embd,
+        experts=shape.experts,
+        per_token=shape.experts_per_token,
+        hidden=shape.expert_hidden,
+        bias=shape.bias,
+        dropout=dropout,
+        training=routers,
+        shared=shared,
     )
-    sizes = (shape.n_embd, shape.experts, shape.experts_per_token, shape.expert_hidden)
-    return MoE(*sizes, shape.bias, dropout, routers, shared)
 
 
 class LMHead(nn.Linear):
@@ -324,21 +358,18 @@ class LMHead(nn.Linear):
 
     def __init__(self, shape: ModelShape, loss_chunk: int = 0) -> None:
         super().__init__(shape.n_embd, shape.padded_vocab, bias=False)
-        self.vocab_size, self.columns, self.loss_chunk = (
-            shape.vocab_size,
-            shape.logit_columns,
-            loss_chunk,
-        )
+        self.vocab_size = shape.vocab_size
+        self.columns = shape.logit_columns
+        self.loss_chunk = loss_chunk
 
     def forward(self, x: Tensor) -> Tensor:
         if self.columns == self.vocab_size:
             return F.linear(x, self.weight[: self.vocab_size])  # (..., V)
         # A bias of -inf costs nothing inside the product; slicing the logits would copy gigabytes
         # on a GPU.
-        padding = F.pad(
-            x.new_zeros(self.vocab_size), (0, self.columns - self.vocab_size), value=-math.inf
-        )
-        return F.linear(x, self.weight, padding)  # (..., padded_vocab)
+        no_bias = x.new_zeros(self.vocab_size)
+        bias = F.pad(no_bias, (0, self.columns - self.vocab_size), value=-math.inf)
+        return F.linear(x, self.weight, bias)  # (..., padded_vocab)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross entropy (float32 scalar) of x (B, T, C), given targets (B, T)."""
@@ -354,17 +385,20 @@ class KVCache:
     """The keys and values of one block, in tensors of full length that the first append allocates."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.length = size, 0
-        self.kv: Tensor | None = None
+        self.size = size
+        self.length = 0
+        self.kv: Tensor | None = None  # (2, B, H, size, D)
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v (B, H, T, D); return views of all keys and values, (B, H, S, D). Not for
-        training.
+        """Append k and v (B, H, T, D); return views of all keys and values, (B, H, S, D) each.
+
+        Not for training: the views share memory with later appends.
         """
         B, H, T, D = k.shape
         if self.kv is None:
             self.kv = k.new_empty(2, B, H, self.size, D)
         self.length += T
         keys, values = self.kv[:, :, :, : self.length]  # (B, H, S, D) each
-        keys[:, :, -T:], values[:, :, -T:] = k, v
+        keys[:, :, -T:] = k
+        values[:, :, -T:] = v
         return keys, values

@@ -1,25 +1,25 @@
-"""A mixture of experts in place of a block's MLP: a router sends each token to the k experts that
-it rates highest.
+"""A mixture of experts in place of a block's MLP: a router sends each token to k of E experts.
 
-    x (B, T, C) ─┬─ router ─ softmax over E experts ─ the k largest, as gates g ────────────────────┐
-                 │                                                                                  │
-                 ├─ copy each token k times, sort by expert                                         │
-                 │      tokens of expert 0 ▒▒▒▒▒ ── up 0 ─ GELU ─ down 0 ─┐                         │
-                 │                expert 1 ░     ── up 1 ─ GELU ─ down 1 ─┼─ back in order ─ Σ g·y ─┴─┐
-                 │                expert 2       (no token: its gradient is zero)                     + ─ y (B, T, C)
-                 │                expert 3 ▓▓▓   ── up 3 ─ GELU ─ down 3 ─┘                           │
-                 └─ shared experts, one MLP for every token ──────────────────────────────────────────┘
+    x (B, T, C) ─┬─ router ─ softmax over E experts ─ the k largest, as gates g ─────────┐
+                 │                                                                       │
+                 ├─ copy each token k times, sort by expert                              │
+                 │   tokens of expert 0 ▒▒▒▒▒ ─ up 0 ─ GELU ─ down 0 ─┐                  │
+                 │             expert 1 ░     ─ up 1 ─ GELU ─ down 1 ─┼─ unsort ─ Σ g·y ─┴─┐
+                 │             expert 2       (no token: its gradient is zero)             + ─ y
+                 │             expert 3 ▓▓▓   ─ up 3 ─ GELU ─ down 3 ─┘                    │
+                 └─ shared experts, one MLP for every token ───────────────────────────────┘
 
-    up.weight (E, hidden, C), down.weight (E, C, hidden): the experts' layers one behind the other; ep.py cuts along E
+    up.weight (E, hidden, C), down.weight (E, C, hidden): the experts' layers one behind the other;
+    ep.py cuts along E
 
-    gates       of the k chosen ones, divided by their sum; with k = 1 the probability itself, or the router would learn
-                nothing from the loss
+    gates       of the k chosen experts, divided by their sum; with k = 1 the probability itself, or
+                the router would learn nothing from the loss
     dropless    an expert takes every token that is sent to it
-    capacity    while training, an expert takes at most ceil(capacity · T·k/E) tokens of a sequence, the first ones.
-                It counts in each sequence by itself and in the order of positions: so no token depends on later ones,
-                nor on the sequences beside it. The tokens after those are dropped: this expert adds nothing to them.
-                Evaluation and sampling drop nothing
-    balance     per sequence: E · Σ_e (share of choices that fell on e) · (mean probability of e); 1 if they are even
+    capacity    while training, an expert takes at most ceil(capacity · T·k/E) tokens of a sequence,
+                the first ones. Each sequence is counted by itself and in the order of positions, so
+                no token depends on later ones or on other sequences. Tokens beyond the capacity are
+                dropped: this expert adds nothing to them. Evaluation and sampling drop nothing
+    balance     per sequence: E · Σ_e (share of choices of e) · (mean probability of e); 1 if even
     z           mean of (log Σ_e exp logit_e)², which keeps the logits small
 
 Both losses are means over sequences or tokens, so how the ranks share the batch does not change
@@ -41,21 +41,26 @@ from torch import Tensor, nn
 
 from nanoray.models.dropout import Dropout
 
-# What a layer tells of its routing; the experts' loads are the rest
-BALANCE, Z, ENTROPY, DROPPED, LOAD = range(5)
+# Indices of a layer's routing statistics, a vector (LOAD + E,)
+BALANCE = 0
+Z = 1
+ENTROPY = 2
+DROPPED = 3
+LOAD = 4  # and what follows: each expert's share of the choices
 
 
 class RouterTraining(NamedTuple):
-    """How a router is trained: it fixes no parameter's shape."""
+    """How a router is trained. It does not change the shape of any parameter."""
 
     capacity: float = 0.0  # factor on the mean number of a sequence's tokens; 0: dropless
-    balance: float = 0.01  # factors of the two losses
-    z: float = 0.001
+    balance: float = 0.01  # factor of the balance loss
+    z: float = 0.001  # factor of the z loss
 
 
 class Stacked(nn.Module):
-    """One linear layer for each expert, all in one parameter. The biases are a vector: vectors do
-    not decay.
+    """One linear layer for each expert, all in one parameter.
+
+    The biases are one vector, because the optimizer decays no vectors.
     """
 
     def __init__(self, experts: int, inputs: int, outputs: int, bias: bool) -> None:
@@ -64,22 +69,19 @@ class Stacked(nn.Module):
         self.bias = nn.Parameter(torch.empty(experts * outputs)) if bias else None
 
     def layers(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Return weight (outputs, inputs) and bias of each expert; backward makes one gradient of
-        theirs.
+        """Return weight (outputs, inputs) and bias (outputs,) of each expert, as views.
+
+        Backward adds up the views' gradients into one gradient of the parameter.
         """
         weights = self.weight.unbind(0)
-        biases = (
-            [None] * len(weights)
-            if self.bias is None
-            else self.bias.view(len(weights), -1).unbind(0)
-        )
-        return [*zip(weights, biases, strict=True)]
+        if self.bias is None:
+            return [(weight, None) for weight in weights]
+        biases = self.bias.view(len(weights), -1).unbind(0)
+        return list(zip(weights, biases, strict=True))
 
 
 class MoE(nn.Module):
-    """The experts of a block, with their router. It returns what an MLP does, and what it tells of
-    its routing.
-    """
+    """The experts of a block, with their router."""
 
     def __init__(
         self,
@@ -93,7 +95,8 @@ class MoE(nn.Module):
         shared: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.per_token, self.capacity = per_token, training.capacity
+        self.per_token = per_token
+        self.capacity = training.capacity
         self.router = nn.Linear(width, experts, bias=False)
         self.up = Stacked(experts, width, hidden, bias)
         self.down = Stacked(experts, hidden, width, bias)
@@ -101,21 +104,27 @@ class MoE(nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the experts' result (B, T, C) for x (B, T, C), and of its routing float32 (LOAD +
-        E,).
+        """Return the experts' result (B, T, C) for x (B, T, C), and statistics of the routing.
 
-        These are means over the batch, of which BALANCE and Z have a gradient: losses, the entropy
-        of a token's probabilities as a share of the largest possible one, the share of choices
-        dropped, and each expert's share.
+        The statistics, float32 (LOAD + E,), are means over the batch: the two losses, which have a
+        gradient, the entropy of a token's probabilities as a share of the largest possible one, the
+        share of choices dropped, and each expert's share.
         """
+        # Rate the experts, and choose the k best for each token.
         logits = self._logits(x)  # (B, T, E)
-        probabilities = logits.softmax(-1)
-        gates, chosen = probabilities.topk(self.per_token)  # (B, T, k)
+        probabilities = logits.softmax(-1)  # (B, T, E)
+        gates, chosen = probabilities.topk(self.per_token)  # (B, T, k) each
         if self.per_token > 1:
             gates = gates / gates.sum(-1, keepdim=True)
+
+        # Drop what exceeds an expert's capacity.
         hot = F.one_hot(chosen, logits.shape[-1])  # (B, T, k, E)
-        kept = self._within_capacity(hot) if self.training and self.capacity else None
-        y = self.mix(x, gates, chosen, kept)
+        kept = None
+        if self.training and self.capacity:
+            kept = self._within_capacity(hot)  # (B, T, k)
+
+        # Apply the experts.
+        y = self.mix(x, gates, chosen, kept)  # (B, T, C)
         if self.shared is not None:
             y = y + self.shared(x)
         return self.dropout(y), describe(logits, probabilities, hot, kept)
@@ -125,119 +134,133 @@ class MoE(nn.Module):
             return F.linear(x.float(), self.router.weight.float())
 
     def _within_capacity(self, hot: Tensor) -> Tensor:
-        """Return which choices (B, T, k) their experts take: the first ones of each sequence."""
+        """Return a mask (B, T, k) of the choices that experts take: the first ones of a sequence."""
         B, T, k, E = hot.shape
-        most = math.ceil(self.capacity * T * k / E)
-        # Choices of the same expert before this one
-        before = hot.view(B, T * k, E).cumsum(1).view(B, T, k, E) - hot
-        return (before * hot).sum(-1) < most
+        limit = math.ceil(self.capacity * T * k / E)
+        # For each choice, the number of earlier choices of the same expert in its sequence.
+        before = hot.view(B, T * k, E).cumsum(1).view(B, T, k, E) - hot  # (B, T, k, E)
+        return (before * hot).sum(-1) < limit
 
     @torch.compiler.disable
     def mix(self, x: Tensor, gates: Tensor, chosen: Tensor, kept: Tensor | None) -> Tensor:
-        """Return the experts' results for x (B, T, C), weighted with gates (B, T, k) and added up:
-        (B, T, C).
+        """Return the sum of the experts' results for x (B, T, C), weighted with gates (B, T, k).
 
-        It runs eagerly in a compiled block: how many tokens an expert gets is known to the host in
-        this step only.
+        Returns (B, T, C). It runs eagerly in a compiled block, because the number of an expert's
+        tokens changes with every step, and the host needs it.
         """
         tokens = x.flatten(0, 1)  # (N, C)
-        (N, C), k, E = tokens.shape, self.per_token, self.router.weight.shape[0]
-        of = chosen.flatten() if kept is None else chosen.flatten().masked_fill(~kept.flatten(), E)
-        counts = of.bincount(minlength=E + 1)[:E]
-        order = of.argsort(stable=True)  # by expert, then by token; the dropped ones come last
+        N, C = tokens.shape
+        k = self.per_token
+        E = self.router.weight.shape[0]
+
+        # Sort the N·k choices by expert, then by token. Dropped ones are expert E, so they come last.
+        expert = chosen.flatten()  # (N·k,)
         if kept is not None:
-            order = order[: int(counts.sum())]
-        sent = tokens.repeat_interleave(k, 0)[order].to(_compute_dtype(tokens))
-        back = self.apply_experts(sent, counts)
-        each = back.new_zeros(N * k, C).index_copy(0, order, back).view(N, k, C)
-        return (each * gates.flatten(0, 1).unsqueeze(-1)).sum(1).view(x.shape).to(x.dtype)
+            expert = expert.masked_fill(~kept.flatten(), E)
+        counts = expert.bincount(minlength=E + 1)[:E]  # (E,) tokens of each expert
+        order = expert.argsort(stable=True)  # (N·k,)
+        if kept is not None:
+            order = order[: int(counts.sum())]  # (n,)
 
-    def apply_experts(self, sent: Tensor, counts: Tensor) -> Tensor:
-        """Return the results (n, C) of tokens (n, C) that lie by expert, counts[e] for expert e."""
-        return self.own_experts(sent, counts.tolist())
+        # Apply the experts to the sorted copies. In the compute dtype, because with expert
+        # parallelism they travel to other ranks.
+        copies = tokens.repeat_interleave(k, 0)[order].to(_compute_dtype(tokens))  # (n, C)
+        results = self.apply_experts(copies, counts)  # (n, C)
 
-    def own_experts(self, sent: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return the results of tokens (n, C) that lie by expert, for the experts whose weights are
-        here.
-        """
-        layers = zip(sent.split([*counts]), self.up.layers(), self.down.layers(), strict=True)
-        return torch.cat(
-            [F.linear(F.gelu(F.linear(part, *up)), *down) for part, up, down in layers]
-        )
+        # Put the results back in order, and add up those of a token.
+        unsorted = results.new_zeros(N * k, C).index_copy(0, order, results).view(N, k, C)
+        weighted = unsorted * gates.flatten(0, 1).unsqueeze(-1)  # (N, k, C)
+        return weighted.sum(1).view(x.shape).to(x.dtype)
+
+    def apply_experts(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """Return the results (n, C) of tokens (n, C), sorted by expert, counts[e] of expert e."""
+        return self.own_experts(tokens, counts.tolist())
+
+    def own_experts(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the results of tokens (n, C), sorted by expert, by the experts of this rank."""
+        parts = tokens.split(list(counts))
+        results = []
+        for part, up, down in zip(parts, self.up.layers(), self.down.layers(), strict=True):
+            hidden = F.gelu(F.linear(part, *up))  # (counts[e], hidden)
+            results.append(F.linear(hidden, *down))  # (counts[e], C)
+        return torch.cat(results)
 
 
 def describe(logits: Tensor, probabilities: Tensor, hot: Tensor, kept: Tensor | None) -> Tensor:
-    """Return what `MoE.forward` tells of its routing, float32 (LOAD + E,)."""
+    """Return the statistics of a layer's routing, float32 (LOAD + E,); see `MoE.forward`."""
     E = logits.shape[-1]
     share = hot.float().mean((1, 2))  # (B, E): of a sequence's choices
     balance = E * (share * probabilities.mean(1)).sum(-1).mean()
     z = logits.logsumexp(-1).square().mean()
-    entropy = -(probabilities * probabilities.clamp_min(1e-30).log()).sum(-1).mean() / math.log(
-        max(E, 2)
-    )
-    dropped = torch.zeros_like(z) if kept is None else 1 - kept.float().mean()
+
+    log_probabilities = probabilities.clamp_min(1e-30).log()
+    entropy = -(probabilities * log_probabilities).sum(-1).mean() / math.log(max(E, 2))
+    dropped = torch.zeros_like(z)
+    if kept is not None:
+        dropped = 1 - kept.float().mean()
     return torch.cat([torch.stack([balance, z, entropy.detach(), dropped]), share.mean(0)])
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which matrix products run here: tokens that travel are as small as they
-    can be.
-    """
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    """Return the dtype in which matrix products run here."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
 
 
 class Routing:
-    """What a model's routers did since `begin`: means over the forward passes in training mode, by
-    layer.
-    """
+    """Statistics of a model's routers by layer: means over the training passes since `begin`."""
 
-    stages = 1  # that have other layers each
+    stages = 1  # of a pipeline; each has other layers
 
     def __init__(self, training: RouterTraining, layers: int) -> None:
-        self.training, self._layers = training, layers
+        self.training = training
+        self._layers = layers
         self.begin()
 
     def begin(self) -> None:
-        """Forget everything."""
-        self._totals: dict[int, Tensor] = {}  # by layer, of those that are here
+        """Drop all statistics."""
+        self._totals: dict[int, Tensor] = {}  # by layer, of this rank's layers
         self._passes = Counter[int]()
 
-    def losses(self, told: Mapping[int, Tensor]) -> Tensor:
-        """Return the routers' losses with their factors, a scalar; note what the layers, by their
-        numbers, told.
-        """
-        of_layers = torch.stack([*told.values()])  # (L, LOAD + E)
-        for n, seen in zip(told, of_layers.detach(), strict=True):
-            self._totals[n] = self._totals[n] + seen if n in self._totals else seen
-            self._passes[n] += 1
-        return (
-            self.training.balance * of_layers[:, BALANCE] + self.training.z * of_layers[:, Z]
-        ).sum()
+    def losses(self, routed: Mapping[int, Tensor]) -> Tensor:
+        """Add the layers' statistics, {layer: (LOAD + E,)}; return the sum of the routers' losses."""
+        statistics = torch.stack(list(routed.values()))  # (L, LOAD + E)
+        for layer, values in zip(routed, statistics.detach(), strict=True):
+            if layer in self._totals:
+                values = self._totals[layer] + values
+            self._totals[layer] = values
+            self._passes[layer] += 1
+        balance = self.training.balance * statistics[:, BALANCE]  # (L,)
+        z = self.training.z * statistics[:, Z]  # (L,)
+        return (balance + z).sum()
 
-    def added_to(self, loss: Tensor, told: Mapping[int, Tensor]) -> Tensor:
-        """Return `loss` with the gradient, but not the value, of the routers' losses; note what the
-        layers told.
+    def added_to(self, loss: Tensor, routed: Mapping[int, Tensor]) -> Tensor:
+        """Return `loss` with the gradient, but not the value, of the routers' losses.
 
-        So a loss is the cross entropy to the bit, in training as in evaluation, and every factor on
-        it, of a mean or of fp16, is also on the routers' losses.
+        Also adds the layers' statistics. So a loss is the cross entropy to the bit, in training as
+        in evaluation, and every factor on it, of a mean or of fp16, is also on the routers' losses.
         """
-        extra = self.losses(told)
+        extra = self.losses(routed)
         return loss + (extra - extra.detach())
 
     def means(self) -> Tensor | None:
-        """Return the means (L, LOAD + E) of all layers, on the device; None before the first
-        forward pass.
+        """Return the means (L, LOAD + E) of all layers, on the device; None before the first pass.
 
-        Of a stage of a pipeline they are times the number of stages, and other stages' layers are
-        zeros: the mean over all ranks is that of each layer.
+        A stage of a pipeline returns its own layers' means times the number of stages, and zeros
+        for the layers of other stages: the mean over all ranks is then the mean of each layer.
         """
         if not self._totals:
             return None
-        elsewhere = torch.zeros_like(next(iter(self._totals.values())))
-        rows = [
-            self._totals[n] / self._passes[n] if n in self._totals else elsewhere
-            for n in range(self._layers)
-        ]
+        zeros = torch.zeros_like(next(iter(self._totals.values())))
+        rows = []
+        for layer in range(self._layers):
+            if layer in self._totals:
+                rows.append(self._totals[layer] / self._passes[layer])
+            else:
+                rows.append(zeros)
         means = torch.stack(rows)
-        return means * self.stages if self.stages > 1 else means
+        if self.stages > 1:
+            means = means * self.stages
+        return means

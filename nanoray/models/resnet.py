@@ -1,11 +1,11 @@
 """The ResNet for CIFAR-10 of He et al. 2016 (section 4.2). Nothing here knows about ranks.
 
-    stem               3x3 convolution, BatchNorm, ReLU                                      (B, 16w, 32, 32)
-    blocks.0 ...       3n blocks of two 3x3 convolutions: n at 32x32 with 16w channels, n at 16x16 with 32w,
-                       n at 8x8 with 64w; the first block of the 2nd and 3rd stage halves the image
-    head               mean over the image, a linear layer                                   (B, classes)
+    stem           3x3 convolution, BatchNorm, ReLU                          (B, 16w, 32, 32)
+    blocks.0 ...   3n blocks of two 3x3 convolutions: n at 32x32 with 16w channels, n at 16x16 with
+                   32w, n at 8x8 with 64w; the first block of the 2nd and 3rd stage halves the image
+    head           mean over the image, a linear layer                       (B, classes)
 
-That are 6n + 2 layers with weights. The shortcuts are identities; where the size changes they take
+These are 6n + 2 layers with weights. The shortcuts are identities; where the size changes they take
 every second pixel and add channels of zeros, so they have no parameters (option A of the paper). w
 is the factor on the widths 16, 32, 64.
 
@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from nanoray.config import Config
 from nanoray.models.batch_norm import BatchNorm
 
-WIDTHS, SIZE = (16, 32, 64), 32  # channels of the stages; rows and columns of an image
+WIDTHS = (16, 32, 64)  # channels of the stages
+SIZE = 32  # rows and columns of an image
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,7 @@ class ResNetShape:
 
     @classmethod
     def of(cls, config: Config, classes: int) -> ResNetShape:
-        """Return the shape of `config`, which has checked the depth, for a dataset of so many
-        classes.
-        """
+        """Return the shape of `config`, which has checked the depth."""
         return cls(config.resnet_depth, config.resnet_width, classes)
 
     @property
@@ -61,50 +60,51 @@ class ResNet(nn.Module):
 
     def __init__(self, shape: ResNetShape, label_smoothing: float = 0.0) -> None:
         super().__init__()
-        self.shape, self.label_smoothing = shape, label_smoothing
-        channels = shape.channels
-        self.stem = nn.Conv2d(3, channels[0], 3, padding=1, bias=False)
-        self.stem_norm = BatchNorm(channels[0])
-        widths = [width for width in channels for _ in range(shape.blocks_per_stage)]
-        self.blocks = nn.ModuleList(
-            Block(a, b) for a, b in zip([channels[0], *widths], widths, strict=False)
-        )
-        self.head = nn.Linear(channels[-1], shape.classes)
+        self.shape = shape
+        self.label_smoothing = label_smoothing
+
+        c_in = shape.channels[0]
+        self.stem = nn.Conv2d(3, c_in, 3, padding=1, bias=False)
+        self.stem_norm = BatchNorm(c_in)
+
+        self.blocks = nn.ModuleList()
+        for c_out in shape.channels:
+            for _ in range(shape.blocks_per_stage):
+                self.blocks.append(Block(c_in, c_out))
+                c_in = c_out
+
+        self.head = nn.Linear(c_in, shape.classes)
         self.init_weights()
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return the mean cross entropy (float32 scalar) given targets (B,), else the logits (B,
-        classes).
+        """Return the loss given targets (B,), else the logits (B, classes).
 
-        Labels are smoothed while training: an evaluation gives the plain cross entropy.
+        The loss is the mean cross entropy, a float32 scalar. Labels are smoothed in training only,
+        so an evaluation gives the plain cross entropy.
         """
         x = F.relu(self.stem_norm(self.stem(x)))  # (B, C, H, W)
         for block in self.blocks:
             x = block(x)  # (B, C, H, W)
-        logits = self.head(x.mean((2, 3)))  # (B, classes)
+        logits = self.head(x.mean((2, 3)))  # (B, C) -> (B, classes)
         if targets is None:
             return logits
-        return F.cross_entropy(
-            logits.float(), targets, label_smoothing=self.label_smoothing * self.training
-        )
+        smoothing = self.label_smoothing if self.training else 0.0
+        return F.cross_entropy(logits.float(), targets, label_smoothing=smoothing)
 
     def init_weights(self) -> None:
-        """Draw convolutions from N(0, 2 / fan-out) (He et al. 2015), the linear layer as torch
-        does.
-        """
+        """Draw convolutions from N(0, 2 / fan-out) (He et al. 2015), the head as torch does."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions beside a shortcut. A block that widens by a factor of 2 halves rows and
-    columns.
-    """
+    """Two 3x3 convolutions beside a shortcut; a block with more channels halves rows and columns."""
 
     def __init__(self, c_in: int, c_out: int) -> None:
         super().__init__()
-        self.stride, self.padding = (1 if c_in == c_out else 2), c_out - c_in
+        self.stride = 1 if c_in == c_out else 2
+        self.padding = c_out - c_in  # channels of zeros on the shortcut
         self.conv1 = nn.Conv2d(c_in, c_out, 3, stride=self.stride, padding=1, bias=False)
         self.norm1 = BatchNorm(c_out)
         self.conv2 = nn.Conv2d(c_out, c_out, 3, padding=1, bias=False)
@@ -113,7 +113,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.norm1(self.conv1(x)))  # (B, C, H, W), the sizes of the output
         y = self.norm2(self.conv2(y))  # (B, C, H, W)
-        if self.stride > 1:  # the same pixels in the first channels, zeros in the new ones
+        # The shortcut keeps every second pixel, between channels of zeros.
+        if self.stride > 1:
             half = self.padding // 2
             x = F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, half, self.padding - half))  # (B, C, H, W)
         return F.relu(x + y)  # (B, C, H, W)
@@ -121,8 +122,6 @@ class Block(nn.Module):
 
 @torch.no_grad()
 def loss_and_accuracy(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean cross entropy and the share in [0, 1] of images whose class has the highest
-    logit.
-    """
+    """Return the mean cross entropy and the accuracy in [0, 1]."""
     logits = model(x).float()  # (B, classes)
     return F.cross_entropy(logits, y), (logits.argmax(1) == y).float().mean()

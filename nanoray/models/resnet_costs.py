@@ -1,4 +1,4 @@
-"""Parameters, FLOPs and memory of a ResNet."""
+"""Count the parameters, FLOPs and bytes of a ResNet without building it."""
 
 from __future__ import annotations
 
@@ -6,44 +6,36 @@ from nanoray.models.resnet import SIZE, ResNetShape
 
 
 def convolutions(shape: ResNetShape) -> list[tuple[int, int, int]]:
-    """Return (input channels, output channels, rows of the output) of every 3x3 convolution, in the
-    model's order.
-    """
-    layers = [(3, shape.channels[0], SIZE)]
-    c_in, size = shape.channels[0], SIZE
-    for stage, width in enumerate(shape.channels):
-        size = SIZE >> stage
+    """Return (c_in, c_out, rows of the output) of every 3x3 convolution, in the model's order."""
+    c_in = shape.channels[0]
+    layers = [(3, c_in, SIZE)]  # the stem
+    for stage, c_out in enumerate(shape.channels):
+        rows = SIZE >> stage  # each stage halves the image
         for _ in range(shape.blocks_per_stage):
-            layers += [(c_in, width, size), (width, width, size)]
-            c_in = width
+            layers.append((c_in, c_out, rows))
+            layers.append((c_out, c_out, rows))
+            c_in = c_out
     return layers
 
 
 def convolution_flops(c_in: int, c_out: int, rows: int) -> int:
-    """Return the forward FLOPs of a 3x3 convolution for one image: two per weight and pixel of its
-    output.
-    """
+    """Return a convolution's forward FLOPs for one image: two per weight and pixel of its output."""
     return 2 * 9 * c_in * c_out * rows**2
 
 
 def convolution_kept(c_out: int, rows: int) -> int:
-    """Return the numbers that a convolution keeps for backward: its output and the ReLU's, of one
-    image.
-    """
+    """Return the numbers kept for backward of one image: the convolution's output and the ReLU's."""
     return 2 * c_out * rows**2
 
 
 def count_parameters(shape: ResNetShape) -> int:
-    """Return the parameters of ResNet(shape) without building it: convolutions, two per norm
-    channel, the head.
-    """
+    """Return the parameters of ResNet(shape): convolutions, two per channel of a norm, the head."""
     convs = sum(9 * c_in * c_out + 2 * c_out for c_in, c_out, _ in convolutions(shape))
     return convs + (shape.channels[-1] + 1) * shape.classes
 
 
 def flops_per_image(shape: ResNetShape) -> int:
-    """Return the FLOPs of forward and backward for one image: 6 per weight of a convolution and
-    pixel of its output.
+    """Return the FLOPs of forward and backward for one image: 6 per weight and pixel of its output.
 
     Forward has two per multiplication and addition; backward has twice as many. Norms and ReLUs are
     left out.
@@ -58,7 +50,8 @@ def activation_memory(shape: ResNetShape, micro_batch_size: int, precision: str)
     Per convolution: its output, which the norm keeps, and the ReLU's output, which the ReLU and the
     next convolution share.
     """
-    kept = (
-        sum(convolution_kept(c_out, rows) for _, c_out, rows in convolutions(shape)) + 3 * SIZE**2
-    )
-    return {"activations": micro_batch_size * kept * (4 if precision == "fp32" else 2)}
+    kept = 3 * SIZE**2  # the image
+    for _, c_out, rows in convolutions(shape):
+        kept += convolution_kept(c_out, rows)
+    bytes_each = 4 if precision == "fp32" else 2
+    return {"activations": micro_batch_size * kept * bytes_each}

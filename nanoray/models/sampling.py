@@ -19,24 +19,26 @@ def generate(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Continue the prompts idx (B, T) by sampling: (B, T + max_new_tokens). Temperature 0 takes the
-    likeliest token.
+    """Continue the prompts idx (B, T) by sampling: (B, T + max_new_tokens).
 
-    The model reads the last block_size tokens of the prompt. Positions are absolute, so sliding the
-    window would make cached keys stale: when the cache is full, it is rebuilt from the last max(1,
-    block_size // 2) tokens.
+    Temperature 0 takes the likeliest token. The model reads the last block_size tokens of the
+    prompt. Positions are absolute, so sliding the window would make cached keys stale: when the
+    cache is full, it is rebuilt from the last max(1, block_size // 2) tokens.
     """
     _refuse_bad_request(model.shape, idx, max_new_tokens, temperature, top_k)
-    (B, known), block_size, was_training = idx.shape, model.shape.block_size, model.training
+    B, known = idx.shape
+    block_size = model.shape.block_size
     tokens = torch.cat([idx, idx.new_empty(B, max_new_tokens)], dim=1)
     cache = [KVCache(block_size) for _ in model.blocks]
-    unread = max(0, known - block_size)  # the first token that the cache has not seen
+    unread = max(0, known - block_size)  # the first token that the cache does not contain
+    was_training = model.training
     model.eval()
     try:
         # Compiled blocks run eagerly here: each new length of the cache would trigger a
         # compilation.
         with torch.compiler.set_stance("force_eager"):
             for end in range(known, known + max_new_tokens):
+                # A full cache is rebuilt from the second half of a block.
                 if cache[0].length + end - unread > block_size:
                     unread = end - max(1, block_size // 2)
                     for layer in cache:
@@ -55,11 +57,13 @@ def _sample(
     """Draw one token (B,) for each row of logits (B, V)."""
     if temperature == 0:
         return logits.argmax(-1)
-    # (B, k), descending
-    best, tokens = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))
-    # Never above 0: no overflow
-    probs = F.softmax((best - best[:, :1]) / max(temperature, 1e-30), dim=-1)
-    return tokens.gather(1, torch.multinomial(probs, 1, generator=generator))[:, 0]
+    V = logits.shape[-1]
+    best, tokens = logits.topk(min(top_k or V, V))  # (B, k) each, descending
+    # Subtracting the largest keeps the quotient at 0 or below, against overflow at a tiny temperature.
+    scaled = (best - best[:, :1]) / max(temperature, 1e-30)
+    probs = F.softmax(scaled, dim=-1)  # (B, k)
+    choice = torch.multinomial(probs, 1, generator=generator)  # (B, 1)
+    return tokens.gather(1, choice)[:, 0]
 
 
 def _refuse_bad_request(
@@ -70,7 +74,9 @@ def _refuse_bad_request(
             f"a prompt of shape {tuple(idx.shape)}; pass (sequences, tokens), at least one token "
             "each"
         )
-    low, high, V = int(idx.min()), int(idx.max()), shape.vocab_size
+    low = int(idx.min())
+    high = int(idx.max())
+    V = shape.vocab_size
     if low < 0 or high >= V:
         raise ConfigError(
             f"prompt tokens {low}..{high} are outside 0..{V - 1}; encode it with this model's "

@@ -1,6 +1,4 @@
-"""Draw the traced steps of a run: phases and collectives of all ranks. `python -m nanoray.trace
-runs/RUN`
-"""
+"""Draw the traced steps of a run: `python -m nanoray.trace RUN`."""
 
 from __future__ import annotations
 
@@ -25,8 +23,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--step", type=int, help="last step to draw [the newest traced one]")
     parser.add_argument("--figure", type=Path, help="picture to write [RUN/comm/timeline.svg]")
-    text = "put the profiles of all ranks, of a run started with --profile A:B, on one clock, and draw nothing"
-    parser.add_argument("--profile", action="store_true", help=text)
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="put the profiles of all ranks, of a run started with --profile A:B, on one clock, "
+        "and draw nothing",
+    )
     args = parser.parse_args(argv)
     return exit_code_of(lambda: _run(args))
 
@@ -53,9 +55,9 @@ def _run(args: argparse.Namespace) -> None:
 
 def read_steps(run: Path) -> list[dict[str, Any]]:
     """Return the traced steps of a run. Raises ConfigError when there is none."""
-    steps = [
-        step for step in read_json_lines(run / "comm" / "steps.jsonl") if "collectives" in step
-    ]
+    # A long run's later steps are written without their collectives.
+    records = read_json_lines(run / "comm" / "steps.jsonl")
+    steps = [record for record in records if "collectives" in record]
     if not steps:
         raise ConfigError(
             f"{run} has no traced steps; start a run with --comm_trace every=50, or always"

@@ -1,6 +1,4 @@
-"""Draw the load of each expert over the steps of a run. `nanoray experts runs/RUN` writes
-RUN/experts.svg.
-"""
+"""Draw the load of each expert over the steps of a run: `nanoray experts RUN` writes experts.svg."""
 
 from __future__ import annotations
 
@@ -12,13 +10,12 @@ from nanoray.atomic import read_json_lines
 from nanoray.cli import exit_code_of, writing
 from nanoray.errors import ConfigError
 
-LOADS = "expert_load"  # of a record: for each layer, each expert's load over the mean
+LOADS = "expert_load"  # a record's key: for each layer, each expert's load over the mean
+MAX_LABELS = 8  # experts with a label each; of more, every 8th has one
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `nanoray experts RUN`: draw the load of the experts, layer by layer, and what was
-    dropped.
-    """
+    """Run `nanoray experts RUN`: draw the load of the experts by layer, and the dropped tokens."""
     parser = argparse.ArgumentParser(
         prog="nanoray experts", description="Draw the load of experts over steps."
     )
@@ -36,14 +33,13 @@ def _run(args: argparse.Namespace) -> None:
     last = records[-1]
     print(
         f"{figure}  at step {last['step']} the largest load is {last['moe/load_max']:.2f} times "
-        "the mean, the smallest "
-        f"{last['moe/load_min']:.2f} times; {last['moe/dropped']:.1f} % dropped; entropy "
-        f"{last['moe/entropy']:.2f}"
+        f"the mean, the smallest {last['moe/load_min']:.2f} times; {last['moe/dropped']:.1f} % "
+        f"dropped; entropy {last['moe/entropy']:.2f}"
     )
 
 
 def read_loads(run: Path) -> list[dict[str, Any]]:
-    """Return a run's records that tell of experts. Raises ConfigError when there is none."""
+    """Return a run's records with loads of experts. Raises ConfigError when there is none."""
     records = [record for record in read_json_lines(run / "metrics.jsonl") if LOADS in record]
     if not records:
         raise ConfigError(
@@ -54,8 +50,9 @@ def read_loads(run: Path) -> list[dict[str, Any]]:
 
 
 def draw(records: list[dict[str, Any]], path: Path) -> None:
-    """Draw a map per layer: steps to the right, experts upward, the colour is the load; below,
-    dropped and entropy.
+    """Draw a map per layer: x is the step, y the expert, the colour its load.
+
+    A plot below shows the largest load, the entropy and the dropped tokens.
     """
     import matplotlib
 
@@ -63,23 +60,30 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
     from matplotlib.colors import TwoSlopeNorm
 
-    steps, layers = [record["step"] for record in records], len(records[0][LOADS])
+    steps = [record["step"] for record in records]
+    layers = len(records[0][LOADS])
     experts = len(records[0][LOADS][0])
     figure, axes = pyplot.subplots(
         layers + 1, 1, figsize=(8, 1.1 * layers + 2.2), sharex=True, layout="constrained"
     )
-    colours = TwoSlopeNorm(
-        1.0, 0.0, max(2.0, *(max(map(max, record[LOADS])) for record in records))
-    )
-    for n in range(layers):
-        loads = [[record[LOADS][n][e] for record in records] for e in range(experts)]
-        rows = [e - 0.5 for e in range(experts + 1)]
-        drawn = axes[n].pcolormesh(edges(steps), rows, loads, cmap="RdBu_r", norm=colours)
-        axes[n].set_ylabel(f"block {n}", rotation=0, ha="right", va="center")
-        axes[n].set_yticks(
-            range(experts), [str(e) if experts <= 8 or e % 8 == 0 else "" for e in range(experts)]
+
+    # White is the mean load, 1. All layers share one scale, which reaches at least to 2.
+    largest = max(load for record in records for layer in record[LOADS] for load in layer)
+    colours = TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=max(2.0, largest))
+
+    labels = [str(expert) for expert in range(experts)]
+    if experts > MAX_LABELS:
+        labels = [label if int(label) % MAX_LABELS == 0 else "" for label in labels]
+    row_edges = [expert - 0.5 for expert in range(experts + 1)]
+    for layer in range(layers):
+        loads = [[record[LOADS][layer][e] for record in records] for e in range(experts)]
+        image = axes[layer].pcolormesh(
+            column_edges(steps), row_edges, loads, cmap="RdBu_r", norm=colours
         )
-    figure.colorbar(drawn, ax=list(axes[:layers]), label="load / mean", aspect=30, pad=0.01)
+        axes[layer].set_ylabel(f"block {layer}", rotation=0, ha="right", va="center")
+        axes[layer].set_yticks(range(experts), labels)
+    figure.colorbar(image, ax=list(axes[:layers]), label="load / mean", aspect=30, pad=0.01)
+
     below = axes[-1]
     below.plot(
         steps,
@@ -108,10 +112,12 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def edges(steps: list[int]) -> list[float]:
+def column_edges(steps: list[int]) -> list[float]:
     """Return where each step's column begins, and where the last one ends."""
-    last = steps[-1] - steps[-2] if len(steps) > 1 else 1
-    return [float(step) for step in [*steps, steps[-1] + last]]
+    width = 1  # of the last column: as wide as the one before
+    if len(steps) > 1:
+        width = steps[-1] - steps[-2]
+    return [float(step) for step in [*steps, steps[-1] + width]]
 
 
 if __name__ == "__main__":

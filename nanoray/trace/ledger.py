@@ -1,16 +1,15 @@
-"""Where the time of a run went: every second of every rank stands in one account. `nanoray ledger
-RUN`
+"""Account for the time of a run: `nanoray ledger RUN` assigns each second of each rank.
 
 Each rank's process adds up the seconds of its phases in a mapped file, logs/rank0.*.ledger, which
-survives SIGKILL. The reader puts the processes of a slot one behind the other; what lies between
-them has an account, too:
+survives SIGKILL. The reader puts the processes of a slot one after the other; the time between them
+has an account, too:
 
-    command ─ start ─► data, compute, log, evaluation, ... ─╳  recovery  ─► data, compute, ... ─ closing ─► end
-                                             the process dies            its successor's first step
+    command ─ start ─► data, compute, log, ... ─╳  recovery  ─► data, compute, ... ─ closing ─► end
+                                 the process dies            its successor's first step
 
 So the accounts of a slot sum to the wall time of the command. Seconds are the host's: with a GPU,
-the time in which the host waits for the device stands where it waits, mostly in the log. Clocks of
-other hosts are taken as they are.
+the time in which the host waits for the device counts where the host waits, mostly in the log.
+Clocks of other hosts are not corrected.
 """
 
 from __future__ import annotations
@@ -32,10 +31,19 @@ from nanoray.errors import ConfigError
 from nanoray.faults.cause import read_reports
 from nanoray.trace.__main__ import read_steps
 
+# The account of each phase
 _OF_PHASE = {
-    "data": "data", "forward": "compute", "backward": "compute", "optimizer": "compute", "idle": "idle", "log": "log",
-    "eval": "evaluation", "checkpoint": "checkpoint", "done": "closing",
-}  # fmt: skip
+    "data": "data",
+    "forward": "compute",
+    "backward": "compute",
+    "optimizer": "compute",
+    "idle": "idle",
+    "log": "log",
+    "eval": "evaluation",
+    "checkpoint": "checkpoint",
+    "done": "closing",
+}
+# The accounts that a process keeps; the reader derives the others of MEANINGS
 KEPT = (
     "start",
     "recovery",
@@ -47,22 +55,30 @@ KEPT = (
     "checkpoint",
     "closing",
 )
-# started, created (Unix s), steps, closed, the seconds of each account; first and newest step, how
-# many were done again
+# The file: started, created (Unix s), steps, closed, the seconds of each account; the first and the
+# newest step, and the number of steps that were repeated
 _FORMAT = struct.Struct(f"<ddq?{len(KEPT)}d3q")
 
 # What each account means, in the order of the table.
 MEANINGS = {
-    "start": "from the command to the first step: Ray, placement, imports, rendezvous, the model, a warm-up",
+    "start": (
+        "from the command to the first step: Ray, placement, imports, rendezvous, the model, a "
+        "warm-up"
+    ),
     "data": "fetching batches",
-    "compute": "forward, backward and update; without --comm_trace also the communication that they wait for",
-    "exposed communication": "of those steps: collectives that compute waited for, by the traced steps' share",
+    "compute": (
+        "forward, backward and update; without --comm_trace also the communication that they wait "
+        "for"
+    ),
+    "exposed communication": (
+        "of those steps: collectives that compute waited for, by the traced steps' share"
+    ),
     "idle": "stages of a pipeline that wait for another one",
     "log": "records, and waiting for the device to fetch them",
     "evaluation": "validation loss",
     "checkpoint": "waiting for checkpoints and comparisons of ranks",
     "repeated": "steps that were done again after a restart from a checkpoint",
-    "recovery": "a rank was lost: noticing it, replacing it, meeting again, the interrupted step",
+    "recovery": ("a rank was lost: noticing it, replacing it, meeting again, the interrupted step"),
     "waiting for capacity": "slots without a process while fewer ranks went on",
     "closing": "after the last step: final checkpoint, sample, summary, teardown",
 }
@@ -73,22 +89,29 @@ class Ledger:
     """One process' seconds per account, in a mapped file. A change of phase takes about 2 µs."""
 
     def __init__(self, path: Path, started: float, takes_over: bool, clock: Any = time) -> None:
-        """Open an account. `started`: Unix seconds of the command; `takes_over`: after the loss of
-        a rank.
+        """Create the file.
 
-        Until the first step, time goes to `start`, or to `recovery` where this process takes over.
+        `started`: Unix seconds of the command. `takes_over`: this process replaces a lost rank.
+        Until the first step, time counts as `start`, or as `recovery` if the process takes over.
         """
-        self._clock, self._seconds = clock, dict.fromkeys(KEPT, 0.0)
-        self._head = started, clock.time()
-        self._open, self._since, self._steps = (
-            "recovery" if takes_over else "start",
-            clock.monotonic(),
-            0,
-        )
-        self._closed, self._updating = False, 0
-        self._first = self._newest = self._again = 0  # of the steps whose update is done
+        self._clock = clock
+        self._seconds = dict.fromkeys(KEPT, 0.0)
+        self._started = started
+        self._created = clock.time()
+        self._open = "recovery" if takes_over else "start"
+        self._since = clock.monotonic()
+        self._closed = False
+
+        # Steps whose update is done
+        self._steps = 0
+        self._first = 0
+        self._newest = 0
+        self._repeated = 0
+        self._updating = 0  # the step whose update has begun; 0: none
+
+        # If the file cannot be created, the seconds stay in memory, and the reader reports the
+        # time of this process as recovery. Training goes on.
         self._map: mmap.mmap | bytearray = bytearray(_FORMAT.size)
-        # On a full disk these seconds are kept by nobody, and count as recovery
         with suppress(OSError):
             path.write_bytes(self._map)
             with path.open("r+b") as file:
@@ -96,21 +119,27 @@ class Ledger:
         self._write()
 
     def on_phase(self, step: int, phase: str) -> None:
-        """Close the account that is open, and open that of a phase; set-up and regrouping last
-        until there is data.
+        """Close the open account and open that of a phase.
+
+        A phase without an account of its own, as set-up and regrouping, continues the open one.
         """
-        if done := self._updating:
-            self._again += done <= self._newest
-            self._first, self._newest = self._first or done, max(self._newest, done)
-        self._updating = step if phase == "optimizer" else 0
+        # A step is done when the phase after its update begins.
+        if self._updating:
+            if self._updating <= self._newest:
+                self._repeated += 1
+            self._first = self._first or self._updating
+            self._newest = max(self._newest, self._updating)
+            self._updating = 0
+
         self._change(_OF_PHASE.get(phase, self._open))
-        self._steps += phase == "optimizer"
+        if phase == "optimizer":
+            self._updating = step
+            self._steps += 1
 
     def group_lost(self) -> None:
-        """Charge what has not been charged yet to recovery: the phase in which the group broke, and
-        what follows.
-        """
-        self._open, self._updating = "recovery", 0
+        """Charge the time since the last change of phase, and what follows, to recovery."""
+        self._open = "recovery"
+        self._updating = 0  # an update that was interrupted does not count
         self._change("recovery")
 
     def close(self) -> None:
@@ -121,29 +150,38 @@ class Ledger:
     def _change(self, account: str) -> None:
         now = self._clock.monotonic()
         self._seconds[self._open] += now - self._since
-        self._open, self._since = account, now
+        self._open = account
+        self._since = now
         self._write()
 
     def _write(self) -> None:
-        steps = self._first, self._newest, self._again
         _FORMAT.pack_into(
-            self._map, 0, *self._head, self._steps, self._closed, *self._seconds.values(), *steps
+            self._map,
+            0,
+            self._started,
+            self._created,
+            self._steps,
+            self._closed,
+            *self._seconds.values(),
+            self._first,
+            self._newest,
+            self._repeated,
         )
 
 
 @dataclass(frozen=True)
 class Process:
-    """What one process has written."""
+    """The content of one process' file."""
 
     slot: int
     started: float  # Unix s of its command
     created: float  # Unix s
     steps: int
-    closed: bool  # it came to its end, with an error or without
+    closed: bool  # the process ended by itself, with or without an error
     seconds: dict[str, float]
     first: int  # step; 0 in a file of an older nanoray, which is shorter
     newest: int
-    again: int  # steps that it did more than once
+    repeated: int  # steps that it did more than once
 
     @property
     def last(self) -> float:
@@ -170,134 +208,184 @@ class Accounts:
     @property
     def goodput(self) -> float:
         """The share of the time that went into steps which count."""
-        return sum(self.seconds[name] for name in USEFUL) / self.total if self.total else 0.0
+        if not self.total:
+            return 0.0
+        return sum(self.seconds[name] for name in USEFUL) / self.total
 
     def span(self) -> str:
-        """Say how many ranks ran for how long."""
-        commands = "" if self.commands == 1 else f" in {self.commands} commands"
+        """Return the number of ranks, the wall time and the rank-seconds, as text."""
+        wall = f"{self.wall_s:.1f} s"
+        if self.commands > 1:
+            wall += f" in {self.commands} commands"
+        total = f"{self.total:.1f} rank-seconds"
         if not self.even:
-            return f"up to {self.slots} rank(s), {self.wall_s:.1f} s{commands}: {self.total:.1f} rank-seconds"
-        return (
-            f"{self.slots} rank(s) x {self.wall_s:.1f} s{commands} = {self.total:.1f} rank-seconds"
-        )
+            return f"up to {self.slots} rank(s), {wall}: {total}"
+        return f"{self.slots} rank(s) x {wall} = {total}"
 
     def verdict(self) -> str:
-        """Say in a sentence what the time went into: whether communication dominates is answered by
-        numbers only.
-        """
-        share = {name: 100 * seconds / (self.total or 1) for name, seconds in self.seconds.items()}
+        """Return the goodput, the largest account, and what dominates the steps, in one sentence."""
+        total = self.total or 1
+        share = {name: 100 * seconds / total for name, seconds in self.seconds.items()}
         largest = max(share, key=lambda name: share[name])
-        told = f"goodput {100 * self.goodput:.1f} %; the largest account is {largest} with {share[largest]:.1f} %"
+        sentence = (
+            f"goodput {100 * self.goodput:.1f} %; the largest account is {largest} with "
+            f"{share[largest]:.1f} %"
+        )
         if not self.traced:
-            return f"{told}; communication was not measured (--comm_trace every=50 does)"
-        exposed, compute = share["exposed communication"], share["compute"]
+            return f"{sentence}; communication was not measured (--comm_trace every=50 does)"
+        exposed = share["exposed communication"]
+        compute = share["compute"]
         side = "communication" if exposed > compute else "compute"
-        return f"{told}; steps are dominated by {side}: {compute:.1f} % compute, {exposed:.1f} % exposed communication"
+        return (
+            f"{sentence}; steps are dominated by {side}: {compute:.1f} % compute, "
+            f"{exposed:.1f} % exposed communication"
+        )
 
 
-def read(folder: Path) -> list[Process]:
-    """Return what the processes of a run have written, in the order of slots and time."""
-    found = []
+def read_processes(folder: Path) -> list[Process]:
+    """Return the ledgers of a run's processes, in the order of commands, slots and time."""
+    processes = []
     for path in (folder / "logs").glob("rank*.ledger"):
         with suppress(OSError, struct.error, ValueError):
-            started, created, steps, closed, *rest = _FORMAT.unpack(
-                path.read_bytes().ljust(_FORMAT.size, b"\0")
-            )
+            # A file of an older nanoray is shorter; it lacks the last numbers.
+            data = path.read_bytes().ljust(_FORMAT.size, b"\0")
+            started, created, steps, closed, *rest = _FORMAT.unpack(data)
             slot = int(path.name.removeprefix("rank").split(".")[0])
-            if started:  # else the process died while it opened the file
-                accounts = dict(zip(KEPT, rest[:-3], strict=True))
-                found.append(Process(slot, started, created, steps, closed, accounts, *rest[-3:]))
-    return sorted(found, key=lambda process: (process.started, process.slot, process.created))
+            if not started:
+                continue  # the process died while it created the file
+            seconds = dict(zip(KEPT, rest[:-3], strict=True))
+            first, newest, repeated = rest[-3:]
+            processes.append(
+                Process(slot, started, created, steps, closed, seconds, first, newest, repeated)
+            )
+    return sorted(processes, key=lambda process: (process.started, process.slot, process.created))
 
 
 def accounts_of(folder: Path) -> Accounts:
-    """Add up the accounts of a run. Raises ConfigError when none of its processes has written any."""
-    processes = read(folder)
+    """Add up the accounts of a run. Raises ConfigError if none of its processes has a ledger."""
+    processes = read_processes(folder)
     if not processes:
         raise ConfigError(
             f"{folder} has no ledger; give the folder of a run, such as runs/2026-..., that has "
             "started"
         )
-    total, wall_s, slots = dict.fromkeys(MEANINGS, 0.0), 0.0, set[int]()
+    total = dict.fromkeys(MEANINGS, 0.0)
+    wall_s = 0.0
+    slot_counts = set[int]()
+    faults = [event for event in read_reports(folder) if event["event"] == "fault"]
     commands = sorted({process.started for process in processes})
-    shrunk = [event for event in read_reports(folder) if event["event"] == "fault"]
     for started in commands:
         own = [process for process in processes if process.started == started]
+
+        # Only the newest command has a summary. It ends later than its ranks.
         end = max(process.last for process in own)
         if started == commands[-1]:
             end = max(end, _end_of_command(folder, started))
         wall_s += end - started
-        waits = any(
-            event["recovery"] == "shrink" and started < event["time"] <= end + 1 for event in shrunk
+
+        # After a shrink, a slot may wait without a process.
+        shrunk = any(
+            event["recovery"] == "shrink" and started < event["time"] <= end + 1 for event in faults
         )
-        slots.add(len({process.slot for process in own}))
-        for slot in {process.slot for process in own}:
-            _add_slot(
-                total, [process for process in own if process.slot == slot], started, end, waits
-            )
-    _move_repeated(total, processes, sum(event["steps_repeated"] or 0 for event in shrunk))
-    share = _exposed_share(folder)
-    # What a traced step's time consists of
-    steps = sum(total[name] for name in ("data", "compute", "idle", "log"))
-    exposed = min(total["compute"], (share or 0.0) * steps)
-    total["exposed communication"], total["compute"] = exposed, total["compute"] - exposed
-    return Accounts(max(slots), len(commands), wall_s, len(slots) == 1, total, share is not None)
+        slots = {process.slot for process in own}
+        slot_counts.add(len(slots))
+        for slot in slots:
+            of_slot = [process for process in own if process.slot == slot]
+            _add_slot(total, of_slot, started, end, shrunk)
+
+    _move_repeated(total, processes, sum(event["steps_repeated"] or 0 for event in faults))
+    traced = _move_exposed(total, folder)
+    return Accounts(
+        slots=max(slot_counts),
+        commands=len(commands),
+        wall_s=wall_s,
+        even=len(slot_counts) == 1,
+        seconds=total,
+        traced=traced,
+    )
 
 
 def _add_slot(
-    total: dict[str, float], processes: Iterable[Process], started: float, end: float, waits: bool
+    total: dict[str, float], processes: Iterable[Process], started: float, end: float, shrunk: bool
 ) -> None:
-    at, gap = started, "start"
+    """Add the processes of one slot in one command, and the gaps between them, to `total`."""
+    reached = started
+    gap = "start"  # the account of the time until the next process
     for process in processes:
-        total[gap] += max(0.0, process.created - at)
+        total[gap] += max(0.0, process.created - reached)
+
+        # A process that was cut off may go on for a while beside its successor. Count the time in
+        # which it was alone, spread over its accounts.
         lived = process.last - process.created
-        # One that was cut off goes on for a while beside its successor
-        alone = min(lived, max(0.0, process.last - at))
+        alone = min(lived, max(0.0, process.last - reached))
+        share = alone / lived if lived else 0.0
         for name, seconds in process.seconds.items():
-            total[name] += seconds * (alone / lived if lived else 0.0)
-        at, gap = max(at, process.last), "waiting for capacity" if waits else "recovery"
-        gap = "closing" if process.closed else gap
-    total[gap] += max(0.0, end - at)
+            total[name] += seconds * share
+        reached = max(reached, process.last)
+
+        if process.closed:
+            gap = "closing"
+        elif shrunk:
+            gap = "waiting for capacity"
+        else:
+            gap = "recovery"
+    total[gap] += max(0.0, end - reached)
 
 
-def _repeated(processes: Sequence[Process]) -> int:
-    """Return how many steps of the slots had been done before, by an earlier process of the slot or
-    the same one.
-    """
-    count, newest = 0, dict[int, int]()
-    for p in processes:
-        before, newest[p.slot] = newest.get(p.slot, 0), max(newest.get(p.slot, 0), p.newest)
-        count += p.again + max(0, min(p.newest, before) - p.first + 1) * (p.first > 0)
+def _count_repeated(processes: Sequence[Process]) -> int:
+    """Return how many steps of the slots a process of the same slot had done before."""
+    count = 0
+    newest_of_slot: dict[int, int] = {}
+    for process in processes:
+        before = newest_of_slot.get(process.slot, 0)
+        newest_of_slot[process.slot] = max(before, process.newest)
+        count += process.repeated
+        if process.first > 0:
+            count += max(0, min(process.newest, before) - process.first + 1)
     return count
 
 
 def _move_repeated(total: dict[str, float], processes: Sequence[Process], steps: int) -> None:
-    """Take steps that were done again out of data and compute; each is as long as the mean one of
-    all ranks.
+    """Move the time of repeated steps out of data and compute.
+
+    Each repeated step counts as long as the mean step of all ranks. `steps`: repeated steps of
+    each rank as faults.jsonl reports them; the larger count holds.
     """
-    done, slots = (
-        sum(process.steps for process in processes),
-        len({process.slot for process in processes}),
-    )
-    share = min(1.0, max(_repeated(processes), steps * slots) / done) if done else 0.0
+    done = sum(process.steps for process in processes)
+    if not done:
+        return
+    slots = len({process.slot for process in processes})
+    repeated = max(_count_repeated(processes), steps * slots)
+    share = min(1.0, repeated / done)
     for name in ("data", "compute"):
         total["repeated"] += share * total[name]
         total[name] *= 1 - share
 
 
+def _move_exposed(total: dict[str, float], folder: Path) -> bool:
+    """Move exposed communication out of compute; return whether any traced step measured it."""
+    share = _exposed_share(folder)
+    # A traced step's time consists of these accounts.
+    steps_s = sum(total[name] for name in ("data", "compute", "idle", "log"))
+    exposed_s = min(total["compute"], (share or 0.0) * steps_s)
+    total["exposed communication"] = exposed_s
+    total["compute"] -= exposed_s
+    return share is not None
+
+
 def _exposed_share(folder: Path) -> float | None:
-    """Return the exposed collectives' share of the traced steps' time; None if no step was traced."""
+    """Return the share of exposed collectives in the traced steps' time; None without a traced step."""
     try:
         figures = [step["figures"] for step in read_steps(folder)]
     except ConfigError:
         return None
-    return sum(each["exposed_ms"] for each in figures) / sum(each["step_ms"] for each in figures)
+    exposed_ms = sum(of_step["exposed_ms"] for of_step in figures)
+    step_ms = sum(of_step["step_ms"] for of_step in figures)
+    return float(exposed_ms / step_ms)
 
 
 def _end_of_command(folder: Path, started: float) -> float:
-    """Return when the newest command ended, in Unix s; 0 where it has not, or its summary is of an
-    older one.
-    """
+    """Return when the newest command ended, in Unix s; 0 without a summary of this command."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         path = folder / "summary.json"
         summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -306,19 +394,18 @@ def _end_of_command(folder: Path, started: float) -> float:
     return 0.0
 
 
-def lines(folder: Path) -> list[str]:
-    """Return the ledger of a run as text."""
-    found = accounts_of(folder)
+def format_ledger(folder: Path) -> list[str]:
+    """Return the ledger of a run as lines of text."""
+    accounts = accounts_of(folder)
+    total = accounts.total or 1
     width = max(map(len, MEANINGS))
-    return [
-        f"run  {folder.resolve().name}: {found.span()}",
-        *(
-            f"{name:<{width}} {seconds:>10.2f} s {100 * seconds / (found.total or 1):>5.1f} %   {MEANINGS[name]}"
-            for name, seconds in found.seconds.items()
-            if seconds
-        ),
-        found.verdict(),
-    ]
+    rows = [f"run  {folder.resolve().name}: {accounts.span()}"]
+    for name, seconds in accounts.seconds.items():
+        if seconds:
+            share = 100 * seconds / total
+            rows.append(f"{name:<{width}} {seconds:>10.2f} s {share:>5.1f} %   {MEANINGS[name]}")
+    rows.append(accounts.verdict())
+    return rows
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -328,7 +415,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("run", type=Path, help="run folder")
     args = parser.parse_args(argv)
-    return exit_code_of(lambda: print("\n".join(lines(args.run))))
+    return exit_code_of(lambda: print("\n".join(format_ledger(args.run))))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from nanoray.trace.recorder import (
     ClockOffset,
     Collective,
     CommRecorder,
+    StepCost,
     account,
     clock_domain,
     copy_gbps,
@@ -34,17 +35,24 @@ from nanoray.trace.recorder import (
 )
 from nanoray.trace.timeline import MAX_DRAWN, chrome_trace, draw, newest_window
 
+# Phases of a step
 PAUSES = ("eval", "checkpoint")  # not counted in a step's time
 IDLE = "idle"  # a stage of a pipeline waits for another one
+TURNS = ("data", "forward", "backward")  # what the stages of a pipeline do between waits
 # Phases in which a rank can be slower than the others
 WORK = ("data", "forward", "backward", "optimizer", "log")
+
+# A straggler was behind in 6 of the last 8 traced steps
+LATE_OF = 8
+LATE_TIMES = 6
 LATE_SHARE = 0.2  # of the other ranks' own work; less is noise
-LATE_OF, LATE_TIMES = 8, 6  # a straggler was behind in 6 of the last 8 traced steps
+
 OFFSETS_EVERY = 500  # steps between two comparisons of several hosts' clocks
 MIN_COMPARED = 3  # comparisons with no_sync before their median is shown
 DETAIL_BYTES = 256 << 20  # of steps.jsonl; later steps are written without collectives
+
+# Figures of a step that are summed over steps, and those of which the mean is a metric
 MEANS = ("step_ms", "busy_ms", "exposed_ms", "hidden_ms", "skew_ms", "late_ms")
-TURNS = ("data", "forward", "backward")  # what the stages of a pipeline do between waits
 SUMS = ("bytes", "bus_bytes", "transfer_s")
 
 
@@ -58,29 +66,38 @@ class CommTrace:
         buckets: Callable[[], dict[int, list[str]]],
         log: CommLog | None,
     ) -> None:
-        """`buckets` returns the names of the parameters in each bucket; `log` is None except on
-        rank 0.
+        """Keep the parts.
+
+        `buckets` returns the names of the parameters in each bucket; `log` is None except on rank 0.
         """
-        self._mesh, self._recorder, self._buckets, self._log = mesh, recorder, buckets, log
+        self._mesh = mesh
+        self._recorder = recorder
+        self._buckets = buckets
+        self._log = log
         self._offsets: list[ClockOffset] = []
-        self._hosts, self._next_offsets = 1, 0
+        self._hosts = 1
+        self._next_offsets = 0  # step of the next comparison of clocks
 
     def on_phase(self, step: int, name: str) -> None:
         """Note that this rank enters a phase, if the step is traced."""
         self._recorder.phase(name)
 
     def prepare(self) -> None:
-        """Set up the profiler, compare clocks and measure memory, before the first step. (all
-        ranks)
-        """
+        """Set up the profiler, compare clocks and measure memory, before step 1. (all ranks)"""
         self._recorder.prepare()
         self._offsets = measure_offsets(self._mesh)
-        facts = self._mesh.gather((copy_gbps(self._mesh.device), clock_domain()))
-        self._hosts = self._mesh.broadcast(len({host for _, host in facts}) if facts else 0)
-        if self._log and facts and self._mesh.device.type == "cpu":
+
+        # Rank 0 alone receives the measurements and counts the hosts.
+        measured = self._mesh.gather((copy_gbps(self._mesh.device), clock_domain()))
+        hosts = len({host for _, host in measured}) if measured else 0
+        self._hosts = self._mesh.broadcast(hosts)
+
+        # On CPUs a collective copies through memory, so the slowest rank's copy bounds it.
+        if self._log and measured and self._mesh.device.type == "cpu":
             what = "the memory copy bandwidth, measured on all ranks at once"
-            what += "" if self._hosts == 1 else "; the network between the hosts is slower"
-            self._log.limit = (min(gbps for gbps, _ in facts), what)
+            if self._hosts > 1:
+                what += "; the network between the hosts is slower"
+            self._log.limit = (min(gbps for gbps, _ in measured), what)
 
     def begin(self, step: int) -> bool:
         """Return whether this step is traced."""
@@ -89,10 +106,10 @@ class CommTrace:
         return traced
 
     def end(self, unsynced: Callable[[AbstractContextManager[None]], None] | None) -> float:
-        """End the step's notes; now and then time `unsynced` for comparison. Return the seconds it
-        took. (all ranks)
+        """Close the step's notes, sometimes time `unsynced`, return its seconds. (all ranks)
 
-        None: this run cannot compute without communication.
+        `unsynced` does the step's forward and backward without communication; None: this run
+        cannot compute without communication.
         """
         self._mesh.listener = None
         self._recorder.end()
@@ -105,23 +122,31 @@ class CommTrace:
         return time.perf_counter() - start
 
     def read(self, note: Callable[[str], None]) -> dict[str, float]:
-        """Return the metrics of the steps traced since the last call. (all ranks; after a value was
-        fetched)
+        """Return the metrics of the steps traced since the last call.
+
+        (all ranks; after a value was fetched) `note` prints a line for the user.
         """
-        self._mesh.listener, noting = None, self._mesh.listener  # do not record the reading
+        # The collectives of this function are not part of a step.
+        listener = self._mesh.listener
+        self._mesh.listener = None
+
         self._recorder.clock.anchor()
-        own = self._recorder.read()
+        own_notes = self._recorder.read()
         metrics: dict[str, float] = {}
-        if own:
-            if self._hosts > 1 and own[-1]["step"] >= self._next_offsets:  # clocks drift
+        if own_notes:
+            # Clocks of different hosts drift apart.
+            newest_step = own_notes[-1]["step"]
+            if self._hosts > 1 and newest_step >= self._next_offsets:
                 self._offsets = measure_offsets(self._mesh)
-                self._next_offsets = own[-1]["step"] + OFFSETS_EVERY
-            notes = self._mesh.gather(own)
+                self._next_offsets = newest_step + OFFSETS_EVERY
+
+            notes = self._mesh.gather(own_notes)
             if self._log is not None and notes is not None:
-                metrics, lines = self._log.add(notes, self._offsets, self._buckets())
-                for line in lines:
-                    note(line)
-        self._mesh.listener = noting
+                metrics, messages = self._log.add(notes, self._offsets, self._buckets())
+                for message in messages:
+                    note(message)
+
+        self._mesh.listener = listener
         return metrics
 
     def finish(self, note: Callable[[str], None]) -> dict[str, Any] | None:
@@ -144,27 +169,27 @@ class CommLog:
         bubble: float | None = None,
         started: float = 0.0,  # Unix s of the command, which counts its attempts from 0
     ) -> None:
-        """`sizes` tells how many ranks share a collective of an axis (tp, pp, dp), where that is
-        not all of them.
+        """Open the log in `folder`, and drop its steps after `resume_step`.
 
-        `bubble` is the share of the time that a stage of a pipeline waits by its schedule; None:
-        there is no pipeline.
+        `sizes`: how many ranks share a collective of an axis (tp, pp, dp), where that is not all
+        of them. `bubble`: the share of the time that a stage of a pipeline waits by its schedule;
+        None: there is no pipeline.
         """
         self.folder = folder
         self.limit: tuple[float, str] | None = None  # GB/s, and what it measures
         folder.mkdir(exist_ok=True)
-        self._group, self._sizes, self._bubble = (
-            {"attempt": attempt, "started": started},
-            sizes or {},
-            bubble,
-        )
+        self._group = {"attempt": attempt, "started": started}
+        self._sizes = sizes or {}
+        self._bubble = bubble
+        # (late rank, the phase it is late in, ms behind the others) of the newest steps
         self._late: deque[tuple[int, str, float]] = deque(maxlen=LATE_OF)
-        # The last one; `until` is None while it is one
+        # The newest straggler; its `until` is None while it is still behind
         self._straggler: dict[str, Any] | None = None
         self._window: deque[dict[str, Any]] = deque(maxlen=MAX_DRAWN)
-        self._total, self._profiled = Totals(), Totals()
-        self._slowest: dict[str, Any] = {}
-        self._failed = ""
+        self._total = Totals()
+        self._profiled = Totals()  # apart, because the profiler slows a step down
+        self._slowest: dict[str, Any] = {}  # the bucket that took longest
+        self._failed = ""  # the error of the first failed write
         self._file = _open_at(folder / "steps.jsonl", resume_step)
 
     def add(
@@ -173,32 +198,35 @@ class CommLog:
         offsets: Sequence[ClockOffset],
         buckets: dict[int, list[str]],
     ) -> tuple[dict[str, float], list[str]]:
-        """Add the notes of all ranks, in rank order; return metrics for the next record, and lines
-        for the user.
+        """Add the notes of all ranks, in rank order.
+
+        Returns the metrics of the next record, and messages for the user.
         """
-        lines, now = [], Totals()
-        for of_ranks in zip(*notes, strict=True):
-            step = merge(of_ranks, offsets, self._sizes) | self._group
+        messages: list[str] = []
+        added = Totals()
+        for rank_notes in zip(*notes, strict=True):  # one step, as each rank saw it
+            step = merge(rank_notes, offsets, self._sizes) | self._group
             figures = step["figures"]
             self._window.append(step)
-            seen = [c for c in step["collectives"] if c["bucket"] is not None]
-            self._slowest = max([*seen, self._slowest], key=lambda c: c.get("time_us") or 0.0)
-            lines += self._name_straggler(figures)
-            now.add(figures)
-            (self._profiled if figures["profiled"] else self._total).add(figures)
-            lines += self._write(step, buckets)
-        metrics = {f"comm/{key}": value for key, value in now.means().items() if key != "hidden_ms"}
-        if self._bubble is not None and now.steps:
-            metrics |= {
-                "pipe/bubble": now.sums["bubble"] / now.steps,
-                "pipe/bubble_theory": 100 * self._bubble,
-            }
-        return metrics, lines
+
+            step_buckets = [c for c in step["collectives"] if c["bucket"] is not None]
+            candidates = [*step_buckets, self._slowest]
+            self._slowest = max(candidates, key=lambda c: c.get("time_us") or 0.0)
+
+            messages += self._name_straggler(figures)
+            added.add(figures)
+            total = self._profiled if figures["profiled"] else self._total
+            total.add(figures)
+            messages += self._write(step, buckets)
+
+        metrics = {f"comm/{k}": value for k, value in added.means().items() if k != "hidden_ms"}
+        if self._bubble is not None and added.steps:
+            metrics["pipe/bubble"] = added.sums["bubble"] / added.steps
+            metrics["pipe/bubble_theory"] = 100 * self._bubble
+        return metrics, messages
 
     def _write(self, step: dict[str, Any], buckets: dict[int, list[str]]) -> list[str]:
-        """Append a step to the file. After a failed write (a full disk) it warns and writes no
-        more.
-        """
+        """Append a step to the file; after a failed write (a full disk) warn and write no more."""
         if self._failed:
             return []
         if self._file.tell() > DETAIL_BYTES:
@@ -215,47 +243,44 @@ class CommLog:
 
     def _name_straggler(self, figures: dict[str, Any]) -> list[str]:
         """Report once that a rank is often far behind the others, and once that it no longer is."""
-        behind = (
-            figures["late_ms"] if figures["late_ms"] > LATE_SHARE * figures["others_ms"] else 0.0
-        )
-        self._late.append((figures["late_rank"], figures["late_phase"], behind))
-        known = self._straggler if self._straggler and not self._straggler["until"] else None
-        if known:
-            if (
-                sum(rank == known["rank"] and ms > 0 for rank, _, ms in self._late)
-                < LATE_TIMES // 2
-            ):
-                known["until"] = figures["step"]
-                return [
-                    f"straggler  rank {known['rank']} keeps up again, at step {figures['step']}"
-                ]
+        behind_ms = figures["late_ms"]
+        if behind_ms <= LATE_SHARE * figures["others_ms"]:
+            behind_ms = 0.0  # noise
+        self._late.append((figures["late_rank"], figures["late_phase"], behind_ms))
+
+        # A straggler that was reported keeps up again when it was late in few of the newest steps.
+        if self._straggler and not self._straggler["until"]:
+            reported_rank = self._straggler["rank"]
+            late_steps = sum(rank == reported_rank and ms > 0 for rank, _, ms in self._late)
+            if late_steps >= LATE_TIMES // 2:
+                return []
+            self._straggler["until"] = figures["step"]
+            return [f"straggler  rank {reported_rank} keeps up again, at step {figures['step']}"]
+
+        # A rank becomes a straggler when it was late in most of the newest steps.
+        late_rank = figures["late_rank"]
+        delays = [(phase, ms) for rank, phase, ms in self._late if rank == late_rank and ms]
+        if len(delays) < LATE_TIMES:
             return []
-        rank = figures["late_rank"]
-        mine = [(phase, ms) for r, phase, ms in self._late if r == rank and ms]
-        if len(mine) < LATE_TIMES:
-            return []
-        phase = statistics.mode(phase for phase, _ in mine)
-        median_ms = statistics.median(ms for _, ms in mine)
+        phase = statistics.mode(phase for phase, _ in delays)
+        median_ms = statistics.median(ms for _, ms in delays)
         self._straggler = {
-            "rank": rank,
+            "rank": late_rank,
             "phase": phase,
             "behind_ms": median_ms,
             "since": figures["step"],
             "until": None,
         }
         return [
-            f"straggler  rank {rank}: {median_ms:.1f} ms a step behind the others "
-            f"({figures['others_ms']:.1f} ms of "
-            f"own work), most of it in {phase}; seen in {len(mine)} of {len(self._late)} traced "
-            "steps, at step "
-            f"{figures['step']}"
+            f"straggler  rank {late_rank}: {median_ms:.1f} ms a step behind the others "
+            f"({figures['others_ms']:.1f} ms of own work), most of it in {phase}; seen in "
+            f"{len(delays)} of {len(self._late)} traced steps, at step {figures['step']}"
         ]
 
     def finish(self, offsets: Sequence[ClockOffset], note: Callable[[str], None]) -> dict[str, Any]:
-        """Draw the newest window and return the summary of the run. A failed drawing gives a
-        warning.
-        """
+        """Draw the newest window and return the summary; a failed drawing gives a warning."""
         self._file.close()
+        # Profiled steps are slow, so they count only when there are no others.
         total = self._total if self._total.steps else self._profiled
         if not total.steps:
             return {"traced_steps": 0}
@@ -268,22 +293,27 @@ class CommLog:
                 f"warning  no timeline: {type(error).__name__}: {error}; try python -m "
                 "nanoray.trace"
             )
-        mean, known = total.means(), [o.uncertainty for o in offsets if o.uncertainty]
+
+        mean = total.means()
         summary: dict[str, Any] = {
             key: mean.get(key) for key in (*MEANS[:4], "exposed_share", "busbw_gbps")
         }
         if self.limit and summary["busbw_gbps"]:
-            summary |= {"limit_gbps": self.limit[0], "limit": self.limit[1]}
-            summary["limit_share"] = 100 * summary["busbw_gbps"] / self.limit[0]
+            limit_gbps, what = self.limit
+            summary["limit_gbps"] = limit_gbps
+            summary["limit"] = what
+            summary["limit_share"] = 100 * summary["busbw_gbps"] / limit_gbps
         if self._slowest:
-            summary["slowest"] = {
-                key: self._slowest[key] for key in ("step", "bucket", "bytes", "time_us", "skew_us")
-            }
+            keys = ("step", "bucket", "bytes", "time_us", "skew_us")
+            summary["slowest"] = {key: self._slowest[key] for key in keys}
         if self._bubble is not None:
-            summary |= {
-                "bubble": total.sums["bubble"] / total.steps,
-                "bubble_theory": 100 * self._bubble,
-            }
+            summary["bubble"] = total.sums["bubble"] / total.steps
+            summary["bubble_theory"] = 100 * self._bubble
+
+        clock = "one host, one clock"
+        uncertainties = [offset.uncertainty for offset in offsets if offset.uncertainty]
+        if uncertainties:
+            clock = f"hosts compared to ± {1e6 * max(uncertainties):.0f} µs"
         return summary | {
             "traced_steps": self._total.steps + self._profiled.steps,
             "busy_share": 100 * mean["busy_ms"] / mean["step_ms"],
@@ -291,22 +321,20 @@ class CommLog:
             "compared_steps": len(total.compared),
             "bytes_per_step": total.sums["bytes"] / total.steps,
             "straggler": self._straggler,
-            "clock": f"hosts compared to ± {1e6 * max(known):.0f} µs"
-            if known
-            else "one host, one clock",
+            "clock": clock,
         }
 
 
 def _open_at(path: Path, resume_step: int) -> TextIO:
-    """Open steps.jsonl to append after `resume_step`; later steps will be repeated and are dropped."""
+    """Open steps.jsonl to append after `resume_step`; drop later steps, which will be repeated."""
     if path.exists():
-        aside = path.with_suffix(".tmp")
-        with path.open(encoding="utf-8") as old, aside.open("w", encoding="utf-8") as new:
+        shortened = path.with_suffix(".tmp")
+        with path.open(encoding="utf-8") as old, shortened.open("w", encoding="utf-8") as new:
             for line in old:  # not parsed, because lines are long and the other ranks wait
                 step = line.removeprefix('{"step": ').partition(",")[0]
                 if step.isdecimal() and int(step) <= resume_step and line.endswith("}\n"):
                     new.write(line)
-        os.replace(aside, path)
+        os.replace(shortened, path)
     return path.open("a", encoding="utf-8")
 
 
@@ -340,19 +368,18 @@ class Totals:
         return mean
 
     def ab_ms(self, least: int) -> float | None:
-        """Return the median difference to no_sync, or None below `least` comparisons: few are
-        mostly noise.
-        """
-        return statistics.median(self.compared) if len(self.compared) >= least else None
+        """Return the median difference to no_sync; None below `least` comparisons, which are noise."""
+        if len(self.compared) < least:
+            return None
+        return statistics.median(self.compared)
 
 
 def merge(
-    of_ranks: Sequence[dict[str, Any]],
+    rank_notes: Sequence[dict[str, Any]],
     offsets: Sequence[ClockOffset],
     sizes: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Convert one step's notes of all ranks to rank 0's clock, in ms from its first phase; add
-    figures over ranks.
+    """Merge one step's notes of all ranks, in ms of rank 0's clock from the step's first phase.
 
     A collective's `time_us` begins when its last rank has started it: min over ranks of (end -
     start). So the wait for a late rank (`skew_us`) does not look like a slow link. Collectives of
@@ -360,163 +387,224 @@ def merge(
     row, with the ranks of one of them. The stages of a pipeline have rows of their own, in which
     the times of the other ranks are None.
     """
-    origin = min(
-        rank["phases"][0][1] - offset.offset for rank, offset in zip(of_ranks, offsets, strict=True)
-    )
+    sizes = sizes or {}
+    ranks = range(len(rank_notes))
+    begins = []  # of each rank's first phase, in seconds of rank 0's clock
+    for notes, offset in zip(rank_notes, offsets, strict=True):
+        begins.append(notes["phases"][0][1] - offset.offset)
+    origin = min(begins)
 
     def ms(seconds: float, rank: int) -> float:
+        """Convert a moment of a rank's clock."""
         return 1e3 * (seconds - offsets[rank].offset - origin)
 
     phases = [
-        [[name, ms(start, r), ms(end, r)] for name, start, end in rank["phases"]]
-        for r, rank in enumerate(of_ranks)
+        [[name, ms(start, rank), ms(end, rank)] for name, start, end in rank_notes[rank]["phases"]]
+        for rank in ranks
     ]
+
+    # One row for each collective, with its times on every rank that took part.
     collectives = []
-    for same in _matched([rank["collectives"] for rank in of_ranks], (sizes or {}).get("pp", 1)):
-        first, *_ = same.values()
-        seconds = min(c["end"] - c["start"] for c in same.values())
-        arrivals = {r: ms(c["enqueue"], r) for r, c in same.items()}
+    for by_rank in _match([notes["collectives"] for notes in rank_notes], sizes.get("pp", 1)):
+        first = next(iter(by_rank.values()))
+        transfer_s = min(c["end"] - c["start"] for c in by_rank.values())
+        arrivals = {rank: ms(c["enqueue"], rank) for rank, c in by_rank.items()}
         row = {
             key: first[key]
             for key in ("op", "what", "group", "phase", "dtype", "bucket", "last", "timing")
         }
-        row |= {"step": of_ranks[0]["step"], "bytes": first["size_bytes"]}
-        row["ranks"] = (sizes or {}).get(first["group"], len(same))
+        row["step"] = rank_notes[0]["step"]
+        row["bytes"] = first["size_bytes"]
+        row["ranks"] = sizes.get(first["group"], len(by_rank))
         for key in ("enqueue", "start", "end"):
             row[f"{key}_ms"] = [
-                ms(same[r][key], r) if r in same else None for r in range(len(of_ranks))
+                ms(by_rank[rank][key], rank) if rank in by_rank else None for rank in ranks
             ]
-        row |= {
-            "latency_us": 1e6 * max(c["end"] - c["enqueue"] for c in same.values()),
-            "time_us": 1e6 * seconds,
-            "skew_us": 1e3 * (max(arrivals.values()) - min(arrivals.values())),
-            "late_rank": max(arrivals, key=lambda r: arrivals[r]),
-        }
+        row["latency_us"] = 1e6 * max(c["end"] - c["enqueue"] for c in by_rank.values())
+        row["time_us"] = 1e6 * transfer_s
+        row["skew_us"] = 1e3 * (max(arrivals.values()) - min(arrivals.values()))
+        row["late_rank"] = max(arrivals, key=lambda rank: arrivals[rank])
         factor = busbw_factor(first["op"], row["ranks"])
-        if first["size_bytes"] and seconds > 0 and factor:
-            row["algbw_gbps"] = algbw_gbps(first["size_bytes"], seconds)
+        if first["size_bytes"] and transfer_s > 0 and factor:
+            row["algbw_gbps"] = algbw_gbps(first["size_bytes"], transfer_s)
             row["busbw_gbps"] = row["algbw_gbps"] * factor
         collectives.append(row)
+
     step = {
-        "step": of_ranks[0]["step"],
+        "step": rank_notes[0]["step"],
         "origin_s": origin,
         "phases": phases,
         "collectives": collectives,
     }
-    return step | {"figures": _figures(step, of_ranks)}
+    step["figures"] = _figures(step, rank_notes)
+    return step
 
 
-def _matched(of_ranks: Sequence[list[dict[str, Any]]], pp: int) -> list[dict[int, dict[str, Any]]]:
-    """Return the collectives that belong together, by rank: the k-th of each (op, what, bucket,
-    group) on every rank.
+def _match(
+    rank_collectives: Sequence[list[dict[str, Any]]], pp: int
+) -> list[dict[int, dict[str, Any]]]:
+    """Return the collectives that belong together, each as {rank: its note}.
 
-    Each of the `pp` stages of a pipeline has its own along dp and tp.
+    These are the k-th of each (op, what, bucket, group) on every rank. Each of the `pp` stages of
+    a pipeline has its own along dp and tp.
     """
-    seen: list[dict[Any, dict[str, Any]]] = []
-    per_stage = len(of_ranks) // pp
-    for rank, collectives in enumerate(of_ranks):
-        counts: dict[tuple[Any, ...], int] = {}
+    ranks_per_stage = len(rank_collectives) // pp
+
+    # Number the collectives of each kind on each rank, in the order in which they were noted.
+    numbered: list[dict[Any, dict[str, Any]]] = []
+    for rank, collectives in enumerate(rank_collectives):
+        counts: Counter[tuple[Any, ...]] = Counter()
         own = {}
         for c in collectives:
-            stage = rank // per_stage if pp > 1 and c["group"] in ("dp", "tp") else 0
-            key = (c["op"], c["what"], c["bucket"], c["group"], stage)
-            counts[key] = counts.get(key, 0) + 1
-            own[key, counts[key]] = c
-        seen.append(own)
-    found = []
-    for key in dict.fromkeys(key for own in seen for key in own):
-        same = {rank: own[key] for rank, own in enumerate(seen) if key in own}
-        group = key[0][3]
-        # Else one has no note of it
-        if len(same) == (per_stage if pp > 1 and group in ("dp", "tp") else len(seen)):
-            found.append(same)
-    return found
+            stage = 0
+            if pp > 1 and c["group"] in ("dp", "tp"):
+                stage = rank // ranks_per_stage
+            kind = (c["op"], c["what"], c["bucket"], c["group"], stage)
+            counts[kind] += 1
+            own[kind, counts[kind]] = c
+        numbered.append(own)
+
+    # Keep those that all of their ranks have noted: a row needs every rank's times.
+    matched = []
+    for key in dict.fromkeys(key for own in numbered for key in own):
+        by_rank = {rank: own[key] for rank, own in enumerate(numbered) if key in own}
+        (_, _, _, group, _), _ = key
+        expected = len(numbered)
+        if pp > 1 and group in ("dp", "tp"):
+            expected = ranks_per_stage
+        if len(by_rank) == expected:
+            matched.append(by_rank)
+    return matched
 
 
-def _figures(step: dict[str, Any], of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _figures(step: dict[str, Any], rank_notes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the numbers of one step: means over ranks, and the rank with most work of its own."""
-    costs, step_ms, works, differences = [], [], [], []
-    for r, rank in enumerate(of_ranks):
-        own = [Collective(**c) for c in rank["collectives"] if c["phase"] not in (*PAUSES, IDLE)]
-        costs.append(account(own))
-        step_ms.append(
-            sum(end - start for name, start, end in step["phases"][r] if name not in PAUSES)
-        )
-        works.append(_own_work_ms(rank))
-        if rank["no_sync_s"] is not None:
-            synced = sum(
-                next(e - s for n, s, e in reversed(rank["phases"]) if n == x)
-                for x in ("forward", "backward")
-            )
-            differences.append(1e3 * (synced - rank["no_sync_s"]))
+    costs = [_communication_cost(notes) for notes in rank_notes]
+    step_ms = [_counted_ms(phases) for phases in step["phases"]]
+    no_sync_ms = [
+        _no_sync_difference_ms(notes) for notes in rank_notes if notes["no_sync_s"] is not None
+    ]
     buckets = [c for c in step["collectives"] if c["bucket"] is not None]
-
-    def begun(c: dict[str, Any]) -> float:
-        return float(max(ms for ms in c["start_ms"] if ms is not None))
-
-    totals = [sum(work.values()) for work in works]
-    late = totals.index(max(totals))
-    others = [work for r, work in enumerate(works) if r != late] or works
-    behind = {p: works[late][p] - statistics.median(w[p] for w in others) for p in WORK}
-    others_ms = statistics.median(sum(w.values()) for w in others)
-    waits = [share_idle(rank["phases"]) for rank in of_ranks]
+    skew_ms = 0.0
+    if buckets:
+        skew_ms = statistics.fmean(c["skew_us"] for c in buckets) / 1e3
     return {
         "step": step["step"],
-        "bubble": 100 * statistics.fmean(waits),
+        "bubble": 100 * statistics.fmean(share_idle(notes["phases"]) for notes in rank_notes),
         "step_ms": statistics.fmean(step_ms),
-        "busy_ms": 1e3 * statistics.fmean(c.busy for c in costs),
-        "exposed_ms": 1e3 * statistics.fmean(c.exposed for c in costs),
-        "hidden_ms": 1e3 * statistics.fmean(c.hidden for c in costs),
-        "ab_ms": statistics.fmean(differences) if differences else None,
-        "skew_ms": statistics.fmean(c["skew_us"] for c in buckets) / 1e3 if buckets else 0.0,
-        "late_rank": late,
-        "late_phase": max(behind, key=lambda p: behind[p]),
-        "late_ms": totals[late] - others_ms,
-        "others_ms": others_ms,
-        "bytes": sum(
-            c["bytes"] * _part(c) for c in step["collectives"] if c["phase"] not in PAUSES
-        ),
-        "bus_bytes": sum(
-            c["bytes"] * (busbw_factor(c["op"], c["ranks"]) or 0) * _part(c) for c in buckets
-        ),
-        # Buckets that run at the same time share the link, so that time counts once.
-        "transfer_s": union_length([(begun(c), begun(c) + c["time_us"] / 1e3) for c in buckets])
-        / 1e3,
-        "profiled": of_ranks[0]["profiled"],
+        "busy_ms": 1e3 * statistics.fmean(cost.busy for cost in costs),
+        "exposed_ms": 1e3 * statistics.fmean(cost.exposed for cost in costs),
+        "hidden_ms": 1e3 * statistics.fmean(cost.hidden for cost in costs),
+        "ab_ms": statistics.fmean(no_sync_ms) if no_sync_ms else None,
+        "skew_ms": skew_ms,
+        **_late_figures(rank_notes),
+        **_traffic_figures(step["collectives"], buckets),
+        "profiled": rank_notes[0]["profiled"],
     }
 
 
-def _part(c: dict[str, Any]) -> float:
-    """Return the share of the ranks that have a row's collective: 1 unless stages of a pipeline
-    have other ones.
+def _communication_cost(notes: dict[str, Any]) -> StepCost:
+    """Return what communication cost a rank; evaluation, checkpoints and idle waits do not count."""
+    counted = [Collective(**c) for c in notes["collectives"] if c["phase"] not in (*PAUSES, IDLE)]
+    return account(counted)
+
+
+def _counted_ms(phases: Sequence[Any]) -> float:
+    """Return the length of a step on one rank, without evaluation and checkpoints."""
+    return float(sum(end - start for name, start, end in phases if name not in PAUSES))
+
+
+def _no_sync_difference_ms(notes: dict[str, Any]) -> float:
+    """Return by how much forward and backward were longer than without communication."""
+    last_s = {name: end - start for name, start, end in notes["phases"]}  # of each phase
+    synced_s = last_s["forward"] + last_s["backward"]
+    return float(1e3 * (synced_s - notes["no_sync_s"]))
+
+
+def _late_figures(rank_notes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the rank that worked longest, in which phase, and how far it was behind the others."""
+    works = [_own_work_ms(notes) for notes in rank_notes]
+    totals = [sum(work.values()) for work in works]
+    late_rank = totals.index(max(totals))
+    late_work = works[late_rank]
+
+    # The median of the others, so that a second slow rank does not hide the first.
+    others = [work for rank, work in enumerate(works) if rank != late_rank] or works
+    behind_ms = {}
+    for phase in WORK:
+        behind_ms[phase] = late_work[phase] - statistics.median(work[phase] for work in others)
+    others_ms = statistics.median(sum(work.values()) for work in others)
+    return {
+        "late_rank": late_rank,
+        "late_phase": max(behind_ms, key=lambda phase: behind_ms[phase]),
+        "late_ms": totals[late_rank] - others_ms,
+        "others_ms": others_ms,
+    }
+
+
+def _traffic_figures(
+    collectives: Sequence[dict[str, Any]], buckets: Sequence[dict[str, Any]]
+) -> dict[str, float]:
+    """Return the bytes of a step, the bytes of its buckets on the bus, and the buckets' seconds."""
+    sent_bytes = 0.0
+    for c in collectives:
+        if c["phase"] not in PAUSES:
+            sent_bytes += c["bytes"] * _share_of_ranks(c)
+
+    bus_bytes = 0.0
+    transfers_ms = []
+    for c in buckets:
+        factor = busbw_factor(c["op"], c["ranks"]) or 0
+        bus_bytes += c["bytes"] * factor * _share_of_ranks(c)
+        # A transfer begins when the last rank has started it.
+        start_ms = max(ms for ms in c["start_ms"] if ms is not None)
+        transfers_ms.append((start_ms, start_ms + c["time_us"] / 1e3))
+    return {
+        "bytes": sent_bytes,
+        "bus_bytes": bus_bytes,
+        # Buckets that run at the same time share the link, so that time counts once.
+        "transfer_s": union_length(transfers_ms) / 1e3,
+    }
+
+
+def _share_of_ranks(row: dict[str, Any]) -> float:
+    """Return the share of the ranks that took part in a collective.
+
+    1 unless stages of a pipeline have different ones.
     """
-    return sum(ms is not None for ms in c["start_ms"]) / len(c["start_ms"])
+    took_part = [ms for ms in row["start_ms"] if ms is not None]
+    return len(took_part) / len(row["start_ms"])
 
 
 def share_idle(phases: Sequence[Any]) -> float:
-    """Return which share of forward and backward a stage of a pipeline waits; 0 without a pipeline."""
-    idle, turns = (
-        sum(end - start for name, start, end in phases if name in of) for of in ((IDLE,), TURNS)
-    )
-    return idle / (idle + turns) if idle else 0.0
+    """Return the share of a step that a stage of a pipeline waits; 0 without a pipeline."""
+    idle = sum(end - start for name, start, end in phases if name == IDLE)
+    if not idle:
+        return 0.0
+    working = sum(end - start for name, start, end in phases if name in TURNS)
+    return float(idle / (idle + working))
 
 
-def _own_work_ms(rank: dict[str, Any]) -> dict[str, float]:
+def _own_work_ms(notes: dict[str, Any]) -> dict[str, float]:
     """Return how long a rank worked in each phase, without waiting for others.
 
     A step takes equally long on all ranks, because the fast ones wait in the collectives. So a
     backward pass counts until its last bucket is ready, and calls that wait for other ranks are
     subtracted from their phase.
     """
-    work = dict.fromkeys(WORK, 0.0)
-    ready = max((c["enqueue"] for c in rank["collectives"] if c["last"]), default=float("inf"))
-    for name, start, end in rank["phases"]:
-        if name in work:
-            waited = sum(
-                min(c["end"], end) - max(c["start"], start)
-                for c in rank["collectives"]
-                if c["bucket"] is None and c["start"] < end and c["end"] > start
-            )
-            until = min(end, ready) if name == "backward" and start < ready else end
-            work[name] += 1e3 * max(0.0, until - start - waited)
-    return work
+    work_ms = dict.fromkeys(WORK, 0.0)
+    calls = [c for c in notes["collectives"] if c["bucket"] is None]
+    ready = max((c["enqueue"] for c in notes["collectives"] if c["last"]), default=float("inf"))
+    for name, start, end in notes["phases"]:
+        if name not in work_ms:
+            continue
+        waited = sum(
+            min(call["end"], end) - max(call["start"], start)
+            for call in calls
+            if call["start"] < end and call["end"] > start
+        )
+        # An earlier micro batch's backward ends before the last bucket is ready and counts fully.
+        if name == "backward" and start < ready:
+            end = min(end, ready)
+        work_ms[name] += 1e3 * max(0.0, end - start - waited)
+    return work_ms

@@ -1,5 +1,4 @@
-"""What every collective of a step cost: its bytes, latency and bandwidth, and how much of it
-compute did not hide.
+"""Measure what every collective of a step costs: bytes, latency, bandwidth, and what is not hidden.
 
     backward      ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒
     bucket 0            ├──────┤               hidden: compute runs meanwhile
@@ -7,7 +6,7 @@ compute did not hide.
     bucket 2 (last)                  ·   ├──────┤
                                      └─exposed──┘ after the last bucket is ready, the step only waits
 
-`CommRecorder` notes moments on one rank in traced steps. It computes nothing until a logged step,
+`CommRecorder` records moments on one rank in traced steps. It computes nothing until a logged step,
 where the loop waits for the device anyway. On CUDA a moment is an event in the stream that is read
 later; the recorder never synchronises. The definitions of algbw and busbw are those of NVIDIA's
 nccl-tests (PERFORMANCE.md), so the results can be compared.
@@ -23,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ PROFILE_EVERY = 500  # steps at least between two profiled windows: reading one 
 NO_SYNC_EVERY = 100  # steps at least between two extra backward passes: under 1 % of the steps
 GLOO_LANES = 2  # threads of a gloo process group; each runs one collective at a time
 CLOCK_ROUNDS = 12
+ANCHORS = 5  # marks in a profile; the quickest of them ties its clock to perf_counter
 
 Moment = Any  # float: time.perf_counter seconds; or a torch.cuda.Event that marks such a moment
 
@@ -51,8 +52,7 @@ class Collective:
 
     op: str
     what: str  # gradients | loss | eval | vote | ...
-    # Default | control | patient | gradients (of its own, for hand-written algorithms) | an axis:
-    # dp, tp
+    # default | control | patient | gradients (hand-written algorithms) | an axis: dp, tp, ...
     group: str
     phase: str
     dtype: str
@@ -60,8 +60,8 @@ class Collective:
     enqueue: Moment  # the data were ready on this rank
     start: Moment  # it began to run, after earlier ones of its queue
     end: Moment
-    # Events | profiler | queue (start follows from the queue's order) | host (without the copy) |
-    # call
+    # How `start` and `end` were obtained: events | profiler | queue (start follows from the order
+    # of the queue) | host (without the copy) | call
     timing: str
     bucket: int | None = None
     last: bool = False  # the last bucket of a backward pass
@@ -83,22 +83,29 @@ def account(collectives: Sequence[Collective]) -> StepCost:
     end of the last all-reduce, and calls that the rank waits in. Busy adds the time of buckets in
     flight during backward.
     """
-    exposed, hidden = [], []
     buckets = [c for c in collectives if c.bucket is not None]
-    for call in (c for c in collectives if c.bucket is None):
-        exposed.append((call.start, call.end))
+    calls = [c for c in collectives if c.bucket is None]
+
+    # The rank waits in every call, so a call is exposed from its start to its end.
+    exposed = [(call.start, call.end) for call in calls]
+    in_flight = []
+
+    # Backward computes until its last bucket is ready. What follows only waits.
     ready = max((c.enqueue for c in buckets if c.last), default=None)
     if ready is not None:
         exposed.append((ready, max(c.end for c in buckets)))
-        hidden = [(c.start, c.end) for c in buckets]
-    bare = union_length(exposed)
-    busy = union_length([*exposed, *hidden])
-    return StepCost(busy, bare, busy - bare)
+        in_flight = [(c.start, c.end) for c in buckets]
+
+    # Unions, because several collectives may be in flight at once and time counts once.
+    exposed_s = union_length(exposed)
+    busy_s = union_length([*exposed, *in_flight])
+    return StepCost(busy_s, exposed_s, busy_s - exposed_s)
 
 
 def union_length(intervals: Sequence[tuple[float, float]]) -> float:
     """Return the length of the union of intervals."""
-    total, reached = 0.0, float("-inf")
+    total = 0.0
+    reached = float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
@@ -106,16 +113,16 @@ def union_length(intervals: Sequence[tuple[float, float]]) -> float:
 
 
 def queue_starts(arrivals: Sequence[float], ends: Sequence[float], lanes: int) -> list[float]:
-    """Return when each of a queue's jobs began, from their arrivals and ends; `lanes` serve them in
-    order.
+    """Return when each job of a queue began, from arrivals and ends; `lanes` serve them in order.
 
     NCCL runs the collectives of a communicator one after the other (1 lane): start = max(own
-    arrival, end before).
+    arrival, end of the one before).
     """
-    free: list[float] = [float("-inf")] * lanes
+    free: list[float] = [float("-inf")] * lanes  # a heap: when each lane becomes free
     starts = []
     for arrival, end in zip(arrivals, ends, strict=True):
-        starts.append(min(end, max(arrival, heapq.heappop(free))))
+        lane_free = heapq.heappop(free)
+        starts.append(min(end, max(arrival, lane_free)))
         heapq.heappush(free, end)
     return starts
 
@@ -134,14 +141,13 @@ class Clock:
         return self._event() if self._cuda else time.perf_counter()
 
     def anchor(self) -> None:
-        """Tie the device's clock to the host's. Call it while the device is idle, such as after
-        fetching a value.
-        """
-        if self._cuda:
-            self._anchor = self._event()
-            # Microseconds on an idle device; an unfinished event has no time
-            self._anchor.synchronize()
-            self._anchor_s = time.perf_counter()
+        """Tie the device's clock to the host's; call it on an idle device, as after a fetch."""
+        if not self._cuda:
+            return
+        self._anchor = self._event()
+        # Microseconds on an idle device; an unfinished event has no time.
+        self._anchor.synchronize()
+        self._anchor_s = time.perf_counter()
 
     def seconds(self, moment: Moment) -> float:
         """Return a moment in seconds; on CUDA it must lie before the last anchor."""
@@ -165,9 +171,14 @@ class _Step:
     no_sync: tuple[Moment, Moment] | None = None  # a forward and backward without all-reduce
     profiled: bool = False  # profiled steps are slower and stay out of the means
 
+    @property
+    def phase(self) -> str:
+        """The phase that the rank is in; "" before the first one."""
+        return self.phases[-1][0] if self.phases else ""
+
 
 class CommRecorder:
-    """Notes one rank's collectives. Between traced steps every method returns at once."""
+    """Records one rank's collectives. Between traced steps every method returns at once."""
 
     def __init__(
         self,
@@ -177,36 +188,46 @@ class CommRecorder:
         profile: bool = True,
         axis: Axis | None = None,
     ) -> None:
-        """Trace windows of steps, `every` apart. `reduce` starts the all-reduce of a gradient
-        bucket; None: torch's.
+        """Trace windows of steps, `every` apart.
 
-        torch's DDP sums over `axis`; None: over all ranks. With `profile`, torch's profiler
-        sometimes measures when gloo's threads begin; else it follows from the queue.
+        `reduce` starts the all-reduce of a gradient bucket; None: torch's. torch's DDP sums over
+        `axis`; None: over all ranks. With `profile`, torch's profiler sometimes measures when
+        gloo's threads begin; otherwise that moment follows from the queue.
         """
-        self.mesh, self.every = mesh, every
+        self.mesh = mesh
+        self.every = every
         self.clock = Clock(mesh.device)
         self._bucket_params: dict[int, list[Any]] = {}
         self._data = axis or data_axis(mesh)
-        group, part = self._data.group, self._data.size < mesh.world_size
-        self._reduce = reduce or (
-            lambda buffer: dist.all_reduce(buffer, group=group, async_op=True).get_future()
-        )
-        self._group = "gradients" if reduce else self._data.name if part else "default"
-        self._lanes = GLOO_LANES if mesh.backend == "gloo" and not reduce else 1
-        # Gloo completes on the host, also for CUDA tensors
-        self._host_ends = mesh.backend == "gloo"
+        group = self._data.group
+
+        def all_reduce(buffer: Tensor) -> Any:
+            return dist.all_reduce(buffer, group=group, async_op=True).get_future()
+
+        self._reduce = reduce or all_reduce
+        self._group = "default"
+        if reduce:
+            self._group = "gradients"
+        elif self._data.size < mesh.world_size:
+            self._group = self._data.name
+
+        gloo = mesh.backend == "gloo"
+        # A hand-written algorithm has one thread of its own.
+        self._lanes = GLOO_LANES if gloo and not reduce else 1
+        # Gloo completes on the host, also for CUDA tensors.
+        self._host_ends = gloo
+        self._timing = "events"
+        if gloo:
+            self._timing = "host" if mesh.device.type == "cuda" else "queue"
+
         self._now: _Step | None = None
         self._done: list[_Step] = []
         self._profiler: Any = None  # from the start of a profiled window until its notes are read
         self._profiling = False
-        profile = profile and not reduce and mesh.backend == "gloo" and mesh.device.type == "cpu"
-        self._next_profile = 0 if profile else None
+        # Only gloo's own all-reduce on the CPU appears in a profile.
+        can_profile = profile and not reduce and gloo and mesh.device.type == "cpu"
+        self._next_profile = 0 if can_profile else None
         self._next_no_sync = 0
-
-    @property
-    def sampling(self) -> bool:
-        """Whether this step is being traced."""
-        return self._now is not None
 
     def is_traced(self, step: int) -> bool:
         """Whether a step belongs to a window. It depends on the step alone, so all ranks agree."""
@@ -214,9 +235,7 @@ class CommRecorder:
         return 0 <= place < WINDOW_STEPS
 
     def prepare(self) -> None:
-        """Run the profiler once before the first step: its first use takes over a second. (all
-        ranks)
-        """
+        """Run the profiler once before the first step: its first use takes a second. (all ranks)"""
         if self._next_profile is not None:
             quieten_profiler()
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
@@ -230,18 +249,21 @@ class CommRecorder:
         if not self.is_traced(step):
             return False
         self._now = _Step(step, profiled=self._profiling)
+
+        # Profile this window if the last profile has been read and is long enough ago.
         if self._next_profile is not None and self._profiler is None and step >= self._next_profile:
             self._next_profile = step + PROFILE_EVERY
             activities = [torch.profiler.ProfilerActivity.CPU]
             self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
-            self._profiling = self._now.profiled = True
+            self._profiling = True
+            self._now.profiled = True
             self._profiler.start()
-            self._anchors = [_anchor() for _ in range(5)]
+            self._anchors = [_mark_profile() for _ in range(ANCHORS)]
         return True
 
     def phase(self, name: str) -> None:
         """Note that the rank enters a phase of the step, or is still in it."""
-        if self._now is not None and (not self._now.phases or self._now.phases[-1][0] != name):
+        if self._now is not None and self._now.phase != name:
             self._now.phases.append((name, self.clock.now()))
 
     def end(self) -> None:
@@ -250,8 +272,10 @@ class CommRecorder:
             return
         self.phase("end")
         self._done.append(self._now)
-        step, self._now = self._now.step, None
-        if self._profiling and (self.every == 1 or not self.is_traced(step + 1)):
+        next_step = self._now.step + 1
+        self._now = None
+        # A profile covers one window. With every=1 windows have no end, so it covers one step.
+        if self._profiling and (self.every == 1 or not self.is_traced(next_step)):
             self.stop_profile()
 
     def stop_profile(self) -> None:
@@ -262,29 +286,29 @@ class CommRecorder:
 
     @contextmanager
     def call(self, op: str, what: str, group: str, tensor: Tensor | None = None) -> Iterator[None]:
-        """Note a collective that this rank waits in. `tensor` is what it sends, where that is
-        known.
-        """
+        """Note a collective that this rank waits in. `tensor`: what it sends, where it is known."""
         if self._now is None:
             yield
             return
-        # On CUDA the device's time: a host's wait beside device work costs nothing
+        # On CUDA the device's time: a host's wait beside device work costs nothing.
         start = self.clock.now()
         yield
         end = self.clock.now()
-        size = tensor.numel() * tensor.element_size() if tensor is not None else 0
-        dtype = str(tensor.dtype).removeprefix("torch.") if tensor is not None else "object"
-        phase = self._now.phases[-1][0] if self._now.phases else ""
+        size_bytes = 0
+        dtype = "object"
+        if tensor is not None:
+            size_bytes = tensor.numel() * tensor.element_size()
+            dtype = _name_dtype(tensor)
+        phase = self._now.phase
         self._now.collectives.append(
-            Collective(op, what, group, phase, dtype, size, start, start, end, "call")
+            Collective(op, what, group, phase, dtype, size_bytes, start, start, end, "call")
         )
 
     def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Average a bucket of gradients as DDP does, and note the times. (all ranks; DDP calls it
-        in backward)
+        """Average a bucket of gradients as DDP does, and note the times.
 
-        Multiplying by 1/n first is what DDP's C++ path does: the sums have the same bits with and
-        without the hook.
+        (all ranks; DDP calls it in backward) Multiplying by 1/n first is what DDP's C++ path does:
+        the sums have the same bits with and without the hook.
         """
         buffer = bucket.buffer()
         buffer.mul_(1.0 / self._data.size)
@@ -304,42 +328,54 @@ class CommRecorder:
     def started(
         self, op: str, what: str, group: str, tensor: Tensor, bucket: int | None, last: bool
     ) -> Callable[[], None]:
-        """Note a collective that begins now and runs beside compute; call the returned function
-        when it has ended.
+        """Note a collective that begins now and runs beside compute; return a function for its end.
+
+        Call the returned function when the collective has ended.
         """
-        ready, notes = self.clock.now(), self._now
-        phase = notes.phases[-1][0] if notes and notes.phases else "backward"
-        size, dtype = (
-            tensor.numel() * tensor.element_size(),
-            str(tensor.dtype).removeprefix("torch."),
-        )
+        ready = self.clock.now()
+        notes = self._now
+        phase = notes.phase if notes else ""
+        size_bytes = tensor.numel() * tensor.element_size()
+        dtype = _name_dtype(tensor)
 
         def ended() -> None:
-            if notes is not None:
-                end = time.perf_counter() if self._host_ends else self.clock.now()
-                seen = Collective(op, what, group, phase, dtype, size, ready, ready, end, "")
-                notes.collectives.append(replace(seen, bucket=bucket, last=last))
+            if notes is None:
+                return
+            end = time.perf_counter() if self._host_ends else self.clock.now()
+            notes.collectives.append(
+                Collective(
+                    op=op,
+                    what=what,
+                    group=group,
+                    phase=phase or "backward",
+                    dtype=dtype,
+                    size_bytes=size_bytes,
+                    enqueue=ready,
+                    start=ready,  # _resolve computes when it really began
+                    end=end,
+                    timing="",
+                    bucket=bucket,
+                    last=last,
+                )
+            )
 
         return ended
 
     def buckets(self, model: nn.Module) -> dict[int, list[str]]:
-        """Return the names of the parameters in each bucket seen so far. `model` is their DDP
-        wrapper.
-        """
+        """Return the parameters' names in each bucket seen so far. `model`: their DDP wrapper."""
         names = {id(p): name.removeprefix("module.") for name, p in model.named_parameters()}
         return {
-            i: [names[id(p)] for p in params] for i, params in sorted(self._bucket_params.items())
+            index: [names[id(p)] for p in params]
+            for index, params in sorted(self._bucket_params.items())
         }
 
     def no_sync_due(self) -> bool:
-        """Whether the step just traced should be compared with a backward that does not
-        communicate.
-        """
+        """Whether to compare the step just traced with a backward that does not communicate."""
         if not self._done or self._profiler is not None:
             return False
         step = self._done[-1].step
-        between = self.is_traced(step + 1) and self.every > 1  # the two steps of a window
-        if between or step < self._next_no_sync:
+        inside_window = self.is_traced(step + 1) and self.every > 1
+        if inside_window or step < self._next_no_sync:
             return False
         self._next_no_sync = step + NO_SYNC_EVERY
         return True
@@ -352,101 +388,117 @@ class CommRecorder:
         self._done[-1].no_sync = (start, self.clock.now())
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the notes since the last call as plain data, in seconds of this rank's clock, and
-        forget them.
+        """Return the notes since the last call as plain data, in seconds of this rank's clock.
 
-        On CUDA the device must have finished the steps: call it after fetching a value.
+        The notes are dropped afterwards. On CUDA the device must have finished the steps: call it
+        after fetching a value.
         """
         if self._profiling:
             return []  # a window's steps are read together
+
+        # Replace the estimated starts by those that the profiler measured.
         if self._profiler is not None:
             runs = _gloo_runs(self._profiler, self._anchors)
             for step in self._done:
-                step.collectives = (
-                    _with_profile(step.collectives, runs) if step.profiled else step.collectives
-                )
+                if step.profiled:
+                    step.collectives = _with_profile(step.collectives, runs)
             self._profiler = None
-        steps, self._done = [self._resolve(step) for step in self._done], []
+
+        steps = [self._resolve(step) for step in self._done]
+        self._done = []
         return steps
 
     def _resolve(self, notes: _Step) -> dict[str, Any]:
+        """Return a step's notes as plain data, with all moments in seconds."""
         seconds = self.clock.seconds
-        found = [
+        in_seconds = [
             replace(c, enqueue=seconds(c.enqueue), start=seconds(c.start), end=seconds(c.end))
             for c in notes.collectives
         ]
-        buckets = sorted((c for c in found if c.bucket is not None), key=lambda c: c.enqueue)
+        calls = [c for c in in_seconds if c.bucket is None]
+
+        # A bucket was noted when it was ready. It began after earlier ones of its queue.
+        buckets = sorted((c for c in in_seconds if c.bucket is not None), key=lambda c: c.enqueue)
         starts = queue_starts([c.enqueue for c in buckets], [c.end for c in buckets], self._lanes)
-        label = (
-            "events"
-            if not self._host_ends
-            else "host"
-            if self.mesh.device.type == "cuda"
-            else "queue"
-        )
-        buckets = [
-            c if c.timing == "profiler" else replace(c, start=start, timing=label)
-            for c, start in zip(buckets, starts, strict=True)
-        ]
-        calls = [c for c in found if c.bucket is None]
-        marks = [(name, seconds(at)) for name, at in notes.phases]
+        for i, start in enumerate(starts):
+            if buckets[i].timing != "profiler":
+                buckets[i] = replace(buckets[i], start=start, timing=self._timing)
+
+        # A phase lasts until the next one begins; the last mark is the end of the step.
+        marks = [(name, seconds(moment)) for name, moment in notes.phases]
+        phases = [[name, start, end] for (name, start), (_, end) in pairwise(marks)]
+
+        no_sync_s = None
+        if notes.no_sync:
+            start, end = notes.no_sync
+            no_sync_s = seconds(end) - seconds(start)
         return {
             "step": notes.step,
-            "phases": [[name, at, until] for (name, at), (_, until) in pairwise(marks)],
+            "phases": phases,
             "collectives": [asdict(c) for c in sorted([*buckets, *calls], key=lambda c: c.enqueue)],
             "profiled": notes.profiled,
-            "no_sync_s": seconds(notes.no_sync[1]) - seconds(notes.no_sync[0])
-            if notes.no_sync
-            else None,
+            "no_sync_s": no_sync_s,
         }
 
 
-def _anchor() -> tuple[float, float]:
-    """Leave a mark in the running profile; return how many seconds it took, and when it was
-    (perf_counter).
-    """
+def _name_dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+# torch's profiler measures when gloo's threads begin.
+
+
+def _mark_profile() -> tuple[float, float]:
+    """Leave a mark in the running profile; return the seconds it took and its perf_counter time."""
     before = time.perf_counter()
     with torch.profiler.record_function("nanoray: anchor"):
-        return (now := time.perf_counter()) - before, now
+        inside = time.perf_counter()
+    return inside - before, inside
 
 
 def _gloo_runs(profiler: Any, anchors: list[tuple[float, float]]) -> list[tuple[float, int]]:
-    """Return (start in perf_counter seconds, elements) of each all-reduce that gloo's threads ran,
-    in that order.
+    """Return (start in perf_counter seconds, elements) of each all-reduce of gloo's threads, sorted.
 
     Kineto's own list: torch's `events()` builds a tree of all operators first, which takes half a
     second. The quickest of the `anchors` ties the profile's clock to perf_counter's: in it this
     thread was held up least.
     """
     events = profiler.profiler.kineto_results.events()
-    marks = sorted(e.start_ns() for e in events if e.name() == "nanoray: anchor")
-    (_, anchor_s), anchor = min(zip(anchors, marks, strict=False), default=((0.0, 0.0), 0))
+    marks_ns = sorted(e.start_ns() for e in events if e.name() == "nanoray: anchor")
+    if not anchors or not marks_ns:
+        return []
+    (_, anchor_s), anchor_ns = min(zip(anchors, marks_ns, strict=False))
+
     runs = []
-    for event in events if marks else ():
+    for event in events:
         if event.name() == "gloo:all_reduce" and event.shapes():
-            elements = 1
-            for dim in event.shapes()[0]:
-                elements *= dim
-            runs.append((anchor_s + (event.start_ns() - anchor) / 1e9, elements))
+            start_s = anchor_s + (event.start_ns() - anchor_ns) / 1e9
+            runs.append((start_s, prod(event.shapes()[0])))
     return sorted(runs)
 
 
 def _with_profile(collectives: list[Collective], runs: list[tuple[float, int]]) -> list[Collective]:
-    """Set each bucket's start to the measured one: gloo's first run of its size after it was
-    enqueued.
-    """
-    found = []
+    """Set each bucket's start to gloo's first run of its size after it was enqueued."""
+    result = []
     for c in sorted(collectives, key=lambda c: c.enqueue):
-        elements = c.size_bytes // getattr(torch, c.dtype).itemsize if c.bucket is not None else -1
-        run = next((r for r in runs if r[1] == elements and c.enqueue <= r[0] <= c.end), None)
-        if run is not None:
-            runs.remove(run)
-            c = replace(c, start=run[0], timing="profiler")
-        found.append(c)
-    return found
+        if c.bucket is not None:
+            elements = c.size_bytes // getattr(torch, c.dtype).itemsize
+            for run in runs:
+                start, run_elements = run
+                if run_elements == elements and c.enqueue <= start <= c.end:
+                    runs.remove(run)  # a run belongs to one bucket
+                    c = replace(c, start=start, timing="profiler")
+                    break
+        result.append(c)
+    return result
 
 
-# Clock offsets between hosts, and memory bandwidth.
+def quieten_profiler() -> None:
+    """Keep torch's profiler from writing two lines to stderr per profile; call it before the first."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "7")
+
+
+# Clock offsets between hosts.
 
 
 @dataclass(frozen=True)
@@ -457,58 +509,55 @@ class ClockOffset:
     uncertainty: float
 
     @classmethod
-    def of(cls, asked: float, reading: float, answered: float) -> ClockOffset:
-        """Assume the reading was taken in the middle of the round trip; the error is at most half
-        of that.
+    def of(cls, sent: float, reading: float, received: float) -> ClockOffset:
+        """Assume that the reading was taken in the middle of the round trip.
+
+        The error is at most half of the round trip.
         """
-        half = (answered - asked) / 2
-        return cls(reading - asked - half, half)
-
-
-def quieten_profiler() -> None:
-    """Keep torch's profiler from writing two lines to stderr for each profile. Call it before the
-    first one.
-    """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "7")
+        half = (received - sent) / 2
+        return cls(reading - sent - half, half)
 
 
 def measure_offsets(
     mesh: Mesh, clock: Callable[[], float] = time.perf_counter, always: bool = False
 ) -> list[ClockOffset]:
-    """Return every rank's clock offset from rank 0; the values are valid on rank 0 only. (all
-    ranks)
+    """Return every rank's clock offset from rank 0; valid on rank 0 only. (all ranks)
 
-    Processes of one host share a clock, so rank 0 queries one rank of each other host (`always`:
-    every rank) CLOCK_ROUNDS times and takes the fastest answer; the error is at most half of that
-    round trip (Cristian 1989). Takes about a millisecond per host on one switch.
+    Processes of one host share a clock, so rank 0 compares its clock with one rank of each other
+    host (`always`: every rank) CLOCK_ROUNDS times and takes the fastest answer; the error is at
+    most half of that round trip (Cristian 1989). Takes about a millisecond per host on one switch.
     """
     hosts = mesh.broadcast(mesh.gather(clock_domain()))
     assert hosts is not None
-    known = {} if always else {hosts[0]: ClockOffset(0.0, 0.0)}
+    offset_of_host: dict[str, ClockOffset] = {}
+    if not always:
+        offset_of_host[hosts[0]] = ClockOffset(0.0, 0.0)
+
     offsets = [ClockOffset(0.0, 0.0)]
-    ping, reading = torch.zeros(1), torch.zeros(1, dtype=torch.float64)
+    ping = torch.zeros(1)
+    reading = torch.zeros(1, dtype=torch.float64)
     for rank in range(1, mesh.world_size):
-        if hosts[rank] in known:
-            offsets.append(known[hosts[rank]])
+        if hosts[rank] in offset_of_host:
+            offsets.append(offset_of_host[hosts[rank]])
             continue
+
+        # Every rank runs this loop, and only rank 0 and `rank` exchange messages in it.
         best = ClockOffset(0.0, float("inf"))
         for _ in range(CLOCK_ROUNDS):
             if mesh.rank == 0:
-                asked = clock()
+                sent = clock()
                 dist.send(ping, rank, group=mesh.control_group)
                 dist.recv(reading, rank, group=mesh.control_group)
-                best = min(
-                    best,
-                    ClockOffset.of(asked, reading.item(), clock()),
-                    key=lambda o: o.uncertainty,
-                )
+                measured = ClockOffset.of(sent, reading.item(), clock())
+                if measured.uncertainty < best.uncertainty:
+                    best = measured
             elif mesh.rank == rank:
                 dist.recv(ping, 0, group=mesh.control_group)
                 reading[0] = clock()
                 dist.send(reading, 0, group=mesh.control_group)
         offsets.append(best)
         if not always:
-            known[hosts[rank]] = best
+            offset_of_host[hosts[rank]] = best
     return offsets
 
 
@@ -519,6 +568,9 @@ def clock_domain() -> str:
         domain = [Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
         domain.append(os.readlink("/proc/self/ns/time"))
     return "/".join(domain)
+
+
+# Memory bandwidth.
 
 
 def copy_gbps(device: torch.device, size_bytes: int = 64 << 20, rounds: int = 5) -> float:

@@ -1,8 +1,7 @@
-"""The timeline of traced steps: phases and collectives of all ranks, as a picture (SVG, PNG) and
-for Perfetto (JSON).
+"""Draw the timeline of traced steps: phases and collectives of all ranks.
 
-A run with --comm_trace draws its newest steps at its end; `python -m nanoray.trace RUN --step S`
-draws others.
+As a picture (SVG, PNG), and as JSON for Perfetto. A run with --comm_trace draws its newest steps at
+its end; `python -m nanoray.trace RUN --step S` draws others.
 """
 
 from __future__ import annotations
@@ -12,11 +11,25 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-MAX_DRAWN, MAX_RANKS = 4, 16  # steps and ranks in one picture
+MAX_DRAWN = 4  # steps in one picture
+MAX_RANKS = 16  # ranks in one picture
+
+# The keys of a collective that Perfetto shows
+SHOWN = (
+    "op",
+    "group",
+    "dtype",
+    "bytes",
+    "timing",
+    "latency_us",
+    "time_us",
+    "skew_us",
+    "busbw_gbps",
+)
 
 
 def group_of(step: dict[str, Any]) -> tuple[Any, Any]:
-    """Return which group of ranks traced a step: each command counts its attempts anew."""
+    """Return the group of ranks that traced a step: its command's start, and its attempt there."""
     return step.get("started"), step.get("attempt")
 
 
@@ -24,83 +37,99 @@ def newest_window(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the newest steps that follow each other, of one group of ranks."""
     window = [steps[-1]]
     for step in reversed(steps[:-1]):
-        if (step["step"], group_of(step)) != (window[0]["step"] - 1, group_of(window[0])):
+        oldest = window[0]
+        if step["step"] != oldest["step"] - 1 or group_of(step) != group_of(oldest):
             break
         window.insert(0, step)
     return window[-MAX_DRAWN:]
 
 
 def chrome_trace(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the steps in Chrome's trace format: a process per rank, a row of phases, a row per
-    kind of collective.
+    """Return the steps in Chrome's trace format.
+
+    A rank is a process of it, with a row of phases and a row per kind of collective.
     """
     origin = steps[0]["origin_s"]
     events: list[dict[str, Any]] = []
     for rank in range(len(steps[0]["phases"])):
-        # Slices of a row must not overlap; overlapping collectives get more rows
-        rows = {"phases": 0}
-        events.append(
-            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-        )
-        events.append(
-            {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
-        )
+        events.append(_metadata("process_name", {"name": f"rank {rank}"}, rank))
+        events.append(_metadata("process_sort_index", {"sort_index": rank}, rank))
+        rows = {"phases": 0}  # name -> number
         for step in steps:
-            shift = 1e6 * (step["origin_s"] - origin)
-            for name, start, end in step["phases"][rank]:
-                span = {
-                    "ts": shift + 1e3 * start,
-                    "dur": 1e3 * (end - start),
-                    "pid": rank,
-                    "tid": 0,
-                }
-                events.append(
-                    {
-                        "ph": "X",
-                        "name": name,
-                        "cat": "phase",
-                        **span,
-                        "args": {"step": step["step"]},
-                    }
-                )
-            free: dict[str, float] = {}
-            own = [c for c in step["collectives"] if c["start_ms"][rank] is not None]
-            for c in sorted(own, key=lambda c: c["start_ms"][rank]):
-                label = c["what"] if c["bucket"] is None else f"bucket {c['bucket']}"
-                start, end = c["start_ms"][rank], c["end_ms"][rank]
-                row_name = next(
-                    n
-                    for n in (c["what"], *(f"{c['what']} {i}" for i in range(2, 99)))
-                    if free.get(n, start) <= start
-                )
-                row = rows.setdefault(row_name, len(rows))
-                free[row_name] = end
-                span = {
-                    "ts": shift + 1e3 * start,
-                    "dur": 1e3 * (end - start),
-                    "pid": rank,
-                    "tid": row,
-                }
-                keys = (
-                    "op",
-                    "group",
-                    "dtype",
-                    "bytes",
-                    "timing",
-                    "latency_us",
-                    "time_us",
-                    "skew_us",
-                    "busbw_gbps",
-                )
-                args = {key: c[key] for key in keys if key in c} | {
-                    "enqueue_us": shift + 1e3 * c["enqueue_ms"][rank]
-                }
-                events.append({"ph": "X", "name": label, "cat": "collective", **span, "args": args})
+            shift_us = 1e6 * (step["origin_s"] - origin)
+            events += _phase_slices(step, rank, shift_us)
+            events += _collective_slices(step, rank, shift_us, rows)
         for name, row in rows.items():
-            events.append(
-                {"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": name}}
-            )
+            events.append(_metadata("thread_name", {"name": name}, rank, row))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _metadata(name: str, args: dict[str, Any], rank: int, row: int | None = None) -> dict[str, Any]:
+    event: dict[str, Any] = {"ph": "M", "name": name, "pid": rank}
+    if row is not None:
+        event["tid"] = row
+    event["args"] = args
+    return event
+
+
+def _phase_slices(step: dict[str, Any], rank: int, shift_us: float) -> list[dict[str, Any]]:
+    slices = []
+    for name, start_ms, end_ms in step["phases"][rank]:
+        slices.append(
+            {
+                "ph": "X",
+                "name": name,
+                "cat": "phase",
+                "ts": shift_us + 1e3 * start_ms,
+                "dur": 1e3 * (end_ms - start_ms),
+                "pid": rank,
+                "tid": 0,
+                "args": {"step": step["step"]},
+            }
+        )
+    return slices
+
+
+def _collective_slices(
+    step: dict[str, Any], rank: int, shift_us: float, rows: dict[str, int]
+) -> list[dict[str, Any]]:
+    """Return a slice per collective of a rank; add to `rows` the rows that they need.
+
+    Slices of a row must not overlap, so collectives that do get another row: "gradients 2".
+    """
+    slices = []
+    free_ms: dict[str, float] = {}  # when each row becomes free
+    for c in sorted(_collectives_of(step, rank), key=lambda c: c["start_ms"][rank]):
+        start_ms = c["start_ms"][rank]
+        end_ms = c["end_ms"][rank]
+        row_name = c["what"]
+        number = 1
+        while free_ms.get(row_name, start_ms) > start_ms:
+            number += 1
+            row_name = f"{c['what']} {number}"
+        row = rows.setdefault(row_name, len(rows))
+        free_ms[row_name] = end_ms
+
+        args = {key: c[key] for key in SHOWN if key in c}
+        args["enqueue_us"] = shift_us + 1e3 * c["enqueue_ms"][rank]
+        slices.append(
+            {
+                "ph": "X",
+                "name": c["what"] if c["bucket"] is None else f"bucket {c['bucket']}",
+                "cat": "collective",
+                "ts": shift_us + 1e3 * start_ms,
+                "dur": 1e3 * (end_ms - start_ms),
+                "pid": rank,
+                "tid": row,
+                "args": args,
+            }
+        )
+    return slices
+
+
+def _collectives_of(step: dict[str, Any], rank: int) -> list[dict[str, Any]]:
+    """Return the collectives of a step in which a rank took part."""
+    return [c for c in step["collectives"] if c["start_ms"][rank] is not None]
 
 
 COLOURS = {
@@ -113,81 +142,102 @@ COLOURS = {
     "eval": "#8e7cc3",
     "checkpoint": "#c27ba0",
 }
-EXPOSED, HIDDEN = "#c0392b", "#f0b27a"
+EXPOSED = "#c0392b"
+HIDDEN = "#f0b27a"
 
 
 def draw(steps: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw what every rank did in these steps, with a legend."""
+    """Draw the phases and collectives of every rank in these steps, with a legend."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
     from matplotlib.patches import Patch
 
-    ranks, origin = min(len(steps[0]["phases"]), MAX_RANKS), steps[0]["origin_s"]
+    all_ranks = len(steps[0]["phases"])
+    ranks = min(all_ranks, MAX_RANKS)
+    origin = steps[0]["origin_s"]
     figure, axes = pyplot.subplots(figsize=(12, 1.9 + 0.9 * ranks), layout="constrained")
-    used = set()
+
+    # Two bars per rank: its phases, and below them its collectives.
     for step in steps:
-        shift = 1e3 * (step["origin_s"] - origin)
-        for rank, phases in enumerate(step["phases"][:ranks]):
-            used |= {name for name, _, _ in phases}
-            spans = [(shift + start, end - start) for _, start, end in phases]
-            axes.broken_barh(
-                spans,
-                (rank - 0.4, 0.36),
-                color=[COLOURS.get(name, "#dddddd") for name, _, _ in phases],
-            )
-            own = [c for c in step["collectives"] if c["start_ms"][rank] is not None]
-            ready = max((c["enqueue_ms"][rank] for c in own if c["last"]), default=0.0)
-            hidden, exposed = [], []
-            for c in own:
-                start, end = c["start_ms"][rank], c["end_ms"][rank]
-                middle = start if c["bucket"] is None else min(max(start, ready), end)
-                hidden.append((shift + start, middle - start))
-                exposed.append((shift + middle, end - middle))
-                if c["bucket"] is not None:
-                    at = (shift + (start + end) / 2, rank + 0.16)
-                    axes.text(*at, str(c["bucket"]), fontsize=7, ha="center", va="center")
-            axes.broken_barh(hidden, (rank + 0.01, 0.3), color=HIDDEN, ec="white", lw=0.6)
-            axes.broken_barh(exposed, (rank + 0.01, 0.3), color=EXPOSED, ec="white", lw=0.6)
-        axes.axvline(shift, color="0.4", lw=0.6)
-        axes.text(shift, -0.62, f" step {step['step']}", fontsize=8, color="0.3", va="center")
-    axes.set_yticks(range(ranks), [f"rank {r}" for r in range(ranks)])
-    axes.set_ylim(ranks - 0.4, -0.75)
+        shift_ms = 1e3 * (step["origin_s"] - origin)
+        for rank in range(ranks):
+            _draw_phases(axes, step, rank, shift_ms)
+            _draw_collectives(axes, step, rank, shift_ms)
+        axes.axvline(shift_ms, color="0.4", lw=0.6)
+        axes.text(shift_ms, -0.62, f" step {step['step']}", fontsize=8, color="0.3", va="center")
+
+    axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
+    axes.set_ylim(ranks - 0.4, -0.75)  # rank 0 above
     axes.set_xlabel("ms on rank 0's clock")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    labels = dict.fromkeys(COLOURS, "") | {"idle": ": waits for another stage"}
-    legend = [
-        Patch(color=COLOURS[name], label=name + labels[name]) for name in COLOURS if name in used
-    ]
+
+    used = set()
+    for step in steps:
+        for phases in step["phases"][:ranks]:
+            used |= {name for name, _, _ in phases}
+    legend = []
+    for name, colour in COLOURS.items():
+        if name in used:
+            label = "idle: waits for another stage" if name == "idle" else name
+            legend.append(Patch(color=colour, label=label))
     legend.append(Patch(color=HIDDEN, label="collective, hidden behind backward"))
     legend.append(Patch(color=EXPOSED, label="collective, exposed: the step waits"))
     figure.legend(handles=legend, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
-    step_ms, busy_ms, exposed_ms = (
-        fmean(s["figures"][k] for s in steps) for k in ("step_ms", "busy_ms", "exposed_ms")
-    )
-    all_ranks = len(steps[0]["phases"])
-    which = (
-        f"{all_ranks} ranks" if all_ranks == ranks else f"the first {ranks} of {all_ranks} ranks"
-    )
-    numbers = ", ".join(
-        f"{c['bytes'] / 1e6:.2g} MB" for c in steps[-1]["collectives"] if c["bucket"] is not None
-    )
-    axes.set_title(
+
+    axes.set_title(_title(steps, ranks, all_ranks, pipeline="idle" in used), fontsize=9, loc="left")
+    # Without a date, so that the same steps give the same file.
+    metadata = {"Date": None} if path.suffix == ".svg" else None
+    figure.savefig(path, metadata=metadata)
+    pyplot.close(figure)
+
+
+def _draw_phases(axes: Any, step: dict[str, Any], rank: int, shift_ms: float) -> None:
+    phases = step["phases"][rank]
+    spans = [(shift_ms + start, end - start) for _, start, end in phases]
+    colours = [COLOURS.get(name, "#dddddd") for name, _, _ in phases]
+    axes.broken_barh(spans, (rank - 0.4, 0.36), color=colours)
+
+
+def _draw_collectives(axes: Any, step: dict[str, Any], rank: int, shift_ms: float) -> None:
+    collectives = _collectives_of(step, rank)
+    # Backward computes until its last bucket is ready; from then on buckets are exposed.
+    ready = max((c["enqueue_ms"][rank] for c in collectives if c["last"]), default=0.0)
+    hidden = []
+    exposed = []
+    for c in collectives:
+        start = c["start_ms"][rank]
+        end = c["end_ms"][rank]
+        exposed_from = start  # the rank waits in a call from its start
+        if c["bucket"] is not None:
+            exposed_from = min(max(start, ready), end)
+            center = shift_ms + (start + end) / 2
+            axes.text(center, rank + 0.16, str(c["bucket"]), fontsize=7, ha="center", va="center")
+        hidden.append((shift_ms + start, exposed_from - start))
+        exposed.append((shift_ms + exposed_from, end - exposed_from))
+    axes.broken_barh(hidden, (rank + 0.01, 0.3), color=HIDDEN, ec="white", lw=0.6)
+    axes.broken_barh(exposed, (rank + 0.01, 0.3), color=EXPOSED, ec="white", lw=0.6)
+
+
+def _title(steps: Sequence[dict[str, Any]], ranks: int, all_ranks: int, pipeline: bool) -> str:
+    """Return the means of the steps, and how to read the bars."""
+    which = f"{all_ranks} ranks"
+    if all_ranks > ranks:
+        which = f"the first {ranks} of {all_ranks} ranks"
+    step_ms = fmean(step["figures"]["step_ms"] for step in steps)
+    busy_ms = fmean(step["figures"]["busy_ms"] for step in steps)
+    exposed_ms = fmean(step["figures"]["exposed_ms"] for step in steps)
+    buckets = [c for c in steps[-1]["collectives"] if c["bucket"] is not None]
+    sizes = ", ".join(f"{bucket['bytes'] / 1e6:.2g} MB" for bucket in buckets)
+    title = (
         f"{which}, {len(steps)} step(s): {step_ms:.1f} ms a step, collectives {busy_ms:.1f} ms, "
         f"exposed {exposed_ms:.1f} ms ({100 * exposed_ms / step_ms:.0f} %)\n"
-        f"upper bar: what the rank does; lower bar: gradient buckets ({numbers}) and other "
-        "collectives",
-        fontsize=9,
-        loc="left",
+        f"upper bar: what the rank does; lower bar: gradient buckets ({sizes}) and other "
+        "collectives"
     )
-    if "idle" in used:
-        share = fmean(s["figures"]["bubble"] for s in steps)
-        axes.set_title(
-            f"{axes.get_title('left')}\na stage is idle {share:.0f} % of forward and backward",
-            fontsize=9,
-            loc="left",
-        )
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    pyplot.close(figure)
+    if pipeline:
+        bubble = fmean(step["figures"]["bubble"] for step in steps)
+        title += f"\na stage is idle {bubble:.0f} % of forward and backward"
+    return title
