@@ -21,22 +21,17 @@ from typing import Any
 from nanoray.cli import Loaded, run_command, run_subcommand
 from nanoray.config import Kube, make_config
 from nanoray.errors import ConfigError
-from nanoray.kube.cluster import (
-    TERMINAL,
-    Api,
-    Follower,
-    KubeError,
-    attempts,
-    check_operator,
-    ray_api,
-    troubles,
-)
+from nanoray.kube.cluster import Api, KubeError, check_operator
 from nanoray.kube.fetch import fetch, progress_of
 from nanoray.kube.fit import compare
-from nanoray.kube.kustomize import to_yaml
+from nanoray.kube.follow import Follower
+from nanoray.kube.kustomize import Object, to_yaml
+from nanoray.kube.pods import troubles
+from nanoray.kube.ray_jobs import TERMINAL, attempts, ray_api
 from nanoray.kube.render import job_name, render
 
-STOP_S = 120.0
+STOP_S = 120.0  # for a step, its checkpoint, and the end of the pods
+POLL_S = 1.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,36 +49,38 @@ def main(argv: list[str] | None = None) -> int:
 
 def _make(name: str, command: Callable[[Loaded, float], int], argv: list[str]) -> int:
     """Run a command that takes the flags of a run and those of Kube."""
-    what = f"{name} a training run on Kubernetes; takes every flag of nanoray.launch, too"
-    own, rest = _kube_flags(name, argv)
-    return run_command(
-        lambda loaded, started: command(_with(loaded, own), started),
-        rest,
-        f"nanoray kube {name}",
-        what,
-    )
+    about = f"{name} a training run on Kubernetes; takes every flag of nanoray.launch, too"
+    kube_flags, run_flags = _split_flags(name, argv)
+
+    def run(loaded: Loaded, started: float) -> int:
+        return command(_with(loaded, kube_flags), started)
+
+    return run_command(run, run_flags, f"nanoray kube {name}", about)
 
 
-def _kube_flags(command: str, argv: list[str]) -> tuple[dict[str, str], list[str]]:
+def _split_flags(command: str, argv: list[str]) -> tuple[dict[str, str], list[str]]:
     """Split a command line into the flags of Kube and the rest, which are the run's."""
+    # Its own help is off, because the run's parser prints the other flags after it.
     parser = argparse.ArgumentParser(
         prog=f"nanoray kube {command}",
         add_help=False,
         allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
+        argument_default=argparse.SUPPRESS,  # only flags that were given override the file
     )
     for key, spec in Kube.model_fields.items():
-        doc = " ".join((spec.description or "").split()).replace("%", "%%")
+        doc = " ".join((spec.description or "").split())
+        doc = doc.replace("%", "%%")  # argparse formats the help with %
         parser.add_argument(f"--{key}", metavar="X", help=f"{doc} [{spec.default}]")
-    if {"-h", "--help"} & set(argv):
+    if "-h" in argv or "--help" in argv:
         print(f"the YAML key `kube`, or\n{parser.format_help()}\nand the flags of the run:\n")
-    own, rest = parser.parse_known_args(argv)
-    return vars(own), rest
+    kube_flags, run_flags = parser.parse_known_args(argv)
+    return vars(kube_flags), run_flags
 
 
-def _with(loaded: Loaded, own: dict[str, str]) -> Loaded:
-    """Override the file's `kube:` by the flags of Kube. Raises ConfigError for flags that predict
-    or hide a run.
+def _with(loaded: Loaded, kube_flags: dict[str, str]) -> Loaded:
+    """Override the file's `kube:` by the flags of Kube.
+
+    Raises ConfigError for a flag that would be ignored: one that predicts or hides a run.
     """
     if loaded.quiet:
         raise ConfigError(
@@ -92,12 +89,13 @@ def _with(loaded: Loaded, own: dict[str, str]) -> Loaded:
     if loaded.scale:
         raise ConfigError(
             f"world_size = {loaded.scale.world_size} would be ignored: `nanoray kube` predicts "
-            "nothing; use "
-            "`python -m nanoray.launch --dry_run --world_size ...`"
+            "nothing; use `python -m nanoray.launch --dry_run --world_size ...`"
         )
-    kube = make_config(
-        loaded.config.model_dump() | {"kube": loaded.config.kube.model_dump() | own}
-    ).kube
+    # Through make_config, because the flags' values are strings that need validation. Only its
+    # `kube` is taken, so that the rest stays as the run's parser has made it.
+    values = loaded.config.model_dump()
+    values["kube"] |= kube_flags
+    kube = make_config(values).kube
     return replace(loaded, config=loaded.config.model_copy(update={"kube": kube}))
 
 
@@ -108,26 +106,47 @@ def _render(loaded: Loaded, started: float) -> int:
 
 def _submit(loaded: Loaded, started: float) -> int:
     objects = render(loaded.config, _timestamp(started))
-    name, namespace = job_name(loaded.config.name), loaded.config.kube.namespace
+    name = job_name(loaded.config.name)
+    namespace = loaded.config.kube.namespace
     if loaded.dry_run:
-        print("\n".join(f"would apply {o['kind']} {o['metadata']['name']}" for o in objects))
+        for thing in objects:
+            print(f"would apply {thing['kind']} {thing['metadata']['name']}")
         print("\n".join(compare(objects)))
         return 0
+
+    # Nothing is applied before both checks have passed.
     api = Api()
     print(check_operator(api))
-    _refuse_running(api, namespace, name)
+    _delete_finished_job(api, namespace, name)
+
     for thing in objects:
-        if thing["kind"] == "Job":  # Jobs are immutable, and an old one may have another image
-            _delete(api, namespace, "Job", thing["metadata"]["name"])
+        kind = thing["kind"]
+        thing_name = thing["metadata"]["name"]
+        if kind == "Job":  # Jobs are immutable, and an old one may have another image
+            _delete(api, namespace, "Job", thing_name)
         api.apply(thing)
-        print(f"apply  {thing['kind']} {thing['metadata']['name']}")
-    job = next(thing for thing in objects if thing["kind"] == "RayJob")
-    print(f"folder {job['spec']['entrypoint'].partition('--out_dir ')[2].split()[0]} on the volume")
-    status = Follower(api, namespace, name, say=lambda line: print(line, flush=True)).run()
-    return _verdict(status)
+        print(f"apply  {kind} {thing_name}")
+    print(f"folder {_out_dir(objects)} on the volume")
+
+    status = Follower(api, namespace, name, say=_print_now).run()
+    return _report_end(status)
 
 
-def _refuse_running(api: Api, namespace: str, name: str) -> None:
+def _out_dir(objects: list[Object]) -> str:
+    """Return the run's out_dir on the volume, which `render` has put into the entrypoint."""
+    for thing in objects:
+        if thing["kind"] == "RayJob":
+            _, _, arguments = thing["spec"]["entrypoint"].partition("--out_dir ")
+            return str(arguments.split()[0])
+    raise AssertionError("render returns a RayJob")
+
+
+def _print_now(line: str) -> None:
+    # The output may be a pipe, and a job takes hours.
+    print(line, flush=True)
+
+
+def _delete_finished_job(api: Api, namespace: str, name: str) -> None:
     """Delete a finished RayJob of this name. Raises KubeError when it still runs."""
     job = api.find("RayJob", namespace, name)
     if job is None:
@@ -142,18 +161,20 @@ def _refuse_running(api: Api, namespace: str, name: str) -> None:
 
 
 def _timestamp(started: float) -> str:
+    """Return the UTC time of the command's start, as it stands in the name of the run's folder."""
     return time.strftime("%Y%m%d-%H%M%S", time.gmtime(started))
 
 
-def _verdict(status: dict[str, Any]) -> int:
-    state = status.get("jobStatus")
-    if state == "SUCCEEDED":
+def _report_end(status: dict[str, Any]) -> int:
+    """Print how a job ended unless it succeeded, and return the exit code."""
+    job_status = status.get("jobStatus")
+    if job_status == "SUCCEEDED":
         return 0
+    # Without a Ray job, as after a validation error, only the other status is set.
+    state = job_status or status["jobDeploymentStatus"]
     message = status.get("message") or status.get("reason") or "no reason given"
-    print(
-        f"error: the job ended {state or status['jobDeploymentStatus']}: {message}", file=sys.stderr
-    )
-    return 143 if state == "STOPPED" else 1
+    print(f"error: the job ended {state}: {message}", file=sys.stderr)
+    return 143 if job_status == "STOPPED" else 1  # 143: ended by SIGTERM
 
 
 # Commands that take the name of a job.
@@ -167,50 +188,54 @@ def _parser(command: str, text: str) -> argparse.ArgumentParser:
 
 
 def _status(argv: list[str]) -> int:
-    args = _parser("status", "show a job, its pods, and what keeps them from running").parse_args(
-        argv
-    )
-    api, name, status = _found(args)
-    state = f"{status.get('jobDeploymentStatus', 'accepted')}/{status.get('jobStatus', '')}".rstrip(
-        "/"
-    )
-    print(
-        f"job    {name} {state}" + (f", attempt {attempts(status)}" if attempts(status) > 1 else "")
-    )
+    parser = _parser("status", "show a job, its pods, and what keeps them from running")
+    args = parser.parse_args(argv)
+    api, name, status = _find_status(args)
+
+    # The job.
+    line = f"job    {name} {status.get('jobDeploymentStatus', 'accepted')}"
+    if status.get("jobStatus"):
+        line += f"/{status['jobStatus']}"
+    attempt = attempts(status)
+    if attempt > 1:
+        line += f", attempt {attempt}"
+    print(line)
     if status.get("message"):
         print(f"       {status['message']}")
+
+    # Its run. Before the operator has submitted the Ray job there is none.
     if status.get("jobId"):
         try:
-            told = progress_of(api, args.namespace, _job(api, args.namespace, name))
-            print("run    " + " · ".join(f"{key} {value}" for key, value in told.items()))
+            progress = progress_of(api, args.namespace, _find_job(api, args.namespace, name))
+            print("run    " + " · ".join(f"{key} {value}" for key, value in progress.items()))
         except KubeError as error:
-            print(f"run    nothing known of its steps: {error}")
+            print(f"run    steps unknown: {error}")
+
+    # Its pods.
+    pods: list[Object] = []
     cluster = status.get("rayClusterName", "")
-    pods = (
-        api.get("Pod", args.namespace, selector=f"ray.io/cluster={cluster}")["items"]
-        if cluster
-        else []
-    )
+    if cluster:
+        pods = api.get("Pod", args.namespace, selector=f"ray.io/cluster={cluster}")["items"]
     for pod in pods:
-        where = pod["spec"].get("nodeName", "no node yet")
-        print(
-            f"pod    {pod['metadata']['name']} {pod.get('status', {}).get('phase', '?')} on {where}"
-        )
+        pod_name = pod["metadata"]["name"]
+        phase = pod.get("status", {}).get("phase", "?")
+        node = pod["spec"].get("nodeName", "no node yet")
+        print(f"pod    {pod_name} {phase} on {node}")
     for trouble in troubles(pods):
         print(f"       {trouble.pod} {trouble.text}")
     return 0
 
 
 def _logs(argv: list[str]) -> int:
-    parser = _parser("logs", "print the driver's log, which has the lines of all ranks")
+    parser = _parser("logs", "print the driver's log, which contains the lines of all ranks")
     parser.add_argument(
         "--follow", action="store_true", help="follow until the job ends, and exit with its result"
     )
     args = parser.parse_args(argv)
-    api, name, status = _found(args)
-    follower = Follower(api, args.namespace, name, say=lambda line: print(line, flush=True))
+    api, name, status = _find_status(args)
+    follower = Follower(api, args.namespace, name, say=_print_now)
     if args.follow:
-        return _verdict(follower.run())
+        return _report_end(follower.run())
     if not status.get("jobId"):
         raise KubeError(f"RayJob {name} has no log yet; nanoray kube status {name} says why")
     print("\n".join(follower.new_log(status)))
@@ -223,17 +248,17 @@ def _stop(argv: list[str]) -> int:
         "--delete", action="store_true", help="and delete the RayJob, and with it its cluster"
     )
     args = parser.parse_args(argv)
-    api, name, status = _found(args)
+    api, name, status = _find_status(args)
+
+    def read_job_status() -> str | None:
+        job_status: str | None = _find_job(api, args.namespace, name)["status"].get("jobStatus")
+        return job_status
+
     if status.get("jobStatus") == "RUNNING":
+        # Ray sends SIGTERM to the driver, which writes a checkpoint before it ends.
         ray_api(api, args.namespace, status, f"/api/jobs/{status['jobId']}/stop", "POST")
-        _wait(
-            lambda: (
-                _job(api, args.namespace, name)["status"].get("jobStatus")
-                not in ("RUNNING", "PENDING")
-            ),
-            STOP_S,
-        )
-        print(f"job    {name} {_job(api, args.namespace, name)['status'].get('jobStatus')}")
+        _wait(lambda: read_job_status() not in ("RUNNING", "PENDING"), STOP_S)
+        print(f"job    {name} {read_job_status()}")
     elif not args.delete:
         print(f"job    {name} is not running: {status.get('jobDeploymentStatus', 'accepted')}")
     if args.delete:
@@ -251,25 +276,27 @@ def _fetch(argv: list[str]) -> int:
     parser.add_argument("--out_dir", default="runs", help="parent of the copy [runs]")
     parser.add_argument("--run", default="", help="the run folder's name [the newest of the job]")
     args = parser.parse_args(argv)
-    path = fetch(Api(), args.namespace, job_name(args.name), args.run, args.out_dir)
-    print(f"files  {path}")
+    folder = fetch(Api(), args.namespace, job_name(args.name), args.run, args.out_dir)
+    print(f"files  {folder}")
     return 0
 
 
-def _found(args: argparse.Namespace) -> tuple[Api, str, dict[str, Any]]:
+def _find_status(args: argparse.Namespace) -> tuple[Api, str, dict[str, Any]]:
     """Return the API, the job's name on the cluster, and its status. Raises KubeError."""
-    api, name = Api(), job_name(args.name)
-    return api, name, _job(api, args.namespace, name).get("status", {})
+    api = Api()
+    name = job_name(args.name)
+    job = _find_job(api, args.namespace, name)
+    return api, name, job.get("status", {})
 
 
-def _job(api: Api, namespace: str, name: str) -> dict[str, Any]:
+def _find_job(api: Api, namespace: str, name: str) -> Object:
+    """Return a RayJob. Raises KubeError with the existing ones if it does not exist."""
     job = api.find("RayJob", namespace, name)
-    if job is None:
-        names = [j["metadata"]["name"] for j in api.get("RayJob", namespace).get("items", ())]
-        raise KubeError(
-            f"there is no RayJob {name} in {namespace}; there: {', '.join(names) or 'none'}"
-        )
-    return job
+    if job is not None:
+        return job
+    others = api.get("RayJob", namespace).get("items", ())
+    names = ", ".join(other["metadata"]["name"] for other in others)
+    raise KubeError(f"there is no RayJob {name} in {namespace}; there: {names or 'none'}")
 
 
 def _delete(api: Api, namespace: str, kind: str, name: str) -> None:
@@ -278,14 +305,15 @@ def _delete(api: Api, namespace: str, kind: str, name: str) -> None:
     _wait(lambda: api.find(kind, namespace, name) is None, STOP_S)
 
 
-def _wait(ready: Callable[[], bool], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not ready():
-        if time.monotonic() > end:
+def _wait(is_done: Callable[[], bool], timeout_s: float) -> None:
+    """Poll until `is_done` returns True. Raises KubeError after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not is_done():
+        if time.monotonic() > deadline:
             raise KubeError(
-                f"the cluster did not finish within {seconds:g} s; see kubectl describe rayjob"
+                f"the cluster did not finish within {timeout_s:g} s; see kubectl describe rayjob"
             )
-        time.sleep(1)
+        time.sleep(POLL_S)
 
 
 if __name__ == "__main__":

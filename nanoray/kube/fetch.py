@@ -1,7 +1,7 @@
-"""Read runs on the cluster's volume, by running `tar` and `tail` in TensorBoard's pod through the
-API server.
+"""Read runs on the cluster's volume, by running `tar` and `tail` in TensorBoard's pod.
 
-That pod lives as long as the volume and mounts it read-only.
+That pod lives as long as the volume and mounts it read-only. The commands run through the API
+server, so nothing but a kubeconfig is needed.
 """
 
 from __future__ import annotations
@@ -9,118 +9,120 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import tarfile
 import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from nanoray.errors import ConfigError
-from nanoray.kube.cluster import Api, KubeError, told_by_job
+from nanoray.kube.cluster import Api, KubeError
 from nanoray.kube.kustomize import Object
+from nanoray.kube.ray_jobs import job_progress
 from nanoray.train.watch.observers import progress
 
+# Prints FOLDER/NAME of each run.
+_LIST_RUNS = "find /data/runs -mindepth 2 -maxdepth 2 -type d -printf '%P\\n'"
 # tar ends with 1 when a file grew while it was read: the run may be training.
 _PACK = 'tar -czf - -C "/data/runs/$0" "$1" || [ $? = 1 ]'
+# The newest run's name, its last record and its configuration, each from a line of its own.
+_NEWEST = """cd "$0" && run=$(ls -1 | sort | tail -n 1) && printf '%s\\n' "$run" &&
+tail -n 1 "$run/metrics.jsonl" && cat "$run/config.json\""""
 SELECTOR = "app.kubernetes.io/name=nanoray-tensorboard"
 
 
 def fetch(api: Api, namespace: str, name: str, run: str, out_dir: str) -> Path:
     """Copy run folder `run` (else the newest of job `name`) into `out_dir` and return its path.
 
-    The folder appears whole or not at all, and an existing one is never overwritten. Raises
-    KubeError.
+    The folder appears when it is complete, and an existing one is never overwritten. Raises
+    ConfigError for a `run` that is no folder's name, and KubeError.
     """
+    # The name becomes a part of a path on the volume and of one on this machine.
     if "/" in run or run.startswith("."):
         raise ConfigError(
             f"run = {run!r} is no folder's name; take one that `nanoray kube fetch {name}` lists"
         )
-    pod = _reader(api, namespace)
-    find = [
-        "find",
-        "/data/runs",
-        "-mindepth",
-        "2",
-        "-maxdepth",
-        "2",
-        "-type",
-        "d",
-        "-printf",
-        "%P\\n",
-    ]
-    runs = sorted(api.run_in(pod, namespace, find).split(), key=lambda r: r.partition("/")[2])
-    own = [
-        r
-        for r in runs
-        if r.endswith(f"/{run}")
-        or (not run and re.match(rf"{re.escape(name)}(-\d{{8}}-\d{{6}})?/", r))
-    ]
-    if not own:
-        raise KubeError(
-            f"no run {run or f'of {name}'} on the volume; there: {', '.join(runs) or 'none'}"
-        )
-    folder, _, newest = own[-1].partition("/")
-    target = Path(out_dir).expanduser() / newest
+    pod = _find_reader(api, namespace)
+
+    # A run is FOLDER/NAME, and the name begins with the time, so the last one is the newest.
+    listing = api.run_in(pod, namespace, shlex.split(_LIST_RUNS)).split()
+    runs = sorted(listing, key=lambda path: path.partition("/")[2])
+    if run:
+        candidates = [path for path in runs if path.endswith(f"/{run}")]
+    else:
+        candidates = _runs_of_job(name, runs)
+    if not candidates:
+        wanted = run or f"of {name}"
+        raise KubeError(f"no run {wanted} on the volume; there: {', '.join(runs) or 'none'}")
+    source = candidates[-1]
+    folder, _, run_name = source.partition("/")
+
+    target = Path(out_dir).expanduser() / run_name
     if target.exists():
         raise KubeError(f"{target} is there already; move it away, or give --out_dir another")
     target.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=".fetch-", dir=target.parent))
+
+    # Unpack into a folder on the same file system, and rename it when it is complete.
+    temporary = Path(tempfile.mkdtemp(prefix=".fetch-", dir=target.parent))
     try:
-        with tempfile.TemporaryFile(dir=aside) as packed:
-            api.run_in(pod, namespace, ["sh", "-c", _PACK, folder, newest], packed)
+        with tempfile.TemporaryFile(dir=temporary) as packed:
+            api.run_in(pod, namespace, ["sh", "-c", _PACK, folder, run_name], packed)
             packed.seek(0)
             with tarfile.open(fileobj=packed, mode="r:gz") as archive:
-                # No absolute path, no link out of the folder, no device
-                archive.extractall(aside, filter="data")
-        os.replace(aside / newest, target)
+                # The filter refuses absolute paths, links out of the folder and devices.
+                archive.extractall(temporary, filter="data")
+        os.replace(temporary / run_name, target)
     except (tarfile.TarError, ValueError, EOFError, OSError) as error:
-        raise KubeError(f"cannot unpack the archive of {own[-1]}: {error}; try again") from None
+        raise KubeError(f"cannot unpack the archive of {source}: {error}; try again") from None
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return target
 
 
-def _reader(api: Api, namespace: str) -> str:
-    """Return the name of a pod that runs and mounts the volume. Raises KubeError."""
+def _runs_of_job(name: str, runs: Iterable[str]) -> list[str]:
+    """Return the runs in the job's folders: NAME, or NAME-DATE-TIME. Not those of NAME-and-more."""
+    pattern = re.compile(rf"{re.escape(name)}(-\d{{8}}-\d{{6}})?/")
+    return [path for path in runs if pattern.match(path)]
+
+
+def _find_reader(api: Api, namespace: str) -> str:
+    """Return the name of a running pod that mounts the volume. Raises KubeError."""
     pods = api.get("Pod", namespace, selector=SELECTOR)["items"]
-    ready = [p["metadata"]["name"] for p in pods if p.get("status", {}).get("phase") == "Running"]
-    if not ready:
-        raise KubeError(
-            f"no TensorBoard pod runs in {namespace}, and files are read through it; see kubectl "
-            "get pods"
-        )
-    return str(ready[0])
-
-
-_NEWEST = """cd "$0" && run=$(ls -1 | sort | tail -n 1) && printf '%s\\n' "$run" &&
-tail -n 1 "$run/metrics.jsonl" && cat "$run/config.json\""""
+    for pod in pods:
+        if pod.get("status", {}).get("phase") == "Running":
+            return str(pod["metadata"]["name"])
+    raise KubeError(
+        f"no TensorBoard pod runs in {namespace}, and files are read through it; see kubectl get "
+        "pods"
+    )
 
 
 def progress_of(api: Api, namespace: str, job: Object) -> dict[str, str]:
-    """Return how far a RayJob's run is: from its Ray job while it runs, else from the volume.
-    Raises KubeError.
+    """Return the progress of a RayJob's run. Raises KubeError.
+
+    It comes from the Ray job while that runs, else from the newest run on the volume.
     """
     status = job.get("status", {})
     if status.get("jobStatus") == "RUNNING":
+        # The head may be starting, or this account may lack the right. The volume has it, too.
         with suppress(KubeError, AttributeError):
-            if told := told_by_job(api, namespace, status):
-                return told
-    out_dir = (
-        job.get("spec", {})
-        .get("entrypoint", "")
-        .partition("--out_dir ")[2]
-        .partition(" ")[0]
-        .strip()
-    )
+            progress_now = job_progress(api, namespace, status)
+            if progress_now:
+                return progress_now
+
+    entrypoint = job.get("spec", {}).get("entrypoint", "")
+    _, _, arguments = entrypoint.partition("--out_dir ")
+    out_dir = arguments.partition(" ")[0].strip()
     if not out_dir:
         raise KubeError("the job's entrypoint names no --out_dir")
-    found = api.run_in(_reader(api, namespace), namespace, ["sh", "-c", _NEWEST, out_dir]).split(
-        "\n", 2
-    )
+
+    pod = _find_reader(api, namespace)
+    output = api.run_in(pod, namespace, ["sh", "-c", _NEWEST, out_dir])
     try:
-        (run, line, config) = found
-        return {"folder": f"{out_dir}/{run}"} | progress(
-            json.loads(line), json.loads(config)["max_steps"]
-        )
+        run_name, record, config = output.split("\n", 2)
+        max_steps = json.loads(config)["max_steps"]
+        return {"folder": f"{out_dir}/{run_name}"} | progress(json.loads(record), max_steps)
     except (ValueError, KeyError):
         raise KubeError(f"{out_dir} has no run with a record yet") from None

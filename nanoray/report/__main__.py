@@ -6,7 +6,6 @@ import argparse
 import base64
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from markupsafe import Markup
 
@@ -32,9 +31,10 @@ def main(argv: list[str] | None = None) -> int:
         "--output", type=Path, help="page to write [RUN/report.html; of several: compare.html here]"
     )
     args = parser.parse_args(argv)
-    output = args.output or (
-        args.run[0] / "report.html" if len(args.run) == 1 else Path("compare.html")
-    )
+    output = args.output
+    if output is None:
+        # A comparison belongs to no run's folder.
+        output = Path("compare.html") if len(args.run) > 1 else args.run[0] / "report.html"
     return exit_code_of(lambda: _write(output, args.run))
 
 
@@ -47,19 +47,20 @@ def _write(output: Path, folders: list[Path]) -> None:
 
 def page(runs: list[Run]) -> str:
     """Return the page as HTML. Texts of runs are escaped; it loads nothing and runs no script."""
+    title = f"{len(runs)} runs compared" if len(runs) > 1 else runs[0].name
     return render(
         TEMPLATE,
-        title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared",
+        title=title,
         runs=runs,
         facts=[facts(run) for run in runs],
         colours=COLOURS,
-        charts=[(title, Markup(svg)) for title, svg in charts(runs)],
+        charts=_safe(charts(runs)),
         faulty=any(run.faults for run in runs),
         meanings=MEANINGS,
         useful=USEFUL,
         timelines=[(run.name, _timeline(run)) for run in runs if run.traced],
-        layers=[(run, _of_layers(run.layers)) for run in runs if run.layers],
-        formats=[(run, _of_layers(run.precision)) for run in runs if run.precision],
+        layers=[(run, _safe(layer_charts(run.layers))) for run in runs if run.layers],
+        formats=[(run, _safe(layer_charts(run.precision))) for run in runs if run.precision],
         memory=[(run, drawn_memory(run.memory)) for run in runs if run.memory],
         columns=COLUMNS,
         samples=[(run.name, run.summary["sample"]) for run in runs if run.summary.get("sample")],
@@ -67,12 +68,14 @@ def page(runs: list[Run]) -> str:
     )
 
 
-def _of_layers(records: list[dict[str, Any]]) -> list[tuple[str, Markup]]:
-    return [(title, Markup(svg)) for title, svg in layer_charts(records)]
+def _safe(titled_charts: list[tuple[str, str]]) -> list[tuple[str, Markup]]:
+    """Mark the SVGs as HTML that is not escaped. Matplotlib has escaped the names inside them."""
+    return [(title, Markup(svg)) for title, svg in titled_charts]
 
 
 def _timeline(run: Run) -> str:
     """Return the picture of the newest traced steps, as base64 of an SVG."""
+    # `draw` writes a file, whose ending decides the format.
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "timeline.svg")
         draw(newest_window(run.traced), path)

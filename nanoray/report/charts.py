@@ -1,10 +1,12 @@
-"""Curves over steps, and memory over one, as SVG for the middle of an HTML page, whose colours text
-and axes take.
+"""Draw curves over steps, and memory over one step, as SVG that is part of an HTML page.
+
+Text and axes take the page's colours, so the charts follow its light and dark styles.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,23 +15,30 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from nanoray.report.gather import Run
-from nanoray.report.memory import head, rows
+from nanoray.report.memory import category_rows, peak_line
 from nanoray.train.watch.dangers import COLUMNS, MOST, SHARES, SUBNORMAL, UNCHANGED, ZERO
 
-RANKS = 4  # whose memory is drawn
-FAULTS = 100  # newest ones that are marked
-POINTS = 600  # of a curve; more make the page large and cannot be seen
+RANKS = 4  # most ranks whose memory is drawn
+FAULTS = 100  # most faults that are marked, the newest ones
+POINTS = 600  # most points of a curve; more make the page large and cannot be seen
 COLOURS = ("#3a7bd5", "#d9772b", "#2b9c73", "#a45bc4", "#c94f5d", "#7f8c2f", "#3aa0b8", "#8d6e63")
-_TEXT, _GRID = "#010203", "#010204"  # stand-ins: the page puts its own colours in their place
+_TEXT = "#010203"  # matplotlib needs a colour; _inline replaces it with the page's
+_GRID = "#010204"
 FAULT = "#c0392b"
-PHASES, NAMED = 8, 8  # at most so many phases, or layers, have their names in a figure
+PHASES = 8  # most phases that are named in a figure; more names overlap
+NAMED = 8  # most layers that are named in a legend
 TITLES = {
-    "weight_rms": "weights, RMS", "grad_rms": "gradients, RMS", "update_ratio": "update to weight, ratio of RMS",
-    "activation_rms": "activations, RMS", "attention_entropy": "attention's entropy, share of its largest",
-    "max_logit": "attention's largest logit", "dead": "dead hidden units (%)",
-    ZERO: "gradients that are zero (%)", SUBNORMAL: "gradients that are subnormal (%)",
+    "weight_rms": "weights, RMS",
+    "grad_rms": "gradients, RMS",
+    "update_ratio": "update to weight, ratio of RMS",
+    "activation_rms": "activations, RMS",
+    "attention_entropy": "attention's entropy, share of its largest",
+    "max_logit": "attention's largest logit",
+    "dead": "dead hidden units (%)",
+    ZERO: "gradients that are zero (%)",
+    SUBNORMAL: "gradients that are subnormal (%)",
     UNCHANGED: "weights that an update did not change (%)",
-}  # fmt: skip
+}
 
 
 class Chart(NamedTuple):
@@ -62,116 +71,163 @@ CHARTS = (
 
 def charts(runs: Sequence[Run]) -> list[tuple[str, str]]:
     """Return (title, SVG) of each chart for which some run has values."""
-    return [
-        (chart.title, _draw(chart, runs, number))
-        for number, chart in enumerate(CHARTS)
-        if any(len(run.series(chart.metric)[0]) > 1 for run in runs)
-    ]
+    drawn = []
+    for number, chart in enumerate(CHARTS):
+        has_curve = any(len(run.series(chart.metric)[0]) > 1 for run in runs)
+        if has_curve:
+            # The first chart is the loss: it is wide, and its axis does not begin at zero.
+            svg = _chart_svg(chart, runs, is_first=number == 0)
+            drawn.append((chart.title, svg))
+    return drawn
 
 
 def thinned(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
-    """Return at most POINTS points of a curve: of each stretch the lowest and the highest, so that
-    no peak goes.
+    """Return at most POINTS points of a curve, which keeps its peaks.
+
+    Each stretch of steps keeps its lowest and its highest value.
     """
     if len(steps) <= POINTS:
         return steps, values
-    width, kept = -(-2 * len(steps) // POINTS), []
-    for start in range(0, len(steps), width):
-        part = range(start, min(start + width, len(steps)))
-        kept += sorted({min(part, key=values.__getitem__), max(part, key=values.__getitem__)})
+    stretch = math.ceil(2 * len(steps) / POINTS)
+    kept: list[int] = []
+    for start in range(0, len(steps), stretch):
+        indices = range(start, min(start + stretch, len(steps)))
+        lowest = min(indices, key=values.__getitem__)
+        highest = max(indices, key=values.__getitem__)
+        kept += sorted({lowest, highest})  # in a flat stretch they are the same point
     return [steps[i] for i in kept], [values[i] for i in kept]
 
 
-def _draw(chart: Chart, runs: Sequence[Run], number: int) -> str:
+def _chart_svg(chart: Chart, runs: Sequence[Run], is_first: bool) -> str:
     def draw(axes: Any) -> None:
-        for run, colour in zip(runs, _cycled(len(runs)), strict=True):
-            steps, values = thinned(*run.series(chart.metric))
-            axes.plot(
-                steps,
-                values,
-                color=colour,
-                lw=0.8 if chart.smooth else 1.2,
-                alpha=0.45 if chart.smooth else 1,
-            )
-            if chart.smooth:
-                axes.plot(*thinned(*run.series(chart.smooth)), color=colour, lw=1.8)
-            if chart.points:
-                axes.plot(*thinned(*run.series(chart.points)), "o", color=colour, ms=4)
-            for fault in run.faults[-FAULTS:]:
-                axes.axvline(fault["step"], color=FAULT, lw=0.7, ls=":")
+        for number, run in enumerate(runs):
+            _draw_run(axes, chart, run, COLOURS[number % len(COLOURS)])
         axes.set_xlabel("step")
-        if chart.log and all(value > 0 for run in runs for value in run.series(chart.metric)[1]):
+
+        # A logarithmic axis drops values that are not positive, and with them a part of the curve.
+        values = [value for run in runs for value in run.series(chart.metric)[1]]
+        if chart.log and all(value > 0 for value in values):
             axes.set_yscale("log")
-        elif number:
+        elif not is_first:
             axes.set_ylim(bottom=0)
 
-    return _svg(draw, chart.title, wide=number == 0)
+    return _svg(draw, chart.title, wide=is_first)
 
 
-def memory_chart(of_rank: dict[str, Any]) -> str:
-    """Return the SVG of a rank's memory over one step, the categories on top of each other; dashes:
-    the formula's peak.
+def _draw_run(axes: Any, chart: Chart, run: Run, colour: str) -> None:
+    """Draw one run's curve, its smoothed curve, its points and its faults."""
+    # Where a smoothed curve is drawn over the noisy one, the noisy one is thin and pale.
+    steps, values = thinned(*run.series(chart.metric))
+    if chart.smooth:
+        axes.plot(steps, values, color=colour, lw=0.8, alpha=0.45)
+        axes.plot(*thinned(*run.series(chart.smooth)), color=colour, lw=1.8)
+    else:
+        axes.plot(steps, values, color=colour, lw=1.2, alpha=1)
 
-    A storage is there from one operation to another, so the areas have steps.
+    if chart.points:
+        axes.plot(*thinned(*run.series(chart.points)), "o", color=colour, ms=4)
+    for fault in run.faults[-FAULTS:]:
+        axes.axvline(fault["step"], color=FAULT, lw=0.7, ls=":")
+
+
+def memory_chart(timeline: dict[str, Any]) -> str:
+    """Return the SVG of a rank's memory over one step, its categories stacked.
+
+    The dashed line is the formula's peak. Memory changes only when a storage is allocated or
+    freed, so the areas have steps.
     """
 
     def draw(axes: Any) -> None:
-        ms, numbers, *sizes = zip(*of_rank["points"], strict=True)
-        tops = [
-            [sum(of) / 2**20 for of in zip(*sizes[: i + 1], strict=True)] for i in range(len(sizes))
-        ]
-        for i in reversed(range(len(tops))):  # the highest first: the next ones cover it
-            turns = [
-                k for k, top in enumerate(tops[i]) if k in (0, len(ms) - 1) or top != tops[i][k - 1]
-            ]
-            edge = [ms[k] for k in turns], [tops[i][k] for k in turns]
-            axes.fill_between(
-                *edge, label=of_rank["categories"][i], color=COLOURS[i], step="post", lw=0
-            )
+        # A point is (ms, number of its place, bytes of the first category, of the second, ...).
+        ms, place_numbers, *bytes_by_category = zip(*timeline["points"], strict=True)
+        _draw_areas(axes, ms, bytes_by_category, timeline["categories"])
         axes.set_axisbelow(True)
-        if formula := of_rank["formula"].get("peak"):
+
+        formula = timeline["formula"].get("peak")
+        if formula:
             axes.axhline(formula / 2**20, color=_TEXT, lw=0.9, ls="--", label="formula's peak")
-        phases = [of_rank["places"][number].partition(" ")[0] for number in numbers]
-        turns = [i for i in range(1, len(phases)) if phases[i] not in ("", phases[i - 1])]
-        for i in turns if len(turns) <= PHASES else ():
-            axes.axvline(ms[i], color=_GRID, lw=0.7)
-            axes.text(
-                ms[i], 1.01, f" {phases[i]}", transform=axes.get_xaxis_transform(), fontsize=7
-            )
+
+        # The first word of a place is its phase: "forward blocks.3" is in the forward pass.
+        phases = [timeline["places"][number].partition(" ")[0] for number in place_numbers]
+        _draw_phases(axes, ms, phases)
+
         axes.set(
             xlabel="ms since the step began", ylabel="MiB", xlim=(ms[0], ms[-1]), ylim=(0, None)
         )
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
 
-    return _svg(draw, f"memory of rank {of_rank['rank']} over step {of_rank['step']}", wide=True)
+    title = f"memory of rank {timeline['rank']} over step {timeline['step']}"
+    return _svg(draw, title, wide=True)
 
 
-def drawn_memory(of_ranks: Sequence[dict[str, Any]]) -> list[tuple[str, Markup, list[list[str]]]]:
-    """Return the line, the picture and the table of each rank's memory; of many ranks, the first
-    ones.
-    """
-    return [(head(of), Markup(memory_chart(of)), rows(of)) for of in of_ranks[:RANKS]]
+def _draw_areas(
+    axes: Any,
+    ms: Sequence[float],
+    bytes_by_category: Sequence[Sequence[int]],
+    categories: Sequence[str],
+) -> None:
+    """Draw each category's bytes on top of those of the categories before it."""
+    # The upper edge of a category's area, in MiB: itself and all categories below it.
+    tops: list[list[float]] = []
+    total = [0] * len(ms)
+    for sizes in bytes_by_category:
+        total = [below + size for below, size in zip(total, sizes, strict=True)]
+        tops.append([size / 2**20 for size in total])
+
+    # From the highest down, because each area is filled to the axis and covers the one before it.
+    last = len(ms) - 1
+    for number in reversed(range(len(tops))):
+        top = tops[number]
+        # Points between two equal values add nothing to an area with steps but bytes to the page.
+        kept = [k for k in range(len(ms)) if k in (0, last) or top[k] != top[k - 1]]
+        axes.fill_between(
+            [ms[k] for k in kept],
+            [top[k] for k in kept],
+            label=categories[number],
+            color=COLOURS[number],
+            step="post",
+            lw=0,
+        )
+
+
+def _draw_phases(axes: Any, ms: Sequence[float], phases: Sequence[str]) -> None:
+    """Mark the beginning of each phase with a line and its name, unless there are too many."""
+    starts = [i for i in range(1, len(phases)) if phases[i] not in ("", phases[i - 1])]
+    if len(starts) > PHASES:
+        return
+    for i in starts:
+        axes.axvline(ms[i], color=_GRID, lw=0.7)
+        axes.text(ms[i], 1.01, f" {phases[i]}", transform=axes.get_xaxis_transform(), fontsize=7)
+
+
+def drawn_memory(timelines: Sequence[dict[str, Any]]) -> list[tuple[str, Markup, list[list[str]]]]:
+    """Return the line, the picture and the table of the first RANKS ranks' memory."""
+    drawn = []
+    for timeline in timelines[:RANKS]:
+        picture = Markup(memory_chart(timeline))
+        drawn.append((peak_line(timeline), picture, category_rows(timeline)))
+    return drawn
 
 
 def layer_charts(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return (title, SVG) of each statistic: a line for each layer over steps, the first layer's
-    darkest.
-    """
-    found = []
+    """Return (title, SVG) of each statistic over steps: a line a layer, the first layer's darkest."""
+    drawn = []
     for column in (*COLUMNS, *SHARES):
-        layers = list(
-            dict.fromkeys(
-                name for r in records for name, own in r["layers"].items() if column in own
-            )
-        )
+        layers = _layers_with(column, records)
         if layers:
-            found.append(
-                (
-                    TITLES[column],
-                    _svg(partial(_draw_layers, records, column, layers), TITLES[column]),
-                )
-            )
-    return found
+            draw = partial(_draw_layers, records, column, layers)
+            drawn.append((TITLES[column], _svg(draw, TITLES[column])))
+    return drawn
+
+
+def _layers_with(column: str, records: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the layers that have a statistic in some record, in the order of the model."""
+    layers: dict[str, None] = {}  # a set that keeps the order
+    for record in records:
+        for layer, statistics in record["layers"].items():
+            if column in statistics:
+                layers[layer] = None
+    return list(layers)
 
 
 def _draw_layers(
@@ -179,21 +235,28 @@ def _draw_layers(
 ) -> None:
     from matplotlib import colormaps
 
-    every = list[float]()
-    for i, layer in enumerate(layers):
-        known = [
-            (r["step"], value)
-            for r in records
-            if (value := r["layers"].get(layer, {}).get(column)) is not None
-        ]
-        steps, values = thinned([step for step, _ in known], [value for _, value in known])
-        colour, every = colormaps["viridis"](0.9 * i / max(1, len(layers) - 1)), every + values
-        axes.plot(
-            steps, values, color=colour, lw=1.2, marker="." if len(steps) < 2 else "", label=layer
-        )
-    if column in MOST and every and max(every) > MOST[column] / 10:
+    all_values: list[float] = []
+    for number, layer in enumerate(layers):
+        # A record has None where the value was not finite, and a layer may be missing from it.
+        steps = []
+        values = []
+        for record in records:
+            value = record["layers"].get(layer, {}).get(column)
+            if value is not None:
+                steps.append(record["step"])
+                values.append(value)
+        steps, values = thinned(steps, values)
+        all_values += values
+
+        # Up to 0.9, because the end of the map is a yellow that cannot be seen on white.
+        colour = colormaps["viridis"](0.9 * number / max(1, len(layers) - 1))
+        marker = "." if len(steps) < 2 else ""  # a single point has no line
+        axes.plot(steps, values, color=colour, lw=1.2, marker=marker, label=layer)
+
+    # The limit of a warning is drawn only near the curves, so that it does not flatten them.
+    if column in MOST and all_values and max(all_values) > MOST[column] / 10:
         axes.axhline(MOST[column], color=FAULT, lw=0.7, ls=":")
-    if min(every, default=0) > 0 and max(every) > 20 * min(every):
+    if min(all_values, default=0) > 0 and max(all_values) > 20 * min(all_values):
         axes.set_yscale("log")
     axes.set_xlabel("step")
     if len(layers) <= NAMED:
@@ -201,43 +264,51 @@ def _draw_layers(
 
 
 def _svg(draw: Callable[[Any], None], title: str, wide: bool = False) -> str:
+    """Return the SVG of what `draw` puts on its axes. Equal input gives equal bytes."""
+    # Importing matplotlib takes longer than the rest of the command.
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     style: Any = {
-        "svg.fonttype": "none", "svg.hashsalt": title, "font.size": 9, "axes.edgecolor": _TEXT,
-        "text.color": _TEXT, "axes.labelcolor": _TEXT, "xtick.color": _TEXT, "ytick.color": _TEXT, "grid.color": _GRID,
-        "axes.spines.top": False, "axes.spines.right": False,
-    }  # fmt: skip
+        "svg.fonttype": "none",  # text stays text, which a reader can search
+        "svg.hashsalt": title,  # ids that do not change from one call to the next
+        "font.size": 9,
+        "axes.edgecolor": _TEXT,
+        "text.color": _TEXT,
+        "axes.labelcolor": _TEXT,
+        "xtick.color": _TEXT,
+        "ytick.color": _TEXT,
+        "grid.color": _GRID,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    size_in = (9, 3.4) if wide else (4.4, 2.3)
+    no_metadata = {"Date": None, "Creator": None}
+    file = io.StringIO()
     with matplotlib.rc_context(style):
-        figure, axes = pyplot.subplots(
-            figsize=(9, 3.4) if wide else (4.4, 2.3), layout="constrained"
-        )
+        figure, axes = pyplot.subplots(figsize=size_in, layout="constrained")
         axes.grid(lw=0.5)
         draw(axes)
-        file = io.StringIO()
-        figure.savefig(
-            file, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
-        )
-        pyplot.close(figure)
+        figure.savefig(file, format="svg", transparent=True, metadata=no_metadata)
+        pyplot.close(figure)  # pyplot keeps every open figure in memory
     return _inline(file.getvalue(), title)
 
 
-def _cycled(count: int) -> list[str]:
-    return [COLOURS[i % len(COLOURS)] for i in range(count)]
-
-
 def _inline(svg: str, title: str) -> str:
-    """Return the SVG element alone, in the page's colours, scalable, with a name for screen
-    readers.
-    """
+    """Return the SVG element alone: scalable, in the page's colours, named for screen readers."""
+    # Without the XML declaration and the metadata, which have no place inside HTML.
     svg = svg[svg.index("<svg ") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    head = rf'<svg viewBox="\1" role="img" aria-label="{title}">'
-    svg = re.sub(r'<svg [^>]*viewBox="([^"]*)"[^>]*>', head, svg, count=1)
-    # Tenths of a point are enough
+
+    # Without width and height: the page's style sets the size, and the viewBox the proportions.
+    tag = rf'<svg viewBox="\1" role="img" aria-label="{title}">'
+    svg = re.sub(r'<svg [^>]*viewBox="([^"]*)"[^>]*>', tag, svg, count=1)
+
+    # Tenths of a point are enough for a screen, and keep the page small.
     svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d)\d+", r"\1", path[0]), svg)
+
+    # A style element inside an SVG would apply to the whole page.
     svg = re.sub(r"<style[^>]*>.*?</style>", "", svg, flags=re.DOTALL)
     return svg.replace(_TEXT, "currentColor").replace(_GRID, "var(--rule)")

@@ -1,5 +1,6 @@
-"""Read the folder of a run for its report. One that was killed, or still trains, lacks files, and
-has a report.
+"""Read the folder of a run for its report.
+
+The folder of a run that was killed, or that still trains, lacks files. It gets a report as well.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ NONE = "–"
 
 @dataclass(frozen=True)
 class Run:
-    """What is on disk about a run."""
+    """The files of a run's folder, parsed."""
 
     folder: Path
     config: dict[str, Any]
     spec: dict[str, Any]  # run.json
     summary: dict[str, Any]  # empty: the run has not ended, or was killed
-    records: list[dict[str, Any]]
+    records: list[dict[str, Any]]  # metrics.jsonl
     faults: list[dict[str, Any]]
     story: list[str]  # the faults, as `nanoray faults` prints them
-    accounts: Accounts | None
+    accounts: Accounts | None  # the ledger; None where it has no entries
     traced: list[dict[str, Any]]  # steps with their collectives
     layers: list[dict[str, Any]]  # statistics of each layer, by step
     memory: list[dict[str, Any]]  # of one step, by rank
@@ -48,146 +49,200 @@ class Run:
 
     def series(self, metric: str) -> tuple[list[int], list[float]]:
         """Return the steps at which a metric was recorded, and its values."""
-        found = [(record["step"], record[metric]) for record in self.records if metric in record]
-        return [step for step, _ in found], [value for _, value in found]
+        steps = []
+        values = []
+        for record in self.records:
+            if metric in record:
+                steps.append(record["step"])
+                values.append(record[metric])
+        return steps, values
 
     @property
     def precision(self) -> list[dict[str, Any]]:
-        """What its number formats lost in each layer, by step, as `layers` has its statistics."""
-        return [{"step": r["step"], "layers": r[PRECISION]} for r in self.records if PRECISION in r]
+        """The elements that the number formats lost in each layer, in the form of `layers`."""
+        by_step = []
+        for record in self.records:
+            if PRECISION in record:
+                by_step.append({"step": record["step"], "layers": record[PRECISION]})
+        return by_step
 
     def last(self, metric: str) -> float | None:
-        """Return the newest value of a metric."""
+        """Return the newest value of a metric, None if it was never recorded."""
         _, values = self.series(metric)
         return values[-1] if values else None
 
     @property
     def warnings(self) -> list[str]:
-        """What its layers' statistics warned of: each kind at the first step at which it was there."""
+        """The warnings of the layers' statistics, each kind at its first step."""
         first: dict[str, str] = {}
         for record in self.layers:
-            for kind, text in dangers(record["layers"]).items():
-                first.setdefault(kind, f"{kind} at step {record['step']}: {text}")
-        return [*first.values()]
+            for kind, description in dangers(record["layers"]).items():
+                first.setdefault(kind, f"{kind} at step {record['step']}: {description}")
+        return list(first.values())
 
     @property
     def state(self) -> str:
         """How the run ended, in a word or a line."""
-        return str(
-            self.summary.get("exit_reason") or "not ended: it trains, or its command was killed"
-        )
+        reason = self.summary.get("exit_reason")
+        return str(reason or "not ended: it trains, or its command was killed")
 
     @property
     def good(self) -> bool:
-        """Whether the run ended as it was meant to."""
+        """Whether the run ended without an error."""
         return self.summary.get("exit_code") == 0
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run. Raises ConfigError where there is none."""
+    """Read a run. Raises ConfigError if `folder` has none."""
     if not (folder / "run.json").is_file():
         raise ConfigError(
             f"{folder} is not the folder of a run (no run.json); give one such as runs/2026-..."
         )
-    spec = _json(folder / "run.json")
+
+    # A run without traced steps, or without a ledger, has a page without that section.
     traced: list[dict[str, Any]] = []
-    accounts = None
     with suppress(ConfigError):
         traced = read_steps(folder)
+    accounts = None
     with suppress(ConfigError):
         accounts = accounts_of(folder)
+
     faults = [event for event in read_reports(folder) if event["event"] == "fault"]
-    told = story(folder)[1:] if faults else []
-    config, summary = _json(folder / "config.json"), _json(folder / "summary.json")
-    records, layers = (read_json_lines(folder / name) for name in ("metrics.jsonl", FILE))
+    fault_lines: list[str] = []
+    if faults:
+        fault_lines = story(folder)[1:]  # the first line names the folder, as the page does
+
     return Run(
-        folder,
-        config,
-        spec,
-        summary,
-        records,
-        faults,
-        told,
-        accounts,
-        traced,
-        layers,
-        read_memory(folder),
+        folder=folder,
+        config=_read_json(folder / "config.json"),
+        spec=_read_json(folder / "run.json"),
+        summary=_read_json(folder / "summary.json"),
+        records=read_json_lines(folder / "metrics.jsonl"),
+        faults=faults,
+        story=fault_lines,
+        accounts=accounts,
+        traced=traced,
+        layers=read_json_lines(folder / FILE),
+        memory=read_memory(folder),
     )
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file, {} where it is missing or incomplete."""
     with suppress(OSError, ValueError, TypeError):
         return dict(json.loads(path.read_text(encoding="utf-8")))
     return {}
 
 
 def facts(run: Run) -> dict[str, str]:
-    """Return a run's figures as labels and texts; what is not known is a dash."""
-    end, newest = run.summary, run.records[-1] if run.records else {}
-    rate, unit = _rate(run)
-    steps = end.get("steps") if end.get("steps") is not None else newest.get("step", 0)
-    _, memory = run.series("mem/peak_gib")
-    expected = end.get("expected_val_loss")
-    ranks = (
-        f"{end['world_size']} x {end['device']}, {end['backend']}"
-        if end.get("world_size")
-        else NONE
-    )
-    lost = f"{len(run.faults)}, {end.get('restarts', 0)} restart(s)" if run.faults else "0"
+    """Return a run's figures as labels and texts; a figure that is not known is a dash."""
+    # The summary is written when the run ends. Until then the newest record has some of its values.
+    summary = run.summary
+    newest: dict[str, Any] = {}
+    if run.records:
+        newest = run.records[-1]
+
+    steps = summary.get("steps")
+    if steps is None:
+        steps = newest.get("step", 0)
+    max_steps = run.config.get("max_steps", 0)
+    train_loss = summary.get("train_loss") or newest.get("train/loss")
+    precision = summary.get("precision") or run.config.get("precision", NONE)
+    dataset = summary.get("dataset_note") or run.spec.get("dataset", {}).get("note", NONE)
+
     return {
         "state": run.state,
-        "steps": f"{steps:,} of {run.config.get('max_steps', 0):,}",
-        "validation loss": _loss(run.last("val/loss"))
-        + (f" (expected: {expected:g})" if expected else ""),
-        "training loss": _loss(end.get("train_loss") or newest.get("train/loss")),
-        "speed": f"{short(rate)} {unit}" if rate else NONE,
-        "time per step": f"{end['step_ms']:.3g} ms" if end.get("step_ms") else NONE,
-        "MFU": f"{run.last('perf/mfu'):.1f} %" if run.last("perf/mfu") else NONE,
+        "steps": f"{steps:,} of {max_steps:,}",
+        "validation loss": _validation_loss(run),
+        "training loss": _format_loss(train_loss),
+        "speed": _speed(run),
+        "time per step": _format_known("{:.3g} ms", summary.get("step_ms")),
+        "MFU": _format_known("{:.1f} %", run.last("perf/mfu")),
         "goodput": f"{100 * run.accounts.goodput:.1f} %" if run.accounts else NONE,
-        "time to the first step": f"{end['first_step_s']:.2f} s"
-        if end.get("first_step_s")
-        else NONE,
-        "time of the last command": clock(end["total_s"]) if end.get("total_s") else NONE,
-        "ranks": ranks,
-        "precision": str(end.get("precision") or run.config.get("precision", NONE)),
-        "peak memory of rank 0": f"{max(memory):.2f} GiB" if memory else NONE,
-        "faults": lost,
-        "dataset": str(end.get("dataset_note") or run.spec.get("dataset", {}).get("note", NONE)),
-        "resumed from": str(end.get("resumed_from") or NONE),
-        "nanoray, torch": f"{run.spec.get('nanoray', NONE)}, {end.get('torch', NONE)}",
+        "time to the first step": _format_known("{:.2f} s", summary.get("first_step_s")),
+        "time of the last command": clock(summary["total_s"]) if summary.get("total_s") else NONE,
+        "ranks": _ranks(summary),
+        "precision": str(precision),
+        "peak memory of rank 0": _peak_memory(run),
+        "faults": _faults(run),
+        "dataset": str(dataset),
+        "resumed from": str(summary.get("resumed_from") or NONE),
+        "nanoray, torch": f"{run.spec.get('nanoray', NONE)}, {summary.get('torch', NONE)}",
         "command": " ".join(run.spec.get("command", [])) or NONE,
     }
 
 
-def _rate(run: Run) -> tuple[float, str]:
-    images = run.summary.get("samples_per_sec") or run.last("perf/samples_per_sec")
+def _format_known(template: str, value: float | None) -> str:
+    """Format a value, or return a dash for one that is unknown or zero, which means not measured."""
+    if not value:
+        return NONE
+    return template.format(value)
+
+
+def _format_loss(value: float | None) -> str:
+    # A loss that is not finite was recorded as null, or is an infinity.
+    if value is None or not math.isfinite(value):
+        return NONE
+    return f"{value:.4f}"
+
+
+def _validation_loss(run: Run) -> str:
+    loss = _format_loss(run.last("val/loss"))
+    expected = run.summary.get("expected_val_loss")  # only of a preset that was trained before
+    if expected:
+        loss += f" (expected: {expected:g})"
+    return loss
+
+
+def _speed(run: Run) -> str:
+    """Format samples per second of a model of images, else tokens per second."""
+    samples = run.summary.get("samples_per_sec") or run.last("perf/samples_per_sec")
+    if samples:
+        return f"{short(samples)} samples/s"
     tokens = run.summary.get("tok_per_sec") or run.last("perf/tok_per_sec")
-    return (images, "samples/s") if images else (tokens or 0.0, "tok/s")
+    if tokens:
+        return f"{short(tokens)} tok/s"
+    return NONE
 
 
-def _loss(value: float | None) -> str:
-    return NONE if value is None or not math.isfinite(value) else f"{value:.4f}"
+def _ranks(summary: dict[str, Any]) -> str:
+    if not summary.get("world_size"):
+        return NONE
+    return f"{summary['world_size']} x {summary['device']}, {summary['backend']}"
+
+
+def _peak_memory(run: Run) -> str:
+    _, peaks_gib = run.series("mem/peak_gib")
+    if not peaks_gib:
+        return NONE
+    return f"{max(peaks_gib):.2f} GiB"
+
+
+def _faults(run: Run) -> str:
+    if not run.faults:
+        return "0"
+    return f"{len(run.faults)}, {run.summary.get('restarts', 0)} restart(s)"
 
 
 def settings(runs: list[Run]) -> list[tuple[str, list[str], bool]]:
-    """Return (key, each run's value, whether it is worth a look), those first.
+    """Return (key, each run's value, whether the page marks it), the marked ones first.
 
-    Worth a look is what differs between runs; with one run, what differs from the default.
+    With several runs, a value that differs between them is marked; with one run, a value that
+    differs from the default.
     """
     defaults = Config.model_construct().model_dump(mode="json")
+    # Runs of other versions may lack a key, or have one that this version does not know.
+    keys = dict.fromkeys(key for run in runs for key in run.config)
     rows = []
-    for key in dict.fromkeys(key for run in runs for key in run.config):
+    for key in keys:
         values = [run.config.get(key) for run in runs]
-        differs = (
-            any(value != values[0] for value in values)
-            if len(runs) > 1
-            else values[0] != defaults.get(key)
-        )
-        rows.append(
-            (
-                key,
-                [NONE if value is None else json.dumps(value).strip('"') for value in values],
-                differs,
-            )
-        )
-    return sorted(rows, key=lambda row: not row[2])
+        reference = values[0] if len(runs) > 1 else defaults.get(key)
+        differs = any(value != reference for value in values)
+        rows.append((key, [_format_setting(value) for value in values], differs))
+    return sorted(rows, key=lambda row: not row[2])  # stable: keys keep their order
+
+
+def _format_setting(value: Any) -> str:
+    if value is None:
+        return NONE
+    return json.dumps(value).strip('"')

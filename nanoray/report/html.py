@@ -1,6 +1,4 @@
-"""Make a page from a template. Templates extend page.html.j2 of this folder for its head, style and
-footer.
-"""
+"""Make a page from a template. Templates extend page.html.j2 of this folder."""
 
 from __future__ import annotations
 
@@ -13,15 +11,13 @@ from nanoray import __version__
 
 
 def render(template: Path, **values: Any) -> str:
-    """Return a page as HTML. Values are escaped, and a name that the template lacks a value for is
-    an error.
-    """
-    folders = [template.parent, Path(__file__).parent]
+    """Return a page as HTML, its values escaped. Raises jinja2.UndefinedError for a missing value."""
+    folders = [template.parent, Path(__file__).parent]  # the second has page.html.j2
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(folders),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
+        undefined=jinja2.StrictUndefined,  # an empty place on the page would go unnoticed
     )
     return environment.get_template(template.name).render(version=__version__, **values)

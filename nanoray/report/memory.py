@@ -1,5 +1,6 @@
-"""Read and tell the memory timelines that `--memory_at` wrote: where each rank's memory went in one
-step. No torch.
+"""Read and format the memory timelines that `--memory_at` wrote: each rank's memory in one step.
+
+Imports no torch, so that a page is written within a second.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ COLUMNS = ("category", "at the peak", "most", "formula", "most / formula")
 
 
 def read_memory(folder: Path) -> list[dict[str, Any]]:
-    """Return the timelines of a run's ranks, of the newest step that some rank has recorded."""
-    found = []
+    """Return the timelines of the newest recorded step, ordered by rank."""
+    timelines = []
     for path in folder.glob("memory/rank*.json"):
+        # The run may be writing this file, or was killed while it did.
         with suppress(OSError, ValueError):
-            found.append(json.loads(path.read_text(encoding="utf-8")))
-    newest = max((of_rank["step"] for of_rank in found), default=0)
-    return sorted(
-        (of for of in found if of["step"] == newest), key=lambda of_rank: int(of_rank["rank"])
-    )
+            timelines.append(json.loads(path.read_text(encoding="utf-8")))
+
+    # A rank that did not take part in the newest recorded step left the file of an older one.
+    newest_step = max((timeline["step"] for timeline in timelines), default=0)
+    of_newest_step = [timeline for timeline in timelines if timeline["step"] == newest_step]
+    return sorted(of_newest_step, key=lambda timeline: int(timeline["rank"]))
 
 
 def mib(size: int | None) -> str:
@@ -29,43 +32,41 @@ def mib(size: int | None) -> str:
     return "?" if size is None else f"{size / 2**20:,.3f} MiB"
 
 
-def head(of_rank: dict[str, Any]) -> str:
-    """Return one line on a rank's peak: how much, where and when, against the formula and CUDA's
-    allocator.
-    """
-    peak, formula = of_rank["peak"], of_rank["formula"].get("peak")
-    told = (
-        f", {100 * (peak['bytes'] / formula - 1):+.1f} % against the formula's {mib(formula)}"
-        if formula
-        else ""
+def peak_line(timeline: dict[str, Any]) -> str:
+    """Format a rank's peak: bytes, place and time, against the formula and CUDA's allocator."""
+    peak = timeline["peak"]
+    line = (
+        f"memory of step {timeline['step']}, rank {timeline['rank']} on {timeline['device']}: "
+        f"{mib(peak['bytes'])} at most, in {peak['place']}, {peak['ms']:.1f} ms after it began"
     )
-    if of_rank["allocator"]:
-        told += f"; CUDA's allocator had given out {mib(of_rank['allocator'])} at most"
-    return (
-        f"memory of step {of_rank['step']}, rank {of_rank['rank']} on {of_rank['device']}: "
-        f"{mib(peak['bytes'])} at "
-        f"most, in {peak['place']}, {peak['ms']:.1f} ms after it began{told}"
-    )
+    # Not every layout has a formula for its peak.
+    formula = timeline["formula"].get("peak")
+    if formula:
+        deviation = 100 * (peak["bytes"] / formula - 1)
+        line += f", {deviation:+.1f} % against the formula's {mib(formula)}"
+    if timeline["allocator"]:
+        line += f"; CUDA's allocator had given out {mib(timeline['allocator'])} at most"
+    return line
 
 
-def rows(of_rank: dict[str, Any]) -> list[list[str]]:
-    """Return for each category its bytes at the peak, the most that it had in the step, and the
-    formula's, as text.
-    """
-    found = []
-    for name in of_rank["categories"]:
-        most, formula = of_rank["most"][name], of_rank["formula"].get(name)
+def category_rows(timeline: dict[str, Any]) -> list[list[str]]:
+    """Return a row of COLUMNS for each category, as text."""
+    table = []
+    for category in timeline["categories"]:
+        at_peak = timeline["peak"][category]
+        most = timeline["most"][category]
+        formula = timeline["formula"].get(category)
         ratio = f"{most / formula:.3f}" if formula else ""
-        found.append([name, mib(of_rank["peak"][name]), mib(most), mib(formula), ratio])
-    return found
+        table.append([category, mib(at_peak), mib(most), mib(formula), ratio])
+    return table
 
 
 def told_memory(of_rank: dict[str, Any]) -> list[str]:
     """Return a rank's peak and the table of its categories as lines."""
-    table = [[*COLUMNS], *rows(of_rank)]
+    table = [[*COLUMNS], *category_rows(of_rank)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     cells = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in table
     ]
-    return [head(of_rank), *cells]
+    return [peak_line(of_rank), *cells]

@@ -1,6 +1,4 @@
-"""What `nanoray kube` says when the cluster cannot do it: each error with its remedy, over real
-HTTP.
-"""
+"""What `nanoray kube` prints when the cluster refuses: each error with its remedy, over real HTTP."""
 
 from __future__ import annotations
 
@@ -18,16 +16,10 @@ import pytest
 
 from nanoray.errors import ConfigError
 from nanoray.kube.__main__ import main
-from nanoray.kube.cluster import (
-    Api,
-    ApiError,
-    Follower,
-    KubeError,
-    check_operator,
-    path_of,
-    troubles,
-)
+from nanoray.kube.cluster import Api, ApiError, KubeError, check_operator, path_of
 from nanoray.kube.fetch import fetch
+from nanoray.kube.follow import Follower
+from nanoray.kube.pods import troubles
 from tests.harness.kube_server import ApiServer, submit_of
 from tests.harness.ports import closed_port
 
@@ -71,7 +63,7 @@ def test_no_kubeconfig(
     assert "set KUBECONFIG" in error
 
 
-def test_nobody_answers(
+def test_no_answer_from_the_api_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, submit: list[str], capsys: Any
 ) -> None:
     dead = ApiServer()
@@ -100,7 +92,7 @@ def test_no_kuberay_gives_the_install_command(
         ("mirror/operator@sha256:0", "kuberay: version unknown"),
     ],
 )
-def test_the_operators_version_is_said(
+def test_the_operators_version_is_printed(
     server: ApiServer, image: str, line: str, label: str
 ) -> None:
     _operator(server, image, label)
@@ -358,9 +350,7 @@ def test_every_kind_that_is_rendered_has_a_path() -> None:
 
 @pytest.fixture
 def logs(server: ApiServer) -> Iterator[dict[str, str]]:
-    """What Ray's jobs API answers as the log of a job, by the job's id; a head with a token is
-    there.
-    """
+    """The log that Ray's jobs API returns, by the job's id. The head pods have a token."""
     found: dict[str, str] = {}
 
     class Handler(BaseHTTPRequestHandler):
@@ -463,7 +453,7 @@ def test_every_attempt_is_shown_with_its_number_and_its_whole_log(
     ]
 
 
-def test_a_late_follower_and_status_know_the_attempt(
+def test_a_late_follower_and_status_print_the_attempt(
     server: ApiServer, logs: dict[str, str], capsys: Any
 ) -> None:
     """The operator counts the attempts that failed; after the last one, that one is among them."""
@@ -476,7 +466,7 @@ def test_a_late_follower_and_status_know_the_attempt(
     assert "try    3: Ray job words-3 on RayCluster words-def\n" in capsys.readouterr().out
 
 
-def test_status_tells_step_loss_and_eta_while_the_job_runs_and_afterwards(
+def test_status_prints_step_loss_and_eta_while_the_job_runs_and_afterwards(
     server: ApiServer, logs: dict[str, str], tmp_path: Path, capsys: Any
 ) -> None:
     """From the Ray job's metadata, which the driver keeps up to date; when the cluster is gone,
@@ -491,8 +481,7 @@ def test_status_tells_step_loss_and_eta_while_the_job_runs_and_afterwards(
     )
     assert main(["status", "words"]) == 0
     assert (
-        "run    nothing known of its steps: the job's entrypoint names no --out_dir"
-        in capsys.readouterr().out
+        "run    steps unknown: the job's entrypoint names no --out_dir" in capsys.readouterr().out
     )
     job["spec"]["entrypoint"] = (
         "exec python -m nanoray.launch --out_dir /data/runs/words-1 --resume auto"
@@ -504,11 +493,11 @@ def test_status_tells_step_loss_and_eta_while_the_job_runs_and_afterwards(
     assert "run    state training · step 7/40\n" in capsys.readouterr().out
     logs["words-1 metadata"] = json.dumps({"owner": "me"})
     assert main(["status", "words"]) == 0
-    assert "run    nothing known of its steps: no TensorBoard pod runs" in capsys.readouterr().out
+    assert "run    steps unknown: no TensorBoard pod runs" in capsys.readouterr().out
     job["status"] |= {"jobDeploymentStatus": "Complete", "jobStatus": "SUCCEEDED"}
     _tensorboard(server)
     assert main(["status", "words"]) == 0
-    assert "run    nothing known of its steps: sh -c" in capsys.readouterr().out
+    assert "run    steps unknown: sh -c" in capsys.readouterr().out
     for name, step in (("2026-01-01_000000_words", 3), ("2026-01-02_000000_words", 20)):
         run = tmp_path / "volume" / "runs" / "words-1" / name
         run.mkdir(parents=True)
@@ -521,8 +510,7 @@ def test_status_tells_step_loss_and_eta_while_the_job_runs_and_afterwards(
     (run / "metrics.jsonl").write_text("")
     assert main(["status", "words"]) == 0
     assert (
-        "nothing known of its steps: /data/runs/words-1 has no run with a record yet"
-        in capsys.readouterr().out
+        "steps unknown: /data/runs/words-1 has no run with a record yet" in capsys.readouterr().out
     )
 
 
@@ -654,7 +642,7 @@ def test_an_api_server_that_is_away_is_waited_for(server: ApiServer) -> None:
 
     def say(line: str) -> None:
         said.append(line)
-        server.refusals.clear()  # it comes back once somebody has noticed
+        server.refusals.clear()  # it comes back after the first line about it
 
     assert Follower(Api(), "nanoray", "words", say, poll_s=0.01).run()["jobStatus"] == "SUCCEEDED"
     assert "503" in said[0]
@@ -677,7 +665,7 @@ def test_pods_that_cannot_be_listed_for_a_while_end_nothing(server: ApiServer) -
             job["status"] = {"jobDeploymentStatus": "Complete", "jobStatus": "SUCCEEDED"}
 
     assert Follower(Api(), "nanoray", "words", say, poll_s=0.01).run()["jobStatus"] == "SUCCEEDED"
-    assert "api    the cluster answered 500: etcdserver: request timed out; trying on" in said
+    assert "api    the cluster answered 500: etcdserver: request timed out; trying again" in said
     job["status"] = {"jobDeploymentStatus": "Initializing", "rayClusterName": "words-abc"}
     server.refusals["GET pods"] = (403, "pods is forbidden")
     with pytest.raises(ApiError, match="403: pods is forbidden"):

@@ -1,0 +1,201 @@
+"""Follow a RayJob to its end: print its status, why its pods do not run, and its driver's log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from nanoray.kube.cluster import Api, KubeError, shorten
+from nanoray.kube.kustomize import Object
+from nanoray.kube.pods import troubles
+from nanoray.kube.ray_jobs import TERMINAL, attempts, job_progress, ray_api
+
+_STARTED = ("RUNNING", "SUCCEEDED", "FAILED", "STOPPED")  # values of jobStatus
+_QUEUED = ("Suspending", "Suspended")  # values of jobDeploymentStatus, for example by Kueue
+
+
+@dataclass
+class Follower:
+    """Follow one RayJob: poll its objects every `poll_s` seconds and pass each new line to `say`."""
+
+    api: Api
+    namespace: str
+    name: str
+    say: Callable[[str], None] = print
+    poll_s: float = 2.0
+    start_timeout_s: float = 900.0  # not counted while the job waits in a queue
+    annotate_s: float = 30.0
+    # Give up following (not the job) when the API server is away for longer
+    silence_s: float = 300.0
+    _said_once: set[str] = field(default_factory=set)
+    _attempt: int = 0  # counts Ray jobs, from 1
+    _job: tuple[str, str] = ("", "")  # RayCluster and Ray job of this attempt
+    _printed_log: str = ""  # of this attempt
+    _log_failed: bool = False  # the last request of the log
+    _annotated_at: float = float("-inf")
+
+    def run(self) -> Object:
+        """Return the RayJob's status once it is terminal.
+
+        Raises KubeError when the job cannot start or was deleted, or when the API server is away
+        for longer than `silence_s`.
+        """
+        began = time.monotonic()
+        admitted = began
+        last_state = ""
+        started = False
+        while True:
+            status = self._read_status()
+            deployment = status.get("jobDeploymentStatus")
+
+            # The log first, so that the lines before a job's end are printed before its end is.
+            if status.get("jobId"):
+                job = (status.get("rayClusterName", ""), status["jobId"])
+                if job != self._job:
+                    self._begin_attempt(status)
+                for line in self.new_log(status):
+                    self.say(line)
+
+            state = _format_state(status)
+            if state != last_state:
+                line = f"job    {state} after {time.monotonic() - began:.0f} s"
+                if state.startswith("Retrying"):
+                    line += f": {shorten(status.get('message', ''))}"
+                self.say(line)
+                last_state = state
+            if deployment in TERMINAL:
+                return status
+
+            # The time for a start begins anew when the job leaves the queue.
+            if deployment in _QUEUED:
+                admitted = time.monotonic()
+            # Between two attempts jobStatus is empty again, but the job has started once.
+            started = started or status.get("jobStatus") in _STARTED
+            self._check_pods(status, started, time.monotonic() - admitted)
+            self._annotate(status)
+            time.sleep(self.poll_s)
+
+    def _read_status(self) -> Object:
+        """Return the RayJob's status; while the API server is away, wait for it. Raises KubeError."""
+        away_since = None
+        while True:
+            try:
+                job = self.api.get("RayJob", self.namespace, self.name)
+                status: Object = job.get("status", {})
+                return status
+            except KubeError as error:
+                if getattr(error, "status", 0) == 404:
+                    message = f"RayJob {self.name} was deleted while it was followed"
+                    raise KubeError(message) from None
+                if not _is_temporary(error):
+                    raise
+                self._say_once(f"api    {error}; trying again")
+                if away_since is None:
+                    away_since = time.monotonic()
+                if time.monotonic() - away_since > self.silence_s:
+                    raise
+                time.sleep(self.poll_s)
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._said_once:
+            self._said_once.add(line)
+            self.say(line)
+
+    def _check_pods(self, status: Object, started: bool, waited_s: float) -> None:
+        """Print why pods do not run. Raises KubeError when the job will not start.
+
+        Once the job has started, nothing is raised: the driver replaces a rank whose pod fails.
+        """
+        cluster = status.get("rayClusterName")
+        pods: list[Object] = []
+        if cluster:
+            selector = f"ray.io/cluster={cluster}"
+            try:
+                pods = self.api.get("Pod", self.namespace, selector=selector)["items"]
+            except KubeError as error:
+                if not _is_temporary(error):
+                    raise
+                self._say_once(f"api    {error}; trying again")
+                return
+
+        found = troubles(pods)
+        for trouble in found:
+            self._say_once(f"pod    {trouble.pod} {trouble.text}")
+        if started:
+            return
+
+        fatal = [trouble for trouble in found if trouble.fatal]
+        if fatal or waited_s > self.start_timeout_s:
+            reason = "no pod says why; see kubectl describe"
+            candidates = fatal or found
+            if candidates:
+                reason = f"{candidates[0].pod} {candidates[0].text}"
+            raise KubeError(
+                f"the job cannot start: {reason}. Its objects are still there: nanoray kube stop "
+                f"{self.name} --delete"
+            )
+
+    def _annotate(self, status: Object) -> None:
+        """Copy the run's progress to annotations of the RayJob, at most every `annotate_s` seconds.
+
+        With the rights of this user: the operator does not copy it, and pods have no token.
+        """
+        since_last = time.monotonic() - self._annotated_at
+        if status.get("jobStatus") != "RUNNING" or since_last < self.annotate_s:
+            return
+        self._annotated_at = time.monotonic()
+        # The annotations are a convenience. Neither a head that does not answer nor a missing right
+        # may end the command.
+        with suppress(KubeError, AttributeError):
+            progress = job_progress(self.api, self.namespace, status)
+            if progress:
+                values = {f"nanoray/{key}": value for key, value in progress.items()}
+                self.api.annotate("RayJob", self.namespace, self.name, values)
+
+    def _begin_attempt(self, status: Object) -> None:
+        """Print the Ray job that runs from now on, and read its log from the beginning."""
+        # A follower that starts late takes the operator's count.
+        self._attempt = max(self._attempt + 1, attempts(status))
+        self._printed_log = ""
+        cluster = status.get("rayClusterName", "")
+        job = status["jobId"]
+        self._job = (cluster, job)
+        self.say(f"try    {self._attempt}: Ray job {job} on RayCluster {cluster}")
+
+    def new_log(self, status: Object) -> Iterator[str]:
+        """Yield the new lines of the driver's log. After a failed request the next call reads them."""
+        path = f"/api/jobs/{status['jobId']}/logs"
+        try:
+            log = ray_api(self.api, self.namespace, status, path).get("logs", "")
+        except (KubeError, AttributeError) as error:  # AttributeError: the answer is no JSON object
+            if not self._log_failed and status.get("jobStatus") == "RUNNING":
+                self.say(f"log    out of reach, trying again: {shorten(error)}")
+            self._log_failed = True
+            return
+        self._log_failed = False
+
+        # While the job runs, the last line may be incomplete, so it waits for its newline.
+        if status.get("jobDeploymentStatus") not in TERMINAL:
+            log = log[: log.rfind("\n") + 1]
+
+        # A log that does not continue the printed one is another job's: the head was replaced, and
+        # the operator submitted the job again.
+        if log and not log.startswith(self._printed_log):
+            self._begin_attempt(status)
+        new_text = log[len(self._printed_log) :]
+        self._printed_log += new_text
+        yield from new_text.splitlines()
+
+
+def _format_state(status: Object) -> str:
+    """Join both statuses of a RayJob: Running/RUNNING. Before the operator sets them: accepted."""
+    parts = [status.get("jobDeploymentStatus"), status.get("jobStatus")]
+    return "/".join(part for part in parts if part) or "accepted"
+
+
+def _is_temporary(error: KubeError) -> bool:
+    """Return whether the API server is away (no answer, or a 5xx) and the request may be repeated."""
+    status = getattr(error, "status", 0)
+    return status == 0 or status >= 500
