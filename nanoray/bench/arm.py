@@ -38,7 +38,7 @@ def gpt(mesh: Mesh, config: Config, precision: str, micro: int) -> Case:
     import torch
 
     from nanoray.bench.simulate import VOCAB
-    from nanoray.forecast.dry_run import stage_activations
+    from nanoray.forecast.rank_memory import stage_activations
     from nanoray.mesh.layout import Layout
     from nanoray.models.build import gpt_of
     from nanoray.models.costs import count_parameters

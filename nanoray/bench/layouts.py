@@ -223,7 +223,9 @@ class Here:
         """Return the seconds of a step."""
         import torch
 
-        from nanoray.forecast.predict import Job, Speed, flops_of, predict, tensors_of
+        from nanoray.forecast.job import Job
+        from nanoray.forecast.predict import Speed, flops_of, predict
+        from nanoray.forecast.weights import tensors_of
         from nanoray.models.gpt import ModelShape
         from nanoray.parallel.ddp import default_bucket_mb
 

@@ -193,6 +193,48 @@ def moments_of(
     return moments
 
 
+@dataclass(frozen=True)
+class RankSizes:
+    """The parameters of one rank; experts apart where fewer data ranks share them than the rest."""
+
+    dense: Sizes
+    experts: Sizes | None = None
+
+    @property
+    def params(self) -> int:
+        """All parameters of the rank."""
+        if self.experts is None:
+            return self.dense.params
+        return self.dense.params + self.experts.params
+
+    @classmethod
+    def of(cls, config: Config, model: nn.Module) -> RankSizes:
+        """Count the parameters of a model that tp, pp and ep have already cut."""
+        if config.ep == 1:
+            return cls(Sizes.of(model))
+        experts = names_of_experts(model)
+        rest = {name for name, _ in model.named_parameters()} - experts
+        return cls(Sizes.of_some(model, rest), Sizes.of_some(model, experts))
+
+
+def rank_state(
+    config: Config,
+    sizes: RankSizes,
+    ranks: int,
+    accum: int,
+    bucket_mb: float,
+    mirrored: bool = False,
+) -> dict[str, int]:
+    """Return `state_memory` of a rank, experts included. `ranks`: data ranks."""
+    parts = state_memory(config, sizes.dense, ranks, accum, bucket_mb, mirrored)
+    if sizes.experts is None:
+        return parts
+    # Only the ranks of edp hold the same experts, so these are divided by fewer ranks.
+    replicas = ranks // config.ep
+    of_experts = state_memory(config, sizes.experts, replicas, accum, bucket_mb, mirrored)
+    return {part: parts.get(part, 0) + of_experts.get(part, 0) for part in parts | of_experts}
+
+
 def model_memory(
     config: Config,
     model: nn.Module,
@@ -201,17 +243,12 @@ def model_memory(
     bucket_mb: float,
     mirrored: bool = False,
 ) -> dict[str, int]:
-    """Return `state_memory` of a model as a rank holds it: whole, or cut by ep.py or tp.py.
+    """Return `state_memory` of a model that is whole, or cut by ep.py or tp.py.
+
     `ranks`: data ranks.
     """
-    if config.ep == 1:
-        return state_memory(config, Sizes.of(model), ranks, accum, bucket_mb, mirrored)
-    experts = names_of_experts(model)
-    rest = {name for name, _ in model.named_parameters()} - experts
-    job = accum, bucket_mb, mirrored
-    of_rest = state_memory(config, Sizes.of_some(model, rest), ranks, *job)
-    of_experts = state_memory(config, Sizes.of_some(model, experts), ranks // config.ep, *job)
-    return {part: size + of_experts[part] for part, size in of_rest.items()}
+    sizes = RankSizes.of(config, model)
+    return rank_state(config, sizes, ranks, accum, bucket_mb, mirrored)
 
 
 def peak_memory(

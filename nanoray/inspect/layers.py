@@ -1,5 +1,4 @@
-"""What each layer costs by the formulas that a dry run and a forecast use: FLOPs, activations,
-state of one rank.
+"""FLOPs, activations and state of each layer, by the formulas of dry runs and forecasts.
 
 A GPT's whole formulas are linear in its layers, so a block is the difference of two depths, and the
 ends are the rest.
@@ -14,10 +13,11 @@ from typing import Any
 from torch import nn
 
 from nanoray.config import Batch, Config
-from nanoray.forecast.dry_run import buckets_of
+from nanoray.forecast.job import Job
 from nanoray.forecast.memory import Sizes, state_memory
 from nanoray.forecast.own_models import kept_per_element
-from nanoray.forecast.predict import Experts, Job, flops_of
+from nanoray.forecast.predict import flops_of
+from nanoray.forecast.rank_memory import assume_device
 from nanoray.inspect.subject import Subject, Unknown
 from nanoray.mesh.layout import Coords, Layout
 from nanoray.models import resnet_costs
@@ -27,15 +27,16 @@ from nanoray.models.gpt import ModelShape
 from nanoray.models.resnet import SIZE, ResNetShape
 from nanoray.parallel.ep import names_of_experts
 
-OUTSIDE = "model and loss"  # of a script's model: what is in none of its children
+OUTSIDE = "model and loss"  # the layer of parameters of a script's model that no child holds
 GPT_ENDS = {"tok_emb": "embedding", "pos_emb": "embedding", "dropout": "embedding"}
 Costs = tuple[int, int, int | None]  # FLOPs of forward and of backward; bytes kept for backward
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's costs. FLOPs are of a micro batch on the ranks that share it; bytes are one
-    rank's. None: unknown.
+    """The costs of one layer. None: unknown.
+
+    FLOPs are of a micro batch, on all ranks that share it. Bytes are of one rank.
     """
 
     name: str
@@ -57,27 +58,25 @@ def layer_of(name: str, model: nn.Module, shape: object) -> str:
         return GPT_ENDS.get(first, "norm, head, loss")
     if isinstance(shape, ResNetShape):
         return "stem, head, loss"
-    return (
-        first
-        if first in dict(model.named_children()) and (rest or first not in _numbered(model))
-        else OUTSIDE
-    )
+    is_child = first in dict(model.named_children())
+    if is_child and (rest or first not in _numbered(model)):
+        return first
+    return OUTSIDE
 
 
 def _numbered(model: nn.Module) -> set[str]:
-    """Return the lists of layers among a model's children; without their classes, by the numbers in
-    names.
+    """Return the names of the children that are lists of layers.
+
+    A checkpoint does not store classes, so an unknown child is a list if all its names are numbers.
     """
-    return {
-        name
-        for name, child in model.named_children()
-        if isinstance(child, nn.ModuleList)
-        or (
-            isinstance(child, Unknown)
-            and child._modules
-            and all(key.isdigit() for key in child._modules)
-        )
-    }
+    names = set()
+    for name, child in model.named_children():
+        is_list = isinstance(child, nn.ModuleList)
+        if isinstance(child, Unknown) and child._modules:
+            is_list = all(key.isdigit() for key in child._modules)
+        if is_list:
+            names.add(name)
+    return names
 
 
 def layers_of(
@@ -86,132 +85,176 @@ def layers_of(
     """Return the layers in the model's order; with `cut` as the run's ranks share them, else in one
     process.
 
-    `modules`: what a trial has seen, if any; it takes the place of the formulas that a script's own
-    model lacks.
+    `modules`: the rows of a trial, if there was one. They replace the formulas, which a script's
+    own model does not have.
     """
-    config, batch, layout, shape = subject.config, subject.batch, subject.layout, subject.shape
+    config = subject.config
+    layout = subject.layout
+    shape = subject.shape
     if not cut:
-        config = config.model_copy(
-            update={"tp": 1, "pp": 1, "ep": 1, "sequence_parallel": False, "dp_mode": "ddp"}
-        )
+        whole = {"tp": 1, "pp": 1, "ep": 1, "sequence_parallel": False, "dp_mode": "ddp"}
+        config = config.model_copy(update=whole)
         layout = Layout()
+
+    # Parameters by layer. Modules come first, so that a layer without parameters has its row.
     lists = _numbered(subject.model)
     names = [name for name, _ in subject.model.named_modules() if name and name not in lists]
-    numbers = {layer_of(name, subject.model, shape): 0 for name in [*names, ""]}
+    parameters = {layer_of(name, subject.model, shape): 0 for name in [*names, ""]}
     for name, p in subject.model.named_parameters():
-        numbers[layer_of(name, subject.model, shape)] += p.numel()
+        parameters[layer_of(name, subject.model, shape)] += p.numel()
+
     if isinstance(shape, ModelShape):
-        block, first, last = _gpt(shape, config, batch)
+        block, first, last = _gpt(shape, config, subject.batch)
         ends = {"embedding": first, "norm, head, loss": last}
-        costs = {name: ends.get(name, block) for name in numbers}
+        costs = {name: ends.get(name, block) for name in parameters}
     elif isinstance(shape, ResNetShape):
-        costs = _resnet(shape, config, batch)
+        costs = _resnet(shape, config, subject.batch)
     else:
         costs = _seen(modules)
+
     states = _states(replace(subject, config=config, layout=layout), whole=not cut)
-    none = {"weights": 0, "gradients": 0, "optimizer": 0}
-    return [
-        Layer(name, n, *costs.get(name, (None, None, None)), **states.get(name, none))
-        for name, n in numbers.items()
-    ]
+    unknown: Costs | tuple[None, None, None] = (None, None, None)
+    nothing = {"weights": 0, "gradients": 0, "optimizer": 0}
+    layers = []
+    for name, count in parameters.items():
+        forward, backward, kept = costs.get(name, unknown)
+        state = states.get(name, nothing)
+        layers.append(Layer(name, count, forward, backward, kept, **state))
+    return layers
 
 
 def _seen(modules: Sequence[Mapping[str, Any]]) -> dict[str, Costs]:
-    """Return what a trial has counted, by layer; nothing without a trial."""
-    found: dict[str, Costs] = {}
-    for row in modules if any(row["calls"] for row in modules) else ():
-        have = found.get(row["layer"], (0, 0, 0))
-        forward, backward, kept = (row[key] for key in ("forward_flops", "backward_flops", "kept"))
-        found[row["layer"]] = have[0] + forward, have[1] + backward, (have[2] or 0) + kept
-    return found
+    """Return the counts of a trial by layer; nothing without a trial."""
+    costs: dict[str, Costs] = {}
+    if not any(row["calls"] for row in modules):
+        return costs
+    for row in modules:
+        forward, backward, kept = costs.get(row["layer"], (0, 0, 0))
+        costs[row["layer"]] = (
+            forward + row["forward_flops"],
+            backward + row["backward_flops"],
+            (kept or 0) + row["kept"],
+        )
+    return costs
 
 
 def _gpt(shape: ModelShape, config: Config, batch: Batch) -> tuple[Costs, Costs, Costs]:
     """Return the costs of a block, of the embedding, and of the norm, head and loss."""
-    precision, how, tokens = (
-        config.precision,
-        config.activation_checkpointing,
-        batch.micro * shape.block_size,
-    )
-    cut, kernels = Cut(config.tp, config.ep, config.sequence_parallel), kernels_of(config)
+    precision = config.precision
+    checkpointing = config.activation_checkpointing
+    tokens = batch.micro * shape.block_size
+    cut = Cut(config.tp, config.ep, config.sequence_parallel)
+    kernels = kernels_of(config)
 
     def flops(layers: int) -> tuple[int, int]:
-        deep = replace(shape, n_layer=layers)
-        job = Job(deep, config, batch.micro, precision, 1.0, experts=Experts.of(shape))
+        job = Job(replace(shape, n_layer=layers), config, batch.micro, precision, bucket_mb=1.0)
         forward, backward = flops_of(job, Layout(), 0)
         return round(tokens * forward), round(tokens * backward)
 
     def memory(layers: int, ends: tuple[bool, bool] = (False, False)) -> int:
         deep = replace(shape, n_layer=layers)
-        parts = activation_memory(deep, batch.micro, precision, how, cut, 1, ends)
-        parts = with_kernels(parts, deep, batch.micro, precision, kernels, how, cut.tp)
-        return parts["activations"] + (0 if how == "block" else parts["copies"])
+        parts = activation_memory(deep, batch.micro, precision, checkpointing, cut, 1, ends)
+        parts = with_kernels(parts, deep, batch.micro, precision, kernels, checkpointing, cut.tp)
+        # A block that is computed again does not keep its copies until then.
+        if checkpointing == "block":
+            return parts["activations"]
+        return parts["activations"] + parts["copies"]
 
-    one, two = flops(1), flops(2)
-    block = two[0] - one[0], two[1] - one[1], memory(2) - memory(1)
-    first, last = (memory(1, ends) - memory(1) for ends in ((True, False), (False, True)))
+    # A block is the difference of two depths; what one layer has beside its block is the head.
+    forward_of_one, backward_of_one = flops(1)
+    forward_of_two, backward_of_two = flops(2)
+    forward = forward_of_two - forward_of_one
+    backward = backward_of_two - backward_of_one
+    block = (forward, backward, memory(2) - memory(1))
+
+    # The ends, each as the difference of a model with it and one without.
+    embedding_kept = memory(1, (True, False)) - memory(1)
+    head_kept = memory(1, (False, True)) - memory(1)
     columns = shape.logit_columns if cut.tp == 1 else shape.padded_vocab // cut.tp
-    # dW, or log-softmax
-    last += 4 * (shape.padded_vocab * shape.n_embd if kernels.loss_chunk else tokens * columns)
-    head = one[0] - block[0], 2 * (one[0] - block[0]), last
-    return block, (0, 0, first), head
+    if kernels.loss_chunk:
+        head_kept += 4 * shape.padded_vocab * shape.n_embd  # the gradient of the head's weight
+    else:
+        head_kept += 4 * tokens * columns  # log-softmax
+    head_forward = forward_of_one - forward
+    return block, (0, 0, embedding_kept), (head_forward, 2 * head_forward, head_kept)
 
 
 def _resnet(shape: ResNetShape, config: Config, batch: Batch) -> dict[str, Costs]:
     """Return the costs of each block, and of the rest."""
-    size, convolutions = 4 if config.precision == "fp32" else 2, resnet_costs.convolutions(shape)
+    size = 4 if config.precision == "fp32" else 2
+    convolutions = resnet_costs.convolutions(shape)
 
     def cost(some: list[tuple[int, int, int]], flops: int = 0, kept: int = 0) -> Costs:
         flops += sum(resnet_costs.convolution_flops(*one) for one in some)
         kept += sum(resnet_costs.convolution_kept(c_out, rows) for _, c_out, rows in some)
         return batch.micro * flops, 2 * batch.micro * flops, batch.micro * size * kept
 
-    ends = cost(convolutions[:1], 2 * shape.channels[-1] * shape.classes, 3 * SIZE**2)
-    blocks = {
-        f"blocks.{n}": cost(convolutions[1 + 2 * n : 3 + 2 * n])
-        for n in range(3 * shape.blocks_per_stage)
-    }
-    return blocks | {"stem, head, loss": ends}
+    # The first convolution is the stem; two follow for each block.
+    costs = {}
+    for number in range(3 * shape.blocks_per_stage):
+        first = 1 + 2 * number
+        costs[f"blocks.{number}"] = cost(convolutions[first : first + 2])
+    head_flops = 2 * shape.channels[-1] * shape.classes
+    costs["stem, head, loss"] = cost(convolutions[:1], head_flops, 3 * SIZE**2)
+    return costs
 
 
 def _states(subject: Subject, whole: bool) -> dict[str, dict[str, int]]:
-    """Return by layer the bytes of weights, gradients and optimizer state that a rank has: the
-    first that has them.
+    """Return the bytes of weights, gradients and optimizer state by layer.
+
+    They are those of the first rank that holds the layer.
     """
-    config, layout, found = subject.config, subject.layout, dict[str, dict[str, int]]()
+    config = subject.config
+    layout = subject.layout
+    bucket_mb = assume_device(config).bucket_mb
     moments = kept_per_element(subject.optimizer) if subject.optimizer else None
+    states: dict[str, dict[str, int]] = {}
     for stage in range(layout.pp):
         model = subject.model if whole else subject.at(Coords(0, 0, stage, 0))
         experts = names_of_experts(model) if layout.ep > 1 else set()
         layers: dict[str, set[str]] = {}
         for name, _ in model.named_parameters():
             layers.setdefault(layer_of(name, subject.model, subject.shape), set()).add(name)
+
         for layer, names in layers.items():
-            if layer not in found:
-                of_some = [(names - experts, layout.dp), (names & experts, layout.dp // layout.ep)]
-                parts = [
-                    _state(config, model, some, ranks, moments) for some, ranks in of_some if some
-                ]
-                found[layer] = {key: sum(part[key] for part in parts) for key in parts[0]}
-    return found
+            if layer in states:
+                continue  # an earlier stage holds it, such as the tied embedding
+            state = {"weights": 0, "gradients": 0, "optimizer": 0}
+            # Fewer ranks share an expert than the rest of a layer.
+            for some, ranks in (
+                (names - experts, layout.dp),
+                (names & experts, layout.dp // layout.ep),
+            ):
+                if some:
+                    parts = _state(config, model, some, ranks, bucket_mb, moments)
+                    state = {key: state[key] + parts[key] for key in state}
+            states[layer] = state
+    return states
 
 
 def _state(
-    config: Config, model: nn.Module, names: Collection[str], ranks: int, moments: float | None
+    config: Config,
+    model: nn.Module,
+    names: Collection[str],
+    ranks: int,
+    bucket_mb: float,
+    moments: float | None,
 ) -> dict[str, int]:
-    sizes, named = Sizes.of_some(model, names), dict(model.named_parameters())
-    some = [named[name] for name in names]
-    trained = sum(p.numel() for p in some if p.requires_grad)
-    sizes = replace(sizes, trained=trained, each=sum(p.nbytes for p in some) / max(1, sizes.params))
-    # Adamw has the embeddings, and what is no matrix
+    """Return the state of these parameters on one of the `ranks` that share them."""
+    sizes = Sizes.of_some(model, names)
+    parameters = {name: p for name, p in model.named_parameters() if name in names}
+    trained = sum(p.numel() for p in parameters.values() if p.requires_grad)
+    nbytes = sum(p.nbytes for p in parameters.values())
+    sizes = replace(sizes, trained=trained, each=nbytes / max(1, sizes.params))
+
+    # Muon keeps one number per element of a matrix; adamw, for all else, two.
     if config.optimizer == "muon" and moments is None:
-        matrices = sum(
-            p.numel()
-            for name, p in named.items()
-            if name in names and p.dim() == 2 and "emb" not in name
-        )
+        matrices = 0
+        for name, p in parameters.items():
+            if p.dim() == 2 and "emb" not in name:
+                matrices += p.numel()
         moments = (matrices + 2 * (sizes.params - matrices)) / max(1, sizes.params)
-    parts = state_memory(config, sizes, ranks, 1, buckets_of(config)[0], moments=moments)
+    parts = state_memory(config, sizes, ranks, 1, bucket_mb, moments=moments)
     return {
         "weights": parts["parameters"],
         "gradients": parts["gradients"],

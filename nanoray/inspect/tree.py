@@ -8,9 +8,10 @@ from typing import Any
 
 from nanoray import __version__
 from nanoray.errors import ConfigError
-from nanoray.forecast.dry_run import buckets_of, memory_line, stage_activations
+from nanoray.forecast.dry_run import sizes_of_stage
 from nanoray.forecast.own_models import first_line
 from nanoray.forecast.owners import Holder, holders_of
+from nanoray.forecast.rank_memory import assume_device, memory_lines, rank_memory
 from nanoray.forecast.trial import Seen, Trial, trial_on_fakes
 from nanoray.inspect.layers import layer_of, layers_of, totals
 from nanoray.inspect.subject import Subject
@@ -24,9 +25,14 @@ SHAPELESS = "tree without shapes, connections and counts"
 
 
 def dump(subject: Subject) -> dict[str, Any]:
-    """Return all that is known of a model without computing anything. Raises ConfigError."""
-    config, layout, batch = subject.config, subject.layout, subject.batch
-    notes, trial = [*subject.notes], None
+    """Return a description of a model without computing anything. Raises ConfigError."""
+    config = subject.config
+    layout = subject.layout
+    batch = subject.batch
+    notes = [*subject.notes]
+
+    # Shapes, connections and counts come from a trial on fake tensors, where one is possible.
+    trial = None
     if subject.example is None:
         notes.append(f"{SHAPELESS}: the inputs of the model are not known")
     else:
@@ -39,6 +45,7 @@ def dump(subject: Subject) -> dict[str, Any]:
                 f"{SHAPELESS}: a trial on fake tensors failed ({first_line(error)}); --verify has "
                 "them"
             )
+
     modules = modules_of(subject, trial)
     layers = layers_of(subject, modules)
     if subject.shape.to_dict() == {}:
@@ -46,7 +53,10 @@ def dump(subject: Subject) -> dict[str, Any]:
         notes.append(
             f"a script's own model has no formula: FLOPs and activations of its layers are {how}"
         )
-    unit, size = _unit(subject)
+    unit, units_per_sample = _unit(subject)
+    optimizer: str = config.optimizer
+    if subject.optimizer:
+        optimizer = type(subject.optimizer).__name__
     return {
         "nanoray": __version__,
         "subject": subject.title,
@@ -61,8 +71,8 @@ def dump(subject: Subject) -> dict[str, Any]:
         "ranks": layout.world_size,
         "layout": {"dp": layout.dp, "tp": layout.tp, "pp": layout.pp, "ep": layout.ep},
         "dp_mode": config.dp_mode if layout.dp > 1 else "one data rank",
-        "optimizer": type(subject.optimizer).__name__ if subject.optimizer else config.optimizer,
-        "batch": {**batch._asdict(), "unit": unit, "units": batch.micro * size},
+        "optimizer": optimizer,
+        "batch": {**batch._asdict(), "unit": unit, "units": batch.micro * units_per_sample},
         "flops_by_formula": _flops(subject),
         "memory": _memory(subject),
         "modules": modules,
@@ -76,15 +86,16 @@ def dump(subject: Subject) -> dict[str, Any]:
 
 
 def _unit(subject: Subject) -> tuple[str, int]:
+    """Return the unit in which a batch is counted, and how many of it a sample has."""
     if isinstance(subject.shape, ModelShape):
         return "tokens", subject.shape.block_size
-    return ("images" if isinstance(subject.shape, ResNetShape) else "samples"), 1
+    if isinstance(subject.shape, ResNetShape):
+        return "images", 1
+    return "samples", 1
 
 
 def _flops(subject: Subject) -> int | None:
-    """Return the FLOPs of a micro batch, forward and backward, by the formula that MFU is counted
-    with.
-    """
+    """Return the FLOPs of forward and backward of a micro batch, by the formula of MFU."""
     if isinstance(subject.shape, ModelShape):
         return subject.batch.micro * subject.shape.block_size * costs.flops_per_token(subject.shape)
     if isinstance(subject.shape, ResNetShape):
@@ -94,25 +105,18 @@ def _flops(subject: Subject) -> int | None:
 
 def _memory(subject: Subject) -> list[str]:
     """Return the lines of a dry run on the memory of a rank, one for each stage."""
-    config, batch, classes, shape = (
-        subject.config,
-        subject.batch,
-        subject.dataset.vocab_size,
-        subject.shape,
-    )
-    if isinstance(shape, ResNetShape):
-        kept = [resnet_costs.activation_memory(shape, batch.micro, config.precision)]
-    elif isinstance(shape, ModelShape):
-        stages = range(config.pp)
-        kept = [
-            stage_activations(config, shape, batch, config.precision, stage) for stage in stages
-        ]
-    else:
+    config = subject.config
+    batch = subject.batch
+    shape = subject.shape
+    if not isinstance(shape, ModelShape | ResNetShape):
         return []
-    return [
-        memory_line(config, classes, batch, config.precision, of, stage).split(maxsplit=1)[1]
-        for stage, of in enumerate(kept)
-    ]
+    device = assume_device(config)
+    stages = []
+    for stage in range(config.pp):
+        sizes = sizes_of_stage(config, subject.dataset.vocab_size, stage)
+        stages.append(rank_memory(config, shape, batch, device, sizes, stage))
+    lines = memory_lines(config, batch, device.precision, stages)
+    return [line.removeprefix("memory").lstrip() for line in lines]
 
 
 def modules_of(subject: Subject, trial: Trial | None) -> list[dict[str, Any]]:
@@ -141,9 +145,9 @@ def tensors_of(subject: Subject, notes: list[str]) -> list[dict[str, Any]]:
     """Return parameters and buffers with the ranks that hold and update each piece of them."""
     model, layout, config = subject.model, subject.layout, subject.config
     saved = subject.state.model if subject.state else {}
-    bucket_mb, mirrored = buckets_of(config)
+    device = assume_device(config)
     try:
-        holders = holders_of(config, layout, bucket_mb, subject.at)
+        holders = holders_of(config, layout, device.bucket_mb, subject.at)
     except ConfigError as error:
         notes.append(f"without owners: {error}")
         holders = []
@@ -165,7 +169,7 @@ def tensors_of(subject: Subject, notes: list[str]) -> list[dict[str, Any]]:
             "tied_to": tied if tied != name else None,
         }
         if holders and row["trained"] and tied == name:
-            row |= owners_of(name, holders, layout, config.dp_mode, mirrored)
+            row |= owners_of(name, holders, layout, config.dp_mode, device.mirrored)
         elif tied == name:
             row["owner"] = "each rank has it whole" if layout.world_size > 1 else "rank 0"
         rows.append(row)

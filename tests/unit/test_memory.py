@@ -13,9 +13,16 @@ import pytest
 import torch
 
 from nanoray.config import Batch, make_config
-from nanoray.forecast.dry_run import memory_line
+from nanoray.forecast.dry_run import sizes_of_stage
 from nanoray.forecast.memory import Sizes, at_peak, moments_of, peak_memory, state_memory
-from nanoray.models.costs import activation_memory, count_parameters
+from nanoray.forecast.rank_memory import (
+    AssumedDevice,
+    assume_device,
+    format_memory,
+    memory_line,
+    rank_memory,
+)
+from nanoray.models.costs import count_parameters
 from nanoray.models.gpt import GPT, ModelShape
 
 SHAPE = ModelShape(n_layer=4, n_head=4, n_embd=64, block_size=32, bias=False, vocab_size=128)
@@ -154,8 +161,10 @@ def test_dry_run_tells_the_memory_of_a_rank_by_part() -> None:
             {"micro_batch_size": 8, "precision": "fp32", "device": "cpu"} | settings
         )
         shape = ModelShape.of(config, SHAPE.vocab_size)
-        activations = activation_memory(shape, 8, "fp32", config.activation_checkpointing)
-        line = memory_line(config, SHAPE.vocab_size, Batch(8, 1, 4), "fp32", activations)
+        batch = Batch(8, 1, 4)
+        held = sizes_of_stage(config, SHAPE.vocab_size, 0)
+        memory = rank_memory(config, shape, batch, assume_device(config), held)
+        line = memory_line(config, batch, "fp32", memory)
         found = {
             name: float(size)
             for name, size in re.findall(r"([a-z ]+?) ([\d.]+)(?: \+|$)", line.partition(": ")[2])
@@ -174,3 +183,26 @@ def test_dry_run_tells_the_memory_of_a_rank_by_part() -> None:
         fsdp["parameters"] + fsdp["gradients"] + fsdp["optimizer"], abs=0.1
     )
     assert parts(activation_checkpointing="block")["activations"] < 0.5 * ddp["activations"]
+
+
+def test_a_unit_is_chosen_by_size() -> None:
+    assert format_memory({"in_flight": 3 * 2**20, "logits": 0}) == "3.0 MiB per rank: in flight 3.0"
+    assert format_memory({"a": 10_000 * 2**20}).startswith("10,000.0 MiB")
+    large = {"a": 11 * 10**9, "b": 5 * 10**8}
+    assert format_memory(large) == "11.50 GB per rank: a 11.00 + b 0.50"
+    assert (
+        format_memory(large, "MiB", ", here") == "10,967.3 MiB per rank, here: a 10,490.4 + b 476.8"
+    )
+    assert format_memory({"a": 2 * 10**7}, "GB") == "0.02 GB per rank: a 0.02"
+
+
+def test_what_a_dry_run_assumes_of_devices() -> None:
+    def assumed(gpus: bool, **settings: Any) -> AssumedDevice:
+        return assume_device(make_config({"micro_batch_size": 1, **settings}), gpus)
+
+    cpu, gpu = AssumedDevice("cpu", "fp32", 8.0, True), AssumedDevice("cuda", "bf16", 25.0, False)
+    assert assumed(False, dp_mode="zero1") == assumed(True, dp_mode="zero1", device="cpu") == cpu
+    assert assumed(True, dp_mode="zero1") == assumed(False, dp_mode="zero1", device="cuda") == gpu
+    assert assumed(True, precision="fp32", bucket_mb=4.0) == AssumedDevice(
+        "cuda", "fp32", 4.0, False
+    )

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from nanoray.config import make_config
 from nanoray.errors import ConfigError
+from nanoray.forecast.job import Experts, Job
 from nanoray.forecast.layouts import (
     divisors,
     factorizations,
     factors,
-    look,
     refusal,
     search,
+    try_layout,
     why_slower,
 )
 from nanoray.forecast.links import (
@@ -39,20 +40,16 @@ from nanoray.forecast.links import (
 )
 from nanoray.forecast.memory import Sizes, state_memory
 from nanoray.forecast.predict import (
-    Experts,
-    Job,
     OnTopology,
     Prediction,
     Speed,
     flops_of,
-    kept,
     memory_of,
     predict,
-    sizes_of,
     stage_memory,
-    talks_of,
-    tensors_of,
 )
+from nanoray.forecast.traffic import talks_of
+from nanoray.forecast.weights import sizes_of, tensors_of
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
@@ -81,14 +78,29 @@ SPEED = Speed(1e12, 1e12)
 
 
 def job(
-    sequences: int = 64, precision: str = "fp32", schedule: str = "1f1b", **settings: Any
+    sequences: int = 64,
+    precision: str = "fp32",
+    schedule: str = "1f1b",
+    chunks: int = 0,
+    experts: Experts | None = None,
+    bucket_mb: float = 0.05,
+    **settings: Any,
 ) -> Job:
-    extra = {
-        key: settings.pop(key) for key in ("chunks", "experts", "bucket_mb") if key in settings
-    }
     config = make_config({"micro_batch_size": 1, **settings})
-    return Job(
-        SHAPE, config, sequences, precision, **{"bucket_mb": 0.05, "schedule": schedule, **extra}
+    # A configuration without a pipeline refuses these keys; a search tries pipelines with them.
+    config = config.model_copy(update={"pp_schedule": schedule, "pp_chunks": chunks})
+    return Job(shape_with(experts), config, sequences, precision, bucket_mb)
+
+
+def shape_with(experts: Experts | None) -> ModelShape:
+    if experts is None:
+        return SHAPE
+    return replace(
+        SHAPE,
+        experts=experts.count,
+        experts_per_token=experts.per_token,
+        expert_hidden=experts.hidden,
+        shared_experts=experts.shared,
     )
 
 
@@ -258,22 +270,29 @@ def test_what_is_really_kept_for_backward_is_what_the_formula_says(sequence: boo
 
 def test_what_stages_keep_in_flight() -> None:
     """Four stages of eight micro batches, as drawn in the papers."""
-    assert [kept("gpipe", 4, stage, 8) for stage in range(4)] == [8] * 4
-    assert [kept("1f1b", 4, stage, 8) for stage in range(4)] == [4, 3, 2, 1]
-    assert [kept("1f1b", 4, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
-    assert [kept("interleaved", 4, stage, 8, 2) for stage in range(4)] == [5.5, 4.5, 3.5, 2.5]
+
+    def kept(schedule: str, micro: int, chunks: int = 1) -> list[int]:
+        return [sum(in_flight(schedule, 4, stage, micro, chunks)) for stage in range(4)]
+
+    assert kept("gpipe", 8) == [8] * 4
+    assert kept("1f1b", 8) == [4, 3, 2, 1]
+    assert kept("1f1b", 2) == [2, 2, 2, 1]
+    assert kept("interleaved", 8, 2) == [11, 9, 7, 5]
     some = job(64)
     first, last = (stage_memory(some, Layout(dp=2, pp=4), 1, stage) for stage in (0, 3))
     one = activation_memory(replace(SHAPE, n_layer=1), 1, "fp32")
     layer = (
         activation_memory(replace(SHAPE, n_layer=2), 1, "fp32")["activations"] - one["activations"]
     )
-    # A layer each; 4 against 1 in flight
-    assert first["activations"] - last["activations"] == 3 * layer
-    assert "logits" not in first
+    # A layer each, 4 against 1 in flight. Of 16 tokens the first stage keeps 8 bytes, their
+    # indices; the last their targets, 64 float32 of its norm and of the head's input each, and the
+    # norm's 2 float32.
+    assert first["activations"] == 4 * (layer + 16 * 8)
+    assert last["activations"] == layer + 16 * (8 + 2 * 4 * 64 + 2 * 4)
+    assert not first["logits"]
     assert last["logits"] == one["logits"]
     assert (
-        memory_of(replace(some, schedule="gpipe"), Layout(dp=2, pp=4), 1)["activations"]
+        memory_of(job(64, schedule="gpipe"), Layout(dp=2, pp=4), 1)["activations"]
         > first["activations"]
     )
 
@@ -281,11 +300,21 @@ def test_what_stages_keep_in_flight() -> None:
 @pytest.mark.parametrize(
     ("kind", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]
 )
-def test_what_a_stage_keeps_is_what_the_timetable_says(kind: str, chunks: int) -> None:
+def test_the_timetable_keeps_what_the_closed_forms_of_the_papers_say(
+    kind: str, chunks: int
+) -> None:
     for pp, micro in ((2, 2), (2, 8), (4, 4), (4, 12)):
         for stage in range(pp):
-            said = sum(in_flight(kind, pp, stage, micro, chunks)) / chunks
-            assert kept(kind, pp, stage, micro, chunks) == said, (pp, micro, stage)
+            closed = {
+                "gpipe": micro,
+                "1f1b": min(micro, pp - stage),
+                "interleaved": min(micro * chunks, 2 * (pp - 1 - stage) + (chunks - 1) * pp + 1),
+            }
+            assert sum(in_flight(kind, pp, stage, micro, chunks)) == closed[kind], (
+                pp,
+                micro,
+                stage,
+            )
 
 
 LAYOUTS = st.builds(
@@ -534,6 +563,7 @@ def test_free_links_leave_compute_and_bubble() -> None:
 def test_bubbles_by_hand(schedule: str, chunks: int, share: float) -> None:
     """Four stages, eight micro batches: (p-1)/(m+p-1), (p-1)/(v·m+p-1)."""
     some = job(8, schedule=schedule, chunks=chunks)
+    some = replace(some, shape=replace(SHAPE, n_layer=4 * chunks))
     assert predict(some, Layout(pp=4), 1, OnTopology(NODES), SPEED).bubble == pytest.approx(
         share, rel=1e-4
     )
@@ -616,7 +646,7 @@ def test_the_best_is_never_slower_than_what_it_lists(
 ) -> None:
     some = job(192, dp_mode=mode)
     found = [
-        look(some, layout, 16, OnTopology(NODES), SPEED, memory_gb)
+        try_layout(some, layout, 16, OnTopology(NODES), SPEED, memory_gb)
         for layout in factorizations(ranks)
     ]
     if all(one.best is None for one in found):
@@ -651,7 +681,10 @@ def test_the_best_is_never_slower_than_what_it_lists(
 )
 def test_rules_refuse_with_numbers(layout: Layout, why: str) -> None:
     assert refusal(job(), layout) == why
-    assert refusal(job(chunks=4), Layout(pp=4)) == "pp*chunks = pp*4 does not divide n_layer = 4"
+    assert (
+        refusal(job(schedule="interleaved", chunks=4), Layout(pp=4))
+        == "pp*chunks = pp*4 does not divide n_layer = 4"
+    )
     assert (
         refusal(job(experts=Experts(6, 2, 64)), Layout(dp=4, ep=4))
         == "ep does not divide experts = 6"
@@ -683,7 +716,7 @@ def test_no_layout_is_found_that_the_configuration_would_refuse(
     some = job(**settings)
     assert refusal(some, Layout(dp=2)) == ""
     if "allreduce" in settings:
-        with_experts = replace(some, experts=Experts(4, 2, 64))
+        with_experts = replace(some, shape=shape_with(Experts(4, 2, 64)))
         assert refusal(with_experts, Layout(dp=2, ep=2)).startswith(f"{what} with ep: ")
     for layout in (Layout(tp=2), Layout(pp=2), Layout(dp=2, tp=2)):
         axis = "tp" if layout.tp > 1 else "pp"

@@ -36,8 +36,8 @@ from torch.utils._pytree import tree_leaves
 from nanoray.atomic import replace_text
 from nanoray.config import Batch, Config
 from nanoray.faults.progress import OUTSIDE
-from nanoray.forecast.dry_run import stage_activations
 from nanoray.forecast.memory import local_of, model_memory, peak_memory
+from nanoray.forecast.rank_memory import stage_activations
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.models import resnet_costs

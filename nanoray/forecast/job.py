@@ -1,0 +1,79 @@
+"""What is trained, whatever the layout: the input of every formula of this room."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanoray.config import Config
+from nanoray.mesh.layout import Layout
+from nanoray.models.gpt import ModelShape
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of each MLP; tp divides hidden units, ep divides experts."""
+
+    count: int
+    per_token: int
+    hidden: int
+    shared: int = 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A GPT, its configuration, and the batch of a step. The layout is an argument of each formula."""
+
+    shape: ModelShape
+    config: Config
+    sequences: int  # of a step, over all replicas
+    precision: str  # fp32 | tf32 | bf16 | fp16
+    bucket_mb: float
+    mirrored: bool = False  # each rank also holds a copy of another rank's share
+
+    @property
+    def experts(self) -> Experts | None:
+        """The experts of the model; None if it has none."""
+        shape = self.shape
+        if not shape.experts:
+            return None
+        return Experts(
+            count=shape.experts,
+            per_token=shape.experts_per_token,
+            hidden=shape.expert_hidden,
+            shared=shape.shared_experts,
+        )
+
+    @property
+    def schedule(self) -> str:
+        return self.config.pp_schedule
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of layers on each stage of a pipeline."""
+        return self.config.chunks
+
+    @property
+    def half(self) -> bool:
+        """Whether matrix products take 2 bytes per number."""
+        return self.precision not in ("fp32", "tf32")
+
+    def cuts_sequence(self, layout: Layout) -> bool:
+        """Return whether the tensor ranks also divide the positions of the residual stream."""
+        return self.config.sequence_parallel and layout.tp > 1
+
+    def mode(self, layout: Layout) -> str:
+        """Return the data-parallel mode in this layout.
+
+        torch's DDP supports neither pipelines nor expert parallelism; ddp_by_hand replaces it.
+        """
+        if layout.dp == 1:
+            return "ddp"
+        mode = self.config.dp_mode
+        if mode == "ddp" and layout.pp * layout.ep > 1:
+            return "ddp_by_hand"
+        return mode
+
+    def config_at(self, layout: Layout) -> Config:
+        """Return the configuration with the axes of this layout, unchecked."""
+        axes = {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep}
+        return self.config.model_copy(update={"dp_mode": self.mode(layout), **axes})

@@ -1,0 +1,180 @@
+"""The memory of one rank at the peak of a step, by part, and how it is written.
+
+Every dry run, forecast and inspection gets its numbers from `rank_memory`: state by
+`nanoray.forecast.memory`, activations by `nanoray.models.costs` for as many micro batches as the
+timetable of the pipeline keeps in flight.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from nanoray.config import Batch, Config
+from nanoray.devices.gpus import discover_gpus
+from nanoray.forecast.memory import RankSizes, rank_state
+from nanoray.models import resnet_costs
+from nanoray.models.build import kernels_of
+from nanoray.models.costs import Cut, activation_memory, with_kernels
+from nanoray.models.gpt import ModelShape
+from nanoray.models.resnet import ResNetShape
+from nanoray.parallel.ddp import default_bucket_mb
+from nanoray.parallel.schedules import in_flight
+
+GB = 1e9
+MIB = 2**20
+MOST_MIB = 10_000  # larger sizes are written in GB
+MOST_STAGES = 8  # of which each gets a line; of more, the one that needs most
+
+
+@dataclass(frozen=True)
+class AssumedDevice:
+    """What a dry run assumes about the device of a rank, which it does not open."""
+
+    kind: str  # cpu | cuda
+    precision: str  # of the run; where it is auto, what such a device usually gets
+    bucket_mb: float
+    mirrored: bool  # each rank also holds a copy of another rank's share
+
+
+def assume_device(config: Config, gpus: bool | None = None) -> AssumedDevice:
+    """Return the assumptions of a dry run about the devices of `config`.
+
+    `gpus`: whether `device = auto` means GPUs; None: whether this machine has any.
+    """
+    if config.device == "auto":
+        if gpus is None:
+            gpus = bool(discover_gpus())
+        kind = "cuda" if gpus else "cpu"
+    else:
+        kind = "cpu" if config.device == "cpu" else "cuda"
+
+    precision = config.precision
+    if precision == "auto":
+        precision = "bf16" if kind == "cuda" else "fp32"
+    backend = config.backend
+    if backend == "auto":
+        backend = "nccl" if kind == "cuda" else "gloo"
+    bucket_mb = config.bucket_mb or default_bucket_mb(torch.device(kind))
+    return AssumedDevice(kind, precision, bucket_mb, config.mirrors(backend))
+
+
+def rank_memory(
+    config: Config,
+    shape: ModelShape | ResNetShape,
+    batch: Batch,
+    device: AssumedDevice,
+    sizes: RankSizes,
+    stage: int = 0,
+) -> dict[str, int]:
+    """Return the bytes of a rank of `stage` by part: see `state_memory` and `activation_memory`."""
+    state = rank_state(config, sizes, batch.dp, batch.accum, device.bucket_mb, device.mirrored)
+    return state | stage_activations(config, shape, batch, device.precision, stage)
+
+
+def stage_activations(
+    config: Config, shape: ModelShape | ResNetShape, batch: Batch, precision: str, stage: int
+) -> dict[str, int]:
+    """Return the bytes of activations on one stage, for all micro batches whose backward is due."""
+    if isinstance(shape, ResNetShape):
+        return resnet_costs.activation_memory(shape, batch.micro, precision)
+
+    checkpointing = config.activation_checkpointing
+    kernels = kernels_of(config)
+    cut = Cut(config.tp, config.ep, config.sequence_parallel)
+    pp = config.pp
+    if pp == 1:
+        parts = activation_memory(shape, batch.micro, precision, checkpointing, cut)
+        return with_kernels(parts, shape, batch.micro, precision, kernels, checkpointing, config.tp)
+
+    # Each chunk of layers keeps its own number of micro batches, and the stage keeps their sum.
+    chunks = config.chunks
+    chunk_shape = replace(shape, n_layer=shape.n_layer // (pp * chunks))
+    kept = in_flight(config.pp_schedule, pp, stage, batch.accum, chunks)
+    total = Counter[str]()
+    for chunk, count in enumerate(kept):
+        is_first = (stage, chunk) == (0, 0)
+        is_last = (stage, chunk) == (pp - 1, chunks - 1)
+        parts = activation_memory(
+            chunk_shape, batch.micro, precision, checkpointing, cut, count, (is_first, is_last)
+        )
+        sequences = batch.micro * count
+        total.update(
+            with_kernels(
+                parts, chunk_shape, sequences, precision, kernels, checkpointing, config.tp
+            )
+        )
+    return dict(total)
+
+
+# How it is written.
+
+
+def format_memory(parts: Mapping[str, int], unit: str | None = None, about: str = "") -> str:
+    """Return the total per rank and its parts, in MiB or in GB (1e9 bytes).
+
+    `unit`: MiB or GB; by default GB for totals above MOST_MIB. `about` stands behind the total.
+    """
+    total = sum(parts.values())
+    if unit is None:
+        unit = "MiB" if total <= MOST_MIB * MIB else "GB"
+
+    def number(size: int) -> str:
+        return f"{size / MIB:,.1f}" if unit == "MiB" else f"{size / GB:,.2f}"
+
+    # A part that this layout does not have says nothing.
+    written = [f"{name.replace('_', ' ')} {number(size)}" for name, size in parts.items() if size]
+    return f"{number(total)} {unit} per rank{about}: {' + '.join(written)}"
+
+
+def memory_line(
+    config: Config,
+    batch: Batch,
+    precision: str,
+    parts: Mapping[str, int],
+    stage: str = "",
+    limit_gb: float | None = None,
+) -> str:
+    """Return the line of a dry run on the memory of a rank.
+
+    `stage` names the stage where there are several. `limit_gb`: the memory of a rank's device, in
+    1e9 bytes; the sizes are then written in the same unit.
+    """
+    mode: str = config.dp_mode
+    if batch.dp == 1:
+        mode = "one data rank" if config.tp * config.pp > 1 else "one rank"
+
+    limit = ""
+    if limit_gb is not None:
+        limit = f" of {limit_gb:g}"
+        if sum(parts.values()) > limit_gb * GB:
+            limit += ": DOES NOT FIT"
+
+    guess = " (auto: the device decides)" if config.precision == "auto" else ""
+    unit = None if limit_gb is None else "GB"
+    about = f"{limit}, {mode} at {precision}{guess}"
+    return f"memory     {stage}{format_memory(parts, unit, about)}"
+
+
+def memory_lines(
+    config: Config,
+    batch: Batch,
+    precision: str,
+    stages: list[dict[str, int]],
+    limit_gb: float | None = None,
+) -> list[str]:
+    """Return a line for each stage, or for the one that needs most if there are many."""
+    if len(stages) == 1:
+        return [memory_line(config, batch, precision, stages[0], limit_gb=limit_gb)]
+    if len(stages) <= MOST_STAGES:
+        return [
+            memory_line(config, batch, precision, parts, f"stage {stage}: ", limit_gb)
+            for stage, parts in enumerate(stages)
+        ]
+    sizes = [sum(parts.values()) for parts in stages]
+    most = sizes.index(max(sizes))
+    name = f"stage {most} of {len(stages)}, which needs most: "
+    return [memory_line(config, batch, precision, stages[most], name, limit_gb)]

@@ -1,0 +1,228 @@
+"""What a rank of a GPT sends in a step, by formulas: the kind, number and size of its collectives."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from nanoray.forecast.job import Experts, Job
+from nanoray.forecast.weights import layers_of, tensors_of
+from nanoray.mesh.layout import Layout
+
+
+class Talk(NamedTuple):
+    """Collectives of one kind, of a rank in a step."""
+
+    axis: str  # tp | dp | edp (gradients of experts) | ep | pp
+    op: str  # all_reduce | reduce_scatter | all_gather | all_to_all | send
+    what: str
+    times: float
+    nbytes: float  # the tensor of one of them
+    # forward | backward: compute waits for it. prefetched: a pass hides it. beside: backward hides
+    # it. after: it follows the update. once: nothing hides it.
+    when: str
+
+    def sent(self, ranks: int) -> float:
+        """Return the bytes that a rank of the axis sends in a step."""
+        share = (ranks - 1) / ranks
+        if self.op == "all_reduce":
+            share *= 2  # a reduce-scatter and an all-gather
+        elif self.op == "send":
+            share = 1.0
+        return self.times * self.nbytes * share
+
+
+def talks_of(job: Job, layout: Layout, micro: int, stage: int) -> list[Talk]:
+    """Return all that a rank of a stage sends in a step, except sums of single numbers."""
+    accum = job.sequences // (layout.dp * micro)
+    tokens = micro * job.shape.block_size  # of a micro batch
+    talks = []
+    if layout.tp > 1:
+        talks += _tensor_talks(job, layout, stage, accum, tokens)
+    if layout.ep > 1 and job.experts:
+        talks += _expert_talks(job, job.experts, layout, stage, accum, tokens)
+    if layout.pp > 1:
+        talks += _pipeline_talks(job, layout, stage, accum, tokens)
+
+    dense = 0
+    routed = 0
+    for tensor in tensors_of(job, layout, stage):
+        if tensor.expert:
+            routed += 4 * tensor.numel
+        else:
+            dense += 4 * tensor.numel
+    mode = job.mode(layout)
+    talks += _gradient_talks(job, mode, "dp", layout.dp, dense, accum)
+    if routed:
+        replicas = layout.dp // layout.ep
+        talks += _gradient_talks(job, mode, "edp", replicas, routed, accum)
+    return talks
+
+
+def _expert_talks(
+    job: Job, experts: Experts, layout: Layout, stage: int, accum: int, tokens: int
+) -> list[Talk]:
+    """Return how tokens travel to their experts and back, with their gradients."""
+    layers = layers_of(job.shape.n_layer, layout.pp, stage)
+    size = 2 if job.half else 4
+    routed = size * tokens * job.shape.n_embd * experts.per_token
+    forward = accum * layers * 2  # there and back
+    # Backward computes a block again where its activations were not kept.
+    backward = forward if job.config.activation_checkpointing == "none" else 2 * forward
+    return [
+        Talk("ep", "all_to_all", "tokens to experts and back", forward, routed, "forward"),
+        Talk("ep", "all_to_all", "their gradients", backward, routed, "backward"),
+    ]
+
+
+def _pipeline_talks(job: Job, layout: Layout, stage: int, accum: int, tokens: int) -> list[Talk]:
+    """Return what crosses the boundaries of a stage, in float32."""
+    shape = job.shape
+    sends = accum * job.chunks
+    stream = 4.0 * tokens * shape.n_embd
+    if job.cuts_sequence(layout):
+        stream /= layout.tp  # each tensor rank sends its own positions
+    talks = [
+        Talk("pp", "send", "residual stream", sends, stream, "forward"),
+        Talk("pp", "send", "its gradient", sends, stream, "backward"),
+    ]
+    # The first and the last stage hold the tied embedding, so they add up its gradients.
+    if stage in (0, layout.pp - 1):
+        tied = 4 * shape.padded_vocab * shape.n_embd / layout.tp
+        talks.append(Talk("pp", "send", "gradient of the embedding", 1, tied, "once"))
+    return talks
+
+
+def _tensor_talks(job: Job, layout: Layout, stage: int, accum: int, tokens: int) -> list[Talk]:
+    """Return what a stage's rank sends to those that share its layers.
+
+    `tokens`: of a micro batch.
+    """
+    experts = job.experts
+    layers = layers_of(job.shape.n_layer, layout.pp, stage)
+    checkpointing = job.config.activation_checkpointing != "none"
+    has_shared = bool(experts and experts.shared)
+
+    blocks = accum * layers
+    sums = blocks * (3 if has_shared else 2)  # of a forward
+    again = 0  # of the forward that backward repeats: the last sum of a block is not needed again
+    if checkpointing:
+        again = blocks * (2 if has_shared else 1)
+
+    if job.cuts_sequence(layout):
+        talks = _sequence_talks(job, layout, stage, accum, tokens, sums, again)
+    else:
+        first = accum if stage == 0 else 0
+        last = accum if stage == layout.pp - 1 else 0
+        stream = tokens * job.shape.n_embd
+        width = (2 if job.half else 4) * stream
+        talks = [
+            Talk("tp", "all_reduce", "activations", sums, width, "forward"),
+            Talk("tp", "all_reduce", "activations, again", again, width, "backward"),
+            Talk("tp", "all_reduce", "their gradients", sums + last, 4 * stream, "backward"),
+            Talk("tp", "all_reduce", "embedding", first, 4 * stream, "forward"),
+        ]
+
+    if experts:
+        gates = 4 * tokens * experts.per_token
+        talks.append(Talk("tp", "all_reduce", "gradients of gates", blocks, gates, "backward"))
+        if job.cuts_sequence(layout):
+            # Each rank routes its own positions, and all of them need every rating.
+            rated = 4 * tokens * experts.count
+            repeated = blocks if checkpointing else 0
+            talks += [
+                Talk("tp", "all_gather", "ratings of experts", blocks, rated, "forward"),
+                Talk("tp", "all_gather", "ratings of experts, again", repeated, rated, "backward"),
+            ]
+
+    # The loss over a vocabulary that is cut takes two sums per micro batch, of 4 and 8 bytes a token.
+    if stage == layout.pp - 1:
+        talks.append(Talk("tp", "all_reduce", "loss", 2 * accum, 6 * tokens, "forward"))
+    return [talk for talk in talks if talk.times]
+
+
+def _sequence_talks(
+    job: Job, layout: Layout, stage: int, accum: int, tokens: int, sums: int, again: int
+) -> list[Talk]:
+    """Return the talks of tensor ranks that also divide the positions of the residual stream.
+
+    An all-gather and a reduce-scatter stand for each sum. `sums`: of a forward; `again`: of what
+    backward repeats of it.
+    """
+    shape = job.shape
+    first = accum if stage == 0 else 0
+    last = accum if stage == layout.pp - 1 else 0
+    stream = 4 * tokens * shape.n_embd  # float32
+    width = (2 if job.half else 4) * tokens * shape.n_embd
+    gathered_again = sums if job.config.activation_checkpointing != "none" else 0
+    partial = 4 * _partial_rows(job, layout, stage) * shape.n_embd
+    return [
+        Talk("tp", "all_gather", "activations into layers", sums + last, stream, "forward"),
+        Talk("tp", "reduce_scatter", "activations out of them", sums, width, "forward"),
+        Talk(
+            "tp", "all_gather", "activations into layers, again", gathered_again, stream, "backward"
+        ),
+        Talk("tp", "reduce_scatter", "activations out of them, again", again, width, "backward"),
+        Talk("tp", "reduce_scatter", "gradients out of layers", sums + last, stream, "backward"),
+        Talk("tp", "all_gather", "gradients into them", sums, width, "backward"),
+        Talk("tp", "reduce_scatter", "embedding", first, stream, "forward"),
+        Talk("tp", "all_gather", "its gradient", first, stream, "backward"),
+        Talk("tp", "all_reduce", "gradients of norms and positions", 1, partial, "once"),
+    ]
+
+
+def _partial_rows(job: Job, layout: Layout, stage: int) -> int:
+    """Return the parameters, in rows of n_embd, whose gradients each tensor rank has a part of."""
+    shape = job.shape
+    experts = job.experts
+    layers = layers_of(shape.n_layer, layout.pp, stage)
+
+    # Of a block: two norms, the bias of proj and, without routed experts only, that of down.
+    rows = 2
+    if shape.bias:
+        rows += 3
+        if experts is None or experts.shared:
+            rows += 1
+    if experts:
+        rows += experts.count  # the router
+    rows *= layers
+
+    if stage == 0:
+        rows += shape.block_size  # positions
+    if stage == layout.pp - 1:
+        rows += 1 + shape.bias  # the last norm
+    return rows
+
+
+def _gradient_talks(
+    job: Job, mode: str, axis: str, ranks: int, nbytes: int, accum: int
+) -> list[Talk]:
+    """Return what a data-parallel mode sends for `nbytes` of parameters in float32."""
+    if ranks == 1:
+        return []
+    buckets = math.ceil(nbytes / (job.bucket_mb * 2**20))
+    each = nbytes / buckets
+    if mode == "ddp":
+        return [Talk(axis, "all_reduce", "gradients", buckets, each, "beside")]
+    if mode == "fsdp":
+        return _fsdp_talks(job, axis, nbytes, accum)
+
+    # zero2 keeps only its share of the gradients, so every micro batch sends its own.
+    times = buckets * accum if mode == "zero2" else buckets
+    scatter = Talk(axis, "reduce_scatter", "gradients", times, each, "beside")
+    if mode == "ddp_by_hand":
+        return [scatter, Talk(axis, "all_gather", "gradients", buckets, each, "beside")]
+    return [scatter, Talk(axis, "all_gather", "weights", buckets, each, "after")]
+
+
+def _fsdp_talks(job: Job, axis: str, nbytes: int, accum: int) -> list[Talk]:
+    """Return the gathers and scatters of fsdp, whose units are the layers and the rest."""
+    units = job.shape.n_layer + 1
+    unit = nbytes / units
+    gathered = unit / 2 if job.config.fsdp_gather == "bf16" else unit
+    gather = Talk(axis, "all_gather", "weights", accum * units, gathered, "prefetched")
+    scatter = Talk(axis, "reduce_scatter", "gradients", units, unit, "beside")
+    if job.config.fsdp_reshard == "full":
+        # Backward gathers again what forward has freed.
+        return [gather, gather._replace(what="weights, again"), scatter]
+    return [gather, scatter]

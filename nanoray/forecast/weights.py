@@ -1,0 +1,129 @@
+"""The parameters of one rank of a GPT, by formulas: no model is built.
+
+A test compares these numbers with models that are really cut (tests/unit/test_predict.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from nanoray.forecast.job import Experts, Job
+from nanoray.forecast.memory import RankSizes, Sizes
+from nanoray.mesh.layout import Layout
+
+
+class Weights(NamedTuple):
+    """One tensor of parameters of a rank."""
+
+    layer: int | None  # on its stage; None: outside of the layers
+    numel: int
+    expert: bool = False
+
+
+def tensors_of(job: Job, layout: Layout, stage: int) -> list[Weights]:
+    """Return the parameters of a rank of `stage`, in the order of the model.
+
+    The last of several stages has a copy of the embedding, because the head is tied to it.
+    """
+    shape = job.shape
+    width = shape.n_embd
+    last_stage = layout.pp - 1
+    embedding = shape.padded_vocab * width // layout.tp
+
+    tensors = []
+    if stage == 0:
+        tensors.append(Weights(None, embedding))
+        if not shape.rotary:
+            tensors.append(Weights(None, shape.block_size * width))
+
+    for layer in range(layers_of(shape.n_layer, layout.pp, stage)):
+        tensors += [Weights(layer, numel) for numel in _attention(job, layout.tp)]
+        if job.experts is None:
+            tensors += [Weights(layer, numel) for numel in _mlp(job, layout.tp, 4 * width)]
+        else:
+            tensors += _mixture(job, job.experts, layout, layer)
+
+    if stage == last_stage:
+        tensors += [Weights(None, numel) for numel in _norm(job)]
+        if last_stage > 0:
+            tensors.append(Weights(None, embedding))
+    return tensors
+
+
+def _norm(job: Job) -> list[int]:
+    if job.shape.bias:
+        return [job.shape.n_embd, job.shape.n_embd]
+    return [job.shape.n_embd]
+
+
+def _linear(job: Job, tp: int, rows: int, columns: int, cut_rows: bool) -> list[int]:
+    """Return weight and bias of a linear layer. Only rows that tp cuts also cut the bias."""
+    sizes = [rows * columns // tp]
+    if job.shape.bias:
+        sizes.append(rows // tp if cut_rows else rows)
+    return sizes
+
+
+def _attention(job: Job, tp: int) -> list[int]:
+    """Return both norms of a block and the matrices of its attention: qkv and proj."""
+    width = job.shape.n_embd
+    qkv = _linear(job, tp, 3 * width, width, cut_rows=True)
+    proj = _linear(job, tp, width, width, cut_rows=False)
+    return [*_norm(job), *qkv, *proj, *_norm(job)]
+
+
+def _mlp(job: Job, tp: int, hidden: int) -> list[int]:
+    width = job.shape.n_embd
+    up = _linear(job, tp, hidden, width, cut_rows=True)
+    down = _linear(job, tp, width, hidden, cut_rows=False)
+    return up + down
+
+
+def _mixture(job: Job, experts: Experts, layout: Layout, layer: int) -> list[Weights]:
+    """Return the router, the experts of this rank and the shared experts of one block."""
+    width = job.shape.n_embd
+    mine = experts.count // layout.ep
+    hidden = experts.hidden // layout.tp
+
+    # All experts of a rank lie in one tensor for each of up, its bias, down, its bias.
+    sizes = [hidden * width, width * hidden]
+    if job.shape.bias:
+        sizes = [hidden * width, hidden, width * hidden, width]
+
+    tensors = [Weights(layer, width * experts.count)]  # the router
+    tensors += [Weights(layer, mine * numel, expert=True) for numel in sizes]
+    if experts.shared:
+        shared = _mlp(job, layout.tp, experts.shared * experts.hidden)
+        tensors += [Weights(layer, numel) for numel in shared]
+    return tensors
+
+
+def layers_of(layers: int, pp: int, stage: int) -> int:
+    """Return the number of layers of a stage; the first stages have one more if pp does not divide."""
+    return layers // pp + (stage < layers % pp)
+
+
+def sizes_of(tensors: Iterable[Weights]) -> Sizes:
+    """Return the sums of the parameters that the memory formula needs."""
+    outside = 0
+    largest = 0
+    layers: dict[int, int] = {}
+    for layer, numel, _ in tensors:
+        largest = max(largest, numel)
+        if layer is None:
+            outside += numel
+        else:
+            layers[layer] = layers.get(layer, 0) + numel
+    total = outside + sum(layers.values())
+    return Sizes(total, outside, max(layers.values(), default=0), largest, total)
+
+
+def rank_sizes(job: Job, layout: Layout, stage: int) -> RankSizes:
+    """Return the sizes of a rank of `stage`; experts apart where fewer ranks share them."""
+    tensors = tensors_of(job, layout, stage)
+    if layout.ep == 1:
+        return RankSizes(sizes_of(tensors))
+    routed = [tensor for tensor in tensors if tensor.expert]
+    rest = [tensor for tensor in tensors if not tensor.expert]
+    return RankSizes(sizes_of(rest), sizes_of(routed))

@@ -1,0 +1,123 @@
+"""`--dry_run` with --workers N and with --world_size N: two sources of sizes, the same answers.
+
+The first counts the parameters of a model that is cut on the meta device, the second uses formulas.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from nanoray.cli import Loaded, Scale
+from nanoray.config import make_config, resolve_batch
+from nanoray.forecast import scale
+from nanoray.forecast.dry_run import dry_run_lines, plan
+from nanoray.forecast.rank_memory import MOST_STAGES
+from nanoray.forecast.scale import forecast_lines, known_dataset
+from nanoray.mesh.layout import Layout
+
+RANKS = 8
+SHAPE = {"n_layer": 4, "n_head": 4, "n_embd": 64, "block_size": 32, "tokenizer": "byte"}
+KEYS = ("batch ", "model ", "pipeline ", "memory ")
+
+
+@pytest.fixture(autouse=True)
+def _no_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale, "prepare", lambda config: pytest.fail("it read a data set"))
+
+
+def both_ways(ranks: int = RANKS, **settings: Any) -> tuple[list[str], list[str]]:
+    """Return the key lines of --workers N and of --world_size N."""
+    values = {"micro_batch_size": 2, "global_batch_size": 64, "dataset": "stdlib", "device": "cpu"}
+    config = make_config(SHAPE | values | settings)
+    loaded = Loaded(config, frozenset(), True)
+
+    dataset = known_dataset(config)
+    planned, notes = plan(loaded, ranks, dataset)
+    batch = resolve_batch(planned, Layout.of(planned, ranks).dp)
+    workers = dry_run_lines(planned, notes, batch, dataset, "here")
+    world_size = forecast_lines(loaded, Scale(ranks))
+    return key_lines(workers), key_lines(world_size)
+
+
+def key_lines(lines: list[str]) -> list[str]:
+    return [line for line in lines if line.startswith(KEYS)]
+
+
+def figures(line: str) -> dict[str, float]:
+    """Return the bytes by part of a line on memory, in MiB."""
+    parts = line.rpartition(": ")[2]
+    return {
+        name: float(size.replace(",", ""))
+        for name, size in re.findall(r"([a-z][a-z ]*?) ([\d.,]+)(?: \+|$)", parts)
+    }
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("mode", ["ddp", "ddp_by_hand", "zero1", "zero2", "fsdp"])
+def test_both_ways_give_the_same_figures(mode: str, tp: int, pp: int) -> None:
+    if tp * pp > RANKS:
+        pytest.skip("more axes than ranks")
+    if pp > 1 and mode == "fsdp":
+        pytest.skip("fsdp has no pipeline")
+    if mode == "ddp" and 1 < pp < RANKS // tp:
+        pytest.skip("torch's DDP has no pipeline")
+    workers, world_size = both_ways(dp_mode=mode, tp=tp, pp=pp)
+    assert workers == world_size
+
+    # Not equal because they are empty: a line for each stage, each with the state of a rank.
+    memory = [line for line in workers if line.startswith("memory ")]
+    assert len(memory) == pp
+    for line in memory:
+        parts = figures(line)
+        assert min(parts["parameters"], parts["gradients"], parts["activations"]) > 0
+        total = re.search(r"([\d.,]+) MiB per rank", line)
+        assert total
+        assert float(total[1]) == pytest.approx(sum(parts.values()), abs=0.05 * (len(parts) + 1))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"precision": "bf16"},
+        {"device": "cuda"},
+        {"device": "cuda", "precision": "tf32", "dp_mode": "zero2"},
+        {"activation_checkpointing": "block", "precision": "bf16", "pp": 2, "dp_mode": "zero1"},
+        {"activation_checkpointing": "selective", "tp": 2, "sequence_parallel": True},
+        {"pp": 2, "pp_schedule": "gpipe", "dp_mode": "zero1"},
+        {"pp": 2, "pp_schedule": "zero_bubble", "dp_mode": "ddp_by_hand"},
+        {"pp": 2, "pp_schedule": "interleaved", "dp_mode": "zero1"},
+        {"experts": 4},
+        {"experts": 4, "ep": 2, "dp_mode": "zero1"},
+        {"experts": 4, "ep": 2, "tp": 2, "pp": 2, "dp_mode": "zero2"},
+        {"optimizer": "sgd"},
+        {"optimizer": "muon"},
+        {"bias": True, "positions": "rotary"},
+        {"bucket_mb": 0.05, "dp_mode": "zero1", "mirror": "off"},
+    ],
+    ids=str,
+)
+def test_so_do_the_other_settings_of_a_rank(settings: dict[str, Any]) -> None:
+    workers, world_size = both_ways(**settings)
+    assert workers == world_size
+
+
+def test_devices_that_are_not_named_are_those_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for gpus, precision in ([], "fp32"), ([object()], "bf16"):
+        monkeypatch.setattr("nanoray.forecast.rank_memory.discover_gpus", lambda gpus=gpus: gpus)
+        workers, world_size = both_ways(device="auto", dp_mode="zero1")
+        assert workers == world_size
+        assert f"zero1 at {precision} (auto" in workers[-1]
+
+
+def test_of_many_stages_both_show_the_one_that_needs_most() -> None:
+    stages = 2 * MOST_STAGES
+    workers, world_size = both_ways(stages, n_layer=stages, pp=stages, global_batch_size=128)
+    assert workers == world_size
+    (memory,) = [line for line in workers if line.startswith("memory ")]
+    assert f"stage 0 of {stages}, which needs most: " in memory
