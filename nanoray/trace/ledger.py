@@ -95,7 +95,7 @@ class Ledger:
                 self._map = mmap.mmap(file.fileno(), _FORMAT.size)
         self._write()
 
-    def on_phase(self, step: int, phase: str) -> None:
+    def phase(self, step: int, phase: str) -> None:
         """Close the account that is open, and open that of a phase; set-up and regrouping last
         until there is data.
         """

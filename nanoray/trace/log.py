@@ -65,7 +65,7 @@ class CommTrace:
         self._offsets: list[ClockOffset] = []
         self._hosts, self._next_offsets = 1, 0
 
-    def on_phase(self, step: int, name: str) -> None:
+    def phase(self, step: int, name: str) -> None:
         """Note that this rank enters a phase, if the step is traced."""
         self._recorder.phase(name)
 

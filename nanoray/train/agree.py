@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import platform
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from nanoray import __version__
 from nanoray.checkpoint.files import load, void_unfinished
 from nanoray.checkpoint.find import newest_valid
 from nanoray.config import Batch, Config
-from nanoray.data.prepare import prepare
+from nanoray.data.dataset import DatasetInfo
 from nanoray.data.verify import sampled_hash
 from nanoray.devices.choose import choose_attention, choose_precision
 from nanoray.devices.device import Device
@@ -25,7 +26,6 @@ from nanoray.devices.host import cpu_features
 from nanoray.errors import CheckpointError, ConfigError, DataError
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
-from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.models.fp8 import EMULATED, in_hardware
 from nanoray.run import RunSpec
 from nanoray.train.hardware import hardware
@@ -34,24 +34,25 @@ from nanoray.train.tasks import Task
 log = logging.getLogger("nanoray")
 
 
-def require_shared_folder(spec: RunSpec, rendezvous: Rendezvous) -> None:
-    """Raise when this node does not see the run's folder, or has a different dataset than the
-    driver.
+def require_shared_folder(
+    folder: Path, dataset: DatasetInfo, prepare: Callable[[], DatasetInfo], rank: int
+) -> None:
+    """Raise when this node does not see the run's folder, or has another dataset than the driver.
+
+    `prepare` makes the dataset anew where its files are missing.
     """
-    if not (spec.folder / "run.json").exists():
+    where = f"rank {rank} on {platform.node()}"
+    if not (folder / "run.json").exists():
         raise ConfigError(
-            f"rank {rendezvous.rank} on {platform.node()} does not see the run's folder "
-            f"{spec.folder}; "
-            "give an --out_dir on storage that all nodes share"
+            f"{where} does not see the run's folder {folder}; give an --out_dir on storage that "
+            "all nodes share"
         )
-    if (
-        not spec.dataset.path.exists()
-        and prepare(spec.config).tokens_sha256 != spec.dataset.tokens_sha256
-    ):
+    if dataset.path.exists():
+        return
+    if prepare().tokens_sha256 != dataset.tokens_sha256:
         raise DataError(
-            f"rank {rendezvous.rank} on {platform.node()} prepared different tokens of "
-            f"{spec.config.dataset} than "
-            "the driver did; give a --data_dir on storage that all nodes share"
+            f"{where} prepared different tokens of {dataset.name} than the driver did; give a "
+            "--data_dir on storage that all nodes share"
         )
 
 
@@ -114,7 +115,7 @@ def agree_on_precision(mesh: Mesh, own: tuple[str, str]) -> tuple[str, str]:
     return mesh.broadcast(choice)
 
 
-def told_of_group(spec: RunSpec, mesh: Mesh, step: int) -> dict[str, Any]:
+def describe_group(spec: RunSpec, mesh: Mesh, step: int) -> dict[str, Any]:
     """Return what a re-enactment needs to know of a group that goes on after `step`, for
     certificate.py.
     """
@@ -134,7 +135,7 @@ def told_of_group(spec: RunSpec, mesh: Mesh, step: int) -> dict[str, Any]:
     }
 
 
-def describe(
+def describe_run(
     spec: RunSpec, batch: Batch, mesh: Mesh, device: Device | None, why_precision: str, task: Task
 ) -> list[str]:
     """Return the lines printed before training; each derived value has its reason."""

@@ -105,7 +105,8 @@ def train_in_groups(
         log.warning("leaving the group after step %d: %s", state.step, lost)
         if engine:
             engine.writer.hold()
-            engine.audit.forget()
+            if engine.audit:
+                engine.audit.forget()
         del engine
         reached("leave")
         leave(group, state)
@@ -174,7 +175,7 @@ def furthest(
     return source, precision, step, strays
 
 
-def told_of_strays(group: Group) -> str:
+def warning_of_strays(group: Group) -> str:
     """Return the warning for a group in which a minority held another state."""
     ranks = ", ".join(map(str, group.strays))
     return (
