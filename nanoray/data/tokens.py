@@ -123,7 +123,11 @@ class MicroBatches:
         With `length_at`, samples (T,) of step s, counted by the samples before it, become sequences
         (length_at(s),).
         """
-        self.data, self.batch, self.rank, self.length_at = data, batch, rank, length_at
+        self.data = data
+        self.batch = batch
+        self.rank = rank
+        self.length_at = length_at
+        self._samples_per_step = batch.global_size
         self._ahead: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.seconds = 0.0  # of host time spent on reading, so far
 
@@ -136,7 +140,7 @@ class MicroBatches:
         start = time.perf_counter()
         found = self._ahead.pop((samples, micro), None) or self.get(samples, micro)
         last = micro + 1 == self.batch.accum
-        following = (samples + self.batch.global_size, 0) if last else (samples, micro + 1)
+        following = (samples + self._samples_per_step, 0) if last else (samples, micro + 1)
         self._ahead = {following: self.get(*following)}  # while a GPU still works on what it has
         self.seconds += time.perf_counter() - start
         return found

@@ -246,11 +246,11 @@ class Block(nn.Module):
         """
         # Inside of the block, so that a compiled block contains it, and fsdp gathers the weights
         # once for both.
-        if cache is None:
-            return run_block(
-                self._layers, x, self.activation_checkpointing, self.drops and self.training
-            )
-        return self._layers(x, cache)
+        if cache is not None or self.activation_checkpointing == "none":
+            return self._layers(x, cache)
+        return run_block(
+            self._layers, x, self.activation_checkpointing, self.drops and self.training
+        )
 
     def _layers(self, x: Tensor, cache: KVCache | None = None) -> Any:
         x = x + self.attn(self.norm1(x), cache)  # (B, T, C)

@@ -73,6 +73,15 @@ class Engine:
             self.spec, self.mesh, self.state, self.guards, self.scaler, self.workload
         )
 
+        # Every run records the steps that one of these divides.
+        intervals = (
+            self.cfg.log_every,
+            self.cfg.eval_every,
+            self.cfg.checkpoint_every,
+            self.cfg.stats_every,
+        )
+        self.regular_intervals = [every for every in intervals if every]
+
         every = self.cfg.audit_every
         self.audit: Audit | None = None
         if every:
@@ -92,6 +101,7 @@ class Engine:
         par = self.par
         state = self.state
         watch = self.watch
+        samples_per_step = self.batch.global_size
 
         # (all ranks) Warm up. Then finish the newest step: the last group may have broken between
         # its update and its record.
@@ -181,7 +191,7 @@ class Engine:
             if cfg.grad_clip:
                 par.clip(cfg.grad_clip, norm)
             left_out = self.scaler.step(state.optimizer, verdict.leave_out, state.optimizers[1:])
-            state.advance(self.batch.global_size, Update(norm, left_out))
+            state.advance(samples_per_step, Update(norm, left_out))
 
             # (all ranks) With sharded optimizer state the owners of the weights send them to the
             # others, beside the work that follows.
@@ -201,7 +211,7 @@ class Engine:
             raise Regroup
 
         # (all ranks) On a GPU the newest steps have not been judged yet.
-        samples_before = state.samples - self.batch.global_size
+        samples_before = state.samples - samples_per_step
         verdict = self.guards.decide(True, self.explain, samples_before)
         if verdict.warning:
             self.warn(verdict.warning)
@@ -249,11 +259,7 @@ class Engine:
 
     def is_regular(self, step: int) -> bool:
         """Return whether every run records this step, wherever it was started and stopped."""
-        cfg = self.cfg
-        for every in (cfg.log_every, cfg.eval_every, cfg.checkpoint_every, cfg.stats_every):
-            if every and step % every == 0:
-                return True
-        return False
+        return any(step % every == 0 for every in self.regular_intervals)
 
     def warn(self, text: str) -> None:
         """Show a warning to the user."""

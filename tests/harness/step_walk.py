@@ -47,7 +47,11 @@ FLAGS = (
 
 @dataclass
 class Walk:
-    """What one step has passed through."""
+    """The files and functions of one step.
+
+    Comprehensions, generator expressions and lambdas count as calls, and not as functions: they are
+    read with the function that they stand in.
+    """
 
     files: list[str] = field(default_factory=list)  # in the order in which they were entered
     functions: list[str] = field(default_factory=list)  # file:name, in that order, too
@@ -82,7 +86,8 @@ class Recorder:
         file = Path(code.co_filename).relative_to(PACKAGE).as_posix()
         if file not in self.walk.files:
             self.walk.files.append(file)
-        self.walk.functions.append(f"{file}:{code.co_qualname}")
+        if not code.co_name.startswith("<"):
+            self.walk.functions.append(f"{file}:{code.co_qualname}")
 
 
 def walk_step(dataset: str, folder: Path, *flags: str) -> Walk:
