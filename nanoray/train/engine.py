@@ -373,7 +373,8 @@ class Engine:
                 self.compare()
                 self.watch.pause(self.save())
             state.session.record = None
-        if is_due(cfg.hash_every, state.step) and state.step > state.session.begun:
+        hashes_are_due = cfg.hash_every and is_due(cfg.hash_every, state.step)
+        if hashes_are_due and state.step > state.session.begun:
             self.compare()
 
     def evaluation_is_due(self) -> bool:
