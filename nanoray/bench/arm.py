@@ -113,12 +113,12 @@ class Arm:
 
         from nanoray.forecast.memory import model_memory, peak_memory
         from nanoray.mesh.layout import Layout
+        from nanoray.models.precision import mean_loss
         from nanoray.parallel.ddp import default_bucket_mb
         from nanoray.parallel.plan import Plan
         from nanoray.trace.recorder import CommRecorder
         from nanoray.train.agree import agree_on_precision, resolve_precision, resolved
         from nanoray.train.optim.groups import make_optimizer
-        from nanoray.train.recipe import mean_loss
 
         config = config.model_copy(update={"dropout": 0.0})
         precision, _ = agree_on_precision(mesh, resolve_precision(config, mesh))

@@ -123,6 +123,7 @@ class MicroBatches:
         self.batch = batch
         self.rank = rank
         self.length_at = length_at
+        self._samples_per_step = batch.global_size
         # At most one micro batch, by (first sample of its step, its number)
         self._ahead: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.seconds = 0.0  # of host time spent on reading, so far
@@ -141,7 +142,7 @@ class MicroBatches:
         # Read the following one now, while a GPU still computes.
         following = (samples, micro + 1)
         if micro + 1 == self.batch.accum:
-            following = (samples + self.batch.global_size, 0)
+            following = (samples + self._samples_per_step, 0)
         self._ahead = {following: self.get(*following)}
         self.seconds += time.perf_counter() - start
         return batch

@@ -277,7 +277,7 @@ class Injector:
         self._faults = once + [fault for fault in mine if fault.attempt == attempt]
         watch(self.at_point if any(fault.phase in POINTS for fault in self._faults) else None)
 
-    def __call__(self, step: int, phase: str) -> None:
+    def phase(self, step: int, phase: str) -> None:
         """Fire what is planned for this phase of the step that is being computed."""
         self._step = step
         self._fire(fault for fault in self._faults if (fault.step, fault.phase) == (step, phase))

@@ -44,6 +44,8 @@ class ProgressFile:
         """Write the step being computed and its phase."""
         self._FORMAT.pack_into(self._map, 0, step, PHASES.index(phase), self.base, time.monotonic())
 
+    phase = set  # the name by which the loop calls it (train/watch/instruments.py)
+
     @classmethod
     def read(cls, path: Path) -> tuple[int, str] | None:
         """Return (step, phase) as last written; None if the file is missing or damaged."""

@@ -265,10 +265,10 @@ class Block(nn.Module):
         """Return the stream (B, T, C) after this block; with experts, also routing statistics."""
         # Activation checkpointing is inside of the block, so that a compiled block contains it, and
         # fsdp gathers the weights once for both.
-        if cache is None:
-            drops = self.drops and self.training
-            return run_block(self._layers, x, self.activation_checkpointing, drops)
-        return self._layers(x, cache)
+        if cache is not None or self.activation_checkpointing == "none":
+            return self._layers(x, cache)
+        drops = self.drops and self.training
+        return run_block(self._layers, x, self.activation_checkpointing, drops)
 
     def _layers(self, x: Tensor, cache: KVCache | None = None) -> Any:
         x = x + self.attn(self.norm1(x), cache)  # (B, T, C)

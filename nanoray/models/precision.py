@@ -14,12 +14,12 @@ Loss scaling keeps gradients from underflowing in fp16.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanoray.errors import TrainingDiverged
 
@@ -38,6 +38,24 @@ def autocast(device_type: str, precision: str) -> AbstractContextManager:
     if precision not in _AUTOCAST_DTYPES:
         return nullcontext()
     return torch.autocast(device_type, dtype=_AUTOCAST_DTYPES[precision])
+
+
+def mean_loss(
+    device_type: str,
+    precision: str,
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Return a model's mean loss over a batch, computed in the run's precision.
+
+    Without `loss` the model itself returns it, given inputs and targets.
+    """
+    with autocast(device_type, precision):
+        if loss is None:
+            return model(x, y)
+        return loss(model, x, y)
 
 
 def weight_type(precision: str) -> torch.dtype:

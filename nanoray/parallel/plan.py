@@ -186,7 +186,8 @@ class Plan:
         a scalar on the device.
         """
         parallel, accum = self._parallel, self._accum
-        self._statistics.begin()
+        if self._statistics.norms:
+            self._statistics.begin()
         total, batches = torch.zeros((), device=self._mesh.device), dict[int, MicroBatch]()
         for turn in self.turns:  # F0 B0 F1 B1 ... without a pipeline
             last = turn.micro == accum - 1 and turn.op in ("F", self._flow.last_half)
@@ -215,8 +216,10 @@ class Plan:
         total = self._flow.finish(total, phase)
         if isinstance(self._flow, pp.Pipe) and self._stage and self._stage.tied is not None:
             self._flow.add_tied(parallel.sum_of(self._stage.tied))
-        self._sum_partial()
-        self._statistics.add_up()
+        if self._partial:
+            self._sum_partial()
+        if self._statistics.norms:
+            self._statistics.add_up()
         self.own_losses = [total / accum]
         return self.own_losses[0]
 
@@ -323,7 +326,8 @@ class Plan:
         Running statistics change here, with the weights, and so does what compression has not sent
         yet, unless the update was `left_out`: 1 on the device.
         """
-        self._statistics.update()
+        if self._statistics.norms:
+            self._statistics.update()
         if self._compressor:
             self._compressor.commit(left_out)
         self._parallel.spread()

@@ -25,17 +25,17 @@ class RunningStatistics:
         """With `synchronised` the norms also use mean and variance of all ranks' micro batches.
         (all ranks)
         """
-        self._norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
+        self.norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
         self._axis, self._sums = axis, torch.empty(0)
-        for norm in self._norms:
+        for norm in self.norms:
             norm.axis = axis if synchronised else None
-        weakref.finalize(self, _release, self._norms, axis)  # which is that of one group of ranks
+        weakref.finalize(self, _release, self.norms, axis)  # which is that of one group of ranks
 
     def begin(self) -> None:
         """Forget forward passes that belong to no step: those of a warm-up, a replay, or a step
         that broke.
         """
-        for norm in self._norms:
+        for norm in self.norms:
             norm.pending.zero_()
             norm.passes.zero_()
 
@@ -46,9 +46,9 @@ class RunningStatistics:
         A model may call a norm several times for a micro batch, or not at all, and one that is
         frozen counts nothing.
         """
-        if self._norms:
+        if self.norms:
             flat = torch.cat(
-                [part.flatten() for norm in self._norms for part in (norm.pending, norm.passes)]
+                [part.flatten() for norm in self.norms for part in (norm.pending, norm.passes)]
             )
             self._sums = self._axis.sum(flat, "statistics")
 
@@ -56,13 +56,11 @@ class RunningStatistics:
         """Update the running statistics of all norms that ran, unless one of the averages is not
         finite.
         """
-        if not self._norms:
+        if not self.norms:
             return
         good = torch.isfinite(self._sums).all()
-        parts: list[Tensor] = [
-            *self._sums.split([norm.pending.numel() + 1 for norm in self._norms])
-        ]
-        for norm, part in zip(self._norms, parts, strict=True):
+        parts: list[Tensor] = [*self._sums.split([norm.pending.numel() + 1 for norm in self.norms])]
+        for norm, part in zip(self.norms, parts, strict=True):
             passes = part[-1]
             mean, var = (part[:-1] / passes.clamp(min=1)).view_as(norm.pending)
             norm.update(mean, var, good & (passes > 0))

@@ -118,7 +118,7 @@ class Ledger:
                 self._map = mmap.mmap(file.fileno(), _FORMAT.size)
         self._write()
 
-    def on_phase(self, step: int, phase: str) -> None:
+    def phase(self, step: int, phase: str) -> None:
         """Close the open account and open that of a phase.
 
         A phase without an account of its own, as set-up and regrouping, continues the open one.

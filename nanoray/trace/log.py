@@ -78,7 +78,7 @@ class CommTrace:
         self._hosts = 1
         self._next_offsets = 0  # step of the next comparison of clocks
 
-    def on_phase(self, step: int, name: str) -> None:
+    def phase(self, step: int, name: str) -> None:
         """Note that this rank enters a phase, if the step is traced."""
         self._recorder.phase(name)
 

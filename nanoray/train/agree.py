@@ -1,4 +1,4 @@
-"""What the ranks of a group agree on before they exchange a gradient."""
+"""The agreements of the ranks of a group, before they exchange a gradient."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import platform
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from nanoray import __version__
 from nanoray.checkpoint.files import load, void_unfinished
 from nanoray.checkpoint.find import newest_valid
 from nanoray.config import Batch, Config
-from nanoray.data.prepare import prepare
+from nanoray.data.dataset import DatasetInfo
 from nanoray.data.verify import sampled_hash
 from nanoray.devices.choose import choose_attention, choose_precision
 from nanoray.devices.device import Device
@@ -25,7 +26,6 @@ from nanoray.devices.host import cpu_features
 from nanoray.errors import CheckpointError, ConfigError, DataError
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
-from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.models.fp8 import EMULATED, in_hardware
 from nanoray.run import RunSpec
 from nanoray.train.hardware import hardware
@@ -34,32 +34,37 @@ from nanoray.train.tasks import Task
 log = logging.getLogger("nanoray")
 
 
-def require_shared_folder(spec: RunSpec, rendezvous: Rendezvous) -> None:
-    """Raise when this node does not see the run's folder, or has a different dataset than the
-    driver.
+def require_shared_folder(
+    folder: Path, dataset: DatasetInfo, prepare: Callable[[], DatasetInfo], rank: int
+) -> None:
+    """Raise when this node does not see the run's folder, or has another dataset than the driver.
+
+    `prepare` makes the dataset anew where its files are missing.
     """
-    if not (spec.folder / "run.json").exists():
+    where = f"rank {rank} on {platform.node()}"
+    if not (folder / "run.json").exists():
         raise ConfigError(
-            f"rank {rendezvous.rank} on {platform.node()} does not see the run's folder "
-            f"{spec.folder}; "
-            "give an --out_dir on storage that all nodes share"
+            f"{where} does not see the run's folder {folder}; give an --out_dir on storage that "
+            "all nodes share"
         )
-    if (
-        not spec.dataset.path.exists()
-        and prepare(spec.config).tokens_sha256 != spec.dataset.tokens_sha256
-    ):
+    if dataset.path.exists():
+        return
+    if prepare().tokens_sha256 != dataset.tokens_sha256:
         raise DataError(
-            f"rank {rendezvous.rank} on {platform.node()} prepared different tokens of "
-            f"{spec.config.dataset} than "
-            "the driver did; give a --data_dir on storage that all nodes share"
+            f"{where} prepared different tokens of {dataset.name} than the driver did; give a "
+            "--data_dir on storage that all nodes share"
         )
 
 
 def facts(spec: RunSpec) -> dict[str, str]:
-    """Return what all ranks must agree on before they exchange a gradient: what each of them really
-    has.
+    """Return the facts that must be equal on all ranks before they exchange a gradient.
+
+    They are measured in this process, and not copied from the driver's record.
     """
     config = json.dumps(spec.config.model_dump(), sort_keys=True)
+    tokens_on_disk = ""
+    if spec.dataset.kind != "own":
+        tokens_on_disk = sampled_hash(spec.dataset.path)
     return {
         "configuration (sha256)": hashlib.sha256(config.encode()).hexdigest()[:16],
         "nanoray": __version__,
@@ -67,9 +72,7 @@ def facts(spec: RunSpec) -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "dataset (sha256)": spec.dataset.tokens_sha256[:16],
-        "tokens on its disk (sampled sha256)": ""
-        if spec.dataset.kind == "own"
-        else sampled_hash(spec.dataset.path),
+        "tokens on its disk (sampled sha256)": tokens_on_disk,
         "attempt": str(spec.attempt),
         "run folder": spec.folder.name,
     }
@@ -78,7 +81,8 @@ def facts(spec: RunSpec) -> dict[str, str]:
 @cache
 def code_hash() -> str:
     """Return a hash of the sources that decide what a step computes, as this process finds them."""
-    root, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
+    root = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
     for room in ("mesh", "data", "devices", "models", "parallel", "checkpoint", "trace", "train"):
         for path in sorted((root / room).rglob("*.py")):
             digest.update(path.name.encode() + path.read_bytes())
@@ -88,16 +92,18 @@ def code_hash() -> str:
 
 def resolve_precision(config: Config, mesh: Mesh) -> tuple[str, str]:
     """Return the precision that suits this rank, and the reason for it."""
-    cuda = mesh.device.type == "cuda"
-    bf16_gpu = torch.cuda.get_device_capability(mesh.device)[0] >= 8 if cuda else None
+    bf16_gpu = None
+    if mesh.device.type == "cuda":
+        major, _ = torch.cuda.get_device_capability(mesh.device)
+        bf16_gpu = major >= 8  # Ampere and later
     precision, why = choose_precision(config, mesh.device.type, cpu_features(), bf16_gpu)
-    return precision, f"{why}; {EMULATED}" if precision == "fp8" and not in_hardware(
-        mesh.device
-    ) else why
+    if precision == "fp8" and not in_hardware(mesh.device):
+        why = f"{why}; {EMULATED}"
+    return precision, why
 
 
 def resolved(config: Config, mesh: Mesh, precision: str, settings: dict[str, Any]) -> Config:
-    """Return the configuration with what this rank's device decides, and what the task does."""
+    """Return the configuration with the values that this rank's device and the task decide."""
     update = {"precision": precision, **settings}
     if config.model == "gpt":
         update["attention"] = choose_attention(config, mesh.device.type, precision, cpu_features())
@@ -108,20 +114,21 @@ def agree_on_precision(mesh: Mesh, own: tuple[str, str]) -> tuple[str, str]:
     """Return one precision that all ranks support, and its reason. (all ranks)"""
     proposals = mesh.gather(own)
     choice = own
-    if proposals is not None and len({precision for precision, _ in proposals}) > 1:
-        lowest = "fp32" if any(precision == "fp32" for precision, _ in proposals) else "fp16"
-        choice = (lowest, f"ranks differ: {', '.join(precision for precision, _ in proposals)}")
+    if proposals is not None:  # rank 0 decides
+        precisions = [precision for precision, _ in proposals]
+        if len(set(precisions)) > 1:
+            # fp16 is what a GPU without bf16 proposes, and newer GPUs have it, too.
+            lowest = "fp32" if "fp32" in precisions else "fp16"
+            choice = (lowest, f"ranks differ: {', '.join(precisions)}")
     return mesh.broadcast(choice)
 
 
-def told_of_group(spec: RunSpec, mesh: Mesh, step: int) -> dict[str, Any]:
-    """Return what a re-enactment needs to know of a group that goes on after `step`, for
-    certificate.py.
-    """
+def describe_group(spec: RunSpec, mesh: Mesh, step: int) -> dict[str, Any]:
+    """Return the line of hashes.jsonl for a group that continues after `step` (certificate.py)."""
     return {
         "group": step,
         "attempt": spec.attempt,
-        "resume": spec.resume,  # run.json has that of the newest command
+        "resume": spec.resume,  # run.json contains that of the newest command
         "ranks": mesh.world_size,
         "slots": mesh.slots,
         "backend": mesh.backend,
@@ -134,11 +141,11 @@ def told_of_group(spec: RunSpec, mesh: Mesh, step: int) -> dict[str, Any]:
     }
 
 
-def describe(
+def describe_run(
     spec: RunSpec, batch: Batch, mesh: Mesh, device: Device | None, why_precision: str, task: Task
 ) -> list[str]:
     """Return the lines printed before training; each derived value has its reason."""
-    data, model = task.lines(batch)
+    data, model = task.describe(batch)
     where = f"CPU, {torch.get_num_threads()} thread(s) per rank"
     if mesh.device.type == "cuda":
         where = device.name if device else torch.cuda.get_device_name(mesh.device)
@@ -153,8 +160,9 @@ def describe(
 
 
 def find_checkpoint(spec: RunSpec) -> tuple[str, int, tuple[str, ...]]:
-    """Return the checkpoint to start from ("" for none), its step, and notes on damaged ones. (rank
-    0 only)
+    """Return the checkpoint to start from, its step, and notes on damaged ones. (rank 0 only)
+
+    The path is "" and the step 0 where there is none.
 
     The run's own newest checkpoint takes precedence over the one that the run started from. Raises
     CheckpointError when all are damaged, because starting from scratch would hide the loss.
@@ -163,24 +171,23 @@ def find_checkpoint(spec: RunSpec) -> tuple[str, int, tuple[str, ...]]:
         return "", 0, ()
     void_unfinished(spec.checkpoints)
     newest, damaged = newest_valid(spec.checkpoints)
-    if newest is None and spec.resume and Path(spec.resume) != spec.folder:
-        return (
-            spec.resume,
-            load(Path(spec.resume)).meta["step"],
-            tuple(f"resume  {note}" for note in damaged),
-        )
-    if newest is None and damaged:
+    notes = tuple(f"resume  {note}" for note in damaged)
+    if newest is not None:
+        return str(newest.path), newest.state.meta["step"], notes
+    if spec.resume and Path(spec.resume) != spec.folder:
+        return spec.resume, load(Path(spec.resume)).meta["step"], notes
+    if damaged:
         raise CheckpointError(
             f"every checkpoint of {spec.folder} is damaged: {'; '.join(damaged)}; start again with "
             "--resume none"
         )
-    notes = tuple(f"resume  {note}" for note in damaged)
-    return (str(newest.path), newest.state.meta["step"], notes) if newest else ("", 0, notes)
+    return "", 0, notes
 
 
 def log_to(path: Path) -> None:
     """Write this rank's log, and the stacks of a crash, to its file in the run folder."""
-    handler = logging.StreamHandler(stream := path.open("a", encoding="utf-8"))
+    stream = path.open("a", encoding="utf-8")
+    handler = logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     for old in log.handlers[:]:
         log.removeHandler(old)

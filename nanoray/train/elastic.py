@@ -1,14 +1,15 @@
-"""The outer loop: train in a group of ranks; when a rank is lost, leave, meet the others, and build
-a new engine.
+"""The outer loop: train in a group of ranks; after the loss of a rank form a new one, and go on.
 
     survivor   collective error ─► leave the groups ─► wait for the driver ─┐
-    newcomer   process starts ─► imports torch ─────────────────────────────┴► meet ─► furthest ─► share ─► new engine
+    newcomer   process starts ─► imports torch ─────────────────────────────┤
+                                                                            │
+                             new engine ◄─ share ◄─ furthest ◄─ meet ◄──────┘
 
 The new process group broadcasts the state of the rank with the most completed steps: nothing is
 read from disk and no completed step is repeated. Survivors can be one step apart, because the last
 all-reduce may have finished on some of them only. All ranks repeat the interrupted step with the
-same data and dropout, so the losses equal those of a run without the fault. Of a sharded state no
-rank has all: mirror.py puts it together.
+same data and dropout, so the losses equal those of a run without the fault. Where the state is
+sharded, mirror.py puts it together.
 """
 
 from __future__ import annotations
@@ -59,8 +60,7 @@ def train_in_groups(
     meet: Callable[[RunSpec, Rendezvous], Mesh],
     rejoin: Rejoin | None,
 ) -> dict[str, Any]:
-    """Run the loop in one group after another until the run is over, and return its outcome. (all
-    ranks)
+    """Run the loop in one group after another, and return the outcome of the run. (all ranks)
 
     `build` makes an engine for a group and fills `state`; `meet` joins the next group; `rejoin`
     waits for the driver's orders. A rank may also be lost while the others meet or build; it is
@@ -85,27 +85,26 @@ def train_in_groups(
         except torch.OutOfMemoryError as error:  # on a GPU: a retry would fail in the same way
             raise ConfigError(
                 f"out of GPU memory ({str(error).splitlines()[0]}); halve --micro_batch_size: "
-                "accumulation doubles "
-                "and the result stays the same"
+                "accumulation doubles and the result stays the same"
             ) from error
         except Exception as error:
-            # A rank that holds the state outlives what its peers say in a meeting: a newcomer may
-            # be the unfit one. A state that is lost is so on all ranks: they end, and start again
+            # A failed meeting does not end a rank that holds the state: a newcomer may be the unfit
+            # one. A state that is lost, or differs, is so on all ranks: they end, and start again
             # from the newest checkpoint.
-            unmet = (
-                isinstance(error, NanorayError)
-                and not engine
-                and not isinstance(error, (StateLost, StateDiverged))
-            )
+            state_is_gone = isinstance(error, (StateLost, StateDiverged))
+            met = engine is not None
+            unmet = isinstance(error, NanorayError) and not met and not state_is_gone
             peer_lost = is_collective_error(error) or unmet
             if rejoin is None or not state.whole or not peer_lost:
                 raise
             lost = f"{type(error).__name__}: {error}"
+
         # Outside the except block, because the error's frames would keep the broken wrapper alive.
         log.warning("leaving the group after step %d: %s", state.step, lost)
         if engine:
             engine.writer.hold()
-            engine.audit.forget()
+            if engine.audit:
+                engine.audit.forget()
         del engine
         reached("leave")
         leave(group, state)
@@ -116,15 +115,17 @@ def train_in_groups(
 def leave(group: Group, state: TrainState) -> None:
     """Release the broken group; weights, optimizer and data cursor stay as they are.
 
-    So do gradients with which the step in progress can be finished. A model that the group has cut
-    refers to it.
+    So do gradients with which the step in progress can be finished.
     """
     if not state.can_finish:
         for optimizer in state.optimizers:
             optimizer.zero_grad(set_to_none=True)
+
+    # A model that was cut for the group refers to it.
     config = group.spec.config
     if config.tp * config.pp * config.ep > 1 or config.dp_mode == "fsdp":
         state.leave_model()
+
     # Frees the DDP wrapper with its hooks on the parameters and its reference to the group
     gc.collect()
     group.mesh.leave()
@@ -146,50 +147,52 @@ def meet_again(
 
 
 def compares(config: Config) -> bool:
-    """Whether ranks that have the whole state compare it before one of them gives it to the others."""
+    """Return whether ranks with the whole state compare it before one of them sends it."""
     return bool(config.hash_every) and not config.sharded
 
 
 def furthest(
     mesh: Mesh, state: TrainState | None, precision: str, compare: bool
 ) -> tuple[int, str, int, tuple[int, ...]]:
-    """Return the rank with the most completed steps, the run's precision, and that number of steps.
-    (all ranks)
+    """Return the rank with the most completed steps, the precision, that step, and strays. (all ranks)
 
-    With `compare` it is one of the majority of these ranks, and the last value are those of them
-    that differ. A new rank has no state yet. Raises RuntimeError when no rank has one, which the
-    driver prevents; StateDiverged when there is no majority.
+    With `compare` the rank is one of the majority of those at that step, and strays are those of
+    them that differ. A new rank has no state yet. Raises RuntimeError when no rank has one, which
+    the driver prevents; StateDiverged when there is no majority.
     """
-    own = (state.step, precision) if state and state.whole else (-1, "")
-    standing = mesh.all_gather(own)
-    step, precision = max(standing)
+    own = (-1, "")
+    if state and state.whole:
+        own = (state.step, precision)
+    steps = mesh.all_gather(own)
+    step, precision = max(steps)
     if step < 0:
         raise RuntimeError(
             "no rank holds the run's state any more; the run continues from a checkpoint"
         )
-    source, strays = standing.index((step, precision)), tuple[int, ...]()
+    source = steps.index((step, precision))
+    strays: tuple[int, ...] = ()
     if compare:
-        own_digest = digest(state) if state and own == (step, precision) else None
+        own_digest = None
+        if state and own == (step, precision):
+            own_digest = digest(state)
         source, strays = agreed(mesh.all_gather(own_digest), step)
     return source, precision, step, strays
 
 
-def told_of_strays(group: Group) -> str:
-    """Return the warning for a group in which a minority held another state."""
+def warning_of_strays(group: Group) -> str:
+    """Return the warning for a group in which a minority has had another state."""
     ranks = ", ".join(map(str, group.strays))
     return (
         f"after a rank was lost the state of rank {ranks} differs from the majority's: a flipped "
-        "bit, or a faulty "
-        f"device. All take over the state of rank {group.source}; training goes on"
+        f"bit, or a faulty device. All take over the state of rank {group.source}; training goes on"
     )
 
 
 def rehearse(spec: RunSpec) -> None:
-    """Run a rank's first operations once, alone and on CPU, so that a spare takes a slot without
-    their delay.
+    """Run a rank's first operations once, alone and on CPU, so that a spare starts without their delay.
 
     The first model, optimizer, process group and DDP wrapper of a process load code and take a
-    second or two; the second ones take milliseconds. Nothing else remains of them.
+    second or two; the second ones take milliseconds. All of them are thrown away.
     """
     torch.set_num_threads(1)
     if spec.config.model == "own":

@@ -10,17 +10,18 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from nanoray.checkpoint.find import newest_rank_states, newest_valid
 from nanoray.checkpoint.writer import CheckpointWriter
 from nanoray.config import Batch, batch_for, resolve_batch
 from nanoray.data.lengths import length_at
+from nanoray.data.prepare import prepare
 from nanoray.data.tokens import MicroBatches
 from nanoray.data.verify import verify
 from nanoray.devices.host import keep_freed_memory
@@ -34,27 +35,32 @@ from nanoray.mesh.pieces import whole_shards
 from nanoray.mesh.rendezvous import Order, Rendezvous
 from nanoray.models.build import shape_of
 from nanoray.models.fp8 import use_fp8
-from nanoray.models.precision import LossScaler, autocast, float32_products, weight_type
+from nanoray.models.precision import LossScaler, float32_products, mean_loss, weight_type
 from nanoray.parallel.compile import compile_layers
 from nanoray.parallel.plan import Loss, Plan
 from nanoray.points import reached
 from nanoray.run import RunSpec
 from nanoray.state import Holding, TrainState, share
 from nanoray.trace.ledger import Ledger
-from nanoray.trace.log import CommLog, CommTrace
-from nanoray.trace.recorder import CommRecorder
 from nanoray.train.agree import (
     agree_on_precision,
-    describe,
+    describe_group,
+    describe_run,
     facts,
     find_checkpoint,
     log_to,
     require_shared_folder,
     resolve_precision,
     resolved,
-    told_of_group,
 )
-from nanoray.train.elastic import Group, Rejoin, compares, furthest, told_of_strays, train_in_groups
+from nanoray.train.elastic import (
+    Group,
+    Rejoin,
+    compares,
+    furthest,
+    train_in_groups,
+    warning_of_strays,
+)
 from nanoray.train.engine import Engine
 from nanoray.train.guard.certificate import append
 from nanoray.train.guard.guards import Guards
@@ -62,16 +68,21 @@ from nanoray.train.hardware import compare_hardware, this_device
 from nanoray.train.mirror import copy_to_mirror, recover
 from nanoray.train.saving import read_checkpoint
 from nanoray.train.tasks import ConfiguredTask, Task, task_of
+from nanoray.train.watch.instruments import Watch
 from nanoray.train.watch.memory_timeline import MemoryTimeline
 from nanoray.train.watch.observers import Callback, Observers
+from nanoray.train.watch.precision_stats import PrecisionStats
 from nanoray.train.watch.profile import Profile
+from nanoray.train.watch.routing import RoutingMeans, routing_of
 from nanoray.train.watch.statistics import Statistics
+from nanoray.train.watch.throughput import Throughput
+from nanoray.train.watch.tracing import Tracing, comm_trace
 from nanoray.train.workload import Workload
 
 log = logging.getLogger("nanoray")
 
 
-Meet = Callable[..., Mesh]  # takes what nanoray.mesh.mesh.join takes
+Meet = Callable[..., Mesh]  # takes the arguments of nanoray.mesh.mesh.join
 
 
 def train(
@@ -92,7 +103,45 @@ def train(
     continue with. `meet` forms the process groups. `task_of` returns model and data. Raises
     NanorayError when the run cannot start or continue.
     """
-    require_shared_folder(spec, rendezvous)
+    prepare_process(spec, rendezvous)
+    injector = Injector(spec.folder / "faults.jsonl")
+    meet_others = partial(meet_group, injector, meet)
+    mesh = meet_others(spec, rendezvous, store)
+
+    # A process that replaces a lost rank takes everything from the ranks that are left.
+    start = join_run(spec, mesh) if rendezvous.live else begin_run(spec, mesh)
+    use_products(mesh.device, start.precision)
+    task = task_of(start.spec)
+    config = resolved(start.spec.config, mesh, start.precision, task.settings())
+    spec = replace(start.spec, config=config)
+    if isinstance(task, ConfiguredTask):
+        task.spec = spec  # the model needs a resolved `attention`, and not `auto`
+
+    group = Group(spec, mesh, start.source, start.strays)
+    mirrors = rejoin is not None and config.mirrors(mesh.backend)
+    recipe = Recipe(group, watchers, wanted, injector, task, mirrors)
+    if start.source is None:
+        recipe.observers.open(mesh.rank, start.resume_step)
+        batch = recipe.batch_for(mesh)
+        for line in describe_run(spec, batch, mesh, recipe.device, start.why_precision, task):
+            recipe.observers.note(line)
+
+    wait_for_orders = partial(recipe.wait_for_orders, rejoin) if rejoin else None
+    try:
+        outcome = train_in_groups(group, recipe.state, recipe.build, meet_others, wait_for_orders)
+        if recipe.observers.callbacks and outcome["exit_reason"] == "finished":  # rank 0 only
+            recipe.add_sample(outcome, spec)
+    finally:
+        recipe.close()
+    return outcome
+
+
+def prepare_process(spec: RunSpec, rendezvous: Rendezvous) -> None:
+    """Check that this node has the run's files, and set this process up for its device.
+
+    Raises ConfigError or DataError when the files are missing or differ.
+    """
+    require_shared_folder(spec.folder, spec.dataset, partial(prepare, spec.config), rendezvous.rank)
     if spec.dataset.kind != "own":
         verify(spec.dataset.path, spec.dataset.tokens_sha256)
     log_to(spec.log(rendezvous.slot))
@@ -101,79 +150,59 @@ def train(
     if rendezvous.device == "cpu":
         keep_freed_memory()
 
-    injector = Injector(spec.folder / "faults.jsonl")
 
-    def meet_others(spec: RunSpec, rendezvous: Rendezvous, store: Any = None) -> Mesh:
-        injector.plan(spec.config.faults, rendezvous.slot, spec.attempt, spec.started)
-        reached("meet")
-        log.info(
-            "attempt %d, pid %d, nice %d, %s", spec.attempt, os.getpid(), os.nice(0), rendezvous
-        )
-        mesh = meet(
-            rendezvous, facts(spec), spec.config.timeout_s, spec.config.init_timeout_s, store
-        )
-        reached("met")
-        log.info("met the group")
-        return mesh
+def meet_group(
+    injector: Injector, meet: Meet, spec: RunSpec, rendezvous: Rendezvous, store: Any = None
+) -> Mesh:
+    """Form the process groups of an attempt with all other ranks. (all ranks)"""
+    # Before the ranks meet: a planned fault can fire while they do.
+    injector.plan(spec.config.faults, rendezvous.slot, spec.attempt, spec.started)
+    reached("meet")
+    log.info("attempt %d, pid %d, nice %d, %s", spec.attempt, os.getpid(), os.nice(0), rendezvous)
+    mesh = meet(rendezvous, facts(spec), spec.config.timeout_s, spec.config.init_timeout_s, store)
+    reached("met")
+    log.info("met the group")
+    return mesh
 
-    mesh = meet_others(spec, rendezvous, store)
-    source, why, resume_step, strays = None, "", 0, tuple[int, ...]()
-    if rendezvous.live:  # (all ranks) the survivors know the precision
-        source, precision, _, strays = furthest(mesh, None, "", compares(spec.config))
-    else:
-        precision, why = agree_on_precision(mesh, resolve_precision(spec.config, mesh))
-        resume, resume_step, notes = mesh.broadcast(
-            find_checkpoint(spec) if mesh.rank == 0 else ("", 0, ())
-        )
-        spec = replace(spec, resume=resume, notes=(*spec.notes, *notes, *compare_hardware(mesh)))
-    use_products(mesh.device, precision)
-    task = task_of(spec)
-    spec = replace(spec, config=resolved(spec.config, mesh, precision, task.settings()))
-    if isinstance(task, ConfiguredTask):
-        # Whose attention is no longer `auto`, as the model would not understand it
-        task.spec = spec
-    group = Group(spec, mesh, source, strays)
-    recipe = Recipe(
-        group, watchers, wanted, injector, task, bool(rejoin) and spec.config.mirrors(mesh.backend)
-    )
 
-    def wait_for_orders(lost: str) -> tuple[RunSpec, Rendezvous]:
-        assert rejoin
-        recipe.progress.base = UNKNOWN  # until the next group is built
-        recipe.progress.set(recipe.state.step + 1, "regroup")
-        recipe.ledger.group_lost()
-        return rejoin(lost)
+@dataclass(frozen=True)
+class Start:
+    """The agreement of the first group of this process."""
 
-    if source is None:
-        recipe.observers.open(mesh.rank, resume_step)
-        for line in describe(spec, recipe.batch_for(mesh), mesh, recipe.device, why, recipe.task):
-            recipe.observers.note(line)
-    try:
-        outcome = train_in_groups(
-            group, recipe.state, recipe.build, meet_others, rejoin and wait_for_orders
-        )
-        if recipe.observers.callbacks and outcome["exit_reason"] == "finished":  # rank 0 only
-            try:
-                outcome["sample"] = recipe.task.closing(partial(recipe.whole_model, spec))
-            except NanorayError as error:  # training is done and saved; a sample is optional
-                recipe.observers.note(f"warning  no sample of text: {error}")
-    finally:
-        recipe.writer.close()
-        recipe.observers.close()
-        recipe.ledger.close()
-    return outcome
+    spec: RunSpec
+    precision: str
+    why_precision: str = ""
+    resume_step: int = 0
+    source: int | None = None  # the rank that sends its state; None: there is none yet
+    strays: tuple[int, ...] = ()  # ranks whose state differs from the majority's
+
+
+def begin_run(spec: RunSpec, mesh: Mesh) -> Start:
+    """Agree on precision and checkpoint at the start of a command. (all ranks)"""
+    precision, why = agree_on_precision(mesh, resolve_precision(spec.config, mesh))
+    found = find_checkpoint(spec) if mesh.rank == 0 else ("", 0, ())
+    resume, resume_step, notes = mesh.broadcast(found)
+    spec = replace(spec, resume=resume, notes=(*spec.notes, *notes, *compare_hardware(mesh)))
+    return Start(spec, precision, why, resume_step)
+
+
+def join_run(spec: RunSpec, mesh: Mesh) -> Start:
+    """Find the rank with the newest state in a run that goes on. (all ranks)"""
+    source, precision, _, strays = furthest(mesh, None, "", compares(spec.config))
+    return Start(spec, precision, source=source, strays=strays)
 
 
 def use_products(device: torch.device, precision: str) -> None:
-    """Let float32 matrix products and convolutions on a GPU be as exact as a precision wants them."""
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision(float32_products(precision))
-        # Convolutions have a setting of their own
-        torch.backends.cudnn.allow_tf32 = precision != "fp32"
+    """Set how exact float32 matrix products and convolutions are on a GPU."""
+    if device.type != "cuda":
+        return
+    torch.set_float32_matmul_precision(float32_products(precision))
+    # Convolutions have a setting of their own.
+    torch.backends.cudnn.allow_tf32 = precision != "fp32"
 
 
 class Recipe:
-    """What this process keeps between groups of ranks, and how it builds an engine for a group."""
+    """The parts that this process keeps between groups of ranks, and the engine of each group."""
 
     plan: Callable[..., Plan] = Plan
     batches = MicroBatches
@@ -187,38 +216,47 @@ class Recipe:
         task: Task,
         mirrors: bool = False,
     ) -> None:
-        """Make model, optimizer and data; nothing communicates. `mirrors`: another rank has each
-        rank's share, too.
+        """Make model, optimizer and data; nothing communicates.
+
+        With `mirrors` each rank also keeps a copy of another rank's share of a sharded state.
         """
-        spec, mesh = group.spec, group.mesh
-        cfg = self._cfg = spec.config
-        self._wanted, self.device, self._mirrors = wanted, this_device(mesh), mirrors
-        self._length_at = partial(length_at, config=cfg) if cfg.seq_warmup_steps else None
-        torch.manual_seed(cfg.seed)  # the same initial weights on every rank
+        spec = group.spec
+        mesh = group.mesh
+        cfg = spec.config
+        self._cfg = cfg
+        self._wanted = wanted
+        self._mirrors = mirrors
+        self.device = this_device(mesh)
         self.task = task
-        self._injector, injector.model_of = injector, lambda: self.state.model
+
+        # A fault can change weights, of the model that the present group uses.
+        self._injector = injector
+        injector.model_of = lambda: self.state.model
+
+        # The state of the run, at step 0. All ranks draw the same initial weights.
+        torch.manual_seed(cfg.seed)
         model = self._new_model(mesh.device)
         self.scaler = LossScaler(mesh.device, cfg.precision.startswith("fp16"), late=cfg.pure)
-        self.guards = Guards(
-            cfg, self.batch_for(mesh), mesh.device, self.scaler if self.scaler.enabled else None
-        )
+        fp16_scaler = self.scaler if self.scaler.enabled else None
+        self.guards = Guards(cfg, self.batch_for(mesh), mesh.device, fp16_scaler)
         self.state = TrainState(model, task.optimizer(model, None), self.scaler, self.guards)
         self.data = self.task.data(mesh.device)
+
+        # Whatever observes.
         self.observers = Observers(spec, watchers)
-        self.statistics = Statistics(cfg, self.model, self.scaler.scale, self.observers.note)
-        self.memory = MemoryTimeline(cfg, self.observers.note)
-        self.profile = Profile(cfg, self.observers.note)
-        self.writer = CheckpointWriter(spec, self.observers.note, self.observers.saved)
+        note = self.observers.note
+        self.statistics = Statistics(cfg, self.model, self.scaler.scale, note)
+        self.memory = MemoryTimeline(cfg, note)
+        self.profile = Profile(cfg, note)
         self.progress = ProgressFile(spec.progress(mesh.slot))
-        self.ledger = Ledger(
-            spec.ledger(mesh.slot), spec.started, group.source is not None or spec.attempt > 0
-        )
+        takes_over = group.source is not None or spec.attempt > 0
+        self.ledger = Ledger(spec.ledger(mesh.slot), spec.started, takes_over)
+
+        self.writer = CheckpointWriter(spec, note, self.observers.saved)
 
     @property
     def model(self) -> nn.Module:
-        """The model of the present group. Only the state keeps it, because it may refer to the
-        group.
-        """
+        """The model of the present group. The state alone keeps it: it may refer to the group."""
         return self.state.model
 
     def _new_model(self, device: torch.device) -> nn.Module:
@@ -234,81 +272,158 @@ class Recipe:
 
     def batch_for(self, mesh: Mesh) -> Batch:
         """Return how the group's ranks share the global batch, whose size is fixed."""
-        full, now = (Layout.of(self._cfg, ranks).dp for ranks in (mesh.slots, mesh.world_size))
-        # Ranks that only save do no step
-        return batch_for(self._cfg, full, now) or resolve_batch(self._cfg, full)
+        data_ranks_of_all_slots = Layout.of(self._cfg, mesh.slots).dp
+        data_ranks = Layout.of(self._cfg, mesh.world_size).dp
+        batch = batch_for(self._cfg, data_ranks_of_all_slots, data_ranks)
+        # None for a group that forms only to save: it does no step.
+        return batch or resolve_batch(self._cfg, data_ranks_of_all_slots)
 
     def build(self, group: Group) -> Engine:
         """Build the engine of a group; afterwards `state` holds the state of the run. (all ranks)"""
-        spec, mesh, state, observers = group.spec, group.mesh, self.state, self.observers
-        batch, known = self.batch_for(mesh), state.whole
-        loss = partial(mean_loss, mesh.device.type, self._cfg.precision, loss=self.task.loss)
-        layout = Layout.of(self._cfg, mesh.world_size)
-        distance, owner = (
-            mirrored(layout, mesh.rank, mesh.all_gather(mesh.local_rank))
-            if self._mirrors
-            else (0, 0)
+        if group.source is not None:
+            par = self.rejoined(group, group.source)
+        elif group.spec.resume:
+            par = self.resumed(group)
+        else:
+            par = self.fresh(group)
+        return self.wire(group, par)
+
+    # The three cases: where the state of the run comes from.
+
+    def fresh(self, group: Group) -> Plan:
+        """Begin at step 0, with the weights of rank 0. (all ranks)"""
+        par, owner = self.cut_model(group)
+        if self._cfg.sharded:
+            self.hold(par, self.holdings(par, group.mesh.rank, owner))
+        # CPUs of different models may initialise weights differently.
+        share(self.state, group.mesh, 0)
+        return par
+
+    def resumed(self, group: Group) -> Plan:
+        """Continue from a checkpoint on disk. (all ranks)"""
+        spec = group.spec
+        state = self.state
+        par, owner = self.cut_model(group)
+        if self._cfg.sharded:
+            self.hold(par, self.holdings(par, group.mesh.rank, owner))
+
+        shape = shape_of(self._cfg, spec.dataset.vocab_size).to_dict()
+        note = self.observers.note
+        saved = read_checkpoint(spec.resume, spec, group.mesh, state, shape, par, note)
+        loader_note = self.task.load_data(lambda: (saved.rng, saved.meta["samples_seen"]))
+        if loader_note:
+            note(loader_note)
+        state.load(saved)
+        copy_to_mirror(state, group.mesh)
+        return par
+
+    def rejoined(self, group: Group, source: int) -> Plan:
+        """Continue from the memory of the ranks that are left; nothing is repeated. (all ranks)"""
+        spec = group.spec
+        mesh = group.mesh
+        state = self.state
+        is_new = not state.whole  # this process has replaced a lost rank
+        par, owner = self.cut_model(group)
+        if self._cfg.sharded:
+            # Until recover() has returned, `state` keeps the old shards: another rank may be lost.
+            holdings = self.holdings(par, mesh.rank, owner)
+            weights = whole_shards(self.model) if par.weights is None else par.weights
+            recover(state, mesh, source, holdings, self._cfg.grad_clip, weights)
+            self.hold(par, holdings)
+        else:
+            share(state, mesh, source)
+        if group.strays:
+            self.guards.count_healed(len(group.strays))
+            self.observers.note(f"warning  {warning_of_strays(group)}")
+
+        # A new rank's loader goes on from the newest checkpoint, and skips the samples since then.
+        if is_new:
+            self.task.load_data(partial(newest_rank_states, spec.checkpoints, spec.resume))
+
+        # Another process may have become rank 0: it opens the files, and reports a lost record.
+        observers = self.observers
+        observers.open(mesh.rank, state.reported_step)
+        observers.catch_up(state.session.newest, state.reported_step)
+        observers.note(
+            f"rejoin  from step {state.step} in the memory of rank {source}; no step is repeated"
         )
-        if state.left is not None:  # the model was cut, for a group that is gone
+        if par.memory is not None:
+            observers.note("rejoin  the residue of compressed gradients is lost with the group")
+        return par
+
+    def cut_model(self, group: Group) -> tuple[Plan, int]:
+        """Prepare the model for a group; return its plan, and whose mirror this rank is. (all ranks)"""
+        mesh = group.mesh
+        state = self.state
+        # A group that is gone had cut the model for its own ranks: start from a whole one. Its
+        # initial weights are overwritten, so the random generators must not advance.
+        if state.left is not None:
             with torch.random.fork_rng(devices=[]):
                 state.model = self._new_model(mesh.device)
-        par = self.plan(self.model, mesh, self._cfg, batch.accum, loss, self.scaler.scale, distance)
+
+        # Another rank keeps a copy of this rank's share, and this rank one of `owner`'s.
+        distance = 0
+        owner = 0
+        if self._mirrors:
+            layout = Layout.of(self._cfg, mesh.world_size)
+            distance, owner = mirrored(layout, mesh.rank, mesh.all_gather(mesh.local_rank))
+
+        accum = self.batch_for(mesh).accum
+        loss = self.loss_on(mesh)
+        par = self.plan(self.model, mesh, self._cfg, accum, loss, self.scaler.scale, distance)
         state.take_left()
-        # Of this group: what another number or set of ranks had left over is gone
+        # The residue of compression belongs to one group: with other ranks it is void.
         state.memory = par.memory
         if self._cfg.grad_compress != "none" and not par.compresses:
-            observers.note(
+            self.observers.note(
                 f"note    grad_compress = {self._cfg.grad_compress} does nothing: one data rank "
                 "sends no gradients"
             )
-        if self._cfg.sharded:
-            kept = self._holdings(par, mesh.rank, owner, known)
-            if group.source is not None:
-                whole = whole_shards(self.model) if par.weights is None else par.weights
-                recover(state, mesh, group.source, kept, self._cfg.grad_clip, whole)
-            state.hold(kept[0], kept[1] if distance else None, par.shards is not None, par.weights)
-        if group.source is not None:
-            if not self._cfg.sharded:
-                share(state, mesh, group.source)
-            if group.strays:
-                self.guards.count_healed(len(group.strays))
-                observers.note(f"warning  {told_of_strays(group)}")
-            # A new rank: its loader goes on from the newest checkpoint, and skips what was read
-            # since
-            if not known:
-                self.task.load_data(partial(newest_rank_states, spec.checkpoints, spec.resume))
-            observers.open(mesh.rank, state.reported_step)
-            observers.catch_up(state.session.newest, state.reported_step)
-            observers.note(
-                f"rejoin  from step {state.step} in the memory of rank {group.source}; no step is "
-                "repeated"
-            )
-            if par.memory is not None:
-                observers.note(
-                    "rejoin  what compressed gradients had left to send is gone with the group"
-                )
-        elif spec.resume:
-            shape = shape_of(self._cfg, spec.dataset.vocab_size).to_dict()
-            saved = read_checkpoint(spec.resume, spec, mesh, state, shape, par, observers.note)
-            if note := self.task.load_data(lambda: (saved.rng, saved.meta["samples_seen"])):
-                observers.note(note)
-            state.load(saved)
-            copy_to_mirror(state, mesh)
-        else:
-            share(state, mesh, 0)  # CPUs of different models may initialise weights differently
-        self.progress.base, state.whole = state.step, True
+        return par, owner
+
+    def loss_on(self, mesh: Mesh) -> Loss:
+        """Return the function of the mean loss of a batch, in the run's precision."""
+        return partial(mean_loss, mesh.device.type, self._cfg.precision, loss=self.task.loss)
+
+    def holdings(self, par: Plan, rank: int, owner: int) -> list[Holding]:
+        """Return this rank's share of a sharded state, and its copy of `owner`'s, both at step 0.
+
+        Without mirrors there is no second one.
+        """
+        make_optimizer = self.task.optimizer
+        own = whole_shards(self.model) if par.shards is None else par.shards
+        # A rank that has a state already keeps its optimizer until the new one is filled.
+        of_whole_model = par.shards is None and not self.state.whole
+        optimizer = make_optimizer(self.model, None if of_whole_model else own)
+        holdings = [Holding(own, optimizer, rank)]
+        if par.mirror_shards is not None:
+            optimizer = make_optimizer(self.model, par.mirror_shards)
+            holdings.append(Holding(par.mirror_shards, optimizer, owner))
+        return holdings
+
+    def hold(self, par: Plan, holdings: Sequence[Holding]) -> None:
+        """Make these holdings the state of this rank."""
+        mirror = holdings[1] if len(holdings) > 1 else None
+        self.state.hold(holdings[0], mirror, par.shards is not None, par.weights)
+
+    def wire(self, group: Group, par: Plan) -> Engine:
+        """Connect the parts of an engine, now that `state` holds the state of the run. (all ranks)"""
+        spec = group.spec
+        mesh = group.mesh
+        state = self.state
+        # From here on this rank can serve others, and the driver sees where it began.
+        self.progress.base = state.step
+        state.whole = True
         reached("shared")
         if mesh.rank == 0:
-            append(spec.folder, told_of_group(spec, mesh, state.step))
-        trace = comm_trace(spec, mesh, par, state.reported_step)
-        listeners: list[Callable[[int, str], None]] = [self.progress.set, self.ledger.on_phase]
-        listeners += [trace.on_phase] if trace else []
-        listeners += self.statistics.begin(spec.folder, state.step) if mesh.rank == 0 else []
-        listeners += self.memory.begin(spec, mesh, par, state, batch)
-        listeners += self.profile.begin(spec, mesh, state.step)
-        listeners += [self._injector] if spec.config.faults else []
+            append(spec.folder, describe_group(spec, mesh, state.step))
+
+        batch = self.batch_for(mesh)
+        batches = self.batches(self.data, batch, par.data.index, self._length_of_samples())
+        workload = self._workload(mesh)
+        watch = self._watch(group, par, batches, workload)
         log.info("built the model")
-        # Only now: the group that writes may not break before it trains
+        # Only now: a group that broke before it trains must not have written.
         if group.source is not None:
             self.writer.go_on(spec, mesh.rank)
         return Engine(
@@ -316,36 +431,83 @@ class Recipe:
             mesh=mesh,
             state=state,
             par=par,
-            batches=self.batches(self.data, batch, par.data.index, self._length_at),
+            batches=batches,
             guards=self.guards,
             scaler=self.scaler,
-            observers=observers,
+            observers=self.observers,
             writer=self.writer,
-            workload=self._workload(mesh, loss),
+            workload=workload,
+            watch=watch,
             wanted=self._wanted,
-            listeners=listeners,
-            trace=trace,
             regrouped=group.source is not None,
         )
 
-    def _holdings(self, par: Plan, rank: int, owner: int, known: bool) -> list[Holding]:
-        """Return what this rank keeps, at step 0: own shards, and those that it mirrors. `known`:
-        it has others now.
-        """
-        own = whole_shards(self.model) if par.shards is None else par.shards
-        kept = [
-            (own, rank),
-            *([(par.mirror_shards, owner)] if par.mirror_shards is not None else []),
-        ]
-        whole, make = par.shards is None and not known, self.task.optimizer
-        return [
-            Holding(shards, make(self.model, None if whole else shards), owner)
-            for shards, owner in kept
-        ]
+    def _watch(self, group: Group, par: Plan, batches: MicroBatches, workload: Workload) -> Watch:
+        """List the instruments of this run; those that are off are left out. (all ranks)"""
+        spec = group.spec
+        mesh = group.mesh
+        state = self.state
+        note = self.observers.note
+        throughput = Throughput(workload, batches, state)
+
+        # Progress and ledger come first: the driver finds a hang by them, also in an instrument.
+        instruments: list[object] = [self.progress, self.ledger]
+        trace = comm_trace(spec, mesh, par, state.reported_step)
+        if trace:
+            instruments.append(Tracing(trace, par, batches, state, mesh, note, throughput.pause))
+        if mesh.rank == 0 and self.statistics.begin(spec.folder, state.step):
+            instruments.append(self.statistics)
+        if self.memory.begin(spec, mesh, par, state, batches.batch):
+            instruments.append(self.memory)
+        if self.profile.begin(spec, mesh, state.step):
+            instruments.append(self.profile)
+        if routing_of(self.model):
+            instruments.append(RoutingMeans(state, mesh))
+        if spec.config.stats_every:
+            instruments.append(
+                PrecisionStats(spec.config.stats_every, spec.config.precision, state, mesh)
+            )
+        # Planned faults fire after the others have noted the phase.
+        if spec.config.faults:
+            instruments.append(self._injector)
+        # Throughput ends its window last, so that it contains the other measurements.
+        instruments.append(throughput)
+        return Watch(instruments)
+
+    def _length_of_samples(self) -> Callable[[int], int] | None:
+        """Return the function from step to sequence length; None where it is always the same."""
+        if not self._cfg.seq_warmup_steps:
+            return None
+        return partial(length_at, config=self._cfg)
+
+    def _workload(self, mesh: Mesh) -> Workload:
+        peak = peak_flops(self.device, self._cfg.precision) if self.device else None
+        peak_of_all_ranks = peak * mesh.world_size if peak else None
+        return self.task.workload(
+            self.loss_on(mesh), mesh.device, self._cfg.precision, peak_of_all_ranks
+        )
+
+    # Between groups, and at the end.
+
+    def wait_for_orders(self, rejoin: Rejoin, lost: str) -> tuple[RunSpec, Rendezvous]:
+        """Wait until the driver has replaced a lost rank; return the spec and rendezvous of the next group."""
+        self.progress.base = UNKNOWN  # until the next group is built
+        self.progress.set(self.state.step + 1, "regroup")
+        self.ledger.group_lost()
+        return rejoin(lost)
+
+    def add_sample(self, outcome: dict[str, Any], spec: RunSpec) -> None:
+        """Add a sample of the trained model to the outcome, where the task has one. (rank 0 only)"""
+        try:
+            outcome["sample"] = self.task.closing(partial(self.whole_model, spec))
+        except NanorayError as error:
+            # Training is done and saved; the sample is optional.
+            self.observers.note(f"warning  no sample of text: {error}")
 
     def whole_model(self, spec: RunSpec) -> nn.Module:
-        """Return the model with all weights, from the newest checkpoint where no rank has them.
-        (rank 0 only)
+        """Return the model with all weights. (rank 0 only)
+
+        Where no rank has all of them they are read from the newest checkpoint.
         """
         if not self.state.shards_weights:
             return self.model
@@ -355,47 +517,8 @@ class Recipe:
         model.load_state_dict(newest.state.model)
         return model
 
-    def _workload(self, mesh: Mesh, loss: Loss) -> Workload:
-        peak = peak_flops(self.device, self._cfg.precision) if self.device else None
-        total = peak * mesh.world_size if peak else None
-        return self.task.workload(loss, mesh.device, self._cfg.precision, total)
-
-
-def mean_loss(
-    device_type: str,
-    precision: str,
-    model: nn.Module,
-    x: Tensor,
-    y: Tensor,
-    loss: Loss | None = None,
-) -> Tensor:
-    """Return a model's mean loss over a batch, computed in the run's precision; without `loss` it
-    is model(x, y).
-    """
-    with autocast(device_type, precision):
-        return loss(model, x, y) if loss else model(x, y)
-
-
-def comm_trace(spec: RunSpec, mesh: Mesh, par: Plan, resume_step: int) -> CommTrace | None:
-    """Return the tracer of the run's collectives, or None where tracing is off. (all ranks)"""
-    cfg = spec.config
-    if not cfg.trace_every or mesh.world_size == 1:
-        return None
-    profile = cfg.dp_mode == "ddp" and cfg.tp * cfg.pp == 1 and cfg.grad_compress == "none"
-    recorder = CommRecorder(mesh, cfg.trace_every, par.reduce, profile, par.data)
-    twin = par.add_twin(recorder.hook)
-    names = partial(recorder.buckets, twin) if twin else lambda: par.bucket_names
-    sizes = {
-        "tp": cfg.tp,
-        "pp": cfg.pp,
-        "dp": par.data.size,
-        "ep": cfg.ep,
-        "edp": par.data.size // cfg.ep,
-    }
-    bubble = par.bubble if cfg.pp > 1 else None
-    log_of_all = None
-    if mesh.rank == 0:
-        log_of_all = CommLog(
-            spec.folder / "comm", resume_step, spec.attempt, sizes, bubble, spec.started
-        )
-    return CommTrace(mesh, recorder, names, log_of_all)
+    def close(self) -> None:
+        """Finish what is still being written, and close this process' files."""
+        self.writer.close()
+        self.observers.close()
+        self.ledger.close()

@@ -1,8 +1,8 @@
-"""Train any module with nanoray's loop: the same checkpoints, recovery, parallelism and metrics as
-its own models have.
+"""Train a module of the user's script, with checkpoints, recovery, parallelism and metrics.
 
-nanoray.launch(main, config) ─► Program, on every rank ─► main(run) ─► RuntimeEngine(model, ..., run).fit(data)
-                                                                            └─► recipe.train with an OwnTask
+nanoray.launch(main, config) ─► Program, on every rank ─► main(run)
+                                                             └─► RuntimeEngine(model, ..., run).fit(data)
+                                                                    └─► recipe.train with an OwnTask
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ LossFn = Callable[[Any, Any], Tensor]  # (the model's output, targets) -> mean l
 
 
 class Callback:
-    """Hooks for what a run reports. They run on rank 0 and only observe: what they raise is noted,
-    and the run goes on.
+    """Hooks that a script overrides to receive the reports of a run, on rank 0.
 
-    The step waits for them, so they must be quick. Override those that you need.
+    They only observe: an exception in one of them is logged, and the run goes on. The step waits
+    for them, so they must be quick.
     """
 
     def on_run_start(self, run: Run) -> None:
@@ -65,7 +65,7 @@ class Callback:
 
 @dataclass
 class Run:
-    """One rank's part of a run, as the script's function gets it."""
+    """One rank's part of a run, as the script's function receives it."""
 
     spec: RunSpec
     rendezvous: Rendezvous
@@ -75,8 +75,8 @@ class Run:
     store: Any = field(default=None, repr=False)
     rejoin: Any = field(default=None, repr=False)
     outcome: dict[str, Any] | None = None  # of `fit`
-    # Of a dry run: gets what `fit` would train, and the script ends
-    look: Callable[[OwnTask], None] | None = None
+    # Of a dry run: receives the task that `fit` would train, and ends the script
+    on_fit: Callable[[OwnTask], None] | None = None
 
     @property
     def config(self) -> Config:
@@ -110,13 +110,11 @@ class RuntimeEngine:
         their ratio to it. torch's BatchNorm is replaced, in place, by one whose running statistics
         are equal on all ranks (models/batch_norm.py).
         """
-        self.model, self.optimizer, self.run, self.loss_fn, self.callbacks = (
-            model,
-            optimizer,
-            run,
-            loss_fn,
-            callbacks,
-        )
+        self.model = model
+        self.optimizer = optimizer
+        self.run = run
+        self.loss_fn = loss_fn
+        self.callbacks = callbacks
         replace_norms(model)
         self.groups = _group_of(model, optimizer)
         _require_plain_state(optimizer)
@@ -124,21 +122,21 @@ class RuntimeEngine:
     def fit(
         self, train_data: Any, val_data: Any = None, steps: int | None = None
     ) -> dict[str, Any]:
-        """Train for `steps` optimizer steps, or max_steps of the configuration; return the outcome.
-        (all ranks)
+        """Train for `steps` optimizer steps, and return the outcome. (all ranks)
 
-        `train_data` and `val_data`: a dataset with len() and [], a DataLoader (its dataset is
-        taken), or an iterable of batches of micro_batch_size samples. Items and batches are pairs
-        (inputs, targets). Raises ConfigError for a second call, and NanorayError when the run
-        cannot start or continue.
+        Without `steps` they are max_steps of the configuration. `train_data` and `val_data`: a
+        dataset with len() and [], a DataLoader (its dataset is taken), or an iterable of batches of
+        micro_batch_size samples. Items and batches are pairs (inputs, targets). Raises ConfigError
+        for a second call, and NanorayError when the run cannot start or continue.
         """
         run = self.run
         if run.outcome is not None:
             raise ConfigError("fit was called twice in one run; launch a run for each of them")
-        if run.look:
-            run.look(OwnTask(self, run.spec, train_data, val_data, steps))
+        if run.on_fit:
+            run.on_fit(OwnTask(self, run.spec, train_data, val_data, steps))
             raise DryRunEnded
-        watchers = [*run.watchers, *(_Observer(callback, run) for callback in self.callbacks)]
+        observers = [_Observer(callback, run) for callback in self.callbacks]
+        watchers = [*run.watchers, *observers]
 
         def task_of(spec: RunSpec) -> OwnTask:
             return OwnTask(self, spec, train_data, val_data, steps)
@@ -151,14 +149,14 @@ class RuntimeEngine:
         run.outcome = train(
             run.spec, run.rendezvous, watchers, run.wanted, run.store, again, task_of=task_of
         )
-        for watcher in watchers:
-            if isinstance(watcher, _Observer) and run.rank == 0:
-                watcher.on_end(run.outcome)
+        if run.rank == 0:
+            for observer in observers:
+                observer.on_end(run.outcome)
         return run.outcome
 
 
 class OwnTask:
-    """A model, optimizer and data of a script, as the recipe asks for them (tasks.Task)."""
+    """The task (tasks.Task) of a model, an optimizer and data of a script."""
 
     def __init__(
         self,
@@ -168,109 +166,123 @@ class OwnTask:
         val_data: Any,
         steps: int | None,
     ) -> None:
-        self._engine, self._spec, self._steps = engine, spec, steps
-        self._train_data, self._val_data = train_data, val_data
+        self._engine = engine
+        self._spec = spec
+        self._steps = steps
+        self._train_data = train_data
+        self._val_data = val_data
 
     def settings(self) -> dict[str, Any]:
-        """Return what the optimizer and the call of `fit` decide. Raises ConfigError for rates that
-        cannot be.
+        """Return the keys of the configuration that the optimizer and the call of `fit` decide.
+
+        Raises ConfigError for learning rates that contradict each other.
         """
-        given, lr = self._engine.run.given, self._engine.optimizer.param_groups[0]["lr"]
+        given = self._engine.run.given
+        lr = self._engine.optimizer.param_groups[0]["lr"]
         if not lr > 0:
             raise ConfigError(
                 f"the optimizer's first group has lr = {lr:g}, and the schedule sets all groups in "
-                "proportion to it; "
-                "give it a rate above 0, and freeze weights with requires_grad_(False)"
+                "proportion to it; give it a rate above 0, and freeze weights with "
+                "requires_grad_(False)"
             )
         if "lr" not in given and "min_lr" in given and self._spec.config.min_lr > lr:
             raise ConfigError(
                 f"min_lr = {self._spec.config.min_lr:g} is above the optimizer's lr = {lr:g}; "
-                "lower min_lr, or give "
-                "the optimizer a larger lr"
+                "lower min_lr, or give the optimizer a larger lr"
             )
-        rates = {"lr": lr, "min_lr": 0.1 * lr} if "lr" not in given else {}
-        decided: dict[str, Any] = {key: rate for key, rate in rates.items() if key not in given}
-        decided |= {"max_steps": self._steps} if self._steps is not None else {}
-        return decided | ({} if self._val_data is not None else {"eval_every": 0})
+
+        settings: dict[str, Any] = {}
+        if "lr" not in given:
+            settings["lr"] = lr
+            if "min_lr" not in given:
+                settings["min_lr"] = 0.1 * lr
+        if self._steps is not None:
+            settings["max_steps"] = self._steps
+        if self._val_data is None:
+            settings["eval_every"] = 0
+        return settings
 
     def model(self) -> nn.Module:
-        """Return the script's model, or with fsdp a copy: each group of a run cuts one, for good.
-
-        Weights in another order in memory (channels_last) are laid out anew: they travel, and are
-        cut, as rows.
-        """
-        anew = self._spec.config.dp_mode == "fsdp" and self._engine.run.rejoin is not None
-        model = copy.deepcopy(self._engine.model) if anew else self._engine.model
+        """Return the script's model, or a copy with fsdp, where each group cuts a model for good."""
+        model = self._engine.model
+        if self._spec.config.dp_mode == "fsdp" and self._engine.run.rejoin is not None:
+            model = copy.deepcopy(model)
+        # Weights in another memory format (channels_last) are laid out anew: ranks exchange, and
+        # cut, rows.
         for p in model.parameters():
             p.data = p.data.contiguous()
         return model
 
     def optimizer(self, model: nn.Module, shards: list[Shard] | None) -> torch.optim.Optimizer:
-        """Return the script's optimizer; for shards one of its kind, with its groups cut alike."""
+        """Return the script's optimizer; for shards, one of its class with the same groups."""
         own = self._engine.optimizer
+        first_lr = own.param_groups[0]["lr"]
+        # The schedule sets the first group's rate, and keeps the ratios of the others to it.
         for group in own.param_groups:
-            group.setdefault("lr_factor", group["lr"] / own.param_groups[0]["lr"])
+            group.setdefault("lr_factor", group["lr"] / first_lr)
         if shards is None:
             return own
+
+        # torch refuses a group without parameters, and a rank may have no element of one.
         groups: list[dict[str, Any]] = []
         for number, group in enumerate(own.param_groups):
-            mine = [
-                shard.param
-                for shard in shards
-                if self._engine.groups.get(shard.piece.name) == number
-            ]
-            groups.append(
-                {key: value for key, value in group.items() if key != "params"} | {"params": mine}
-            )
-        if not any(group["params"] for group in groups):
+            params = []
+            for shard in shards:
+                if self._engine.groups.get(shard.piece.name) == number:
+                    params.append(shard.param)
+            if params:
+                groups.append({**group, "params": params})
+        if not groups:
             raise ConfigError(
                 f"dp_mode = {self._spec.config.dp_mode} leaves rank {self._engine.run.rank} no "
-                "element of this small "
-                "model; use fewer ranks, or dp_mode ddp"
+                "element of this small model; use fewer ranks, or dp_mode ddp"
             )
-        return type(own)(
-            [group for group in groups if group["params"]], lr=own.param_groups[0]["lr"]
-        )  # type: ignore[call-arg]
+        return type(own)(groups, lr=first_lr)  # type: ignore[call-arg]
 
     def loss(self, model: nn.Module, x: Any, y: Any) -> Tensor:
         loss_fn = self._engine.loss_fn
-        return loss_fn(model(x), y) if loss_fn else model(x, y)
+        if loss_fn is None:
+            return model(x, y)
+        return loss_fn(model(x), y)
 
     def data(self, device: torch.device) -> Samples:
-        ranks, cfg = self._engine.run.rendezvous.slots, self._spec.config
-        place = self._engine.run.rank, ranks
+        cfg = self._spec.config
+        ranks = self._engine.run.rendezvous.slots
+        place = (self._engine.run.rank, ranks)
         batch = resolve_batch(cfg, ranks)
         self._data = OwnData(self._train_data, self._val_data, cfg.seed, batch.micro, device, place)
         if self._data.in_batches and cfg.recovery == "shrink":
-            kind = (
-                f"a loader with a state, one of {ranks}"
-                if self._data.stateful
-                else "batches of a fixed size"
-            )
+            kind = "batches of a fixed size"
+            if self._data.stateful:
+                kind = f"a loader with a state, one of {ranks}"
             raise ConfigError(
                 "recovery = shrink changes the number of ranks and the micro batch, but the train "
-                f"data are {kind}; "
-                "use recovery in_place or restart, or give a dataset with len() and []"
+                f"data are {kind}; use recovery in_place or restart, or give a dataset with len() "
+                "and []"
             )
         return self._data
 
     def load_data(self, saved: Callable[[], tuple[RankStates, int]]) -> str:
-        """Let the script's loader go on from this rank's state in a checkpoint.
+        """Let the script's loader continue from this rank's state in a checkpoint.
 
-        Raises CheckpointError when another number of ranks has saved it. Without a state in it, the
-        loader begins anew and what was used is read and skipped, as of any iterable.
+        Without such a state the loader starts over, and the samples that were used are read and
+        skipped, as with any iterable. Raises CheckpointError when another number of ranks has saved
+        the states.
         """
         if not self._data.stateful:
             return ""
-        (states, samples), ranks = saved(), self._engine.run.rendezvous.slots
-        if not any(LOADER in of for of in states):
-            return "resume  the checkpoint has no state of the loader: it begins anew and skips what was used"
+        states, samples = saved()
+        ranks = self._engine.run.rendezvous.slots
+        if not any(LOADER in state for state in states):
+            return (
+                "resume  the checkpoint has no state of the loader: it begins anew and skips what "
+                "was used"
+            )
         if len(states) != ranks:
             raise CheckpointError(
                 f"the checkpoint has the states of {len(states)} loaders, one of each rank, but "
-                f"now there are {ranks} "
-                f"ranks; resume with {len(states)} ranks, or give a dataset with len() and [], "
-                "which any number shares"
+                f"now there are {ranks} ranks; resume with {len(states)} ranks, or give a dataset "
+                "with len() and [], which any number shares"
             )
         self._data.load_state(states[self._engine.run.rank], samples)
         return f"resume  each rank's loader goes on from its own state after {samples} samples"
@@ -283,7 +295,7 @@ class OwnTask:
             loss, 1, None, None, meta, unit="samples", draws=True, loader=self._data.state_at
         )
 
-    def lines(self, batch: Batch) -> list[str]:
+    def describe(self, batch: Batch) -> list[str]:
         numbers = sum(p.numel() for p in self._engine.model.parameters())
         return [
             "data   of the script",
@@ -293,16 +305,15 @@ class OwnTask:
         ]
 
     def example(self) -> tuple[Config, Batch, tuple[Any, Any]]:
-        """Return the configuration with what the script has decided, its batch, and the first micro
-        batch.
-        """
+        """Return the configuration with the script's settings, its batch, and the first micro batch."""
         config = self._spec.config.model_copy(update=self.settings())
         batch = resolve_batch(config, self._engine.run.world_size)
         return config, batch, self.data(torch.device("cpu")).train_batch(0, batch.micro)
 
     def dry_run_lines(self, placement: str) -> list[str]:
-        """Return what a dry run prints. Reads one micro batch."""
-        (config, batch, example), engine = self.example(), self._engine
+        """Return the lines of a dry run. Reads one micro batch."""
+        config, batch, example = self.example()
+        engine = self._engine
         return own_lines(
             config, engine.model, engine.optimizer, self.loss, batch, example, placement
         )
@@ -315,7 +326,8 @@ class Program:
     """A script's function in the place of recipe.train: the launchers call it on every rank."""
 
     def __init__(self, main: Callable[[Run], Any], given: frozenset[str]) -> None:
-        self._main, self._given = main, given
+        self._main = main
+        self._given = given
 
     def __call__(
         self,
@@ -337,14 +349,15 @@ class Program:
 def dry_run(
     main: Callable[[Run], Any], config: Config, given: frozenset[str], ranks: int, placement: str
 ) -> None:
-    """Call a script's function up to `fit`, which prints mesh, batch and memory of a rank in place
-    of training.
+    """Call a script's function up to `fit`, which prints mesh, batch and memory instead of training.
 
     The model is made in this process; no rank is started, no device taken and no run folder made.
     """
-    call_until_fit(
-        main, config, given, ranks, lambda task: print("\n".join(task.dry_run_lines(placement)))
-    )
+
+    def print_lines(task: OwnTask) -> None:
+        print("\n".join(task.dry_run_lines(placement)))
+
+    call_until_fit(main, config, given, ranks, print_lines)
 
 
 def call_until_fit(
@@ -352,15 +365,13 @@ def call_until_fit(
     config: Config,
     given: frozenset[str],
     ranks: int,
-    look: Callable[[OwnTask], None],
+    on_fit: Callable[[OwnTask], None],
 ) -> None:
-    """Call a script's function up to `fit`, which calls `look` in place of training and ends the
-    function.
-    """
+    """Call a script's function up to `fit`, which calls `on_fit` instead of training, and end it."""
     spec = RunSpec(config, own_data(), Path(config.out_dir), time.time())
     torch.manual_seed(config.seed)
     try:
-        main(Run(spec, Rendezvous(world_size=ranks), given, look=look))
+        main(Run(spec, Rendezvous(world_size=ranks), given, on_fit=on_fit))
     except DryRunEnded:
         return
     raise ConfigError(_untrained(main))
@@ -368,15 +379,20 @@ def call_until_fit(
 
 def _untrained(main: Callable[[Run], Any]) -> str:
     name = getattr(main, "__name__", "the function")
-    return f"{name} returned without training; call RuntimeEngine(model, optimizer, run).fit(...) in it"
+    return (
+        f"{name} returned without training; call RuntimeEngine(model, optimizer, run).fit(...) in "
+        "it"
+    )
 
 
 class _Observer:
     """A script's callback as the engine calls it (observers.Callback)."""
 
     def __init__(self, callback: Callback, run: Run) -> None:
-        self._callback, self._run, self._begun = callback, run, False
-        self._failed: set[str] = set()
+        self._callback = callback
+        self._run = run
+        self._begun = False
+        self._failed: set[str] = set()  # names of the hooks that have raised, to warn once
 
     def on_note(self, text: str) -> None:
         self._begin()
@@ -430,8 +446,9 @@ def _require_plain_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _group_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Return the number of the optimizer's group of each parameter. Raises ConfigError for a
-    foreign parameter.
+    """Return the number of the optimizer's group of each parameter, by name.
+
+    Raises ConfigError when the optimizer has a parameter of another model, or misses one.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     groups = {}
@@ -440,8 +457,7 @@ def _group_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, i
             if id(p) not in names:
                 raise ConfigError(
                     f"the optimizer has a parameter of shape {tuple(p.shape)} that is not the "
-                    "model's; make it from "
-                    "model.parameters(), after the last change of the model"
+                    "model's; make it from model.parameters(), after the last change of the model"
                 )
             groups[names[id(p)]] = number
     missing = [

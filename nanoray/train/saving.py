@@ -1,17 +1,99 @@
-"""Read a checkpoint into the state of a run."""
+"""Write the state of a run as a checkpoint, and read it back."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
 from nanoray.checkpoint import files
 from nanoray.checkpoint.find import check_shape
+from nanoray.checkpoint.writer import CheckpointWriter
+from nanoray.errors import TrainingDiverged
 from nanoray.mesh.mesh import Mesh
 from nanoray.parallel.plan import Plan
 from nanoray.run import RunSpec
-from nanoray.state import StateDict, TrainState, set_rng_state
+from nanoray.state import MEMORY, StateDict, TrainState, rng_state, set_rng_state
+from nanoray.train.workload import Workload
+
+
+def save_checkpoint(
+    spec: RunSpec,
+    mesh: Mesh,
+    state: TrainState,
+    workload: Workload,
+    writer: CheckpointWriter,
+    final: bool,
+) -> float:
+    """Save a checkpoint of the newest step; return the seconds that training waited. (all ranks)
+
+    With checkpoint_mode async the write may end later; with `final` it has ended when this returns.
+    A failed write (a full disk) gives a warning; the third failure in a row, or a failed final
+    write, ends the run. Raises TrainingDiverged when the weights are not finite.
+    """
+    start = time.perf_counter()
+    states_of_ranks = gather_rank_states(mesh, state, workload)
+    require_finite_weights(mesh, state)
+
+    # Rank 0 writes a replicated state; of a sharded one every rank writes its part.
+    saved = None
+    if states_of_ranks is not None or state.sharded:
+        saved = pack_for_checkpoint(state, mesh)
+        saved.rng = states_of_ranks or []
+        saved.meta["world_size"] = mesh.world_size
+        saved.meta["attempt"] = spec.attempt
+        saved.meta["config"] = spec.config.model_dump()
+        saved.meta |= workload.meta
+    writer.save(mesh, saved, final)
+
+    # Copied, perhaps not yet on disk; the final save waits for the disk.
+    state.session.saved = state.step
+    return writer.paused(state.step, time.perf_counter() - start)
+
+
+def gather_rank_states(
+    mesh: Mesh, state: TrainState, workload: Workload
+) -> list[dict[str, Tensor]] | None:
+    """Return the part of the state that each rank alone has, on rank 0; elsewhere None. (all ranks)
+
+    It consists of random generators, the position of a loader, and the memory of compression.
+    """
+    own = rng_state(mesh.device) | workload.loader(state.samples)
+    states_of_ranks = mesh.gather(own)
+    if state.memory is None:
+        return states_of_ranks
+
+    # As large as the weights, so it travels as a tensor and not as an object.
+    memories = mesh.gather_tensor(state.memory)
+    if states_of_ranks and memories:
+        for state_of_rank, memory in zip(states_of_ranks, memories, strict=True):
+            state_of_rank[MEMORY] = memory
+    return states_of_ranks
+
+
+def require_finite_weights(mesh: Mesh, state: TrainState) -> None:
+    """Raise TrainingDiverged on all ranks when some weight is not finite. (all ranks)"""
+    norm = get_total_norm([shard.param for shard in state.shards])
+    if state.sharded:
+        # A rank sees its own shards only, and all must raise together.
+        norm = mesh.all_reduce(norm, "finite")
+    if not torch.isfinite(norm):
+        raise TrainingDiverged(
+            f"after step {state.step} the weights are not finite; lower lr, or set grad_clip. The "
+            "checkpoint before this step is good"
+        )
+
+
+def pack_for_checkpoint(state: TrainState, mesh: Mesh) -> StateDict:
+    """Return the tensors that this rank writes: all of the state, or its shards of it."""
+    if state.sharded:
+        return state.pack_own(first=mesh.rank == 0)
+    return state.pack()
 
 
 def read_checkpoint(
@@ -23,34 +105,38 @@ def read_checkpoint(
     par: Plan,
     note: Callable[[str], None],
 ) -> StateDict:
-    """Read what this rank's `state` needs of a checkpoint, and restore this rank's random
-    generators. (all ranks)
+    """Read this rank's part of a checkpoint, and restore its random generators. (all ranks)
 
-    Notes what differs from this run. Raises CheckpointError when it is damaged, or of a model of
-    another shape.
+    `state` names the pieces to read, and is not changed but for the memory of compression. `note`
+    shows a line on each difference from this run. Raises CheckpointError when the checkpoint is
+    damaged, or of a model of another shape.
     """
     saved = files.load(Path(path), state.pieces if state.sharded else None, state.weight_pieces)
     check_shape(saved, model_shape, path)
     meta = saved.meta
     note(f"resume  from step {meta['step']} of {path}")
+
+    # Each rank continues its own generators, which only an equal number of ranks can.
     if meta["world_size"] == mesh.world_size:
         set_rng_state(saved.rng[mesh.rank], mesh.device)
     else:
         note(
             f"resume  written by {meta['world_size']} ranks, now {mesh.world_size}: same batches, "
-            "but sums in "
-            "another order and new dropout masks, so losses agree closely and not bit for bit"
+            "but sums in another order and new dropout masks, so losses agree closely and not bit "
+            "for bit"
         )
     if not state.load_memory(saved, mesh.rank, mesh.world_size, par.forget_memory):
         note(
-            f"resume  what compressed gradients of {meta['world_size']} ranks had left to send "
-            "does not fit "
-            f"{mesh.world_size} with grad_compress = {spec.config.grad_compress}: it begins anew; "
-            "losses agree closely"
+            f"resume  the residue of compressed gradients of {meta['world_size']} ranks does not "
+            f"fit {mesh.world_size} with grad_compress = {spec.config.grad_compress}: it begins "
+            "anew; losses agree closely"
         )
+
     for axis in ("tp", "pp", "ep"):
-        if (before := meta.get("config", {}).get(axis, 1)) != (now_ := getattr(spec.config, axis)):
-            note(f"resume  written with {axis} {before}, now {now_}: the same model, cut otherwise")
+        before = meta.get("config", {}).get(axis, 1)
+        size = getattr(spec.config, axis)
+        if before != size:
+            note(f"resume  written with {axis} {before}, now {size}: the same model, cut otherwise")
     if meta["dataset"]["tokens_sha256"] != spec.dataset.tokens_sha256:
         note(f"resume  the dataset differs from the checkpoint's ({meta['dataset']['name']})")
     return saved

@@ -1,6 +1,4 @@
-"""What differs between a GPT on text and a ResNet on images. The recipe asks a task; the loop gets
-its Workload.
-"""
+"""Tasks: a GPT on text, or a ResNet on images. The recipe uses a Task; the loop uses its Workload."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from nanoray.train.watch.observers import short
 from nanoray.train.workload import Workload
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
-RankStates = list[dict[str, Tensor]]  # what a checkpoint has of each rank alone
+RankStates = list[dict[str, Tensor]]  # the parts of a checkpoint that one rank alone has
 
 
 class Task(Protocol):
@@ -43,28 +41,29 @@ class Task(Protocol):
     def optimizer(self, model: nn.Module, shards: list[Shard] | None) -> torch.optim.Optimizer:
         """Return the optimizer of the model's parameters, or of these shards of them."""
 
-    def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """Return the mean loss of a batch."""
+    @property
+    def loss(self) -> Loss | None:
+        """The function of a batch's mean loss; None: the model returns it, given targets."""
 
     def data(self, device: torch.device) -> Samples:
         """Open the dataset."""
 
     def load_data(self, saved: Callable[[], tuple[RankStates, int]]) -> str:
-        """Let a loader with a state go on where a checkpoint has it; return a note, or "".
+        """Let a loader with a state continue where it was at a checkpoint; return a note, or "".
 
-        `saved` reads what the checkpoint has of each rank, and after how many samples.
+        `saved` reads the states of all ranks in the checkpoint, and the samples consumed before it.
         """
 
     def workload(
         self, loss: Loss, device: torch.device, precision: str, peak: float | None
     ) -> Workload:
-        """Return what the loop needs to know. `peak` is the FLOP/s of all ranks together, if known."""
+        """Return the facts for the loop; `peak` is the FLOP/s of all ranks together, if known."""
 
-    def lines(self, batch: Batch) -> list[str]:
-        """Return two lines on the data and on the batch and the model's size."""
+    def describe(self, batch: Batch) -> list[str]:
+        """Return two lines: on the data, and on the batch and the model's size."""
 
     def closing(self, model_of: Callable[[], nn.Module]) -> str | None:
-        """Return what the trained model, which `model_of` returns, has to show. (rank 0 only)"""
+        """Return a sample of the trained model, which `model_of` returns, if any. (rank 0 only)"""
 
 
 def task_of(spec: RunSpec) -> Task:
@@ -73,7 +72,9 @@ def task_of(spec: RunSpec) -> Task:
 
 
 class ConfiguredTask:
-    """What tasks share whose model and optimizer the configuration describes."""
+    """The base of the tasks whose model and optimizer the configuration describes."""
+
+    loss: Loss | None = None  # the model returns its mean loss, given targets
 
     def __init__(self, spec: RunSpec) -> None:
         self.spec = spec
@@ -86,9 +87,6 @@ class ConfiguredTask:
 
     def optimizer(self, model: nn.Module, shards: list[Shard] | None) -> torch.optim.Optimizer:
         return make_optimizer(model, self.spec.config, shards)
-
-    def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return model(x, y)
 
     def load_data(self, saved: Callable[[], tuple[RankStates, int]]) -> str:
         return ""
@@ -120,9 +118,11 @@ class TextTask(ConfiguredTask):
             meta={"model_shape": self.shape.to_dict(), "dataset": self.spec.dataset.to_dict()},
         )
 
-    def lines(self, batch: Batch) -> list[str]:
-        data, length = self.spec.dataset, self.spec.config.block_size
-        millions, config = costs.count_parameters(self.shape) / 1e6, self.spec.config
+    def describe(self, batch: Batch) -> list[str]:
+        data = self.spec.dataset
+        config = self.spec.config
+        length = config.block_size
+        millions = costs.count_parameters(self.shape) / 1e6
         cut = f", {format_lengths(config)}" if config.seq_warmup_steps else ""
         return [
             f"data   {data.note} · {short(data.train_tokens)} train + {short(data.val_tokens)} val "
@@ -168,12 +168,12 @@ class ImageTask(ConfiguredTask):
             scores=scores,
         )
 
-    def lines(self, batch: Batch) -> list[str]:
-        data, size = self.spec.dataset, resnet_costs.count_parameters(self.shape)
+    def describe(self, batch: Batch) -> list[str]:
+        data = self.spec.dataset
+        size = resnet_costs.count_parameters(self.shape)
         return [
             f"data   {data.note} · {short(data.train_tokens)} train + {short(data.val_tokens)} val "
-            "images, "
-            f"{data.vocab_size} classes",
+            f"images, {data.vocab_size} classes",
             f"batch  {batch.micro} images × {batch.accum} accum × {batch.dp} dp = "
             f"{batch.global_size} images/step      "
             f"model ResNet-{self.shape.resnet_depth}, {size / 1e6:.2f} M parameters",
@@ -181,9 +181,7 @@ class ImageTask(ConfiguredTask):
 
 
 def sample_text(gpt: GPT, spec: RunSpec) -> str:
-    """Return text that the model generates after a newline, the same for the same weights. (rank 0
-    only)
-    """
+    """Return generated text after a newline, the same for the same weights. (rank 0 only)"""
     tokenizer = tokenizer_from_json(spec.dataset.tokenizer)
     device = next(gpt.parameters()).device
     prompt = torch.tensor([tokenizer.encode("\n").tolist()], device=device)  # (1, T)

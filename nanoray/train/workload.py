@@ -1,4 +1,4 @@
-"""What the loop needs to know about a model and its data."""
+"""The facts about a model and its data that the loop needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Workload:
-    """What the loop needs to know about a model and its data. The recipe fills it in."""
+    """The facts about a model and its data that the loop needs. A task fills them in."""
 
     # (model, inputs, targets) -> mean loss, in the run's precision
     loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -19,15 +19,22 @@ class Workload:
     flops_per_token: float | None
     peak_flops: float | None  # of all ranks together; None for an unknown device
     meta: dict[str, Any]  # for checkpoints: model_shape, dataset
-    # What speed is measured in: tok, or samples for data without tokens (tokens_per_sample is 1)
+    # The unit of speed: tok, or samples for data without tokens (tokens_per_sample is 1)
     unit: str = "tok"
     draws: bool = False  # the model may draw random numbers although dropout is 0
     score_names: tuple[str, ...] = ("val/loss",)  # metrics of an evaluation; the first is the loss
-    # Their means; None: the loss alone
+    # The means of these metrics over a batch; None: the loss alone
     scores: Callable[[nn.Module, Tensor, Tensor], Sequence[Tensor]] | None = None
-    # State of this rank's loader after so many samples
+    # samples consumed -> the state of this rank's loader at that place
     loader: Callable[[int], dict[str, Tensor]] = lambda samples: {}
 
+    @property
+    def total_name(self) -> str:
+        """The metric that counts the data consumed so far."""
+        return "train/samples" if self.unit == "samples" else "train/tokens"
+
     def score(self, model: nn.Module, x: Tensor, y: Tensor) -> Sequence[Tensor]:
-        """Return the means over a batch of what an evaluation measures, as scalars on the device."""
-        return self.scores(model, x, y) if self.scores else (self.loss(model, x, y),)
+        """Return the means over a batch that an evaluation measures, as scalars on the device."""
+        if self.scores:
+            return self.scores(model, x, y)
+        return (self.loss(model, x, y),)

@@ -394,7 +394,7 @@ def test_a_lost_rank_is_replaced_and_the_memory_begins_anew(runs: Runs) -> None:
         "before the memory was lost"
     )
     assert mine == pytest.approx(its, abs=2e-3)
-    assert "rejoin  what compressed gradients had left to send is gone" in _notes(spec.folder)
+    assert "rejoin  the residue of compressed gradients is lost" in _notes(spec.folder)
 
 
 @pytest.mark.parametrize(
@@ -414,7 +414,7 @@ def test_a_memory_that_does_not_fit_begins_anew(
     """
     start = runs.trained("run", 2, stop_at=4, grad_compress=before)
     spec = runs.trained("on", world, resume=str(start.folder), grad_compress=after)
-    assert "had left to send does not fit" in _notes(spec.folder)
+    assert "residue of compressed gradients of" in _notes(spec.folder)
     left = [rank.get(MEMORY) for rank in final(spec).rng]
     assert len(left) == world
     if after == "none":

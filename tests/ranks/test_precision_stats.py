@@ -39,20 +39,20 @@ def test_counts_by_hand(precision: str, lost: float) -> None:
     model = nn.Sequential(nn.Linear(4, 1))
     weight, bias = model[0].weight, model[0].bias
     weight.grad, bias.grad = torch.tensor([[0.0, 2.0**-20, 1.0, -2.0]]), torch.tensor([2.0**-130])
-    stats, state = PrecisionStats(2, precision), State(model)
-    stats.look(state, 1)  # type: ignore[arg-type]
-    assert stats.measured(state, ALONE) == {}, "not due"  # type: ignore[arg-type]
-    stats.look(state, 2)  # type: ignore[arg-type]
+    stats = PrecisionStats(2, precision, State(model), ALONE)  # type: ignore[arg-type]
+    stats.gradients_ready(1, True)
+    assert stats.measured() == {}, "not due"
+    stats.gradients_ready(2, True)
     with torch.no_grad():
         weight[0, 0] += 1.0
         bias += 1.0
-    found = stats.measured(state, ALONE)  # type: ignore[arg-type]
+    found = stats.measured()
     assert found["precision/grad_lost"] == pytest.approx(100 * lost)
     assert found["precision/unchanged"] == pytest.approx(60.0)
     assert found[PRECISION] == {
         "0": {"zero": 20.0, "subnormal": pytest.approx(100 * lost - 20), "unchanged": 60.0}
     }
-    assert stats.measured(state, ALONE) == {}, "once"  # type: ignore[arg-type]
+    assert stats.measured() == {}, "once"
 
 
 def test_layers_of_names() -> None:

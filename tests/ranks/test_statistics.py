@@ -129,19 +129,19 @@ def test_a_danger_is_told_once(text: Path, tmp_path: Path) -> None:
     config, said = make_config({"micro_batch_size": 1, "statistics_every": 1}), list[str]()
     model = GPT(ModelShape(2, 2, 8, 4, True, 16))
     looker = Statistics(config, model, lambda one: 4 * one, said.append)
-    assert looker.begin(tmp_path, 0) == [looker]
+    assert looker.begin(tmp_path, 0) is True
     for step in (1, 2, 2, 3):
-        looker(step, "data")
+        looker.phase(step, "data")
         model(torch.zeros(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.long)).backward()
         grad = model.pos_emb.weight.grad.clone()
         if step == 2:
             model.norm.weight.grad.fill_(math.nan)  # type: ignore[union-attr]
             model.blocks[0].norm1.weight.grad.fill_(math.inf)
-        looker(step, "optimizer")
+        looker.phase(step, "optimizer")
         with torch.no_grad():
             model.tok_emb.weight += 1.0
         model.zero_grad()
-        looker(step, "log")
+        looker.phase(step, "log")
     assert [record["step"] for record in lines(tmp_path)] == [1, 2, 3]
     assert lines(tmp_path)[1]["layers"]["norm"]["grad_rms"] is None
     without_scale = lines(tmp_path)[2]["layers"]["pos_emb"]["grad_rms"]

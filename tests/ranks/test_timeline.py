@@ -245,7 +245,7 @@ def two_hosts_rank(mesh: Mesh, order: dict[str, Any], emit: Any) -> None:
     trace.prepare()
     for step in (1, 2, 3):
         trace.begin(step)
-        trace.on_phase(step, "log")
+        trace.phase(step, "log")
         mesh.all_reduce(torch.ones(4), "loss")
         trace.read(print)
         trace.end(lambda timed: None)

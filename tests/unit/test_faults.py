@@ -61,7 +61,7 @@ def test_a_fault_at_a_point_fires_once_from_its_step_on(tmp_path: Path) -> None:
     injector.plan(text, 0, 0, 0.0)
     try:
         for step, expected in ((4, []), (6, ["shared"]), (7, ["shared"])):
-            injector(step, "forward")
+            injector.phase(step, "forward")
             reached("shared")
             assert fired(record) == expected
         new = Injector(record)
@@ -153,7 +153,7 @@ def test_a_fault_fires_beside_a_torn_line(tmp_path: Path) -> None:
     record.write_text('{"event": "fau')
     injector = Injector(record)
     injector.plan("slow@rank=0,step=5,seconds=0", 0, 0, 0.0)
-    injector(5, "forward")
+    injector.phase(5, "forward")
     assert [event["event"] for event in read_json_lines(record)] == ["injected"]
 
 

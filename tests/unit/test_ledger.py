@@ -46,7 +46,7 @@ class Rank:
 
     def walk(self, *phases: tuple[str, float], step: int = 0) -> Rank:
         for name, seconds in phases:
-            self.ledger.on_phase(step, name)
+            self.ledger.phase(step, name)
             self.clock.at += seconds
         return self
 
@@ -223,7 +223,7 @@ def test_without_a_ledger_the_remedy_is_named(
 def test_without_room_for_a_ledger_a_rank_trains_all_the_same(tmp_path: Path) -> None:
     """As on a full disk while a lost rank is replaced: its seconds have no account of their own."""
     rank = Ledger(Path("/dev/full"), COMMAND, True, Clock(0))
-    rank.on_phase(1, "data")
+    rank.phase(1, "data")
     rank.close()
 
 

@@ -139,8 +139,8 @@ class Replica:
 
         from nanoray.config import batch_for, resolve_batch
         from nanoray.data.tokens import MicroBatches
+        from nanoray.models.precision import mean_loss
         from nanoray.train.optim.groups import lr_at, set_lr
-        from nanoray.train.recipe import mean_loss
 
         cfg = self.spec.config
         manager = self.manager

@@ -182,32 +182,32 @@ class Storages(TorchDispatchMode):
 
 
 class MemoryTimeline:
-    """Called with (step, phase) when a phase begins, on each rank. It watches one step, and writes
-    its file.
-    """
+    """The instrument that watches one step on each rank, and writes its file."""
 
     def __init__(self, config: Config, note: Callable[[str], None]) -> None:
         self._at, self._note = config.memory_at, note
         self._storages: Storages | None = None  # while the step is watched
         self._handles: list[Any] = []
 
-    def begin(
-        self, spec: RunSpec, mesh: Mesh, par: Plan, state: TrainState, batch: Batch
-    ) -> list[MemoryTimeline]:
-        """Begin in a group of ranks: what is not finished of another one is dropped.
+    def begin(self, spec: RunSpec, mesh: Mesh, par: Plan, state: TrainState, batch: Batch) -> bool:
+        """Begin in a group of ranks, and drop an unfinished step of the group before.
 
-        Returns the listener, or none where no step of this command is wanted.
+        Returns whether a step of this command is to be watched.
         """
         self._drop()
         if not self._at:
-            return []
+            return False
         if state.step >= self._at:
             self._note(f"note    memory_at = {self._at} records nothing: step {state.step} is done")
-            return []
-        self._spec, self._mesh, self._par, self._state, self._batch = spec, mesh, par, state, batch
-        return [self]
+            return False
+        self._spec = spec
+        self._mesh = mesh
+        self._par = par
+        self._state = state
+        self._batch = batch
+        return True
 
-    def __call__(self, step: int, phase: str) -> None:
+    def phase(self, step: int, phase: str) -> None:
         """Watch the step where it is due."""
         inside = step == self._at and phase not in OUTSIDE
         if self._storages is None:

@@ -1,9 +1,8 @@
-"""What each operation of some steps cost on each rank: `--profile 5:8` writes
-profile/rank0.json.gz.
+"""The cost of each operation of some steps, on each rank: `--profile 5:8` writes profile/rank0.json.gz.
 
-torch.profiler notes operations, kernels and collectives. The loop's phases stand above them as
-spans of their own. `python -m nanoray.trace RUN --profile` puts the files of all ranks on one
-clock: see trace/profiles.py.
+torch.profiler records operations, kernels and collectives. The loop's phases are spans above them.
+`python -m nanoray.trace RUN --profile` puts the files of all ranks on one clock: see
+trace/profiles.py.
 """
 
 from __future__ import annotations
@@ -26,66 +25,63 @@ from nanoray.trace.recorder import measure_offsets, quieten_profiler
 
 
 class Profile:
-    """Called with (step, phase) when a phase begins, on each rank. It profiles some steps, and
-    writes their file.
-    """
+    """The instrument that profiles some steps on each rank, and writes their file."""
 
     def __init__(self, config: Config, note: Callable[[str], None]) -> None:
-        self._steps, self._note = config.profiled, note
+        self._steps = config.profiled
+        self._note = note
         self._profiler: Any = None  # while steps are profiled
         self._span: AbstractContextManager[Any] | None = None  # the present phase
 
-    def begin(self, spec: RunSpec, mesh: Mesh, step: int) -> list[Profile]:
-        """Begin in a group of ranks; what is not finished of another one is dropped. (all ranks)
+    def begin(self, spec: RunSpec, mesh: Mesh, step: int) -> bool:
+        """Begin in a group of ranks, and drop an unfinished profile of the one before. (all ranks)
 
-        step: completed so far. Returns the listener, or none where no step of this command is
-        wanted.
+        `step` is the number of completed steps. Returns whether steps of this command are to be
+        profiled.
         """
         self._drop()
         if not self._steps:
-            return []
+            return False
         if step >= self._steps[-1]:
             self._note(
                 f"note    profile = {spec.config.profile} records nothing: step {step} is done"
             )
-            return []
-        self._folder, self._mesh = spec.folder / FOLDER, mesh
+            return False
+        self._folder = spec.folder / FOLDER
+        self._mesh = mesh
+
+        # The files of all ranks are put on rank 0's clock later.
         clocks = [[clock.offset, clock.uncertainty] for clock in measure_offsets(mesh, time.time)]
         ahead_s, uncertainty_s = mesh.broadcast(clocks)[mesh.rank]
-        self._told: dict[str, Any] = {
+        self._about: dict[str, Any] = {
             "rank": mesh.rank,
             "ahead_s": ahead_s,
             "uncertainty_s": uncertainty_s,
         }
-        return [self]
+        return True
 
-    def __call__(self, step: int, phase: str) -> None:
-        """Profile the steps where they are due."""
-        over = (
-            step not in self._steps
-            or (step == self._steps[-1] and phase in OUTSIDE)
-            or phase == "done"
-        )
-        if over:
+    def phase(self, step: int, phase: str) -> None:
+        """Profile the steps where they are due, with a span for each phase."""
+        is_after_last = step == self._steps[-1] and phase in OUTSIDE
+        if step not in self._steps or is_after_last or phase == "done":
             if self._profiler is not None:
                 self._finish()
             return
         if self._profiler is None:
             self._start(step)
         self._end_span()
-        self._told["steps"][1] = step
+        self._about["steps"][1] = step
         self._span = torch.profiler.record_function(f"step {step}: {phase}")
         self._span.__enter__()
 
     def _start(self, step: int) -> None:
         quieten_profiler()
-        activities = [
-            ProfilerActivity.CPU,
-            *[ProfilerActivity.CUDA] * (self._mesh.device.type == "cuda"),
-        ]
+        activities = [ProfilerActivity.CPU]
+        if self._mesh.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
         self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
         self._profiler.start()
-        self._told["steps"] = [step, step]
+        self._about["steps"] = [step, step]
 
     def _end_span(self) -> None:
         if self._span is not None:
@@ -99,10 +95,12 @@ class Profile:
         self._profiler = None
 
     def _finish(self) -> None:
-        profiler, path = self._profiler, self._folder / name_of(self._mesh.rank)
-        profiler.add_metadata_json(KEY, json.dumps(self._told))
+        profiler = self._profiler
+        path = self._folder / name_of(self._mesh.rank)
+        profiler.add_metadata_json(KEY, json.dumps(self._about))
         self._drop()
-        # Torch compresses what it writes to a name that ends in .gz
+        # Under another name first, so that a reader finds a whole file or none. It ends in .gz, too:
+        # torch then compresses it.
         partial = path.with_name(f".{path.name}")
         try:
             self._folder.mkdir(exist_ok=True)

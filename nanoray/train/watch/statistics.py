@@ -31,9 +31,7 @@ DEAD = 1e-3
 
 
 class Statistics:
-    """Called with (step, phase) when a phase begins. It writes statistics.jsonl, and warns once of
-    each danger.
-    """
+    """The instrument that writes statistics.jsonl, and warns once of each danger."""
 
     def __init__(
         self,
@@ -54,14 +52,13 @@ class Statistics:
         self._warned: set[str] = set()
         self._file: JsonlWriter | None = None
 
-    def begin(self, folder: Path, step: int) -> list[Statistics]:
-        """Begin in a group of ranks at `step`: what is not finished of another group is dropped.
-        (rank 0 only)
+    def begin(self, folder: Path, step: int) -> bool:
+        """Begin in a group of ranks at `step`, and drop an unfinished step. (rank 0 only)
 
-        Returns the listener, or none where no statistics are wanted.
+        Returns whether statistics are wanted.
         """
         if not self._every:
-            return []
+            return False
         self._drop()
         if self._file is None:
             self._file = JsonlWriter(folder / FILE, step)
@@ -70,10 +67,10 @@ class Statistics:
                     "note    statistics leave activations, attention and dead units out: the "
                     "layers are compiled"
                 )
-        return [self]
+        return True
 
-    def __call__(self, step: int, phase: str) -> None:
-        """Look at the step where it is due."""
+    def phase(self, step: int, phase: str) -> None:
+        """Measure the steps that are due, at the beginnings of their phases."""
         began = time.perf_counter()
         if self._before:
             if step == self._step + 1 or (step == self._step and phase in AFTER_UPDATE):

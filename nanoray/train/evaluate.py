@@ -1,0 +1,78 @@
+"""The validation loss: a mean over the same samples at every number of ranks."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import torch
+
+from nanoray.data.tokens import MicroBatches
+from nanoray.errors import TrainingDiverged
+from nanoray.mesh.mesh import Mesh
+from nanoray.parallel.plan import Plan
+from nanoray.state import TrainState
+from nanoray.train.workload import Workload
+
+
+@torch.no_grad()
+def evaluate(
+    mesh: Mesh,
+    par: Plan,
+    state: TrainState,
+    batches: MicroBatches,
+    workload: Workload,
+    most_samples: int,
+    phase: Callable[[str], None],
+) -> dict[str, float]:
+    """Return the mean loss, other scores, and time/eval_s, of at most `most_samples`. (all ranks)
+
+    Stores the loss in `state`. `phase` is called with "eval" before each batch. Raises
+    TrainingDiverged when the loss is not finite.
+    """
+    phase("eval")
+    start = time.perf_counter()
+    names = workload.score_names
+
+    # Ranks take windows in turn. All run equally many batches, because sharded weights are gathered
+    # in each forward; a rank that has run out of windows computes one whose score does not count.
+    data = batches.data
+    windows = data.val_windows(most_samples)
+    ranks = batches.batch.dp
+    own_windows = windows[batches.rank :: ranks]
+    longest = math.ceil(len(windows) / ranks)
+
+    # Sums of the scores, and the number of windows. Float64 where the device has it.
+    kind = torch.float64 if mesh.device.type == "cpu" else torch.float32
+    total = torch.zeros(len(names) + 1, dtype=kind).to(mesh.device)
+
+    # A script may have frozen some modules, which stay in evaluation mode afterwards.
+    training = [module for module in state.model.modules() if module.training]
+    state.model.eval()
+    try:
+        for first in range(0, longest, batches.batch.micro):
+            phase("eval")  # a long evaluation must show progress
+            starts = own_windows[first : first + batches.batch.micro]
+            counts = len(starts) > 0
+            x, y = data.val_batch(starts if counts else windows[:1])
+            scores = workload.score(par.whole, x, y)
+            if counts and par.knows_loss:
+                terms = [*scores, torch.ones_like(scores[0])]
+                total += torch.stack([term * len(starts) for term in terms])
+    finally:
+        for module in training:
+            module.training = True
+
+    # One small all-reduce: the sums of all ranks.
+    *sums, count = mesh.all_reduce(total, "eval").tolist()
+    means = [score / count for score in sums]
+    loss = means[0]
+    state.scalars.val_loss = loss
+    state.session.evaluated = state.step
+    if not math.isfinite(loss):
+        raise TrainingDiverged(f"at step {state.step} the validation loss is {loss}; lower lr")
+    state.scalars.best_val_loss = min(loss, state.scalars.best_val_loss or math.inf)
+
+    scores_of_step = dict(zip(names, means, strict=True))
+    return scores_of_step | {"time/eval_s": time.perf_counter() - start}
