@@ -121,11 +121,11 @@ EXIT_CODES = {
 
 def to_markdown() -> str:
     """Return docs/errors.md."""
-    kinds = [
-        f"| `{kind.__name__}` | {kind.exit_code}{', retried' * kind.retry} | {kind.__doc__} | "
-        f"{cure} |"
-        for kind, cure in REMEDIES.items()
-    ]
+    kinds = []
+    for kind, cure in REMEDIES.items():
+        code = f"{kind.exit_code}, retried" if kind.retry else f"{kind.exit_code}"
+        meaning = " ".join((kind.__doc__ or "").split())
+        kinds.append(f"| `{kind.__name__}` | {code} | {meaning} | {cure} |")
     return "\n".join(
         [
             "# Errors and exit codes",

@@ -13,8 +13,9 @@ import torch
 
 from nanoray.data.cifar10 import RECORD
 from nanoray.data.dataset import DatasetInfo
+from nanoray.data.hashing import GOLDEN, mix
 from nanoray.data.order import EpochOrder
-from nanoray.data.tokens import GOLDEN, MappedFile, evenly_spaced, mix, open_mapped
+from nanoray.data.tokens import MappedFile, evenly_spaced, open_mapped
 
 SIZE = 32  # rows and columns of an image
 PAD = 4  # black pixels around it, from which a crop may take some

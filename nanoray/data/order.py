@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nanoray.data.tokens import GOLDEN, mix
+from nanoray.data.hashing import GOLDEN, mix
 
 
 class EpochOrder:

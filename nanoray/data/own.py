@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
+from nanoray.data.hashing import mix
 from nanoray.data.order import EpochOrder
 from nanoray.data.stateful import KEPT, Stateful, has_index, is_stateful
-from nanoray.data.tokens import evenly_spaced, mix
+from nanoray.data.tokens import evenly_spaced
 from nanoray.errors import DataError
 
 LOADER = "loader"  # the name of a loader's state in a checkpoint

@@ -17,9 +17,8 @@ import torch
 
 from nanoray.config import Batch
 from nanoray.data.dataset import DatasetInfo
+from nanoray.data.hashing import GOLDEN, mix
 from nanoray.errors import DataError
-
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's step: 2**64 / the golden ratio, made odd
 
 
 class TokenData:
@@ -208,10 +207,3 @@ def open_mapped(info: DatasetInfo, split: str, size: int) -> MappedFile:
             f"dataset changed: cannot open {path}: {error.strerror}; prepare it again, and with "
             "several nodes keep --data_dir on shared storage"
         ) from None
-
-
-def mix(z: np.ndarray) -> np.ndarray:
-    """Return SplitMix64's hash of each uint64 (Steele et al. 2014)."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))

@@ -14,20 +14,16 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A room may import from the rows above its own, and from itself. docs/architecture.md draws the
 # same picture.
 ROWS = [
-    {"errors", "atomic", "environment", "output", "metrics", "points"},
+    {"errors", "atomic", "environment", "metrics", "output", "points"},
     {"config"},
-    {"cli", "devices"},
-    {"mesh", "faults"},
-    {"state", "data", "models"},
-    {"parallel", "run"},
-    {"checkpoint", "trace"},
+    {"cli", "data", "devices", "mesh"},
+    {"faults", "models", "run", "state"},
+    {"checkpoint", "parallel"},
+    {"trace"},
     {"forecast"},
     {"train"},
-    {"launch"},
-    {"kube", "check", "sample", "mig", "report"},
-    {"inspect", "replay"},
-    {"bench"},
-    {"__main__"},
+    {"check", "kube", "launch", "mig", "replay", "report", "sample"},
+    {"bench", "inspect", "__main__"},
 ]
 ROW = {room: i for i, row in enumerate(ROWS) for room in row}
 MAY_IMPORT_RAY = {"launch", "bench"}
@@ -114,3 +110,22 @@ def test_the_driver_starts_without_torch() -> None:
         )
         todo |= own_modules(MODULES[module], top_only=True) - seen
     assert {"launch.driver", "launch.worker_group", "mesh.rendezvous", "train.report"} <= seen
+
+
+def picture() -> str:
+    """Return the floors with their rooms, and how many rooms each one imports from."""
+    arrows: dict[str, set[str]] = {name: set() for name in ROW}
+    for module, path in MODULES.items():
+        if module:
+            arrows[room(module)] |= {room(target) for target in own_modules(path)} - {room(module)}
+    lines = []
+    for floor, row in enumerate(ROWS):
+        lines.append(f"floor {floor}")
+        for name in sorted(row):
+            lines.append(f"  {name:<12} imports {', '.join(sorted(arrows[name])) or 'nothing'}")
+    number = sum(len(targets) for targets in arrows.values())
+    return "\n".join([*lines, f"{len(arrows)} rooms on {len(ROWS)} floors, {number} arrows"])
+
+
+if __name__ == "__main__":
+    print(picture())

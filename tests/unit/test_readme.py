@@ -159,7 +159,7 @@ def test_dry_run_of_the_large_preset(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    assert "12 seq × 5 accum × 8 dp × 1024 tok = 491,520 tok/step" in done.stdout
+    assert "12 seq × 5 accum × 8 dp × 1,024 tok = 491,520 tok/step" in done.stdout
     assert not (tmp_path / "runs").exists()
 
 
@@ -230,10 +230,10 @@ def test_figures_stand_in_a_committed_result() -> None:
 
 
 def test_architecture_draws_the_layers_of_the_test() -> None:
-    """The rows of docs/architecture.md are those that tests/unit/test_layers.py enforces, in the
-    same order.
-    """
+    """docs/architecture.md shows the floors that tests/unit/test_layers.py enforces, in its order."""
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    drawing = page.partition("## The layers")[2].partition("```\n")[2].partition("```")[0]
-    rows = [{name.strip("/") for name in line[:34].split()} for line in drawing.splitlines()]
+    section = page.partition("## The layers")[2].partition("\n## ")[0]
+    floors = re.findall(r"^\| (\d+) \| ([^|]+) \|", section, re.M)
+    rows = [set(rooms.replace("\\", "").split(", ")) for _, rooms in floors]
+    assert [int(number) for number, _ in floors] == list(range(len(ROWS)))
     assert rows == ROWS
