@@ -281,7 +281,7 @@ def test_nanochats_rules_at_eight_ranks() -> None:
     )
     assert " ms predicted = " in line(found, "step")
     assert re.search(r"memory     \d+\.\d+ GB per rank of 80: ", line(found, "memory"))
-    assert "optimizer = muon with tp: it needs whole matrices" in "\n".join(found)
+    assert "optimizer = muon with pp: it needs whole matrices" in "\n".join(found)
     assert "1. dp 8 " in "\n".join(found)
 
 
