@@ -27,6 +27,7 @@ from nanoray.config import (
 )
 from nanoray.config.conflicts import TABLE, Row, Rule, known_from
 from nanoray.config.load import lay_over
+from nanoray.config.spellings import refuse_old
 from nanoray.errors import ConfigError, NanorayError
 from nanoray.output import lasting_output
 
@@ -113,6 +114,7 @@ def parse_args(
     parser = _build_parser(prog, description)
     known, unknown = parser.parse_known_args(argv)
     if unknown:
+        refuse_old([unknown[0].split("=")[0].removeprefix("--")])
         names = [f"--{key}" for key in (*_flags(), *_COMMAND_FLAGS)]
         refuse_unknown(unknown[0].split("=")[0], names, "flag")
 
