@@ -25,11 +25,13 @@ from nanoray.config import (
     read_yaml,
     refuse_unknown,
 )
-from nanoray.config.conflicts import TABLE, Row, known_from
+from nanoray.config.conflicts import TABLE, Row, Rule, known_from
 from nanoray.config.load import lay_over
+from nanoray.config.spellings import refuse_old
 from nanoray.errors import ConfigError, NanorayError
 from nanoray.output import lasting_output
 
+# Titles of the groups in --help
 _GROUPS = {
     "run": "run",
     "data": "data",
@@ -41,13 +43,46 @@ _GROUPS = {
     "fault": "faults",
 }
 
+# Flags of a dry run at a scale that is not this machine's: metavar and help
+_SCALE_FLAGS = {
+    "world_size": (
+        "N",
+        "with --dry_run: so many ranks, which need not exist; prints groups, bytes, memory",
+    ),
+    "topology": (
+        "NAME|FILE",
+        "with --world_size: nodes and links (nanoray/topologies or a YAML file); adds the "
+        "predicted step and the best layouts",
+    ),
+    "memory_gb": (
+        "X",
+        "with --world_size: memory of a device in GB (default: the topology's)",
+    ),
+}
+# Flags of the command itself, which are no keys of the configuration
+_COMMAND_FLAGS = ("config", "preset", "dry_run", "quiet", *_SCALE_FLAGS)
+
+# Flags that have an effect only with certain values of another key. Their keys have defaults that
+# presets change, so these rules are about what was typed, not about values: they cannot stand in
+# the table of conflicts.
+_COUNTS_IF = {
+    "min_lr": ("schedule", ("cosine", "wsd")),
+    "decay_fraction": ("schedule", ("wsd",)),
+    "weight_decay": ("optimizer", ("adamw", "muon")),
+    "beta1": ("optimizer", ("adamw", "muon")),
+    "beta2": ("optimizer", ("adamw", "muon")),
+    "tokens_per_param": ("scaling", ("nanochat",)),
+}
+
+# Keys that belong to one command, not to the run: --resume does not take them from config.json
+_NOT_INHERITED = ("resume", "stop_at", "target_loss", "faults", "workers", "out_dir")
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Where a dry run pretends to be: so many ranks, and what they and their links are like."""
+    """The scale of a dry run that takes none of this machine's devices."""
 
     world_size: int
     topology: str | None = None
@@ -65,127 +100,135 @@ class Loaded:
     quiet: bool = False  # print warnings, faults and the result only
 
 
+# ---- from a command line to a Config -------------------------------------------------------------
+
+
 def parse_args(
     argv: list[str], prog: str, description: str, base: dict[str, Any] | None = None
 ) -> Loaded:
-    """Turn a command line into a Config. Raises ConfigError; `--help` prints and exits 0.
+    """Turn a command line into a Config. `--help` prints and exits 0.
 
-    `base`: values in the place of a preset's and a file's, which are refused.
+    `base` has values in the place of a preset's and a file's, which are refused then. Raises
+    ConfigError.
     """
     parser = _build_parser(prog, description)
     known, unknown = parser.parse_known_args(argv)
     if unknown:
-        others = ("config", "preset", "dry_run", "quiet", *_AT_SCALE)
-        refuse_unknown(unknown[0].split("=")[0], [f"--{k}" for k in (*_flags(), *others)], "flag")
+        refuse_old([unknown[0].split("=")[0].removeprefix("--")])
+        names = [f"--{key}" for key in (*_flags(), *_COMMAND_FLAGS)]
+        refuse_unknown(unknown[0].split("=")[0], names, "flag")
+
+    # What remains in `flags` after this are keys of the configuration
     flags = vars(known)
-    file, preset, dry_run = (
-        flags.pop("config", None),
-        flags.pop("preset", None),
-        flags.pop("dry_run", False),
-    )
-    scale = _scale({key: flags.pop(key) for key in _AT_SCALE if key in flags}, dry_run, flags)
+    file = flags.pop("config", None)
+    preset = flags.pop("preset", None)
+    dry_run = flags.pop("dry_run", False)
     quiet = flags.pop("quiet", False)
+    scale_flags = {key: flags.pop(key) for key in _SCALE_FLAGS if key in flags}
+    scale = _parse_scale(scale_flags, dry_run, flags)
+
     if quiet and dry_run:
         raise ConfigError(
             "quiet would be ignored: a dry run prints its plan and nothing else; drop --quiet"
         )
-    for key, value in (("config", file), ("preset", preset)):
-        if base and value:
-            raise ConfigError(
-                f"{key} = {value} would be ignored: {prog} is configured from flags alone; drop "
-                f"--{key}"
-            )
-    of_run = base or ({} if file or preset else _config_of_run(flags.get("resume", "none")))
-    config = (
-        make_config(lay_over(of_run, flags, "the flags"))
-        if of_run
-        else load_config(file, preset, flags)
-    )
-    for key in flags.keys() & _COUNTS_IF.keys():
-        other, value = _COUNTS_IF[key]
-        if key == "weight_decay" and config.momentum:
-            continue  # sgd with momentum has it
-        if getattr(config, other) not in value:
-            raise ConfigError(
-                f"{key} = {flags[key]} would be ignored: {other} = {getattr(config, other)}; drop "
-                f"--{key}"
-            )
+    if base:
+        _refuse_files(file, preset, prog)
+        config = make_config(lay_over(base, flags, "the flags"))
+    else:
+        config = _load(file, preset, flags)
+    _refuse_idle_flags(flags, config)
     return Loaded(config, frozenset(flags), dry_run, scale, quiet)
 
 
-# Flags of a dry run at a scale that is not this machine's.
-_AT_SCALE = {
-    "world_size": ("N", "with --dry_run: so many ranks, which need not exist; prints groups, bytes, memory"),
-    "topology": ("NAME|FILE", "with --world_size: nodes and links (nanoray/topologies or a YAML file); adds the "
-                 "predicted step and the best layouts"),
-    "memory_gb": ("X", "with --world_size: memory of a device in GB (default: the topology's)"),
-}  # fmt: skip
-
-
-def _scale(given: dict[str, str], dry_run: bool, flags: dict[str, Any]) -> Scale | None:
-    """Read the flags of _AT_SCALE. Raises ConfigError for those that would be ignored."""
-    for key, value in given.items():
-        needed = "dry_run" if not dry_run else "world_size" if "world_size" not in given else ""
-        if needed:
-            raise ConfigError(
-                f"{key} = {value} would be ignored without --{needed}; add it, or drop --{key}"
-            )
-    if not given:
-        return None
-    if "workers" in flags:
-        raise ConfigError(
-            f"workers = {flags['workers']} and world_size = {given['world_size']} both say how "
-            "many ranks; drop one"
-        )
-    values: dict[str, Any] = dict(given)
-    for key, kind, what in (
-        ("world_size", int, "a whole number above 0"),
-        ("memory_gb", float, "a number above 0"),
-    ):
-        if key in given:
-            try:
-                values[key] = kind(given[key])
-            except ValueError:
-                values[key] = 0
-            if not 0 < values[key] < math.inf:
-                raise ConfigError(f"{key} = {given[key]} is not {what}")
-    return Scale(**values)
-
-
-# Flags that have an effect only with certain values of another key.
-_COUNTS_IF = {
-    "min_lr": ("schedule", ("cosine", "wsd")),
-    "decay_fraction": ("schedule", ("wsd",)),
-    "weight_decay": ("optimizer", ("adamw", "muon")),
-    "beta1": ("optimizer", ("adamw", "muon")),
-    "beta2": ("optimizer", ("adamw", "muon")),
-    "tokens_per_param": ("scaling", ("nanochat",)),
-}
-
-
-# Keys that belong to one command, not to the run: --resume does not take them from config.json.
-_NOT_INHERITED = ("resume", "stop_at", "target_loss", "faults", "workers", "out_dir")
+def _load(file: str | None, preset: str | None, flags: dict[str, Any]) -> Config:
+    """Return the configuration of file, preset and flags, or of the run that is resumed."""
+    if file or preset:
+        return load_config(file, preset, flags)
+    resumed = _config_of_run(flags.get("resume", "none"))
+    if not resumed:
+        return load_config(file, preset, flags)
+    return make_config(lay_over(resumed, flags, "the flags"))
 
 
 def _config_of_run(resume: str) -> dict[str, Any]:
-    """Return config.json of the run that `--resume PATH` names by its folder or a checkpoint; {}
-    without one.
+    """Return the inherited keys of the run that `--resume PATH` names; {} if it names none.
+
+    PATH is the run's folder, or one of its checkpoints.
     """
     if resume in ("none", "auto"):
         return {}
     path = Path(resume).expanduser()
     for folder in (path, path.parent, path.parent.parent):
-        if (folder / "config.json").is_file():
-            return {
-                k: v
-                for k, v in read_yaml(folder / "config.json").items()
-                if k not in _NOT_INHERITED
-            }
+        file = folder / "config.json"
+        if file.is_file():
+            values = read_yaml(file)
+            return {key: value for key, value in values.items() if key not in _NOT_INHERITED}
     return {}
 
 
-def _flags() -> list[str]:
-    return [key for key in Config.model_fields if field_extra(key).get("flag", True)]
+def _refuse_files(file: str | None, preset: str | None, prog: str) -> None:
+    """Raise ConfigError for a file or preset where the command's own script has the values."""
+    for key, value in (("config", file), ("preset", preset)):
+        if value:
+            raise ConfigError(
+                f"{key} = {value} would be ignored: {prog} is configured from flags alone; drop "
+                f"--{key}"
+            )
+
+
+def _refuse_idle_flags(flags: dict[str, Any], config: Config) -> None:
+    """Raise ConfigError for a flag that has no effect with the values of another key."""
+    for key, (other, values) in _COUNTS_IF.items():
+        if key not in flags or getattr(config, other) in values:
+            continue
+        # Plain sgd has no weight decay, but sgd with momentum has
+        if key == "weight_decay" and config.momentum:
+            continue
+        raise ConfigError(
+            f"{key} = {flags[key]} would be ignored: {other} = {getattr(config, other)}; drop "
+            f"--{key}"
+        )
+
+
+def _parse_scale(given: dict[str, str], dry_run: bool, flags: dict[str, Any]) -> Scale | None:
+    """Return the values of _SCALE_FLAGS. Raises ConfigError for those that would be ignored."""
+    if not given:
+        return None
+
+    key, value = next(iter(given.items()))
+    if not dry_run:
+        raise ConfigError(
+            f"{key} = {value} would be ignored without --dry_run; add it, or drop --{key}"
+        )
+    if "world_size" not in given:
+        raise ConfigError(
+            f"{key} = {value} would be ignored without --world_size; add it, or drop --{key}"
+        )
+    if "workers" in flags:
+        raise ConfigError(
+            f"workers = {flags['workers']} and world_size = {given['world_size']} both say how "
+            "many ranks; drop one"
+        )
+
+    world_size = _parse_positive("world_size", given["world_size"], int, "a whole number above 0")
+    memory_gb = None
+    if "memory_gb" in given:
+        memory_gb = _parse_positive("memory_gb", given["memory_gb"], float, "a number above 0")
+    return Scale(int(world_size), given.get("topology"), memory_gb)
+
+
+def _parse_positive(key: str, text: str, kind: Callable[[str], float], form: str) -> float:
+    try:
+        value = kind(text)
+    except ValueError:
+        raise ConfigError(f"{key} = {text} is not {form}") from None
+    # Also false for nan
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{key} = {text} is not {form}")
+    return value
+
+
+# ---- parsers -------------------------------------------------------------------------------------
 
 
 class Parser(argparse.ArgumentParser):
@@ -195,7 +238,29 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
+def tool_parser(prog: str, doc: str | None) -> Parser:
+    """Return a parser for a command with flags of its own.
+
+    `doc`, its module's docstring, is printed as it stands.
+    """
+    return Parser(
+        prog=prog,
+        description=doc,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _flags() -> list[str]:
+    """Return the keys of the configuration that are flags."""
+    return [key for key in Config.model_fields if field_extra(key).get("flag", True)]
+
+
 def _build_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser with the command's own flags, and one for each key of the configuration.
+
+    A flag that is not given is absent from the result, so that a default is not taken for a choice.
+    """
     parser = Parser(
         prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS
     )
@@ -210,31 +275,45 @@ def _build_parser(prog: str, description: str) -> argparse.ArgumentParser:
         action="store_true",
         help="print what would run and where, start nothing, exit 0",
     )
-    few = "print neither plan nor steps nor sample: where Ray is, warnings, faults, the result and its folder"
-    parser.add_argument("--quiet", action="store_true", help=few)
-    for key, (metavar, text) in _AT_SCALE.items():
+    parser.add_argument(
+        "--quiet",
+        action="store_true",
+        help="print neither plan nor steps nor sample: where Ray is, warnings, faults, the result "
+        "and its folder",
+    )
+    for key, (metavar, text) in _SCALE_FLAGS.items():
         parser.add_argument(f"--{key}", metavar=metavar, help=text)
+
     groups = {key: parser.add_argument_group(title) for key, title in _GROUPS.items()}
     for key in _flags():
-        field = Config.model_fields[key]
-        doc = " ".join((field.description or "").split()).replace("%", "%%")
-        boolean = bool in (field.annotation, *get_args(field.annotation))
-        groups[field_extra(key)["group"]].add_argument(
-            f"--{key}",
-            metavar="|".join(("true", "false", *_other_words(field.annotation)))
-            if boolean
-            else "X",
-            nargs="?" if boolean else None,
-            const="true" if boolean else None,
-            help=f"{doc} [{field.default}]",
-        )
+        _add_flag(groups[field_extra(key)["group"]], key)
     return parser
 
 
-def _other_words(annotation: Any) -> list[str]:
-    """Return what a flag takes beside true and false."""
-    kinds = [kind for kind in get_args(annotation) if get_origin(kind) is Literal]
-    return [str(word) for kind in kinds for word in get_args(kind)]
+def _add_flag(group: Any, key: str) -> None:
+    """Add the flag of a key. A boolean takes a value, but `--bias` alone means `--bias true`."""
+    field = Config.model_fields[key]
+    # argparse formats help texts with %, so a literal one is doubled
+    description = " ".join((field.description or "").split()).replace("%", "%%")
+    text = f"{description} [{field.default}]"
+
+    if bool not in (field.annotation, *get_args(field.annotation)):
+        group.add_argument(f"--{key}", metavar="X", help=text)
+        return
+    words = "|".join(["true", "false", *_literals(field.annotation)])
+    group.add_argument(f"--{key}", metavar=words, nargs="?", const="true", help=text)
+
+
+def _literals(annotation: Any) -> list[str]:
+    """Return the words of the Literals in a union: what a flag takes beside true and false."""
+    words = []
+    for kind in get_args(annotation):
+        if get_origin(kind) is Literal:
+            words += [str(word) for word in get_args(kind)]
+    return words
+
+
+# ---- running commands ----------------------------------------------------------------------------
 
 
 def run_command(
@@ -242,16 +321,15 @@ def run_command(
 ) -> int:
     """Parse a command line and run it; print a NanorayError as one line, and return the exit code."""
     started = time.time()
-    return exit_code_of(
-        lambda: run(parse_args(sys.argv[1:] if argv is None else argv, prog, what), started)
-    )
+    words = sys.argv[1:] if argv is None else argv
+    return exit_code_of(lambda: run(parse_args(words, prog, what), started))
 
 
 def exit_code_of(run: Callable[[], int | None]) -> int:
-    """Run a command whose output may be cut off; print its error as one line, and return the exit
-    code.
+    """Run a command and return its exit code; None from `run` is 0.
 
-    An error of nanoray, or of a file. None from `run` is 0.
+    The error of nanoray, or of a file, is printed as one line. The output may be cut off, by `head`
+    for instance, without a traceback.
     """
     with lasting_output():
         try:
@@ -260,6 +338,7 @@ def exit_code_of(run: Callable[[], int | None]) -> int:
             print(f"error: {error}", file=sys.stderr)
             return error.exit_code
         except OSError as error:
+            # Without a file name it is no error of a path that the user could mend
             if error.filename is None:
                 raise
             print(
@@ -267,6 +346,28 @@ def exit_code_of(run: Callable[[], int | None]) -> int:
                 file=sys.stderr,
             )
             return 1
+
+
+def run_subcommand(
+    commands: dict[str, Callable[[list[str]], int]], argv: list[str] | None, doc: str
+) -> int:
+    """Run the command that the first word names, and return its exit code; `doc` is the help."""
+    words = sys.argv[1:] if argv is None else argv
+    name = words[0] if words else ""
+
+    def run() -> int:
+        if name in ("-h", "--help"):
+            print(doc.strip())
+            return 0
+        # No command at all is a mistake, but the help is what is needed
+        if not name:
+            print(doc.strip())
+            return 2
+        if name not in commands:
+            raise ConfigError(f"unknown command {name}; one of {', '.join(commands)}")
+        return commands[name](words[1:])
+
+    return exit_code_of(run)
 
 
 @contextmanager
@@ -278,14 +379,6 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
         raise ConfigError(f"cannot write {path} ({error.strerror}); {remedy}") from None
 
 
-def tool_parser(prog: str, doc: str | None) -> Parser:
-    """Return a parser for a command with flags of its own; `doc`, its module's docstring, is the
-    help as it stands.
-    """
-    how = argparse.RawDescriptionHelpFormatter
-    return Parser(prog=prog, description=doc, allow_abbrev=False, formatter_class=how)
-
-
 def require_script(config: Config, main: object) -> None:
     """Raise ConfigError when the model is a script's own and there is no script."""
     if config.model == "own" and main is None:
@@ -294,37 +387,21 @@ def require_script(config: Config, main: object) -> None:
         )
 
 
-def run_subcommand(
-    commands: dict[str, Callable[[list[str]], int]], argv: list[str] | None, doc: str
-) -> int:
-    """Run the command that the first word names; `doc` is the help. Print errors, and return the
-    exit code.
-    """
-    name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
-
-    def run() -> int:
-        if name in ("", "-h", "--help"):
-            print(doc.strip())
-            return 0 if name else 2
-        if name not in commands:
-            raise ConfigError(f"unknown command {name}; one of {', '.join(commands)}")
-        return commands[name](rest)
-
-    return exit_code_of(run)
-
-
 def handle_stop_signals(handler: Callable[[int, Any], None]) -> None:
-    """Let `handler` receive the stop signals, but for one that is ignored already, as nohup does
-    with SIGHUP.
+    """Install `handler` for the stop signals.
+
+    A signal that is ignored already stays so: nohup starts commands with SIGHUP ignored.
     """
     for signum in STOP_SIGNALS:
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, handler)
 
 
+# ---- docs/flags.md -------------------------------------------------------------------------------
+
+
 def to_markdown() -> str:
-    """Return docs/flags.md: what `nanoray launch --help` prints, as tables."""
-    parser = _build_parser("nanoray launch", "")
+    """Return docs/flags.md: the flags that `nanoray launch --help` prints, and the conflicts."""
     lines = [
         "# Flags",
         "",
@@ -333,28 +410,33 @@ def to_markdown() -> str:
         "Those with a default are also YAML keys. A flag overrides `--config FILE`, which "
         "overrides the preset.",
     ]
-    for group in parser._action_groups:
+    for group in _build_parser("nanoray launch", "")._action_groups:
         actions = [action for action in group._group_actions if action.dest != "help"]
+        if not actions:
+            continue
         title = "the command" if group.title == "options" else group.title
-        lines += (
-            ["", f"## {title}", "", "| flag | default | what |", "| --- | --- | --- |"]
-            if actions
-            else []
-        )
-        for action in actions:
-            text, bracket, default = (action.help or "").replace("%%", "%").rpartition(" [")
-            if action.dest not in Config.model_fields or not bracket:
-                text, default = (action.help or "").replace("%%", "%"), "]"
-            value = f"`{default[:-1]}`" if default[:-1] else ""
-            lines.append(f"| `--{action.dest}` | {value} | " + text.replace("|", "\\|") + " |")
-    return "\n".join([*lines, *_conflicts_as_markdown()])
+        lines += ["", f"## {title}", "", "| flag | default | what |", "| --- | --- | --- |"]
+        lines += [_flag_row(action) for action in actions]
+    lines += _conflict_lines()
+    return "\n".join(lines)
 
 
-def _conflicts_as_markdown() -> list[str]:
+def _flag_row(action: argparse.Action) -> str:
+    """Return a flag's line of the table; a key's help text ends with its default in brackets."""
+    text = (action.help or "").replace("%%", "%")
+    default = ""
+    if action.dest in Config.model_fields:
+        text, _, default = text.rpartition(" [")
+        default = default.removesuffix("]")
+    shown = f"`{default}`" if default else ""
+    return _table_row([f"`--{action.dest}`", shown, text])
+
+
+def _conflict_lines() -> list[str]:
     """Return the table of conflicts: what is refused, why, what helps, and when it is known."""
     lines = [
         "",
-        "## what does not go together",
+        "## What does not go together",
         "",
         "Each row is refused before training starts: as soon as the keys are read, or when the "
         "number of ranks or the device is known.",
@@ -364,19 +446,35 @@ def _conflicts_as_markdown() -> list[str]:
     ]
     for row in TABLE:
         if isinstance(row, Row):
-            other = row.other.words
-            if row.also is not None:
-                other = f"{other}, {row.also.words}"
-            why = row.why
-            if row.ignored:
-                why = (
-                    f"it would be ignored: {row.other.key} {why}" if why else "it would be ignored"
-                )
-            cells = [row.asked.words, other, why, row.remedy, known_from(row)]
-        else:
-            cells = [row.words, "", "", "", known_from(row)]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            lines.append(_row_of_two(row))
+    lines += [
+        "",
+        "Sizes must fit each other; the message names a size that does:",
+        "",
+    ]
+    for row in TABLE:
+        if isinstance(row, Rule):
+            lines.append(f"- {row.words}")
     return lines
+
+
+def _row_of_two(row: Row) -> str:
+    other = row.other.words
+    if row.also is not None:
+        other += f", {row.also.words}"
+
+    why = row.why
+    if row.ignored:
+        why = "it would be ignored"
+    if row.ignored and row.why:
+        why = f"it would be ignored: {row.other.key} {row.why}"
+    return _table_row([row.asked.words, other, why, row.remedy, known_from(row)])
+
+
+def _table_row(cells: list[str]) -> str:
+    """Return one line of a table; a bar inside a cell would end it."""
+    escaped = [cell.replace("|", "\\|") for cell in cells]
+    return "| " + " | ".join(escaped) + " |"
 
 
 if __name__ == "__main__":

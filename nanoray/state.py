@@ -477,11 +477,7 @@ def load_optimizer_tensors(
             f"optimizer state holds {sorted(found) or 'nothing'}, but {type(optimizer).__name__} "
             "needs "
             f"{sorted(expected) or 'nothing'}; resume with the optimizer that wrote it"
-            + (
-                ", in its precision and with its master_weights"
-                if hasattr(optimizer, "state_keys")
-                else ""
-            )
+            + (", in its precision" if hasattr(optimizer, "state_keys") else "")
         )
     for name, tensor in tensors.items():
         key, param = name.split(".", 1)

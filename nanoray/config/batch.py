@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from nanoray.config.fields import Group, Natural, Positive, field
+from nanoray.config.fields import Group, Natural, Positive, field, hidden
 
 
 class BatchSizes(Group):
     """The batch of one optimizer step. arithmetic.py divides it by the number of data ranks."""
 
     seq_warmup_steps: Natural = field(0, "batch")
-    """gpt: steps in which each sequence is cut into shorter ones, of seq_warmup_from tokens at
+    """gpt: steps in which each sequence is cut into shorter ones, of 8 tokens at
     first, then of twice as many, and so on up to block_size (0 = off); a step has as many tokens as
-    without"""
+    without; block_size is 16, 32, 64, ..."""
 
-    seq_warmup_from: Positive = field(8, "batch")
-    """seq_warmup_steps: tokens of a sequence at first; block_size is 2, 4, 8, ... times that"""
+    seq_warmup_from: Positive = hidden(8, "batch")
+    """fixed: tokens of a sequence at first"""
 
     micro_batch_size: Natural = field(0, "batch")
     """sequences per rank per forward pass (0 = follows from the global batch). Out of memory? Halve

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from nanoray.config.data import IMAGES
 from nanoray.config.keys import Keys
 from nanoray.config.mesh import BY_HAND, SHARDS_STATE, WHOLE_MODELS
+from nanoray.config.spellings import PART_OF_FIELD, spell
 from nanoray.errors import ConfigError
 
 AXES = ("tp", "pp", "ep")
@@ -43,8 +44,8 @@ class Condition:
         return self.holds(getattr(config, self.key))
 
     def value(self, config: Keys) -> str:
-        """Write the key and its value."""
-        return f"{self.key} = {getattr(config, self.key)}"
+        """Write the key and its value, as users give them."""
+        return spell(config, self.key)
 
     def brief(self, config: Keys) -> str:
         """Write the key and its value, but an axis without its size."""
@@ -55,8 +56,11 @@ class Condition:
 
 def one_of(key: str, *values: Any) -> Condition:
     """The key has one of these values."""
-    words = " or ".join(str(value) for value in values)
-    return Condition(key, f"{key} {words}", lambda value: value in values)
+    part = PART_OF_FIELD.get(key)
+    words = f"{key} {' or '.join(str(value) for value in values)}"
+    if part is not None:
+        words = f"{part.key} {part.owners[0]}:{part.word(values[0])}"
+    return Condition(key, words, lambda value: value in values)
 
 
 def none_of(key: str, *values: Any) -> Condition:
@@ -202,7 +206,7 @@ def _undivided_by_stages(pp: int, chunks: int, n_layer: int) -> str:
         return ""
     product = f"pp = {pp}"
     if chunks > 1:
-        product = f"pp*pp_chunks = {pp}*{chunks} = {parts}"
+        product = f"pp * chunks = {pp}*{chunks} = {parts}"
     nearest = max(parts, round(n_layer / parts) * parts)
     return f"{product} does not divide n_layer = {n_layer}; use n_layer {nearest}, or another pp"
 
@@ -285,14 +289,13 @@ def _lengths_double(config: Keys) -> str:
     if rest == 0 and times >= 2 and power_of_two:
         return ""
 
-    # The largest power of two in block_size, but no more than 8, leaves the longest warm-up
-    shortest = config.block_size // min(8, config.block_size & -config.block_size)
-    remedy = "use an even block_size"
-    if shortest < config.block_size:
-        remedy = f"try seq_warmup_from {shortest}"
+    # The next smaller and the next larger size that the length reaches by doubling
+    smaller = 2 * config.seq_warmup_from
+    while 2 * smaller <= config.block_size:
+        smaller *= 2
     return (
-        f"block_size = {config.block_size} is not 2, 4, 8, ... times seq_warmup_from = "
-        f"{config.seq_warmup_from}; {remedy}"
+        f"block_size = {config.block_size} is not 2, 4, 8, ... times {config.seq_warmup_from}, the "
+        f"tokens with which seq_warmup_steps begins; use block_size {smaller} or {2 * smaller}"
     )
 
 
@@ -337,7 +340,7 @@ EXPERT_KEYS = (
     "z_loss",
     "ep",
 )
-_TEXT_KEYS = ("tokenizer", "val_fraction")
+_TEXT_KEYS = ("tokenizer",)
 _GPT_KEYS = (
     "dropout",
     "bias",
@@ -349,7 +352,7 @@ _GPT_KEYS = (
     "attention",
     "loss_chunk",
 )
-_RESNET_KEYS = ("resnet_depth", "resnet_width", "sync_batchnorm", "label_smoothing")
+_RESNET_KEYS = ("resnet_depth", "sync_batchnorm", "label_smoothing")
 
 
 def _keys_of_models() -> list[Row]:
@@ -554,7 +557,7 @@ TABLE: tuple[Row | Rule, ...] = (
         one_of("nesterov", True),
         one_of("momentum", 0),
         "",
-        "give momentum 0.9, or drop nesterov",
+        "give momentum 0.9, or use optimizer sgd",
         ignored=True,
     ),
     Row(
@@ -574,13 +577,6 @@ TABLE: tuple[Row | Rule, ...] = (
         ignored=True,
     ),
     # Short sequences
-    Row(
-        given("seq_warmup_from"),
-        one_of("seq_warmup_steps", 0),
-        "",
-        "give seq_warmup_steps, or drop it",
-        ignored=True,
-    ),
     Rule(
         ("seq_warmup_steps", "max_steps", "num_epochs"),
         "seq_warmup_steps at most max_steps",
@@ -588,7 +584,7 @@ TABLE: tuple[Row | Rule, ...] = (
     ),
     Rule(
         ("seq_warmup_steps", "seq_warmup_from", "block_size"),
-        "seq_warmup_steps: block_size must be 2, 4, 8, ... times seq_warmup_from",
+        "seq_warmup_steps: block_size must be 16, 32, 64, ...",
         _lengths_double,
     ),
     Row(
@@ -643,30 +639,16 @@ TABLE: tuple[Row | Rule, ...] = (
         ignored=True,
     ),
     Row(
-        given("fsdp_reshard"),
-        none_of("dp_mode", "fsdp"),
-        "",
-        "use dp_mode fsdp, or drop fsdp_reshard",
-        ignored=True,
-    ),
-    Row(
-        given("fsdp_gather"),
-        none_of("dp_mode", "fsdp"),
-        "",
-        "use dp_mode fsdp, or drop fsdp_gather",
-        ignored=True,
-    ),
-    Row(
         one_of("fsdp_gather", "bf16"),
         one_of("precision", "fp16"),
         "its layers cannot take weights of bf16",
-        "use fsdp_gather fp32",
+        "use dp_mode fsdp",
     ),
     Row(
         one_of("fsdp_gather", "bf16"),
         one_of("model", "resnet"),
         "its layers cannot take weights of bf16",
-        "use fsdp_gather fp32",
+        "use dp_mode fsdp",
     ),
     # Tensor parallelism
     Row(above("tp", 1), none_of("model", "gpt"), "it cuts the layers of a gpt", "drop tp"),
@@ -688,13 +670,6 @@ TABLE: tuple[Row | Rule, ...] = (
         _tp_divides_sequences,
     ),
     # Pipelines
-    Row(
-        above("pp_chunks", 0),
-        none_of("pp_schedule", "interleaved"),
-        "has one chunk per rank",
-        "use pp_schedule interleaved, or drop pp_chunks",
-        ignored=True,
-    ),
     Row(
         given("pp_schedule"),
         one_of("pp", 1),
@@ -747,13 +722,6 @@ TABLE: tuple[Row | Rule, ...] = (
         "use precision fp32",
     ),
     Row(
-        given("fp8_scaling"),
-        none_of("precision", "fp8"),
-        "",
-        "use precision fp8, or drop fp8_scaling",
-        ignored=True,
-    ),
-    Row(
         one_of("precision", "fp8"),
         none_of("model", "gpt"),
         "it is for the linear layers of a gpt",
@@ -796,30 +764,10 @@ TABLE: tuple[Row | Rule, ...] = (
         "drop dp_mode fsdp, or use precision bf16",
     ),
     Row(
-        given("master_weights"),
-        none_of("precision", *PURE),
-        "keeps float32 weights",
-        "use precision bf16_pure, or drop master_weights",
-        ignored=True,
-    ),
-    Row(
-        given("rounding"),
-        none_of("precision", *PURE),
-        "keeps float32 weights",
-        "use precision bf16_pure, or drop rounding",
-        ignored=True,
-    ),
-    Row(
-        one_of("rounding", "stochastic"),
-        one_of("precision", "fp16_pure"),
-        "it is for updates of bf16 weights",
-        "use precision bf16_pure, or drop rounding",
-    ),
-    Row(
         one_of("rounding", "stochastic"),
         one_of("master_weights", "fp32"),
         "it is for weights without a float32 copy",
-        "use master_weights none, or drop rounding",
+        "use one of the two",
     ),
     Row(
         one_of("precision", *PURE),
@@ -861,16 +809,9 @@ TABLE: tuple[Row | Rule, ...] = (
         one_of("precision", *PURE),
         one_of("dp_mode", "fsdp"),
         "it shards float32 weights",
-        "use dp_mode zero2, or fsdp with fsdp_gather bf16",
+        "use dp_mode zero2, or precision bf16 with dp_mode fsdp:bf16",
     ),
     # Compressed gradients
-    Row(
-        given("powersgd_rank"),
-        none_of("grad_compress", "powersgd"),
-        "",
-        "use grad_compress powersgd, or drop it",
-        ignored=True,
-    ),
     Row(
         given("grad_compress"),
         none_of("dp_mode", *WHOLE_MODELS),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from nanoray.config.fields import Group, field
+from nanoray.config.fields import Group, field, hidden
 
 IMAGES = ("cifar10", "cifar10-generated")  # data sets of images; all others are text
 
@@ -31,8 +31,8 @@ class Data(Group):
     tokenizer: Literal["auto", "char", "byte", "gpt2"] = field("auto", "data")
     """auto (char for Shakespeare, else byte) | char | byte | gpt2 (needs: pip install tiktoken)"""
 
-    val_fraction: float = field(0.1, "data", gt=0, lt=0.5)
-    """share of the text, at its end, kept for validation"""
+    val_fraction: float = hidden(0.1, "data", gt=0, lt=0.5)
+    """fixed: share of the text, at its end, kept for validation"""
 
     def check(self) -> None:
         """Raise ValueError for a URL with a secret in it."""

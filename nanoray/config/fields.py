@@ -28,3 +28,8 @@ class Group(BaseModel):
 def field(default: Any, group: str, **limits: Any) -> Any:
     """Return a pydantic field of a group; `limits` are pydantic's, such as gt, ge and pattern."""
     return Field(default, json_schema_extra={"group": group}, **limits)
+
+
+def hidden(default: Any, group: str, **limits: Any) -> Any:
+    """Return a field that is no flag and no YAML key: see spellings.py."""
+    return Field(default, json_schema_extra={"group": group, "flag": False}, **limits)

@@ -16,6 +16,7 @@ import yaml
 from pydantic import ValidationError
 
 from nanoray.config.schema import Config, changes_recipe
+from nanoray.config.spellings import PARTS, refuse_old
 from nanoray.errors import ConfigError
 
 PRESET_DIR = Path(__file__).resolve().parents[1] / "presets"
@@ -75,6 +76,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"config file {path} must hold `key: value` lines, not a {type(values).__name__}"
         )
+    # A config.json has the fields of a Config, also one that an older version wrote
+    if path.suffix != ".json":
+        refuse_old(values)
     return flatten(values)
 
 
@@ -143,6 +147,11 @@ def lay_over(lower: Mapping[str, Any], upper: Mapping[str, Any], where: str) -> 
         merged.pop("max_steps", None)
     elif "max_steps" in upper:
         merged.pop("num_epochs", None)
+
+    # A new dp_mode replaces the old one together with its parts
+    for part in PARTS:
+        if part.key in upper:
+            merged.pop(part.field, None)
     merged.update(upper)
     return merged
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from nanoray.config.fields import Group, Natural, Positive, field
+from nanoray.config.fields import Group, Natural, Positive, field, hidden
 
 # Values of dp_mode, by what a rank keeps
 WHOLE_MODELS = ("ddp", "ddp_by_hand")  # all weights, gradients and optimizer state
@@ -43,7 +43,11 @@ class Mesh(Group):
     dp_mode: Literal["ddp", "ddp_by_hand", "zero1", "zero2", "fsdp"] = field("ddp", "dist")
     """how ranks share the work: ddp (torch's; every rank keeps all gradients and optimizer state) |
     ddp_by_hand (the same, with buckets in plain sight) | zero1 (each rank keeps 1/n of the
-    optimizer state) | zero2 (and of the gradients) | fsdp (and of the weights)"""
+    optimizer state) | zero2 (and of the gradients) | fsdp (and of the weights: it frees a block's
+    after its forward and gathers them again in backward). With words after it: fsdp:grad_op (keep
+    gathered weights until backward is done: one all-gather less, more memory) | fsdp:bf16 (gather
+    weights and compute with them in bf16: half the bytes, and norms are rounded, too) |
+    fsdp:grad_op:bf16"""
 
     mirror: Literal["auto", "off"] = field("auto", "dist")
     """zero1, zero2 and fsdp, on Ray with gloo: auto (another rank, on another node if there are
@@ -51,13 +55,12 @@ class Mesh(Group):
     with no step repeated; with AdamW on n ranks 12/n bytes more per parameter, fsdp 16/n, and 4/n
     sent per step) | off (they restart from a checkpoint)"""
 
-    fsdp_reshard: Literal["full", "grad_op"] = field("full", "dist")
-    """fsdp: full (free a block's weights after its forward and gather them again in backward: least
-    memory) | grad_op (keep them until backward is done: one all-gather less)"""
+    # Parts of dp_mode
+    fsdp_reshard: Literal["full", "grad_op"] = hidden("full", "dist")
+    """dp_mode fsdp:grad_op: keep a block's weights from its forward until its backward is done"""
 
-    fsdp_gather: Literal["fp32", "bf16"] = field("fp32", "dist")
-    """fsdp: type in which weights are gathered and computed with; bf16 halves these bytes, and
-    rounds norms, too"""
+    fsdp_gather: Literal["fp32", "bf16"] = hidden("fp32", "dist")
+    """dp_mode fsdp:bf16: type in which weights are gathered and computed with"""
 
     activation_checkpointing: Literal["none", "selective", "block"] = field("none", "dist")
     """what a forward keeps for backward: none (all of it: fastest) | selective (results of matrix
@@ -75,11 +78,12 @@ class Mesh(Group):
 
     pp_schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = field("1f1b", "dist")
     """pp: gpipe (all forwards, then all backwards) | 1f1b (in turn: the same time, and at most pp
-    micro batches' activations) | interleaved (each rank has several chunks of layers: less waiting,
-    more travels) | zero_bubble (gradients of weights fill the time in which a stage would wait)"""
+    micro batches' activations) | interleaved (each rank has two chunks of layers, or three with
+    interleaved:3: less waiting, more travels) | zero_bubble (gradients of weights fill the time in
+    which a stage would wait)"""
 
-    pp_chunks: Natural = field(0, "dist")
-    """pp_schedule interleaved: chunks of layers per rank (0 = 2)"""
+    pp_chunks: Natural = hidden(0, "dist")
+    """pp_schedule interleaved:3: chunks of layers per rank (0 = 2)"""
 
     bucket_mb: float = field(0.0, "dist", ge=0)
     """gradient bucket in MB (0 = 25 on GPU, 8 on CPU); with ddp it fixes the order of sums, so a

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from nanoray.config.fields import Group, Natural, Positive, field
+from nanoray.config.fields import Group, Natural, Positive, field, hidden
 
 
 class Model(Group):
@@ -45,8 +45,8 @@ class Model(Group):
     resnet_depth: Positive = field(20, "model")
     """layers of the resnet: 6n + 2, so 8, 14, 20, 32, 44, 50, ..."""
 
-    resnet_width: Positive = field(1, "model")
-    """factor on the resnet's 16, 32 and 64 channels"""
+    resnet_width: Positive = hidden(1, "model")
+    """fixed: factor on the resnet's 16, 32 and 64 channels"""
 
     sync_batchnorm: bool = field(False, "model")
     """resnet: normalise by the micro batches of all ranks together, not by each rank's own"""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from nanoray.config.fields import Group, Natural, Positive, field
+from nanoray.config.fields import Group, Natural, Positive, field, hidden
 
 
 class Optim(Group):
@@ -17,19 +17,22 @@ class Optim(Group):
     (GPUs: products of float32 with 10 bits) | bf16 | fp16 (with a loss scaler); weights and
     optimizer state are float32 in all of these | bf16_pure | fp16_pure (weights, gradients and
     optimizer state in 16 bits, for a gpt; see docs/precision.md) | fp8 (bf16, with products of
-    8-bit floats in a gpt's blocks; an emulation where the hardware has none)"""
+    8-bit floats in a gpt's blocks and one scale for each tensor; an emulation where the hardware
+    has none). With a word after it: bf16_pure:master | fp16_pure:master (the optimizer keeps a
+    float32 copy of each weight, and its moments in float32, so that no small update is lost) |
+    bf16_pure:stochastic (an update is rounded up or down at random, right on average, so that small
+    updates add up; its random bits follow from seed, step and weight) | fp8:row (one scale for each
+    row)"""
 
-    fp8_scaling: Literal["tensor", "row"] = field("tensor", "optim")
-    """fp8: one scale for each tensor | one for each row"""
+    # Parts of precision
+    fp8_scaling: Literal["tensor", "row"] = hidden("tensor", "optim")
+    """precision fp8:row: one scale for each row"""
 
-    master_weights: Literal["none", "fp32"] = field("none", "optim")
-    """bf16_pure and fp16_pure: none | fp32 (the optimizer keeps a float32 copy of each weight, and
-    its moments in float32, so that no small update is lost)"""
+    master_weights: Literal["none", "fp32"] = hidden("none", "optim")
+    """precision bf16_pure:master and fp16_pure:master: a float32 copy of each weight"""
 
-    rounding: Literal["nearest", "stochastic"] = field("nearest", "optim")
-    """bf16_pure without master weights: how an update is rounded to bf16: nearest | stochastic (up
-    or down at random, right on average, so that small updates add up; its random bits follow from
-    seed, step and weight)"""
+    rounding: Literal["nearest", "stochastic"] = hidden("nearest", "optim")
+    """precision bf16_pure:stochastic: how an update is rounded to bf16"""
 
     attention: Literal["auto", "flash", "cudnn", "plain"] = field("auto", "optim")
     """gpt: flash (torch's fused kernel) | cudnn (cuDNN's, on GPUs and in 16 bits) | plain (two
@@ -47,13 +50,13 @@ class Optim(Group):
 
     grad_compress: Literal["none", "bf16", "fp16", "int8", "powersgd"] = field("none", "optim")
     """dp_mode ddp and ddp_by_hand: what ranks send of their gradients: none (all, in float32) |
-    bf16 | fp16 (half the bytes) | int8 (a quarter) | powersgd (products of rank powersgd_rank: far
-    less). int8 and powersgd add what was not sent to the next gradient, and keep it, 4 bytes per
-    parameter. All change the result, and save time where a link is slow: see docs/precision.md"""
+    bf16 | fp16 (half the bytes) | int8 (a quarter) | powersgd (products of rank 4: far less;
+    powersgd:8 of rank 8). int8 and powersgd add what was not sent to the next gradient, and keep
+    it, 4 bytes per parameter. All change the result, and save time where a link is slow: see
+    docs/precision.md"""
 
-    powersgd_rank: Positive = field(4, "optim")
-    """grad_compress powersgd: columns of the two matrices that stand for each matrix of
-    gradients"""
+    powersgd_rank: Positive = hidden(4, "optim")
+    """grad_compress powersgd:4: columns of the two matrices that stand for a matrix of gradients"""
 
     max_steps: Positive = field(2000, "optim")
     """optimizer steps of the whole schedule"""
@@ -64,14 +67,14 @@ class Optim(Group):
 
     optimizer: Literal["adamw", "sgd", "muon"] = field("adamw", "optim")
     """adamw (fused) | sgd (plain unless given momentum: parity tests use it because AdamW hides a
-    factor on the gradient) | muon (of a gpt: orthogonal updates of the blocks' matrices, adamw for
-    all else)"""
+    factor on the gradient) | sgd:nesterov (with momentum, looking ahead along its sum) | muon (of a
+    gpt: orthogonal updates of the blocks' matrices, adamw for all else)"""
 
     momentum: float = field(0.0, "optim", ge=0, lt=1)
     """sgd: decay of the sum of past gradients (0 = plain)"""
 
-    nesterov: bool = field(False, "optim")
-    """sgd with momentum: look ahead along the sum (Nesterov)"""
+    nesterov: bool = hidden(False, "optim")
+    """optimizer sgd:nesterov: look ahead along the sum of gradients"""
 
     label_smoothing: float = field(0.0, "optim", ge=0, lt=1)
     """resnet: share of a label that goes to all classes alike, while training"""

@@ -14,6 +14,7 @@ from pydantic import model_validator
 
 from nanoray.config.conflicts import first
 from nanoray.config.keys import GROUPS, Keys
+from nanoray.config.spellings import refuse_idle_parts, split
 
 # Overriding a key of these groups changes the recipe, so the preset's expected loss is void. The
 # keys below them keep it: the same mathematics, computed in other portions or by other kernels.
@@ -35,11 +36,20 @@ KEEPS_RECIPE = frozenset(
 class Config(Keys):
     """A training run, complete and immutable."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _split_parts(cls, values: Any) -> Any:
+        """Turn `dp_mode: fsdp:bf16` into the fields dp_mode and fsdp_gather."""
+        if isinstance(values, dict):
+            return split(values)
+        return values
+
     @model_validator(mode="after")
     def _check(self) -> Config:
         # By class: each group has a method of this name, and self.check() would find only one
         for group in GROUPS:
             group.check(self)
+        refuse_idle_parts(self)
         problem = first(self)
         if problem:
             raise ValueError(problem)

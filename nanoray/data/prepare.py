@@ -318,7 +318,7 @@ def _open_folder(folder: Path, config: Config) -> DatasetInfo:
     """Open a folder of token files, in nanoGPT's format or as `prepare` writes them."""
     if config.val_fraction != Config.model_fields["val_fraction"].default:
         raise DataError(
-            f"val_fraction would be ignored: {folder} is split already; drop --val_fraction"
+            f"val_fraction would be ignored: {folder} is split already; drop val_fraction"
         )
     missing = [name for name in ("train.bin", "val.bin") if not (folder / name).is_file()]
     if missing:

@@ -16,6 +16,7 @@ from pathlib import Path
 import yaml
 
 from nanoray.config import Config, Kube
+from nanoray.config.spellings import join
 from nanoray.errors import ConfigError
 from nanoray.kube.kustomize import Object, build, containers
 from nanoray.kube.rules import NAME_LIMIT, groups, problems, quantity, templates
@@ -123,7 +124,8 @@ def _folder(config: Config, name: str) -> str:
 
 
 def _config_map(config: Config, name: str) -> Object:
-    values = {k: v for k, v in config.model_dump(exclude_defaults=True).items() if k not in _LOCAL}
+    values = join(config.model_dump(exclude_defaults=True))
+    values = {key: value for key, value in values.items() if key not in _LOCAL}
     if config.dataset not in ("auto", "shakespeare", "stdlib") and not config.dataset.startswith(
         "/data/"
     ):

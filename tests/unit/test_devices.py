@@ -622,7 +622,9 @@ def test_a_cpu_without_a_compiler_or_with_a_space_in_its_path_compiles_nothing(
     ):
         require_compiler(config, "cpu")
     require_compiler(config.model_copy(update={"compile": False}), "cpu")
-    with pytest.raises(ConfigError, match="compile = cuda_graphs, but the device is a CPU"):
+    with pytest.raises(
+        ConfigError, match="compile = cuda_graphs with device = cpu: a CPU has no kernels"
+    ):
         require_compiler(config.model_copy(update={"compile": "cuda_graphs"}), "cpu")
 
 

@@ -134,10 +134,13 @@ def test_only_linear_layers_of_blocks_change_and_names_stay() -> None:
     [
         (
             {"fp8_scaling": "row"},
-            "fp8_scaling = row would be ignored: precision = auto; use precision fp8, or drop",
+            "fp8_scaling = row would be ignored: precision = auto; use precision fp8:row, or drop",
         ),
-        ({"precision": "fp8", "model": "resnet"}, "fp8 .* model = resnet; use precision bf16"),
-        ({"precision": "fp8", "experts": 4}, "but experts = 4; use precision bf16"),
+        (
+            {"precision": "fp8", "model": "resnet"},
+            "fp8 with model = resnet: .*; use precision bf16",
+        ),
+        ({"precision": "fp8", "experts": 4}, "fp8 with experts = 4: .*; use precision bf16"),
         ({"precision": "fp8", "tp": 2}, "precision = fp8 with tp = 2"),
         ({"precision": "fp8", "pp": 2}, "precision = fp8 with pp = 2"),
         ({"precision": "fp8", "dp_mode": "fsdp"}, "precision = fp8 with dp_mode = fsdp"),

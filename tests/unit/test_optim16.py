@@ -209,7 +209,7 @@ def test_state_of_another_precision_is_refused_or_converted() -> None:
     masters, other = made("bf16_pure", master_weights="fp32")
     with pytest.raises(
         CheckpointError,
-        match=r"but Optim16 needs .*'master'.*in its precision and with its master_we",
+        match=r"but Optim16 needs .*'master'.*in its precision",
     ):
         load_optimizer_tensors(other, whole_shards(masters), saved)
 
@@ -250,7 +250,7 @@ def test_the_memory_formula_is_what_is_held(
         ),
         (
             {"master_weights": "fp32"},
-            "master_weights = fp32 would be ignored: precision = auto keeps float32 weights",
+            "master_weights = fp32 would be ignored: precision = auto; use precision bf16_pure:master",
         ),
         (
             {"precision": "bf16", "rounding": "stochastic"},
@@ -258,12 +258,12 @@ def test_the_memory_formula_is_what_is_held(
         ),
         (
             {"precision": "fp16_pure", "rounding": "stochastic"},
-            "with precision = fp16_pure: it is for updates of bf16 weights",
+            "rounding = stochastic would be ignored: precision = fp16_pure; use precision bf16_pure:st",
         ),
         (
             {"precision": "bf16_pure", "rounding": "stochastic", "master_weights": "fp32"},
-            "with master_weights = fp32: it is for weights without a float32 copy; use "
-            "master_weights none",
+            "precision = bf16_pure:stochastic with precision = bf16_pure:master: it is for weights "
+            "without a float32 copy",
         ),
         (
             {"precision": "bf16_pure", "model": "resnet"},

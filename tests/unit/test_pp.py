@@ -502,7 +502,7 @@ def test_what_cannot_be_a_pipeline_is_refused(text: Path, tmp_path: Path) -> Non
 
     refused(r"pp = 3 does not divide n_layer = 4; use n_layer 3, or another pp", pp=3)
     refused(
-        r"pp\*pp_chunks = 2\*3 = 6 does not divide n_layer = 4; use n_layer 6",
+        r"pp \* chunks = 2\*3 = 6 does not divide n_layer = 4; use n_layer 6",
         pp=2,
         pp_schedule="interleaved",
         pp_chunks=3,
@@ -528,7 +528,7 @@ def test_what_cannot_be_a_pipeline_is_refused(text: Path, tmp_path: Path) -> Non
     refused(r"pp_schedule = gpipe would be ignored: pp = 1", pp_schedule="gpipe")
     refused(r"pp_chunks = 2 would be ignored: pp_schedule = 1f1b", pp=2, pp_chunks=2)
     refused(
-        r"pp_chunks = 1 with pp_schedule = interleaved: .* the schedule 1f1b",
+        r"pp_schedule = interleaved:1 with pp_schedule = interleaved: .* the schedule 1f1b",
         pp=2,
         pp_schedule="interleaved",
         pp_chunks=1,
