@@ -1,6 +1,4 @@
-"""Train on Ray. The package is a function, too: `nanoray.launch(main, config)` trains a script's
-own model.
-"""
+"""Train on Ray. The package is also a function: `nanoray.launch(main, config)` trains own models."""
 
 from __future__ import annotations
 
@@ -14,9 +12,7 @@ class _Package(types.ModuleType):
     def __call__(
         self, main: Callable[[Any], Any], config: Mapping[str, Any] | None = None, ray: bool = True
     ) -> int:
-        """Call `main(run)` on every rank of a new run; return the exit code. See
-        nanoray.launch.own.
-        """
+        """Call `main(run)` on every rank of a new run; return the exit code. See launch.own."""
         from nanoray.launch.own import launch_own
 
         return launch_own(main, config or {}, ray)
