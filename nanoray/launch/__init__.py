@@ -1,4 +1,4 @@
-"""Train on Ray. The package is also a function: `nanoray.launch(main, config)` trains own models."""
+"""Train on Ray. The package is also a function: `nanoray.launch(main, config)` runs a script."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
+# A module object cannot be called, but one of a subclass of ModuleType can.
 class _Package(types.ModuleType):
     def __call__(
         self, main: Callable[[Any], Any], config: Mapping[str, Any] | None = None, ray: bool = True

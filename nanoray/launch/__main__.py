@@ -73,6 +73,8 @@ def launch(
     if loaded.scale:
         print("\n".join(forecast_lines(loaded, loaded.scale)))
         return 0
+
+    # Where the run goes, and on how many ranks: on this machine that is known now.
     config = lasting_out_dir(loaded.config)
     address = ray_address(config)
     slots = None
@@ -87,6 +89,8 @@ def launch(
         resolve_batch(config, Layout.of(config, config.workers).dp)
     parse_plan(config.faults)
     dataset = prepare(config)
+
+    # Take devices, train, and give everything back, whatever happens.
     with catch_signals() as stop, connected(address, slots, stop, last):
         place = Placement.make(config, stop.check)
         try:
@@ -103,6 +107,8 @@ def launch(
                 report.state = outcome["exit_reason"]
         finally:
             bounded(lambda: remove_placement_group(place.group))
+
+    # Ray is gone: report what the run came to.
     summary = write_summary(spec, outcome, len(driver.faults.causes))
     if not outcome.get("ok"):
         error = WorkerFailed(outcome["message"])
@@ -123,7 +129,8 @@ def ray_address(config: Config) -> str:
     if address.startswith("ray://"):
         raise ConfigError(
             f"ray_address = {address} is Ray Client's, which cannot watch ranks; give HOST:PORT of "
-            "the head's GCS (6379) from a machine of the cluster, or `ray job submit` from elsewhere"
+            "the head's GCS (6379) from a machine of the cluster, or `ray job submit` from "
+            "elsewhere"
         )
     return address
 

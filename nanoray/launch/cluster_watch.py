@@ -113,7 +113,7 @@ class ClusterWatch:
     # Drained nodes.
 
     def notice_s(self, node: str) -> float:
-        """Return how many seconds a drained node has left; infinite if its end was not announced."""
+        """Return how many seconds a drained node has left; infinite if that was not announced."""
         gone_at_ms = self.draining.get(node, 0)
         if not gone_at_ms:
             return math.inf
@@ -176,7 +176,7 @@ class ClusterWatch:
             room = 0
             if draining:
                 lost_bundles, room = self._consequences(draining)
-            # `draining` last: who sees a drained node must find its bundles and the room.
+            # `draining` is set last: a thread that sees a drained node finds the rest.
             self._lost_bundles = lost_bundles
             self._room = room
             self.draining = draining
@@ -193,7 +193,7 @@ class ClusterWatch:
         return False
 
     def _consequences(self, draining: Collection[str]) -> tuple[dict[int, str], int]:
-        """Return the bundles on drained nodes, with their nodes; and the other nodes' free slots."""
+        """Return the bundles on drained nodes, and how many ranks the other nodes can hold."""
         nodes = self._api.util.placement_group_table(self._place.group)["bundles_to_node_id"]
         others = [node for node in nodes_of(self._api) if node["id"] not in draining]
         lost = {bundle: node for bundle, node in nodes.items() if node in draining}

@@ -53,6 +53,7 @@ class FaultLog:
             # Monotonic clocks of two processes are comparable on one host since one boot only.
             report.detect_s = round(max(0.0, known_at - cause.exit_record["monotonic"]), 4)
 
+        # The fault is overcome when a step is completed that no rank had completed before.
         completed = [failure.completed for failure in collector.failures]
         for position in positions:
             completed.append(Failure(0, "killed", "", *position).completed)

@@ -93,6 +93,7 @@ class JobReport:
         store: Any = internal_kv_get_gcs_client()
         key = JobInfoStorageClient.JOB_DATA_KEY.format(job_id=self._job).encode()
         info = json.loads(store.internal_kv_get(key, namespace=KV_NAMESPACE_JOB, timeout=WRITE_S))
+        # Ray writes the record itself before the driver starts and after it has ended.
         if info["status"] != "RUNNING":
             return
         # Keep the metadata of others, and replace this run's.

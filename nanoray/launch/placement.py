@@ -375,7 +375,7 @@ def _request_that_fits(
 
 
 class Demand:
-    """A placement group that waits: an autoscaler adds nodes only for resources that are awaited."""
+    """A pending placement group: an autoscaler adds nodes only for resources that are awaited."""
 
     def __init__(self, strategy: str, api: Any) -> None:
         self._strategy = strategy
@@ -445,8 +445,8 @@ def _require_room(nodes: list[dict[str, Any]], workers: int, bundle: dict[str, f
     """Raise PlacementError if the nodes cannot hold the ranks, even without any other job."""
     if room_on(nodes, bundle, "total") < workers:
         raise PlacementError(
-            f"asked for {workers} × {_format_resources(bundle)}, but the cluster can never hold it; "
-            f"{_format_nodes(nodes, 'total')}; lower --workers or --cpus_per_worker, or add nodes"
+            f"asked for {workers} × {_format_resources(bundle)}, but the cluster can never hold "
+            f"it; {_format_nodes(nodes, 'total')}; lower --workers or --cpus_per_worker, or add nodes"
         )
 
 

@@ -1,8 +1,8 @@
 """Which slots hold which share of a run's state, and which of them go on as fewer whole replicas.
 
 dp 2 x tp 2   slots 0 and 2 hold one half of each layer, 1 and 3 the other
-slot 1 lost   0 2 3 are left: three ranks make one replica of two, and 0 and 3 hold all; 2 is left out
-after that    slots 0 and 3 are ranks 0 and 1: a slot's place follows from the group, not from its number
+slot 1 lost   0 2 3 are left: three ranks make one replica of two; 0 and 3 hold all, 2 is left out
+after that    slots 0 and 3 are ranks 0 and 1: a slot's share follows from the group, not its number
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class Shares:
         share that one of `slots` holds; none are returned if that is impossible. Those that hold
         the state come first, then those that have done more steps.
         """
+        # The largest number of replicas that the batch allows. The batch is that of the full group.
         full = Layout.of(config, workers)
         replica_size = full.tp * full.pp * full.ep
         count = 0
@@ -86,6 +87,7 @@ class Shares:
             if saves or batch_for(config, full.dp, replicas * full.ep):
                 count = replicas * replica_size
                 break
+        # Holders of the state first, of these the most advanced: what they hold is not repeated.
         preferred = sorted(slots, key=lambda slot: (slot not in done, -done.get(slot, 0), slot))
         return sorted(keep(preferred, count, self.held))
 
