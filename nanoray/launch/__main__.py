@@ -38,14 +38,15 @@ from nanoray.train.watch.console import choose_console
 def main(argv: list[str] | None = None) -> int:
     """Run `python -m nanoray.launch`, and end this process with its exit code.
 
-    Ray is not shut down on a cluster of others: its end of the connection closes with the process,
-    and it removes what is the run's. `ray.shutdown` sends metrics, for seconds on a busy head and
-    for ever to one that is gone; an ObjectRef that goes meanwhile makes Ray end the process with
-    code 1.
+    On a shared cluster `ray.shutdown` is not called: the connection closes with the process, and
+    Ray removes what belongs to the run. `ray.shutdown` sends metrics, for seconds on a busy head
+    and for ever to one that is gone; an ObjectRef that is freed meanwhile makes Ray end the process
+    with code 1.
     """
-    what = "Train on Ray: one actor per GPU, MIG slice or CPU share."
+    description = "Train on Ray: one actor per GPU, MIG slice or CPU share."
+    command = partial(launch, last=True)
     try:
-        code = run_command(partial(launch, last=True), argv, "python -m nanoray.launch", what)
+        code = run_command(command, argv, "python -m nanoray.launch", description)
     except SystemExit as ended:  # --help, or a stop before any rank had trained
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except KeyboardInterrupt:  # before there was anything to save
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     except BaseException:  # a defect
         traceback.print_exc()
         code = 1
-    with suppress(OSError):  # nobody may read the output any more
+    with suppress(OSError):  # the reader of the output may be gone
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
@@ -67,10 +68,13 @@ def launch(
     `main` is a script's function that each rank calls with its Run (nanoray.train.runtime). `last`:
     the caller ends this process with os._exit.
     """
+    # Everything that needs no device comes first: a conflict fails within a second.
     require_script(loaded.config, main)
     if loaded.scale:
         print("\n".join(forecast_lines(loaded, loaded.scale)))
         return 0
+
+    # Where the run goes, and on how many ranks: on this machine that is known now.
     config = lasting_out_dir(loaded.config)
     address = ray_address(config)
     slots = None
@@ -81,10 +85,12 @@ def launch(
     if loaded.dry_run:
         return _dry_run(loaded, config, address, slots, main)
     if config.workers != "auto" and config.scaling == "none":
-        # An impossible batch fails before Ray starts
+        # An impossible batch fails before Ray starts.
         resolve_batch(config, Layout.of(config, config.workers).dp)
     parse_plan(config.faults)
     dataset = prepare(config)
+
+    # Take devices, train, and give everything back, whatever happens.
     with catch_signals() as stop, connected(address, slots, stop, last):
         place = Placement.make(config, stop.check)
         try:
@@ -94,12 +100,15 @@ def launch(
             console = choose_console(config.max_steps, loaded.quiet)
             with summary_on_failure(spec), JobReport(spec) as report, closing(console):
                 Injector(spec.folder / "faults.jsonl").plan(config.faults, DRIVER, 0, started)
-                driver = Driver(spec, place, stop, script=(main, loaded.given) if main else None)
+                script = (main, loaded.given) if main else None
+                driver = Driver(spec, place, stop, script=script)
                 driver.console = console
                 outcome = driver.run()
                 report.state = outcome["exit_reason"]
         finally:
             bounded(lambda: remove_placement_group(place.group))
+
+    # Ray is gone: report what the run came to.
     summary = write_summary(spec, outcome, len(driver.faults.causes))
     if not outcome.get("ok"):
         error = WorkerFailed(outcome["message"])
@@ -114,24 +123,20 @@ def ray_address(config: Config) -> str:
 
     Raises ConfigError for a Ray Client address.
     """
-    address = (
-        config.ray_address
-        if config.ray_address != "auto"
-        else os.environ.get("RAY_ADDRESS") or "local"
-    )
+    address = config.ray_address
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS") or "local"
     if address.startswith("ray://"):
         raise ConfigError(
             f"ray_address = {address} is Ray Client's, which cannot watch ranks; give HOST:PORT of "
-            "the head's GCS "
-            "(6379) from a machine of the cluster, or `ray job submit` from elsewhere"
+            "the head's GCS (6379) from a machine of the cluster, or `ray job submit` from "
+            "elsewhere"
         )
     return address
 
 
 def lasting_out_dir(config: Config) -> Config:
-    """Move a relative out_dir out of a Ray job's working directory, which is a copy that Ray
-    deletes later.
-    """
+    """Move a relative out_dir out of a Ray job's working directory: Ray deletes that copy later."""
     if "runtime_resources" not in Path.cwd().parts or Path(config.out_dir).is_absolute():
         return config
     lasting = Path.home() / "nanoray" / config.out_dir
@@ -152,14 +157,14 @@ def _dry_run(
 ) -> int:
     if slots is None and config.workers == "auto":
         raise ConfigError(f"a dry run does not contact the cluster at {address}; give --workers N")
-    ranks = slots.workers if slots else int(config.workers)
+    if slots:
+        ranks = slots.workers
+        where = f"{ranks} × {slots.kind} on this machine ({slots.reason})"
+    else:
+        ranks = int(config.workers)
+        where = f"{ranks} actors on {address}"
     dataset = prepare(config)
     config, notes = plan(replace(loaded, config=config), ranks, dataset)
-    where = (
-        f"{ranks} × {slots.kind} on this machine ({slots.reason})"
-        if slots
-        else f"{ranks} actors on {address}"
-    )
     if main:
         from nanoray.train.runtime import dry_run  # imports torch
 

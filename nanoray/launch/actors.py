@@ -204,7 +204,7 @@ class ActorPool:
     # Where actors go.
 
     def _strategy(self, slot: int) -> Any:
-        """Return where an actor is placed: in the slot's bundle, or off an unfit or drained node."""
+        """Return where an actor goes: to the slot's bundle, or off an unfit or drained node."""
         bundle = self.place.order[slot]
         avoided = set(self.unfit.get(slot, ()))
         if self.cluster:

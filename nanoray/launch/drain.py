@@ -1,9 +1,10 @@
-"""Orders to ranks to leave their group: because a node will be taken away, or because a peer is lost.
+"""Orders to ranks to leave their group: a node will be taken away, or a peer is lost.
 
 A node that is drained:
 
-    notice ─► room elsewhere, or little time left ─► all finish the step ─► those ranks end, new ones take their slots
-                                                                        └─► or all save, and start again
+    notice ─► room elsewhere, or little time left ─► all finish the step
+                 ├─► its ranks end, and new ones take their slots
+                 └─► or all ranks save, and start again
 
 The ranks on it train on as long as they can. Where a new node comes only when the old one is gone,
 as on Kubernetes, the others would only wait. A node that is gone before its ranks have left is a
@@ -11,7 +12,7 @@ lost node, which costs the step in progress.
 
 A peer that is lost:
 
-    most ranks see a closed connection ─► the others are ordered to abort ─► and again, until all wait
+    most ranks see a closed connection ─► the others are ordered to abort, until all wait
 
 A frozen process, a node that is cut off, and NCCL close no connection. Without an order the ranks
 that wait for such a peer would find out when the timeout of their collective is over.

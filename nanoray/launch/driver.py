@@ -287,6 +287,7 @@ class Driver:
         watchdog = Watchdog(group.members, config.hang_timeout, self._clock.monotonic)
         members = set(group.members)
         self._heartbeat_at = dict.fromkeys(members, self._clock.monotonic())
+        # Each rank has one heartbeat pending all the time; its answer requests the next one.
         for slot in group.members:
             group.request_heartbeat(slot, after=self.faults.target)
 
@@ -300,10 +301,12 @@ class Driver:
                     self._on_heartbeat(group, collector, watchdog, slot, value)
                 elif kind == "started":
                     self._on_start(group, collector, slot, value)
+            # After a failure rank 0 may be lost, and all ranks stand still.
             if not collector.failures:
                 group.print_messages(self.console)
                 self._check_for_hang(group, collector, watchdog)
 
+        # All that rank 0 reported until its end, or until it left its group.
         if not collector.failures:
             group.print_messages(self.console, wait_s=5.0)
         return collector
@@ -337,7 +340,7 @@ class Driver:
             collector.hurry(0.0, now)
 
     def _leave_drained_nodes(self, group: WorkerGroup) -> None:
-        """Order all ranks to leave their group after this step, or to save, if nodes are drained."""
+        """Order all ranks to leave their group, or to save, if ranks should leave drained nodes."""
         self._drains.announce(group)
         leave = self._drains.decide(group)
         if leave is Leave.IN_PLACE:
@@ -369,6 +372,8 @@ class Driver:
         if completed_a_step:
             group.newcomers.discard(slot)
 
+        # A fault is overcome once a rank has completed a step that was not completed before it.
+        # Spares start only in undisturbed training, which they would slow down otherwise.
         recovery = self.faults.recovery
         if recovery:
             overcome = recovery.update(heartbeat.step, heartbeat.base, heartbeat.waiting)

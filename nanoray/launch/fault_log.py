@@ -1,6 +1,4 @@
-"""The faults of one run: announced on the console at once, written to faults.jsonl when their
-outcome is known.
-"""
+"""The faults of one run: printed at once, written to faults.jsonl when their outcome is known."""
 
 from __future__ import annotations
 
@@ -14,7 +12,8 @@ from nanoray.faults import exit_record
 from nanoray.faults.cause import Failure, FailureCollector, FaultReport, Recovery, consequences_of
 from nanoray.faults.hang import Position
 
-LOG_LINES, LOG_BYTES = 8, 1 << 14
+LOG_LINES = 8  # of a dead rank's log, in the report
+LOG_BYTES = 1 << 14  # read from the end of the log: long enough for those lines
 
 
 class FaultLog:
@@ -23,33 +22,41 @@ class FaultLog:
     def __init__(self, folder: Path, clock: Any = time) -> None:
         self.causes: list[Failure] = []  # one per fault, oldest first
         self.recovery: Recovery | None = None
-        self._folder, self._clock = folder, clock
+        self._folder = folder
+        self._clock = clock
 
     def add(
         self, collector: FailureCollector, positions: list[Position], attempt: int, world_size: int
     ) -> Failure:
-        """Announce a fault and return its cause. `positions` are those of the ranks that were
-        training.
+        """Print a fault and return its cause.
+
+        positions: of the ranks that were training.
         """
         cause = collector.cause
         others = [failure for failure in collector.failures if failure is not cause]
-        consequences = [f"  {line}" for line in consequences_of(others)]
         word = "drain  " if cause.cause == "drained" else "failure"
-        print(
-            "\n".join(["", f"{word}  {cause.title}", *_indented(cause.detail), *consequences]),
-            flush=True,
-        )
+        lines = ["", f"{word}  {cause.title}"]
+        lines += _indented(cause.detail)
+        lines += [f"  {line}" for line in consequences_of(others)]
+        print("\n".join(lines), flush=True)
+
         if self.recovery:  # the previous fault was not overcome before this one
             self.close(self.recovery.report.recovery)
         self.causes.append(cause)
+
         report = FaultReport.of(cause, others, attempt, world_size)
         known_at = collector.first_failure_at
+        boot = cause.exit_record.get("boot")
         if cause.cause == "hung":
             report.detect_s = round(cause.silent_s, 3)
-        elif cause.exit_record.get("boot") and cause.exit_record["boot"] == exit_record.boot_id():
+        elif boot and boot == exit_record.boot_id():
+            # Monotonic clocks of two processes are comparable on one host since one boot only.
             report.detect_s = round(max(0.0, known_at - cause.exit_record["monotonic"]), 4)
-        completed = [Failure(0, "killed", "", *position).completed for position in positions]
-        completed += [failure.completed for failure in collector.failures]
+
+        # The fault is overcome when a step is completed that no rank had completed before.
+        completed = [failure.completed for failure in collector.failures]
+        for position in positions:
+            completed.append(Failure(0, "killed", "", *position).completed)
         self.recovery = Recovery(report, known_at, max(completed))
         return cause
 
@@ -79,7 +86,8 @@ class FaultLog:
     def close(self, recovery: str) -> None:
         """Write the report of the present fault. A full disk must not end the run."""
         assert self.recovery
-        report, self.recovery = self.recovery.report, None
+        report = self.recovery.report
+        self.recovery = None
         report.recovery = recovery
         try:
             report.write(self._folder)
@@ -96,6 +104,7 @@ def _indented(text: str) -> list[str]:
 
 def end_of_log(path: Path) -> str:
     """Return the last lines of a rank's log, with a heading; empty if it cannot be read."""
+    # Read only the end: a log may have gigabytes.
     with suppress(OSError):
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))

@@ -38,7 +38,7 @@ class RayMetrics:
     def hold(self) -> None:
         """Set all gauges again, at most once in HOLD_S.
 
-        Ray drops a gauge that was not set in two report intervals, and a record may come less often.
+        Ray drops a gauge that was not set in two report intervals; records may come less often.
         """
         if time.monotonic() - self._set_at > HOLD_S:
             self._set_at = time.monotonic()

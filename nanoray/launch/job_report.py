@@ -1,11 +1,10 @@
-"""What a run started by `ray job submit`, or by KubeRay, writes onto its own Ray job while it
-trains.
+"""What a run writes onto its own Ray job, started by `ray job submit` or KubeRay, while it trains.
 
 Ray fixes a job's metadata when the job is submitted, and offers no call to change it later
 (ray-project/ray#36638). But the jobs API reads a job's record from the head's key-value store, so
 the driver writes there: `nanoray_*` keys into the metadata, and one line as the message, which `ray
-job status` prints. Only while the record says RUNNING: Ray itself writes the record before the
-driver starts and after it has ended, and keeps the metadata then.
+job status` prints. It does so only while the record says RUNNING: Ray itself writes the record
+before the driver starts and after it has ended, and keeps the metadata then.
 """
 
 from __future__ import annotations
@@ -28,24 +27,23 @@ PREFIX = "nanoray_"
 
 
 def submission_id() -> str:
-    """Return the id of the Ray job whose driver this process is; empty for a driver that was
-    started in another way.
-    """
+    """Return the id of the Ray job whose driver this process is; empty if there is no job."""
     with suppress(ValueError, KeyError, TypeError):
-        return str(
-            json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])["metadata"]["job_submission_id"]
-        )
+        job = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])
+        return str(job["metadata"]["job_submission_id"])
     return ""
 
 
 class JobReport:
-    """Keeps the record of this process's Ray job up to date, in a thread; idle without one. A
-    context manager.
+    """A context manager that keeps the record of this process's Ray job up to date, in a thread.
+
+    Without a job it does nothing.
     """
 
     def __init__(self, spec: RunSpec) -> None:
         self.state = ""  # set at the end: finished, stopped, failed: ...
-        self._spec, self._job = spec, submission_id()
+        self._spec = spec
+        self._job = submission_id()
         self._written: dict[str, str] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(
@@ -65,20 +63,23 @@ class JobReport:
             bounded(self._thread.join, 2 * WRITE_S + 1)
 
     def facts(self) -> dict[str, str]:
-        """Return what is known of the run, as text: state, folder and, once a step was logged,
-        step, loss and ETA.
-        """
+        """Return state and folder of the run and, once a step was logged, step, loss and ETA."""
         record = newest_record(self._spec.folder)
-        state = self.state or ("training" if record else "starting")
-        known = progress(record, self._spec.config.max_steps) if record else {}
-        return {"state": state, "folder": str(self._spec.folder)} | known
+        facts = {"state": "starting", "folder": str(self._spec.folder)}
+        if record:
+            facts["state"] = "training"
+            facts |= progress(record, self._spec.config.max_steps)
+        if self.state:
+            facts["state"] = self.state
+        return facts
 
     def _write_until_exit(self) -> None:
         over = False
         while not over:
-            # A head that does not answer is the driver's business; this is only a report
+            # A head that does not answer is handled by the driver; this is only a report.
             with suppress(Exception):
-                if (facts := self.facts()) != self._written:
+                facts = self.facts()
+                if facts != self._written:
                     self._write(facts)
                     self._written = facts
             over = self._over.wait(INTERVAL_S)
@@ -92,16 +93,20 @@ class JobReport:
         store: Any = internal_kv_get_gcs_client()
         key = JobInfoStorageClient.JOB_DATA_KEY.format(job_id=self._job).encode()
         info = json.loads(store.internal_kv_get(key, namespace=KV_NAMESPACE_JOB, timeout=WRITE_S))
+        # Ray writes the record itself before the driver starts and after it has ended.
         if info["status"] != "RUNNING":
             return
-        own = {f"{PREFIX}{name}": value for name, value in facts.items()}
-        info["metadata"] = {
-            k: v for k, v in (info["metadata"] or {}).items() if not k.startswith(PREFIX)
-        } | own
-        info["message"] = " · ".join(
-            f"{name} {value}" for name, value in facts.items() if name != "state"
-        )
-        info["message"] = f"{facts['state']} · {info['message']}"
+        # Keep the metadata of others, and replace this run's.
+        metadata = {}
+        for label, value in (info["metadata"] or {}).items():
+            if not label.startswith(PREFIX):
+                metadata[label] = value
+        for name, value in facts.items():
+            metadata[f"{PREFIX}{name}"] = value
+        info["metadata"] = metadata
+
+        details = [f"{name} {value}" for name, value in facts.items() if name != "state"]
+        info["message"] = " · ".join([facts["state"], *details])
         store.internal_kv_put(
             key, json.dumps(info).encode(), True, namespace=KV_NAMESPACE_JOB, timeout=WRITE_S
         )

@@ -11,7 +11,7 @@ from nanoray.cli import Loaded, exit_code_of
 from nanoray.config import make_config
 from nanoray.errors import ConfigError
 
-# What the script's optimizer and model decide, not a recipe.
+# A script brings its own model and optimizer, so these keys do not follow a recipe.
 DEFAULTS = {
     "name": "own",
     "model": "own",
@@ -25,8 +25,7 @@ DEFAULTS = {
 
 
 def launch_own(main: Callable[[Any], Any], config: Mapping[str, Any], ray: bool = True) -> int:
-    """Call `main(run)` on every rank of a new run, and return the exit code; an error is printed as
-    one line.
+    """Call `main(run)` on every rank of a new run, print errors, and return the exit code.
 
     `config` has keys of nanoray's configuration (`nanoray launch --help`), such as workers,
     micro_batch_size, dp_mode, checkpoint_every, resume, and quiet. Under torchrun this process is
@@ -38,10 +37,12 @@ def launch_own(main: Callable[[Any], Any], config: Mapping[str, Any], ray: bool 
 
 
 def _launch(main: Callable[[Any], Any], config: dict[str, Any], ray: bool, started: float) -> int:
-    dry_run, quiet = bool(config.pop("dry_run", False)), bool(config.pop("quiet", False))
+    dry_run = bool(config.pop("dry_run", False))
+    quiet = bool(config.pop("quiet", False))
     values = DEFAULTS | config
     if values["model"] != "own":
         raise ConfigError(f"model = {values['model']}, but the script brings its own; drop the key")
+    # A global batch that was given alone decides the micro batch, not the default above.
     if "global_batch_size" in config and "micro_batch_size" not in config:
         values["micro_batch_size"] = 0
     loaded = Loaded(make_config(values), frozenset(config), dry_run, quiet=quiet)

@@ -1,5 +1,8 @@
-"""Where ranks run: connect to a Ray cluster or start a local one, and reserve the resources of one
-slot per rank.
+"""Where ranks run: connect to a Ray cluster or start a local one, and reserve a slot per rank.
+
+connected ─► nodes of the cluster ─► request that fits ─► placement group ─► devices ─► Placement
+                     ▲                       │
+                     └─ wait for more nodes ◄┘
 """
 
 from __future__ import annotations
@@ -35,143 +38,160 @@ from nanoray.launch.worker import bound_devices
 
 _TOKEN_FILE = Path("~/.ray/auth_token").expanduser()
 START_TIMEOUT_S = 90.0  # for a process to start and answer
-PLACEMENT_POLL_S = 0.25  # how often a wait for resources looks whether a stop was requested
-ASSEMBLED_S = 30.0  # no new node for so long: the pods of a KubeRay cluster are all there
-# For resources, where nodes are all there
+PLACEMENT_POLL_S = 0.25  # how often a wait for resources checks whether a stop was requested
+# After this long without a new node, the pods of a KubeRay cluster are assumed to be all there.
+ASSEMBLED_S = 30.0
+# How long to wait for resources where all nodes are there.
 PATIENCE_S = float(Config.model_fields["placement_timeout_s"].default)
-# An environment variable that its operator sets in every pod
+# An environment variable that KubeRay's operator sets in every pod.
 _KUBERAY = "RAY_USAGE_STATS_KUBERAY_IN_USE"
 CLEANUP_TIMEOUT_S = 5.0
-SHUTDOWN_S = 30.0  # of a cluster of others: Ray first sends its last metrics, which may take 10 s
+# For a shared cluster: Ray first sends its last metrics, which may take 10 s.
+SHUTDOWN_S = 30.0
 
 
 @contextmanager
 def connected(
     address: str, slots: Slots | None, stop: Stop | None = None, last: bool = False
 ) -> Iterator[None]:
-    """Connect to a cluster; or, given local `slots`, start a Ray on this machine and remove it
-    afterwards.
+    """Connect to a cluster; or, given local `slots`, start a Ray here and remove it afterwards.
 
     A stop that is requested meanwhile raises StopRequested. `last`: the caller ends this process
-    with os._exit soon afterwards, so a cluster of others sees the connection close.
+    with os._exit soon afterwards, so a shared cluster sees the connection close. Raises
+    PlacementError.
     """
     options: dict[str, Any] = {
-        # Two runs of one name on a cluster are not in each other's way
+        # Two runs of one name on a cluster must not see each other's actors.
         "namespace": f"nanoray-{secrets.token_hex(4)}",
         "log_to_driver": False,  # ranks log to their own files; only the driver prints
         "logging_level": logging.ERROR,
         "configure_logging": True,
     }
-    temp, handles_signals, stop, devices = None, stop is not None, stop or Stop(), ExitStack()
-    if slots is not None:
-        # No usage statistics from a local Ray
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        temp = tempfile.mkdtemp(
-            prefix="nanoray-", dir="/tmp" if os.access("/tmp", os.W_OK) else None
-        )
-        if slots.devices:
-            visible = ",".join(d.uuid for d in slots.devices)
-            devices.enter_context(environment({"CUDA_VISIBLE_DEVICES": visible}))
-        if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"} & os.environ.keys() and not _TOKEN_FILE.exists():
-            # A cluster without a token runs code of anyone who can reach it. Ray would write a
-            # token into the user's home; this one is for this run only.
-            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-        options |= {
-            "num_cpus": max(1, int(available_cpus())),
-            "num_gpus": len(slots.devices),
-            "include_dashboard": True,
-            "dashboard_host": "127.0.0.1",
-            "object_store_memory": 80 * 2**20,  # no tensors pass through it
-            "_temp_dir": temp,
-        }
-    try:
+    handles_signals = stop is not None
+    stop = stop or Stop()
+    temp: str | None = None
+    with ExitStack() as devices:
+        # The devices stay restricted until the end: another launch of this process may use others.
+        if slots is not None:
+            temp = _make_temp_folder()
+            options |= _local_options(slots, temp)
+            if slots.devices:
+                visible = ",".join(device.uuid for device in slots.devices)
+                devices.enter_context(environment({"CUDA_VISIBLE_DEVICES": visible}))
         try:
-            if slots is None:
-                dial(address)
-            # Ray's dashboard leaves temporary files behind.
-            with (
-                environment({"TMPDIR": temp} if temp else {}),
-                _group_of_their_own(),
-                stop.at_once(),
-            ):
-                context = _init(address, options, temp)
-        except SystemExit as ended:  # Ray has put its own handler for SIGTERM in the place of ours
-            if ended.code != signal.SIGTERM:
-                raise
-            stop.signal = signal.SIGTERM
-            raise StopRequested from None
-        except (OSError, RuntimeError, ValueError, RayError) as error:
-            raise PlacementError(
-                f"cannot connect to Ray at {address}: {' '.join(str(error).split())[:300]}; check "
-                "`ray status`, "
-                "RAY_ADDRESS and RAY_AUTH_MODE, or use --ray_address local"
-            ) from None
-        where = f"local, {slots.reason}" if slots else f"cluster at {address}"
-        dashboard = f" · dashboard http://{context.dashboard_url}" if context.dashboard_url else ""
-        print(f"ray    {where}{dashboard}", flush=True)
-        if handles_signals:
-            stop.install()
-        yield
-    finally:
-        if temp or not last:
-            _disconnect(temp)
-        devices.close()  # another launch of this process may take others
+            context = _connect(address, options, temp, stop)
+            where = f"local, {slots.reason}" if slots else f"cluster at {address}"
+            if context.dashboard_url:
+                where += f" · dashboard http://{context.dashboard_url}"
+            print(f"ray    {where}", flush=True)
+            if handles_signals:
+                stop.install()  # Ray has put its own handler for SIGTERM in the place of ours
+            yield
+        finally:
+            if temp or not last:
+                _disconnect(temp)
+
+
+def _make_temp_folder() -> str:
+    """Create the folder of a local Ray, in /tmp if possible: paths of sockets must be short."""
+    parent = "/tmp" if os.access("/tmp", os.W_OK) else None
+    return tempfile.mkdtemp(prefix="nanoray-", dir=parent)
+
+
+def _local_options(slots: Slots, temp: str) -> dict[str, Any]:
+    """Return what `ray.init` needs to start a local Ray, after setting its environment."""
+    # A local Ray reports no usage statistics.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+    # A cluster without a token runs code of anyone who can reach it. Ray would write a token into
+    # the user's home; this one is for this run only.
+    has_token = os.environ.keys() & {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"} or _TOKEN_FILE.exists()
+    if not has_token:
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    return {
+        "num_cpus": max(1, int(available_cpus())),
+        "num_gpus": len(slots.devices),
+        "include_dashboard": True,
+        "dashboard_host": "127.0.0.1",
+        "object_store_memory": 80 * 2**20,  # no tensors pass through it
+        "_temp_dir": temp,
+    }
+
+
+def _connect(address: str, options: dict[str, Any], temp: str | None, stop: Stop) -> Any:
+    """Connect to a Ray, or start one in the folder `temp`. Raises PlacementError, StopRequested."""
+    try:
+        if temp is None:
+            dial(address)
+        # Ray's dashboard leaves temporary files behind, so its temporary folder is `temp`.
+        variables = {"TMPDIR": temp} if temp else {}
+        with environment(variables), _own_process_groups(), stop.at_once():
+            return _init(address, options, temp)
+    except SystemExit as ended:
+        # Ray has put its own handler for SIGTERM in the place of ours, and it exits.
+        if ended.code != signal.SIGTERM:
+            raise
+        stop.signal = signal.SIGTERM
+        raise StopRequested from None
+    except (OSError, RuntimeError, ValueError, RayError) as error:
+        raise PlacementError(
+            f"cannot connect to Ray at {address}: {' '.join(str(error).split())[:300]}; check "
+            "`ray status`, RAY_ADDRESS and RAY_AUTH_MODE, or use --ray_address local"
+        ) from None
 
 
 def _init(address: str, options: dict[str, Any], temp: str | None) -> Any:
-    """Connect to a Ray, or start one in the folder `temp`: twice if it exceeds the 30 s that Ray
-    itself gives it.
-    """
-    for once_more in (temp, None):
+    """Call ray.init, a second time if a local Ray exceeds the 30 s that Ray gives it to start."""
+    for retry_folder in (temp, None):
         try:
             return ray.init(address=address, **options)
-        except Exception as error:  # Ray raises no more special one here
+        except Exception as error:  # Ray raises no more specific one here
             if "timed out during startup" not in str(error):
                 raise
-            if not once_more:
+            if not retry_folder:
                 raise RuntimeError(str(error)) from None
             bounded(ray.shutdown, CLEANUP_TIMEOUT_S)
-            _end_processes_of(once_more)
+            _end_processes_of(retry_folder)
     raise AssertionError
 
 
 def _disconnect(temp: str | None) -> None:
     """Disconnect from Ray; remove a local one, whose folder is `temp`.
 
-    While Ray shuts down, Python code that lets go of an ObjectRef makes it end this process at once
-    with code 1. So this waits longer than Ray takes, but for a head that does not answer: then
-    there is no end.
+    If Python code frees an ObjectRef while Ray shuts down, Ray ends this process at once with code
+    1. So this waits longer than Ray takes, except for a head that does not answer: a shutdown never
+    returns then.
     """
-    over = bounded(ray.shutdown, CLEANUP_TIMEOUT_S if temp else SHUTDOWN_S)
+    shutdown = bounded(ray.shutdown, CLEANUP_TIMEOUT_S if temp else SHUTDOWN_S)
     if temp:
         _end_processes_of(temp)
-        if over.is_alive():  # it waited for one of them
-            over.join(SHUTDOWN_S)
+        if shutdown.is_alive():  # it waited for one of them
+            shutdown.join(SHUTDOWN_S)
         shutil.rmtree(temp, ignore_errors=True)
 
 
 def _end_processes_of(temp: str) -> None:
-    """End what an interrupted start of a local Ray has left: the processes that have files in its
-    folder open.
+    """End what an interrupted start of a local Ray has left: processes with open files in `temp`.
 
     Their parents are gone by then, and Ray overwrites their command lines and environments.
     """
+    own_pid = os.getpid()
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or is another user's
+        pid = int(folder.name)
+        with suppress(OSError):  # it has ended, or belongs to another user
             files = [os.readlink(link) for link in (folder / "fd").iterdir()]
-            if int(folder.name) != os.getpid() and any(
-                file.startswith(f"{temp}/") for file in files
-            ):
-                os.kill(int(folder.name), signal.SIGKILL)
+            in_temp = any(file.startswith(f"{temp}/") for file in files)
+            if pid != own_pid and in_temp:
+                os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager
-def _group_of_their_own() -> Iterator[None]:
+def _own_process_groups() -> Iterator[None]:
     """Start Ray's processes in process groups of their own.
 
-    A terminal that closes, `timeout` and batch systems signal the whole group of a command. In it,
-    Ray's head would end at once, and the ranks with it, before they have saved. Ray itself has no
-    setting for that.
+    A terminal that closes, `timeout` and batch systems send a signal to the whole process group of
+    a command. In it Ray's head would end at once, and the ranks with it, before they have saved.
+    Ray has no setting for that.
     """
     services: Any = ray._private.services
     popen = services.ConsolePopen
@@ -191,13 +211,13 @@ def _group_of_their_own() -> Iterator[None]:
 
 
 def bounded(cleanup: Callable[[], object], seconds: float = CLEANUP_TIMEOUT_S) -> threading.Thread:
-    """Call `cleanup`, but wait for some seconds only: a call to a cluster without a head never
-    returns.
+    """Call `cleanup` in a thread, wait for it at most some seconds, and return the thread.
 
-    Returns its thread. What a cluster refuses that does not know this run needs no cleanup.
+    A call to a cluster without a head never returns.
     """
 
     def clean_up() -> None:
+        # A new head refuses what belongs to a run of the old one: then there is nothing to clean.
         with suppress(RayError):
             cleanup()
 
@@ -229,7 +249,7 @@ class Placement:
 
     @property
     def threads(self) -> int:
-        """Intra-op threads per rank: the CPUs it reserved. Ray would set another number."""
+        """Return a rank's intra-op threads: the CPUs it reserved. Ray would set another number."""
         return max(1, int(self.bundle["CPU"]))
 
     @classmethod
@@ -242,67 +262,95 @@ class Placement:
         """
         deadline = time.monotonic() + config.placement_timeout_s
         kind, workers, bundle = _request_that_fits(config, deadline, check, api)
-        deadline = max(deadline, time.monotonic() + min(PATIENCE_S, config.placement_timeout_s))
-        asked = f"{workers} × {_resources(bundle)}"
+        # The nodes are there now; give Ray a moment of its own to reserve their resources.
+        patience_s = min(PATIENCE_S, config.placement_timeout_s)
+        deadline = max(deadline, time.monotonic() + patience_s)
+
         group = api.util.placement_group([bundle] * workers, strategy=config.placement.upper())
         try:
-            ready = group.ready()
-            while not api.wait(
-                [ready], timeout=min(PLACEMENT_POLL_S, max(0.0, deadline - time.monotonic()))
-            )[0]:
-                check()
-                if time.monotonic() < deadline:
-                    continue
-                state = api.util.placement_group_table(group)["stats"]["scheduling_state"]
-                raise PlacementError(
-                    f"asked for {asked}, not free within {config.placement_timeout_s:g} s "
-                    f"({state}); "
-                    f"{_table(nodes_of(api), 'available')}; wait for other jobs, or raise "
-                    "--placement_timeout_s"
-                )
+            _wait_until_reserved(group, config, workers, bundle, deadline, check, api)
             slots = _slots_of(group, kind, workers, check, api)
-            if config.device == "mig" and not all(
-                devices[0].startswith("MIG-") for _, devices, _ in slots
-            ):
+            is_mig = False
+            first_devices: list[str] = []
+            if kind != "cpu":
+                first_devices = [devices[0] for _, devices, _ in slots]
+                is_mig = all(device.startswith("MIG-") for device in first_devices)
+            if config.device == "mig" and not is_mig:
                 raise PlacementError(
-                    f"device = mig, but Ray handed out {[devices[0] for _, devices, _ in slots]}; "
-                    "start Ray with "
+                    f"device = mig, but Ray handed out {first_devices}; start Ray with "
                     "CUDA_VISIBLE_DEVICES set to the slices' MIG- UUIDs and --num-gpus to their "
                     "number"
                 )
         except BaseException:
             api.util.remove_placement_group(group)
             raise
-        mig = kind != "cpu" and all(devices[0].startswith("MIG-") for _, devices, _ in slots)
-        return cls(
-            group, "mig" if mig else kind, bundle, tuple(index for _, _, index in sorted(slots))
+        # Ranks are ordered by node, then by device.
+        order = tuple(index for _, _, index in sorted(slots))
+        return cls(group, "mig" if is_mig else kind, bundle, order)
+
+
+def _wait_until_reserved(
+    group: PlacementGroup,
+    config: Config,
+    workers: int,
+    bundle: dict[str, float],
+    deadline: float,
+    check: Callable[[], None],
+    api: Any,
+) -> None:
+    """Wait until Ray has reserved all bundles, calling `check`. Raises PlacementError if late."""
+    ready = group.ready()
+    while True:
+        remaining_s = max(0.0, deadline - time.monotonic())
+        done, _ = api.wait([ready], timeout=min(PLACEMENT_POLL_S, remaining_s))
+        if done:
+            return
+        check()
+        if time.monotonic() < deadline:
+            continue
+        state = api.util.placement_group_table(group)["stats"]["scheduling_state"]
+        raise PlacementError(
+            f"asked for {workers} × {_format_resources(bundle)}, not free within "
+            f"{config.placement_timeout_s:g} s ({state}); "
+            f"{_format_nodes(nodes_of(api), 'available')}; wait for other jobs, or raise "
+            "--placement_timeout_s"
         )
 
 
 def _request_that_fits(
     config: Config, deadline: float, check: Callable[[], None], api: Any
 ) -> tuple[str, int, dict[str, float]]:
-    """Return `_request` for the nodes that there are, waiting for more of them where more may come.
+    """Return `_request` for the present nodes, waiting for more of them where more may come.
 
     A cluster is assembling if it has no CPU at all when this begins, as a head without workers, or
     if KubeRay's operator brings its pods up: then ranks that would share CPUs wait, too. A
-    placement_timeout_s above the default says that others may grow. `check` is called while it
-    waits, and may raise. Raises PlacementError when the cluster cannot hold the ranks.
+    placement_timeout_s above the default says that other clusters may grow. `check` is called while
+    it waits, and may raise. Raises PlacementError if the cluster cannot hold the ranks.
     """
     assembling = _KUBERAY in os.environ
-    said, seen, seen_at = "", set[str](), 0.0
+    known_ids: set[str] = set()
+    changed_at = 0.0  # monotonic seconds at which a node came or went
+    printed = ""
     with closing(Demand(config.placement.upper(), api)) as demand:
         while True:
-            nodes, now, request = nodes_of(api), time.monotonic(), None
-            assembling |= not any(node["total"].get("CPU") for node in nodes)
-            if seen != (seen := {node["id"] for node in nodes}):
-                seen_at = now
+            nodes = nodes_of(api)
+            now = time.monotonic()
+            if not any(node["total"].get("CPU") for node in nodes):
+                assembling = True
+            ids = {node["id"] for node in nodes}
+            if ids != known_ids:
+                known_ids = ids
+                changed_at = now
+
+            request = None
             try:
-                request = _, workers, bundle = _request(config, nodes)
+                request = _request(config, nodes)
+                _, workers, bundle = request
                 _require_room(nodes, workers, bundle)
-                # Ranks that share a CPU: other nodes may only be late.
-                dense = bundle["CPU"] < 1 and not config.cpus_per_worker
-                if not (dense and assembling) or now > min(deadline, seen_at + ASSEMBLED_S):
+                # Ranks share a CPU only if no further nodes come: others may only be late.
+                shares_cpus = bundle["CPU"] < 1 and not config.cpus_per_worker
+                patient_until = min(deadline, changed_at + ASSEMBLED_S)
+                if not (shares_cpus and assembling) or now > patient_until:
                     return request
                 problem = f"{workers} ranks would share CPUs"
             except PlacementError as error:
@@ -311,121 +359,134 @@ def _request_that_fits(
                 if now >= deadline:
                     raise PlacementError(
                         f"{error}; waited {config.placement_timeout_s:g} s for more nodes: see why "
-                        "they do not join, "
-                        "or raise --placement_timeout_s"
+                        "they do not join, or raise --placement_timeout_s"
                     ) from None
                 problem = f"no room for workers = {config.workers}"
-            demand.change(_wanted(config, request))
-            if said != (said := f"{problem}; {_table(nodes, 'total')}"):
-                print(f"wait   at most {deadline - now:.0f} s for more nodes: {said}", flush=True)
+
+            # An autoscaler adds nodes only for a placement group that waits for them.
+            demand.change(_awaited_bundles(config, request))
+            message = f"{problem}; {_format_nodes(nodes, 'total')}"
+            if message != printed:
+                printed = message
+                remaining_s = deadline - now
+                print(f"wait   at most {remaining_s:.0f} s for more nodes: {message}", flush=True)
             check()
             time.sleep(max(0.0, min(PLACEMENT_POLL_S, deadline - time.monotonic())))
 
 
 class Demand:
-    """A placement group that waits, because an autoscaler adds nodes only for what somebody waits
-    for.
-    """
+    """A pending placement group: an autoscaler adds nodes only for resources that are awaited."""
 
     def __init__(self, strategy: str, api: Any) -> None:
-        self._strategy, self._api = strategy, api
+        self._strategy = strategy
+        self._api = api
         self._bundles: list[dict[str, float]] = []
         self._group: PlacementGroup | None = None
 
     def change(self, bundles: list[dict[str, float]]) -> None:
-        """Wait for these bundles in place of those before."""
-        if bundles != self._bundles:
-            self.close()
-            self._group = (
-                self._api.util.placement_group(bundles, strategy=self._strategy)
-                if bundles
-                else None
-            )
-            self._bundles = bundles
+        """Wait for these bundles in place of the earlier ones."""
+        if bundles == self._bundles:
+            return
+        self.close()
+        if bundles:
+            self._group = self._api.util.placement_group(bundles, strategy=self._strategy)
+        self._bundles = bundles
 
     def close(self) -> None:
+        """Wait for nothing any more."""
         if self._group:
             self._api.util.remove_placement_group(self._group)
-        self._group, self._bundles = None, []
+        self._group = None
+        self._bundles = []
 
 
-def _wanted(
+def _awaited_bundles(
     config: Config, request: tuple[str, int, dict[str, float]] | None
 ) -> list[dict[str, float]]:
-    """Return the bundles that nodes are waited for with: on CPUs whole ones, which ranks share only
-    without others.
+    """Return the bundles that more nodes are awaited for.
+
+    On CPUs these are whole ones: ranks share a CPU only if no more nodes come.
     """
     if request and request[0] != "cpu":
         _, workers, bundle = request
         return [bundle] * workers
-    return (
-        []
-        if config.workers == "auto"
-        else [{"CPU": config.cpus_per_worker or 1.0}] * config.workers
-    )
+    if config.workers == "auto":
+        return []
+    return [{"CPU": config.cpus_per_worker or 1.0}] * config.workers
 
 
 def _request(config: Config, nodes: list[dict[str, Any]]) -> tuple[str, int, dict[str, float]]:
     """Return the kind of device, the number of ranks and the resources of each, for these nodes.
 
-    Raises PlacementError when CPUs do not suffice for the ranks.
+    Raises PlacementError if CPUs do not suffice for the ranks.
     """
     gpus = sum(node["total"].get("GPU", 0) for node in nodes)
-    kind = {"auto": "cuda" if gpus else "cpu"}.get(config.device, config.device)
-    if kind == "cpu":
-        choose_precision(config, kind, frozenset())  # raises for one that CPUs do not have
-        cpus = [node["total"].get("CPU", 0.0) for node in nodes]
-        workers = (2 if sum(cpus) >= 2 else 1) if config.workers == "auto" else config.workers
-        return (
-            kind,
-            workers,
-            {"CPU": config.cpus_per_worker or cpu_share([c for c in cpus if c > 0], workers)},
-        )
-    workers = max(1, int(gpus)) if config.workers == "auto" else config.workers
-    return kind, workers, {"GPU": 1.0, "CPU": config.cpus_per_worker or 1.0}
+    kind = config.device
+    if kind == "auto":
+        kind = "cuda" if gpus else "cpu"
+
+    if kind != "cpu":
+        workers = max(1, int(gpus)) if config.workers == "auto" else config.workers
+        return kind, workers, {"GPU": 1.0, "CPU": config.cpus_per_worker or 1.0}
+
+    choose_precision(config, kind, frozenset())  # raises for one that CPUs do not have
+    cpus = [node["total"].get("CPU", 0.0) for node in nodes]
+    if config.workers == "auto":
+        workers = 2 if sum(cpus) >= 2 else 1
+    else:
+        workers = config.workers
+    share = config.cpus_per_worker
+    if not share:
+        share = cpu_share([count for count in cpus if count > 0], workers)
+    return kind, workers, {"CPU": share}
 
 
 def _require_room(nodes: list[dict[str, Any]], workers: int, bundle: dict[str, float]) -> None:
-    """Raise PlacementError when the nodes cannot hold the ranks, even if nobody else used them."""
+    """Raise PlacementError if the nodes cannot hold the ranks, even without any other job."""
     if room_on(nodes, bundle, "total") < workers:
         raise PlacementError(
-            f"asked for {workers} × {_resources(bundle)}, but the cluster can never hold it; "
-            f"{_table(nodes, 'total')}; lower --workers or --cpus_per_worker, or add nodes"
+            f"asked for {workers} × {_format_resources(bundle)}, but the cluster can never hold "
+            f"it; {_format_nodes(nodes, 'total')}; lower --workers or --cpus_per_worker, or add nodes"
         )
 
 
 def _slots_of(
     group: PlacementGroup, kind: str, workers: int, check: Callable[[], None], api: Any
 ) -> list[tuple[str, list[str], int]]:
-    """Return (node, device ids, bundle index) per bundle. Bundles are not in the order of GPUs."""
+    """Return (node, device ids, bundle index) per bundle. Raises PlacementError."""
     if kind == "cpu":
         node_of = api.util.placement_group_table(group)["bundles_to_node_id"]
         return [(node_of[index], [], index) for index in range(workers)]
+
+    # Bundles are not in the order of GPUs: a process in each bundle reports its own.
     probe = api.remote(num_cpus=0, num_gpus=1)(_probe)
-    refs = [
-        probe.options(scheduling_strategy=strategy(group, index)).remote()
-        for index in range(workers)
-    ]
+    refs = []
+    for index in range(workers):
+        placed = probe.options(scheduling_strategy=strategy(group, index))
+        refs.append(placed.remote())
     deadline = time.monotonic() + START_TIMEOUT_S
-    while api.wait(refs, num_returns=workers, timeout=PLACEMENT_POLL_S)[1]:
+    while True:
+        _, pending = api.wait(refs, num_returns=workers, timeout=PLACEMENT_POLL_S)
+        if not pending:
+            break
         check()
         if time.monotonic() > deadline:
             raise PlacementError(
                 f"Ray has started no process on each of the {workers} reserved devices within "
-                f"{START_TIMEOUT_S:g} s; "
-                "see the raylets' logs, and whether nodes are being lost"
+                f"{START_TIMEOUT_S:g} s; see the raylets' logs, and whether nodes are being lost"
             )
     try:
-        found = api.get(refs, timeout=START_TIMEOUT_S)
+        probed = api.get(refs, timeout=START_TIMEOUT_S)
     except RayError as error:
         raise PlacementError(
             "Ray lost a node, or a process on it, while it was asked which GPUs it has: "
             f"{' '.join(str(error).split())[:300]}; see `ray status`, and start again"
         ) from None
-    return [
-        (node, [_zero_padded(d) for d in devices], index)
-        for index, (node, devices) in enumerate(found)
-    ]
+
+    slots = []
+    for index, (node, devices) in enumerate(probed):
+        slots.append((node, [_zero_padded(device) for device in devices], index))
+    return slots
 
 
 def _probe() -> tuple[str, list[str]]:
@@ -457,20 +518,20 @@ def nodes_of(api: Any) -> list[dict[str, Any]]:
 
 def room_on(nodes: Iterable[dict[str, Any]], bundle: dict[str, float], column: str) -> int:
     """Return how many ranks of this bundle the nodes' `column` (total or available) can hold."""
-    return sum(
-        min(int(node[column].get(name, 0) / amount + 1e-6) for name, amount in bundle.items())
-        for node in nodes
-    )
+    ranks = 0
+    for node in nodes:
+        # The scarcest resource limits a node; 1e-6 covers the rounding of shares of a CPU.
+        ranks += min(
+            int(node[column].get(name, 0) / amount + 1e-6) for name, amount in bundle.items()
+        )
+    return ranks
 
 
-def _resources(values: dict[str, float]) -> str:
-    return (
-        " + ".join(f"{values.get(name, 0):g} {name}" for name in ("GPU", "CPU") if name in values)
-        or "nothing"
-    )
+def _format_resources(values: dict[str, float]) -> str:
+    parts = [f"{values[name]:g} {name}" for name in ("GPU", "CPU") if name in values]
+    return " + ".join(parts) or "nothing"
 
 
-def _table(nodes: list[dict[str, Any]], column: str) -> str:
-    return f"{column} per node: " + "; ".join(
-        f"{n['ip']} has {_resources(n[column])}" for n in nodes
-    )
+def _format_nodes(nodes: list[dict[str, Any]], column: str) -> str:
+    parts = [f"{node['ip']} has {_format_resources(node[column])}" for node in nodes]
+    return f"{column} per node: " + "; ".join(parts)

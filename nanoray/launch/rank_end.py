@@ -72,7 +72,7 @@ def end_hung(group: WorkerGroup, watchdog: Watchdog, collector: FailureCollector
         if slot in positions and position.step >= positions[slot].step:
             positions[slot] = position
 
-    # A rank that does not answer is frozen. If all answer, the rank hangs that is behind the others
+    # A rank that does not answer is frozen: that is certain. If all answer, the rank hangs that is behind the others
     # in its step, or has started fewer collectives.
     collectives = _save_stacks(group, positions)
     mute = [slot for slot in positions if slot not in collectives]

@@ -115,6 +115,7 @@ class Recoverer:
             return
         collector.ended(slot, failure, self.clock.monotonic())
         if failure:
+            # Peers that still wait for it in a rendezvous would wait until the timeout.
             reached("lost")
             group.break_meeting(slot)
             if slot in group.newcomers and not failure.retry:
@@ -135,6 +136,7 @@ class Recoverer:
         """
         if not collector.in_place:
             return
+        # One request to the head serves all: thousands of ranks may have failed at once.
         self.headless = not self.cluster.head_answers()
         for failure in failures:
             refused = not failure.retry and group.pool.refused_everywhere(failure.rank)
@@ -275,6 +277,7 @@ class Recoverer:
     def _is_another_loss(self, group: WorkerGroup, slot: int, ref: Any) -> bool:
         """Return whether a rank that waited has failed; announce that as a fault of its own."""
         assert self.forming
+        # The others wait already, so there are no consequences to collect.
         collector = FailureCollector(group.runs, True, 0.0, 0.0, live=True)
         self.note_end(group, collector, slot, ref)
         if not collector.failures:
@@ -315,6 +318,7 @@ class Recoverer:
             forming.awaited = False
             return False
         reached("store")
+        # From here on no rank of the older attempt may commit a checkpoint.
         self.begin_attempt()
         reached("attempt")
         group.regroup(self.spec, slots, store, stop=saves)

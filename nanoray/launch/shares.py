@@ -1,8 +1,8 @@
 """Which slots hold which share of a run's state, and which of them go on as fewer whole replicas.
 
 dp 2 x tp 2   slots 0 and 2 hold one half of each layer, 1 and 3 the other
-slot 1 lost   0 2 3 are left: three ranks make one replica of two, and 0 and 3 hold all; 2 is left out
-after that    slots 0 and 3 are ranks 0 and 1: a slot's place follows from the group, not from its number
+slot 1 lost   0 2 3 are left: three ranks make one replica of two; 0 and 3 hold all, 2 is left out
+after that    slots 0 and 3 are ranks 0 and 1: a slot's share follows from the group, not its number
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from nanoray.mesh.layout import Layout, mirrored
 
 @dataclass(frozen=True)
 class Shares:
-    """The slots that hold each share of a group's state: its owner and who mirrors it, or all
-    replicas of a part.
+    """The slots that hold each share of a group's state.
+
+    These are a share's owner and its mirror, or all replicas of a part of the model.
     """
 
     held: Sequence[tuple[int, ...]] = ()
@@ -28,30 +29,40 @@ class Shares:
     def of(
         cls, config: Config, backend: str, members: Sequence[int], local_ranks: Sequence[int]
     ) -> Shares:
-        """Return those of a group. members: its slots, by rank; local_ranks: each rank's number on
-        its node.
+        """Return the shares of a group.
 
-        With one replica no other rank mirrors a share: its owner stands for both.
+        members: its slots, by rank. local_ranks: each rank's number on its node. With one replica
+        no other rank mirrors a share: its owner is listed for both.
         """
-        layout, mirrors = Layout.of(config, len(members)), config.mirrors(backend)
-        held: list[tuple[int, ...]] = layout.groups("edp")
+        layout = Layout.of(config, len(members))
+        mirrors = config.mirrors(backend)
         if mirrors:
-            held = sorted(
-                (mirrored(layout, rank, local_ranks)[1], rank) for rank in range(len(members))
-            )
-        return cls([tuple(members[rank] for rank in share) for share in held], mirrors)
+            pairs = []
+            for rank in range(len(members)):
+                owner = mirrored(layout, rank, local_ranks)[1]
+                pairs.append((owner, rank))
+            rank_groups: list[tuple[int, ...]] = sorted(pairs)
+        else:
+            rank_groups = layout.groups("edp")
+        held = [tuple(members[rank] for rank in ranks) for ranks in rank_groups]
+        return cls(held, mirrors)
 
     def lost(self, gone: Collection[int]) -> str:
-        """Say which shares only slots that are `gone` held; empty if there are none."""
-        none_left = frozenset(gone).issuperset
-        lost = [list(dict.fromkeys(share)) for share in self.held if none_left(share)]
+        """Return a message with the shares that only `gone` slots held; empty if there are none."""
+        lost_holders = []
+        for share in self.held:
+            if set(share) <= set(gone):
+                lost_holders.append(list(dict.fromkeys(share)))  # without duplicates, in order
+        if not lost_holders:
+            return ""
         if self.mirrored:
-            shares = ", ".join(
-                f"that of rank {' with rank '.join(map(str, share))}" for share in lost
-            )
-            return f"shares of the state are lost, each with its mirror: {shares}" if lost else ""
-        shares = "; ".join(f"rank{'s' * (len(share) > 1)} {_listed(share)}" for share in lost)
-        return f"shares of the state are lost with all that held them: {shares}" if lost else ""
+            owners = [f"that of rank {' with rank '.join(map(str, s))}" for s in lost_holders]
+            return f"shares of the state are lost, each with its mirror: {', '.join(owners)}"
+        groups = []
+        for holders in lost_holders:
+            noun = "ranks" if len(holders) > 1 else "rank"
+            groups.append(f"{noun} {_listed(holders)}")
+        return f"shares of the state are lost with all that held them: {'; '.join(groups)}"
 
     def whole_replicas(
         self,
@@ -61,45 +72,50 @@ class Shares:
         done: Mapping[int, int],
         saves: bool = False,
     ) -> list[int]:
-        """Return as many of `slots` as make whole replicas among which the global batch can be
-        divided, unless `saves`.
+        """Return the most of `slots` that make whole replicas among which the batch can be divided.
 
-        workers: the ranks that the run was started with; done: the steps of each slot that holds
-        the state. Together they hold each share that one of `slots` holds: if such are not found,
-        none are returned. Those that hold the state come first, then those that have done more
-        steps.
+        workers: the ranks that the run was started with. done: the steps of each slot that holds
+        the state. saves: the batch need not be divisible. Together the returned slots hold each
+        share that one of `slots` holds; none are returned if that is impossible. Those that hold
+        the state come first, then those that have done more steps.
         """
+        # The largest number of replicas that the batch allows. The batch is that of the full group.
         full = Layout.of(config, workers)
-        size = full.tp * full.pp * full.ep
-        fit = (
-            n * size
-            for n in range(len(slots) // size, 0, -1)
-            if saves or batch_for(config, full.dp, n * full.ep)
-        )
-        order = sorted(slots, key=lambda slot: (slot not in done, -done.get(slot, 0), slot))
-        return sorted(keep(order, next(fit, 0), self.held))
+        replica_size = full.tp * full.pp * full.ep
+        count = 0
+        for replicas in range(len(slots) // replica_size, 0, -1):
+            if saves or batch_for(config, full.dp, replicas * full.ep):
+                count = replicas * replica_size
+                break
+        # Holders of the state first, of these the most advanced: what they hold is not repeated.
+        preferred = sorted(slots, key=lambda slot: (slot not in done, -done.get(slot, 0), slot))
+        return sorted(keep(preferred, count, self.held))
 
 
 def smaller(
     config: Config, before: int, members: Sequence[int], left_out: Sequence[int], workers: int
 ) -> str:
-    """Write how a group shrank. before: its size then; left_out: the slots that could go on and do
-    not.
+    """Return a message: how a group shrank.
+
+    before: its size until then. left_out: the slots that could go on and do not.
     """
-    layout, missing = Layout.of(config, len(members)), sorted({*range(workers)} - {*members})
-    mesh = f" = {layout}" if layout.tp * layout.pp * layout.ep > 1 else ""
-    ends = f"; rank {_listed(left_out)} has no part in that and ends" if left_out else ""
-    size = f"{before} -> {len(members)} rank(s){mesh}"
-    return f"{size} with the same global batch, until rank {_listed(missing)} is back{ends}"
+    layout = Layout.of(config, len(members))
+    size = f"{before} -> {len(members)} rank(s)"
+    if layout.tp * layout.pp * layout.ep > 1:
+        size += f" = {layout}"
+    missing = sorted(set(range(workers)) - set(members))
+    message = f"{size} with the same global batch, until rank {_listed(missing)} is back"
+    if left_out:
+        message += f"; rank {_listed(left_out)} has no part in that and ends"
+    return message
 
 
 def no_replica(config: Config, left: Sequence[int]) -> str:
-    """Write why none of the ranks that are left can go on."""
+    """Return a message: why none of the ranks that are left can go on."""
     return (
         f"of the {len(left)} rank(s) {_listed(left)} no whole number of replicas of "
         f"{config.tp}*{config.pp}*{config.ep} = tp*pp*ep ranks has every share of the state "
-        f"(dp_mode {config.dp_mode}) "
-        "and divides the global batch"
+        f"(dp_mode {config.dp_mode}) and divides the global batch"
     )
 
 
@@ -108,17 +124,22 @@ def _listed(slots: Iterable[int]) -> str:
 
 
 def keep(slots: Sequence[int], count: int, shares: Iterable[Collection[int]]) -> list[int]:
-    """Return `count` of these slots that together have each share; none if such are not found.
+    """Return `count` of these slots that together have each share; none if that is impossible.
 
-    Of equals the first in `slots` are taken. shares: the slots that have each. One that no slot has
-    is ignored.
+    shares: the slots that have each. A share that no slot has is ignored. The first of several
+    equal slots are taken.
     """
-    of: dict[int, list[int]] = {slot: [] for slot in slots}
-    for number, share in enumerate(shares):
-        for slot in of.keys() & {*share}:
-            of[slot].append(number)
-    left = Counter(number for numbers in of.values() for number in numbers)
+    # The numbers of the shares that each slot has.
+    numbers_of: dict[int, list[int]] = {slot: [] for slot in slots}
+    for number, holders in enumerate(shares):
+        for slot in numbers_of.keys() & set(holders):
+            numbers_of[slot].append(number)
+    copies = Counter(number for numbers in numbers_of.values() for number in numbers)
+
+    # From the last slot on, leave out each whose shares all have another copy.
     for slot in reversed(slots):
-        if len(of) > count and all(left[number] > 1 for number in of[slot]):
-            left.subtract(of.pop(slot))
-    return [*of] if len(of) == count else []
+        if len(numbers_of) <= count:
+            break
+        if all(copies[number] > 1 for number in numbers_of[slot]):
+            copies.subtract(numbers_of.pop(slot))
+    return list(numbers_of) if len(numbers_of) == count else []

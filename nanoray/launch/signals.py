@@ -1,4 +1,4 @@
-"""Stop requests: SIGINT, SIGTERM and SIGHUP from outside, or a reason that the driver itself found."""
+"""Stop requests: SIGINT, SIGTERM and SIGHUP from outside, or for a reason of the driver itself."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ class StopRequested(Exception):
 
 
 class Stop:
-    """Whether the run was asked to stop. The first request stops after this step, a second Ctrl-C
-    stops now.
-    """
+    """Whether a stop was requested: first after this step, with a second Ctrl-C at once."""
 
     def __init__(self) -> None:
         self.signal = 0
         self.reason = ""
-        self._at_once = False
+        self._at_once = False  # there is nothing to save: a signal interrupts any wait
 
     def install(self) -> None:
         """Handle the signals that are not ignored."""
@@ -84,7 +82,8 @@ def catch_signals() -> Iterator[Stop]:
 
     A second SIGINT exits with code 130, and StopRequested with the code of the stop.
     """
-    stop, before = Stop(), {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    stop = Stop()
+    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     stop.install()
     try:
         yield stop

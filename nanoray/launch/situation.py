@@ -100,7 +100,7 @@ class Save:
     """Form a group of the ranks that hold the run's state, in which they only save it."""
 
     reason: str  # why the run ends then; empty: all ranks start again
-    no_replacement: bool = False  # replacements were awaited without success
+    no_replacement: bool = False  # no replacement came in time
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from nanoray.launch.silence import DriverSilence
 from nanoray.mesh.rendezvous import Order, Rendezvous
 from nanoray.run import RunSpec, recovers_in_place
 
-# Imports take seconds, and a rehearsal that compiles takes minutes; an actor that takes longer ends.
+# Imports take seconds, a rehearsal that compiles minutes. An actor that takes longer ends itself.
 START_S = 600.0
 REPLACE_TIMEOUT_S = 600.0  # a survivor that gets no order for this long ends by itself
 
@@ -120,7 +120,7 @@ class Worker:
 
     def _prepare(self) -> None:
         try:
-            # Collecting garbage among modules, which stay anyway, takes a sixth of an import's time.
+            # Collecting garbage among modules, which stay anyway, is a sixth of an import's time.
             gc.disable()
             importlib.import_module("nanoray.train.runtime")
             gc.freeze()

@@ -37,7 +37,7 @@ from nanoray.train.watch.observers import Console
 HEARTBEAT_S = 1.0  # a rank whose position is unchanged answers after this long
 HEARTBEATS_PER_S = 500  # of all ranks together: each costs the driver about half a millisecond
 AUTO_SPARE_S = 30.0  # start spares after this long: each imports for 2 to 3 s, short runs need none
-# Sleep this long per pending answer before taking the rest: a ray.wait costs a tenth of it for each.
+# Sleep per pending answer before taking the rest: a ray.wait costs a tenth of that for each.
 GATHER_S = 1e-5
 # After the first failure, wait this long for others: a survivor's error often arrives first.
 SETTLE_S = 1.5
@@ -218,9 +218,11 @@ class WorkerGroup:
         if self.choice is None:  # a run keeps its backend
             self.choice = self._choose_backend(facts)
         self._secret = secrets.token_hex(16)
+        # The secret keeps processes of an older meeting out of this one.
         nodes = [fact["node"] for fact in facts]
         ranks = rendezvous_of(nodes, self.choice, self._secret)
 
+        # Which rank mirrors which share follows from the ranks' places on their nodes.
         local_ranks = [rank.local_rank for rank in ranks]
         self._shares = Shares.of(self.spec.config, self.choice.backend, self.members, local_ranks)
         return [
@@ -321,7 +323,7 @@ class WorkerGroup:
 
     @property
     def heartbeat_s(self) -> float:
-        """Return how late a rank may answer: later the more ranks there are, within hang_timeout."""
+        """Return how late a rank may answer: later with more ranks, but within hang_timeout."""
         period_s = len(self.members) / HEARTBEATS_PER_S
         hang_timeout_s = self.spec.config.hang_timeout
         if hang_timeout_s:
@@ -329,7 +331,7 @@ class WorkerGroup:
         return max(HEARTBEAT_S, period_s)
 
     def print_messages(self, console: Console, wait_s: float = 0.0) -> None:
-        """Print rank 0's notes and records, if a poll has returned; with `wait_s`, all until now."""
+        """Print rank 0's notes and records of a poll that has returned; with `wait_s`, all."""
         # A pending poll may have been answered before the last record: poll once more to the end.
         polls = 2 if wait_s else 1
         for _ in range(polls):

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from nanoray.checkpoint.find import newest_valid
 from tests.harness.cluster import (
     ENDLESS,
     Cluster,
     alive,
+    assert_same_run,
     finish,
     fired,
     launch,
@@ -34,11 +34,10 @@ from tests.harness.cluster import (
     ray_head,
     ray_node,
     start,
+    start_training,
     summary,
-    trains,
     undisturbed,
     wait_for,
-    weights,
 )
 from tests.harness.commands import ROOT, Command
 
@@ -49,8 +48,9 @@ def test_ranks_without_a_driver_stop_with_a_checkpoint(
     """A frozen driver (its node, or the network to it) asks nobody anything: after 20 s the ranks
     stop.
     """
-    driver = start(cluster, recipe, tmp_path, *ENDLESS, "--log_every", "10", "--sample_tokens", "0")
-    wait_for(lambda: trains(tmp_path), process=driver)
+    driver = start_training(
+        cluster, recipe, tmp_path, *ENDLESS, "--log_every", "10", "--sample_tokens", "0"
+    )
     pids = [pid_of(tmp_path, rank) for rank in (0, 1)]
     os.kill(driver.pid, signal.SIGSTOP)
     try:
@@ -93,8 +93,7 @@ def test_a_lost_node_shrinks_the_group_and_a_new_one_lets_it_grow(
         )
         flags += ("--log_every", "20", "--cpus_per_worker", "1", "--spares", "0")
         with ray_node(cluster) as node:
-            driver = start(cluster, recipe, tmp_path, *flags)
-            wait_for(lambda: trains(tmp_path), process=driver)
+            driver = start_training(cluster, recipe, tmp_path, *flags)
             for pid in processes_of_session(node.pid):  # raylet, agents and the rank
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -141,8 +140,7 @@ def test_a_rank_on_a_frozen_node_is_left_by_order(recipe: Path, tmp_path: Path) 
     with ray_head(**FAST_HEALTH) as cluster:
         undisturbed(recipe, tmp_path / "clean", *flags)
         with ray_node(cluster) as node:
-            driver = start(cluster, recipe, tmp_path / "out", *flags)
-            wait_for(lambda: trains(tmp_path / "out"), process=driver)
+            driver = start_training(cluster, recipe, tmp_path / "out", *flags)
             (rank,) = {pid_of(tmp_path / "out", rank, driver) for rank in (0, 1)} & {
                 *processes_of_session(node.pid)
             }
@@ -161,9 +159,7 @@ def test_a_rank_on_a_frozen_node_is_left_by_order(recipe: Path, tmp_path: Path) 
     ), output
     survivor = (only_run(tmp_path / "out") / "logs" / f"rank{1 - report['rank']}.log").read_text()
     assert survivor.count("leaving the group") == 1
-    assert losses(tmp_path / "out") == losses(tmp_path / "clean"), "bit for bit"
-    ours, theirs = weights(tmp_path / "out"), weights(tmp_path / "clean")
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_run(tmp_path / "out", tmp_path / "clean")
 
 
 def gcs_server(cluster: Cluster) -> int:
@@ -181,8 +177,7 @@ def test_a_head_that_does_not_answer_stops_the_run_with_a_checkpoint(
 ) -> None:
     """Ray itself would end the driver after a minute, without a word and without a checkpoint."""
     with ray_head(dashboard=False) as cluster:
-        driver = start(cluster, recipe, tmp_path, *ENDLESS, "--log_every", "10")
-        wait_for(lambda: trains(tmp_path), process=driver)
+        driver = start_training(cluster, recipe, tmp_path, *ENDLESS, "--log_every", "10")
         os.kill(gcs_server(cluster), signal.SIGSTOP)
         code, output = finish(driver)
         assert code == 143, output
@@ -203,8 +198,7 @@ def test_a_head_that_dies_with_its_ranks_is_the_cause(recipe: Path, tmp_path: Pa
     for ever.
     """
     with ray_head(dashboard=False) as cluster:
-        driver = start(cluster, recipe, tmp_path, *ENDLESS, "--log_every", "10")
-        wait_for(lambda: trains(tmp_path), process=driver)
+        driver = start_training(cluster, recipe, tmp_path, *ENDLESS, "--log_every", "10")
         os.kill(gcs_server(cluster), signal.SIGKILL)
         code, output = finish(driver)
         assert code == 1, output

@@ -17,12 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.harness.cluster import (
+    TWO_RANKS,
     Cluster,
+    assert_same_run,
     finish,
-    fired,
     living_nodes,
     losses,
     only_report,
@@ -31,28 +31,15 @@ from tests.harness.cluster import (
     processes_of_session,
     ray_head,
     ray_node,
-    start,
+    start_slow_step,
+    start_training,
     summary,
-    trains,
     undisturbed,
     wait_for,
-    weights,
 )
 
 NOTICE_S = 9  # from SIGTERM until `ray start` ends what is left on its node
-SLOW = "slow@rank=0,step=12,phase=data,seconds=8"  # a step that is under way when the notice comes
-FLAGS = (
-    "--cpus_per_worker",
-    "1",
-    "--workers",
-    "2",
-    "--spares",
-    "0",
-    "--dropout",
-    "0.1",
-    "--checkpoint_every",
-    "0",
-)
+FLAGS = ("--cpus_per_worker", "1", *TWO_RANKS)
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +78,6 @@ def drain(cluster: Cluster, node: str, *flags: str) -> None:
     assert drained.returncode == 0, drained.stdout + drained.stderr
 
 
-def same(ours: Path, theirs: Path) -> bool:
-    """Whether two runs logged the same losses and ended with the same weights, to the bit."""
-    found, expected = weights(ours), weights(theirs)
-    return losses(ours) == losses(theirs) and all(
-        torch.equal(found[name], expected[name]) for name in expected
-    )
-
-
 def test_a_deleted_worker_pod_costs_only_its_rank(
     head: Cluster, recipe: Path, clean: Path, tmp_path: Path
 ) -> None:
@@ -106,10 +85,9 @@ def test_a_deleted_worker_pod_costs_only_its_rank(
     step is repeated.
     """
     with ray_node(head) as pod:
-        # The rank must leave before the notice is over
-        slow = SLOW.replace("seconds=8", "seconds=6")
-        driver = start(head, recipe, tmp_path, *FLAGS, "--replace_timeout", "300", "--faults", slow)
-        wait_for(lambda: fired(tmp_path) == ["slow"], process=driver)
+        # The rank must leave before the notice is over, so the step is shorter.
+        patient = (*FLAGS, "--replace_timeout", "300")
+        driver = start_slow_step(head, recipe, tmp_path, *patient, seconds=6)
         pids = [pid_of(tmp_path, rank) for rank in (0, 1)]
         pod.send_signal(signal.SIGTERM)
         wait_for(lambda: "is being drained" in driver.output, process=driver)
@@ -129,7 +107,7 @@ def test_a_deleted_worker_pod_costs_only_its_rank(
     assert f"replace  0/3 rank {rank} (pid" in output, "not charged to --max_failures"
     assert pid_of(tmp_path, 1 - rank) == pids[1 - rank], "the other rank kept its process"
     assert pid_of(tmp_path, rank) != pids[rank]
-    assert same(tmp_path, clean)
+    assert_same_run(tmp_path, clean)
     assert summary(tmp_path)["exit_reason"] == "finished"
 
 
@@ -141,8 +119,7 @@ def test_a_drained_rank_moves_at_once_where_there_is_room(
     node is gone.
     """
     with ray_node(head):
-        driver = start(head, recipe, tmp_path, *FLAGS, "--faults", SLOW)
-        wait_for(lambda: fired(tmp_path) == ["slow"], process=driver)
+        driver = start_slow_step(head, recipe, tmp_path, *FLAGS)
         drained = living_nodes(head)[1]
         with ray_node(head):
             drain(head, drained)
@@ -159,7 +136,7 @@ def test_a_drained_rank_moves_at_once_where_there_is_room(
     assert not 0 < node["end_time_ms"] < 1e3 * report["time"], (
         "Ray ends a drained node when it has nothing left to do"
     )
-    assert same(tmp_path, clean)
+    assert_same_run(tmp_path, clean)
 
 
 @pytest.mark.full
@@ -177,8 +154,7 @@ def test_with_shrink_the_others_train_until_the_new_pod_is_there(
         "20",
     )
     with ray_node(head) as pod:
-        driver = start(head, recipe, tmp_path, *FLAGS, *flags)
-        wait_for(lambda: trains(tmp_path), process=driver)
+        driver = start_training(head, recipe, tmp_path, *FLAGS, *flags)
         pod.send_signal(signal.SIGTERM)
         wait_for(lambda: "shrink " in driver.output, process=driver)
         alone = max(losses(tmp_path))
@@ -208,8 +184,7 @@ def test_a_frozen_node_is_replaced_and_what_thaws_changes_nothing(
     run has gone on.
     """
     with ray_node(head) as node:
-        driver = start(head, recipe, tmp_path, *FLAGS, "--hang_timeout", "12", "--faults", SLOW)
-        wait_for(lambda: fired(tmp_path) == ["slow"], process=driver)
+        driver = start_slow_step(head, recipe, tmp_path, *FLAGS, "--hang_timeout", "12")
         pids = {rank: pid_of(tmp_path, rank, driver) for rank in (0, 1)}
         frozen = processes_of_session(node.pid)
         (rank,) = (rank for rank, pid in pids.items() if pid in frozen)
@@ -233,7 +208,7 @@ def test_a_frozen_node_is_replaced_and_what_thaws_changes_nothing(
         0,
     ), output
     assert pid_of(tmp_path, 1 - rank) == pids[1 - rank], "the other rank kept its process"
-    assert same(tmp_path, clean)
+    assert_same_run(tmp_path, clean)
 
 
 @pytest.mark.full
@@ -245,8 +220,7 @@ def test_ranks_that_all_lose_their_node_save_first(
     """
     head = ray_head("--num-cpus=0", RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S="20")
     with head as cluster, ray_node(cluster, "--num-cpus=2") as pod:
-        driver = start(cluster, recipe, tmp_path, *FLAGS, "--faults", SLOW)
-        wait_for(lambda: fired(tmp_path) == ["slow"], process=driver)
+        driver = start_slow_step(cluster, recipe, tmp_path, *FLAGS)
         pod.send_signal(signal.SIGTERM)
         wait_for(lambda: "is being drained" in driver.output, process=driver)
         with ray_node(cluster, "--num-cpus=2"):
@@ -263,7 +237,7 @@ def test_ranks_that_all_lose_their_node_save_first(
     assert saved & {"step_00000012", "step_00000013"}, (
         "the slow step, completed, or the next: its vote was under way"
     )
-    assert same(tmp_path, clean)
+    assert_same_run(tmp_path, clean)
 
 
 @pytest.mark.full
@@ -271,8 +245,9 @@ def test_a_drain_of_the_drivers_node_ends_the_run_with_a_checkpoint(
     recipe: Path, tmp_path: Path
 ) -> None:
     with ray_head() as own:
-        driver = start(own, recipe, tmp_path, "--max_steps", "100000", "--log_every", "100")
-        wait_for(lambda: trains(tmp_path), process=driver)
+        driver = start_training(
+            own, recipe, tmp_path, "--max_steps", "100000", "--log_every", "100"
+        )
         drain(own, living_nodes(own)[0], "--deadline-remaining-seconds=300")
         code, output = finish(driver)
     assert code == 143, output

@@ -12,11 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from nanoray.checkpoint.find import newest_valid
 from tests.harness.cluster import (
+    SLOW_STEP,
+    TWO_RANKS,
     alive,
+    assert_same_run,
     finish,
     fired,
     losses,
@@ -26,28 +28,16 @@ from tests.harness.cluster import (
     ray_head,
     ray_node,
     start,
+    start_slow_step,
     summary,
     trains,
     undisturbed,
     wait_for,
-    weights,
 )
 from tests.harness.ports import free_port
 
-SLOW = "slow@rank=0,step=12,phase=data,seconds=8"  # a step that is under way when the head is lost
-FLAGS = (
-    "--workers",
-    "2",
-    "--spares",
-    "0",
-    "--dropout",
-    "0.1",
-    "--checkpoint_every",
-    "0",
-    "--resume",
-    "auto",
-)
-LOST = (*FLAGS, "--placement_timeout_s", "170", "--faults", SLOW)
+FLAGS = (*TWO_RANKS, "--resume", "auto")
+LOST = (*FLAGS, "--placement_timeout_s", "170")
 
 
 def test_a_lost_head_costs_no_step(recipe: Path, tmp_path: Path) -> None:
@@ -58,8 +48,7 @@ def test_a_lost_head_costs_no_step(recipe: Path, tmp_path: Path) -> None:
     """
     out = tmp_path / "runs"
     with ray_head("--num-cpus=0") as cluster, ray_node(cluster, "--num-cpus=2"):
-        driver = start(cluster, recipe, out, *LOST)
-        wait_for(lambda: fired(out) == ["slow"], process=driver)
+        driver = start_slow_step(cluster, recipe, out, *LOST)
         ranks = [pid_of(out, rank) for rank in (0, 1)]
         together = [driver.pid, *processes_of_session(cluster.session)]
         # A head that outlives its driver would end the ranks
@@ -84,7 +73,7 @@ def test_a_lost_head_costs_no_step(recipe: Path, tmp_path: Path) -> None:
     assert not damaged
 
     with ray_head("--num-cpus=0") as cluster:
-        driver = start(cluster, recipe, out, *LOST)
+        driver = start(cluster, recipe, out, *LOST, "--faults", f"{SLOW_STEP},seconds=8")
         wait_for(lambda: "wait   at most 170 s for more nodes" in driver.output, process=driver)
         with ray_node(cluster, "--num-cpus=2"):
             code, output = finish(driver)
@@ -96,9 +85,7 @@ def test_a_lost_head_costs_no_step(recipe: Path, tmp_path: Path) -> None:
     )
     assert summary(out)["exit_reason"] == "finished"
     assert fired(out) == ["slow"], "no step was done again"
-    assert losses(out) == losses(tmp_path / "undisturbed"), "bit for bit"
-    ours, theirs = weights(out), weights(tmp_path / "undisturbed")
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_run(out, tmp_path / "undisturbed")
 
 
 ENDLESS = (

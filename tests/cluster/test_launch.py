@@ -33,6 +33,7 @@ from tests.harness.cluster import (
     ray_head,
     ray_node,
     start,
+    start_training,
     summary,
     trains,
     wait_for,
@@ -118,10 +119,9 @@ def test_ctrl_c_once_checkpoints_and_exits_130(
     cluster: Cluster, recipe: Path, tmp_path: Path, local: bool
 ) -> None:
     before = leaks.entries()
-    process = start(
+    process = start_training(
         None if local else cluster, recipe, tmp_path, "--max_steps", "100000", "--log_every", "10"
     )
-    wait_for(lambda: trains(tmp_path), process=process)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole foreground group
     code, output = finish(process)
     assert code == 130, output
@@ -145,8 +145,7 @@ def test_a_signal_to_the_whole_group_spares_a_ray_of_ones_own_until_all_is_saved
     recipe: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     """As `timeout`, batch systems and closed terminals send it."""
-    process = start(None, recipe, tmp_path, "--max_steps", "100000", "--log_every", "10")
-    wait_for(lambda: trains(tmp_path), process=process)
+    process = start_training(None, recipe, tmp_path, "--max_steps", "100000", "--log_every", "10")
     group = [pid for pid in processes_of_session(process.pid) if os.getpgid(pid) == process.pid]
     assert group == [process.pid], (
         "Ray's head would end at once, and its ranks with it, saved or not"
@@ -196,8 +195,7 @@ def test_a_request_that_never_fits_is_refused_with_a_table(
 
 
 def test_a_busy_cluster_is_an_error_in_time(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
-    hold = start(cluster, recipe, tmp_path / "a", *ENDLESS)
-    wait_for(lambda: trains(tmp_path / "a"), process=hold)
+    hold = start_training(cluster, recipe, tmp_path / "a", *ENDLESS)
     code, output = launch(cluster, recipe, tmp_path / "b", "--placement_timeout_s", "2")
     hold.send_signal(signal.SIGTERM)
     assert code == 3

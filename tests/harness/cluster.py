@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from nanoray.bench.harness import leaks
@@ -37,6 +38,10 @@ LESS = ("--include-log-monitor=false",)
 # Without them a run that only waits for its end takes the CPUs of the tests beside it.
 SLOW_STEPS = ";".join(f"slow@rank=0,step={step},phase=data,seconds=0.25" for step in range(11, 300))
 ENDLESS = ("--max_steps", "100000", "--faults", SLOW_STEPS)
+# A step that is under way when something happens; see start_slow_step.
+SLOW_STEP = "slow@rank=0,step=12,phase=data"
+# Two ranks whose state is in memory only, with dropout: masks follow from step and rank.
+TWO_RANKS = ("--workers", "2", "--spares", "0", "--dropout", "0.1", "--checkpoint_every", "0")
 # For a Ray head, a node or a run to come up, on a machine that is busy with other tests
 START_S = 180.0
 
@@ -329,6 +334,24 @@ def start(cluster: Cluster | None, recipe: Path, out: Path, *flags: str, **env: 
     return command
 
 
+def start_training(
+    cluster: Cluster | None, recipe: Path, out: Path, *flags: str, **env: str
+) -> Command:
+    """Start a run on Ray, and return when it has completed a step."""
+    command = start(cluster, recipe, out, *flags, **env)
+    wait_for(lambda: trains(out), process=command)
+    return command
+
+
+def start_slow_step(
+    cluster: Cluster, recipe: Path, out: Path, *flags: str, seconds: int = 8
+) -> Command:
+    """Start a run on Ray, and return when its step 12 is under way, which takes some seconds."""
+    command = start(cluster, recipe, out, *flags, "--faults", f"{SLOW_STEP},seconds={seconds}")
+    wait_for(lambda: fired(out) == ["slow"], process=command)
+    return command
+
+
 def finish(process: Command, seconds: float = START_S) -> tuple[int, str]:
     """Wait for the end of a run; return its exit code and output."""
     try:
@@ -394,6 +417,20 @@ def weights(out: Path) -> dict[str, Tensor]:
     newest, _ = newest_valid(only_run(out) / "checkpoints")
     assert newest is not None
     return newest.state.model
+
+
+def assert_same_weights(ours: Path, theirs: Path) -> None:
+    """Two runs ended with the same weights, to the bit."""
+    found = weights(ours)
+    expected = weights(theirs)
+    for name in expected:
+        assert torch.equal(found[name], expected[name]), name
+
+
+def assert_same_run(ours: Path, theirs: Path) -> None:
+    """Two runs logged the same losses and ended with the same weights, to the bit."""
+    assert losses(ours) == losses(theirs)
+    assert_same_weights(ours, theirs)
 
 
 def pid_of(out: Path, rank: int, driver: Command | None = None) -> int:
