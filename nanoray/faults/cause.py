@@ -44,7 +44,7 @@ MAX_CONSEQUENCES = 8
 
 @dataclass
 class Failure:
-    """How one rank ended. `rank` is its slot: the number in the names of its log and progress file."""
+    """How one rank ended. `rank` is its slot: the number in the names of its files."""
 
     rank: int
     cause: str  # a key of CAUSES
@@ -163,7 +163,7 @@ class Recovery:
 
 
 def consequences_of(others: Sequence[Failure]) -> list[str]:
-    """Return one line each for the first consequences, and a last line with the number of the rest."""
+    """Return a line for each of the first consequences, and a line with the number of the rest."""
     titles = [failure.title for failure in others[:MAX_CONSEQUENCES]]
     rest = len(others) - MAX_CONSEQUENCES
     if rest > 0:
@@ -337,7 +337,7 @@ def without_progress(history: list[Failure]) -> int:
 
 
 def back_off_s(history: list[Failure]) -> float:
-    """Return the pause before the next restart in seconds: 0 after progress, else 1, 2, 4, ... 30."""
+    """Return the seconds before the next restart: 0 after progress, else 1, 2, 4, ... 30."""
     history = _charged(history)
     stuck = 0  # failures in a row without a completed step before them
     for earlier, later in reversed(list(pairwise(history))):
@@ -366,7 +366,7 @@ _COLLECTIVE_SIGNS = (
 
 
 def is_collective_error(error: BaseException) -> bool:
-    """Return whether `error` reports a lost peer of a process group: a consequence, never the cause."""
+    """Return whether `error` reports a lost peer of a group: a consequence, never the cause."""
     # By name, because the driver does not import torch.
     names = {cls.__name__ for cls in type(error).__mro__}
     if names & {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}:

@@ -128,7 +128,7 @@ def _fill_memory(mib: int) -> None:
 
 
 def _fill_disk(run: Path, seconds: float) -> None:
-    """Simulate a full disk for `seconds`: fail writes that make a file larger than the logs are now."""
+    """Simulate a full disk for `seconds`: no file can become larger than the logs are now."""
     logs = [path for path in run.glob("**/*") if path.is_file() and "checkpoints" not in path.parts]
     largest = max(path.stat().st_size for path in logs)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -299,7 +299,7 @@ class Injector:
                 self._fire(fault)
 
     def at_point(self, point: str) -> None:
-        """Fire the faults that are planned for this point: from their step on, or in their attempt."""
+        """Fire the faults planned for this point, from their step on, or in their attempt."""
         for fault in list(self._faults):
             if fault.phase != point:
                 continue

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def stat_of(pid: int) -> list[str]:
-    """Return a process' fields in /proc, state ppid pgrp session ...; empty if it is gone, or a zombie."""
+    """Return a process' fields in /proc, state ppid pgrp ...; empty if it is gone, or a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split()
     except (OSError, IndexError):
