@@ -1,5 +1,4 @@
-"""Kill a rank in the middle of a step and watch the run recover. Takes every flag of
-nanoray.launch.
+"""Kill a rank in the middle of a step and watch the run recover. Takes every nanoray.launch flag.
 
 Rank 1 gets SIGKILL in the backward pass of step 30. The driver names the rank, step and phase and
 starts a new rank 1, which receives the run's state from rank 0's memory. Only step 30 is repeated,
@@ -11,7 +10,8 @@ import sys
 
 from nanoray.launch.__main__ import main
 
+# The fault plan: which rank is killed, and in which phase of which step
+FAULTS = "kill@rank=1,step=30,phase=backward"
+
 if __name__ == "__main__":
-    raise SystemExit(
-        main(["--preset", "tiny", "--faults", "kill@rank=1,step=30,phase=backward", *sys.argv[1:]])
-    )
+    raise SystemExit(main(["--preset", "tiny", "--faults", FAULTS, *sys.argv[1:]]))

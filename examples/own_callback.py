@@ -1,5 +1,4 @@
-"""Watch a run with a callback: it hears of steps, evaluations, checkpoints and faults, and changes
-nothing.
+"""Watch a run with a callback, which observes and changes nothing.
 
 python examples/own_callback.py
 """
@@ -15,7 +14,7 @@ import nanoray
 
 
 class StopWatch(nanoray.Callback):
-    """Prints what it hears."""
+    """Prints the run's evaluations, checkpoints and faults. The methods run on rank 0."""
 
     def on_run_start(self, run: nanoray.Run) -> None:
         print(f"watching {run.spec.folder.name}, {run.world_size} rank(s)", flush=True)
@@ -27,27 +26,30 @@ class StopWatch(nanoray.Callback):
         print(f"step {step} is on disk", flush=True)
 
     def on_fault(self, text: str) -> None:
-        print(f"something happened: {text}", flush=True)
+        print(f"a fault: {text}", flush=True)
 
     def on_run_end(self, outcome: Mapping[str, Any]) -> None:
         print(f"{outcome['exit_reason']} after {outcome['step']} steps", flush=True)
 
 
 def main(run: nanoray.Run) -> None:
+    # Every rank runs this: it makes the model and the optimizer as any script would.
     model = nn.Sequential(nn.Linear(2, 64), nn.GELU(), nn.Linear(64, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
-    engine = nanoray.RuntimeEngine(
-        model, optimizer, run, nn.functional.cross_entropy, callbacks=[StopWatch()]
-    )
+
+    # The engine has the loop. Callbacks are called from it.
+    loss_fn = nn.functional.cross_entropy
+    engine = nanoray.RuntimeEngine(model, optimizer, run, loss_fn, callbacks=[StopWatch()])
     engine.fit(points(20_000, seed=1), points(2_000, seed=2), steps=120)
 
 
 if __name__ == "__main__":
-    settings = {
+    config = {
         "name": "watched",
         "global_batch_size": 96,
         "eval_every": 40,
         "checkpoint_every": 60,
         "max_steps": 120,
     }
-    raise SystemExit(nanoray.launch(main, settings, ray=False))
+    # ray=False: one rank, in this process
+    raise SystemExit(nanoray.launch(main, config, ray=False))

@@ -1,6 +1,6 @@
 """Train a ResNet on CIFAR-10, on Ray; takes every flag of nanoray.launch.
 
-Without internet it trains on generated images, and says so.
+Without internet it trains on generated images, and prints that.
 
 python examples/train_cifar10.py
 python examples/train_cifar10.py --resnet_depth 8 --num_epochs 1

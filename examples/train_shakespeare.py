@@ -1,5 +1,4 @@
-"""Train a small GPT on Shakespeare, on Ray. `make train` runs this; takes every flag of
-nanoray.launch.
+"""Train a small GPT on Shakespeare, on Ray; takes every flag of nanoray.launch (`make train`).
 
 python examples/train_shakespeare.py
 python examples/train_shakespeare.py --preset shakespeare-char --workers 4

@@ -1,6 +1,6 @@
 """`nanoray checkpoint list|verify|show|export`: list, verify, inspect and export checkpoints.
 
-list     step, size, validation loss of each checkpoint of a run; sizes and manifest are checked, checksums not
+list     step, size, validation loss of each checkpoint of a run; checks sizes and manifest only
 verify   read every byte and compare the checksums; exit 1 if one is damaged
 show     metadata and tensors of one checkpoint
 export   the weights alone as one safetensors file, with the model's shape in its header
@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+
+from torch import Tensor
 
 from nanoray.atomic import replace_bytes
 from nanoray.checkpoint.files import find_all, load, peek
@@ -38,6 +40,7 @@ def _list(argv: list[str]) -> int:
     args = _parser("list", "the checkpoints of a run, newest first").parse_args(argv)
     print(f"{'checkpoint':<16}{'MB':>10}{'ranks':>7}{'val loss':>10}")
     damaged = 0
+    # One damaged checkpoint does not hide the others.
     for path in find_all(args.path):
         try:
             size, meta = peek(path)
@@ -46,16 +49,14 @@ def _list(argv: list[str]) -> int:
             print(f"{path.name:<16}  {error}")
             continue
         loss = meta.get("val_loss")
-        print(
-            f"{path.name:<16}{size / 1e6:>10.2f}{meta['world_size']:>7}{'' if loss is None else f'{loss:.4f}':>10}"
-        )
+        loss_text = "" if loss is None else f"{loss:.4f}"
+        print(f"{path.name:<16}{size / 1e6:>10.2f}{meta['world_size']:>7}{loss_text:>10}")
     return 1 if damaged else 0
 
 
 def _verify(argv: list[str]) -> int:
-    args = _parser(
-        "verify", "read every byte of every checkpoint and compare the checksums"
-    ).parse_args(argv)
+    parser = _parser("verify", "read every byte of every checkpoint and compare the checksums")
+    args = parser.parse_args(argv)
     damaged = 0
     for path in find_all(args.path):
         try:
@@ -70,13 +71,15 @@ def _verify(argv: list[str]) -> int:
 
 
 def _newest(path: Path) -> Path:
+    """Return `path`, or the newest valid checkpoint of a run. Raises CheckpointError."""
+    # A single checkpoint is used as it is; of a run, damaged ones are skipped.
     paths = find_all(path)
     if len(paths) == 1:
         return paths[0]
-    found, notes = newest_valid(paths[0].parent)
-    if found is None:
+    newest, notes = newest_valid(paths[0].parent)
+    if newest is None:
         raise CheckpointError(f"no checkpoint of {path} is valid: {'; '.join(notes)}")
-    return found.path
+    return newest.path
 
 
 def _show(argv: list[str]) -> int:
@@ -98,15 +101,18 @@ def _show(argv: list[str]) -> int:
         "model_shape",
     ):
         print(f"{key:<14}{state.meta.get(key)}")
-    for name, tensors in (("model", state.model), ("optimizer", state.optimizer)):
-        numbers = sum(tensor.numel() for tensor in tensors.values())
-        print(f"\n{name}: {len(tensors)} tensors, {numbers / 1e6:.2f} M numbers")
-        for key, tensor in tensors.items() if name == "model" else ():
-            print(
-                f"  {key:<40}{'×'.join(map(str, tensor.shape)):>14}  "
-                f"{str(tensor.dtype).removeprefix('torch.')}"
-            )
+    print(f"\nmodel: {_count_numbers(state.model)}")
+    for name, tensor in state.model.items():
+        shape = "×".join(map(str, tensor.shape))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        print(f"  {name:<40}{shape:>14}  {dtype}")
+    print(f"\noptimizer: {_count_numbers(state.optimizer)}")
     return 0
+
+
+def _count_numbers(tensors: dict[str, Tensor]) -> str:
+    numbers = sum(tensor.numel() for tensor in tensors.values())
+    return f"{len(tensors)} tensors, {numbers / 1e6:.2f} M numbers"
 
 
 def _export(argv: list[str]) -> int:
@@ -117,8 +123,10 @@ def _export(argv: list[str]) -> int:
         "--out", type=Path, required=True, metavar="FILE", help="the file to write; not overwritten"
     )
     args = parser.parse_args(argv)
+    # Here, because `list` and `show` do not need it.
     from safetensors.torch import save
 
+    # Before the checkpoint is read, which may take minutes.
     if args.out.exists():
         raise ConfigError(f"{args.out} already exists; give --out another name")
     if not args.out.parent.is_dir():
@@ -127,15 +135,16 @@ def _export(argv: list[str]) -> int:
         )
     path = _newest(args.path)
     state = load(path)
+    # Metadata of a safetensors file are strings.
     header = {
         "format": "pt",
         "step": str(state.meta["step"]),
         "model_shape": json.dumps(state.meta["model_shape"]),
     }
+    # Clones, because safetensors refuses tensors that share memory, as tied weights do.
+    tensors = {name: tensor.clone() for name, tensor in state.model.items()}
     with writing(args.out, "give --out another path"):
-        replace_bytes(
-            args.out, save({name: tensor.clone() for name, tensor in state.model.items()}, header)
-        )
+        replace_bytes(args.out, save(tensors, header))
     print(
         f"{args.out}  step {state.meta['step']}, {len(state.model)} tensors, "
         f"{args.out.stat().st_size / 1e6:.2f} MB"

@@ -47,9 +47,16 @@ from nanoray.mesh.pieces import Piece
 from nanoray.points import reached
 from nanoray.state import StateDict
 
-WHOLE, SHARDED = 1, 2  # formats: whole tensors of one writer, pieces of several
-MANIFEST, STATE, RNG = "manifest.json", "state.json", "rng.safetensors"
-TENSOR_FILES = ("model.safetensors", "optimizer.safetensors", RNG)
+# Formats
+WHOLE = 1  # whole tensors, of one writer
+SHARDED = 2  # pieces, of several writers
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+MODEL = "model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+RNG = "rng.safetensors"
+TENSOR_FILES = (MODEL, OPTIMIZER, RNG)
 
 STEP_NAME = re.compile(r"step_(\d{8,})")
 _HIDDEN = re.compile(r"\.(tmp|old|del)-(step_\d{8,})-[\w.]*-\d+")
@@ -64,25 +71,28 @@ def save(
     attempt: str = "",
     fence: Callable[[], None] | None = None,
 ) -> Path:
-    """Write `folder`/step_XXXXXXXX, then prune to the newest `keep` and the one of lowest val_loss.
-    (rank 0 only)
+    """Write `folder`/step_XXXXXXXX, then prune older checkpoints. (rank 0 only)
 
-    Tensors may lie on any device and need not be contiguous; at most one at a time is copied, and
-    none may change meanwhile. hashlib and os.write release the GIL, so a thread beside the training
-    loop may call this. Only one process may save to a folder at a time, because hidden folders of
-    others are removed. NaN and infinity in `meta` become null. `fence` is called before the folder
-    is touched and right before the commit; it raises when this process may not write there any
-    more. Raises CheckpointError when the write fails; then older checkpoints are as they were, and
-    no partial file remains.
+    The newest `keep` and the one of lowest val_loss stay. Tensors may lie on any device and need
+    not be contiguous; at most one at a time is copied, and none may change meanwhile. hashlib and
+    os.write release the GIL, so a thread beside the training loop may call this. Only one process
+    may save to a folder at a time, because hidden folders of others are removed. NaN and infinity
+    in `meta` become null. `fence` is called before the folder is touched and right before the
+    commit; it raises when this process may not write there any more. Raises CheckpointError when
+    the write fails; then older checkpoints are as they were, and no partial file remains.
     """
     assert keep >= 1, keep
-    rest = [as_bytes(_rest(state))]
-    tensors = zip(TENSOR_FILES, (state.model, state.optimizer, _flat_rng(state)), strict=True)
-    files = {name: layout(of) for name, of in tensors} | {STATE: rest}
+    files = {
+        MODEL: layout(state.model),
+        OPTIMIZER: layout(state.optimizer),
+        RNG: layout(_flat_rng(state)),
+        STATE: [as_bytes(_rest(state))],
+    }
+    # Write under a hidden name, then commit by a rename.
     draft = Draft(folder, state.meta["step"], attempt, fence)
     with draft.errors():
-        draft.begin(sum(tensor.nbytes for parts in files.values() for tensor in parts))
-        sums = {name: write_file(draft.temp / name, parts) for name, parts in files.items()}
+        draft.begin(sum(tensor.nbytes for content in files.values() for tensor in content))
+        sums = {name: write_file(draft.temp / name, content) for name, content in files.items()}
         draft.commit(sums, WHOLE)
     draft.finish(keep)
     return draft.final
@@ -91,15 +101,16 @@ def save(
 def save_shared(
     draft: Draft, state: StateDict, writers: int, keep: int, alive: Callable[[], None]
 ) -> Path:
-    """Write the first rank's part of a sharded state into a draft that has begun, and commit it.
-    (rank 0 only)
+    """Write rank 0's part of a sharded state into a draft that has begun, and commit it.
 
-    Meanwhile the other `writers` - 1 ranks call `parts.write`. `alive` is called while this rank
-    waits for them, and raises when one of them cannot come any more. Raises as `save`.
+    (rank 0 only) Meanwhile the other `writers` - 1 ranks call `parts.write`. `alive` is called
+    while this rank waits for them, and raises when a part will not be written. Raises as `save`.
     """
     with draft.errors():
+        # Its own part first, while the other ranks write theirs.
         parts.write(draft.temp, 0, state)
         sums, pieces = parts.collect(draft.temp, writers, alive)
+        # The parts have weights and optimizer. The rest is small, and rank 0 has all of it.
         sums[RNG] = write_file(draft.temp / RNG, layout(_flat_rng(state)))
         rest = _rest(state, {"aliases": state.aliases, "pieces": pieces})
         sums[STATE] = write_file(draft.temp / STATE, [as_bytes(rest)])
@@ -115,22 +126,22 @@ class Draft:
         self, folder: Path, step: int, attempt: str, fence: Callable[[], None] | None
     ) -> None:
         """Touch nothing, but call `fence`, because hidden folders may belong to a newer attempt."""
-        self.name, self._folder, self._may_write = (
-            f"step_{int(step):08d}",
-            folder,
-            fence or (lambda: None),
-        )
-        self._tag = f"{self.name}-{re.sub(r'[^A-Za-z0-9_.]', '_', attempt)}-{os.getpid()}"
-        self.temp, self._aside = folder / f".tmp-{self._tag}", folder / f".old-{self._tag}"
+        self.name = f"step_{int(step):08d}"
         self.final = folder / self.name
-        self._may_write()
+        self._folder = folder
+        self._fence = fence or (lambda: None)
+        # The attempt and the pid, because two processes may write the same step.
+        attempt = re.sub(r"[^A-Za-z0-9_.]", "_", attempt)
+        self._tag = f"{self.name}-{attempt}-{os.getpid()}"
+        self.temp = folder / f".tmp-{self._tag}"
+        self._aside = folder / f".old-{self._tag}"
+        self._fence()
 
     def begin(self, need: int) -> None:
-        """Make the hidden folder, for `need` bytes. Raises OSError, also when the disk has no room
-        for them.
-        """
+        """Make the hidden folder. Raises OSError, also when the disk has less than `need` bytes."""
         self._folder.mkdir(parents=True, exist_ok=True)
         _clean(self._folder)  # before the space is measured: a killed save leaves gigabytes
+        # An early error is better than a draft that fills the disk, where logs are written, too.
         disk = os.statvfs(self._folder)
         have = disk.f_bavail * disk.f_frsize
         # Manifest and rounding; some FUSE mounts report no blocks
@@ -142,10 +153,14 @@ class Draft:
 
     def commit(self, sums: Sums, version: int) -> None:
         """Write the manifest, and rename the folder to its name."""
+        # The manifest last: a folder without one is not a checkpoint.
         write_file(self.temp / MANIFEST, [as_bytes(_manifest_json(sums, version))])
+        # A rename may reach the disk before the files do, unless these are synced first.
         fsync_folder(self.temp)
-        self._may_write()
+        self._fence()  # again, because writing may have taken minutes
         reached("written")
+        # A folder cannot be replaced by a rename. If the process dies between the two, `_clean` of
+        # the next one puts the old folder back.
         if self.final.is_dir():
             os.rename(self.final, self._aside)
             reached("aside")
@@ -154,17 +169,17 @@ class Draft:
         fsync_folder(self._folder)
 
     def finish(self, keep: int) -> None:
-        """Remove older checkpoints, and what is left of the draft."""
+        """Remove older checkpoints, and the draft's hidden folders."""
         _prune(self._folder, self.final, keep)
         _clean(self._folder)
 
     def discard(self) -> None:
-        """Remove the hidden folder, and put back what was moved aside."""
+        """Remove the hidden folder, and put back the older checkpoint of this step."""
         _clean(self._folder, self._tag)
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Undo the draft when something fails inside, and turn an OSError into a CheckpointError."""
+        """Undo the draft when something fails inside; turn an OSError into a CheckpointError."""
         try:
             yield
         except BaseException as error:
@@ -178,10 +193,9 @@ class Draft:
 
 
 def _rest(state: StateDict, more: Mapping[str, Any] | None = None) -> bytes:
-    """Return what is no tensor, as the JSON of state.json."""
-    if bad := [
-        f"{key} = {value}" for key, value in state.scaler.items() if not math.isfinite(value)
-    ]:
+    """Return all but the tensors, as the JSON of state.json."""
+    bad = [f"{key} = {value}" for key, value in state.scaler.items() if not math.isfinite(value)]
+    if bad:
         raise CheckpointError(
             f"the loss scaler is not finite ({', '.join(bad)}); resume from an older checkpoint"
         )
@@ -195,11 +209,12 @@ def _rest(state: StateDict, more: Mapping[str, Any] | None = None) -> bytes:
 
 
 def _flat_rng(state: StateDict) -> dict[str, Tensor]:
-    return {
-        f"{rank}.{key}": value
-        for rank, generators in enumerate(state.rng)
-        for key, value in generators.items()
-    }
+    """Return the ranks' own tensors by "RANK.NAME"."""
+    flat = {}
+    for rank, generators in enumerate(state.rng):
+        for key, value in generators.items():
+            flat[f"{rank}.{key}"] = value
+    return flat
 
 
 def _manifest_json(sums: Sums, version: int) -> bytes:
@@ -207,50 +222,53 @@ def _manifest_json(sums: Sums, version: int) -> bytes:
 
 
 def _prune(folder: Path, saved: Path, keep: int) -> None:
-    """Rename for removal what is older than the newest `keep` valid ones up to `saved`, except the
-    best one.
-    """
-    steps, losses = steps_in(folder, []), dict[Path, Any]()
+    """Remove all older than the newest `keep` valid ones up to `saved`, except the best one."""
+    steps = steps_in(folder, [])
+    losses: dict[Path, Any] = {}  # of the valid ones, newest first
     for path in steps:
         with suppress(Damage):
-            losses[path] = open_checkpoint(path)[1]["meta"].get("val_loss")
-    # Later steps are of another branch
+            _, content = open_checkpoint(path)
+            losses[path] = content["meta"].get("val_loss")
+
+    # Later steps than the saved one belong to another branch: the run went back.
     newest = [path for path in losses if steps[path] <= steps.get(saved, 0)][:keep]
+    if len(newest) < keep:
+        return
     finite = {path: loss for path, loss in losses.items() if loss is not None}
-    best = min(finite, key=lambda path: finite[path], default=None)  # the newest of equals
-    for path in steps if len(newest) == keep else []:
+    best = min(finite, key=lambda path: finite[path], default=None)  # of equal ones the newest
+    for path in steps:
         if steps[path] < steps[newest[-1]] and path != best:
-            with suppress(OSError):  # a half-removed folder would look damaged
+            with suppress(OSError):  # renamed first: a half-removed folder would look damaged
                 os.rename(path, folder / f".del-{path.name}--{os.getpid()}")
 
 
 def void_unfinished(folder: Path) -> None:
-    """Remove what was written and not committed. A process of an older attempt, frozen there, can
-    commit it no more.
-    """
+    """Remove drafts, so that a frozen process of an older attempt cannot commit one any more."""
     _clean(folder)
 
 
 def _clean(folder: Path, tag: str = "") -> None:
-    """Remove the hidden folders of one save or of all; restore an .old one whose replacement is
-    missing.
-    """
+    """Remove the hidden folders of one save, or of all; restore .old ones without a new one."""
+    # Errors are ignored: another process may remove the same folders.
     for name in names_in(folder, []):
-        if (match := _HIDDEN.fullmatch(name)) and name.endswith(tag):
-            with suppress(OSError):
-                if match[1] == "old" and not os.path.lexists(folder / match[2]):
-                    os.rename(folder / name, folder / match[2])
-                else:
-                    shutil.rmtree(folder / name)
+        match = _HIDDEN.fullmatch(name)
+        if match is None or not name.endswith(tag):
+            continue
+        kind, step_name = match.groups()
+        with suppress(OSError):
+            if kind == "old" and not os.path.lexists(folder / step_name):
+                os.rename(folder / name, folder / step_name)
+            else:
+                shutil.rmtree(folder / name)
 
 
 def load(path: Path, pieces: Pieces | None = None, weights: Pieces | None = None) -> StateDict:
-    """Read one checkpoint folder into CPU tensors. Raises CheckpointError unless all sizes and
-    checksums match.
+    """Read one checkpoint folder into CPU tensors.
 
-    With `pieces`, by parameter, the optimizer state of these parameters comes as that piece, flat,
-    and with `weights` the weights; files that have none of it are not read. Each file is read once,
-    into one buffer that its tensors share: the bytes used are the bytes that were checked.
+    With `pieces`, by parameter, only these pieces of the optimizer state are returned, flat, and
+    with `weights` only those of the weights; files that contain none of them are not read. Each
+    file is read once, into one buffer that its tensors share: the bytes used are the bytes that
+    were checked. Raises CheckpointError unless all sizes and checksums match.
     """
     try:
         return load_checked(path, pieces, weights)
@@ -262,25 +280,29 @@ def load(path: Path, pieces: Pieces | None = None, weights: Pieces | None = None
 
 
 def find_all(path: Path) -> list[Path]:
-    """Return the checkpoints of a run folder or its checkpoints folder, newest first, or `path` if
-    it is one.
+    """Return the checkpoints of a run folder, newest first; `path` alone if it is a checkpoint.
 
-    Raises CheckpointError when there is none.
+    Also accepts the run's checkpoints folder. Raises CheckpointError when there is none.
     """
+    # A step_* folder without a manifest counts, too, so that its damage is reported.
     if (path / MANIFEST).is_file() or STEP_NAME.fullmatch(path.name):
         return [path]
-    found = list(steps_in(path / "checkpoints" if (path / "checkpoints").is_dir() else path, []))
-    if not found:
+    folder = path / "checkpoints"
+    if not folder.is_dir():
+        folder = path
+    steps = list(steps_in(folder, []))
+    if not steps:
         raise CheckpointError(
             f"no checkpoint in {path}; give a run folder, such as runs/2026-..., or one of its "
             "step_*"
         )
-    return found
+    return steps
 
 
 def peek(path: Path) -> tuple[int, dict[str, Any]]:
-    """Return a checkpoint's bytes and its meta; the tensors are not read. Raises CheckpointError if
-    it is damaged.
+    """Return a checkpoint's bytes and its meta, without reading the tensors.
+
+    Raises CheckpointError if it is damaged.
     """
     try:
         sums, content = open_checkpoint(path)
@@ -292,39 +314,45 @@ def peek(path: Path) -> tuple[int, dict[str, Any]]:
 def load_checked(
     path: Path, pieces: Pieces | None = None, weights: Pieces | None = None
 ) -> StateDict:
-    """Do the work of `load`, but raise Damage."""
+    """Load a checkpoint as `load` does, but raise Damage."""
     sums, content = open_checkpoint(path)
     rng = _rank_states(path, sums, content)
     with damage_of(STATE):
         state = StateDict({}, {}, rng, content["scaler"], content["meta"])
+    # A sharded state: read the parts that contain the wanted pieces.
     if "pieces" in content:
         state.model, state.optimizer = parts.load(path, sums, content, pieces, weights)
         return state
-    state.model, state.optimizer = (
-        tensors_in(read_file(path / n, sums[n]), n) for n in TENSOR_FILES[:2]
-    )
-    with damage_of(TENSOR_FILES[1]):
+
+    # Whole tensors: read both files, and cut the pieces out.
+    state.model = tensors_in(read_file(path / MODEL, sums[MODEL]), MODEL)
+    state.optimizer = tensors_in(read_file(path / OPTIMIZER, sums[OPTIMIZER]), OPTIMIZER)
+    with damage_of(OPTIMIZER):
         if pieces is not None:
-            of = {
-                name: pieces[name.partition(".")[2]]
-                for name in state.optimizer
-                if name.partition(".")[2] in pieces
-            }
-            found = {name: state.optimizer[name] for name in of}
-            # `step`, and others of its kind
-            whole = {n for n, p in of.items() if p.shape and not found[n].dim()}
-            state.optimizer = {
-                n: found[n] if n in whole else p.take(found[n]) for n, p in of.items()
-            }
-        state.model |= {
-            name: piece.take(state.model[name]) for name, piece in (weights or {}).items()
-        }
+            state.optimizer = _cut_optimizer(state.optimizer, pieces)
+        for name, piece in (weights or {}).items():
+            state.model[name] = piece.take(state.model[name])
     return state
 
 
+def _cut_optimizer(optimizer: Mapping[str, Tensor], pieces: Pieces) -> dict[str, Tensor]:
+    """Return the pieces of an optimizer's state; its names are "KIND.PARAMETER"."""
+    cut = {}
+    for name, tensor in optimizer.items():
+        _, _, parameter = name.partition(".")
+        piece = pieces.get(parameter)
+        if piece is None:
+            continue
+        # A scalar of a larger parameter, such as `step`, is not cut.
+        is_scalar = bool(piece.shape) and not tensor.dim()
+        cut[name] = tensor if is_scalar else piece.take(tensor)
+    return cut
+
+
 def load_rank_states(path: Path) -> tuple[list[dict[str, Tensor]], dict[str, Any]]:
-    """Return what a checkpoint has of each rank alone, and its meta; weights are not read. Raises
-    Damage.
+    """Return each rank's own tensors and the meta of a checkpoint, without the weights.
+
+    Raises Damage.
     """
     sums, content = open_checkpoint(path)
     return _rank_states(path, sums, content), content["meta"]
@@ -333,6 +361,7 @@ def load_rank_states(path: Path) -> tuple[list[dict[str, Tensor]], dict[str, Any
 def _rank_states(path: Path, sums: Sums, content: Mapping[str, Any]) -> list[dict[str, Tensor]]:
     flat = tensors_in(read_file(path / RNG, sums[RNG]), RNG)
     with damage_of(STATE):
+        # A rank may have saved nothing of its own, so their number is stored, too.
         rng: list[dict[str, Tensor]] = [{} for _ in range(content["ranks"])]
         for name, tensor in flat.items():
             rank, key = name.split(".", 1)
@@ -341,27 +370,36 @@ def _rank_states(path: Path, sums: Sums, content: Mapping[str, Any]) -> list[dic
 
 
 def open_checkpoint(path: Path) -> tuple[Sums, dict[str, Any]]:
-    """Read a checkpoint's manifest and state.json, and compare every file's size; the tensors are
-    not read.
+    """Read a checkpoint's manifest and state.json, and compare every file's size. Raises Damage.
+
+    The tensors are not read.
     """
     with damage_of(MANIFEST):
         raw = (path / MANIFEST).read_bytes()
-        content = json.loads(raw)
-        version, sums = content["format"], content["files"]
+        manifest = json.loads(raw)
+        version = manifest["format"]
+        sums = manifest["files"]
         if version not in (WHOLE, SHARDED):
             raise Damage(
                 f"{MANIFEST}: format {version!r}, but this nanoray reads the formats {WHOLE} and "
                 f"{SHARDED}"
             )
-        names = (*TENSOR_FILES, STATE) if version == WHOLE else (*parts.names_in(sums), RNG, STATE)
+        if version == WHOLE:
+            names = [*TENSOR_FILES, STATE]
+        else:
+            names = [*parts.names_in(sums), RNG, STATE]
         sums = {
             name: {"bytes": sums[name]["bytes"], "sha256": sums[name]["sha256"]} for name in names
         }
+        # The manifest has no checksum of its own. Written anew, it must have the same bytes.
         if _manifest_json(sums, version) != raw:
             raise ValueError("not byte for byte what these sums give")
+
+    # Sizes are compared without reading; checksums when a file is read.
     for name, entry in sums.items():
         with damage_of(name):
-            if (size := (path / name).stat().st_size) != entry["bytes"]:
+            size = (path / name).stat().st_size
+            if size != entry["bytes"]:
                 raise Damage(f"{name}: {size} bytes instead of {entry['bytes']}")
     data = read_file(path / STATE, sums[STATE])
     with damage_of(STATE):
@@ -369,6 +407,7 @@ def open_checkpoint(path: Path) -> tuple[Sums, dict[str, Any]]:
 
 
 def names_in(folder: Path, notes: list[str]) -> list[str]:
+    """Return the names in a folder, sorted; add a note to `notes` if it cannot be read."""
     try:
         return sorted(os.listdir(folder))
     except OSError as error:
@@ -378,12 +417,18 @@ def names_in(folder: Path, notes: list[str]) -> list[str]:
 
 
 def steps_in(folder: Path, notes: list[str]) -> dict[Path, int]:
-    """Return the checkpoint folders and their steps, newest first, with .old ones whose step is
-    missing.
+    """Return the checkpoint folders and their steps, newest first.
+
+    An .old folder counts while its step is missing: a process died between two renames.
     """
     names = names_in(folder, notes)
-    hidden = [match for match in map(_HIDDEN.fullmatch, names) if match]
-    steps = [name for name in names if STEP_NAME.fullmatch(name)]
-    steps += [match[0] for match in hidden if match[1] == "old" and match[2] not in names]
-    numbers = {folder / name: int(STEP_NAME.findall(name)[0]) for name in steps}
-    return dict(sorted(numbers.items(), key=lambda item: -item[1]))
+    steps = {}
+    for name in names:
+        match = STEP_NAME.fullmatch(name)
+        if match:
+            steps[folder / name] = int(match[1])
+    for name in names:
+        match = _HIDDEN.fullmatch(name)
+        if match and match[1] == "old" and match[2] not in names:
+            steps[folder / name] = int(match[2].removeprefix("step_"))
+    return dict(sorted(steps.items(), key=lambda item: -item[1]))

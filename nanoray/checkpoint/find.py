@@ -34,9 +34,7 @@ _RUN = re.compile(r"\d{4}-\d{2}-\d{2}_\d{6}_.+")
 
 @dataclass
 class Resume:
-    """A checkpoint to continue from. `notes` has one line for each newer checkpoint that was
-    skipped.
-    """
+    """A checkpoint to continue from, with a note for each newer checkpoint that was skipped."""
 
     run_dir: Path
     path: Path
@@ -45,31 +43,34 @@ class Resume:
 
 
 def newest_valid(folder: Path) -> tuple[Resume | None, list[str]]:
-    """Load the newest valid checkpoint of a checkpoints folder, with notes on damaged newer ones.
-    Changes nothing.
+    """Load the newest valid checkpoint of a folder, with notes on damaged newer ones.
+
+    `folder` contains step_* folders, and is not changed.
     """
     notes: list[str] = []
-    found = None
+    newest = None
+    # The whole checkpoint is read, because only checksums show a flipped bit.
     for path in steps_in(folder, notes):
         try:
-            found = Resume(_run_dir(folder), path, load_checked(path), notes)
+            newest = Resume(_run_dir(folder), path, load_checked(path), notes)
             break
         except Damage as damage:
             if os.path.lexists(path):  # else it was pruned meanwhile
                 notes.append(f"checkpoint {path.name} is damaged ({damage})")
-    used = f"using {found.path.name}" if found else "no older one is valid"
-    notes[:] = [f"{note}; {used}" for note in notes]
-    return found, notes
+    outcome = f"using {newest.path.name}" if newest else "no older one is valid"
+    notes[:] = [f"{note}; {outcome}" for note in notes]  # in place: `newest` has the same list
+    return newest, notes
 
 
 def newest_rank_states(folder: Path, otherwise: str) -> tuple[list[dict[str, Tensor]], int]:
-    """Return what the newest valid checkpoint of a folder has of each rank alone, and after how
-    many samples.
+    """Return each rank's own state in the newest valid checkpoint of a folder, and its samples.
 
-    If there is none, that of `otherwise`, a checkpoint's path or "". Without any: nothing, after 0
-    samples.
+    If there is none, those of `otherwise`, a checkpoint's path or "". Without either: ([], 0).
     """
-    for path in [*steps_in(folder, []), *([Path(otherwise)] if otherwise else [])]:
+    paths = list(steps_in(folder, []))
+    if otherwise:
+        paths.append(Path(otherwise))
+    for path in paths:
         with suppress(Damage):
             states, meta = load_rank_states(path)
             return states, meta["samples_seen"]
@@ -83,27 +84,30 @@ def find_run(
     recipe: Mapping[str, Any] | None = None,
     passed_over: list[str] | None = None,
 ) -> Resume | None:
-    """Resolve `--resume`: none, auto (the newest run of `out_dir` that fits), or the path of a run
-    or checkpoint.
+    """Find the checkpoint of `--resume`: none, auto, or the path of a run or checkpoint.
 
-    A run fits if it is of this shape and of this `recipe`: keys and values of its config.json, and
-    "tokens_sha256". If none does, `passed_over` gets a line for each run that does not, or that is
-    closed to this user. Returns None for none, and for auto when no run fits. Raises
-    CheckpointError when a path holds no valid checkpoint or one of another shape, and when auto
-    finds only damaged ones: starting afresh would hide the loss.
+    auto means the newest run of `out_dir` that fits. A run fits if it has this model shape and this
+    `recipe`: keys and values of its config.json, and "tokens_sha256". If none does, a line for each
+    run that does not fit, or that this user may not read, is added to `passed_over`. Returns None
+    for none, and for auto when no run fits. Raises CheckpointError when a path has no valid
+    checkpoint or one of another shape, and when auto finds only damaged ones: starting afresh would
+    hide the loss.
     """
-    if resume in ("none", "auto"):
+    if resume == "none":
+        return None
+    if resume == "auto":
         notes = [] if passed_over is None else passed_over
-        return _find_newest(out_dir, model_shape, recipe or {}, notes) if resume == "auto" else None
+        return _find_newest(out_dir, model_shape, recipe or {}, notes)
+
+    # A path: one checkpoint, a run folder, or its checkpoints folder.
     path = Path(os.path.abspath(Path(resume).expanduser()))
     notes = []
     found: Resume | None
     if (path / MANIFEST).is_file() or (STEP_NAME.fullmatch(path.name) and path.is_dir()):
         found = Resume(_run_dir(path.parent), path, load(path), notes)
     else:
-        found, notes = newest_valid(
-            path / "checkpoints" if (path / "checkpoints").is_dir() else path
-        )
+        folder = path / "checkpoints"
+        found, notes = newest_valid(folder if folder.is_dir() else path)
     if not found:
         raise CheckpointError(
             f"no valid checkpoint in {path}: looked for {MANIFEST}, step_*/{MANIFEST} and "
@@ -122,30 +126,37 @@ def _run_dir(folder: Path) -> Path:
 def _find_newest(
     out_dir: Path, model_shape: dict[str, Any], recipe: Mapping[str, Any], notes: list[str]
 ) -> Resume | None:
+    # A note here means that out_dir cannot be read.
     runs = [out_dir / name for name in names_in(out_dir, notes) if _RUN.fullmatch(name)]
     damaged = bool(notes)
-    for run_dir in sorted(runs, key=_age, reverse=True):
-        if closed := _closed(run_dir):
-            notes.append(f"run {run_dir.name} is closed to this user ({closed}); skipped")
+    for run_dir in sorted(runs, key=_sort_key, reverse=True):
+        unreadable = _unreadable(run_dir)
+        if unreadable:
+            notes.append(f"run {run_dir.name} is closed to this user ({unreadable}); skipped")
             continue
-        if changed := other_recipe(run_dir, recipe):
+        changed = other_recipe(run_dir, recipe)
+        if changed:
             notes.append(
                 f"run {run_dir.name} is another experiment ({', '.join(changed.values())}); skipped"
             )
             continue
-        other = ""
-        # Compare shapes first, which reads little
+
+        # Compare the shape of the newest readable checkpoint before loading it: that reads little.
+        other_shape = ""
         for path in reversed(steps_in(run_dir / "checkpoints", [])):
             with suppress(Damage):
-                other = _difference(open_checkpoint(path)[1]["meta"], model_shape)
-        if other:
-            notes.append(f"run {run_dir.name} is of another model ({other}); skipped")
+                _, content = open_checkpoint(path)
+                other_shape = _difference(content["meta"], model_shape)
+        if other_shape:
+            notes.append(f"run {run_dir.name} is of another model ({other_shape}); skipped")
             continue
-        found, about = newest_valid(run_dir / "checkpoints")
-        notes += [f"run {run_dir.name}: {note}" for note in about]
-        damaged |= bool(about)
-        if found:
-            return replace(found, notes=notes)
+
+        # The run fits: load its newest valid checkpoint. If it has none, try an older run.
+        newest, damages = newest_valid(run_dir / "checkpoints")
+        notes += [f"run {run_dir.name}: {note}" for note in damages]
+        damaged = damaged or bool(damages)
+        if newest:
+            return replace(newest, notes=notes)
     if damaged:
         raise CheckpointError(
             f"no valid checkpoint in {out_dir}: {'; '.join(notes)}; remove what is damaged, or "
@@ -154,76 +165,84 @@ def _find_newest(
     return None
 
 
-def _closed(run_dir: Path) -> str:
-    """Return what of a run this user may not read, or "". Run folders are private: it is another
-    user's.
-    """
+def _unreadable(run_dir: Path) -> str:
+    """Return why this user may not read a run, or "". Run folders are private to their user."""
     try:
         os.listdir(run_dir / "checkpoints")
         for name in ("config.json", "run.json"):
             (run_dir / name).open("rb").close()
-    except OSError as error:
-        return f"{error.filename}: {error.strerror}" if isinstance(error, PermissionError) else ""
+    except PermissionError as error:
+        return f"{error.filename}: {error.strerror}"
+    except OSError:
+        pass  # a missing file is no secret
     return ""
 
 
-def _age(run_dir: Path) -> tuple[float, int, list[str]]:
-    """Return what orders runs: when the newest command on it started, its newest step, its name
-    with -2 before -10.
-    """
-    started, newest = 0.0, 0
+def _sort_key(run_dir: Path) -> tuple[float, int, list[str]]:
+    """Return when the newest command on a run started, its newest step, and its name's parts."""
+    started = 0.0
+    newest = 0
     try:
         started = float(json.loads((run_dir / "run.json").read_text(encoding="utf-8"))["started"])
         newest = max(steps_in(run_dir / "checkpoints", []).values(), default=0)
     except (OSError, ValueError, KeyError, TypeError):
-        # Of an older version, or broken: its name says it, in UTC
+        # A run of an older version, or a broken one: its name begins with the time, in UTC.
         with suppress(ValueError):
             started = calendar.timegm(time.strptime(run_dir.name[:17], "%Y-%m-%d_%H%M%S"))
     return started, newest, _numbered(run_dir.name)
 
 
 def _numbered(name: str) -> list[str]:
+    """Return the parts of a name, so that -2 is sorted before -10."""
     return [part.zfill(20) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def other_recipe(run_dir: Path, recipe: Mapping[str, Any]) -> dict[str, str]:
-    """Return what a run's config.json and run.json have that differs from `recipe`: a text for each
-    such key of it.
+    """Return {key: text} for each key of `recipe` whose value in the run's files differs.
 
-    Without these files, which older versions did not write, nothing differs.
+    Without config.json and run.json, which older versions did not write, nothing differs.
     """
     try:
-        have = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
-        tokens = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))["dataset"][
-            "tokens_sha256"
-        ]
+        config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+        run = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
+        tokens = run["dataset"]["tokens_sha256"]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-    other = {key: value for key, value in recipe.items() if key in have and have[key] != value}
-    changed = {key: f"{key} is {have[key]} there and {value} here" for key, value in other.items()}
+    changed = {}
+    for key, value in recipe.items():
+        if key in config and config[key] != value:
+            changed[key] = f"{key} is {config[key]} there and {value} here"
+    # Another text, or the same text with another tokenizer.
     if tokens != recipe.get("tokens_sha256", tokens):
         changed["tokens_sha256"] = "its dataset has other tokens"
     return changed
 
 
 def _difference(meta: dict[str, Any], model_shape: dict[str, Any]) -> str:
-    have = {**(meta.get("config") or {}), **(meta.get("model_shape") or {})}
-    # Dense here
-    more = {
-        key: 0 for key in meta.get("model_shape") or {} if model_shape and key.startswith("expert")
-    }
-    model_shape = more | model_shape
-    wrong = [key for key, value in model_shape.items() if have.get(key) != value]
-    return ", ".join(
-        f"{key} is {have.get(key, 'unknown')} there and {model_shape[key]} here" for key in wrong
-    )
+    """Return how a checkpoint's model differs from `model_shape`, as text; empty if it does not."""
+    saved_shape = meta.get("model_shape") or {}
+    saved = (meta.get("config") or {}) | saved_shape
+
+    # A dense shape has no keys of experts. Against a checkpoint with experts, they count as 0.
+    expected = dict(model_shape)
+    if model_shape:
+        for key in saved_shape:
+            if key.startswith("expert"):
+                expected.setdefault(key, 0)
+
+    differences = []
+    for key, value in expected.items():
+        if saved.get(key) != value:
+            differences.append(f"{key} is {saved.get(key, 'unknown')} there and {value} here")
+    return ", ".join(differences)
 
 
 def check_shape(
     state: StateDict, model_shape: dict[str, Any], where: str = "the checkpoint"
 ) -> None:
     """Raise CheckpointError when the state is of a model of another shape."""
-    if wrong := _difference(state.meta, model_shape):
+    difference = _difference(state.meta, model_shape)
+    if difference:
         raise CheckpointError(
-            f"{where} is of another model: {wrong}; give that run's values, or --resume none"
+            f"{where} is of another model: {difference}; give that run's values, or --resume none"
         )

@@ -1,13 +1,12 @@
-"""The parts of a sharded checkpoint: every rank writes what it owns, and any number of ranks can
-load it.
+"""The parts of a sharded checkpoint: every rank writes its own, and any number of ranks can load.
 
-    rank 0   model-00000 optimizer-00000 ─► .part-00000.json ─┐
-    rank 1   model-00001 optimizer-00001 ─► .part-00001.json ─┼─► rank 0: state.json, manifest.json, rename
+    rank 0   model-00000 optimizer-00000 ─► .part-00000.json ─┐   rank 0: state.json,
+    rank 1   model-00001 optimizer-00001 ─► .part-00001.json ─┼─► manifest.json, rename
     rank 2   model-00002 optimizer-00002 ─► .part-00002.json ─┘
 
-The ranks' threads talk through files only: a note appears when a part is on disk, and has its sums
-and its pieces. No collective runs beside training, and a rank that dies while it writes leaves the
-older checkpoints as they were.
+The ranks' threads communicate through files only: a note, with the sums and the pieces of a part,
+is written when the part is on disk. No collective runs beside training, and a rank that dies while
+it writes leaves the older checkpoints as they were.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import json
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -36,54 +36,53 @@ Sums = dict[str, dict[str, Any]]
 
 
 def write(temp: Path, rank: int, state: StateDict) -> None:
-    """Write what `rank` owns of a sharded state into a checkpoint's hidden folder, then a note that
-    it is there.
+    """Write `rank`'s part of a sharded state into a checkpoint's hidden folder, then a note.
 
-    Raises OSError; then the note, if it can be written, has the reason, which ends the wait of rank
+    Raises OSError; the note, if it can be written, then has the reason, which ends the wait of rank
     0.
     """
-    note: dict[str, Any] = {
-        "pieces": {name: piece.to_json() for name, piece in (state.pieces or {}).items()}
+    files = {
+        f"model-{rank:05d}.safetensors": state.model,
+        f"optimizer-{rank:05d}.safetensors": state.optimizer,
     }
+    sums: Sums = {}
     try:
-        files = {
-            f"model-{rank:05d}.safetensors": state.model,
-            f"optimizer-{rank:05d}.safetensors": state.optimizer,
-        }
-        note["files"] = {
-            name: write_file(temp / name, layout(tensors)) for name, tensors in files.items()
-        }
+        for name, tensors in files.items():
+            sums[name] = write_file(temp / name, layout(tensors))
         reached("part")
     except OSError as error:
         with suppress(OSError):
-            _leave(temp, rank, {"error": f"rank {rank}: {reason(error)}"})
+            _write_note(temp, rank, {"error": f"rank {rank}: {reason(error)}"})
         raise
-    _leave(temp, rank, note)
+    pieces = {name: piece.to_json() for name, piece in (state.pieces or {}).items()}
+    _write_note(temp, rank, {"pieces": pieces, "files": sums})
 
 
-def _leave(temp: Path, rank: int, note: dict[str, Any]) -> None:
-    aside = temp / f".part-{rank:05d}.tmp"
-    aside.write_text(json.dumps(note), encoding="utf-8")
-    os.rename(aside, temp / f".part-{rank:05d}.json")
+def _write_note(temp: Path, rank: int, note: dict[str, Any]) -> None:
+    # By a rename, so that rank 0 reads no half of it.
+    unfinished = temp / f".part-{rank:05d}.tmp"
+    unfinished.write_text(json.dumps(note), encoding="utf-8")
+    os.rename(unfinished, temp / f".part-{rank:05d}.json")
 
 
 def collect(
     temp: Path, writers: int, alive: Callable[[], None]
 ) -> tuple[Sums, list[dict[str, Any]]]:
-    """Wait for the notes of all writers; return the sums of their files and the pieces of each.
-    (rank 0 only)
+    """Wait for all writers; return the sums of their files and the pieces of each. (rank 0 only)
 
-    `alive` is called meanwhile, and raises when a writer will not come. Raises CheckpointError when
-    one failed.
+    `alive` is called meanwhile, and raises when a part will not be written. Raises CheckpointError
+    when a writer failed.
     """
     sums: Sums = {}
     pieces = []
     for rank in range(writers):
         path = temp / f".part-{rank:05d}.json"
+        # A file, not a collective: the ranks compute the next steps meanwhile.
         while not path.exists():
             alive()
             time.sleep(_POLL_S)
         note = json.loads(path.read_text(encoding="utf-8"))
+        # Notes are not part of the checkpoint.
         path.unlink()
         if "error" in note:
             raise CheckpointError(f"cannot write a part of checkpoint {temp.name}: {note['error']}")
@@ -94,22 +93,26 @@ def collect(
 
 def reason(error: OSError) -> str:
     """Describe a failed write, with a remedy."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    remedy = (
-        "free space, raise the limit or lower keep_checkpoints"
-        if full
-        else "check the disk and permissions"
-    )
+    remedy = "check the disk and permissions"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        remedy = "free space, raise the limit or lower keep_checkpoints"
     return f"{error.strerror} ({Path(str(error.filename)).name}); {remedy}"
 
 
 def names_in(files: Iterable[str]) -> list[str]:
-    """Return the names of part files among `files`, in their order. Raises ValueError unless each
-    part is complete.
+    """Return the names of part files among `files`, in their order.
+
+    Raises ValueError unless ranks 0, 1, ... have two files each.
     """
-    names = [name for name in files if _FILE.fullmatch(name)]
-    ranks = [int(name.split("-")[1][:5]) for name in names]
-    if sorted(ranks) != sorted([*range(len(names) // 2)] * 2) or not names:
+    names = []
+    counts: Counter[int] = Counter()
+    for name in files:
+        match = _FILE.fullmatch(name)
+        if match:
+            names.append(name)
+            counts[int(match[2])] += 1
+    two_each = Counter(dict.fromkeys(range(len(names) // 2), 2))
+    if not names or counts != two_each:
         raise ValueError("a part is missing")
     return names
 
@@ -121,73 +124,114 @@ def load(
     wanted: Mapping[str, Piece] | None,
     weights: Mapping[str, Piece] | None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the weights and the optimizer state: of the pieces `weights` and `wanted` (None:
-    whole).
+    """Return the weights and the optimizer state, as the pieces `weights` and `wanted`.
 
-    A file is read if it has something of that. Raises Damage.
+    None: whole tensors. Files that contain none of the pieces are not read. Raises Damage.
     """
     with damage_of("state.json"):
-        held = [
-            {n: Piece.from_json(n, piece) for n, piece in of.items()} for of in content["pieces"]
+        saved = [  # the pieces in each rank's files
+            {name: Piece.from_json(name, piece) for name, piece in pieces.items()}
+            for pieces in content["pieces"]
         ]
-        whole = {name: piece.all for of in held for name, piece in of.items()}
-        pieces: Mapping[str, Piece] = whole if weights is None else weights
-        near = _near(held, pieces) | {0}  # the first one also has what no rank owns
-        found = [
-            (held[rank], tensors_in(*_read(path, sums, f"model-{rank:05d}.safetensors")))
-            for rank in sorted(near)
-        ]
-        model = _assemble(found, {name: (name, piece) for name, piece in pieces.items()})
-        if pieces is whole:
-            model = {name: tensor.view(whole[name].shape) for name, tensor in model.items()}
-            model |= {name: model[origin] for name, origin in content["aliases"].items()}
-        model |= {
-            name: tensor for _, of in found for name, tensor in of.items() if name not in whole
-        }
-
-        pieces = whole if wanted is None else wanted
-        near = _near(held, pieces)
-        found = [
-            (held[r], tensors_in(*_read(path, sums, f"optimizer-{r:05d}.safetensors")))
-            for r in sorted(near)
-        ]
-        names = {name: name.partition(".")[2] for _, tensors in found for name in tensors}
-        # Such as `step`
-        scalars = {n: t for _, tensors in found for n, t in tensors.items() if not t.dim()}
-        parted = {
-            n: (param, pieces[param])
-            for n, param in names.items()
-            if n not in scalars and param in pieces
-        }
-        optimizer = _assemble(found, parted)
-        if wanted is None:
-            optimizer = {n: tensor.view(whole[names[n]].shape) for n, tensor in optimizer.items()}
-        return model, optimizer | {n: t for n, t in scalars.items() if names[n] in pieces}
+        whole = {name: piece.all for pieces in saved for name, piece in pieces.items()}
+        model = _load_model(path, sums, saved, whole, weights, content["aliases"])
+        optimizer = _load_optimizer(path, sums, saved, whole, wanted)
+        return model, optimizer
 
 
-def _near(held: Sequence[Mapping[str, Piece]], wanted: Mapping[str, Piece]) -> set[int]:
-    """Return the ranks that hold something of the wanted pieces."""
-    return {
-        rank
-        for rank, of in enumerate(held)
-        if any(n in wanted and overlaps(of[n], wanted[n]) for n in of)
-    }
+def _load_model(
+    path: Path,
+    sums: Sums,
+    saved: Sequence[Mapping[str, Piece]],
+    whole: Mapping[str, Piece],
+    weights: Mapping[str, Piece] | None,
+    aliases: Mapping[str, str],
+) -> dict[str, Tensor]:
+    pieces = whole if weights is None else weights
+    ranks = _ranks_with(saved, pieces) | {0}  # rank 0 also saves tensors that no rank owns
+    # Read each file once, however many pieces of it are wanted.
+    files = _read_files(path, sums, saved, "model", ranks)
+    model = _assemble(files, {name: (name, piece) for name, piece in pieces.items()})
+    if weights is None:
+        model = {name: tensor.view(whole[name].shape) for name, tensor in model.items()}
+        # Tied weights are saved once.
+        for name, origin in aliases.items():
+            model[name] = model[origin]
+    for _, tensors in files:
+        for name, tensor in tensors.items():
+            if name not in whole:
+                model[name] = tensor
+    return model
 
 
-def _read(path: Path, sums: Sums, name: str) -> tuple[Tensor, str]:
-    return read_file(path / name, sums[name]), name
+def _load_optimizer(
+    path: Path,
+    sums: Sums,
+    saved: Sequence[Mapping[str, Piece]],
+    whole: Mapping[str, Piece],
+    wanted: Mapping[str, Piece] | None,
+) -> dict[str, Tensor]:
+    pieces = whole if wanted is None else wanted
+    files = _read_files(path, sums, saved, "optimizer", _ranks_with(saved, pieces))
+
+    # A name is "KIND.PARAMETER". A scalar, such as `step`, is equal in every part of its parameter.
+    scalars: dict[str, Tensor] = {}
+    parameter_of: dict[str, str] = {}  # of the other tensors
+    for _, tensors in files:
+        for name, tensor in tensors.items():
+            _, _, parameter = name.partition(".")
+            if parameter not in pieces:
+                continue
+            if tensor.dim():
+                parameter_of[name] = parameter
+            else:
+                scalars[name] = tensor
+
+    optimizer = _assemble(
+        files, {name: (parameter, pieces[parameter]) for name, parameter in parameter_of.items()}
+    )
+    if wanted is None:
+        for name, parameter in parameter_of.items():
+            optimizer[name] = optimizer[name].view(whole[parameter].shape)
+    return optimizer | scalars
+
+
+def _ranks_with(saved: Sequence[Mapping[str, Piece]], wanted: Mapping[str, Piece]) -> set[int]:
+    """Return the ranks whose files contain a part of the wanted pieces."""
+    ranks = set()
+    for rank, pieces in enumerate(saved):
+        for name, piece in pieces.items():
+            if name in wanted and overlaps(piece, wanted[name]):
+                ranks.add(rank)
+                break
+    return ranks
+
+
+def _read_files(
+    path: Path, sums: Sums, saved: Sequence[Mapping[str, Piece]], kind: str, ranks: Iterable[int]
+) -> list[tuple[Mapping[str, Piece], dict[str, Tensor]]]:
+    """Read the files of these ranks; return the pieces and the tensors of each."""
+    files = []
+    for rank in sorted(ranks):
+        name = f"{kind}-{rank:05d}.safetensors"
+        files.append((saved[rank], tensors_in(read_file(path / name, sums[name]), name)))
+    return files
 
 
 def _assemble(
-    found: Iterable[tuple[Mapping[str, Piece], Mapping[str, Tensor]]],
+    files: Iterable[tuple[Mapping[str, Piece], Mapping[str, Tensor]]],
     wanted: Mapping[str, tuple[str, Piece]],
 ) -> dict[str, Tensor]:
-    """Return each wanted tensor, (numel,), by name: put together from the pieces of its parameter
-    that were found.
+    """Return each wanted tensor, (numel,), by name, from the saved pieces of its parameter.
+
+    `wanted`: the parameter of a name, and the piece of it to return.
     """
     saved: dict[str, list[tuple[Piece, Tensor]]] = {name: [] for name in wanted}
-    for pieces, tensors in found:
+    for pieces, tensors in files:
         for name, tensor in tensors.items():
-            if name in wanted and wanted[name][0] in pieces:
-                saved[name].append((pieces[wanted[name][0]], tensor.reshape(-1)))
+            if name not in wanted:
+                continue
+            parameter, _ = wanted[name]
+            if parameter in pieces:
+                saved[name].append((pieces[parameter], tensor.reshape(-1)))
     return {name: fill(piece, saved[name]) for name, (_, piece) in wanted.items()}

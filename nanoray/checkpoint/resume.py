@@ -1,5 +1,6 @@
-"""Open a run: a new folder, or the one that `--resume` continues. The driver uses it, so torch is
-imported late.
+"""Open a run: a new folder, or the one that `--resume` continues.
+
+The driver uses this, so what imports torch is imported late.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ from nanoray.run import RunSpec, lock_run, new_folder, write_attempt
 
 
 def open_run(config: Config, dataset: DatasetInfo, started: float) -> RunSpec:
-    """Make the run's folder, or find the one to continue, and write config.json and run.json. (one
-    process)
+    """Create or find the run's folder, and write config.json and run.json. (one process)
 
     `--resume auto` and a run folder under out_dir continue in that folder. A single checkpoint, or
     a run elsewhere or of another name, starts a new folder. The run stays locked while the spec
@@ -22,11 +22,14 @@ def open_run(config: Config, dataset: DatasetInfo, started: float) -> RunSpec:
     ConfigError when another process uses the run.
     """
     out_dir = Path(config.out_dir).expanduser().resolve()
-    resume, folder, notes = "", None, list[str]()
+    resume = ""
+    folder = None
+    notes: list[str] = []
     if config.resume != "none":
         from nanoray.checkpoint.find import find_run, other_recipe
         from nanoray.models.build import shape_of
 
+        # auto skips runs of another model or another recipe.
         shape = shape_of(config, dataset.vocab_size).to_dict()
         recipe = recipe_of(config) | {"tokens_sha256": dataset.tokens_sha256}
         passed_over: list[str] = []
@@ -36,25 +39,33 @@ def open_run(config: Config, dataset: DatasetInfo, started: float) -> RunSpec:
             notes.append(f"resume  nothing to resume in {out_dir}: starting afresh")
         else:
             notes += [f"resume  {note}" for note in found.notes]
-            asked_for_step = (Path(config.resume).expanduser() / "state.json").exists()
-            if changed := other_recipe(found.run_dir, recipe):
+            changed = other_recipe(found.run_dir, recipe)
+            if changed:
                 notes.append(
                     f"resume  not the recipe of {found.run_dir.name}: {', '.join(changed.values())}"
                 )
-            own = (
-                found.run_dir.resolve().parent == out_dir
-                and not asked_for_step
-                and "name" not in changed
-            )
-            folder = found.run_dir.resolve() if own else None
-            resume = str(found.run_dir.resolve() if own else found.path.resolve())
-    folder = folder or new_folder(out_dir, config.name)
+
+            # Continue in the run's own folder, or begin a new one from its checkpoint.
+            run_dir = found.run_dir.resolve()
+            single_checkpoint = (Path(config.resume).expanduser() / "state.json").exists()
+            in_place = run_dir.parent == out_dir and "name" not in changed
+            if in_place and not single_checkpoint:
+                folder = run_dir
+                resume = str(run_dir)
+            else:
+                resume = str(found.path.resolve())
+
+    if folder is None:
+        folder = new_folder(out_dir, config.name)
+    # Lock the folder before anything in it changes.
     lock, warning = lock_run(folder)
-    notes += [warning] if warning else []
+    if warning:
+        notes.append(warning)
     for name in ("checkpoints", "logs"):
         (folder / name).mkdir(exist_ok=True)
     (folder / "summary.json").unlink(missing_ok=True)  # written by an earlier command of this run
     spec = RunSpec(config, dataset, folder, started, resume, 0, tuple(notes), lock)
+    # The attempt first: from then on, older processes of the run cannot commit a checkpoint.
     write_attempt(spec)
     write_json(folder / "config.json", config.model_dump())
     write_json(folder / "run.json", spec.to_dict())

@@ -1,8 +1,7 @@
-"""Files of tensors: written and hashed in one pass, read and checked in one pass. The format is
-safetensors.
+"""Files of tensors: written and hashed in one pass, read and checked in one pass.
 
-A file is: length of the header (8 bytes), a JSON header padded to 8, the tensors' buffers with the
-widest types first.
+The format is safetensors. A file is: length of the header (8 bytes), a JSON header padded to 8, the
+tensors' buffers with the widest types first.
 """
 
 from __future__ import annotations
@@ -25,10 +24,19 @@ from nanoray.errors import CheckpointError
 GONE = (FileNotFoundError, NotADirectoryError)
 CHUNK = 8 << 20  # bytes hashed and written at a time
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool, "U8": torch.uint8,
-    "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -41,42 +49,47 @@ def damage_of(file: str) -> Iterator[None]:
     """Turn an error from reading `file` into Damage."""
     try:
         yield
+    except GONE:
+        raise Damage(f"{file}: missing") from None
     except OSError as error:
-        raise Damage(
-            f"{file}: {'missing' if isinstance(error, GONE) else error.strerror}"
-        ) from None
+        raise Damage(f"{file}: {error.strerror}") from None
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError):
         raise Damage(f"{file}: not as nanoray writes it") from None
 
 
 def layout(tensors: dict[str, Tensor]) -> list[Tensor]:
-    """Lay out a safetensors file: length of header (8 bytes), JSON header padded to 8, buffers,
-    widest dtypes first.
+    """Return the parts of a safetensors file: length and header as bytes, then the tensors.
+
+    Raises CheckpointError for a dtype that the format lacks.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     parts: list[Tensor] = []
-    at = 0
+    offset = 0
+    # The widest types first, so that every buffer is aligned.
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
         if tensor.dtype not in DTYPE_NAMES or name in header:
             raise CheckpointError(
                 f"cannot store tensor {name} of dtype {tensor.dtype}; rename it, or cast it to one "
-                f"of {[*DTYPE_NAMES]}"
+                f"of {list(DTYPE_NAMES)}"
             )
-        offsets = [at, at := at + tensor.nbytes]
+        end = offset + tensor.nbytes
         header[name] = {
             "dtype": DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
-            "data_offsets": offsets,
+            "data_offsets": [offset, end],
         }
+        offset = end
         parts.append(tensor.detach())
+    # Padded with spaces, which JSON ignores, so that the first buffer is aligned.
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return [as_bytes(len(text).to_bytes(8, "little") + text), *parts]
 
 
 def plain(value: Any, where: str) -> Any:
-    """Return `value` as JSON data, null for floats that are not finite. Raises CheckpointError for
-    other types.
+    """Return `value` as JSON data, with null for floats that are not finite.
+
+    Raises CheckpointError for other types.
     """
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -99,16 +112,18 @@ def as_bytes(data: bytes) -> Tensor:
 def write_file(path: Path, parts: list[Tensor]) -> dict[str, Any]:
     """Write and fsync a new file, hashing in the same pass."""
     digest = hashlib.sha256()
+    # O_EXCL: a file of this name would belong to another writer.
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         for tensor in parts:
-            # Copies only if needed
+            # Each of these steps copies only if it must.
             data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             for start in range(0, len(data), CHUNK):
                 chunk = data[start : start + CHUNK]
                 digest.update(chunk)
                 while chunk:  # a write may be partial
                     chunk = chunk[os.write(fd, chunk) :]
+        # Without it a machine that loses power may keep the name and lose the data.
         os.fsync(fd)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
@@ -133,11 +148,14 @@ def read_file(path: Path, entry: dict[str, Any]) -> Tensor:
     """Read a whole file into a uint8 tensor, hashing in the same pass."""
     digest = hashlib.sha256()
     with damage_of(path.name), open(path, "rb", buffering=0) as file:
+        # One buffer for the whole file; tensors become views of it, without a copy.
         data = torch.empty(entry["bytes"], dtype=torch.uint8)
-        view, at = data.numpy().data, 0
-        while got := file.readinto(view[at : at + CHUNK]):
-            digest.update(view[at : at + got])
-            at += got
+        view = data.numpy().data
+        start = 0
+        while count := file.readinto(view[start : start + CHUNK]):
+            digest.update(view[start : start + count])
+            start += count
+    # A shorter file leaves the rest of the buffer undefined, and its checksum differs.
     if digest.hexdigest() != entry["sha256"]:
         raise Damage(f"{path.name}: sha256 differs")
     return data
@@ -146,11 +164,12 @@ def read_file(path: Path, entry: dict[str, Any]) -> Tensor:
 def tensors_in(data: Tensor, file: str) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file in memory, as views of `data`."""
     with damage_of(file):
-        start = 8 + int.from_bytes(data[:8].numpy().tobytes(), "little")
-        header = json.loads(data[8:start].numpy().tobytes())
+        header_end = 8 + int.from_bytes(data[:8].numpy().tobytes(), "little")
+        header = json.loads(data[8:header_end].numpy().tobytes())
         header.pop("__metadata__")
+        buffers = data[header_end:]
         tensors: dict[str, Tensor] = {}
         for name, spec in header.items():
-            begin, end = (start + offset for offset in spec["data_offsets"])
-            tensors[name] = data[begin:end].view(DTYPES[spec["dtype"]]).view(spec["shape"])
+            start, end = spec["data_offsets"]
+            tensors[name] = buffers[start:end].view(DTYPES[spec["dtype"]]).view(spec["shape"])
         return tensors

@@ -83,6 +83,7 @@ def _real(config: Config, tries: int) -> DatasetInfo:
         return replace(cached, note=f"{note}, cached")
     url = config.data_url or URL
     data = fetch(url, tries, _TOTAL_S, _MOST_BYTES)
+    # Without the check, a proxy's error page would be unpacked.
     digest = hashlib.sha256(data).hexdigest()
     if digest != SHA256:
         raise FetchFailed(f"these {len(data)} bytes are another file", got=digest)
@@ -98,6 +99,7 @@ def read_archive(data: bytes) -> tuple[bytes, bytes]:
     """
     try:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as archive:
+            # Only regular files: an archive may contain links and devices.
             members = {member.name: member for member in archive.getmembers() if member.isreg()}
             train = b"".join(_member(archive, members, name) for name in _TRAIN)
             val = b"".join(_member(archive, members, name) for name in _VAL)
@@ -118,6 +120,7 @@ def _member(archive: tarfile.TarFile, members: dict[str, tarfile.TarInfo], name:
         raise DataError(
             f"{name} has {len(data)} bytes, not a multiple of {RECORD}; download {URL} again"
         )
+    # A wrong class would fail in the loss, on a GPU without a readable error.
     labels = np.frombuffer(data, np.uint8)[::RECORD]
     if labels.max() >= len(CLASSES):
         raise DataError(
@@ -128,7 +131,7 @@ def _member(archive: tarfile.TarFile, members: dict[str, tarfile.TarInfo], name:
 
 
 def _generated(config: Config, why: str) -> DatasetInfo:
-    """Reuse or make images that a network can learn to tell apart, in the sizes of CIFAR-10."""
+    """Reuse or make images that a network can learn to classify, in the sizes of CIFAR-10."""
     note = f"cifar10-generated: patterns of 10 classes under noise, in place of photographs{why}"
     folder = cache_dir(config) / "images" / "cifar10-generated-v1"
     cached = _reuse(folder, "cifar10-generated")
@@ -198,6 +201,7 @@ def _describe(
 
 def store(folder: Path, info: DatasetInfo, train: bytes, val: bytes) -> DatasetInfo:
     """Write the files of the cache; meta.json comes last, so a folder that has it is complete."""
+    # One hash over both files, in the order in which `verify` reads them.
     digest = hashlib.sha256(train)
     digest.update(val)
     info = replace(info, tokens_sha256=digest.hexdigest(), kind="images")

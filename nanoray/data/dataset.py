@@ -73,6 +73,7 @@ def cache_dir(config: Config) -> Path:
     folder = config.data_dir
     if not folder:
         folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "nanoray")
+    # Absolute, because ranks may run in another working directory.
     path = absolute(folder)
     # expanduser returns "~" unchanged when there is no home.
     if folder.startswith("~/") and os.path.expanduser(folder) == folder:
@@ -85,6 +86,7 @@ def cache_dir(config: Config) -> Path:
 def write(path: Path, data: bytes) -> None:
     """Write a file of the cache whole or not at all. Raises DataError when it cannot."""
     try:
+        # By a rename, so that another process reads no half of a file.
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_bytes(path, data)
     except OSError as error:

@@ -32,6 +32,7 @@ def fetch(url: str, tries: int, total_s: float, most_bytes: int = 0) -> bytes:
     most_bytes = most_bytes or MAX_BYTES
     if "://" not in url:
         url = Path(url).expanduser().absolute().as_uri()
+    # urlopen would also open ftp: and data: URLs.
     if not url.startswith(("http://", "https://", "file://")):
         raise FetchFailed("not an http(s):// or file:// URL")
     if url.startswith("file://"):
@@ -74,6 +75,7 @@ def _try(url: str, total_s: float, most_bytes: int) -> bytes:
     result = results[0]
     if isinstance(result, FetchFailed):
         raise result
+    # One byte more than allowed was read, to notice a file that is too large.
     if len(result) > most_bytes:
         raise FetchFailed(f"more than {most_bytes >> 20} MiB, which is no file of ours")
     return result
@@ -81,6 +83,7 @@ def _try(url: str, total_s: float, most_bytes: int) -> bytes:
 
 def _explain(error: Exception) -> FetchFailed:
     """Return the reason of a failure, and whether another try may help."""
+    # 5xx, 408 (timeout) and 429 (too many requests) may pass; other codes stay.
     if isinstance(error, HTTPError):
         error.close()
         transient = error.code >= 500 or error.code in (408, 429)

@@ -81,6 +81,7 @@ class OwnData:
         if self._val is None:
             return np.empty(0, np.int64)
         if isinstance(self._val, Batches):
+            # Validation batches are read once and kept: every evaluation uses the same samples.
             self._val = self._val.first(limit)
         return evenly_spaced(len(self._val) - 1, min(limit, len(self._val)))
 
@@ -196,11 +197,13 @@ class Batches:
 
 def source_of(data: Any, split: str, micro: int) -> Items | Batches:
     """Return data as items with an index, or as batches. Raises DataError when it is neither."""
+    # Its sampler and workers would not be resumable, so its dataset is used directly.
     if isinstance(data, DataLoader) and _is_dataset(data.dataset):
         return source_of_items(data.dataset, split, data.collate_fn)
     if _is_dataset(data):
         return source_of_items(data, split)
     if isinstance(data, Iterable):
+        # A generator, or another iterator, cannot begin again.
         if iter(data) is data:
             raise DataError(
                 f"the {split} data can be iterated once only; give a class whose __iter__ begins "
@@ -288,6 +291,7 @@ def _sample_of(value: Any, i: int, count: int) -> Any:
 def _to(value: Any, device: torch.device) -> Any:
     """Move tensors in nested lists, tuples and dicts to the device."""
     if isinstance(value, Tensor):
+        # The copy is asynchronous only from pinned memory.
         return value.to(device, non_blocking=True)
     if isinstance(value, dict):
         return {key: _to(item, device) for key, item in value.items()}

@@ -66,6 +66,7 @@ def prepare(config: Config) -> DatasetInfo:
     The other ranks receive the result. Raises DataError when there is no such dataset, or when a
     split is shorter than one window of block_size + 1 tokens.
     """
+    # Other kinds of data have their own files.
     if config.model == "resnet":
         return cifar10.prepare(config)
     if config.model == "own":
@@ -250,6 +251,7 @@ def _tokenize(source: _Source, config: Config) -> DatasetInfo:
         note += "; its damaged token cache was rebuilt"
 
     # Tokenize.
+    # The split is by characters, so that it is the same for every tokenizer.
     text = _decode(source)
     description = {"kind": kind}
     if kind == "char":
@@ -283,6 +285,7 @@ def _tokenize(source: _Source, config: Config) -> DatasetInfo:
 def _decode(source: _Source) -> str:
     if not source.data:
         raise DataError(f"{source.where} is empty; name a UTF-8 text file with --dataset PATH")
+    # Many binary files decode as UTF-8; a NUL byte gives them away.
     nul = source.data.find(b"\0")
     if nul >= 0:
         raise DataError(
@@ -316,6 +319,7 @@ def _reuse(folder: Path) -> DatasetInfo | None:
 
 def _open_folder(folder: Path, config: Config) -> DatasetInfo:
     """Open a folder of token files, in nanoGPT's format or as `prepare` writes them."""
+    # An option that would have no effect is an error.
     if config.val_fraction != Config.model_fields["val_fraction"].default:
         raise DataError(
             f"val_fraction would be ignored: {folder} is split already; drop val_fraction"
@@ -353,7 +357,7 @@ def _open_folder(folder: Path, config: Config) -> DatasetInfo:
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:
-    """Return meta.json, with `tokenizer`, `dtype` and `vocab_size`; without one, nanoGPT's values."""
+    """Return meta.json: `tokenizer`, `dtype` and `vocab_size`; without one, nanoGPT's values."""
     file = folder / "meta.json"
     if not file.exists():
         if (folder / "meta.pkl").exists():
@@ -364,6 +368,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         return {"tokenizer": {"kind": "gpt2"}, "dtype": "uint16"}
     try:
         meta = json.loads(file.read_bytes())
+        # Defaults of nanoGPT's files, and of files with a vocab_size only.
         meta.setdefault("dtype", "uint16")
         meta.setdefault("tokenizer", {"kind": "ids", "vocab_size": meta.get("vocab_size")})
         vocab_size = tokenizer_from_json(meta["tokenizer"]).vocab_size

@@ -56,6 +56,7 @@ class Stateful:
 
         Raises DataError when the loader yields none, or when the states before it were dropped.
         """
+        # Going back needs a state; going forward only reads on.
         if number not in self._kept and (self._iterator is None or number < self._next):
             self._seek(number)
         while number not in self._kept:
@@ -64,6 +65,7 @@ class Stateful:
 
     def state_before(self, number: int) -> Tensor:
         """Return the loader's state before a batch, as bytes: (n,) uint8."""
+        # Reading the batch keeps the state before it.
         if number not in self._states:
             self.batch(number)
         self._anchor = number
@@ -192,6 +194,7 @@ def _restored(value: Any) -> Any:
         return tuple(_restored(item) for item in value["items"])
     if kind == "dict":
         return {_restored(key): _restored(item) for key, item in value["items"]}
+    # A bytearray, because tensors and arrays over it must be writable.
     data = bytearray(base64.b64decode(value["data"]))
     if kind == "bytes":
         return bytes(data)

@@ -161,6 +161,7 @@ class IdTokenizer(Tokenizer):
 
 def tokenizer_from_json(values: dict[str, Any]) -> Tokenizer:
     """Build the tokenizer that `to_json` described. Raises DataError for anything else."""
+    # The values may come from a damaged or foreign file, so every field is checked.
     match values:
         case {"kind": "char", "chars": str(chars)} if chars and list(chars) == sorted(set(chars)):
             return CharTokenizer(chars)

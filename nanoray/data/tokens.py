@@ -128,7 +128,7 @@ class MicroBatches:
         self.seconds = 0.0  # of host time spent on reading, so far
 
     def step(self, samples: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the micro batches (B, T), targets too, of the step whose first sample is `samples`."""
+        """Yield the micro batches (B, T), targets too, of the step that begins at `samples`."""
         for micro in range(self.batch.accum):
             yield self._take(samples, micro)
 
@@ -139,6 +139,7 @@ class MicroBatches:
             batch = self.get(samples, micro)
 
         # Read the following one now, while a GPU still computes.
+        # A repeated or skipped step asks for another one; then this one was read for nothing.
         following = (samples, micro + 1)
         if micro + 1 == self.batch.accum:
             following = (samples + self._samples_per_step, 0)
@@ -149,13 +150,14 @@ class MicroBatches:
     def get(
         self, samples: int, micro: int, rank: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return one micro batch (B, T), targets too, of the step whose first sample is `samples`.
+        """Return one micro batch (B, T), targets too, of the step that begins at `samples`.
 
         It is this rank's, or that of another data rank.
         """
         size, _, dp = self.batch
         if rank is None:
             rank = self.rank
+        # The ranks' micro batches are interleaved, so that a step takes the same samples at every dp.
         x, y = self.data.train_batch(samples + (micro * dp + rank) * size, size)
         if self.length_at is None:
             return x, y
@@ -198,7 +200,7 @@ class MappedFile:
 
 
 def open_mapped(info: DatasetInfo, split: str, size: int) -> MappedFile:
-    """Open the file of a split. Raises DataError when it is missing or does not have `size` bytes."""
+    """Open the file of a split. Raises DataError when it is missing or has not `size` bytes."""
     path = info.path / f"{split}.bin"
     try:
         return MappedFile(path, info.dtype, size)

@@ -1,4 +1,4 @@
-"""Check the content of token files at first use, and again when size, time or inode have changed."""
+"""Check the content of token files at first use, and when size, time or inode have changed."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def verify(folder: Path, tokens_sha256: str) -> None:
     # Before the files are read, so that a change during the reading is noticed next time.
     state = {"tokens_sha256": tokens_sha256, **_stats(folder)}
     record = folder / RECORD
+    # No record, a damaged one, or one of other files: read them.
     with suppress(OSError, ValueError):
         if json.loads(record.read_text(encoding="utf-8")) == state:
             return

@@ -1,4 +1,4 @@
-"""What failed in a run, why, how it recovered, and what that cost.
+"""Show what failed in a run, why, how it recovered, and what that cost.
 
 nanoray faults RUN       RUN is a run folder, or an out_dir: its newest run
 """
@@ -23,15 +23,14 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("run", help="run folder, or an out_dir: its newest run")
     args = parser.parse_args(argv)
-    return exit_code_of(lambda: print("\n".join(story(_folder(Path(args.run))))))
+    return exit_code_of(lambda: print("\n".join(story(_find_run(Path(args.run))))))
 
 
-def _folder(path: Path) -> Path:
-    runs = (
-        [path]
-        if (path / "run.json").exists()
-        else sorted(p.parent for p in path.glob("*/run.json"))
-    )
+def _find_run(path: Path) -> Path:
+    """Return the run folder `path`, or the newest run in it."""
+    if (path / "run.json").exists():
+        return path
+    runs = sorted(file.parent for file in path.glob("*/run.json"))
     if not runs:
         raise ConfigError(
             f"no run in {path}; give a run folder, such as runs/2026-..., or the folder of several"
@@ -44,43 +43,49 @@ def story(folder: Path) -> list[str]:
     events = read_reports(folder)
     lines = [f"run       {folder.resolve().name}"]
     for event in events:
-        lines += _planned(event) if event["event"] == "injected" else _fault(event)
+        if event["event"] == "injected":
+            lines.append(_format_planned(event))
+        else:
+            lines += _format_fault(event)
+
     faults = [event for event in events if event["event"] == "fault"]
     if not faults:
-        return [*lines, "no rank failed" if not events else "no rank failed because of it"]
-    lost = sum((f["detect_s"] or 0.0) + (f["recover_s"] or 0.0) for f in faults)
-    how = ", ".join(
-        f"{n} x {name}"
-        for name, n in Counter(f["recovery"] or "interrupted" for f in faults).items()
+        lines.append("no rank failed because of it" if events else "no rank failed")
+        return lines
+    lost_s = sum((fault["detect_s"] or 0.0) + (fault["recover_s"] or 0.0) for fault in faults)
+    repeated = sum(fault["steps_repeated"] or 0 for fault in faults)
+    counts = Counter(fault["recovery"] or "interrupted" for fault in faults)
+    recoveries = ", ".join(f"{count} x {name}" for name, count in counts.items())
+    lines.append(
+        f"total     {len(faults)} fault(s): {recoveries}; {lost_s:.1f} s without training, "
+        f"{repeated} steps repeated"
     )
-    repeated = sum(f["steps_repeated"] or 0 for f in faults)
-    return [
-        *lines,
-        f"total     {len(faults)} fault(s): {how}; {lost:.1f} s without training, {repeated} steps "
-        "repeated",
-    ]
+    return lines
 
 
-def _planned(event: dict[str, Any]) -> list[str]:
-    where = f"rank {event['rank']}, {event['phase']} of step {event['step']}, attempt {event['attempt']}"
-    return [f"{_clock(event)}  planned   {event['kind']} fires: {where}"]
-
-
-def _fault(event: dict[str, Any]) -> list[str]:
-    report = FaultReport(
-        **{k: v for k, v in event.items() if k not in ("event", "time", "monotonic")}
+def _format_planned(event: dict[str, Any]) -> str:
+    return (
+        f"{_format_time(event)}  planned   {event['kind']} fires: rank {event['rank']}, "
+        f"{event['phase']} of step {event['step']}, attempt {event['attempt']}"
     )
-    lines = [f"{_clock(event)}  {report.cause:<9} {report.title}"]
+
+
+def _format_fault(event: dict[str, Any]) -> list[str]:
+    values = {key: event[key] for key in event if key not in ("event", "time", "monotonic")}
+    report = FaultReport(**values)
+    lines = [f"{_format_time(event)}  {report.cause:<9} {report.title}"]
     lines += [f"            {line}" for line in report.log_tail[-3:]]
     lines += [f"          then      {line}" for line in report.consequences]
     if report.recovery == "none":
-        return [*lines, "          gave up"]
-    if report.recover_s is None:
-        return [*lines, "          interrupted by the next fault, before a new step was completed"]
-    return [*lines, f"          {report.recovery:<9} {report.outcome()}"]
+        lines.append("          gave up")
+    elif report.recover_s is None:
+        lines.append("          interrupted by the next fault, before a new step was completed")
+    else:
+        lines.append(f"          {report.recovery:<9} {report.outcome()}")
+    return lines
 
 
-def _clock(event: dict[str, Any]) -> str:
+def _format_time(event: dict[str, Any]) -> str:
     return time.strftime("%H:%M:%S", time.localtime(event["time"]))
 
 

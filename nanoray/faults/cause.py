@@ -1,18 +1,19 @@
-"""Which failure caused the others, and what recovery made of it. The driver uses this; nothing here
-knows Ray.
+"""Find the failure that caused the others, and report what recovery cost. Nothing here needs Ray.
 
-    events of n ranks (ended, set_waiting) ─► FailureCollector ─► cause, consequences ─► FaultReport ─► faults.jsonl
+    events of n ranks (ended, set_waiting) ─► FailureCollector ─► cause, consequences
+                                                                ─► FaultReport ─► faults.jsonl
 
 A rank that dies makes the others fail: their collectives raise a moment later, and sometimes the
-driver hears of that first. So the driver collects failures for a short time and then ranks them: a
-dead process before an exception, an exception before a collective that lost its peer. Every event
-costs O(1), because one death can make thousands of ranks fail at once.
+driver receives those errors first. So the driver collects failures for a short time and then ranks
+them: a dead process before an exception, an exception before a collective that lost its peer. Every
+event costs O(1), because one death can make thousands of ranks fail at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,26 +27,24 @@ CAUSES = {
     "killed": 0,  # a signal, or an exit without an exception
     "node_lost": 0,  # its node does not answer
     "hung": 0,  # alive, but all other ranks waited for it
-    # Its node will be taken away, so it left: nobody's failure, and not charged to --max_failures
-    "drained": 1,
+    "drained": 1,  # its node will be taken away; not charged to --max_failures
     "exception": 1,  # the program's own error
     "diverged": 1,  # the ranks' weights differ, and no majority agrees
-    "refused": 1,  # NanorayError: another try would end the same way
+    "refused": 1,  # NanorayError: a restart would end in the same way
     "peer_lost": 2,  # a collective that lost its peer: a consequence
 }
 PEER_LOST = CAUSES["peer_lost"]
-# How long to wait for the root of a consequence: a busy Ray tells of a death later than its peers
-# do
+# How long to wait for the root of a consequence: a busy Ray reports a death later than its peers do
 ROOT_S = 10.0
-PROGRESS_STEPS = 10  # completed steps between two failures that make the second one a new story
-FAILURES_PER_HOUR = 60  # more than this is no training, even if every failure is overcome
-# Lines that a report keeps: of thousands of ranks, all fail with the same words
+PROGRESS_STEPS = 10  # completed steps after which a failure is counted anew
+FAILURES_PER_HOUR = 60  # with more, the run stops, even if it recovers from each
+# Lines that a report keeps: thousands of ranks fail with the same message
 MAX_CONSEQUENCES = 8
 
 
 @dataclass
 class Failure:
-    """How one rank ended. `rank` is its slot: the number in the names of its log and progress file."""
+    """How one rank ended. `rank` is its slot: the number in the names of its files."""
 
     rank: int
     cause: str  # a key of CAUSES
@@ -57,10 +56,10 @@ class Failure:
     exit_code: int = 1  # of the command, if there is no retry
     signature: str = ""  # the same for failures that repeat
     facts: dict[str, Any] = field(default_factory=dict)  # pid, node, ip, devices
-    # See exit_record.read; empty if there is none
+    # The result of exit_record.read
     exit_record: dict[str, Any] = field(default_factory=dict)
     silent_s: float = 0.0  # hung: seconds without progress on any rank
-    at: float = 0.0  # monotonic seconds at which the driver knew
+    at: float = 0.0  # monotonic seconds at which the driver noticed it
 
     @property
     def completed(self) -> int:
@@ -88,9 +87,9 @@ class FaultReport:
     log_tail: list[str]
     consequences: list[str]  # failures of other ranks that followed from this one
     recovery: str = ""  # in_place | spare | shrink | restart | none (gave up)
-    # From the death until the driver knew; None: time of death unknown
+    # From the death until the driver noticed it; None: time of death unknown
     detect_s: float | None = None
-    recover_s: float | None = None  # from then until a step was completed for the first time
+    recover_s: float | None = None  # from then until a new step was completed
     steps_repeated: int | None = None
 
     @classmethod
@@ -123,31 +122,34 @@ class FaultReport:
 
     def outcome(self) -> str:
         """Return the outcome of recovery in one line."""
-        detected = "" if self.detect_s is None else f"detected in {self.detect_s:.2f} s, "
-        steps = (
-            f"{self.steps_repeated or 'no'} step{'' if self.steps_repeated == 1 else 's'} repeated"
-        )
-        return f"{detected}training again after {self.recover_s or 0.0:.2f} s, {steps}"
+        parts = []
+        if self.detect_s is not None:
+            parts.append(f"detected in {self.detect_s:.2f} s")
+        parts.append(f"training again after {self.recover_s or 0.0:.2f} s")
+        noun = "step" if self.steps_repeated == 1 else "steps"
+        parts.append(f"{self.steps_repeated or 'no'} {noun} repeated")
+        return ", ".join(parts)
 
 
 @dataclass
 class Recovery:
-    """A fault that is known but not yet overcome."""
+    """A fault from which the run has not recovered yet."""
 
     report: FaultReport
-    known_at: float  # monotonic seconds at which the driver learned of it
+    known_at: float  # monotonic seconds at which the driver noticed it
     completed: int  # steps completed before the fault
     base: int | None = None  # the step from which the present attempt started, if known
 
     @property
     def target(self) -> int:
-        """The last step that proves nothing: a rank that computes a later one has completed a new
-        step.
+        """The last step that proves no progress.
+
+        A rank that computes a later one has completed a new step.
         """
         return self.completed + 1
 
     def update(self, step: int, base: int, waiting: bool) -> bool:
-        """Take a heartbeat of the present attempt; return whether training is past the fault."""
+        """Process a heartbeat of the present attempt; return whether training is past the fault."""
         if base != UNKNOWN:
             self.base = base
         return step > self.target and not waiting
@@ -155,22 +157,24 @@ class Recovery:
     def finish(self, now: float) -> FaultReport:
         """Return the report, with the cost of recovery filled in."""
         self.report.recover_s = round(now - self.known_at, 3)
-        self.report.steps_repeated = (
-            None if self.base is None else max(0, self.completed - self.base)
-        )
+        if self.base is not None:
+            self.report.steps_repeated = max(0, self.completed - self.base)
         return self.report
 
 
 def consequences_of(others: Sequence[Failure]) -> list[str]:
-    """Return one line each for the first consequences, and a last line with the number of the rest."""
+    """Return a line for each of the first consequences, and a line with the number of the rest."""
+    titles = [failure.title for failure in others[:MAX_CONSEQUENCES]]
     rest = len(others) - MAX_CONSEQUENCES
-    more = [f"and {rest:,} more ranks"] if rest > 0 else []
-    return [failure.title for failure in others[:MAX_CONSEQUENCES]] + more
+    if rest > 0:
+        titles.append(f"and {rest:,} more ranks")
+    return titles
 
 
 def read_reports(folder: Path) -> list[dict[str, Any]]:
-    """Return the events in a run's faults.jsonl, oldest first: reports (`fault`) and planned faults
-    (`injected`).
+    """Return the events in a run's faults.jsonl, oldest first.
+
+    They are reports (`fault`) and planned faults (`injected`).
     """
     events = read_json_lines(folder / "faults.jsonl")
     for event in events:
@@ -180,7 +184,7 @@ def read_reports(folder: Path) -> list[dict[str, Any]]:
 
 
 class FailureCollector:
-    """Collects how the ranks of one attempt end, and knows when that is enough to act on."""
+    """Collects how the ranks of one attempt end, until that is enough to find the cause."""
 
     def __init__(
         self,
@@ -192,16 +196,18 @@ class FailureCollector:
     ) -> None:
         """Expect `ranks`. `in_place`: survivors keep their state and wait for a replacement.
 
-        patience_s: how long survivors may take to notice. settle_s: how long to listen for
+        patience_s: how long survivors may take to notice a failure. settle_s: how long to wait for
         consequences otherwise. live: some of the ranks held the run's state before this attempt
         began.
         """
         self._running = set(ranks)
         self._ranks = len(self._running)
         self._waiting: set[int] = set()
-        self._patience_s, self._settle_s = patience_s, settle_s
+        self._patience_s = patience_s
+        self._settle_s = settle_s
         self._deadline = float("inf")
-        self.in_place, self._live = in_place, live
+        self._live = live
+        self.in_place = in_place
         self.failures: list[Failure] = []
         self.first_failure_at = 0.0
         self.no_rank_lost = False  # the group broke, but every rank of it is waiting
@@ -215,29 +221,36 @@ class FailureCollector:
         self.first_failure_at = self.first_failure_at or now
         failure.at = now
         self.failures.append(failure)
+
+        # A run that cannot start: no rank has a state to keep.
         if not failure.retry and failure.phase == "init" and not self._live:
-            self.in_place = False  # a run that cannot start: nobody has anything to keep
-        settle_s = (
-            max(self._settle_s, ROOT_S) if CAUSES[failure.cause] == PEER_LOST else self._settle_s
-        )
-        self._deadline = min(
-            self._deadline, now + (self._patience_s if self.in_place else settle_s)
-        )
+            self.in_place = False
+
+        # In place, wait until the survivors have noticed. Else wait for consequences; after a
+        # consequence, longer, because its root must follow.
+        if self.in_place:
+            wait_s = self._patience_s
+        elif CAUSES[failure.cause] == PEER_LOST:
+            wait_s = max(self._settle_s, ROOT_S)
+        else:
+            wait_s = self._settle_s
+        self._deadline = min(self._deadline, now + wait_s)
 
     def hurry(self, patience_s: float, now: float) -> None:
-        """Give the ranks that have not noticed so much time, and no more."""
+        """Wait at most `patience_s` for the ranks that have not noticed the failure."""
         self._patience_s = min(self._patience_s, patience_s)
         if self.failures or self._waiting:
             self._deadline = min(self._deadline, now + self._patience_s)
 
     def rank_0_finished(self, now: float) -> None:
-        """Note that the run is complete: the other ranks have a moment to finish, too."""
+        """Note that the run is complete; wait a moment for the other ranks to finish, too."""
         self._deadline = min(self._deadline, now + 2 * self._settle_s)
 
     def set_waiting(self, rank: int, waiting: bool, now: float) -> None:
         """Note whether a rank has left its process groups and waits for the next attempt."""
         if waiting and rank in self._running:
-            if not self._waiting and not self.failures:  # a rank that does not follow in time hangs
+            # The first sign of a failure. A rank that does not follow in time hangs.
+            if not self._waiting and not self.failures:
                 self._deadline = min(self._deadline, now + self._patience_s)
             self._waiting.add(rank)
         else:
@@ -245,13 +258,12 @@ class FailureCollector:
 
     @property
     def all_waiting(self) -> bool:
-        """Whether there are ranks that did not fail, and all of them wait: then the run's state is
-        in their memory.
-        """
-        left = len(self._running)
-        return 0 < left == len(self._waiting) and (
-            self.no_rank_lost or left + len(self.failures) == self._ranks
-        )
+        """Whether some ranks did not fail, and all of these wait: they hold the run's state."""
+        running = len(self._running)
+        if running == 0 or running != len(self._waiting):
+            return False
+        # A rank that has finished is missing here: the others then have no group to return to.
+        return self.no_rank_lost or running + len(self.failures) == self._ranks
 
     @property
     def silent(self) -> list[int]:
@@ -259,14 +271,14 @@ class FailureCollector:
         return sorted(self._running - self._waiting)
 
     def complete(self, now: float) -> bool:
-        """Whether no further event is worth waiting for."""
+        """Whether to stop waiting for further events."""
         if not self._running or now > self._deadline:
             return True
         return self.in_place and len(self._waiting) == len(self._running)
 
     @property
     def cause(self) -> Failure:
-        """The failure closest to the root; the earliest of equals. Needs at least one failure."""
+        """The failure closest to the root; of equal ones the earliest. Needs at least one."""
         return min(self.failures, key=lambda failure: CAUSES[failure.cause])
 
 
@@ -280,34 +292,44 @@ def reason_to_give_up(cause: Failure, history: list[Failure], max_failures: int)
         return "restarting cannot cure this"
     if cause.cause == "drained":
         return ""
-    history, repeats = _charged(history), 0
+    history = _charged(history)
+
+    # Deterministic: the newest failures are equal.
+    place = (cause.signature, cause.step, cause.phase)
+    repeats = 0
     for earlier in reversed(history):
-        if (earlier.signature, earlier.step, earlier.phase) != (
-            cause.signature,
-            cause.step,
-            cause.phase,
-        ):
+        if (earlier.signature, earlier.step, earlier.phase) != place:
             break
         repeats += 1
-    if cause.signature and repeats >= (2 if cause.cause == "exception" else 3):
+    allowed = 1 if cause.cause == "exception" else 2
+    if cause.signature and repeats > allowed:
         return f"deterministic: it failed {repeats} times in the same way at the same step"
+
+    # Too many failures for the steps between them.
     if without_progress(history) > max_failures:
-        return f"max_failures = {max_failures} is exceeded: no {PROGRESS_STEPS} steps in a row without a failure"
-    if (
-        max_failures
-        and sum(cause.at - earlier.at < 3600 for earlier in history) > FAILURES_PER_HOUR
-    ):
-        return f"more than {FAILURES_PER_HOUR} failures within an hour, although the run went on after each"
+        return (
+            f"max_failures = {max_failures} is exceeded: no {PROGRESS_STEPS} steps in a row "
+            "without a failure"
+        )
+
+    # Too many failures for the time between them, even with progress.
+    if max_failures:
+        within_an_hour = sum(cause.at - earlier.at < 3600 for earlier in history)
+        if within_an_hour > FAILURES_PER_HOUR:
+            return (
+                f"more than {FAILURES_PER_HOUR} failures within an hour, although the run went on "
+                "after each"
+            )
     return ""
 
 
 def without_progress(history: list[Failure]) -> int:
-    """Return how many failures there were, up to the newest, without PROGRESS_STEPS completed steps
-    between them.
-    """
+    """Return the number of newest failures with fewer than PROGRESS_STEPS steps between them."""
     history = _charged(history)
-    count = int(bool(history))
-    for earlier, later in zip(reversed(history[:-1]), reversed(history), strict=False):
+    if not history:
+        return 0
+    count = 1
+    for earlier, later in reversed(list(pairwise(history))):
         if later.completed - earlier.completed >= PROGRESS_STEPS:
             break
         count += 1
@@ -315,18 +337,20 @@ def without_progress(history: list[Failure]) -> int:
 
 
 def back_off_s(history: list[Failure]) -> float:
-    """Return the pause before the next restart: 0 after progress, else 1, 2, 4, ... up to 30
-    seconds.
-    """
-    history, stuck = _charged(history), 0
-    for earlier, later in zip(reversed(history[:-1]), reversed(history), strict=False):
+    """Return the seconds before the next restart: 0 after progress, else 1, 2, 4, ... 30."""
+    history = _charged(history)
+    stuck = 0  # failures in a row without a completed step before them
+    for earlier, later in reversed(list(pairwise(history))):
         if later.completed > earlier.completed:
             break
         stuck += 1
-    return min(30.0, 2.0 ** (stuck - 1)) if stuck else 0.0
+    if not stuck:
+        return 0.0
+    return min(30.0, 2.0 ** (stuck - 1))
 
 
 def _charged(history: list[Failure]) -> list[Failure]:
+    """Return the failures that count against --max_failures."""
     return [failure for failure in history if failure.cause != "drained"]
 
 
@@ -342,12 +366,11 @@ _COLLECTIVE_SIGNS = (
 
 
 def is_collective_error(error: BaseException) -> bool:
-    """Return whether `error` is how a process group reports a lost peer: a consequence, never the
-    cause.
-    """
+    """Return whether `error` reports a lost peer of a group: a consequence, never the cause."""
+    # By name, because the driver does not import torch.
     names = {cls.__name__ for cls in type(error).__mro__}
     if names & {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}:
         return True
-    return isinstance(error, RuntimeError) and any(
-        sign in str(error).lower() for sign in _COLLECTIVE_SIGNS
-    )
+    # Gloo raises plain RuntimeErrors.
+    message = str(error).lower()
+    return isinstance(error, RuntimeError) and any(sign in message for sign in _COLLECTIVE_SIGNS)

@@ -1,12 +1,11 @@
-"""Find the rank that all others wait for. Ray shows a hung actor as alive for ever.
+"""Find the rank that all others wait for: Ray reports a hung actor as alive.
 
 Every rank writes its position (step and phase) to a file and answers the driver's
 `Worker.heartbeat` with it. If no rank has moved for `hang_timeout` seconds, the rank furthest
 behind is the one that hangs. Only changes count, timed by the driver's clock, so the clocks of
 other hosts do not matter. Set-up may take longer than the timeout, but a rank that answers no
-heartbeat for twice the timeout is frozen, whatever its phase. Where all ranks are in the same
-forward, and after a long one, the limit is longer: a step may honestly take more time than the
-timeout.
+heartbeat for twice the timeout is frozen, whatever its phase. While all ranks are in the same
+forward, and after a long one, the limit is longer: a step may need more time than the timeout.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-# Within a step. In a pipeline a rank computes forwards and backwards by turns, and is idle while it
-# waits for another.
+# The order within a step. In a pipeline a rank alternates forwards and backwards, and is idle while
+# it waits for another stage.
 _ORDER = ("data", "forward", "backward", "idle", "optimizer", "log", "eval", "checkpoint", "done")
 _PATIENT = 10.0  # factor on the timeout while one rank may write files, or all ranks compute
 _ALONE = ("data", "forward")  # in these phases no rank waits for another one
@@ -31,84 +30,89 @@ class Position(NamedTuple):
 
 
 class Watchdog:
-    """Takes the ranks' positions and knows when no rank moves any more. An update and a check cost
-    O(1) each.
-    """
+    """Reports when no rank moves any more. While ranks move, an update and a check cost O(1)."""
 
     def __init__(
         self, ranks: Iterable[int], timeout_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._timeout_s, self._clock = timeout_s, clock
-        # With the rank's own clock: a long evaluation moves it
-        self._seen: dict[int, tuple[Position, float]] = {}
+        """Watch `ranks`. `timeout_s`: seconds without a move; 0 never reports a hang."""
+        self._timeout_s = timeout_s
+        self._clock = clock
+        # Each rank's position, and when it wrote it by its own clock. A long evaluation writes the
+        # same position again.
+        self._positions: dict[int, tuple[Position, float]] = {}
         self._moved_at = clock()
-        self._heard_at = dict.fromkeys(ranks, self._moved_at)  # of running ranks: the newest answer
-        self._setting_up = set(self._heard_at)  # not seen in any step yet
+        self._answered_at = dict.fromkeys(ranks, self._moved_at)  # of running ranks
+        self._setting_up = set(self._answered_at)  # ranks that have not begun a step
         self._longest_s = 0.0  # without a move, until a rank ended its forward
         self.silent_s = 0.0
 
     def update(self, rank: int, position: Position, written_at: float) -> None:
-        """Take a rank's heartbeat. `written_at`: when it wrote this position, in its own monotonic
-        seconds.
-        """
-        self._heard_at[rank] = self._clock()
-        self._take(rank, position, written_at)
+        """Process a heartbeat. `written_at`: when the rank wrote its position, by its own clock."""
+        self._answered_at[rank] = self._clock()
+        self._set_position(rank, position, written_at)
 
     def update_from_file(self, rank: int, position: Position, written_at: float) -> None:
-        """Take a position read from a rank's progress file: a frozen rank cannot send its last one."""
-        if rank in self._seen and written_at > self._seen[rank][1]:
-            self._take(rank, position, written_at)
+        """Process a position from a progress file: a frozen rank cannot send its last one."""
+        if rank in self._positions and written_at > self._positions[rank][1]:
+            self._set_position(rank, position, written_at)
 
-    def _take(self, rank: int, position: Position, written_at: float) -> None:
-        if self._seen.get(rank) != (position, written_at):
-            now, before = self._clock(), self._seen.get(rank)
-            if before and before[0].phase in _ALONE:
-                self._longest_s = max(self._longest_s, now - self._moved_at)
-            self._seen[rank] = position, written_at
-            self._moved_at = now
-            if position.phase not in ("init", "regroup"):
-                self._setting_up.discard(rank)
+    def _set_position(self, rank: int, position: Position, written_at: float) -> None:
+        before = self._positions.get(rank)
+        if before == (position, written_at):
+            return  # the rank has not moved
+        now = self._clock()
+        if before is not None and before[0].phase in _ALONE:
+            self._longest_s = max(self._longest_s, now - self._moved_at)
+        self._positions[rank] = (position, written_at)
+        self._moved_at = now
+        if position.phase not in ("init", "regroup"):
+            self._setting_up.discard(rank)
 
     def ended(self, rank: int) -> None:
         """Expect no more answers from this rank."""
-        self._heard_at.pop(rank, None)
+        self._answered_at.pop(rank, None)
 
     @property
     def quiet(self) -> bool:
-        """Whether no rank has moved for so long that the progress files are worth reading."""
+        """Whether to read the progress files: no rank has moved for a quarter of the timeout."""
         return 0 < self._timeout_s / 4 < self._clock() - self._moved_at
 
     def hangs(self) -> bool:
-        """Whether no rank has moved for too long. Until all ranks train: whether one does not
-        answer.
-        """
+        """Whether no rank has moved for too long; during set-up, whether a rank does not answer."""
         now = self._clock()
         self.silent_s = now - self._moved_at
         if not self._timeout_s or self.silent_s <= self._timeout_s:
             return False
-        if any(now - at > 2 * self._timeout_s for at in self._heard_at.values()):
+        # A frozen process does not answer, whatever its phase.
+        if any(now - at > 2 * self._timeout_s for at in self._answered_at.values()):
             return True
         if self._setting_up:
             return False
-        places = {position for position, _ in self._seen.values()}
-        phases = {phase for _, phase in places}
-        together = len(places) == 1 and phases <= {*_ALONE}
+
+        # Allow more time where a rank may write files, and where all ranks compute.
+        positions = {position for position, _ in self._positions.values()}
+        phases = {position.phase for position in positions}
+        together = len(positions) == 1 and phases <= set(_ALONE)
         factor = _PATIENT if together or "checkpoint" in phases else 1.0
         limit_s = max(self._timeout_s * factor, _SLOW * self._longest_s)
         return phases != {"done"} and self.silent_s > limit_s
 
     def positions(self) -> dict[int, Position]:
         """Return the last known position of every rank."""
-        return {rank: position for rank, (position, _) in sorted(self._seen.items())}
+        return {rank: position for rank, (position, _) in sorted(self._positions.items())}
 
 
 def behind(positions: Mapping[int, Position], collectives: Mapping[int, int]) -> list[int]:
-    """Return the ranks that are furthest behind: by step, phase, and the number of collectives that
-    they have started.
+    """Return the ranks that are furthest behind: by step, phase, and number of started collectives.
 
-    If all are at the same place that is all of them.
+    If all are at the same place, these are all ranks.
     """
-    phases = {r: _ORDER.index(p.phase) if p.phase in _ORDER else -1 for r, p in positions.items()}
-    keys = {r: (p.step, phases[r], collectives.get(r, 0)) for r, p in positions.items()}
-    last = min(keys.values())
-    return [rank for rank, key in keys.items() if key == last]
+    progress = {}
+    for rank, position in positions.items():
+        phase = -1  # set-up comes before all phases of a step
+        if position.phase in _ORDER:
+            phase = _ORDER.index(position.phase)
+        progress[rank] = (position.step, phase, collectives.get(rank, 0))
+    least = min(progress.values())
+    return [rank for rank in progress if progress[rank] == least]

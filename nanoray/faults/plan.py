@@ -14,7 +14,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -53,12 +53,11 @@ class InjectedFault(RuntimeError):
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault to inject: its kind, and the rank (or DRIVER), step (being computed) and phase at
-    which it fires.
+    """One fault to inject: its kind, and the rank (or DRIVER), step and phase at which it fires.
 
-    Without an attempt it fires once per run, even if the step is repeated; with one, in that
-    attempt only. `phase` may also be one of POINTS: it fires when that is next reached at this step
-    or later, or in this attempt.
+    The step is the one being computed. Without an attempt the fault fires once per run, even if the
+    step is repeated; with one, in that attempt only. `phase` may also be one of POINTS: the fault
+    then fires when that point is next reached at this step or later, or in this attempt.
     """
 
     kind: str
@@ -68,26 +67,25 @@ class Fault:
     attempt: int | None = None
     seconds: float = 1.0  # slow: how long to sleep; disk-full: until there is space again
     mib: int = 0  # oom: how much to allocate (0 = until the process is killed)
-    # Nan, gradflip: of how many forward passes of this rank, replays and audits included
+    # nan, gradflip: the number of forward passes of this rank, replays and audits included
     times: int = 1
-    # Bitflip, gradflip: bit of a float32; 0 is the lowest of the mantissa, 31 the sign
+    # bitflip, gradflip: bit of a float32; 0 is the lowest of the mantissa, 31 the sign
     bit: int = 20
 
     @property
     def key(self) -> tuple[str, int, int, str]:
-        """What identifies this fault within its plan."""
+        """Identifies this fault within its plan."""
         return self.kind, self.rank, self.step, self.phase
 
     def fire(self, record_in: Path, gpt: nn.Module | None, started: float = 0.0) -> None:
-        """Record that this fault fires, in the command that was `started` then (Unix s), and inject
-        it.
-        """
+        """Record that this fault fires, and inject it. `started`: Unix s of the command."""
+        # First the record: the process may not survive the next line.
         append_event(record_in, "injected", asdict(self) | {"command": started})
         if self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.kind == "stop":
-            # To this thread, which then goes no further. A process may be frozen by another thread,
-            # a moment later.
+            # To this thread, which then stops here. A signal to the process may be delivered to
+            # another thread, a moment later.
             signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         elif self.kind == "exit":
             os._exit(3)
@@ -118,20 +116,19 @@ def append_event(path: Path, event: str, values: dict[str, object]) -> None:
 
 
 def _fill_memory(mib: int) -> None:
-    """Allocate and touch memory until this process is killed, or `mib` is reached; then raise
-    MemoryError.
+    """Allocate and touch memory until this process is killed, or `mib` is reached.
+
+    Raises MemoryError in the second case.
     """
-    taken: list[bytearray] = []
-    while not mib or len(taken) * 64 < mib:
-        taken.append(bytearray(os.urandom(1 << 20) * 64))
+    allocated: list[bytearray] = []  # of 64 MiB each
+    while not mib or len(allocated) * 64 < mib:
+        allocated.append(bytearray(os.urandom(1 << 20) * 64))
     time.sleep(60.0)  # give Ray's memory monitor and the kernel time to notice
     raise MemoryError(f"fault plan: {mib} MiB allocated, and the process was not killed")
 
 
 def _fill_disk(run: Path, seconds: float) -> None:
-    """For some seconds, fail every write that makes a file larger than the logs are now, as on a
-    full disk.
-    """
+    """Simulate a full disk for `seconds`: no file can become larger than the logs are now."""
     logs = [path for path in run.glob("**/*") if path.is_file() and "checkpoints" not in path.parts]
     largest = max(path.stat().st_size for path in logs)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -143,19 +140,22 @@ def _fill_disk(run: Path, seconds: float) -> None:
 
 def _spoil(gpt: nn.Module | None, times: int, spoil: Callable[[Tensor], Tensor]) -> None:
     """Let `spoil` replace the middle block's output in its next `times` forward passes."""
-    block, left = _middle_block(gpt), [times]
-    # Compiled code would not see the hook
-    compiled, block._compiled_call_impl = block._compiled_call_impl, None
+    block = _middle_block(gpt)
+    # Compiled code does not run hooks.
+    compiled = block._compiled_call_impl
+    block._compiled_call_impl = None
 
     def hook(
         module: object, args: object, output: Tensor | tuple[Tensor, Tensor]
     ) -> Tensor | tuple[Tensor, Tensor]:
-        left[0] -= 1
-        if not left[0]:
+        nonlocal times
+        times -= 1
+        if times == 0:
             handle.remove()
             block._compiled_call_impl = compiled
-        if isinstance(output, tuple):  # with experts, a block also tells of its routing
-            return spoil(output[0]), output[1]
+        if isinstance(output, tuple):  # with experts, a block also returns routing statistics
+            stream, statistics = output
+            return spoil(stream), statistics
         return spoil(output)
 
     handle = block.register_forward_hook(hook)
@@ -163,34 +163,33 @@ def _spoil(gpt: nn.Module | None, times: int, spoil: Callable[[Tensor], Tensor])
 
 def _middle_block(gpt: nn.Module | None) -> Any:
     assert gpt is not None, "parse_plan wants a phase for such a fault"
-    blocks: Any = getattr(gpt, "blocks", None) or [*gpt.children()] or [gpt]
-    # A stage has some of them
-    own = [block for block in blocks if any(True for _ in block.parameters())] or [gpt]
+    blocks: Any = getattr(gpt, "blocks", None) or list(gpt.children()) or [gpt]
+    # A stage of a pipeline has only some of the blocks; the others are empty.
+    own = [block for block in blocks if next(block.parameters(), None) is not None] or [gpt]
     return own[len(own) // 2]
 
 
 def _flip_bit(gpt: nn.Module | None, bit: int) -> None:
     """Flip one bit of one weight in the middle block."""
-    named = dict(_middle_block(gpt).named_parameters())
-    weight = named["attn.proj.weight" if "attn.proj.weight" in named else "conv1.weight"].data
-    # With fsdp this rank has some rows
-    local = weight.to_local() if hasattr(weight, "to_local") else weight
-    _flip(local.view(-1)[:1], bit)
+    parameters = dict(_middle_block(gpt).named_parameters())
+    name = "attn.proj.weight" if "attn.proj.weight" in parameters else "conv1.weight"
+    weight = parameters[name].data
+    if hasattr(weight, "to_local"):  # with fsdp this rank has some of the rows
+        weight = weight.to_local()
+    _flip(weight.view(-1)[:1], bit)
 
 
 def _spoil_gradient(output: Tensor, bit: int) -> Tensor:
-    """Flip a bit of the largest element of the gradient of a block's output, when backward comes
-    there.
-    """
+    """Flip a bit of the largest element of the gradient of a block's output, in backward."""
 
-    def flipped(gradient: Tensor) -> Tensor:
+    def flip_largest(gradient: Tensor) -> Tensor:
         flat = gradient.float().flatten().clone()
-        at = int(flat.abs().argmax())
-        _flip(flat[at : at + 1], bit)
+        largest = int(flat.abs().argmax())
+        _flip(flat[largest : largest + 1], bit)
         return flat.view_as(gradient).to(gradient.dtype)
 
     if output.requires_grad:
-        output.register_hook(flipped)
+        output.register_hook(flip_largest)
     return output
 
 
@@ -198,101 +197,117 @@ def _flip(element: Tensor, bit: int) -> None:
     """Flip a bit of one float32, (1,), in place."""
     import torch
 
-    mask = torch.tensor(
-        1 << bit if bit < 31 else -(1 << 31), dtype=torch.int32, device=element.device
+    mask = 1 << bit
+    if bit == 31:
+        mask = -mask  # 1 << 31 does not fit into an int32
+    element.view(torch.int32).bitwise_xor_(
+        torch.tensor(mask, dtype=torch.int32, device=element.device)
     )
-    element.view(torch.int32).bitwise_xor_(mask)
 
 
 def parse_plan(text: str) -> tuple[Fault, ...]:
     """Parse `KIND@key=value,...;...`. Raises ConfigError with the part that is invalid."""
-    faults = []
-    for part in filter(None, (p.strip() for p in text.split(";"))):
-        kind, _, rest = part.partition("@")
-        try:
-            values = dict(item.strip().split("=", 1) for item in rest.split(",") if item.strip())
-            fault = Fault(
-                kind=kind.strip(),
-                rank=DRIVER if (rank := values.pop("rank")) == "driver" else int(rank),
-                step=int(values.pop("step")),
-                phase=values.pop("phase", "forward"),
-                attempt=int(values.pop("attempt")) if "attempt" in values else None,
-                seconds=float(values.pop("seconds", 1.0)),
-                mib=int(values.pop("mib", 0)),
-                times=int(values.pop("times", 1)),
-                bit=int(values.pop("bit", 20)),
-            )
-        except (KeyError, ValueError) as error:
-            raise ConfigError(
-                f"faults = {part!r} is not KIND@rank=R,step=S[,phase=P][,attempt=A][,seconds=T][,mib=M][,times=N]"
-                f"[,bit=B] ({error})"
-            ) from None
-        places = [phase for phase in PHASES if phase != "regroup"] + [*POINTS]
-        if fault.kind not in KINDS or fault.phase not in places or values:
-            raise ConfigError(
-                f"faults = {part!r}: KIND is one of {', '.join(KINDS)}, phase one of "
-                f"{', '.join(places)}"
-                + (f", and there is no key {', '.join(values)}" if values else "")
-            )
-        needs_phase = fault.phase in POINTS and fault.kind in ("nan", "bitflip", "gradflip")
-        if needs_phase or (fault.rank == DRIVER) != (fault.phase in DRIVER_POINTS):
-            raise ConfigError(
-                f"faults = {part!r}: {fault.kind} of {rank} cannot fire at {fault.phase}; see "
-                "points.py"
-            )
-        if fault.times < 1 or not 0 <= fault.bit <= 31:
-            raise ConfigError(f"faults = {part!r}: times is at least 1, bit 0 to 31 of a float32")
-        faults.append(fault)
-    return tuple(faults)
+    parts = [part.strip() for part in text.split(";")]
+    return tuple(_parse_fault(part) for part in parts if part)
+
+
+def _parse_fault(part: str) -> Fault:
+    kind, _, rest = part.partition("@")
+    try:
+        values = dict(item.strip().split("=", 1) for item in rest.split(",") if item.strip())
+        rank = values.pop("rank")
+        attempt = values.pop("attempt", None)
+        fault = Fault(
+            kind=kind.strip(),
+            rank=DRIVER if rank == "driver" else int(rank),
+            step=int(values.pop("step")),
+            phase=values.pop("phase", "forward"),
+            attempt=None if attempt is None else int(attempt),
+            seconds=float(values.pop("seconds", 1.0)),
+            mib=int(values.pop("mib", 0)),
+            times=int(values.pop("times", 1)),
+            bit=int(values.pop("bit", 20)),
+        )
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"faults = {part!r} is not KIND@rank=R,step=S[,phase=P][,attempt=A][,seconds=T]"
+            f"[,mib=M][,times=N][,bit=B] ({error})"
+        ) from None
+
+    # What remains in `values` is unknown.
+    places = [phase for phase in PHASES if phase != "regroup"] + list(POINTS)
+    if fault.kind not in KINDS or fault.phase not in places or values:
+        message = (
+            f"faults = {part!r}: KIND is one of {', '.join(KINDS)}, phase one of "
+            f"{', '.join(places)}"
+        )
+        if values:
+            message += f", and there is no key {', '.join(values)}"
+        raise ConfigError(message)
+
+    # A point has no model to spoil, and the driver has points only.
+    needs_phase = fault.phase in POINTS and fault.kind in ("nan", "bitflip", "gradflip")
+    if needs_phase or (fault.rank == DRIVER) != (fault.phase in DRIVER_POINTS):
+        raise ConfigError(
+            f"faults = {part!r}: {fault.kind} of {rank} cannot fire at {fault.phase}; see points.py"
+        )
+    if fault.times < 1 or not 0 <= fault.bit <= 31:
+        raise ConfigError(f"faults = {part!r}: times is at least 1, bit 0 to 31 of a float32")
+    return fault
 
 
 class Injector:
-    """Lets the planned faults of one rank, or of the driver, fire: each once, at its phase or
-    point.
-    """
+    """Fires the planned faults of one rank, or of the driver: each once, at its phase or point."""
 
     def __init__(self, record: Path) -> None:
-        """`record`: the run's faults.jsonl. `model_of` returns what faults of kind nan, bitflip and
-        gradflip change.
+        """Record faults in `record`, the run's faults.jsonl.
+
+        `model_of` returns the model that faults of kind nan, bitflip and gradflip change.
         """
         self._record = record
         self.model_of: Callable[[], nn.Module | None] = lambda: None
         self._faults: list[Fault] = []
-        self._started = 0.0  # of the command; it names it, because clocks of hosts differ
-        # The one being computed; in a new process that of the newest fault, which made it necessary
+        # Unix s of the command. It identifies the command, because clocks of hosts differ
+        self._started = 0.0
+        # The step being computed; in a new process the step of the newest fault, after which the
+        # process was started
         self._step = 0
 
     def plan(self, text: str, rank: int, attempt: int, started: float) -> None:
-        """Let the plan's faults of this rank and attempt fire that have not, in a run started at
-        `started` (Unix s).
+        """Schedule the plan's faults of this rank and attempt that have not fired yet.
+
+        `started`: Unix s of the command.
         """
-        fired, self._started = set(), started
+        self._started = started
+        fired = set()
         if text:
             for event in read_json_lines(self._record):
                 if event["event"] == "injected" and event.get("command") == started:
                     fired.add((event["kind"], event["rank"], event["step"], event["phase"]))
                     self._step = max(self._step, event["step"])
-        mine = [fault for fault in parse_plan(text) if fault.rank == rank]
-        once = [fault for fault in mine if fault.attempt is None and fault.key not in fired]
-        self._faults = once + [fault for fault in mine if fault.attempt == attempt]
-        watch(self.at_point if any(fault.phase in POINTS for fault in self._faults) else None)
+        own = [fault for fault in parse_plan(text) if fault.rank == rank]
+        once = [fault for fault in own if fault.attempt is None and fault.key not in fired]
+        self._faults = once + [fault for fault in own if fault.attempt == attempt]
+        has_points = any(fault.phase in POINTS for fault in self._faults)
+        watch(self.at_point if has_points else None)
 
     def phase(self, step: int, phase: str) -> None:
-        """Fire what is planned for this phase of the step that is being computed."""
+        """Fire the faults that are planned for this phase of the step that is being computed."""
         self._step = step
-        self._fire(fault for fault in self._faults if (fault.step, fault.phase) == (step, phase))
+        for fault in list(self._faults):
+            if fault.step == step and fault.phase == phase:
+                self._fire(fault)
 
     def at_point(self, point: str) -> None:
-        """Fire what is planned for this point: from its step on, or in its attempt. The driver
-        counts no steps.
-        """
-        here = (fault for fault in self._faults if fault.phase == point)
-        self._fire(
-            f for f in here if f.attempt is not None or f.rank == DRIVER or f.step <= self._step
-        )
+        """Fire the faults planned for this point, from their step on, or in their attempt."""
+        for fault in list(self._faults):
+            if fault.phase != point:
+                continue
+            # The driver counts no steps.
+            if fault.attempt is not None or fault.rank == DRIVER or fault.step <= self._step:
+                self._fire(fault)
 
-    def _fire(self, faults: Iterable[Fault]) -> None:
-        for fault in [*faults]:
-            self._faults.remove(fault)
-            log.warning("fault plan fires: %s", fault)
-            fault.fire(self._record, self.model_of(), self._started)
+    def _fire(self, fault: Fault) -> None:
+        self._faults.remove(fault)  # first, because firing may raise
+        log.warning("fault plan fires: %s", fault)
+        fault.fire(self._record, self.model_of(), self._started)

@@ -1,4 +1,4 @@
-"""What /proc says of a process."""
+"""Read /proc about a process."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from pathlib import Path
 
 
 def stat_of(pid: int) -> list[str]:
-    """Return /proc's fields of a living process, state ppid pgrp session ...; empty when it is
-    gone, or a zombie.
-    """
+    """Return a process' fields in /proc, state ppid pgrp ...; empty if it is gone, or a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split()
     except (OSError, IndexError):
         return []
-    return [] if fields[0] in "ZX" else fields
+    state = fields[0]
+    if state in "ZX":  # zombie, dead
+        return []
+    return fields
 
 
 def start_time(pid: int) -> str:
-    """Return when a living process started, in ticks since boot: with the pid it names the process.
-    Else empty.
+    """Return when a living process started, in ticks since boot; "" if it is gone.
+
+    Together with the pid this identifies a process, because pids are used again.
     """
     fields = stat_of(pid)
     return fields[19] if fields else ""

@@ -1,4 +1,4 @@
-"""Where a rank is: step and phase, in a mapped file that outlives the process."""
+"""Write a rank's step and phase to a mapped file that outlives the process."""
 
 from __future__ import annotations
 
@@ -27,11 +27,9 @@ UNKNOWN = -1  # as a base: the group has not been built yet
 
 
 class ProgressFile:
-    """A rank's position in 32 bytes of a mapped file that survive SIGKILL. A write takes well under
-    1 µs.
-    """
+    """A rank's position, in 32 bytes of a file that survive SIGKILL. A write takes under 1 µs."""
 
-    # Step, phase, the completed step this attempt started from, monotonic seconds
+    # Step, phase, the completed step from which this attempt started, monotonic seconds
     _FORMAT = struct.Struct("<qqqd")
 
     def __init__(self, path: Path) -> None:
@@ -49,14 +47,15 @@ class ProgressFile:
     @classmethod
     def read(cls, path: Path) -> tuple[int, str] | None:
         """Return (step, phase) as last written; None if the file is missing or damaged."""
-        found = cls.read_all(path)
-        return found[:2] if found else None
+        values = cls.read_all(path)
+        if values is None:
+            return None
+        step, phase, _, _ = values
+        return step, phase
 
     @classmethod
     def read_all(cls, path: Path) -> tuple[int, str, int, float] | None:
-        """Return (step, phase, base, the writer's monotonic seconds); None if the file is missing
-        or damaged.
-        """
+        """Return (step, phase, base, the writer's monotonic seconds); None without a valid file."""
         try:
             step, phase, base, seconds = cls._FORMAT.unpack(path.read_bytes())
             return step, PHASES[phase], base, seconds

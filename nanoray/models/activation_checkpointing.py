@@ -37,9 +37,11 @@ def run_block(block: Callable[[Tensor], Tensor], x: Tensor, how: str, drops: boo
     itself, and without them the layers after it would draw their masks from another place of the
     generator's sequence.
     """
+    # Without gradients nothing is kept anyway.
     if how == "none" or not torch.is_grad_enabled():
         return block(x)
     if how == "block":
         return checkpoint(block, x, use_reentrant=False, preserve_rng_state=drops)
+    # selective: keep results that are expensive to compute and small to hold.
     keep = _keep_products if drops else _keep_products_and_attention
     return checkpoint(block, x, use_reentrant=False, preserve_rng_state=drops, context_fn=keep)

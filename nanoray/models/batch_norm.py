@@ -84,6 +84,7 @@ class BatchNorm(nn.Module):
             )
         else:
             y = _synchronised(x, self.weight, self.bias, statistics, self.eps, self.axis)
+        # Only noted here; `update` applies it when the weights change.
         with torch.no_grad():
             self.pending += statistics
             self.passes += 1
@@ -91,13 +92,15 @@ class BatchNorm(nn.Module):
 
     @torch.no_grad()
     def update(self, mean: Tensor, var: Tensor, good: Tensor) -> None:
-        """Move the running statistics towards mean and var, (C,) each, if `good`, a boolean scalar."""
+        """Move the running statistics towards mean and var, (C,), if `good`, a boolean scalar."""
+        # Without a branch on `good`, so the host need not wait for the device.
         for running, new in ((self.running_mean, mean), (self.running_var, var)):
             running.copy_(torch.where(good, running + self.momentum * (new - running), running))
 
 
 def replace_norms(model: nn.Module) -> None:
     """Replace each of torch's batch norms in a model; the parameters stay the same objects."""
+    # Children, because a module is replaced in its parent.
     for module in model.modules():
         for name, child in module.named_children():
             if isinstance(child, _BatchNorm):
@@ -148,6 +151,7 @@ class Synchronised(torch.autograd.Function):
         count = x64.new_full((channels,), float(x.numel() // channels))
         own = torch.stack([x64.sum((0, 2, 3)), x64.square().sum((0, 2, 3)), count])  # (3, C)
         total, squares, m = axis.sum(own, "batchnorm")  # (C,) each
+        # The mean and variance of all ranks' elements, and the unbiased one for evaluation.
         mean = total / m
         var = (squares / m - mean.square()).clamp(min=0.0)
         statistics[0] = mean

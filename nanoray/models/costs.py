@@ -48,6 +48,7 @@ def scaling_parameters(shape: ModelShape) -> int:
 
 def active_parameters(shape: ModelShape) -> int:
     """Return the parameters that one token uses: all, without the experts not chosen for it."""
+    # The router and the shared experts are used by every token.
     idle = shape.experts - shape.experts_per_token
     return count_parameters(shape) - shape.n_layer * idle * expert_parameters(shape)
 
@@ -96,7 +97,7 @@ def flops_per_token(shape: ModelShape) -> int:
 
 
 class Cut(NamedTuple):
-    """The ranks that share a replica's layers, and whether they also share the stream's positions."""
+    """The ranks that share a replica's layers, and whether they share the stream's positions."""
 
     tp: int = 1
     ep: int = 1
@@ -184,6 +185,7 @@ def activation_memory(
         if kept != "block":
             copies *= batches
 
+    # Logits and their log-softmax, in float32.
     logits = 0
     if ends_model:
         columns = shape.logit_columns if cut.tp == 1 else shape.padded_vocab // cut.tp
@@ -210,6 +212,7 @@ def _block_memory(shape: ModelShape, sizes: _NumberSizes, kept: str, cut: Cut) -
     and of blocks.
     """
     C = shape.n_embd
+    # `//` throughout: a rank holds a whole number of bytes of a divided tensor.
     tp = cut.tp
     compute = sizes.compute
     stream = sizes.stream * C // cut.parts
@@ -219,6 +222,7 @@ def _block_memory(shape: ModelShape, sizes: _NumberSizes, kept: str, cut: Cut) -
 
     if shape.experts:
         kept_by_experts, recomputed_by_experts = _experts_memory(shape, compute, kept, cut)
+        # In place of the MLP, a block has the router and the experts.
         heads = (4 * compute * C + log_sum_exp) // tp  # q k v, proj's input
         attention = 2 * stream + compute * C + heads + norms + turned
         if kept == "none":
@@ -239,7 +243,7 @@ def _block_memory(shape: ModelShape, sizes: _NumberSizes, kept: str, cut: Cut) -
 
 
 def _experts_memory(shape: ModelShape, compute: int, kept: str, cut: Cut) -> tuple[int, int]:
-    """Return the bytes per token that a block's experts keep for backward, and those computed again.
+    """Return the bytes per token that a block's experts keep for backward, and those recomputed.
 
     For each of the k experts of a token: its input, its result, their indices, in and out of GELU.
     Once: the router's input in float32, logits and probabilities, and what the shared experts keep.
@@ -302,6 +306,7 @@ def with_kernels(
             parts["activations"] -= turned * (shape.n_layer if kept == "none" else 1)
 
     if kernels.loss_chunk and parts.get("logits"):
+        # float32 logits of one chunk; under autocast also the product's 2-byte result.
         chunk = min(kernels.loss_chunk, tokens)
         per_logit = 4 if compute == 4 else 4 + 2
         parts["logits"] = chunk * shape.vocab_size * per_logit

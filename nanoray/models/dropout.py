@@ -26,6 +26,7 @@ def dropout(x: Tensor, p: float) -> Tensor:
     On many CPUs torch draws a mask's numbers one after the other, 64 bits for each, which takes a
     large part of a step. Here 64 bits decide over four numbers; p is rounded to 1/65536.
     """
+    # A GPU draws numbers fast, and a compiler fuses torch's own dropout.
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(x, p)
     # A number is kept for `keep` of the 2^16 values of its draw.

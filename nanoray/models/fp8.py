@@ -45,6 +45,7 @@ def scaled_product(
     a: Tensor, b: Tensor, dtypes: tuple[torch.dtype, torch.dtype], per_row: bool
 ) -> Tensor:
     """Return a·bᵀ, (M, N) bf16, of a (M, K) and b (N, K), each rounded to 8 bits."""
+    # In hardware all sizes must be multiples of 16; other products are emulated.
     sizes = (*a.shape, *b.shape)
     hardware = in_hardware(a.device) and all(size % MULTIPLE == 0 for size in sizes)
     quantized_a = quantize(a, dtypes[0], per_row)
@@ -60,6 +61,7 @@ def product_of(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], hardware: boo
         return torch._scaled_mm(
             a8, b8.t(), scale_a=scale_a, scale_b=scale_b.t(), out_dtype=torch.bfloat16
         )
+    # Autocast would multiply in 16 bits, where the products are not exact.
     with torch.autocast(a8.device.type, enabled=False):
         product = a8.float() @ b8.float().t()  # (M, N)
         return (product * scale_a * scale_b.t()).bfloat16()
@@ -97,6 +99,7 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x·Wᵀ + b for x (..., K), as (..., N) in bf16."""
+        # Products take matrices: all leading dimensions become rows.
         flat = x.reshape(-1, x.shape[-1]).bfloat16()
         y = _Linear.apply(flat, self.weight, self.per_row).view(*x.shape[:-1], -1)
         if self.bias is not None:
@@ -114,6 +117,7 @@ def use_fp8(model: nn.Module, scaling: str) -> int:
     for block in getattr(model, "blocks", ()):
         for module in block.modules():
             if type(module) is nn.Linear:
+                # The class only, so that parameters, names and hooks stay.
                 module.__class__ = Fp8Linear
                 module.per_row = scaling == "row"  # type: ignore[assignment]
                 count += 1

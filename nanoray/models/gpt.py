@@ -1,4 +1,4 @@
-"""The GPT of nanoGPT. Nothing here knows about ranks: `parallel/` splits the model by its names.
+"""The GPT of nanoGPT. Nothing here depends on ranks: `parallel/` splits the model by its names.
 
     tok_emb, pos_emb                       tokens and positions become the residual stream (B, T, C);
                                            with rotary positions there is no pos_emb
@@ -37,7 +37,7 @@ from nanoray.models.moe import MoE, RouterTraining, Routing, Stacked
 
 @dataclass(frozen=True)
 class ModelShape:
-    """All sizes that fix the parameters' shapes; a checkpoint fits a model of an equal ModelShape."""
+    """All sizes that fix the parameters' shapes; a checkpoint fits a model of an equal one."""
 
     n_layer: int
     n_head: int
@@ -53,6 +53,7 @@ class ModelShape:
     rotary: bool = False
 
     def __post_init__(self) -> None:
+        # The configuration checks most of this; a shape may also come from a checkpoint's file.
         for key, value in asdict(self).items():
             if key not in ("bias", "rotary", *_OF_EXPERTS) and value < 1:
                 raise ConfigError(f"{key} = {value}, but a model needs at least 1; raise {key}")
@@ -108,7 +109,7 @@ class ModelShape:
         return self.padded_vocab
 
     def to_dict(self) -> dict[str, int | bool]:
-        """Return the sizes as plain data; those of experts and `rotary` only where they are used."""
+        """Return the sizes as plain data, without those of unused features."""
         sizes = asdict(self)
         if not self.experts:
             for key in _OF_EXPERTS:
@@ -206,6 +207,7 @@ class GPT(nn.Module):
         variance does not grow with depth. Call this after `to_empty` of a meta model: it ties
         lm_head to the embedding again.
         """
+        # Tied: one parameter, with the sum of both gradients.
         self.lm_head.weight = self.tok_emb.weight
         residual_std = 0.02 / math.sqrt(2 * self.shape.n_layer)
         for name, p in self.named_parameters():
@@ -271,6 +273,7 @@ class Block(nn.Module):
         return run_block(self._layers, x, self.activation_checkpointing, drops)
 
     def _layers(self, x: Tensor, cache: KVCache | None = None) -> Any:
+        # Pre-norm: the stream itself is never normalised between blocks.
         x = x + self.attn(self.norm1(x), cache)  # (B, T, C)
         y = self.mlp(self.norm2(x))  # (B, T, C)
         if isinstance(y, tuple):
@@ -280,7 +283,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention. qkv's rows are all queries, all keys, all values, each head by head."""
+    """Causal self-attention. qkv's rows are queries, then keys, then values, head by head."""
 
     def __init__(self, shape: ModelShape, dropout: float, kernel: str = "flash") -> None:
         super().__init__()
@@ -373,16 +376,18 @@ class LMHead(nn.Linear):
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross entropy (float32 scalar) of x (B, T, C), given targets (B, T)."""
+        # In chunks, the logits of all tokens never exist at once.
         if self.loss_chunk:
             return chunked_cross_entropy(
                 x.flatten(0, 1), self.weight, targets.flatten(), self.vocab_size, self.loss_chunk
             )
+        # In float32, because 16-bit probabilities would round away small differences.
         logits = self(x)  # (B, T, logit_columns)
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 class KVCache:
-    """The keys and values of one block, in tensors of full length that the first append allocates."""
+    """The keys and values of one block, in tensors of full length; the first append allocates."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -395,6 +400,7 @@ class KVCache:
         Not for training: the views share memory with later appends.
         """
         B, H, T, D = k.shape
+        # Allocated at the first append, which has the batch size, dtype and device.
         if self.kv is None:
             self.kv = k.new_empty(2, B, H, self.size, D)
         self.length += T

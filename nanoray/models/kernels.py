@@ -120,7 +120,7 @@ def chunked_cross_entropy(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Compute the gradients with the loss, so that (N, C) and (V, C) wait for backward, not (N, V)."""
+    """Compute gradients with the loss, so (N, C) and (V, C) wait for backward, not (N, V)."""
 
     @staticmethod
     def forward(
@@ -171,5 +171,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         dx, dw = ctx.saved_tensors
+        # The loss' own gradient has the factors of a mean over micro batches, and of fp16.
         share = grads[0] / ctx.tokens
         return (dx * share).to(dx.dtype), dw * share, None, None

@@ -113,6 +113,7 @@ class MoE(nn.Module):
         # Rate the experts, and choose the k best for each token.
         logits = self._logits(x)  # (B, T, E)
         probabilities = logits.softmax(-1)  # (B, T, E)
+        # Only the k chosen experts compute; the gates carry the router's gradient.
         gates, chosen = probabilities.topk(self.per_token)  # (B, T, k) each
         if self.per_token > 1:
             gates = gates / gates.sum(-1, keepdim=True)
@@ -130,11 +131,12 @@ class MoE(nn.Module):
         return self.dropout(y), describe(logits, probabilities, hot, kept)
 
     def _logits(self, x: Tensor) -> Tensor:
+        # In float32: rounded logits would flip the choice between close experts.
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x.float(), self.router.weight.float())
 
     def _within_capacity(self, hot: Tensor) -> Tensor:
-        """Return a mask (B, T, k) of the choices that experts take: the first ones of a sequence."""
+        """Return a mask (B, T, k) of the choices within the capacity: a sequence's first ones."""
         B, T, k, E = hot.shape
         limit = math.ceil(self.capacity * T * k / E)
         # For each choice, the number of earlier choices of the same expert in its sequence.
@@ -180,6 +182,7 @@ class MoE(nn.Module):
         """Return the results of tokens (n, C), sorted by expert, by the experts of this rank."""
         parts = tokens.split(list(counts))
         results = []
+        # An expert without tokens multiplies empty matrices, so its gradient is zero, not None.
         for part, up, down in zip(parts, self.up.layers(), self.down.layers(), strict=True):
             hidden = F.gelu(F.linear(part, *up))  # (counts[e], hidden)
             results.append(F.linear(hidden, *down))  # (counts[e], C)
@@ -189,6 +192,7 @@ class MoE(nn.Module):
 def describe(logits: Tensor, probabilities: Tensor, hot: Tensor, kept: Tensor | None) -> Tensor:
     """Return the statistics of a layer's routing, float32 (LOAD + E,); see `MoE.forward`."""
     E = logits.shape[-1]
+    # Only the mean probability has a gradient here; counting choices has none.
     share = hot.float().mean((1, 2))  # (B, E): of a sequence's choices
     balance = E * (share * probabilities.mean(1)).sum(-1).mean()
     z = logits.logsumexp(-1).square().mean()
@@ -225,7 +229,7 @@ class Routing:
         self._passes = Counter[int]()
 
     def losses(self, routed: Mapping[int, Tensor]) -> Tensor:
-        """Add the layers' statistics, {layer: (LOAD + E,)}; return the sum of the routers' losses."""
+        """Add the statistics {layer: (LOAD + E,)}; return the sum of the routers' losses."""
         statistics = torch.stack(list(routed.values()))  # (L, LOAD + E)
         for layer, values in zip(routed, statistics.detach(), strict=True):
             if layer in self._totals:
@@ -242,6 +246,7 @@ class Routing:
         Also adds the layers' statistics. So a loss is the cross entropy to the bit, in training as
         in evaluation, and every factor on it, of a mean or of fp16, is also on the routers' losses.
         """
+        # x - x.detach() is zero with the gradient of x.
         extra = self.losses(routed)
         return loss + (extra - extra.detach())
 

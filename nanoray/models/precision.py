@@ -64,7 +64,7 @@ def weight_type(precision: str) -> torch.dtype:
 
 
 def float32_products(precision: str) -> str:
-    """Return torch's setting for products of float32 on a GPU: "highest" (float32) or "high" (TF32).
+    """Return torch's setting for float32 products on a GPU: "highest" (float32) or "high" (TF32).
 
     With bf16 and fp16 it applies to the few products that autocast leaves in float32.
     """
@@ -97,7 +97,7 @@ class ScaleState(NamedTuple):
 
 
 class LossScaler:
-    """Dynamic loss scaling (Micikevicius et al. 2018), on the device, so no step waits for the host.
+    """Dynamic loss scaling (Micikevicius et al. 2018) on the device, so no step waits for the host.
 
     The scale halves when a gradient overflowed and doubles after GROWTH_INTERVAL good steps, up to
     2^24. The caller reduces `found_inf` over all ranks before `step`, so every rank skips the same
@@ -131,6 +131,7 @@ class LossScaler:
 
     def norm(self, norm: Tensor) -> Tensor:
         """Return the norm of the unscaled gradients, given the norm of the gradients in memory."""
+        # With `late` the gradients in memory still have the scale.
         if not self.late:
             return norm
         return norm / self._state[0]
@@ -141,6 +142,7 @@ class LossScaler:
         The caller reduces them with MAX, in place. A smaller scale may cure the first one. No scale
         cures the second one, because the loss is computed before it is scaled.
         """
+        # One tensor of two flags, so that one collective reduces both.
         values = torch.stack([grad_norm.reshape(()).float(), own_loss.reshape(()).float()])
         self._flags = (~torch.isfinite(values)).to(self._state.dtype)
         return self._flags
@@ -199,6 +201,7 @@ class LossScaler:
 
         Raises TrainingDiverged when the scale is exhausted.
         """
+        # A scale below 1 means that unscaled gradients overflow, too.
         scale, good, skipped = self._state.tolist()
         if scale < 1.0:
             raise TrainingDiverged(

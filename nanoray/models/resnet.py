@@ -1,4 +1,4 @@
-"""The ResNet for CIFAR-10 of He et al. 2016 (section 4.2). Nothing here knows about ranks.
+"""The ResNet for CIFAR-10 of He et al. 2016 (section 4.2). Nothing here depends on ranks.
 
     stem           3x3 convolution, BatchNorm, ReLU                          (B, 16w, 32, 32)
     blocks.0 ...   3n blocks of two 3x3 convolutions: n at 32x32 with 16w channels, n at 16x16 with
@@ -68,6 +68,7 @@ class ResNet(nn.Module):
         self.stem_norm = BatchNorm(c_in)
 
         self.blocks = nn.ModuleList()
+        # Three stages; the first block of the 2nd and 3rd halves the image.
         for c_out in shape.channels:
             for _ in range(shape.blocks_per_stage):
                 self.blocks.append(Block(c_in, c_out))
@@ -99,7 +100,7 @@ class ResNet(nn.Module):
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions beside a shortcut; a block with more channels halves rows and columns."""
+    """Two 3x3 convolutions beside a shortcut; with more channels, rows and columns halve."""
 
     def __init__(self, c_in: int, c_out: int) -> None:
         super().__init__()
@@ -111,6 +112,7 @@ class Block(nn.Module):
         self.norm2 = BatchNorm(c_out)
 
     def forward(self, x: Tensor) -> Tensor:
+        # The main path: two convolutions.
         y = F.relu(self.norm1(self.conv1(x)))  # (B, C, H, W), the sizes of the output
         y = self.norm2(self.conv2(y))  # (B, C, H, W)
         # The shortcut keeps every second pixel, between channels of zeros.

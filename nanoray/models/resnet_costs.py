@@ -19,12 +19,12 @@ def convolutions(shape: ResNetShape) -> list[tuple[int, int, int]]:
 
 
 def convolution_flops(c_in: int, c_out: int, rows: int) -> int:
-    """Return a convolution's forward FLOPs for one image: two per weight and pixel of its output."""
+    """Return a convolution's forward FLOPs for an image: two per weight and output pixel."""
     return 2 * 9 * c_in * c_out * rows**2
 
 
 def convolution_kept(c_out: int, rows: int) -> int:
-    """Return the numbers kept for backward of one image: the convolution's output and the ReLU's."""
+    """Return the numbers kept for backward of an image: the outputs of convolution and ReLU."""
     return 2 * c_out * rows**2
 
 
@@ -53,5 +53,6 @@ def activation_memory(shape: ResNetShape, micro_batch_size: int, precision: str)
     kept = 3 * SIZE**2  # the image
     for _, c_out, rows in convolutions(shape):
         kept += convolution_kept(c_out, rows)
+    # Autocast runs convolutions in 16 bits, and the norm keeps that output.
     bytes_each = 4 if precision == "fp32" else 2
     return {"activations": micro_batch_size * kept * bytes_each}

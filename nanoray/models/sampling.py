@@ -43,6 +43,7 @@ def generate(
                     unread = end - max(1, block_size // 2)
                     for layer in cache:
                         layer.length = 0
+                # The first pass reads the whole prompt, each further one a single token.
                 logits = model(tokens[:, unread:end], kv_cache=cache)  # (B, V)
                 tokens[:, end] = _sample(logits.float(), temperature, top_k, generator)
                 unread = end

@@ -38,6 +38,7 @@ def _run(args: argparse.Namespace) -> None:
         print("\n".join(write_all(args.run)))
         return
     steps = read_steps(args.run)
+    # The window ends with --step; the newest one ends with the newest step.
     if args.step is not None:
         if args.step not in {s["step"] for s in steps}:
             known = ", ".join(str(s["step"]) for s in steps[-8:])

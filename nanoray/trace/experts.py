@@ -1,4 +1,4 @@
-"""Draw the load of each expert over the steps of a run: `nanoray experts RUN` writes experts.svg."""
+"""Draw the load of each expert over a run's steps: `nanoray experts RUN` writes experts.svg."""
 
 from __future__ import annotations
 
@@ -56,6 +56,7 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
     """
     import matplotlib
 
+    # Without a display.
     matplotlib.use("Agg")
     from matplotlib import pyplot
     from matplotlib.colors import TwoSlopeNorm
@@ -84,6 +85,7 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
         axes[layer].set_yticks(range(experts), labels)
     figure.colorbar(image, ax=list(axes[:layers]), label="load / mean", aspect=30, pad=0.01)
 
+    # Below the maps, three numbers over all layers, on the same axis of steps.
     below = axes[-1]
     below.plot(
         steps,

@@ -148,6 +148,7 @@ class Ledger:
         self._change("closing")
 
     def _change(self, account: str) -> None:
+        # Monotonic, because a change of the host's time would make a phase negative.
         now = self._clock.monotonic()
         self._seconds[self._open] += now - self._since
         self._open = account
@@ -223,7 +224,7 @@ class Accounts:
         return f"{self.slots} rank(s) x {wall} = {total}"
 
     def verdict(self) -> str:
-        """Return the goodput, the largest account, and what dominates the steps, in one sentence."""
+        """Return a sentence: the goodput, the largest account, and what dominates the steps."""
         total = self.total or 1
         share = {name: 100 * seconds / total for name, seconds in self.seconds.items()}
         largest = max(share, key=lambda name: share[name])
@@ -273,6 +274,7 @@ def accounts_of(folder: Path) -> Accounts:
     wall_s = 0.0
     slot_counts = set[int]()
     faults = [event for event in read_reports(folder) if event["event"] == "fault"]
+    # A run may have been continued by later commands; each has its own wall time.
     commands = sorted({process.started for process in processes})
     for started in commands:
         own = [process for process in processes if process.started == started]
@@ -374,7 +376,7 @@ def _move_exposed(total: dict[str, float], folder: Path) -> bool:
 
 
 def _exposed_share(folder: Path) -> float | None:
-    """Return the share of exposed collectives in the traced steps' time; None without a traced step."""
+    """Return the share of exposed collectives in the traced steps; None without a traced step."""
     try:
         figures = [step["figures"] for step in read_steps(folder)]
     except ConfigError:
@@ -397,6 +399,7 @@ def _end_of_command(folder: Path, started: float) -> float:
 def format_ledger(folder: Path) -> list[str]:
     """Return the ledger of a run as lines of text."""
     accounts = accounts_of(folder)
+    # 0 only in a run whose processes died at once.
     total = accounts.total or 1
     width = max(map(len, MEANINGS))
     rows = [f"run  {folder.resolve().name}: {accounts.span()}"]

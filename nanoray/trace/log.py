@@ -101,6 +101,7 @@ class CommTrace:
 
     def begin(self, step: int) -> bool:
         """Return whether this step is traced."""
+        # Collectives outside of traced steps cost one test of `listener`.
         traced = self._recorder.begin(step)
         self._mesh.listener = self._recorder if traced else None
         return traced
@@ -115,6 +116,7 @@ class CommTrace:
         self._recorder.end()
         if unsynced is None or not self._recorder.no_sync_due():
             return 0.0
+        # Wait before and after: the step's own work must not count, and all of this pass must.
         wait_for(self._mesh.device)
         start = time.perf_counter()
         unsynced(self._recorder.no_sync_pass())
@@ -229,6 +231,7 @@ class CommLog:
         """Append a step to the file; after a failed write (a full disk) warn and write no more."""
         if self._failed:
             return []
+        # A long run keeps its figures; its collectives would fill the disk.
         if self._file.tell() > DETAIL_BYTES:
             step = {key: step[key] for key in ("step", *self._group, "figures")}
         try:
@@ -328,6 +331,7 @@ class CommLog:
 def _open_at(path: Path, resume_step: int) -> TextIO:
     """Open steps.jsonl to append after `resume_step`; drop later steps, which will be repeated."""
     if path.exists():
+        # A line that was cut off by a kill does not end with }, and is dropped, too.
         shortened = path.with_suffix(".tmp")
         with path.open(encoding="utf-8") as old, shortened.open("w", encoding="utf-8") as new:
             for line in old:  # not parsed, because lines are long and the other ranks wait
@@ -359,6 +363,7 @@ class Totals:
     def means(self) -> dict[str, float]:
         """Return the metrics: means per step, and the rank that was late most often."""
         mean: dict[str, float] = {key: self.sums[key] / self.steps for key in MEANS}
+        # Shares of means, not means of shares: long steps count more.
         mean["exposed_share"] = 100 * mean["exposed_ms"] / mean["step_ms"]
         mean["late_rank"] = self.late.most_common(1)[0][0]
         if self.compared:
@@ -368,7 +373,7 @@ class Totals:
         return mean
 
     def ab_ms(self, least: int) -> float | None:
-        """Return the median difference to no_sync; None below `least` comparisons, which are noise."""
+        """Return the median difference to no_sync; None below `least` comparisons: noise."""
         if len(self.compared) < least:
             return None
         return statistics.median(self.compared)
@@ -504,7 +509,7 @@ def _figures(step: dict[str, Any], rank_notes: Sequence[dict[str, Any]]) -> dict
 
 
 def _communication_cost(notes: dict[str, Any]) -> StepCost:
-    """Return what communication cost a rank; evaluation, checkpoints and idle waits do not count."""
+    """Return what communication cost a rank, without evaluation, checkpoints and idle waits."""
     counted = [Collective(**c) for c in notes["collectives"] if c["phase"] not in (*PAUSES, IDLE)]
     return account(counted)
 

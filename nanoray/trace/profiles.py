@@ -55,6 +55,7 @@ def merge(profiles: list[dict[str, Any]]) -> dict[str, Any]:
     first_base_ns = int(profiles[0].get("baseTimeNanoseconds", 0))
     for profile in profiles:
         rank = int(profile[KEY]["rank"])
+        # Each profile has an origin of its own, and a clock that is ahead of rank 0's.
         base_ns = int(profile.get("baseTimeNanoseconds", 0))
         shift_us = (base_ns - first_base_ns) / 1e3 - 1e6 * profile[KEY]["ahead_s"]
         for event in profile["traceEvents"]:

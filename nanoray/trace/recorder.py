@@ -128,7 +128,7 @@ def queue_starts(arrivals: Sequence[float], ends: Sequence[float], lanes: int) -
 
 
 class Clock:
-    """This rank's moments, in seconds of time.perf_counter. On CUDA: when the device reaches them."""
+    """This rank's moments in seconds of time.perf_counter; on CUDA, when the device gets there."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -310,6 +310,7 @@ class CommRecorder:
         (all ranks; DDP calls it in backward) Multiplying by 1/n first is what DDP's C++ path does:
         the sums have the same bits with and without the hook.
         """
+        # DDP's hook replaces its all-reduce, so this must do the same arithmetic.
         buffer = bucket.buffer()
         buffer.mul_(1.0 / self._data.size)
         if self._now is not None:  # not in the warm-up: DDP regroups its buckets after it
@@ -457,12 +458,13 @@ def _mark_profile() -> tuple[float, float]:
 
 
 def _gloo_runs(profiler: Any, anchors: list[tuple[float, float]]) -> list[tuple[float, int]]:
-    """Return (start in perf_counter seconds, elements) of each all-reduce of gloo's threads, sorted.
+    """Return (start in perf_counter seconds, elements) of each all-reduce of gloo, sorted.
 
     Kineto's own list: torch's `events()` builds a tree of all operators first, which takes half a
     second. The quickest of the `anchors` ties the profile's clock to perf_counter's: in it this
     thread was held up least.
     """
+    # Marks and runs are in the profile's own clock, in ns.
     events = profiler.profiler.kineto_results.events()
     marks_ns = sorted(e.start_ns() for e in events if e.name() == "nanoray: anchor")
     if not anchors or not marks_ns:
@@ -494,7 +496,7 @@ def _with_profile(collectives: list[Collective], runs: list[tuple[float, int]]) 
 
 
 def quieten_profiler() -> None:
-    """Keep torch's profiler from writing two lines to stderr per profile; call it before the first."""
+    """Keep torch's profiler from writing to stderr; call it before the first profile."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "7")
 
 
@@ -527,6 +529,7 @@ def measure_offsets(
     host (`always`: every rank) CLOCK_ROUNDS times and takes the fastest answer; the error is at
     most half of that round trip (Cristian 1989). Takes about a millisecond per host on one switch.
     """
+    # All ranks need the list, because all run the loop below.
     hosts = mesh.broadcast(mesh.gather(clock_domain()))
     assert hosts is not None
     offset_of_host: dict[str, ClockOffset] = {}
@@ -562,7 +565,8 @@ def measure_offsets(
 
 
 def clock_domain() -> str:
-    """Return an id shared by processes with the same monotonic clock: boot id and time namespace."""
+    """Return an id of the monotonic clock of this process: boot id and time namespace."""
+    # Where /proc is missing, the host's name must do. A container may have its own time namespace.
     domain = [platform.node()]
     with suppress(OSError):
         domain = [Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
@@ -579,6 +583,7 @@ def copy_gbps(device: torch.device, size_bytes: int = 64 << 20, rounds: int = 5)
     All ranks of a host should call it at the same time, because they share the memory. Best of
     `rounds`.
     """
+    # Larger than the caches, so that memory is measured.
     source = torch.ones(size_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     best = float("inf")

@@ -54,6 +54,7 @@ def chrome_trace(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for rank in range(len(steps[0]["phases"])):
         events.append(_metadata("process_name", {"name": f"rank {rank}"}, rank))
         events.append(_metadata("process_sort_index", {"sort_index": rank}, rank))
+        # Rows are shared by all steps, so that a collective keeps its row.
         rows = {"phases": 0}  # name -> number
         for step in steps:
             shift_us = 1e6 * (step["origin_s"] - origin)
@@ -150,6 +151,7 @@ def draw(steps: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw the phases and collectives of every rank in these steps, with a legend."""
     import matplotlib
 
+    # Without a display.
     matplotlib.use("Agg")
     from matplotlib import pyplot
     from matplotlib.patches import Patch

@@ -199,9 +199,9 @@ def test_the_budget_counts_failures_without_progress() -> None:
     assert reason_to_give_up(far[-1], far, 3) == ""
     near = [failure(0, step=step, phase="backward") for step in (100, 102, 109, 110)]
     assert without_progress(near) == 4
-    assert reason_to_give_up(near[-1], near, 3) == (
-        "max_failures = 3 is exceeded: no 10 steps in a row without a failure"
-    )
+    reason = reason_to_give_up(near[-1], near, 3)
+    assert "max_failures = 3 is exceeded" in reason
+    assert "10 steps" in reason
     assert without_progress([*near, failure(0, step=120, phase="backward")]) == 1
     assert without_progress([]) == 0
 
@@ -288,9 +288,7 @@ def test_thousands_of_consequences_are_counted() -> None:
 
 
 def test_a_drain_is_not_charged() -> None:
-    """Nodes may be taken away as often as they like: neither the budget nor the pause between
-    restarts knows of it.
-    """
+    """Nodes may be taken away any number of times without a change of budget or pause."""
     drains = [failure(1, "drained", signature="same") for _ in range(70)]
     assert without_progress(drains) == 0
     assert reason_to_give_up(drains[-1], drains, max_failures=0) == ""

@@ -507,12 +507,17 @@ def save_under_limit(folder):
 def test_disk_full_in_mid_write(tmp_path):
     save(tmp_path, make(10), keep=1)
     fork(save_under_limit, tmp_path).join()
-    assert (tmp_path / "said").read_text() == (
-        f"cannot write checkpoint step_00000020 in {tmp_path}: File too large (model.safetensors); "
-        "free space, raise "
-        "the limit or lower keep_checkpoints, or set another out_dir; older checkpoints are "
-        "untouched"
-    )
+    message = (tmp_path / "said").read_text()
+    for part in (
+        "cannot write",
+        f"step_00000020 in {tmp_path}",
+        "File too large (model.safetensors)",
+        "free space",
+        "lower keep_checkpoints",
+        "set another out_dir",
+        "older checkpoints are untouched",
+    ):
+        assert part in message
     assert names(tmp_path) == ["said", "step_00000010"]
     assert same(load(tmp_path / "step_00000010"), make(10))
 
@@ -765,24 +770,25 @@ def test_find_run_path(tmp_path, monkeypatch):
     for missing in (tmp_path / "nowhere", checkpoints / "step_00000777"):
         with pytest.raises(CheckpointError) as error:
             find_run(tmp_path, str(missing), SHAPE)
-        assert str(error.value) == (
-            f"no valid checkpoint in {missing}: looked for manifest.json, step_*/manifest.json and "
-            "checkpoints/step_*/manifest.json; give --resume a run folder or one of its step_* "
-            "folders"
-        )
+        for part in (
+            f"no valid checkpoint in {missing}:",
+            "manifest.json, step_*/manifest.json and checkpoints/step_*/manifest.json",
+            "give --resume a run folder or one of its step_*",
+        ):
+            assert part in str(error.value)
 
 
 def test_shape_that_differs(tmp_path):
     folder = run(tmp_path, "2026-01-02_030405_gpt", 10)
     here = SHAPE | {"n_layer": 6, "vocab_size": 50304}
-    text = (
-        f"checkpoint {folder}/checkpoints/step_00000010 is of another model: n_layer is 2 there "
-        "and 6 here, "
-        "vocab_size is 65 there and 50304 here; give that run's values, or --resume none"
-    )
     with pytest.raises(CheckpointError) as error:
         find_run(tmp_path, str(folder), here)
-    assert str(error.value) == text
+    for part in (
+        f"checkpoint {folder}/checkpoints/step_00000010 is of another model",
+        "n_layer is 2 there and 6 here, vocab_size is 65 there and 50304 here",
+        "--resume none",
+    ):
+        assert part in str(error.value)
     check_shape(make(1), SHAPE)
     check_shape(make(1, model_shape={"vocab_size": 65}), SHAPE)  # the rest is in the config
     with pytest.raises(

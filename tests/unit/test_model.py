@@ -450,54 +450,35 @@ def test_a_shape_comes_from_a_config_and_goes_to_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "text"),
+    ("values", "parts"),
     [
-        ({"vocab_size": 0}, "vocab_size = 0, but a model needs at least 1; raise vocab_size"),
-        ({"n_layer": -1}, "n_layer = -1, but a model needs at least 1; raise n_layer"),
-        ({"n_embd": 10}, "n_embd = 10 is not a multiple of n_head = 4; change one of them"),
+        ({"vocab_size": 0}, ("vocab_size = 0", "at least 1", "raise vocab_size")),
+        ({"n_layer": -1}, ("n_layer = -1", "at least 1", "raise n_layer")),
+        ({"n_embd": 10}, ("n_embd = 10", "multiple of n_head = 4", "change")),
     ],
 )
-def test_an_impossible_shape_is_refused(values: dict[str, int], text: str) -> None:
+def test_an_impossible_shape_is_refused(values: dict[str, int], parts: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as error:
         ModelShape(**shape_of().to_dict() | values)  # type: ignore[arg-type]
-    assert str(error.value) == text
+    assert all(part in str(error.value) for part in parts), error.value
 
 
 @pytest.mark.parametrize(
-    ("request_", "text"),
+    ("request_", "parts"),
     [
-        (
-            {"idx": torch.zeros(3)},
-            "a prompt of shape (3,); pass (sequences, tokens), at least one token each",
-        ),
-        (
-            {"idx": torch.zeros(1, 0)},
-            "a prompt of shape (1, 0); pass (sequences, tokens), at least one token each",
-        ),
-        (
-            {"idx": torch.tensor([[3, 65]])},
-            "prompt tokens 3..65 are outside 0..64; encode it with this model's tokenizer",
-        ),
-        (
-            {"idx": torch.tensor([[3, -1]])},
-            "prompt tokens -1..3 are outside 0..64; encode it with this model's tokenizer",
-        ),
-        ({"max_new_tokens": -1}, "max_new_tokens = -1 is negative; use 0 or more"),
-        (
-            {"temperature": -0.5},
-            "temperature = -0.5 is not 0 or more; use 0 (the likeliest token) or about 0.8",
-        ),
-        (
-            {"temperature": math.nan},
-            "temperature = nan is not 0 or more; use 0 (the likeliest token) or about 0.8",
-        ),
-        (
-            {"top_k": 0},
-            "top_k = 0 leaves no token to choose; use 1 or more, or None to choose among all",
-        ),
+        ({"idx": torch.zeros(3)}, ("shape (3,)", "(sequences, tokens)", "at least one token")),
+        ({"idx": torch.zeros(1, 0)}, ("shape (1, 0)", "(sequences, tokens)", "at least one token")),
+        ({"idx": torch.tensor([[3, 65]])}, ("tokens 3..65", "outside 0..64", "tokenizer")),
+        ({"idx": torch.tensor([[3, -1]])}, ("tokens -1..3", "outside 0..64", "tokenizer")),
+        ({"max_new_tokens": -1}, ("max_new_tokens = -1", "use 0 or more")),
+        ({"temperature": -0.5}, ("temperature = -0.5", "use 0 (the likeliest token)")),
+        ({"temperature": math.nan}, ("temperature = nan", "use 0 (the likeliest token)")),
+        ({"top_k": 0}, ("top_k = 0", "use 1 or more, or None")),
     ],
 )
-def test_an_impossible_request_is_refused(request_: dict[str, object], text: str) -> None:
+def test_an_impossible_request_is_refused(
+    request_: dict[str, object], parts: tuple[str, ...]
+) -> None:
     model = GPT(shape_of())
     request: dict[str, object] = {
         "idx": torch.zeros(1, 1, dtype=torch.long),
@@ -505,22 +486,19 @@ def test_an_impossible_request_is_refused(request_: dict[str, object], text: str
     } | request_
     with pytest.raises(ConfigError) as error:
         generate(model, **request)  # type: ignore[arg-type]
-    assert str(error.value) == text
+    assert all(part in str(error.value) for part in parts), error.value
 
 
 def test_too_long_a_sequence_is_refused() -> None:
     model = GPT(shape_of())
     with pytest.raises(ConfigError) as error:
         model(torch.zeros(1, 9, dtype=torch.long))
-    assert (
-        str(error.value)
-        == "9 tokens, but block_size = 8; pass fewer, or train with a larger block_size"
-    )
+    for part in ("9 tokens", "block_size = 8", "train with a larger block_size"):
+        assert part in str(error.value)
 
 
 def test_an_estimate_needs_a_resolved_precision() -> None:
     with pytest.raises(ConfigError) as error:
         activation_memory(shape_of(), 1, "auto")
-    assert str(error.value) == "no memory estimate for precision = auto; use one of " + (
-        "fp32, tf32, bf16, fp16, fp8, bf16_pure, fp16_pure"
-    )
+    for part in ("precision = auto", "fp32, tf32, bf16, fp16, fp8, bf16_pure, fp16_pure"):
+        assert part in str(error.value)
