@@ -1,4 +1,4 @@
-"""`nanoray kube render|submit|status|logs|stop|fetch`: run a configuration on Kubernetes with KubeRay.
+"""`nanoray kube render|submit|status|logs|stop|fetch`: train on Kubernetes with KubeRay.
 
 render   check the objects and write them to stdout, without a cluster
 submit   apply them, follow status and the driver's log until the job ends; exit with its result

@@ -18,7 +18,7 @@ _QUEUED = ("Suspending", "Suspended")  # values of jobDeploymentStatus, for exam
 
 @dataclass
 class Follower:
-    """Follow one RayJob: poll its objects every `poll_s` seconds and pass each new line to `say`."""
+    """Follow one RayJob: poll its objects every `poll_s` seconds, and pass new lines to `say`."""
 
     api: Api
     namespace: str
@@ -78,7 +78,7 @@ class Follower:
             time.sleep(self.poll_s)
 
     def _read_status(self) -> Object:
-        """Return the RayJob's status; while the API server is away, wait for it. Raises KubeError."""
+        """Return the RayJob's status; wait while the API server is away. Raises KubeError."""
         away_since = None
         while True:
             try:
@@ -165,7 +165,7 @@ class Follower:
         self.say(f"try    {self._attempt}: Ray job {job} on RayCluster {cluster}")
 
     def new_log(self, status: Object) -> Iterator[str]:
-        """Yield the new lines of the driver's log. After a failed request the next call reads them."""
+        """Yield the new lines of the driver's log; a failed request yields none."""
         path = f"/api/jobs/{status['jobId']}/logs"
         try:
             log = ray_api(self.api, self.namespace, status, path).get("logs", "")
@@ -196,6 +196,6 @@ def _format_state(status: Object) -> str:
 
 
 def _is_temporary(error: KubeError) -> bool:
-    """Return whether the API server is away (no answer, or a 5xx) and the request may be repeated."""
+    """Return whether the API server is away (no answer, or a 5xx), so that a retry may succeed."""
     status = getattr(error, "status", 0)
     return status == 0 or status >= 500
