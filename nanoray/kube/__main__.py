@@ -128,7 +128,7 @@ def _submit(loaded: Loaded, started: float) -> int:
         print(f"apply  {kind} {thing_name}")
     print(f"folder {_out_dir(objects)} on the volume")
 
-    status = Follower(api, namespace, name, say=_print_now).run()
+    status = Follower(api, namespace, name, print_line=_print_now).run()
     return _report_end(status)
 
 
@@ -233,7 +233,7 @@ def _logs(argv: list[str]) -> int:
     )
     args = parser.parse_args(argv)
     api, name, status = _find_status(args)
-    follower = Follower(api, args.namespace, name, say=_print_now)
+    follower = Follower(api, args.namespace, name, print_line=_print_now)
     if args.follow:
         return _report_end(follower.run())
     if not status.get("jobId"):
