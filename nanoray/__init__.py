@@ -8,7 +8,7 @@ _EXPORTED = {"RuntimeEngine", "Callback", "Run"}  # of nanoray.train.runtime, wh
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public names on first use: `import nanoray` alone imports neither torch nor ray."""
+    """Import the public names on first use, so that `import nanoray` needs no torch and no ray."""
     from importlib import import_module
 
     if name in _EXPORTED:

@@ -92,8 +92,8 @@ def survey(config: Config, nvml: Any = None) -> dict[str, Any]:
     }
     problems = list(version_problems(report["versions"]))
 
-    # The choices of a launch, by the functions that a launch calls. A choice that is refused becomes
-    # a problem, and the report keeps the choices before it.
+    # The choices of a launch, by the functions that a launch calls. A refused choice becomes a
+    # problem, and the report keeps the choices before it.
     slots = None
     try:
         workers = None if config.workers == "auto" else config.workers

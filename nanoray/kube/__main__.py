@@ -1,4 +1,4 @@
-"""`nanoray kube render|submit|status|logs|stop|fetch`: run a configuration on Kubernetes with KubeRay.
+"""`nanoray kube render|submit|status|logs|stop|fetch`: train on Kubernetes with KubeRay.
 
 render   check the objects and write them to stdout, without a cluster
 submit   apply them, follow status and the driver's log until the job ends; exit with its result
@@ -128,7 +128,7 @@ def _submit(loaded: Loaded, started: float) -> int:
         print(f"apply  {kind} {thing_name}")
     print(f"folder {_out_dir(objects)} on the volume")
 
-    status = Follower(api, namespace, name, say=_print_now).run()
+    status = Follower(api, namespace, name, print_line=_print_now).run()
     return _report_end(status)
 
 
@@ -233,7 +233,7 @@ def _logs(argv: list[str]) -> int:
     )
     args = parser.parse_args(argv)
     api, name, status = _find_status(args)
-    follower = Follower(api, args.namespace, name, say=_print_now)
+    follower = Follower(api, args.namespace, name, print_line=_print_now)
     if args.follow:
         return _report_end(follower.run())
     if not status.get("jobId"):

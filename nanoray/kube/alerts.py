@@ -1,8 +1,7 @@
-"""`nanoray alerts > nanoray-alerts.yaml`: the alerts for a Prometheus without the operator, as a
-rule file.
+"""`nanoray alerts > nanoray-alerts.yaml`: the alerts as a rule file, for a Prometheus by itself.
 
-They are those of the PrometheusRule in kuberay/components/monitoring/alerts.yaml; docs/alerts.md
-explains each.
+With Prometheus' operator, apply kuberay/components/monitoring instead, which has the same alerts.
+docs/alerts.md explains each.
 """
 
 from __future__ import annotations
@@ -16,8 +15,10 @@ MANIFEST = KUBE_DIR / "components" / "monitoring" / "alerts.yaml"
 
 
 def rule_file() -> str:
-    """Return the rules as YAML: what is under `spec:` in the manifest, which is its last key."""
-    return dedent(MANIFEST.read_text(encoding="utf-8").split("\nspec:\n")[1])
+    """Return the rules as YAML: the content of the manifest's `spec:`, with its comments."""
+    # As text, because parsing the YAML would lose the comments. `spec:` is the manifest's last key.
+    _, _, spec = MANIFEST.read_text(encoding="utf-8").partition("\nspec:\n")
+    return dedent(spec)
 
 
 def main(argv: list[str] | None = None) -> int:

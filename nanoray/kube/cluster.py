@@ -25,8 +25,8 @@ INSTALL = (
 # Helm labels the operator kuberay-operator, the kustomize installation kuberay.
 OPERATOR = "app.kubernetes.io/name in (kuberay-operator,kuberay)"
 MANAGER = "nanoray"  # field manager of server-side apply
-# Kind -> (path of its API, plural, whether it lives in a namespace). Those that nanoray applies, and
-# those that it only reads.
+# Kind -> (path of its API, plural, whether it lives in a namespace). nanoray reads the first two and
+# applies the others.
 KINDS = {
     "Pod": ("/api/v1", "pods", True),
     "Secret": ("/api/v1", "secrets", True),

@@ -1,7 +1,7 @@
-"""Compare what pods ask for with what the cluster's nodes have, before anything is applied.
+"""Compare the requests of pods with the cluster's nodes, before anything is applied.
 
-The scheduler decides again when the pods exist; this finds what it could never place, and what has
-no room now.
+The scheduler decides when the pods exist. This finds the pods that it could never place, and those
+that have no room now.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from nanoray.kube.rules import cluster_spec, quantity, templates
 
 Amounts = dict[str, float]  # resource -> CPUs, bytes or devices
 _REMEDY = {"cpu": "lower --cpus", "memory": "lower --memory_gib"}
+_UNITS = {"cpu": (1, "CPU"), "memory": (2**30, "GiB")}
 
 
 @dataclass
@@ -24,211 +25,263 @@ class Node:
     name: str
     labels: dict[str, str]
     taints: list[dict[str, str]]
-    has: Amounts  # allocatable
-    free: Amounts = field(default_factory=dict)  # of that, what no pod has requested
+    allocatable: Amounts
+    free: Amounts = field(default_factory=dict)  # allocatable and requested by no pod
 
 
 @dataclass(frozen=True)
 class Pod:
-    """A pod that would be made."""
+    """A pod that would be created."""
 
     name: str
-    asks: Amounts
+    requests: Amounts
     spec: dict[str, Any]
     is_worker: bool
 
 
 def compare(objects: list[Object]) -> list[str]:
-    """Return lines about requests and room. Raises KubeError for a pod that fits on no node, even
-    on an empty one.
+    """Return lines about requests and room.
+
+    Raises KubeError for a pod that fits on no node, even on an empty one.
     """
-    pods = sorted(_pods(objects), key=lambda pod: sorted(pod.asks.values()), reverse=True)
     try:
-        nodes, note = _nodes(Api(), objects)
-    except KubeError as error:
+        nodes, note = _read_nodes(Api(), objects)
+    except KubeError as error:  # a comparison is a service: without the right the job is submitted
         return [f"fit    not compared with the nodes: {error}"]
+
+    # The largest pods first, because the small ones fit into what is left.
+    pods = sorted(_pods(objects), key=lambda pod: sorted(pod.requests.values()), reverse=True)
     total: Amounts = {}
     for pod in pods:
-        if reason := _fits_nowhere(pod, nodes):
+        reason = _why_on_no_node(pod, nodes)
+        if reason:
             raise KubeError(f"{pod.name} fits on no node: {reason}")
-        total = {key: total.get(key, 0.0) + pod.asks.get(key, 0.0) for key in total | pod.asks}
-    waiting = [pod for pod in pods if not _take(pod, nodes)]
-    lines = [
-        f"fit    {len(pods)} pods ask for {amounts(total)}; {len(nodes)} node(s) have room for "
-        f"them{note}"
+        for resource, amount in pod.requests.items():
+            total[resource] = total.get(resource, 0.0) + amount
+
+    waiting = [pod for pod in pods if not _book_first_fit(pod, nodes)]
+    summary = f"fit    {len(pods)} pods ask for {amounts(total)}"
+    if not waiting:
+        return [f"{summary}; {len(nodes)} node(s) have room for them{note}"]
+
+    rooms = []
+    for node in nodes:
+        left = {resource: node.free.get(resource, 0.0) for resource in total}
+        rooms.append(f"{node.name} {amounts(left)}")
+    names = ", ".join(dict.fromkeys(pod.name for pod in waiting))  # each name once
+    return [
+        f"{summary}{note}",
+        f"fit    no room now for {len(waiting)} of them: {names}; after the others there is left: "
+        f"{'; '.join(rooms)}",
+        "fit    they wait until other pods end; or use fewer or smaller ones (--workers, --cpus, "
+        "--memory_gib, --overlay laptop)",
     ]
-    if waiting:
-        free = "; ".join(
-            f"{node.name} {amounts({key: node.free.get(key, 0.0) for key in total})}"
-            for node in nodes
-        )
-        names = ", ".join(dict.fromkeys(pod.name for pod in waiting))
-        lines = [
-            f"fit    {len(pods)} pods ask for {amounts(total)}{note}",
-            f"fit    no room now for {len(waiting)} of them: {names}; beside the others there is "
-            f"left: {free}",
-            "fit    they wait until other pods end; or use fewer or smaller ones (--workers, "
-            "--cpus, --memory_gib, "
-            "--overlay laptop)",
-        ]
-    return lines
 
 
 def amounts(values: Amounts) -> str:
-    """Write amounts of resources for people: 1.5 CPU, 4 GiB, 2 nvidia.com/gpu."""
-    units = {"cpu": (1, "CPU"), "memory": (2**30, "GiB")}
-    parts = [
-        (value / units.get(key, (1, ""))[0], units.get(key, (1, key))[1])
-        for key, value in values.items()
-    ]
-    return ", ".join(f"{value:.3g} {unit}" for value, unit in parts)
+    """Format amounts of resources: 1.5 CPU, 4 GiB, 2 nvidia.com/gpu."""
+    parts = []
+    for resource, amount in values.items():
+        size, unit = _UNITS.get(resource, (1, resource))
+        parts.append(f"{amount / size:.3g} {unit}")
+    return ", ".join(parts)
 
 
 def _pods(objects: list[Object]) -> list[Pod]:
-    found = []
+    """Return the pods of all objects; a template with three replicas is three pods."""
+    pods = []
     for thing in objects:
-        for i, (template, count) in enumerate(templates(thing)):
-            what = ("head" if i == 0 else "worker") if cluster_spec(thing) else ""
-            name = f"{what} pod of {thing['kind']} {thing['metadata']['name']}".strip()
-            found += [
-                Pod(name, _requests(template["spec"]), template["spec"], what == "worker")
-            ] * count
-    return found
+        is_cluster = cluster_spec(thing) is not None
+        for number, (template, count) in enumerate(templates(thing)):
+            name = f"pod of {thing['kind']} {thing['metadata']['name']}"
+            is_worker = is_cluster and number > 0  # the head is the first template of a cluster
+            if is_cluster:
+                role = "worker" if is_worker else "head"
+                name = f"{role} {name}"
+            spec = template["spec"]
+            for _ in range(count):
+                pods.append(Pod(name, _requests(spec), spec, is_worker))
+    return pods
 
 
 def _requests(spec: dict[str, Any]) -> Amounts:
-    """Return what a pod asks for: the sum of its containers."""
-    asks: Amounts = {}
+    """Return the requests of a pod: the sum of its containers'."""
+    total: Amounts = {}
     for container in spec.get("containers", ()):
-        for key, value in _counted(container.get("resources", {}).get("requests", {})).items():
-            asks[key] = asks.get(key, 0.0) + value
-    return asks
+        requests = container.get("resources", {}).get("requests", {})
+        for resource, amount in _counted(requests).items():
+            total[resource] = total.get(resource, 0.0) + amount
+    return total
 
 
 def _counted(resources: dict[str, str]) -> Amounts:
-    """Return CPUs, memory and devices; other resources, such as ephemeral storage, are left to the
-    scheduler.
+    """Return CPUs, memory and devices. The scheduler alone counts others, such as local storage."""
+    counted = {}
+    for resource, amount in resources.items():
+        if (
+            resource in ("cpu", "memory") or "/" in resource
+        ):  # a device has a domain: nvidia.com/gpu
+            counted[resource] = quantity(amount)
+    return counted
+
+
+def _read_nodes(api: Api, objects: list[Object]) -> tuple[list[Node], str]:
+    """Return the nodes that take pods, and a note if the requests of other pods may not be read.
+
+    Raises KubeError if the nodes may not be read.
     """
-    return {k: quantity(v) for k, v in resources.items() if k in ("cpu", "memory") or "/" in k}
-
-
-def _nodes(api: Api, objects: list[Object]) -> tuple[list[Node], str]:
-    """Return the nodes that take pods, and a note when the requests of other pods may not be read."""
-    nodes, found = {}, api.call("GET", "/api/v1/nodes")["items"]
+    found = api.call("GET", "/api/v1/nodes")["items"]
     if not found:
         raise KubeError("there is none yet")
+
+    nodes: dict[str, Node] = {}
     for thing in found:
-        name, spec = thing["metadata"]["name"], thing.get("spec", {})
-        has = _counted(thing["status"]["allocatable"])
-        if not spec.get("unschedulable"):
-            nodes[name] = Node(
-                name, thing["metadata"].get("labels", {}), spec.get("taints", []), has, dict(has)
-            )
-    try:
-        others = api.call("GET", "/api/v1/pods")["items"]
-    except ApiError as error:
-        return list(
-            nodes.values()
-        ), f" when they are empty; other pods may not be listed ({error.message})"
-    # What is there already of the same Deployment or Job is not needed twice.
-    own = [t["metadata"]["labels"] for o in objects if not cluster_spec(o) for t, _ in templates(o)]
-    for pod in others:
-        labels, node = (
-            pod["metadata"].get("labels", {}),
-            nodes.get(pod.get("spec", {}).get("nodeName", "")),
+        spec = thing.get("spec", {})
+        if spec.get("unschedulable"):  # cordoned
+            continue
+        name = thing["metadata"]["name"]
+        allocatable = _counted(thing["status"]["allocatable"])
+        nodes[name] = Node(
+            name=name,
+            labels=thing["metadata"].get("labels", {}),
+            taints=spec.get("taints", []),
+            allocatable=allocatable,
+            free=dict(allocatable),
         )
-        over = pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
-        if node and not over and not any(mine.items() <= labels.items() for mine in own):
+
+    # Without the right to list pods, the nodes count as empty.
+    try:
+        pods = api.call("GET", "/api/v1/pods")["items"]
+    except ApiError as error:
+        note = f" when they are empty; other pods may not be listed ({error.message})"
+        return list(nodes.values()), note
+
+    # The new pods replace those of the same Deployment or Job, so these are not counted twice.
+    replaced_labels = []
+    for thing in objects:
+        if cluster_spec(thing) is None:
+            for template, _ in templates(thing):
+                replaced_labels.append(template["metadata"]["labels"])
+
+    for pod in pods:
+        node = nodes.get(pod.get("spec", {}).get("nodeName", ""))
+        has_ended = pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
+        if node is None or has_ended:
+            continue
+        labels = pod["metadata"].get("labels", {})
+        if not any(own.items() <= labels.items() for own in replaced_labels):
             _book(node, _requests(pod["spec"]))
     return list(nodes.values()), ""
 
 
-def _book(node: Node, asks: Amounts) -> None:
-    for key, value in asks.items():
-        node.free[key] = node.free.get(key, 0.0) - value
+def _book(node: Node, requests: Amounts) -> None:
+    for resource, amount in requests.items():
+        node.free[resource] = node.free.get(resource, 0.0) - amount
 
 
-def _take(pod: Pod, nodes: list[Node]) -> bool:
+def _book_first_fit(pod: Pod, nodes: list[Node]) -> bool:
     """Book a pod on the first node with room for it; return whether there is one."""
     for node in nodes:
-        if not _refusal(pod.spec, node) and all(
-            node.free.get(k, 0.0) >= v for k, v in pod.asks.items()
-        ):
-            _book(node, pod.asks)
+        if not _why_refused(pod.spec, node) and _holds(node.free, pod.requests):
+            _book(node, pod.requests)
             return True
     return False
 
 
-def _fits_nowhere(pod: Pod, nodes: list[Node]) -> str:
-    """Return why no node could hold a pod even if it were empty, with the remedy; empty if one
-    could.
+def _holds(room: Amounts, requests: Amounts) -> bool:
+    return all(room.get(resource, 0.0) >= amount for resource, amount in requests.items())
+
+
+def _why_on_no_node(pod: Pod, nodes: list[Node]) -> str:
+    """Return why no node could hold a pod even if it were empty, with the remedy.
+
+    Returns an empty text if one could.
     """
-    open_to = [node for node in nodes if not _refusal(pod.spec, node)]
-    if not open_to:
-        reasons = (
-            "; ".join(f"{node.name} {_refusal(pod.spec, node)}" for node in nodes)
-            or "no node takes pods"
-        )
-        return f"{reasons}; label or untaint a node, or take another --overlay"
-    if any(all(node.has.get(k, 0.0) >= v for k, v in pod.asks.items()) for node in open_to):
+    # Labels and taints.
+    open_nodes = []
+    refusals = []
+    for node in nodes:
+        refusal = _why_refused(pod.spec, node)
+        if refusal:
+            refusals.append(f"{node.name} {refusal}")
+        else:
+            open_nodes.append(node)
+    if not open_nodes:
+        why = "; ".join(refusals) or "no node takes pods"
+        return f"{why}; label or untaint a node, or take another --overlay"
+
+    # Room.
+    if any(_holds(node.allocatable, pod.requests) for node in open_nodes):
         return ""
-    short, remedies = [], []
-    for key, value in pod.asks.items():
-        best = max(open_to, key=lambda node: node.has.get(key, 0.0))
-        if best.has.get(key, 0.0) < value:
-            most = amounts({key: best.has.get(key, 0.0)})
-            short.append(
-                f"it asks for {amounts({key: value})}, and {best.name} has the most, {most}"
-            )
-            remedies.append(
-                _REMEDY.get(key, "lower --ranks_per_pod or give another --gpu_resource")
-            )
-    if not short:
-        short, remedies = [f"no single node has all of {amounts(pod.asks)}"], [*_REMEDY.values()]
-    smaller = (
-        ", ".join(remedies) + ", or take --overlay laptop"
-        if pod.is_worker
-        else "take --overlay laptop"
-    )
-    return f"{'; '.join(short)}; {smaller}, or add a larger node"
+    reasons = []
+    remedies = []
+    for resource, amount in pod.requests.items():
+        largest = max(open_nodes, key=lambda node: node.allocatable.get(resource, 0.0))
+        most = largest.allocatable.get(resource, 0.0)
+        if most < amount:
+            asked = amounts({resource: amount})
+            available = amounts({resource: most})
+            reasons.append(f"it asks for {asked}, and {largest.name} has the most, {available}")
+            remedy = _REMEDY.get(resource, "lower --ranks_per_pod or give another --gpu_resource")
+            remedies.append(remedy)
+    # Each resource is on some node, but not all of them on one.
+    if not reasons:
+        reasons = [f"no single node has all of {amounts(pod.requests)}"]
+        remedies = list(_REMEDY.values())
+
+    # The flags change worker pods only.
+    remedy = "take --overlay laptop"
+    if pod.is_worker:
+        remedy = f"{', '.join(remedies)}, or {remedy}"
+    return f"{'; '.join(reasons)}; {remedy}, or add a larger node"
 
 
-def _refusal(spec: dict[str, Any], node: Node) -> str:
+def _why_refused(spec: dict[str, Any], node: Node) -> str:
     """Return why a node does not take a pod whatever room it has: labels, affinity, taints."""
     for key, value in spec.get("nodeSelector", {}).items():
         if node.labels.get(key) != value:
             return f"has no label {key}={value}"
-    affinity = (
-        spec.get("affinity", {})
-        .get("nodeAffinity", {})
-        .get("requiredDuringSchedulingIgnoredDuringExecution", {})
-    )
-    terms = [term.get("matchExpressions", ()) for term in affinity.get("nodeSelectorTerms", ())]
+
+    # A node must match every rule of at least one term.
+    affinity = spec.get("affinity", {}).get("nodeAffinity", {})
+    required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", {})
+    terms = [term.get("matchExpressions", ()) for term in required.get("nodeSelectorTerms", ())]
     if terms and not any(all(_matches(rule, node.labels) for rule in term) for term in terms):
-        wanted = " or ".join(
-            ",".join(f"{r['key']} {r['operator']} {r.get('values', '')}" for r in t) for t in terms
-        )
+        wanted = " or ".join(_format_term(term) for term in terms)
         return f"has no label {wanted}".rstrip()
+
+    tolerations = spec.get("tolerations", ())
     for taint in node.taints:
-        if taint["effect"] != "PreferNoSchedule" and not any(
-            _tolerates(t, taint) for t in spec.get("tolerations", ())
-        ):
+        if taint["effect"] == "PreferNoSchedule":  # a preference, not a refusal
+            continue
+        if not any(_tolerates(toleration, taint) for toleration in tolerations):
             return f"has the taint {taint['key']}:{taint['effect']}"
     return ""
 
 
+def _format_term(term: list[dict[str, Any]]) -> str:
+    return ",".join(f"{rule['key']} {rule['operator']} {rule.get('values', '')}" for rule in term)
+
+
 def _matches(rule: dict[str, Any], labels: dict[str, str]) -> bool:
-    present, value = rule["key"] in labels, labels.get(rule["key"])
-    listed = value in rule.get("values", ())
-    answers = {"In": listed, "NotIn": not listed, "Exists": present, "DoesNotExist": not present}
+    """Return whether a node's labels match one rule of an affinity."""
+    is_present = rule["key"] in labels
+    is_listed = labels.get(rule["key"]) in rule.get("values", ())
+    answers = {
+        "In": is_listed,
+        "NotIn": not is_listed,
+        "Exists": is_present,
+        "DoesNotExist": not is_present,
+    }
     return answers.get(rule["operator"], True)  # Gt and Lt are left to the scheduler
 
 
 def _tolerates(toleration: dict[str, Any], taint: dict[str, str]) -> bool:
+    """Return whether a toleration matches a taint. An empty key or effect matches all."""
     if toleration.get("effect") not in (None, "", taint["effect"]):
         return False
     if toleration.get("key") not in (None, "", taint["key"]):
         return False
-    return toleration.get("operator") == "Exists" or toleration.get("value", "") == taint.get(
-        "value", ""
-    )
+    if toleration.get("operator") == "Exists":
+        return True
+    return toleration.get("value", "") == taint.get("value", "")

@@ -18,18 +18,18 @@ _QUEUED = ("Suspending", "Suspended")  # values of jobDeploymentStatus, for exam
 
 @dataclass
 class Follower:
-    """Follow one RayJob: poll its objects every `poll_s` seconds and pass each new line to `say`."""
+    """Follow one RayJob: poll it every `poll_s` seconds and pass new lines to `print_line`."""
 
     api: Api
     namespace: str
     name: str
-    say: Callable[[str], None] = print
+    print_line: Callable[[str], None] = print
     poll_s: float = 2.0
     start_timeout_s: float = 900.0  # not counted while the job waits in a queue
     annotate_s: float = 30.0
     # Give up following (not the job) when the API server is away for longer
     silence_s: float = 300.0
-    _said_once: set[str] = field(default_factory=set)
+    _printed_once: set[str] = field(default_factory=set)
     _attempt: int = 0  # counts Ray jobs, from 1
     _job: tuple[str, str] = ("", "")  # RayCluster and Ray job of this attempt
     _printed_log: str = ""  # of this attempt
@@ -56,14 +56,14 @@ class Follower:
                 if job != self._job:
                     self._begin_attempt(status)
                 for line in self.new_log(status):
-                    self.say(line)
+                    self.print_line(line)
 
             state = _format_state(status)
             if state != last_state:
                 line = f"job    {state} after {time.monotonic() - began:.0f} s"
                 if state.startswith("Retrying"):
                     line += f": {shorten(status.get('message', ''))}"
-                self.say(line)
+                self.print_line(line)
                 last_state = state
             if deployment in TERMINAL:
                 return status
@@ -78,7 +78,7 @@ class Follower:
             time.sleep(self.poll_s)
 
     def _read_status(self) -> Object:
-        """Return the RayJob's status; while the API server is away, wait for it. Raises KubeError."""
+        """Return the RayJob's status; wait while the API server is away. Raises KubeError."""
         away_since = None
         while True:
             try:
@@ -91,17 +91,17 @@ class Follower:
                     raise KubeError(message) from None
                 if not _is_temporary(error):
                     raise
-                self._say_once(f"api    {error}; trying again")
+                self._print_once(f"api    {error}; trying again")
                 if away_since is None:
                     away_since = time.monotonic()
                 if time.monotonic() - away_since > self.silence_s:
                     raise
                 time.sleep(self.poll_s)
 
-    def _say_once(self, line: str) -> None:
-        if line not in self._said_once:
-            self._said_once.add(line)
-            self.say(line)
+    def _print_once(self, line: str) -> None:
+        if line not in self._printed_once:
+            self._printed_once.add(line)
+            self.print_line(line)
 
     def _check_pods(self, status: Object, started: bool, waited_s: float) -> None:
         """Print why pods do not run. Raises KubeError when the job will not start.
@@ -117,12 +117,12 @@ class Follower:
             except KubeError as error:
                 if not _is_temporary(error):
                     raise
-                self._say_once(f"api    {error}; trying again")
+                self._print_once(f"api    {error}; trying again")
                 return
 
         found = troubles(pods)
         for trouble in found:
-            self._say_once(f"pod    {trouble.pod} {trouble.text}")
+            self._print_once(f"pod    {trouble.pod} {trouble.text}")
         if started:
             return
 
@@ -162,16 +162,16 @@ class Follower:
         cluster = status.get("rayClusterName", "")
         job = status["jobId"]
         self._job = (cluster, job)
-        self.say(f"try    {self._attempt}: Ray job {job} on RayCluster {cluster}")
+        self.print_line(f"try    {self._attempt}: Ray job {job} on RayCluster {cluster}")
 
     def new_log(self, status: Object) -> Iterator[str]:
-        """Yield the new lines of the driver's log. After a failed request the next call reads them."""
+        """Yield the new lines of the driver's log; a failed request yields none."""
         path = f"/api/jobs/{status['jobId']}/logs"
         try:
             log = ray_api(self.api, self.namespace, status, path).get("logs", "")
         except (KubeError, AttributeError) as error:  # AttributeError: the answer is no JSON object
             if not self._log_failed and status.get("jobStatus") == "RUNNING":
-                self.say(f"log    out of reach, trying again: {shorten(error)}")
+                self.print_line(f"log    out of reach, trying again: {shorten(error)}")
             self._log_failed = True
             return
         self._log_failed = False
@@ -196,6 +196,6 @@ def _format_state(status: Object) -> str:
 
 
 def _is_temporary(error: KubeError) -> bool:
-    """Return whether the API server is away (no answer, or a 5xx) and the request may be repeated."""
+    """Return whether the API server is away (no answer, or a 5xx), so that a retry may succeed."""
     status = getattr(error, "status", 0)
     return status == 0 or status >= 500

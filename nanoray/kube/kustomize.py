@@ -2,7 +2,7 @@
 
 A kustomization.yaml is applied in kustomize's order: resources, components, generated ConfigMaps,
 patches, namespace, images, replacements. A key outside `_KEYS` is an error, because ignoring it
-would silently drop something. Tests compare the result with the real kustomize where one is
+would change the result silently. Tests compare the result with the real kustomize where one is
 installed.
 """
 
@@ -21,9 +21,17 @@ from nanoray.errors import ConfigError
 Object = dict[str, Any]  # one Kubernetes object, as YAML has it
 
 _KEYS = {
-    *("apiVersion", "kind", "resources", "components", "configMapGenerator"),
-    *("patches", "namespace", "images", "replacements"),
+    "apiVersion",
+    "kind",
+    "resources",
+    "components",
+    "configMapGenerator",
+    "patches",
+    "namespace",
+    "images",
+    "replacements",
 }
+# Kinds that no namespace contains.
 _CLUSTER_SCOPED = {
     "Namespace",
     "PersistentVolume",
@@ -34,46 +42,56 @@ _CLUSTER_SCOPED = {
 
 
 def build(folder: Path) -> list[Object]:
-    """Return the objects that `kubectl kustomize FOLDER` prints. Raises ConfigError for unsupported
-    input.
+    """Return the objects that `kubectl kustomize FOLDER` prints.
+
+    Raises ConfigError for input that is not supported.
     """
     return _apply(folder.resolve(), [])
 
 
 def read_objects(path: Path) -> list[Object]:
-    """Return the objects of a YAML file with one or more documents."""
+    """Return the objects of a YAML file with one or more documents. Raises ConfigError."""
     try:
-        found = [
-            doc for doc in yaml.safe_load_all(path.read_text(encoding="utf-8")) if doc is not None
-        ]
+        documents = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigError(
             f"cannot read manifest {path}: {error.strerror}; check the path"
         ) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"manifest {path} is not YAML: {' '.join(str(error).split())}") from None
-    # So that uses of a YAML anchor do not share one object
-    return [json.loads(json.dumps(doc)) for doc in found]
+    objects = []
+    for document in documents:
+        if document is not None:  # two --- in a row
+            # Uses of a YAML anchor share one object, so that a patch of one would change them all.
+            objects.append(json.loads(json.dumps(document)))
+    return objects
 
 
 def _apply(folder: Path, objects: list[Object]) -> list[Object]:
     """Apply the kustomization of `folder` to `objects` (empty unless it is a component)."""
     (rules,) = read_objects(folder / "kustomization.yaml")
-    if unknown := rules.keys() - _KEYS:
+    unknown = rules.keys() - _KEYS
+    if unknown:
         raise ConfigError(
             f"{folder}/kustomization.yaml uses {sorted(unknown)}, which is not supported here"
         )
+
+    # What this folder brings: other folders and files, components, generated ConfigMaps.
     for name in rules.get("resources", ()):
         path = folder / name
         objects = objects + (build(path) if path.is_dir() else read_objects(path))
     for name in rules.get("components", ()):
         objects = _apply((folder / name).resolve(), objects)
-    objects = objects + [_config_map(folder, rule) for rule in rules.get("configMapGenerator", ())]
+    for rule in rules.get("configMapGenerator", ()):
+        objects = [*objects, _config_map(folder, rule)]
+
+    # What it changes, in the objects of the folders below it as well.
     for rule in rules.get("patches", ()):
         objects = _patched(objects, rule, folder)
-    for thing in objects if "namespace" in rules else ():
-        if thing["kind"] not in _CLUSTER_SCOPED:
-            thing.setdefault("metadata", {})["namespace"] = rules["namespace"]
+    if "namespace" in rules:
+        for thing in objects:
+            if thing["kind"] not in _CLUSTER_SCOPED:
+                thing.setdefault("metadata", {})["namespace"] = rules["namespace"]
     for rule in rules.get("images", ()):
         for thing in objects:
             _retag(thing, rule)
@@ -83,14 +101,18 @@ def _apply(folder: Path, objects: list[Object]) -> list[Object]:
 
 
 def _config_map(folder: Path, rule: Object) -> Object:
+    """Return the ConfigMap of a configMapGenerator. Raises ConfigError for one with a hash."""
     options = rule.get("options", {})
     if not options.get("disableNameSuffixHash"):
         raise ConfigError(
             f"configMapGenerator {rule['name']}: only with disableNameSuffixHash: true"
         )
-    data = dict(literal.split("=", 1) for literal in rule.get("literals", ()))
+    data = {}
+    for literal in rule.get("literals", ()):
+        key, value = literal.split("=", 1)
+        data[key] = value
     for entry in rule.get("files", ()):
-        key, _, name = entry.rpartition("=")
+        key, _, name = entry.rpartition("=")  # KEY=FILE, or FILE alone
         data[key or Path(name).name] = (folder / name).read_text(encoding="utf-8")
     metadata = {"name": rule["name"]}
     if "namespace" in rule:
@@ -101,107 +123,124 @@ def _config_map(folder: Path, rule: Object) -> Object:
 
 
 def _patched(objects: list[Object], rule: Object, folder: Path) -> list[Object]:
-    patch, target = yaml.safe_load(rule["patch"]), rule["target"]
-    hit = [thing for thing in objects if _selected(thing, target)]
-    if not hit:
+    """Apply a patch in place, or return the objects without those that it deletes."""
+    patch = yaml.safe_load(rule["patch"])
+    target = rule["target"]
+    selected = [thing for thing in objects if _is_selected(thing, target)]
+    if not selected:
         raise ConfigError(
             f"{folder}/kustomization.yaml patches {target}, which is not among its objects"
         )
     if isinstance(patch, dict) and patch.get("$patch") == "delete":
-        return [thing for thing in objects if thing not in hit]
+        return [thing for thing in objects if thing not in selected]
     if not isinstance(patch, list):
         raise ConfigError(
             f"{folder}/kustomization.yaml: only JSON patches and $patch: delete are supported here"
         )
-    for thing in hit:
+    for thing in selected:
         for operation in patch:
             json_patch(thing, operation)
     return objects
 
 
-def _selected(thing: Object, target: Object) -> bool:
+def _is_selected(thing: Object, target: Object) -> bool:
     metadata = thing.get("metadata", {})
-    found = {
+    values = {
         "kind": thing["kind"],
         "name": metadata.get("name"),
         "namespace": metadata.get("namespace"),
     }
-    return all(found.get(key) == value for key, value in target.items())
+    return all(values.get(key) == wanted for key, wanted in target.items())
 
 
 def json_patch(thing: Object, operation: Object) -> None:
-    """Apply one add, replace or remove of RFC 6902 in place. Raises ConfigError for a path that
-    does not exist.
+    """Apply one add, replace or remove of RFC 6902 in place.
+
+    Raises ConfigError for a path that does not exist, and for another operation.
     """
-    keys = [key.replace("~1", "/").replace("~0", "~") for key in operation["path"].split("/")[1:]]
-    place: Any = thing
+    op = operation["op"]
+    path = operation["path"]
+    # A key may contain a slash, which the path spells ~1, and a tilde, which it spells ~0.
+    keys = [key.replace("~1", "/").replace("~0", "~") for key in path.split("/")[1:]]
     try:
+        parent: Any = thing
         for key in keys[:-1]:
-            place = place[int(key) if isinstance(place, list) else key]
+            parent = parent[int(key)] if isinstance(parent, list) else parent[key]
+
         last: Any = keys[-1]
-        if isinstance(place, list):
-            last = len(place) if last == "-" else int(last)
-        if operation["op"] in ("replace", "remove"):
-            place[last]  # must exist
-        if operation["op"] == "remove":
-            del place[last]
-        elif operation["op"] == "add" and isinstance(place, list):
-            place.insert(last, copy.deepcopy(operation["value"]))
-        elif operation["op"] in ("add", "replace"):
-            place[last] = copy.deepcopy(operation["value"])
+        if isinstance(parent, list):
+            last = len(parent) if last == "-" else int(last)  # - is the place after the end
+        if op in ("replace", "remove"):
+            parent[last]  # must exist, which a dict's assignment would not notice
+
+        if op == "remove":
+            del parent[last]
+        elif op == "add" and isinstance(parent, list):
+            parent.insert(last, copy.deepcopy(operation["value"]))
+        elif op in ("add", "replace"):
+            parent[last] = copy.deepcopy(operation["value"])
         else:
             raise ConfigError(
-                f"patch operation {operation['op']} is not supported here; use add, replace or "
-                "remove"
+                f"patch operation {op} is not supported here; use add, replace or remove"
             )
     except (KeyError, IndexError, ValueError, TypeError):
         name = f"{thing['kind']} {thing['metadata']['name']}"
-        raise ConfigError(
-            f"{operation['op']} {operation['path']} leads nowhere in {name}"
-        ) from None
+        raise ConfigError(f"{op} {path} leads nowhere in {name}") from None
 
 
 def containers(thing: Any) -> list[Object]:
     """Return every container and init container in `thing`, at any depth."""
+    found: list[Object] = []
     if isinstance(thing, list):
-        return [c for item in thing for c in containers(item)]
+        for item in thing:
+            found += containers(item)
     if not isinstance(thing, dict):
-        return []
-    own = [
-        c
-        for key in ("initContainers", "containers")
-        for c in thing.get(key) or ()
-        if isinstance(c, dict)
-    ]
-    return own + [
-        c for key, value in thing.items() if "ontainers" not in key for c in containers(value)
-    ]
+        return found
+
+    # Those of this pod, then those of objects inside it: a RayJob has pod templates of groups.
+    for key in ("initContainers", "containers"):
+        for container in thing.get(key) or ():
+            if isinstance(container, dict):
+                found.append(container)
+    for key, value in thing.items():
+        if "ontainers" not in key:  # initContainers and containers
+            found += containers(value)
+    return found
 
 
 def _retag(thing: Object, rule: Object) -> None:
+    """Give containers with the rule's image its new name and tag."""
     for container in containers(thing):
-        name = re.sub(r"(:[^:/@]+)?(@.+)?$", "", container.get("image", ""))
+        image = container.get("image", "")
+        name = re.sub(r"(:[^:/@]+)?(@.+)?$", "", image)  # without tag and digest
         if name == rule["name"]:
-            old_tag = container["image"][len(name) + 1 :]
+            old_tag = image[len(name) + 1 :]
             tag = str(rule.get("newTag", old_tag))
-            container["image"] = rule.get("newName", name) + (f":{tag}" if tag else "")
+            container["image"] = rule.get("newName", name)
+            if tag:
+                container["image"] += f":{tag}"
 
 
 def _replace(objects: list[Object], rule: Object) -> None:
-    source = {k: v for k, v in rule["source"].items() if k != "fieldPath"}
-    hits = [thing for thing in objects if _selected(thing, source)]
-    if len(hits) != 1:
-        raise ConfigError(f"a replacement needs one source; {source} selects {len(hits)} objects")
-    value: Any = hits[0]
+    """Copy a field of one object to fields of others. Raises ConfigError for a missing one."""
+    selector = {key: value for key, value in rule["source"].items() if key != "fieldPath"}
+    sources = [thing for thing in objects if _is_selected(thing, selector)]
+    if len(sources) != 1:
+        raise ConfigError(
+            f"a replacement needs one source; {selector} selects {len(sources)} objects"
+        )
+    value: Any = sources[0]
     for key in rule["source"].get("fieldPath", "metadata.name").split("."):
         value = value[key]
+
     for target in rule["targets"]:
         for thing in objects:
-            for path in target["fieldPaths"] if _selected(thing, target["select"]) else ():
-                _set(thing, path.split("."), copy.deepcopy(value))
+            if _is_selected(thing, target["select"]):
+                for path in target["fieldPaths"]:
+                    _set_field(thing, path.split("."), copy.deepcopy(value))
 
 
-def _set(thing: Object, keys: list[str], value: Any) -> None:
+def _set_field(thing: Object, keys: list[str], value: Any) -> None:
     for key in keys[:-1]:
         thing = thing[key]
     if keys[-1] not in thing:
@@ -209,6 +248,7 @@ def _set(thing: Object, keys: list[str], value: Any) -> None:
     thing[keys[-1]] = value
 
 
+# Kinds that others refer to, in the order in which they must exist. All others come after them.
 _ORDER = (
     "Namespace",
     "ServiceAccount",
@@ -222,9 +262,12 @@ _ORDER = (
 def to_yaml(objects: list[Object]) -> str:
     """Write objects as YAML documents, dependencies first."""
 
-    def rank(thing: Object) -> int:
-        return _ORDER.index(thing["kind"]) if thing["kind"] in _ORDER else len(_ORDER)
+    def position(thing: Object) -> int:
+        if thing["kind"] in _ORDER:
+            return _ORDER.index(thing["kind"])
+        return len(_ORDER)
 
-    return "---\n".join(
-        yaml.safe_dump(thing, sort_keys=False, width=110) for thing in sorted(objects, key=rank)
-    )
+    documents = []
+    for thing in sorted(objects, key=position):
+        documents.append(yaml.safe_dump(thing, sort_keys=False, width=110))
+    return "---\n".join(documents)

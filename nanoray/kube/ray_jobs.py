@@ -41,7 +41,7 @@ def job_progress(api: Api, namespace: str, status: Object) -> dict[str, str]:
 def ray_api(
     api: Api, namespace: str, status: Object, path: str, method: str = "GET", body: Any = None
 ) -> Any:
-    """Call Ray's jobs API on the head of a RayJob and return the decoded answer. Raises ApiError."""
+    """Call Ray's jobs API on the head of a RayJob; return the decoded answer. Raises ApiError."""
     cluster = status["rayClusterName"]
     service = path_of("Service", namespace, f"{cluster}-head-svc:8265")
     headers = {"X-Ray-Authorization": f"Bearer {_read_token(api, namespace, cluster)}"}

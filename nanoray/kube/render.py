@@ -1,10 +1,10 @@
 """Render the Kubernetes objects that train a configuration.
 
-overlay (kuberay/overlays/NAME/job) ─► built ─► name, namespace, image, pods, storage, configuration
-set ─► checked
+overlay (kuberay/overlays/NAME/job) ─► build ─► set name, namespace, image, pods, storage,
+configuration ─► check
 
 The overlay shapes pods for a kind of machine; the settings of the run are applied on top. Nothing
-here talks to a cluster, so configuration errors are raised before one is changed.
+here calls a cluster, so configuration errors are raised before a cluster is changed.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _INSTALLED = Path(__file__).resolve().with_name("manifests")
 KUBE_DIR = _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[2] / "kuberay"
 CONFIG_DIR = "/etc/nanoray"
 RUNS = "/data/runs"
+MIN_TIMEOUT_S = 300.0  # a replaced pod may need a new node and its image
 OVERLAY = {"cpu": "cpu", "cuda": "multi-pod", "mig": "mig-mixed"}  # defaults of --overlay
 # Keys that are not passed to the job: the pods or its entrypoint set them.
 _LOCAL = (
@@ -42,98 +43,107 @@ _LOCAL = (
 
 
 def render(config: Config, timestamp: str) -> list[Object]:
-    """Return the objects of a RayJob that trains `config`. Raises ConfigError with every broken
-    rule.
+    """Return the objects of a RayJob that trains `config`.
 
     `config.workers` must be a number, because the cluster is made for it. `timestamp` makes the
-    name of the run's folder on the volume unique.
+    name of the run's folder on the volume unique. Raises ConfigError with every broken rule.
     """
-    kube, ranks = config.kube, config.workers
+    kube = config.kube
+    ranks = config.workers
     if ranks == "auto" or config.device == "auto":
         raise ConfigError(
             f"workers = {ranks}, device = {config.device}: the pods are made for this run, so auto "
-            "has no devices to "
-            "count; give --workers N --device cpu|cuda|mig"
+            "has no devices to count; give --workers N --device cpu|cuda|mig"
         )
+
+    # The overlay's objects.
     overlay = kube.overlay or OVERLAY[config.device]
     folder = KUBE_DIR / "overlays" / overlay / "job"
     if not folder.is_dir():
         names = sorted(path.parent.name for path in (KUBE_DIR / "overlays").glob("*/job"))
-        raise ConfigError(
-            f"there is no overlay {overlay!r}; one of {', '.join(names) or f'none in {KUBE_DIR}'}"
-        )
+        known = ", ".join(names) or f"none in {KUBE_DIR}"
+        raise ConfigError(f"there is no overlay {overlay!r}; one of {known}")
     objects = build(folder)
     job = next(thing for thing in objects if thing["kind"] == "RayJob")
+
+    # The run's settings. The pods come first, because the disruption budget counts them.
     name = job_name(config.name)
-    _shape(job, config, int(ranks))
-    _protect(objects, job, name)
-    _storage(objects, kube)
-    objects.insert(1, _config_map(config, name))
     job["metadata"]["name"] = name
-    folder_of_run = _folder(config, f"{name}-{timestamp}")
-    job["spec"]["entrypoint"] = entrypoint(
-        int(ranks), config.device, folder_of_run, config.placement_timeout_s
+    _shape_pods(job, config, int(ranks))
+    _protect_pods(objects, job, name)
+    _set_storage(objects, kube)
+    objects.insert(1, _config_map(config, name))  # after the namespace, before what mounts it
+
+    # The command.
+    spec = job["spec"]
+    run_folder = _run_folder(config, f"{name}-{timestamp}")
+    spec["entrypoint"] = entrypoint(
+        int(ranks), config.device, run_folder, config.placement_timeout_s
     )
-    if job["spec"]["rayClusterSpec"].get("gcsFaultToleranceOptions"):  # a new head takes a minute
-        job["spec"]["entrypoint"] += f" --head_timeout_s {max(300.0, config.head_timeout_s):g}"
-    job["spec"]["ttlSecondsAfterFinished"] = kube.ttl_s
-    if not job["spec"].get("suspend"):
-        job["spec"]["backoffLimit"] = kube.retries
+    if spec["rayClusterSpec"].get("gcsFaultToleranceOptions"):  # a new head takes a minute
+        spec["entrypoint"] += f" --head_timeout_s {max(MIN_TIMEOUT_S, config.head_timeout_s):g}"
+    spec["ttlSecondsAfterFinished"] = kube.ttl_s
+    if not spec.get("suspend"):  # a job in Kueue's queue is not retried: Kueue requeues it
+        spec["backoffLimit"] = kube.retries
+
     for thing in objects:
         _place(thing, kube)
-    if broken := problems(objects):
+    broken = problems(objects)
+    if broken:
         raise ConfigError("these manifests would not work:\n  " + "\n  ".join(broken))
     return objects
 
 
 def job_name(name: str) -> str:
-    """Return `name` in the form that Kubernetes allows; r- is put before a name that does not start
-    with a letter.
-    """
+    """Return `name` as Kubernetes allows it: lower case, dashes, a letter first, not too long."""
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "run"
-    return (plain if plain[0].isalpha() else f"r-{plain}")[: NAME_LIMIT["RayJob"]].rstrip("-")
+    if not plain[0].isalpha():
+        plain = f"r-{plain}"
+    return plain[: NAME_LIMIT["RayJob"]].rstrip("-")
 
 
 def entrypoint(ranks: int, device: str, folder: str, placement_timeout_s: float) -> str:
-    """Return the job's command: the launcher on the mounted configuration, resuming from an earlier
-    cluster's run.
+    """Return the job's command: the launcher on the mounted configuration.
 
-    `exec` is needed for a quick stop: Ray waits until the processes that it signalled are gone, and
-    in a container no init process reaps the child of a shell that exits first. The device of a MIG
-    slice is cuda: inside the pod a slice is a whole device. A replaced pod takes minutes, so the
-    timeout for its node is at least 300 s.
+    It resumes, because after a retry an earlier cluster has trained a part of the run. `exec` is
+    needed for a quick stop: Ray waits until the processes that it signalled are gone, and in a
+    container no init process reaps the child of a shell that exits first.
     """
+    # Inside its pod, a MIG slice is a whole CUDA device.
+    device_in_pod = "cpu" if device == "cpu" else "cuda"
+    timeout_s = max(MIN_TIMEOUT_S, placement_timeout_s)
     return (
         f"exec python -m nanoray.launch --config {CONFIG_DIR}/config.yaml --workers {ranks} "
-        f"--device {'cpu' if device == 'cpu' else 'cuda'} --out_dir {folder} --resume auto "
-        f"--placement_timeout_s {max(300.0, placement_timeout_s):g}"
+        f"--device {device_in_pod} --out_dir {folder} --resume auto "
+        f"--placement_timeout_s {timeout_s:g}"
     )
 
 
-def _folder(config: Config, name: str) -> str:
+def _run_folder(config: Config, name: str) -> str:
     """Return the run's own folder on the volume, or the one that --resume names."""
     if config.resume == "none":
         return f"{RUNS}/{name}"
     if not re.fullmatch(rf"{RUNS}/[A-Za-z0-9._-]+", config.resume):
         raise ConfigError(
             f"resume = {config.resume} is no folder of the volume; give --resume {RUNS}/FOLDER as "
-            "submit printed it, "
-            "or none for a new run"
+            "submit printed it, or none for a new run"
         )
     return config.resume
 
 
 def _config_map(config: Config, name: str) -> Object:
-    values = join(config.model_dump(exclude_defaults=True))
-    values = {key: value for key, value in values.items() if key not in _LOCAL}
-    if config.dataset not in ("auto", "shakespeare", "stdlib") and not config.dataset.startswith(
-        "/data/"
-    ):
+    """Return the ConfigMap with the configuration that the launcher reads. Raises ConfigError."""
+    has_name = config.dataset in ("auto", "shakespeare", "stdlib")
+    if not has_name and not config.dataset.startswith("/data/"):
         raise ConfigError(
             f"dataset = {config.dataset} is a path of this machine; copy it to the volume and give "
-            "/data/…, "
-            "or use shakespeare or stdlib"
+            "/data/…, or use shakespeare or stdlib"
         )
+    # Only keys that differ from their defaults, so that the ConfigMap shows the run's choices.
+    values = {}
+    for key, value in join(config.model_dump(exclude_defaults=True)).items():
+        if key not in _LOCAL:
+            values[key] = value
     values["dataset"] = config.dataset
     return {
         "apiVersion": "v1",
@@ -143,103 +153,152 @@ def _config_map(config: Config, name: str) -> Object:
     }
 
 
-def _shape(job: Object, config: Config, ranks: int) -> None:
-    """Set the number of worker pods and their resources, and mount the configuration in all pods."""
-    kube, spec = config.kube, job["spec"]["rayClusterSpec"]
+def _shape_pods(job: Object, config: Config, ranks: int) -> None:
+    """Set the number of worker pods and their resources, and mount the configuration in all pods.
+
+    Raises ConfigError for a number of ranks that the pods cannot hold.
+    """
+    kube = config.kube
+    spec = job["spec"]["rayClusterSpec"]
     workers = spec["workerGroupSpecs"][0]
     params = dict(workers["rayStartParams"])
-    of_overlay = int(params["num-gpus"]) or int(params["num-cpus"])  # ranks of its pods
-    per_pod = kube.ranks_per_pod or of_overlay
     container = workers["template"]["spec"]["containers"][0]
-    given, larger = container["resources"]["limits"], max(1.0, per_pod / of_overlay)
-    gpu = kube.gpu_resource or next(
-        (key for key in given if key.startswith("nvidia.com/")), "nvidia.com/gpu"
-    )
-    slices = gpu.startswith("nvidia.com/mig-") or kube.overlay.startswith("mig-")
-    if per_pod > 1 and (config.device == "mig" or (config.device == "cuda" and slices)):
+    overlay_limits = container["resources"]["limits"]
+
+    # The number of pods. A pod with more ranks than the overlay's grows in proportion.
+    overlay_ranks = int(params["num-gpus"]) or int(params["num-cpus"])
+    ranks_per_pod = kube.ranks_per_pod or overlay_ranks
+    growth = max(1.0, ranks_per_pod / overlay_ranks)
+    gpu_resource = kube.gpu_resource or _gpu_resource_of(overlay_limits)
+    _refuse_shared_slices(config, gpu_resource, ranks_per_pod)
+    pods = math.ceil(ranks / ranks_per_pod)
+    if ranks % ranks_per_pod:
         raise ConfigError(
-            f"ranks_per_pod = {per_pod}, device = {config.device} with {gpu}: a process sees only "
-            "one MIG slice, and "
-            "Ray would give each rank another one; use --ranks_per_pod 1"
+            f"workers = {ranks} is no multiple of ranks_per_pod = {ranks_per_pod}: pods of a group "
+            f"are identical; use --workers {pods * ranks_per_pod}"
         )
-    pods = math.ceil(ranks / per_pod)
-    if ranks % per_pod:
-        raise ConfigError(
-            f"workers = {ranks} is no multiple of ranks_per_pod = {per_pod}: pods of a group are "
-            "alike; "
-            f"use --workers {pods * per_pod}"
-        )
-    workers |= {"replicas": pods, "minReplicas": pods, "maxReplicas": pods}
-    cpus = kube.cpus or quantity(given["cpu"]) * larger
-    memory = kube.memory_gib or quantity(given["memory"]) / 2**30 * larger
-    limits = {k: v for k, v in given.items() if k.startswith("rdma/")}
-    limits |= {"cpu": f"{cpus:g}", "memory": f"{memory:g}Gi"}
-    # What Ray counts with; ranks may share a CPU
-    params["num-cpus"] = str(max(math.floor(cpus), per_pod))
+    # All three are equal, because nothing may scale the group while the run trains.
+    workers["replicas"] = pods
+    workers["minReplicas"] = pods
+    workers["maxReplicas"] = pods
+
+    # The resources of each pod: those given as flags, else the overlay's.
+    cpus = kube.cpus or quantity(overlay_limits["cpu"]) * growth
+    memory_gib = kube.memory_gib or quantity(overlay_limits["memory"]) / 2**30 * growth
+    limits = {}
+    for resource, amount in overlay_limits.items():
+        if resource.startswith("rdma/"):
+            limits[resource] = amount
+    limits["cpu"] = f"{cpus:g}"
+    limits["memory"] = f"{memory_gib:g}Gi"
+
+    # What Ray counts with. It must see a CPU for each rank, although ranks may share one.
+    params["num-cpus"] = str(max(math.floor(cpus), ranks_per_pod))
+    params["num-gpus"] = "0"
     if config.device != "cpu":
-        limits[gpu] = str(per_pod)
-    params["num-gpus"] = "0" if config.device == "cpu" else str(per_pod)
+        params["num-gpus"] = str(ranks_per_pod)
+        limits[gpu_resource] = str(ranks_per_pod)
     container["resources"] = {"requests": dict(limits), "limits": dict(limits)}
     workers["rayStartParams"] = params
+
+    # /dev/shm, where NCCL and Ray's object store exchange data.
     for volume in workers["template"]["spec"]["volumes"]:
         if "emptyDir" in volume:
-            shm = kube.shm_gib or quantity(volume["emptyDir"]["sizeLimit"]) / 2**30 * larger
-            volume["emptyDir"]["sizeLimit"] = f"{shm:g}Gi"
+            overlay_gib = quantity(volume["emptyDir"]["sizeLimit"]) / 2**30
+            volume["emptyDir"]["sizeLimit"] = f"{kube.shm_gib or overlay_gib * growth:g}Gi"
+
+    _mount_config(spec, f"{job_name(config.name)}-config")
+
+    # The overlay's image, in the build for the device.
+    build_tag = "cpu" if config.device == "cpu" else "cuda"
+    for each in containers(job):
+        each["image"] = kube.image or re.sub(r"(cpu|cuda)$", build_tag, each["image"])
+
+
+def _gpu_resource_of(limits: dict[str, str]) -> str:
+    """Return the name of the GPUs in an overlay's limits; a whole GPU's where it has none."""
+    for resource in limits:
+        if resource.startswith("nvidia.com/"):
+            return resource
+    return "nvidia.com/gpu"
+
+
+def _refuse_shared_slices(config: Config, gpu_resource: str, ranks_per_pod: int) -> None:
+    """Raise ConfigError for more than one rank in a pod with MIG slices."""
+    has_slices = config.device == "mig"
+    if config.device == "cuda":
+        has_slices = gpu_resource.startswith("nvidia.com/mig-")
+        has_slices = has_slices or config.kube.overlay.startswith("mig-")
+    if has_slices and ranks_per_pod > 1:
+        raise ConfigError(
+            f"ranks_per_pod = {ranks_per_pod}, device = {config.device} with {gpu_resource}: a "
+            "process sees only one MIG slice, and Ray would give each rank another one; use "
+            "--ranks_per_pod 1"
+        )
+
+
+def _mount_config(spec: Object, config_map: str) -> None:
+    """Mount the ConfigMap in the head and in all workers: the driver runs on the head."""
     for group in groups(spec):
         pod = group["template"]["spec"]
-        pod["volumes"].append(
-            {"name": "config", "configMap": {"name": f"{job_name(config.name)}-config"}}
-        )
+        pod["volumes"].append({"name": "config", "configMap": {"name": config_map}})
         mount = {"name": "config", "mountPath": CONFIG_DIR, "readOnly": True}
         pod["containers"][0]["volumeMounts"].append(mount)
-    tag = "cpu" if config.device == "cpu" else "cuda"
-    for container in containers(job):
-        container["image"] = kube.image or re.sub(r"(cpu|cuda)$", tag, container["image"])
 
 
-def _protect(objects: list[Object], job: Object, name: str) -> None:
-    """Give the job a disruption budget of its own, for exactly its pods: other jobs of the
-    namespace have theirs.
+def _protect_pods(objects: list[Object], job: Object, name: str) -> None:
+    """Give the job a disruption budget for exactly its pods.
+
+    Jobs of one namespace have a budget each, so the pods get a label with the job's name.
     """
-    own = {"app.kubernetes.io/instance": name}
+    label = {"app.kubernetes.io/instance": name}
     pods = 0
     for template, count in templates(job):
-        template["metadata"]["labels"] |= own
+        template["metadata"]["labels"] |= label
         pods += count
     for thing in objects:
         if thing["kind"] == "PodDisruptionBudget":
             thing["metadata"]["name"] = name
             thing["spec"]["minAvailable"] = pods
-            thing["spec"]["selector"]["matchLabels"] |= own
+            thing["spec"]["selector"]["matchLabels"] |= label
 
 
-def _storage(objects: list[Object], kube: Kube) -> None:
+def _set_storage(objects: list[Object], kube: Kube) -> None:
     """Set the claim's size and class; with a StorageClass of the cluster, drop our own volume."""
-    default_class = kube.storage == "hostpath" and not any(
-        o["kind"] == "PersistentVolume" for o in objects
-    )
-    for thing in [] if default_class else list(objects):  # overlay laptop: its claim stays as it is
-        if thing["kind"] == "PersistentVolume" and kube.storage != "hostpath":
-            objects.remove(thing)
-        elif thing["kind"] == "PersistentVolume":
-            thing["spec"]["capacity"]["storage"] = f"{kube.storage_gib}Gi"
-            thing["spec"]["hostPath"]["path"] = kube.storage_path
+    # Overlay laptop has no volume of its own: it uses the cluster's default class as it is.
+    has_volume = any(thing["kind"] == "PersistentVolume" for thing in objects)
+    if kube.storage == "hostpath" and not has_volume:
+        return
+    size = f"{kube.storage_gib}Gi"
+    for thing in list(objects):  # a copy, because the loop removes from the list
+        if thing["kind"] == "PersistentVolume":
+            if kube.storage == "hostpath":
+                thing["spec"]["capacity"]["storage"] = size
+                thing["spec"]["hostPath"]["path"] = kube.storage_path
+            else:
+                objects.remove(thing)
         elif thing["kind"] == "PersistentVolumeClaim":
-            thing["spec"]["resources"]["requests"]["storage"] = f"{kube.storage_gib}Gi"
+            thing["spec"]["resources"]["requests"]["storage"] = size
             if kube.storage != "hostpath":
                 thing["spec"]["storageClassName"] = kube.storage
 
 
 def _place(thing: Object, kube: Kube) -> None:
-    """Put `thing` into the namespace; a given image replaces those of Jobs and Deployments, too."""
-    if thing["kind"] == "Namespace":
-        thing["metadata"]["name"] = kube.namespace
-    elif thing["kind"] not in ("PersistentVolume", "ResourceFlavor", "ClusterQueue"):
-        thing["metadata"]["namespace"] = kube.namespace
-    if thing["kind"] == "PersistentVolume":
-        thing["metadata"]["name"] = (
-            f"nanoray-{kube.namespace}" if kube.namespace != "nanoray" else "nanoray"
-        )
-    if thing["kind"] in ("Job", "Deployment") and kube.image:
+    """Put an object into the namespace, and a given image into its containers."""
+    kind = thing["kind"]
+    metadata = thing["metadata"]
+    if kind == "Namespace":
+        metadata["name"] = kube.namespace
+    elif kind not in ("PersistentVolume", "ResourceFlavor", "ClusterQueue"):
+        metadata["namespace"] = kube.namespace
+
+    # A PersistentVolume belongs to the whole cluster, so its name contains the namespace.
+    if kind == "PersistentVolume":
+        metadata["name"] = "nanoray"
+        if kube.namespace != "nanoray":
+            metadata["name"] = f"nanoray-{kube.namespace}"
+
+    # The RayJob's containers have it already.
+    if kind in ("Job", "Deployment") and kube.image:
         for container in containers(thing):
             container["image"] = kube.image

@@ -1,7 +1,7 @@
 """Check manifests before they are sent to a cluster: KubeRay's own rules, and nanoray's policy.
 
 KubeRay checks its rules only after the API server has accepted the objects, and reports in the
-operator's log. The policy (limits, users, tokens, references) is checked nowhere else. Sources:
+operator's log. The policy (limits, users, tokens, references) is checked only here. Sources:
 KubeRay v1.7.0 (its validation and its defaulting of pods), the Pod Security Standard "restricted".
 """
 
@@ -16,10 +16,21 @@ from nanoray.kube.kustomize import Object, containers
 
 NAME_LIMIT = {"RayCluster": 53, "RayJob": 47}  # the operator appends a suffix
 HEAD_MEMORY = 1.5 * 2**30  # the head of overlay laptop, with its driver, held 0.9 GiB at its peak
-# After SIGTERM `ray start` ends its node when this is over
+MIN_RAY = (2, 53)  # KubeRay's probes need it
+# Seconds after SIGTERM after which `ray start` ends its node
 DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
-_UNITS = {"": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-_UNITS |= {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_UNITS = {
+    "": 1.0,
+    "m": 1e-3,
+    "k": 1e3,
+    "M": 1e6,
+    "G": 1e9,
+    "T": 1e12,
+    "Ki": 2.0**10,
+    "Mi": 2.0**20,
+    "Gi": 2.0**30,
+    "Ti": 2.0**40,
+}
 
 
 def quantity(value: str | int | float) -> float:
@@ -34,7 +45,9 @@ def cluster_spec(thing: Object) -> dict[str, Any] | None:
     """Return the RayCluster spec of a RayCluster or a RayJob, None for other kinds."""
     if thing["kind"] == "RayJob":
         return thing["spec"]["rayClusterSpec"]
-    return thing["spec"] if thing["kind"] == "RayCluster" else None
+    if thing["kind"] == "RayCluster":
+        return thing["spec"]
+    return None
 
 
 def groups(spec: dict[str, Any]) -> list[dict[str, Any]]:
@@ -46,100 +59,161 @@ def problems(objects: list[Object]) -> list[str]:
     """Return each broken rule as one line that names the object, the value and the remedy."""
     found = []
     for thing in objects:
-        name = f"{thing['kind']} {thing['metadata']['name']}"
-        rules = [_policy(thing)]
-        if spec := cluster_spec(thing):
-            rules += [_names(thing), _cluster(spec)]
+        rules = [_check_policy(thing)]
+        spec = cluster_spec(thing)
+        if spec:
+            rules += [_check_name(thing), _check_cluster(spec)]
         if thing["kind"] == "RayJob":
-            rules.append(_job(thing["spec"]))
-        found += [f"{name}: {problem}" for rule in rules for problem in rule]
-    return [*found, *_references(objects)]
+            rules.append(_check_job(thing["spec"]))
+        for rule in rules:
+            for problem in rule:
+                found.append(f"{_label(thing)}: {problem}")
+    found += _check_references(objects)
+    found += _check_selectors(objects)
+    return found
 
 
-def _names(thing: Object) -> Iterator[str]:
-    name, limit = thing["metadata"]["name"], NAME_LIMIT[thing["kind"]]
+def _label(thing: Object) -> str:
+    return f"{thing['kind']} {thing['metadata']['name']}"
+
+
+# KubeRay's rules.
+
+
+def _check_name(thing: Object) -> Iterator[str]:
+    name = thing["metadata"]["name"]
+    limit = NAME_LIMIT[thing["kind"]]
     if len(name) > limit or not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name):
-        yield f"name {name!r} must be lower case letters, digits and -, at most {limit} of them; shorten it"
+        yield (
+            f"name {name!r} must be lower case letters, digits and -, at most {limit} of them; "
+            "shorten it"
+        )
 
 
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
+def _parse_version(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version, () for a text without any."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
-def _cluster(spec: dict[str, Any]) -> Iterator[str]:
+def _check_cluster(spec: dict[str, Any]) -> Iterator[str]:
     version = str(spec.get("rayVersion", ""))
-    if _version(version) < (2, 53):
-        yield f"rayVersion {version!r}: write the image's, 2.53 or newer, or probes look for wget and auth is refused"
+    if _parse_version(version) < MIN_RAY:
+        yield (
+            f"rayVersion {version!r}: write the image's, 2.53 or newer, or probes look for wget "
+            "and auth is refused"
+        )
     if spec.get("authOptions", {}).get("mode") != "token":
         yield "authOptions.mode is not token: anyone who reaches the head could run code; set it"
     for group in groups(spec):
-        which = group.get("groupName", "head")
-        params = group.get("rayStartParams", {})
-        for key, value in params.items():
-            if not isinstance(value, str):
-                yield f"{which}: rayStartParams.{key} = {value!r} must be a string; quote it"
-        pod, container = group["template"]["spec"], group["template"]["spec"]["containers"][0]
-        grace = pod.get("terminationGracePeriodSeconds", 30)
-        drain = next((e["value"] for e in container.get("env", ()) if e["name"] == DRAIN), "30")
-        if grace <= float(drain):
-            yield f"{which}: terminationGracePeriodSeconds {grace} must be longer than {DRAIN} = {drain}; raise it"
-        limits = container["resources"]["limits"]
-        gpus = [
-            int(v)
-            for k, v in limits.items()
-            if k.endswith("gpu") or k.startswith("nvidia.com/mig-")
-        ]
-        if [params.get("num-gpus")] != [str(count) for count in gpus or [0]]:
-            yield f"{which}: limits ask for {gpus or 0} GPUs, num-gpus = {params.get('num-gpus')}; write them equal"
-        if which == "head":
-            if params.get("num-cpus") != "0":
-                yield f"head: num-cpus = {params.get('num-cpus')!r}; '0' keeps ranks away from the head"
-            if quantity(limits["memory"]) < HEAD_MEMORY:
-                yield f"head: memory {limits['memory']}; the dashboard and the driver need 1536Mi, with long runs 4Gi"
-        elif not group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]:
-            yield f"{which}: replicas {group['replicas']} outside {group['minReplicas']}..{group['maxReplicas']}"
+        name = group.get("groupName", "head")
+        for problem in _check_group(group, is_head=name == "head"):
+            yield f"{name}: {problem}"
 
 
-def _job(spec: dict[str, Any]) -> Iterator[str]:
+def _check_group(group: dict[str, Any], is_head: bool) -> Iterator[str]:
+    """Yield broken rules of the head group or of a worker group."""
+    params = group.get("rayStartParams", {})
+    for key, value in params.items():
+        if not isinstance(value, str):
+            yield f"rayStartParams.{key} = {value!r} must be a string; quote it"
+
+    # Otherwise the kubelet kills the pod before Ray has drained its node.
+    pod = group["template"]["spec"]
+    container = pod["containers"][0]
+    grace_s = pod.get("terminationGracePeriodSeconds", 30)
+    drain_s = _drain_timeout(container)
+    if grace_s <= float(drain_s):
+        yield (
+            f"terminationGracePeriodSeconds {grace_s} must be longer than {DRAIN} = {drain_s}; "
+            "raise it"
+        )
+
+    # Ray counts with num-gpus, the kubelet with limits. A group has one kind of GPU.
+    limits = container["resources"]["limits"]
+    gpus = []
+    for resource, count in limits.items():
+        if resource.endswith("gpu") or resource.startswith("nvidia.com/mig-"):
+            gpus.append(int(count))
+    expected = [str(count) for count in gpus or [0]]
+    num_gpus = params.get("num-gpus")
+    if [num_gpus] != expected:
+        yield f"limits ask for {gpus or 0} GPUs, num-gpus = {num_gpus}; write them equal"
+
+    if is_head:
+        num_cpus = params.get("num-cpus")
+        if num_cpus != "0":
+            yield f"num-cpus = {num_cpus!r}; '0' keeps ranks away from the head"
+        if quantity(limits["memory"]) < HEAD_MEMORY:
+            yield (
+                f"memory {limits['memory']}; the dashboard and the driver need 1536Mi, with long "
+                "runs 4Gi"
+            )
+    elif not group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]:
+        yield f"replicas {group['replicas']} outside {group['minReplicas']}..{group['maxReplicas']}"
+
+
+def _drain_timeout(container: Object) -> str:
+    """Return Ray's timeout for a drain from the container's environment, else Ray's default."""
+    for variable in container.get("env", ()):
+        if variable["name"] == DRAIN:
+            return str(variable["value"])
+    return "30"
+
+
+def _check_job(spec: dict[str, Any]) -> Iterator[str]:
     if spec.get("submissionMode") != "HTTPMode":
-        yield f"submissionMode {spec.get('submissionMode')} ends long jobs with their log stream; use HTTPMode"
+        yield (
+            f"submissionMode {spec.get('submissionMode')} ends long jobs with their log stream; "
+            "use HTTPMode"
+        )
     for key in ("ttlSecondsAfterFinished", "suspend"):
         if spec.get(key) and not spec.get("shutdownAfterJobFinishes"):
             yield f"{key} needs shutdownAfterJobFinishes: true"
     if "clusterSelector" in spec and {"suspend", "backoffLimit", "rayClusterSpec"} & spec.keys():
         yield "clusterSelector excludes suspend, backoffLimit and rayClusterSpec; drop it"
+
+    words: list[str] = []
     try:
         words = shlex.split(spec.get("entrypoint", ""))
     except ValueError as error:
-        words = []
         yield f"entrypoint goes unquoted into bash, and bash cannot parse it: {error}"
     else:
         if not words:
             yield "entrypoint is empty"
     if words and words[0] != "exec":
-        yield "entrypoint without exec: a stop would wait RAY_JOB_STOP_WAIT_TIME_S in full; write exec before it"
+        yield (
+            "entrypoint without exec: a stop would wait RAY_JOB_STOP_WAIT_TIME_S in full; write "
+            "exec before it"
+        )
     if "--resume" not in words and spec.get("backoffLimit"):
         yield "backoffLimit starts over on a new cluster; add --resume auto to the entrypoint"
     elif "--placement_timeout_s" not in words:
-        yield "a replaced pod takes longer than nanoray waits by default; add --placement_timeout_s 300"
+        yield (
+            "a replaced pod takes longer than nanoray waits by default; add --placement_timeout_s "
+            "300"
+        )
+
+
+# The policy.
 
 
 def templates(thing: Object) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield the pod templates of an object, each with the number of its pods."""
-    if spec := cluster_spec(thing):
-        yield from ((group["template"], group.get("replicas", 1)) for group in groups(spec))
+    spec = cluster_spec(thing)
+    if spec:
+        for group in groups(spec):
+            yield group["template"], group.get("replicas", 1)
     elif thing["kind"] in ("Job", "Deployment", "StatefulSet"):
         yield thing["spec"]["template"], thing["spec"].get("replicas", 1)
 
 
 def _pods(thing: Object) -> Iterator[dict[str, Any]]:
-    yield from (template["spec"] for template, _ in templates(thing))
+    for template, _ in templates(thing):
+        yield template["spec"]
 
 
-def _policy(thing: Object) -> Iterator[str]:
-    """Yield violations of the policy: Pod Security "restricted", limits equal to requests, fixed
-    tags, no API token.
-    """
+def _check_policy(thing: Object) -> Iterator[str]:
+    """Yield pods against the Pod Security Standard "restricted", and with access to the API."""
     for pod in _pods(thing):
         security = pod.get("securityContext", {})
         if not security.get("runAsNonRoot") or security.get("runAsUser", 0) == 0:
@@ -154,15 +228,14 @@ def _policy(thing: Object) -> Iterator[str]:
         if any("hostPath" in volume for volume in pod.get("volumes", ())):
             yield "hostPath in a pod; go through a PersistentVolumeClaim"
         for container in containers(pod):
-            yield from (
-                f"container {container['name']}: {problem}"
-                for problem in _container(container, pod)
-            )
+            for problem in _check_container(container, pod):
+                yield f"container {container['name']}: {problem}"
 
 
-def _container(container: Object, pod: Object) -> Iterator[str]:
+def _check_container(container: Object, pod: Object) -> Iterator[str]:
+    """Yield containers without a fixed tag, with rights, or without equal limits and requests."""
     image = container.get("image", "")
-    tag = image.rpartition("/")[2].partition(":")[2]
+    tag = image.rpartition("/")[2].partition(":")[2]  # a registry's port has a colon, too
     if "@sha256:" not in image and tag in ("", "latest"):
         yield f"image {image!r} has no fixed tag"
     security = container.get("securityContext", {})
@@ -171,72 +244,81 @@ def _container(container: Object, pod: Object) -> Iterator[str]:
     capabilities = security.get("capabilities", {})
     if "ALL" not in capabilities.get("drop", ()):
         yield "keeps capabilities; drop ALL"
-    if extra := set(capabilities.get("add", ())) - {"IPC_LOCK"}:
+    extra = set(capabilities.get("add", ())) - {"IPC_LOCK"}
+    if extra:
         yield f"adds capabilities {sorted(extra)}; only RDMA's IPC_LOCK has a use here"
     resources = container.get("resources", {})
     limits = resources.get("limits", {})
     if not {"cpu", "memory"} <= limits.keys() or limits != resources.get("requests"):
-        yield f"limits {limits} and requests {resources.get('requests')} must both be set and be equal"
-    shm = [
-        v["emptyDir"]
-        for v in pod.get("volumes", ())
-        if v.get("emptyDir", {}).get("medium") == "Memory"
-    ]
-    for volume in shm:
-        if "sizeLimit" not in volume or quantity(volume["sizeLimit"]) >= quantity(
-            limits.get("memory", 0)
-        ):
-            yield f"/dev/shm of {volume.get('sizeLimit')} counts against the memory limit of {limits.get('memory')}"
+        requests = resources.get("requests")
+        yield f"limits {limits} and requests {requests} must both be set and be equal"
+
+    # Memory of a tmpfs is the container's, so a full /dev/shm without a limit kills the rank.
+    memory = limits.get("memory", 0)
+    for volume in pod.get("volumes", ()):
+        tmpfs = volume.get("emptyDir", {})
+        if tmpfs.get("medium") != "Memory":
+            continue
+        if "sizeLimit" not in tmpfs or quantity(tmpfs["sizeLimit"]) >= quantity(memory):
+            yield (
+                f"/dev/shm of {tmpfs.get('sizeLimit')} counts against the memory limit of "
+                f"{limits.get('memory')}"
+            )
 
 
-def _references(objects: list[Object]) -> Iterator[str]:
-    """Yield accounts, claims and ConfigMaps that a pod names but that are missing, and selectors
-    without a match.
-    """
-    there = {(thing["kind"], thing["metadata"]["name"]) for thing in objects}
-    # Of each pod template, with the number of its pods
-    labels: list[tuple[dict[str, str], int]] = []
+# References between objects.
+
+
+def _check_references(objects: list[Object]) -> Iterator[str]:
+    """Yield accounts, claims and ConfigMaps that a pod refers to and that are missing."""
+    existing = {(thing["kind"], thing["metadata"]["name"]) for thing in objects}
     for thing in objects:
         for pod in _pods(thing):
-            wanted = {("ServiceAccount", pod.get("serviceAccountName", "default"))}
-            for volume in pod.get("volumes", ()):
-                if "persistentVolumeClaim" in volume:
-                    wanted.add(
-                        ("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"])
-                    )
-                if "configMap" in volume:
-                    wanted.add(("ConfigMap", volume["configMap"]["name"]))
-            for container in containers(pod):
-                refs = [
-                    source["configMapRef"]
-                    for source in container.get("envFrom", ())
-                    if "configMapRef" in source
-                ]
-                wanted |= {("ConfigMap", ref["name"]) for ref in refs if not ref.get("optional")}
-            for kind, name in sorted(wanted - there):
-                yield f"{thing['kind']} {thing['metadata']['name']}: names {kind} {name}, which is not there"
-        labels += [
-            (template.get("metadata", {}).get("labels", {}), count)
-            for template, count in templates(thing)
-        ]
+            for kind, name in sorted(_references(pod) - existing):
+                yield f"{_label(thing)}: names {kind} {name}, which is not there"
+
+
+def _references(pod: Object) -> set[tuple[str, str]]:
+    """Return (kind, name) of the objects without which a pod does not start."""
+    needed = {("ServiceAccount", pod.get("serviceAccountName", "default"))}
+    for volume in pod.get("volumes", ()):
+        if "persistentVolumeClaim" in volume:
+            claim = volume["persistentVolumeClaim"]["claimName"]
+            needed.add(("PersistentVolumeClaim", claim))
+        if "configMap" in volume:
+            needed.add(("ConfigMap", volume["configMap"]["name"]))
+    for container in containers(pod):
+        for source in container.get("envFrom", ()):
+            reference = source.get("configMapRef")
+            if reference is not None and not reference.get("optional"):
+                needed.add(("ConfigMap", reference["name"]))
+    return needed
+
+
+def _check_selectors(objects: list[Object]) -> Iterator[str]:
+    """Yield selectors that select no pod, and disruption budgets for another number of pods."""
+    # The labels of each pod template, and the number of its pods.
+    labelled: list[tuple[dict[str, str], int]] = []
     for thing in objects:
-        selector = thing.get("spec", {}).get("selector") or thing.get("spec", {}).get("podSelector")
-        if (
-            thing["kind"] not in ("Service", "PodDisruptionBudget", "NetworkPolicy", "PodMonitor")
-            or not selector
-        ):
+        for template, count in templates(thing):
+            labels = template.get("metadata", {}).get("labels", {})
+            labelled.append((labels, count))
+
+    for thing in objects:
+        kind = thing["kind"]
+        if kind not in ("Service", "PodDisruptionBudget", "NetworkPolicy", "PodMonitor"):
             continue
-        match, name = (
-            selector.get("matchLabels", selector),
-            f"{thing['kind']} {thing['metadata']['name']}",
-        )
-        pods = sum(count for own, count in labels if match.items() <= own.items())
+        spec = thing.get("spec", {})
+        selector = spec.get("selector") or spec.get("podSelector")
+        if not selector:  # a NetworkPolicy for all pods
+            continue
+        match = selector.get("matchLabels", selector)  # a Service has its labels without the key
+        pods = sum(count for labels, count in labelled if match.items() <= labels.items())
         if not pods:
-            yield f"{name}: {match} selects no pod of these objects"
-        elif thing["kind"] == "PodDisruptionBudget" and thing["spec"].get("minAvailable") != pods:
+            yield f"{_label(thing)}: {match} selects no pod of these objects"
+        elif kind == "PodDisruptionBudget" and spec.get("minAvailable") != pods:
             yield (
-                f"{name}: minAvailable = {thing['spec'].get('minAvailable')} and {pods} pods; "
-                f"write {pods}: "
-                "RayClusters have no scale subresource, so only a number of pods keeps a drain "
-                "from ending a rank"
+                f"{_label(thing)}: minAvailable = {spec.get('minAvailable')} and {pods} pods; "
+                f"write {pods}: RayClusters have no scale subresource, so only a number of pods "
+                "keeps a drain from ending a rank"
             )

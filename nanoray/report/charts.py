@@ -210,7 +210,7 @@ def drawn_memory(timelines: Sequence[dict[str, Any]]) -> list[tuple[str, Markup,
 
 
 def layer_charts(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return (title, SVG) of each statistic over steps: a line a layer, the first layer's darkest."""
+    """Return (title, SVG) of each statistic over steps: one line per layer, the first darkest."""
     drawn = []
     for column in (*COLUMNS, *SHARES):
         layers = _layers_with(column, records)

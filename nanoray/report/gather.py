@@ -173,7 +173,7 @@ def facts(run: Run) -> dict[str, str]:
 
 
 def _format_known(template: str, value: float | None) -> str:
-    """Format a value, or return a dash for one that is unknown or zero, which means not measured."""
+    """Format a value, or return a dash for one that is unknown or zero (not measured)."""
     if not value:
         return NONE
     return template.format(value)

@@ -11,7 +11,7 @@ from nanoray import __version__
 
 
 def render(template: Path, **values: Any) -> str:
-    """Return a page as HTML, its values escaped. Raises jinja2.UndefinedError for a missing value."""
+    """Return a page as HTML with escaped values. Raises jinja2.UndefinedError for a missing one."""
     folders = [template.parent, Path(__file__).parent]  # the second has page.html.j2
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(folders),

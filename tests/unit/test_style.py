@@ -1,8 +1,17 @@
-"""Words that the sources and documents no longer use: the field has a name for each of them."""
+"""Words that the sources and documents no longer use: the field has a name for each of them.
+
+RETIRED words are gone. Two lists shrink: functions whose names are no verbs, and words that turn
+ranks and objects into people. The second half of this file counts them, file by file, and
+`python -m tests.unit.test_style` writes the numbers anew.
+"""
 
 from __future__ import annotations
 
+import ast
+import io
 import re
+import tokenize
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -86,3 +95,250 @@ def test_sources_and_documents_use_none() -> None:
     } <= names.keys()
     found = [hit for name, path in names.items() for hit in hits(path.read_text("utf-8"), name)]
     assert found == [], "\n" + "\n".join(found)
+
+
+# --- two lists that shrink ---
+
+# Functions are verbs: format_memory, not told_memory. `lines` and `draw` are public functions of
+# each benchmark, so only private ones are counted.
+HOUSE_NAME = re.compile(r"_?(told(_\w+)?|written|head|text|look)|_(lines|draw)")
+# Ranks and objects do not talk, listen or know: they print, receive and contain. A number has a
+# name or a digit, and so have things that are equal.
+HOUSE_WORD = re.compile(r"\b(told|tells|so\s+many|nobody|alike|hears|knows)\b", re.IGNORECASE)
+
+# BEGIN: written by `python -m tests.unit.test_style`
+NAMES: dict[str, int] = {
+    "bench/chaos.py": 1,
+    "bench/compression.py": 1,
+    "bench/control.py": 1,
+    "bench/harness/html.py": 1,
+    "bench/harness/launchers.py": 1,
+    "bench/layouts.py": 1,
+    "bench/peers/nanogpt_peer.py": 1,
+    "bench/precision.py": 1,
+    "devices/gpus.py": 1,
+    "forecast/dry_run.py": 2,
+    "forecast/layouts.py": 2,
+    "forecast/trial.py": 1,
+    "inspect/subject.py": 1,
+    "inspect/text.py": 1,
+    "inspect/tree.py": 1,
+    "launch/abort_orders.py": 1,
+    "launch/worker.py": 1,
+    "models/costs.py": 1,
+    "models/precision.py": 1,
+    "replay/past.py": 1,
+    "report/memory.py": 1,
+    "seq_options.py": 1,
+    "train/agree.py": 1,
+    "train/elastic.py": 1,
+    "train/guard/bad_step.py": 1,
+    "train/guard/certificate.py": 1,
+    "train/watch/precision_stats.py": 1,
+    "train/watch/statistics.py": 1,
+}
+WORDS: dict[str, int] = {
+    "bench/chaos.py": 2,
+    "bench/crowd.py": 2,
+    "bench/equivalence.py": 2,
+    "bench/gpu.py": 1,
+    "bench/harness/processes.py": 1,
+    "bench/harness/rank_pool.py": 1,
+    "bench/harness/report.py": 1,
+    "bench/killed.py": 1,
+    "bench/layouts.py": 1,
+    "bench/peers/torchft_peer.py": 1,
+    "bench/pipeline.py": 1,
+    "bench/precision_lab.py": 2,
+    "bench/recovery.py": 1,
+    "bench/step.py": 1,
+    "bench/strategies.py": 1,
+    "checkpoint/writer.py": 2,
+    "cli.py": 2,
+    "config.py": 1,
+    "data/order.py": 1,
+    "data/own.py": 4,
+    "data/prepare.py": 1,
+    "data/stateful.py": 1,
+    "faults/cause.py": 6,
+    "faults/exit_record.py": 1,
+    "faults/hang.py": 1,
+    "faults/plan.py": 1,
+    "forecast/dry_run.py": 1,
+    "forecast/layouts.py": 2,
+    "forecast/links.py": 1,
+    "forecast/own_models.py": 3,
+    "forecast/predict.py": 2,
+    "forecast/trial.py": 3,
+    "inspect/text.py": 1,
+    "kernel_options.py": 2,
+    "launch/__main__.py": 1,
+    "launch/abort_orders.py": 1,
+    "launch/cluster_watch.py": 3,
+    "launch/drain.py": 1,
+    "launch/driver.py": 2,
+    "launch/placement.py": 1,
+    "launch/rank_end.py": 1,
+    "launch/worker.py": 2,
+    "launch/worker_group.py": 4,
+    "mesh/axis.py": 5,
+    "mesh/layout.py": 1,
+    "mesh/mesh.py": 1,
+    "mesh/rendezvous.py": 2,
+    "model_options.py": 1,
+    "models/activation_checkpointing.py": 1,
+    "models/batch_norm.py": 1,
+    "models/build.py": 2,
+    "models/costs.py": 1,
+    "models/gpt.py": 2,
+    "models/moe.py": 5,
+    "models/resnet.py": 2,
+    "parallel/buckets.py": 2,
+    "parallel/compile.py": 2,
+    "parallel/ep.py": 4,
+    "parallel/fsdp.py": 3,
+    "parallel/norm.py": 1,
+    "parallel/plan.py": 3,
+    "parallel/pp.py": 2,
+    "parallel/stream.py": 2,
+    "parallel/tp.py": 2,
+    "parallel/tp_experts.py": 1,
+    "parallel/zero_bubble.py": 1,
+    "points.py": 2,
+    "replay/bisect.py": 1,
+    "run.py": 1,
+    "seq_options.py": 1,
+    "state.py": 3,
+    "stop_options.py": 1,
+    "trace/ledger.py": 1,
+    "trace/log.py": 1,
+    "train/engine.py": 1,
+    "train/guard/bad_step.py": 1,
+    "train/guard/guards.py": 1,
+    "train/guard/replicas.py": 4,
+    "train/mirror.py": 4,
+    "train/optim/muon.py": 2,
+    "train/runtime.py": 1,
+    "train/watch/memory_timeline.py": 1,
+    "train/watch/observers.py": 1,
+    "train/workload.py": 1,
+    "watch_options.py": 1,
+}
+# END
+
+
+def house_names(source: str) -> list[str]:
+    """Return `LINE: name` for each function whose name is no verb. Properties need none."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+        if any(decorator.endswith("property") for decorator in decorators):
+            continue
+        if HOUSE_NAME.fullmatch(node.name):
+            found.append(f"{node.lineno}: {node.name}")
+    return found
+
+
+def house_words(source: str) -> list[str]:
+    """Return `LINE: word` for each house word in comments, docstrings and messages."""
+    texts: list[tuple[int, str]] = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            texts.append((token.start[0], token.string))
+    for node in ast.walk(ast.parse(source)):  # the parts of an f-string are constants, too
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts.append((node.lineno, node.value))
+
+    found = []
+    for first_line, text in texts:
+        for match in HOUSE_WORD.finditer(text):
+            line = first_line + text[: match.start()].count("\n")
+            found.append(f"{line}: {match[0]}")
+    return found
+
+
+def count_in_package(find: Callable[[str], list[str]]) -> dict[str, list[str]]:
+    """Return what `find` finds in each file of the package that has any."""
+    package = ROOT / "nanoray"
+    by_file = {}
+    for path in sorted(package.rglob("*.py")):
+        found = find(path.read_text("utf-8"))
+        if found:
+            by_file[path.relative_to(package).as_posix()] = found
+    return by_file
+
+
+@pytest.mark.parametrize(
+    "name", ["told_memory", "_told", "written", "_head", "text", "look", "_lines", "_draw"]
+)
+def test_a_house_name_is_found(name: str) -> None:
+    assert house_names(f"x = 1\nclass A:\n    def {name}(self): ...\n") == [f"3: {name}"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def lines(): ...",
+        "def draw(): ...",
+        "def draw_areas(): ...",
+        "def format_text(): ...",
+        "class A:\n    @property\n    def text(self): ...",
+        "told = 1",
+    ],
+)
+def test_other_names_are_not(source: str) -> None:
+    assert house_names(source) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "hit"),
+    [
+        ("x = 1  # nobody waits", "1: nobody"),
+        ('def f():\n    """Do.\n\n    The rank tells it.\n    """', "4: tells"),
+        ("raise ValueError(f'{x} knows no rank')", "1: knows"),
+        ("print('So many ranks')", "1: So many"),
+    ],
+)
+def test_a_house_word_is_found(source: str, hit: str) -> None:
+    assert house_words(source) == [hit]
+
+
+@pytest.mark.parametrize(
+    "source", ["told = knows(alike)", "# tell, known, unknown", "'not so few, many'"]
+)
+def test_other_words_and_identifiers_are_not(source: str) -> None:
+    assert house_words(source) == []
+
+
+@pytest.mark.parametrize(
+    ("find", "allowed"), [(house_names, NAMES), (house_words, WORDS)], ids=["names", "words"]
+)
+def test_the_package_has_no_more_than_listed_and_the_lists_shrink(
+    find: Callable[[str], list[str]], allowed: dict[str, int]
+) -> None:
+    found = count_in_package(find)
+    more = {file: hits for file, hits in found.items() if len(hits) > allowed.get(file, 0)}
+    assert not more, f"rename or rewrite these: {more}"
+    fewer = {file for file, number in allowed.items() if len(found.get(file, ())) < number}
+    assert not fewer, f"fewer in {fewer}; run python -m tests.unit.test_style"
+
+
+def write_lists() -> None:
+    """Replace the two lists above by the numbers of the package as it is."""
+    block = "# BEGIN: written by `python -m tests.unit.test_style`\n"
+    for name, find in (("NAMES", house_names), ("WORDS", house_words)):
+        counts = {file: len(hits) for file, hits in count_in_package(find).items()}
+        entries = "".join(f'    "{file}": {number},\n' for file, number in counts.items())
+        if entries:
+            entries = f"\n{entries}"
+        block += f"{name}: dict[str, int] = {{{entries}}}\n"
+        print(f"{name}: {sum(counts.values())} in {len(counts)} files")
+    path = Path(__file__)
+    source = path.read_text("utf-8")
+    path.write_text(re.sub(r"(?ms)^# BEGIN.*?^(?=# END$)", block, source, count=1), "utf-8")
+
+
+if __name__ == "__main__":
+    write_lists()
