@@ -14,7 +14,7 @@ from nanoray.forecast.links import Link, coefficients
 
 @dataclass(frozen=True)
 class Fit:
-    """Alpha and beta of one algorithm as measured, and how far to trust them."""
+    """Alpha and beta of one algorithm as measured, and the errors of the fit."""
 
     algorithm: str
     ranks: int
@@ -30,10 +30,9 @@ class Fit:
 
     @property
     def link(self) -> Link:
-        """The link that would behave so; a beta of 0 becomes a very fast one."""
-        return Link(
-            alpha_us=1e6 * self.alpha_s, bandwidth_gb_per_s=1e-9 / max(self.beta_s_per_byte, 1e-15)
-        )
+        """The link with these coefficients; a beta of 0 becomes a very fast one."""
+        bandwidth = 1e-9 / max(self.beta_s_per_byte, 1e-15)
+        return Link(alpha_us=1e6 * self.alpha_s, bandwidth_gb_per_s=bandwidth)
 
     def seconds(self, ranks: int, nbytes: int) -> float:
         """Predict an all-reduce over `ranks` equal links."""
@@ -50,11 +49,10 @@ class Fit:
 
 
 def fit(points: Sequence[tuple[int, float]], algorithm: str, ranks: int) -> Fit:
-    """Fit alpha and beta to (bytes, seconds) by least squares on the relative errors, neither below
-    0.
+    """Fit alpha and beta, neither below 0, to (bytes, seconds).
 
-    Relative, because absolute errors of the largest size would drown the latency that the small
-    ones show.
+    Least squares on the relative errors: absolute errors of the largest size would drown the
+    latency, which only the small sizes show.
     """
     sizes = {nbytes for nbytes, _ in points}
     if len(sizes) < 2 or ranks < 2:
@@ -62,17 +60,25 @@ def fit(points: Sequence[tuple[int, float]], algorithm: str, ranks: int) -> Fit:
             f"{len(sizes)} size(s) at {ranks} rank(s) fix no line; measure 2 sizes or more at 2 "
             "ranks"
         )
-    seconds = np.array([s for _, s in points])
-    design = (
-        np.array([coefficients(algorithm, ranks, nbytes) for nbytes, _ in points])
-        / seconds[:, None]
-    )
+    # Each row divided by its measured time: the solution makes each product as near to 1 as it can.
+    seconds = np.array([measured for _, measured in points])
+    rows = [coefficients(algorithm, ranks, nbytes) for nbytes, _ in points]
+    design = np.array(rows) / seconds[:, None]  # (points, 2)
     solution = np.linalg.lstsq(design, np.ones(len(points)), rcond=None)[0]
-    # Noise; then the other one alone explains the times
+
+    # Noise can make one coefficient negative; then the other one alone explains the times.
     for negative in np.flatnonzero(solution < 0):
         other = design[:, 1 - negative]
-        solution[negative], solution[1 - negative] = 0.0, other.sum() / (other @ other)
-    residuals = tuple((design @ solution - 1).tolist())
+        solution[negative] = 0.0
+        solution[1 - negative] = other.sum() / (other @ other)
+
+    residuals = design @ solution - 1
     return Fit(
-        algorithm, ranks, float(solution[0]), float(solution[1]), residuals, min(sizes), max(sizes)
+        algorithm=algorithm,
+        ranks=ranks,
+        alpha_s=float(solution[0]),
+        beta_s_per_byte=float(solution[1]),
+        residuals=tuple(residuals.tolist()),
+        smallest_bytes=min(sizes),
+        largest_bytes=max(sizes),
     )

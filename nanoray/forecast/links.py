@@ -1,5 +1,4 @@
-"""What a message costs on which link: topologies (YAML files of link speeds), and the seconds of
-collectives on them.
+"""Topologies (YAML files of link speeds), and the seconds of collectives on them.
 
     load_topology()     equal nodes of equal ranks    -> a link inside a node, one between nodes
     all_reduce() ...    topology, ranks, bytes        -> seconds of latency and of transfer
@@ -23,17 +22,17 @@ from nanoray.mesh.algorithms import cost
 from nanoray.mesh.layout import Layout
 
 TOPOLOGY_DIR = Path(__file__).resolve().parents[1] / "topologies"
-# Recursive doubling and flat send whole buffers all the time: at the size of gradient buckets they
+# Recursive doubling and flat send whole buffers at every step: at the size of gradient buckets they
 # never win.
 FLAT = ("ring", "tree", "double_tree", "halving_doubling")
 MODELS = (*FLAT, "two_level")
 
 
 def coefficients(algorithm: str, ranks: int, nbytes: int) -> tuple[float, float]:
-    """Return how many messages follow each other, and how many bytes pass through the busiest link.
+    """Return the number of messages that follow each other, and the bytes on the busiest link.
 
     An all-reduce takes alpha · the first + beta · the second. `backend` counts as ring: gloo has
-    nothing else, and NCCL's choice inside a node is one.
+    only that, and NCCL chooses it inside a node.
     """
     form = "ring" if algorithm == "backend" else algorithm
     return cost(form, ranks, nbytes, 1.0, 0.0), cost(form, ranks, nbytes, 0.0, 1.0)
@@ -44,7 +43,7 @@ class _Strict(BaseModel):
 
 
 class Link(_Strict):
-    """What a message costs, and how fast its bytes follow."""
+    """The latency of a message and the bandwidth of its bytes."""
 
     alpha_us: Annotated[float, Field(ge=0)]
     bandwidth_gb_per_s: Annotated[float, Field(gt=0)]
@@ -55,14 +54,14 @@ class Link(_Strict):
 
 
 class Topology(_Strict):
-    """Equal nodes of equal ranks. A link may be `fit`: what the sweep of this machine says."""
+    """Equal nodes of equal ranks. A link may be `fit`: a sweep of this machine fills it."""
 
     note: str = ""  # where the numbers come from
     ranks_per_node: Annotated[int, Field(ge=1)]
     intra: Link | Literal["fit"]  # between two ranks of a node, while all of them talk
     inter: Link | Literal["fit"]  # between two nodes: all network cards of a node together
     lanes: Annotated[int, Field(ge=1)] = 1  # collectives in flight: 1 in NCCL, 2 in gloo
-    # Of a rank; without it, what was measured here computes
+    # Of a rank; None: a measurement of this machine replaces it
     peak_tflops: Annotated[float, Field(gt=0)] | None = None
     mfu: Annotated[float, Field(gt=0, le=1)] = 0.4  # share of the peak that a rank alone reaches
     memory_gb: Annotated[float, Field(gt=0)] | None = None  # of a rank's device, in 1e9 bytes
@@ -103,11 +102,10 @@ def load_topology(name: str) -> Topology:
 
 
 def _problem(error: ValidationError, values: Any) -> str:
-    """Say what is wrong with the first wrong key, with its value. A link has two readings: the one
-    meant is Link's.
-    """
+    """Describe the problem of the first wrong key, with its value."""
+    # A link is a Link or the word fit, and fails as both: the mapping is the one that was meant.
     items = [e for e in error.errors() if "Link" in e["loc"]] or error.errors()
-    # A typo also leaves its key missing
+    # A typo also leaves its key missing: the unknown key says more.
     item = next((e for e in items if e["type"] == "extra_forbidden"), items[0])
     loc = [str(part) for part in item["loc"] if not str(part).startswith(("Link", "literal"))]
     if item["type"] == "extra_forbidden":
@@ -120,9 +118,7 @@ def _problem(error: ValidationError, values: Any) -> str:
 
 
 class Cost(NamedTuple):
-    """What one collective takes: latencies overlap with those of another lane, transfers share the
-    link.
-    """
+    """The seconds of one collective. Latencies of two lanes overlap; transfers share the link."""
 
     latency_s: float
     transfer_s: float
@@ -153,72 +149,84 @@ def all_reduce(topology: Topology, algorithm: str, ranks: int, nbytes: int) -> C
     if algorithm == "two_level":
         inside = _flat("ring", local, nbytes, intra)
         among = min((_flat(name, nodes, nbytes, inter) for name in FLAT), key=lambda c: c.seconds)
-        return Cost(inside.latency_s + among.latency_s, inside.transfer_s + among.transfer_s)
+        return _add(inside, among)
+
+    # Flat: some messages cross nodes, and the slowest link in use sets the pace of all bytes.
     messages, moved = coefficients(algorithm, ranks, nbytes)
-    crossing = coefficients(algorithm, nodes, nbytes)[0] if nodes > 1 else 0.0
-    slowest = max(intra[1] if local > 1 else 0.0, inter[1] if nodes > 1 else 0.0)
-    return Cost(crossing * inter[0] + (messages - crossing) * intra[0], moved * slowest)
+    crossing = 0.0
+    slowest = 0.0
+    if nodes > 1:
+        crossing = coefficients(algorithm, nodes, nbytes)[0]
+        slowest = inter[1]
+    if local > 1:
+        slowest = max(slowest, intra[1])
+    latency_s = crossing * inter[0] + (messages - crossing) * intra[0]
+    return Cost(latency_s, moved * slowest)
 
 
 def best(topology: Topology, ranks: int, nbytes: int) -> str:
-    """Return which algorithm is the fastest there."""
+    """Return the fastest algorithm for these ranks and bytes."""
     return min(MODELS, key=lambda name: all_reduce(topology, name, ranks, nbytes).seconds)
 
 
 def _flat(algorithm: str, ranks: int, nbytes: int, link: tuple[float, float]) -> Cost:
-    messages, moved = coefficients(algorithm, ranks, nbytes) if ranks > 1 else (0.0, 0.0)
+    """Return the cost of an all-reduce on one level; nothing for one rank."""
+    if ranks == 1:
+        return Cost(0.0, 0.0)
+    messages, moved = coefficients(algorithm, ranks, nbytes)
     return Cost(messages * link[0], moved * link[1])
 
 
-# The other collectives. `nbytes` is the whole tensor: what a rank has after an all-gather, or sends
-# in all-to-all.
+def _add(first: Cost, second: Cost) -> Cost:
+    """Return the cost of two phases that follow one another."""
+    return Cost(first.latency_s + second.latency_s, first.transfer_s + second.transfer_s)
+
+
+# The other collectives. `nbytes` is the whole tensor: the result of an all-gather, or all that a
+# rank sends in an all-to-all.
 
 
 def all_gather(topology: Topology, ranks: int, nbytes: int) -> Cost:
-    """Return the cost of an all-gather: half a ring, flat or on two levels, whichever is faster
-    there.
-    """
+    """Return the cost of an all-gather: half a ring, flat or on two levels, whichever is faster."""
     if ranks == 1:
         return Cost(0.0, 0.0)
     local = min(ranks, topology.ranks_per_node)
     intra, inter = (link.costs() for link in topology.levels)
-    inside, among = (
-        _flat("ring", local, nbytes, intra),
-        _flat("ring", math.ceil(ranks / local), nbytes, inter),
-    )
-    two = Cost(inside.latency_s + among.latency_s, inside.transfer_s + among.transfer_s)
-    whole = min(two, all_reduce(topology, "ring", ranks, nbytes), key=lambda c: c.seconds)
-    return Cost(whole.latency_s / 2, whole.transfer_s / 2)
+    inside = _flat("ring", local, nbytes, intra)
+    among = _flat("ring", math.ceil(ranks / local), nbytes, inter)
+    flat = all_reduce(topology, "ring", ranks, nbytes)
+    ring = min(_add(inside, among), flat, key=lambda c: c.seconds)
+    return Cost(ring.latency_s / 2, ring.transfer_s / 2)
 
 
 def all_to_all(topology: Topology, ranks: int, nbytes: int) -> Cost:
-    """Return the cost of sending each rank its part. Both links work at once; each message has its
-    latency.
-    """
+    """Return the cost of sending each rank its part: both links at once, one message per rank."""
     if ranks == 1:
         return Cost(0.0, 0.0)
     local = min(ranks, topology.ranks_per_node)
     intra, inter = (link.costs() for link in topology.levels)
     part = nbytes / ranks
-    inside, outside = (local - 1) * part * intra[1], local * (ranks - local) * part * inter[1]
-    return Cost((local - 1) * intra[0] + (ranks - local) * inter[0], max(inside, outside))
+    inside_s = (local - 1) * part * intra[1]
+    outside_s = local * (ranks - local) * part * inter[1]  # all ranks of a node share its link
+    latency_s = (local - 1) * intra[0] + (ranks - local) * inter[0]
+    return Cost(latency_s, max(inside_s, outside_s))
 
 
 def send(topology: Topology, ranks: int, nbytes: int) -> Cost:
-    """Return the cost of a message to the next of `ranks`, over the slower link if any of them is
-    on another node.
-    """
+    """Return the cost of a message to the next rank; between nodes if `ranks` fill more than one."""
     if ranks == 1:
         return Cost(0.0, 0.0)
-    link = topology.levels[ranks > topology.ranks_per_node]
-    return Cost(link.costs()[0], nbytes * link.costs()[1])
+    intra, inter = topology.levels
+    link = inter if ranks > topology.ranks_per_node else intra
+    alpha_s, beta_s_per_byte = link.costs()
+    return Cost(alpha_s, nbytes * beta_s_per_byte)
 
 
 # The groups of an axis on the nodes.
 
 
 class Place(NamedTuple):
-    """How a group of an axis lies on the nodes; where groups differ, the one that is worst off."""
+    """The place of a group of an axis on the nodes; where groups differ, of the slowest group."""
 
     ranks: int
     local: int  # of them on one node
@@ -226,12 +234,12 @@ class Place(NamedTuple):
 
     @property
     def inside(self) -> bool:
-        """Whether no group leaves its node."""
+        """Return whether no group leaves its node."""
         return self.local == self.ranks
 
 
 def placed(layout: Layout, axis: str, ranks_per_node: int) -> Place:
-    """Return how the groups of an axis lie. Rank r is on node r // ranks_per_node.
+    """Return the place of the groups of an axis. Rank r is on node r // ranks_per_node.
 
     Besides dp, tp, pp and ep there is edp: the ranks that hold the same experts, dp/ep of them.
     """
@@ -246,21 +254,21 @@ def placed(layout: Layout, axis: str, ranks_per_node: int) -> Place:
     on_node = min(ranks_per_node, layout.world_size)
     if layout.world_size <= ranks_per_node or ranks_per_node % (stride * size) == 0:
         return Place(size, size, on_node // size)
+
+    # A group takes every `stride`-th rank, so a node has `per_node` places for its members. Groups
+    # that do not divide these places, or a stride that drifts, leave some groups fewer on a node.
     per_node = max(1, ranks_per_node // stride)
-    local = (
-        per_node
-        if size > per_node
-        else math.gcd(per_node, size)
-        if ranks_per_node % stride == 0
-        else 1
-    )
+    if size > per_node:
+        local = per_node
+    elif ranks_per_node % stride == 0:
+        local = math.gcd(per_node, size)
+    else:
+        local = 1
     return Place(size, local, max(1, on_node // local))
 
 
 def seen_by(topology: Topology, place: Place) -> Topology:
-    """Return the topology as one group has it: so many ranks a node, and its share of the link
-    between nodes.
-    """
+    """Return the topology of one group: its ranks on a node, its share of the link between nodes."""
     _, inter = topology.levels
     own = Link(alpha_us=inter.alpha_us, bandwidth_gb_per_s=inter.bandwidth_gb_per_s / place.sharing)
     return topology.model_copy(update={"ranks_per_node": place.local, "inter": own})

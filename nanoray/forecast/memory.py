@@ -1,13 +1,12 @@
-"""How many bytes a rank holds of weights, gradients and optimizer state, by data-parallel mode:
-arithmetic only.
+"""The bytes of weights, gradients and optimizer state of a rank, by data-parallel mode.
 
 With P parameters in float32 on n ranks, AdamW, bytes per parameter:
 
     mode               weights   gradients   optimizer   and beside backward
-    ddp                4         4           8           nothing: the gradients lie in the buckets that travel
-    ddp_by_hand        4         4           8           what arrives for the buckets in flight
+    ddp                4         4           8           nothing: the gradients are views of the buckets
+    ddp_by_hand        4         4           8           results of the buckets in flight
     zero1              4         4           8/n         the same
-    zero2              4         4/n         8/n         the buckets in flight, and what arrives for them
+    zero2              4         4/n         8/n         the buckets in flight, and their results
     fsdp               4/n       4/n         8/n         gathered weights, and gradients until they are cut
 
 With bf16_pure and fp16_pure: 2, 2 and 4, and with float32 master weights 2, 2 and 12 of optimizer
@@ -15,8 +14,7 @@ state. With expert parallelism, n is dp/ep for the experts that a rank holds, an
 each has its own buckets. A mirror of another rank's share (--mirror) costs 4/n of gradients, 8/n of
 optimizer and, with fsdp and of experts that no other rank has, 4/n of weights.
 
-`held_bytes` counts what there really is. Source of the table: Rajbhandari et al. 2020, ZeRO, figure
-1.
+`held_bytes` counts the real storages. Source of the table: Rajbhandari et al. 2020, ZeRO, figure 1.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -40,15 +38,13 @@ from nanoray.parallel.fsdp import unit_of, units_of
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers of parameters of a model: all, those outside of its layers, its largest layer's, its
-    largest tensor's.
-    """
+    """Numbers of parameters of a model."""
 
     params: int
-    outside: int
-    layer: int
-    tensor: int
-    trained: int  # those that have gradients
+    outside: int  # of its layers
+    layer: int  # in the largest layer
+    tensor: int  # in the largest tensor
+    trained: int  # with gradients
     each: float = 4.0  # bytes of a parameter
 
     @classmethod
@@ -60,19 +56,21 @@ class Sizes:
         outside = layers.pop(-1, 0)
         params = list(model.parameters())
         tensors = [p.numel() for p in params]
-        trained, each = (
-            sum(p.numel() for p in params if p.requires_grad),
-            sum(p.nbytes for p in params) / sum(tensors),
-        )
         return cls(
-            sum(tensors), outside, max(layers.values(), default=0), max(tensors), trained, each
+            params=sum(tensors),
+            outside=outside,
+            layer=max(layers.values(), default=0),
+            tensor=max(tensors),
+            trained=sum(p.numel() for p in params if p.requires_grad),
+            each=sum(p.nbytes for p in params) / sum(tensors),
         )
 
     @classmethod
     def of_some(cls, model: nn.Module, names: Collection[str]) -> Sizes:
         """Count these parameters only, as if they were in no layer."""
         tensors = [p.numel() for name, p in model.named_parameters() if name in names]
-        return cls(sum(tensors), sum(tensors), 0, max(tensors), sum(tensors))
+        total = sum(tensors)
+        return cls(params=total, outside=total, layer=0, tensor=max(tensors), trained=total)
 
 
 def state_memory(
@@ -87,67 +85,92 @@ def state_memory(
     """Return the bytes of one rank by part: parameters, gradients and optimizer, which stay, and
     what is in flight.
 
-    With `mirrored`, `mirror` is what it keeps of another rank's share. `moments`: the numbers that
-    the optimizer keeps for each element; None: those of the configuration's.
-
-    In flight is the most that a step holds beside them:
-
-    - by hand: up to three buckets, of `bucket_mb` or as large as the largest tensor. For each the ranks' sums arrive in
-      a second buffer; with zero2 the bucket itself comes to it
-    - fsdp: weights outside of layers, gathered for the whole step, and those of a layer, once as they arrive and once
-      in their places; with grad_op those of all layers, which go one by one. Gradients of what lies outside,
-      whole until the end of backward, of a layer as computed, and packed, of the layer before as well. With
-      accumulation, whole gradients until the last micro batch
-    - compressed gradients: of each bucket on its way a copy in float32, what is sent, and what arrives. `compression`
-      is what error feedback keeps of every parameter, and what it will keep once the update is done
+    With `mirrored`, `mirror` is its copy of another rank's share. `moments`: numbers that the
+    optimizer keeps for each element; None: those of the configuration's optimizer. In flight is the
+    most that a step holds beside the rest: see `_in_flight`.
     """
-    mode, P, T, each = (
-        (config.dp_mode if ranks > 1 else "ddp"),
-        sizes.params,
-        sizes.trained,
-        sizes.each,
-    )
-    share = -(-T // ranks)
+    mode = config.dp_mode if ranks > 1 else "ddp"  # one rank shares nothing
+    each = sizes.each
+    share = -(-sizes.trained // ranks)
     if moments is None:
-        moments = {"adamw": 2.0, "muon": 1 + sizes.outside / max(1, sizes.params)}.get(
-            config.optimizer
-        )
-        moments = float(config.momentum > 0) if moments is None else moments
-    kept = each * moments  # bytes of an element, by its optimizer
+        moments = _moments_per_element(config, sizes)
+
+    weights = sizes.params
+    if mode == "fsdp":
+        weights = -(-sizes.params // ranks)
+    gradients = sizes.trained
+    if mode in ("zero2", "fsdp"):
+        gradients = share
+    updated = share
+    if mode in ("ddp", "ddp_by_hand"):
+        updated = sizes.trained
+
+    # A float32 master of a 16-bit weight stands beside moments that are float32, too.
+    optimizer_bytes = each * moments
     if config.master_weights == "fp32":
-        kept = 4 * (moments + 1)
-    state = {
-        "parameters": int(each * (-(-P // ranks) if mode == "fsdp" else P)),
-        "gradients": int(each * (share if mode in ("zero2", "fsdp") else T)),
-        "optimizer": int(kept * (T if mode in ("ddp", "ddp_by_hand") else share)),
+        optimizer_bytes = 4 * (moments + 1)
+
+    parts = {
+        "parameters": int(each * weights),
+        "gradients": int(each * gradients),
+        "optimizer": int(optimizer_bytes * updated),
         "in_flight": 0,
     }
-    alone = ranks == 1 and config.ep > 1  # experts that no other rank has
-    if mirrored and (alone or mode in ("zero1", "zero2", "fsdp")):
-        state["mirror"] = int(each * ((2 if alone or mode == "fsdp" else 1) + moments) * share)
-    total = int(each * T)
-    bucket = min(max(int(bucket_mb * 2**20), int(each * sizes.tensor)), total)
-    buckets = min((IN_FLIGHT + 1) * bucket, total)
-    if mode in ("ddp_by_hand", "zero1"):
-        state["in_flight"] = buckets
-    elif mode == "zero2":
-        state["in_flight"] = 2 * buckets
-    elif mode == "fsdp":
-        size = 2 if config.fsdp_gather == "bf16" else each
-        whole = P if accum > 1 else sizes.outside + sizes.layer
-        packed = max(sizes.layer, sizes.outside)
-        # By the time a second layer's gradients are packed, its weights are gone
-        if config.fsdp_reshard == "grad_op":
-            state["in_flight"] = int(size * P + 4 * (whole + packed))
-        else:
-            state["in_flight"] = int(
-                size * (sizes.outside + 2 * sizes.layer) + 4 * (whole + 2 * packed)
-            )
+
+    # A mirror holds gradients and moments and, where no replica has them, weights.
+    only_copy = ranks == 1 and config.ep > 1  # experts that no other rank has
+    if mirrored and (only_copy or mode in ("zero1", "zero2", "fsdp")):
+        tensors = 2 if only_copy or mode == "fsdp" else 1
+        parts["mirror"] = int(each * (tensors + moments) * share)
+
+    # A bucket holds `bucket_mb`, or the largest tensor if that is larger.
+    total = int(each * sizes.trained)
+    bucket = max(int(bucket_mb * 2**20), int(each * sizes.tensor))
+    buckets = min((IN_FLIGHT + 1) * min(bucket, total), total)
+    parts["in_flight"] = _in_flight(config, mode, sizes, accum, buckets)
     if config.grad_compress != "none" and ranks > 1:
-        state["in_flight"] += 3 * buckets
+        # Of each bucket: a copy in float32, the message, and the result.
+        parts["in_flight"] += 3 * buckets
         if config.grad_compress in ("int8", "powersgd"):
-            state["compression"] = 2 * 4 * T
-    return state
+            # Error feedback of every parameter, and its next value until the update is done.
+            parts["compression"] = 2 * 4 * sizes.trained
+    return parts
+
+
+def _moments_per_element(config: Config, sizes: Sizes) -> float:
+    """Return how many numbers the optimizer of a configuration keeps for each element."""
+    if config.optimizer == "adamw":
+        return 2.0
+    if config.optimizer == "muon":
+        # One for the matrices of layers, and adamw's two for the rest.
+        return 1 + sizes.outside / max(1, sizes.params)
+    return 1.0 if config.momentum > 0 else 0.0
+
+
+def _in_flight(config: Config, mode: str, sizes: Sizes, accum: int, buckets: int) -> int:
+    """Return the most bytes that a step holds beside weights, gradients and optimizer state.
+
+    `buckets`: the bytes of all buckets that are on their way at once.
+    """
+    if mode in ("ddp_by_hand", "zero1"):
+        return buckets  # the sums arrive in second buffers
+    if mode == "zero2":
+        return 2 * buckets  # and the buckets themselves are no gradients that stay
+    if mode != "fsdp":
+        return 0
+
+    # Gradients: whole ones until the last micro batch; else those outside of layers until the end
+    # of backward, and those of one layer. Packed for sending: one unit, and the one before it.
+    size = 2 if config.fsdp_gather == "bf16" else sizes.each
+    whole = sizes.params if accum > 1 else sizes.outside + sizes.layer
+    packed = max(sizes.layer, sizes.outside)
+    if config.fsdp_reshard == "grad_op":
+        # All weights stay gathered. The units go one by one: by the time a second layer's gradients
+        # are packed, its weights are gone.
+        return int(size * sizes.params + 4 * (whole + packed))
+    # Gathered weights: those outside of layers, and a layer's twice: as they arrive, and in place.
+    gathered = sizes.outside + 2 * sizes.layer
+    return int(size * gathered + 4 * (whole + 2 * packed))
 
 
 def at_peak(
@@ -157,39 +180,43 @@ def at_peak(
     growing: int = 0,
     forward_only: int = 0,
 ) -> int:
-    """Return the most bytes that a step takes at once, given those of its parts, which are never
-    all there together.
+    """Return the most bytes that a step takes at once; its parts do not peak together.
 
-    Backward begins with all activations; when a share of it is done, that share of them is gone.
-    `moments` are such shares, from 0 to 1, each with the bytes in flight by then. `growing` are the
-    gradients in `state` that have no memory until backward makes them: fsdp's. `forward_only`: of
-    the activations, what is gone when backward begins.
+    Backward begins with all activations; when a share of it is done, that share of them is freed.
+    `moments` are such shares, from 0 to 1, each with the bytes in flight by then. `growing`: the
+    gradients in `state` that have no memory until backward makes them. `forward_only`: activations
+    that are freed before backward begins.
     """
-    most = max(
-        (activations - forward_only) * (1 - done) + growing * done + flying
-        for done, flying in moments
+    in_backward = max(
+        (activations - forward_only) * (1 - done) + growing * done + in_flight
+        for done, in_flight in moments
     )
-    return state - growing + int(max(activations, most))
+    return state - growing + int(max(activations, in_backward))
 
 
 def moments_of(
     config: Config, sizes: Sizes, bucket_mb: float, in_flight: int, layers: int
 ) -> list[tuple[float, int]]:
-    """Return shares of backward, and the bytes of `in_flight` that are there when each is done: see
-    `at_peak`.
+    """Return shares of backward, and the bytes in flight when each is done: see `at_peak`.
 
-    By hand a bucket is sent when it is full, and zero2 makes the next one then. fsdp sends layer by
-    layer.
+    By hand a bucket is sent when it is full, and zero2 then makes the next one. fsdp sends layer by
+    layer. `in_flight`: the most of a step.
     """
     if config.dp_mode not in ("ddp_by_hand", "zero1", "zero2"):
-        return [(min(1.0, 1 / max(1, layers)), in_flight), (1.0, in_flight)]
-    total, bucket = 4 * sizes.params, max(bucket_mb * 2**20, 4 * sizes.tensor)
+        first_layer = min(1.0, 1 / max(1, layers))
+        return [(first_layer, in_flight), (1.0, in_flight)]
+
+    is_zero2 = config.dp_mode == "zero2"
+    total = 4 * sizes.params
+    bucket = max(bucket_mb * 2**20, 4 * sizes.tensor)
     moments = []
     for sent in range(math.ceil(total / bucket) + 1):
         done = min(sent * bucket, total)
-        own = min(done + bucket, total) - done if config.dp_mode == "zero2" else 0
-        arriving = min(done, IN_FLIGHT * bucket) * (2 if config.dp_mode == "zero2" else 1)
-        moments.append((done / total, min(in_flight, int(arriving + own))))
+        flying = min(done, IN_FLIGHT * bucket)
+        if is_zero2:
+            # The sent buckets beside their results, and the next bucket, which is being filled.
+            flying = 2 * flying + min(done + bucket, total) - done
+        moments.append((done / total, min(in_flight, int(flying))))
     return moments
 
 
@@ -260,66 +287,78 @@ def peak_memory(
     bucket_mb: float,
     accum: int = 1,
 ) -> int:
-    """Return the most bytes of a step: `at_peak` of `model_memory`'s parts, and of the
-    activations'.
+    """Return the most bytes of a step: `at_peak` of the parts of `model_memory` and of activations.
 
-    ranks: data ranks; one alone has no memory for gradients until the first micro batch's backward
-    makes them.
+    `ranks`: data ranks.
     """
-    layers, in_flight = max(1, len(units_of(model))), parts["in_flight"]
-    # Backward computes a block again, with copies of that block's weights
-    copies = activations.get("copies", 0)
-    gone = copies - copies // layers if config.activation_checkpointing == "block" else 0
+    layers = max(1, len(units_of(model)))
+    in_flight = parts["in_flight"]
+    state = sum(parts.values()) - in_flight
+
+    # Backward computes a block again with copies of its weights; those of all others are freed.
+    freed = 0
+    if config.activation_checkpointing == "block":
+        copies = activations.get("copies", 0)
+        freed = copies - copies // layers
+
+    # Where no bucket holds gradients, backward allocates them; with accumulation only once.
+    growing = 0
+    if config.dp_mode == "fsdp" or (ranks == 1 and accum == 1):
+        growing = parts["gradients"]
     moments = moments_of(config, Sizes.of(model), bucket_mb, in_flight, layers)
-    growing = parts["gradients"] if config.dp_mode == "fsdp" or (ranks == 1 and accum == 1) else 0
-    return at_peak(
-        sum(parts.values()) - in_flight, sum(activations.values()), moments, growing, gone
-    )
+    return at_peak(state, sum(activations.values()), moments, growing, freed)
+
+
+# What there really is.
 
 
 def held_bytes(
     model: nn.Module, gradients: Sequence[Tensor], optimizer: Optimizer
 ) -> dict[str, int]:
-    """Return the bytes of the storages behind a rank's weights, its `gradients`, and its optimizer
-    state, by part.
+    """Return the bytes of the storages behind weights, gradients and optimizer state, by part.
 
-    Call it between backward and zero_grad, when the weights are settled.
+    `gradients`: those that no parameter holds. Call it between backward and zero_grad.
     """
     params = list(model.parameters())
-    whole, state = [p.grad for p in params if p.grad is not None], _state_of(optimizer)
+    of_params = [p.grad for p in params if p.grad is not None]
     return {
         "parameters": _bytes(params),
-        "gradients": _bytes([*gradients, *whole]),
-        "optimizer": _bytes(state),
+        "gradients": _bytes([*gradients, *of_params]),
+        "optimizer": _bytes(_state_of(optimizer)),
     }
 
 
 def held_by_mirror(model: nn.Module, shards: Sequence[Shard], optimizer: Optimizer) -> int:
-    """Return the bytes of a mirror's gradients and optimizer state, and of weights that are not the
+    """Return the bytes of a mirror: gradients, optimizer state, and weights that are not the
     model's own.
     """
-    gradients = [shard.param.grad for shard in shards if shard.param.grad is not None]
-    own = {local_of(p).untyped_storage().data_ptr() for p in model.parameters()}
-    weights = [s.param for s in shards if local_of(s.param).untyped_storage().data_ptr() not in own]
-    return _bytes([*weights, *gradients, *_state_of(optimizer)])
+    own = {_storage(p).data_ptr() for p in model.parameters()}
+    tensors = _state_of(optimizer)
+    for shard in shards:
+        if shard.param.grad is not None:
+            tensors.append(shard.param.grad)
+        if _storage(shard.param).data_ptr() not in own:
+            tensors.append(shard.param)
+    return _bytes(tensors)
 
 
 def _state_of(optimizer: Optimizer) -> list[Tensor]:
     return [tensor for kept in optimizer.state.values() for tensor in kept.values()]
 
 
+def _storage(tensor: Tensor) -> UntypedStorage:
+    return local_of(tensor).untyped_storage()
+
+
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of all storages of the tensors; views of one count once."""
-    return sum(
-        {
-            s.data_ptr(): s.nbytes()
-            for s in (local_of(tensor).untyped_storage() for tensor in tensors)
-        }.values()
-    )
+    sizes = {}
+    for tensor in tensors:
+        storage = _storage(tensor)
+        sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
 
 
 def local_of(tensor: Any) -> Any:
-    """Return a rank's own part of a tensor that is cut over ranks; anything else is returned as it
-    is.
-    """
+    """Return a rank's own part of a tensor that is cut over ranks; other values are unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,12 +1,11 @@
-"""Which rank holds what of each parameter, and which updates it: the cuts of a run, made on the
-meta device.
+"""The ranks that hold and that update each piece of a parameter.
 
-Nothing communicates and no memory is taken: the same functions cut the model as in a run, for one
-rank after another.
+The same functions cut the model as in a run, on the meta device, for one rank after another.
+Nothing communicates and no memory is taken.
 
-    held      the weights that a rank has: all of them, a stage's (pp), some heads and hidden units (tp), experts
-              (ep), or rows (fsdp)
-    updated   of these, what its optimizer updates: all, or a slice of each gradient bucket (zero1, zero2)
+    held      the weights of a rank: all of them, a stage's (pp), some heads and hidden units (tp),
+              experts (ep), or rows (fsdp)
+    updated   those that its optimizer updates: all, or a slice of each gradient bucket (zero1, zero2)
 """
 
 from __future__ import annotations
@@ -42,17 +41,13 @@ class Holder:
 
 
 def rank_model(config: Config, classes: int, dtype: torch.dtype, place: Coords) -> nn.Module:
-    """Return the model as the rank at `place` has it before data parallelism shares it, on the meta
-    device.
-    """
+    """Return the model of the rank at `place` on the meta device, before data parallelism cuts it."""
     with torch.device("meta"):
         model = build_model(config, classes).to(dtype)
-        for cut, name, size, index in (
-            (tp.cut, "tp", config.tp, place.tp),
-            (ep.cut, "ep", config.ep, place.ep),
-        ):
-            if size > 1:
-                cut(model, _axis(name, size, index))
+        if config.tp > 1:
+            tp.cut(model, _axis("tp", config.tp, place.tp))
+        if config.ep > 1:
+            ep.cut(model, _axis("ep", config.ep, place.ep))
         if config.pp > 1:
             split(model, place.pp, config.pp, config.chunks)
     return model
@@ -61,41 +56,47 @@ def rank_model(config: Config, classes: int, dtype: torch.dtype, place: Coords) 
 def holders_of(
     config: Config, layout: Layout, bucket_mb: float, model_at: Callable[[Coords], nn.Module]
 ) -> list[Holder]:
-    """Return what each rank has, by rank; `model_at` makes the model of a place, as `rank_model`
-    does.
+    """Return the holder of each rank. `model_at` makes the model of a place, as `rank_model` does.
 
     Raises ConfigError for too many ranks.
     """
     if layout.world_size > MOST_RANKS:
         raise ConfigError(
             f"world_size = {layout.world_size}: the shards of at most {MOST_RANKS} ranks are laid "
-            "out one by one; "
-            "lower --world_size, or see `nanoray launch --dry_run --world_size N` for bytes and "
-            "memory at any scale"
+            "out one by one; lower --world_size, or see `nanoray launch --dry_run --world_size N` "
+            "for bytes and memory at any scale"
         )
-    places = [layout.coords(rank) for rank in range(layout.world_size)]
+    # Data replicas have the same model, so each place of the other axes is cut once.
     models: dict[tuple[int, int, int], nn.Module] = {}
-    found = []
-    for place in places:
-        key = place.tp, place.pp, place.ep
+    holders = []
+    for rank in range(layout.world_size):
+        place = layout.coords(rank)
+        key = (place.tp, place.pp, place.ep)
         if key not in models:
             models[key] = model_at(place)
-        held = whole_pieces(models[key])
-        if layout.dp == 1 or config.dp_mode in ("ddp", "ddp_by_hand"):
-            found.append(Holder(place, held, held))
-        elif config.dp_mode == "fsdp":
-            sizes = {name: p.shape[0] for name, p in models[key].named_parameters()}
-            rows = {
-                name: rows_of(piece, sizes[name], layout.dp, place.dp)
-                for name, piece in held.items()
-            }
-            rows = {name: piece for name, piece in rows.items() if piece.numel}
-            found.append(Holder(place, rows, rows))
-        else:
-            found.append(
-                Holder(place, held, _slices(models[key], config, layout, place, bucket_mb))
-            )
-    return found
+        model = models[key]
+        held = whole_pieces(model)
+        updated = held
+        if layout.dp > 1 and config.dp_mode == "fsdp":
+            held = _rows(model, held, layout, place)
+            updated = held
+        elif layout.dp > 1 and config.dp_mode in ("zero1", "zero2"):
+            updated = _slices(model, config, layout, place, bucket_mb)
+        holders.append(Holder(place, held, updated))
+    return holders
+
+
+def _rows(
+    model: nn.Module, whole: dict[str, Piece], layout: Layout, place: Coords
+) -> dict[str, Piece]:
+    """Return the rows that the rank at `place` holds with fsdp; short tensors leave some ranks none."""
+    pieces = {}
+    for name, p in model.named_parameters():
+        if name in whole:
+            piece = rows_of(whole[name], p.shape[0], layout.dp, place.dp)
+            if piece.numel:
+                pieces[name] = piece
+    return pieces
 
 
 def _slices(
@@ -113,11 +114,6 @@ def _slices(
 
 
 def _axis(name: str, size: int, index: int) -> Axis:
-    """Return an axis of ranks that are not there."""
-    return Axis(
-        name,
-        tuple(range(size)),
-        index,
-        None,
-        Mesh(index, size, 0, torch.device("meta"), "none", "dry run"),
-    )
+    """Return an axis without a process group: the other ranks do not exist."""
+    mesh = Mesh(index, size, 0, torch.device("meta"), "none", "dry run")
+    return Axis(name, tuple(range(size)), index, None, mesh)

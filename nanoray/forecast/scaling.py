@@ -19,19 +19,14 @@ class Derived(NamedTuple):
 # nanochat's reference point: depth 12 (width 768, vocabulary 32,768) trained on r = 12 tokens per
 # scaling parameter with 2^19 tokens a batch. The rules move a recipe tuned there to another size.
 _REF_BATCH_TOKENS = 2**19
-
-
 _REF_SCALING_PARAMS = 12 * 12 * 768**2 + 32768 * 768
-
-
 _REF_TOKENS_PER_PARAM = 12.0
 
 
 def derive_scaling(
     config: Config, given: frozenset[str], scaling_params: int, dp: int
 ) -> tuple[Config, list[Derived]]:
-    """Apply nanochat's scaling rules: tokens from model size, batch from tokens, rate and decay
-    from the batch.
+    """Derive tokens from the model's size, batch from tokens, rate and decay from the batch.
 
     D = r·S; B = B_ref·(D/D_ref)^0.383 rounded to a power of two; lr ∝ √(B/B_ref); weight decay ∝
     √(B/B_ref)·D_ref/D. `lr`, `muon_lr` and `weight_decay` of the configuration are taken as the
@@ -46,14 +41,16 @@ def derive_scaling(
     else:
         batch_tokens = 2 ** round(math.log2(_REF_BATCH_TOKENS * (tokens / ref_tokens) ** 0.383))
         sequences = max(1, round(batch_tokens / config.block_size / unit)) * unit
+    steps = config.max_steps
+    if "max_steps" not in given:
+        steps = max(1, round(tokens / (sequences * config.block_size)))
+
+    # The noise of a gradient falls with the root of the batch, so rates may rise with it.
     ratio = sequences * config.block_size / _REF_BATCH_TOKENS
-    steps = (
-        config.max_steps
-        if "max_steps" in given
-        else max(1, round(tokens / (sequences * config.block_size)))
-    )
-    decay = config.weight_decay * math.sqrt(ratio) * ref_tokens / tokens
     lr_factor = math.sqrt(ratio)
+    decay = config.weight_decay * lr_factor * ref_tokens / tokens
+    by_batch = f"√(B/B_ref = {ratio:.3g})"
+
     derived = [
         Derived(
             "global_batch_size",
@@ -67,26 +64,18 @@ def derive_scaling(
             f"D = {config.tokens_per_param:g} tok × S = {scaling_params:,} parameters = "
             f"{tokens:.3g} tok",
         ),
-        Derived("lr", config.lr * lr_factor, f"{config.lr:g} × √(B/B_ref = {ratio:.3g})"),
-        *(
-            [
-                Derived(
-                    "muon_lr",
-                    config.muon_lr * lr_factor,
-                    f"{config.muon_lr:g} × √(B/B_ref = {ratio:.3g})",
-                )
-            ]
-            if config.optimizer == "muon"
-            else []
-        ),
-        Derived(
-            "min_lr", config.min_lr * lr_factor, f"{config.min_lr:g} × √(B/B_ref = {ratio:.3g})"
-        ),
+        Derived("lr", config.lr * lr_factor, f"{config.lr:g} × {by_batch}"),
+    ]
+    if config.optimizer == "muon":
+        derived.append(
+            Derived("muon_lr", config.muon_lr * lr_factor, f"{config.muon_lr:g} × {by_batch}")
+        )
+    derived += [
+        Derived("min_lr", config.min_lr * lr_factor, f"{config.min_lr:g} × {by_batch}"),
         Derived(
             "weight_decay",
             decay,
-            f"{config.weight_decay:g} × √(B/B_ref = {ratio:.3g}) × D_ref/D = "
-            f"{ref_tokens / tokens:.3g}",
+            f"{config.weight_decay:g} × {by_batch} × D_ref/D = {ref_tokens / tokens:.3g}",
         ),
     ]
     derived = [d for d in derived if d.key not in given]

@@ -20,9 +20,9 @@ NOTHING = Cost(0.0, 0.0)
 
 
 class Bucket(NamedTuple):
-    """Gradients that travel together: ready after that much of backward's own work."""
+    """Gradients that are sent together."""
 
-    ready_s: float
+    ready_s: float  # seconds of backward's own work, after which they are complete
     nbytes: int
 
 
@@ -34,9 +34,9 @@ class Step:
     backward_s: float
     optimizer_s: float
     buckets: tuple[Bucket, ...]  # in the order in which they get ready
-    # In forward, in backward: for sums in the midst of the layers
+    # Of forward and of backward: sums in the midst of the layers, for which compute waits
     waits: tuple[Cost, Cost] = (NOTHING, NOTHING)
-    one_link: bool = True  # buckets travel on the link of those sums, too
+    one_link: bool = True  # whether buckets share the link of those sums
 
     @property
     def compute_s(self) -> float:
@@ -54,16 +54,12 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What happened when in a simulated step."""
+    """The events of a simulated step, and their sums."""
 
     events: tuple[Event, ...]
     step_s: float
     busy_s: float  # some collective was running
     exposed_s: float  # of it: backward was over, and the optimizer waited
-
-    @property
-    def hidden_s(self) -> float:
-        return self.busy_s - self.exposed_s
 
 
 @dataclass(eq=False)
@@ -77,6 +73,20 @@ class _Task:
     start_s: float = 0.0
     closes: bool = False  # a stretch of backward, after which a bucket is ready
 
+    @property
+    def in_latency(self) -> bool:
+        return self.left[0] > 0
+
+    @property
+    def work_s(self) -> float:
+        """Seconds left of the latency, or of the transfer that follows it."""
+        return self.left[0] if self.in_latency else self.left[1]
+
+    def advance(self, seconds: float, is_over: bool) -> None:
+        """Work off `seconds` of latency or transfer. `is_over`: all of it, without a rounding error."""
+        part = 0 if self.in_latency else 1
+        self.left[part] = 0.0 if is_over else self.left[part] - seconds
+
 
 def simulate(
     step: Step,
@@ -87,75 +97,91 @@ def simulate(
 ) -> Schedule:
     """Simulate one step of a rank; all ranks are equal.
 
-    What the rank waits for in the midst of its layers (step.waits) comes in turn with its own
-    compute. Backward hands over buckets; collectives start in that order, each on the first free
-    one of `lanes`; the optimizer waits for the last. Transfers in flight at the same time share the
-    link equally. Compute keeps `threads` cores busy and a collective `Cost.cpu` of them; when
-    together they want more than `cores`, this rank's share of the machine, all slow down equally
-    (processor sharing): so no step is shorter than its CPU work over its cores.
+    Compute and the sums that it waits for (step.waits) alternate. Buckets become ready in backward;
+    their collectives start in that order, each on the first free one of `lanes`; the optimizer waits
+    for the last. Transfers in flight at the same time share the link equally. Compute keeps
+    `threads` cores busy and a collective `Cost.cpu` of them. When together they need more than
+    `cores`, this rank's share of the machine, all slow down equally (processor sharing), so no step
+    is shorter than its CPU work over its cores.
     """
     compute = _chain(step, threads)
-    queue, running, events = deque(enumerate(step.buckets)), list[_Task](), list[Event]()
-    now = busy_s = backward_end = 0.0
+    queue = deque(enumerate(step.buckets))
+    running: list[_Task] = []  # collectives
+    events: list[Event] = []
+    now_s = 0.0
+    busy_s = 0.0
+    backward_end_s = 0.0
+
     while compute or running:
         tasks = [*running, compute[0]] if compute else running
-        pace = min(1.0, cores / max(sum(t.cpu for t in tasks), 1e-12))
-        moving = [
-            t
-            for t in tasks
-            if not t.left[0] and (t in running or (t.track == "waits" and step.one_link))
-        ]
-        rates = [pace / len(moving) if t in moving else pace for t in tasks]
-        needs = [(t.left[0] or t.left[1]) / rate for t, rate in zip(tasks, rates, strict=True)]
-        wait = min(needs)
-        now, busy_s = now + wait, busy_s + (wait if running else 0.0)
+
+        # Go to the moment at which the first task ends its latency, transfer or compute.
+        rates = _rates(tasks, running, step.one_link, cores)
+        needs = [task.work_s / rate for task, rate in zip(tasks, rates, strict=True)]
+        wait_s = min(needs)
+        now_s += wait_s
+        if running:
+            busy_s += wait_s
         for task, rate, need in zip(tasks, rates, needs, strict=True):
-            part = 0 if task.left[0] else 1
-            task.left[part] = 0.0 if need <= wait * (1 + 1e-12) else task.left[part] - wait * rate
-        done = [t for t in tasks if not any(t.left)]
-        events += [Event(t.track, t.name, t.start_s, now) for t in done]
-        running = [t for t in running if t not in done]
+            # Tasks that end together differ by a rounding error, which must not become an event.
+            task.advance(wait_s * rate, is_over=need <= wait_s * (1 + 1e-12))
+
+        # Take away what is done. The next task of the chain begins at once.
+        done = [task for task in tasks if not any(task.left)]
+        events += [Event(task.track, task.name, task.start_s, now_s) for task in done]
+        running = [task for task in running if task not in done]
         if compute and compute[0] in done:
             compute.popleft()
             if compute:
-                compute[0].start_s = now
+                compute[0].start_s = now_s
             else:
-                backward_end = now
-        ready = len(step.buckets) + 1 - sum(t.closes for t in compute)
-        taken = {t.track for t in running}
-        for lane in (f"lane {i}" for i in range(lanes) if f"lane {i}" not in taken):
+                backward_end_s = now_s
+
+        # Start collectives of ready buckets on free lanes.
+        ready = len(step.buckets) + 1 - sum(task.closes for task in compute)
+        taken = {task.track for task in running}
+        free = [f"lane {lane}" for lane in range(lanes) if f"lane {lane}" not in taken]
+        for lane in free:
             if queue and queue[0][0] < ready:
                 index, bucket = queue.popleft()
                 price = collective(bucket.nbytes)
-                running.append(
-                    _Task(
-                        lane, f"bucket {index}", [price.latency_s, price.transfer_s], price.cpu, now
-                    )
-                )
-    end = now + step.optimizer_s * max(1.0, threads / cores)
-    return Schedule(
-        (*events, Event("compute", "optimizer", now, end)), end, busy_s, now - backward_end
-    )
+                left = [price.latency_s, price.transfer_s]
+                running.append(_Task(lane, f"bucket {index}", left, price.cpu, now_s))
+
+    end_s = now_s + step.optimizer_s * max(1.0, threads / cores)
+    events.append(Event("compute", "optimizer", now_s, end_s))
+    return Schedule(tuple(events), end_s, busy_s, exposed_s=now_s - backward_end_s)
+
+
+def _rates(tasks: list[_Task], running: list[_Task], one_link: bool, cores: float) -> list[float]:
+    """Return the speed of each task: 1 where neither cores nor the link are short."""
+    wanted_cores = sum(task.cpu for task in tasks)
+    pace = min(1.0, cores / max(wanted_cores, 1e-12))
+
+    def is_on_link(task: _Task) -> bool:
+        shares_link = task in running or (task.track == "waits" and one_link)
+        return shares_link and not task.in_latency
+
+    transfers = sum(is_on_link(task) for task in tasks)
+    return [pace / transfers if is_on_link(task) else pace for task in tasks]
 
 
 def _chain(step: Step, threads: float) -> deque[_Task]:
-    """Return what the rank does one after the other: forward, then a stretch of backward per
-    bucket, and the rest.
+    """Return the tasks of the rank's own order: forward, a stretch of backward per bucket, the rest.
 
-    What it waits for is spread over backward in proportion.
+    The waits of backward are spread over its stretches in proportion.
     """
+    stretches = [("forward", step.forward_s, step.waits[0], 1.0)]
     marks = [0.0, *(bucket.ready_s for bucket in step.buckets), step.backward_s]
-    parts = [("forward", step.forward_s, step.waits[0], 1.0)]
-    parts += [
-        ("backward", b - a, step.waits[1], (b - a) / (step.backward_s or 1.0))
-        for a, b in pairwise(marks)
-    ]
+    for start_s, end_s in pairwise(marks):
+        share = (end_s - start_s) / (step.backward_s or 1.0)
+        stretches.append(("backward", end_s - start_s, step.waits[1], share))
+
     chain = deque[_Task]()
-    for name, seconds, wait, share in parts:
+    for name, seconds, wait, share in stretches:
         chain.append(_Task("compute", name, [seconds, 0.0], threads))
         if wait.seconds * share:
-            chain.append(
-                _Task("waits", name, [wait.latency_s * share, wait.transfer_s * share], wait.cpu)
-            )
+            left = [wait.latency_s * share, wait.transfer_s * share]
+            chain.append(_Task("waits", name, left, wait.cpu))
         chain[-1].closes = name == "backward"
     return chain

@@ -1,5 +1,4 @@
-"""One forward and backward of a model, watched module by module: shapes, connections, FLOPs, what
-is kept for backward.
+"""Watch one forward and backward of a model module by module: shapes, connections, FLOPs, memory.
 
 On fake tensors nothing is computed and no memory is taken; on real ones the same figures are
 measured.
@@ -36,9 +35,7 @@ _aten = torch.ops.aten
 
 @dataclass
 class Seen:
-    """What a trial has seen of one module. FLOPs and bytes are its own, without those of the
-    modules inside of it.
-    """
+    """The records of one module. FLOPs and bytes exclude those of the modules inside of it."""
 
     calls: int = 0
     inputs: list[tuple[Shape, str]] = field(default_factory=list)  # shape and dtype of each tensor
@@ -51,12 +48,10 @@ class Seen:
 
 
 class Trial:
-    """A forward and a backward of `model`; `seen` tells of each module by its name."""
+    """A forward and a backward of `model`; `seen` has the records of each module by its name."""
 
     def __init__(self, model: nn.Module, state: dict[str, Tensor] | None = None) -> None:
-        """Get ready to watch. `state`: tensors by name that stand in for the model's parameters and
-        buffers.
-        """
+        """Prepare the records. `state`: tensors by name that replace parameters and buffers."""
         self._model = model
         named = [*model.named_parameters(), *model.named_buffers()]
         state = dict(named) if state is None else state
@@ -70,20 +65,18 @@ class Trial:
         self._inside: list[str] = []  # modules that run, the innermost last
         # Autograd's nodes, and ids of tensors without one: who returned them
         self._made: dict[Any, list[str]] = {}
-        self._given: list[Tensor] = []
+        self._given: list[Tensor] = []  # inputs and targets
         self._alive: list[Tensor] = []
         # Autograd's sequence number at each change of the innermost module
         self._turns: list[tuple[int, str]] = []
 
     @property
     def kept(self) -> int:
-        """Bytes of all that waits for backward."""
+        """Bytes that all modules keep for backward."""
         return sum(seen.kept for seen in self.seen.values())
 
     def forward(self, call: Callable[[], Tensor], given: Iterable[Any] = ()) -> Tensor:
-        """Watch `call`, which returns a loss; `given` are the inputs and targets that it passes to
-        the model.
-        """
+        """Watch `call`, which returns a loss. `given`: the inputs and targets of the model."""
         self._given = [leaf for leaf in tree_leaves([*given]) if isinstance(leaf, Tensor)]
         hooks = []
         self._turn()
@@ -112,27 +105,27 @@ class Trial:
         self._kept.clear()
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        seen, tensors = (
-            self.seen[name],
-            [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)],
-        )
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        seen = self.seen[name]
         seen.calls += 1
         if seen.calls == 1:
-            seen.inputs = [_told(t) for t in tensors]
+            seen.inputs = [_describe(t) for t in tensors]
         for tensor in tensors:
-            seen.reads += [
-                source for source in self._sources(name, tensor) if source not in seen.reads
-            ]
+            for source in self._sources(name, tensor):
+                if source not in seen.reads:
+                    seen.reads.append(source)
         self._inside.append(name)
         self._turn()
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
         if self.seen[name].calls == 1:
-            self.seen[name].outputs = [_told(t) for t in tensors]
+            self.seen[name].outputs = [_describe(t) for t in tensors]
         for tensor in tensors:
             self._made.setdefault(tensor.grad_fn or id(tensor), []).append(name)
-        self._alive += [tensor for tensor in tensors if tensor.grad_fn is None]
+            # An id is unique only while its tensor lives.
+            if tensor.grad_fn is None:
+                self._alive.append(tensor)
         self._inside.pop()
         self._turn()
 
@@ -151,80 +144,92 @@ class Trial:
         return tensor
 
     def _sources(self, name: str, tensor: Tensor) -> list[str]:
-        """Return what a tensor, which `name` reads, was made of: the outermost modules, weights, or
-        inputs.
-        """
-        todo: list[Any] = [tensor.grad_fn or id(tensor)]
-        found, done = list[str](), set[Any]()
+        """Return the sources of a tensor that `name` reads: outermost modules, weights or inputs."""
         if any(tensor is given for given in self._given):
             return ["inputs"]
+
+        # Walk autograd's graph back until each path meets a module's result or a weight.
+        todo: list[Any] = [tensor.grad_fn or id(tensor)]
+        done: set[Any] = set()
+        sources: list[str] = []
         while todo:
             node = todo.pop()
             if node is None or node in done:
                 continue
             done.add(node)
-            makers = [
-                m for m in self._made.get(node, ()) if m and not f"{name}.".startswith(f"{m}.")
-            ]
+            makers = [maker for maker in self._made.get(node, ()) if not _contains(maker, name)]
             if makers:
-                found.append(min(reversed(makers), key=lambda maker: maker.count(".")))
+                sources.append(min(reversed(makers), key=lambda maker: maker.count(".")))
             elif not isinstance(node, int):
                 if hasattr(node, "variable"):
-                    found.append(self._names.get(id(node.variable), "?"))
+                    sources.append(self._names.get(id(node.variable), "?"))
                 todo += [following for following, _ in node.next_functions]
-        return list(dict.fromkeys(reversed(found)))
+        return list(dict.fromkeys(reversed(sources)))
 
     def _find_unused(self, loss: Tensor) -> None:
-        """Note the modules with results in autograd's graph of which none leads to the loss."""
-        todo, used = [loss.grad_fn], set[Any]()
+        """Record the modules with results in autograd's graph of which none leads to the loss."""
+        todo = [loss.grad_fn]
+        used: set[Any] = set()
         while todo:
             node = todo.pop()
             if node is not None and node not in used:
                 used.add(node)
                 todo += [following for following, _ in node.next_functions]
-        made, led = set[str](), set[str]()
+
+        with_results: set[str] = set()
+        with_use: set[str] = set()
         for node, names in self._made.items():
-            if not isinstance(node, int):
-                made |= {*names}
-                led |= {*names} if node in used else set()
-        self.unused = [name for name in self.seen if name in made - led]
+            if isinstance(node, int):
+                continue  # a result without a node, such as an index
+            with_results.update(names)
+            if node in used:
+                with_use.update(names)
+        self.unused = [name for name in self.seen if name in with_results - with_use]
 
     def _count_forward(self, flops: int) -> None:
         self.seen[self._now].forward_flops += flops
 
     def _count_backward(self, flops: int) -> None:
-        node, name = torch._C._current_autograd_node(), ""
+        # The module that was innermost when forward made the node that runs now.
+        node = torch._C._current_autograd_node()
+        name = ""
         if node is not None:
-            at = bisect(self._turns, node._sequence_nr(), key=lambda turn: turn[0]) - 1
-            name = self._turns[max(0, at)][1]
+            place = bisect(self._turns, node._sequence_nr(), key=lambda turn: turn[0]) - 1
+            name = self._turns[max(0, place)][1]
         self.seen[name].backward_flops += flops
+
+
+def _contains(outer: str, inner: str) -> bool:
+    """Return whether module `outer` is `inner` or contains it; the model itself contains all."""
+    return not outer or f"{inner}.".startswith(f"{outer}.")
 
 
 def trial_on_fakes(
     model: nn.Module, loss: Loss, x: Any, y: Any, precision: str, backward: bool = False
 ) -> Trial:
-    """Return the trial of a micro batch, as it would be on a CPU. The model may be on the meta
-    device.
+    """Return the trial of a micro batch as on a CPU. The model may be on the meta device.
 
     Nothing is computed: fake tensors have shapes and types only. Raises what the model raises on
     them.
     """
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         named = [*model.named_parameters(), *model.named_buffers()]
-        state: dict[str, Tensor] = {
-            name: torch.empty_like(t, device="cpu").requires_grad_(t.requires_grad)
-            if t.is_meta
-            else mode.from_tensor(t)
-            for name, t in named
-        }
+        state: dict[str, Tensor] = {}
+        for name, tensor in named:
+            if tensor.is_meta:
+                fake = torch.empty_like(tensor, device="cpu")
+                state[name] = fake.requires_grad_(tensor.requires_grad)
+            else:
+                state[name] = mode.from_tensor(tensor)
         inputs = tree_map_only(Tensor, mode.from_tensor, (x, y))
         trial = Trial(model, state)
 
         def run() -> None:
             with autocast("cpu", precision):
-                made = trial.forward(lambda: loss(model, *inputs), inputs)
-            if backward:  # here, as activation checkpointing computes again with the same stand-ins
-                trial.backward(made)
+                fake_loss = trial.forward(lambda: loss(model, *inputs), inputs)
+            # Inside of the call, because activation checkpointing repeats a forward with the fakes.
+            if backward:
+                trial.backward(fake_loss)
 
         of_model = {f"model.{name}": tensor for name, tensor in state.items()}
         torch.func.functional_call(_Around(model), of_model, (run,))
@@ -232,9 +237,7 @@ def trial_on_fakes(
 
 
 class _Around(nn.Module):
-    """A module around a model, whose call runs something while other tensors are in the place of
-    its parameters.
-    """
+    """A module around a model. functional_call runs a function in it with replaced parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -244,12 +247,13 @@ class _Around(nn.Module):
         run()
 
 
-def _told(tensor: Tensor) -> tuple[Shape, str]:
+def _describe(tensor: Tensor) -> tuple[Shape, str]:
+    """Return shape and dtype."""
     return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
 
 class _Flops(TorchDispatchMode):
-    """Tells `count` the FLOPs of each operation that torch knows them of."""
+    """Passes to `count` the FLOPs of each operation for which torch has a formula."""
 
     def __init__(self, count: Callable[[int], None]) -> None:
         super().__init__()

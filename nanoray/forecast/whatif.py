@@ -1,20 +1,19 @@
-"""Predict a run's step for another link, bucket size, number of ranks or all-reduce, from its own
-traced steps.
+"""Predict a run's step for another link, bucket size, rank count or all-reduce, from its trace.
 
     comm/steps.jsonl ─┬─ even ones ─► compute, buckets, link ─► simulate() ─┬─► the step as it was ─┐
                       │                                                     └─► what if             ├─ error
                       └─ odd ones ──► the step as measured ─────────────────────────────────────────┘
 
 The compute of a step is that of its slowest rank, bucket by bucket. The link is a fit of the
-buckets' all-reduces; of the time in which several of them are in flight, each counts its part, so
-in the simulation they follow each other. What it leaves out: on a CPU, less communication also
-leaves more cores to compute.
+buckets' all-reduces; they share the time in which several of them are in flight, so in the
+simulation they follow each other. Left out: on a CPU, less communication also leaves more cores for
+compute.
 
     ddp            buckets: all-reduce beside backward
-    zero1, zero2   buckets: reduce-scatter beside backward; then all-gather of the weights beside log and data, and what
-                   is left of it before forward
-    fsdp on CPU    all-gathers and reduce-scatters of units, for which forward and backward wait; on a GPU they run
-                   beside compute, and the trace does not say how much of it they take
+    zero1, zero2   buckets: reduce-scatter beside backward; then an all-gather of the weights beside
+                   log and data, whose rest delays forward
+    fsdp on CPU    all-gathers and reduce-scatters of units, for which forward and backward wait; on
+                   a GPU they run beside compute, and the trace does not measure how much they take
 
 A reduce-scatter and an all-gather take half as long as an all-reduce each. Sums of single numbers
 count as compute.
@@ -53,21 +52,18 @@ from nanoray.trace.log import PAUSES
 from nanoray.trace.timeline import group_of
 
 KNOWN = {"grad_compress": "none", "tp": 1, "pp": 1, "ep": 1}
-PARTS = ("forward", "backward", "optimizer")
 MODES = ("ddp", "zero1", "zero2", "fsdp")
-# Where the state is sharded
+# Collectives of a sharded state, by the function that prices them
 SHARED = {"all_gather": all_gather, "reduce_scatter": all_to_all, "send_recv": send}
-# To simulate them takes two seconds, and four times as long for twice as many
+# Their simulation takes two seconds, and four times as long for twice as many
 MOST_BUCKETS = 10_000
 Times = list[tuple[int, float]]  # (bytes, seconds) of all-reduces
 
 
 class Wait(NamedTuple):
-    """A collective that a rank waits for, and where: 0 before the last backward, 1 in it, 2 after
-    its buckets.
-    """
+    """A collective for which compute waits."""
 
-    where: int
+    where: int  # 0: before the last backward, 1: in it, 2: after its buckets
     op: str
     nbytes: int
 
@@ -76,7 +72,7 @@ class Wait(NamedTuple):
 class Traced:
     """One traced step."""
 
-    step: Step  # what the slowest rank computed
+    step: Step  # the compute of the slowest rank
     step_s: float  # as measured, mean over ranks
     times: Times
     waits: tuple[Wait, ...]
@@ -85,9 +81,7 @@ class Traced:
 
 @dataclass(frozen=True)
 class Past:
-    """What the even traced steps of a run say of its compute and link, and the odd ones of its
-    steps.
-    """
+    """The model of a run: compute and link from its even traced steps, step times from the odd."""
 
     mode: str
     ranks: int
@@ -96,146 +90,222 @@ class Past:
     waits: tuple[Wait, ...]
     between_s: float
     link: Fit | Link
-    alone: tuple[float, ...]  # measured steps that nothing was taken from
+    alone: tuple[float, ...]  # measured steps that the model was not made from
 
 
 @dataclass(frozen=True)
 class Question:
-    """One thing to ask; what is None stays as it was."""
+    """A change to predict. None: as in the run."""
 
     bucket_mb: float | None = None
     ranks: int | None = None
     allreduce: str | None = None
 
     def __str__(self) -> str:
-        parts = (f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"
-                 for key, value in vars(self).items() if value is not None)  # fmt: skip
+        parts = []
+        for key, value in vars(self).items():
+            if isinstance(value, float):
+                parts.append(f"{key} {value:g}")
+            elif value is not None:
+                parts.append(f"{key} {value}")
         return ", ".join(parts) or "another link"
 
 
+class _RankTimes(NamedTuple):
+    """The milliseconds of one rank in a traced step."""
+
+    before: float  # phases before the last backward
+    after: float  # from the end of the last bucket, without pauses
+    between: float  # phases before the first forward, and the log
+    begun: float  # the moment at which the last backward begins
+    ended: float  # the moment at which the last bucket has arrived
+
+
 def parts_of(step: dict[str, Any]) -> Traced:
-    """Return what a line of steps.jsonl says of a step's compute, its buckets, and what it waits
-    for.
-    """
+    """Return the compute, the buckets and the waits of a line of steps.jsonl."""
     buckets = sorted(
-        (c for c in step["collectives"] if c["bucket"] is not None),
-        key=lambda c: max(c["enqueue_ms"]),
+        (call for call in step["collectives"] if call["bucket"] is not None),
+        key=lambda call: max(call["enqueue_ms"]),
     )
     calls = [
-        c
-        for c in step["collectives"]
-        if c["bucket"] is None and c["op"] in SHARED and c["phase"] not in PAUSES
+        call
+        for call in step["collectives"]
+        if call["bucket"] is None and call["op"] in SHARED and call["phase"] not in PAUSES
     ]
-    before, after, begun, ended, between = [], [], [], [], []
-    for rank, phases in enumerate(step["phases"]):
-        last = max(i for i, (name, _, _) in enumerate(phases) if name == "backward")
-        first = next(i for i, (name, _, _) in enumerate(phases) if name == "forward")
-        spans = [0.0 if name in PAUSES else end - start for name, start, end in phases]
-        sent = max((c["end_ms"][rank] for c in buckets), default=phases[last][2])
-        before.append(sum(spans[:last]))
-        # Backward does not end with its sums
-        after.append(max(0.0, phases[last][2] - sent) + sum(spans[last + 1 :]))
-        between.append(
-            sum(span for i, span in enumerate(spans) if i < first or phases[i][0] == "log")
-        )
-        begun.append(phases[last][1])
-        ended.append(sent)
-    where = [(c["start_ms"][0] >= begun[0]) + (c["start_ms"][0] >= ended[0]) for c in calls]
-    waits = tuple(Wait(i, c["op"], c["bytes"]) for i, c in zip(where, calls, strict=True))
-    waited = [
-        1e-3 * sum(c["time_us"] for at, c in zip(where, calls, strict=True) if at == i)
-        for i in range(3)
+    of_ranks = [
+        _rank_times(phases, [bucket["end_ms"][rank] for bucket in buckets])
+        for rank, phases in enumerate(step["phases"])
     ]
-    at = statistics.fmean(begun)
-    ready = [max(1e-3, max(c["enqueue_ms"]) - at) for c in buckets]
-    marks = tuple(Bucket(1e-3 * ms, c["bytes"]) for ms, c in zip(ready, buckets, strict=True))
-    forward_s = 1e-3 * max(0.0, statistics.fmean(before) - waited[0])
-    backward_s = (
-        marks[-1].ready_s if marks else 1e-3 * max(0.0, statistics.fmean(ended) - at - waited[1])
-    )
-    own = Step(forward_s, backward_s, 1e-3 * max(0.0, statistics.fmean(after) - waited[2]), marks)
-    flights = [(max(c["start_ms"]), max(c["start_ms"]) + 1e-3 * c["time_us"]) for c in buckets]
-    times = [(c, 1e-3 * ms) for c, ms in zip(buckets, shared(flights), strict=True)]
-    times = times or [(c, 1e-6 * c["time_us"]) for c in calls if c["op"] != "send_recv"]
-    halves = [(c["bytes"], seconds * (1 if c["op"] == "all_reduce" else 2)) for c, seconds in times]
+
+    # The calls for which compute waits, by their place in the step.
+    begun = of_ranks[0].begun
+    ended = of_ranks[0].ended
+    waits = []
+    waited_ms = [0.0, 0.0, 0.0]
+    for call in calls:
+        start = call["start_ms"][0]
+        where = (start >= begun) + (start >= ended)
+        waits.append(Wait(where, call["op"], call["bytes"]))
+        waited_ms[where] += call["time_us"] / 1e3
+
+    # Compute is a phase without the waits inside of it, mean over the ranks.
+    def mean(key: str) -> float:
+        return statistics.fmean(getattr(times, key) for times in of_ranks)
+
+    backward_begin_ms = mean("begun")
+    ready = []
+    for bucket in buckets:
+        ready_ms = max(1e-3, max(bucket["enqueue_ms"]) - backward_begin_ms)
+        ready.append(Bucket(1e-3 * ready_ms, bucket["bytes"]))
+    forward_s = 1e-3 * max(0.0, mean("before") - waited_ms[0])
+    optimizer_s = 1e-3 * max(0.0, mean("after") - waited_ms[2])
+    if ready:
+        backward_s = ready[-1].ready_s
+    else:
+        backward_s = 1e-3 * max(0.0, mean("ended") - backward_begin_ms - waited_ms[1])
+
     return Traced(
-        own, 1e-3 * step["figures"]["step_ms"], halves, waits, 1e-3 * statistics.fmean(between)
+        step=Step(forward_s, backward_s, optimizer_s, tuple(ready)),
+        step_s=1e-3 * step["figures"]["step_ms"],
+        times=_all_reduce_times(buckets, calls),
+        waits=tuple(waits),
+        between_s=1e-3 * mean("between"),
     )
+
+
+def _rank_times(phases: Sequence[tuple[str, float, float]], bucket_ends: list[float]) -> _RankTimes:
+    """Return the times of a rank from its phases: (name, start, end) in milliseconds."""
+    names = [name for name, _, _ in phases]
+    first_forward = names.index("forward")
+    last_backward = max(i for i, name in enumerate(names) if name == "backward")
+    spans = [0.0 if name in PAUSES else end - start for name, start, end in phases]
+    _, begun, backward_end = phases[last_backward]
+    ended = max(bucket_ends, default=backward_end)
+
+    between = sum(
+        span
+        for i, (name, span) in enumerate(zip(names, spans, strict=True))
+        if i < first_forward or name == "log"
+    )
+    # Backward may compute for a while after its last sum.
+    after = max(0.0, backward_end - ended) + sum(spans[last_backward + 1 :])
+    return _RankTimes(sum(spans[:last_backward]), after, between, begun, ended)
+
+
+def _all_reduce_times(buckets: list[dict[str, Any]], calls: list[dict[str, Any]]) -> Times:
+    """Return bytes and seconds of each bucket or, without buckets, of each gather and scatter.
+
+    Every time is that of an all-reduce, which takes as long as two of the other collectives.
+    """
+    flights = []
+    for bucket in buckets:
+        start_ms = max(bucket["start_ms"])
+        flights.append((start_ms, start_ms + 1e-3 * bucket["time_us"]))
+    seconds = [1e-3 * ms for ms in shared(flights)]
+    timed = list(zip(buckets, seconds, strict=True))
+    if not timed:
+        timed = [(call, 1e-6 * call["time_us"]) for call in calls if call["op"] != "send_recv"]
+
+    times = []
+    for call, seconds_of_call in timed:
+        factor = 1 if call["op"] == "all_reduce" else 2
+        times.append((call["bytes"], factor * seconds_of_call))
+    return times
 
 
 def shared(spans: Sequence[tuple[float, float]]) -> list[float]:
-    """Return what each of these intervals has of the time: where k overlap, a k-th."""
+    """Return the time of each interval; where k overlap, each counts for a k-th."""
     moments = sorted({moment for span in spans for moment in span})
-    mine = [0.0] * len(spans)
+    shares = [0.0] * len(spans)
     for start, end in pairwise(moments):
-        there = [i for i, span in enumerate(spans) if span[0] <= start and end <= span[1]]
-        for i in there:
-            mine[i] += (end - start) / len(there)
-    return mine
+        open_spans = [i for i, span in enumerate(spans) if span[0] <= start and end <= span[1]]
+        for i in open_spans:
+            shares[i] += (end - start) / len(open_spans)
+    return shares
 
 
 def read_past(run: Path) -> Past:
-    """Read the traced steps of a run's newest group of ranks. Raises ConfigError for a run that
-    cannot be asked.
+    """Read the traced steps of a run's newest group of ranks.
+
+    Raises ConfigError for a run without a prediction.
     """
     mode, algorithm = _mode_of(run)
-    lines = read_steps(run)
-    lines = [
-        s
-        for s in lines
-        if group_of(s) == group_of(lines[-1]) and len(s["phases"]) == len(lines[-1]["phases"])
+    records = read_steps(run)
+    newest = records[-1]
+    ranks = len(newest["phases"])
+    records = [
+        record
+        for record in records
+        if group_of(record) == group_of(newest) and len(record["phases"]) == ranks
     ]
-    quiet = [s for s in lines if not s["figures"]["profiled"]] or lines
-    travels = [
-        s
-        for s in quiet
-        if any(c["bucket"] is not None or c["op"] in SHARED for c in s["collectives"])
-    ]
-    steps, ranks = [parts_of(step) for step in travels], len(lines[-1]["phases"])
+    # A profiler slows steps down, so its steps count only where there are no others.
+    records = [record for record in records if not record["figures"]["profiled"]] or records
+    with_traffic = [record for record in records if _has_traffic(record)]
+    steps = [parts_of(record) for record in with_traffic]
+
+    # The even steps make the model; the odd ones are what it is compared with.
     known = steps[::2]
-    times = [time for s in known for time in s.times if time[1] > 0]
+    times = [time for step in known for time in step.times if time[1] > 0]
     if not times:
         raise ConfigError(
             f"the traced steps of {run} have no buckets; trace a run of 2 ranks or more on gloo or "
             "NCCL"
         )
-    sent = [c["bucket"] for c in travels[-1]["collectives"] if c["bucket"] is not None]
-    if len(sent) > len({*sent}):
+    sent = [call["bucket"] for call in with_traffic[-1]["collectives"]]
+    sent = [bucket for bucket in sent if bucket is not None]
+    if len(sent) > len(set(sent)):
         raise ConfigError(
             f"{run} sends each bucket in several backwards of a step (zero2 with grad_accum_steps "
-            "above 1), and only "
-            "the last one is known; ask a run with grad_accum_steps 1, or of dp_mode zero1"
+            "above 1), and only the last one is known; ask a run with grad_accum_steps 1, or of "
+            "dp_mode zero1"
         )
-    sizes = {nbytes for nbytes, _ in times}
-    link: Fit | Link
-    if len(sizes) > 1:
-        link = fit(times, algorithm, ranks)
-    else:  # one size: all of it counts as transfer
-        (size,) = sizes
-        rate = coefficients(algorithm, ranks, size)[1] / statistics.median(
-            seconds for _, seconds in times
-        )
-        link = Link(alpha_us=0.0, bandwidth_gb_per_s=1e-9 * rate)
-    # Other gathers: see `ask`
-    waits = tuple(w for w in known[-1].waits if mode == "fsdp" or w.op == "send_recv")
-    between_s = statistics.median(s.between_s for s in known)
-    alone = tuple(s.step_s for s in steps[1::2] or steps)
+
+    # zero1 and zero2 gather weights elsewhere in the step: see `ask`.
+    waits = known[-1].waits
+    if mode != "fsdp":
+        waits = tuple(wait for wait in waits if wait.op == "send_recv")
     return Past(
-        mode, ranks, algorithm, _median([s.step for s in known]), waits, between_s, link, alone
+        mode=mode,
+        ranks=ranks,
+        algorithm=algorithm,
+        step=_median([step.step for step in known]),
+        waits=waits,
+        between_s=statistics.median(step.between_s for step in known),
+        link=_fit_link(times, algorithm, ranks),
+        alone=tuple(step.step_s for step in steps[1::2] or steps),
     )
 
 
+def _has_traffic(record: dict[str, Any]) -> bool:
+    """Return whether a traced step has buckets, or collectives of a sharded state."""
+    return any(call["bucket"] is not None or call["op"] in SHARED for call in record["collectives"])
+
+
+def _fit_link(times: Times, algorithm: str, ranks: int) -> Fit | Link:
+    """Return the link of measured all-reduces. With one size all of its time counts as transfer."""
+    sizes = {nbytes for nbytes, _ in times}
+    if len(sizes) > 1:
+        return fit(times, algorithm, ranks)
+    (size,) = sizes
+    _, moved = coefficients(algorithm, ranks, size)
+    rate = moved / statistics.median(seconds for _, seconds in times)
+    return Link(alpha_us=0.0, bandwidth_gb_per_s=1e-9 * rate)
+
+
 def _mode_of(run: Path) -> tuple[str, str]:
-    """Return a run's dp_mode, and which all-reduce its collectives count as. Raises ConfigError for
-    an unknown one.
+    """Return a run's dp_mode, and the all-reduce that its collectives count as.
+
+    Raises ConfigError for a mode without a prediction.
     """
-    ended = run / "summary.json"
     try:
         config = json.loads((run / "config.json").read_text(encoding="utf-8"))
-        algorithm, mode = config["allreduce"], config.get("dp_mode", "ddp")
-        device = (json.loads(ended.read_text(encoding="utf-8")) if ended.exists() else config).get(
-            "device"
-        )
+        algorithm = config["allreduce"]
+        mode = config.get("dp_mode", "ddp")
+        # A summary has the device of the run, a configuration perhaps only `auto`.
+        device = config.get("device")
+        summary = run / "summary.json"
+        if summary.exists():
+            device = json.loads(summary.read_text(encoding="utf-8")).get("device")
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"cannot read config and summary of {run}: {error}; give the folder of a run"
@@ -243,18 +313,19 @@ def _mode_of(run: Path) -> tuple[str, str]:
     others = [
         f"{key} = {config[key]}" for key, known in KNOWN.items() if config.get(key, known) != known
     ]
-    others += [f"dp_mode = {mode}"] * (mode not in MODES)
+    if mode not in MODES:
+        others.append(f"dp_mode = {mode}")
     if others:
         raise ConfigError(
             f"{run} has {', '.join(others)}: only what travels in {', '.join(MODES)} with whole "
-            "gradients, without tp, "
-            "pp and ep, is known; for layouts there is `nanoray bench layouts`"
+            "gradients, without tp, pp and ep, is known; for layouts there is `nanoray bench "
+            "layouts`"
         )
     if mode == "fsdp" and device != "cpu":
         raise ConfigError(
             f"{run} has dp_mode = fsdp on device = {device}: gathers run beside compute there, and "
-            "the trace does not "
-            "say how long it waits for them; ask a finished run on CPUs, or one of zero1 or zero2"
+            "the trace does not say how long it waits for them; ask a finished run on CPUs, or one "
+            "of zero1 or zero2"
         )
     return mode, algorithm if mode == "ddp" else "ring"
 
@@ -262,126 +333,154 @@ def _mode_of(run: Path) -> tuple[str, str]:
 def _median(steps: Sequence[Step]) -> Step:
     """Return a step of the medians of each part."""
     first = steps[0]
-    ready = [
-        statistics.median(s.buckets[i].ready_s for s in steps) for i in range(len(first.buckets))
-    ]
+    ready = []
+    for number in range(len(first.buckets)):
+        ready.append(statistics.median(step.buckets[number].ready_s for step in steps))
+    # Medians of neighbours may change places, but buckets become ready in order.
     buckets = tuple(
-        Bucket(at, b.nbytes) for at, b in zip(sorted(ready), first.buckets, strict=True)
+        Bucket(ready_s, bucket.nbytes)
+        for ready_s, bucket in zip(sorted(ready), first.buckets, strict=True)
     )
-    of = {f"{key}_s": statistics.median(getattr(s, f"{key}_s") for s in steps) for key in PARTS}
+    backward_s = statistics.median(step.backward_s for step in steps)
+    if buckets:
+        backward_s = buckets[-1].ready_s
     return replace(
-        first, **of | ({"backward_s": buckets[-1].ready_s} if buckets else {}), buckets=buckets
+        first,
+        forward_s=statistics.median(step.forward_s for step in steps),
+        backward_s=backward_s,
+        optimizer_s=statistics.median(step.optimizer_s for step in steps),
+        buckets=buckets,
     )
 
 
 def cut_anew(buckets: Sequence[Bucket], bucket_mb: float) -> tuple[Bucket, ...]:
-    """Return buckets of another size: gradients become ready at an even pace between the moments
-    that are known.
+    """Return buckets of another size.
+
+    Between the known moments, gradients become ready at an even pace.
     """
-    cap, total = max(4, round(bucket_mb * 2**20)), sum(b.nbytes for b in buckets)
+    cap = max(4, round(bucket_mb * 2**20))
+    total = sum(bucket.nbytes for bucket in buckets)
     if total > cap * MOST_BUCKETS:
         remedy = f"give {1.05 * total / MOST_BUCKETS / 2**20:.2g} or more"
         raise ConfigError(
             f"bucket_mb = {bucket_mb:g} makes more than {MOST_BUCKETS:,} buckets; {remedy}"
         )
+
+    # (seconds, bytes that are ready by then)
     marks = [(0.0, 0)]
     for bucket in buckets:
         marks.append((bucket.ready_s, marks[-1][1] + bucket.nbytes))
 
-    def ready(nbytes: int) -> float:
-        (a, low), (b, high) = next(pair for pair in pairwise(marks) if nbytes <= pair[1][1])
-        return a + (b - a) * (nbytes - low) / (high - low)
+    def ready_s(nbytes: int) -> float:
+        for (start_s, low), (end_s, high) in pairwise(marks):
+            if nbytes <= high:
+                return start_s + (end_s - start_s) * (nbytes - low) / (high - low)
+        raise AssertionError("no bucket ends after the last gradient")
 
     ends = [*range(cap, total, cap), total]
-    return tuple(
-        Bucket(ready(end), end - start) for start, end in zip([0, *ends], ends, strict=False)
-    )
+    return tuple(Bucket(ready_s(end), end - start) for start, end in pairwise([0, *ends]))
 
 
 def ask(past: Past, question: Question, topology: Topology) -> Schedule:
-    """Simulate the run's step as asked. Each rank computes what it did, whatever the number of
-    ranks.
+    """Simulate the run's step with the changes of a question.
+
+    Each rank computes as before, whatever the number of ranks.
     """
-    step, ranks = past.step, question.ranks or past.ranks
+    step = past.step
+    ranks = question.ranks or past.ranks
     if question.bucket_mb:
         step = replace(step, buckets=cut_anew(step.buckets, question.bucket_mb))
     name = question.allreduce or past.algorithm
-    name = "ring" if name == "backend" else name
-    waits = [
-        [SHARED[w.op](topology, ranks, w.nbytes) for w in past.waits if w.where == i]
-        for i in range(3)
-    ]
+    if name == "backend":
+        name = "ring"
+
+    # Waits: in forward, in backward, after it.
+    waits: list[list[Cost]] = [[], [], []]
+    for wait in past.waits:
+        waits[wait.where].append(SHARED[wait.op](topology, ranks, wait.nbytes))
     if past.mode in ("zero1", "zero2"):
+        # Weights are gathered between the steps, and forward waits for the rest.
         gather_s = sum(
             all_gather(topology, ranks, bucket.nbytes).seconds for bucket in step.buckets
         )
         waits[0].append(Cost(max(0.0, gather_s - past.between_s), 0.0))
-    forward, backward, after = (Cost(*map(sum, zip(NOTHING, *each, strict=True))) for each in waits)
+    forward, backward, after = (_add_up(costs) for costs in waits)
 
     def collective(nbytes: int) -> Cost:
-        ddp = past.mode == "ddp"
-        return (
-            all_reduce(topology, name, ranks, nbytes)
-            if ddp
-            else all_to_all(topology, ranks, nbytes)
-        )
+        if past.mode == "ddp":
+            return all_reduce(topology, name, ranks, nbytes)
+        return all_to_all(topology, ranks, nbytes)
 
     step = replace(step, waits=(forward, backward), optimizer_s=step.optimizer_s + after.seconds)
     return simulate(step, collective, topology.lanes)
 
 
+def _add_up(costs: Sequence[Cost]) -> Cost:
+    """Return collectives that follow one another as one."""
+    total = NOTHING
+    for cost in costs:
+        total = Cost(*map(sum, zip(total, cost, strict=True)))
+    return total
+
+
 def lines(run: Path, questions: Sequence[Question], other: Callable[[Link], Topology]) -> list[str]:
-    """Return a run's step as predicted and as measured, and the answers. `other`: the link asked
-    for.
+    """Return a run's step as predicted and as measured, and the answers.
+
+    `other`: from the fitted link to the topology of the questions.
     """
     past = read_past(run)
     _refuse(past, questions)
-    link = past.link if isinstance(past.link, Link) else past.link.link
+    if isinstance(past.link, Fit):
+        link = past.link.link
+        quality = f"median error {100 * past.link.median_error:.0f} %"
+    else:
+        link = past.link
+        quality = "all buckets have one size, so latency counts as transfer"
+
+    # The run as it was: predicted, and measured on the steps that the model was not made from.
     own = Topology(ranks_per_node=2**20, intra=link, inter=link)
-    told = f"{link.alpha_us:.0f} us a message, {link.bandwidth_gb_per_s:.3g} GB/s"
-    doubt = f"median error {100 * past.link.median_error:.0f} %" if isinstance(past.link, Fit) else (
-        "all buckets have one size, so latency counts as transfer"
-    )  # fmt: skip
-    was, real_s = ask(past, Question(), own), statistics.median(past.alone)
-    what, sizes = _travels(past)
-    found = [
+    baseline = ask(past, Question(), own)
+    real_s = statistics.median(past.alone)
+    what, sizes = _contents(past)
+    how = f"all-reduce {past.algorithm}" if past.mode == "ddp" else past.mode
+    report = [
         f"run    {run.name}: {past.ranks} ranks, {what} of {min(sizes) / 2**20:.3g} to "
-        f"{max(sizes) / 2**20:.3g} MB, "
-        + (f"all-reduce {past.algorithm}" if past.mode == "ddp" else past.mode),
-        f"link   {told} ({doubt})",
-        f"error  predicted {1e3 * was.step_s:.1f} ms, measured {1e3 * real_s:.1f} ms "
+        f"{max(sizes) / 2**20:.3g} MB, {how}",
+        f"link   {link.alpha_us:.0f} us a message, {link.bandwidth_gb_per_s:.3g} GB/s ({quality})",
+        f"error  predicted {1e3 * baseline.step_s:.1f} ms, measured {1e3 * real_s:.1f} ms "
         f"({1e3 * min(past.alone):.1f}-{1e3 * max(past.alone):.1f}, n = {len(past.alone)}): "
-        f"{100 * (was.step_s / real_s - 1):+.0f} %, for the run as it was",
+        f"{100 * (baseline.step_s / real_s - 1):+.0f} %, for the run as it was",
     ]
+
     compute_s = past.step.compute_s
     rows = [
         ("what if", "step ms", "exposed ms", "against as it was"),
-        _row("as it was", was, was, compute_s),
+        _row("as it was", baseline, baseline, compute_s),
     ]
-    rows += [
-        _row(str(question), ask(past, question, other(link)), was, compute_s)
-        for question in questions
-    ]
+    for question in questions:
+        answer = ask(past, question, other(link))
+        rows.append(_row(str(question), answer, baseline, compute_s))
     width = max(len(row[0]) for row in rows)
-    return found + [
-        f"{name:<{width}}  {step:>8}  {exposed:>10}  {ratio:>17}"
-        for name, step, exposed, ratio in rows
-    ]
+    for name, step, exposed, ratio in rows:
+        report.append(f"{name:<{width}}  {step:>8}  {exposed:>10}  {ratio:>17}")
+    return report
 
 
-def _travels(past: Past) -> tuple[str, list[int]]:
-    """Return what travels in a step, and its sizes."""
+def _contents(past: Past) -> tuple[str, list[int]]:
+    """Return the kind and number of messages of a step, and their sizes."""
     if past.step.buckets:
-        return f"{len(past.step.buckets)} bucket(s)", [
-            bucket.nbytes for bucket in past.step.buckets
-        ]
+        sizes = [bucket.nbytes for bucket in past.step.buckets]
+        return f"{len(sizes)} bucket(s)", sizes
     ops = [wait.op for wait in past.waits]
-    what = f"{ops.count('all_gather')} all-gather(s) and {ops.count('reduce_scatter')} reduce-scatter(s)"
+    what = (
+        f"{ops.count('all_gather')} all-gather(s) and {ops.count('reduce_scatter')} "
+        "reduce-scatter(s)"
+    )
     return what, [wait.nbytes for wait in past.waits]
 
 
 def _refuse(past: Past, questions: Sequence[Question]) -> None:
-    """Raise ConfigError for what a mode has nothing of."""
+    """Raise ConfigError for a question that has no effect in the run's mode."""
     if past.mode != "ddp" and any(question.allreduce for question in questions):
         raise ConfigError(
             f"allreduce would be ignored: dp_mode = {past.mode} sums no gradients by all-reduce; "
@@ -393,21 +492,21 @@ def _refuse(past: Past, questions: Sequence[Question]) -> None:
         )
 
 
-def _row(name: str, plan: Schedule, was: Schedule, compute_s: float) -> tuple[str, str, str, str]:
-    exposed_ms = max(0.0, 1e3 * (plan.step_s - compute_s))
-    return (
-        name,
-        f"{1e3 * plan.step_s:.1f}",
-        f"{exposed_ms:.1f}",
-        f"{plan.step_s / was.step_s:.2f} x",
-    )
+def _row(
+    name: str, step: Schedule, baseline: Schedule, compute_s: float
+) -> tuple[str, str, str, str]:
+    exposed_ms = max(0.0, 1e3 * (step.step_s - compute_s))
+    ratio = step.step_s / baseline.step_s
+    return name, f"{1e3 * step.step_s:.1f}", f"{exposed_ms:.1f}", f"{ratio:.2f} x"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run `nanoray whatif RUN [--bucket_mb 1,8] [--ranks 4,64] ...` and return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="nanoray whatif", description=__doc__.splitlines()[0], epilog="Lists: each is combined with each."
-    )  # fmt: skip
+        prog="nanoray whatif",
+        description=__doc__.splitlines()[0],
+        epilog="Lists: each is combined with each.",
+    )
     parser.add_argument("run", type=Path, help="folder of a run that was started with --comm_trace")
     parser.add_argument(
         "--topology",
@@ -437,24 +536,24 @@ def _run(args: argparse.Namespace) -> None:
         raise ConfigError(
             "topology has links of its own; drop latency_us and bandwidth_gb_per_s, or topology"
         )
-    if unknown := {*args.allreduce} - {None, "best", *MODELS}:
+    unknown = set(args.allreduce) - {None, "best", *MODELS}
+    if unknown:
         raise ConfigError(
             f"allreduce = {', '.join(unknown)}: use one of {', '.join((*MODELS, 'best'))}"
         )
     numbers = [n for n in (*args.bucket_mb, *args.ranks, args.bandwidth_gb_per_s) if n is not None]
     if not all(0 < n < math.inf for n in numbers) or not 0 <= (args.latency_us or 0) < math.inf:
-        told = ", ".join(f"{n:g}" for n in (*numbers, args.latency_us) if n is not None)
+        values = ", ".join(f"{n:g}" for n in (*numbers, args.latency_us) if n is not None)
         raise ConfigError(
-            f"{told}: sizes, ranks and speeds are above 0, a latency at least 0, and all are finite"
+            f"{values}: sizes, ranks and speeds are above 0, a latency at least 0, and all are finite"
         )
 
     def other(link: Link) -> Topology:
         if args.topology:
             return load_topology(args.topology).filled(link)
-        asked = {"alpha_us": args.latency_us, "bandwidth_gb_per_s": args.bandwidth_gb_per_s}
-        link = link.model_copy(
-            update={key: value for key, value in asked.items() if value is not None}
-        )
+        given = {"alpha_us": args.latency_us, "bandwidth_gb_per_s": args.bandwidth_gb_per_s}
+        given = {key: value for key, value in given.items() if value is not None}
+        link = link.model_copy(update=given)
         return Topology(ranks_per_node=2**20, intra=link, inter=link)
 
     questions = [Question(*each) for each in product(args.bucket_mb, args.ranks, args.allreduce)]

@@ -228,7 +228,7 @@ def test_one_lane_queues_in_order() -> None:
         ("lane 0", "bucket 1", 7, 10),
         ("lane 0", "bucket 2", 10, 11),
     ]
-    assert (plan.step_s, plan.busy_s, plan.exposed_s, plan.hidden_s) == (12, 7, 3, 4)
+    assert (plan.step_s, plan.busy_s, plan.exposed_s) == (12, 7, 3)
     assert plan.events[-1] == Event("compute", "optimizer", 11, 12)
 
 
