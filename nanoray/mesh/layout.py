@@ -52,8 +52,8 @@ class Layout:
                 product = f"{self.dp}*{self.tp}*{self.pp}"
                 ranks = f" of dp*tp*pp = {product} = {self.world_size} ranks"
             raise ConfigError(
-                f"ep = {self.ep} does not divide dp = {self.dp}{ranks}; choose a divisor of dp for "
-                "ep"
+                f"ep = {self.ep} does not divide dp = {self.dp}{ranks}; choose a divisor of dp "
+                "for ep"
             )
 
     @classmethod
