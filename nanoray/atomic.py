@@ -1,6 +1,4 @@
-"""Atomic file writes: write a temporary file beside the target, then rename it. And files that are
-written by lines.
-"""
+"""Atomic file writes: a temporary file beside the target is renamed. And files written by lines."""
 
 from __future__ import annotations
 
@@ -14,34 +12,41 @@ from typing import Any
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return what the lines of a file hold; [] without the file. A killed run or a full disk may
-    have torn the last.
+    """Return the records of a file with one per line; [] without the file.
+
+    A killed run or a full disk may have torn a line: it is left out.
     """
-    found = []
-    for line in (
-        path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-    ):
+    if not path.is_file():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with suppress(ValueError):
-            found.append(json.loads(line))
-    return found
+            records.append(json.loads(line))
+    return records
 
 
 def append_line(path: Path, line: str, sync: bool = False) -> None:
-    """Append a line, or on a full disk no part of it; a torn last line is ended first. Raises
-    OSError.
+    """Append a line, or on a full disk no part of it. Raises OSError.
+
+    A torn last line is ended first, so that the new one is a line of its own.
     """
     with path.open("ab+", buffering=0) as file:
-        torn = (end := file.tell()) > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"
-        write_whole(file.fileno(), b"\n" * torn + line.encode() + b"\n")
+        data = line.encode() + b"\n"
+        end = file.tell()
+        if end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n":
+            data = b"\n" + data
+        write_whole(file.fileno(), data)
         if sync:
             os.fsync(file.fileno())
 
 
 def write_whole(fd: int, data: bytes) -> None:
     """Append `data` to a file, or on a full disk no part of it. Raises OSError."""
-    if (written := os.write(fd, data)) < len(data):
-        # Another process may have appended before this
-        os.ftruncate(fd, os.lseek(fd, 0, os.SEEK_CUR) - written)
+    count = os.write(fd, data)
+    if count < len(data):
+        # Remove the part. It begins at the descriptor's own position: another process may have
+        # appended before this.
+        os.ftruncate(fd, os.lseek(fd, 0, os.SEEK_CUR) - count)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -56,8 +61,9 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def replace_bytes(path: Path, data: bytes, sync: bool = True) -> None:
-    """Write `data`; a reader sees the old file or the new one, never a part. With `sync` it
-    survives a power cut.
+    """Write `data`; a reader sees the old file or the new one, never a part.
+
+    With `sync` it survives a power cut.
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:

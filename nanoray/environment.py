@@ -1,4 +1,4 @@
-"""Variables of this process's environment that hold for a while."""
+"""Temporary variables in this process's environment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of this process's environment, and put back what was there."""
+    """Set variables of this process's environment, and restore the old values at the end."""
     old = {key: os.environ.get(key) for key in values}
     os.environ.update(values)
     try:

@@ -1,5 +1,4 @@
-"""The registry of every metric: name, unit, meaning, healthy range. A metric that is not in it
-cannot be recorded.
+"""The registry of all metrics: name, unit, meaning, healthy range. Others cannot be recorded.
 
 `python -m nanoray.metrics` prints docs/metrics.md.
 """
@@ -12,8 +11,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric. metrics.jsonl and TensorBoard use `name` as it is; Ray's metrics use it with _ in
-    place of /.
+    """One metric.
+
+    metrics.jsonl and TensorBoard use `name` as it is; Ray's metrics have _ in place of /.
     """
 
     name: str
@@ -29,8 +29,7 @@ METRICS: dict[str, Metric] = {
             "train/loss",
             "nat/token",
             "cross entropy of this step's global batch: mean over all ranks and micro steps, "
-            "before the update; for "
-            "image models per image, with smoothed labels",
+            "before the update; for image models per image, with smoothed labels",
             "starts near ln(vocabulary size, or classes), falls; equal on all ranks",
         ),
         Metric(
@@ -73,19 +72,16 @@ METRICS: dict[str, Metric] = {
         Metric(
             "train/good_steps",
             "step",
-            "fp16 only: steps without an overflow since the loss scale last changed; after 1000 it "
-            "doubles, up to its "
-            "cap of 2^24",
+            "fp16 only: steps without an overflow since the loss scale last changed; after 1000 "
+            "it doubles, up to its cap of 2^24",
             "rises to 1000 and begins anew; always small: the scale does not recover",
         ),
         Metric(
             "precision/grad_lost",
             "%",
-            "with precision_stats: elements of this step's gradient that are zero, or subnormal in "
-            "the format that "
-            "backward computes in, with the loss scale in them. `precision_layers` of the record "
-            "has both, and "
-            "precision/unchanged, by layer",
+            "with precision_stats: elements of this step's gradient that are zero, or subnormal "
+            "in the format that backward computes in, with the loss scale in them. "
+            "`precision_layers` of the record has both, and precision/unchanged, by layer",
             "below 10 but for rows of the embedding whose token is not in the batch; rising: a "
             "larger loss scale",
         ),
@@ -93,8 +89,7 @@ METRICS: dict[str, Metric] = {
             "precision/unchanged",
             "%",
             "with precision_stats: weights that have the same bits after this step's update as "
-            "before; 100 where the "
-            "update was skipped",
+            "before; 100 where the update was skipped",
             "below 20 with float32 weights; above 50: updates are lost to rounding, which no loss "
             "scale cures",
         ),
@@ -121,8 +116,7 @@ METRICS: dict[str, Metric] = {
             "time/train_s",
             "s",
             "training time so far: the sum of all timed steps, without start-up, evaluation and "
-            "checkpoints; a resumed "
-            "run continues it",
+            "checkpoints; a resumed run continues it",
             "grows linearly",
         ),
         Metric(
@@ -163,17 +157,15 @@ METRICS: dict[str, Metric] = {
             "perf/mfu",
             "%",
             "model FLOPs utilisation: tok_per_sec x flops_per_token / (ranks x peak FLOP/s of the "
-            "device or slice); "
-            "flops_per_token = 6 x parameters without positions + 12 x L x H x Q x T. Only with a "
-            "known peak",
+            "device or slice); flops_per_token = 6 x parameters without positions + 12 x L x H x "
+            "Q x T. Only with a known peak",
             "30 to 55 on large GPUs",
         ),
         Metric(
             "fault/restarts",
             "1",
             "groups of ranks formed after the first: with replacements, fewer or more ranks, or "
-            "from a checkpoint; "
-            "this is the number of the attempt, counted from 0",
+            "from a checkpoint; this is the number of the attempt, counted from 0",
             "0",
         ),
         Metric(
@@ -186,8 +178,8 @@ METRICS: dict[str, Metric] = {
         Metric(
             "fault/rollbacks",
             "1",
-            "with on_nan rollback: how often this run went back to a checkpoint and continued with "
-            "later data",
+            "with on_nan rollback: how often this run went back to a checkpoint and continued "
+            "with later data",
             "0",
         ),
         Metric(
@@ -200,19 +192,16 @@ METRICS: dict[str, Metric] = {
         Metric(
             "fault/grad_spikes",
             "step",
-            "steps of this run whose gradient norm was above 10 times its median over the last 100 "
-            "(on a GPU: of "
-            "the logged ones)",
+            "steps of this run whose gradient norm was above 10 times its median over the last "
+            "100 (on a GPU: of the logged ones)",
             "0",
         ),
         Metric(
             "moe/load_max",
             "1",
-            "mixture of experts: choices that fell on the most loaded expert, over the mean of the "
-            "experts, in this "
-            "step's global batch and before any is dropped; of the layer where that is largest. "
-            "`nanoray experts RUN` "
-            "draws all of them",
+            "mixture of experts: choices that fell on the most loaded expert, over the mean of "
+            "the experts, in this step's global batch and before any is dropped; of the layer "
+            "where that is largest. `nanoray experts RUN` draws all of them",
             "1 is even; below 2 after the first hundreds of steps; the number of experts / top k: "
             "one gets everything",
         ),
@@ -225,17 +214,17 @@ METRICS: dict[str, Metric] = {
         Metric(
             "moe/dropped",
             "%",
-            "choices that exceeded expert_capacity, whose tokens this expert left out; mean of the "
-            "layers",
+            "choices that exceeded expert_capacity, whose tokens this expert left out; mean of "
+            "the layers",
             "under 5; 0 without expert_capacity",
         ),
         Metric(
             "moe/entropy",
             "1",
-            "entropy of a token's probabilities over the experts, as a share of log(experts); mean "
-            "of all",
-            "starts near 1, falls as the router decides; near 0 with a load_max that grows: it has "
-            "collapsed",
+            "entropy of a token's probabilities over the experts, as a share of log(experts); "
+            "mean of all",
+            "starts near 1, falls as the router decides; near 0 with a load_max that grows: it "
+            "has collapsed",
         ),
         Metric(
             "moe/balance_loss",
@@ -252,24 +241,22 @@ METRICS: dict[str, Metric] = {
         Metric(
             "comm/step_ms",
             "ms",
-            "traced steps only, as all comm/ metrics: mean wall time of the steps traced since the "
-            "last record",
+            "traced steps only, as all comm/ metrics: mean wall time of the steps traced since "
+            "the last record",
             "close to time/step_ms",
         ),
         Metric(
             "pipe/bubble",
             "%",
             "with pp, traced steps only: share of forward and backward in which a stage waits for "
-            "another one, as "
-            "measured, mean over ranks",
+            "another one, as measured, mean over ranks",
             "close to pipe/bubble_theory; above it where stages take unequal time",
         ),
         Metric(
             "pipe/bubble_theory",
             "%",
             "the same by the schedule alone: (pp - 1) / (chunks x micro batches + pp - 1), if all "
-            "turns of a kind take "
-            "equally long and messages take no time",
+            "turns of a kind take equally long and messages take no time",
             "more micro batches or chunks lower it",
         ),
         Metric(
@@ -282,9 +269,9 @@ METRICS: dict[str, Metric] = {
         Metric(
             "comm/exposed_ms",
             "ms",
-            "time of a step in which a collective ran and no compute did: from the moment the last "
-            "gradient bucket was "
-            "ready to the end of its all-reduce, plus blocking collectives",
+            "time of a step in which a collective ran and no compute did: from the moment the "
+            "last gradient bucket was ready to the end of its all-reduce, plus blocking "
+            "collectives",
             "small against step_ms",
         ),
         Metric("comm/exposed_share", "%", "100 x exposed_ms / comm/step_ms", "under 10"),
@@ -292,16 +279,15 @@ METRICS: dict[str, Metric] = {
             "comm/ab_ms",
             "ms",
             "forward and backward of a traced step minus the same under no_sync: the full cost of "
-            "communication, "
-            "including the compute that it slows down. Measured every 100 steps or more",
+            "communication, including the compute that it slows down. Measured every 100 steps or "
+            "more",
             "close to exposed_ms; above it where collectives use the cores that compute needs",
         ),
         Metric(
             "comm/busbw_gbps",
             "GB/s",
             "bus bandwidth of the gradients' all-reduces as nccl-tests defines it: bytes x "
-            "2(n-1)/n / time, where the "
-            "time starts when the last rank has begun",
+            "2(n-1)/n / time, where the time starts when the last rank has begun",
             "near the link's limit for buckets of 25 MB",
         ),
         Metric(
@@ -320,8 +306,7 @@ METRICS: dict[str, Metric] = {
             "comm/late_ms",
             "ms",
             "that rank's own work of a step (data, forward, backward to its last bucket, "
-            "optimizer) minus the median "
-            "of the others'",
+            "optimizer) minus the median of the others'",
             "under 20 % of the step; above that, the log names the rank and its phase as a "
             "straggler",
         ),
@@ -353,28 +338,24 @@ def mfu_percent(tok_per_sec: float, flops_per_token: float, peak_flops: float) -
 
 
 def algbw_gbps(size_bytes: float, seconds: float) -> float:
-    """Return S / t in 1e9 bytes/s, the throughput that the caller sees (nccl-tests,
-    PERFORMANCE.md).
-    """
+    """Return S / t in 1e9 bytes/s, the throughput of the caller (nccl-tests, PERFORMANCE.md)."""
     return size_bytes / seconds / 1e9
 
 
 def busbw_factor(op: str, ranks: int) -> float | None:
-    """Return busbw / algbw: how often each byte crosses the slowest link of the best algorithm;
-    None for one rank.
+    """Return busbw / algbw; None for one rank.
 
-    S is the total size: for reduce_scatter, all_gather and all_to_all, n times a rank's share.
-    Source: as above.
+    It counts how often each byte crosses the slowest link of the best algorithm. S is the total
+    size: for reduce_scatter, all_gather and all_to_all, n times a rank's share. Source: as above.
     """
     if ranks < 2:
         return None
     share = (ranks - 1) / ranks
-    return {
-        "all_reduce": 2 * share,
-        "reduce_scatter": share,
-        "all_gather": share,
-        "all_to_all": share,
-    }.get(op, 1.0)
+    if op == "all_reduce":
+        return 2 * share
+    if op in ("reduce_scatter", "all_gather", "all_to_all"):
+        return share
+    return 1.0
 
 
 def to_markdown() -> str:
@@ -384,8 +365,8 @@ def to_markdown() -> str:
         [
             "# Metrics",
             "",
-            "Generated by `python -m nanoray.metrics`. `metrics.jsonl` in a run's folder holds one "
-            "record per logged",
+            "Generated by `python -m nanoray.metrics`. `metrics.jsonl` in a run's folder holds "
+            "one record per logged",
             "step with these keys, `step`, `attempt` (restarts so far) and `time` (Unix seconds); "
             "floats have full",
             "precision. TensorBoard shows the same names. Ray exports them as "

@@ -1,5 +1,4 @@
-"""Output that does not decide whether a command lives: a closed pipe, a full disk or a lost
-terminal only mute it.
+"""Output that cannot end a command: a closed pipe, a full disk or a lost terminal only mute it.
 
 On a terminal one line of status may stand below everything that is printed.
 """
@@ -14,26 +13,31 @@ from typing import Any, TextIO
 
 
 class StatusLine:
-    """A line below all output of a terminal. Other output erases it, and draws it again after its
-    own last line.
+    """A line below all output of a terminal.
+
+    Other output erases it, and draws it again after its own last line.
     """
 
     def __init__(self) -> None:
         self.text = ""
-        # _line_over: the last output ended with a newline
-        self._drawn, self._line_over = False, True
+        self._is_drawn = False
+        self._at_line_start = True  # the last output ended with a newline
 
     def around(self, output: str) -> str:
-        """Return what to write so that `output` stands above this line."""
-        erase = "\r\x1b[2K" if self._drawn else ""
-        self._line_over = output.endswith("\n") if output else self._line_over
-        self._drawn = bool(self.text) and self._line_over
-        return erase + output + self.text * self._drawn
+        """Return the characters to write so that `output` stands above this line."""
+        erase = "\r\x1b[2K" if self._is_drawn else ""
+        if output:
+            self._at_line_start = output.endswith("\n")
+
+        # Within a line of output it would be appended to that line, so it waits for the end.
+        self._is_drawn = bool(self.text) and self._at_line_start
+        return erase + output + (self.text if self._is_drawn else "")
 
 
 class LastingStream:
-    """A text stream on a file descriptor. What cannot be written is dropped; the first failure
-    calls `on_failure`.
+    """A text stream on a file descriptor.
+
+    What cannot be written is dropped; the first failure calls `on_failure`.
     """
 
     encoding = "utf-8"
@@ -41,12 +45,15 @@ class LastingStream:
     def __init__(
         self, stream: TextIO, on_failure: Any = None, status: StatusLine | None = None
     ) -> None:
-        """Take over the descriptor of `stream`. Raises OSError if it has none. `status`: used if it
-        is a terminal.
+        """Take over the descriptor of `stream`. Raises OSError if it has none.
+
+        `status` is used if it is a terminal.
         """
-        self._stream, self._fd = stream, stream.fileno()
+        self._stream = stream
+        self._fd = stream.fileno()
         self._status = status if stream.isatty() else None
-        self._text, self._on_failure = "", on_failure
+        self._text = ""  # an incomplete line
+        self._on_failure = on_failure
 
     def write(self, text: str) -> int:
         """Write the complete lines; keep the rest for the next call."""
@@ -57,23 +64,22 @@ class LastingStream:
         return len(text)
 
     def flush(self) -> None:
-        """Write what is left."""
-        text, self._text = self._text, ""
+        """Write the incomplete line, if there is one."""
+        text = self._text
+        self._text = ""
         if text:
             self._send(text)
 
     @property
     def has_status(self) -> bool:
         """Whether this is a terminal that can erase a line."""
-        return self._status is not None and os.environ.get("TERM", "dumb") not in (
-            "",
-            "dumb",
-            "unknown",
-        )
+        terminal = os.environ.get("TERM", "dumb")
+        return self._status is not None and terminal not in ("", "dumb", "unknown")
 
     def show(self, status: str) -> None:
-        """Show one line, which may have colours, below all output; an empty one removes it. Needs
-        has_status.
+        """Show one line, which may have colours, below all output. Needs has_status.
+
+        An empty one removes it.
         """
         assert self._status
         self._status.text = status
@@ -87,9 +93,10 @@ class LastingStream:
             while data:
                 data = data[os.write(self._fd, data) :]
         except OSError as error:
-            call, self._on_failure = self._on_failure, None
-            if call:
-                call(error)
+            on_failure = self._on_failure
+            self._on_failure = None  # once
+            if on_failure:
+                on_failure(error)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -97,15 +104,17 @@ class LastingStream:
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Let sys.stdout and sys.stderr outlive their readers meanwhile. Says so once on stderr when
-    stdout fails.
+    """Let sys.stdout and sys.stderr outlive their readers while the context is open.
+
+    When stdout fails, a warning goes to stderr, once.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the command was started with it closed
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-    before, status = (sys.stdout, sys.stderr), StatusLine()
+    stdout, stderr = sys.stdout, sys.stderr
+    status = StatusLine()
 
-    def tell(error: OSError) -> None:
+    def warn(error: OSError) -> None:
         print(
             f"warning  what this command prints is lost ({error.strerror}); it goes on",
             file=sys.stderr,
@@ -113,11 +122,11 @@ def lasting_output() -> Iterator[None]:
         )
 
     with suppress(OSError, ValueError):
-        before[0].flush()
-        sys.stdout = LastingStream(before[0], tell, status)
+        stdout.flush()
+        sys.stdout = LastingStream(stdout, warn, status)
     with suppress(OSError, ValueError):
-        before[1].flush()
-        sys.stderr = LastingStream(before[1], status=status)
+        stderr.flush()
+        sys.stderr = LastingStream(stderr, status=status)
     try:
         yield
     finally:
@@ -127,4 +136,5 @@ def lasting_output() -> Iterator[None]:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()
-        sys.stdout, sys.stderr = before
+        sys.stdout = stdout
+        sys.stderr = stderr

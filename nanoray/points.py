@@ -1,9 +1,9 @@
 """The points at which a run's state passes from one holder to another. A planned fault can fire at
 each of them.
 
-The phases of a step (faults/progress.py) are such points, too. Code says `reached("share")`;
-nothing happens unless somebody watches. tests/cluster/test_kill_points.py ends ranks and drivers at
-every one of them.
+The phases of a step (faults/progress.py) are such points, too. Code calls `reached("share")`, which
+does nothing unless a callback is set. tests/cluster/test_kill_points.py ends ranks and drivers at
+every point.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections.abc import Callable
 
 # In a rank: name -> what happens right after it.
 EXCHANGES = {  # each before a collective
-    "exchange_vote": "a rank says whether it wants to stop, or hears what all want",
+    "exchange_vote": "a rank votes for an order, or waits for the outcome",
     "exchange_loss": "the logged loss is averaged",
-    "exchange_overflow": "with fp16: whose gradients are not finite",
+    "exchange_overflow": "with fp16: whether any rank's gradients are not finite",
     "exchange_finite": "before a sharded state is saved: whether all weights are finite",
     "exchange_eval": "the evaluation's sums are added",
-    "exchange_objects": "small values: who holds the state, what failed, whether a checkpoint is due",
+    "exchange_objects": "small values: which rank holds the state, what failed, whether a checkpoint is due",
     "exchange_state": "one tensor of the state is sent from the rank that holds it",
     "exchange_barrier": "all ranks wait for each other",
     "exchange_gradients": "a bucket by hand begins to be summed or gathered",
     "exchange_mirror": "gradients are sent to the rank that mirrors their owner",
     "exchange_norm": "the norm of gradients is summed over their owners",
     "exchange_weights": "updated weights begin to be sent by their owners",
-    "exchange_activations": "with tp or pp: what ranks have computed of layers is summed, or sent on or back",
+    "exchange_activations": "with tp or pp: activations or their gradients are summed, or sent on or back",
     "exchange_logits": "with tp: the maximum or the sums of a loss over the vocabulary",
-    "exchange_tokens": "with ep: tokens, or how many, go to the ranks of their experts or come back",
+    "exchange_tokens": "with ep: tokens, or their counts, go to the ranks of their experts or come back",
     "exchange_statistics": "running statistics of batch normalisation are averaged",
     "exchange_batchnorm": "with sync_batchnorm: a layer's sums are added, forward or backward",
 }
@@ -35,8 +35,8 @@ MEETING = {
     "wait": "it waits for the driver's orders",
     "meet": "a survivor or a new rank goes to the others",
     "roll_call": "it has written its facts, and reads the verdict",
-    "groups": "the group of all ranks stands, the two others do not",
-    "met": "all groups stand, nothing has been sent",
+    "groups": "the group of all ranks is formed, the two others are not",
+    "met": "all groups are formed, nothing has been sent",
     "shared": "the state was received, and no engine was built",
     "built": "the engine is built, and no step begun",
     "last": "the last checkpoint is on disk, and the others may still write",
@@ -46,7 +46,7 @@ SAVING = {
     "written": "its files are on disk under a temporary name",
     "aside": "an older one of this step was moved away, and the new one is not there",
     "renamed": "it has its name, and older ones were not removed",
-    "part": "this rank's part of a sharded one is on disk, and rank 0 does not know",
+    "part": "this rank's part of a sharded one is on disk, and was not reported to rank 0",
 }
 STEP = {
     "committed": "the norm of gradients is known here, and no weight has changed",
@@ -56,11 +56,11 @@ RANK_POINTS = STEP | EXCHANGES | MEETING | SAVING
 
 # In the driver.
 DRIVER_POINTS = {
-    "lost": "it has heard of a lost rank",
+    "lost": "a lost rank was reported to it",
     "replacing": "it has started a new process for it",
     "store": "one of the survivors serves a new store",
     "attempt": "the new attempt's number is on disk",
-    "orders": "all ranks were told to meet",
+    "orders": "all ranks were ordered to meet",
     "restarting": "all ranks were ended, to be started again",
     "finished": "rank 0 has returned its outcome",
 }
@@ -70,13 +70,11 @@ _watchers: list[Callable[[str], None]] = []
 
 
 def reached(point: str) -> None:
-    """Tell those who watch that this process is at a point."""
+    """Call the callback, if one is set: this process is at a point."""
     for watcher in _watchers:
         watcher(point)
 
 
 def watch(watcher: Callable[[str], None] | None) -> None:
-    """Let one function, and no other, hear of the points that this process reaches; None: no
-    function.
-    """
+    """Set the single callback for `reached`; None clears it."""
     _watchers[:] = [watcher] if watcher else []

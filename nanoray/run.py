@@ -47,8 +47,9 @@ LOCK_WAIT_S = 2.0  # a killed process may take a moment to exit
 
 
 class RunLock:
-    """The open file whose flock reserves a run folder for one process; the kernel releases it when
-    the process dies.
+    """The open file whose flock reserves a run folder for one process.
+
+    The kernel releases it when the process dies.
     """
 
     def __init__(self, fd: int) -> None:
@@ -59,13 +60,13 @@ class RunLock:
 
     @property
     def key(self) -> tuple[int, int]:
-        """What identifies the file."""
-        found = os.fstat(self._fd)
-        return found.st_dev, found.st_ino
+        """The device and inode of the file."""
+        status = os.fstat(self._fd)
+        return status.st_dev, status.st_ino
 
 
-# The locks of this process by device and inode. The text in the file cannot tell: two containers
-# may both have a process 1, and one hostname.
+# The locks of this process by device and inode. The pid and host in the file do not identify a
+# process: two containers may both have a process 1, and the same hostname.
 _HELD: WeakValueDictionary[tuple[int, int], RunLock] = WeakValueDictionary()
 
 
@@ -132,38 +133,42 @@ class RunSpec:
 
     def ledger(self, rank: int) -> Path:
         """Return the path of this process' ledger, as the process of a rank in this attempt."""
-        return (
-            self.folder
-            / "logs"
-            / f"rank{rank}.{self.started:.3f}-{self.attempt}-{os.getpid()}.ledger"
-        )
+        name = f"rank{rank}.{self.started:.3f}-{self.attempt}-{os.getpid()}.ledger"
+        return self.folder / "logs" / name
 
 
 def recovers_in_place(config: Config, backend: str, ranks: int) -> bool:
-    """Whether only a lost rank is replaced while the others keep running. Driver and ranks must
-    decide the same.
+    """Whether a lost rank alone is replaced while the others keep running.
 
-    A hand-written all-reduce has a thread that may wait for a peer and keep its group open. A lost
-    rank's shard of the state is on disk only, unless another rank mirrors it or has the same one.
-    With NCCL the survivors see no error, and abort by the driver's order where `abort_nccl` allows
-    it.
+    The driver and the ranks decide this separately, from the same values.
     """
-    if backend == "gloo":
-        mirrored = config.mirrors() and ranks > config.tp * config.pp
-        held = not config.sharded or mirrored or config.replicated(ranks)
-    else:
-        held = config.abort_nccl and not config.sharded
-    replaceable = config.allreduce == "backend" and held
-    return config.recovery != "restart" and ranks > 1 and replaceable
+    if config.recovery == "restart" or ranks <= 1:
+        return False
+
+    # A hand-written all-reduce has a thread that may wait for a peer and keep its group open.
+    if config.allreduce != "backend":
+        return False
+
+    # With NCCL the survivors see no error: they abort by the driver's order where it is allowed.
+    if backend != "gloo":
+        return config.abort_nccl and not config.sharded
+
+    # A lost rank's shard is on disk only, unless another rank mirrors it or has the same one.
+    is_mirrored = config.mirrors() and ranks > config.tp * config.pp
+    return not config.sharded or is_mirrored or config.replicated(ranks)
 
 
 def new_folder(out_dir: Path, name: str) -> Path:
+    """Create a run's folder, named by the time and `name`. Raises ConfigError."""
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        # UTC, as runs are read in any zone
-        stem = f"{time.strftime('%Y-%m-%d_%H%M%S', time.gmtime())}_{name}"
-        for suffix in ("", *(f"_{n}" for n in range(2, 1000))):
-            folder = out_dir / (stem + suffix)
+        stem = (
+            time.strftime("%Y-%m-%d_%H%M%S", time.gmtime()) + f"_{name}"
+        )  # UTC: any zone reads it
+
+        # Runs that start in the same second get a number.
+        for n in range(1, 1000):
+            folder = out_dir / (stem if n == 1 else f"{stem}_{n}")
             try:
                 folder.mkdir(mode=0o700)  # losses, texts and paths are private
             except FileExistsError:
@@ -180,14 +185,15 @@ def new_folder(out_dir: Path, name: str) -> Path:
 
 
 def lock_run(folder: Path) -> tuple[RunLock | None, str]:
-    """Lock a run's folder for this process; return the lock, and a warning if the file system has
-    no locks.
+    """Lock a run's folder for this process; return the lock, and a warning or an empty string.
 
-    A process that already holds it gets None. Raises ConfigError when another process holds it.
+    A process that already holds it gets None, and so does one on a file system without locks, with
+    a warning. Raises ConfigError when another process holds it.
     """
-    path, own = folder / "lock", f"pid {os.getpid()} on {platform.node()}"
-    # Closed with its last reference
-    lock = RunLock(fd := os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    path = folder / "lock"
+    own = f"pid {os.getpid()} on {platform.node()}"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    lock = RunLock(fd)  # closes the file with its last reference
     deadline = time.monotonic() + LOCK_WAIT_S
     while True:
         try:
@@ -196,19 +202,15 @@ def lock_run(folder: Path) -> tuple[RunLock | None, str]:
         except BlockingIOError:
             holder = path.read_text(encoding="utf-8").strip() or "another process"
         except OSError as error:
-            return (
-                None,
-                f"warning  {folder} cannot be locked ({error.strerror}): let only one command use "
-                "it",
-            )
+            warning = f"{folder} cannot be locked ({error.strerror}): let only one command use it"
+            return None, f"warning  {warning}"
         if lock.key in _HELD:
             return None, ""
         if time.monotonic() > deadline:
             raise ConfigError(
                 f"run {folder} is in use by {holder}; wait until it ends, or start a new run from "
-                "one of its "
-                f"checkpoints (--resume {folder}/checkpoints/step_...). If that process and "
-                f"its host are gone, remove {path}"
+                f"one of its checkpoints (--resume {folder}/checkpoints/step_...). If that "
+                f"process and its host are gone, remove {path}"
             )
         time.sleep(0.1)  # it may be exiting
     os.ftruncate(fd, 0)
@@ -218,13 +220,13 @@ def lock_run(folder: Path) -> tuple[RunLock | None, str]:
 
 
 def write_attempt(spec: RunSpec) -> None:
-    """Allow only this attempt to write checkpoints. (the process that starts the attempt, before
-    its ranks)
+    """Allow only this attempt to write checkpoints.
 
-    On a full disk the file is overwritten in place, which needs no new block. Raises OSError if
-    that fails, too.
+    Called by the process that starts the attempt, before its ranks. On a full disk the file is
+    overwritten in place, which needs no new block. Raises OSError if that fails, too.
     """
-    path, text = spec.folder / "attempt", f"{spec.attempt} {spec.started!r}\n"
+    path = spec.folder / "attempt"
+    text = f"{spec.attempt} {spec.started!r}\n"
     try:
         replace_text(path, text)
     except OSError:
@@ -234,10 +236,9 @@ def write_attempt(spec: RunSpec) -> None:
 
 
 def read_attempt(folder: Path) -> tuple[int, float] | None:
-    """Return which attempt may write checkpoints, and when its command started (Unix s); None
-    without the file.
+    """Return the attempt that may write checkpoints, and when its command started (Unix s).
 
-    Raises CheckpointError when the file cannot be read.
+    None without the file. Raises CheckpointError when it cannot be read.
     """
     path = folder / "attempt"
     try:
@@ -252,22 +253,23 @@ def read_attempt(folder: Path) -> tuple[int, float] | None:
 
 
 def newest_record(folder: Path, name: str = "metrics.jsonl") -> dict[str, Any] | None:
-    """Return the newest complete record of a file of a run's folder; None while there is none."""
+    """Return the newest complete record of a file in a run's folder; None while there is none."""
     try:
+        # Only the end of the file: a long run has many records.
         with (folder / name).open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _RECORD_BYTES))
-            lines = file.read().split(b"\n")[:-1]
-        record: dict[str, Any] = json.loads(lines[-1])
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - _RECORD_BYTES))
+            complete_lines = file.read().split(b"\n")[:-1]
+        record: dict[str, Any] = json.loads(complete_lines[-1])
     except (OSError, ValueError, IndexError):
         return None
     return record
 
 
 def disk_used(folder: Path) -> dict[str, float]:
-    """Return the share of a file system that is in use, as df counts it: of what is not kept for
-    root.
+    """Return the share of a file system that is in use, as df counts it: without root's reserve.
 
-    Nothing where it does not answer: no run ends because of that.
+    Empty where it cannot be read: no run ends because of that.
     """
     try:
         disk = os.statvfs(folder)
@@ -321,13 +323,11 @@ def write_summary(spec: RunSpec, outcome: dict[str, Any], restarts: int) -> dict
     }
     try:
         write_json(spec.folder / "summary.json", summary)
-    except OSError as error:  # a full disk: what ended the run is told all the same
+    except OSError as error:  # a full disk must not hide what has ended the run
         log.warning("summary.json was not written: %s", error)
     return summary
 
 
 def expected_loss(spec: RunSpec) -> float | None:
-    """Return the validation loss that the complete recipe should reach on this dataset, where it is
-    known.
-    """
+    """Return the validation loss that the complete recipe should reach on this dataset, if known."""
     return spec.config.expected_val_loss.get(spec.dataset.name)

@@ -2,7 +2,7 @@
 
     TrainState   model, optimizer, scaler, guards (parts) + step, samples, losses, clock (scalars)
        │  pack()  ─► StateDict ─► a checkpoint's files
-       │                      └─► a newcomer's memory, over the process group (share)
+       │                      └─► a new rank's memory, over the process group (share)
        └─ load()  ◄─ StateDict ◄─ a resume, a rollback, a recovery
 
 One serialiser serves all of them, and the tensors that it packs are the tensors that replicas
@@ -23,7 +23,7 @@ from nanoray.errors import CheckpointError
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Piece, Shard, is_cut, whole_shards
 
-# The key of what each rank alone keeps of compressed gradients, beside its generators
+# The key of each rank's memory of compressed gradients, beside its generators
 MEMORY = "compression"
 PROBE = (2, 8)  # the parameter that an optimizer is tried on
 EMA_DECAY = 0.99  # per step, of the smoothed loss
@@ -46,8 +46,7 @@ class Part(Protocol):
 class StateDict:
     """A TrainState as plain data. `meta` holds `step` and anything else that is JSON.
 
-    With `pieces`, each tensor of a parameter named there is that piece, flat; other tensors are
-    whole.
+    With `pieces`, the tensor of a parameter named there is that piece, flat. Others are whole.
     """
 
     model: dict[str, Tensor]
@@ -79,8 +78,7 @@ class Scalars:
 
 @dataclass
 class Session:
-    """What one command knows about its run. It survives the loss of a rank, and starts anew after a
-    resume.
+    """The progress of one command in its run. It survives the loss of a rank, but not a resume.
 
     The step fields record what has been done at the end of the newest step. So an interrupted end
     can be repeated: nothing is reported twice and nothing is skipped.
@@ -98,7 +96,8 @@ class Session:
 
     def reported_step(self, step: int) -> int:
         """Return the newest reported step, given the newest completed one."""
-        return step - 1 if self.record is not None and self.reported != step else step
+        is_pending = self.record is not None and self.reported != step
+        return step - 1 if is_pending else step
 
 
 @dataclass
@@ -111,38 +110,40 @@ class Holding:
 
 
 class Update(NamedTuple):
-    """What a rank needs besides its gradients to do the newest step's update as all others have
-    done it.
-    """
+    """What a rank needs, besides its gradients, to repeat the newest update of the other ranks."""
 
     norm: Tensor | None = None  # of the whole gradient
     leave_out: Tensor | None = None  # 1: the update was left out
 
 
 class TrainState:
-    """One rank's share of the state of a run: the weights, and the optimizer state of its shards of
-    them.
-    """
+    """One rank's share of the state of a run: weights, and the optimizer state of its shards."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Part, guards: Part
     ) -> None:
         """Take the parts as they are at step 0. `whole` is set once they hold the state of the run."""
-        self.model, self.optimizer, self.scaler, self.guards = model, optimizer, scaler, guards
-        self.scalars, self.session = Scalars(), Session()
+        self.model = model
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.guards = guards
+        self.scalars = Scalars()
+        self.session = Session()
+
+        # This rank's shards. `sharded`: other ranks hold the optimizer state of other ones.
         self.shards = whole_shards(model)
-        self.sharded = False  # whether other ranks hold the optimizer state of other shards
-        # The weights of this rank, where no rank has them all
-        self.weights: list[Shard] | None = None
-        # Another rank's share, updated here from the same gradients
-        self.mirror: Holding | None = None
-        # The buffers of a model that belonged to a group which is gone
-        self.left: dict[str, Tensor] | None = None
-        # What this rank's compressed gradients left over, flat; no other rank has it
+        self.sharded = False
+        self.weights: list[Shard] | None = None  # of this rank, where no rank has all weights
+        self.mirror: Holding | None = None  # another rank's share, updated from the same gradients
+
+        # The rounding errors of this rank's compressed gradients, flat; no other rank has them.
         self.memory: Tensor | None = None
-        # Whether other ranks may copy this state: only after a resume or recovery is done
+        # The buffers of a model that a former group of ranks had cut
+        self.left: dict[str, Tensor] | None = None
+
+        # Other ranks may copy this state only after a resume or recovery is done.
         self.whole = False
-        # Whether gradients of the next step are here that complete it without lost ranks
+        # Whether this rank holds gradients that complete the next step if others are lost
         self.can_finish = False
         self.update = Update()  # the newest one
 
@@ -153,26 +154,33 @@ class TrainState:
         sharded: bool,
         weights: list[Shard] | None = None,
     ) -> None:
-        """Keep these from now on. With `sharded`, other ranks have the optimizer state of other
-        shards.
+        """Replace the shards and their optimizers.
 
-        With `weights` this rank holds only these parts of the model's weights.
+        sharded: other ranks have the optimizer state of other shards. weights: the parts of the
+        model's weights that this rank holds; None: all.
         """
-        self.shards, self.optimizer, self.mirror = own.shards, own.optimizer, mirror
-        self.sharded, self.weights = sharded, weights
+        self.shards = own.shards
+        self.optimizer = own.optimizer
+        self.mirror = mirror
+        self.sharded = sharded
+        self.weights = weights
 
     def leave_model(self) -> None:
-        """Part with a model that a group of ranks has cut, and keep its buffers; what is held of it
-        is in shards.
+        """Release a model that a group of ranks has cut, and keep its buffers.
+
+        The shards keep the weights.
         """
-        # Else the next group broke, too, before it stood
-        self.left = self.buffers if self.left is None else self.left
+        # If the next group breaks before it has built a model, the buffers are here already.
+        if self.left is None:
+            self.left = self.buffers
         self.model = nn.Module()
 
     def take_left(self) -> None:
-        """Give a new model the buffers of the one before, if that was left."""
-        for name, buffer in (self.left or {}).items():
-            self.buffers[name].copy_(buffer)
+        """Copy the buffers that `leave_model` has kept into the new model."""
+        if self.left is not None:
+            buffers = self.buffers
+            for name, kept in self.left.items():
+                buffers[name].copy_(kept)
         self.left = None
 
     @property
@@ -183,28 +191,31 @@ class TrainState:
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """This rank's own optimizer, and the one of the share that it mirrors."""
-        return [self.optimizer, *([self.mirror.optimizer] if self.mirror else [])]
+        if self.mirror is None:
+            return [self.optimizer]
+        return [self.optimizer, self.mirror.optimizer]
 
     @property
     def pieces(self) -> dict[str, Piece]:
         """Which part of each parameter this rank's optimizer updates; empty if that is all of it."""
-        return {shard.piece.name: shard.piece for shard in self.shards} if self.sharded else {}
+        if not self.sharded:
+            return {}
+        return {shard.piece.name: shard.piece for shard in self.shards}
 
     @property
     def weight_pieces(self) -> dict[str, Piece] | None:
         """Which part of each parameter this rank has; None: all of it."""
-        return (
-            {shard.piece.name: shard.piece for shard in self.weights}
-            if self.weights is not None
-            else None
-        )
+        if self.weights is None:
+            return None
+        return {shard.piece.name: shard.piece for shard in self.weights}
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """The model's buffers that are part of its state, such as running statistics, equal on all
-        replicas.
+        """The model's buffers that belong to its state, such as running statistics.
+
+        They are equal on all replicas.
         """
-        saved = self.model.state_dict().keys()  # which leaves out the others
+        saved = self.model.state_dict().keys()  # without the buffers that are not persistent
         return {name: buffer for name, buffer in self.model.named_buffers() if name in saved}
 
     @property
@@ -221,7 +232,8 @@ class TrainState:
         """Count a completed step of `samples` sequences."""
         self.scalars.step += 1
         self.scalars.samples += samples
-        self.update, self.can_finish = update or Update(), False
+        self.update = update or Update()
+        self.can_finish = False
 
     def see_loss(self, loss: float, smooth: bool) -> None:
         """Record a logged step's mean loss; `smooth` adds it to the moving average.
@@ -229,12 +241,18 @@ class TrainState:
         A resumed run logs its first step besides the regular ones. The average leaves that loss
         out, so that it equals the average of an uninterrupted run.
         """
-        s = self.scalars
-        s.loss = loss
-        if smooth:
-            keep = EMA_DECAY ** (s.step - s.ema_step)
-            s.loss_ema = loss if s.loss_ema is None else keep * s.loss_ema + (1 - keep) * loss
-            s.ema_step = s.step
+        scalars = self.scalars
+        scalars.loss = loss
+        if not smooth:
+            return
+
+        # EMA_DECAY is per step, and losses are logged every few steps.
+        if scalars.loss_ema is None:
+            scalars.loss_ema = loss
+        else:
+            decay = EMA_DECAY ** (scalars.step - scalars.ema_step)
+            scalars.loss_ema = decay * scalars.loss_ema + (1 - decay) * loss
+        scalars.ema_step = scalars.step
 
     @property
     def reported_step(self) -> int:
@@ -244,62 +262,88 @@ class TrainState:
     def tensors(self) -> dict[str, Tensor]:
         """Return, in one order on all ranks, the live tensors that must be equal on all replicas.
 
-        Of a model that is cut, the pieces that other ranks hold as well, by their places: not all
-        ranks have the same.
+        Of a model that is cut, these are the pieces that other ranks hold as well, named by their
+        places, and not all ranks have the same ones.
         """
-        weights = () if self.shards_weights else self.model.named_parameters()
-        tensors = {name: p.detach() for name, p in weights}
+        tensors: dict[str, Tensor] = {}
         if is_cut(self.model):
-            tensors = {s.piece.place: s.param.detach() for s in self.weights or () if s.holders > 1}
-            shared = {s.piece.name: s.piece.place for s in self.shards if s.holders > 1}
-            for name, tensor in optimizer_tensors(self.optimizer, self.shards).items():
-                key, _, param = name.partition(".")
-                tensors |= {f"{key}.{shared[param]}": tensor} if param in shared else {}
+            tensors = self._shared_tensors()
+        elif not self.shards_weights:
+            tensors = {name: p.detach() for name, p in self.model.named_parameters()}
         tensors |= self.buffers
+
+        # An optimizer creates its state in the order of the gradients, which may differ.
         if not self.sharded:
             tensors |= dict(sorted(optimizer_tensors(self.optimizer, self.shards).items()))
         return tensors | self.scaler.tensors()
 
+    def _shared_tensors(self) -> dict[str, Tensor]:
+        """Return the weights and optimizer state of pieces that several ranks hold, by place."""
+        tensors: dict[str, Tensor] = {}
+        for shard in self.weights or ():
+            if shard.holders > 1:
+                tensors[shard.piece.place] = shard.param.detach()
+
+        places = {s.piece.name: s.piece.place for s in self.shards if s.holders > 1}
+        for name, tensor in optimizer_tensors(self.optimizer, self.shards).items():
+            key, _, param = name.partition(".")
+            if param in places:
+                tensors[f"{key}.{places[param]}"] = tensor
+        return tensors
+
     def pack_own(self, first: bool) -> StateDict:
-        """Return what this rank saves of a sharded state: what it owns. The `first` rank adds what
-        nobody owns.
+        """Return the part of a sharded state that this rank saves: the pieces that it owns.
+
+        The `first` rank adds the tensors that have no owner.
         """
-        packed, shards = self.pack(), [shard for shard in self.shards if shard.owner]
-        pieces = {shard.piece.name: shard.piece for shard in shards}
-        aliases = {name: origin for name, origin in _aliases(self.model).items() if name != origin}
+        packed = self.pack()
+        owned = [shard for shard in self.shards if shard.owner]
+        packed.pieces = {shard.piece.name: shard.piece for shard in owned}
+
         ownerless = self.without_owner(packed.model) if first else {}
-        packed.model = {shard.piece.name: shard.param.detach() for shard in shards} | ownerless
-        every = optimizer_tensors(self.optimizer, self.shards)
-        packed.optimizer = {
-            name: tensor for name, tensor in every.items() if name.partition(".")[2] in pieces
-        }
-        packed.pieces, packed.aliases = pieces, aliases
+        packed.model = {shard.piece.name: shard.param.detach() for shard in owned} | ownerless
+
+        packed.optimizer = {}
+        for name, tensor in optimizer_tensors(self.optimizer, self.shards).items():
+            _, _, param = name.partition(".")
+            if param in packed.pieces:
+                packed.optimizer[name] = tensor
+
+        # Tied weights are saved under their first name.
+        packed.aliases = {}
+        for name, origin in _aliases(self.model).items():
+            if name != origin:
+                packed.aliases[name] = origin
         return packed
 
     def without_owner(self, model: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return what no optimizer updates of a model's tensors: buffers and frozen weights."""
-        owned = {name for name, p in self.model.named_parameters() if p.requires_grad}
+        """Return the tensors of a model that no optimizer updates: buffers and frozen weights."""
+        trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
         aliases = _aliases(self.model)
-        return {n: t for n, t in model.items() if n not in owned and aliases[n] == n}
+        ownerless = {}
+        for name, tensor in model.items():
+            if name not in trained and aliases[name] == name:
+                ownerless[name] = tensor
+        return ownerless
 
     def pack(self, rng: list[dict[str, Tensor]] | None = None) -> StateDict:
-        """Return what this rank shares with the others, as data: all of the state, unless it is
-        sharded.
+        """Return the state as data: all of it, or of a sharded one the part that all ranks have.
 
         The tensors are the live ones, which the next step changes.
         """
-        s = self.scalars
+        scalars = self.scalars
+        is_evaluated = self.session.evaluated == scalars.step
         return StateDict(
             model=self.buffers if self.shards_weights else self.model.state_dict(),
             optimizer={} if self.sharded else optimizer_tensors(self.optimizer, self.shards),
             rng=rng or [],
             scaler=self.scaler.values(),
             meta={
-                "step": s.step,
-                "samples_seen": s.samples,
-                "val_loss": s.val_loss if self.session.evaluated == s.step else None,
-                "best_val_loss": s.best_val_loss,
-                "scalars": asdict(s),
+                "step": scalars.step,
+                "samples_seen": scalars.samples,
+                "val_loss": scalars.val_loss if is_evaluated else None,
+                "best_val_loss": scalars.best_val_loss,
+                "scalars": asdict(scalars),
                 "guards": self.guards.values(),
             },
         )
@@ -309,39 +353,52 @@ class TrainState:
         model.
 
         Of a sharded state, `saved.optimizer` has this rank's pieces. Without `optimizer` the
-        optimizer keeps its state; without `weights` only those are loaded that `saved` has. A
-        checkpoint of an older nanoray has no scalars of its own; step, cursor and losses are in its
-        meta.
+        optimizer keeps its state; without `weights` only those are loaded that `saved` has.
         """
         self._load_weights(saved.model, weights)
         self.can_finish = False
-        # Before its first step an optimizer has no state
-        if optimizer and (saved.optimizer or saved.meta["step"] > 0):
+
+        # Before its first step an optimizer has no state.
+        meta = saved.meta
+        if optimizer and (saved.optimizer or meta["step"] > 0):
             load_optimizer_tensors(self.optimizer, self.shards, saved.optimizer)
         self.scaler.load_values(saved.scaler)
-        meta = saved.meta
-        old = {"step": meta["step"], "samples": meta["samples_seen"], "ema_step": meta["step"]}
-        old |= {key: meta.get(key) for key in ("val_loss", "best_val_loss")}
-        self.scalars = Scalars(**meta.get("scalars", old))
+
+        # A checkpoint of an older nanoray has no scalars of its own: they are in its meta.
+        if "scalars" in meta:
+            self.scalars = Scalars(**meta["scalars"])
+        else:
+            self.scalars = Scalars(
+                step=meta["step"],
+                samples=meta["samples_seen"],
+                ema_step=meta["step"],
+                val_loss=meta.get("val_loss"),
+                best_val_loss=meta.get("best_val_loss"),
+            )
         self.guards.load_values(meta.get("guards", {}))
+
+        # The step's end was done before it was saved.
         step = self.step
         self.session = Session(begun=step, current=step, evaluated=step, reported=step, saved=step)
 
     def load_memory(
         self, saved: StateDict, rank: int, ranks: int, forget: Callable[[], None]
     ) -> bool:
-        """Take over what as many ranks had left over, or `forget`; return whether nothing was
-        dropped or missing.
+        """Restore this rank's error-feedback memory; return False if it had to be reset.
 
-        This state outlives a group of ranks. So it keeps no reference to what knows the group, as
-        `forget` does: others notice that a rank has left when its connections close, which they do
-        when nothing refers to the group. Afterwards `saved` has no memory any more: it is as large
-        as the weights, for each rank.
+        It is reset by `forget` when another number of ranks had saved it, or none. False also if
+        `saved` has one and this run compresses nothing. The memory is removed from `saved`: for
+        each rank, it is as large as the weights.
+
+        `forget` is passed in because this state outlives a group of ranks: a reference to an object
+        with the group would keep its connections open, and other ranks notice that a rank has left
+        when they close.
         """
-        kept = [of.pop(MEMORY, None) for of in saved.rng]
+        memories = [of_rank.pop(MEMORY, None) for of_rank in saved.rng]
         if self.memory is None:
-            return not any(of is not None for of in kept)
-        own = kept[rank] if len(kept) == ranks else None
+            return all(memory is None for memory in memories)
+
+        own = memories[rank] if len(memories) == ranks else None
         if own is None or own.shape != self.memory.shape:
             forget()
             return False
@@ -349,12 +406,13 @@ class TrainState:
         return True
 
     @torch.no_grad()
-    def _load_weights(self, saved: dict[str, Tensor], all_of_them: bool) -> None:
+    def _load_weights(self, saved: dict[str, Tensor], strict: bool) -> None:
+        """Copy weights and buffers; with `strict` a whole model must find all of its own."""
         if self.weights is None:
-            self.model.load_state_dict(saved, strict=all_of_them)
+            self.model.load_state_dict(saved, strict=strict)
             return
         for shard in self.weights:
-            if shard.piece.name in saved:  # else a rank shares its state, which has no weights
+            if shard.piece.name in saved:  # a state that comes from another rank has no weights
                 shard.param.copy_(saved[shard.piece.name].view_as(shard.param))
         for name, buffer in self.buffers.items():
             buffer.copy_(saved[name])
@@ -363,10 +421,13 @@ class TrainState:
         """Go back to `saved` and continue with the data from `samples`. Clock and guards keep their
         values.
         """
-        now, guards, first_step_s = self.scalars, self.guards.values(), self.session.first_step_s
+        before = self.scalars
+        guards = self.guards.values()
+        first_step_s = self.session.first_step_s
         self.load(saved)
         self.scalars.samples = samples
-        self.scalars.train_s, self.scalars.timed_steps = now.train_s, now.timed_steps
+        self.scalars.train_s = before.train_s
+        self.scalars.timed_steps = before.timed_steps
         self.guards.load_values(guards)
         self.session.first_step_s = first_step_s
 
@@ -381,7 +442,8 @@ def share(state: TrainState, mesh: Mesh, source: int) -> None:
     packed, session = fetch(state, mesh, source)
     if mesh.rank != source:
         state.load(packed, optimizer=not state.sharded)
-    state.session, state.whole = session, True
+    state.session = session
+    state.whole = True
 
 
 def fetch(
@@ -392,32 +454,38 @@ def fetch(
 
     Nothing is loaded yet. Without `pieces` it leaves out all that an optimizer updates.
     """
-    own = mesh.rank == source
-    packed = state.pack() if own else StateDict({}, {})
+    is_source = mesh.rank == source
+    packed = state.pack() if is_source else StateDict({}, {})
     if not pieces:
-        packed.model, packed.optimizer = state.without_owner(packed.model), {}
+        packed.model = state.without_owner(packed.model)
+        packed.optimizer = {}
+
+    # The source lists its tensors: tied weights once, under their first name.
     aliases = _aliases(state.model)
-    tensors = {
-        ("model", name): packed.model[name] for name in {*aliases.values()} & packed.model.keys()
-    }
-    tensors |= {("optimizer", name): tensor for name, tensor in packed.optimizer.items()}
+    tensors: dict[tuple[str, str], Tensor] = {}
+    for name in {*aliases.values()} & packed.model.keys():
+        tensors["model", name] = packed.model[name]
+    for name, tensor in packed.optimizer.items():
+        tensors["optimizer", name] = tensor
     layout = [(key, tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()]
+
+    # Small values in one message, then each tensor in the order of that list.
     layout, packed.scaler, packed.meta, session = mesh.broadcast(
         (layout, packed.scaler, packed.meta, asdict(state.session)), src=source
     )
     for key, shape, dtype in layout:
-        if not own:
+        if not is_source:
             tensors[key] = torch.empty(shape, dtype=dtype, device=mesh.device)
         mesh.broadcast_tensor(tensors[key].to(mesh.device), source)
-    if not own:
-        packed.model = {
-            n: tensors["model", first]
-            for n, first in aliases.items()
-            if ("model", first) in tensors
-        }
-        packed.optimizer = {
-            name: tensor for (part, name), tensor in tensors.items() if part == "optimizer"
-        }
+
+    # All names of a tied weight get the same tensor again.
+    if not is_source:
+        for name, first in aliases.items():
+            if ("model", first) in tensors:
+                packed.model[name] = tensors["model", first]
+        for (part, name), tensor in tensors.items():
+            if part == "optimizer":
+                packed.optimizer[name] = tensor
     return packed, Session(**session)
 
 
@@ -437,13 +505,15 @@ def set_rng_state(state: dict[str, Tensor], device: torch.device) -> None:
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
-    """Return each name of the model's state with the first name of the same tensor: tied weights
-    travel once.
+    """Return each name of the model's state with the first name of the same tensor.
+
+    Tied weights have several names, and are sent once.
     """
     first: dict[int, str] = {}
-    return {
-        name: first.setdefault(id(t), name) for name, t in model.state_dict(keep_vars=True).items()
-    }
+    aliases = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        aliases[name] = first.setdefault(id(tensor), name)
+    return aliases
 
 
 def optimizer_tensors(
@@ -451,12 +521,37 @@ def optimizer_tensors(
 ) -> dict[str, Tensor]:
     """Return the optimizer's state as one flat dict with names such as `exp_avg.<parameter>`."""
     names: dict[Tensor, str] = {shard.param: shard.piece.name for shard in shards}
-    return {
-        f"{key}.{names[p]}": value
-        for p, state in optimizer.state.items()
-        for key, value in state.items()
-        if isinstance(value, Tensor)
-    }
+    tensors = {}
+    for p, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                tensors[f"{key}.{names[p]}"] = value
+    return tensors
+
+
+class StateFormat(NamedTuple):
+    """What an optimizer keeps for a parameter, and how."""
+
+    keys: set[str] | None  # None: not known
+    scalars: set[str]  # keys of single numbers
+    scalars_on_host: bool  # also where a fused kernel updates the parameter
+    declared: bool  # whether the optimizer itself names its keys, as nanoray's own do
+    dtype: torch.dtype | None  # of its tensors; None: see `_dtype_of`
+
+
+def state_format(optimizer: torch.optim.Optimizer) -> StateFormat:
+    """Return what an optimizer keeps: as it declares it, else as one step of a copy shows it."""
+    on_host = getattr(optimizer, "scalars_on_host", False)
+    dtype = getattr(optimizer, "state_type", None)
+    declared_keys = getattr(optimizer, "state_keys", None)
+    if declared_keys is not None:
+        return StateFormat(set(declared_keys), {"step"}, on_host, True, dtype)
+
+    kept = kept_alone(optimizer)
+    if kept is None:
+        return StateFormat(None, {"step"}, on_host, False, dtype)
+    scalars = {key for key, value in kept.items() if value.dim() == 0}
+    return StateFormat(set(kept), scalars | {"step"}, on_host, False, dtype)
 
 
 def load_optimizer_tensors(
@@ -466,45 +561,71 @@ def load_optimizer_tensors(
 
     Raises CheckpointError when the state belongs to another optimizer or to other parameters.
     """
+    # The state must have the keys of this optimizer, where they are known.
+    form = state_format(optimizer)
+    saved_keys = {name.split(".", 1)[0] for name in tensors}
+    if form.keys is not None and saved_keys != form.keys:
+        where = ", in its precision" if form.declared else ""
+        raise CheckpointError(
+            f"optimizer state holds {sorted(saved_keys) or 'nothing'}, but "
+            f"{type(optimizer).__name__} needs {sorted(form.keys) or 'nothing'}; resume with the "
+            f"optimizer that wrote it{where}"
+        )
+
     params = {shard.piece.name: shard.param for shard in shards}
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
-    alone = None if hasattr(optimizer, "state_keys") else kept_alone(optimizer)
-    expected = getattr(optimizer, "state_keys", alone)
-    scalars = {"step", *(key for key, kept in (alone or {}).items() if not kept.dim())}
-    found = {name.split(".", 1)[0] for name in tensors}
-    if expected is not None and found != {*expected}:
-        raise CheckpointError(
-            f"optimizer state holds {sorted(found) or 'nothing'}, but {type(optimizer).__name__} "
-            "needs "
-            f"{sorted(expected) or 'nothing'}; resume with the optimizer that wrote it"
-            + (", in its precision" if hasattr(optimizer, "state_keys") else "")
-        )
     for name, tensor in tensors.items():
-        key, param = name.split(".", 1)
-        like = params.get(param)
-        scalar = key in scalars and tensor.numel() == 1
-        if like is None or not (scalar or tensor.shape in (like.shape, (like.numel(),))):
+        key, param_name = name.split(".", 1)
+        param = params.get(param_name)
+        is_scalar = key in form.scalars and tensor.numel() == 1
+
+        # Any other tensor has the shape of its parameter, or is a flat piece of it.
+        shapes = () if param is None else (param.shape, (param.numel(),))
+        if param is None or not (is_scalar or tensor.shape in shapes):
             raise CheckpointError(
                 f"optimizer state {name} {tuple(tensor.shape)} does not fit this model's parameters"
             )
-        if scalar:  # as Adam keeps it: on the host, but for kernels that read it on the device
-            on_device = group_of[like].get("fused") or group_of[like].get("capturable")
-            on_device = on_device and not getattr(optimizer, "scalars_on_host", False)
-            optimizer.state[like][key] = tensor.reshape(()).to(
-                like.device if on_device else "cpu", copy=True
-            )
-            continue
-        same = not isinstance(optimizer, torch.optim.AdamW | torch.optim.SGD)
-        kind = tensor.dtype if same else like.dtype  # of a run in another precision
-        kind = getattr(optimizer, "state_type", kind)
-        optimizer.state[like][key] = tensor.view_as(like).to(like.device, kind, copy=True)
+
+        state = optimizer.state[param]
+        if is_scalar:
+            device = _device_of_scalars(param, group_of[param], form)
+            state[key] = tensor.reshape(()).to(device, copy=True)
+        else:
+            dtype = _dtype_of(tensor, param, optimizer, form)
+            state[key] = tensor.view_as(param).to(param.device, dtype, copy=True)
+
+
+def _device_of_scalars(
+    param: Tensor, group: dict[str, Any], form: StateFormat
+) -> torch.device | str:
+    """Return where an optimizer keeps a parameter's step, as Adam does.
+
+    On the host, except for kernels that read it on the device.
+    """
+    is_read_on_device = group.get("fused") or group.get("capturable")
+    return param.device if is_read_on_device and not form.scalars_on_host else "cpu"
+
+
+def _dtype_of(
+    saved: Tensor, param: Tensor, optimizer: torch.optim.Optimizer, form: StateFormat
+) -> torch.dtype:
+    """Return the dtype of a tensor in the optimizer's state.
+
+    The run that saved it may have had another precision. torch's AdamW and SGD keep the dtype of
+    the parameter; of another optimizer it is not known, so the saved one stays.
+    """
+    if form.dtype is not None:
+        return form.dtype
+    if isinstance(optimizer, torch.optim.AdamW | torch.optim.SGD):
+        return param.dtype
+    return saved.dtype
 
 
 def kept_alone(optimizer: torch.optim.Optimizer) -> dict[str, Tensor] | None:
-    """Return what an optimizer keeps for a parameter of shape PROBE after a step; None if it cannot
-    be tried so.
+    """Return the tensors that an optimizer keeps for a parameter of shape PROBE after one step.
 
-    With several groups, what it keeps in any of them.
+    With several groups, those of any of them. None if no copy of the optimizer can be made and
+    tried.
     """
     kept: dict[str, Tensor] = {}
     for group in optimizer.param_groups:
@@ -512,14 +633,14 @@ def kept_alone(optimizer: torch.optim.Optimizer) -> dict[str, Tensor] | None:
         probe.grad = torch.zeros(PROBE)
         settings = {key: value for key, value in group.items() if key != "params"}
         try:
-            alike = type(optimizer)([settings | {"params": [probe]}], lr=settings["lr"])  # type: ignore[call-arg]
-            alike.step()
-        except Exception as error:
+            copy = type(optimizer)([settings | {"params": [probe]}], lr=settings["lr"])  # type: ignore[call-arg]
+            copy.step()
+        except Exception as error:  # any class of optimizer may come from a user's script
             logging.getLogger("nanoray").info(
                 "%s could not be tried alone: %r", type(optimizer).__name__, error
             )
             return None
-        kept |= {
-            key: value for key, value in alike.state[probe].items() if isinstance(value, Tensor)
-        }
+        for key, value in copy.state[probe].items():
+            if isinstance(value, Tensor):
+                kept[key] = value
     return kept

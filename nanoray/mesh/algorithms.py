@@ -91,9 +91,8 @@ def _open(tensor: Tensor, group: ProcessGroup | None) -> tuple[Tensor, _Group]:
     if tensor.is_cuda and dist.get_backend(handle) != "nccl":
         raise ConfigError(
             f"tensor on {tensor.device}, backend {dist.get_backend(handle)}: all-reduce by hand "
-            "sends CUDA tensors "
-            "over nccl only; use the backend's own all-reduce (--allreduce backend), or ranks on "
-            "CPU"
+            "sends CUDA tensors over nccl only; use the backend's own all-reduce (--allreduce "
+            "backend), or ranks on CPU"
         )
     return tensor.view(-1), _Group(handle, handle.rank(), handle.size(), tensor.is_cuda)
 

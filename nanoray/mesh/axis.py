@@ -1,5 +1,4 @@
-"""The collectives along one axis of the mesh. Parallel code holds an Axis and knows no process
-group.
+"""The collectives along one axis of the mesh. Parallel code uses an Axis, never a process group.
 
 A sum is taken in the order of the ranks: every rank sends each slice to the rank that owns it, and
 the owner adds.
@@ -49,9 +48,7 @@ class Axis:
         return self._all_reduce(tensor, what, dist.ReduceOp.SUM)
 
     def max(self, tensor: Tensor, what: str) -> Tensor:
-        """Take the largest of each element of `tensor` over the axis, in place. (all ranks of the
-        axis)
-        """
+        """Take the maximum of `tensor` over the axis, in place. (all ranks of the axis)"""
         return self._all_reduce(tensor, what, dist.ReduceOp.MAX)
 
     def _all_reduce(self, tensor: Tensor, what: str, op: dist.ReduceOp.RedOpType) -> Tensor:
@@ -64,20 +61,18 @@ class Axis:
     def all_to_all(
         self, rows: Tensor, send: Sequence[int], receive: Sequence[int], what: str
     ) -> Tensor:
-        """Send the first send[0] rows to the axis's first rank, and so on; return the rows
-        received, by rank.
+        """Send send[i] rows to rank i of the axis, in their order; return the rows received.
 
-        (all ranks of the axis) receive[i]: how many rows rank i sends to this one, which may be
-        none.
+        (all ranks of the axis) They come by rank, receive[i] from rank i. Any number may be 0.
         """
         if self.size == 1:
             return rows
         reached(f"exchange_{what}")
         sent = rows.cpu() if self.through_host(rows) else rows.contiguous()
-        got = sent.new_empty(sum(receive), *sent.shape[1:])
+        received = sent.new_empty(sum(receive), *sent.shape[1:])
         with self.noted("all_to_all", what, sent):
-            dist.all_to_all_single(got, sent, [*receive], [*send], group=self.group)
-        return got.to(rows.device)
+            dist.all_to_all_single(received, sent, list(receive), list(send), group=self.group)
+        return received.to(rows.device)
 
     def start_reduce_scatter(
         self, flat: Tensor, what: str, bucket: int | None = None, last: bool = False
@@ -86,7 +81,7 @@ class Axis:
 
         Returns a function that waits, writes this rank's slice of the sum into a tensor (s,), which
         may be a part of `flat`, and returns that tensor. Until then `flat` must not change.
-        `bucket` numbers it for the listener, which hears nothing without; `last` marks the last one
+        `bucket` numbers it for the listener; without, it is not reported. `last` marks the last one
         of a backward pass.
         """
         if self.size == 1:
@@ -94,8 +89,10 @@ class Axis:
         arrived = self.start_exchange(flat, what, bucket, last, "reduce_scatter")
 
         def finish(out: Tensor) -> Tensor:
-            total, *others = arrived().view(self.size, -1)
-            for other in others:  # `sum(0)` adds in an order of its own, which depends on the place
+            # In the order of the ranks. `sum(0)` would add in an order that depends on the place.
+            slices = arrived().view(self.size, -1)  # (n, s)
+            total = slices[0]
+            for other in slices[1:]:
                 total = torch.add(total, other, out=out)
             return total
 
@@ -109,67 +106,66 @@ class Axis:
         last: bool = False,
         op: str = "all_to_all",
     ) -> Callable[[], Tensor]:
-        """Start to send slice i of `flat`, (n·s,), to rank i of the axis, which has several. (all
-        ranks of the axis)
+        """Start to send slice i of `flat`, (n·s,), to rank i of the axis. (all ranks of the axis)
 
-        Returns a function that waits and returns the slices that this rank got, (n·s,), in the
-        order of the ranks. Until then `flat` must not change. `bucket` and `last` are those of
-        `start_reduce_scatter`; `op` is what the listener hears.
+        For axes of several ranks. Returns a function that waits and returns the slices received,
+        (n·s,), in the order of the ranks. Until then `flat` must not change. `bucket` and `last`
+        are those of `start_reduce_scatter`; `op` is reported to the listener.
         """
         reached(f"exchange_{what}")
-        noted = self._started(op, what, flat, bucket, last) if bucket is not None else None
+        report_end = self._started(op, what, flat, bucket, last)
         sent = flat.cpu() if self.through_host(flat) else flat
-        got = torch.empty_like(sent)
-        work = dist.all_to_all_single(got, sent, group=self.group, async_op=True)
-        if noted:
-            work.get_future().then(lambda future: noted())
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        _call_at_end(work, report_end)
 
         def finish() -> Tensor:
             work.wait()
-            return got.to(flat.device)
+            return received.to(flat.device)
 
         return finish
 
     def start_sum(
         self, flat: Tensor, what: str, bucket: int, last: bool = False
     ) -> Callable[[], None]:
-        """Start to add `flat` up over the axis, in place, with the backend's all-reduce. (all ranks
-        of the axis)
+        """Start to add `flat` up over the axis, in place. (all ranks of the axis)
 
-        Returns a function that waits for it. `bucket` and `last` are those of
-        `start_reduce_scatter`.
+        By the backend's all-reduce. Returns a function that waits for it. `bucket` and `last` are
+        those of `start_reduce_scatter`.
         """
         reached(f"exchange_{what}")
-        noted = self._started("all_reduce", what, flat, bucket, last)
+        report_end = self._started("all_reduce", what, flat, bucket, last)
         work = dist.all_reduce(flat, group=self.group, async_op=True)
-        if noted:
-            work.get_future().then(lambda future: noted())
-        return lambda: work.wait() and None
+        _call_at_end(work, report_end)
+
+        def finish() -> None:
+            work.wait()
+
+        return finish
 
     def start_all_gather(
         self, flat: Tensor, what: str, bucket: int | None = None
     ) -> Callable[[], None]:
-        """Start to fill `flat`, (n·s,), with the slice that each rank of the axis holds in it. (all
-        ranks of the axis)
+        """Start to fill `flat`, (n·s,), with each rank's slice of it. (all ranks of the axis)
 
-        Returns a function that waits for it. Without a `bucket` the listener hears of the wait
-        only.
+        Returns a function that waits for it. Without a `bucket` only the wait is reported to the
+        listener.
         """
         if self.size == 1:
             return lambda: None
         reached(f"exchange_{what}")
-        noted = (
-            self._started("all_gather", what, flat, bucket, False) if bucket is not None else None
-        )
-        own, whole = flat.view(self.size, -1)[self.index], flat
+        report_end = self._started("all_gather", what, flat, bucket, last=False)
+        own = flat.view(self.size, -1)[self.index]
+        whole = flat
         if self.through_host(flat):
-            own, whole = own.cpu(), torch.empty_like(flat, device="cpu")
+            own = own.cpu()
+            whole = torch.empty_like(flat, device="cpu")
         work = dist.all_gather_single(whole, own, group=self.group, async_op=True)
-        if noted:
-            work.get_future().then(lambda future: noted())
+        _call_at_end(work, report_end)
 
         def finish() -> None:
-            with self.noted("all_gather", what, flat) if bucket is None else nullcontext():
+            context = self.noted("all_gather", what, flat) if bucket is None else nullcontext()
+            with context:
                 work.wait()
                 if whole is not flat:
                     flat.copy_(whole)
@@ -179,107 +175,119 @@ class Axis:
     def pass_on(
         self, tensors: Sequence[Tensor], into: Sequence[Tensor], distance: int, what: str
     ) -> None:
-        """Send `tensors` to the rank `distance` further along; fill `into` with those of the rank
-        as far behind.
+        """Send `tensors` to the rank `distance` further along the axis, and fill `into`.
 
-        (all ranks of the axis) Each is flat, and as long on both ranks. Returns when all has been
-        received.
+        (all ranks of the axis) `into` receives the tensors of the rank `distance` behind. Each is
+        flat, and has the same length on both ranks. Returns when all has been received.
         """
-        to, source = ((self.index + step) % self.size for step in (distance, -distance))
+        target = (self.index + distance) % self.size
+        source = (self.index - distance) % self.size
         reached(f"exchange_{what}")
-        works = []
-        # Gloo sends single messages of CPU tensors only
+
+        # All tensors travel at once. An all-to-all with one message each, because gloo sends single
+        # messages of CPU tensors only.
+        started = []
         for tensor, out in zip(tensors, into, strict=True):
-            there = [len(tensor) * (rank == to) for rank in range(self.size)]
-            here = [len(out) * (rank == source) for rank in range(self.size)]
-            sent, got = (
-                (tensor.cpu(), torch.empty_like(out, device="cpu"))
-                if self.through_host(out)
-                else (tensor, out)
+            send = [0] * self.size
+            receive = [0] * self.size
+            send[target] = len(tensor)
+            receive[source] = len(out)
+            sent = tensor
+            received = out
+            if self.through_host(out):
+                sent = tensor.cpu()
+                received = torch.empty_like(out, device="cpu")
+            work = dist.all_to_all_single(
+                received, sent, receive, send, group=self.group, async_op=True
             )
-            works.append(
-                (
-                    dist.all_to_all_single(got, sent, here, there, group=self.group, async_op=True),
-                    got,
-                    out,
-                )
-            )
-        for work, got, out in works:
+            started.append((work, received, out))
+
+        for work, received, out in started:
             with self.noted("send_recv", what, out):
                 work.wait()
-                if got is not out:
-                    out.copy_(got)
+                if received is not out:
+                    out.copy_(received)
 
     def start_messages(
         self, sent: Sequence[tuple[Tensor, int]], got: Sequence[tuple[Tensor, int]], what: str
     ) -> tuple[Callable[[], None], list[Callable[[], Tensor]]]:
-        """Start to send each tensor to a rank of this axis, and to fill others with what a rank
-        sends, in one batch.
+        """Start to send each tensor of `sent`, and to fill each tensor of `got`, in one batch.
 
-        (both ranks of a message) Each tensor comes with its peer's index. Messages between two
-        ranks match in the order of the calls. Returns a function that waits until all is sent,
-        before which nothing sent may change, and one per tensor to fill, which waits for it and
-        returns it.
+        (both ranks of a message) Each tensor comes with its peer's index on this axis. Messages
+        between two ranks match in the order of the calls. Returns a function that waits until all
+        is sent, before which nothing sent may change; and one per tensor of `got`, which waits for
+        the tensor and returns it.
         """
         reached(f"exchange_{what}")
-        out = [
-            (tensor.cpu() if self.through_host(tensor) else tensor, peer) for tensor, peer in sent
-        ]
-        into = [
-            (torch.empty_like(t, device="cpu") if self.through_host(t) else t, peer)
-            for t, peer in got
-        ]
-        ops = [
-            dist.P2POp(dist.isend, tensor, self.ranks[peer], group=self.group)
-            for tensor, peer in out
-        ]
-        ops += [
-            dist.P2POp(dist.irecv, tensor, self.ranks[peer], group=self.group)
-            for tensor, peer in into
-        ]
+        ops = []
+        for tensor, peer in sent:
+            out = tensor.cpu() if self.through_host(tensor) else tensor
+            ops.append(dist.P2POp(dist.isend, out, self.ranks[peer], group=self.group))
+        received = []
+        for tensor, peer in got:
+            into = tensor
+            if self.through_host(tensor):
+                into = torch.empty_like(tensor, device="cpu")
+            received.append(into)
+            ops.append(dist.P2POp(dist.irecv, into, self.ranks[peer], group=self.group))
+
+        # gloo returns a work for each message, NCCL one for the whole batch.
         works = dist.batch_isend_irecv(ops)
-        # NCCL has one for the whole batch
-        works = works if len(works) == len(ops) else works * len(ops)
+        if len(works) < len(ops):
+            works = works * len(ops)
+        send_works = works[: len(sent)]
+        receive_works = works[len(sent) :]
 
         def all_sent() -> None:
-            for work in works[: len(out)]:
+            for work in send_works:
                 work.wait()
 
         def arrived(i: int) -> Tensor:
-            works[len(out) + i].wait()
-            return got[i][0] if into[i][0] is got[i][0] else got[i][0].copy_(into[i][0])
+            receive_works[i].wait()
+            tensor, _ = got[i]
+            if received[i] is not tensor:
+                tensor.copy_(received[i])
+            return tensor
 
         return all_sent, [partial(arrived, i) for i in range(len(got))]
 
     def leave(self) -> None:
-        """Close the connections of a group of this axis' own. Each gloo group has a thread that
-        wakes every 10 ms.
+        """Close the connections of this axis, if it has a group of its own.
+
+        Each gloo group has a thread that wakes every 10 ms.
         """
         if self.group is not None:
             dist.destroy_process_group(self.group)
             self.group = None
 
     def through_host(self, tensor: Tensor) -> bool:
-        """Whether a collective has to copy to the CPU and back: gloo reads a GPU's addresses as the
-        host's (SIGSEGV).
+        """Whether a collective has to copy to the CPU and back.
 
-        It copies by itself in all-reduce and broadcast only.
+        gloo reads a GPU's addresses as the host's (SIGSEGV). It copies by itself in all-reduce and
+        broadcast only.
         """
         return tensor.is_cuda and dist.get_backend(self.group) == "gloo"
 
     def _started(
         self, op: str, what: str, flat: Tensor, bucket: int | None, last: bool
     ) -> Callable[[], None] | None:
+        """Report to the listener that a bucket's collective begins; return what reports its end."""
         listener = self.mesh.listener
-        return listener.started(op, what, self.name, flat, bucket, last) if listener else None
+        if listener is None or bucket is None:
+            return None
+        return listener.started(op, what, self.name, flat, bucket, last)
 
     def noted(self, op: str, what: str, tensor: Tensor) -> AbstractContextManager[None]:
-        """Return a context that tells the listener of a collective in which this rank waits."""
-        return (
-            self.mesh.listener.call(op, what, self.name, tensor)
-            if self.mesh.listener
-            else nullcontext()
-        )
+        """Return a context that reports to the listener a collective in which this rank waits."""
+        if self.mesh.listener is None:
+            return nullcontext()
+        return self.mesh.listener.call(op, what, self.name, tensor)
+
+
+def _call_at_end(work: dist.Work, report_end: Callable[[], None] | None) -> None:
+    """Let `report_end` run when a collective ends: on a thread of the backend, without a wait."""
+    if report_end is not None:
+        work.get_future().then(lambda future: report_end())
 
 
 def data_axis(mesh: Mesh) -> Axis:
@@ -294,13 +302,18 @@ def axes_of(layout: Layout, mesh: Mesh, timeout_s: float) -> dict[str, Axis]:
     A group of all ranks, or of one, is not formed. A collective that waits for `timeout_s` fails.
     """
     layout.require(mesh.world_size)
+    names = ["dp", "tp", "pp", "ep"]
+    if layout.ep > 1:
+        names.append("edp")
+    timeout = timedelta(seconds=timeout_s)
+
+    # torch wants every rank to form every group, also those of other ranks, in one order.
     axes = {}
-    for name in ("dp", "tp", "pp", "ep", *(["edp"] if layout.ep > 1 else [])):
-        for ranks in layout.groups(name):  # every rank forms every group, in one order
-            whole = len(ranks) in (1, mesh.world_size)
-            group = (
-                None if whole else dist.new_group([*ranks], timeout=timedelta(seconds=timeout_s))
-            )
+    for name in names:
+        for ranks in layout.groups(name):
+            group = None
+            if len(ranks) not in (1, mesh.world_size):
+                group = dist.new_group(list(ranks), timeout=timeout)
             if mesh.rank in ranks:
                 axes[name] = Axis(name, ranks, ranks.index(mesh.rank), group, mesh)
     return axes

@@ -1,5 +1,4 @@
-"""From a rendezvous record to process groups: the ranks meet, check that they agree, and form their
-groups.
+"""From a rendezvous record to process groups: the ranks meet, compare facts, and form their groups.
 
 Rendezvous (own rank, store's address) ───── join() ──► Mesh (groups, device) ── used by the loop
                                               │
@@ -34,30 +33,32 @@ from nanoray.mesh.rendezvous import PATIENCE_S, Order, Rendezvous, T, connect_st
 from nanoray.mesh.wire import SealedStore
 from nanoray.points import reached
 
-READ_S = 5.0  # for the other ranks to read why there is no meeting
+READ_S = 5.0  # for the other ranks to read why the roll call has failed
 _MEETINGS = WeakSet[SealedStore]()  # of this process, until it leaves its groups
 
 
 class CollectiveListener(Protocol):
-    """Is called around each collective of a mesh, such as a recorder."""
+    """An object that is called around each collective of a mesh, such as a recorder."""
 
     def call(
         self, op: str, what: str, group: str, tensor: Tensor | None = None
     ) -> AbstractContextManager[None]:
-        """Return a context for one collective; `what` is its purpose, `group` the process group's
-        name.
+        """Return a context for one collective.
+
+        `what` is its purpose, `group` the process group's name.
         """
 
     def started(
         self, op: str, what: str, group: str, tensor: Tensor, bucket: int | None, last: bool
     ) -> Callable[[], None]:
-        """Note a collective that begins now; the returned function is called when it has ended."""
+        """Note a collective that begins now; return the function to call when it has ended."""
 
 
 @dataclass
 class Mesh:
-    """The ranks of a run as this rank sees them. With one rank there is no process group and
-    collectives do nothing.
+    """The ranks of a run as this rank sees them.
+
+    With one rank there is no process group and collectives do nothing.
     """
 
     rank: int
@@ -66,21 +67,23 @@ class Mesh:
     device: torch.device
     backend: str
     backend_reason: str
-    control_group: ProcessGroup | None = None  # gloo on CPU: votes, apart from gradients
-    # Gloo on CPU with a long timeout, for waits while rank 0 works on files
+    # Two groups more, gloo on CPU: one for votes, apart from gradients; one with a long timeout, for
+    # waits while rank 0 works on files.
+    control_group: ProcessGroup | None = None
     patient_group: ProcessGroup | None = None
     store: Any = field(default=None, repr=False)
-    # Is called around each collective
     listener: CollectiveListener | None = field(default=None, repr=False)
     # Torch calls its methods, but does not keep the object alive
     sealed: Any = field(default=None, repr=False)
-    slot: int = -1  # as in Rendezvous
+    slot: int = -1  # slot, slots and abortable are as in Rendezvous
     slots: int = 0
     abortable: bool = False
 
     def __post_init__(self) -> None:
-        self.slot = self.rank if self.slot < 0 else self.slot
-        self.slots = self.slots or self.world_size
+        if self.slot < 0:
+            self.slot = self.rank
+        if not self.slots:
+            self.slots = self.world_size
 
     def all_reduce_mean(self, tensor: Tensor, what: str = "value") -> Tensor:
         """Average `tensor` over all ranks, in place; `what` names it for the listener. (all ranks)"""
@@ -97,10 +100,10 @@ class Mesh:
         return tensor
 
     def start_vote(self, wanted: Order) -> Vote:
-        """Start a vote for the highest order that any rank wants; it runs beside compute. (all
-        ranks)
-        """
+        """Start a vote for the highest order that any rank wants. (all ranks)
 
+        It runs beside compute.
+        """
         ballot = torch.tensor([wanted], dtype=torch.uint8)
         if self.world_size == 1:
             return Vote(ballot, None, self)
@@ -112,25 +115,31 @@ class Mesh:
         return Vote(ballot, work, self)
 
     def gather(self, value: T) -> list[T] | None:
-        """Collect one value per rank on rank 0; the others get None. (all ranks) `value`: see
-        wire.encode.
+        """Collect one value per rank on rank 0; the others get None. (all ranks)
+
+        `value`: see wire.encode.
         """
         if self.world_size == 1:
             return [value]
+        parts: list[Tensor] | None = None
         with self._noted("gather", "objects", "patient"):
             own, sizes = self._sized(value)
-            parts = [torch.empty_like(own) for _ in sizes] if self.rank == 0 else None
+            if self.rank == 0:
+                parts = [torch.empty_like(own) for _ in sizes]
             dist.gather(own, parts, dst=0, group=self.patient_group)
         return None if parts is None else _decoded(parts, sizes)
 
     def gather_tensor(self, tensor: Tensor) -> list[Tensor] | None:
         """Collect a tensor of each rank on rank 0, on its CPU; the others get None. (all ranks)
-        Shapes are equal.
+
+        All ranks' tensors have the same shape.
         """
         own = tensor.detach().cpu()
         if self.world_size == 1:
             return [own.clone()]
-        parts = [torch.empty_like(own) for _ in range(self.world_size)] if self.rank == 0 else None
+        parts: list[Tensor] | None = None
+        if self.rank == 0:
+            parts = [torch.empty_like(own) for _ in range(self.world_size)]
         with self._noted("gather", "state", "patient", own):
             dist.gather(own, parts, dst=0, group=self.patient_group)
         return parts
@@ -146,8 +155,9 @@ class Mesh:
         return _decoded(parts, sizes)
 
     def _sized(self, value: Any) -> tuple[Tensor, list[int]]:
-        """Return a value as bytes, padded to the size of the largest one, and all sizes. (all
-        ranks)
+        """Return a value as bytes, and the sizes of all ranks' values. (all ranks)
+
+        The bytes are padded to the largest size: gloo gathers tensors of one shape.
         """
         data = wire.encode(value)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
@@ -163,16 +173,18 @@ class Mesh:
             return value
         data = wire.encode(value) if self.rank == src else b""
         with self._noted("broadcast", "objects", "patient"):
+            # The other ranks need the size first, to make room.
             size = torch.tensor([len(data)])
             dist.broadcast(size, src=src, group=self.patient_group)
-            box = torch.frombuffer(bytearray(data or bytes(int(size))), dtype=torch.uint8)
-            dist.broadcast(box, src=src, group=self.patient_group)
-        return value if self.rank == src else cast(T, wire.decode(box.numpy().tobytes()))
+            buffer = bytearray(data or bytes(int(size)))
+            content = torch.frombuffer(buffer, dtype=torch.uint8)
+            dist.broadcast(content, src=src, group=self.patient_group)
+        if self.rank == src:
+            return value
+        return cast(T, wire.decode(content.numpy().tobytes()))
 
     def broadcast_tensor(self, tensor: Tensor, src: int) -> None:
-        """Overwrite `tensor`, which lies on this rank's device, with that of rank `src`. (all
-        ranks)
-        """
+        """Overwrite `tensor`, on this rank's device, with that of rank `src`. (all ranks)"""
         if self.world_size == 1:
             return
         with self._noted("broadcast", "state", "default", tensor):
@@ -180,11 +192,10 @@ class Mesh:
         self.require_unbroken()
 
     def require_unbroken(self) -> None:
-        """Raise RuntimeError if the groups of this rank were aborted: what it has summed or
-        received may be wrong.
+        """Raise RuntimeError if this rank's groups were aborted: its last results may be wrong.
 
-        An aborted collective of NCCL ends like any other. So where the driver may order it, this
-        waits for the device.
+        An aborted collective of NCCL ends like any other. So where the driver may order an abort,
+        this waits for the device.
         """
         if self.abortable and self.backend == "nccl":
             torch.cuda.current_stream(self.device).synchronize()
@@ -194,11 +205,10 @@ class Mesh:
             )
 
     def leave(self) -> None:
-        """Abandon every process group and its pending work, so that the other ranks see closed
-        connections.
-        """
-        # References keep the sockets open; DTensor's caches have some
-        self.control_group = self.patient_group = None
+        """Abandon every process group and its pending work; the other ranks see connections close."""
+        # References keep the sockets open, and DTensor's caches have some.
+        self.control_group = None
+        self.patient_group = None
         if self.sealed is not None:
             self.sealed.abort()
         abandon_groups()
@@ -212,41 +222,45 @@ class Mesh:
     def _noted(
         self, op: str, what: str, group: str, tensor: Tensor | None = None
     ) -> AbstractContextManager[None]:
+        """Return a context for a collective, which the listener notes if there is one."""
         reached(f"exchange_{what}")
-        return self.listener.call(op, what, group, tensor) if self.listener else nullcontext()
+        if self.listener is None:
+            return nullcontext()
+        return self.listener.call(op, what, group, tensor)
 
 
 def _decoded(parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Any]:
-    return [
-        wire.decode(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)
-    ]
+    """Return the values in padded bytes."""
+    values = []
+    for part, size in zip(parts, sizes, strict=True):
+        values.append(wire.decode(part[:size].numpy().tobytes()))
+    return values
 
 
 def abandon_groups() -> None:
-    """Abort and destroy every process group of this process, also those that a failed `join` left
-    behind.
-    """
+    """Abort and destroy all process groups of this process, also those of a failed `join`."""
     from torch.distributed.distributed_c10d import _abort_process_group, _world
 
     _MEETINGS.clear()
     for end in (_abort_process_group, dist.destroy_process_group):
         with suppress(Exception):  # a broken group may raise; close what can be closed
             end()
-    # It names groups, counts those that never came to be, and has to be the same on all ranks
+    # torch names groups by this counter, which must be equal on all ranks of the next meeting. It
+    # also counts groups that were never completed.
     _world.group_count = 0
 
 
 def abort_groups() -> None:
-    """Let all that waits for a peer in a process group of this process fail. Any thread may ask,
-    and more than once.
+    """Make every wait for a peer in this process's groups fail. (any thread, any number of times)
 
     gloo has no abort (torch 2.13: `ProcessGroup.abort` does nothing there), so its connections are
     shut down.
     """
     from torch.distributed.distributed_c10d import _world
 
+    # First mark the meetings as aborted: the results of an aborted communicator of NCCL must not be
+    # used, and `require_unbroken` reads this mark.
     for meeting in list(_MEETINGS):
-        # First, because what an aborted communicator of NCCL leaves must not be used
         meeting.abort()
     for group in list(_world.pg_map):
         with suppress(RuntimeError):  # it is being closed
@@ -254,9 +268,7 @@ def abort_groups() -> None:
 
 
 def collectives_started() -> int:
-    """Return how many collectives this process has started in its present groups. Any thread may
-    ask.
-    """
+    """Return how many collectives this process has started in its present groups. (any thread)"""
     from torch.distributed.distributed_c10d import _world
 
     started = 0
@@ -288,77 +300,80 @@ def join(
     init_timeout_s: float,
     store: TCPStore | None = None,
 ) -> Mesh:
-    """Meet the other ranks, check that all hold the same `facts`, and form the process groups. (all
-    ranks)
+    """Meet the other ranks, check that all have the same `facts`, and form the groups. (all ranks)
 
     `store` is the server that rank 0 opened with `open_store`, if any. Raises RendezvousError with
     the absent ranks, or with the fact that differs and both values.
     """
-    r, device = rendezvous, torch.device(rendezvous.device)
+    r = rendezvous
+    device = torch.device(r.device)
+    is_nccl = r.backend == "nccl"
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if r.world_size == 1:
-        return Mesh(
-            0, 1, 0, device, "none", "one rank: no process group", slot=r.slot, slots=r.slots
-        )
+        reason = "one rank: no process group"
+        return Mesh(0, 1, 0, device, "none", reason, slot=r.slot, slots=r.slots)
+
+    # Meet in the store, under a name and with a seal that only ranks of this run can make.
     deadline = time.monotonic() + init_timeout_s
     if store is None:
         store = connect_store(r, init_timeout_s)
     plain = dist.PrefixStore(f"nanoray/{r.public}", store)
     sealed = SealedStore(plain, r.secret)
     _MEETINGS.add(sealed)
-    # Else a thread of NCCL's group ends the process when a collective fails
-    if r.abortable and r.backend == "nccl":
+
+    # Else a thread of NCCL's group ends the process when a collective fails.
+    if r.abortable and is_nccl:
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     _roll_call(sealed, r, facts, deadline)
+
+    # The group of all ranks, for gradients. Its addresses are sealed, too, but for NCCL, whose
+    # threads call the store even at exit: it gets the plain one.
+    timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(
         r.backend,
-        # Addresses are sealed, too. NCCL gets the plain store, because its threads call it even at
-        # exit.
-        store=dist.PrefixStore("default", plain if r.backend == "nccl" else sealed),
+        store=dist.PrefixStore("default", plain if is_nccl else sealed),
         rank=r.rank,
         world_size=r.world_size,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=device if r.backend == "nccl" else None,
+        timeout=timeout,
+        device_id=device if is_nccl else None,
     )
     reached("groups")
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(timeout_s, PATIENCE_S)))
-    me = Mesh(
-        r.rank,
-        r.world_size,
-        r.local_rank,
-        device,
-        r.backend,
-        r.backend_reason,
-        control,
-        patient,
-        store,
+
+    patience = timedelta(seconds=max(timeout_s, PATIENCE_S))
+    control_group = dist.new_group(backend="gloo", timeout=timeout)
+    patient_group = dist.new_group(backend="gloo", timeout=patience)
+    return Mesh(
+        rank=r.rank,
+        world_size=r.world_size,
+        local_rank=r.local_rank,
+        device=device,
+        backend=r.backend,
+        backend_reason=r.backend_reason,
+        control_group=control_group,
+        patient_group=patient_group,
+        store=store,
+        sealed=sealed,
+        slot=r.slot,
+        slots=r.slots,
+        abortable=r.abortable,
     )
-    me.slot, me.slots, me.abortable = r.slot, r.slots, r.abortable
-    me.sealed = sealed
-    return me
 
 
 def _roll_call(store: Any, r: Rendezvous, facts: Mapping[str, str], deadline: float) -> None:
-    """Wait until every rank has come and has the facts of the reference. (all ranks) The last one
-    to come compares.
-    """
+    """Wait until every rank has come and has the facts of the reference. (all ranks)"""
     keys = [f"facts/{rank}" for rank in range(r.world_size)]
-    store.set(
-        keys[r.rank], json.dumps({**facts, "WORLD_SIZE": str(r.world_size), "backend": r.backend})
-    )
+    own = {**facts, "WORLD_SIZE": str(r.world_size), "backend": r.backend}
+    store.set(keys[r.rank], json.dumps(own))
     reached("roll_call")
+
+    # The last rank to come compares, and writes the verdict for all.
     if store.add("arrived", 1) == r.world_size:
-        store.set(
-            "verdict",
-            json.dumps(
-                _difference([json.loads(value) for value in store.multi_get(keys)], r.reference)
-            ),
-        )
+        all_facts = [json.loads(value) for value in store.multi_get(keys)]
+        store.set("verdict", json.dumps(_difference(all_facts, r.reference)))
     try:
         store.wait(["verdict"], timedelta(seconds=max(0.1, deadline - time.monotonic())))
-    except Exception:  # torch raises several types here; the store knows which ranks are absent
+    except Exception:  # torch raises several types here
         if store.aborted:  # it was not the time that was up
             raise
         absent = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
@@ -366,6 +381,7 @@ def _roll_call(store: Any, r: Rendezvous, facts: Mapping[str, str], deadline: fl
             f"rank {r.rank} timed out waiting for rank {', '.join(absent)} of {r.world_size}; "
             "look at their logs, or raise init_timeout_s if they are only slow"
         ) from None
+    # An empty verdict: no fact differs, and no rank is absent.
     verdict = json.loads(store.get("verdict"))
     if verdict:
         _let_others_read(store, r)
@@ -377,39 +393,37 @@ def _roll_call(store: Any, r: Rendezvous, facts: Mapping[str, str], deadline: fl
         kind = RankDiffers if verdict["rank"] == r.rank else RendezvousError
         raise kind(
             f"rank {verdict['rank']} has {verdict['key']} = {verdict['its']}, rank {r.reference} "
-            "has "
-            f"{verdict['reference']}; start every rank with the same code, configuration and "
+            f"has {verdict['reference']}; start every rank with the same code, configuration and "
             "versions"
         )
 
 
 def _let_others_read(store: Any, r: Rendezvous) -> None:
-    """Wait a moment, on the rank that serves the store and is about to end, until the others know
-    why.
+    """Wait, on the rank that serves the store, until the others have read the verdict.
+
+    That rank is about to end, and the store ends with it. It waits READ_S at most.
     """
     store.add("read", 1)
+    if r.rank != 0 or r.agent_store:
+        return
     deadline = time.monotonic() + READ_S
-    while (
-        r.rank == 0
-        and not r.agent_store
-        and store.add("read", 0) < r.world_size
-        and time.monotonic() < deadline
-    ):
+    while store.add("read", 0) < r.world_size and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
 def _difference(facts: Sequence[Mapping[str, str]], reference: int) -> dict[str, Any]:
-    """Return the first rank and fact that differ from the reference's, with both values; empty if
-    none does.
+    """Return the first rank and fact that differ from the reference's, with both values.
+
+    Empty if none does.
     """
-    for rank, its in enumerate(facts):
+    for rank, own in enumerate(facts):
         for key, value in facts[reference].items():
-            if its.get(key) != value:
-                return {"rank": rank, "key": key, "its": its.get(key), "reference": value}
+            if own.get(key) != value:
+                return {"rank": rank, "key": key, "its": own.get(key), "reference": value}
     return {}
 
 
 def break_meeting(store: Any, secret: str, absent: int) -> None:
-    """Let the ranks that meet in `store`, if they still do, know that one of them will not come."""
+    """End the roll call of the ranks that meet in `store`: rank `absent` will not come."""
     plain = dist.PrefixStore(f"nanoray/{public_name(secret)}", store)
     SealedStore(plain, secret).set("verdict", json.dumps({"absent": absent}))

@@ -26,10 +26,9 @@ Box = tuple[tuple[int, int], ...]  # (start, end) in each dimension
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of the parameter `name`; its elements are those of its boxes, one box after the other,
-    row by row.
+    """A part of the parameter `name`: the elements of its boxes, one box after the other, by rows.
 
-    `view` is the shape in which the parameter, whose own is `shape`, is cut. It is the same on
+    `view` is the shape in which the parameter is cut; its own is `shape`. Both are the same on
     every mesh.
     """
 
@@ -67,41 +66,54 @@ class Piece:
         return self.span_in(self.all)
 
     def span_in(self, other: Piece) -> tuple[int, int]:
-        """Where a `flat_range` of another piece, which has one box, begins and ends in it, in
-        row-major order.
+        """Where a `flat_range` of another piece begins and ends in it, in row-major order.
+
+        The other piece has one box.
         """
         if not self.boxes:
             return 0, 0
+
+        # The index of this piece's first element, by Horner's rule over the dimensions.
         begin = 0
         for (first, last), (start, _) in zip(other.boxes[0], self.boxes[0], strict=True):
             begin = begin * (last - first) + start - first
         return begin, begin + self.numel
 
     def narrow(self, dim: int, start: int, size: int) -> Piece:
-        """Return the part from `start` of length `size` along one dimension of a piece with one
-        box.
+        """Return the part from `start` of length `size` along one dimension.
+
+        For a piece with one box.
         """
         (box,) = self.boxes
+        sides = list(box)
         begin = box[dim][0] + start
-        return replace(self, boxes=((*box[:dim], (begin, begin + size), *box[dim + 1 :]),))
+        sides[dim] = (begin, begin + size)
+        return replace(self, boxes=(tuple(sides),))
 
     def flat_range(self, begin: int, end: int) -> Piece:
         """Return elements `begin` to `end` - 1, in row-major order, of a piece with one box."""
         (box,) = self.boxes
-        cuts = boxes_of_range([stop - start for start, stop in box], begin, end)
-        at = [
-            tuple((start + a, start + b) for (start, _), (a, b) in zip(box, cut, strict=True))
-            for cut in cuts
-        ]
-        return replace(self, boxes=tuple(at))
+        shape = [stop - start for start, stop in box]
+
+        # `boxes_of_range` counts from 0: move its boxes to where this box begins.
+        moved = []
+        for part in boxes_of_range(shape, begin, end):
+            sides = []
+            for (origin, _), (start, stop) in zip(box, part, strict=True):
+                sides.append((origin + start, origin + stop))
+            moved.append(tuple(sides))
+        return replace(self, boxes=tuple(moved))
 
     def take(self, full: Tensor) -> Tensor:
-        """Return the piece's elements of the whole parameter, (numel,): a copy unless it is the
-        whole one.
+        """Return the piece's elements of the whole parameter, (numel,).
+
+        A copy, unless the piece is contiguous there.
         """
         view = full.reshape(self.view)
         parts = [view[_slices(box)].reshape(-1) for box in self.boxes]
-        return parts[0] if len(parts) == 1 else torch.cat([*parts, full.new_empty(0)])
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([*parts, full.new_empty(0)])  # a piece may have no box
 
     def to_json(self) -> dict[str, Any]:
         boxes = [[[*side] for side in box] for box in self.boxes]
@@ -109,9 +121,12 @@ class Piece:
 
     @classmethod
     def from_json(cls, name: str, data: Mapping[str, Any]) -> Piece:
-        boxes = tuple(tuple((int(a), int(b)) for a, b in box) for box in data["boxes"])
-        shape, view = (tuple(int(size) for size in data[key]) for key in ("shape", "view"))
-        return cls(name, shape, view, boxes)
+        shape = tuple(int(size) for size in data["shape"])
+        view = tuple(int(size) for size in data["view"])
+        boxes = []
+        for box in data["boxes"]:
+            boxes.append(tuple((int(start), int(stop)) for start, stop in box))
+        return cls(name, shape, view, tuple(boxes))
 
 
 @dataclass
@@ -125,12 +140,12 @@ class Shard:
     # Whether this rank saves it and counts it in the norm: one of its holders does
     owner: bool = True
     holders: int = 1  # ranks that hold the same piece of a state that is cut
-    # What the model of this rank has of the parameter; None: no more than the piece
+    # The parameter of this rank's model, which may be a piece itself; None: it is `piece`
     cut_from: Piece | None = None
 
     @property
     def origin(self) -> Piece:
-        """What the model of this rank has of the parameter: equal on the ranks that share it."""
+        """The parameter of this rank's model, as a piece: equal on the ranks that share it."""
         return self.cut_from or self.piece
 
     @property
@@ -140,31 +155,30 @@ class Shard:
 
 
 def whole_shards(model: nn.Module) -> list[Shard]:
-    """Return every trainable parameter, or all that a cut model has of it, as one shard, in the
-    model's order.
-    """
+    """Return every trainable parameter of a model, which may be cut, as one shard, in its order."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return [
-        Shard(piece, trainable[name], trainable[name].dim() >= 2)
-        for name, piece in whole_pieces(model).items()
-    ]
+    shards = []
+    for name, piece in whole_pieces(model).items():
+        param = trainable[name]
+        shards.append(Shard(piece, param, decays=param.dim() >= 2))
+    return shards
 
 
 def whole_pieces(model: nn.Module) -> dict[str, Piece]:
-    """Return every trainable parameter as a whole piece. A model with a method `views` says how
-    some are cut.
+    """Return every trainable parameter as a whole piece; of a cut model, the pieces that it has.
 
-    Of a model that tensor parallelism has cut: the pieces that this rank has.
+    A model with a method `views` names the parameters that are cut in another shape than theirs.
     """
     if is_cut(model):
         return dict(model.pieces)  # type: ignore[arg-type]
-    views = getattr(model, "views", None)
-    named = views() if callable(views) else {}
-    return {
-        n: Piece.whole(n, p.shape, named.get(n))
-        for n, p in model.named_parameters()
-        if p.requires_grad
-    }
+    views = {}
+    if callable(getattr(model, "views", None)):
+        views = model.views()  # type: ignore[operator]
+    pieces = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            pieces[name] = Piece.whole(name, p.shape, views.get(name))
+    return pieces
 
 
 def is_cut(model: nn.Module) -> bool:
@@ -173,26 +187,37 @@ def is_cut(model: nn.Module) -> bool:
 
 
 def boxes_of_range(shape: Sequence[int], begin: int, end: int) -> list[Box]:
-    """Return the boxes that make up elements `begin` to `end` - 1 of `shape`, row by row; at most
-    2·dims - 1.
+    """Return the boxes that make up elements `begin` to `end` - 1 of `shape`, row by row.
+
+    They are at most 2·dims - 1.
     """
     if begin >= end:
         return []
-    if len(shape) <= 1:
-        return [((begin, end),) if shape else ()]
-    row = prod(shape[1:])
-    first, last = begin // row, (end - 1) // row
+    if len(shape) == 0:
+        return [()]
+    if len(shape) == 1:
+        return [((begin, end),)]
+
+    def within_row(i: int, start: int, stop: int) -> list[Box]:
+        """Return the boxes of elements `start` to `stop` - 1 of row i."""
+        return [((i, i + 1), *box) for box in boxes_of_range(shape[1:], start, stop)]
+
+    row = prod(shape[1:])  # elements
+    first = begin // row
+    last = (end - 1) // row
     if first == last:
-        inner = boxes_of_range(shape[1:], begin - first * row, end - first * row)
-        return [((first, first + 1), *box) for box in inner]
+        return within_row(first, begin - first * row, end - first * row)
+
+    # The rest of the first row, all rows between as one box, the beginning of the last row.
     boxes: list[Box] = []
     if begin % row:
-        boxes += [((first, first + 1), *box) for box in boxes_of_range(shape[1:], begin % row, row)]
+        boxes += within_row(first, begin % row, row)
         first += 1
     if first < end // row:
-        boxes.append(((first, end // row), *((0, size) for size in shape[1:])))
+        whole_rows = tuple((0, size) for size in shape[1:])
+        boxes.append(((first, end // row), *whole_rows))
     if end % row:
-        boxes += [((last, last + 1), *box) for box in boxes_of_range(shape[1:], 0, end % row)]
+        boxes += within_row(last, 0, end % row)
     return boxes
 
 
@@ -202,50 +227,68 @@ def overlaps(one: Piece, other: Piece) -> bool:
 
 
 def fill(piece: Piece, saved: Sequence[tuple[Piece, Tensor]]) -> Tensor:
-    """Put a piece together from pieces with their elements, (numel,), each; return its elements,
-    (numel,).
+    """Put a piece together from saved ones; return its elements, (numel,).
 
-    The saved pieces must not overlap. Raises ValueError when they lack elements or are cut from
-    another shape.
+    Each saved piece comes with its elements, (numel,), and they must not overlap. Raises ValueError
+    when they lack elements or are cut from another shape.
     """
     if any(other.view != piece.view for other, _ in saved):
         raise ValueError(f"{piece.name} of shape {piece.view} is not of the shape that was saved")
     out = torch.empty(piece.numel, dtype=saved[0][1].dtype if saved else torch.float32)
-    at = found = 0
+    start = 0
+    copied = 0
     for box in piece.boxes:
-        target = out[at : at + _numel(box)].view([stop - start for start, stop in box])
-        at += _numel(box)
+        target = out[start : start + _numel(box)].view(_sizes(box))
+        start += _numel(box)
         for other, elements in saved:
-            found += _copy_common(target, box, other, elements)
-    if found != piece.numel:
-        raise ValueError(f"{found} of {piece.numel} elements of {piece.name} were saved")
+            copied += _copy_common(target, box, other, elements)
+    if copied != piece.numel:
+        raise ValueError(f"{copied} of {piece.numel} elements of {piece.name} were saved")
     return out
 
 
 def _copy_common(target: Tensor, box: Box, other: Piece, elements: Tensor) -> int:
-    """Copy into `target`, which holds `box`, what a saved piece has of it; return the number of
-    elements.
+    """Copy the elements that `box` and a saved piece have in common; return their number.
+
+    `target` holds the elements of `box`.
     """
-    at = copied = 0
-    for theirs in other.boxes:
-        source = elements[at : at + _numel(theirs)].view([stop - start for start, stop in theirs])
-        at += _numel(theirs)
-        if (common := _common(box, theirs)) is not None:
-            target[_slices(common, box)] = source[_slices(common, theirs)]
+    start = 0
+    copied = 0
+    for saved_box in other.boxes:
+        source = elements[start : start + _numel(saved_box)].view(_sizes(saved_box))
+        start += _numel(saved_box)
+        common = _common(box, saved_box)
+        if common is not None:
+            target[_slices(common, box)] = source[_slices(common, saved_box)]
             copied += _numel(common)
     return copied
 
 
 def _common(one: Box, other: Box) -> Box | None:
-    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return common if all(a < b for a, b in common) else None
+    """Return the box that two boxes have in common; None: no element."""
+    sides = []
+    for (start, stop), (other_start, other_stop) in zip(one, other, strict=True):
+        side = (max(start, other_start), min(stop, other_stop))
+        if side[0] >= side[1]:
+            return None
+        sides.append(side)
+    return tuple(sides)
 
 
 def _slices(box: Box, inside: Box | None = None) -> tuple[slice, ...]:
     """Return a box as an index; with `inside`, relative to where that box begins."""
-    starts = [start for start, _ in inside] if inside is not None else [0] * len(box)
-    return tuple(slice(a - at, b - at) for (a, b), at in zip(box, starts, strict=True))
+    origins = [0] * len(box)
+    if inside is not None:
+        origins = [start for start, _ in inside]
+    slices = []
+    for (start, stop), origin in zip(box, origins, strict=True):
+        slices.append(slice(start - origin, stop - origin))
+    return tuple(slices)
+
+
+def _sizes(box: Box) -> list[int]:
+    return [stop - start for start, stop in box]
 
 
 def _numel(box: Box) -> int:
-    return prod(stop - start for start, stop in box)
+    return prod(_sizes(box))

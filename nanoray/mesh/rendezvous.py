@@ -1,5 +1,6 @@
-"""Ranks, the store in which they meet, and their backend. The driver uses this module, so torch is
-imported late.
+"""Ranks, the store in which they meet, and their backend.
+
+The driver uses this module, so torch is imported late.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ PATIENCE_S = 900.0
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """This rank's identity and the address of the store. Made by the Ray driver, or read from the
-    environment.
+    """This rank's identity and the address of the store.
+
+    Made by the Ray driver, or read from the environment.
     """
 
     rank: int = 0
@@ -79,7 +81,7 @@ class Rendezvous:
 
     @property
     def public(self) -> str:
-        """The name under which these ranks meet in the store; it tells nothing about the secret."""
+        """The name under which these ranks meet in the store; it does not reveal the secret."""
         return public_name(self.secret)
 
     @classmethod
@@ -87,31 +89,27 @@ class Rendezvous:
         """Read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torchrun or a
         StatefulSet sets them.
 
-        NANORAY_SECRET, the same on all ranks, keeps strangers out who reach the store.
-
-        Without RANK and WORLD_SIZE the run is one process. Raises ConfigError if only some of the
-        four are set.
+        NANORAY_SECRET, the same on all ranks, keeps out processes that can reach the store and do
+        not have it. Without RANK and WORLD_SIZE the run is one process. Raises ConfigError if only
+        some of the four are set.
         """
-        wanted = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        missing = [key for key in wanted if key not in env]
         if "RANK" not in env and "WORLD_SIZE" not in env:
             return cls()
+        wanted = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        present = [key for key in wanted if key in env]
+        missing = [key for key in wanted if key not in env]
         if missing:
             raise ConfigError(
-                f"the environment sets {', '.join(k for k in wanted if k in env)} but not "
-                f"{', '.join(missing)}; "
-                "set all four (torchrun does), or none for one process"
+                f"the environment sets {', '.join(present)} but not {', '.join(missing)}; set all "
+                "four (torchrun does), or none for one process"
             )
         try:
-            rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
-            local_rank, local_world = (
-                int(env.get("LOCAL_RANK", 0)),
-                int(env.get("LOCAL_WORLD_SIZE", 1)),
-            )
-            node_rank, port = (
-                int(env.get("GROUP_RANK", rank // max(1, local_world))),
-                int(env["MASTER_PORT"]),
-            )
+            rank = int(env["RANK"])
+            world = int(env["WORLD_SIZE"])
+            port = int(env["MASTER_PORT"])
+            local_rank = int(env.get("LOCAL_RANK", 0))
+            local_world = int(env.get("LOCAL_WORLD_SIZE", 1))
+            node_rank = int(env.get("GROUP_RANK", rank // max(1, local_world)))
             restarts = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
         except ValueError as error:
             raise ConfigError(
@@ -140,9 +138,7 @@ class Rendezvous:
 
 
 class BackendChoice(NamedTuple):
-    """The backend of the process group, the reason, and the environment variables it needs on every
-    rank.
-    """
+    """The backend of the process group, the reason, and the variables it needs on every rank."""
 
     backend: str
     reason: str
@@ -150,25 +146,24 @@ class BackendChoice(NamedTuple):
 
 
 class RankDevice(NamedTuple):
-    """A rank's device as far as the choice of a backend depends on it. `gpu` is the physical card
-    of a slice.
-    """
+    """What the choice of a backend depends on in a rank's device."""
 
     kind: str  # cpu | cuda | mig
     node: str
-    gpu: str
+    gpu: str  # the physical card, also of a slice
 
 
 def choose_backend(
     ranks: Sequence[RankDevice], requested: str, nccl_version: tuple[int, int, int] | None
 ) -> BackendChoice:
-    """Choose NCCL or gloo for these devices. `nccl_version` is that of the loaded library, None
-    without one.
+    """Choose NCCL or gloo for these devices.
 
-    Before 2.30 NCCL refuses two ranks on one GPU or on its slices ("Duplicate GPU detected"). It
-    allows a shared GPU from 2.30.3 and MIG slices from 2.31, with an environment variable (NCCL
-    release notes; NVIDIA/nccl#1716). Raises ConfigError when `requested` cannot work.
+    `nccl_version` is that of the loaded library; None: there is none. Before 2.30 NCCL refuses two
+    ranks on one GPU or on its slices ("Duplicate GPU detected"). It allows a shared GPU from 2.30.3
+    and MIG slices from 2.31, with an environment variable (NCCL release notes; NVIDIA/nccl#1716).
+    Raises ConfigError when `requested` cannot work.
     """
+    # NCCL has no CPU tensors.
     if any(r.kind == "cpu" for r in ranks):
         if requested == "nccl":
             raise ConfigError(
@@ -182,23 +177,28 @@ def choose_backend(
         if requested == "nccl":
             raise ConfigError("backend = nccl, but this torch build has no NCCL; use backend gloo")
         return BackendChoice("gloo", "this torch build has no NCCL", {})
+
+    # The usual case: each rank has a card of its own.
     cards = [(r.node, r.gpu) for r in ranks]
     if len(set(cards)) == len(cards):
         return BackendChoice("nccl", f"one rank per GPU, NCCL {version}", {})
-    mig = any(r.kind == "mig" for r in ranks)
-    what, needed = (
-        ("slices of one GPU", (2, 31, 0)) if mig else ("ranks that share a GPU", (2, 30, 3))
-    )
+
+    # Several ranks on one card need a newer NCCL, and a newer one still for slices.
+    if any(r.kind == "mig" for r in ranks):
+        what = "slices of one GPU"
+        needed = (2, 31, 0)
+    else:
+        what = "ranks that share a GPU"
+        needed = (2, 30, 3)
     if nccl_version >= needed:
         env = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MNNVL_ENABLE": "0"}
-        return BackendChoice(
-            "nccl", f"{what}: NCCL {version} allows it with NCCL_MULTI_RANK_GPU_ENABLE=1", env
-        )
+        reason = f"{what}: NCCL {version} allows it with NCCL_MULTI_RANK_GPU_ENABLE=1"
+        return BackendChoice("nccl", reason, env)
     least = ".".join(map(str, needed))
     if requested == "nccl":
         raise ConfigError(
-            f"backend = nccl, but NCCL {version} refuses {what}; use backend gloo or auto, "
-            f"or install nvidia-nccl-cu13>={least}"
+            f"backend = nccl, but NCCL {version} refuses {what}; use backend gloo or auto, or "
+            f"install nvidia-nccl-cu13>={least}"
         )
     return BackendChoice(
         "gloo", f"{what}: NCCL {version} refuses that (from {least} on it does not)", {}
@@ -206,32 +206,34 @@ def choose_backend(
 
 
 def rendezvous_of(nodes: Sequence[str], choice: BackendChoice, secret: str) -> list[Rendezvous]:
-    """Return the record of each rank, given the node that each is on; the caller adds addresses and
-    devices.
-    """
-    order, on_node = {node: i for i, node in enumerate(dict.fromkeys(nodes))}, Counter(nodes)
-    env, seen = tuple((network_env() | choice.env).items()), Counter[str]()
+    """Return the record of each rank, given its node; the caller adds addresses and devices."""
+    node_rank = {node: i for i, node in enumerate(dict.fromkeys(nodes))}  # in order of appearance
+    ranks_on_node = Counter(nodes)
+    env = tuple((network_env() | choice.env).items())
+
+    counted = Counter[str]()
     ranks = []
     for rank, node in enumerate(nodes):
-        place = {
-            "local_rank": seen[node],
-            "local_world_size": on_node[node],
-            "node_rank": order[node],
-        }
-        backend = {
-            "backend": choice.backend,
-            "backend_reason": choice.reason,
-            "env": env,
-            "secret": secret,
-        }
-        ranks.append(Rendezvous(rank, len(nodes), **place, **backend))  # type: ignore[arg-type]
-        seen[node] += 1
+        record = Rendezvous(
+            rank=rank,
+            world_size=len(nodes),
+            local_rank=counted[node],
+            local_world_size=ranks_on_node[node],
+            node_rank=node_rank[node],
+            backend=choice.backend,
+            backend_reason=choice.reason,
+            env=env,
+            secret=secret,
+        )
+        ranks.append(record)
+        counted[node] += 1
     return ranks
 
 
 def runtime_nccl_version() -> tuple[int, int, int] | None:
-    """Return the version of the loaded NCCL library, which may differ from the one torch was built
-    with.
+    """Return the version of the loaded NCCL library; None without one.
+
+    It may differ from the version that torch was built with.
     """
     import torch
     import torch.distributed as dist
@@ -246,19 +248,16 @@ def runtime_nccl_version() -> tuple[int, int, int] | None:
 
 
 def public_name(secret: str) -> str:
-    """Return a name that only holders of the secret can tell, and from which the secret does not
-    follow.
-    """
+    """Return a name that only holders of the secret can derive, and that does not reveal it."""
     return hmac.digest(secret.encode(), b"name", "sha256").hex()[:16]
 
 
 def open_store(host: str, world_size: int, timeout_s: float, port: int = 0) -> TCPStore:
-    """Serve the store in which the ranks meet, on a port that the kernel picks unless one is given.
-    (rank 0 only)
+    """Serve the store in which the ranks meet. (rank 0 only)
 
-    It listens on the address that the ranks use, and on no other. Finding a free port first and
-    binding it later is a race (ray-project/ray#35907); binding port 0 is not. Raises OSError when
-    the port is taken.
+    It listens on the address that the ranks use, and on no other, at a port that the kernel picks
+    unless one is given. Finding a free port first and binding it later is a race
+    (ray-project/ray#35907); binding port 0 is not. Raises OSError when the port is taken.
     """
     from torch.distributed import TCPStore
 
@@ -276,8 +275,9 @@ def open_store(host: str, world_size: int, timeout_s: float, port: int = 0) -> T
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Listen at the address of `host`; at all addresses if it is none of this machine's, as behind
-    a NAT.
+    """Listen at the address of `host`, or at all addresses if it is none of this machine's.
+
+    It is not behind a NAT.
     """
     for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         listener = socket.socket(family, kind)
@@ -317,8 +317,9 @@ def connect_store(r: Rendezvous, timeout_s: float) -> TCPStore:
 
 
 def _require_listener(host: str, port: int) -> None:
-    """Raise ConnectionRefusedError if nobody serves a store that was there: TCPStore would try
-    until its timeout.
+    """Raise ConnectionRefusedError if a store is no longer served.
+
+    TCPStore would try until its timeout.
     """
     try:
         socket.create_connection((host, port), timeout=5.0).close()
@@ -329,33 +330,33 @@ def _require_listener(host: str, port: int) -> None:
 
 
 def _within(seconds: float, call: Callable[[], T], complaint: str) -> T:
-    """Run `call` with a deadline: a TCPStore client that connects to a silent listener ignores its
-    own timeout.
+    """Run `call` with a deadline. Raises RendezvousError with `complaint`.
+
+    A TCPStore client that connects to a silent listener ignores its own timeout, so it runs in a
+    thread of its own.
     """
-    box: list[Any] = []
+    outcome: list[Any] = []
 
     def target() -> None:
         try:
-            box.append((call(), None))
+            outcome.append((call(), None))
         except Exception as error:  # raised in the caller's thread below
-            box.append((None, error))
+            outcome.append((None, error))
 
     thread = threading.Thread(target=target, daemon=True)
     thread.start()
     thread.join(seconds + 1)
-    if not box:
+    if not outcome:
         raise RendezvousError(f"{complaint} (no answer for {seconds:g} s)")
-    value, error = box[0]
+    value, error = outcome[0]
     if error is not None:
-        raise RendezvousError(f"{complaint} ({' '.join(str(error).split())[:200]})")
+        reason = " ".join(str(error).split())  # on one line
+        raise RendezvousError(f"{complaint} ({reason[:200]})")
     return value
 
 
 def network_env(env: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the NCCL, gloo and UCX variables of this environment, for the actors."""
     source = os.environ if env is None else env
-    return {
-        k: v
-        for k, v in source.items()
-        if k.startswith(("NCCL_", "GLOO_", "UCX_", "TORCH_NCCL_", "TP_"))
-    }
+    prefixes = ("NCCL_", "GLOO_", "UCX_", "TORCH_NCCL_", "TP_")
+    return {key: value for key, value in source.items() if key.startswith(prefixes)}

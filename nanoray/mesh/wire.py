@@ -1,8 +1,7 @@
-"""What crosses from rank to rank besides tensors: JSON, and a store whose values are sealed with
-the run's key.
+"""What crosses from rank to rank besides tensors: JSON, and a store of sealed values.
 
-Nothing is pickled. Unpickling runs code that the sender chose, and neither gloo nor the store asks
-who is sending.
+Nothing is pickled. Unpickling runs code that the sender chose, and neither gloo nor the store
+authenticates the sender.
 """
 
 from __future__ import annotations
@@ -24,22 +23,23 @@ from torch import Tensor
 from nanoray.errors import RendezvousError
 
 TAG_BYTES = 32  # HMAC-SHA256
-LOOK_S = 1.0  # a wait for the store looks as often for an order to abort
+LOOK_S = 1.0  # how often a wait for the store checks for an order to abort
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 def encode(value: Any) -> bytes:
-    """Return JSON for None, bools, numbers, texts, lists, tuples, dicts with text keys, dtypes and
-    small tensors.
+    """Return a value as JSON. Raises TypeError if it cannot be encoded.
 
-    Raises TypeError for anything else.
+    It may be None, a bool, number or text, a list or tuple, a dict with text keys, a dtype, or a
+    small tensor.
     """
     return json.dumps(_plain(value)).encode()
 
 
 def decode(data: bytes) -> Any:
-    """Return what `encode` took; a tensor comes back on CPU. Floats keep their bits. Raises
-    ValueError.
+    """Return the value that `encode` was given. Raises ValueError.
+
+    A tensor comes back on CPU. Floats keep their bits.
     """
     return _rich(json.loads(data))
 
@@ -73,21 +73,17 @@ def _rich(value: Any) -> Any:
         return _DTYPES[inner]
     if kind == "tensor":
         dtype, shape, text = inner
-        return (
-            torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-            .view(_DTYPES[dtype])
-            .reshape(shape)
-        )
+        data = bytearray(base64.b64decode(text))
+        return torch.frombuffer(data, dtype=torch.uint8).view(_DTYPES[dtype]).reshape(shape)
     return {key: _rich(item) for key, item in inner.items()}
 
 
 class SealedStore(dist.Store):
-    """A store in which every value carries a proof that a holder of the run's key wrote it under
-    this very name.
+    """A store in which every value carries a proof that a holder of the run's key wrote it.
 
-    The key never enters the store. A process that reaches the port can list the names, read the
-    values and destroy them; a value of a stranger is refused. Counters (`add`) are not sealed: they
-    decide only how long ranks wait.
+    The proof is for this very name. The key never enters the store. A process that reaches the port
+    can list the names, read the values and destroy them; a value without a proof is refused.
+    Counters (`add`) are not sealed: they decide only how long ranks wait.
     """
 
     def __init__(self, inner: dist.Store, key: str) -> None:
@@ -114,9 +110,8 @@ class SealedStore(dist.Store):
         tag, value = sealed[:TAG_BYTES], sealed[TAG_BYTES:]
         if not hmac.compare_digest(tag, self._tag(name, value)):
             raise RendezvousError(
-                f"the rendezvous store holds a value of a stranger under {name}: a process without "
-                "this run's key "
-                "wrote it; who else can reach the store's port?"
+                f"the rendezvous store holds a value of a stranger under {name}: a process "
+                "without this run's key wrote it; who else can reach the store's port?"
             )
         self._passed.append(value)
         return value
@@ -135,8 +130,9 @@ class SealedStore(dist.Store):
         return int(self._inner.add(name, amount))
 
     def wait(self, names: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all names are there. Raises DistStoreError when time is up, and soon after an
-        order to abort.
+        """Wait until all names are there.
+
+        Raises DistStoreError when time is up, and soon after an order to abort.
         """
         deadline = time.monotonic() + (timeout or self._inner.timeout).total_seconds()  # type: ignore[attr-defined]
         while (left := deadline - time.monotonic()) > LOOK_S:
@@ -166,14 +162,14 @@ class SealedStore(dist.Store):
         self._inner.set_timeout(timeout)
 
     def abort(self) -> None:
-        """Shut down the TCP connections of this process one end of which is an address that a rank
-        has put in here.
+        """Shut down gloo's TCP connections in this process. (any thread, any number of times)
 
-        gloo's are such, and no others: its ranks tell each other in this store where they listen.
-        What waits for one of them fails then, as if the other rank had left, also where it has yet
-        to connect. Any thread may ask, and more than once.
+        They are those with an end at an address that a rank has written to this store: gloo's ranks
+        publish here where they listen, and no others do. A wait for such a connection fails then,
+        as if the other rank had left, also where it has yet to connect.
         """
-        self.aborted, addresses = True, b" ".join(self._passed)
+        self.aborted = True
+        addresses = b" ".join(self._passed)
         for name in os.listdir("/dev/fd"):
             with suppress(OSError), _duplicate(int(name)) as connection:
                 if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -187,20 +183,24 @@ class SealedStore(dist.Store):
         """Take the place of ranks for which gloo waits at its listening socket, and leave again.
 
         While a group forms, gloo waits for ranks that have yet to connect, also if they are lost:
-        five times the group's timeout (torch 2.13). A rank says first, in 8 bytes, which connection
-        it is. What this process has put in here for the others is a sockaddr_storage of 128 bytes
-        and, after it, these numbers.
+        five times the group's timeout (torch 2.13). A rank first sends, in 8 bytes, the number of
+        its connection. This process has published a sockaddr_storage of 128 bytes and, after it,
+        these numbers.
         """
         own = listening.getsockname()
-        for value in {*self._passed}:  # those of other ranks do not hold it
-            if (at := value.find(_packed(listening.family, own))) >= 2:
-                numbers = value[at - 2 + 128 :]
-                for i in range(0, len(numbers) - 7, 8):
-                    with (
-                        suppress(OSError),
-                        socket.create_connection(own[:2], timeout=1.0) as connection,
-                    ):
-                        connection.sendall(numbers[i : i + 8])
+        packed = _packed(listening.family, own)
+        for value in set(self._passed):
+            # The port is after the two bytes of the family. Values of other ranks do not have it.
+            start = value.find(packed) - 2
+            if start < 0:
+                continue
+            numbers = value[start + 128 :]
+            for i in range(0, len(numbers) - 7, 8):
+                with (
+                    suppress(OSError),
+                    socket.create_connection(own[:2], timeout=1.0) as connection,
+                ):
+                    connection.sendall(numbers[i : i + 8])
 
     def has_extended_api(self) -> bool:
         """Return False: torch is not to bypass the seals by other calls."""
@@ -209,22 +209,21 @@ class SealedStore(dist.Store):
 
 def _duplicate(fd: int) -> socket.socket:
     """Return a TCP socket of this process as an object of its own. Raises OSError if `fd` is none."""
-    fd = os.dup(fd)
+    copy = os.dup(fd)
     try:
-        found = socket.socket(fileno=fd)
+        connection = socket.socket(fileno=copy)
     except OSError:
-        os.close(fd)
+        os.close(copy)
         raise
-    if found.family not in (socket.AF_INET, socket.AF_INET6):
-        found.close()
+    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+        connection.close()
         raise OSError
-    return found
+    return connection
 
 
 def _packed(family: int, address: tuple[Any, ...]) -> bytes:
-    """Return an address as it lies in a sockaddr_in (port, host) or sockaddr_in6 (port, flow,
-    host).
-    """
-    host, port = address[0].partition("%")[0], address[1]
+    """Return an address as in a sockaddr_in (port, host) or sockaddr_in6 (port, flow, host)."""
+    host = address[0].partition("%")[0]  # without the zone of an IPv6 address
+    port = address[1]
     flow = b"" if family == socket.AF_INET else bytes(4)
     return bytes(port.to_bytes(2, "big") + flow + socket.inet_pton(family, host))

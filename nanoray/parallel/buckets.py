@@ -8,6 +8,11 @@ policies.
     zero1         whole     whole       own slice    nothing                                   all-gather the weights
     zero2         whole     own slice   own slice    nothing; a bucket's memory is freed       all-gather the weights
 
+A bucket holds parameters one after the other, each aligned; n ranks share it in equal slices:
+
+    bucket   │ w3 ········ │ b3 · │ w2 ·············· │ b2 · │ padding │      n·s elements
+    owner    │ rank 0        │ rank 1        │ rank 2        │ rank 3  │      s elements each
+
 All modes send the same bytes, and their weights are equal bit for bit: each element is summed in
 the order of the ranks and updated by the same arithmetic, wherever it lies. Source: Li et al. 2020,
 PyTorch Distributed; Rajbhandari et al. 2020, ZeRO.
@@ -18,7 +23,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -28,6 +33,7 @@ from nanoray.mesh.axis import Axis
 from nanoray.mesh.pieces import Shard, whole_pieces
 from nanoray.parallel.compress import Compressor, Sent
 from nanoray.parallel.ddp import default_bucket_mb
+from nanoray.parallel.mode import DataParallel
 from nanoray.parallel.norm import clip_to, norm_of_owned
 
 BY_HAND = ("ddp_by_hand", "zero1", "zero2")
@@ -38,19 +44,17 @@ IN_FLIGHT = 2  # buckets that travel while backward fills the next one
 
 @dataclass
 class Bucket:
-    """Some parameters, one after the other in one flat tensor of n·s elements. Rank r owns slice r,
-    (s,).
-    """
+    """Parameters one after the other in a flat tensor of n·s elements. Rank r owns slice r, (s,)."""
 
     index: int
     params: list[nn.Parameter]
-    starts: list[int]  # of each parameter in the flat tensor
+    starts: list[int]  # where each parameter begins in the flat tensor
     size: int  # n·s
     own: slice
     weights: Tensor | None = None  # (n·s,), where the weights are gathered
     # (n·s,); with zero2 only from the first gradient until the bucket has left
     grads: Tensor | None = None
-    # Of the parameters' gradients in it; empty with zero2
+    # Each parameter's gradient, as a view of `grads`; empty with zero2
     places: list[Tensor] = field(default_factory=list)
     own_grad: Tensor = field(default_factory=lambda: torch.empty(0))  # (s,)
     mirror_grad: Tensor | None = None  # (s,), of the rank whose slice this rank mirrors
@@ -58,7 +62,7 @@ class Bucket:
     missing: int = 0  # parameters whose gradient this backward has not computed yet
 
 
-class Buckets:
+class Buckets(DataParallel):
     """Keeps a model's gradients, and with ZeRO its weights, in buckets. One object for each group
     of ranks.
     """
@@ -73,119 +77,132 @@ class Buckets:
         only: Collection[str] | None = None,
         first: int = 0,
     ) -> None:
-        """Lay out the buckets; nothing is sent. (all ranks) All ranks must hold equal weights
-        before the first step.
+        """Lay out the buckets; nothing is sent. (all ranks)
 
-        mirror: with ZeRO, rank r + mirror also updates the slices of rank r, from the same
-        gradients; 0: nobody does. only: the names of the parameters to take, where others sum the
-        rest; first: the number of the first bucket. `compressor` can be set before the first step,
-        with ddp_by_hand.
+        All ranks must hold equal weights before the first step. mirror: with ZeRO, rank r + mirror
+        also updates the slices of rank r, from the same gradients; 0: no rank does. only: the names
+        of the parameters to take, where another object sums the rest; first: the number of the
+        first bucket. `compressor` can be set before the first step, with ddp_by_hand.
         """
+        super().__init__(model, axis)
         self.compressor: Compressor | None = None  # sends buckets in place of the reduce-scatter
-        self.wrapped, self._axis, self._mode, self._mirror, self._first = (
-            model,
-            axis,
-            mode,
-            mirror,
-            first,
-        )
         self.divisor = axis.size  # of the loss: afterwards every reduction is a sum
-        self._inside = self._sending = False
+        self._mode = mode
+        self._mirror = mirror
+        self._first = first
+        self._inside = False  # a backward is running
+        self._sending = False  # and its buckets leave as they fill
         self._flight: deque[tuple[Bucket, Callable[[Tensor], Tensor]]] = deque()
         self._gathers: list[Callable[[], None]] = []
-        params = [
-            p
-            for n, p in model.named_parameters()
-            if p.requires_grad and (only is None or n in only)
-        ]
+
+        params = []
+        for name, p in model.named_parameters():
+            if p.requires_grad and (only is None or name in only):
+                params.append(p)
         self._device = params[0].device
+
+        # Backward computes the last layers first, so that is the order of the buckets. All gradients
+        # of a pipeline stage's chunk are complete at the same time: a chunk has its own buckets.
         self._buckets: list[Bucket] = []
-        # By chunk: its first bucket, and that after its last
-        self._ranges: list[tuple[int, int]] = []
+        self._ranges: list[
+            tuple[int, int]
+        ] = []  # by chunk: its first bucket, and one past its last
         chunks = model.chunk_params() if hasattr(model, "chunk_params") else [params]  # type: ignore[operator]
         taken = set(params)
-        for of_chunk in reversed(chunks):
+        for chunk in reversed(chunks):
             begin = len(self._buckets)
-            self._lay_out(
-                [p for p in reversed(of_chunk) if p in taken],
-                bucket_mb or default_bucket_mb(self._device),
-            )
+            in_order = [p for p in reversed(chunk) if p in taken]
+            self._lay_out(in_order, bucket_mb or default_bucket_mb(self._device))
             self._ranges.insert(0, (begin, len(self._buckets)))
-        # Bucket to leave next: all ranks send them in one order
-        self._next, self._end = 0, len(self._buckets)
-        self._place_of = {
-            p: (bucket, i) for bucket in self._buckets for i, p in enumerate(bucket.params)
-        }
+
+        # The bucket that leaves next, and one past the last: all ranks send them in one order.
+        self._next = 0
+        self._end = len(self._buckets)
+        self._place_of: dict[nn.Parameter, tuple[Bucket, int]] = {}
+        for bucket in self._buckets:
+            for i, p in enumerate(bucket.params):
+                self._place_of[p] = (bucket, i)
+
         names = {p: name for name, p in model.named_parameters()}
-        self.bucket_names = {
-            bucket.index: [names[p] for p in bucket.params] for bucket in self._buckets
-        }
-        self.shards = self._shards_of(axis.index, model, names) if mode != "ddp_by_hand" else None
-        self.mirror_shards = (
-            self._shards_of(self.mirrored, model, names)
-            if self.shards is not None and mirror
-            else None
-        )
-        # The hooks hold no reference to this object, so it ends with the group of ranks that it was
-        # made for.
-        itself = weakref.ref(self)
-        hooks = [p.register_post_accumulate_grad_hook(lambda p: _notify(itself, p)) for p in params]
-        hooks.append(model.register_forward_pre_hook(lambda *_: _settle(itself)))
-        weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
+        self._names = {bucket.index: [names[p] for p in bucket.params] for bucket in self._buckets}
+        if mode != "ddp_by_hand":
+            self.shards = self._shards_of(axis.index, model, names)
+            if mirror:
+                self.mirror_shards = self._shards_of(self.mirrored, model, names)
+
+        self._register_hooks(params)
         self.zero_grad()
 
-    def _lay_out(self, params: list[nn.Parameter], bucket_mb: float) -> None:
-        """Add the buckets of one chunk. A parameter that another rank has as well gets its own, cut
-        alike there.
+    def _register_hooks(self, params: list[nn.Parameter]) -> None:
+        """Let gradients move into their buckets, and each forward wait for the weights.
+
+        The hooks hold no reference to this object, so it ends with its group of ranks; the model,
+        which outlives the group, loses them then.
         """
-        buckets, taken = self._buckets, list[nn.Parameter]()
+        itself = weakref.ref(self)
+        hooks = [p.register_post_accumulate_grad_hook(lambda p: _notify(itself, p)) for p in params]
+        hooks.append(self.wrapped.register_forward_pre_hook(lambda *_: _settle(itself)))
+        weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
+
+    def _lay_out(self, params: list[nn.Parameter], bucket_mb: float) -> None:
+        """Add the buckets of one chunk, each of about `bucket_mb`.
+
+        A bucket has one dtype. A tied parameter, which another stage has as well, gets its own
+        bucket: so both stages cut it in the same way.
+        """
         tied = getattr(self.wrapped, "tied", None)
+        pending: list[nn.Parameter] = []
+
+        def close() -> None:
+            self._buckets.append(self._close(self._first + len(self._buckets), pending[:]))
+            pending.clear()
+
         for p in params:
-            if taken and (p.dtype != taken[0].dtype or p is tied or taken[0] is tied):
-                buckets.append(self._close(self._first + len(buckets), taken))
-                taken = []
-            taken.append(p)
-            if sum(q.nbytes for q in taken) >= bucket_mb * 2**20:
-                buckets.append(self._close(self._first + len(buckets), taken))
-                taken = []
-        if taken:
-            buckets.append(self._close(self._first + len(buckets), taken))
+            if pending and (p.dtype != pending[0].dtype or p is tied or pending[0] is tied):
+                close()
+            pending.append(p)
+            if sum(q.nbytes for q in pending) >= bucket_mb * 2**20:
+                close()
+        if pending:
+            close()
 
     def _close(self, index: int, params: list[nn.Parameter]) -> Bucket:
-        """Make one bucket. With ZeRO the weights move into its flat tensor, to be gathered without
-        a copy.
-        """
-        starts, at = [], 0
+        """Make one bucket of `params`."""
+        # Each parameter begins at an aligned element, and all slices have the same aligned length.
+        starts = []
+        filled = 0
         for p in params:
-            starts.append(at)
-            at += _rounded(p.numel(), ALIGN)
-        size = _rounded(at, self._axis.size * ALIGN)
+            starts.append(filled)
+            filled += _rounded(p.numel(), ALIGN)
+        size = _rounded(filled, self._axis.size * ALIGN)
         share = size // self._axis.size
-        bucket = Bucket(
-            index,
-            params,
-            starts,
-            size,
-            slice(self._axis.index * share, (self._axis.index + 1) * share),
-        )
+        own = slice(self._axis.index * share, (self._axis.index + 1) * share)
+        bucket = Bucket(index, params, starts, size, own)
+
+        # With zero2 only the own slice lasts; the other modes keep all gradients in the bucket.
         like = params[0].detach().view(-1)
         if self._mode == "zero2":
             bucket.own_grad = like.new_zeros(share)
         else:
             bucket.grads = like.new_zeros(size)
-            bucket.own_grad = bucket.grads[bucket.own]
-            bucket.places = [
-                bucket.grads[at : at + p.numel()].view_as(p)
-                for p, at in zip(params, starts, strict=True)
-            ]
+            bucket.own_grad = bucket.grads[own]
+            for p, start in zip(params, starts, strict=True):
+                bucket.places.append(bucket.grads[start : start + p.numel()].view_as(p))
+
+        # With ZeRO the weights move into the flat tensor, to be gathered without a copy.
         if self._mode != "ddp_by_hand":
             bucket.weights = like.new_zeros(size)
-            bucket.mirror_grad = like.new_zeros(share) if self._mirror else None
+            if self._mirror:
+                bucket.mirror_grad = like.new_zeros(share)
             for p, start in zip(params, starts, strict=True):
                 place = bucket.weights[start : start + p.numel()].view_as(p)
                 place.copy_(p.detach())
                 p.data = place
         return bucket
+
+    @property
+    def bucket_names(self) -> dict[int, list[str]]:
+        return self._names if self.compressor is None else self.compressor.bucket_names
 
     @property
     def mirrored(self) -> int:
@@ -195,44 +212,49 @@ class Buckets:
     def _shards_of(
         self, rank: int, model: nn.Module, names: dict[nn.Parameter, str]
     ) -> list[Shard]:
-        """Return what a rank's slices hold of each parameter, as views of weights and gradients:
-        own or mirrored.
+        """Return the parts of parameters in the slices of `rank`: this one, or the mirrored one.
+
+        They are views of weights and gradients.
         """
-        shards, whole = [], whole_pieces(model)
+        shards = []
+        whole = whole_pieces(model)
+        distance = rank - self._axis.index
         for bucket in self._buckets:
+            grads = bucket.own_grad if distance == 0 else bucket.mirror_grad
             assert bucket.weights is not None
-            grads = bucket.own_grad if rank == self._axis.index else bucket.mirror_grad
             assert grads is not None
-            first = (bucket.own.start + (rank - self._axis.index) * grads.numel()) % bucket.size
+            first = (bucket.own.start + distance * grads.numel()) % bucket.size
             last = first + grads.numel()
+
+            # A slice may begin and end within a parameter, and padding belongs to none.
             for p, start in zip(bucket.params, bucket.starts, strict=True):
-                begin, end = max(start, first), min(start + p.numel(), last)
+                begin = max(start, first)
+                end = min(start + p.numel(), last)
                 if begin >= end:
                     continue
-                piece = whole[names[p]].flat_range(begin - start, end - start)
+                cut_from = whole[names[p]]
+                piece = cut_from.flat_range(begin - start, end - start)
                 param = nn.Parameter(bucket.weights[begin:end])
                 param.grad = grads[begin - first : end - first]
-                shards.append(Shard(piece, param, p.dim() >= 2, cut_from=whole[names[p]]))
+                shards.append(Shard(piece, param, decays=p.dim() >= 2, cut_from=cut_from))
         return shards
-
-    def forward(self, last: bool) -> AbstractContextManager[None]:
-        """Return a context for a forward, which needs none."""
-        return nullcontext()
 
     @contextmanager
     def backward(
         self, last: bool, chunk: int = 0, late: Collection[Tensor] | None = None
     ) -> Iterator[None]:
-        """Run a chunk's backward inside. (all ranks) With `last`, and in zero2, it sends each full
-        bucket.
+        """Run a chunk's backward inside. (all ranks) With `last`, and in zero2, it sends full
+        buckets.
 
-        late: the parameters whose gradients this backward adds to, if an earlier one had the rest;
-        None: all.
+        late: the parameters whose gradients this backward adds to, if an earlier backward has
+        computed the others; None: all of the chunk.
         """
-        self._inside, self._sending = True, last or self._mode == "zero2"
+        self._inside = True
+        self._sending = last or self._mode == "zero2"
         self._next, self._end = self._ranges[chunk]
         try:
             if last and late is not None:
+                # A bucket without late parameters is full already.
                 for bucket in self._buckets[self._next : self._end]:
                     bucket.missing = sum(p in late for p in bucket.params)
                 self._send_full()
@@ -240,15 +262,11 @@ class Buckets:
             if self._sending:
                 self._finish()
         finally:
-            self._inside = self._sending = False
-
-    def quiet(self) -> AbstractContextManager[None]:
-        """Return a context for a forward and backward of this rank alone."""
-        return nullcontext()
+            self._inside = False
+            self._sending = False
 
     def on_gradient(self, p: nn.Parameter) -> None:
-        """Move a gradient that backward has computed into its bucket; send the bucket when it was
-        the last one.
+        """Move a gradient that backward has computed into its bucket; send the bucket when full.
 
         The first micro batch's is copied and not added to zeros, which would read and write the
         bucket once more.
@@ -258,48 +276,59 @@ class Buckets:
         bucket, i = self._place_of[p]
         assert p.grad is not None
         if self._mode == "zero2":
+            # The bucket exists from its first gradient on, and holds one micro batch's.
             if bucket.grads is None:
                 bucket.grads = torch.zeros(bucket.size, dtype=p.dtype, device=p.device)
-            bucket.grads[bucket.starts[i] : bucket.starts[i] + p.numel()].view_as(p).copy_(p.grad)
+            start = bucket.starts[i]
+            bucket.grads[start : start + p.numel()].view_as(p).copy_(p.grad)
             p.grad = None
         elif p.grad is not bucket.places[i]:
+            # From now on autograd accumulates into the bucket by itself.
             p.grad = bucket.places[i].copy_(p.grad)
-        if not self._sending:
-            return
-        bucket.missing -= 1
-        self._send_full()
+
+        if self._sending:
+            bucket.missing -= 1
+            self._send_full()
 
     def _send_full(self) -> None:
+        """Send the buckets that are full, but none before its turn."""
         while self._next < self._end and self._buckets[self._next].missing <= 0:
             self._send(self._buckets[self._next])
 
     def _send(self, bucket: Bucket) -> None:
         """Start a bucket's reduce-scatter, and finish that of an earlier one."""
         self._next += 1
+
+        # Parameters that took no part in this step have a gradient of zero: other ranks may have one.
         for p, place in zip(bucket.params, bucket.places, strict=False):
-            if p.grad is None:  # it took no part in this step
+            if p.grad is None:
                 p.grad = place.zero_()
-        if bucket.grads is None:  # zero2, and no parameter of it took part
+        if bucket.grads is None:  # zero2, and none of its parameters took part
             bucket.grads = torch.zeros_like(bucket.own_grad).repeat(self._axis.size)
+
         last = self._next == len(self._buckets)
         if self.compressor:
             self.compressor.send(
                 Sent(bucket.grads, bucket.params, bucket.starts, bucket.index, last)
             )
             return
+
         sending = self._axis.start_reduce_scatter(bucket.grads, "gradients", bucket.index, last)
         self._flight.append((bucket, sending))
-        if len(self._flight) > IN_FLIGHT:
+        if len(self._flight) > IN_FLIGHT:  # bounds the memory of what has arrived
             self._receive()
 
     def _receive(self) -> None:
         """Wait for the oldest bucket in flight; with ddp_by_hand start to gather it."""
         bucket, arrived = self._flight.popleft()
+
+        # zero2 sums each micro batch over the ranks, and adds the sums up here.
         if bucket.empty or self._mode != "zero2":
             arrived(bucket.own_grad)
         else:
             bucket.own_grad.add_(arrived(torch.empty_like(bucket.own_grad)))
         bucket.empty = False
+
         if self._mode == "zero2":
             bucket.grads = None
         elif self._mode == "ddp_by_hand":
@@ -309,9 +338,7 @@ class Buckets:
             )
 
     def _finish(self) -> None:
-        """Send what no gradient completed, wait for everything, and get ready for the next
-        backward.
-        """
+        """Send buckets that no gradient has completed, wait for all, and prepare the next backward."""
         while self._next < self._end:
             self._send(self._buckets[self._next])
         while self._flight:
@@ -323,8 +350,9 @@ class Buckets:
             bucket.missing = len(bucket.params)
 
     def sum_of(self, p: nn.Parameter) -> Tensor:
-        """Return what this rank has of the summed gradient of a parameter that has its own bucket,
-        (s,) or (n·s,).
+        """Return this rank's part of the summed gradient of a parameter with its own bucket, live.
+
+        (s,), or (n·s,) with ddp_by_hand.
         """
         bucket, _ = self._place_of[p]
         if self._mode != "ddp_by_hand":
@@ -344,12 +372,6 @@ class Buckets:
         return [bucket.mirror_grad for bucket in self._buckets if bucket.mirror_grad is not None]
 
     def mirror_gradients(self) -> bool:
-        """Send this rank's gradients to the rank that mirrors it, and receive those to mirror. (all
-        ranks)
-
-        Returns whether the step can be finished, once this has been done, without the ranks that
-        are lost later.
-        """
         if self.mirror_shards is None:
             return False
         self._axis.pass_on(self.gradients, self._mirror_grads, self._mirror, "mirror")
@@ -361,33 +383,32 @@ class Buckets:
         return [bucket.own_grad for bucket in self._buckets]
 
     def norm(self) -> Tensor:
-        """Return the norm of the whole gradient, a float32 scalar on the device. (all ranks)"""
         return norm_of_owned(self.owned, self._axis, self._device)
 
     def clip(self, limit: float, norm: Tensor) -> None:
-        """Scale the gradients so that their norm, which is `norm` now, is at most `limit`."""
-        clip_to(limit, [*self.gradients, *self._mirror_grads], norm)
+        clip_to(limit, self.gradients + self._mirror_grads, norm)
 
     def spread(self) -> None:
-        """Start to gather the weights that the owners have updated; the next forward waits for
-        them. (all ranks)
+        """Start to gather the weights that the owners have updated. (all ranks)
+
+        The next forward waits for them.
         """
         if self._mode == "ddp_by_hand":
             return
-        for bucket in self._buckets[::-1]:  # the first layers first
+        for bucket in reversed(self._buckets):  # the first layers first
             assert bucket.weights is not None
             self._gathers.append(self._axis.start_all_gather(bucket.weights, "weights"))
 
     def settle(self) -> None:
-        """Wait until what `spread` has started has arrived."""
+        """Wait for the gathers that have been started."""
         while self._gathers:
             self._gathers.pop(0)()
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
-        self._flight.clear()
+        self._flight.clear()  # a step that broke may have left some
         for bucket in self._buckets:
-            bucket.missing, bucket.empty = len(bucket.params), True
+            bucket.missing = len(bucket.params)
+            bucket.empty = True
             if self._mode == "zero2":
                 bucket.grads = None
                 bucket.own_grad.zero_()
@@ -398,16 +419,19 @@ class Buckets:
 
 
 def _notify(buckets: weakref.ref[Buckets], p: nn.Parameter) -> None:
-    if found := buckets():
-        found.on_gradient(p)
+    owner = buckets()
+    if owner is not None:
+        owner.on_gradient(p)
 
 
 # Of a model that is compiled as a whole, this hook stays outside of the graph
 @torch.compiler.disable
 def _settle(buckets: weakref.ref[Buckets]) -> None:
-    if found := buckets():
-        found.settle()
+    owner = buckets()
+    if owner is not None:
+        owner.settle()
 
 
 def _rounded(count: int, unit: int) -> int:
+    """Return `count`, rounded up to a multiple of `unit`."""
     return -(-count // unit) * unit

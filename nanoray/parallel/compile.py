@@ -14,30 +14,31 @@ COMPILED_VERSIONS = 64
 
 
 def compile_layers(model: nn.Module, config: Config) -> None:
-    """Compile each layer in a model's lists of layers, or a model without any as a whole, at its
-    first call.
+    """Compile each layer in a model's lists of layers, or else the whole model, at its first call.
 
     Per layer, so that DDP's hooks between layers still overlap communication. Layers of a class
     share their code, and torch keeps only 8 versions of it by default: a ResNet's blocks are of 5
     kinds, each in training, in evaluation, and in a last, smaller batch. Their sizes are few, so
     each gets a version with fixed sizes, in any order of calls.
-
-    With CUDA graphs a layer's outputs and gradients lie where its next replay writes. So a model's
-    call tells torch when nobody needs them any more: when the weights have no gradients, as at the
-    first micro batch of a step.
     """
     torch._dynamo.config.recompile_limit = max(
         COMPILED_VERSIONS, torch._dynamo.config.recompile_limit
     )
-    graphs = config.compile == "cuda_graphs"
+    uses_graphs = config.compile == "cuda_graphs"
+    mode = "reduce-overhead" if uses_graphs else None
+    dynamic = False if config.model == "resnet" else None
     for layer in units_of(model) or [model]:
-        dynamic = False if config.model == "resnet" else None
-        layer.compile(dynamic=dynamic, mode="reduce-overhead" if graphs else None)
-    if graphs:
+        layer.compile(dynamic=dynamic, mode=mode)
+    if uses_graphs:
         model.register_forward_pre_hook(_reuse_graph_memory)
 
 
 @torch.compiler.disable
 def _reuse_graph_memory(model: nn.Module, _: Any) -> None:
+    """Let CUDA graphs write over the outputs and gradients of earlier replays.
+
+    A layer's next replay writes to the same memory. Nothing there is needed when the weights have
+    no gradients, as at the first micro batch of a step.
+    """
     if all(p.grad is None for p in model.parameters()):
         torch.compiler.cudagraph_mark_step_begin()

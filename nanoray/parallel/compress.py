@@ -7,14 +7,14 @@
 Gradients are divided by the number of ranks before anything is rounded, so no sum can exceed what
 one rank may hold: summed first, n values of 65504 / 2 would overflow fp16. 8-bit numbers are never
 added: a rank adds what it has decoded in float32, in the order of the ranks, and rounds the sum
-once more for the way back. All ranks decode the same bytes, its sender too, so all end with the
+once more for the way back. All ranks decode the same bytes, the sender too, so all end with the
 same bits.
 
-**Error feedback** (int8, powersgd): what a rank could not send is added to its next gradient, so
-the running sum of what is sent follows that of the true gradients. The owner of a slice keeps there
-what the second rounding lost: its own share never travels, and so has no error of its own. This
-memory belongs to the state of a run, as the next Q does, and changes with the weights only: a step
-that breaks, or is left out, is repeated from the memory that it began with.
+**Error feedback** (int8, powersgd): the rounding error of a gradient is added to the next one, so
+the running sum of what is sent follows that of the true gradients. The owner of a slice keeps the
+error of the second rounding there: its own share never travels, and so has no error. This memory
+belongs to the state of a run, as the next Q does, and changes with the weights only: a step that
+breaks, or is left out, is repeated from the memory that it began with.
 
 Source: Seide et al. 2014 (error feedback); Vogels, Karimireddy and Jaggi 2019, PowerSGD, algorithms
 1 and 2; Tang et al. 2021, 1-bit Adam (two roundings, both with feedback).
@@ -31,11 +31,12 @@ from torch import Tensor, nn
 
 from nanoray.config import Config
 from nanoray.mesh.axis import Axis
+from nanoray.parallel.hooks import StepHook
 
 # Numbers that share a scale: 0.4 % more bytes, and one outlier costs no more than its block
 BLOCK = 1024
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-SPANNED = 1e-5  # of a column's length: less is left over by rounding when those before it span it
+SPANNED = 1e-5  # of a column's length: less is a rounding error when earlier columns span it
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -49,8 +50,8 @@ class Sent(NamedTuple):
     last: bool  # of a backward pass
 
 
-class Compressor:
-    """Sums the buckets of one group of ranks, and keeps what this rank could not send yet."""
+class Compressor(StepHook):
+    """Sums the buckets of one group of ranks, and keeps the rounding errors of this rank."""
 
     def __init__(
         self,
@@ -59,39 +60,54 @@ class Compressor:
         config: Config,
         scale: Callable[[Tensor], Tensor] = lambda loss: loss,
     ) -> None:
-        """Begin with an empty memory. (all ranks of the axis) `scale` multiplies a loss by fp16's
-        loss scale.
+        """Start with an empty memory. (all ranks of the axis)
 
-        The memory is in units of gradients without that scale, which may change from step to step.
+        `scale` multiplies a loss by fp16's loss scale. The memory is in units of gradients without
+        that scale, which may change from step to step.
         """
-        self._axis, self.kind = axis, config.grad_compress
+        self._axis = axis
+        self.kind = config.grad_compress
         self.bucket_names: dict[int, list[str]] = {}
         self._flight: deque[Iterator[None]] = deque()
-        # Of the memory, by the step in progress: place, new value
+        # The new values of the step in progress, each with its place in the memory
         self._changes: list[tuple[Tensor, Tensor]] = []
-        trained: dict[Tensor, str] = {
-            p: name for name, p in model.named_parameters() if p.requires_grad
-        }
-        self._names = trained
-        device = next(iter(trained)).device
+
+        self._names: dict[Tensor, str] = {}
+        for name, param in model.named_parameters():
+            if param.requires_grad:
+                self._names[param] = name
+        device = next(iter(self._names)).device
         one = torch.ones((), device=device)
         self._scale = None if scale(one) is one else lambda: scale(one)
-        low = {p: rank for p in trained if (rank := _rank_of(p, config.powersgd_rank))}
-        low = low if self.kind == "powersgd" else {}
-        # What goes whole leaves nothing over
-        rounded = [*low] if low else [*trained] if self.kind == "int8" else []
-        sizes = [p.numel() for p in rounded] + [
-            p.numel() // p.shape[0] * rank for p, rank in low.items()
-        ]
+
+        # Which parameters leave an error: with int8 all, with powersgd the matrices of low rank. In
+        # 16 bits a gradient is rounded once and its error is forgotten.
+        ranks: dict[Tensor, int] = {}
+        rounded: list[Tensor] = []
+        if self.kind == "int8":
+            rounded = list(self._names)
+        elif self.kind == "powersgd":
+            for p in self._names:
+                rank = _rank_of(p, config.powersgd_rank)
+                if rank > 0:
+                    ranks[p] = rank
+            # Where no matrix is worth it, all parameters go whole.
+            rounded = list(ranks)
+
+        # One flat tensor holds all errors, then all Q: so a checkpoint has one tensor per rank.
+        sizes = [p.numel() for p in rounded]
+        for p, rank in ranks.items():
+            sizes.append(p.numel() // p.shape[0] * rank)
         self.memory: Tensor | None = torch.empty(sum(sizes), device=device) if sizes else None
-        parts = iter(self.memory.split(sizes) if self.memory is not None else ())
+        parts = iter(() if self.memory is None else self.memory.split(sizes))
         self._error = {p: next(parts) for p in rounded}
-        self._q = {p: next(parts).view(-1, rank) for p, rank in low.items()}
+        self._q = {p: next(parts).view(-1, rank) for p, rank in ranks.items()}
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Forget what was left over. Each Q begins with the same numbers on all ranks: from zeros
-        it would not move.
+        """Reset the memory: no errors, and each Q with the same random numbers on all ranks.
+
+        A Q of zeros would stay zero.
         """
         if self.memory is not None:
             self.memory.zero_()
@@ -120,13 +136,15 @@ class Compressor:
             self._advance()
 
     def _advance(self) -> None:
-        for flow in [*self._flight]:
+        """Let each bucket in flight go on to its next exchange."""
+        for flow in list(self._flight):
             if next(flow, "done") == "done":
                 self._flight.remove(flow)
 
-    def commit(self, left_out: Tensor | None) -> None:
-        """Keep what this step's buckets left over, unless the update was `left_out`: 1 on the
-        device, or None.
+    def commit(self, left_out: Tensor | None = None) -> None:
+        """Keep the errors of this step's buckets, unless the update was left out.
+
+        left_out: 1 on the device then. The device decides, so the host does not wait.
         """
         for place, new in self._changes:
             place.copy_(new if left_out is None else torch.where(left_out > 0, place, new))
@@ -138,91 +156,126 @@ class Compressor:
         self._flight.clear()
 
     def _loaded(self, sent: Sent, size: int) -> Tensor:
-        """Return a bucket's gradients in float32 with what earlier steps could not send, (size,),
-        padded with zeros.
+        """Return a bucket's gradients plus the errors of earlier steps, (size,), in float32.
+
+        Padded with zeros.
         """
         work = torch.zeros(size, device=sent.flat.device)
         work[: sent.flat.numel()] = sent.flat
         scale = self._scale() if self._scale and self._error else None
-        for p, at in zip(sent.params, sent.starts, strict=True):
+        for p, start in zip(sent.params, sent.starts, strict=True):
             if p in self._error:
                 error = self._error[p]
-                work[at : at + p.numel()] += error if scale is None else error * scale
+                work[start : start + p.numel()] += error if scale is None else error * scale
         return work
 
     def _keep(self, sent: Sent, left: Tensor) -> None:
-        """Note what a bucket leaves over; it becomes the memory with the update."""
-        left = left / self._scale() if self._scale else left
-        for p, at in zip(sent.params, sent.starts, strict=True):
+        """Note the errors of a bucket, (size,); they enter the memory with the update."""
+        if self._scale:
+            left = left / self._scale()
+        for p, start in zip(sent.params, sent.starts, strict=True):
             if p in self._error:
-                self._changes.append((self._error[p], left[at : at + p.numel()]))
+                self._changes.append((self._error[p], left[start : start + p.numel()]))
 
     def _rounded(self, sent: Sent) -> Iterator[None]:
-        """Sum a bucket in two exchanges of rounded numbers: slices to their owners, sums to all."""
-        n, own, m = self._axis.size, self._axis.index, sent.flat.numel()
-        encode, decode = (_to_int8, _from_int8) if self.kind == "int8" else _codec(TYPES[self.kind])
+        """Sum a bucket in two exchanges of rounded numbers. Each `yield` is a wait for one."""
+        n = self._axis.size
+        own = self._axis.index
+        m = sent.flat.numel()
+        encode, decode = _codec(self.kind)
+
+        # Send slice i to rank i. Whole blocks only, so each slice has its own scales.
         share = -(-m // (n * BLOCK)) * BLOCK
         work = self._loaded(sent, n * share).view(n, share)  # row i goes to rank i
         rows = encode(work)  # (n, bytes)
         arrived = self._axis.start_exchange(rows.view(-1), "gradients", sent.bucket, sent.last)
         left = work - decode(rows) if self._error else work
         yield
-        got = decode(arrived().view(n, -1))
-        got[own] = work[own]
-        total = got[0]
-        for other in got[1:]:
+
+        # Add the slices of all ranks, in their order. The own one is not rounded: it has not
+        # travelled.
+        slices = decode(arrived().view(n, -1))  # (n, share)
+        slices[own] = work[own]
+        total = slices[0]
+        for other in slices[1:]:
             total = total + other
+
+        # Send the sum to all, rounded once more; this rank keeps the error of that, too.
         rows[own] = encode(total.unsqueeze(0))[0]
         gathered = self._axis.start_all_gather(rows.view(-1), "gradients", sent.bucket)
         if self._error:
             left[own] = total - decode(rows[own : own + 1])[0]
             self._keep(sent, left.view(-1))
         yield
+
         gathered()
         sent.flat.copy_(decode(rows).view(-1)[:m])
 
     def _low_rank(self, sent: Sent) -> Iterator[None]:
-        """Sum a bucket's matrices as products P·Qᵀ of rank r, and its other parameters as they are."""
+        """Sum a bucket's matrices as products P·Qᵀ of rank r, and its other parameters as they are.
+
+        Each `yield` is a wait for an exchange.
+        """
         work = self._loaded(sent, sent.flat.numel())
         spans = {
-            p: slice(at, at + p.numel()) for p, at in zip(sent.params, sent.starts, strict=True)
+            p: slice(start, start + p.numel())
+            for p, start in zip(sent.params, sent.starts, strict=True)
         }
-        matrices = {p: work[spans[p]].view(p.shape[0], -1) for p in sent.params if p in self._q}
-        whole = [work[spans[p]] for p in sent.params if p not in self._q]
+        matrices: dict[Tensor, Tensor] = {}  # (a, b), as views of `work`
+        whole: list[Tensor] = []
+        for p in sent.params:
+            if p in self._q:
+                matrices[p] = work[spans[p]].view(p.shape[0], -1)
+            else:
+                whole.append(work[spans[p]])
+
+        # P = M·Q, (a, r), is summed; vectors go along in the same message.
         ps = [m @ self._q[p] for p, m in matrices.items()]
-        flat = torch.cat([part.reshape(-1) for part in (*ps, *whole)])
+        flat = torch.cat([part.reshape(-1) for part in ps + whole])
         arrived = self._axis.start_sum(flat, "gradients", sent.bucket, sent.last)
         yield
+
         arrived()
-        parts = iter(flat.split([part.numel() for part in (*ps, *whole)]))
+        parts = iter(flat.split([part.numel() for part in ps + whole]))
         ps = [orthonormal(next(parts).view_as(p)) for p in ps]
-        for kept, summed in zip(whole, parts, strict=True):
-            kept.copy_(summed)
+        for vector, summed in zip(whole, parts, strict=True):
+            vector.copy_(summed)
+
+        # Q = Mᵀ·P, (b, r), before the sum: M - P·Qᵀ is what this rank does not send.
         qs = [m.mT @ p for m, p in zip(matrices.values(), ps, strict=True)]
         left = torch.zeros_like(work)
         for (param, m), p, q in zip(matrices.items(), ps, qs, strict=True):
             left[spans[param]] = (m - p @ q.mT).view(-1)
         self._keep(sent, left)
-        flat = torch.cat([q.reshape(-1) for q in qs]) if qs else flat[:0]
-        arrived = self._axis.start_sum(flat, "gradients", sent.bucket) if qs else lambda: None
+
+        # A bucket without matrices is done, but takes the same number of steps.
+        flat = flat[:0]
+        if qs:
+            flat = torch.cat([q.reshape(-1) for q in qs])
+            arrived = self._axis.start_sum(flat, "gradients", sent.bucket)
         yield
-        arrived()
-        for param, p, q in zip(matrices, ps, flat.split([q.numel() for q in qs]), strict=True):
+
+        if qs:
+            arrived()
+        summed_qs = flat.split([q.numel() for q in qs])
+        for param, p, q in zip(matrices, ps, summed_qs, strict=True):
             q = q.view_as(self._q[param])
             work[spans[param]] = (p @ q.mT).view(-1)
-            # A column without a length would stay without one; its old direction may serve later
+            # The next Q. A column without a length keeps its old direction, which may serve later.
             size = q.norm(dim=0)
             self._changes.append((self._q[param], torch.where(size > 0, q / size, self._q[param])))
         sent.flat.copy_(work)
 
 
 def _rank_of(p: Tensor, rank: int) -> int:
-    """Return the rank of a parameter's products, 0 where it goes whole: a vector, or a matrix of no
-    more numbers.
+    """Return the rank of a parameter's products; 0: it goes whole.
+
+    Vectors do, and matrices whose products would have no fewer numbers.
     """
     if p.dim() < 2:
         return 0
-    a, b = p.shape[0], p.numel() // p.shape[0]
+    a = p.shape[0]
+    b = p.numel() // a
     return rank if (a + b) * rank < a * b else 0
 
 
@@ -230,7 +283,7 @@ def orthonormal(p: Tensor) -> Tensor:
     """Return (a, r) with orthonormal columns that span those of `p`: Gram and Schmidt, each column
     twice.
 
-    A column that those before it span becomes zero: what rounding leaves of it would point
+    A column that earlier columns span becomes zero: what rounding leaves of it would point
     anywhere. Without a wait for the device. Numbers that are not finite stay so.
     """
     done = torch.zeros_like(p)
@@ -240,36 +293,38 @@ def orthonormal(p: Tensor) -> Tensor:
         for _ in range(2):  # once leaves the rounding errors of a long projection
             column = column - done[:, :j] @ (done[:, :j].mT @ column)
         rest = column.norm()
-        done[:, j] = torch.where(
-            (rest <= SPANNED * size) & torch.isfinite(size), 0.0, column / rest
-        )
+        is_spanned = (rest <= SPANNED * size) & torch.isfinite(size)
+        done[:, j] = torch.where(is_spanned, 0.0, column / rest)
     return done
 
 
-def _codec(kind: torch.dtype) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """Return the functions from float32, (n, s), to the bytes of a type of 16 bits, (n, 2s), and
-    back.
-    """
-    return lambda x: x.to(kind).view(torch.uint8), lambda rows: rows.view(kind).float()
+def _codec(kind: str) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """Return the functions from float32, (n, s), to bytes, (n, 2s) in 16 bits, and back."""
+    if kind == "int8":
+        return _to_int8, _from_int8
+    dtype = TYPES[kind]
+    return lambda x: x.to(dtype).view(torch.uint8), lambda rows: rows.view(dtype).float()
 
 
 def _to_int8(x: Tensor) -> Tensor:
-    """Return float32 numbers, (n, s), as bytes, (n, 4b + s): the scales of the b blocks of each
-    row, then its numbers.
+    """Return float32 numbers, (n, s), as bytes, (n, 4b + s).
 
-    A number that is not finite makes its block's scale so, and all of the block when it is decoded.
+    Each row has the scales of its b blocks, then its numbers. A number that is not finite makes its
+    block's scale so, and all of the block when it is decoded.
     """
-    blocks = x.view(x.shape[0], -1, BLOCK)
+    n = x.shape[0]
+    blocks = x.view(n, -1, BLOCK)  # (n, b, 1024)
     scale = (blocks.abs().amax(-1, keepdim=True) / 127).clamp_min(_TINY)  # (n, b, 1)
-    numbers = (blocks / scale).round().to(torch.int8)
-    return torch.cat(
-        [part.reshape(x.shape[0], -1).view(torch.uint8) for part in (scale, numbers)], dim=1
-    )
+    numbers = (blocks / scale).round().to(torch.int8)  # (n, b, 1024)
+    scale_bytes = scale.reshape(n, -1).view(torch.uint8)
+    number_bytes = numbers.reshape(n, -1).view(torch.uint8)
+    return torch.cat([scale_bytes, number_bytes], dim=1)
 
 
 def _from_int8(rows: Tensor) -> Tensor:
-    """Return what `_to_int8` took, (n, s), rounded."""
+    """Return the numbers, (n, s), that `_to_int8` has encoded, rounded."""
+    n = rows.shape[0]
     b = rows.shape[1] // (BLOCK + 4)
     scale = rows[:, : 4 * b].contiguous().view(torch.float32)  # (n, b)
-    numbers = rows[:, 4 * b :].contiguous().view(torch.int8).view(len(rows), b, BLOCK)
-    return (numbers.float() * scale.unsqueeze(-1)).view(len(rows), -1)
+    numbers = rows[:, 4 * b :].contiguous().view(torch.int8).view(n, b, BLOCK)
+    return (numbers.float() * scale.unsqueeze(-1)).view(n, -1)

@@ -1,5 +1,11 @@
-"""Data parallelism: every rank holds the whole model and averages gradients with the others while
-backward runs.
+"""torch's DistributedDataParallel: every rank holds the whole model, and gradients are averaged
+while backward runs.
+
+    backward of layer 3   2   1   0
+    all-reduce            └ bucket 0 ┘└ bucket 1 ┘     a bucket leaves when its last gradient is computed
+
+A hook may average the buckets in place of the backend: by an all-reduce written by hand
+(mesh/algorithms.py), or compressed (compress.py).
 """
 
 from __future__ import annotations
@@ -7,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,113 +26,63 @@ from nanoray.config import Config
 from nanoray.mesh.algorithms import AsyncAllReduce
 from nanoray.mesh.axis import Axis, data_axis
 from nanoray.mesh.mesh import Mesh
-from nanoray.mesh.pieces import Shard
 from nanoray.parallel.compress import Compressor, Sent
+from nanoray.parallel.mode import DataParallel, Hook
 from nanoray.parallel.norm import clip_to
 
-Hook = Callable[[GradBucket], torch.futures.Future[torch.Tensor]]  # averages a bucket of gradients
 
-
-class DataParallel(Protocol):
-    """One way to share the batch among ranks. The Plan calls these methods in this order in every
-    step.
+class TorchDDP(DataParallel):
+    """torch's DistributedDataParallel. It divides by the number of ranks itself, and sends nothing
+    after the update.
     """
-
-    @property
-    def wrapped(self) -> nn.Module:
-        """The module to call in a forward."""
-
-    @property
-    def divisor(self) -> int:
-        """Divides the loss, besides the number of micro batches."""
-
-    @property
-    def shards(self) -> list[Shard] | None:
-        """What the optimizer updates on this rank; None: the model's own parameters."""
-
-    def forward(self, last: bool) -> AbstractContextManager[None]:
-        """Return a context for a forward; with `last` its backward will exchange gradients."""
-
-    def backward(
-        self, last: bool, chunk: int = 0, late: Collection[Tensor] | None = None
-    ) -> AbstractContextManager[None]:
-        """Return a context for a backward; with `last` it exchanges the gradients of a chunk. (all
-        ranks)
-
-        late: the parameters whose gradients it adds to, if an earlier backward had the rest; None:
-        all.
-        """
-
-    def sum_of(self, p: nn.Parameter) -> Tensor:
-        """Return what this rank has of the summed gradient of a model's tied parameter; a change
-        changes it.
-        """
-
-    def quiet(self) -> AbstractContextManager[None]:
-        """Return a context for a forward and backward of this rank alone."""
-
-    @property
-    def gradients(self) -> list[Tensor]:
-        """The gradients that this rank updates with."""
-
-    def norm(self) -> Tensor:
-        """Return the norm of the whole model's gradient, equal on all ranks, a scalar on the
-        device. (all ranks)
-        """
-
-    def clip(self, limit: float, norm: Tensor) -> None:
-        """Scale the gradients so that their norm, which is `norm` now, is at most `limit`."""
-
-    def spread(self) -> None:
-        """Start to send updated weights to ranks that have not updated them. (all ranks)"""
-
-    def settle(self) -> None:
-        """Wait until the weights are whole. A forward does this itself."""
-
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
-
-
-class TorchDDP:
-    """torch's DistributedDataParallel. It divides by the ranks itself, and needs no exchange after
-    the update.
-    """
-
-    divisor, shards = 1, None
 
     def __init__(
         self, model: nn.Module, axis: Axis, config: Config, compressor: Compressor | None = None
     ) -> None:
-        """Wrap `model` for this axis. (all its ranks) They must hold equal weights before the first
-        step.
+        """Wrap `model` for this axis. (all its ranks)
+
+        They must hold equal weights before the first step.
         """
-        self._model, self._axis, self._bucket_mb = model, axis, config.bucket_mb
+        super().__init__(model, axis)
+        self._model = model
+        self._bucket_mb = config.bucket_mb
         self._params = [p for p in model.parameters() if p.requires_grad]
+        self._compressor = compressor
         self._by_hand: AsyncAllReduce | None = None
-        mesh = axis.mesh
+        self._twin: nn.Module | None = None
+
+        # Who averages a bucket: the backend (no hook), an all-reduce by hand, or the compressor.
+        hook: Hook | None = None
         if config.allreduce != "backend" and axis.size > 1:
-            group = dist.new_group(timeout=timedelta(seconds=config.timeout_s))
-            # NCCL sets up a group in its first one
-            dist.all_reduce(torch.zeros(1, device=mesh.device), group=group)
-            self._by_hand = AsyncAllReduce(config.allreduce, group, mesh.device)
-        hook = average_by(self._by_hand.start, axis.size) if self._by_hand else None
-        hook = compress_by(compressor, axis.size) if compressor else hook
-        self._plain = self.wrapped = apply_ddp(model, mesh, config.bucket_mb, hook, axis)
-        self.twin: nn.Module | None = None
+            self._by_hand = _start_all_reduce(config, axis.mesh)
+            hook = average_by(self._by_hand.start, axis.size)
+        if compressor is not None:
+            hook = compress_by(compressor, axis.size)
+
+        self._plain = apply_ddp(model, axis.mesh, config.bucket_mb, hook, axis)
+        self.wrapped = self._plain
 
     @property
     def reduce(self) -> Callable[[Tensor], Any] | None:
-        """Function that starts the all-reduce of a gradient bucket; None for the backend's own."""
-        return self._by_hand.start if self._by_hand else None
+        return None if self._by_hand is None else self._by_hand.start
 
-    def add_twin(self, hook: Hook) -> nn.Module:
-        """Wrap the model a second time, for steps whose collectives are measured. (all ranks)"""
-        self.twin = apply_ddp(self._model, self._axis.mesh, self._bucket_mb, hook, self._axis)
-        return self.twin
+    @property
+    def bucket_names(self) -> dict[int, list[str]]:
+        return {} if self._compressor is None else self._compressor.bucket_names
+
+    def add_twin(self, hook: Hook) -> nn.Module | None:
+        if self._compressor is not None:
+            return None
+        self._twin = apply_ddp(self._model, self._axis.mesh, self._bucket_mb, hook, self._axis)
+        return self._twin
+
+    def has_twin(self) -> bool:
+        return self._twin is not None
 
     def trace(self, traced: bool) -> None:
-        """Let the next step go through the twin, or through the plain wrapper."""
-        self.wrapped = self.twin if traced and self.twin else self._plain
+        self.wrapped = self._plain
+        if traced and self._twin is not None:
+            self.wrapped = self._twin
 
     def forward(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext() if last else self.quiet()
@@ -136,43 +92,47 @@ class TorchDDP:
     ) -> AbstractContextManager[None]:
         return nullcontext() if last else self.quiet()
 
+    def quiet(self) -> AbstractContextManager[None]:
+        if self._axis.size == 1:
+            return nullcontext()
+        return self.wrapped.no_sync()  # type: ignore[operator]
+
     def sum_of(self, p: nn.Parameter) -> Tensor:
         assert p.grad is not None
         return p.grad
-
-    def quiet(self) -> AbstractContextManager[None]:
-        return self.wrapped.no_sync() if self._axis.size > 1 else nullcontext()  # type: ignore[operator]
 
     @property
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self._params if p.grad is not None]
 
     def norm(self) -> Tensor:
-        own = self.gradients
-        # Else the norm would have 16 bits, too
-        if own and own[0].dtype in (torch.bfloat16, torch.float16):
-            return torch.stack(
-                [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in own]
-            ).norm()
-        return get_total_norm(own)
+        gradients = self.gradients
+        # torch's function would return a norm of 16 bits, too.
+        if gradients and gradients[0].dtype in (torch.bfloat16, torch.float16):
+            norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in gradients]
+            return torch.stack(norms).norm()
+        return get_total_norm(gradients)
 
     def clip(self, limit: float, norm: Tensor) -> None:
-        clip_to(limit, [p.grad for p in self._params if p.grad is not None], norm)
-
-    def spread(self) -> None:
-        pass
-
-    def settle(self) -> None:
-        pass
+        clip_to(limit, self.gradients, norm)
 
     def zero_grad(self) -> None:
         for p in self._params:
             p.grad = None
 
     def close(self) -> None:
-        """Stop the thread of a hand-written all-reduce, if any. (all ranks)"""
-        if self._by_hand:
+        if self._by_hand is not None:
             self._by_hand.close()
+
+
+def _start_all_reduce(config: Config, mesh: Mesh) -> AsyncAllReduce:
+    """Form a group for an all-reduce by hand, and start its thread. (all ranks)"""
+    # A group of its own: messages are matched by their order, so no other ones may pass here.
+    group = dist.new_group(timeout=timedelta(seconds=config.timeout_s))
+
+    # NCCL creates the communicator in a group's first collective, which needs all ranks.
+    dist.all_reduce(torch.zeros(1, device=mesh.device), group=group)
+    return AsyncAllReduce(config.allreduce, group, mesh.device)
 
 
 def apply_ddp(
@@ -182,14 +142,13 @@ def apply_ddp(
     hook: Hook | None = None,
     axis: Axis | None = None,
 ) -> nn.Module:
-    """Wrap `model` so that its last backward of a step all-reduces gradients in buckets. (all
-    ranks)
+    """Wrap `model` so that the last backward of a step all-reduces its gradients. (all ranks)
 
     They are summed over `axis`, or over all ranks. These must hold equal weights: nothing is
     broadcast. A single rank needs no wrapper and gets its model back. `hook` averages a bucket in
     place of DDP's own C++ path. A model may be wrapped twice: each wrapper ignores the gradients of
-    a forward that went through the other, so a step chooses its path by the wrapper it calls. A
-    second one needs another set of buckets, as much memory as the gradients. Source: Li et al.
+    a forward that went through the other, so a step chooses its path by the wrapper it calls. The
+    second one has its own buckets, which take as much memory as the gradients. Source: Li et al.
     2020, PyTorch Distributed.
     """
     axis = axis or data_axis(mesh)
@@ -209,35 +168,41 @@ def apply_ddp(
     return wrapped
 
 
-def average_by(reduce: Callable[[torch.Tensor], Any], ranks: int) -> Hook:
-    """Return a hook that averages a bucket with `reduce`, which starts an all-reduce and returns
-    its future.
+def average_by(reduce: Callable[[Tensor], Any], ranks: int) -> Hook:
+    """Return a hook that averages a bucket with `reduce`.
+
+    `reduce` starts an all-reduce and returns its future.
     """
 
-    def hook(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        return reduce(bucket.buffer().mul_(1.0 / ranks)).then(
-            lambda future: first_of(future.value())
-        )
+    def hook(bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        # Divided before the sum, as DDP's own path does: 16-bit gradients could overflow else.
+        share = bucket.buffer().mul_(1.0 / ranks)
+        return reduce(share).then(lambda future: first_of(future.value()))
 
     return hook
 
 
 def compress_by(compressor: Compressor, ranks: int) -> Hook:
-    """Return a hook that averages a bucket compressed; its futures are done with those of the last
-    bucket.
+    """Return a hook that averages a bucket compressed.
+
+    All futures of a backward complete together, after its last bucket: until then the buckets take
+    turns with their exchanges.
     """
     waiting: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
 
     def hook(bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        flat, gradients = bucket.buffer().mul_(1.0 / ranks), bucket.gradients()
+        flat = bucket.buffer().mul_(1.0 / ranks)
         if bucket.index() == 0:
-            waiting.clear()
-        starts = [int(gradient.storage_offset() - flat.storage_offset()) for gradient in gradients]
+            waiting.clear()  # an earlier backward may have broken
+
+        offset = flat.storage_offset()
+        starts = [int(grad.storage_offset() - offset) for grad in bucket.gradients()]
         compressor.send(Sent(flat, bucket.parameters(), starts, bucket.index(), bucket.is_last()))
-        waiting.append(
-            (torch.futures.Future(devices=[flat.device] if flat.is_cuda else None), flat)
+
+        future: torch.futures.Future[Tensor] = torch.futures.Future(
+            devices=[flat.device] if flat.is_cuda else None
         )
-        future = waiting[-1][0]
+        waiting.append((future, flat))
         if bucket.is_last():
             compressor.drain()
             for done, average in waiting:
@@ -248,7 +213,7 @@ def compress_by(compressor: Compressor, ranks: int) -> Hook:
     return hook
 
 
-def first_of(value: Any) -> torch.Tensor:
+def first_of(value: Any) -> Tensor:
     """Return the tensor of a future, which may hold it in a list, as torch's own do."""
     return value[0] if isinstance(value, list) else value
 

@@ -1,8 +1,7 @@
-"""Expert parallelism by hand: every data rank of a block of ep ranks holds some experts, and tokens
+"""Expert parallelism by hand: each rank of a block of ep data ranks holds some experts, and tokens
 travel to them.
 
-dp 4, ep 2, experts 0 to 3: d mod 2 tells which experts a rank holds, so ranks 0 and 2 hold the same
-ones
+dp 4, ep 2, experts 0 to 3: data rank d holds the experts of d mod 2, so ranks 0 and 2 hold the same
 
     rank 0   own sequences   experts 0 1 ░ ░   ┐ axis ep:       rank 2   own sequences   experts 0 1 ░ ░   ┐ axis ep:
     rank 1   own sequences   experts ░ ░ 2 3   ┘ all-to-all     rank 3   own sequences   experts ░ ░ 2 3   ┘ all-to-all
@@ -19,17 +18,17 @@ ones
 
     up.weight (E, hidden, C), down.weight (E, C, hidden), and their biases: rows e of [E·i/ep, E·(i+1)/ep) on ep rank i
 
-With tensor parallelism a block are ranks with the same t, which send tokens to their own hidden
-units of the experts; with a pipeline, ranks of one stage.
+With tensor parallelism, the ranks of a block have the same t, and send tokens to their own hidden
+units of the experts. With a pipeline, they are of one stage.
 
 Everything else is data-parallel. The factor of the mean, 1/(accum·dp), enters at the loss, and all
-that follows is a sum. So the gradients of experts, which already have the tokens of all ranks of
-their block, are summed over the axis edp alone, by buckets of their own; the others over dp. In the
-norm and in checkpoints each expert counts once: of its replicas, each owns its slice (or the first
-one all of it).
+that follows is a sum. The gradients of experts already contain the tokens of all ranks of their
+block, so they have buckets of their own and are summed over the axis edp alone; the others over dp.
+In the norm and in checkpoints each expert counts once: each of its replicas owns a slice, or the
+first one owns all of it.
 
-How many tokens an expert gets, only this step tells: the counts are exchanged first, and the host
-waits for them.
+The number of tokens that an expert gets differs from step to step: the counts are exchanged first,
+and the host waits for them.
 
 Source: Lepikhin et al. 2020, GShard; Fedus et al. 2021, Switch Transformers; Rajbhandari et al.
 2022, DeepSpeed-MoE.
@@ -38,7 +37,7 @@ Source: Lepikhin et al. 2020, GShard; Fedus et al. 2021, Switch Transformers; Ra
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,22 +48,25 @@ from nanoray.mesh.axis import Axis
 from nanoray.mesh.pieces import Piece, Shard, whole_pieces
 from nanoray.models.moe import MoE, Stacked
 from nanoray.parallel.buckets import Buckets
+from nanoray.parallel.mode import DataParallel
 from nanoray.parallel.norm import clip_to, norm_of_owned
 from nanoray.parallel.tp_experts import SplitExperts
 
 
 def cut(model: nn.Module, axis: Axis) -> None:
-    """Keep this rank's experts of a whole model, in place. Nothing communicates; meta tensors will
-    do.
+    """Keep this rank's experts of a whole model, in place. Nothing is sent.
 
-    All ranks must hold equal weights. Afterwards `model.pieces` tells the piece that each parameter
-    is. Raises ConfigError when there are no experts, or `axis.size` does not divide them.
+    All ranks must hold equal weights; meta tensors will do. Afterwards `model.pieces` has the piece
+    that each parameter is. Raises ConfigError when there are no experts, or `axis.size` does not
+    divide them.
     """
     pieces = whole_pieces(model)
     for name, (kept, piece) in experts_at(model, axis.size, axis.index).items():
-        at, _, key = name.rpartition(".")
-        setattr(model.get_submodule(at), key, nn.Parameter(kept))
+        layer, _, key = name.rpartition(".")
+        setattr(model.get_submodule(layer), key, nn.Parameter(kept))
         pieces[name] = piece
+
+    # The layers stay where they are, with other methods.
     for moe in [module for module in model.modules() if isinstance(module, MoE)]:
         moe.__class__ = SplitTwice if isinstance(moe, SplitExperts) else SplitMoE
         moe.axis = axis  # type: ignore[assignment]
@@ -72,80 +74,96 @@ def cut(model: nn.Module, axis: Axis) -> None:
 
 
 def experts_at(model: nn.Module, ranks: int, index: int) -> dict[str, tuple[Tensor, Piece]]:
-    """Return what a rank of the axis keeps of the experts of a whole model: copies by name, and
-    which piece each is.
+    """Return the experts that rank `index` of `ranks` keeps of a whole model.
+
+    By parameter name: a copy of its part, and which piece that is. Raises ConfigError when the
+    experts cannot be shared.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     if not layers:
         raise ConfigError(
             f"ep = {ranks} cuts experts, but the model has none; drop ep, or give experts"
         )
-    pieces, found = whole_pieces(model), {}
-    for name, moe in layers.items():
+    pieces = whole_pieces(model)
+    kept: dict[str, tuple[Tensor, Piece]] = {}
+    for layer, moe in layers.items():
         experts = moe.router.weight.shape[0]
         if experts % ranks:
             raise ConfigError(
                 f"ep = {ranks} does not divide experts = {experts}; use a divisor of them for ep"
             )
-        own = experts // ranks
+        share = experts // ranks
         for part in ("up", "down"):
             for key, p in moe.get_submodule(part).named_parameters():
-                at = f"{name}.{part}.{key}"
-                (box,) = pieces[at].boxes  # tensor parallelism may have cut other dimensions
+                name = f"{layer}.{part}.{key}"
+                # Tensor parallelism may have cut other dimensions: the piece has one box of these
+                # sizes, (E, ...).
+                (box,) = pieces[name].boxes
                 sizes = [stop - start for start, stop in box]
-                kept = p.detach().view(sizes).narrow(0, index * own, own)
-                kept = kept.flatten(0, kept.dim() - p.dim()).clone()
-                found[at] = kept, pieces[at].narrow(0, index * own, own)
-    return found
+                own = p.detach().view(sizes).narrow(0, index * share, share)
+                own = own.flatten(0, own.dim() - p.dim()).clone()
+                kept[name] = (own, pieces[name].narrow(0, index * share, share))
+    return kept
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows go to the ranks of the axis; in backward, their gradients come back."""
+    """Send rows to the ranks of the axis; the backward returns their gradients to the senders."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tensor:
-        ctx.way_back = receive, send, axis
+        ctx.send = send
+        ctx.receive = receive
+        ctx.axis = axis
         return axis.all_to_all(rows, send, receive, "tokens")
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        receive, send, axis = ctx.way_back
-        return axis.all_to_all(grads[0], receive, send, "tokens"), None, None, None
+        returned = ctx.axis.all_to_all(grads[0], ctx.receive, ctx.send, "tokens")
+        return returned, None, None, None
 
 
 class SplitMoE(MoE):
-    """A mixture of experts of which this rank holds some."""
+    """A mixture of experts, some of which are on this rank."""
 
     axis: Axis
 
     def apply_experts(self, sent: Tensor, counts: Tensor) -> Tensor:
-        """Return the results of this rank's tokens, which lie by expert. (all ranks of the axis)"""
+        """Return the results of this rank's tokens `sent` (N, C), which lie by expert.
+
+        (all ranks of the axis) counts: how many tokens each expert gets, (E,).
+        """
         ep = self.axis.size
-        own = len(counts) // ep
-        # By rank, by expert
-        theirs = self.axis.all_to_all(counts, [own] * ep, [own] * ep, "tokens").view(ep, own)
-        send, receive = counts.view(ep, own).sum(1).tolist(), theirs.sum(1).tolist()
-        got = _Exchange.apply(sent, send, receive, self.axis)
-        expert = (
-            torch.arange(own, device=sent.device).repeat(ep).repeat_interleave(theirs.flatten())
-        )
-        order = expert.argsort(stable=True)  # they arrive by rank, and in that by expert
-        results = self.own_experts(got[order], theirs.sum(0).tolist())
+        share = len(counts) // ep
+
+        # Exchange the counts. The host waits for them: they are the sizes of the messages.
+        theirs = self.axis.all_to_all(counts, [share] * ep, [share] * ep, "tokens")
+        theirs = theirs.view(ep, share)  # by sending rank, by own expert
+        send = counts.view(ep, share).sum(1).tolist()
+        receive = theirs.sum(1).tolist()
+
+        # Tokens arrive by rank, and for each rank by expert. Sort them by expert.
+        arrived = _Exchange.apply(sent, send, receive, self.axis)
+        expert = torch.arange(share, device=sent.device).repeat(ep)
+        expert = expert.repeat_interleave(theirs.flatten())  # of each token that has arrived
+        order = expert.argsort(stable=True)
+        results = self.own_experts(arrived[order], theirs.sum(0).tolist())
+
+        # Return the results in the order in which the tokens came.
         as_arrived = torch.zeros_like(results).index_copy(0, order, results)
         return _Exchange.apply(as_arrived, receive, send, self.axis)
 
 
 class SplitTwice(SplitMoE, SplitExperts):
-    """A mixture of experts of which this rank holds some, and of those some hidden units."""
+    """A mixture of experts, some of which are on this rank, with some hidden units of each."""
 
 
 def names_of_experts(model: nn.Module) -> set[str]:
     """Return the names of the parameters that expert parallelism cuts."""
-    stacks = [name for name, module in model.named_modules() if isinstance(module, Stacked)]
+    stacks = {name for name, module in model.named_modules() if isinstance(module, Stacked)}
     return {name for name, _ in model.named_parameters() if name.rpartition(".")[0] in stacks}
 
 
-class ExpertParallel:
+class ExpertParallel(DataParallel):
     """Data parallelism in which experts are summed over their replicas, and the rest over all data
     ranks.
     """
@@ -166,22 +184,32 @@ class ExpertParallel:
         experts, or keeps those of rank d besides its own where no other rank has them: `others`, as
         `experts_at` returns them.
         """
-        self.wrapped, self._data, self._replicas, self._mode = model, data, replicas, mode
+        super().__init__(model, data)
+        self._data = data
+        self._replicas = replicas
+        self._mirror = mirror
         self.divisor = data.size  # of the loss
         self.experts = names_of_experts(model)
-        rest = {name for name, _ in model.named_parameters()} - self.experts
-        self._rest = Buckets(model, data, mode, bucket_mb, mirror, only=rest)
-        first = len(self._rest.bucket_names)
-        # Along the axis of replicas
-        apart = mirror * replicas.size // data.size if replicas.size > 1 else 0
+
+        # Two sets of buckets with one numbering. Along the axis of replicas the mirror is nearer:
+        # of ep neighbours on the data axis, one has the same experts.
+        names = {name for name, _ in model.named_parameters()}
+        distance = mirror * replicas.size // data.size if replicas.size > 1 else 0
+        self._rest = Buckets(model, data, mode, bucket_mb, mirror, only=names - self.experts)
         self._experts = Buckets(
-            model, replicas, mode, bucket_mb, apart, only=self.experts, first=first
+            model,
+            replicas,
+            mode,
+            bucket_mb,
+            distance,
+            only=self.experts,
+            first=len(self._rest.bucket_names),
         )
         self._both = (self._rest, self._experts)
-        self.bucket_names = self._rest.bucket_names | self._experts.bucket_names
-        whole = [*(self._rest.shards or []), *(self._experts.shards or [])]
-        self.shards = whole if mode != "ddp_by_hand" else None
-        self._mirror, self._others = mirror, self._copied(others) if others else []
+
+        if mode != "ddp_by_hand":
+            self.shards = [*(self._rest.shards or []), *(self._experts.shards or [])]
+        self._others = self._copied(others) if others else []
         mirrored = [
             *(self._rest.mirror_shards or []),
             *(self._experts.mirror_shards or []),
@@ -190,11 +218,12 @@ class ExpertParallel:
         self.mirror_shards = mirrored or None
 
     def _copied(self, others: Mapping[str, tuple[Tensor, Piece]]) -> list[Shard]:
-        """Return shards of another rank's experts, in the order of this rank's, with gradients in
-        one tensor.
+        """Return shards of another rank's experts, in the order of this rank's shards.
+
+        Their gradients lie in one tensor, to be received.
         """
         shards = []
-        for own in self._experts.shards or ():  # each is a whole one, as nobody shares it
+        for own in self._experts.shards or ():  # each is a whole one: no rank shares it
             weights, piece = others[own.piece.name]
             shards.append(Shard(piece, nn.Parameter(weights.flatten()), own.decays))
         sizes = [shard.param.numel() for shard in shards]
@@ -203,81 +232,63 @@ class ExpertParallel:
             shard.param.grad = grad
         return shards
 
-    def replicas(self, name: str) -> Axis:
-        """Return the axis of the ranks that hold the same of a parameter."""
-        return self._replicas if name in self.experts else self._data
+    @property
+    def bucket_names(self) -> dict[int, list[str]]:
+        return self._rest.bucket_names | self._experts.bucket_names
 
-    def forward(self, last: bool) -> AbstractContextManager[None]:
-        """Return a context for a forward, which needs none. Tokens travel. (all ranks)"""
-        return nullcontext()
+    def replicas(self, name: str) -> Axis:
+        return self._replicas if name in self.experts else self._data
 
     @contextmanager
     def backward(
         self, last: bool, chunk: int = 0, late: Collection[Tensor] | None = None
     ) -> Iterator[None]:
-        """Run a chunk's backward inside; with `last`, and in zero2, gradients are exchanged. (all
-        ranks)
+        """Run a chunk's backward inside. (all ranks)
+
+        With `last`, and in zero2, gradients are exchanged.
         """
         with self._rest.backward(last, chunk, late), self._experts.backward(last, chunk, late):
             yield
 
     def sum_of(self, p: nn.Parameter) -> Tensor:
-        """Return what this rank has of the summed gradient of a parameter with its own bucket,
-        which is no expert's.
-        """
-        return self._rest.sum_of(p)
-
-    def quiet(self) -> AbstractContextManager[None]:
-        """Return a context for a forward and backward without a sum of gradients. Tokens travel.
-        (all ranks)
-        """
-        return nullcontext()
+        return self._rest.sum_of(p)  # a tied parameter is no expert's
 
     @property
     def gradients(self) -> list[Tensor]:
-        """The gradients that this rank updates with."""
-        return [gradient for part in self._both for gradient in part.gradients]
+        return self._rest.gradients + self._experts.gradients
 
     def mirror_gradients(self) -> bool:
-        """Send this rank's gradients to the rank that mirrors it, and receive those to mirror. (all
-        ranks)
-
-        Returns whether the step can be finished, once this has been done, without the ranks that
-        are lost later.
-        """
         for part in self._both:
             part.mirror_gradients()
+
+        # Experts that no other rank has: their gradients go along the data axis, in one tensor.
         if self._others:
-            own = torch.cat(
-                [s.param.grad for s in self._experts.shards or () if s.param.grad is not None]
-            )
-            self._data.pass_on([own], [self._others_grad], self._mirror, "mirror")
+            own = [
+                shard.param.grad
+                for shard in self._experts.shards or ()
+                if shard.param.grad is not None
+            ]
+            self._data.pass_on([torch.cat(own)], [self._others_grad], self._mirror, "mirror")
         return self.mirror_shards is not None
 
     def norm(self) -> Tensor:
-        """Return the norm of the whole model's gradient, equal on all ranks, a scalar on the
-        device. (all ranks)
-        """
-        owned = [gradient for part in self._both for gradient in part.owned]
+        owned = self._rest.owned + self._experts.owned
         return norm_of_owned(owned, self._data, self._data.mesh.device)
 
     def clip(self, limit: float, norm: Tensor) -> None:
-        """Scale the gradients so that their norm, which is `norm` now, is at most `limit`."""
         for part in self._both:
             part.clip(limit, norm)
-        clip_to(limit, [self._others_grad] if self._others else [], norm)
+        if self._others:
+            clip_to(limit, [self._others_grad], norm)
 
     def spread(self) -> None:
-        """Start to gather the weights that the owners have updated. (all ranks)"""
         for part in self._both:
             part.spread()
 
     def settle(self) -> None:
-        """Wait until the weights are whole."""
         for part in self._both:
             part.settle()
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
         for part in self._both:
             part.zero_grad()

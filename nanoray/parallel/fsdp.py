@@ -6,7 +6,7 @@
     rank 0     rows 0 .. of every parameter, with their gradients and optimizer state
     rank 1     the rows after them, ...
 
-A mirror of another rank's rows is plain tensors of its own, which no group knows.
+A mirror of another rank's rows is plain tensors of its own, outside of torch's group.
 
 fully_shard (FSDP2) keeps each rank's rows in a DTensor; optimizer, norm and checkpoints see its
 local tensor, in the same memory. Gradients are summed in the order of the ranks, so the weights
@@ -18,7 +18,7 @@ multiple of 16 elements. The fused kernel rounds the rest of a tensor otherwise.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,50 +33,50 @@ from nanoray.errors import ConfigError
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.pieces import Piece, Shard, whole_pieces
 from nanoray.models.batch_norm import BatchNorm
+from nanoray.parallel.mode import DataParallel
 from nanoray.parallel.norm import clip_to, norm_of_owned
 
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
-class FSDP:
+
+class FSDP(DataParallel):
     """Shards a model's weights, gradients and optimizer state over the ranks, block by block."""
 
-    def __init__(self, model: nn.Module, axis: Axis, config: Config, mirror: int = 0) -> None:
-        """Cut `model`, in place, and keep this rank's rows. (all ranks of the axis) They must hold
-        equal weights.
+    keeps_groups = True  # DTensor (torch 2.13) keeps the names of groups beyond its own life
 
-        mirror: rank r + mirror also updates a copy of rank r's rows, from the same gradients; 0:
-        nobody does.
+    def __init__(self, model: nn.Module, axis: Axis, config: Config, mirror: int = 0) -> None:
+        """Cut `model`, in place, and keep this rank's rows. (all ranks of the axis)
+
+        They must hold equal weights. mirror: rank r + mirror also updates a copy of rank r's rows,
+        from the same gradients; 0: no rank does.
         """
-        self._axis, self.divisor, self._mirror = axis, axis.size, mirror
-        self._model = self.wrapped = model
+        super().__init__(model, axis)
+        self.divisor = axis.size
+        self._mirror = mirror
+        self._model = model
         refuse_to_cut(model, config.fsdp_gather)
-        pieces, whole = whole_pieces(model), {name: p.dim() for name, p in model.named_parameters()}
-        self.mirror_shards = self._copied(model, pieces) if mirror else None
-        group = axis.group or dist.group.WORLD
-        assert group is not None
-        mesh = DeviceMesh.from_group(group, axis.mesh.device.type, mesh_dim_names=(axis.name,))
-        low = torch.bfloat16 if config.fsdp_gather == "bf16" else None
-        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
-        reshard = config.fsdp_reshard == "full"
-        for unit in units_of(model)[::-1]:  # layers within layers first
-            fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-        # Needed first in backward
-        fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)  # the factor entered at the loss
-                module.set_force_sum_reduction_for_comms(True)
-                module.set_custom_all_gather(_AllGather(axis))  # type: ignore[arg-type]
-                module.set_custom_reduce_scatter(_ReduceScatter(axis))  # type: ignore[arg-type]
+
+        # Shapes, pieces and the mirrored rank's rows come from the whole parameters.
+        pieces = whole_pieces(model)
+        dims = {name: p.dim() for name, p in model.named_parameters()}
+        if mirror:
+            self.mirror_shards = self._copied(model, pieces)
+
+        _shard_fully(model, axis, config)
+
+        # What is updated: this rank's rows, as flat views of the DTensors' local parts.
         self._sharded = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.shards = []
+        self._own: list[Shard] = []
         for name, p in self._sharded.items():
             assert isinstance(p, DTensor)
             local = p.to_local().detach()
             piece = rows_of(pieces[name], p.shape[0], axis.size, axis.index)
             assert local.numel() == piece.numel, name
-            if piece.numel:
+            if piece.numel:  # a rank may have no row of a short parameter
                 param = nn.Parameter(local.view(-1))
-                self.shards.append(Shard(piece, param, whole[name] >= 2, cut_from=pieces[name]))
+                decays = dims[name] >= 2
+                self._own.append(Shard(piece, param, decays, cut_from=pieces[name]))
+        self.shards = self._own
 
     @property
     def mirrored(self) -> int:
@@ -84,8 +84,9 @@ class FSDP:
         return (self._axis.index - self._mirror) % self._axis.size
 
     def _copied(self, model: nn.Module, pieces: dict[str, Piece]) -> list[Shard]:
-        """Return copies of the mirrored rank's rows of a whole model. Their gradients lie in one
-        tensor, to be sent.
+        """Return copies of the mirrored rank's rows of a whole model.
+
+        Their gradients lie in one tensor, to be received.
         """
         shards = []
         for name, p in model.named_parameters():
@@ -96,59 +97,41 @@ class FSDP:
             if piece.numel:
                 param = nn.Parameter(p.detach().reshape(-1)[begin:end].clone())
                 shards.append(Shard(piece, param, p.dim() >= 2, cut_from=pieces[name]))
+
+        sizes = [shard.param.numel() for shard in shards]
         like = next(model.parameters())
-        self._mirror_grad = like.new_zeros(sum(shard.param.numel() for shard in shards))
-        for shard, grad in zip(
-            shards, self._mirror_grad.split([s.param.numel() for s in shards]), strict=True
-        ):
+        self._mirror_grad = like.new_zeros(sum(sizes))
+        for shard, grad in zip(shards, self._mirror_grad.split(sizes), strict=True):
             shard.param.grad = grad
         return shards
-
-    def forward(self, last: bool) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def sum_of(self, p: nn.Parameter) -> Tensor:
-        raise NotImplementedError("a pipeline has no fsdp")
 
     @contextmanager
     def backward(
         self, last: bool, chunk: int = 0, late: Collection[Tensor] | None = None
     ) -> Iterator[None]:
         """Run a backward inside; the last one sums the gradients of all micro batches. (all ranks)"""
-        self._root.set_requires_gradient_sync(last)
-        yield
-        if last:
-            for shard in self.shards:
-                grad = self._sharded[shard.piece.name].grad
-                if grad is None:  # it took no part in this step
-                    shard.param.grad = torch.zeros_like(shard.param)
-                    continue
-                assert isinstance(grad, DTensor)
-                shard.param.grad = grad.to_local().view(-1)
-
-    @property
-    def _root(self) -> FSDPModule:
         assert isinstance(self._model, FSDPModule)
-        return self._model
+        self._model.set_requires_gradient_sync(last)
+        yield
+        if not last:
+            return
+        for shard in self._own:
+            grad = self._sharded[shard.piece.name].grad
+            if grad is None:  # it took no part in this step
+                shard.param.grad = torch.zeros_like(shard.param)
+                continue
+            assert isinstance(grad, DTensor)
+            shard.param.grad = grad.to_local().view(-1)
 
-    def quiet(self) -> AbstractContextManager[None]:
-        """Return a context for an extra forward and backward. It communicates: weights come from
-        other ranks.
-        """
-        return nullcontext()
+    def sum_of(self, p: nn.Parameter) -> Tensor:
+        raise NotImplementedError("a pipeline has no fsdp")
 
     @property
     def gradients(self) -> list[Tensor]:
         """The gradients of this rank's rows, flat."""
-        return [shard.param.grad for shard in self.shards if shard.param.grad is not None]
+        return [shard.param.grad for shard in self._own if shard.param.grad is not None]
 
     def mirror_gradients(self) -> bool:
-        """Send this rank's gradients to the rank that mirrors it, and receive those to mirror. (all
-        ranks)
-
-        Returns whether the step can be finished, once this has been done, without the ranks that
-        are lost later.
-        """
         if self.mirror_shards is None:
             return False
         own = torch.cat([*self.gradients, self._mirror_grad[:0]])  # a rank may have no rows
@@ -156,52 +139,73 @@ class FSDP:
         return True
 
     def norm(self) -> Tensor:
-        """Return the norm of the whole gradient, a float32 scalar on the device. (all ranks)"""
         return norm_of_owned(self.gradients, self._axis, self._axis.mesh.device)
 
     def clip(self, limit: float, norm: Tensor) -> None:
-        """Scale the gradients so that their norm, which is `norm` now, is at most `limit`."""
-        clip_to(
-            limit, [*self.gradients, *([self._mirror_grad] if self.mirror_shards else [])], norm
-        )
-
-    def spread(self) -> None:
-        """Do nothing: the next forward gathers the weights."""
-
-    def settle(self) -> None:
-        """Do nothing: no weights are whole."""
+        gradients = self.gradients
+        if self.mirror_shards:
+            gradients.append(self._mirror_grad)
+        clip_to(limit, gradients, norm)
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
         for p in self._sharded.values():
             p.grad = None
-        for shard in self.shards:
+        for shard in self._own:
             shard.param.grad = None
 
 
-def units_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules whose weights are gathered together: the layers in lists of layers. The
-    rest is one more.
+def _shard_fully(model: nn.Module, axis: Axis, config: Config) -> None:
+    """Apply torch's fully_shard to each layer, then to the rest. (all ranks of the axis)"""
+    group = axis.group or dist.group.WORLD
+    assert group is not None
+    mesh = DeviceMesh.from_group(group, axis.mesh.device.type, mesh_dim_names=(axis.name,))
+    gathered_as = torch.bfloat16 if config.fsdp_gather == "bf16" else None
+    policy = MixedPrecisionPolicy(param_dtype=gathered_as, reduce_dtype=torch.float32)
 
-    A layer that has such lists itself comes before what they contain, and has the weights outside
-    of them.
+    # Layers within layers first. What is left, such as the embeddings, is gathered with the whole
+    # model; backward needs it first, so it is not freed between.
+    reshard = config.fsdp_reshard == "full"
+    for unit in reversed(units_of(model)):
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # The factor of the mean is on the loss, so what follows is a plain sum.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_custom_all_gather(_AllGather(axis))  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(_ReduceScatter(axis))  # type: ignore[arg-type]
+
+
+def units_of(model: nn.Module) -> list[nn.Module]:
+    """Return the modules whose weights are gathered together: the layers in lists of layers.
+
+    All other weights are one more unit. A layer that has such lists itself comes before what they
+    contain, and has the weights outside of them.
     """
-    layers = [
-        layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module
-    ]
-    return [layer for layer in layers if not isinstance(layer, nn.ModuleList | nn.ModuleDict)]
+    units = []
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            units += [layer for layer in module if not isinstance(layer, _CONTAINERS)]
+    return units
 
 
 def unit_of(model: nn.Module) -> dict[nn.Parameter, set[int]]:
-    """Return in which of `units_of` each parameter lies, by number; -1: in none. A tied one may lie
-    in several.
+    """Return the indices in `units_of` of the units of each parameter; -1: the rest.
+
+    A tied parameter may lie in several.
     """
-    of_module = {module: i for i, unit in enumerate(units_of(model)) for module in unit.modules()}
-    found: dict[nn.Parameter, set[int]] = {}
+    unit_of_module: dict[nn.Module, int] = {}
+    for i, unit in enumerate(units_of(model)):
+        for module in unit.modules():
+            unit_of_module[module] = i  # an inner layer comes later
+
+    units: dict[nn.Parameter, set[int]] = {}
     for module in model.modules():
         for p in module.parameters(recurse=False):
-            found.setdefault(p, set()).add(of_module.get(module, -1))
-    return found
+            units.setdefault(p, set()).add(unit_of_module.get(module, -1))
+    return units
 
 
 def refuse_to_cut(model: nn.Module, gather: str) -> None:
@@ -211,14 +215,12 @@ def refuse_to_cut(model: nn.Module, gather: str) -> None:
         if not p.dim():
             raise ConfigError(
                 f"dp_mode = fsdp cuts parameters by rows, but {names[p]} is a single number; give "
-                "it the shape (1,), "
-                "or use dp_mode zero2"
+                "it the shape (1,), or use dp_mode zero2"
             )
         if len(units) > 1:
             raise ConfigError(
                 f"dp_mode = fsdp gathers the weights of a layer together, but {names[p]} belongs "
-                "to several layers; "
-                "use dp_mode zero2"
+                "to several layers; use dp_mode zero2"
             )
     if gather == "bf16" and any(isinstance(module, BatchNorm) for module in model.modules()):
         raise ConfigError(
@@ -228,12 +230,12 @@ def refuse_to_cut(model: nn.Module, gather: str) -> None:
 
 
 def rows_of(piece: Piece, rows: int, ranks: int, index: int) -> Piece:
-    """Return the part of a parameter with so many rows here that fully_shard leaves to the rank
-    `index` of `ranks`.
-    """
-    share, row = -(-rows // ranks), piece.numel // rows
+    """Return the part of a parameter, of `rows` rows, that fully_shard leaves to rank `index`."""
+    share = -(-rows // ranks)  # the last ranks may have fewer, or none
+    row = piece.numel // rows  # elements
     first = min(rows, index * share)
-    return piece.flat_range(first * row, min(rows, first + share) * row)
+    last = min(rows, first + share)
+    return piece.flat_range(first * row, last * row)
 
 
 class _Memory:
@@ -247,8 +249,9 @@ class _Memory:
 
 
 class _AllGather(_Memory):
-    """The backend's all-gather, announced to the listener. `input_tensor` is this rank's slice of
-    `output_tensor`.
+    """The backend's all-gather, reported to the mesh's listener.
+
+    `input_tensor` is this rank's slice of `output_tensor`.
     """
 
     def __call__(

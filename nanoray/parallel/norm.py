@@ -13,36 +13,37 @@ CHUNK = 1 << 16  # elements: on CPU torch makes a float64 copy first, which shou
 
 
 def clip_to(limit: float, gradients: Sequence[Tensor], norm: Tensor) -> None:
-    """Scale gradients, of which a rank may have none, so that the norm of all ranks' is at most
-    `limit`.
+    """Scale this rank's gradients, if it has any, so that the norm of all ranks' is at most `limit`.
 
-    On a CPU, which knows the norm, nothing is done where it is small enough: one pass over the
-    gradients less. Nor where it is not finite: the update is left out, and NaN would stay where no
-    later gradient is written.
+    Nothing is scaled where the norm is not finite: the update is left out, and NaN would stay in
+    memory that no later gradient overwrites.
     """
     factor = torch.where(norm.isfinite(), (limit / (norm + 1e-6)).clamp(max=1.0), 1.0)
-    if gradients and (factor.device.type != "cpu" or factor != 1):
-        torch._foreach_mul_([*gradients], factor)
+    if not gradients:
+        return
+
+    # A CPU can read the factor at no cost, and a factor of 1 saves one pass over the gradients. On a
+    # GPU this would wait for the device.
+    if factor.device.type == "cpu" and factor == 1:
+        return
+    torch._foreach_mul_(list(gradients), factor)
 
 
 def norm_of_owned(owned: Sequence[Tensor], axis: Axis, device: torch.device) -> Tensor:
-    """Return the norm of all ranks' `owned` elements, a float32 scalar on the device, equal on all
-    ranks. (all ranks)
+    """Return the norm of the `owned` elements of all ranks. (all ranks)
 
-    Squares are added in float64. So the result does not depend on how the elements are cut: modes
-    get the same bits.
+    A float32 scalar on the device, equal on all ranks. Squares are added in float64, so the result
+    does not depend on how the elements are cut: all modes get the same bits.
     """
-    chunks = [
-        part
-        for tensor in owned
-        for part in (tensor.split(CHUNK) if device.type == "cpu" else [tensor])
-    ]
+    chunks: list[Tensor] = []
+    for tensor in owned:
+        if device.type == "cpu":
+            chunks += tensor.split(CHUNK)
+        else:
+            chunks.append(tensor)
+
+    square = torch.zeros((), dtype=torch.float64, device=device)
     if chunks:
-        square = (
-            torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in chunks])
-            .square()
-            .sum()
-        )
-    else:
-        square = torch.zeros((), dtype=torch.float64, device=device)
+        norms = [torch.linalg.vector_norm(chunk, dtype=torch.float64) for chunk in chunks]
+        square = torch.stack(norms).square().sum()
     return axis.sum(square, "norm").sqrt().float()

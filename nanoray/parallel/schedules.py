@@ -39,8 +39,9 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
 
 class Turn(NamedTuple):
-    """What a rank computes without a pause: forward ("F") or backward ("B", "W") of a micro batch
-    through a chunk.
+    """What a rank computes without a pause, for one micro batch and one chunk of layers.
+
+    op: forward ("F") or backward ("B", and in zero_bubble "W").
     """
 
     op: str
@@ -63,8 +64,9 @@ HALVES = ALIKE  # of which B is one, and W the other
 
 
 def turns(kind: str, pp: int, stage: int, micro: int, chunks: int = 1) -> list[Turn]:
-    """Return the order in which one stage works. Raises ValueError for a kind, or sizes, that there
-    is none for.
+    """Return the order in which one stage works.
+
+    Raises ValueError for a kind, or sizes, that have no schedule.
     """
     if kind == "interleaved":
         return _interleaved(pp, stage, micro, chunks)
@@ -72,165 +74,209 @@ def turns(kind: str, pp: int, stage: int, micro: int, chunks: int = 1) -> list[T
         raise ValueError(f"no schedule {kind} with {chunks} chunks")
     if kind == "zero_bubble":
         return _zero_bubble(pp, stage, micro)
-    forward, backward = ([Turn(op, 0, k) for k in range(micro)] for op in "FB")
-    # Forwards before the first backward can come
+
+    # Before the first backward can come, gpipe runs all forwards. In 1f1b a stage runs one for each
+    # stage after it. Then forwards and backwards take turns.
     ahead = micro if kind == "gpipe" else min(micro, pp - 1 - stage)
-    pairs = [turn for pair in zip(forward[ahead:], backward, strict=False) for turn in pair]
-    return forward[:ahead] + pairs + backward[micro - ahead :]
+    order = [Turn("F", 0, k) for k in range(ahead)]
+    for k in range(micro):
+        if ahead + k < micro:
+            order.append(Turn("F", 0, ahead + k))
+        order.append(Turn("B", 0, k))
+    return order
 
 
 def _interleaved(pp: int, stage: int, micro: int, chunks: int) -> list[Turn]:
-    """Micro batches go in groups of pp; a group passes all chunks of a rank before the next group
-    comes.
+    """Return the order in which micro batches go in groups of pp.
+
+    A group passes all chunks of a rank before the next group comes.
     """
     if micro % pp:
         raise ValueError(f"{micro} micro batches are no groups of {pp}")
 
     def nth(op: str, i: int) -> Turn:
+        """Return a rank's i-th forward or backward; backwards pass the chunks in reverse."""
         group, place = divmod(i, pp * chunks)
-        chunk = place // pp if op == "F" else chunks - 1 - place // pp
+        chunk = place // pp
+        if op == "B":
+            chunk = chunks - 1 - chunk
         return Turn(op, chunk, group * pp + place % pp)
 
+    # As 1f1b: forwards that come before the first backward, then one of each in turns, then the
+    # backwards that are left.
     total = micro * chunks
     ahead = min(total, 2 * (pp - 1 - stage) + (chunks - 1) * pp)
     order = [nth("F", i) for i in range(ahead)]
     for i in range(total - ahead):
-        order += [nth("F", ahead + i), nth("B", i)]
-    return order + [nth("B", i) for i in range(total - ahead, total)]
+        order.append(nth("F", ahead + i))
+        order.append(nth("B", i))
+    for i in range(total - ahead, total):
+        order.append(nth("B", i))
+    return order
 
 
 def _zero_bubble(pp: int, stage: int, micro: int) -> list[Turn]:
-    """As 1f1b, and behind each B the W of `stage` micro batches before."""
-    forward, backward, weights = ([Turn(op, 0, k) for k in range(micro)] for op in "FBW")
+    """Return the order of 1f1b, with the W of `stage` micro batches before behind each B."""
     ahead = min(micro, pp - 1 - stage)
-    order = forward[:ahead]
+    order = [Turn("F", 0, k) for k in range(ahead)]
     for k in range(micro):
-        order += [*forward[ahead + k : ahead + k + 1], backward[k]]
-        order += [weights[k - stage]] if k >= stage else []
-    return order + weights[max(0, micro - stage) :]
+        if ahead + k < micro:
+            order.append(Turn("F", 0, ahead + k))
+        order.append(Turn("B", 0, k))
+        if k >= stage:
+            order.append(Turn("W", 0, k - stage))
+
+    # The W that are left fill the time in which earlier stages still run backwards.
+    for k in range(max(0, micro - stage), micro):
+        order.append(Turn("W", 0, k))
+    return order
 
 
 def last_half(kind: str) -> str:
-    """Return the turn after which a micro batch has added all to the gradients of a chunk, and
-    keeps nothing.
+    """Return the turn after which a micro batch's gradients of a chunk are complete.
+
+    Afterwards nothing of the micro batch is kept.
     """
     return "W" if kind == "zero_bubble" else "B"
 
 
-def straight(micro: int) -> list[Turn]:
-    """Return the turns without a pipeline: F0 B0 F1 B1 ..."""
-    return [Turn(op, 0, k) for k in range(micro) for op in "FB"]
-
-
 def needed(turn: Turn, stage: int, pp: int, chunks: int) -> tuple[int, Turn] | None:
-    """Return the stage and the turn there whose result a turn needs; None if it needs the data
-    only.
+    """Return the stage and the turn there whose result a turn needs; None: it needs only the data.
 
     The layers of a turn are those of part chunk·pp + stage, of pp·chunks parts.
     """
-    part, last = turn.chunk * pp + stage, pp * chunks - 1
+    part = turn.chunk * pp + stage
+    last = pp * chunks - 1
+
+    # What this stage itself has computed before, or the data.
     if turn.op == "W":
         return stage, Turn("B", turn.chunk, turn.micro)
     if turn.op == "B" and part == last:
         return stage, Turn("F", turn.chunk, turn.micro)
     if turn.op == "F" and part == 0:
         return None
-    chunk, other = divmod(part - 1 if turn.op == "F" else part + 1, pp)
-    return other, Turn(turn.op, chunk, turn.micro)
+
+    # The stream comes from the part before, its gradient from the part after.
+    neighbour = part - 1 if turn.op == "F" else part + 1
+    chunk, other_stage = divmod(neighbour, pp)
+    return other_stage, Turn(turn.op, chunk, turn.micro)
 
 
 def timetable(
     kind: str, pp: int, micro: int, chunks: int = 1, cost: Mapping[str, int] = ALIKE
 ) -> list[Row]:
-    """Return what each stage begins in each tick, if a turn takes `cost` ticks and messages take no
-    time.
+    """Return what each stage begins in each tick, if a turn takes `cost` ticks and messages no time.
 
     Each stage keeps to its order, and begins a turn as soon as it can. Raises ValueError when some
     never can.
     """
     todo = [turns(kind, pp, stage, micro, chunks) for stage in range(pp)]
-    done: dict[tuple[int, Turn], int] = {}  # the tick at whose beginning the result is there
-    free, at, table = [0] * pp, [0] * pp, list[Row]()
-    while any(at[stage] < len(todo[stage]) for stage in range(pp)) or len(table) < max(free):
-        now, row = len(table), list[Turn | None]()
-        for stage in range(pp):
-            turn = todo[stage][at[stage]] if at[stage] < len(todo[stage]) else None
-            if turn is not None:
-                need = needed(turn, stage, pp, chunks)
-                if free[stage] > now or (need is not None and done.get(need, now + 1) > now):
-                    turn = None
-            row.append(turn)
+    position = [0] * pp  # by stage: its next turn
+    free = [0] * pp  # by stage: the tick in which it can begin another turn
+    done: dict[tuple[int, Turn], int] = {}  # the tick at whose beginning a result is there
+    table: list[Row] = []
+
+    def can_begin(stage: int, now: int) -> Turn | None:
+        """Return the next turn of a stage if it can begin now."""
+        if position[stage] == len(todo[stage]) or free[stage] > now:
+            return None
+        turn = todo[stage][position[stage]]
+        need = needed(turn, stage, pp, chunks)
+        if need is not None and done.get(need, now + 1) > now:
+            return None
+        return turn
+
+    while any(position[s] < len(todo[s]) for s in range(pp)) or len(table) < max(free):
+        # All stages decide before any of them begins: no result arrives in its own tick.
+        now = len(table)
+        row = tuple(can_begin(stage, now) for stage in range(pp))
         for stage, turn in enumerate(row):
             if turn is not None:
-                free[stage] = done[stage, turn] = now + cost[turn.op]
-                at[stage] += 1
-        if max(free) <= now:
+                free[stage] = now + cost[turn.op]
+                done[stage, turn] = free[stage]
+                position[stage] += 1
+        if max(free) <= now:  # nothing runs, so nothing will ever arrive
             raise ValueError(f"{kind} of {pp} stages and {micro} micro batches never ends")
-        table.append(tuple(row))
+        table.append(row)
     return table
 
 
 def messages(table: list[Row], pp: int, chunks: int = 1) -> list[list[Message]]:
-    """Return what travels between stages at the end of each tick of a table in which turns take
-    one.
-    """
+    """Return what travels between stages at the end of each tick, for turns of one tick each."""
+    # By the turn that makes it: who needs it, on another stage.
     wanted: dict[tuple[int, Turn], Message] = {}
     for row in table:
         for stage, turn in enumerate(row):
-            need = needed(turn, stage, pp, chunks) if turn else None
-            if turn and need and need[0] != stage:
+            need = None if turn is None else needed(turn, stage, pp, chunks)
+            if turn is not None and need is not None and need[0] != stage:
                 wanted[need] = Message(need[0], stage, turn)
-    return [
-        [wanted[s, turn] for s, turn in enumerate(row) if turn and (s, turn) in wanted]
-        for row in table
-    ]
+
+    # It leaves in the tick in which it is made.
+    leaving = []
+    for row in table:
+        made = [(stage, turn) for stage, turn in enumerate(row) if turn is not None]
+        leaving.append([wanted[result] for result in made if result in wanted])
+    return leaving
 
 
 def bubble(
     kind: str, pp: int, micro: int, chunks: int = 1, cost: Mapping[str, int] | None = None
 ) -> float:
-    """Return the share of the time from the first to the last turn in which a stage waits, mean
-    over stages.
+    """Return the share of the time from the first to the last turn in which a stage waits.
 
-    cost: the ticks of each turn; None: those of USUAL, or of HALVES.
+    The mean over stages. cost: the ticks of each turn; None: those of USUAL, or of HALVES.
     """
-    halves = last_half(kind) == "W"
-    cost = cost or (HALVES if halves else USUAL)
-    work = micro * chunks * sum(cost[op] for op in ("FBW" if halves else "FB"))
+    in_halves = last_half(kind) == "W"
+    if cost is None:
+        cost = HALVES if in_halves else USUAL
+    ops = "FBW" if in_halves else "FB"
+    work = micro * chunks * sum(cost[op] for op in ops)
     return 1 - work / len(timetable(kind, pp, micro, chunks, cost))
 
 
 def waited(kind: str, pp: int, micro: int, chunks: int = 1) -> float:
-    """Return how long a stage waits in a step, over the time of a forward and backward of one micro
-    batch.
-    """
-    if kind != "zero_bubble" or micro >= pp:
-        return (pp - 1) / (3 if kind == "zero_bubble" else chunks)
+    """Return how long a stage waits in a step, in units of one micro batch's forward and backward."""
+    if kind != "zero_bubble":
+        return (pp - 1) / chunks
+    if micro >= pp:
+        return (pp - 1) / 3
+
+    # With fewer micro batches than stages there are too few W to fill the bubble.
     share = bubble(kind, pp, micro)
     return micro * share / (1 - share)
 
 
 def in_flight(kind: str, pp: int, stage: int, micro: int, chunks: int = 1) -> list[int]:
-    """Return for each chunk of a stage how many micro batches' activations it keeps when it keeps
-    most in all.
+    """Return for each chunk of a stage how many micro batches' activations it keeps at its peak.
 
-    In zero_bubble those are counted whose B is done: what is left of them until W are inputs of
-    linear layers.
+    The peak is that of all chunks together. In zero_bubble a micro batch counts until its W, though
+    after its B only the inputs of linear layers are left.
     """
-    now, most = [0] * chunks, [0] * chunks
+    kept = [0] * chunks
+    peak = [0] * chunks
     for turn in turns(kind, pp, stage, micro, chunks):
-        now[turn.chunk] += (turn.op == "F") - (turn.op == last_half(kind))
-        most = max(most, now[:], key=sum)
-    return most
+        if turn.op == "F":
+            kept[turn.chunk] += 1
+        elif turn.op == last_half(kind):
+            kept[turn.chunk] -= 1
+        if sum(kept) > sum(peak):
+            peak = kept.copy()
+    return peak
 
 
 def drawing(table: list[Row]) -> list[str]:
-    """Return a line per stage of a table in which turns take one tick; a turn of chunk 1 is F0', of
-    chunk 2 F0''.
+    """Return one line per stage of a table in which turns take one tick.
+
+    A turn of chunk 1 is F0', of chunk 2 F0''.
     """
-    rows = [
-        [f"{t.op}{t.micro}" + "'" * t.chunk if t else "·" for t in of]
-        for of in zip(*table, strict=True)
-    ]
-    width = max(len(cell) for row in rows for cell in row)
-    return [" ".join(cell.rjust(width) for cell in row) for row in rows]
+    cells = []
+    for turns_of_stage in zip(*table, strict=True):
+        cells.append([_cell(turn) for turn in turns_of_stage])
+    width = max(len(cell) for row in cells for cell in row)
+    return [" ".join(cell.rjust(width) for cell in row) for row in cells]
+
+
+def _cell(turn: Turn | None) -> str:
+    if turn is None:
+        return "·"
+    return f"{turn.op}{turn.micro}" + "'" * turn.chunk

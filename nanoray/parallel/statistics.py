@@ -1,8 +1,9 @@
 """Running statistics of batch normalisation: averaged over micro batches and ranks, and updated
 with the weights.
 
-forward ─► pending += mean, var ─► add_up: one small sum over the ranks ─► update: over the passes,
-with the weights
+    each forward   pending += mean, var; passes += 1          (models/batch_norm.py)
+    add_up         one small sum over the data ranks
+    commit         running statistics move towards pending / passes, with the weights
 """
 
 from __future__ import annotations
@@ -14,58 +15,66 @@ from torch import Tensor, nn
 
 from nanoray.mesh.axis import Axis
 from nanoray.models.batch_norm import BatchNorm
+from nanoray.parallel.hooks import StepHook
 
 
-class RunningStatistics:
-    """Keeps the running statistics of a model's norms equal on all ranks. Does nothing for a model
-    without any.
-    """
+def has_statistics(model: nn.Module) -> bool:
+    """Whether a model has norms with running statistics."""
+    return any(isinstance(module, BatchNorm) for module in model.modules())
+
+
+class RunningStatistics(StepHook):
+    """Keeps the running statistics of a model's norms equal on all ranks."""
 
     def __init__(self, model: nn.Module, axis: Axis, synchronised: bool) -> None:
-        """With `synchronised` the norms also use mean and variance of all ranks' micro batches.
-        (all ranks)
+        """Attach to the norms of `model`. (all ranks)
+
+        With `synchronised` they also use the mean and variance of all ranks' micro batches.
         """
-        self.norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
-        self._axis, self._sums = axis, torch.empty(0)
-        for norm in self.norms:
+        self._norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
+        self._axis = axis
+        self._sums = torch.empty(0)  # of all norms: pending and passes, one after the other
+        for norm in self._norms:
             norm.axis = axis if synchronised else None
-        weakref.finalize(self, _release, self.norms, axis)  # which is that of one group of ranks
+
+        # The model outlives its group of ranks, and a norm's axis would keep the group open.
+        weakref.finalize(self, _release, self._norms, axis)
 
     def begin(self) -> None:
-        """Forget forward passes that belong to no step: those of a warm-up, a replay, or a step
-        that broke.
-        """
-        for norm in self.norms:
+        """Forget the forward passes of a warm-up, of a replay, or of a step that broke."""
+        for norm in self._norms:
             norm.pending.zero_()
             norm.passes.zero_()
 
     def add_up(self) -> None:
-        """Add up the statistics of the step's forward passes. (all ranks) Nothing that other steps
-        see changes yet.
+        """Sum the statistics of the step's forward passes over the ranks. (all ranks)
 
         A model may call a norm several times for a micro batch, or not at all, and one that is
-        frozen counts nothing.
+        frozen counts nothing: so the number of passes is summed with them.
         """
-        if self.norms:
-            flat = torch.cat(
-                [part.flatten() for norm in self.norms for part in (norm.pending, norm.passes)]
-            )
-            self._sums = self._axis.sum(flat, "statistics")
+        parts = []
+        for norm in self._norms:
+            parts += [norm.pending.flatten(), norm.passes.flatten()]
+        if parts:
+            self._sums = self._axis.sum(torch.cat(parts), "statistics")
 
-    def update(self) -> None:
-        """Update the running statistics of all norms that ran, unless one of the averages is not
-        finite.
+    def commit(self, left_out: Tensor | None = None) -> None:
+        """Update the running statistics of all norms that ran.
+
+        Nothing changes where an average is not finite, on any norm: the device decides, so the
+        host does not wait.
         """
-        if not self.norms:
+        if not self._norms:
             return
-        good = torch.isfinite(self._sums).all()
-        parts: list[Tensor] = [*self._sums.split([norm.pending.numel() + 1 for norm in self.norms])]
-        for norm, part in zip(self.norms, parts, strict=True):
+        is_finite = torch.isfinite(self._sums).all()
+        sizes = [norm.pending.numel() + 1 for norm in self._norms]
+        for norm, part in zip(self._norms, self._sums.split(sizes), strict=True):
             passes = part[-1]
             mean, var = (part[:-1] / passes.clamp(min=1)).view_as(norm.pending)
-            norm.update(mean, var, good & (passes > 0))
+            norm.update(mean, var, is_finite & (passes > 0))
 
 
 def _release(norms: list[BatchNorm], axis: Axis) -> None:
     for norm in norms:
-        norm.axis = None if norm.axis is axis else norm.axis
+        if norm.axis is axis:  # else a newer group has it already
+            norm.axis = None

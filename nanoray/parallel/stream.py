@@ -13,14 +13,14 @@ tp = 2, a sequence of 8 positions; ▒ are those of rank 0, ░ of rank 1, █ o
                backward    sum over the ranks            reduce-scatter: the sum, of own positions
     leave Σ    forward     sum over the ranks            reduce-scatter
                backward    nothing                       all-gather
-    whole      forward                                   all-gather, where all ranks go on to compute the same
+    whole      forward                                   all-gather, where all ranks compute the same from here on
                backward                                  own positions of the gradient
 
 The bytes are the same: an all-reduce is a reduce-scatter and an all-gather. But norms, dropouts and
-residual sums work on 1/tp of the positions and keep as much less for backward. Their parameters,
-and biases that are added after Σ, so have the gradient of own positions only: it is summed over the
-axis once per step (plan.py). The stream's dropout draws the mask of the whole sequence on every
-rank and takes its own part, so the masks are those without it.
+residual sums work on 1/tp of the positions and keep as much less for backward. The parameters of
+norms, and biases that are added after Σ, have the gradient of own positions only: it is summed over
+the axis once per step (PartialGradients). The stream's dropout draws the mask of the whole sequence
+on every rank and takes its own part, so the masks are those without --sequence_parallel.
 
 In a compiled block the collectives run eagerly, and what lies between them is compiled. For tp.py
 and tp_experts.py. Source: Shoeybi et al. 2019, Megatron-LM; Korthikanti et al. 2022, Reducing
@@ -29,6 +29,7 @@ Activation Recomputation.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -36,10 +37,14 @@ from torch import Tensor
 
 from nanoray.errors import ConfigError
 from nanoray.mesh.axis import Axis
+from nanoray.mesh.pieces import Shard
 from nanoray.models.dropout import Dropout, dropout
+from nanoray.parallel.hooks import StepHook
 
 
 class _Enter(torch.autograd.Function):
+    """The stream is whole: nothing in forward, a sum in backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
@@ -47,12 +52,14 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.axis.sum(
-            grads[0].clone(memory_format=torch.contiguous_format), "activations"
-        ), None
+        # A copy: the sum is in place, and autograd may use this gradient elsewhere.
+        gradient = grads[0].clone(memory_format=torch.contiguous_format)
+        return ctx.axis.sum(gradient, "activations"), None
 
 
 class _Leave(torch.autograd.Function):
+    """The stream is whole: a sum in forward, nothing in backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         # A copy: activation checkpointing may have kept x itself
@@ -64,6 +71,8 @@ class _Leave(torch.autograd.Function):
 
 
 class _EnterCut(torch.autograd.Function):
+    """The stream is cut along the sequence: an all-gather, and in backward a reduce-scatter."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
@@ -75,6 +84,8 @@ class _EnterCut(torch.autograd.Function):
 
 
 class _LeaveCut(torch.autograd.Function):
+    """The stream is cut along the sequence: a reduce-scatter, and in backward an all-gather."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
@@ -86,6 +97,10 @@ class _LeaveCut(torch.autograd.Function):
 
 
 class _Whole(_EnterCut):
+    """An all-gather whose results are equal on all ranks: so are their gradients, and each rank
+    takes those of its own positions.
+    """
+
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return own_positions(grads[0], ctx.axis), None
@@ -93,28 +108,27 @@ class _Whole(_EnterCut):
 
 @torch.compiler.disable
 def enter(x: Tensor, axis: Axis, sequence: bool = False) -> Tensor:
-    """Return x (B, T, C), equal on all ranks, for each rank to compute something else with it. (all
-    ranks of the axis)
+    """Return x (B, T, C), equal on all ranks, as the input of layers that are cut.
 
-    `sequence`: x has the rank's own positions, (B, T/tp, C).
+    (all ranks of the axis) `sequence`: x has the rank's own positions, (B, T/tp, C).
     """
     return (_EnterCut if sequence else _Enter).apply(x, axis)
 
 
 @torch.compiler.disable
 def leave(x: Tensor, axis: Axis, sequence: bool = False) -> Tensor:
-    """Return the sum of what the ranks have computed (B, T, C), equal on all ranks. (all ranks of
-    the axis)
+    """Return the sum of x (B, T, C) over the ranks, equal on all of them.
 
-    `sequence`: return the rank's own positions of it, (B, T/tp, C).
+    (all ranks of the axis) `sequence`: return the rank's own positions of it, (B, T/tp, C).
     """
     return (_LeaveCut if sequence else _Leave).apply(x, axis)
 
 
 @torch.compiler.disable
 def whole(x: Tensor, axis: Axis) -> Tensor:
-    """Return x (B, T, C), given own positions of it, for all ranks to compute the same. (all ranks
-    of the axis)
+    """Return x (B, T, C), given own positions of it, as the input of layers that are not cut.
+
+    (all ranks of the axis)
     """
     return _Whole.apply(x, axis)
 
@@ -126,6 +140,7 @@ def own_positions(x: Tensor, axis: Axis) -> Tensor:
 
 
 def _gathered(x: Tensor, axis: Axis) -> Tensor:
+    """Return all positions (B, T, ...), given own ones (B, T/tp, ...)."""
     parts = x.new_empty(axis.size, *x.shape)  # (tp, B, T/tp, ...)
     parts[axis.index] = x
     axis.start_all_gather(parts.view(-1), "activations")()
@@ -133,6 +148,7 @@ def _gathered(x: Tensor, axis: Axis) -> Tensor:
 
 
 def _scattered(x: Tensor, axis: Axis) -> Tensor:
+    """Return own positions (B, T/tp, ...) of the sum of x (B, T, ...) over the ranks."""
     parts = x.unflatten(1, (axis.size, -1)).movedim(1, 0).contiguous()  # (tp, B, T/tp, ...)
     out = torch.empty_like(parts[0])
     with axis.noted("reduce_scatter", "activations", parts):
@@ -141,20 +157,17 @@ def _scattered(x: Tensor, axis: Axis) -> Tensor:
 
 
 def require_whole(positions: int, axis: Axis) -> None:
-    """Raise ConfigError when the ranks cannot share so many positions equally."""
+    """Raise ConfigError when the ranks cannot share `positions` equally."""
     if positions % axis.size:
+        longer = -(-positions // axis.size) * axis.size
         raise ConfigError(
             f"sequence_parallel cuts sequences over tp = {axis.size} ranks, which does not divide "
-            f"{positions} "
-            f"positions; use sequences of {-(-positions // axis.size) * axis.size}, or drop "
-            "sequence_parallel"
+            f"{positions} positions; use sequences of {longer}, or drop sequence_parallel"
         )
 
 
 class CutDropout(Dropout):
-    """Dropout of the rank's own positions: of the whole sequence's mask, which all ranks draw
-    alike, its part.
-    """
+    """Dropout of the rank's own positions: its part of the mask that all ranks draw."""
 
     axis: Axis
 
@@ -165,4 +178,25 @@ class CutDropout(Dropout):
         if not (self.training and self.p > 0):
             return x
         B, own, C = x.shape
-        return x * own_positions(dropout(x.new_ones(B, own * self.axis.size, C), self.p), self.axis)
+        mask = dropout(x.new_ones(B, own * self.axis.size, C), self.p)  # (B, T, C)
+        return x * own_positions(mask, self.axis)
+
+
+class PartialGradients(StepHook):
+    """Adds up gradients of which each rank of the axis has the part of its own positions."""
+
+    def __init__(self, shards: Sequence[Shard], names: Collection[str], axis: Axis) -> None:
+        """names: the parameters with such gradients, among those of `shards`."""
+        self._params = [shard.param for shard in shards if shard.piece.name in names]
+        self._axis = axis
+
+    def add_up(self) -> None:
+        """Sum the gradients over the axis, in one message. (all ranks of a replica)"""
+        gradients = [p.grad for p in self._params if p.grad is not None]
+        if not gradients:
+            return
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        total = self._axis.sum(flat, "gradients")
+        parts = total.split([gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))

@@ -1,8 +1,8 @@
-"""Tensor parallelism by hand: every rank of an axis computes some heads, hidden units and tokens of
+"""Tensor parallelism by hand: each rank of an axis computes some heads, hidden units and tokens of
 every layer.
 
 A linear layer that widens is cut by its outputs (Column), one that narrows by its inputs (Row).
-Between the two no rank needs anything of another one, so attention and the MLP take one sum each.
+Between the two nothing is exchanged, so attention and the MLP take one sum each.
 With tp = 2, ▒ on rank 0 and ░ on rank 1:
 
                            Column               Row                         Column                Row
@@ -19,14 +19,14 @@ With tp = 2, ▒ on rank 0 and ░ on rank 1:
         ▒▒▒▒  of k                 ░░░░                 ▒▒░░                  ░░░░   rows of V/2..V-1
         ░░░░                       ░░░░                 ▒▒░░                  ░░░░
         ▒▒▒▒  of v             and its bias         down.weight (C, 4C)
-        ░░░░  and its bias                          alike
+        ░░░░  and its bias                      is cut as proj.weight is
 
 Norms, position embeddings and the biases of Row layers are on every rank. Their inputs and the
 gradients of their outputs are equal to the bit on all ranks of the axis, and so are their own
 gradients: nothing is exchanged for them. With --sequence_parallel, ● and Σ are other collectives,
 and between Σ and ● a rank has T/tp positions (stream.py).
 
-    embedding   a rank looks up the tokens that it has, the others count as zeros; one sum
+    embedding   a rank looks up its own tokens, the others are zeros; one sum
     loss        logits of the rank's own tokens (B·T, V/tp); one maximum (B·T,), one sum of two numbers per token
                 (2, B·T): Σ exp(logit - maximum), and the logit of the target. The logits themselves never travel
     dropout     masks of the residual stream are equal on all ranks, those of attention differ: other heads
@@ -58,12 +58,11 @@ from nanoray.parallel.tp_experts import SplitExperts, StackedColumn, StackedRow
 
 
 def cut(model: nn.Module, axis: Axis, sequence: bool = False) -> None:
-    """Cut a whole GPT in place: each rank of the axis keeps its pieces. Nothing communicates; meta
-    tensors will do.
+    """Cut a whole GPT in place: each rank of the axis keeps its pieces. Nothing is sent.
 
-    All ranks must hold equal weights. `sequence`: they also share the positions of the residual
-    stream. Afterwards `model.pieces` tells the piece that each parameter is. Raises ConfigError
-    when the model cannot be cut.
+    All ranks must hold equal weights; meta tensors will do. `sequence`: they also share the
+    positions of the residual stream. Afterwards `model.pieces` has the piece that each parameter
+    is. Raises ConfigError when the model cannot be cut.
     """
     if not isinstance(model, GPT):
         raise ConfigError(
@@ -74,17 +73,22 @@ def cut(model: nn.Module, axis: Axis, sequence: bool = False) -> None:
         axis.size, shape.n_head, shape.n_embd, shape.padded_vocab, shape.expert_hidden
     )
     pieces = whole_pieces(model)
+
+    # In each block: the heads of attention, rows of qkv as (3, C, C), and the hidden units.
     for n, block in enumerate(model.blocks):
-        attn, at = block.get_submodule("attn"), f"blocks.{n}"
-        # Heads of (3, C, C)
-        _cut(attn.get_submodule("qkv"), Column, f"{at}.attn.qkv", 1, pieces, axis)
-        _cut(attn.get_submodule("proj"), Row, f"{at}.attn.proj", 1, pieces, axis)
+        attn = block.get_submodule("attn")
+        _cut(attn.get_submodule("qkv"), Column, f"blocks.{n}.attn.qkv", 1, pieces, axis)
+        _cut(attn.get_submodule("proj"), Row, f"blocks.{n}.attn.proj", 1, pieces, axis)
         _become(attn, SplitAttention, axis)
-        _cut_mlp(block.get_submodule("mlp"), f"{at}.mlp", pieces, axis)
+        _cut_mlp(block.get_submodule("mlp"), f"blocks.{n}.mlp", pieces, axis)
+
+    # The rows of tokens. The output layer stays tied to the embedding.
     _cut(model.tok_emb, VocabEmbedding, "tok_emb", 0, pieces, axis)
     _become(model.lm_head, VocabHead, axis)
-    model.lm_head.weight = model.tok_emb.weight  # tied, as before
+    model.lm_head.weight = model.tok_emb.weight
     model.pieces = pieces  # type: ignore[assignment]
+
+    # With sequence parallelism, also what lies between the layers that are cut.
     for module in [*model.modules()]:
         if hasattr(module, "sequence"):
             module.sequence = sequence  # type: ignore[assignment]
@@ -94,44 +98,49 @@ def cut(model: nn.Module, axis: Axis, sequence: bool = False) -> None:
         _become(model.pos_emb, CutPositions, axis)
 
 
-def _cut_mlp(mlp: nn.Module, at: str, pieces: dict[str, Piece], axis: Axis) -> None:
+def _cut_mlp(mlp: nn.Module, name: str, pieces: dict[str, Piece], axis: Axis) -> None:
+    """Keep this rank's hidden units of a dense MLP, or of every expert."""
     if not isinstance(mlp, MoE):
-        _cut(mlp.get_submodule("up"), Column, f"{at}.up", 0, pieces, axis)
-        _cut(mlp.get_submodule("down"), Row, f"{at}.down", 1, pieces, axis)
+        _cut(mlp.get_submodule("up"), Column, f"{name}.up", 0, pieces, axis)
+        _cut(mlp.get_submodule("down"), Row, f"{name}.down", 1, pieces, axis)
         return
-    _cut(mlp.up, StackedColumn, f"{at}.up", 1, pieces, axis)  # hidden units of (E, hidden, C)
-    _cut(mlp.down, StackedRow, f"{at}.down", 2, pieces, axis)
+    _cut(mlp.up, StackedColumn, f"{name}.up", 1, pieces, axis)  # of (E, hidden, C)
+    _cut(mlp.down, StackedRow, f"{name}.down", 2, pieces, axis)  # of (E, C, hidden)
     mlp.__class__ = SplitExperts
     mlp.tensor = axis  # type: ignore[assignment]
     if mlp.shared is not None:
-        _cut_mlp(mlp.shared, f"{at}.shared", pieces, axis)
+        _cut_mlp(mlp.shared, f"{name}.shared", pieces, axis)
 
 
 def _cut(
     layer: nn.Module, kind: type, name: str, dim: int, pieces: dict[str, Piece], axis: Axis
 ) -> None:
-    """Keep this rank's part of a layer's parameters along one dimension of their views; note the
-    pieces.
+    """Keep this rank's part of a layer's parameters, and note the pieces.
+
+    dim: the dimension of the parameters' views that is cut.
     """
-    for key, p in [*layer.named_parameters()]:
+    for key, p in list(layer.named_parameters()):
         piece = pieces[f"{name}.{key}"]
-        if dim < len(piece.view):  # else the bias of a Row layer, which every rank keeps whole
-            size = piece.view[dim] // axis.size
-            own = p.detach().view(piece.view).narrow(dim, axis.index * size, size)
-            # Queries, keys and values under one another again
-            own = own.flatten(0, own.dim() - p.dim()).clone()
-            setattr(layer, key, nn.Parameter(own))
-            pieces[f"{name}.{key}"] = piece.narrow(dim, axis.index * size, size)
+        if dim >= len(piece.view):  # the bias of a Row layer: every rank keeps all of it
+            continue
+        size = piece.view[dim] // axis.size
+        own = p.detach().view(piece.view).narrow(dim, axis.index * size, size)
+
+        # The parameter's own dimensions again: (3, C/tp, C) of queries, keys and values becomes
+        # (3·C/tp, C).
+        own = own.flatten(0, own.dim() - p.dim()).clone()
+        setattr(layer, key, nn.Parameter(own))
+        pieces[f"{name}.{key}"] = piece.narrow(dim, axis.index * size, size)
     _become(layer, kind, axis)
 
 
 def _become(layer: nn.Module, kind: type, axis: Axis) -> None:
+    """Give a layer the methods of its class for a cut model; names and hooks stay."""
     layer.__class__ = kind
     layer.axis = axis  # type: ignore[assignment]
 
 
-# The layers. Each was one of models/gpt.py, with the same parameters by the same names, and less of
-# them.
+# The layers. Each was one of models/gpt.py: its parameters keep their names, and are smaller.
 
 
 class Column(nn.Linear):
@@ -145,24 +154,26 @@ class Column(nn.Linear):
         return self.product(enter(x, self.axis, self.sequence))
 
     def product(self, x: Tensor) -> Tensor:
-        """Return what this rank computes by itself."""
+        """Return this rank's outputs, given x on every rank. Nothing is exchanged."""
         return F.linear(x, self.weight, self.bias)
 
 
 class Row(nn.Linear):
-    """All outputs of a linear layer, from some of its inputs; the bias is added once, after the
-    sum.
+    """All outputs of a linear layer, from some of its inputs.
+
+    The bias is added once, after the sum.
     """
 
     axis: Axis
-    sequence = bias_in_product = False
+    sequence = False
+    bias_in_product = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return all outputs (..., outputs) of this rank's inputs (..., inputs/tp), summed over the
-        ranks.
-        """
+        """Return all outputs (..., outputs), summed over the ranks' inputs (..., inputs/tp)."""
         y = leave(self.product(x), self.axis, self.sequence)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        if self.bias is not None:
+            y = y + self.bias.to(y.dtype)
+        return y
 
     def product(self, x: Tensor) -> Tensor:
         """Return this rank's share of the sum."""
@@ -170,8 +181,9 @@ class Row(nn.Linear):
 
 
 class SplitAttention(Attention):
-    """Attention over this rank's heads. Their masks are the rank's own; the masks after them must
-    be equal again.
+    """Attention over this rank's heads.
+
+    Each rank draws dropout masks of its own for them. Those of later layers are equal again.
     """
 
     axis: Axis
@@ -179,15 +191,15 @@ class SplitAttention(Attention):
     def heads(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         if not (self.training and self.dropout.p > 0):
             return super().heads(x, cache)
-        seed = _seed_apart(self.axis.index, x.device)
+        common = _seed_apart(self.axis.index, x.device)
         y = super().heads(x, cache)
-        _seed_again(seed, x.device)
+        _seed_again(common, x.device)
         return y
 
 
 @torch.compiler.disable
 def _seed_apart(index: int, device: torch.device) -> int:
-    """Seed the generators for this rank alone; return the block's seed, which all ranks have."""
+    """Seed the generators for this rank alone; return the seed that they had on all ranks."""
     seed = torch.initial_seed()
     seed_generators(derive_seed(seed, index), device)
     return seed
@@ -203,17 +215,14 @@ class VocabEmbedding(nn.Embedding):
     sequence = False
 
     def forward(self, idx: Tensor) -> Tensor:
-        """Return the embeddings (B, T, C) of all tokens idx (B, T), or of own positions (B, T/tp,
-        C).
-        """
+        """Return the embeddings of tokens idx (B, T): (B, T, C), or of own positions (B, T/tp, C)."""
         if self.sequence:
             require_whole(idx.shape[1], self.axis)
+
+        # Tokens of other ranks are zeros here, so the sum has each token once.
         own, others = _own_tokens(idx, self.weight.shape[0], self.axis)
-        return leave(
-            F.embedding(own, self.weight).masked_fill(others.unsqueeze(-1), 0.0),
-            self.axis,
-            self.sequence,
-        )
+        x = F.embedding(own, self.weight).masked_fill(others.unsqueeze(-1), 0.0)  # (B, T, C)
+        return leave(x, self.axis, self.sequence)
 
 
 class CutPositions(Positions):
@@ -222,8 +231,9 @@ class CutPositions(Positions):
     axis: Axis
 
     def forward(self, start: int, end: int) -> Tensor:  # type: ignore[override]
-        own = (end - start) // self.axis.size
-        return super().forward(start + self.axis.index * own, start + (self.axis.index + 1) * own)
+        share = (end - start) // self.axis.size
+        first = start + self.axis.index * share
+        return super().forward(first, first + share)
 
 
 class VocabHead(LMHead):
@@ -235,53 +245,63 @@ class VocabHead(LMHead):
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits of all tokens (..., padded_vocab) of x (..., C), without a gradient.
 
-        Of a sequence that is cut, x is the last position of each rank's part, and the last rank's
-        counts.
+        With --sequence_parallel x is the last position of each rank's part, and the last rank has
+        that of the sequence.
         """
         if self.sequence:
-            x = x.detach() if self.axis.index == self.axis.size - 1 else torch.zeros_like(x)
+            is_last = self.axis.index == self.axis.size - 1
+            x = x.detach() if is_last else torch.zeros_like(x)
             x = self.axis.sum(x, "activations")
+
+        # Each rank fills its own columns; a sum puts them together.
         own = self.product(x).detach()
         full = own.new_zeros(*own.shape[:-1], self.axis.size, own.shape[-1])
         full[..., self.axis.index, :] = own
         return self.axis.sum(full, "logits").flatten(-2)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross entropy of x (B, T, C), given targets (B, T): a float32 scalar,
-        equal on all ranks.
+        """Return the mean cross entropy of x (B, T, C), given targets (B, T).
 
-        With --sequence_parallel x has own positions, (B, T/tp, C).
+        A float32 scalar, equal on all ranks. With --sequence_parallel x has own positions,
+        (B, T/tp, C).
         """
-        # (B·T, V/tp)
-        logits = self.product(enter(x, self.axis, self.sequence)).flatten(0, 1).float()
+        x = enter(x, self.axis, self.sequence)  # (B, T, C)
+        logits = self.product(x).flatten(0, 1).float()  # (B·T, V/tp)
         return _CrossEntropy.apply(logits, targets.flatten(), self.axis)
 
     def product(self, x: Tensor) -> Tensor:
         """Return the logits (..., V/tp) of this rank's tokens."""
+        # The vocabulary is padded to a multiple of tp: its last rows are no tokens, and get -inf.
         rows = self.weight.shape[0]
-        # The other rows are padding
         real = min(max(self.vocab_size - self.axis.index * rows, 0), rows)
-        padding = (
-            F.pad(x.new_zeros(real), (0, rows - real), value=-math.inf) if real < rows else None
-        )
+        padding = None
+        if real < rows:
+            padding = F.pad(x.new_zeros(real), (0, rows - real), value=-math.inf)
         return F.linear(x, self.weight, padding)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The mean cross entropy of logits that are cut by tokens."""
+    """The mean cross entropy of logits (N, V/tp) that are cut by tokens, N = B·T."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, axis: Axis) -> Tensor:
+        # Subtract the maximum over all ranks, so that no exponential overflows.
         top = axis.max(logits.amax(-1), "logits")  # (N,)
         exps = (logits - top[:, None]).exp_()  # (N, V/tp)
+
+        # The target's logit is on one rank; the others add zero.
         own, others = _own_tokens(targets, logits.shape[1], axis)
         hit = logits.gather(1, own[:, None])[:, 0].masked_fill(others, 0.0)
+
+        # One message for the sum of exponentials and the target's logit. The probabilities are
+        # written over the exponentials.
         total, hit = axis.sum(torch.stack([exps.sum(-1), hit]), "logits")  # (N,) each
         ctx.save_for_backward(exps.div_(total[:, None]), own, others)
         return (total.log() + top - hit).mean()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        # Of the mean over N: probability, less 1 at the target.
         probabilities, own, others = ctx.saved_tensors
         share = grads[0] / len(own)
         hit = torch.where(others, 0.0, -share)[:, None]
@@ -289,8 +309,9 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _own_tokens(tokens: Tensor, rows: int, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Return the rows of tokens on this rank, 0 for those of other ranks; and whether a token is
-    one of those.
+    """Return each token's row on this rank, and whether the token is on another rank.
+
+    The row is 0 then.
     """
     own = tokens - axis.index * rows
     others = (own < 0) | (own >= rows)
@@ -299,28 +320,28 @@ def _own_tokens(tokens: Tensor, rows: int, axis: Axis) -> tuple[Tensor, Tensor]:
 
 def names_of_cut(model: nn.Module) -> set[str]:
     """Return the names of the parameters of which each rank has another piece."""
-    names = {f"{at}.weight" for at, module in model.named_modules() if isinstance(module, _CUT)}
-    names |= {
-        f"{at}.bias"
-        for at, module in model.named_modules()
-        if isinstance(module, Column | StackedColumn)
-    }
+    names = set()
+    for layer, module in model.named_modules():
+        if isinstance(module, _CUT):
+            names.add(f"{layer}.weight")
+        if isinstance(module, Column | StackedColumn):  # Row layers keep all of their bias
+            names.add(f"{layer}.bias")
     return names & {name for name, _ in model.named_parameters()}
 
 
 def names_of_partial(model: nn.Module) -> set[str]:
-    """Return the names of the parameters that have the gradient of this rank's positions only, on
-    every rank another.
+    """Return the names of the parameters whose gradient on a rank is that of its own positions.
 
-    There are none unless the stream is cut along the sequence. Biases of `StackedRow` are added
-    before the sum.
+    There are none unless the stream is cut along the sequence. Then they are all that no rank has
+    cut, but for the biases of `StackedRow`, which are added before the sum.
     """
     if not any(getattr(module, "sequence", False) for module in model.modules()):
         return set()
-    before = {
-        f"{at}.bias" for at, module in model.named_modules() if isinstance(module, StackedRow)
-    }
-    return {name for name, _ in model.named_parameters()} - names_of_cut(model) - before
+    names = {name for name, _ in model.named_parameters()} - names_of_cut(model)
+    for layer, module in model.named_modules():
+        if isinstance(module, StackedRow):
+            names.discard(f"{layer}.bias")
+    return names
 
 
 _CUT = (Column, Row, StackedColumn, StackedRow, VocabEmbedding)
@@ -333,17 +354,22 @@ def with_owners(
     replicas: Callable[[str], Axis],
     sharded: bool,
 ) -> list[Shard]:
-    """Return a rank's shards with the number of ranks that hold the same piece, and whether this
-    one owns it.
+    """Return a rank's shards, each with its number of holders, and whether this rank owns it.
 
     Each element has one owner, which saves it, and counts it in the norm. `cut`: the names that
-    `names_of_cut` returns; `replicas`: by a parameter's name, the axis of its replicas, which hold
-    different pieces if they are `sharded`.
+    `names_of_cut` returns. `replicas` returns the axis of a parameter's replicas by its name; they
+    hold different pieces if they are `sharded`.
     """
     marked = []
     for shard in shards:
-        everywhere, data = shard.piece.name not in cut, replicas(shard.piece.name)
-        holders = (axis.size if everywhere else 1) * (1 if sharded else data.size)
-        owner = (axis.index == 0 or not everywhere) and (data.index == 0 or sharded)
+        data = replicas(shard.piece.name)
+        holders = 1
+        owner = True
+        if shard.piece.name not in cut:  # all tensor ranks hold the same
+            holders *= axis.size
+            owner = axis.index == 0
+        if not sharded:  # and so do all replicas
+            holders *= data.size
+            owner = owner and data.index == 0
         marked.append(replace(shard, owner=owner, holders=holders))
     return marked

@@ -6,11 +6,11 @@ expert.
                  ●─ by expert ─ ▒ up 0 ─ GELU ─ ▒ down 0 ─ Σ g·y ─ Σ ─ y (B, T, C)
                                 ░ up 0 ─ GELU ─ ░ down 0 ─ Σ g·y ─┘
 
-    up.weight (E, hidden, C) and its biases are cut along the hidden units, down.weight (E, C, hidden) alike
+    up.weight (E, hidden, C), its biases, and down.weight (E, C, hidden) are cut along the hidden units
 
 Each rank routes all tokens and gets the same gates. Its results are a part of each sum, and so is
-its gradient of the gates: it is summed at ●, as that of the tokens is. What the router's own losses
-add is whole on every rank.
+its gradient of the gates: it is summed at ●, as that of the tokens is. The gradient of the router's
+own losses is complete on every rank.
 """
 
 from __future__ import annotations
@@ -37,15 +37,17 @@ class StackedRow(Stacked):
     axis: Axis
 
     def layers(self) -> list[tuple[Tensor, Tensor | None]]:
-        weights, biases = self.weight.unbind(0), [None] * len(self.weight)
+        weights = self.weight.unbind(0)  # (C, hidden/tp) each
+        biases: list[Tensor | None] = [None] * len(weights)
         if self.bias is not None:
-            biases = _Once.apply(self.bias, self.axis).view(len(weights), -1).unbind(0)
-        return [*zip(weights, biases, strict=True)]
+            biases = list(_Once.apply(self.bias, self.axis).view(len(weights), -1).unbind(0))
+        return list(zip(weights, biases, strict=True))
 
 
 class _Once(torch.autograd.Function):
-    """A bias where results are still to be summed: forward on the first rank alone. All get its
-    gradient, the same.
+    """A bias that is added before the sum over the ranks, so only the first rank adds it.
+
+    Its gradient is the same on all ranks.
     """
 
     @staticmethod
@@ -58,21 +60,22 @@ class _Once(torch.autograd.Function):
 
 
 class SplitExperts(MoE):
-    """A mixture of experts, with some hidden units of each. One sum adds up the results of all of a
-    token's experts.
+    """A mixture of experts, with some hidden units of each.
+
+    One sum over the ranks adds up the results of all experts of a token.
     """
 
     tensor: Axis
     sequence = False
 
     def _logits(self, x: Tensor) -> Tensor:
+        # Each rank rates its own positions, but balance is that of a whole sequence.
         logits = super()._logits(x)
-        # (B, T, E): balance is that of a whole sequence
-        return whole(logits, self.tensor) if self.sequence else logits
+        return whole(logits, self.tensor) if self.sequence else logits  # (B, T, E)
 
     @torch.compiler.disable
     def mix(self, x: Tensor, gates: Tensor, chosen: Tensor, kept: Tensor | None) -> Tensor:
-        y = super().mix(
-            enter(x, self.tensor, self.sequence), enter(gates, self.tensor), chosen, kept
-        )
+        x = enter(x, self.tensor, self.sequence)
+        gates = enter(gates, self.tensor)
+        y = super().mix(x, gates, chosen, kept)
         return leave(y, self.tensor, self.sequence)

@@ -153,7 +153,7 @@ class Played(Plan):
             model, mesh, config, accum, partial(witness.call, loss) if witness else loss, *rest
         )
         self._ranks, self._witness, self._step = ranks, witness, step
-        self._ddp = self._parallel = self._turn = InTurn(model, self, config, ranks)
+        self._mode = self._turn = InTurn(model, self, config, ranks)
 
     def forward_backward(
         self,

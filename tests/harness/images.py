@@ -85,7 +85,7 @@ def norm_layer(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -
     y.backward(dy[part])
     before = norm.running_var.clone()
     statistics.add_up()
-    statistics.update()
+    statistics.commit()
     assert norm.weight.grad is not None
     assert norm.bias.grad is not None
     assert own.grad is not None

@@ -34,6 +34,8 @@ from nanoray.models.costs import Cut, activation_memory
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.parallel import tp
 from nanoray.parallel.buckets import Buckets
+from nanoray.parallel.ddp import TorchDDP
+from nanoray.parallel.flow import Straight
 from nanoray.parallel.pp import TIED, Stage, split, with_tie
 from nanoray.parallel.schedules import (
     ALIKE,
@@ -45,7 +47,6 @@ from nanoray.parallel.schedules import (
     last_half,
     messages,
     needed,
-    straight,
     timetable,
     turns,
     waited,
@@ -274,7 +275,29 @@ def test_a_timetable_is_drawn() -> None:
 
 
 def test_without_a_pipeline_forward_and_backward_take_turns() -> None:
-    assert [f"{t.op}{t.micro}" for t in straight(2)] == ["F0", "B0", "F1", "B1"]
+    mesh = Mesh(0, 1, 0, torch.device("cpu"), "none", "test")
+    model = torch.nn.Linear(3, 1, bias=False)
+    batches = [(torch.randn(2, 3), torch.zeros(2)) for _ in range(2)]
+    order: list[str] = []
+
+    def loss(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        order.append("F")
+        return model(x).mean()
+
+    def scale(loss: torch.Tensor) -> torch.Tensor:
+        order.append("B")
+        return loss
+
+    flow = Straight(model, 2, loss, scale, mesh.device)
+    mode = TorchDDP(model, Axis("dp", (0,), 0, None, mesh), make_config({"micro_batch_size": 1}))
+    total = flow.run(mode, iter(batches), order.append, lambda micro: order.append(str(micro)))
+    first = ["data", "forward", "0", "F", "backward", "B"]
+    second = ["data", "forward", "1", "F", "backward", "B"]
+    assert order == first + second
+    assert total.item() == pytest.approx(sum(model(x).mean().item() for x, _ in batches))
+    mean = (batches[0][0].mean(0) + batches[1][0].mean(0)) / 2
+    assert model.weight.grad is not None
+    torch.testing.assert_close(model.weight.grad[0], mean)
 
 
 def test_what_has_no_schedule_is_refused() -> None:

@@ -95,7 +95,7 @@ def test_it_computes_what_torchs_layers_compute() -> None:
     for model in (ours, theirs):
         F.cross_entropy(model(x), y).backward()
     statistics.add_up()
-    statistics.update()
+    statistics.commit()
     for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert a.grad is not None
         assert torch.allclose(a.grad, b.grad, atol=5e-5), name
@@ -126,7 +126,7 @@ def test_a_forward_changes_no_running_statistic() -> None:
     model(second)
     statistics.add_up()
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    statistics.update()
+    statistics.commit()
     outputs = [model.stem(batch) for batch in (first, second)]
     mean = torch.stack([out.mean((0, 2, 3)) for out in outputs]).mean(0)
     assert torch.allclose(model.stem_norm.running_mean, 0.1 * mean, atol=1e-6)
@@ -141,7 +141,7 @@ def test_statistics_that_are_not_finite_change_nothing() -> None:
     statistics.begin()
     model(torch.full((2, 3, 32, 32), torch.inf))
     statistics.add_up()
-    statistics.update()
+    statistics.commit()
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
@@ -216,7 +216,7 @@ def test_it_learns_the_generated_images(tmp_path: Path) -> None:
         model(*data.train_batch(32 * step, 32)).backward()
         statistics.add_up()
         optimizer.step()
-        statistics.update()
+        statistics.commit()
         optimizer.zero_grad()
     _, accuracy = loss_and_accuracy(model.eval(), *data.val_batch(data.val_windows(200)))
     assert accuracy.item() > 0.5

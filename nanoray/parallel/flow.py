@@ -1,0 +1,113 @@
+"""How the micro batches of a step pass through a rank.
+
+    Straight    the whole model is on this rank: F0 B0 F1 B1 F2 B2 ...
+    pp.Pipe     a stage of a pipeline is: forwards and backwards in the order of a schedule
+
+Both put the factor of the mean, 1/(accum · divisor), on the loss, so that all sums of gradients that
+follow are plain sums.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanoray.parallel.mode import DataParallel
+
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]  # (model, inputs, targets) -> mean loss
+Scale = Callable[[Tensor], Tensor]  # multiplies a loss by the loss scale of fp16
+MicroBatch = tuple[Tensor, Tensor]  # inputs, targets
+Phase = Callable[[str], None]  # called with a phase's name when the phase begins
+Seed = Callable[[int], None]  # called with a micro batch's number before its forward
+
+
+class Flow(ABC):
+    """Runs the micro batches of one step."""
+
+    bubble = 0.0  # the share of the time that this rank waits by its schedule
+    has_loss = True  # whether `whole` returns the loss on this rank
+    has_twin = True  # whether a second DDP wrapper can measure a step
+
+    def __init__(
+        self, model: nn.Module, accum: int, loss: Loss, scale: Scale, device: torch.device
+    ) -> None:
+        """accum: micro batches per step; `scale` is applied to a loss before its backward."""
+        self._model = model
+        self._accum = accum
+        self._loss = loss
+        self._scale = scale
+        self._device = device
+
+    @property
+    @abstractmethod
+    def whole(self) -> Callable[..., Any]:
+        """What to call for the loss of a batch without gradients. (all ranks of a replica)"""
+
+    @abstractmethod
+    def run(
+        self, mode: DataParallel, micro_batches: Iterator[MicroBatch], phase: Phase, seed: Seed
+    ) -> Tensor:
+        """Run a step's forwards and backwards; return the sum of the replica's losses. (all ranks)"""
+
+    @abstractmethod
+    def repeat(
+        self, batch: Callable[[int], MicroBatch], seed: Seed, after: Callable[[int], None]
+    ) -> None:
+        """Run a step's micro batches once more, without a sum over data ranks."""
+
+    @abstractmethod
+    def warm_up(self, mode: DataParallel, x: Tensor, y: Tensor) -> None:
+        """Run forwards and backwards as a step does, on one batch. (all ranks)"""
+
+
+class Straight(Flow):
+    """The whole model is on every rank: each forward is followed by its backward."""
+
+    @property
+    def whole(self) -> Callable[..., Any]:
+        return self._model
+
+    def run(
+        self, mode: DataParallel, micro_batches: Iterator[MicroBatch], phase: Phase, seed: Seed
+    ) -> Tensor:
+        total = torch.zeros((), device=self._device)
+        for micro in range(self._accum):
+            last = micro == self._accum - 1
+            phase("data")
+            x, y = next(micro_batches)
+
+            with mode.forward(last):
+                phase("forward")
+                seed(micro)
+                loss = self._loss(mode.wrapped, x, y)  # mean over (B, T)
+
+            # Only the graph keeps what backward needs of the batch.
+            total += loss.detach()
+            del x, y
+
+            # The last backward exchanges the gradients of all micro batches.
+            with mode.backward(last):
+                phase("backward")
+                self._scale(loss / (self._accum * mode.divisor)).backward()
+            del loss  # its graph would else live until the next forward has ended
+
+        return total
+
+    def repeat(
+        self, batch: Callable[[int], MicroBatch], seed: Seed, after: Callable[[int], None]
+    ) -> None:
+        for micro in range(self._accum):
+            x, y = batch(micro)
+            seed(micro)
+            loss = self._loss(self._model, x, y)
+            after(micro)
+            (loss / self._accum).backward()
+            after(micro)
+
+    def warm_up(self, mode: DataParallel, x: Tensor, y: Tensor) -> None:
+        with mode.backward(last=True):
+            self._scale(self._loss(mode.wrapped, x, y)).backward()

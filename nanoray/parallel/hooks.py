@@ -1,0 +1,30 @@
+"""What optional features add to a step. The Plan holds a list of hooks, which a plain run leaves empty.
+
+begin ─► forward, backward of all micro batches ─► add_up ─► norm, clip, update ─► commit ─► drop
+
+feature                                   class
+tied embedding of a pipeline              pp.TiedEmbedding
+gradients of a rank's own positions       stream.PartialGradients
+running statistics of batch norms         statistics.RunningStatistics
+error feedback of compressed gradients    compress.Compressor
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+class StepHook:
+    """Work that one feature does at four moments of a step. The defaults do nothing."""
+
+    def begin(self) -> None:
+        """Forget forward passes that belong to no step; called before the first forward."""
+
+    def add_up(self) -> None:
+        """Complete the step's sums after the last backward; no weight changes. (all ranks)"""
+
+    def commit(self, left_out: Tensor | None = None) -> None:
+        """Keep the step's results: the weights have changed, unless `left_out` is 1 on the device."""
+
+    def drop(self) -> None:
+        """Forget the step's results; called whenever the gradients are forgotten."""
