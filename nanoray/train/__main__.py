@@ -1,4 +1,4 @@
-"""`python -m nanoray.train`: train in this process, alone or as one rank of a torchrun job. No Ray."""
+"""`python -m nanoray.train`: train in this process, alone or as a rank of torchrun. No Ray."""
 
 from __future__ import annotations
 

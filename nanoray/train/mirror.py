@@ -106,7 +106,7 @@ def copy_to_mirror(state: TrainState, mesh: Mesh) -> None:
 def deal(
     mesh: Mesh, held: Sequence[Holding], wanted: Sequence[Holding], weights: Sequence[Shard] = ()
 ) -> None:
-    """Send parts of weights and optimizer state from their holders to all that need them. (all ranks)
+    """Send parts of weights and optimizer state from holders to ranks that need them. (all ranks)
 
     `weights` are further shards, whose optimizer state is not needed here. Sender and receiver may
     cut a parameter differently. Each element is sent once, to all. Raises StateLost on all ranks

@@ -352,7 +352,7 @@ class Recipe:
         return par
 
     def cut_model(self, group: Group) -> tuple[Plan, int]:
-        """Prepare the model for a group; return its plan, and whose mirror this rank is. (all ranks)"""
+        """Prepare the model for a group; return its plan, and the rank to mirror. (all ranks)"""
         mesh = group.mesh
         state = self.state
         # A group that is gone had cut the model for its own ranks: start from a whole one. Its
@@ -490,7 +490,7 @@ class Recipe:
     # Between groups, and at the end.
 
     def wait_for_orders(self, rejoin: Rejoin, lost: str) -> tuple[RunSpec, Rendezvous]:
-        """Wait until the driver has replaced a lost rank; return the spec and rendezvous of the next group."""
+        """Wait until the driver has replaced a lost rank; return the next spec and rendezvous."""
         self.progress.base = UNKNOWN  # until the next group is built
         self.progress.set(self.state.step + 1, "regroup")
         self.ledger.group_lost()

@@ -305,7 +305,7 @@ class OwnTask:
         ]
 
     def example(self) -> tuple[Config, Batch, tuple[Any, Any]]:
-        """Return the configuration with the script's settings, its batch, and the first micro batch."""
+        """Return the configuration with the script's settings, its batch, and a micro batch."""
         config = self._spec.config.model_copy(update=self.settings())
         batch = resolve_batch(config, self._engine.run.world_size)
         return config, batch, self.data(torch.device("cpu")).train_batch(0, batch.micro)
@@ -349,7 +349,7 @@ class Program:
 def dry_run(
     main: Callable[[Run], Any], config: Config, given: frozenset[str], ranks: int, placement: str
 ) -> None:
-    """Call a script's function up to `fit`, which prints mesh, batch and memory instead of training.
+    """Call a script's function up to `fit`, which prints mesh, batch and memory.
 
     The model is made in this process; no rank is started, no device taken and no run folder made.
     """
@@ -367,7 +367,7 @@ def call_until_fit(
     ranks: int,
     on_fit: Callable[[OwnTask], None],
 ) -> None:
-    """Call a script's function up to `fit`, which calls `on_fit` instead of training, and end it."""
+    """Call a script's function up to `fit`, which calls `on_fit` and ends the function."""
     spec = RunSpec(config, own_data(), Path(config.out_dir), time.time())
     torch.manual_seed(config.seed)
     try:

@@ -1,4 +1,4 @@
-"""Tasks: a GPT on text, or a ResNet on images. The recipe uses a Task; the loop uses its Workload."""
+"""Tasks: a GPT on text, or a ResNet on images. The recipe uses them, the loop their Workload."""
 
 from __future__ import annotations
 

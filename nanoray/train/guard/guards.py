@@ -1,6 +1,6 @@
 """Keep a step out of the weights when its gradient norm or loss is not finite.
 
-    gradient norm, losses ─► check() ─► Verdict: leave the update out (a tensor on the device), go on or roll back
+    gradient norm, losses ─► check() ─► Verdict: go on, leave the update out, or roll back
 
 After the all-reduce every rank holds the same gradients, so all ranks reach the same decision
 without communication. On CPU the host reads the norm of each step. On a GPU it reads the norms on
@@ -42,7 +42,7 @@ class BadStep(NamedTuple):
 class Verdict(NamedTuple):
     """What to do with a step."""
 
-    # On the device, 1: leave the update out; None: the host knows that it is good
+    # On the device, 1: leave the update out; None: the host has read that it is good
     leave_out: Tensor | None = None
     roll_back: str = ""  # why the run returns to its newest checkpoint; empty: no rollback
     warning: str = ""  # what the user should know
@@ -68,7 +68,7 @@ class Guards:
         self._norms: deque[float] = deque(maxlen=SPIKE_WINDOW)
         self._counts = dict.fromkeys(("skipped", "rollbacks", "healed", "spikes"), 0)
         self._in_spike = False
-        self._overflows = 0  # updates that the loss scaler had left out at the last look
+        self._overflows = 0  # updates that the loss scaler had left out when they were last read
         self._row = 0  # updates left out in a row
         self._place = ""  # the checkpoint of the last rollback
         self._returns = 0  # how often it was used

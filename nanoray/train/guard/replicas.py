@@ -34,7 +34,7 @@ def compare(
     losses: Sequence[float] = (),
     certify: Callable[[dict[str, Any]], None] = lambda hashes: None,
 ) -> tuple[int, str]:
-    """Compare weights and optimizer state of all ranks; heal a minority from the majority. (all ranks)
+    """Compare the state of all ranks, and heal a minority from the majority. (all ranks)
 
     Each share of a sharded optimizer state is compared with its mirror, if it has one. `certify`
     receives the line of certificate.py for this state, before it is healed; `losses` are those of

@@ -37,7 +37,7 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self, groups: list[dict[str, Any]], views: Sequence[tuple[int, ...]], config: Config
     ) -> None:
-        """Take the matrices as the first group; a view (n, rows, columns) says how many each holds."""
+        """Take the matrices as the first group; a view (n, rows, columns) splits each into n."""
         super().__init__(groups, {"lr": config.lr})
         matrices, *others = self.param_groups
         self._adamw = torch.optim.AdamW(others, betas=(config.beta1, config.beta2), fused=True)

@@ -1,4 +1,4 @@
-"""The columns of statistics.jsonl as a table, and layers that explode, vanish or are dead. No torch."""
+"""The columns of statistics.jsonl as a table; layers that explode, vanish or are dead. No torch."""
 
 from __future__ import annotations
 
