@@ -158,6 +158,7 @@ def _shared_spec(loaded: Loaded, rendezvous: Rendezvous, store: Any, started: fl
 
 def _local_rendezvous(config: Config) -> Rendezvous:
     """Read the rendezvous from the environment and add this rank's device and threads."""
+    # torchrun gives every process all MIG slices, and CUDA shows the first one alone: take one each.
     rendezvous = Rendezvous.from_env(os.environ)
     slices = take_own_slice(rendezvous.local_rank)
     gpus = 0
@@ -174,6 +175,7 @@ def _local_rendezvous(config: Config) -> Rendezvous:
             f"device = {config.device}, but CUDA_VISIBLE_DEVICES names {visible}; use --device "
             f"{fitting}, or set CUDA_VISIBLE_DEVICES"
         )
+    # The ranks of a node share its cores and its GPUs.
     threads = config.cpus_per_worker or available_cpus() / max(1, rendezvous.local_world_size)
     device = f"cuda:{rendezvous.local_rank % gpus}" if gpus else "cpu"
     require_compiler(config, device)
@@ -192,6 +194,7 @@ def _with_backend(rendezvous: Rendezvous, config: Config, store: Any) -> Rendezv
         else:
             card = str(torch.cuda.get_device_properties(rendezvous.device).uuid)
             own = RankDevice("cuda", node, card)
+    # (all ranks) Exchange the devices. Two ranks on one card, or a slice, rule NCCL out.
     prefix = f"nanoray/{rendezvous.public}/card"
     store.set(f"{prefix}/{rendezvous.rank}", json.dumps(own))
     cards = []

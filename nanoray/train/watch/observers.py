@@ -115,6 +115,7 @@ class JsonlWriter:
         self._write()
 
     def _write(self) -> None:
+        # In order, and a record leaves the queue only when it is written.
         while self._waiting:
             write_whole(self._fd, self._waiting[0][1])
             self._waiting.popleft()
@@ -169,6 +170,7 @@ class TensorBoardWriter:
         A thread of the writer does the I/O, and ends for good at its first error. This raises
         OSError then; the next call makes a new writer and adds the records that are not on disk.
         """
+        # A record is sure to be on disk only after a flush, so keep it until then.
         self._unsure.append(record)
         if self._writer is None:
             if time.monotonic() < self._retry_at:
@@ -322,6 +324,7 @@ class Observers:
     def record(self, record: dict[str, Any]) -> None:
         """Report the record of a step. On a full disk it waits in memory, and the run continues."""
         for callback in self.callbacks:
+            # Warn at the first failure of a file, and when it works again.
             name = _target(callback)
             try:
                 callback.on_record(record)
