@@ -35,7 +35,7 @@ from nanoray.replay.past import (
     text,
 )
 from nanoray.replay.player import Witness
-from nanoray.train.guard.certificate import written
+from nanoray.train.guard.certificate import format_hash
 from nanoray.train.guard.replicas import hash_tensors
 
 
@@ -164,7 +164,7 @@ def _dump(path: Path, witness: Witness, values: dict[str, Any]) -> None:
         "of_all_ranks": values,
     }
     told |= {
-        "gradient_hashes": dict(zip(names, map(written, hashes), strict=True)),
+        "gradient_hashes": dict(zip(names, map(format_hash, hashes), strict=True)),
         "divided_by": witness.divided_by,
     }
     data = save(

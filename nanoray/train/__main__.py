@@ -1,4 +1,4 @@
-"""`python -m nanoray.train`: train in this process, alone or as one rank of a torchrun job. No Ray."""
+"""`python -m nanoray.train`: train in this process, alone or as a rank of torchrun. No Ray."""
 
 from __future__ import annotations
 
@@ -65,33 +65,38 @@ def run_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None =
             "nanoray.launch`"
         )
     if loaded.dry_run:
-        dataset = prepare(config)
-        config, notes = plan(loaded, rendezvous.world_size, dataset)
-        batch = resolve_batch(config, Layout.of(config, ranks).dp)
-        where = f"this process on {rendezvous.device}, {rendezvous.threads} threads"
-        if main:
-            dry_run(main, config, loaded.given, ranks, where)
-            return 0
-        print("\n".join(dry_run_lines(config, notes, batch, dataset, where)))
+        print_dry_run(loaded, rendezvous, main)
         return 0
+
+    # An impossible batch fails before the ranks meet. With scaling it is not known yet.
     if config.scaling == "none":
-        # An impossible batch fails before the ranks meet
         resolve_batch(config, Layout.of(config, ranks).dp)
+
+    # (all ranks) Agree on backend and run folder, in torchrun's store.
     store = None
     if rendezvous.world_size > 1 or rendezvous.agent_store:
         store = connect_store(rendezvous, config.init_timeout_s)
     rendezvous = _with_backend(rendezvous, config, store)
     spec = _shared_spec(loaded, rendezvous, store, started)
+
+    # Train. Rank 0 prints, and writes a summary also when the run fails.
     stop = StopSignals()
-    watchers = [choose_console(spec.config.max_steps, loaded.quiet)] if rendezvous.rank == 0 else []
-    with summary_on_failure(spec) if rendezvous.rank == 0 else nullcontext():
+    is_first = rendezvous.rank == 0
+    watchers = []
+    if is_first:
+        watchers.append(choose_console(spec.config.max_steps, loaded.quiet))
+    with summary_on_failure(spec) if is_first else nullcontext():
         outcome = run_rank(spec, rendezvous, watchers, stop.wanted, store)
+
     # All ranks report a stop by signal, also those without one, so that a supervisor treats them in
     # the same way.
-    code = (stop.exit_code or 128 + signal.SIGTERM) if outcome["exit_reason"] == "stopped" else 0
-    if rendezvous.rank == 0:
+    code = 0
+    if outcome["exit_reason"] == "stopped":
+        code = stop.exit_code or 128 + signal.SIGTERM
+    if is_first:
         summary = write_summary(spec, outcome | {"exit_code": code}, restarts=spec.attempt)
         print("\n".join(closing_lines(spec, summary, loaded.quiet)), flush=True)
+
     if rendezvous.world_size > 1:
         # The results are on disk. Shutting down gloo's threads can hang, so exit without it.
         sys.stdout.flush()
@@ -100,25 +105,40 @@ def run_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None =
     return code
 
 
+def print_dry_run(
+    loaded: Loaded, rendezvous: Rendezvous, main: Callable[[Run], Any] | None
+) -> None:
+    """Print mesh, batch and memory of a run, without training."""
+    ranks = rendezvous.world_size
+    dataset = prepare(loaded.config)
+    config, notes = plan(loaded, ranks, dataset)
+    batch = resolve_batch(config, Layout.of(config, ranks).dp)
+    where = f"this process on {rendezvous.device}, {rendezvous.threads} threads"
+    if main:
+        dry_run(main, config, loaded.given, ranks, where)
+    else:
+        print("\n".join(dry_run_lines(config, notes, batch, dataset, where)))
+
+
 def _shared_spec(loaded: Loaded, rendezvous: Rendezvous, store: Any, started: float) -> RunSpec:
-    """Open the run on rank 0, or reopen one that torchrun restarted. The other ranks get its record
-    or the error.
+    """Return the record of the run, which rank 0 opens, or reopens after a restart. (all ranks)
+
+    The other ranks receive it through `store`. Raises RendezvousError there when rank 0 could not
+    open it.
     """
-    key, run_key = f"nanoray/{rendezvous.public}/spec", f"nanoray/{rendezvous.run_id}/run"
+    key = f"nanoray/{rendezvous.public}/spec"  # of this attempt
+    run_key = f"nanoray/{rendezvous.run_id}/run"
     if rendezvous.rank > 0:
         values = json.loads(store.get(key))
         if "refused" in values:
             raise RendezvousError(f"rank 0 refused the run: {values['refused']}")
         return RunSpec.from_dict(values)
     try:
-        # Torchrun's store outlives its ranks
+        # torchrun has restarted the ranks. Its store outlives them, and contains their run.
         if rendezvous.restarts and store and store.check([run_key]):
-            spec = replace(
-                RunSpec.from_dict(json.loads(store.get(run_key))),
-                attempt=rendezvous.restarts,
-                notes=(),
-            )
-            spec = replace(spec, lock=lock_run(spec.folder)[0])
+            spec = RunSpec.from_dict(json.loads(store.get(run_key)))
+            lock, *_ = lock_run(spec.folder)
+            spec = replace(spec, attempt=rendezvous.restarts, notes=(), lock=lock)
             write_attempt(spec)
             store.set(key, json.dumps(spec.to_dict()))
             return spec
@@ -131,26 +151,31 @@ def _shared_spec(loaded: Loaded, rendezvous: Rendezvous, store: Any, started: fl
         raise
     spec = replace(spec, notes=(*notes, *spec.notes))
     if store:
-        store.multi_set([key, run_key], [json.dumps(spec.to_dict())] * 2)
+        record = json.dumps(spec.to_dict())
+        store.multi_set([key, run_key], [record, record])
     return spec
 
 
 def _local_rendezvous(config: Config) -> Rendezvous:
     """Read the rendezvous from the environment and add this rank's device and threads."""
+    # torchrun gives every process all MIG slices, and CUDA shows the first one alone: take one each.
     rendezvous = Rendezvous.from_env(os.environ)
     slices = take_own_slice(rendezvous.local_rank)
-    gpus = torch.cuda.device_count() if config.device != "cpu" else 0
+    gpus = 0
+    if config.device != "cpu":
+        gpus = torch.cuda.device_count()
     if config.device in ("cuda", "mig") and not gpus:
         raise ConfigError(
             f"device = {config.device}, but torch sees no GPU here; use device cpu, or `nanoray "
             "check`"
         )
-    if gpus and config.device in ("cuda", "mig") and (config.device == "mig") != bool(slices):
+    visible, fitting = ("MIG slices", "mig") if slices else ("no MIG slice", "cuda")
+    if gpus and config.device in ("cuda", "mig") and config.device != fitting:
         raise ConfigError(
-            f"device = {config.device}, but CUDA_VISIBLE_DEVICES names "
-            f"{'MIG slices' if slices else 'no MIG slice'}; "
-            f"use --device {'mig' if slices else 'cuda'}, or set CUDA_VISIBLE_DEVICES"
+            f"device = {config.device}, but CUDA_VISIBLE_DEVICES names {visible}; use --device "
+            f"{fitting}, or set CUDA_VISIBLE_DEVICES"
         )
+    # The ranks of a node share its cores and its GPUs.
     threads = config.cpus_per_worker or available_cpus() / max(1, rendezvous.local_world_size)
     device = f"cuda:{rendezvous.local_rank % gpus}" if gpus else "cpu"
     require_compiler(config, device)
@@ -158,32 +183,33 @@ def _local_rendezvous(config: Config) -> Rendezvous:
 
 
 def _with_backend(rendezvous: Rendezvous, config: Config, store: Any) -> Rendezvous:
-    """Choose the backend from the devices of all ranks, which they exchange in the store. (all
-    ranks)
-    """
+    """Choose the backend from the devices of all ranks, exchanged in the store. (all ranks)"""
     if rendezvous.world_size == 1:
         return rendezvous
-    me = RankDevice("cpu", "", "")
+    own = RankDevice("cpu", "", "")
     if rendezvous.device != "cpu":
-        mig = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-")
-        card = "" if mig else str(torch.cuda.get_device_properties(rendezvous.device).uuid)
-        me = RankDevice("mig" if mig else "cuda", platform.node(), card)
+        node = platform.node()
+        if os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
+            own = RankDevice("mig", node, "")
+        else:
+            card = str(torch.cuda.get_device_properties(rendezvous.device).uuid)
+            own = RankDevice("cuda", node, card)
+    # (all ranks) Exchange the devices. Two ranks on one card, or a slice, rule NCCL out.
     prefix = f"nanoray/{rendezvous.public}/card"
-    store.set(f"{prefix}/{rendezvous.rank}", json.dumps(me))
-    cards = [
-        RankDevice(*json.loads(store.get(f"{prefix}/{rank}")))
-        for rank in range(rendezvous.world_size)
-    ]
-    choice = choose_backend(
-        cards, config.backend, None if me.kind == "cpu" else runtime_nccl_version()
-    )
+    store.set(f"{prefix}/{rendezvous.rank}", json.dumps(own))
+    cards = []
+    for rank in range(rendezvous.world_size):
+        cards.append(RankDevice(*json.loads(store.get(f"{prefix}/{rank}"))))
+    nccl = None if own.kind == "cpu" else runtime_nccl_version()
+    choice = choose_backend(cards, config.backend, nccl)
     env = tuple(choice.env.items())
     return replace(rendezvous, backend=choice.backend, backend_reason=choice.reason, env=env)
 
 
 class StopSignals:
-    """Turn SIGINT, SIGTERM and SIGHUP into a request to stop after this step; a second SIGINT stops
-    at once.
+    """Turn SIGINT, SIGTERM and SIGHUP into a request to stop after this step.
+
+    A second SIGINT ends the process at once.
     """
 
     def __init__(self) -> None:

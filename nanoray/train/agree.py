@@ -169,6 +169,7 @@ def find_checkpoint(spec: RunSpec) -> tuple[str, int, tuple[str, ...]]:
     """
     if not spec.resume and not spec.attempt:
         return "", 0, ()
+    # A checkpoint of an attempt that was killed may be half written.
     void_unfinished(spec.checkpoints)
     newest, damaged = newest_valid(spec.checkpoints)
     notes = tuple(f"resume  {note}" for note in damaged)
@@ -189,10 +190,12 @@ def log_to(path: Path) -> None:
     stream = path.open("a", encoding="utf-8")
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    # An earlier run of this process, as in tests and notebooks, has left its handler.
     for old in log.handlers[:]:
         log.removeHandler(old)
         old.close()
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
+    # A crash in native code leaves the stacks of all threads.
     faulthandler.enable(file=stream, all_threads=True)

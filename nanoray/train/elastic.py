@@ -154,7 +154,7 @@ def compares(config: Config) -> bool:
 def furthest(
     mesh: Mesh, state: TrainState | None, precision: str, compare: bool
 ) -> tuple[int, str, int, tuple[int, ...]]:
-    """Return the rank with the most completed steps, the precision, that step, and strays. (all ranks)
+    """Return the rank with the most steps, the precision, those steps, and strays. (all ranks)
 
     With `compare` the rank is one of the majority of those at that step, and strays are those of
     them that differ. A new rank has no state yet. Raises RuntimeError when no rank has one, which
@@ -189,7 +189,7 @@ def warning_of_strays(group: Group) -> str:
 
 
 def rehearse(spec: RunSpec) -> None:
-    """Run a rank's first operations once, alone and on CPU, so that a spare starts without their delay.
+    """Run a rank's first operations once, on CPU, so that a spare starts without their delay.
 
     The first model, optimizer, process group and DDP wrapper of a process load code and take a
     second or two; the second ones take milliseconds. All of them are thrown away.

@@ -1,4 +1,4 @@
-"""THE LOOP, top to bottom, without Ray: it is the same in one process, under torchrun, and in a Ray actor.
+"""THE LOOP, top to bottom, without Ray: the same in one process, under torchrun, and in an actor.
 
 Everything that changes weights, gradients, the schedule, or the state that a resume restores is
 inline in `fit`. Instruments (watch/instruments.py) and callbacks only observe. Blocks that
@@ -446,5 +446,5 @@ class Engine:
 
 
 def is_due(every: int, step: int) -> bool:
-    """Return whether something happens after this step that happens every so many; 0 is never."""
+    """Return whether `every` divides the step; 0 is never."""
     return bool(every) and step % every == 0

@@ -1,18 +1,17 @@
-"""A sharded state survives the loss of a rank: another one mirrors its share, and the step in
-progress is finished.
+"""Recover a sharded state after the loss of a rank: another rank mirrors each share.
 
-    rank r's gradients ─► rank r + d ─► the norm's all-reduce ─► both update r's share, and spread the weights
+    rank r's gradients ─► rank r + d ─► the norm's all-reduce ─► both update r's share, and spread it
                                         └ the commit point
 
-A rank that knows the norm knows that every rank has the gradients of its own share and of the one
-that it mirrors. So when one of them has completed the step, all that are left can: they do the same
-update from the gradients that they kept. If none has, all repeat the step. After that the ranks
-that hold pieces of weights and optimizer state send them to those that want them, which may be
-fewer or more ranks than before: nothing is read from disk.
+When a rank has the norm, every rank has the gradients of its own share and of the one that it
+mirrors. So if one rank has completed the step, all that are left can complete it: they do the same
+update from the gradients that they kept. If none has, all repeat the step. Then the ranks that hold
+pieces of weights and optimizer state send them to the ranks that need them, which may be fewer or
+more than before. Nothing is read from disk.
 
-The fused kernel rounds the last elements of a tensor otherwise, so a mirror is cut exactly as its
-owner's share is. Ranks that hold the same part of a model that tp or pp cut need no mirror: they
-are each other's.
+The fused kernel rounds the last elements of a tensor differently, so a mirror is cut exactly as its
+owner's share is. Ranks that hold the same part of a model that tp or pp has cut need no mirror: they
+mirror each other.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from nanoray.points import reached
 from nanoray.state import Holding, TrainState, Update, fetch
 
 log = logging.getLogger("nanoray")
-# What a model has of a parameter, and where elements of that begin and end, row by row
+# A place (the part of a parameter that a model has), and where elements of it begin and end
 Span = tuple[str, int, int]
-Kept = tuple[Shard, Optimizer | None]  # a shard, and what updates it
+Kept = tuple[Shard, Optimizer | None]  # a shard, and its optimizer
 
 
 def recover(
@@ -46,18 +45,23 @@ def recover(
     clip: float,
     weights: Sequence[Shard] = (),
 ) -> None:
-    """Bring all ranks to the step of rank `source`, the furthest, and fill `wanted` from their
-    memory. (all ranks)
+    """Bring all ranks to the step of rank `source`, and fill `wanted` from their memory. (all ranks)
 
-    wanted: what this rank keeps from now on: its own share, and the one that it mirrors, if any;
-    weights: others that it keeps besides. Until this returns, what `state` holds stays valid:
-    another rank may be lost meanwhile. Raises StateLost on all ranks when no rank is left that
-    holds some share.
+    `source` is the rank with the most completed steps. `wanted` are this rank's share from now on,
+    and the one that it mirrors, if any; `weights` are further shards whose weights alone it needs.
+    Until this returns, the shards in `state` stay valid: another rank may be lost meanwhile. Raises
+    StateLost on all ranks when no rank is left that holds some share.
     """
-    device, behind = mesh.device, mesh.broadcast(state.step, source) - state.step
-    holds = state.whole and (not behind or (behind == 1 and state.can_finish))
+    # A rank holds the state of the source's step, or can do the one update that it lacks.
+    behind = mesh.broadcast(state.step, source) - state.step
+    is_current = behind == 0
+    can_catch_up = behind == 1 and state.can_finish
+    holds = state.whole and (is_current or can_catch_up)
+
+    norm, leave_out = mesh.broadcast(tuple(state.update), source)
     update = Update(
-        *(None if v is None else v.to(device) for v in mesh.broadcast(tuple(state.update), source))
+        None if norm is None else norm.to(mesh.device),
+        None if leave_out is None else leave_out.to(mesh.device),
     )
     packed, session = fetch(state, mesh, source, pieces=False)
     if mesh.rank != source:
@@ -67,19 +71,24 @@ def recover(
             finish(state, update, clip)
             log.info("finished step %d, which rank %d had done", state.step + 1, source)
         state.load(packed, optimizer=False, weights=False)
-        state.session, state.update = session, update
+        state.session = session
+        state.update = update
     reached("caught_up")
-    held = [
-        Holding(state.shards, state.optimizer, mesh.rank),
-        *([state.mirror] if state.mirror else []),
-    ]
-    deal(mesh, held if holds else [], wanted, weights)
+
+    held = []
+    if holds:
+        held.append(Holding(state.shards, state.optimizer, mesh.rank))
+        if state.mirror:
+            held.append(state.mirror)
+    deal(mesh, held, wanted, weights)
     state.can_finish = False
 
 
 def finish(state: TrainState, update: Update, clip: float) -> None:
     """Do the newest update of the other ranks from the gradients that this rank has kept."""
-    shards = [*state.shards, *(state.mirror.shards if state.mirror else [])]
+    shards = list(state.shards)
+    if state.mirror:
+        shards += state.mirror.shards
     gradients = [shard.param.grad for shard in shards if shard.param.grad is not None]
     if clip and update.norm is not None:
         clip_to(clip, gradients, update.norm)
@@ -88,9 +97,7 @@ def finish(state: TrainState, update: Update, clip: float) -> None:
 
 
 def copy_to_mirror(state: TrainState, mesh: Mesh) -> None:
-    """Give each rank's share, which was just read from disk, to the rank that mirrors it. (all
-    ranks)
-    """
+    """Send each rank's share, just read from disk, to the rank that mirrors it. (all ranks)"""
     if state.mirror:
         deal(mesh, [Holding(state.shards, state.optimizer, mesh.rank)], [state.mirror])
 
@@ -99,131 +106,145 @@ def copy_to_mirror(state: TrainState, mesh: Mesh) -> None:
 def deal(
     mesh: Mesh, held: Sequence[Holding], wanted: Sequence[Holding], weights: Sequence[Shard] = ()
 ) -> None:
-    """Send parts of weights and optimizer state from where they are held to where they are wanted.
-    (all ranks)
+    """Send parts of weights and optimizer state from holders to ranks that need them. (all ranks)
 
-    weights: further shards, whose optimizer state is not wanted here. Holders and those who want
-    may cut otherwise. Each element is sent once, to all. Raises StateLost on all ranks where one is
-    wanted that nobody holds.
+    `weights` are further shards, whose optimizer state is not needed here. Sender and receiver may
+    cut a parameter differently. Each element is sent once, to all. Raises StateLost on all ranks
+    where no rank holds a needed one.
     """
-    sources = _by_place(
-        [(shard, holding.optimizer) for holding in held for shard in holding.shards]
-    )
-    pairs: list[Kept] = [
-        (shard, holding.optimizer) for holding in wanted for shard in holding.shards
-    ]
-    targets = _by_place([*pairs, *((shard, None) for shard in weights)])
-    sizes = {place: (of[0][0].origin.numel, of[0][0].param.dtype) for place, of in targets.items()}
-    everyone = mesh.all_gather(
-        ([shard.span for of in sources.values() for shard, _ in of], sizes, _kinds_of(held))
-    )
-    kinds = next((kinds for _, _, kinds in everyone if kinds), {})
-    sizes = dict(
-        sorted({place: of for _, sizes, _ in everyone for place, of in sizes.items()}.items())
-    )
-    spans = senders(
-        [spans for spans, _, _ in everyone], {place: size for place, (size, _) in sizes.items()}
-    )
-    for (place, begin, end), rank in spans:
+    held_pairs: list[Kept] = _pairs_of(held)
+    wanted_pairs: list[Kept] = _pairs_of(wanted)
+    for shard in weights:
+        wanted_pairs.append((shard, None))
+    sources = _by_place(held_pairs)
+    targets = _by_place(wanted_pairs)
+
+    # (all ranks) Exchange: spans held, sizes and types of the places needed, kinds of state.
+    own_spans = [shard.span for kept in sources.values() for shard, _ in kept]
+    own_sizes = {}
+    for place, kept in targets.items():
+        shard, _ = kept[0]
+        own_sizes[place] = (shard.origin.numel, shard.param.dtype)
+    everyone = mesh.all_gather((own_spans, own_sizes, _kinds_of(held)))
+
+    # All ranks must derive the same order of broadcasts: by the sorted names of places.
+    spans_of_ranks = []
+    all_sizes: dict[str, tuple[int, torch.dtype]] = {}
+    kinds: dict[str, tuple[bool, torch.dtype]] = {}
+    for spans_of_rank, sizes_of_rank, kinds_of_rank in everyone:
+        spans_of_ranks.append(spans_of_rank)
+        all_sizes |= sizes_of_rank
+        kinds = kinds or kinds_of_rank
+    sizes = dict(sorted(all_sizes.items()))
+    numbers = {place: size for place, (size, _) in sizes.items()}
+
+    # (all ranks) Broadcast each span: its weights, under the key "", then each kind of state.
+    for (place, begin, end), rank in senders(spans_of_ranks, numbers):
         own = _cut(sources[place], begin, end) if rank == mesh.rank else {}
-        for key, (single, dtype) in {"": (False, sizes[place][1]), **kinds}.items():
-            part = (
-                own[key]
-                if own
-                else torch.empty(() if single else (end - begin,), dtype=dtype, device=mesh.device)
-            )
+        _, weight_type = sizes[place]
+        for key, (single, dtype) in {"": (False, weight_type), **kinds}.items():
+            if own:
+                part = own[key]
+            else:
+                shape = () if single else (end - begin,)
+                part = torch.empty(shape, dtype=dtype, device=mesh.device)
             mesh.broadcast_tensor(part, rank)
             for shard, optimizer in targets.get(place, ()):
                 _paste(shard, optimizer, (begin, end), key, part)
 
 
 def senders(held: Sequence[Sequence[Span]], sizes: Mapping[str, int]) -> list[tuple[Span, int]]:
-    """Return who sends what: spans that make up all places, of `sizes` elements, each with a rank
-    that holds it.
+    """Return spans that make up all places, each with the rank that sends it.
 
-    `held`: the spans of each rank. Raises StateLost where nobody holds an element.
+    `held` contains the spans of each rank, `sizes` the elements of each place. Raises StateLost
+    where no rank holds an element.
     """
     by_name: dict[str, list[tuple[int, int, int]]] = {}
     for rank, spans in enumerate(held):
         for name, begin, end in spans:
             by_name.setdefault(name, []).append((begin, end, rank))
-    found: list[tuple[Span, int]] = []
+    spans_to_send: list[tuple[Span, int]] = []
     for name, size in sizes.items():
-        at = 0
-        while at < size:
-            usable = [
-                (end, -rank) for begin, end, rank in by_name.get(name, []) if begin <= at < end
-            ]
+        # From each element take the longest span that begins at or before it; of equal ones, that
+        # of the lowest rank.
+        first = 0
+        while first < size:
+            usable = []
+            for begin, end, rank in by_name.get(name, []):
+                if begin <= first < end:
+                    usable.append((end, -rank))
             if not usable:
                 raise StateLost(
-                    f"elements of {name} from {at} on are in the memory of none of these ranks: "
-                    "the rank that owned "
-                    "them is gone, and so is each that mirrored or shared them. The run continues "
-                    "from the newest "
-                    "checkpoint"
+                    f"elements of {name} from {first} on are in the memory of none of these ranks: "
+                    "the rank that owned them is gone, and so is each that mirrored or shared "
+                    "them. The run continues from the newest checkpoint"
                 )
-            end, rank = max(usable)
-            found.append(((name, at, end), -rank))
-            at = end
-    return found
+            end, negative_rank = max(usable)
+            spans_to_send.append(((name, first, end), -negative_rank))
+            first = end
+    return spans_to_send
+
+
+def _pairs_of(holdings: Sequence[Holding]) -> list[Kept]:
+    """Return the shards of some holdings, each with its optimizer."""
+    return [(shard, holding.optimizer) for holding in holdings for shard in holding.shards]
 
 
 def _kinds_of(held: Sequence[Holding]) -> dict[str, tuple[bool, torch.dtype]]:
-    """Return what an optimizer keeps for each parameter: whether it is one number for all elements,
-    and its type.
-    """
+    """Return the kinds of an optimizer's state: key -> (one number for a parameter, its type)."""
     for holding in held:
         for state in holding.optimizer.state.values():
-            return {
-                key: (t.dim() == 0, t.dtype) for key, t in state.items() if isinstance(t, Tensor)
-            }
+            kinds = {}
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    kinds[key] = (value.dim() == 0, value.dtype)
+            return kinds  # every parameter has the same ones
     return {}
 
 
 def _by_place(kept: Sequence[Kept]) -> dict[str, list[Kept]]:
-    found: dict[str, list[Kept]] = {}
+    places: dict[str, list[Kept]] = {}
     for shard, optimizer in kept:
-        found.setdefault(shard.origin.place, []).append((shard, optimizer))
-    return found
+        places.setdefault(shard.origin.place, []).append((shard, optimizer))
+    return places
 
 
 def _cut(held: Sequence[Kept], begin: int, end: int) -> dict[str, Tensor]:
-    """Return elements of a place, (end - begin,), as "" and what the optimizer keeps for them, by
-    key.
-    """
+    """Return elements of a place, (end - begin,), under "", and their optimizer state by key."""
     for shard, optimizer in held:
         _, first, last = shard.span
-        if first <= begin and end <= last:
-            parts = {
-                "": shard.param.detach(),
-                **(optimizer.state.get(shard.param, {}) if optimizer else {}),
-            }
-            return {
-                k: t.view(-1)[begin - first : end - first] if t.dim() else t
-                for k, t in parts.items()
-            }
+        if not (first <= begin and end <= last):
+            continue
+        parts = {"": shard.param.detach()}
+        if optimizer:
+            parts |= optimizer.state.get(shard.param, {})
+        for key, tensor in parts.items():
+            if tensor.dim():  # a step counter is one number for all elements
+                parts[key] = tensor.view(-1)[begin - first : end - first]
+        return parts
     raise AssertionError(f"{begin}:{end} is not held here")
 
 
 def _paste(
-    shard: Shard, optimizer: Optimizer | None, at: tuple[int, int], key: str, part: Tensor
+    shard: Shard, optimizer: Optimizer | None, bounds: tuple[int, int], key: str, part: Tensor
 ) -> None:
-    """Copy elements of the shard's origin, or what an optimizer keeps for them, to where they are
-    wanted, here.
-    """
-    (begin, end), (_, first, last) = at, shard.span
-    low, high = max(first, begin), min(last, end)
+    """Copy received elements, or their optimizer state under `key`, into a shard that needs them."""
+    begin, end = bounds
+    _, first, last = shard.span
+    low = max(first, begin)
+    high = min(last, end)
     if low >= high or (key and optimizer is None):
         return
-    if not key:
-        to = shard.param
-    else:
+
+    target = shard.param
+    if key:
         assert optimizer
         state = optimizer.state[shard.param]
         if not part.dim():
             state[key] = part.clone()
             return
+        # The optimizer of a new shard has no state before its first step.
         if key not in state:
             state[key] = torch.zeros(shard.param.shape, dtype=part.dtype, device=part.device)
-        to = state[key]
-    to.view(-1)[low - first : high - first].copy_(part[low - begin : high - begin])
+        target = state[key]
+    target.view(-1)[low - first : high - first].copy_(part[low - begin : high - begin])

@@ -110,6 +110,8 @@ def train(
 
     # A process that replaces a lost rank takes everything from the ranks that are left.
     start = join_run(spec, mesh) if rendezvous.live else begin_run(spec, mesh)
+
+    # The settings of the task and of this device complete the configuration.
     use_products(mesh.device, start.precision)
     task = task_of(start.spec)
     config = resolved(start.spec.config, mesh, start.precision, task.settings())
@@ -117,9 +119,12 @@ def train(
     if isinstance(task, ConfiguredTask):
         task.spec = spec  # the model needs a resolved `attention`, and not `auto`
 
+    # Mirrors cost memory, and serve only a run that replaces lost ranks.
     group = Group(spec, mesh, start.source, start.strays)
     mirrors = rejoin is not None and config.mirrors(mesh.backend)
     recipe = Recipe(group, watchers, wanted, injector, task, mirrors)
+
+    # A new command prints its settings; a process that joins prints that it has joined (rejoined).
     if start.source is None:
         recipe.observers.open(mesh.rank, start.resume_step)
         batch = recipe.batch_for(mesh)
@@ -145,8 +150,11 @@ def prepare_process(spec: RunSpec, rendezvous: Rendezvous) -> None:
     if spec.dataset.kind != "own":
         verify(spec.dataset.path, spec.dataset.tokens_sha256)
     log_to(spec.log(rendezvous.slot))
+
+    # NCCL reads the environment when the groups form. Each rank has its share of the cores.
     os.environ.update(rendezvous.env)
     torch.set_num_threads(rendezvous.threads)
+    # A step frees what the next one takes: without this the system would zero it each time.
     if rendezvous.device == "cpu":
         keep_freed_memory()
 
@@ -179,7 +187,9 @@ class Start:
 
 def begin_run(spec: RunSpec, mesh: Mesh) -> Start:
     """Agree on precision and checkpoint at the start of a command. (all ranks)"""
+    # (all ranks) The weakest device decides the precision.
     precision, why = agree_on_precision(mesh, resolve_precision(spec.config, mesh))
+    # (all ranks) Rank 0 chooses the checkpoint: others may see an older listing of the folder.
     found = find_checkpoint(spec) if mesh.rank == 0 else ("", 0, ())
     resume, resume_step, notes = mesh.broadcast(found)
     spec = replace(spec, resume=resume, notes=(*spec.notes, *notes, *compare_hardware(mesh)))
@@ -262,6 +272,7 @@ class Recipe:
     def _new_model(self, device: torch.device) -> nn.Module:
         """Make a model with initial weights."""
         model = self.task.model().to(device)
+        # Weights of 16 bits, or fp8 products of weights that stay float32.
         if self._cfg.pure:
             model.to(weight_type(self._cfg.precision))
         elif self._cfg.precision == "fp8":
@@ -352,7 +363,7 @@ class Recipe:
         return par
 
     def cut_model(self, group: Group) -> tuple[Plan, int]:
-        """Prepare the model for a group; return its plan, and whose mirror this rank is. (all ranks)"""
+        """Prepare the model for a group; return its plan, and the rank to mirror. (all ranks)"""
         mesh = group.mesh
         state = self.state
         # A group that is gone had cut the model for its own ranks: start from a whole one. Its
@@ -418,6 +429,7 @@ class Recipe:
         if mesh.rank == 0:
             append(spec.folder, describe_group(spec, mesh, state.step))
 
+        # The parts of this group alone.
         batch = self.batch_for(mesh)
         batches = self.batches(self.data, batch, par.data.index, self._length_of_samples())
         workload = self._workload(mesh)
@@ -455,12 +467,14 @@ class Recipe:
         trace = comm_trace(spec, mesh, par, state.reported_step)
         if trace:
             instruments.append(Tracing(trace, par, batches, state, mesh, note, throughput.pause))
+        # Rank 0 measures the statistics of layers; every rank measures its own memory and time.
         if mesh.rank == 0 and self.statistics.begin(spec.folder, state.step):
             instruments.append(self.statistics)
         if self.memory.begin(spec, mesh, par, state, batches.batch):
             instruments.append(self.memory)
         if self.profile.begin(spec, mesh, state.step):
             instruments.append(self.profile)
+        # These average over all ranks, so they are listed on every rank or on none.
         if routing_of(self.model):
             instruments.append(RoutingMeans(state, mesh))
         if spec.config.stats_every:
@@ -490,7 +504,7 @@ class Recipe:
     # Between groups, and at the end.
 
     def wait_for_orders(self, rejoin: Rejoin, lost: str) -> tuple[RunSpec, Rendezvous]:
-        """Wait until the driver has replaced a lost rank; return the spec and rendezvous of the next group."""
+        """Wait until the driver has replaced a lost rank; return the next spec and rendezvous."""
         self.progress.base = UNKNOWN  # until the next group is built
         self.progress.set(self.state.step + 1, "regroup")
         self.ledger.group_lost()

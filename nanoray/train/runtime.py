@@ -1,8 +1,10 @@
 """Train a module of the user's script, with checkpoints, recovery, parallelism and metrics.
 
-nanoray.launch(main, config) ─► Program, on every rank ─► main(run)
-                                                             └─► RuntimeEngine(model, ..., run).fit(data)
-                                                                    └─► recipe.train with an OwnTask
+The launchers call a Program on every rank, which calls the script's function. It makes a
+RuntimeEngine, and its `fit` calls recipe.train with an OwnTask:
+
+    nanoray.launch(main, config) ─► Program ─► main(run)
+    main(run) ─► RuntimeEngine(model, ..., run).fit(data) ─► recipe.train
 """
 
 from __future__ import annotations
@@ -115,6 +117,7 @@ class RuntimeEngine:
         self.run = run
         self.loss_fn = loss_fn
         self.callbacks = callbacks
+        # torch's BatchNorm would let running statistics drift apart.
         replace_norms(model)
         self.groups = _group_of(model, optimizer)
         _require_plain_state(optimizer)
@@ -132,6 +135,7 @@ class RuntimeEngine:
         run = self.run
         if run.outcome is not None:
             raise ConfigError("fit was called twice in one run; launch a run for each of them")
+        # A dry run, or `nanoray inspect`, ends the script here.
         if run.on_fit:
             run.on_fit(OwnTask(self, run.spec, train_data, val_data, steps))
             raise DryRunEnded
@@ -141,6 +145,7 @@ class RuntimeEngine:
         def task_of(spec: RunSpec) -> OwnTask:
             return OwnTask(self, spec, train_data, val_data, steps)
 
+        # The script may read run.rank later, so it follows each new rendezvous.
         def rejoin(lost: str) -> tuple[RunSpec, Rendezvous]:
             spec, run.rendezvous = run.rejoin(lost)
             return spec, run.rendezvous
@@ -177,6 +182,7 @@ class OwnTask:
 
         Raises ConfigError for learning rates that contradict each other.
         """
+        # Keys that the script has set itself stay as they are.
         given = self._engine.run.given
         lr = self._engine.optimizer.param_groups[0]["lr"]
         if not lr > 0:
@@ -250,6 +256,7 @@ class OwnTask:
         ranks = self._engine.run.rendezvous.slots
         place = (self._engine.run.rank, ranks)
         batch = resolve_batch(cfg, ranks)
+        # Batches of a fixed size, or loaders that each rank has alone, fit one number of ranks.
         self._data = OwnData(self._train_data, self._val_data, cfg.seed, batch.micro, device, place)
         if self._data.in_batches and cfg.recovery == "shrink":
             kind = "batches of a fixed size"
@@ -284,6 +291,7 @@ class OwnTask:
                 f"now there are {ranks} ranks; resume with {len(states)} ranks, or give a dataset "
                 "with len() and [], which any number shares"
             )
+        # Each rank continues its own loader.
         self._data.load_state(states[self._engine.run.rank], samples)
         return f"resume  each rank's loader goes on from its own state after {samples} samples"
 
@@ -305,7 +313,7 @@ class OwnTask:
         ]
 
     def example(self) -> tuple[Config, Batch, tuple[Any, Any]]:
-        """Return the configuration with the script's settings, its batch, and the first micro batch."""
+        """Return the configuration with the script's settings, its batch, and a micro batch."""
         config = self._spec.config.model_copy(update=self.settings())
         batch = resolve_batch(config, self._engine.run.world_size)
         return config, batch, self.data(torch.device("cpu")).train_batch(0, batch.micro)
@@ -349,7 +357,7 @@ class Program:
 def dry_run(
     main: Callable[[Run], Any], config: Config, given: frozenset[str], ranks: int, placement: str
 ) -> None:
-    """Call a script's function up to `fit`, which prints mesh, batch and memory instead of training.
+    """Call a script's function up to `fit`, which prints mesh, batch and memory.
 
     The model is made in this process; no rank is started, no device taken and no run folder made.
     """
@@ -367,7 +375,7 @@ def call_until_fit(
     ranks: int,
     on_fit: Callable[[OwnTask], None],
 ) -> None:
-    """Call a script's function up to `fit`, which calls `on_fit` instead of training, and end it."""
+    """Call a script's function up to `fit`, which calls `on_fit` and ends the function."""
     spec = RunSpec(config, own_data(), Path(config.out_dir), time.time())
     torch.manual_seed(config.seed)
     try:
@@ -420,6 +428,7 @@ class _Observer:
             self._call("on_run_start", self._run)
 
     def _call(self, name: str, *args: Any) -> None:
+        # A hook that fails must not end the run. It is reported once, and called again.
         try:
             getattr(self._callback, name)(*args)
         except Exception as error:
@@ -450,6 +459,7 @@ def _group_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, i
 
     Raises ConfigError when the optimizer has a parameter of another model, or misses one.
     """
+    # By identity: parameters compare element by element.
     names = {id(p): name for name, p in model.named_parameters()}
     groups = {}
     for number, group in enumerate(optimizer.param_groups):

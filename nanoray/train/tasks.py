@@ -1,4 +1,4 @@
-"""Tasks: a GPT on text, or a ResNet on images. The recipe uses a Task; the loop uses its Workload."""
+"""Tasks: a GPT on text, or a ResNet on images. The recipe uses them, the loop their Workload."""
 
 from __future__ import annotations
 
@@ -182,6 +182,7 @@ class ImageTask(ConfiguredTask):
 
 def sample_text(gpt: GPT, spec: RunSpec) -> str:
     """Return generated text after a newline, the same for the same weights. (rank 0 only)"""
+    # Start from a newline, the only prompt that fits most texts.
     tokenizer = tokenizer_from_json(spec.dataset.tokenizer)
     device = next(gpt.parameters()).device
     prompt = torch.tensor([tokenizer.encode("\n").tolist()], device=device)  # (1, T)

@@ -1,13 +1,15 @@
-"""Let another rank compute a gradient, too, and a third decide where they differ: a finite error
-has no other trace.
+"""Compute a gradient on a second rank, too, and on a third one where they differ.
+
+A device that computes a wrong but finite number leaves no other trace.
 
     samples of rank 1 ─┬─ rank 1: forward, backward ─► hash ─┐
                        ├─ rank 0: forward, backward ─► hash ─┴─► equal, or
                        └─ rank N-1: the same, only then ───────► who of the three is alone
 
-What is compared is a micro batch's gradient as backward hands it over, before any sum over micro
-batches or ranks: that of each rank with what the rank before it makes of the same weights, samples
-and dropout. Seeds depend on the data rank, so equal devices with the same kernels get equal bits.
+The gradients of one micro batch are compared before any sum over micro batches or ranks. Rank r
+computes that of its own samples and that of the samples of rank r + 1, from the same weights and
+with the same dropout. Seeds depend on the data rank, so equal devices with the same kernels get
+equal bits.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from nanoray.mesh.mesh import Mesh
 from nanoray.parallel.plan import Plan
 from nanoray.train.guard.replicas import combine, hash_tensors, sum_of_bits
 
-Hashes = dict[str, int]  # by parameter, in the order in which backward came to them
+Hashes = dict[str, int]  # by parameter, in the order of backward
 
 
 class Audit:
@@ -40,60 +42,76 @@ class Audit:
     ) -> None:
         """`seed` seeds the dropout of (step before, micro batch, data rank); None: of this rank."""
         self._every = every if mesh.world_size > 1 else 0
-        # A convolution's gradient has the same bits each time; for attention see config/conflicts.py
+        # Else a convolution may take another algorithm, with other bits, each time. Attention that
+        # has no fixed order is refused: see config/conflicts.py.
         if self._every:
             torch.backends.cudnn.deterministic = True
-        self._mesh, self._par, self._batches, self._seed = mesh, par, batches, seed
-        # The step in hand, its first sample, and its audited micro batch
-        self._step = self._samples = self._micro = 0
+        self._mesh = mesh
+        self._par = par
+        self._batches = batches
+        self._seed = seed
+
+        # The present step, its first sample, and its audited micro batch
+        self._step = 0
+        self._samples = 0
+        self._micro = 0
         self._own: dict[str, Tensor] = {}  # sums of bits, on the device
         self._theirs: Hashes = {}  # of the next rank's micro batch
         self._hooks: list[Any] = []
-        # The newest step in which all gradients were equal, or some differed
-        self._clean = self._differed = 0
+
+        self._clean = 0  # the newest step in which all gradients were equal
+        self._differed = 0  # the newest one in which some differed
 
     @property
     def due(self) -> bool:
-        """Whether the step in hand is audited."""
+        """Whether the present step is audited."""
         return bool(self._every) and self._step % self._every == 0
 
     def begin(self, step: int, samples: int, phase: Callable[[str], None]) -> Callable[[int], None]:
-        """Begin the step after `step`, whose first sample is `samples`; return what seeds its micro
-        batches.
+        """Begin the step after `step`; return the function that seeds its micro batches.
 
-        If it is audited, the next rank's micro batch is computed here, before this rank's own.
+        `samples` is the step's first sample. If the step is audited, the next rank's micro batch is
+        computed here, before this rank's own.
         """
 
-        def own(micro: int) -> None:
+        def seed_own(micro: int) -> None:
             self._seed(step, micro, None)
 
-        self._step, self._samples = step + 1, samples
+        self._step = step + 1
+        self._samples = samples
         if not self.due:
-            return own
+            return seed_own
+
+        # Each micro batch of a step is audited in turn.
         phase("forward")
         self._micro = self._step // self._every % self._batches.batch.accum
-        self._theirs, self._own = self._compute((self._mesh.rank + 1) % self._mesh.world_size), {}
+        next_rank = (self._mesh.rank + 1) % self._mesh.world_size
+        self._theirs = self._compute(next_rank)
+        self._own = {}
 
-        def seed(micro: int) -> None:
+        # The plan seeds each micro batch before its forward: the moment to attach or remove hooks.
+        def seed_and_watch(micro: int) -> None:
             self.forget()
             if micro == self._micro:
                 self._listen()
-            own(micro)
+            seed_own(micro)
 
-        return seed
+        return seed_and_watch
 
     def _compute(self, rank: int) -> Hashes:
-        """Return the hashes of the gradient of a rank's micro batch; those in the parameters stay
-        as they are.
+        """Return the hashes of the gradient of a rank's micro batch.
+
+        Gradients that the parameters hold stay as they are.
         """
         self._par.settle()
         x, y = self._batches.get(self._samples, self._micro, rank)
         self._seed(self._step - 1, self._micro, rank)
-        return dict(zip(*hash_tensors(self._par.gradients_of(x, y)), strict=True))
+        names, hashes = hash_tensors(self._par.gradients_of(x, y))
+        return dict(zip(names, hashes, strict=True))
 
     def _listen(self) -> None:
-        """Hash what the next backward hands to the parameters."""
-        odd: dict[Any, Tensor] = {}
+        """Attach hooks that hash the gradients of the next backward."""
+        odd: dict[Any, Tensor] = {}  # factors that all hashes share, by device
         for name, p in self._par.trained.items():
 
             def hook(gradient: Tensor, name: str = name) -> None:
@@ -102,68 +120,97 @@ class Audit:
             self._hooks.append(p.register_hook(hook))
 
     def forget(self) -> None:
-        """Hear of no more gradients: they are hashed, or a step broke and its group is left."""
+        """Remove the hooks: the gradients are hashed, or the step broke and its group is left."""
         while self._hooks:
             self._hooks.pop().remove()
 
     def differences(self) -> str:
-        """Return which gradients differ, and whose is wrong; empty: none, or the step is not
-        audited. (all ranks)
+        """Return which gradients differ, and on which rank; "" where none do. (all ranks)
 
-        Raises WrongGradient when the same step was done again and they differ again. Waits for the
-        device.
+        "" also when the step is not audited. Raises WrongGradient when the same step was done again
+        and they differ again. Waits for the device.
         """
         if not self.due:
             return ""
         self.forget()
-        mesh, own = (
-            self._mesh,
-            dict(zip(self._own, torch.stack([*self._own.values()]).tolist(), strict=True)),
-        )
+        mesh = self._mesh
+        own = dict(zip(self._own, torch.stack([*self._own.values()]).tolist(), strict=True))
+
+        # Compare one number per rank first. Index -1 is the last rank: they stand in a ring.
         digests = mesh.all_gather((_digest(own), _digest(self._theirs)))
-        disputed = [
-            rank for rank in range(len(digests)) if digests[rank][0] != digests[rank - 1][1]
-        ]
+        disputed = []
+        for rank, (own_digest, _) in enumerate(digests):
+            _, digest_of_rank_before = digests[rank - 1]
+            if own_digest != digest_of_rank_before:
+                disputed.append(rank)
         if not disputed:
             self._clean = self._step
             return ""
-        third = (mesh.rank + 2) % mesh.world_size
-        decides = mesh.world_size > 2 and third in disputed
-        told = mesh.all_gather((own, self._theirs, self._compute(third) if decides else None))
-        found = "; ".join(self._describe(rank, told) for rank in disputed)
+
+        # Only now a third rank computes the disputed gradient, too.
+        disputed_one = (mesh.rank + 2) % mesh.world_size
+        third = None
+        if mesh.world_size > 2 and disputed_one in disputed:
+            third = self._compute(disputed_one)
+        everyone = mesh.all_gather((own, self._theirs, third))
+        difference = "; ".join(self._describe(rank, everyone) for rank in disputed)
+
         if self._differed == self._step:
-            newest = f"The newest audit without a difference was of step {self._clean}" if self._clean else (
-                "No audit since the ranks met was without a difference"
-            )  # fmt: skip
+            newest = "No audit since the ranks met was without a difference"
+            if self._clean:
+                newest = f"The newest audit without a difference was of step {self._clean}"
             raise WrongGradient(
-                f"at step {self._step}, done twice, {found}. The update was left out. {newest}; "
-                "later weights may have "
-                "wrong gradients in them. Take the faulty device out of the cluster and resume "
-                "from a checkpoint of "
-                "that time. Devices of different models, and kernels that add in no fixed order, "
-                "need audit_every 0"
+                f"at step {self._step}, done twice, {difference}. The update was left out. "
+                f"{newest}; later weights may have wrong gradients in them. Take the faulty device "
+                "out of the cluster and resume from a checkpoint of that time. Devices of "
+                "different models, and kernels that add in no fixed order, need audit_every 0"
             )
         self._differed = self._step
-        return f"at step {self._step} {found}. No weight has changed; the step is done again"
+        return f"at step {self._step} {difference}. No weight has changed; the step is done again"
 
-    def _describe(self, of: int, told: list[Any]) -> str:
-        """Say who computed another gradient of rank `of`'s micro batch: itself, the rank before it,
-        or the third.
+    def _describe(self, rank: int, everyone: list[Any]) -> str:
+        """Return which ranks computed different gradients of the micro batch of `rank`.
+
+        `everyone` contains, for each rank, the hashes of its own micro batch, of the next rank's,
+        and of the disputed one of the rank after that, or None.
         """
-        own, theirs, third = (told[of - i][i] for i in range(3))
-        by = [(of - i) % len(told) for i in range(3)]
-        what = f"of rank {of}'s micro batch {self._micro}"
-        first = next((name for name in (*own, *theirs) if own.get(name) != theirs.get(name)), "")
-        where = f"first, as backward goes, of {first}"
-        if third in (own, theirs):
-            wrong, right = (by[1], by[0]) if third == own else by[:2]
+        # Those of this micro batch, and the ranks that computed them: the rank itself, the one
+        # before it, and the one before that.
+        before = (rank - 1) % len(everyone)
+        before_that = (rank - 2) % len(everyone)
+        own: Hashes = everyone[rank][0]
+        second: Hashes = everyone[before][1]
+        third: Hashes | None = everyone[before_that][2]
+
+        what = f"of rank {rank}'s micro batch {self._micro}"
+        where = f"first, as backward goes, of {_first_difference(own, second)}"
+        if third is None:
             return (
-                f"rank {wrong} has another gradient {what} than ranks {right} and {by[2]}, {where}"
+                f"ranks {rank} and {before} have different gradients {what}, {where}: no third "
+                "rank can decide"
             )
-        who = f"ranks {by[0]} and {by[1]} have different gradients" if third is None else (
-            f"ranks {by[0]}, {by[1]} and {by[2]} have three different gradients"
-        )  # fmt: skip
-        return f"{who} {what}, {where}" + (": no third rank can decide" if third is None else "")
+        if third == own:
+            return (
+                f"rank {before} has another gradient {what} than ranks {rank} and {before_that}, "
+                f"{where}"
+            )
+        if third == second:
+            return (
+                f"rank {rank} has another gradient {what} than ranks {before} and {before_that}, "
+                f"{where}"
+            )
+        return (
+            f"ranks {rank}, {before} and {before_that} have three different gradients {what}, "
+            f"{where}"
+        )
+
+
+def _first_difference(own: Hashes, second: Hashes) -> str:
+    """Return the first parameter, in the order of backward, whose gradients differ."""
+    for name in (*own, *second):
+        if own.get(name) != second.get(name):
+            return name
+    return ""
 
 
 def _digest(hashes: Hashes) -> int:

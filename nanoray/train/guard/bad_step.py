@@ -25,7 +25,7 @@ NAMED = 4  # ranks that a message describes
 
 
 class Finding(NamedTuple):
-    """What one rank knows about a step that was not finite."""
+    """One rank's part of the description of a step that was not finite."""
 
     loss: float  # this rank's, when the step first ran
     layer: str  # where the replay first found a value that is not finite; empty: nowhere
@@ -38,70 +38,90 @@ def replay(
     repeat: Callable[..., None],
     seed: Callable[[int], None],
 ) -> tuple[str, int | None]:
-    """Run a step's forwards and backwards without a sum of gradients, which stay as they were. (all
-    ranks)
+    """Run a step's forwards and backwards again, without a sum of gradients. (all ranks)
 
-    Returns what was first not finite (empty: nothing) and in which micro batch. `repeat` is
-    Plan.repeat, `batch` returns a micro batch by its number, `seed` seeds the dropout of one; the
-    caller restores the generators after.
+    Returns what was first not finite ("" for nothing), and in which micro batch. Gradients stay as
+    they were. `repeat` is Plan.repeat, `batch` returns a micro batch by its number, `seed` seeds
+    the dropout of one; the caller restores the generators afterwards.
     """
+    # Put the step's gradients aside, so that backward makes new ones.
     params = [p for p in model.parameters() if p.requires_grad]
     kept = [p.grad for p in params]
     model.zero_grad(set_to_none=True)
-    probe, where = Probe(model), list[int]()
-    with probe, torch.compiler.set_stance("force_eager"):  # compiled blocks would not see the hooks
-        repeat(
-            batch, seed, lambda micro: where.append(micro) if probe.found and not where else None
-        )
-    own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    summed = any(isinstance(grad, DTensor) for grad in own.values())
-    # With fsdp backward has summed. A look at a DTensor's values talks to the other ranks, which
-    # may not come here.
-    own = {name: local_of(grad) for name, grad in own.items()}
-    if not probe.found and not torch.isfinite(get_total_norm([*own.values()])):
-        what = "the sum over ranks of the gradient" if summed else "the gradient"
-        names = (
-            f"{what} of {name}" for name, grad in own.items() if not torch.isfinite(grad).all()
-        )
-        probe.found = next(names, "the norm of all gradients, which overflows")
+
+    probe = Probe(model)
+    bad_micros: list[int] = []
+
+    def after_turn(micro: int) -> None:
+        if probe.found and not bad_micros:
+            bad_micros.append(micro)
+
+    # Compiled blocks would not call the probe's hooks.
+    with probe, torch.compiler.set_stance("force_eager"):
+        repeat(batch, seed, after_turn)
+
+    # All activations were finite: look at the gradients. With fsdp backward has summed them. A
+    # reduction of a DTensor would communicate with the other ranks, which may not come here.
+    if not probe.found:
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        summed = any(isinstance(grad, DTensor) for grad in grads.values())
+        local = {name: local_of(grad) for name, grad in grads.items()}
+        probe.found = _bad_gradient(local, summed)
+
     for p, grad in zip(params, kept, strict=True):
         p.grad = grad
-    return probe.found, where[0] if where else None
+    return probe.found, bad_micros[0] if bad_micros else None
+
+
+def _bad_gradient(grads: dict[str, Tensor], summed: bool) -> str:
+    """Return the first gradient that is not finite; "" if their norm is finite."""
+    if torch.isfinite(get_total_norm([*grads.values()])):
+        return ""
+    for name, grad in grads.items():
+        if not torch.isfinite(grad).all():
+            if summed:
+                return f"the sum over ranks of the gradient of {name}"
+            return f"the gradient of {name}"
+    return "the norm of all gradients, which overflows"
 
 
 def describe(mesh: Mesh, step: str, own: Finding) -> str:
-    """Describe what the replay found on all ranks. (all ranks) `step` is a text with a field for
-    the mean loss.
+    """Describe the findings of all ranks. (all ranks)
+
+    `step` is a text with a field {loss} for the mean loss.
     """
     everyone = mesh.all_gather((own.loss, own.layer, own.samples))
-    findings = [Finding(loss, layer, samples) for loss, layer, samples in everyone]
-    named = [(r, f) for r, f in enumerate(findings) if f.layer or not math.isfinite(f.loss)]
-    if any(f.layer for f in findings):
+    findings = [Finding(*finding) for finding in everyone]
+    mean = sum(finding.loss for finding in findings) / len(findings)
+
+    verdict = "it is finite this time: a transient error of the machine, or an injected fault"
+    if any(finding.layer for finding in findings):
         verdict = "it is not finite again: lower lr, set grad_clip, or look at that data"
-    else:
-        verdict = "it is finite this time: a transient error of the machine, or an injected fault"
-    told = [
-        f"rank {r}: own loss {f.loss:.4g}, samples {f.samples}"
-        + (f", first in {f.layer}" if f.layer else "")
-        for r, f in named[:NAMED]
-    ]
-    told += [f"and {len(named) - NAMED} more ranks"] if len(named) > NAMED else []
-    whose = (
-        f"Not finite on {'; '.join(told)}"
-        if named
-        else "Every rank's own loss and gradients are finite"
-    )
-    mean = sum(f.loss for f in findings) / len(findings)
-    return f"{step.format(loss=mean)}, {verdict}. {whose}"
+
+    descriptions = []
+    for rank, finding in enumerate(findings):
+        if math.isfinite(finding.loss) and not finding.layer:
+            continue
+        description = f"rank {rank}: own loss {finding.loss:.4g}, samples {finding.samples}"
+        if finding.layer:
+            description += f", first in {finding.layer}"
+        descriptions.append(description)
+
+    ranks = "Every rank's own loss and gradients are finite"
+    if descriptions:
+        named = descriptions[:NAMED]
+        if len(descriptions) > NAMED:
+            named.append(f"and {len(descriptions) - NAMED} more ranks")
+        ranks = f"Not finite on {'; '.join(named)}"
+    return f"{step.format(loss=mean)}, {verdict}. {ranks}"
 
 
 class Probe:
-    """A context that finds the first layer of a model whose output, or else whose gradient, is not
-    finite.
-    """
+    """A context that finds the first layer whose output, or whose gradient, is not finite."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.found = model, ""
+        self.model = model
+        self.found = ""  # the first place that was not finite
         self._handles: list[Any] = []
 
     def __enter__(self) -> Probe:
@@ -114,20 +134,28 @@ class Probe:
             handle.remove()
 
     def _hook(self, name: str) -> Any:
-        def look(what: str, tensor: Tensor) -> None:
+        def check(what: str, tensor: Tensor) -> None:
             if not self.found and not torch.isfinite(tensor).all():
                 self.found = what
 
+        def check_gradient(grad: Tensor) -> None:
+            check(f"the gradient at the output of {name or 'the model'}", grad)
+
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            # Experts also tell of their routing
-            output = output[0] if isinstance(output, tuple) else output
+            # A layer of experts also returns its routing.
+            if isinstance(output, tuple):
+                output = output[0]
             # The padding of the vocabulary has logits of -inf on purpose.
-            tokens = output[..., : module.vocab_size] if isinstance(module, LMHead) else output
-            whole = "the loss" if output.dim() == 0 else "the output of the stage"
-            look(f"the output of {name}" if name else whole, tokens)
+            tokens = output
+            if isinstance(module, LMHead):
+                tokens = output[..., : module.vocab_size]
+
+            # The model itself has no name: it returns a scalar, or a stage's stream.
+            what = f"the output of {name}"
+            if not name:
+                what = "the loss" if output.dim() == 0 else "the output of the stage"
+            check(what, tokens)
             if output.requires_grad:
-                output.register_hook(
-                    lambda grad: look(f"the gradient at the output of {name or 'the model'}", grad)
-                )
+                output.register_hook(check_gradient)
 
         return hook

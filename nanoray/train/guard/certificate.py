@@ -1,13 +1,12 @@
-"""hashes.jsonl: what a run says of its states, so that another run, or its re-enactment, can be
-compared with it.
+"""hashes.jsonl: hashes of a run's states, to compare it with another run, or with its replay.
 
-    {"group": step, "ranks": 2, "threads": 1, "config": {...}, ...}      a group of ranks goes on after this step
+    {"group": step, "ranks": 2, "threads": 1, "config": {...}, ...}      a group continues after step
     {"step": 250, "samples": ..., "losses": [...], "ranks": [...], "tensors": {...}, "differ": {}}
 
 The second kind is written at each comparison of the ranks (--hash_every, and before each
 checkpoint), by rank 0: each rank's own loss in this step, a hash of each rank's state after it, and
-the hash of each tensor. `differ` names ranks that disagree with the others, and the first tensor in
-which they do.
+the hash of each tensor. `differ` contains the ranks that disagree with the others, and for each the
+first tensor that differs.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ NAME = "hashes.jsonl"
 
 @dataclass
 class Certificate:
-    """What a run's hashes.jsonl says, without what a resume has made void."""
+    """The lines of a run's hashes.jsonl, without those that a resume has made void."""
 
     groups: list[dict[str, Any]] = field(default_factory=list)  # in the order of their steps
     states: dict[int, dict[str, Any]] = field(default_factory=dict)  # by step
 
 
 def append(folder: Path, line: dict[str, Any]) -> None:
-    """Add a line to a run's file. On a full disk it is left out: the run does not need it."""
+    """Append a line to a run's file. On a full disk it is left out: the run does not need it."""
     try:
         append_line(folder / NAME, json.dumps(line, allow_nan=False))
     except OSError as error:
@@ -47,20 +46,20 @@ def append(folder: Path, line: dict[str, Any]) -> None:
 
 def read(folder: Path) -> Certificate:
     """Read a run's file; a line of a step that was done again replaces the older one."""
-    found = Certificate()
+    certificate = Certificate()
     for line in read_json_lines(folder / NAME):
         if "group" in line:
-            found.states = {
-                step: state for step, state in found.states.items() if step <= line["group"]
-            }
-            found.groups = [group for group in found.groups if group["group"] < line["group"]] + [
-                line
-            ]
+            # The run went back to this step: later states, and groups that began later, are void.
+            begun = line["group"]
+            states = certificate.states
+            certificate.states = {step: states[step] for step in states if step <= begun}
+            groups = [group for group in certificate.groups if group["group"] < begun]
+            certificate.groups = [*groups, line]
         elif "step" in line:
-            found.states[line["step"]] = line
-    return found
+            certificate.states[line["step"]] = line
+    return certificate
 
 
-def written(value: int) -> str:
-    """Write a 64-bit hash."""
+def format_hash(value: int) -> str:
+    """Return a 64-bit hash as 16 hexadecimal digits."""
     return f"{value % 2**64:016x}"

@@ -1,6 +1,6 @@
 """Keep a step out of the weights when its gradient norm or loss is not finite.
 
-    gradient norm, losses ─► check() ─► Verdict: leave the update out (a tensor on the device), go on or roll back
+    gradient norm, losses ─► check() ─► Verdict: go on, leave the update out, or roll back
 
 After the all-reduce every rank holds the same gradients, so all ranks reach the same decision
 without communication. On CPU the host reads the norm of each step. On a GPU it reads the norms on
@@ -42,24 +42,22 @@ class BadStep(NamedTuple):
 class Verdict(NamedTuple):
     """What to do with a step."""
 
-    # On the device, 1: leave the update out; None: the host knows that it is good
+    # On the device, 1: leave the update out; None: the host has read that it is good
     leave_out: Tensor | None = None
     roll_back: str = ""  # why the run returns to its newest checkpoint; empty: no rollback
     warning: str = ""  # what the user should know
 
 
 class Guards:
-    """Decides on each step from values: this rank's loss, the mean loss, the gradient norm. A part
-    of the state.
-    """
+    """Decides on each step from this rank's loss, the mean loss, and the norm. A part of the state."""
 
     def __init__(
         self, config: Config, batch: Batch, device: torch.device, scaler: LossScaler | None = None
     ) -> None:
-        """Watch steps on `device`. With a `scaler` (fp16) norms that are not finite are its affair;
-        losses are not.
-        """
-        self.on_nan, self._global_size, self._scaler = config.on_nan, batch.global_size, scaler
+        """Watch steps on `device`. With fp16 the `scaler` handles norms that are not finite."""
+        self.on_nan = config.on_nan
+        self._global_size = batch.global_size
+        self._scaler = scaler
         self.reads_each_step = device.type == "cpu"  # no device to wait for
         # A replay is exact while the weights are those of the bad step
         self._sticky = config.on_nan != "skip"
@@ -70,10 +68,10 @@ class Guards:
         self._norms: deque[float] = deque(maxlen=SPIKE_WINDOW)
         self._counts = dict.fromkeys(("skipped", "rollbacks", "healed", "spikes"), 0)
         self._in_spike = False
-        self._overflows = 0  # updates that the loss scaler had left out at the last look
+        self._overflows = 0  # updates that the loss scaler had left out when they were last read
         self._row = 0  # updates left out in a row
-        # The checkpoint of the last rollback, and how often it was used
-        self._place, self._returns = "", 0
+        self._place = ""  # the checkpoint of the last rollback
+        self._returns = 0  # how often it was used
 
     def metrics(self) -> dict[str, int]:
         """Return the counts since the run began, for a record."""
@@ -86,7 +84,7 @@ class Guards:
         return {f"fault/{names[key]}": count for key, count in self._counts.items()}
 
     def values(self) -> dict[str, Any]:
-        """Return what another rank needs to make the same decisions from here on."""
+        """Return the values from which another rank makes the same decisions from here on."""
         columns = len(self._steps)
         return {
             "steps": self._steps[:],
@@ -106,14 +104,18 @@ class Guards:
         if not values:
             return
         self._steps = list(values["steps"])
-        # JSON has no NaN: a value that a checkpoint holds as null was not finite
-        ring = [[math.nan if v is None else v for v in row] for row in values["ring"]]
+        # JSON has no NaN: a value that a checkpoint contains as null was not finite.
+        ring = []
+        for row in values["ring"]:
+            ring.append([math.nan if value is None else value for value in row])
         self._ring[:, : len(self._steps)] = torch.tensor(ring, device=self._ring.device)
         self._stuck.fill_(values["stuck"])
         self._norms = deque(values["norms"], maxlen=SPIKE_WINDOW)
         self._counts = dict(values["counts"])
-        self._in_spike, self._row = values["in_spike"], values["row"]
-        self._place, self._returns = values["place"], values["returns"]
+        self._in_spike = values["in_spike"]
+        self._row = values["row"]
+        self._place = values["place"]
+        self._returns = values["returns"]
         self._overflows = values.get("overflows", 0)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -134,30 +136,37 @@ class Guards:
         explain: Callable[[BadStep], str],
         samples: int,
     ) -> Verdict:
-        """Note a step whose gradients are known, and decide on it. (all ranks)
+        """Record a step whose gradients are ready, and decide on it. (all ranks)
 
         `own_loss` is this rank's loss; `mean_loss` is that of all ranks, or None. Only values that
         are equal on all ranks decide. The other arguments are those of `decide`. Waits for a GPU
         only with `look`.
         """
-        leave_out = self._take_down(step, norm, own_loss, mean_loss)
+        leave_out = self._record(step, norm, own_loss, mean_loss)
         return self.decide(look, explain, samples)._replace(leave_out=leave_out)
 
-    def _take_down(
+    def _record(
         self, step: int, norm: Tensor, own_loss: Tensor, mean_loss: Tensor | None
     ) -> Tensor | None:
+        """Write a step into the ring; return whether to leave its update out, as in Verdict."""
         while self._steps and self._steps[-1] >= step:  # an interrupted step, which is repeated
             self._steps.pop()
+
+        # 1 where the update must not reach the weights, as a tensor: the host does not wait for it.
         if self._scaler:
             bad = self._scaler.bad_loss
         else:
             watched = [norm] if mean_loss is None else [norm, mean_loss]
             bad = (~torch.isfinite(torch.stack(watched)).all()).to(self._stuck.dtype)
         if self._sticky:
-            self._stuck = bad = torch.maximum(self._stuck, bad)
+            bad = torch.maximum(self._stuck, bad)
+            self._stuck = bad
+
         self._ring[:, len(self._steps)] = torch.stack([bad, own_loss.float(), norm.float()])
         self._steps.append(step)
-        return None if self.reads_each_step and not bad else bad
+        if self.reads_each_step and not bad:
+            return None
+        return bad
 
     def decide(self, look: bool, explain: Callable[[BadStep], str], samples: int) -> Verdict:
         """Decide on the updates left out since the last look. (all ranks: `explain` communicates)
@@ -169,16 +178,24 @@ class Guards:
         """
         if not (look or self.reads_each_step) or not self._steps:
             return Verdict()
-        seen = list(zip(self._steps, *self._ring[:, : len(self._steps)].tolist(), strict=True))
+
+        # Read the ring: on a GPU this waits for the device. Count the updates left out in a row.
+        flags, losses, norms = self._ring[:, : len(self._steps)].tolist()
+        steps = self._steps
         self._steps = []
+        bad = []
         longest = 0
-        for _, flag, _, _ in seen:
-            self._row = self._row + 1 if flag else 0
-            longest = max(longest, self._row)
-        bad = [BadStep(step, loss, norm) for step, flag, loss, norm in seen if flag]
+        for step, flag, loss, norm in zip(steps, flags, losses, norms, strict=True):
+            if flag:
+                bad.append(BadStep(step, loss, norm))
+                self._row += 1
+                longest = max(longest, self._row)
+            else:
+                self._row = 0
         if not bad:
-            newest, _, _, norm = seen[-1]
-            return Verdict(warning=self._watch(newest, norm, samples))
+            return Verdict(warning=self._watch(steps[-1], norms[-1], samples))
+
+        # (all ranks) Repeat the first bad step, for a message that names layer and samples.
         self._stuck.zero_()
         why = explain(bad[0])
         if self.on_nan == "rollback":
@@ -200,7 +217,9 @@ class Guards:
 
         Raises TrainingDiverged without a checkpoint, or after too many rollbacks to the same one.
         """
-        self._returns = self._returns + 1 if path == self._place else 1
+        if path != self._place:
+            self._returns = 0
+        self._returns += 1
         self._place = path
         if not path:
             raise TrainingDiverged(
@@ -214,19 +233,27 @@ class Guards:
         self._row = 0
 
     def watch_overflows(self, step: int, skipped: int) -> str:
-        """Return a warning when the loss scaler left out many updates since the last look.
-        `skipped`: all so far.
+        """Return a warning when the loss scaler left out many updates since the last call, or "".
+
+        `skipped` counts all that were left out so far.
         """
-        new, self._overflows = skipped - self._overflows, skipped
+        new = skipped - self._overflows
+        self._overflows = skipped
         if new < MANY_OVERFLOWS:
             return ""
-        return f"{new} updates up to step {step} were left out because fp16 gradients overflowed, {skipped} in all"
+        return (
+            f"{new} updates up to step {step} were left out because fp16 gradients overflowed, "
+            f"{skipped} in all"
+        )
 
     def _watch(self, step: int, norm: float, samples: int) -> str:
         """Return a warning when the gradient norm far exceeds its running median, once per spike."""
-        median = statistics.median(self._norms) if len(self._norms) >= SPIKE_LEAST else math.inf
+        median = math.inf  # too few norms to judge by
+        if len(self._norms) >= SPIKE_LEAST:
+            median = statistics.median(self._norms)
         spike = 0 < SPIKE * median < norm < math.inf
-        began, self._in_spike = spike and not self._in_spike, spike
+        began = spike and not self._in_spike
+        self._in_spike = spike
         self._counts["spikes"] += spike
         if math.isfinite(norm):  # with fp16 it may be infinite
             self._norms.append(norm)
@@ -234,6 +261,5 @@ class Guards:
             return ""
         return (
             f"gradient norm {norm:.3g} at step {step} is {norm / median:.0f} times its median "
-            f"{median:.3g} "
-            f"(samples {samples} to {samples + self._global_size - 1})"
+            f"{median:.3g} (samples {samples} to {samples + self._global_size - 1})"
         )

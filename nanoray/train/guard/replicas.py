@@ -1,8 +1,6 @@
-"""Compare the replicas' state by hashes of the tensors' bits; a minority receives the majority's
-state.
+"""Compare the replicas' state by hashes of the tensors' bits; heal a minority.
 
 weights, optimizer, loss scale ─► hash_tensors() ─► compare over all ranks ─► equal, or share()
-heals a minority
 """
 
 from __future__ import annotations
@@ -19,13 +17,12 @@ from nanoray.errors import StateDiverged
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import is_cut
 from nanoray.state import TrainState, optimizer_tensors, share
-from nanoray.train.guard.certificate import written
+from nanoray.train.guard.certificate import format_hash
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _REMEDY = (
     "The newest checkpoint was written while all agreed: resume from it; ranks on devices of "
-    "different models round "
-    "differently and need hash_every 0"
+    "different models round differently and need hash_every 0"
 )
 # Elements: an int64 product that stays in cache, or fills a GPU
 _CHUNK = {"cpu": 1 << 17, "cuda": 1 << 22}
@@ -35,129 +32,144 @@ def compare(
     state: TrainState,
     mesh: Mesh,
     losses: Sequence[float] = (),
-    tell: Callable[[dict[str, Any]], None] = lambda found: None,
+    certify: Callable[[dict[str, Any]], None] = lambda hashes: None,
 ) -> tuple[int, str]:
-    """Compare the ranks' weights and optimizer state; heal a minority from the majority's memory.
-    (all ranks)
+    """Compare the state of all ranks, and heal a minority from the majority. (all ranks)
 
-    Of a sharded optimizer state, each share is compared with its mirror, if it has one. `tell` gets
-    what certificate.py keeps of this state, before it is healed; `losses` are those of the newest
-    step on this rank. Returns the number of healed ranks, and a warning for the user. Raises
-    StateDiverged when there is no majority. Costs one pass over the state, and one wait for the
-    device.
+    Each share of a sharded optimizer state is compared with its mirror, if it has one. `certify`
+    receives the line of certificate.py for this state, before it is healed; `losses` are those of
+    the newest step on this rank. Returns the number of healed ranks, and a warning for the user.
+    Raises StateDiverged when there is no majority. Costs one pass over the state, and one wait for
+    the device.
     """
+    # JSON has no word for NaN.
     own_losses = [loss if math.isfinite(loss) else None for loss in losses]
     names, hashes = hash_tensors(state.tensors())
-    # Of a model that is cut
-    rows = hash_tensors({shard.piece.place: shard.param for shard in state.weights or ()})
-    cut = is_cut(state.model)  # then its ranks differ, and are compared piece by piece
-    digests = [] if cut else mesh.all_gather((combine(hashes), state.samples))
-    gathered = mesh.all_gather(
-        (combine(hashes + rows[1]), own_losses, dict(zip(*rows, strict=True)))
+    # The rows of a model that is cut; its ranks differ, and are compared piece by piece.
+    places, row_hashes = hash_tensors(_rows(state))
+    cut = is_cut(state.model)
+
+    digests = []
+    if not cut:
+        digests = mesh.all_gather((combine(hashes), state.samples))
+    of_ranks = mesh.all_gather(
+        (combine(hashes + row_hashes), own_losses, dict(zip(places, row_hashes, strict=True)))
     )
-    told: dict[str, Any] = {
-        "samples": state.samples,
-        "losses": [loss for _, own, _ in gathered for loss in own],
-    }
-    told["ranks"] = [written(digest) for digest, *_ in gathered]
-    told["tensors"] = {
-        place: written(value) for *_, of_rank in gathered for place, value in of_rank.items()
-    }
+    line = _line_of(of_ranks, state.samples)
     if cut:
-        _compare_pieces(
-            dict(zip(names, hashes, strict=True)), state, mesh, lambda differ: tell(told | differ)
-        )
+        own = dict(zip(names, hashes, strict=True))
+        _compare_pieces(own, state, mesh, lambda differ: certify(line | differ))
         _compare_mirrors(state, mesh)
         return 0, ""
+
+    # The usual case: all ranks have the same hash.
     (winner, votes), *others = Counter(digests).most_common()
     if not others:
-        told["tensors"] |= dict(zip(names, map(written, hashes), strict=True))
-        tell(told | {"differ": {}})
+        line["tensors"] |= dict(zip(names, map(format_hash, hashes), strict=True))
+        certify(line | {"differ": {}})
         _compare_mirrors(state, mesh)
         return 0, ""
+
+    # Some differ: find the first tensor on each, compared with a rank of the majority.
     _compare_mirrors(state, mesh)
     everyone = mesh.all_gather((len(hashes), hashes))
-    majority = votes > mesh.world_size / 2
-    source = digests.index(winner) if majority else 0
-    strays = {
-        r: _first_difference(names, everyone[r], everyone[source])
-        for r, digest in enumerate(digests)
-        if digest != digests[source]
-    }
-    what = "; ".join(f"rank {r} in {tensor}" for r, tensor in strays.items())
-    told["tensors"] |= dict(zip(names, map(written, everyone[source][1]), strict=False))
-    tell(told | {"differ": {str(r): tensor for r, tensor in strays.items()}})
-    if not majority:
+    has_majority = votes > mesh.world_size / 2
+    source = digests.index(winner) if has_majority else 0
+    strays = {}
+    for rank, digest_of_rank in enumerate(digests):
+        if digest_of_rank != digests[source]:
+            strays[rank] = _first_difference(names, everyone[rank], everyone[source])
+    what = "; ".join(f"rank {rank} in {tensor}" for rank, tensor in strays.items())
+
+    line["tensors"] |= dict(zip(names, map(format_hash, everyone[source][1]), strict=False))
+    certify(line | {"differ": {str(rank): tensor for rank, tensor in strays.items()}})
+    if not has_majority:
         raise StateDiverged(
             f"after step {state.step} the ranks hold different weights or optimizer state, and no "
-            "majority agrees:"
-            f" {what}, compared with rank {source}. {_REMEDY}"
+            f"majority agrees: {what}, compared with rank {source}. {_REMEDY}"
         )
-    # If a rank is lost now, no other rank may copy a differing state
+
+    # If a rank is lost now, no other rank may copy a differing state.
     state.whole = mesh.rank not in strays
     share(state, mesh, source)
     return len(strays), (
         f"after step {state.step} the state differs from the majority's on {what}: a flipped bit, "
-        "or a "
-        f"faulty device. It took over the state of rank {source}; training goes on"
+        f"or a faulty device. It took over the state of rank {source}; training goes on"
     )
+
+
+def _rows(state: TrainState) -> dict[str, Tensor]:
+    """Return this rank's weights by their places, where no rank has all weights; else {}."""
+    return {shard.piece.place: shard.param for shard in state.weights or ()}
+
+
+def _line_of(of_ranks: Sequence[Any], samples: int) -> dict[str, Any]:
+    """Return the line of certificate.py, given each rank's digest, losses and hashes of rows."""
+    losses: list[float] = []
+    digests = []
+    tensors = {}
+    for digest_of_rank, losses_of_rank, rows in of_ranks:
+        losses += losses_of_rank
+        digests.append(format_hash(digest_of_rank))
+        for place, value in rows.items():
+            tensors[place] = format_hash(value)
+    return {"samples": samples, "losses": losses, "ranks": digests, "tensors": tensors}
 
 
 def digest(state: TrainState) -> int:
-    """Return a hash of what must be equal on all replicas."""
-    return combine([*hash_tensors(state.tensors())[1], state.samples])
+    """Return a hash of everything that must be equal on all replicas."""
+    _, hashes = hash_tensors(state.tensors())
+    return combine([*hashes, state.samples])
 
 
 def agreed(digests: Sequence[int | None], step: int) -> tuple[int, tuple[int, ...]]:
-    """Return the first rank of the majority among those that have a digest, and which of them
-    differ from it.
+    """Return the first rank of the majority of those with a digest, and the ranks that differ.
 
     Raises StateDiverged where no majority agrees.
     """
-    held = Counter(found for found in digests if found is not None)
-    (winner, votes), *others = held.most_common()
-    if others and 2 * votes <= held.total():
+    counts = Counter(value for value in digests if value is not None)
+    (winner, votes), *others = counts.most_common()
+    if others and 2 * votes <= counts.total():
         raise StateDiverged(
             f"after step {step} the ranks that are left hold different weights or optimizer state, "
-            "and no majority "
-            f"agrees: a flipped bit, or a faulty device. {_REMEDY}"
+            f"and no majority agrees: a flipped bit, or a faulty device. {_REMEDY}"
         )
-    return digests.index(winner), tuple(
-        r for r, found in enumerate(digests) if found not in (None, winner)
-    )
+    strays = [rank for rank, value in enumerate(digests) if value not in (None, winner)]
+    return digests.index(winner), tuple(strays)
 
 
 def _compare_pieces(
-    own: dict[str, int], state: TrainState, mesh: Mesh, tell: Callable[[dict[str, Any]], None]
+    own: dict[str, int], state: TrainState, mesh: Mesh, certify: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Compare the ranks that hold the same piece. (all ranks) Raises StateDiverged: nothing is
-    healed.
+    """Compare the ranks that hold the same piece. (all ranks)
+
+    Raises StateDiverged where they differ: nothing is healed.
     """
+    # Place -> rank -> hash
     everyone = mesh.all_gather({**own, "the data cursor": state.samples})
-    found: dict[str, dict[int, int]] = {}
+    pieces: dict[str, dict[int, int]] = {}
     for rank, hashes in enumerate(everyone):
         for place, value in hashes.items():
-            found.setdefault(place, {})[rank] = value
-    wrong = {place: held for place, held in found.items() if len(set(held.values())) > 1}
-    if not wrong:
-        tell({"differ": {}})
+            pieces.setdefault(place, {})[rank] = value
+    differing = [place for place, held in pieces.items() if len(set(held.values())) > 1]
+    if not differing:
+        certify({"differ": {}})
         return
-    place, held = next(iter(wrong.items()))
+
+    # Name the minority of the first such piece, or all its holders where there is none.
+    place = differing[0]
+    held = pieces[place]
+    strays = [*held]
     (winner, votes), *_ = Counter(held.values()).most_common()
-    strays = (
-        [rank for rank, value in held.items() if value != winner]
-        if votes > len(held) / 2
-        else [*held]
-    )
-    tell({"differ": {str(rank): place for rank in strays}})
+    if votes > len(held) / 2:
+        strays = [rank for rank, value in held.items() if value != winner]
+    certify({"differ": {str(rank): place for rank in strays}})
     raise StateDiverged(
         f"after step {state.step} ranks that hold the same piece of the state differ in "
-        f"{len(wrong)} of "
-        f"{len(found)} pieces, first in {place}, on rank {', '.join(map(str, strays))} of "
-        f"{sorted(held)}: a flipped "
-        "bit, or a faulty device. A model that is cut is not healed: resume from the newest "
-        "checkpoint, which was "
-        "written while all agreed; ranks on devices of different models round differently and need "
+        f"{len(differing)} of {len(pieces)} pieces, first in {place}, on rank "
+        f"{', '.join(map(str, strays))} of {sorted(held)}: a flipped bit, or a faulty device. A "
+        "model that is cut is not healed: resume from the newest checkpoint, which was written "
+        "while all agreed; ranks on devices of different models round differently and need "
         "hash_every 0"
     )
 
@@ -165,29 +177,30 @@ def _compare_pieces(
 def _compare_mirrors(state: TrainState, mesh: Mesh) -> None:
     """Compare each rank's share of a sharded state with its mirror. (all ranks, if any has one)
 
-    Raises StateDiverged on all ranks where they differ: of two holders, nobody knows which one is
-    right.
+    Raises StateDiverged on all ranks where they differ: there is no majority of two.
     """
-    if state.mirror is None:
+    mirror = state.mirror
+    if mirror is None:
         return
-    mirror, hashes = state.mirror, []
+    hashes = []
     for shards, optimizer in ((state.shards, state.optimizer), (mirror.shards, mirror.optimizer)):
-        kept = optimizer_tensors(optimizer, shards)
-        kept |= {shard.piece.name: shard.param for shard in shards} if state.shards_weights else {}
-        hashes.append(combine(hash_tensors(dict(sorted(kept.items())))[1]))
+        tensors = optimizer_tensors(optimizer, shards)
+        if state.shards_weights:
+            tensors |= {shard.piece.name: shard.param for shard in shards}
+        # Owner and mirror may list them in another order.
+        _, hashes_of_tensors = hash_tensors(dict(sorted(tensors.items())))
+        hashes.append(combine(hashes_of_tensors))
+
     everyone = mesh.all_gather((mirror.owner, *hashes))
-    if differ := [
-        (owner, rank)
-        for rank, (owner, _, copy) in enumerate(everyone)
-        if everyone[owner][1] != copy
-    ]:
-        pairs = ", ".join(
-            f"of rank {owner} and its mirror on rank {rank}" for owner, rank in differ
-        )
+    pairs = []
+    for rank, (owner, _, copy) in enumerate(everyone):
+        if everyone[owner][1] != copy:
+            pairs.append(f"of rank {owner} and its mirror on rank {rank}")
+    if pairs:
         raise StateDiverged(
-            f"after step {state.step} the sharded state differs {pairs}: a flipped bit, or a "
-            "faulty device. Of two "
-            "copies nobody knows which one is right: resume from the newest checkpoint"
+            f"after step {state.step} the sharded state differs {', '.join(pairs)}: a flipped bit, "
+            "or a faulty device. It is unknown which copy is right: resume from the newest "
+            "checkpoint"
         )
 
 
@@ -197,8 +210,7 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 def hash_tensors(tensors: dict[str, Tensor]) -> tuple[list[str], list[int]]:
-    """Return the names and a 64-bit sum of each tensor's bits: sum over i of (2i + 1)·x_i in int64,
-    which wraps.
+    """Return names, and a 64-bit sum of each tensor's bits: Σ (2i + 1)·x_i in int64, which wraps.
 
     x_i is an element's bits as an integer. One flipped bit changes a term by an odd multiple of a
     power of two below 2^64, and two swapped elements of 32 bits change the sum by (x_i - x_j)·2(j -
@@ -213,19 +225,20 @@ def hash_tensors(tensors: dict[str, Tensor]) -> tuple[list[str], list[int]]:
 
 
 def sum_of_bits(tensor: Tensor, odd: dict[torch.device, Tensor]) -> Tensor:
-    """Return that sum, a scalar on the tensor's device. `odd` keeps the factors for the next
-    tensor.
-    """
+    """Return that sum, a scalar on the tensor's device. `odd` keeps factors for the next tensor."""
     flat = bits_of(tensor)
     chunk = _CHUNK.get(flat.device.type, 1 << 20)
     if flat.device not in odd:
-        odd[flat.device] = torch.arange(1, 2 * chunk, 2, device=flat.device)
+        odd[flat.device] = torch.arange(1, 2 * chunk, 2, device=flat.device)  # 1, 3, 5, ...
+    factors = odd[flat.device]
+
+    # In a chunk that begins at element `begin`, element j has the factor 2j + 1 + 2·begin.
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for at in range(0, flat.numel(), chunk):
-        part = flat[at : at + chunk]
-        total += (part * odd[flat.device][: part.numel()]).sum()
-        if at:
-            total += part.sum(dtype=torch.int64) * (2 * at)
+    for begin in range(0, flat.numel(), chunk):
+        part = flat[begin : begin + chunk]
+        total += (part * factors[: part.numel()]).sum()
+        if begin:
+            total += part.sum(dtype=torch.int64) * (2 * begin)
     return total
 
 
@@ -237,7 +250,10 @@ def combine(hashes: list[int]) -> int:
 def _first_difference(
     names: list[str], ours: tuple[int, list[int]], theirs: tuple[int, list[int]]
 ) -> str:
+    """Return the first tensor that differs; each side is (number of hashes, hashes)."""
     if ours[0] != theirs[0]:
         return "the number of tensors of the optimizer"
-    pairs = zip(names, ours[1], theirs[1], strict=False)
-    return next((name for name, a, b in pairs if a != b), "the data cursor")
+    for name, own_hash, other_hash in zip(names, ours[1], theirs[1], strict=False):
+        if own_hash != other_hash:
+            return name
+    return "the data cursor"

@@ -1,6 +1,4 @@
-"""Parameter groups, the optimizer, the learning rate at a step, and nanochat's rules for scaling a
-recipe.
-"""
+"""Parameter groups, the optimizer, and the learning rate at a step."""
 
 from __future__ import annotations
 
@@ -26,13 +24,13 @@ def make_optimizer(
     momentum. Its buffers begin as zeros: torch would leave them uninitialised when fp16 skips the
     very first update.
     """
-    shards = whole_shards(model) if shards is None else shards
+    if shards is None:
+        shards = whole_shards(model)
+    decaying = [shard.param for shard in shards if shard.decays]
+    others = [shard.param for shard in shards if not shard.decays]
     groups = [
-        {
-            "params": [shard.param for shard in shards if shard.decays],
-            "weight_decay": config.weight_decay,
-        },
-        {"params": [shard.param for shard in shards if not shard.decays], "weight_decay": 0.0},
+        {"params": decaying, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
     if config.pure:
         return Optim16(groups, shards, config)
@@ -52,8 +50,9 @@ def make_optimizer(
 
 def set_lr(optimizers: Sequence[torch.optim.Optimizer], lr: float) -> None:
     """Set the learning rate of every parameter group."""
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        group["lr"] = lr * group.get("lr_factor", 1.0)  # of a group with a rate of its own
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_factor", 1.0)  # for a group with a rate of its own
 
 
 def lr_at(step: int, config: Config) -> float:
@@ -66,13 +65,12 @@ def lr_at(step: int, config: Config) -> float:
         return config.lr * (step + 1) / (config.warmup_steps + 1)
     if config.schedule == "constant":
         return config.lr
+    span = config.lr - config.min_lr
     if config.schedule == "cosine":
-        progress = min(
-            1.0, (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
-        )
-        return config.min_lr + (config.lr - config.min_lr) * 0.5 * (
-            1 + math.cos(math.pi * progress)
-        )
+        steps_after_warmup = max(1, config.max_steps - config.warmup_steps)
+        progress = min(1.0, (step - config.warmup_steps) / steps_after_warmup)
+        return config.min_lr + span * 0.5 * (1 + math.cos(math.pi * progress))
+
     decay_steps = max(1, round(config.decay_fraction * config.max_steps))
     remaining = max(0, config.max_steps - step)
-    return config.min_lr + (config.lr - config.min_lr) * min(1.0, remaining / decay_steps)
+    return config.min_lr + span * min(1.0, remaining / decay_steps)

@@ -5,8 +5,8 @@
     O = orthogonal(u)                   ≈ U·Vᵀ of u = U·S·Vᵀ: all singular values near 1
     w ← w·(1 - lr·decay) - lr·√max(1, rows/columns)·O
 
-A gradient's few large singular values drown the rest of its directions; here all directions move
-alike. Queries, keys and values are three matrices. Matrices of one shape are orthogonalised
+A gradient's few large singular values drown the rest of its directions; here all directions move by
+the same amount. Queries, keys and values are three matrices. Matrices of one shape are orthogonalised
 together, in float32 on a CPU and in bf16 on a GPU. Source: Jordan et al. 2024, Muon: An optimizer
 for hidden layers in neural networks.
 """
@@ -30,49 +30,63 @@ ROUNDS = 5
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for one group of matrices, and AdamW, torch's fused one, for the others. State by
-    torch's names.
-    """
+    """Muon for one group of matrices, and torch's fused AdamW for the others."""
 
     state_keys = {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}  # noqa: RUF012
 
     def __init__(
         self, groups: list[dict[str, Any]], views: Sequence[tuple[int, ...]], config: Config
     ) -> None:
-        """Take the matrices as the first group, with the `views` in which each is one matrix or
-        several.
-        """
+        """Take the matrices as the first group; a view (n, rows, columns) splits each into n."""
         super().__init__(groups, {"lr": config.lr})
         matrices, *others = self.param_groups
         self._adamw = torch.optim.AdamW(others, betas=(config.beta1, config.beta2), fused=True)
         self._adamw.state = self.state
-        # As torch's optimizers mean it: `step` itself leaves out an update
+        # torch's word for: `step` itself leaves out an update where found_inf is 1.
         matrices["fused"] = True
         self.param_groups = [matrices, *self._adamw.param_groups]
         self._views = dict(zip(matrices["params"], views, strict=True))
-        # All state begins as zeros, AdamW's too: it is whole before the first step, when ranks
-        # share it.
+
+        # All state begins as zeros, AdamW's too: ranks share it before the first step.
         for p in matrices["params"]:
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        for p in (p for group in self._adamw.param_groups for p in group["params"]):
-            step = torch.zeros((), dtype=torch.float32, device=p.device)
-            self.state[p].update(
-                step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p)
-            )
+        for group in self._adamw.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+                state["exp_avg"] = torch.zeros_like(p)
+                state["exp_avg_sq"] = torch.zeros_like(p)
 
     @classmethod
     def of(cls, shards: Sequence[Shard], config: Config) -> Muon:
         """Return the optimizer of a GPT's parameters, each of them whole."""
-        matrices = [s for s in shards if s.piece.name.startswith("blocks.") and s.decays]
-        others = [s for s in shards if not (s.piece.name.startswith("blocks.") and s.decays)]
-        decay = {"weight_decay": config.weight_decay}
-        groups: list[dict[str, Any]] = [
-            decay | {"params": [s.param for s in matrices], "lr": config.muon_lr},
-            decay | {"params": [s.param for s in others if s.decays]},
-            {"params": [s.param for s in others if not s.decays], "weight_decay": 0.0},
+        # What decays is a matrix; those outside of the blocks are embeddings.
+        matrices = []
+        embeddings = []
+        vectors = []
+        views = []
+        for shard in shards:
+            if not shard.decays:
+                vectors.append(shard.param)
+            elif shard.piece.name.startswith("blocks."):
+                matrices.append(shard.param)
+                views.append(shard.piece.view)
+            else:
+                embeddings.append(shard.param)
+
+        # The schedule sets AdamW's rate, and Muon's in proportion to it.
+        muon: dict[str, Any] = {
+            "params": matrices,
+            "weight_decay": config.weight_decay,
+            "lr": config.muon_lr,
+            "lr_factor": config.muon_lr / config.lr,
+        }
+        groups = [
+            muon,
+            {"params": embeddings, "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
         ]
-        groups[0]["lr_factor"] = config.muon_lr / config.lr
-        return cls(groups, [s.piece.view for s in matrices], config)
+        return cls(groups, views, config)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -84,47 +98,58 @@ class Muon(torch.optim.Optimizer):
         self._adamw.step()
 
     def _step_matrices(self, left_out: Tensor | None) -> None:
-        """Update the matrices, unless `left_out`, a scalar on the device, is 1: then all stays, and
-        nobody waits.
-        """
+        """Update the matrices, unless `left_out`, a scalar on the device, is 1. No host waits."""
         group = self.param_groups[0]
         params = [p for p in group["params"] if p.grad is not None]
         if not params:
             return
-        grads, sums = [p.grad for p in params], [self.state[p]["momentum_buffer"] for p in params]
+        grads = [p.grad for p in params]
+        sums = [self.state[p]["momentum_buffer"] for p in params]
+
+        # A left-out update must change neither weights nor momentum: factors 1, and gradients 0.
         momentum: Any = MOMENTUM
         decay: Any = 1 - group["lr"] * group["weight_decay"]
         on = None
         if left_out is not None:
             on = left_out == 0
             grads = [torch.where(on, grad, 0.0) for grad in grads]
-            momentum, decay = torch.where(on, momentum, 1.0), torch.where(on, decay, 1.0)
+            momentum = torch.where(on, momentum, 1.0)
+            decay = torch.where(on, decay, 1.0)
+
+        # Momentum, and Nesterov's look ahead.
         torch._foreach_mul_(sums, momentum)
         torch._foreach_add_(sums, grads)
         ahead = torch._foreach_add(grads, sums, alpha=MOMENTUM)
-        # One batch (n, rows, columns) per shape, with at most as many rows as columns: the products
-        # are cheaper so.
+
+        # One batch (n, rows, columns) per shape, transposed where there are more rows than columns:
+        # the products of `orthogonal` are (rows, rows).
         batches: dict[tuple[int, ...], list[tuple[Tensor, Tensor, float]]] = {}
         for p, u in zip(params, ahead, strict=True):
             rows, columns = self._views[p][-2:]
             factor = max(1.0, rows / columns) ** 0.5
-            for w, each in zip(p.view(-1, rows, columns), u.view(-1, rows, columns), strict=True):
-                w, each = (w.T, each.T) if rows > columns else (w, each)
-                batches.setdefault(each.shape, []).append((w, each, factor))
+            weights = p.view(-1, rows, columns)
+            updates = u.view(-1, rows, columns)
+            for weight, update in zip(weights, updates, strict=True):
+                if rows > columns:
+                    weight = weight.T
+                    update = update.T
+                batches.setdefault(update.shape, []).append((weight, update, factor))
+
+        # Decay, then add the orthogonal updates.
         torch._foreach_mul_(params, decay)
-        for together in batches.values():
-            made = orthogonal(torch.stack([u for _, u, _ in together]))
-            for (w, _, factor), o in zip(together, made, strict=True):
-                o = o.to(w.dtype) if on is None else torch.where(on, o, 0.0).to(w.dtype)
-                w.add_(o, alpha=-group["lr"] * factor)
+        for batch in batches.values():
+            orthogonal_updates = orthogonal(torch.stack([update for _, update, _ in batch]))
+            for (weight, _, factor), update in zip(batch, orthogonal_updates, strict=True):
+                if on is not None:
+                    update = torch.where(on, update, 0.0)
+                weight.add_(update.to(weight.dtype), alpha=-group["lr"] * factor)
 
 
 def orthogonal(u: Tensor) -> Tensor:
-    """Return about U·Vᵀ of each matrix U·S·Vᵀ in u (n, rows, columns), rows ≤ columns, by Newton
-    and Schulz's rounds.
+    """Return about U·Vᵀ of each matrix U·S·Vᵀ in u (n, rows, columns), where rows ≤ columns.
 
-    Singular values from 0.01 to 1 times the largest come out between 0.65 and 1.2; the directions
-    are kept.
+    These are rounds of Newton and Schulz's iteration. Singular values from 0.01 to 1 times the
+    largest come out between 0.65 and 1.2; the directions are kept.
     """
     a, b, c = QUINTIC
     x = u.to(torch.bfloat16) if u.is_cuda else u

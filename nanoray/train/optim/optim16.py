@@ -1,9 +1,9 @@
 """AdamW and SGD for weights of 16 bits: each update is computed in float32, and rounded once.
 
-                        weights   gradients   kept by the optimizer                       rounded
-    bf16_pure           bf16      bf16        m, v in bf16                                to nearest, or at random
-    fp16_pure           fp16      fp16        2^12·m and 2^12·√v in fp16                  to nearest
-    either + masters    16 bits   16 bits     m, v and the weights themselves in float32  nothing is lost
+                        weights   gradients   state of the optimizer         rounded
+    bf16_pure           bf16      bf16        m, v in bf16                   to nearest, or at random
+    fp16_pure           fp16      fp16        2^12·m and 2^12·√v in fp16     to nearest
+    either + masters    16 bits   16 bits     m, v and weights in float32    nothing is lost
 
 fp16 has no number below 6e-8. There v, a square, would be zero for every gradient below 2e-4, and
 m/√v without bound; so √v is kept, and both are kept larger. bf16 has the range of float32, and 8
@@ -26,7 +26,7 @@ from nanoray.mesh.pieces import Shard
 from nanoray.models.dropout import derive_seed
 from nanoray.models.precision import weight_type
 
-FP16_FACTOR = 2.0**12  # of what the optimizer keeps in fp16: down to 1.5e-11, up to 16
+FP16_FACTOR = 2.0**12  # of the state in fp16: it reaches from 1.5e-11 to 16
 FP16_MOST = 65504.0
 EPS = 1e-8
 
@@ -40,27 +40,32 @@ class Optim16(torch.optim.Optimizer):
         self, groups: list[dict[str, Any]], shards: Sequence[Shard], config: Config
     ) -> None:
         """Take the groups of `shards`. All the state is made in the first step."""
-        # "fused" as torch's optimizers mean it: `step` itself leaves out an update where
-        # `found_inf` is 1.
+        # "fused" is torch's word for: `step` itself leaves out an update where `found_inf` is 1.
         super().__init__(groups, {"lr": config.lr, "fused": True})
-        self._adam, self._betas = config.optimizer == "adamw", (config.beta1, config.beta2)
-        self._masters, self._stochastic = (
-            config.master_weights == "fp32",
-            config.rounding == "stochastic",
-        )
+        self._adam = config.optimizer == "adamw"
+        self._betas = (config.beta1, config.beta2)
+        self._masters = config.master_weights == "fp32"
+        self._stochastic = config.rounding == "stochastic"
         self._seed = config.seed
         self._small = config.precision == "fp16_pure" and not self._masters
-        # Which elements of which parameter these are: they get the same random bits on all ranks,
-        # however it is cut.
-        self._places = {
-            s.param: (zlib.crc32(s.piece.name.encode()), s.piece.span[0]) for s in shards
-        }
+
+        # A parameter's number, and its first element here: an element gets the same random bits on
+        # all ranks, however the parameter is cut.
+        self._places = {}
+        for shard in shards:
+            number = zlib.crc32(shard.piece.name.encode())
+            self._places[shard.param] = (number, shard.piece.span[0])
+
+        # The kinds of state for each parameter.
         self.state_type = torch.float32 if self._masters else weight_type(config.precision)
-        moments = (
-            ("exp_avg_x4096", "exp_avg_root_x4096") if self._small else ("exp_avg", "exp_avg_sq")
-        )
-        self._moments = moments if self._adam else ()
-        self.state_keys = {"step", *self._moments, *(["master"] if self._masters else [])}
+        self._moments: tuple[str, ...] = ()
+        if self._adam and self._small:
+            self._moments = ("exp_avg_x4096", "exp_avg_root_x4096")
+        elif self._adam:
+            self._moments = ("exp_avg", "exp_avg_sq")
+        self.state_keys = {"step", *self._moments}
+        if self._masters:
+            self.state_keys.add("master")
         self.found_inf: Tensor | None = None  # 1: leave out the update
         self.grad_scale: Tensor | None = None  # the factor that the gradients still have
 
@@ -70,10 +75,12 @@ class Optim16(torch.optim.Optimizer):
         skip = self.found_inf is not None and bool(self.found_inf.item())
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p] or self._begin(p)
-                    if not skip:
-                        self._update(p, state, group["lr"], group["weight_decay"])
+                if p.grad is None:
+                    continue
+                # Also when the very first update is left out: a checkpoint needs the state.
+                state = self.state[p] or self._begin(p)
+                if not skip:
+                    self._update(p, state, group["lr"], group["weight_decay"])
 
     def _begin(self, p: Tensor) -> dict[str, Tensor]:
         state = self.state[p]
@@ -92,6 +99,8 @@ class Optim16(torch.optim.Optimizer):
             grad = grad / self.grad_scale
         weight = state["master"] if self._masters else p.float()
         bits = self._bits(p, step) if self._stochastic else None
+
+        # The update in float32.
         if self._adam:
             m, v = self._read(state)
             weight.mul_(1 - lr * decay)
@@ -99,30 +108,36 @@ class Optim16(torch.optim.Optimizer):
             self._keep(state, m, v, bits)
         else:
             weight.sub_(grad, alpha=lr)
-        p.copy_(weight if bits is None else round_at_random(weight, bits & 0xFFFF))
+
+        # Rounded once, to nearest or at random.
+        if bits is not None:
+            weight = round_at_random(weight, bits & 0xFFFF)
+        p.copy_(weight)
 
     def _read(self, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return both moments in float32: the optimizer's own tensors if they are float32, else new
-        ones.
-        """
+        """Return both moments in float32: the state itself where it is float32, else copies."""
         m, v = (state[key].float() for key in self._moments)
-        return (m.div_(FP16_FACTOR), v.div_(FP16_FACTOR).square_()) if self._small else (m, v)
+        if self._small:
+            m.div_(FP16_FACTOR)
+            v.div_(FP16_FACTOR).square_()
+        return m, v
 
     def _keep(self, state: dict[str, Tensor], m: Tensor, v: Tensor, bits: Tensor | None) -> None:
+        """Write both moments back into the state, rounded."""
         if self._masters:
-            return
+            return  # they are the state itself
         if self._small:
-            m, v = (x.mul_(FP16_FACTOR).clamp_(-FP16_MOST, FP16_MOST) for x in (m, v.sqrt_()))
+            m.mul_(FP16_FACTOR).clamp_(-FP16_MOST, FP16_MOST)
+            v.sqrt_().mul_(FP16_FACTOR).clamp_(-FP16_MOST, FP16_MOST)
         elif bits is not None:  # v changes by a few per mill in a step, m by a tenth
             v = round_at_random(v, (bits >> 16) & 0xFFFF)
         for key, moment in zip(self._moments, (m, v), strict=True):
             state[key].copy_(moment)
 
     def _bits(self, p: nn.Parameter, step: int) -> Tensor:
-        name, begin = self._places[p]
-        return random_bits(derive_seed(self._seed, step, name), begin, p.numel(), p.device).view(
-            p.shape
-        )
+        number, begin = self._places[p]
+        seed = derive_seed(self._seed, step, number)
+        return random_bits(seed, begin, p.numel(), p.device).view(p.shape)
 
 
 def adamw_(
@@ -134,8 +149,9 @@ def adamw_(
     lr: float,
     betas: tuple[float, float],
 ) -> None:
-    """Do AdamW's update in place, in float32, after weight decay (Loshchilov & Hutter 2019,
-    algorithm 2).
+    """Do AdamW's update in place, in float32, after weight decay.
+
+    Source: Loshchilov & Hutter 2019, Decoupled Weight Decay Regularization, algorithm 2.
     """
     m.lerp_(grad, 1 - betas[0])
     v.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
@@ -144,11 +160,10 @@ def adamw_(
 
 
 def random_bits(seed: int, begin: int, count: int, device: torch.device) -> Tensor:
-    """Return 32 random bits for each of the elements from `begin` on, (count,) int32: a function of
-    (seed, element).
+    """Return 32 random bits for each element from `begin` on, (count,) int32.
 
-    Two rounds of Wellons' 32-bit finalizer lowbias32, each with one half of the seed. No generator
-    keeps a state.
+    They are a function of (seed, element): no generator has a state. Two rounds of Wellons' 32-bit
+    finalizer lowbias32, each with one half of the seed.
     """
     x = torch.arange(begin, begin + count, dtype=torch.int32, device=device)
     for key in (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF):
@@ -159,11 +174,10 @@ def random_bits(seed: int, begin: int, count: int, device: torch.device) -> Tens
 
 
 def round_at_random(value: Tensor, bits: Tensor) -> Tensor:
-    """Round float32 to bf16, up or down, with `bits` in [0, 2^16): the mean over all bits is the
-    value itself.
+    """Round float32 to bf16, up or down, with `bits` in [0, 2^16).
 
-    The 16 bits that bf16 lacks are added to `bits`; a carry rounds away from zero. What is not
-    finite stays so.
+    The mean over all `bits` is the value itself: the 16 bits that bf16 lacks are added to `bits`,
+    and a carry rounds away from zero. Values that are not finite stay so.
     """
     whole = (value.view(torch.int32) + bits).bitwise_and_(-0x10000).view(torch.float32)
     return torch.where(value.isfinite(), whole, value).to(torch.bfloat16)

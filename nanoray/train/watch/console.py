@@ -1,6 +1,4 @@
-"""What a command shows of its run: lines, on a terminal a bar below them, or with --quiet only
-warnings.
-"""
+"""The output of a command: lines, on a terminal a bar below them, or with --quiet only warnings."""
 
 from __future__ import annotations
 
@@ -34,11 +32,10 @@ class QuietConsole(Console):
 
 
 class TerminalConsole(Console):
-    """Keeps the newest record in a bar at the bottom of the terminal, and prints the line of each
-    evaluation above it.
+    """Shows the newest record in a bar at the bottom, and prints each evaluation above it.
 
-    Drawn when a record comes, by no thread; nothing is left on the terminal if the process is
-    killed.
+    The bar is drawn when a record arrives, without a thread; nothing remains on the terminal if the
+    process is killed.
     """
 
     def __init__(self, max_steps: int, terminal: LastingStream) -> None:
@@ -46,22 +43,26 @@ class TerminalConsole(Console):
         super().__init__(max_steps)
         from rich.console import Console as Screen  # imported only on a terminal
 
-        self._terminal, self._news = terminal, dict[str, str]()
+        self._terminal = terminal
+        self._news: dict[str, str] = {}  # the newest text of each part of the bar
         self._screen = Screen(file=cast(IO[str], terminal), force_terminal=True, highlight=False)
 
     def on_record(self, record: dict[str, Any]) -> None:
         """Draw the bar anew; print the line of an evaluation."""
         if "val/loss" in record:
             super().on_record(record)
-        known = {"loss": f"loss {record.get('train/loss', nan):.4f}"}
+
+        # A part that this record lacks keeps its newest text: not every step is traced.
+        news = self._news
+        news["loss"] = f"loss {record.get('train/loss', nan):.4f}"
         for key, unit in (("perf/tok_per_sec", "tok/s"), ("perf/samples_per_sec", "samples/s")):
             if key in record:
-                known["speed"] = f"{short(record[key])} {unit}"
-        if "comm/exposed_share" in record:  # of traced steps; the others keep it
-            known["comm"] = f"comm exposed {record['comm/exposed_share']:.0f} %"
-        self._news |= known
-        order = [self._news[key] for key in ("loss", "speed", "comm") if key in self._news]
-        self._terminal.show(self._bar(record["step"], " · ".join([*order, *self.eta(record)])))
+                news["speed"] = f"{short(record[key])} {unit}"
+        if "comm/exposed_share" in record:
+            news["comm"] = f"comm exposed {record['comm/exposed_share']:.0f} %"
+        parts = [news[key] for key in ("loss", "speed", "comm") if key in news]
+        parts += self.eta(record)
+        self._terminal.show(self._bar(record["step"], " · ".join(parts)))
 
     def _bar(self, step: int, news: str) -> str:
         """Return one line of at most the terminal's width, with escape codes for colours."""

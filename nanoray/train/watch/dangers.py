@@ -1,6 +1,4 @@
-"""What statistics.jsonl says of layers: its columns, as a table, and what is exploding, vanishing
-or dead. No torch.
-"""
+"""The columns of statistics.jsonl as a table; layers that explode, vanish or are dead. No torch."""
 
 from __future__ import annotations
 
@@ -10,8 +8,10 @@ from typing import Any
 FILE = "statistics.jsonl"
 # Key of a metrics record: for each layer, these shares of its elements in percent
 PRECISION = "precision_layers"
-# Gradients, gradients, weights
-SHARES = ZERO, SUBNORMAL, UNCHANGED = "zero", "subnormal", "unchanged"
+ZERO = "zero"  # gradients
+SUBNORMAL = "subnormal"  # gradients
+UNCHANGED = "unchanged"  # weights
+SHARES = (ZERO, SUBNORMAL, UNCHANGED)
 COLUMNS = (
     "weight_rms",
     "grad_rms",
@@ -22,55 +22,73 @@ COLUMNS = (
     "dead",
 )
 MOST = {"activation_rms": 1e3, "max_logit": 100.0, "update_ratio": 0.1}  # above: exploding
-# % of a layer's units; a layer's gradient, as a share of the layers' median
-MOST_DEAD, LEAST_GRAD = 50.0, 1e-3
+MOST_DEAD = 50.0  # % of a layer's units
+LEAST_GRAD = 1e-3  # a layer's gradient, as a share of the layers' median
 
 
 def dangers(layers: dict[str, dict[str, float | None]]) -> dict[str, str]:
-    """Return what is exploding, vanishing or dead: kind -> a description of the worst layer."""
+    """Return the dangers of a step: exploding, vanishing, dead -> the worst layer in words.
+
+    A value of None was not finite.
+    """
     found: dict[str, str] = {}
+
+    # Exploding: a value above its limit, the first kind of value that is.
     for key, most in MOST.items():
-        worst = max(
-            ((own[key], layer) for layer, own in layers.items() if own.get(key) is not None),
-            default=(0.0, ""),
-        )
-        if worst[0] is not None and worst[0] > most:
-            found.setdefault("exploding", f"{key} of {worst[1]} is {worst[0]:.3g}, above {most:g}")
-    blocks = {layer: own["grad_rms"] for layer, own in layers.items() if "." in layer}
-    grads = {layer: grad for layer, grad in blocks.items() if grad is not None}
-    if lost := [layer for layer in blocks if layer not in grads]:
-        found["exploding"] = f"the gradient of {lost[0]} is not finite"
+        value, layer = _largest(layers, key)
+        if value > most:
+            found.setdefault("exploding", f"{key} of {layer} is {value:.3g}, above {most:g}")
+
+    # A gradient that is not finite is worse, and replaces it. Embeddings are left out: they have
+    # gradients of another size.
+    grads: dict[str, float] = {}
+    not_finite = []
+    for layer, values in layers.items():
+        if "." in layer:
+            grad = values["grad_rms"]
+            if grad is None:
+                not_finite.append(layer)
+            else:
+                grads[layer] = grad
+    if not_finite:
+        found["exploding"] = f"the gradient of {not_finite[0]} is not finite"
+
+    # Vanishing: a layer's gradient far below that of the others.
     if len(grads) > 1:
-        least, median = (
-            min(grads, key=lambda layer: grads[layer]),
-            statistics.median(grads.values()),
-        )
+        least = min(grads, key=lambda layer: grads[layer])
+        median = statistics.median(grads.values())
         if grads[least] < LEAST_GRAD * median:
             found["vanishing"] = (
                 f"grad_rms of {least} is {grads[least]:.3g}, that of the median layer {median:.3g}"
             )
-    dead = max(
-        ((own.get("dead") or 0.0, layer) for layer, own in layers.items()), default=(0.0, "")
-    )
-    if dead[0] > MOST_DEAD:
-        found["dead"] = (
-            f"{dead[0]:.0f} % of the hidden units of {dead[1]} gave nothing in a micro batch"
-        )
+
+    dead, layer = _largest(layers, "dead")
+    if dead > MOST_DEAD:
+        found["dead"] = f"{dead:.0f} % of the hidden units of {layer} gave nothing in a micro batch"
     return found
 
 
+def _largest(layers: dict[str, dict[str, float | None]], key: str) -> tuple[float, str]:
+    """Return the largest finite value under a key, and its layer; (0, "") if there is none."""
+    largest = (0.0, "")
+    for layer, values in layers.items():
+        value = values.get(key)
+        if value is not None:
+            largest = max(largest, (value, layer))
+    return largest
+
+
 def table(record: dict[str, Any]) -> list[list[str]]:
-    """Return a record as rows of cells: each layer's name, and COLUMNS; `?` where a value was not
-    finite.
-    """
-    shown = {None: "?"}
-    return [
-        [
-            layer,
-            *(
-                "" if key not in own else shown.get(own[key], f"{own[key] or 0:.3g}")
-                for key in COLUMNS
-            ),
-        ]
-        for layer, own in record["layers"].items()
-    ]
+    """Return a record as rows of cells: a layer's name, and COLUMNS; `?` for one not finite."""
+    rows = []
+    for layer, values in record["layers"].items():
+        cells = [layer]
+        for key in COLUMNS:
+            if key not in values:
+                cells.append("")
+            elif values[key] is None:
+                cells.append("?")
+            else:
+                cells.append(f"{values[key]:.3g}")
+        rows.append(cells)
+    return rows

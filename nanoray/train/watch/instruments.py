@@ -1,9 +1,12 @@
 """Instruments: objects that observe the loop and change nothing that a step computes.
 
-    fit ─► watch.begin_step ─► watch.phase ... ─► watch.gradients_ready ─► watch.end_step ─► watch.measured
-              └► tracing         └► progress, ledger, profile     └► routing, precision counts     └► throughput
+    fit ─► watch.begin_step        tracing, routing
+        ─► watch.phase             progress, ledger, statistics, memory, profile, planned faults
+        ─► watch.gradients_ready   routing, precision counts
+        ─► watch.measured          throughput, and those above that have metrics
+        ─► watch.end_step          tracing
 
-The loop calls one `Watch` at named moments and knows no instrument by name. The recipe lists the
+The loop calls one `Watch` at named moments and names no instrument. The recipe lists the
 instruments of a run. An instrument implements only the moments that it needs, and a `Watch` calls
 only those, so an instrument that is off costs nothing.
 

@@ -1,22 +1,23 @@
-"""Where a rank's memory goes in one step, by category and module: `--memory_at STEP` writes
-memory/rank0.json.
+"""A rank's memory in one step, by category and module: `--memory_at STEP` writes memory/rank0.json.
 
     weights      the parameters that the rank has
-    gradients    what its optimizer updates with; with ddp they lie in the buckets that travel
+    gradients    the tensors that its optimizer reads; with ddp they lie in the buckets
     optimizer    the tensors of the optimizer's state
-    activations  made in a forward and there when a backward begins; of a repeated forward, there when it ends
-    buckets      made by the code that exchanges gradients and weights: what is in flight, gathered weights
+    activations  made in a forward, and still there when a backward begins (or when a repeated
+                 forward ends)
+    buckets      made by the code that exchanges gradients and weights, such as gathered weights
     other        the rest: temporary results, gradients of activations, buffers, batches, a mirror
 
 A dispatch mode sees the storage of each tensor that an operation reads or makes on the rank's
-device: once, however many views it has. A weak reference tells when it is freed. What an operation
-reads that none has made was there when the step began. What is allocated below the dispatcher is
-not seen: workspaces of kernels, and buffers of NCCL and gloo.
+device: once, however many views it has. A weak reference calls back when it is freed. A storage that
+an operation reads, and none has made, existed when the step began. Allocations below the dispatcher
+are not seen: workspaces of kernels, and buffers of NCCL and gloo.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 import weakref
@@ -50,36 +51,37 @@ from nanoray.run import RunSpec
 from nanoray.state import TrainState
 
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "buckets", "other")
-FORWARD = "forward"  # of a storage: made in a forward; once backward begins it is an activation
+# The kind of a storage made in a forward; if it is still there in backward it is an activation
+FORWARD = "forward"
 POINTS = 300  # of a file: the highest of each stretch of operations
-EXCHANGE = tuple(str(module.__file__) for module in (buckets, compress, fsdp))
-EXCHANGE += (str(Path(torch.distributed.fsdp.__file__).parent),)
-# The parts of the formula -> categories.
+# Files whose code makes "buckets"
+EXCHANGE = (
+    *(str(module.__file__) for module in (buckets, compress, fsdp)),
+    str(Path(torch.distributed.fsdp.__file__).parent),
+)
+# The parts of the formula in forecast/memory.py -> categories
 PARTS = {
     "parameters": "weights",
     "gradients": "gradients",
     "optimizer": "optimizer",
     "in_flight": "buckets",
+    "compression": "buckets",
+    "mirror": "other",
 }
-PARTS |= {"compression": "buckets", "mirror": "other"}
 
 
 class Storages(TorchDispatchMode):
-    """The storages on one device that operations inside read, make and free, and where each change
-    happened.
-    """
+    """A context that records the storages on one device which operations read, make and free."""
 
     def __init__(
         self, device: torch.device, where: Callable[[], str], kind: Callable[[], str]
     ) -> None:
-        """`where` names the place of the present operation, `kind` what it makes."""
+        """`where` returns the place of the present operation, `kind` the category of its results."""
         super().__init__()
-        self._device, self._where, self._kind, self._began = (
-            device,
-            where,
-            kind,
-            time.perf_counter(),
-        )
+        self._device = device
+        self._where = where
+        self._kind = kind
+        self._began = time.perf_counter()
         # (ms, place); the first is the beginning
         self.operations: list[tuple[float, str]] = [(0.0, "")]
         self.changes: list[tuple[int, int, int]] = []  # (operation, storage, bytes more)
@@ -90,18 +92,19 @@ class Storages(TorchDispatchMode):
         self._resize = torch.UntypedStorage.resize_
 
     def __enter__(self) -> Storages:
-        """Begin to watch. fully_shard frees and allocates by resizing storages, which is no
-        operation.
+        """Begin to watch operations, and the resizing of storages.
+
+        fully_shard frees and allocates weights by resizing, which is no operation.
         """
-        original, itself = self._resize, self
+        original = self._resize
+        itself = self
 
         def resize_(storage: Any, size: int) -> Any:
-            known = storage.device == itself._device and itself.number(
-                storage, itself._kind(), before=True
-            )
+            if storage.device != itself._device:
+                return original(storage, size)
+            number = itself.number(storage, itself._kind(), before=True)
             result = original(storage, size)
-            if known is not False:
-                itself._change(known, storage.nbytes())
+            itself._change(number, storage.nbytes())
             return result
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
@@ -115,7 +118,7 @@ class Storages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # it calls operations on its local tensor, which come here
+            return NotImplemented  # its operations on the local tensor come here, too
         self.note(tree_leaves((args, kwargs)))
         out = func(*args, **(kwargs or {}))
         self.operations.append((1e3 * (time.perf_counter() - self._began), self._where()))
@@ -127,23 +130,19 @@ class Storages(TorchDispatchMode):
     def note(
         self, values: Iterable[Any], kind: str = "", before: bool = True, always: bool = False
     ) -> None:
-        """Take notice of the tensors among `values`: with `always` they are of this kind, else
-        those that are new.
-        """
+        """Record the tensors among `values`: new ones get this kind, with `always` all of them."""
         for value in values:
             tensor = local_of(value)
-            if (
-                not isinstance(tensor, Tensor)
-                or tensor.device != self._device
-                or tensor.layout != torch.strided
-            ):
+            if not isinstance(tensor, Tensor):
+                continue
+            if tensor.device != self._device or tensor.layout != torch.strided:
                 continue
             number = self.number(tensor.untyped_storage(), kind, before)
             if always:
                 self.kinds[number] = kind
 
     def number(self, storage: Any, kind: str, before: bool) -> int:
-        """Return the number of a storage; a new one was there when the step began, or appears now."""
+        """Return a storage's number; a new one existed `before` the step, or is made now."""
         address = storage._cdata
         if address in self._alive:
             return self._alive[address][0]
@@ -160,12 +159,13 @@ class Storages(TorchDispatchMode):
             self._change(number, 0)
 
     def _change(self, number: int, size: int, operation: int | None = None) -> None:
-        at = len(self.operations) - 1 if operation is None else operation
-        self.changes.append((at, number, size - self._sizes[number]))
+        if operation is None:
+            operation = len(self.operations) - 1
+        self.changes.append((operation, number, size - self._sizes[number]))
         self._sizes[number] = size
 
     def keep(self) -> None:
-        """Count what a forward has made, and what is there, as activations from its beginning."""
+        """Count storages of a forward that are still there as activations, since they were made."""
         for number, _ in self._alive.values():
             if self.kinds[number] == FORWARD:
                 self.kinds[number] = "activations"
@@ -173,19 +173,24 @@ class Storages(TorchDispatchMode):
     def totals(self) -> Tensor:
         """Return the bytes after each operation by category, (operations, categories)."""
         columns = {kind: i for i, kind in enumerate(CATEGORIES)}
-        at, numbers, sizes = (torch.tensor(column) for column in zip(*self.changes, strict=True))
-        kinds = torch.tensor([columns.get(kind, len(CATEGORIES) - 1) for kind in self.kinds])[
-            numbers
-        ]
+        other = len(CATEGORIES) - 1
+        column_of_storage = torch.tensor([columns.get(kind, other) for kind in self.kinds])
+
+        # Put each change into the row of its operation and the column of its storage; then sum up.
+        operations, storages, sizes = (
+            torch.tensor(values) for values in zip(*self.changes, strict=True)
+        )
+        place = (operations, column_of_storage[storages])
         table = torch.zeros(len(self.operations), len(CATEGORIES), dtype=torch.int64)
-        return table.index_put_((at, kinds), sizes, accumulate=True).cumsum(0)
+        return table.index_put_(place, sizes, accumulate=True).cumsum(0)
 
 
 class MemoryTimeline:
     """The instrument that watches one step on each rank, and writes its file."""
 
     def __init__(self, config: Config, note: Callable[[str], None]) -> None:
-        self._at, self._note = config.memory_at, note
+        self._at = config.memory_at  # the step to watch; 0: none
+        self._note = note
         self._storages: Storages | None = None  # while the step is watched
         self._handles: list[Any] = []
 
@@ -227,14 +232,18 @@ class MemoryTimeline:
     def _start(self) -> None:
         self._inside: list[str] = []  # modules that run, the innermost last
         self._turns = [(0, "")]  # autograd's sequence number at each change of the innermost module
-        storages = self._storages = Storages(self._mesh.device, self._where, self._kind)
+        storages = Storages(self._mesh.device, self._where, self._kind)
+        self._storages = storages
+
+        # Tensors that exist before the step.
         storages.note(self._par.model.parameters(), "weights", always=True)
         storages.note(self._optimizer(), "optimizer", always=True)
         storages.note([self._par.memory], "buckets", always=True)
+
+        # Hooks keep track of the innermost module.
         for name, module in self._par.model.named_modules():
-            self._handles.append(
-                module.register_forward_pre_hook(partial(self._enter, name or "(model)"))
-            )
+            enter = partial(self._enter, name or "(model)")
+            self._handles.append(module.register_forward_pre_hook(enter))
             self._handles.append(module.register_forward_hook(self._leave, always_call=True))
         storages.__enter__()
 
@@ -248,24 +257,24 @@ class MemoryTimeline:
     def _finish(self) -> None:
         storages = self._storages
         assert storages
-        storages.note(self._optimizer(), "optimizer", always=True)  # of the first step, it is new
+        # The optimizer makes its state in the first step.
+        storages.note(self._optimizer(), "optimizer", always=True)
         self._drop()
         self._at = 0
-        found = {
+        record = {
             "step": self._state.step,
             "rank": self._mesh.rank,
             "device": str(self._mesh.device),
-        }
-        found |= summary(storages) | {
-            "formula": predicted(self._spec, self._mesh, self._par, self._batch)
+            **summary(storages),
+            "formula": predicted(self._spec, self._mesh, self._par, self._batch),
         }
         folder = self._spec.folder / "memory"
         try:
             folder.mkdir(exist_ok=True)
-            replace_text(folder / f"rank{self._mesh.rank}.json", json.dumps(found) + "\n")
+            replace_text(folder / f"rank{self._mesh.rank}.json", json.dumps(record) + "\n")
         except OSError as error:
             self._note(
-                f"warning  the memory of step {found['step']} cannot be written ({error.strerror})"
+                f"warning  the memory of step {record['step']} cannot be written ({error.strerror})"
             )
 
     def _grads(self) -> list[Tensor]:
@@ -280,7 +289,7 @@ class MemoryTimeline:
         self._turn()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Leave a module, also by the exception with which a repeated forward ends early."""
+        """Leave a module; a repeated forward ends early, by an exception."""
         self._inside.pop()
         self._turn()
         if self._phase == "backward" and not self._inside and self._storages:
@@ -293,18 +302,19 @@ class MemoryTimeline:
             self._turns.append((number, self._inside[-1] if self._inside else ""))
 
     def _where(self) -> str:
-        """Return phase and module of the present operation; in backward, the module whose forward
-        made its node.
+        """Return phase and module of the present operation.
+
+        In backward it is the module whose forward made the node that runs now.
         """
-        module, node = self._inside[-1] if self._inside else "", torch._C._current_autograd_node()
+        module = self._inside[-1] if self._inside else ""
+        node = torch._C._current_autograd_node()
         if not module and node is not None:
-            module = self._turns[
-                max(0, bisect(self._turns, node._sequence_nr(), key=lambda turn: turn[0]) - 1)
-            ][1]
+            later = bisect(self._turns, node._sequence_nr(), key=lambda turn: turn[0])
+            _, module = self._turns[max(0, later - 1)]
         return f"{self._phase} {module}".strip()
 
     def _kind(self) -> str:
-        """Return what the present operation makes, by the code that called it."""
+        """Return the category of the present operation's results, by the code that called it."""
         frame = sys._getframe(2)
         while frame is not None:
             if frame.f_code.co_filename.startswith(EXCHANGE):
@@ -314,26 +324,35 @@ class MemoryTimeline:
 
 
 def summary(storages: Storages) -> dict[str, Any]:
-    """Return points, peak and the most of each category, in bytes.
+    """Return points, peak and the largest value of each category, in bytes.
 
     A point is [ms since the step began, index in `places`, bytes of each category]. `allocator` is
-    the most that CUDA's allocator had given out, None on a CPU.
+    the largest allocation of CUDA's allocator, None on a CPU.
     """
-    table, operations = storages.totals(), storages.operations
+    table = storages.totals()  # (operations, categories)
+    operations = storages.operations
     totals = table.sum(1)
-    width = -(-len(operations) // POINTS)
-    highest = [i * width + int(part.argmax()) for i, part in enumerate(totals.split(width))]
-    chosen = sorted({0, *highest, len(totals) - 1})
-    places = list(dict.fromkeys(operations[i][1] for i in chosen))
-    numbers, peak = {place: i for i, place in enumerate(places)}, int(totals.argmax())
+
+    # The highest operation of each of POINTS stretches, the first operation, and the last one.
+    width = math.ceil(len(operations) / POINTS)
+    chosen = {0, len(totals) - 1}
+    for number, stretch in enumerate(totals.split(width)):
+        chosen.add(number * width + int(stretch.argmax()))
+
+    # Places are written once, and points contain their indices.
+    index_of: dict[str, int] = {}
+    points = []
+    for operation in sorted(chosen):
+        ms, place = operations[operation]
+        index = index_of.setdefault(place, len(index_of))
+        points.append([round(ms, 3), index, *table[operation].tolist()])
+
+    peak = int(totals.argmax())
     ms, place = operations[peak]
     return {
         "categories": CATEGORIES,
-        "places": places,
-        "points": [
-            [round(operations[i][0], 3), numbers[operations[i][1]], *table[i].tolist()]
-            for i in chosen
-        ],
+        "places": list(index_of),
+        "points": points,
         "peak": {
             "ms": round(ms, 3),
             "place": place,
@@ -352,10 +371,9 @@ def named(sizes: Tensor) -> dict[str, int]:
 
 
 def predicted(spec: RunSpec, mesh: Mesh, par: Plan, batch: Batch) -> dict[str, int]:
-    """Return what forecast/memory.py and models/costs.py say of this rank, by category, and of its
-    `peak`.
+    """Return the prediction of forecast/memory.py and models/costs.py, by category, and its `peak`.
 
-    Empty for a script's own model, of which there are no formulas.
+    Empty for a script's own model, which has no formula.
     """
     cfg = spec.config
     shape = shape_of(cfg, spec.dataset.vocab_size)
@@ -370,9 +388,9 @@ def predicted(spec: RunSpec, mesh: Mesh, par: Plan, batch: Batch) -> dict[str, i
         kept = stage_activations(cfg, shape, batch, cfg.precision, stage)
     else:
         kept = resnet_costs.activation_memory(shape, batch.micro, cfg.precision)
-    found = dict.fromkeys(CATEGORIES, 0) | {"activations": sum(kept.values())}
+    by_category = dict.fromkeys(CATEGORIES, 0)
+    by_category["activations"] = sum(kept.values())
     for part, size in parts.items():
-        found[PARTS[part]] += size
-    return found | {
-        "peak": peak_memory(cfg, par.model, par.data.size, parts, kept, bucket_mb, batch.accum)
-    }
+        by_category[PARTS[part]] += size
+    peak = peak_memory(cfg, par.model, par.data.size, parts, kept, bucket_mb, batch.accum)
+    return by_category | {"peak": peak}

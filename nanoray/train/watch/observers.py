@@ -1,6 +1,4 @@
-"""Observers of a run: they receive notes and metric records and change nothing. Only rank 0 has
-any.
-"""
+"""Observers of a run: they receive notes and metric records, on rank 0, and change nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from math import isnan, nan
+from math import nan
 from pathlib import Path
 from typing import Any, Protocol, TextIO, runtime_checkable
 
@@ -23,14 +21,16 @@ from nanoray.run import RunSpec
 
 log = logging.getLogger("nanoray")
 MOST_WAITING = 100_000  # records that wait for room on the disk
-# Between two tries to write events; TensorBoard reads files in the order of the seconds in their
-# names
+# Between two tries to write events. The names of TensorBoard's files contain seconds, and it reads
+# the files in that order: two of one second could be read in the wrong order.
 RETRY_S = 2.0
-FLUSH_RECORDS = 20  # TensorBoard's file is known to be good after so many records
+FLUSH_RECORDS = (
+    20  # records between two flushes, each of which shows whether the file can be written
+)
 
 
 class Callback(Protocol):
-    """What the engine calls. It must be quick, because the step waits for it."""
+    """An observer. Its methods must be quick, because the step waits for them."""
 
     def on_note(self, text: str) -> None:
         """Receive one line of text for the user."""
@@ -54,10 +54,10 @@ class Rewindable(Protocol):
 
 @runtime_checkable
 class Saves(Protocol):
-    """A callback that wants to know of checkpoints."""
+    """A callback that is called after checkpoints."""
 
     def on_saved(self, step: int) -> None:
-        """Hear that the checkpoint of a step is on disk."""
+        """Do something now that the checkpoint of a step is on disk."""
 
 
 class JsonlWriter:
@@ -75,25 +75,30 @@ class JsonlWriter:
     def _open(self, step: int) -> int:
         self._path.touch(mode=0o600)
         lines = self._path.read_bytes().splitlines(keepends=True)
-        kept = next((i for i, line in enumerate(lines) if _step_of(line) > step), len(lines))
+        kept = 0
+        while kept < len(lines) and _step_of(lines[kept]) <= step:
+            kept += 1
         if kept < len(lines):
             before = b"".join(lines[:kept])
             try:
-                # Another file, so that its readers know
+                # As another file (inode), so that a process which follows it notices.
                 replace_bytes(self._path, before, sync=False)
-            except OSError:  # on a full disk: to cut a file needs no room
+            except OSError:
+                # On a full disk a file can still be cut.
                 os.truncate(self._path, len(before))
-        self.last_step = int(_step_of(lines[kept - 1])) if kept else -1
+        self.last_step = -1
+        if kept:
+            self.last_step = int(_step_of(lines[kept - 1]))
         return os.open(self._path, os.O_RDWR | os.O_APPEND)
 
     def rewind(self, step: int) -> None:
         """Drop the records after `step`. Raises OSError."""
         os.close(self._fd)
         self._fd = self._open(step)
-        self._waiting = deque(
-            (item for item in self._waiting if item[0] <= step), maxlen=MOST_WAITING
-        )
-        self.last_step = max([self.last_step, *(waiting for waiting, _ in self._waiting)])
+        waiting = [item for item in self._waiting if item[0] <= step]
+        self._waiting = deque(waiting, maxlen=MOST_WAITING)
+        for waiting_step, _ in waiting:
+            self.last_step = max(self.last_step, waiting_step)
 
     def on_note(self, text: str) -> None:
         """Notes are not metrics."""
@@ -104,13 +109,13 @@ class JsonlWriter:
         Raises OSError if it cannot be written; it waits then, and the next call tries again.
         """
         check_record(record)
-        self._waiting.append(
-            (record["step"], (json.dumps(record, allow_nan=False) + "\n").encode())
-        )
+        line = json.dumps(record, allow_nan=False) + "\n"
+        self._waiting.append((record["step"], line.encode()))
         self.last_step = record["step"]
         self._write()
 
     def _write(self) -> None:
+        # In order, and a record leaves the queue only when it is written.
         while self._waiting:
             write_whole(self._fd, self._waiting[0][1])
             self._waiting.popleft()
@@ -131,13 +136,12 @@ def _step_of(line: bytes) -> float:
 
 
 class TensorBoardWriter:
-    """TensorBoard events under tb/: the configuration as text, and every metric as a scalar over
-    steps.
-    """
+    """TensorBoard events under tb/: the configuration as text, and each metric as a scalar."""
 
     def __init__(self, folder: Path, config_json: str, resume_step: int) -> None:
-        self._folder, self._config_json = folder, config_json
-        # Records since it was last known to work
+        self._folder = folder
+        self._config_json = config_json
+        # Records since the last flush, which may not be on disk
         self._unsure: deque[dict[str, Any]] = deque(maxlen=MOST_WAITING)
         self._writer: Any = None
         self._retry_at = 0.0  # monotonic seconds
@@ -145,7 +149,7 @@ class TensorBoardWriter:
             self._open(resume_step + 1)
 
     def _open(self, first_step: int) -> None:
-        """Make a writer; scalars from `first_step` on in older files are void."""
+        """Make a writer; TensorBoard drops scalars from `first_step` on in older files."""
         from torch.utils.tensorboard import SummaryWriter  # imported only by runs that write events
 
         self._writer = SummaryWriter(str(self._folder), purge_step=first_step, flush_secs=5)
@@ -161,12 +165,12 @@ class TensorBoardWriter:
         """Notes are not metrics."""
 
     def on_record(self, record: dict[str, Any]) -> None:
-        """Add each metric; a thread of the writer does the I/O, and ends for good at its first
-        error.
+        """Add each metric as a scalar.
 
-        Raises OSError then; the next call makes a new writer and gives it the records that are not
-        on disk.
+        A thread of the writer does the I/O, and ends for good at its first error. This raises
+        OSError then; the next call makes a new writer and adds the records that are not on disk.
         """
+        # A record is sure to be on disk only after a flush, so keep it until then.
         self._unsure.append(record)
         if self._writer is None:
             if time.monotonic() < self._retry_at:
@@ -183,6 +187,7 @@ class TensorBoardWriter:
             raise
 
     def _begin_anew(self) -> None:
+        """Make another writer, and add the records that are not on disk. Raises OSError."""
         before = {*self._folder.glob("*")}
         try:
             self._open(self._unsure[0]["step"])
@@ -190,6 +195,7 @@ class TensorBoardWriter:
                 self._add(record)
             self._writer.flush()  # its thread meets a full disk only when it writes
         except (OSError, ValueError):
+            # Without the torn file, whose scalars the next one would repeat.
             self._drop()
             for file in {*self._folder.glob("*")} - before:
                 file.unlink(missing_ok=True)
@@ -200,7 +206,8 @@ class TensorBoardWriter:
             self._writer.add_scalar(name, record[name], record["step"])
 
     def _drop(self) -> None:
-        writer, self._writer = self._writer, None
+        writer = self._writer
+        self._writer = None
         self._retry_at = time.monotonic() + RETRY_S
         with suppress(OSError, ValueError):
             if writer:
@@ -215,9 +222,7 @@ class TensorBoardWriter:
 
 
 class Console:
-    """Prints one line per logged step. train/watch/console.py has others: for terminals, and for
-    --quiet.
-    """
+    """Prints one line per logged step; console.py contains others, for terminals and --quiet."""
 
     def __init__(self, max_steps: int, stream: TextIO | None = None) -> None:
         self._max_steps = max_steps
@@ -233,9 +238,7 @@ class Console:
         self.on_note(self.line(record))
 
     def line(self, record: dict[str, Any]) -> str:
-        """Return the line of a record, which must not be older than the one before but for a
-        restart.
-        """
+        """Return the line of a record. Steps increase from call to call, but for a restart."""
         step = record["step"]
         parts = [
             f"step {step:>{len(str(self._max_steps))}}/{self._max_steps}",
@@ -245,7 +248,8 @@ class Console:
             parts.append(f"val {record['val/loss']:.4f}")
         if "val/accuracy" in record:
             parts.append(f"accuracy {100 * record['val/accuracy']:.1f} %")
-        parts += [f"lr {record['train/lr']:.1e}", f"gnorm {record.get('train/grad_norm', nan):.2f}"]
+        parts.append(f"lr {record['train/lr']:.1e}")
+        parts.append(f"gnorm {record.get('train/grad_norm', nan):.2f}")
         if "time/step_ms" in record:
             parts.append(f"{record['time/step_ms']:.3g} ms")
         for key, unit in (("perf/tok_per_sec", "tok/s"), ("perf/samples_per_sec", "samples/s")):
@@ -258,38 +262,43 @@ class Console:
         return " | ".join([*parts, *self.eta(record)])
 
     def eta(self, record: dict[str, Any]) -> list[str]:
-        """Return `eta` and the time that is left, by the mean since the first record; nothing at
-        the first one.
-        """
+        """Return `eta` and the remaining time, by the mean since the first record; [] at that one."""
         step = record["step"]
-        # A restart may begin before the first line
+        # A restart may begin before the first line.
         if self._first is None or step < self._first[1]:
             self._first = (record["time"], step)
-        seconds, steps = record["time"] - self._first[0], step - self._first[1]
-        return [f"eta {clock(seconds / steps * (self._max_steps - step))}"] if steps else []
+        first_time, first_step = self._first
+        if step == first_step:
+            return []
+        step_s = (record["time"] - first_time) / (step - first_step)
+        return [f"eta {clock(step_s * (self._max_steps - step))}"]
 
     def close(self) -> None:
         """Do nothing."""
 
 
 class Observers:
-    """The callbacks of this process. Only rank 0 has any; after a loss another process may become
-    rank 0.
+    """The callbacks of this process, which are open on rank 0 alone.
+
+    After the loss of a rank another process may become rank 0.
     """
 
     def __init__(self, spec: RunSpec, watchers: Sequence[Callback]) -> None:
-        """`watchers` receive on rank 0 what its files receive."""
-        self._spec, self._watchers = spec, watchers
+        """`watchers` receive the same notes and records on rank 0 as its files."""
+        self._spec = spec
+        self._watchers = watchers
         self.callbacks: list[Callback] = []
         self._metrics: JsonlWriter | None = None
         self._failing: set[str] = set()  # files that could not be written at the last record
 
     def open(self, rank: int, resume_step: int) -> None:
-        """Open the callbacks on rank 0, close them elsewhere. Records after `resume_step` will be
-        written again.
+        """Open the callbacks on rank 0, and close them elsewhere.
+
+        Records after `resume_step` are dropped, because those steps run again.
         """
         if rank == 0 and not self.callbacks:
-            config, folder = self._spec.config, self._spec.folder
+            config = self._spec.config
+            folder = self._spec.folder
             self._metrics = JsonlWriter(folder / "metrics.jsonl", resume_step)
             self.callbacks = [*self._watchers, self._metrics]
             if config.tensorboard:
@@ -301,11 +310,9 @@ class Observers:
 
     def catch_up(self, newest: dict[str, Any], reported_step: int) -> None:
         """Report the newest record if an interruption or a lost rank kept it from being reported."""
-        if (
-            self.callbacks
-            and self._metrics
-            and self._metrics.last_step < newest.get("step", -1) <= reported_step
-        ):
+        if not self.callbacks or self._metrics is None:
+            return
+        if self._metrics.last_step < newest.get("step", -1) <= reported_step:
             self.record(newest)
 
     def note(self, text: str) -> None:
@@ -315,10 +322,9 @@ class Observers:
             callback.on_note(text)
 
     def record(self, record: dict[str, Any]) -> None:
-        """Report the record of a step. What cannot be written (a full disk) waits; the run
-        continues.
-        """
+        """Report the record of a step. On a full disk it waits in memory, and the run continues."""
         for callback in self.callbacks:
+            # Warn at the first failure of a file, and when it works again.
             name = _target(callback)
             try:
                 callback.on_record(record)
@@ -335,7 +341,7 @@ class Observers:
                     self.note(f"warning  {name} is written again, and complete")
 
     def saved(self, step: int) -> None:
-        """Tell those who want to know that the checkpoint of a step is on disk."""
+        """Call the callbacks for which the checkpoint of a step matters: it is on disk."""
         for callback in self.callbacks:
             if isinstance(callback, Saves):
                 callback.on_saved(step)
@@ -375,17 +381,17 @@ def _reason(error: Exception) -> str:
 
 
 def progress(record: dict[str, Any], max_steps: int) -> dict[str, str]:
-    """Return how far a run is, as text, from its newest record: step, loss, val_loss where it is in
-    it, and ETA.
-    """
-    left_s = record.get("time/step_ms", nan) / 1e3 * (max_steps - record["step"])
-    found = {
+    """Return step, loss, val_loss and ETA of a run's newest record, as text, where it has them."""
+    texts = {
         "step": f"{record['step']}/{max_steps}",
         "loss": f"{record.get('train/loss', nan):.4f}",
     }
     if "val/loss" in record:
-        found["val_loss"] = f"{record['val/loss']:.4f}"
-    return found if isnan(left_s) else found | {"eta": clock(left_s)}
+        texts["val_loss"] = f"{record['val/loss']:.4f}"
+    if "time/step_ms" in record:
+        remaining_s = record["time/step_ms"] / 1e3 * (max_steps - record["step"])
+        texts["eta"] = clock(remaining_s)
+    return texts
 
 
 def short(value: float) -> str:

@@ -1,9 +1,8 @@
-"""Statistics of each layer on every K-th step: weights, gradients, updates, activations, attention,
-dead units.
+"""Statistics of each layer on every K-th step.
 
-A listener of phases on rank 0: it looks at what is there and communicates nothing, so that no bit
-of the training changes. Hooks see the first micro batch; gradients are those of all ranks, before
-clipping.
+They cover weights, gradients, updates, activations, attention and dead units. The instrument runs on
+rank 0 alone and communicates nothing, so that no bit of the training changes. Hooks see the first
+micro batch; gradients are those of all ranks, before clipping.
 """
 
 from __future__ import annotations
@@ -40,15 +39,17 @@ class Statistics:
         scale: Callable[[Tensor], Tensor],
         note: Callable[[str], None],
     ) -> None:
-        """`scale` applies the loss scale that gradients have. Hooks do not see into compiled
-        layers.
-        """
-        self._every, self._hooks = config.statistics_every, not config.compile
-        self._model, self._scale, self._note = model, scale, note
+        """`scale` applies the loss scale that gradients have."""
+        self._every = config.statistics_every
+        self._hooks = not config.compile  # hooks inside of compiled layers do not run
+        self._model = model
+        self._scale = scale
+        self._note = note
         self._handles: list[Any] = []
-        self._layers: dict[str, dict[str, Tensor]] = {}  # what is known of the present step
+        self._layers: dict[str, dict[str, Tensor]] = {}  # the values of the present step
         self._before: dict[str, Tensor] = {}  # the weights before its update
-        self._step, self._cost_s = 0, 0.0
+        self._step = 0
+        self._cost_s = 0.0
         self._warned: set[str] = set()
         self._file: JsonlWriter | None = None
 
@@ -83,7 +84,7 @@ class Statistics:
             # Before this rank's own forward, and after that of an audited micro batch
             self._attach()
         elif phase == "optimizer":
-            self._look(step)
+            self._measure_gradients(step)
         else:
             return
         self._cost_s += time.perf_counter() - began
@@ -91,23 +92,17 @@ class Statistics:
     def _drop(self) -> None:
         while self._handles:
             self._handles.pop().remove()
-        self._layers, self._before, self._cost_s = {}, {}, 0.0
+        self._layers = {}
+        self._before = {}
+        self._cost_s = 0.0
 
     def _attach(self) -> None:
         """Watch the first call of each layer, of each attention, and of each MLP's hidden units."""
         for name, module in self._model.named_modules():
             layer = layer_of(name)
-            if (
-                name
-                and name == layer
-                and not isinstance(module, LMHead)
-                and any(True for _ in module.parameters())
-            ):
-                self._watch(
-                    module,
-                    layer,
-                    lambda module, y: {"activation_rms": y.float().square().mean().sqrt()},
-                )
+            is_layer = bool(name) and name == layer and not isinstance(module, LMHead)
+            if is_layer and next(module.parameters(), None) is not None:
+                self._watch(module, layer, activation_rms)
             if isinstance(module, Attention):
                 self._watch(
                     module.qkv, layer, lambda _, y, attention=module: attention_of(attention, y)
@@ -126,23 +121,23 @@ class Statistics:
                 return
             seen.append(True)
             began = time.perf_counter()
-            # Experts also tell of their routing
-            found = output[0] if isinstance(output, tuple) else output
-            with torch.autocast(found.device.type, enabled=False):
-                self._layers.setdefault(layer, {}).update(measure(module, found.detach()))
+            # A layer of experts also returns its routing.
+            if isinstance(output, tuple):
+                output = output[0]
+            with torch.autocast(output.device.type, enabled=False):
+                self._layers.setdefault(layer, {}).update(measure(module, output.detach()))
             self._cost_s += time.perf_counter() - began
 
         self._handles.append(module.register_forward_hook(hook))
 
     @torch.no_grad()
-    def _look(self, step: int) -> None:
+    def _measure_gradients(self, step: int) -> None:
         """Measure the gradients as backward has left them, and keep the weights."""
         while self._handles:
             self._handles.pop().remove()
-        self._step, scale = (
-            step,
-            self._scale(torch.ones((), device=next(self._model.parameters()).device)),
-        )
+        self._step = step
+        device = next(self._model.parameters()).device
+        scale = self._scale(torch.ones((), device=device))
         for layer, named in self._parameters().items():
             grads = [p.grad.float() / scale for _, p in named if p.grad is not None]
             own = self._layers.setdefault(layer, {})
@@ -161,13 +156,13 @@ class Statistics:
         """Compare the weights with those before the update, write the record, and warn."""
         for layer, named in self._parameters().items():
             moved = rms([p.float() - self._before[name].float() for name, p in named])
-            self._layers[layer]["update_ratio"] = moved / self._layers[layer]["weight_rms"].clamp(
-                min=1e-30
-            )
-        layers = {
-            layer: {k: rounded(v.item()) for k, v in own.items()}
-            for layer, own in self._layers.items()
-        }
+            values = self._layers[layer]
+            values["update_ratio"] = moved / values["weight_rms"].clamp(min=1e-30)
+
+        # Now the host waits for the device.
+        layers = {}
+        for layer, values in self._layers.items():
+            layers[layer] = {key: rounded(value.item()) for key, value in values.items()}
         cost_ms = round(1e3 * (self._cost_s + time.perf_counter() - began), 3)
         self._drop()
         assert self._file
@@ -190,44 +185,48 @@ class Statistics:
             self._note(f"warning  {text}")
 
 
+def activation_rms(module: nn.Module, y: Tensor) -> dict[str, Tensor]:
+    """Return the root mean square of a layer's output."""
+    return {"activation_rms": y.float().square().mean().sqrt()}
+
+
 def rms(tensors: list[Tensor]) -> Tensor:
     """Return the root mean square of all elements of some tensors, 0 of none."""
     count = sum(t.numel() for t in tensors)
-    return (
-        torch.stack([t.square().sum() for t in tensors]).sum().div(count).sqrt()
-        if count
-        else torch.zeros(())
-    )
+    if not count:
+        return torch.zeros(())
+    squares = torch.stack([t.square().sum() for t in tensors])
+    return squares.sum().div(count).sqrt()
 
 
 def rounded(value: float) -> float | None:
-    """Return six digits of a value; None where it is not finite, which JSON has no word for."""
-    return float(f"{value:.6g}") if math.isfinite(value) else None
+    """Return six digits of a value; None where it is not finite: JSON has no word for NaN."""
+    if not math.isfinite(value):
+        return None
+    return float(f"{value:.6g}")
 
 
 def attention_of(attention: Attention, qkv: Tensor) -> dict[str, Tensor]:
-    """Return entropy and largest logit of the attention of a micro batch's first sequence, given
-    qkv (B, T, 3C).
+    """Return entropy and largest logit of a micro batch's first sequence, given qkv (B, T, 3C).
 
-    The entropy of a query is a share of its largest one, the logarithm of the positions that it
-    sees; mean of all.
+    The entropy of a query is divided by its largest possible one, the logarithm of the number of
+    positions that it sees. The mean over all queries is returned.
     """
     T = qkv.shape[1]
     q, k, _ = (
         y[:1].float().view(1, T, -1, attention.head_dim).transpose(1, 2) for y in qkv.chunk(3, -1)
-    )
+    )  # (1, H, T, head_dim)
     if attention.rotary:
-        q, k = rotate(q), rotate(k)
+        q = rotate(q)
+        k = rotate(k)
     later = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
-    # (1, H, T, T)
-    scores = (q @ k.transpose(-2, -1) * attention.head_dim**-0.5).masked_fill(later, -math.inf)
+    scores = q @ k.transpose(-2, -1) * attention.head_dim**-0.5  # (1, H, T, T)
+    scores = scores.masked_fill(later, -math.inf)
     weights = scores.softmax(-1)
     entropy = torch.special.entr(weights).sum(-1)[..., 1:]  # the first query sees one position
-    most = torch.arange(2, T + 1, device=q.device).log()
-    return {
-        "max_logit": scores.max(),
-        "attention_entropy": (entropy / most).mean() if T > 1 else scores.new_ones(()),
-    }
+    largest = torch.arange(2, T + 1, device=q.device).log()
+    share = (entropy / largest).mean() if T > 1 else scores.new_ones(())
+    return {"max_logit": scores.max(), "attention_entropy": share}
 
 
 def dead_share(hidden: Tensor) -> Tensor:
