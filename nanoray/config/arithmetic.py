@@ -74,7 +74,8 @@ def batch_for(config: Keys, full: int, ranks: int) -> Batch | None:
     if rest:
         return None
 
-    # The interleaved schedule takes micro batches in groups of pp
+    # The smallest accumulation that is possible gives the largest micro batch, and so the fewest
+    # launches of kernels. The interleaved schedule takes micro batches in groups of pp
     group = 1
     if config.pp_schedule == "interleaved":
         group = config.pp

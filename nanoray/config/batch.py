@@ -8,6 +8,7 @@ from nanoray.config.fields import Group, Natural, Positive, field, hidden
 class BatchSizes(Group):
     """The batch of one optimizer step. arithmetic.py divides it by the number of data ranks."""
 
+    # Length of sequences
     seq_warmup_steps: Natural = field(0, "batch")
     """gpt: steps in which each sequence is cut into shorter ones, of 8 tokens at
     first, then of twice as many, and so on up to block_size (0 = off); a step has as many tokens as
@@ -16,6 +17,7 @@ class BatchSizes(Group):
     seq_warmup_from: Positive = hidden(8, "batch")
     """fixed: tokens of a sequence at first"""
 
+    # Number of sequences. A size that is not given follows from the others
     micro_batch_size: Natural = field(0, "batch")
     """sequences per rank per forward pass (0 = follows from the global batch). Out of memory? Halve
     it and leave global_batch_size: accumulation doubles and the result stays the same"""

@@ -1,13 +1,12 @@
 """What does not go with what: one table of rows, one function that walks it.
 
-A row is data. `asked` is what the user gave, `other` is what excludes it, `why` is the reason and
-`remedy` says what to change. A new feature adds rows, not functions. Rules of arithmetic, such as a
-size that must divide another one, stand in the same table with a function of their own.
+A row is data: `asked` is what the user gave, `other` excludes it, `why` is the reason and `remedy`
+is what to change. A new feature adds rows, not functions. Rules of arithmetic, such as a size that
+must divide another one, are in the same table with a function each.
 
-A row can be decided as soon as the values that it reads are known: most of them by the keys alone,
-some by the number of ranks (key `workers`, which may be auto) or by the device (key `device`, which
-may be auto, too). `first` is given these facts by the caller who has them, and answers in the same
-words early and late.
+A row can be decided as soon as the values that it reads are known: most rows by the keys alone,
+some by the number of ranks (the key `workers` may be auto) or by the device (`device` may be auto).
+Callers that have these values pass them to `first`; the message is the same early and late.
 """
 
 from __future__ import annotations
@@ -163,10 +162,12 @@ def undivided_by_tp(
     if expert_hidden:
         sizes[f"expert_hidden = {expert_hidden}"] = expert_hidden
 
+    # Heads, hidden units and rows of the vocabulary are what the ranks share
     undivided = [name for name, size in sizes.items() if size % tp]
     if not undivided:
         return ""
 
+    # No tp above n_head can work, since each rank has at least one head
     fitting = []
     for candidate in range(1, n_head + 1):
         if all(size % candidate == 0 for size in sizes.values()):
@@ -207,6 +208,7 @@ def _undivided_by_stages(pp: int, chunks: int, n_layer: int) -> str:
     product = f"pp = {pp}"
     if chunks > 1:
         product = f"pp * chunks = {pp}*{chunks} = {parts}"
+    # At least one layer for each chunk
     nearest = max(parts, round(n_layer / parts) * parts)
     return f"{product} does not divide n_layer = {n_layer}; use n_layer {nearest}, or another pp"
 
@@ -224,6 +226,7 @@ def _undivided_by_groups(kind: str, pp: int, accum: int) -> str:
 def _tp_divides(config: Keys) -> str:
     if config.tp == 1:
         return ""
+    # Each rank has a part of every expert, too; without a size experts are as wide as an MLP
     hidden = 0
     if config.experts:
         hidden = config.expert_hidden or 4 * config.n_embd
@@ -233,6 +236,7 @@ def _tp_divides(config: Keys) -> str:
 def _tp_divides_sequences(config: Keys) -> str:
     if not config.sequence_parallel or config.block_size % config.tp == 0:
         return ""
+    # Rounded up: a longer context loses nothing
     nearest = -(-config.block_size // config.tp) * config.tp
     return (
         f"sequence_parallel cuts sequences over tp = {config.tp} ranks, which does not divide "
@@ -263,6 +267,10 @@ def _ep_divides(config: Keys) -> str:
     )
 
 
+# While num_epochs is not counted in steps, the last step is not known, and these rules find nothing.
+# The configuration is built anew with max_steps when the data set is open, and so checked again.
+
+
 def _stop_is_reached(config: Keys) -> str:
     if config.stop_at <= config.scheduled_steps:
         return ""
@@ -284,6 +292,7 @@ def _warmup_is_reached(config: Keys) -> str:
 def _lengths_double(config: Keys) -> str:
     if not config.seq_warmup_steps:
         return ""
+    # The length doubles, so only block_size = 8 * 2^k is reached, with k of at least 1
     times, rest = divmod(config.block_size, config.seq_warmup_from)
     power_of_two = times & (times - 1) == 0
     if rest == 0 and times >= 2 and power_of_two:
@@ -300,6 +309,7 @@ def _lengths_double(config: Keys) -> str:
 
 
 def _trace_is_reached(config: Keys) -> str:
+    # Of every K steps, K/2 + 1 and K/2 + 2 are traced
     first_traced = config.trace_every // 2 + 1
     if first_traced <= config.last_step:
         return ""
@@ -443,6 +453,7 @@ TABLE: tuple[Row | Rule, ...] = (
         "its rules are for models without experts",
         "use scaling none",
     ),
+    # Expert parallelism
     Rule(("ep", "experts"), "ep must divide experts", _ep_divides),
     Row(
         above("ep", 1),
@@ -471,6 +482,7 @@ TABLE: tuple[Row | Rule, ...] = (
         ignored=True,
     ),
     # Kernels
+    # The loss in chunks needs the logits of the whole vocabulary, and computes gradients itself
     Row(
         above("loss_chunk", 0),
         above("tp", 1),
@@ -516,6 +528,7 @@ TABLE: tuple[Row | Rule, ...] = (
         "use optimizer muon, or drop it",
         ignored=True,
     ),
+    # Muon orthogonalises each matrix of the blocks, so a rank must have it whole
     Row(
         one_of("optimizer", "muon"),
         none_of("model", "gpt"),
@@ -623,6 +636,7 @@ TABLE: tuple[Row | Rule, ...] = (
         "NCCL needs GPUs",
         "use backend gloo or auto",
     ),
+    # Hand-written all-reduces replace the one in torch's DDP, which sums over all ranks
     *_only_whole_models(given("allreduce"), "it sums over all ranks", "drop one of the two"),
     Row(
         given("allreduce"),
@@ -690,6 +704,7 @@ TABLE: tuple[Row | Rule, ...] = (
         "each turn of a micro batch would gather a stage's weights anew",
         "use dp_mode zero2, which shards all but the weights, or drop pp",
     ),
+    # zero_bubble computes gradients of inputs first and those of weights later, in idle time
     Row(
         one_of("pp_schedule", "zero_bubble"),
         none_of("compile", False),
@@ -721,6 +736,7 @@ TABLE: tuple[Row | Rule, ...] = (
         "tf32 is a format of GPUs",
         "use precision fp32",
     ),
+    # fp8 replaces linear layers by ones of its own, which only a plain gpt has been given
     Row(
         one_of("precision", "fp8"),
         none_of("model", "gpt"),
@@ -769,6 +785,7 @@ TABLE: tuple[Row | Rule, ...] = (
         "it is for weights without a float32 copy",
         "use one of the two",
     ),
+    # 16-bit weights have an optimizer of their own, which rounds each update
     Row(
         one_of("precision", *PURE),
         none_of("model", "gpt"),
@@ -843,7 +860,7 @@ TABLE: tuple[Row | Rule, ...] = (
         "use recovery in_place, or drop spares",
         ignored=True,
     ),
-    # Audits
+    # Audits: another rank computes the gradient of a micro batch again, with its own weights
     *_only_whole_models(
         above("audit_every", 0),
         "a rank has a part of the model, so no other rank can compute its gradient alone",
@@ -901,7 +918,7 @@ TABLE: tuple[Row | Rule, ...] = (
         "both need torch.profiler, of which a process has one",
         "drop one of the two",
     ),
-    # Known with the number of ranks
+    # Known with the number of ranks. `workers = 1` decides them early; with `auto` a plan asks again
     *_single_rank(),
 )
 
@@ -935,6 +952,7 @@ def first(
     """
     facts = {"workers": ranks, "device": device, "precision": precision}
     facts = {key: value for key, value in facts.items() if value is not None}
+    # A copy is not validated, so this asks no row by itself
     if facts:
         config = config.model_copy(update=facts)
 

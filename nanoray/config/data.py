@@ -16,6 +16,7 @@ _SIGNED_URL = r"(?i)[?&]([^=&]*(?:signature|token|secret|password|credential)[^=
 class Data(Group):
     """The data: which set, where it comes from, and how text becomes tokens."""
 
+    # Which data, and where they come from
     dataset: str = field("auto", "data", min_length=1)
     """auto (cached, else download, else Python's standard library) | shakespeare | stdlib | PATH of
     a text file, or of a folder with train.bin and val.bin; for a resnet: auto (cached, else
@@ -28,6 +29,7 @@ class Data(Group):
     data_dir: str = field("", "data")
     """cache of downloads and tokens (default: $XDG_CACHE_HOME/nanoray or ~/.cache/nanoray)"""
 
+    # How text becomes tokens
     tokenizer: Literal["auto", "char", "byte", "gpt2"] = field("auto", "data")
     """auto (char for Shakespeare, else byte) | char | byte | gpt2 (needs: pip install tiktoken)"""
 

@@ -12,12 +12,14 @@ from nanoray.config.fields import Group, Natural, field
 class Fault(Group):
     """Failures: how they are found, how a run recovers, and faults that are injected on purpose."""
 
+    # What is checked while training
     audit_every: Natural = field(0, "fault")
     """steps between audits of gradients: another rank computes one micro batch's gradient of each
     rank, too, and a third one decides where they differ (0 = never). A step with a wrong gradient
     is done again, and no weight has it; wrong twice ends the run. Costs a micro batch's compute
     each time. For whole models on equal devices; on GPUs with plain attention"""
 
+    # What happens after a failure
     max_failures: Natural = field(3, "fault")
     """failures in a row, with fewer than 10 steps completed between them, before giving up; ranks
     that are left save"""
@@ -46,17 +48,20 @@ class Fault(Group):
     ended and replaced (0 = off). Keep it below timeout_s: after that the collectives fail first,
     and no rank is named"""
 
+    # What happens to a step that is not finite
     on_nan: Literal["stop", "skip", "rollback"] = field("stop", "fault")
     """when a loss or gradient is not finite (it never reaches the weights): stop (exit 5, naming
     rank, layer and samples) | skip (leave that update out; 11 in a row stop) | rollback (load the
     newest checkpoint and continue with the data after the bad step; the 4th rollback to the same
     checkpoint stops)"""
 
+    # Silent errors
     hash_every: Natural = field(250, "fault")
     """steps between comparisons of all ranks' weights and optimizer state, also made before each
     checkpoint (0 = never, for devices that round differently): a rank that differs gets the
     majority's state"""
 
+    # Faults on purpose, for tests and demonstrations
     faults: str = field("", "fault")
     """break something on purpose: KIND@rank=R,step=S[,phase=P][;...], KIND kill | stop | exit |
     raise | hang | slow | oom | disk-full | nan | bitflip | gradflip; in YAML also a list of such

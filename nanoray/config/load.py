@@ -70,6 +70,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         reason = " ".join(str(error).split())
         raise ConfigError(f"config file {path} is not YAML: {reason}") from None
 
+    # An empty file is a mapping without keys
     if values is None:
         return {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
@@ -109,6 +110,7 @@ def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
                     f"unknown key {name}; known: {known}; write others as flat keys, e.g. "
                     "momentum: 0.9"
                 )
+            # Both spellings in one file could contradict each other
             ours = NESTED[name] or LAYERS.get(model, "n_layer")
             if ours in flat:
                 raise ConfigError(
@@ -142,6 +144,7 @@ def lay_over(lower: Mapping[str, Any], upper: Mapping[str, Any], where: str) -> 
             "contradict each other; drop one of them"
         )
 
+    # The length of a schedule has two keys, of which the upper layer's one counts
     merged = dict(lower)
     if counts_epochs:
         merged.pop("max_steps", None)
@@ -162,6 +165,8 @@ def load_config(
     """Merge preset, file and overrides into a Config. Without file and preset: the default preset."""
     overrides = overrides or {}
     merged: dict[str, Any] = {}
+
+    # A file alone replaces the default preset; with --preset it is laid over that preset
     if preset or not file:
         preset = preset or DEFAULT_PRESET
         merged = {"name": preset}
@@ -181,6 +186,7 @@ def load_config(
         merged.pop("global_batch_size", None)
         merged.pop("expected_val_loss", None)
 
+    # The preset's loss is what its complete recipe reaches
     if any(changes_recipe(key) for key in overrides):
         merged.pop("expected_val_loss", None)
     return make_config(lay_over(merged, overrides, "the flags"))
@@ -195,8 +201,10 @@ def make_config(values: dict[str, Any]) -> Config:
     try:
         return Config(**values)
     except ValidationError as error:
+        # One line for all wrong keys, so that a user mends them in one go
         problems = []
         for item in error.errors():
+            # Our own checks raise ValueError, and pydantic puts these words before it
             message = item["msg"].removeprefix("Value error, ")
             key = str(item["loc"][0]) if item["loc"] else ""
             value = values.get(key)

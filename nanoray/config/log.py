@@ -15,10 +15,12 @@ PROFILED = 50  # the largest number of steps in one profile; each has thousands 
 class Log(Group):
     """What a run records and writes, and where a command stops before the schedule ends."""
 
+    # Statistics of each layer
     precision_stats: str = field("off", "log", pattern=r"^(off|every=[1-9]\d*)$")
     """count in each layer the gradients that are zero or subnormal, and the weights that an update
     leaves as they were: off | every=K (in every K-th step, which is logged)"""
 
+    # When a command ends before its schedule
     stop_at: Natural = field(0, "log")
     """write a checkpoint and exit 0 after this step (0 = run to max_steps)"""
 
@@ -26,6 +28,7 @@ class Log(Group):
     """write a checkpoint and exit 0 after the first evaluation with a validation loss of at most
     this (0 = run to max_steps); max_steps is still where the learning rate's schedule ends"""
 
+    # Instruments; none of them changes a bit of the training
     statistics_every: Natural = field(0, "log")
     """steps between statistics of each layer in statistics.jsonl: weights, gradients, updates,
     activations, attention, dead units (0 = never); rank 0 measures them, and no bit of the training
@@ -37,7 +40,7 @@ class Log(Group):
     none); that step takes longer, and no bit of the training changes"""
 
     profile: str = field("", "log")
-    """steps A:B, from A up to B but without B, whose operations torch.profiler notes on each rank;
+    """steps A:B, from A up to B but without B, whose operations torch.profiler records on each rank;
     python -m nanoray.trace RUN --profile puts them on one clock; these steps take longer, no bit of
     the training changes"""
 
@@ -45,15 +48,18 @@ class Log(Group):
     """measure each collective: off | every=K (steps K/2 + 1 and K/2 + 2 of every K steps) |
     always"""
 
+    # Records
     log_every: Positive = field(10, "log")
     """steps between metric records; only logging synchronises with the device"""
 
+    # Evaluation
     eval_every: Natural = field(250, "log")
     """steps between evaluations on the validation split (0 = never)"""
 
     eval_samples: Positive = field(240, "log")
     """validation sequences per evaluation, evenly spaced; the same ones at every world size"""
 
+    # Checkpoints
     checkpoint_every: Natural = field(250, "log")
     """steps between checkpoints (0 = only at the end and when asked to stop)"""
 
@@ -64,12 +70,14 @@ class Log(Group):
     keep_checkpoints: Positive = field(2, "log")
     """newest checkpoints to keep, besides the best one"""
 
+    # After training
     sample_tokens: Natural = field(300, "log")
     """tokens of text to generate at the end (0 = none)"""
 
     tensorboard: bool = field(True, "log")
     """write TensorBoard events to the run's tb/ folder"""
 
+    # Set by presets alone; a change of the recipe drops it
     expected_val_loss: dict[str, float] = Field(
         {}, json_schema_extra={"group": "log", "flag": False}
     )

@@ -15,6 +15,7 @@ BY_HAND = ("ddp_by_hand", "zero1", "zero2")  # gradients in buckets of our own
 class Mesh(Group):
     """The ranks: how many, on which devices, how they share the work, and how long they wait."""
 
+    # Axes that only a gpt has
     ep: Positive = field(1, "dist")
     """expert parallelism: data ranks that share the experts of a layer, experts/ep each, and send
     each other tokens; ep divides the data ranks, and dp/ep of them hold the same experts; with
@@ -24,6 +25,7 @@ class Mesh(Group):
     """tp: between layers each of its ranks works on its own part of every sequence: norms, dropouts
     and sums, with 1/tp of their activations; the same bytes travel, in two collectives for one"""
 
+    # Ranks and their devices
     workers: Positive | Literal["auto"] = field("auto", "dist")
     """ranks; auto = every GPU or MIG slice, else 2 on CPU (1 on a single core)"""
 
@@ -40,6 +42,7 @@ class Mesh(Group):
     cpus_per_worker: float = field(0.0, "dist", ge=0)
     """CPUs reserved per rank (0 = an equal share of the node's on CPU, 1 with a GPU)"""
 
+    # How ranks share the work
     dp_mode: Literal["ddp", "ddp_by_hand", "zero1", "zero2", "fsdp"] = field("ddp", "dist")
     """how ranks share the work: ddp (torch's; every rank keeps all gradients and optimizer state) |
     ddp_by_hand (the same, with buckets in plain sight) | zero1 (each rank keeps 1/n of the
@@ -62,12 +65,14 @@ class Mesh(Group):
     fsdp_gather: Literal["fp32", "bf16"] = hidden("fp32", "dist")
     """dp_mode fsdp:bf16: type in which weights are gathered and computed with"""
 
+    # Memory against time
     activation_checkpointing: Literal["none", "selective", "block"] = field("none", "dist")
     """what a forward keeps for backward: none (all of it: fastest) | selective (results of matrix
     products and attention; about a third of the activations less, norms and GELU are computed
     twice) | block (each block's input only: by far the least, and a step computes every block's
     forward twice, up to a third more time); no loss changes by a bit"""
 
+    # Axes of the mesh; ranks = dp x tp x pp
     tp: Positive = field(1, "dist")
     """tensor parallelism: ranks that share each layer of a gpt, by heads, hidden units and tokens;
     ranks = dp x tp x pp"""
@@ -85,6 +90,7 @@ class Mesh(Group):
     pp_chunks: Natural = hidden(0, "dist")
     """pp_schedule interleaved:3: chunks of layers per rank (0 = 2)"""
 
+    # Sums of gradients
     bucket_mb: float = field(0.0, "dist", ge=0)
     """gradient bucket in MB (0 = 25 on GPU, 8 on CPU); with ddp it fixes the order of sums, so a
     resume keeps it"""
@@ -95,6 +101,7 @@ class Mesh(Group):
     """how gradients are summed: backend (NCCL's or gloo's all-reduce) | one written by hand in
     mesh/algorithms.py"""
 
+    # How long ranks and the driver wait
     timeout_s: float = field(120.0, "dist", gt=0)
     """seconds after which a waiting collective fails, and the attempt with it"""
 

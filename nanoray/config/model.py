@@ -10,6 +10,7 @@ from nanoray.config.fields import Group, Natural, Positive, field, hidden
 class Model(Group):
     """The model: its kind and its sizes."""
 
+    # Mixture of experts. The defaults of its keys count only where experts is above 0
     experts: Natural = field(0, "model")
     """gpt: experts in place of each block's MLP, of which a router chooses some for each token (0 =
     one MLP)"""
@@ -34,10 +35,12 @@ class Model(Group):
     z_loss: float = field(0.001, "model", ge=0)
     """factor of the loss that keeps the router's logits small; no logged loss contains it"""
 
+    # What a gpt adds to its tokens
     positions: Literal["learned", "rotary"] = field("learned", "model")
     """gpt: learned (an embedding of each position) | rotary (queries and keys are turned by their
     positions)"""
 
+    # Which model, and the ResNet
     model: Literal["gpt", "resnet", "own"] = field("gpt", "model")
     """gpt (text) | resnet (images: the ResNet for CIFAR-10 of He et al. 2016) | own (a module of
     your script: see nanoray.launch and examples/own_model.py)"""
@@ -51,6 +54,7 @@ class Model(Group):
     sync_batchnorm: bool = field(False, "model")
     """resnet: normalise by the micro batches of all ranks together, not by each rank's own"""
 
+    # The GPT; the defaults are those of nanoGPT's recipe for a CPU
     n_layer: Positive = field(4, "model")
     """transformer blocks"""
 

@@ -10,6 +10,7 @@ from nanoray.config.fields import Group, Natural, Positive, field, hidden
 class Optim(Group):
     """The optimizer and its schedule, the number formats, and the kernels that compute a step."""
 
+    # Number formats
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "bf16_pure", "fp16_pure", "fp8"] = (
         field("auto", "optim")
     )
@@ -34,6 +35,7 @@ class Optim(Group):
     rounding: Literal["nearest", "stochastic"] = hidden("nearest", "optim")
     """precision bf16_pure:stochastic: how an update is rounded to bf16"""
 
+    # Kernels: the same mathematics, computed otherwise
     attention: Literal["auto", "flash", "cudnn", "plain"] = field("auto", "optim")
     """gpt: flash (torch's fused kernel) | cudnn (cuDNN's, on GPUs and in 16 bits) | plain (two
     products and a softmax; keeps block_size numbers per token and head for backward) | auto (plain
@@ -44,10 +46,12 @@ class Optim(Group):
     """gpt: tokens whose logits are in memory at a time while the loss is computed (0 = all of a
     micro batch); 1024 saves most of the logits' memory where the vocabulary is large"""
 
+    # Beside lr, since an orthogonal update has another scale than one of adamw
     muon_lr: float = field(0.02, "optim", gt=0)
     """optimizer muon: peak learning rate of the blocks' matrices; lr is that of all else, and both
     follow the same schedule"""
 
+    # What ranks send of their gradients. It changes the result, so it is a key of the recipe
     grad_compress: Literal["none", "bf16", "fp16", "int8", "powersgd"] = field("none", "optim")
     """dp_mode ddp and ddp_by_hand: what ranks send of their gradients: none (all, in float32) |
     bf16 | fp16 (half the bytes) | int8 (a quarter) | powersgd (products of rank 4: far less;
@@ -58,6 +62,7 @@ class Optim(Group):
     powersgd_rank: Positive = hidden(4, "optim")
     """grad_compress powersgd:4: columns of the two matrices that stand for a matrix of gradients"""
 
+    # Length of the schedule
     max_steps: Positive = field(2000, "optim")
     """optimizer steps of the whole schedule"""
 
@@ -65,6 +70,7 @@ class Optim(Group):
     """in place of max_steps: how often the schedule goes through the training data (0 = max_steps
     counts)"""
 
+    # Optimizer
     optimizer: Literal["adamw", "sgd", "muon"] = field("adamw", "optim")
     """adamw (fused) | sgd (plain unless given momentum: parity tests use it because AdamW hides a
     factor on the gradient) | sgd:nesterov (with momentum, looking ahead along its sum) | muon (of a
@@ -77,8 +83,9 @@ class Optim(Group):
     """optimizer sgd:nesterov: look ahead along the sum of gradients"""
 
     label_smoothing: float = field(0.0, "optim", ge=0, lt=1)
-    """resnet: share of a label that goes to all classes alike, while training"""
+    """resnet: share of a label that is spread over all classes, while training"""
 
+    # Learning rate
     lr: float = field(1e-3, "optim", gt=0)
     """peak learning rate"""
 
@@ -94,6 +101,7 @@ class Optim(Group):
     decay_fraction: float = field(0.65, "optim", gt=0, le=1)
     """wsd: the last part of the steps, over which the rate falls linearly to min_lr"""
 
+    # The update
     weight_decay: float = field(0.1, "optim", ge=0)
     """decay of matrices, convolutions and embeddings: AdamW's decoupled one, or added to the
     gradient by sgd with momentum; plain sgd has none"""
@@ -107,6 +115,7 @@ class Optim(Group):
     grad_clip: float = field(1.0, "optim", ge=0)
     """clip gradients to this global norm (0 = off)"""
 
+    # Values that follow from the size of the model
     scaling: Literal["none", "nanochat"] = field("none", "optim")
     """nanochat: derive max_steps, global batch, lr and weight decay from the model's size and print
     why; a value given as a flag is kept"""
@@ -114,6 +123,7 @@ class Optim(Group):
     tokens_per_param: float = field(12.0, "optim", gt=0)
     """scaling=nanochat: training tokens per scaling parameter (matrices + lm_head)"""
 
+    # Off by default: compiling takes longer than a short run gains
     compile: bool | Literal["cuda_graphs"] = field(False, "optim")
     """torch.compile each block, or an own model's layers: slower start, faster steps on GPUs.
     cuda_graphs: also launch the kernels of each at once, for small models on a GPU"""

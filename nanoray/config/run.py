@@ -8,6 +8,7 @@ from nanoray.config.fields import Group, field
 class Run(Group):
     """The run: its name, its folder, what it continues, and the seed of all its random numbers."""
 
+    # Where the run is written
     name: str = field("run", "run", pattern=r"^[A-Za-z0-9._-]+$")
     """name of the run, which ends its folder's name (default: the preset's or file's name)"""
 
@@ -18,5 +19,6 @@ class Run(Group):
     """none | auto (the newest run in out_dir with this name and recipe) | PATH of a run folder or
     of one checkpoint"""
 
+    # One seed for all random numbers: a resume repeats them from seed and step
     seed: int = field(1337, "run", ge=0, lt=2**63)
     """seed of the initial weights, of the sample order and of dropout"""

@@ -86,15 +86,18 @@ def test_a_dry_run_tells_the_lengths(text: Path, tmp_path: Path) -> None:
         ),
         (
             {"block_size": 96},
-            "block_size = 96 is not 2, 4, 8, ... times 8, .*; use block_size 64 or 128",
+            "block_size = 96 is not 2, 4, 8, ... times 8, the tokens with which "
+            "seq_warmup_steps begins; use block_size 64 or 128",
         ),
         (
             {"block_size": 8},
-            "block_size = 8 is not 2, 4, 8, ... times 8, .*; use block_size 16 or 32",
+            "block_size = 8 is not 2, 4, 8, ... times 8, the tokens with which "
+            "seq_warmup_steps begins; use block_size 16 or 32",
         ),
         (
             {"block_size": 63},
-            "block_size = 63 is not 2, 4, 8, ... times 8, .*; use block_size 32 or 64",
+            "block_size = 63 is not 2, 4, 8, ... times 8, the tokens with which "
+            "seq_warmup_steps begins; use block_size 32 or 64",
         ),
         (
             {"model": "resnet"},

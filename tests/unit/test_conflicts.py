@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nanoray.cli import parse_args
 from nanoray.config import Config, load_config, make_config
 from nanoray.config.conflicts import TABLE, Row, Rule, first, known_from, refuse
 from nanoray.config.fields import Group
 from nanoray.config.keys import GROUPS
 from nanoray.config.spellings import PART_OF_FIELD
+from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import ConfigError
+from nanoray.forecast.dry_run import plan
 
 # Values of each key, in the order in which they are tried for a condition
 VALUES: dict[str, tuple[Any, ...]] = {
@@ -205,6 +209,31 @@ def test_one_rank_has_one_answer_early_and_late(key: str, value: Any) -> None:
     with pytest.raises(ConfigError) as early:
         load_config(preset="tiny", overrides={key: value, "workers": 1})
     assert str(early.value) == late
+
+
+@pytest.mark.parametrize("key", ["comm_trace", "allreduce", "grad_compress", "audit_every"])
+def test_a_plan_for_one_rank_refuses_what_needs_two_also_in_a_resumed_run(
+    key: str, tmp_path: Path
+) -> None:
+    """Of a dry run and of a start. The message has the flag with which the run can go on."""
+    value = {"comm_trace": "always", "allreduce": "ring", "grad_compress": "int8"}.get(key, 4)
+    ran = load_config(preset="tiny", overrides={key: value, "workers": 2})
+    (tmp_path / "config.json").write_text(ran.to_json())
+    dataset = DatasetInfo("text", "", tmp_path, "uint16", 65, 6_400, 640, "", "", {}, "tokens")
+
+    resumed = parse_args(["--resume", str(tmp_path)], "prog", "what")
+    plan(resumed, 2, dataset)
+    with pytest.raises(ConfigError, match=f"only one rank; .* or use --{key} ") as refused:
+        plan(resumed, 1, dataset)
+
+    idle = str(refused.value).rsplit(" ", 1)[-1]
+    plan(parse_args(["--resume", str(tmp_path), f"--{key}", idle], "prog", "what"), 1, dataset)
+
+
+def test_a_group_that_has_shrunk_to_one_rank_keeps_its_configuration() -> None:
+    """Ranks get the configuration of the run, whose `workers` stays what was asked for."""
+    config = load_config(preset="tiny", overrides={"grad_compress": "int8", "workers": 2})
+    assert Config(**config.model_dump()) == config
 
 
 def test_a_device_that_is_found_later_has_the_answer_of_one_that_is_asked_for() -> None:
