@@ -80,6 +80,8 @@ class Plan:
 
         # One data rank has nothing to share: torch's wrapper is left out, and so is every exchange.
         mode = config.dp_mode if self.data.size > 1 else "ddp"
+        # torch's DDP leaves equal gradients on all ranks: nothing is mirrored, or sent afterwards.
+        self._shares_updates = mode != "ddp"
         self._is_split = axes["tp"].size * axes["pp"].size > 1
         if self._is_split or axes["ep"].size > 1 or mode == "fsdp":
             for tensor in [*model.parameters(), *model.buffers()]:
@@ -182,6 +184,8 @@ class Plan:
         """
         if self._replicated:  # another replica has the same gradients, once all know the norm
             return True
+        if not self._shares_updates:
+            return False
         return self._mode.mirror_gradients()
 
     def grad_norm(self) -> Tensor:
@@ -208,7 +212,8 @@ class Plan:
         """
         for hook in self._hooks:
             hook.commit(left_out)
-        self._mode.spread()
+        if self._shares_updates:
+            self._mode.spread()
 
     def settle(self) -> None:
         """Wait until the weights are complete; a forward waits by itself."""
