@@ -23,7 +23,6 @@ from nanoray.config import Config
 from nanoray.data import download
 from nanoray.data.dataset import DatasetInfo, cache_dir, write
 from nanoray.data.download import FetchFailed, fetch
-from nanoray.data.tokens import mix
 from nanoray.data.verify import verify
 from nanoray.errors import DataError
 
@@ -177,9 +176,13 @@ def generate(first: int, count: int) -> bytes:
 def _hash_to_bytes(z: np.ndarray) -> np.ndarray:
     """Return eight hashed bytes for each uint64, the lowest first, as one flat array.
 
-    The hash is SplitMix64's finalizer.
+    The hash is SplitMix64's finalizer. data/tokens.py has it, too, but imports torch, and the driver
+    prepares datasets without torch.
     """
-    return mix(z).astype("<u8").reshape(-1).view(np.uint8)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z = z ^ (z >> np.uint64(31))
+    return z.astype("<u8").reshape(-1).view(np.uint8)
 
 
 def _describe(
