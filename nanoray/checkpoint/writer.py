@@ -1,5 +1,4 @@
-"""Save checkpoints beside training: the loop waits for a copy in memory, a thread of rank 0 for the
-disk.
+"""Save checkpoints beside training: the loop waits for a copy in memory, a thread for the disk.
 
     loop     step ─► step ─► copy ─► step ─► step ─► step ─► step ─► copy ─► ...
     thread                      └──► write, hash, fsync ──► rename      └──► ...
@@ -7,7 +6,7 @@ disk.
 A sharded state is copied and written by every rank; rank 0's thread waits for the others' parts and
 commits. At most one checkpoint is being written; the next one waits for it, so a slow disk slows
 training down but needs no more memory. os.write and hashlib release the GIL, so steps keep their
-speed. All ranks learn of a failed write at the next checkpoint, where they communicate anyway.
+speed. A failed write is broadcast at the next checkpoint, where the ranks communicate anyway.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ TRIES = 3  # failed checkpoints in a row (a full disk, say) that end the run
 CLOSE_S = 10.0  # at the end of a run, for the other ranks' parts of a checkpoint
 _ALIGN = 64  # bytes, for vectorised copies
 Tensors = dict[tuple[str, str], Tensor]  # by part of the state and name
-# The copy's first byte; the tensor's shape, dtype, device
+# The offset of a tensor's copy; the tensor's shape, dtype, device
 Place = tuple[int, torch.Size, torch.dtype, torch.device]
 
 
@@ -48,9 +47,7 @@ class AttemptOver(CheckpointError):
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints, beside training or while it waits. (rank 0 commits; the others
-    learn the result)
-    """
+    """Writes a run's checkpoints, beside training or while it waits. Rank 0 commits."""
 
     def __init__(
         self,
@@ -58,108 +55,131 @@ class CheckpointWriter:
         note: Callable[[str], None],
         saved: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """`note` shows a line to the user, `saved` hears of a step on disk; only the training
-        thread calls them.
+        """`note` prints a line for the user; `saved` is called for each step on disk.
+
+        Only the training thread calls them.
         """
         self.committed = -1  # the newest step that this process has written to disk
-        self._spec, self._note, self._saved = spec, note, saved
+        self._spec = spec
+        self._note = note
+        self._saved = saved
         self._beside = spec.config.checkpoint_mode == "async"
         self._snapshot: Snapshot | None = None
+        self._news: dict[str, float] = {}  # metrics for the next record
+
+        # The write in progress, if any
         self._thread: threading.Thread | None = None
-        self._step = -1  # the one that the thread writes
-        self._outcome: float | Exception = 0.0  # of the last write: its seconds, or why it failed
+        self._step = -1
+        self._is_part = False  # whether this rank writes a part for rank 0
+        self._missing_part = ""  # why a part that rank 0 waits for will not be written
+
+        # The last write: its seconds, or its error
+        self._outcome: float | Exception = 0.0
         self._failures = 0  # in a row
         self._fatal = ""  # why the run cannot continue; broadcast at the next checkpoint
-        self._is_part = False  # whether this rank writes a part for rank 0
-        self._no_part = ""  # why a part that rank 0 waits for will not come
-        self._may_commit = threading.Event()  # cleared while a survivor waits for its next attempt
+
+        # Cleared while a survivor waits for its next attempt
+        self._may_commit = threading.Event()
         self._may_commit.set()
-        self._news: dict[str, float] = {}
 
     def prepare(self, state: StateDict) -> None:
-        """Start to allocate memory for copies of `state` in a thread: first access to memory is
-        slow.
-        """
+        """Start to allocate memory for copies of `state`, in a thread: first access is slow."""
         if self._beside and self._spec.config.checkpoint_every:
             self._snapshot = Snapshot(named_tensors(state))
 
     def save(self, mesh: Mesh, state: StateDict | None, final: bool = False) -> None:
-        """Save rank 0's `state`, or every rank's part of it; with `final` return only when it is on
-        disk. (all ranks)
+        """Save rank 0's `state`, or every rank's part of it. (all ranks)
 
-        Ranks other than 0 give a state if it is sharded, else None. Raises CheckpointError on all
-        ranks when a final checkpoint failed, or the third one in a row.
+        With `final` it returns only when the checkpoint is on disk. Ranks other than 0 pass a state
+        if it is sharded, else None. Raises CheckpointError on all ranks when a final checkpoint
+        failed, or the third one in a row.
         """
-        if state and state.pieces is not None:
-            problem = self._save_parts(mesh, state, final)
-        else:
-            problem = self._save(state, final) if state else ""
-        # (all ranks) wait in the group with the long timeout
-        if problem := mesh.broadcast(problem):
+        problem = ""
+        if state is not None:
+            if state.pieces is not None:
+                problem = self._save_parts(mesh, state, final)
+            else:
+                problem = self._save(state, final)
+        # A broadcast uses the group with the long timeout, so the other ranks may wait for rank 0's
+        # disk here.
+        problem = mesh.broadcast(problem)
+        if problem:
             raise CheckpointError(problem)
 
     def _save_parts(self, mesh: Mesh, state: StateDict, final: bool) -> str:
-        """Save a sharded state, or start to; return on rank 0 why the run cannot continue. (all
-        ranks)
+        """Save a sharded state, or start to. (all ranks)
+
+        Returns on rank 0 why the run cannot continue; empty if it can.
         """
-        step, first = state.meta["step"], mesh.rank == 0
+        step = state.meta["step"]
+        first = mesh.rank == 0
         self._is_part = not first
         self._settle_parts(mesh)
+
+        # Rank 0 makes the folder, and the others write into it.
         sizes = mesh.gather(sum(tensor.nbytes for tensor in named_tensors(state).values()))
-        draft = self._begin(step, sum(sizes or ()), final) if first else None
-        # (all ranks) they need it to write their parts
+        draft = None
+        if first:
+            draft = self._begin(step, sum(sizes or ()), final)
         temp = mesh.broadcast(str(draft.temp) if draft else "")
         if not temp:
-            return self._fatal
-        job = partial(self._write_parts, draft, Path(temp), mesh.rank, mesh.world_size)
+            return self._fatal  # nothing to save, or no folder
+        write = partial(self._write_parts, draft, Path(temp), mesh.rank, mesh.world_size)
+
+        # While training waits: first the others, then rank 0, which commits.
         if final or not self._beside:
             if not first:
-                job(state)
-            self._hear_of_parts(mesh)
+                write(state)
+            self._gather_failures(mesh)
             if first:
-                job(state)
-                self._take_note(step, final)
+                write(state)
+                self._handle_outcome(step, final)
             return self._fatal
+
+        # Beside training: every rank writes a copy of its part in a thread.
         try:
             copy = self._copy(state)
         except CheckpointError as error:
-            # This rank's part does not come; the next checkpoint tells rank 0
+            # The next checkpoint reports to rank 0 that this rank's part is missing.
             self._outcome = error
             if first:
                 assert draft
                 draft.discard()
-                self._take_note(step, final)
+                self._handle_outcome(step, final)
             return self._fatal
-        self._step, self._thread = step, threading.Thread(target=job, args=(copy,), daemon=True)
-        self._thread.start()
+        self._start_thread(step, write, copy)
         return ""
 
     def _settle_parts(self, mesh: Mesh) -> None:
-        """Wait for the write in progress on every rank. (all ranks) Rank 0 learns first which part
-        will not come.
+        """Wait for the write in progress on every rank. (all ranks)
+
+        The others first: a failure of theirs ends the wait of rank 0's thread.
         """
         if mesh.rank:
             self._settle()
-        self._hear_of_parts(mesh)
+        self._gather_failures(mesh)
         if mesh.rank == 0:
             self._settle()
 
-    def _hear_of_parts(self, mesh: Mesh) -> None:
-        """Tell rank 0 which parts were not written. (all ranks)"""
-        failed = self._outcome if mesh.rank and isinstance(self._outcome, Exception) else None
-        told = mesh.gather(f"rank {mesh.rank}: {failed}" if failed else "")
+    def _gather_failures(self, mesh: Mesh) -> None:
+        """Report to rank 0 which parts were not written. (all ranks)"""
+        own = ""
+        if mesh.rank and isinstance(self._outcome, Exception):
+            own = f"rank {mesh.rank}: {self._outcome}"
+        failures = mesh.gather(own) or []
         if mesh.rank:
             self._outcome = 0.0
-        # That the group broke stays true of its parts
-        self._no_part = next(filter(None, told or ()), self._no_part)
+        # Without a new failure the old reason stays: the parts of a broken group are still missing.
+        for failure in failures:
+            if failure:
+                self._missing_part = failure
+                break
 
     def _begin(self, step: int, need: int, final: bool) -> checkpoint.Draft | None:
-        """Make the folder for the parts, of `need` bytes; None where nothing is to be saved. (rank
-        0 only)
-        """
+        """Make the folder for `need` bytes of parts; None if nothing is to be saved. (rank 0)"""
         if step == self.committed or (self._fatal and not final):
             return None
-        self._no_part = ""
+        self._missing_part = ""
         try:
             draft = checkpoint.Draft(
                 self._spec.checkpoints, step, str(self._spec.attempt), self._fence
@@ -169,18 +189,17 @@ class CheckpointWriter:
             return draft
         except CheckpointError as error:
             self._outcome = error
-            self._take_note(step, final)
+            self._handle_outcome(step, final)
             return None
 
     def _write_parts(
         self, draft: checkpoint.Draft | None, temp: Path, rank: int, writers: int, state: StateDict
     ) -> None:
-        """Write this rank's part, on rank 0 also commit, and store the outcome. Also runs in the
-        thread.
-        """
-        start, keep = time.perf_counter(), self._spec.config.keep_checkpoints
+        """Write this rank's part, on rank 0 commit; store the outcome. Also runs in the thread."""
+        start = time.perf_counter()
         try:
             if draft:
+                keep = self._spec.config.keep_checkpoints
                 checkpoint.save_shared(draft, state, writers, keep, self._require_parts)
             else:
                 parts.write(temp, rank, state)
@@ -189,62 +208,69 @@ class CheckpointWriter:
             self._outcome = error
 
     def _require_parts(self) -> None:
-        """Raise CheckpointError when a part that rank 0 waits for will not come."""
-        if self._no_part:
-            raise CheckpointError(f"not all parts of the checkpoint were written ({self._no_part})")
+        """Raise CheckpointError when a part that rank 0 waits for will not be written."""
+        if self._missing_part:
+            raise CheckpointError(
+                f"not all parts of the checkpoint were written ({self._missing_part})"
+            )
 
     def _save(self, state: StateDict, final: bool) -> str:
         """Save, or start to; return why the run cannot continue, empty if it can. (rank 0 only)"""
+        # At most one write at a time: the next checkpoint waits for the previous one.
         step = state.meta["step"]
         self._settle()
-        self._is_part = False  # after the group has shrunk to one rank
+        self._is_part = False  # it may have been, before the group shrank to one rank
+        # The final checkpoint may follow a regular one of the same step.
         if step == self.committed:
             return ""
         if self._fatal and not final:
             return self._fatal
         if final or not self._beside:  # training waits, so no copy is needed
             self._write(state)
-            self._take_note(step, final)
+            self._handle_outcome(step, final)
             return self._fatal
         try:
             copy = self._copy(state)
         except CheckpointError as error:
             self._outcome = error
-            self._take_note(step, final)
+            self._handle_outcome(step, final)
             return self._fatal
-        self._step, self._thread = (
-            step,
-            threading.Thread(target=self._write, args=(copy,), daemon=True),
-        )
-        self._thread.start()
+        self._start_thread(step, self._write, copy)
         return ""
 
+    def _start_thread(self, step: int, write: Callable[[StateDict], None], copy: StateDict) -> None:
+        self._step = step
+        self._thread = threading.Thread(target=write, args=(copy,), daemon=True)
+        self._thread.start()
+
     def _copy(self, state: StateDict) -> StateDict:
-        """Return a copy that training does not change. Raises CheckpointError when memory is short."""
+        """Return a copy that training does not change. Raises CheckpointError without memory."""
         tensors = named_tensors(state)
+        # The memory is reused until the state has another layout, as after a change of world size.
         if self._snapshot is None or not self._snapshot.fits(tensors):
             self._snapshot = None  # free the old one first
             self._snapshot = Snapshot(tensors)
         copies = self._snapshot.take(tensors)
-        model, optimizer = ({name: copies[part, name] for name in of} for part, of in _parts(state))
+        model = {name: copies["model", name] for name in state.model}
+        optimizer = {name: copies["optimizer", name] for name in state.optimizer}
         return replace(state, model=model, optimizer=optimizer)
 
     def _settle(self) -> None:
-        """Wait for the write in progress, if any, and note its outcome."""
+        """Wait for the write in progress, if any, and handle its outcome."""
         if not self._thread:
             return
-        start, late = time.perf_counter(), self.busy
+        start = time.perf_counter()
+        late = self.busy
         self._thread.join()
         if late:
-            seconds = time.perf_counter() - start
             log.warning(
                 "waited %.3f s for the checkpoint of step %d, still being written",
-                seconds,
+                time.perf_counter() - start,
                 self._step,
             )
         self._thread = None
         if not self._is_part:
-            self._take_note(self._step)
+            self._handle_outcome(self._step)
 
     @property
     def busy(self) -> bool:
@@ -253,8 +279,10 @@ class CheckpointWriter:
 
     def _write(self, state: StateDict) -> None:
         """Write a checkpoint and store the outcome. Also runs in the thread."""
-        start, spec = time.perf_counter(), self._spec
+        start = time.perf_counter()
+        spec = self._spec
         try:
+            # Exceptions cannot leave a thread, so they are stored.
             checkpoint.save(
                 spec.checkpoints,
                 state,
@@ -269,33 +297,40 @@ class CheckpointWriter:
     def _fence(self) -> None:
         """Raise AttemptOver when another attempt of this run has begun without this process."""
         self._may_commit.wait()  # a survivor waits for the number of its next attempt
-        allowed, spec = read_attempt(self._spec.folder), self._spec
-        if allowed and allowed[1] != spec.started:
+        newest = read_attempt(self._spec.folder)
+        if not newest:
+            return
+        attempt, started = newest
+        if started != self._spec.started:
             raise AttemptOver(
                 "this command is over: another one continues the run; nothing written"
             )
-        if allowed and spec.attempt < allowed[0]:
+        if self._spec.attempt < attempt:
             raise AttemptOver(
-                f"attempt {spec.attempt} is over: attempt {allowed[0]} runs now; nothing written"
+                f"attempt {self._spec.attempt} is over: attempt {attempt} runs now; nothing written"
             )
 
-    def _take_note(self, step: int, last: bool = False) -> None:
-        """Note the outcome of a write, and whether the run can continue. (rank 0 only)"""
+    def _handle_outcome(self, step: int, last: bool = False) -> None:
+        """Record the outcome of a write, and decide whether the run can continue. (rank 0 only)"""
         outcome = self._outcome
         if isinstance(outcome, float):
-            self.committed, self._failures, self._fatal = step, 0, ""
+            self.committed = step
+            self._failures = 0
+            self._fatal = ""
             self._news["time/checkpoint_write_s"] = outcome
             log.info("checkpoint of step %d is on disk, written in %.3f s", step, outcome)
             self._saved(step)
             return
         if not isinstance(outcome, CheckpointError):
             raise outcome
+
+        # A failed checkpoint costs nothing yet: the next one may succeed.
         self._failures += 1
         if last or self._failures >= TRIES or isinstance(outcome, AttemptOver):
             self._fatal = str(outcome)
         if not last:
-            so = "which ends the run" if self._fatal else "training goes on"
-            self._note(f"warning  checkpoint of step {step} skipped, {so}: {outcome}")
+            effect = "which ends the run" if self._fatal else "training goes on"
+            self._note(f"warning  checkpoint of step {step} skipped, {effect}: {outcome}")
 
     def paused(self, step: int, seconds: float) -> float:
         """Note the seconds that training waited for a checkpoint, and return them."""
@@ -305,17 +340,18 @@ class CheckpointWriter:
 
     def news(self) -> dict[str, float]:
         """Return the metrics of checkpoints written since the last call; warn of a failed one."""
+        # Handle a finished write as soon as possible, so that `committed` is up to date.
         if self._thread and not self.busy:
             self._settle()
-        news, self._news = self._news, {}
+        news = self._news
+        self._news = {}
         return news
 
     def forget(self, mesh: Mesh, in_parts: bool) -> None:
-        """Finish the write in progress. (all ranks) Steps will be repeated with other data, and
-        saved again.
+        """Finish the write in progress, and allow steps to be saved again. (all ranks)
 
-        `in_parts`: the state is sharded. A rank that has joined the run since its newest checkpoint
-        cannot know.
+        They will be repeated with other data. `in_parts`: the state is sharded; a rank that has
+        joined since the newest checkpoint has no other way to know.
         """
         if in_parts:
             self._settle_parts(mesh)
@@ -324,25 +360,26 @@ class CheckpointWriter:
         self.committed = -1
 
     def hold(self) -> None:
-        """Hold commits back: the group broke, and the run's next attempt may have begun."""
+        """Suspend commits: the group broke, and the run's next attempt may have begun."""
         self._may_commit.clear()
-        self._no_part = "the group of ranks broke"
+        self._missing_part = "the group of ranks broke"
 
     def go_on(self, spec: RunSpec, rank: int) -> None:
         """Allow commits again, as `rank` of the new attempt."""
         self._spec = spec
         self._may_commit.set()
+        # Only one process may write. Either another rank saves from now on, or this rank's part is
+        # of no use without rank 0's.
         if rank or self._is_part:
-            # Another rank saves from now on, and only one process may write; a part is no
-            # checkpoint
             self._settle()
 
     def close(self) -> None:
         """Wait for the write in progress. Its outcome is only logged."""
+        # A write that waits for the next attempt must end with the run.
         self._may_commit.set()
         if self._thread:
             self._thread.join(CLOSE_S)
-            self._no_part = "the run ended"
+            self._missing_part = "the run ended"  # ends the wait for other ranks' parts
             self._thread.join()
             log.info("checkpoint of step %d, when the run ended: %s", self._step, self._outcome)
             self._thread = None
@@ -353,8 +390,8 @@ class CheckpointWriter:
 class Snapshot:
     """Host memory for a copy of weights and optimizer state, reused by every checkpoint.
 
-    A copy takes 0.1 s for the 1.5 GB of GPT-2 124M with Adam. The first access to as much memory
-    takes seconds on a virtual machine, so a thread does it in advance.
+    A copy takes 0.1 s for the 1.5 GB of GPT-2 124M with Adam. The first access to that memory takes
+    seconds on a virtual machine, so a thread does it in advance.
     """
 
     def __init__(self, tensors: Tensors) -> None:
@@ -368,26 +405,31 @@ class Snapshot:
 
     def _allocate(self, size: int) -> None:
         try:
+            # Pinned memory, for copies from a GPU at full speed.
             if self._devices:
-                # A new thread uses device 0, perhaps another rank's
+                # A new thread uses device 0, which may be another rank's.
                 torch.cuda.set_device(self._devices[0])
                 self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
                 return
+            # Anonymous memory of its own, so that madvise applies before the first access.
             memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with suppress(OSError, AttributeError):  # pages of 2 MiB make the copy a quarter faster
+            # Pages of 2 MiB make the copy a quarter faster.
+            with suppress(OSError, AttributeError):
                 memory.madvise(mmap.MADV_HUGEPAGE)
             self._memory = torch.frombuffer(memory, dtype=torch.uint8)
-            ctypes.memset(self._memory.data_ptr(), 0, size)  # touches every page, without the GIL
+            # Touch every page now. ctypes releases the GIL, so training goes on.
+            ctypes.memset(self._memory.data_ptr(), 0, size)
         except Exception as error:  # raised again in `take`
             self._problem = error
 
     def ready(self) -> None:
-        """Wait until the memory is there."""
+        """Wait until the memory is allocated."""
         self._thread.join()
 
     def fits(self, tensors: Tensors) -> bool:
         """Whether the memory was allocated for tensors of this layout."""
-        return _layout(tensors)[0] == self._places
+        places, _ = _layout(tensors)
+        return places == self._places
 
     @torch.no_grad()
     def take(self, tensors: Tensors) -> Tensors:
@@ -399,17 +441,18 @@ class Snapshot:
         if self._problem:
             raise CheckpointError(
                 f"no host memory for a copy of weights and optimizer state ({self._problem}); use "
-                "--checkpoint_mode "
-                "sync, which writes while training waits"
+                "--checkpoint_mode sync, which writes while training waits"
             )
         copies: Tensors = {}
-        copied: set[int] = set()
+        copied: set[int] = set()  # offsets; tied weights share one
         for name, tensor in tensors.items():
-            at, shape, dtype, _ = self._places[name]
-            copies[name] = self._memory[at : at + tensor.nbytes].view(dtype).view(shape)
-            if at not in copied:
+            offset, shape, dtype, _ = self._places[name]
+            memory = self._memory[offset : offset + tensor.nbytes]
+            copies[name] = memory.view(dtype).view(shape)
+            if offset not in copied:
                 copies[name].copy_(tensor, non_blocking=True)
-            copied.add(at)
+                copied.add(offset)
+        # The copies are asynchronous, and training changes the weights in the next step.
         for device in self._devices:
             torch.cuda.synchronize(device)
         return copies
@@ -418,25 +461,24 @@ class Snapshot:
 def _layout(tensors: Tensors) -> tuple[dict[tuple[str, str], Place], int]:
     """Return the place of each tensor's copy, and the total size; tied weights share a place."""
     places: dict[tuple[str, str], Place] = {}
-    known: dict[Any, int] = {}
+    offsets: dict[Any, int] = {}
     size = 0
     for name, tensor in tensors.items():
-        same = (
-            (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-            if tensor.nbytes
-            else name
-        )
-        at = known.setdefault(same, size)
-        places[name] = at, tensor.shape, tensor.dtype, tensor.device
-        if at == size:
-            size += -(-tensor.nbytes // _ALIGN) * _ALIGN or _ALIGN
+        # Tensors over the same memory are tied. Empty ones may share an address by chance.
+        identity: Any = name
+        if tensor.nbytes:
+            identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if identity not in offsets:
+            offsets[identity] = size
+            blocks = -(-tensor.nbytes // _ALIGN)  # rounded up
+            size += max(blocks, 1) * _ALIGN
+        places[name] = (offsets[identity], tensor.shape, tensor.dtype, tensor.device)
     return places, max(size, 1)
-
-
-def _parts(state: StateDict) -> tuple[tuple[str, dict[str, Tensor]], ...]:
-    return ("model", state.model), ("optimizer", state.optimizer)
 
 
 def named_tensors(state: StateDict) -> Tensors:
     """Return weights and optimizer state by part and name."""
-    return {(part, name): tensor for part, of in _parts(state) for name, tensor in of.items()}
+    tensors = {("model", name): tensor for name, tensor in state.model.items()}
+    for name, tensor in state.optimizer.items():
+        tensors["optimizer", name] = tensor
+    return tensors

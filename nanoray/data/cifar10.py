@@ -175,10 +175,7 @@ def generate(first: int, count: int) -> bytes:
 
 
 def _hash_to_bytes(z: np.ndarray) -> np.ndarray:
-    """Return eight hashed bytes for each uint64, the lowest first, as one flat array.
-
-    The hash is SplitMix64's finalizer.
-    """
+    """Return eight hashed bytes for each uint64, the lowest first, as one flat array."""
     return mix(z).astype("<u8").reshape(-1).view(np.uint8)
 
 

@@ -103,7 +103,9 @@ def boot_id() -> str:
 def _hold(page: int, held: threading.Event) -> None:
     """Take a robust mutex in the shared page, and hold it until the process ends."""
     libc = ctypes.CDLL(None)
-    mutex = _address(mmap.mmap(page, _PAGE))
+    # A variable of its own: the address is valid only while the mapping is referenced.
+    shared = mmap.mmap(page, _PAGE)
+    mutex = _address(shared)
     attributes = ctypes.create_string_buffer(64)
     libc.pthread_mutexattr_init(attributes)
     libc.pthread_mutexattr_setpshared(attributes, 1)

@@ -10,6 +10,7 @@ from pathlib import Path
 def stat_of(pid: int) -> list[str]:
     """Return a process' fields in /proc, state ppid pgrp ...; empty if it is gone, or a zombie."""
     try:
+        # The command's name, in brackets, may contain spaces and brackets.
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split()
     except (OSError, IndexError):
         return []

@@ -34,6 +34,7 @@ class ProgressFile:
 
     def __init__(self, path: Path) -> None:
         self.base = UNKNOWN
+        # Written before it is mapped, because an empty file cannot be.
         path.write_bytes(self._FORMAT.pack(0, PHASES.index("init"), UNKNOWN, 0.0))
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), self._FORMAT.size)

@@ -99,6 +99,7 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
         color="C0",
         label="entropy / log(experts)",
     )
+    # A run without a capacity drops nothing, and needs no line for it.
     if any(record["moe/dropped"] for record in records):
         below.plot(
             steps,

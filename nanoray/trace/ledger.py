@@ -293,6 +293,7 @@ def accounts_of(folder: Path) -> Accounts:
         slot_counts.add(len(slots))
         for slot in slots:
             of_slot = [process for process in own if process.slot == slot]
+            # Each slot's accounts sum to the command's wall time.
             _add_slot(total, of_slot, started, end, shrunk)
 
     _move_repeated(total, processes, sum(event["steps_repeated"] or 0 for event in faults))
@@ -337,6 +338,7 @@ def _add_slot(
 def _count_repeated(processes: Sequence[Process]) -> int:
     """Return how many steps of the slots a process of the same slot had done before."""
     count = 0
+    # The processes of a slot are in the order of time.
     newest_of_slot: dict[int, int] = {}
     for process in processes:
         before = newest_of_slot.get(process.slot, 0)

@@ -212,6 +212,7 @@ class CommLog:
             self._window.append(step)
 
             step_buckets = [c for c in step["collectives"] if c["bucket"] is not None]
+            # The slowest bucket of the whole run, for the summary.
             candidates = [*step_buckets, self._slowest]
             self._slowest = max(candidates, key=lambda c: c.get("time_us") or 0.0)
 
@@ -221,6 +222,7 @@ class CommLog:
             total.add(figures)
             messages += self._write(step, buckets)
 
+        # The record has the means of the steps since the last one.
         metrics = {f"comm/{k}": value for k, value in added.means().items() if k != "hidden_ms"}
         if self._bubble is not None and added.steps:
             metrics["pipe/bubble"] = added.sums["bubble"] / added.steps

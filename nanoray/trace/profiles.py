@@ -77,6 +77,7 @@ def write_all(run: Path) -> list[str]:
     """Write the trace of all ranks; return lines for the user. Raises ConfigError."""
     profiles = read_profiles(run)
     path = run / FOLDER / ALL
+    # After a fault, ranks may have profiled other steps than those of an earlier group.
     steps = {tuple(profile[KEY]["steps"]) for profile in profiles}
     error_us = 1e6 * max(profile[KEY]["uncertainty_s"] for profile in profiles)
     with writing(path, "copy the run to where you may write"):

@@ -171,6 +171,7 @@ def draw(steps: Sequence[dict[str, Any]], path: Path) -> None:
         axes.text(shift_ms, -0.62, f" step {step['step']}", fontsize=8, color="0.3", va="center")
 
     axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
+    # The axis is reversed, and has room for the names of the steps.
     axes.set_ylim(ranks - 0.4, -0.75)  # rank 0 above
     axes.set_xlabel("ms on rank 0's clock")
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -180,6 +181,7 @@ def draw(steps: Sequence[dict[str, Any]], path: Path) -> None:
     for step in steps:
         for phases in step["phases"][:ranks]:
             used |= {name for name, _, _ in phases}
+    # Only the phases that occur, in the order of a step.
     legend = []
     for name, colour in COLOURS.items():
         if name in used:

@@ -1,6 +1,4 @@
-"""What tests of tp, pp and ep share: arms beside one process, and whole runs that resume, go on,
-and fail.
-"""
+"""Shared by tests of tp, pp and ep: arms beside one process, and runs that resume and fail."""
 
 from __future__ import annotations
 
@@ -28,16 +26,12 @@ def run(
     cases: list[dict[str, Any]],
     alone: bool = False,
 ) -> list[Any]:
-    """Train arms of `bench equivalence` on a pool's ranks; with `alone`, also the whole batch on
-    each rank.
-    """
+    """Train arms of `bench equivalence` on a pool's ranks; `alone`: also the whole batch."""
     return [*pools(ranks).run(ENTRY, {"arms": arms, "cases": cases, "alone": alone})]
 
 
 def require_one_process(found: list[Any], settings: dict[str, Any]) -> None:
-    """Weights, losses and norms are those of one process within the benchmark's limits; ranks agree
-    to the bit.
-    """
+    """Require the weights, losses and norms of one process, within limits, equal on all ranks."""
     far = WEIGHT_LIMIT[settings["optimizer"]]
     assert found, "no arm has run"
     for each in found:
@@ -101,9 +95,7 @@ class Runs:
         return spec, outcomes[0]["message"]
 
     def resumed(self, world: int, cut: int, **settings: Any) -> tuple[RunSpec, RunSpec]:
-        """Train once, and once from the checkpoint before step `cut`: to the same bits. Return both
-        runs.
-        """
+        """Train once, and once from the checkpoint before `cut`, to the same bits; return both."""
         whole = self.trained("whole", world, **settings)
         first = self.trained("cut", world, checkpoint_every=cut - 1, stop_at=cut, **settings)
         shutil.rmtree(first.checkpoints / f"step_{cut:08d}")
@@ -113,9 +105,7 @@ class Runs:
         return whole, rest
 
     def gone_on(self, meshes: list[tuple[int, dict[str, Any]]], far: float) -> None:
-        """Train a step on each mesh (workers, settings), then the rest on the last; it stays near
-        one process.
-        """
+        """Train a step on each mesh (workers, settings); compare with one process."""
         alone = self.trained("alone", 1)
         for stop, (world, settings) in enumerate(meshes[:-1], 1):
             self.trained("run", world, stop_at=stop, resume="auto", **settings)

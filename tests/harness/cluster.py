@@ -51,15 +51,12 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def ends_with_tests() -> None:
-    """Let this process, just forked, get SIGTERM when the tests end without ending it, as after
-    Ctrl-C.
-    """
+    """Let this process get SIGTERM when the tests end without ending it, as after Ctrl-C."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def goes_first(nice: int = -10, pid: int | str = "self") -> None:
-    """Let all processes of this session get their CPU before those of other sessions, or with 0
-    again as they do.
+    """Give this session's processes the CPU before other sessions; 0 undoes it.
 
     Ray gives a node 30 s to start. The kernel shares the CPUs among sessions (sched(7), autogroups)
     and heeds the nice value of a process only within its session. Without the right to do this
@@ -89,9 +86,7 @@ class Cluster:
         return bool(processes_of_session(self.session))
 
     def log(self) -> str:
-        """Return its processes and their states, and the ends of what its raylets and its GCS have
-        written.
-        """
+        """Return its processes and their states, and the ends of its raylets' and GCS' logs."""
         found = [
             f"{pid} {process_state(pid)} {_command_of(pid)}"
             for pid in processes_of_session(self.session)
@@ -124,9 +119,7 @@ class Cluster:
         return None
 
     def states(self, kind: str, **equal: str) -> list[dict[str, Any]]:
-        """Return what Ray's state API says of `actors`, `nodes`, `placement_groups` or `tasks` with
-        these values.
-        """
+        """Return Ray's `actors`, `nodes`, `placement_groups` or `tasks` with these values."""
         query = [("limit", "10000"), ("detail", "true"), ("timeout", "60")]
         for key, value in equal.items():
             query += [("filter_keys", key), ("filter_predicates", "="), ("filter_values", value)]
@@ -139,8 +132,7 @@ class Cluster:
 def ray_head(
     *flags: str, dashboard: bool = True, forked: bool = True, **env: str
 ) -> Iterator[Cluster]:
-    """Start a Ray head with its own ports, token and temporary folder; end its whole session
-    afterwards.
+    """Start a Ray head with its own ports, token and temporary folder; end its session afterwards.
 
     Without a dashboard it starts three times as fast; then there are no jobs and no
     `Cluster.states`. With `forked` the workers of this head and of nodes that join it are forked:
@@ -201,8 +193,7 @@ def _started(
     start: Callable[[], tuple[subprocess.Popen[Any], Callable[[], object]]],
     said: Callable[[], str] = str,
 ) -> subprocess.Popen[Any]:
-    """Start a Ray until it is ready; again where this machine was too busy for the 30 s that Ray
-    itself gives a node.
+    """Start a Ray until it is ready; again if the machine was too busy for Ray's 30 s.
 
     `start` returns the process, and what tells whether it is ready. `said`: what it has written,
     for errors.
@@ -283,9 +274,7 @@ def end_session(leader: subprocess.Popen[Any] | Command, grace_s: float = 0.0) -
 
 
 def processes_of_session(session: int) -> list[int]:
-    """Return the live processes of a session that a test started, and the workers that were forked
-    for it.
-    """
+    """Return the live processes of a session, and the workers that were forked for it."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -303,9 +292,7 @@ def wait_for(
     process: subprocess.Popen[Any] | Command | None = None,
     said: Callable[[], str] = str,
 ) -> None:
-    """Wait until `ready` returns something true. Raises AssertionError in time, or when `process`
-    ends.
-    """
+    """Wait until `ready` returns something true. Raises AssertionError in time, or at the end."""
 
     def output() -> str:
         return (process.output if isinstance(process, Command) else "") + said()
@@ -365,8 +352,7 @@ def finish(process: Command, seconds: float = START_S) -> tuple[int, str]:
 
 @contextmanager
 def commands_end_here(grace_s: float = 20.0) -> Iterator[None]:
-    """End the runs that `start` starts meanwhile and that still run at the end, as after a failed
-    assertion.
+    """End the runs that `start` starts meanwhile and that still run, as after a failed assertion.
 
     SIGTERM, and after `grace_s` SIGKILL to its session. Then the clusters that they used are waited
     for: the next run finds them as this one did. What they had printed is printed.
@@ -400,8 +386,7 @@ def launch(cluster: Cluster | None, recipe: Path, out: Path, *flags: str) -> tup
 
 
 def undisturbed(recipe: Path, out: Path, *flags: str) -> None:
-    """Train a recipe without Ray and without faults, on as many ranks as the flags say last; else
-    on two.
+    """Train a recipe without Ray and without faults, on the number of ranks in the flags, or two.
 
     What a run on Ray has to equal to the bit. It takes a tenth of the time.
     """
@@ -507,9 +492,7 @@ def reports(out: Path) -> list[dict[str, Any]]:
 
 
 def only_report(out: Path, output: str) -> dict[str, Any]:
-    """The one fault of a run. `output`: what its driver printed, for the case that there were none
-    or more.
-    """
+    """Return the one fault of a run. `output`: the driver's, for the message of a failure."""
     found = reports(out)
     assert len(found) == 1, f"{found}\n{output}"
     return found[0]
@@ -538,9 +521,7 @@ def fired(out: Path) -> list[str]:
 
 
 def left_behind(before: set[str]) -> list[str]:
-    """Temporary folders of nanoray and of multiprocessing, which Ray uses, that came after `before`
-    and nobody uses.
-    """
+    """Return unused temporary folders of nanoray and multiprocessing that came after `before`."""
     return [
         path
         for path in leaks.abandoned(before)
@@ -558,8 +539,7 @@ def ray_folders() -> set[str]:
 
 
 def in_driver(cluster: Cluster, code: str) -> Any:
-    """Run code in a driver process of its own connected to the cluster; return what it prints as
-    JSON.
+    """Run code in a new driver process connected to the cluster; return its JSON output.
 
     Ray itself logs to stdout too, also after the last line of the code: the newest line that is
     JSON counts.
@@ -584,9 +564,7 @@ def in_driver(cluster: Cluster, code: str) -> Any:
 
 
 def no_actors_left(cluster: Cluster, seconds: float = 60.0) -> bool:
-    """Whether all actors and placement groups are gone; what was killed just now may still be
-    listed for a moment.
-    """
+    """Whether all actors and placement groups are gone; killed ones may be listed for a moment."""
     end = time.monotonic() + seconds
     while left := _left(cluster):
         if time.monotonic() > end:
@@ -597,9 +575,7 @@ def no_actors_left(cluster: Cluster, seconds: float = 60.0) -> bool:
 
 
 def _left(cluster: Cluster) -> list[str]:
-    """The actors and placement groups, but for what Ray Train, or a look at the dashboard, leaves
-    on every cluster.
-    """
+    """Return the actors and placement groups, without those that Ray itself leaves on a cluster."""
     actors = [actor for actor in cluster.states("actors") if actor["state"] != "DEAD"]
     names = [str(actor["name"] or actor["class_name"]) for actor in actors]
     others = ("AutoscalingCoordinator", "PlacementGroupCleaner", "datasets_stats_actor")

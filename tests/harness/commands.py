@@ -1,5 +1,4 @@
-"""Commands as `python -m` runs them, in processes forked from a server that has imported torch
-once.
+"""Commands as `python -m` runs them, in processes forked from a server that has imported torch.
 
 Such a process starts in milliseconds instead of seconds, of which most would be spent on imports.
 """
@@ -172,9 +171,7 @@ def fork(args: list[str], env: dict[str, str], cwd: str, streams: Mapping[int, A
 def run(
     *args: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT, timeout: float = 400
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command as `subprocess.run` would with captured output. At the time limit
-    AssertionError shows it.
-    """
+    """Run a command as `subprocess.run` would. Raises AssertionError at the time limit."""
     with Command(*args, env=env, cwd=cwd, apart=True) as command:
         return _completed(command, timeout)
 
@@ -292,8 +289,7 @@ def no_watchers_left(path: Path, seconds: float = 30.0) -> bool:
 
 
 def killed_saves(folder: Path, save_forever: Callable[..., None], *args: object) -> Iterator[int]:
-    """Kill 25 times, at any moment, a process that saves checkpoints in a folder; yield the last
-    step it told of.
+    """Kill a process that saves checkpoints 25 times, at any moment; yield its last printed step.
 
     `save_forever` is called with the arguments and with a shared value: where it tells the step
     that it has saved.

@@ -1,6 +1,4 @@
-"""A driver without Ray: it replaces lost ranks of real processes, as nanoray.launch does, in
-seconds.
-"""
+"""A driver without Ray: it replaces lost ranks of real processes, as nanoray.launch does."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ Patch = Callable[[], None]  # called in a rank's process before it trains; makes
 
 @dataclass
 class Outcome:
-    """What became of a run: each slot's outcome or error, and why survivors left their groups, by
-    attempt.
-    """
+    """Each slot's outcome or error, and by attempt why survivors left their groups."""
 
     ranks: dict[int, dict[str, Any]] = field(default_factory=dict)
     left: list[list[str]] = field(default_factory=list)
@@ -114,9 +110,7 @@ def _listen(
     outcome: Outcome,
     deadline: float,
 ) -> dict[int, str]:
-    """Hear of every rank of a group that it waits, has ended, or is dead; return why each of the
-    waiting ones left.
-    """
+    """Wait until each rank waits, has ended, or is dead; return why each waiting one left."""
     waiting: dict[int, str] = {}
     open_lines = {lines[slot]: slot for slot in slots}
     while open_lines:

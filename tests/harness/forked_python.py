@@ -1,5 +1,4 @@
-"""A `python` that forks: for torchrun, whose ranks would import torch anew, and for scripts that
-call PYTHON.
+"""A `python` that forks: for torchrun, whose ranks would import torch, and scripts with PYTHON.
 
     torchrun, or a script ─ starts ─► this file, as `python` ─ command, environment, streams ─► server, which has torch
                                       ends as the fork does, and passes on signals              │ forks
@@ -40,9 +39,7 @@ def forked_python(folder: Path) -> Iterator[dict[str, str]]:
 
 
 def _serve(home: socket.socket, owner: int) -> None:
-    """Fork a process for each that calls, and one beside it that tells how it ended; stop with the
-    tests.
-    """
+    """Fork a process for each caller, and one beside it that reports how it ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     home.settimeout(1.0)
     while Path(f"/proc/{owner}").exists():
@@ -56,9 +53,7 @@ def _serve(home: socket.socket, owner: int) -> None:
 
 
 def _attend(caller: socket.socket) -> None:
-    """Fork what the caller orders, pass on the signals that it sends, and tell it the exit status.
-    Does not return.
-    """
+    """Fork the caller's command, pass on its signals, and send the exit status. Does not return."""
     import select
 
     from tests.harness.commands import become

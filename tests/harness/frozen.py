@@ -1,5 +1,4 @@
-"""What a fork server imports last: the garbage collector of the processes that it forks leaves its
-modules alone.
+"""The last import of a fork server: it excludes its modules from the garbage collector of forks.
 
 Without it each such process would look through all of torch, and so copy the memory that it shares
 with the server.

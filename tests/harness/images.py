@@ -1,6 +1,4 @@
-"""A small dataset of generated images, runs of a small ResNet on it, and norms on the ranks of a
-pool.
-"""
+"""A small dataset of generated images, runs of a ResNet on it, and norms on a pool's ranks."""
 
 from __future__ import annotations
 
@@ -68,9 +66,7 @@ def image_spec(images: DatasetInfo, out_dir: Path, **overrides: Any) -> RunSpec:
 
 
 def norm_layer(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> None:
-    """Run one BatchNorm on this rank's part of a batch, forward and backward; emit all ranks'
-    results.
-    """
+    """Run one BatchNorm on this rank's part of a batch, forward and backward; emit all results."""
     torch.manual_seed(1)
     x, dy = (torch.randn(order["batch"], 5, 3, 4) * 3 + 2 for _ in range(2))  # the whole batch
     norm, axis = BatchNorm(5), data_axis(mesh)
@@ -118,9 +114,7 @@ def _joined(everyone: list[dict[str, Any]]) -> list[tuple[str, Any]]:
 
 
 def copied_state(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> None:
-    """Copy rank 0's state to ranks that have another one, then flip a running statistic of rank 1,
-    and heal it.
-    """
+    """Copy rank 0's state to other ranks, flip a running statistic of rank 1, and heal it."""
     state = make_state(seed=mesh.rank)
     for name, tensor in state.tensors().items():  # what no rank begins with
         if "running" in name or "momentum" in name:

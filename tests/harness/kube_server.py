@@ -1,5 +1,4 @@
-"""A Kubernetes API server as small as `nanoray kube` needs it: objects in a dictionary, over real
-HTTP and websockets.
+"""A small Kubernetes API server: objects in a dictionary, over real HTTP and websockets.
 
 It stands in for the cluster, never for our code: the real client talks to it. Objects are stored as
 they come (as a server-side apply of a whole object), lists filter by label, a Service's proxy

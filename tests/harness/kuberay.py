@@ -1,5 +1,4 @@
-"""What KubeRay's operator makes of a RayCluster, worked out by hand from v1.7.0: commands,
-environment, services.
+"""The pods, commands and services of KubeRay's operator, worked out by hand from v1.7.0.
 
 Tests start exactly this. Source: ray-operator/controllers/ray/common/pod.go (BuildPod,
 setMissingRayStartParams, generateRayStartCommand, setContainerEnvVars) and its token
@@ -132,8 +131,7 @@ def _pod(
 
 
 class Operator:
-    """The operator and the kubelet at once: makes pods of RayJobs in an `ApiServer`, on a
-    `Machine`, and reports.
+    """Operator and kubelet at once: makes pods of RayJobs in an `ApiServer`, on a `Machine`.
 
     It does what HTTPMode does: waits for the pods, submits over HTTP with the cluster's token,
     copies the job's status, replaces workers that are gone, deletes everything with the RayJob. A
@@ -225,9 +223,7 @@ class Operator:
         }
 
     def delete_pod(self, name: str) -> float:
-        """Delete a pod as `kubectl delete pod` does, and return the seconds; its owner makes
-        another one.
-        """
+        """Delete a pod as `kubectl delete pod` does; return the seconds."""
         (pod,) = [pod for pods in self._pods.values() for pod in pods if pod.name == name]
         return self.machine.delete(name, pod.grace_s, pod.pre_stop)
 

@@ -1,6 +1,4 @@
-"""A stand-in for nanoGPT, which cannot be had everywhere: a train.py that takes its flags and
-prints its lines.
-"""
+"""A stand-in for nanoGPT: a train.py that takes its flags and prints its lines."""
 
 from __future__ import annotations
 

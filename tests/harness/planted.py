@@ -1,6 +1,4 @@
-"""Bugs that the ways to share a model could have, planted on the ranks of a pool for one benchmark
-of equivalence.
-"""
+"""Bugs in the ways to share a model, planted on a pool's ranks for a benchmark of equivalence."""
 
 from __future__ import annotations
 
@@ -108,9 +106,7 @@ def untied(patch: Any) -> None:
 
 
 def loose_ends(patch: Any) -> None:
-    """The first and the last stage of a pipeline do not add up their gradients of the tied
-    embedding.
-    """
+    """A pipeline's first and last stage do not add up gradients of the tied embedding."""
     patch.setattr(pp.Pipe, "add_tied", lambda self, gradient: None)
 
 
@@ -135,9 +131,7 @@ def each_stage(patch: Any) -> None:
 
 
 def expert_factor(patch: Any) -> None:
-    """Gradients of experts are averaged over the expert's replicas, although the factor has entered
-    at the loss.
-    """
+    """Gradients of experts are averaged, although the factor has entered at the loss."""
     start = Axis.start_reduce_scatter
 
     def averaging(self: Axis, *args: Any, **flags: Any) -> Callable[[Tensor], Tensor]:
@@ -158,9 +152,7 @@ def expert_replicas(patch: Any) -> None:
 
 
 def expert_axis(patch: Any) -> None:
-    """Gradients of experts are summed over all data ranks, like the rest: also over ranks with
-    other experts.
-    """
+    """Gradients of experts are summed over all data ranks, also over ranks with other experts."""
     right = ep.ExpertParallel.__init__
     patch.setattr(
         ep.ExpertParallel,
@@ -217,18 +209,14 @@ def norms(patch: Any) -> None:
 
 
 def ratings(patch: Any) -> None:
-    """With the sequence cut, the gradients of a router's ratings, which all ranks have whole, are
-    added up.
-    """
+    """With the sequence cut, the complete gradients of a router's logits are added up."""
     patch.setattr(tp_experts, "whole", lambda x, axis: stream.enter(x, axis, True))
 
 
 def measure_rank(
     mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None], bug: Callable[[Any], None]
 ) -> None:
-    """Run the benchmark's function with a bug planted; this process has none afterwards. (all
-    ranks)
-    """
+    """Run the benchmark's function with a bug planted, and remove the bug. (all ranks)"""
     with pytest.MonkeyPatch.context() as patch:
         bug(patch)
         equivalence.measure_rank(mesh, order, emit)

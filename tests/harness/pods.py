@@ -1,5 +1,4 @@
-"""Pods without Kubernetes: each with a network address, root filesystem, /dev/shm and process tree
-of its own.
+"""Pods without Kubernetes: each has an address, root filesystem, /dev/shm and process tree.
 
 Each pod is a process in new network, mount and process namespaces, joined to the others by a
 bridge. Its root holds the machine's own programs, the repository at /opt/nanoray as in the image,
@@ -157,9 +156,7 @@ class RunningPod:
 
 
 class Machine:
-    """A bridge with pods on it, and the volume that they share. A context manager: at its end
-    nothing is left.
-    """
+    """A bridge with pods on it, and their shared volume; a context manager that cleans up."""
 
     def __init__(self, volume: Path) -> None:
         self.volume = volume
@@ -288,8 +285,7 @@ class Machine:
             (pod.folder / "hosts").write_text(text)
 
     def delete(self, name: str, grace_s: float, pre_stop: str = "") -> float:
-        """Delete a pod as Kubernetes does: nobody finds it any more, then the kubelet ends it; then
-        it is gone.
+        """Delete a pod as Kubernetes does: first from the network, then its processes.
 
         Connections that stand live on until its processes end. Returns the seconds that it took.
         """

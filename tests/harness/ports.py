@@ -1,6 +1,4 @@
-"""TCP ports of 127.0.0.1 for tests: one that stays free until a process takes it, and one that
-refuses connections.
-"""
+"""TCP ports of 127.0.0.1 for tests: one that stays free until used, one that refuses."""
 
 from __future__ import annotations
 
@@ -14,9 +12,7 @@ _LOWEST = 20000  # Ray gives its workers the ports from 10002 to 19999
 
 
 def free_port() -> int:
-    """Return a free port that the kernel gives to nobody: until it is used, only who asks for this
-    number takes it.
-    """
+    """Return a free port that the kernel assigns to no other process until it is used."""
     highest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     ports = range(_LOWEST, highest)
     for port in random.SystemRandom().sample(ports, min(len(ports), 100)):
@@ -30,9 +26,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def closed_port() -> Iterator[int]:
-    """Hold a port that nobody listens at: connections are refused, and nobody else gets it
-    meanwhile.
-    """
+    """Hold a port without a listener: connections are refused, and no other process gets it."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         yield int(held.getsockname()[1])

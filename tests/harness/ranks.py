@@ -1,5 +1,4 @@
-"""Real ranks for tests: processes that meet over a real TCPStore and gloo, each calling
-nanoray.train.train.
+"""Real ranks for tests: processes with a real TCPStore and gloo, each calling nanoray.train.train.
 
 They are forked from a server that has imported torch once, so a rank starts in milliseconds.
 """
@@ -58,8 +57,7 @@ def run_ranks(
     first: Callable[[], None] | None = None,
     train: Callable[..., dict[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Train one spec (or one per rank) on `world` real ranks; return each rank's outcome or
-    {"error": ...}.
+    """Train one spec (or one per rank) on `world` real ranks; return outcomes or {"error": ...}.
 
     Each rank's process calls `first` before it trains: a function of a module, to make its machine
     a worse one. `train` replaces recipe.train.

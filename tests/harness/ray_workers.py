@@ -1,5 +1,4 @@
-"""Ray's workers, forked from a process that has imported torch: each takes four seconds of a CPU
-less to start.
+"""Ray's workers, forked from a process that has imported torch: saves four CPU seconds each.
 
     raylet ─ starts ─► python default_worker.py ─ command, environment, streams ─► server, which has torch
                        waits until the worker ends                                   │ forks
@@ -59,9 +58,7 @@ def workers_of(callers: list[int]) -> list[int]:
 
 
 def _serve(home: socket.socket, folder: Path, until: Connection) -> None:
-    """Fork a worker for each process that calls, and note both in `folder`, until `until` is closed
-    elsewhere.
-    """
+    """Fork a worker for each caller, and note both in `folder`, until `until` is closed."""
     while not (ready := select.select([home, until], [], [], REAP_S)[0]) or until not in ready:
         # A note goes while its worker's pid is still a zombie's: the numbers of both are soon those
         # of other processes.

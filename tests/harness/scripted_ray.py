@@ -1,5 +1,4 @@
-"""What Ray delivers to a driver, scripted: actors, pending answers, deaths and time. Nothing of
-nanoray is replaced.
+"""A scripted Ray for the driver: actors, pending results, deaths and time. nanoray is real.
 
 `ScriptedRay` has the part of ray's surface that nanoray.launch uses. Its actors answer as workers
 do: they train, die, hang or wait at the times that a test says, and write the same progress files
@@ -175,9 +174,7 @@ class Actor:
 
 
 class Head(socket.socket):
-    """A head's address: each connection is accepted and closed, until `close`, after which they are
-    refused.
-    """
+    """A head's address: each connection is accepted and closed until `close`, then refused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -291,9 +288,7 @@ class ScriptedRay:
             self._die(actor, NOTICE_S, 0.0, ActorDiedError())
 
     def holds(self, actor: Actor) -> int:
-        """The completed steps in an actor's memory; 0 if it never trained, or does not answer any
-        more.
-        """
+        """The completed steps in an actor's memory; 0 if it never trained or does not answer."""
         if (
             not actor.alive
             or actor.frozen
@@ -347,9 +342,7 @@ class ScriptedRay:
         self._once_placed(actor, lambda: ref.set(actor.facts))
 
     def _once_placed(self, actor: Actor, answer: Callable[[], None]) -> None:
-        """Let an actor start; one whose bundle is on a drained node waits until Ray has moved the
-        bundle.
-        """
+        """Let an actor start; on a drained node it waits until Ray has moved its bundle."""
         if actor.slot is not None and actor.facts["node"] in self.draining:
             self.unplaced.append((actor, answer))
         else:
@@ -383,9 +376,7 @@ class ScriptedRay:
             self.time.after(NOTICE_S, partial(self.lose_peer, waiting, waiting.attempt))
 
     def on_abort(self, actor: Actor, ref: Ref, attempt: int) -> None:
-        """A rank in a group of this attempt that waits for a peer fails, as if the peer's
-        connection had closed.
-        """
+        """Fail a rank of this attempt that waits for a peer, as if its connection closed."""
         self.aborts.append((actor.slot, attempt))
         if actor in self.members and actor not in self.forming.values():
             self.time.after(ABORT_S, partial(self.lose_peer, actor, attempt))
@@ -542,9 +533,7 @@ class ScriptedRay:
         report_s: float = REPORT_S,
         how: str = "SIGKILL",
     ) -> None:
-        """End a rank's process by a signal, by Ray's memory monitor ("memory") or with its node
-        ("node").
-        """
+        """End a rank's process by a signal, by Ray's memory monitor ("memory") or with its node."""
         error = {
             "memory": OutOfMemoryError("Memory on the node was low"),
             "node": ActorUnavailableError("unreachable", None),
@@ -605,9 +594,7 @@ class ScriptedRay:
         self._peers_notice(actor, notice_s)
 
     def hang(self, slot: int, frozen: bool = False) -> None:
-        """Stop a rank in `forward` of its step, and so all others in `backward`; frozen: it answers
-        no calls either.
-        """
+        """Stop a rank in `forward` and so the others in `backward`; frozen: no answers."""
         for member in self.members:
             member.write_progress()
             member.trains_since = None
@@ -617,9 +604,7 @@ class ScriptedRay:
         actor.write_progress()
 
     def drain(self, driver: Driver, slot: int | None, notice_s: float | None = None) -> None:
-        """Announce that a rank's node (None: the driver's) will be taken away, in so many seconds
-        if anybody says.
-        """
+        """Announce that a rank's node (None: the driver's) will be taken away."""
         node = DRIVER_NODE if slot is None else self.actors[slot].facts["node"]
         self._announce_drain(driver, node, notice_s)
         # The driver reads the notice by the real clock, which does not move here
@@ -635,9 +620,7 @@ class ScriptedRay:
         driver.cluster.check()
 
     def _take_away(self, driver: Driver, node: str) -> None:
-        """End a node and what is left on it; Ray moves its bundles to the node that has come in its
-        place.
-        """
+        """End a node and its processes; Ray moves its bundles to the node that replaces it."""
         del self.draining[node]
         driver.cluster.check()
         for actor in [actor for actor in self.created if actor.alive and actor.slot is not None]:
@@ -698,9 +681,7 @@ class Run:
 
     @property
     def orders(self) -> list[str]:
-        """What the driver did since the first group began, until it ended the actors that were
-        left.
-        """
+        """Return the driver's actions from the first group to the end of the last actors."""
         orders = self.ray.orders[2 * self.ray.workers :]
         while orders and orders[-1].startswith("kill"):
             orders = orders[:-1]

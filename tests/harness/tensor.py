@@ -18,8 +18,7 @@ from nanoray.parallel.plan import Plan
 
 
 def dropout_masks(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> None:
-    """Run one forward of dp 2 × tp 2 with dropout; emit the masks of each rank, in the order they
-    were drawn.
+    """Run one forward of dp 2 × tp 2 with dropout; emit each rank's masks in their order.
 
     With "sequence" the ranks of a replica share the positions. "stream_masks" has a string per
     position and sequence.

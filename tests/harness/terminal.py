@@ -27,9 +27,7 @@ class Terminal:
         fcntl.ioctl(self._slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
 
     def run(self, *args: str, env: Mapping[str, str], cwd: Path = ROOT, hang_up: str = "") -> int:
-        """Run `python -m args` on this terminal and return the exit code. `hang_up`: close it once
-        this was printed.
-        """
+        """Run `python -m args` here, return the exit code. `hang_up`: close it at this text."""
         name = os.ttyname(self._slave)
         process = fork(list(args), dict(env), str(cwd), {1: name, 2: name})
         data = b""
@@ -52,9 +50,7 @@ class Terminal:
 
     @property
     def screen(self) -> list[str]:
-        """The lines that are left to see, without colours. Raises AssertionError for what a simple
-        terminal lacks.
-        """
+        """Return the visible lines without colours. Raises AssertionError for unknown sequences."""
         lines = [""]
         for part in re.split(r"(\n|\r\x1b\[2K|\x1b\[[0-9;]*m|[\r\x1b])", self.written):
             if part == "\n":
